@@ -1,0 +1,1 @@
+"""What everything stands on: errors, tensor dictionaries, keyed random streams. Imports nothing of fedshift."""

@@ -1,0 +1,293 @@
+"""A federation: named clients, each with training, validation and test samples of its own.
+
+Images are kept as they come, uint8 ``[N, C, H, W]`` from 0 to 255, and are scaled to [-1, 1] when a batch is taken
+(as in FedBN's experiments, Li et al. 2021, arXiv:2102.07623, section 5.1); floating-point arrays are used as they are.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from hashlib import blake2b
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import ArrayLike
+from torch import Tensor
+
+from ..base.errors import UsageError, unknown
+from ..base.streams import stream
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Split:
+    """Samples ``x`` (uint8 images ``[N, C, H, W]`` or floats ``[N, ...]``) with labels ``y`` (int64 ``[N]``)."""
+
+    x: Tensor
+    y: Tensor
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    def take(self, index: Tensor) -> Split:
+        """The samples at ``index`` (int64), in that order."""
+        return Split(x=self.x[index], y=self.y[index])
+
+    def inputs(self, index: Tensor | slice, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Samples at ``index`` as a network takes them: images scaled from 0..255 to [-1, 1], floats untouched."""
+        x = self.x[index].to(dtype)
+        return x.div_(127.5).sub_(1.0) if self.x.dtype == torch.uint8 else x
+
+    def to(self, device: torch.device) -> Split:
+        """The same samples on ``device``."""
+        return Split(x=self.x.to(device), y=self.y.to(device))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ClientData:
+    """One client's samples; ``validation`` is None where none was held out."""
+
+    name: str
+    train: Split
+    test: Split
+    validation: Split | None = None
+
+    @property
+    def splits(self) -> dict[str, Split]:
+        """The splits that exist, by name: train, test and perhaps validation."""
+        named = {"train": self.train, "validation": self.validation, "test": self.test}
+        return {name: split for name, split in named.items() if split is not None}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Federation:
+    """Named clients that share one task of ``classes`` classes; ``note`` says in a sentence what the data are."""
+
+    name: str
+    clients: tuple[ClientData, ...]
+    classes: int
+    note: str = ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The clients' names, in the order in which tables show them."""
+        return tuple(client.name for client in self.clients)
+
+    @property
+    def sample_shape(self) -> tuple[int, ...]:
+        """Shape of one sample, ``(C, H, W)`` for images."""
+        return tuple(self.clients[0].train.x.shape[1:])
+
+    def client(self, name: str) -> ClientData:
+        """The client of this name, or a :class:`UsageError` that lists the names."""
+        for client in self.clients:
+            if client.name == name:
+                return client
+        raise unknown("client", name, self.names)
+
+    def only(self, names: Iterable[str]) -> Federation:
+        """The named clients, in the given order."""
+        return replace(self, clients=tuple(self.client(name) for name in names))
+
+    def limit(self, samples: int) -> Federation:
+        """Each client with ``samples`` training samples, drawn once without replacement (the same in every run)."""
+        clients = []
+        for client in self.clients:
+            if len(client.train) < samples:
+                raise UsageError(
+                    f"client {client.name!r} has {len(client.train)} training samples, fewer than samples={samples}: "
+                    f"ask for at most {min(len(c.train) for c in self.clients)}"
+                )
+            index = stream(0, "subset", client.name).permutation(len(client.train))[:samples]
+            clients.append(replace(client, train=client.train.take(torch.from_numpy(index))))
+        return replace(self, clients=tuple(clients))
+
+    def hold_out(self, fraction: float) -> Federation:
+        """Each client with ``fraction`` of its training samples moved to validation (the same samples in every run)."""
+        clients = []
+        for client in self.clients:
+            order = torch.from_numpy(stream(0, "validation", client.name).permutation(len(client.train)))
+            held = max(1, round(fraction * len(order)))
+            if held >= len(order):
+                raise UsageError(
+                    f"validation={fraction:g} leaves client {client.name!r} no training sample of {len(order)}: "
+                    "ask for a smaller fraction"
+                )
+            clients.append(
+                replace(client, train=client.train.take(order[held:]), validation=client.train.take(order[:held]))
+            )
+        return replace(self, clients=tuple(clients))
+
+    def fitted(self, size: int | None = None) -> Federation:
+        """Images brought to one shape: grey repeated to colour where both occur, resized to ``size`` pixels.
+
+        Without ``size``, images that differ in size are brought to 28 x 28, the size of the papers' digits.
+        Resizing is bilinear with antialiasing. Raises :class:`UsageError` where channels cannot be matched.
+        """
+        shapes = {client.name: tuple(client.train.x.shape[1:]) for client in self.clients}
+        if all(len(shape) == 1 for shape in shapes.values()):
+            _agree(shapes, "features")
+            return self
+        flat = [name for name, shape in shapes.items() if len(shape) != 3]
+        if flat:
+            raise UsageError(f"client {flat[0]!r} has samples of shape {shapes[flat[0]]}: images need (C, H, W)")
+        channels = max(shape[0] for shape in shapes.values())
+        odd = [name for name, shape in shapes.items() if shape[0] not in (1, channels)]
+        if odd:
+            common = Counter(shape[0] for shape in shapes.values()).most_common(1)[0][0]
+            raise UsageError(
+                f"client {odd[0]!r} has {shapes[odd[0]][0]} channels where others have {channels}: "
+                f"bring every client to {common} channels (grey, 1, is repeated by itself)"
+            )
+        sizes = {shape[1:] for shape in shapes.values()}
+        target = (size, size) if size else (28, 28) if len(sizes) > 1 else next(iter(sizes))
+
+        def fit(split: Split) -> Split:
+            x = split.x
+            if tuple(x.shape[2:]) != target:
+                resized = F.interpolate(x.float(), size=target, mode="bilinear", antialias=True, align_corners=False)
+                x = resized.round_().clamp_(0, 255).to(torch.uint8) if x.dtype == torch.uint8 else resized.to(x.dtype)
+            return Split(x=x.expand(-1, channels, -1, -1), y=split.y)
+
+        def fit_client(client: ClientData) -> ClientData:
+            parts = {name: fit(split) for name, split in client.splits.items()}
+            return ClientData(name=client.name, **parts)
+
+        return replace(self, clients=tuple(fit_client(client) for client in self.clients))
+
+    def pooled(self) -> Federation:
+        """All clients' samples as one client named ``pooled`` (centralized training)."""
+
+        def join(parts: list[Split]) -> Split:
+            return Split(x=torch.cat([part.x for part in parts]), y=torch.cat([part.y for part in parts]))
+
+        shared = [name for name in self.clients[0].splits if all(name in client.splits for client in self.clients)]
+        joined = {name: join([client.splits[name] for client in self.clients]) for name in shared}
+        return replace(self, clients=(ClientData(name="pooled", **joined),))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A digest of every sample and label, so that a run is never resumed on other data."""
+        digest = blake2b(digest_size=16)
+        for client in self.clients:
+            for name, split in client.splits.items():
+                digest.update(f"{client.name}/{name}{tuple(split.x.shape)}{split.x.dtype}".encode())
+                digest.update(np.ascontiguousarray(split.x.numpy()).data)
+                digest.update(np.ascontiguousarray(split.y.numpy()).data)
+        return digest.hexdigest()
+
+    def check(self, *, allow_single_class: bool = False) -> Federation:
+        """Return the federation if it can be trained on, otherwise raise :class:`UsageError` naming client and value.
+
+        Refused are: no client, a name twice, an empty split, labels outside ``0..classes-1``, non-finite samples,
+        samples of another shape, and (unless allowed) a client whose training data hold a single class.
+        """
+        if not self.clients:
+            raise UsageError(f"federation {self.name!r} has no client: give it at least one")
+        twice = [name for name, count in Counter(self.names).items() if count > 1]
+        if twice:
+            raise UsageError(f"client name {twice[0]!r} occurs twice: names must differ")
+        for client in self.clients:
+            for name, split in client.splits.items():
+                _check_split(split, f"client {client.name!r}, {name} data", self.classes)
+            labels = client.train.y.unique()
+            if len(labels) == 1 and self.classes > 1 and not allow_single_class:
+                raise UsageError(
+                    f"client {client.name!r} has only class {int(labels[0])} in its {len(client.train)} training "
+                    "samples: leave the client out, or allow it (allow_single_class, --allow-single-class)"
+                )
+        _agree({f"{c.name}/{n}": tuple(s.x.shape[1:]) for c in self.clients for n, s in c.splits.items()}, "sample")
+        return self
+
+
+def _agree(shapes: Mapping[str, tuple[int, ...]], what: str) -> None:
+    common = Counter(shapes.values()).most_common(1)[0][0]
+    for name, shape in shapes.items():
+        if shape != common:
+            raise UsageError(f"{name!r} has {what} shape {shape} where others have {common}: bring all to one shape")
+
+
+def _check_split(split: Split, where: str, classes: int) -> None:
+    if len(split) == 0:
+        raise UsageError(f"{where}: empty; every client needs at least one sample in each split")
+    if len(split.x) != len(split.y):
+        raise UsageError(f"{where}: {len(split.x)} samples but {len(split.y)} labels; both must be equal")
+    wrong = split.y[(split.y < 0) | (split.y >= classes)]
+    if len(wrong):
+        raise UsageError(
+            f"{where}: label {int(wrong[0])} is out of range; labels must be 0..{classes - 1} "
+            "(correct the labels, or say the number of classes)"
+        )
+    if split.x.is_floating_point():
+        bad = ~split.x.isfinite().flatten(1).all(dim=1)
+        if bad.any():
+            first = int(bad.nonzero()[0, 0])
+            raise UsageError(f"{where}: sample {first} has NaN or infinite values; remove or impute them")
+
+
+def as_split(x: ArrayLike, y: ArrayLike, where: str = "data") -> Split:
+    """Arrays as a :class:`Split`.
+
+    ``x``: images ``[N, H, W]``, ``[N, H, W, C]`` or ``[N, C, H, W]`` with 1 or 3 channels (integers 0..255 become
+    uint8; floats stay), or features ``[N, D]``. ``y``: integer labels ``[N]`` or ``[N, 1]``. Raises
+    :class:`UsageError`, which begins with ``where``, for anything else.
+    """
+    x_array, y_array = np.asarray(x), np.asarray(y)
+    if x_array.dtype.kind not in "uifb" or y_array.dtype.kind not in "uifb":
+        raise UsageError(f"{where}: arrays of type {x_array.dtype} and {y_array.dtype}; both must be numbers")
+    if y_array.ndim == 2 and y_array.shape[1] == 1:
+        y_array = y_array[:, 0]
+    if y_array.ndim != 1 or len(x_array) != len(y_array):
+        raise UsageError(
+            f"{where}: samples of shape {x_array.shape} and labels of shape {y_array.shape}; "
+            "labels must be one number a sample"
+        )
+    if y_array.dtype.kind == "f" and not (np.isfinite(y_array).all() and (y_array == np.round(y_array)).all()):
+        raise UsageError(f"{where}: labels are not whole numbers; give classes as 0, 1, 2, ...")
+    return Split(x=_as_samples(x_array, where), y=torch.from_numpy(y_array.astype(np.int64)))
+
+
+def _as_samples(x: np.ndarray, where: str) -> Tensor:
+    if x.ndim == 2:
+        return torch.from_numpy(x.astype(np.float64 if x.dtype == np.float64 else np.float32))
+    if x.ndim == 3:
+        x = x[:, None]
+    elif x.ndim == 4 and x.shape[3] in (1, 3):
+        x = x.transpose(0, 3, 1, 2)
+    elif x.ndim != 4 or x.shape[1] not in (1, 3):
+        raise UsageError(
+            f"{where}: samples of shape {x.shape}; images are [N, H, W], [N, H, W, C] or [N, C, H, W] with 1 or 3 "
+            "channels, features are [N, D]"
+        )
+    if x.dtype.kind == "f":
+        return torch.from_numpy(np.ascontiguousarray(x, dtype=x.dtype if x.dtype == np.float64 else np.float32))
+    if x.size and (x.min() < 0 or x.max() > 255):
+        raise UsageError(f"{where}: integer pixels from {x.min()} to {x.max()}; they must lie in 0..255")
+    return torch.from_numpy(np.ascontiguousarray(x, dtype=np.uint8))
+
+
+def federation(
+    clients: Mapping[str, tuple[ArrayLike, ArrayLike, ArrayLike, ArrayLike]],
+    *,
+    name: str = "own data",
+    classes: int | None = None,
+    note: str = "",
+) -> Federation:
+    """A federation from arrays: ``{client: (x_train, y_train, x_test, y_test)}``, see :func:`as_split` for shapes.
+
+    ``classes`` defaults to one more than the largest training label of any client.
+    """
+    data = tuple(
+        ClientData(
+            name=client,
+            train=as_split(x_train, y_train, f"client {client!r}, train data"),
+            test=as_split(x_test, y_test, f"client {client!r}, test data"),
+        )
+        for client, (x_train, y_train, x_test, y_test) in clients.items()
+    )
+    if classes is None:
+        classes = 1 + max((int(client.train.y.max()) for client in data if len(client.train)), default=0)
+    return Federation(name=name, clients=data, classes=classes, note=note)
