@@ -193,7 +193,7 @@ class Federation:
         for client in self.clients:
             for name, split in client.splits.items():
                 _check_split(split, f"client {client.name!r}, {name} data", self.classes)
-            labels = client.train.y.unique()
+            labels = torch.unique(client.train.y)
             if len(labels) == 1 and self.classes > 1 and not allow_single_class:
                 raise UsageError(
                     f"client {client.name!r} has only class {int(labels[0])} in its {len(client.train)} training "

@@ -1,0 +1,163 @@
+"""Local optimizers over plain states, equal to ``torch.optim`` step for step, and learning-rate schedules over rounds.
+
+``update_`` works in place on tensors that its caller owns; the kernel's pure step calls it on copies.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+
+import torch
+from typing_extensions import override
+
+from ..base.errors import UsageError
+from ..base.state import State, under
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise UsageError(message)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """A factor on the learning rate, by round; this one is constant."""
+
+    def factor(self, round: int) -> float:
+        """The factor in round ``round``, counted from 0."""
+        return 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepDecay(Schedule):
+    """Multiplied by ``gamma`` every ``every`` rounds (``torch.optim.lr_scheduler.StepLR``)."""
+
+    every: int
+    gamma: float = 0.1
+
+    def __post_init__(self) -> None:
+        _require(self.every >= 1, f"schedule step: every={self.every} must be at least 1")
+
+    @override
+    def factor(self, round: int) -> float:
+        return self.gamma ** (round // self.every)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exponential(Schedule):
+    """Multiplied by ``gamma`` each round (``ExponentialLR``)."""
+
+    gamma: float
+
+    @override
+    def factor(self, round: int) -> float:
+        return self.gamma**round
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cosine(Schedule):
+    """Half a cosine from 1 to ``floor`` over ``rounds`` rounds (``CosineAnnealingLR``), constant afterwards."""
+
+    rounds: int
+    floor: float = 0.0
+
+    def __post_init__(self) -> None:
+        _require(self.rounds >= 1, f"schedule cosine: rounds={self.rounds} must be at least 1")
+
+    @override
+    def factor(self, round: int) -> float:
+        return self.floor + (1 - self.floor) * (1 + math.cos(math.pi * min(round, self.rounds) / self.rounds)) / 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer(ABC):
+    """A local optimizer.
+
+    ``lr``: learning rate, multiplied by ``schedule``. ``keep``: whether the optimizer's state survives on the client from
+    round to round; by default it is reset each round, as in the papers.
+    """
+
+    lr: float
+    weight_decay: float = 0.0
+    schedule: Schedule = field(default_factory=Schedule)
+    keep: bool = False
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.lr < math.inf, f"learning rate lr={self.lr:g}: it must be a number of 0 or more")
+        _require(self.weight_decay >= 0, f"weight_decay={self.weight_decay:g} is negative: it must be 0 or more")
+
+    def rate(self, round: int) -> float:
+        """Learning rate in round ``round``, counted from 0."""
+        return self.lr * self.schedule.factor(round)
+
+    @abstractmethod
+    def init(self, params: State) -> State:
+        """The state before the first step."""
+
+    @abstractmethod
+    def update_(self, params: State, grads: State, state: State, lr: float) -> None:
+        """One step: ``params`` and ``state`` are changed in place."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SGD(Optimizer):
+    """Stochastic gradient descent with momentum, Nesterov's variant and L2 weight decay, as ``torch.optim.SGD``."""
+
+    momentum: float = 0.0
+    nesterov: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require(0 <= self.momentum < 1, f"momentum={self.momentum:g}: it must lie in [0, 1)")
+        _require(not self.nesterov or self.momentum > 0, "nesterov needs a momentum above 0: set momentum, say 0.9")
+
+    @override
+    def init(self, params: State) -> State:
+        return {f"momentum/{name}": torch.zeros_like(p) for name, p in params.items()} if self.momentum else {}
+
+    @override
+    def update_(self, params: State, grads: State, state: State, lr: float) -> None:
+        for name, param in params.items():
+            grad = grads[name]
+            if self.weight_decay:
+                grad = grad.add(param, alpha=self.weight_decay)
+            if self.momentum:
+                velocity = state[f"momentum/{name}"].mul_(self.momentum).add_(grad)
+                grad = grad.add(velocity, alpha=self.momentum) if self.nesterov else velocity
+            param.sub_(grad, alpha=lr)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamW(Optimizer):
+    """Adam with decoupled weight decay (Loshchilov & Hutter 2019, arXiv:1711.05101), as ``torch.optim.AdamW``."""
+
+    weight_decay: float = 0.01
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, beta in (("beta1", self.beta1), ("beta2", self.beta2)):
+            _require(0 <= beta < 1, f"{name}={beta:g}: it must lie in [0, 1)")
+        _require(self.eps > 0, f"eps={self.eps:g}: it must be above 0")
+
+    @override
+    def init(self, params: State) -> State:
+        zeros = {f"{kind}/{name}": torch.zeros_like(p) for kind in ("mean", "square") for name, p in params.items()}
+        device = next(iter(params.values())).device
+        return {"count": torch.zeros((), dtype=torch.float64, device=device), **zeros}
+
+    @override
+    def update_(self, params: State, grads: State, state: State, lr: float) -> None:
+        count = state["count"].add_(1)
+        correction1, correction2 = 1 - self.beta1**count, 1 - self.beta2**count
+        means, squares = under("mean", state), under("square", state)
+        for name, param in params.items():
+            grad = grads[name]
+            mean = means[name].mul_(self.beta1).add_(grad, alpha=1 - self.beta1)
+            square = squares[name].mul_(self.beta2).add_(grad * grad, alpha=1 - self.beta2)
+            param.mul_(1 - lr * self.weight_decay)
+            param.sub_(mean / ((square / correction2).sqrt() + self.eps) * (lr / correction1))

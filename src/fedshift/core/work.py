@@ -1,0 +1,71 @@
+"""How much a client computes between two exchanges, and in which order it takes its samples.
+
+The order of samples is a function of the client's step count alone: pass ``p`` over the data is permuted by the stream
+``(seed, "order", client, p)``, and step ``s`` is batch ``s mod T`` of pass ``s div T``, T batches a pass. A resumed run
+therefore needs no cursor. A group of C batches a round follows FedMMB's Algorithm 1 (Nasirigerdeh et al.,
+arXiv:2011.07006): batches are taken in turn through a pass and the last group of a pass may be smaller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from ..base.errors import UsageError
+from ..base.streams import stream
+
+Bounds = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """Local work of one round: ``epochs`` passes over the client's data or ``batches`` batches, exactly one of them.
+
+    A batch holds ``batch_size`` samples; None means all of the client's.
+    """
+
+    batch_size: int | None = 32
+    epochs: int | None = None
+    batches: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.epochs is None) == (self.batches is None):
+            raise UsageError(f"epochs={self.epochs} and batches={self.batches}: give exactly one of the two")
+        for name in ("batch_size", "epochs", "batches"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"{name}={value}: must be at least 1")
+
+    def bounds(self, samples: int, smallest: int = 1) -> Bounds:
+        """Where each batch of one pass begins and ends in the permuted samples.
+
+        The last batch is kept although smaller; where it would hold fewer than ``smallest`` samples (one sample under
+        batch normalization, which has no variance), its samples join the batch before it.
+        """
+        size = min(self.batch_size or samples, samples)
+        edges = [*range(0, samples, size), samples]
+        if len(edges) > 2 and edges[-1] - edges[-2] < smallest:
+            del edges[-2]
+        return tuple(pairwise(edges))
+
+    def steps(self, done: int, per_pass: int) -> range:
+        """The steps of the coming round for a client that has done ``done`` steps, ``per_pass`` batches a pass."""
+        if self.epochs is not None:
+            return range(done, done + self.epochs * per_pass)
+        assert self.batches is not None
+        return range(done, min(done + self.batches, (done // per_pass + 1) * per_pass))
+
+
+def batches(seed: int, client: str, samples: int, bounds: Bounds, steps: range) -> Iterator[tuple[int, Tensor]]:
+    """Each step of ``steps`` with the indices (int64) of its samples among ``samples``."""
+    order, current = None, -1
+    for step in steps:
+        number, position = divmod(step, len(bounds))
+        if order is None or number != current:
+            order, current = torch.from_numpy(stream(seed, "order", client, number).permutation(samples)), number
+        start, stop = bounds[position]
+        yield step, order[start:stop]

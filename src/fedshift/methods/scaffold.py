@@ -1,0 +1,66 @@
+"""SCAFFOLD: control variates take out of each local step the client's drift from the federation's direction.
+
+Karimireddy et al. 2020, arXiv:1910.06378, Algorithm 1 with option II: a local step follows g - c_i + c; afterwards
+c_i+ = c_i - c + (x - y_i) / (K * lr), and the server adds the sum of the changes over N to c. Server step size 1. The
+formula for c_i+ reads the mean gradient off the path, so it holds for plain SGD. It runs over the entries that the
+client loaded: an entry kept on the client has no common direction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from typing_extensions import override
+
+from ..base.state import State
+from ..core.method import Method
+from ..core.rule import Local, Rule
+from .fedavg import fedavg
+
+
+class ControlVariates(Rule):
+    """Keeps c_i on the client and c on the server; only the change of c_i travels."""
+
+    @override
+    def client_memory(self, initial: State) -> State:
+        return {name: torch.zeros_like(tensor) for name, tensor in initial.items()}
+
+    @override
+    def server_memory(self, initial: State) -> State:
+        return self.client_memory(initial)
+
+    @override
+    def grads(self, grads: State, params: State, local: Local) -> State:
+        return {
+            name: grad - local.memory[name] + local.server[name] if name in local.anchor else grad
+            for name, grad in grads.items()
+        }
+
+    @override
+    def finish(self, params: State, local: Local) -> tuple[State, State]:
+        if local.steps * local.lr == 0:  # nothing moved, so the path says nothing
+            return local.memory, {name: torch.zeros_like(c) for name, c in local.memory.items() if name in local.anchor}
+        change = {
+            name: (local.anchor[name] - param) / (local.steps * local.lr) - local.server[name]
+            for name, param in params.items()
+            if name in local.anchor
+        }
+        return {name: c + change[name] if name in change else c for name, c in local.memory.items()}, change
+
+    @override
+    def fold(self, memory: State, uploads: Sequence[State], weights: Sequence[float], population: int) -> State:
+        def total(name: str) -> torch.Tensor:
+            return torch.stack([upload[name].double() for upload in uploads]).sum(0)
+
+        return {
+            name: (c.double() + total(name) / population).to(c.dtype) if name in uploads[0] else c
+            for name, c in memory.items()
+        }
+
+
+def scaffold(base: Method | None = None) -> Method:
+    """``base`` (FedAvg) with control variates; needs clients that keep state, and SGD without momentum."""
+    base = base or fedavg()
+    return replace(base, name=base.titled("scaffold"), rules=(*base.rules, ControlVariates()))

@@ -1,0 +1,85 @@
+"""The six-layer digit networks of FedBN and FedWon, and a small one for demonstrations.
+
+Each takes images of any number of channels and any size of at least 4 pixels; 3 x 28 x 28 gives the published networks.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from itertools import pairwise
+
+from torch import nn
+
+from ..base.errors import UsageError
+
+Shape = tuple[int, ...]
+
+
+def _pooled_twice(shape: Shape, model: str) -> int:
+    """Pixels a channel after two 2 x 2 poolings; refuses what is not an image or too small for it."""
+    if len(shape) != 3 or min(shape[1:]) < 4:
+        raise UsageError(
+            f"model {model} takes images of at least 4 x 4 pixels, not samples of shape {shape}: "
+            "choose another model, or give images (C, H, W)"
+        )
+    return (shape[1] // 4) * (shape[2] // 4)
+
+
+def _blocks(channels: tuple[int, ...], kernel: int) -> dict[str, nn.Module]:
+    """Convolutions that keep the size, each with BatchNorm and ReLU, the first two with 2 x 2 max-pooling."""
+    layers: dict[str, nn.Module] = {}
+    for i, (before, after) in enumerate(pairwise(channels), start=1):
+        layers[f"conv{i}"] = nn.Conv2d(before, after, kernel, padding=kernel // 2)
+        layers[f"bn{i}"] = nn.BatchNorm2d(after)
+        layers[f"relu{i}"] = nn.ReLU()
+        if i <= 2:
+            layers[f"pool{i}"] = nn.MaxPool2d(2)
+    return layers | {"flatten": nn.Flatten()}
+
+
+def digit_cnn_bn(shape: Shape = (3, 28, 28), classes: int = 10) -> nn.Module:
+    """Digit network of FedBN's table 3: BatchNorm after every layer but the last; 14,219,210 parameters."""
+    pixels = _pooled_twice(shape, "digit-cnn-bn")
+    return nn.Sequential(
+        OrderedDict(
+            **_blocks((shape[0], 64, 64, 128), kernel=5),
+            fc1=nn.Linear(128 * pixels, 2048),
+            bn4=nn.BatchNorm1d(2048),
+            relu4=nn.ReLU(),
+            fc2=nn.Linear(2048, 512),
+            bn5=nn.BatchNorm1d(512),
+            relu5=nn.ReLU(),
+            fc3=nn.Linear(512, classes),
+        )
+    )
+
+
+def digit_cnn_dropout(shape: Shape = (3, 28, 28), classes: int = 10) -> nn.Module:
+    """Digit network of FedWon's table 5: BatchNorm after convolutions, dropout (0.5) before the two wide FC layers."""
+    pixels = _pooled_twice(shape, "digit-cnn-dropout")
+    return nn.Sequential(
+        OrderedDict(
+            **_blocks((shape[0], 64, 64, 128), kernel=5),
+            dropout1=nn.Dropout(),
+            fc1=nn.Linear(128 * pixels, 2048),
+            relu4=nn.ReLU(),
+            dropout2=nn.Dropout(),
+            fc2=nn.Linear(2048, 512),
+            relu5=nn.ReLU(),
+            fc3=nn.Linear(512, classes),
+        )
+    )
+
+
+def small_cnn(shape: Shape = (3, 28, 28), classes: int = 10) -> nn.Module:
+    """Two 3 x 3 convolutions (16, 32) and one hidden FC layer (64), BatchNorm after each: seconds on a CPU."""
+    pixels = _pooled_twice(shape, "small-cnn")
+    return nn.Sequential(
+        OrderedDict(
+            **_blocks((shape[0], 16, 32), kernel=3),
+            fc1=nn.Linear(32 * pixels, 64),
+            bn3=nn.BatchNorm1d(64),
+            relu3=nn.ReLU(),
+            fc2=nn.Linear(64, classes),
+        )
+    )

@@ -1,0 +1,1 @@
+"""Network pieces that torch lacks."""

@@ -1,0 +1,95 @@
+"""Dropout whose masks are a function of a key, so that every engine, and a resumed run, draws the same ones.
+
+The mask of element ``i`` in the ``c``-th dropout call of a forward pass is a hash of ``(key, c, i)``: a counter-based
+generator (Salmon et al. 2011, doi:10.1145/2063384.2063405) with the 32-bit finalizer of MurmurHash3, in integer tensor
+arithmetic, which runs alike on every device and under ``torch.vmap``.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from math import prod
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+
+_MASK = 0xFFFFFFFF
+
+
+class _Draws:
+    """The key of the step that is running, and how many masks it has drawn."""
+
+    def __init__(self, key: Tensor) -> None:
+        self.key, self.calls = key, 0
+
+
+_current: ContextVar[_Draws | None] = ContextVar("dropout_draws", default=None)
+
+
+@contextmanager
+def dropout_key(key: Tensor) -> Iterator[None]:
+    """Inside the block, keyed dropout layers draw from ``key`` (int64, no dimensions)."""
+    token = _current.set(_Draws(key))
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def _mix(x: Tensor) -> Tensor:
+    x = ((x ^ (x >> 16)) * 0x85EBCA6B) & _MASK
+    x = ((x ^ (x >> 13)) * 0xC2B2AE35) & _MASK
+    return x ^ (x >> 16)
+
+
+def keyed_bits(key: Tensor, call: int, count: int) -> Tensor:
+    """``count`` integers, uniform in 0..2^32-1 (int64), of draw number ``call`` under ``key``."""
+    low, high = key & _MASK, (key >> 32) & _MASK
+    salt = _mix(low ^ _mix((high + 0x9E3779B9 * (call + 1)) & _MASK))
+    return _mix(_mix(torch.arange(count, device=key.device) ^ salt) ^ high)
+
+
+class KeyedDropout(nn.Module):
+    """Drops elements, or whole channels, with probability ``p`` in training and scales the rest by 1 / (1 - p)."""
+
+    def __init__(self, p: float, channels: bool = False) -> None:
+        super().__init__()
+        self.p, self.channels = p, channels
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply to ``x`` of any shape (``[N, C, ...]`` where whole channels are dropped)."""
+        if not self.training or self.p == 0.0:
+            return x
+        draws = _current.get()
+        if draws is None:
+            raise RuntimeError("keyed dropout in training mode outside dropout_key(...): call .eval(), or give a key")
+        shape = (*x.shape[:2], *(1 for _ in x.shape[2:])) if self.channels else x.shape
+        keep = keyed_bits(draws.key, draws.calls, prod(shape)) >= int(self.p * 2**32)
+        draws.calls += 1
+        return x * keep.reshape(shape).to(x.dtype) / (1.0 - self.p) if self.p < 1.0 else torch.zeros_like(x)
+
+    def extra_repr(self) -> str:
+        """Probability and unit of dropping, as the module prints itself."""
+        return f"p={self.p}, channels={self.channels}"
+
+
+def key_dropouts(module: nn.Module) -> nn.Module:
+    """A copy of ``module`` in which every Dropout layer (element- or channel-wise) draws from keys."""
+    module = copy.deepcopy(module)
+    if isinstance(module, _DropoutNd):
+        return _keyed(module)
+    for parent in list(module.modules()):
+        for name, child in list(parent._modules.items()):
+            if isinstance(child, _DropoutNd):
+                setattr(parent, name, _keyed(child))
+    return module
+
+
+def _keyed(layer: _DropoutNd) -> nn.Module:
+    if isinstance(layer, nn.AlphaDropout | nn.FeatureAlphaDropout):
+        return layer  # not a plain mask: drawn from torch's generator, which engines seed for each client and round
+    return KeyedDropout(layer.p, channels=not isinstance(layer, nn.Dropout))
