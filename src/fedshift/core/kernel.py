@@ -139,6 +139,11 @@ def prepare(
             f"method {method.name!r} loads {min(loaded - sent)!r}, which no client sends: "
             "the server would hand out its first value for ever; send it too, or do not load it"
         )
+    if method.pooled and loaded != frozenset(initial):
+        raise UsageError(
+            f"method {method.name!r} pools all data but keeps entries on clients, of which pooling leaves none: "
+            "use centralized without a personal method"
+        )
     trained = frozenset(name for name in initial if tensors[name].requires_grad)
     for rule in method.rules:
         trained = rule.trainable(trained)

@@ -35,6 +35,16 @@ class Method:
     work: Work | None = None
     optimizer: Optimizer | None = None
 
+    @property
+    def text(self) -> str:
+        """All choices in one line; two methods that differ in anything differ here."""
+        rules = " ".join(map(repr, self.rules)) or "none"
+        return (
+            f"{self.name}: load {self.scope.load}, send {self.scope.send}, rules {rules}, "
+            f"aggregate {getattr(self.aggregate, '__qualname__', self.aggregate)} by {self.weighting}, "
+            f"pooled {self.pooled}, work {self.work}, optimizer {self.optimizer}"
+        )
+
     def titled(self, title: str) -> str:
         """Name of a method called ``title`` that builds on this one: ``fedbn`` on FedAvg, else ``fedbn+fedprox``."""
         return title if self.name == "fedavg" else f"{title}+{self.name}"

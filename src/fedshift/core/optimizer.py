@@ -75,8 +75,8 @@ class Cosine(Schedule):
 class Optimizer(ABC):
     """A local optimizer.
 
-    ``lr``: learning rate, multiplied by ``schedule``. ``keep``: whether the optimizer's state survives on the client from
-    round to round; by default it is reset each round, as in the papers.
+    ``lr``: learning rate, multiplied by ``schedule``. ``keep``: whether the optimizer's state survives on the client
+    from round to round; by default it is reset each round, as in the papers.
     """
 
     lr: float

@@ -33,6 +33,9 @@ class Local:
 class Rule:
     """The rule that changes nothing. Hooks are pure: they return new values and modify none of their arguments."""
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
     def client_memory(self, initial: State) -> State:
         """Memory that every client starts with and keeps to itself; ``initial`` is the trainable part of the model."""
         return {}

@@ -158,6 +158,11 @@ class Federation:
 
         return replace(self, clients=tuple(fit_client(client) for client in self.clients))
 
+    def to(self, device: torch.device) -> Federation:
+        """The same clients with their samples on ``device``."""
+        moved = (ClientData(name=c.name, **{n: s.to(device) for n, s in c.splits.items()}) for c in self.clients)
+        return replace(self, clients=tuple(moved))
+
     def pooled(self) -> Federation:
         """All clients' samples as one client named ``pooled`` (centralized training)."""
 

@@ -13,4 +13,4 @@ from ..core.method import Method
 
 def fedavg(*, weighting: Literal["samples", "uniform"] = "samples") -> Method:
     """Average all entries, clients weighing by the samples they used (``uniform``: equally)."""
-    return Method(name="fedavg", weighting=weighting)
+    return Method(name="fedavg" if weighting == "samples" else f"fedavg({weighting})", weighting=weighting)

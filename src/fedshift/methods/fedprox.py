@@ -37,4 +37,5 @@ def fedprox(base: Method | None = None, *, mu: float = 0.01) -> Method:
     if mu < 0:
         raise UsageError(f"fedprox: mu={mu:g} is negative; it must be 0 (FedAvg) or more")
     base = base or fedavg()
-    return replace(base, name=base.titled("fedprox"), rules=(*base.rules, Proximal(mu)))
+    title = "fedprox" if mu == 0.01 else f"fedprox(mu={mu:g})"
+    return replace(base, name=base.titled(title), rules=(*base.rules, Proximal(mu)))

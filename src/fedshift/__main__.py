@@ -1,0 +1,5 @@
+"""``python -m fedshift``."""
+
+from .cli import main
+
+main()

@@ -1,0 +1,184 @@
+"""The Python interface: a comparison in five lines, and what came of it.
+
+>>> import fedshift
+>>> result = fedshift.compare(
+...     [fedshift.fedavg(), fedshift.fedbn()], data=fedshift.digits().limit(64), rounds=2, seeds=2, lr=0.03
+... )
+>>> list(result.table().index)
+['pen', 'photo', 'print', 'faded', 'worn', 'macro', 'pooled', 'worst client']
+>>> result.model("fedbn", client="photo").bn1.running_mean.shape
+torch.Size([16])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from threading import Event
+from typing import TYPE_CHECKING, Literal
+
+import pandas as pd
+from torch import nn
+
+from .base.errors import UsageError
+from .checkpoint import load_checkpoint
+from .core.method import Method
+from .core.optimizer import SGD, Optimizer
+from .core.work import Work
+from .data.federation import Federation
+from .experiment import BEST, CHECKPOINT, Experiment, Observer, read_study
+from .names import resolve
+from .records import Study
+from .report.figures import figures
+from .report.page import write_page
+from .report.tables import accuracy_table, difference_table
+from .rundir import slug
+from .trial import ModelFactory, Settings, Trial
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class Comparison:
+    """What a comparison left in ``directory``: tables as data frames, figures, a report page, the trained models."""
+
+    def __init__(self, experiment: Experiment, directory: Path) -> None:
+        self.experiment, self.directory = experiment, directory
+        self._temporary: TemporaryDirectory[str] | None = None
+
+    @property
+    def study(self) -> Study:
+        """All records so far."""
+        return read_study(self.directory)
+
+    def table(self, metric: str = "accuracy", model: Literal["personal", "global"] = "personal") -> pd.DataFrame:
+        """Clients and their aggregates against methods, mean and std over seeds, at the reported round."""
+        return accuracy_table(self.study, metric, model)
+
+    def differences(self, baseline: str = "fedavg") -> pd.DataFrame:
+        """Macro accuracy of each method minus the baseline's, paired over seeds, with its 95 % interval."""
+        return difference_table(self.study, baseline)
+
+    def figures(self) -> dict[str, Figure]:
+        """Matplotlib figures by name."""
+        return figures(self.study)
+
+    def report(self, path: str | Path | None = None) -> Path:
+        """Write the self-contained page (default ``report.html`` in the run directory) and return its path."""
+        target = Path(path) if path else self.directory / "report.html"
+        write_page(self.study, target)
+        return target
+
+    def model(self, method: str, client: str | None = None, seed: int | None = None) -> nn.Module:
+        """The network that ``client`` uses after training, or the server's (``client=None``), in evaluation mode.
+
+        ``seed`` defaults to the first. With ``select="best"`` it is that of the reported round. Raises
+        :class:`UsageError` where the method's server holds no whole model.
+        """
+        trial = self._trial(method, self.experiment.seeds[0] if seed is None else seed)
+        state = trial.state_of(client)
+        if state is None:
+            raise UsageError(f"{method} has no global model: name a client, one of {', '.join(trial.data.names)}")
+        network = self.experiment.model(trial.data.sample_shape, trial.data.classes)
+        network.load_state_dict(state, strict=False)  # a tied parameter stands once in the state
+        return network.eval()
+
+    def _trial(self, name: str, seed: int) -> Trial:
+        for method in self.experiment.methods:
+            if method.name == name:
+                trial = Trial(method, self.experiment.model, self.experiment.data, self.experiment.settings, seed)
+                folder = self.directory / "trials" / f"{slug(name)}-seed{seed}"
+                kept = BEST if self.experiment.settings.select == "best" else CHECKPOINT
+                trial.restore(*load_checkpoint(folder / kept))
+                return trial
+        raise UsageError(f"no method {name!r} here: there are {', '.join(m.name for m in self.experiment.methods)}")
+
+
+def compare(
+    methods: Sequence[Method],
+    *,
+    data: Federation,
+    model: str | ModelFactory = "small-cnn",
+    rounds: int = 20,
+    seeds: int | Sequence[int] = 1,
+    epochs: int | None = None,
+    batches: int | None = None,
+    batch_size: int | None = 32,
+    lr: float = 0.01,
+    optimizer: Optimizer | None = None,
+    participation: int | float | None = None,
+    evaluate_every: int | None = None,
+    select: Literal["last", "best"] = "last",
+    engine: str = "loop",
+    device: str = "cpu",
+    allow_single_class: bool = False,
+    out: str | Path | None = None,
+    resume: bool = False,
+    observer: Observer | None = None,
+    stop: Event | None = None,
+) -> Comparison:
+    """Train every method with every seed on ``data`` and measure each client's test set after aggregation.
+
+    Args:
+        methods: what to compare; methods of one seed share initial weights and the order of samples.
+        data: the clients, for example ``digits()``, ``read_folder(path)`` or ``federation({...})``.
+        model: name of a network, or a factory ``(sample_shape, classes) -> nn.Module``.
+        rounds: communication rounds.
+        seeds: how many (0, 1, ...), or which.
+        epochs: passes of a client over its data in a round (1 unless ``batches`` is given).
+        batches: batches of a client in a round, in place of ``epochs``.
+        batch_size: samples in a batch; None takes all of the client's.
+        lr: learning rate of plain SGD; for anything else give ``optimizer``.
+        optimizer: for example ``SGD(lr=0.01, momentum=0.9)`` or ``AdamW(lr=1e-3)``.
+        participation: clients in a round, a number or a fraction; None: all.
+        evaluate_every: rounds between evaluations; None: about twenty in all. The last round is always evaluated.
+        select: the reported round, ``last`` or ``best`` (on validation data, see ``Federation.hold_out``).
+        engine: how clients are run.
+        device: torch device.
+        allow_single_class: accept clients whose training data hold one class.
+        out: run directory to keep; without it a temporary one that lives as long as the result.
+        resume: go on with the run in ``out``.
+        observer: hears of progress.
+        stop: once set, the run ends after the round in progress.
+
+    Returns:
+        The :class:`Comparison`.
+
+    Raises:
+        UsageError: before anything starts, where data, model, methods or numbers do not fit.
+        FedshiftError: where training diverges or the disk refuses.
+
+    """
+    experiment = Experiment(
+        methods=tuple(methods),
+        data=data.fitted().check(allow_single_class=allow_single_class),
+        model=resolve("models", model) if isinstance(model, str) else _factory(model),
+        settings=Settings(
+            rounds=rounds,
+            work=Work(
+                batch_size=batch_size, epochs=1 if epochs is None and batches is None else epochs, batches=batches
+            ),
+            optimizer=optimizer or SGD(lr=lr),
+            participation=participation,
+            evaluate_every=evaluate_every,
+            select=select,
+            engine=engine,
+            device=device,
+        ),
+        seeds=tuple(range(seeds)) if isinstance(seeds, int) else tuple(seeds),
+    )
+    temporary = None if out else TemporaryDirectory(prefix="fedshift-")
+    result = Comparison(experiment, Path(out) if out else Path(temporary.name) / "run")  # type: ignore[union-attr]
+    result._temporary = temporary
+    experiment.run(result.directory, resume=resume, observer=observer, stop=stop)
+    return result
+
+
+def _factory(model: ModelFactory) -> ModelFactory:
+    if isinstance(model, nn.Module) or not callable(model):
+        raise UsageError(
+            f"model is a {type(model).__name__}: give a name, or a function (sample_shape, classes) -> nn.Module, "
+            "which each seed calls for fresh weights"
+        )
+    return model

@@ -1,0 +1,97 @@
+"""Files that survive: atomic writes, and checkpoints as one safetensors file with a JSON header.
+
+A checkpoint is written beside its place, flushed to disk and moved over the old one, so a crash at any moment leaves
+either the old or the new one whole. A checksum over all tensors refuses one that was damaged afterwards.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from .base.errors import FedshiftError
+from .base.state import State
+
+FORMAT = 1
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write ``content`` to ``path`` so that a reader sees the old file or the new one, never a part.
+
+    Raises :class:`FedshiftError` where the disk is full or refuses; the old file is then untouched.
+    """
+    beside = path.with_name(path.name + ".tmp")
+    try:
+        with beside.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+        directory = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise disk_error(path, error) from error
+
+
+def disk_error(path: Path, error: OSError) -> FedshiftError:
+    """What a person should read when ``path`` could not be written."""
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    fix = "free some space" if full else "make the place writable"
+    return FedshiftError(
+        f"cannot write {path}: {error.strerror}. What was saved before is intact: {fix}, then go on with --resume"
+    )
+
+
+def _checksum(tensors: Mapping[str, Tensor]) -> str:
+    value = 0
+    for name in sorted(tensors):
+        value = zlib.crc32(name.encode(), value)
+        raw = tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        value = zlib.crc32(raw.numpy().data, value)
+    return f"{value:08x}"
+
+
+def save_checkpoint(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+    """Write tensors and facts (JSON values) atomically. Raises :class:`FedshiftError` where the disk refuses."""
+    owned = {
+        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()
+    }
+    header = {"fedshift": json.dumps({"format": FORMAT, "checksum": _checksum(owned), **facts})}
+    write_atomically(path, save(owned, metadata=header))
+
+
+def load_checkpoint(path: Path) -> tuple[State, dict[str, Any]]:
+    """Tensors and facts of a checkpoint.
+
+    Raises :class:`FedshiftError` where it is missing, truncated, damaged or of another format.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            facts: dict[str, Any] = json.loads((file.metadata() or {})["fedshift"])
+    except FileNotFoundError as error:
+        raise FedshiftError(f"no checkpoint at {path}: start the run without --resume") from error
+    except (SafetensorError, KeyError, ValueError, OSError) as error:
+        raise FedshiftError(f"checkpoint {path} is corrupt or truncated ({error}): {_RESTART}") from error
+    if facts.pop("format") != FORMAT:
+        raise FedshiftError(f"checkpoint {path} was written by another version of fedshift: {_RESTART}")
+    if facts.pop("checksum") != _checksum(tensors):
+        raise FedshiftError(f"checkpoint {path} is corrupt (its checksum does not match): {_RESTART}")
+    return tensors, facts
+
+
+_RESTART = "restore the file from a copy, or remove it to begin this run again from round 1"

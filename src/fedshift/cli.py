@@ -1,0 +1,331 @@
+"""The command line, a thin edge: flags and TOML become an experiment, results become text.
+
+Exit codes: 0 done, 1 something failed while running, 2 what was asked for cannot be done, 130 stopped by Ctrl-C. Heavy
+modules are imported inside the commands, so that help answers at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import cyclopts
+from cyclopts import App, Group, Parameter
+from pydantic import ValidationError
+from rich.console import Console
+
+from . import __version__
+from .base.errors import FedshiftError, UsageError
+from .config import CompareSpec, RunSpec
+
+if TYPE_CHECKING:
+    from threading import Event
+
+    from .experiment import Experiment, Observer
+    from .records import Study
+
+DIRECTORY = Group("Run directory", sort_key=5)
+
+Config = Annotated[Path | None, Parameter(group=DIRECTORY)]
+Out = Annotated[Path | None, Parameter(group=DIRECTORY)]
+Resume = Annotated[Path | None, Parameter(group=DIRECTORY)]
+
+
+def _settings_from_file(app: App, commands: tuple[str, ...], arguments: cyclopts.ArgumentCollection) -> None:
+    """Fill flags that were not given from the TOML file of --config, or of the run that --resume names."""
+    for argument in arguments:
+        if argument.name in ("--config", "--resume") and argument.tokens:
+            given = Path(argument.tokens[0].value)
+            path = given if argument.name == "--config" else given / "config.toml"
+            if not path.is_file():
+                what = "settings file" if argument.name == "--config" else "run to resume"
+                raise UsageError(f"no {what} at {path}: give the path of one that exists")
+            cyclopts.config.Toml(path, use_commands_as_keys=False)(app, commands, arguments)
+
+
+app = App(
+    name="fedshift",
+    version=__version__,
+    help="Federated learning for clients whose data differ, above all in how they look (feature shift).",
+    help_epilogue="Every command takes --debug, which shows the traceback of an error.",
+    config=(_settings_from_file,),
+)
+
+
+@app.command
+def run(
+    spec: Annotated[RunSpec, Parameter(name="*")] = RunSpec(),
+    *,
+    config: Config = None,
+    out: Out = None,
+    resume: Resume = None,
+) -> int:
+    """Train one method on the clients of a federation and measure each client.
+
+    Parameters
+    ----------
+    config
+        TOML file with the same names as the flags (image_size = 28); flags given here win.
+    out
+        Directory to write; without it a new one under runs/.
+    resume
+        Directory of an interrupted run to go on with, bit for bit.
+
+    """
+    return _execute(spec, "run", out, resume)
+
+
+@app.command
+def compare(
+    spec: Annotated[CompareSpec, Parameter(name="*")] = CompareSpec(),
+    *,
+    config: Config = None,
+    out: Out = None,
+    resume: Resume = None,
+) -> int:
+    """Train several methods with several seeds, and put them side by side.
+
+    Parameters
+    ----------
+    config
+        TOML file with the same names as the flags (batch_size = 32); flags given here win.
+    out
+        Directory to write; without it a new one under runs/.
+    resume
+        Directory of an interrupted comparison to go on with, bit for bit.
+
+    """
+    return _execute(spec, "compare", out, resume)
+
+
+@app.command
+def report(directory: Path) -> int:
+    """Make the tables, figures and page of a run again from its records.
+
+    Parameters
+    ----------
+    directory
+        A run directory, finished or not.
+
+    """
+    from .experiment import read_study
+
+    _publish(read_study(directory), directory, Console())
+    return 0
+
+
+@app.command
+def inspect(
+    *,
+    model: str = "small-cnn",
+    method: str = "fedbn",
+    shape: str = "3,28,28",
+    classes: int = 10,
+) -> int:
+    """Show what a method does with every named entry of a model, and the bytes it moves.
+
+    Parameters
+    ----------
+    model
+        Network by name, or package.module:function.
+    method
+        Method, with arguments and composed if need be.
+    shape
+        Shape of one sample: channels, height, width.
+    classes
+        Number of classes.
+
+    """
+    from .inspection import inspect_method
+
+    try:
+        sizes = tuple(int(size) for size in shape.split(","))
+    except ValueError as error:
+        raise UsageError(f"shape {shape!r}: write whole numbers with commas, for example 3,28,28") from error
+    console = Console()
+    wide = console if console.is_terminal else Console(width=120)
+    for part in inspect_method(model, method, sizes, classes):
+        wide.print(part)
+    return 0
+
+
+@app.command(name="list")
+def list_(what: Literal["methods", "models", "data", "all"] = "all") -> int:
+    """List methods, models and embedded data.
+
+    Parameters
+    ----------
+    what
+        Which of them.
+
+    """
+    from .inspection import listing
+
+    for table in listing(("methods", "models", "data") if what == "all" else (what,)):
+        Console().print(table, "")
+    return 0
+
+
+def _execute(spec: RunSpec | CompareSpec, command: str, out: Path | None, resume: Path | None) -> int:
+    if out and resume:
+        raise UsageError(f"--out {out} and --resume {resume}: a resumed run stays in its directory; give one of them")
+    console = Console()
+    with console.status("loading") if console.is_terminal else _nothing():
+        from .build import experiment_of
+        from .experiment import read_study
+
+        experiment = experiment_of(spec)
+    directory = resume or out or _new_directory(command)
+    console.print(f"{directory}: {_summary(experiment)}", markup=False, highlight=False, soft_wrap=True)
+    with _interruptible(console) as stop, _display(console) as observer:
+        try:
+            finished = experiment.run(directory, resume=resume is not None, observer=observer, stop=stop)
+        except UsageError:
+            raise
+        except (FedshiftError, KeyboardInterrupt) as error:
+            failure: BaseException | None = error
+            finished = False
+        else:
+            failure = None
+    if (directory / "study.json").exists():
+        try:
+            _publish(read_study(directory), directory, console)
+        except FedshiftError as error:
+            failure = failure or error
+    if isinstance(failure, FedshiftError):
+        raise failure
+    if not finished:
+        console.print(
+            f"Stopped. What was done is kept; go on with: fedshift {command} --resume {directory}",
+            markup=False, highlight=False, soft_wrap=True,
+        )  # fmt: skip
+        return 130
+    return 0
+
+
+def _summary(experiment: Experiment) -> str:
+    data, names = experiment.data, ", ".join(method.name for method in experiment.methods)
+    return (
+        f"{names} on {data.name} ({len(data.clients)} clients, {sum(len(c.train) for c in data.clients)} training "
+        f"samples, {data.classes} classes), {experiment.settings.rounds} rounds, {len(experiment.seeds)} seeds"
+    )
+
+
+def _new_directory(command: str) -> Path:
+    from datetime import datetime
+    from itertools import count
+
+    stamp = f"{datetime.now():%Y%m%d-%H%M%S}"
+    names = (Path("runs") / f"{command}-{stamp}{'' if n == 0 else f'-{n}'}" for n in count())
+    return next(name for name in names if not name.exists())
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def _display(console: Console) -> Iterator[Observer]:
+    from .progress import LiveDisplay, PlainLines
+
+    if not console.is_terminal:
+        yield PlainLines(console)
+        return
+    with LiveDisplay(console) as display:
+        yield display
+
+
+@contextmanager
+def _interruptible(console: Console) -> Iterator[Event]:
+    """An event that the first Ctrl-C sets; the second stops at once."""
+    import signal
+    from threading import Event
+
+    stop = Event()
+
+    def on_interrupt(*_: object) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+        console.print("Stopping after this round; press Ctrl-C again to stop at once.")
+
+    before = signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _publish(study: Study, directory: Path, console: Console) -> None:
+    """Print the tables, and write tables, figures and page into the run directory."""
+    from .checkpoint import write_atomically
+    from .report.figures import save_figures
+    from .report.page import write_page
+    from .report.tables import accuracy_table, difference_table, shortfalls
+    from .report.text import csv, difference_cells, latex, markdown, metric_cells, reading, terminal
+
+    if not (study.rows["moment"] == "loaded").any():
+        console.print("No round was evaluated yet, so there is nothing to report.")
+        return
+    accuracy, differences = accuracy_table(study), difference_table(study)
+    cells = metric_cells(accuracy)
+    over = f"{len(study.seeds)} seeds" if len(study.seeds) > 1 else "one seed"
+    console.print(terminal(cells, f"Test accuracy in percent, mean (std) over {over}, {study.select} round"))
+    if len(differences):
+        baseline = differences["baseline"].iloc[0]
+        console.print(terminal(difference_cells(differences), f"Macro accuracy minus {baseline}'s, in points"))
+    for line in [*(reading(str(name), row) for name, row in differences.iterrows()), *shortfalls(study)]:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    tables = directory / "tables"
+    tables.mkdir(exist_ok=True)
+    for name, content in (
+        ("accuracy.csv", csv(accuracy)),
+        ("accuracy.md", markdown(cells)),
+        ("accuracy.tex", latex(cells)),
+        ("differences.csv", csv(differences)),
+    ):
+        write_atomically(tables / name, content.encode())
+    save_figures(study, directory / "figures")
+    write_page(study, directory / "report.html")
+    console.print(f"Page: {directory / 'report.html'}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _guarded(call: Callable[[], Any], debug: bool) -> int:
+    """Run ``call``; an error becomes one message on standard error and an exit code."""
+    errors = Console(stderr=True)
+    try:
+        return int(call() or 0)
+    except (FedshiftError, cyclopts.CycloptsError, ValidationError, OSError) as error:
+        if debug:
+            errors.print_exception()
+        code = error.exit_code if isinstance(error, FedshiftError) else 1 if isinstance(error, OSError) else 2
+        errors.print(f"fedshift: {_message(error)}", markup=False, highlight=False, soft_wrap=True)
+        return code
+    except KeyboardInterrupt:
+        return 130
+
+
+def _message(error: BaseException) -> str:
+    cause = error.__cause__ if isinstance(error.__cause__, ValidationError) else error
+    if isinstance(cause, ValidationError):
+        return "; ".join(
+            f"--{'-'.join(map(str, item['loc'])).replace('_', '-')} {item['input']}: {item['msg']}"
+            for item in cause.errors()
+        )
+    return str(error)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point of the program ``fedshift``."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in given
+    rest = [argument for argument in given if argument != "--debug"]
+    sys.exit(_guarded(lambda: app(rest, exit_on_error=False, print_error=False, result_action="return_value"), debug))
+
+
+if __name__ == "__main__":
+    main()

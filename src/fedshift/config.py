@@ -1,0 +1,128 @@
+"""Settings as a person writes them: one class from which the flags, the TOML keys, their help and their checks derive.
+
+Nothing here imports torch, so that ``fedshift --help`` answers at once.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from cyclopts import Group, Parameter
+from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic.dataclasses import dataclass
+
+DATA = Group("Data", sort_key=1)
+MODEL = Group("Model and methods", sort_key=2)
+TRAINING = Group("Training", sort_key=3)
+MEASURING = Group("Measuring", sort_key=4)
+
+
+def _joined(value: Any) -> Any:
+    return ",".join(map(str, value)) if isinstance(value, list | tuple) else value
+
+
+Names = Annotated[str, BeforeValidator(_joined)]
+Positive = Annotated[int, Field(ge=1)]
+
+
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+class Spec:
+    """Everything that determines an experiment but its methods."""
+
+    data: Annotated[str, Parameter(group=DATA)] = "digits"
+    """Embedded data by name (see `fedshift list data`), or a directory with one .npz file a client that holds
+    x_train, y_train, x_test, y_test and perhaps x_val, y_val."""
+
+    domains: Annotated[Names | None, Parameter(group=DATA)] = None
+    """Clients to use, comma-separated, in the order of the tables; without it all."""
+
+    samples: Annotated[Positive | None, Parameter(group=DATA)] = None
+    """Training samples of each client, drawn once; without it all."""
+
+    validation: Annotated[float, Field(ge=0, lt=1), Parameter(group=DATA)] = 0.0
+    """Fraction of each client's training samples held out to select on."""
+
+    image_size: Annotated[Positive | None, Parameter(group=DATA)] = None
+    """Height and width in pixels to which images are resized; without it, 28 where sizes differ."""
+
+    classes: Annotated[Positive | None, Parameter(group=DATA)] = None
+    """Number of classes; without it, one more than the largest training label."""
+
+    allow_single_class: Annotated[bool, Parameter(group=DATA, negative=())] = False
+    """Accept clients whose training data hold one class only."""
+
+    model: Annotated[str, Parameter(group=MODEL)] = "small-cnn"
+    """Network by name (see `fedshift list models`), or package.module:function of your own, called with the shape of a
+    sample and the number of classes."""
+
+    rounds: Annotated[Positive, Parameter(group=TRAINING)] = 20
+    """Communication rounds."""
+
+    epochs: Annotated[Positive | None, Parameter(group=TRAINING)] = None
+    """Passes of each client over its data in a round; 1 unless --batches is given."""
+
+    batches: Annotated[Positive | None, Parameter(group=TRAINING)] = None
+    """Batches of each client in a round, in place of --epochs."""
+
+    batch_size: Annotated[int, Field(ge=0), Parameter(group=TRAINING)] = 32
+    """Samples in a batch; 0 takes all of a client's."""
+
+    optimizer: Annotated[Literal["sgd", "adamw"], Parameter(group=TRAINING)] = "sgd"
+    """Local optimizer."""
+
+    lr: Annotated[float, Field(ge=0, allow_inf_nan=False), Parameter(group=TRAINING)] = 0.01
+    """Learning rate of the local optimizer."""
+
+    momentum: Annotated[float, Field(ge=0, lt=1), Parameter(group=TRAINING)] = 0.0
+    """Momentum of SGD."""
+
+    nesterov: Annotated[bool, Parameter(group=TRAINING, negative=())] = False
+    """Nesterov's momentum."""
+
+    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False), Parameter(group=TRAINING)] = 0.0
+    """L2 weight decay of SGD, decoupled weight decay of AdamW."""
+
+    schedule: Annotated[str, Parameter(group=TRAINING)] = "constant"
+    """Learning rate over rounds: constant, cosine(floor=0.0), step(every=10, gamma=0.1) or exponential(gamma=0.99)."""
+
+    keep_optimizer: Annotated[bool, Parameter(group=TRAINING, negative=())] = False
+    """Keep the optimizer's state on the client from round to round instead of resetting it."""
+
+    participation: Annotated[float | None, Field(gt=0), Parameter(group=TRAINING)] = None
+    """Clients that take part in a round: a whole number of 1 or more counts them, a value below 1 is the fraction."""
+
+    seeds: Annotated[Positive, Parameter(group=TRAINING)] = 1
+    """Number of seeds, run from --first-seed on; 3 or more give standard deviations and intervals."""
+
+    first_seed: Annotated[int, Field(ge=0), Parameter(group=TRAINING)] = 0
+    """The first seed."""
+
+    engine: Annotated[str, Parameter(group=TRAINING)] = "loop"
+    """How clients are run: loop, one after another."""
+
+    device: Annotated[str, Parameter(group=TRAINING)] = "cpu"
+    """Torch device: cpu, cuda, cuda:1."""
+
+    evaluate_every: Annotated[Positive | None, Parameter(group=MEASURING)] = None
+    """Rounds between evaluations; the last is always evaluated. Without it, about twenty evaluations in all."""
+
+    select: Annotated[Literal["last", "best"], Parameter(group=MEASURING)] = "last"
+    """The round that tables report: the last, or the best on validation data; never the best on test data."""
+
+
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+class RunSpec(Spec):
+    """One method."""
+
+    method: Annotated[str, Parameter(group=MODEL)] = "fedbn"
+    """Method (see `fedshift list methods`). It takes arguments, fedprox(mu=0.1), composes, fedbn+fedprox, and may be
+    your own, package.module:function."""
+
+
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+class CompareSpec(Spec):
+    """Several methods."""
+
+    methods: Annotated[Names, Parameter(group=MODEL)] = "fedavg,fedbn"
+    """Methods, comma-separated (see `fedshift list methods`). They take arguments, fedprox(mu=0.1), compose,
+    fedbn+fedprox, and may be your own, package.module:function."""

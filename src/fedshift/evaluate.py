@@ -1,0 +1,86 @@
+"""Evaluation: what a model gets right on a split, as counts from which every metric derives.
+
+``personal`` is the model that a client would use, ``global`` what the server holds; a method without a global model
+(FedBN) is not given one, and a personal method's client that has never trained has no model of its own to measure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .base.state import State
+from .core.kernel import Client, Plan, Server, forward, global_state, personal_state
+from .data.federation import Federation, Split
+from .records import Row
+
+BATCH = 500
+"""Samples in one forward pass of evaluation."""
+
+
+@torch.inference_mode()
+def evaluate(plan: Plan, state: State, split: Split, classes: int) -> Row:
+    """Counts of the model under ``state`` on ``split``: samples, loss_sum, hits, support, auc (see ``records``)."""
+    outputs = []
+    loss = torch.zeros((), dtype=torch.float64, device=split.y.device)
+    for start in range(0, len(split), BATCH):
+        part = slice(start, start + BATCH)
+        logits = forward(plan, state, split.inputs(part, plan.dtype))
+        loss += plan.loss(logits, split.y[part]).double() * len(logits)
+        outputs.append(logits)
+    logits = torch.cat(outputs).double()
+    correct = logits.argmax(dim=1) == split.y
+    return {
+        "samples": len(split),
+        "loss_sum": float(loss),
+        "hits": torch.bincount(split.y[correct], minlength=classes).tolist(),
+        "support": torch.bincount(split.y, minlength=classes).tolist(),
+        "auc": _auc(logits, split.y),
+    }
+
+
+def _auc(logits: Tensor, y: Tensor) -> float | None:
+    """Area under the ROC curve; None unless every class occurs and every score is finite."""
+    classes = logits.shape[1]
+    if classes < 2 or len(torch.unique(y)) < classes or not bool(logits.isfinite().all()):
+        return None
+    from sklearn.metrics import roc_auc_score  # imports slowly
+
+    scores, labels = logits.softmax(dim=1).cpu().numpy(), y.cpu().numpy()
+    if classes == 2:
+        return float(roc_auc_score(labels, scores[:, 1]))
+    return float(roc_auc_score(labels, scores / scores.sum(axis=1, keepdims=True), multi_class="ovr"))
+
+
+def evaluate_clients(
+    plan: Plan, server: Server, clients: Mapping[str, Client], data: Federation, splits: tuple[str, ...]
+) -> list[Row]:
+    """One row for each client, split and model that exists, just after aggregation (moment ``loaded``)."""
+    shared = global_state(plan, server)
+    rows: list[Row] = []
+    for client in data.clients:
+        models: dict[str, State] = {}
+        if shared is not None:
+            models["global"] = shared
+        if plan.method.pooled or not plan.personal:
+            models["personal"] = models["global"]
+        elif clients[client.name].steps:
+            models["personal"] = personal_state(plan, clients[client.name], server)
+        for split in splits:
+            counted: dict[int, Row] = {}
+            for model, state in models.items():
+                if id(state) not in counted:
+                    counted[id(state)] = evaluate(plan, state, client.splits[split], data.classes)
+                rows.append(
+                    {"client": client.name, "split": split, "model": model, "moment": "loaded", **counted[id(state)]}
+                )
+    return rows
+
+
+def macro_accuracy(rows: list[Row], split: str) -> float:
+    """Mean over clients of the personal model's accuracy on ``split``; NaN where no row measures it."""
+    found = [sum(row["hits"]) / row["samples"] for row in rows if (row["split"], row["model"]) == (split, "personal")]
+    return float(np.mean(found)) if found else float("nan")

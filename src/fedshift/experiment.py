@@ -1,0 +1,248 @@
+"""Experiments: several methods and seeds on one federation, kept on disk as they go.
+
+Trials run seed by seed, all methods of a seed before the next, so that what an interrupted experiment leaves can be
+compared. Methods of one seed start from the same weights and see the same order of samples: differences are paired.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from .base.errors import FedshiftError, UsageError
+from .checkpoint import load_checkpoint, save_checkpoint
+from .core.method import Method
+from .data.federation import Federation
+from .engines.loop import Diverged
+from .evaluate import macro_accuracy
+from .records import COLUMNS, MethodFacts, Row, Study, read_rows
+from .rundir import RunDirectory, append_rows, cut_rows, environment, slug, toml
+from .trial import ModelFactory, RoundDone, Settings, Trial, method_facts
+
+CHECKPOINT, BEST, METRICS, ROUNDS = "checkpoint.safetensors", "best.safetensors", "metrics.jsonl", "rounds.jsonl"
+SAMPLES = 8
+"""Images of each client that a run keeps to show."""
+
+
+class Observer:
+    """Hears what happens while an experiment runs; every method is a no-op to override."""
+
+    def begin(self, methods: Sequence[str], seeds: Sequence[int], rounds: int, clients: Sequence[str]) -> None:
+        """The experiment starts."""
+
+    def trial(self, method: str, seed: int, done: int) -> None:
+        """A trial starts, or goes on after ``done`` rounds."""
+
+    def client(self, client: str, loss: float) -> None:
+        """A client ended its work of the round with this mean training loss."""
+
+    def round(self, done: RoundDone) -> None:
+        """A round ended and is saved."""
+
+    def notice(self, text: str) -> None:
+        """Something a person should know, said once."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Experiment:
+    """What is to be run: methods and seeds, on which data, with which model and settings.
+
+    ``model(sample_shape, classes)`` makes a network; ``config`` is how a person wrote all this, for the record.
+    """
+
+    methods: tuple[Method, ...]
+    data: Federation
+    model: ModelFactory
+    settings: Settings
+    seeds: tuple[int, ...]
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        names = [method.name for method in self.methods]
+        if not names:
+            raise UsageError("no method is given: name at least one, for example fedavg")
+        clash = [name for name in names if [slug(other) for other in names].count(slug(name)) > 1]
+        if clash:
+            raise UsageError(f"method {clash[0]!r} is given twice: give one of them another name (Method.name)")
+        if not self.seeds or len(set(self.seeds)) != len(self.seeds):
+            raise UsageError(f"seeds {list(self.seeds)}: give at least one, each once")
+        if self.settings.select == "best" and any(client.validation is None for client in self.data.clients):
+            raise UsageError(
+                "select='best' needs validation data, which the clients lack: hold some out (--validation 0.1)"
+            )
+
+    def run(
+        self, path: Path, *, resume: bool = False, observer: Observer | None = None, stop: Event | None = None
+    ) -> bool:
+        """Run all trials in directory ``path``, checkpointing each round; whether it got to the end.
+
+        ``stop``: once set, the run ends after the round in progress, and this returns False. Raises
+        :class:`UsageError` before anything starts where a method, the model and the data do not fit, ``Diverged`` after
+        the other trials where one diverged, and other :class:`FedshiftError` where the disk or the directory refuses.
+        """
+        observer, stop = observer or Observer(), stop or Event()
+        facts = {method.name: method_facts(self._trial(method, self.seeds[0]).plan) for method in self.methods}
+        with _opened(path, resume=resume) as directory:
+            self._describe(directory, facts)
+            observer.begin([m.name for m in self.methods], self.seeds, self.settings.rounds, self.data.names)
+            notices = _Notices(directory, observer)
+            diverged: list[Diverged] = []
+            for seed in self.seeds:
+                for method in self.methods:
+                    try:
+                        if not self._run_trial(method, seed, directory, observer, notices, stop):
+                            return False
+                    except Diverged as error:
+                        notices.say(f"{method.name}, seed {seed}: {error}. Its numbers are those of the round before.")
+                        diverged.append(error)
+            if diverged:
+                raise diverged[0]
+            return True
+
+    def _trial(self, method: Method, seed: int) -> Trial:
+        return Trial(method, self.model, self.data, self.settings, seed)
+
+    def _run_trial(
+        self, method: Method, seed: int, directory: RunDirectory, observer: Observer, notices: _Notices, stop: Event
+    ) -> bool:
+        folder = directory.trial(method.name, seed)
+        trial = self._trial(method, seed)
+        checkpoint = folder / CHECKPOINT
+        if checkpoint.exists():
+            trial.restore(*load_checkpoint(checkpoint))
+        done = trial.server.round
+        for name in (METRICS, ROUNDS):
+            cut_rows(folder / name, done)
+        best = _best_validation(read_rows(folder / METRICS))
+        observer.trial(method.name, seed, done)
+        for client in trial.merged_batches():
+            notices.say(
+                f"client {client!r}: the last batch would hold one sample, over which batch normalization has no "
+                "variance; it joins the batch before it"
+            )
+        while trial.server.round < self.settings.rounds:
+            if stop.is_set():
+                return False
+            outcome = trial.advance(observer.client)
+            traffic = {key: getattr(outcome, key) for key in ("round", "participants", "down", "up", "seconds")}
+            append_rows(folder / METRICS, outcome.rows)
+            append_rows(folder / ROUNDS, [traffic])
+            state = trial.tensors()
+            reached = macro_accuracy(outcome.rows, "validation")
+            if self.settings.select == "best" and reached > best:
+                best = reached
+                save_checkpoint(folder / BEST, *state)
+            save_checkpoint(checkpoint, *state)
+            observer.round(outcome)
+        untrained = [name for name, client in trial.clients.items() if not client.steps]
+        if untrained and trial.plan.personal:
+            notices.say(
+                f"{method.name}, seed {seed}: {len(untrained)} clients never took part, have no model of their own and "
+                f"are not counted: {', '.join(untrained[:5])}{' ...' if len(untrained) > 5 else ''}"
+            )
+        return True
+
+    def _describe(self, directory: RunDirectory, facts: Mapping[str, MethodFacts]) -> None:
+        shown = {client.name: _shown(client.test.x[:SAMPLES].cpu().numpy()) for client in self.data.clients}
+        images = {name: image for name, image in shown.items() if image is not None}
+        packed = io.BytesIO()
+        np.savez_compressed(packed, **{str(i): image for i, image in enumerate(images.values())})  # type: ignore[arg-type]
+        directory.write("samples.npz", packed.getvalue())
+        directory.write("config.toml", toml(self.config))
+        directory.write_json("environment.json", environment())
+        directory.write_json(
+            "study.json",
+            {
+                "name": self.data.name,
+                "note": self.data.note,
+                "classes": self.data.classes,
+                "seeds": self.seeds,
+                "rounds": self.settings.rounds,
+                "select": self.settings.select,
+                "clients": {c.name: {split: len(part) for split, part in c.splits.items()} for c in self.data.clients},
+                "samples": list(images),
+                "config": dict(self.config),
+                "methods": {name: asdict(fact) for name, fact in facts.items()},
+            },
+        )
+
+
+@contextmanager
+def _opened(path: Path, *, resume: bool) -> Iterator[RunDirectory]:
+    directory = RunDirectory(path, resume=resume)
+    try:
+        yield directory
+    finally:
+        directory.close()
+
+
+class _Notices:
+    """Notices said once each, kept in the directory."""
+
+    def __init__(self, directory: RunDirectory, observer: Observer) -> None:
+        self.directory, self.observer = directory, observer
+        self.said: list[str] = []
+
+    def say(self, text: str) -> None:
+        if text not in self.said:
+            self.said.append(text)
+            self.directory.write_json("notices.json", self.said)
+            self.observer.notice(text)
+
+
+def _best_validation(rows: list[Row]) -> float:
+    rounds = {row["round"] for row in rows if row["split"] == "validation"}
+    reached = (macro_accuracy([row for row in rows if row["round"] == number], "validation") for number in rounds)
+    return max(reached, default=-1.0)
+
+
+def _shown(x: np.ndarray) -> np.ndarray | None:
+    """Samples as images uint8 ``[n, H, W, C]``; None where they are not images."""
+    if x.ndim != 4:
+        return None
+    if x.dtype != np.uint8:
+        low, high = float(x.min()), float(x.max())
+        x = ((x - low) / (high - low or 1.0) * 255).round().astype(np.uint8)
+    return np.ascontiguousarray(x.transpose(0, 2, 3, 1))
+
+
+def read_study(path: Path) -> Study:
+    """What the run in directory ``path`` has left so far; :class:`UsageError` where there is none."""
+    try:
+        facts = json.loads((path / "study.json").read_text(encoding="utf-8"))
+        measured = json.loads((path / "environment.json").read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UsageError(f"{path} holds no run: give a directory that `fedshift run` or `compare` wrote") from error
+    except json.JSONDecodeError as error:
+        raise FedshiftError(f"{path}: study.json or environment.json is damaged ({error})") from error
+    rows: list[Row] = []
+    traffic: list[Row] = []
+    for method in facts["methods"]:
+        for seed in facts["seeds"]:
+            folder = path / "trials" / f"{slug(method)}-seed{seed}"
+            rows += read_rows(folder / METRICS)
+            traffic += [{"method": method, "seed": seed, **row} for row in read_rows(folder / ROUNDS)]
+    with np.load(path / "samples.npz") as packed:
+        samples = {name: packed[str(i)] for i, name in enumerate(facts.pop("samples"))}
+    notices = path / "notices.json"
+    return Study(
+        **{**facts, "seeds": tuple(facts["seeds"]), "methods": _facts(facts["methods"])},
+        rows=pd.DataFrame(rows, columns=list(COLUMNS)),
+        traffic=pd.DataFrame(traffic, columns=["method", "seed", "round", "participants", "down", "up", "seconds"]),
+        environment=measured,
+        samples=samples,
+        notices=tuple(json.loads(notices.read_text(encoding="utf-8"))) if notices.exists() else (),
+    )
+
+
+def _facts(methods: Mapping[str, Any]) -> dict[str, MethodFacts]:
+    return {name: MethodFacts(**{**fact, "entries": tuple(fact["entries"])}) for name, fact in methods.items()}

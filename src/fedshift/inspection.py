@@ -1,0 +1,68 @@
+"""What fedshift knows, as tables for the terminal: a method's scope over a model's entries, and what can be named."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from rich.table import Table
+from rich.text import Text
+
+from .build import EMBEDDED, methods
+from .core.kernel import prepare
+from .core.optimizer import SGD
+from .names import catalog, resolve
+from .trial import method_facts
+
+
+def inspect_method(model: str, method: str, shape: tuple[int, ...], classes: int) -> Iterator[Table | Text]:
+    """The table of every named entry of ``model`` under ``method``, and the bytes of one client in one round."""
+    (chosen,) = methods(method)
+    plan = prepare(
+        chosen, resolve("models", model)(shape, classes), optimizer=SGD(lr=0.0), sample=torch.zeros(1, *shape)
+    )
+    facts = method_facts(plan)
+    table = Table(title=Text(f"{chosen.name} on {model}, {shape} -> {classes}"), box=None, title_justify="left")
+    for title in ("entry", "layer", "shape", "bytes"):
+        table.add_column(title, justify="right" if title == "bytes" else "left", overflow="fold")
+    for title in ("loaded", "sent", "local", "trained"):
+        table.add_column(title, justify="center")
+    for row in facts.entries:
+        shape_text = "x".join(map(str, row["shape"])) or "scalar"
+        marks = (row["load"], row["send"], not row["load"], row["trained"])
+        table.add_row(
+            row["name"], row["type"], shape_text, f"{row['bytes']:,}", *("yes" if mark else "-" for mark in marks)
+        )
+    yield table
+    local = [row for row in facts.entries if not row["load"]]
+    layers = len({row["name"].rpartition(".")[0] for row in local})
+    parameters = sum(plan.initial[name].numel() for name in plan.trained)
+    yield Text(
+        f"{parameters:,} trained parameters; {len(local)} of {len(facts.entries)} entries ({layers} layers) are local; "
+        f"one client and round: {facts.down:,} bytes down, {facts.up:,} bytes up; "
+        f"{'the server holds a whole model' if facts.has_global else 'no global model'}"
+    )
+
+
+def listing(kinds: Sequence[str]) -> Iterator[Table]:
+    """A table for each of ``methods``, ``models``, ``data``: the name, its arguments, and what it is."""
+    for kind in kinds:
+        table = Table(title=kind, box=None, title_justify="left", title_style="bold", padding=(0, 2, 0, 0))
+        table.add_column("name", no_wrap=True)
+        if kind == "methods":
+            table.add_column("arguments")
+        table.add_column("what it is")
+        known: dict[str, Callable[..., Any]] = dict(EMBEDDED) if kind == "data" else dict(catalog(kind))
+        for name, function in known.items():
+            described = inspect.getmodule(function) if kind == "methods" else function
+            first = (inspect.getdoc(described) or "").split("\n\n")[0].replace("\n", " ").replace("``", "")
+            middle = [_arguments(function)] if kind == "methods" else []
+            table.add_row(name, *middle, Text(first))
+        yield table
+
+
+def _arguments(function: Callable[..., Any]) -> str:
+    parameters = inspect.signature(function).parameters.values()
+    return ", ".join(f"{p.name}={p.default!r}" for p in parameters if p.kind is p.KEYWORD_ONLY) or "-"

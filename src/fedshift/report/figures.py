@@ -1,0 +1,198 @@
+"""Figures: small panels, about 4 x 3 inches each, so that they stay legible on a phone and in a column of a paper.
+
+Lines are means over seeds and bands run from the lowest to the highest seed; error bars are one sample standard
+deviation over seeds. Test data are the personal model's, just after aggregation.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from ..analysis.statistics import mean_and_std
+from ..records import Study
+from .style import INK, canvas, drawing, key, legend, looks, short
+from .tables import accuracy_table, difference_table, history, reported_rounds
+from .text import signed, size
+
+MAX_CLIENTS = 24  # beyond these, clients get no panel of their own; tables hold all
+_METADATA = {"Date": None, "Creator": None, "Format": None, "Type": None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Panel:
+    """One figure with its file name and, for those who do not see it, a description."""
+
+    name: str
+    figure: Figure
+    description: str
+
+
+def figures(study: Study) -> dict[str, Figure]:
+    """Every figure that the study has data for, by file name."""
+    return {panel.name: panel.figure for panel in panels(study)}
+
+
+def save_figures(study: Study, directory: Path) -> list[Path]:
+    """Write every figure as SVG (the same bytes for the same records) and as PNG at 200 dpi; return the paths."""
+    directory.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for name, figure in figures(study).items():
+        vector, bitmap = directory / f"{name}.svg", directory / f"{name}.png"
+        vector.write_text(svg(figure, background="white"), encoding="utf-8")
+        with drawing():
+            figure.savefig(bitmap, dpi=200, metadata={"Software": None})
+        paths += [vector, bitmap]
+    return paths
+
+
+def svg(figure: Figure, background: str = "none") -> str:
+    """The figure as SVG text, without date; text stays text."""
+    buffer = StringIO()
+    with drawing():
+        figure.savefig(buffer, format="svg", facecolor=background, metadata=_METADATA)
+    return buffer.getvalue()
+
+
+def panels(study: Study) -> list[Panel]:
+    """All panels: macro accuracy, differences, training loss, traffic, one for each client, and bars for all."""
+    with drawing():
+        return list(_panels(study))
+
+
+def _panels(study: Study) -> Iterator[Panel]:
+    tested = history(study)
+    trained = history(study, "loss", model=None, split="train", moment="trained")
+    clients = list(study.clients)[:MAX_CLIENTS]
+    if len(tested):
+        yield _curves(study, "accuracy-macro", "Mean over clients (macro)", _macro(tested), "test accuracy (%)", 100)
+        yield from _differences(study)
+    if len(trained):
+        yield _curves(study, "training-loss", "Training loss (macro)", _macro(trained), "cross-entropy (nats)", 1)
+    if len(tested) and len(study.traffic):
+        yield _exchange(study, _macro(tested))
+    for number, client in enumerate(clients, start=1):
+        rows = tested[tested["client"] == client]
+        if len(rows):
+            slug = re.sub(r"[^a-z0-9]+", "-", client.lower()).strip("-")[:40]
+            name = f"accuracy-client-{number:02d}-{slug}".rstrip("-")
+            yield _curves(study, name, client, rows, "test accuracy (%)", 100)
+    if len(tested):
+        yield _bars(study, [*clients, "macro"])
+
+
+def _macro(rows: pd.DataFrame) -> pd.DataFrame:
+    return rows.groupby(["method", "seed", "round"])["value"].mean().reset_index()
+
+
+def _curves(study: Study, name: str, title: str, rows: pd.DataFrame, label: str, scale: float) -> Panel:
+    figure, axes = canvas(title, "round", label)
+    handles: dict[str, Any] = {}
+    ends = []
+    for method, look in looks(study).items():
+        values = scale * rows.loc[rows["method"] == method].groupby("round")["value"].agg(["mean", "min", "max"])
+        if values.empty:
+            continue
+        rounds = values.index.to_numpy()
+        handles[method] = key(look)
+        every = max(1, len(rounds) // 7)
+        axes.plot(rounds, values["mean"], **look.line, markevery=(look.number % every, every))
+        if len(rounds) > 1:
+            axes.fill_between(rounds, values["min"], values["max"], color=look.color, alpha=0.14, linewidth=0)
+        else:
+            axes.vlines(rounds, values["min"], values["max"], color=look.color)
+        ends.append(f"{method} {values['mean'].iloc[-1]:.2f} after round {rounds[-1]}")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7, min_n_ticks=1))
+    spread = f"line: mean, band: lowest to highest of {len(study.seeds)} seeds" if len(study.seeds) > 1 else "one seed"
+    legend(figure, handles, spread)
+    caption = f"{title}: {label} over rounds ({spread})."
+    return Panel(name=name, figure=figure, description=f"{caption} {'; '.join(ends)}.")
+
+
+def _differences(study: Study) -> Iterator[Panel]:
+    """Macro difference of each method to the baseline with its interval, where there are two seeds or more."""
+    table = difference_table(study).dropna(subset=["low", "high"])
+    if table.empty:
+        return
+    baseline, level = table["baseline"].iloc[0], f"{100 * table['level'].iloc[0]:g}%"
+    label = f"macro accuracy above {short(baseline, 20)} (points)"
+    figure, axes = canvas("Difference to the baseline", label, "", 1.0 + 0.24 * len(table))
+    styles = looks(study)
+    for row, (method, found) in enumerate(table.iterrows()):
+        look = styles[str(method)]
+        axes.hlines(row, 100 * found["low"], 100 * found["high"], color=look.color, linewidth=1.6)
+        axes.plot(100 * found["difference"], row, **look.line | {"markersize": 6.5})
+    axes.axvline(0, color=INK, linewidth=0.8)
+    axes.set_yticks(range(len(table)), [short(str(method), 20) for method in table.index])
+    axes.tick_params(axis="y", length=0)
+    axes.grid(visible=False, axis="y")
+    axes.set_ylim(len(table) - 0.4, -0.6)
+    caption = f"Macro accuracy above {baseline} in points: mean over paired seeds, line: {level} interval."
+    ends = "; ".join(f"{method} {signed(100 * value)}" for method, value in table["difference"].items())
+    yield Panel(name="difference", figure=figure, description=f"{caption} {ends}.")
+
+
+def _exchange(study: Study, macro: pd.DataFrame) -> Panel:
+    """Macro accuracy against the bytes exchanged up to that round; a large marker at the reported round."""
+    figure, axes = canvas("Accuracy against traffic", "bytes exchanged, all clients", "macro test accuracy (%)")
+    traffic = study.traffic.sort_values("round")
+    moved = (traffic["down"] + traffic["up"]).groupby([traffic["method"], traffic["seed"]]).cumsum()
+    rows = macro.merge(traffic.assign(moved=moved), on=["method", "seed", "round"])
+    chosen = rows.join(reported_rounds(study).rename("reported"), on=["method", "seed"])
+    chosen = chosen[chosen["round"] == chosen["reported"]]
+    handles: dict[str, Any] = {}
+    ends = []
+    for method, look in looks(study).items():
+        values = rows.loc[rows["method"] == method].groupby("round")[["moved", "value"]].mean()
+        marked = chosen[chosen["method"] == method]
+        if marked.empty:
+            continue
+        (mean, std), moved_mean = mean_and_std(100 * marked["value"]), float(marked["moved"].mean())
+        axes.plot(values["moved"], 100 * values["value"], **look.line | {"marker": "", "linewidth": 1})
+        axes.errorbar(moved_mean, mean, None if math.isnan(std) else std, color=look.color, capsize=2, linewidth=1)
+        axes.plot(moved_mean, mean, **look.line | {"markersize": 6.5})
+        handles[method] = key(look)
+        ends.append(f"{method} {mean:.2f} at {size(moved_mean)}")
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=4))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda count, _: size(count)))
+    spread = (
+        "line: mean over seeds; marker: reported round, ± std" if len(study.seeds) > 1 else "marker: reported round"
+    )
+    legend(figure, handles, spread)
+    caption = f"Macro test accuracy against the bytes that all clients exchanged ({spread})."
+    return Panel(name="traffic", figure=figure, description=f"{caption} {'; '.join(ends)}.")
+
+
+def _bars(study: Study, names: list[str]) -> Panel:
+    """Accuracy at the reported round: one group of bars for each client and the mean over clients."""
+    table, styles = 100 * accuracy_table(study), looks(study)
+    position = [*range(len(names) - 1), len(study.clients)]  # macro is the row below all clients
+    thick = 0.8 / len(styles)
+    height = max(1.8, len(names) * (0.3 + 0.06 * len(styles)))
+    figure, axes = canvas("At the reported round", "test accuracy (%)", "", height)
+    handles: dict[str, Any] = {}
+    for method, look in styles.items():
+        where = [row - 0.4 + thick * (look.number + 0.5) for row in range(len(names))]
+        means, stds = (table[method][kind].iloc[position] for kind in ("mean", "std"))
+        fill: dict[str, Any] = {"facecolor": look.color, "hatch": look.hatch, "edgecolor": "white", "linewidth": 0}
+        handles[method] = axes.barh(where, means.fillna(0), thick, **fill)
+        axes.hlines(where, means - stds, means + stds, color=INK, linewidth=0.8)
+    axes.set_yticks(range(len(names)), [short(name, 14) for name in names])
+    axes.tick_params(axis="y", length=0)
+    axes.grid(visible=False, axis="y")
+    axes.set(xlim=(0, 100), ylim=(len(names) - 0.45, -0.55))
+    spread = "bar: mean, line: ± std over seeds" if len(study.seeds) > 1 else "one seed"
+    legend(figure, handles, spread)
+    macro = table.xs("mean", axis=1, level="statistic").iloc[position[-1]]
+    ends = "; ".join(f"{method} {value:.2f}" for method, value in macro.items())
+    caption = f"Test accuracy of each client at the reported round ({spread})."
+    return Panel(name="accuracy-bars", figure=figure, description=f"{caption} Macro: {ends}.")

@@ -1,0 +1,157 @@
+"""The page: one HTML file that shows a whole study and needs nothing else, neither network nor scripts."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from .. import __version__
+from ..records import Study
+from .figures import MAX_CLIENTS, panels, svg
+from .inline import contact_strip, inline_svg
+from .tables import accuracy_table, difference_table, reported_rounds, shortfalls, traffic_table
+from .text import (
+    DAGGER,
+    MISSING,
+    Cell,
+    TextTable,
+    difference_cells,
+    flatten,
+    latex,
+    markdown,
+    metric_cells,
+    reading,
+    size,
+)
+
+_METRICS = {"accuracy": "Accuracy", "balanced_accuracy": "Balanced accuracy", "auc": "AUC", "loss": "Loss"}
+_UNITS = {"loss": "mean cross-entropy in nats, lower is better", "auc": "area under the ROC curve in percent"}
+_EXCHANGE = {
+    (True, True): "shared",
+    (True, False): "loaded only",
+    (False, True): "sent only",
+    (False, False): "kept local",
+}
+
+
+def write_page(study: Study, path: Path) -> Path:
+    """Write the page for ``study`` to ``path``: whole or not at all, the same bytes for the same study."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(render_page(study), encoding="utf-8")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path
+
+
+def render_page(study: Study) -> str:
+    """The page's HTML."""
+    environment = Environment(
+        loader=PackageLoader("fedshift", "report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    headline, differences = metric_cells(accuracy_table(study)), difference_table(study)
+    drawn = {p.name: inline_svg(svg(p.figure), p.name, p.description) for p in panels(study)}
+    return environment.get_template("page.html.j2").render(
+        study=study,
+        version=__version__,
+        leaders=_leaders(headline.rows[len(study.clients)][1:], study.methods),
+        headline=headline,
+        differences=difference_cells(differences),
+        readings=[reading(str(method), row) for method, row in differences.iterrows()],
+        others=list(_other_metrics(study)),
+        figures=drawn,
+        undrawn=max(0, len(study.clients) - MAX_CLIENTS),
+        methods=_methods(study),
+        scopes=[_scope(name, facts.entries) for name, facts in study.methods.items()],
+        clients=_clients(study),
+        strips={name: contact_strip(images) for name, images in study.samples.items() if len(images)},
+        config=flatten(study.config),
+        environment=flatten(study.environment),
+        notices=[*study.notices, *shortfalls(study)],
+        evaluated=any(cell.text != MISSING for row in headline.rows for cell in row[1:]),
+        dagger=DAGGER if any(DAGGER in cell.text for row in headline.rows for cell in row[1:]) else "",
+        latex=latex,
+        markdown=markdown,
+    )
+
+
+def _leaders(macro: tuple[Cell, ...], methods: Iterable[str]) -> list[str]:
+    """The method of the highest macro accuracy with its value; several where they tie as printed."""
+    measured = [cell for cell in macro if cell.text != MISSING]
+    return [
+        f"{method} with {cell.text}"
+        for method, cell in zip(methods, macro, strict=True)
+        if cell.best or (len(measured) == 1 and cell in measured)
+    ]
+
+
+def _other_metrics(study: Study) -> Iterator[tuple[str, str, TextTable]]:
+    """Title, unit and table of every other metric and model that has values."""
+    for model in ("personal", "global"):
+        for metric, name in _METRICS.items():
+            if (model, metric) == ("personal", "accuracy"):
+                continue
+            table = accuracy_table(study, metric, model)
+            if table.xs("mean", axis=1, level="statistic").notna().any(axis=None):
+                yield f"{name}, {model} model", _UNITS.get(metric, "in percent"), metric_cells(table, metric)
+
+
+def _methods(study: Study) -> TextTable:
+    """How each method is written, which round is reported, and the bytes it exchanged."""
+    rounds, traffic = reported_rounds(study), traffic_table(study)
+    per_round, total = traffic["both per round"].to_dict(), traffic["both in total"].to_dict()
+    rows = []
+    for name, facts in study.methods.items():
+        chosen = rounds.get(name, pd.Series(dtype=int)).tolist()
+        texts = [
+            name,
+            facts.text,
+            "yes" if facts.has_global else "none",
+            ", ".join(map(str, chosen[:1] if len(set(chosen)) == 1 else chosen)) or MISSING,
+            size(facts.down),
+            size(facts.up),
+            size(per_round[name]),
+            size(total[name]),
+        ]
+        rows.append(_row(texts))
+    header = ("method", "written as", "global model", "reported round", "down", "up", "all clients", "whole run")
+    return TextTable(header=header, rows=tuple(rows))
+
+
+def _scope(name: str, entries: Iterable[Mapping[str, Any]]) -> tuple[str, str, TextTable]:
+    """A method's name, its scope in one line, and the table of its entries."""
+    rows, counts, totals = [], Counter[str](), Counter[str]()
+    for entry in entries:
+        exchange = _EXCHANGE[bool(entry["load"]), bool(entry["send"])]
+        counts[exchange] += 1
+        totals[exchange] += int(entry["bytes"])
+        shape = " x ".join(map(str, entry["shape"])) or "scalar"
+        trained = "trained" if entry["trained"] else "buffer" if entry["buffer"] else "frozen"
+        rows.append(_row([entry["name"], entry["type"], shape, f"{entry['bytes']:,}", exchange, trained]))
+    line = ", ".join(f"{count} {kind} ({size(totals[kind])})" for kind, count in counts.items())
+    return name, line, TextTable(header=("entry", "layer", "shape", "bytes", "exchange", "values"), rows=tuple(rows))
+
+
+def _clients(study: Study) -> TextTable:
+    splits = list(dict.fromkeys(split for sizes in study.clients.values() for split in sizes))
+    rows = [
+        _row([name, *(f"{sizes[split]:,}" if split in sizes else MISSING for split in splits)])
+        for name, sizes in study.clients.items()
+    ]
+    return TextTable(header=("client", *splits), rows=tuple(rows))
+
+
+def _row(texts: Iterable[object]) -> tuple[Cell, ...]:
+    return tuple(Cell(text=str(text)) for text in texts)

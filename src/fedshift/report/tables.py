@@ -1,0 +1,195 @@
+"""Tables as data frames: what was measured at the reported round, by client and method, over seeds.
+
+The round reported for a run is its last evaluated one, or the one of the best macro validation accuracy of the personal
+model. Test data never choose a round. Values are shares in 0..1 (loss: nats); text, Markdown, LaTeX and CSV come from
+:mod:`fedshift.report.text`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from ..analysis.statistics import mean_and_std, paired_difference
+from ..base.errors import UsageError, unknown
+from ..records import METRICS, Study, measured
+
+AGGREGATES = ("macro", "pooled", "worst client")
+MODELS = ("personal", "global")
+
+
+def history(
+    study: Study, metric: str = "accuracy", model: str | None = "personal", split: str = "test", moment: str = "loaded"
+) -> pd.DataFrame:
+    """``metric`` of every client in every round: columns method, seed, round, client and value.
+
+    The defaults are evaluations on test data; ``split="train", moment="trained", model=None`` is the training loss.
+    """
+    if metric not in METRICS:
+        raise unknown("metric", metric, METRICS)
+    rows = _select(study, model, split, moment)
+    return rows[["method", "seed", "round", "client"]].assign(value=measured(rows, metric).astype(float))
+
+
+def reported_rounds(study: Study) -> pd.Series:
+    """The round reported for each run that was evaluated: a series over (method, seed).
+
+    ``last`` is the run's last evaluated round. ``best`` is the round of the best macro validation accuracy of the
+    personal model, the earliest on ties, among the rounds that measured as many clients as the run ever did.
+    Raises :class:`UsageError` where ``best`` finds a run without validation data.
+    """
+    tested = _select(study, None, "test", "loaded").groupby(["method", "seed"])["round"].max().astype(int)
+    if study.select == "last":
+        return tested.rename("round")
+    if study.select != "best":
+        raise unknown("select", study.select, ("last", "best"))
+    per_round = history(study, split="validation").groupby(["method", "seed", "round"])["value"].agg(["mean", "count"])
+    chosen: dict[Any, int] = {}
+    for run in tested.index:
+        if run not in per_round.index:
+            raise UsageError(
+                f"select='best' needs validation data, and {run[0]!r} (seed {run[1]}) has none: "
+                "hold out a part of the training data, or use select='last'"
+            )
+        rounds = per_round.loc[run]
+        chosen[run] = int(rounds.loc[rounds["count"] == rounds["count"].max(), "mean"].idxmax())
+    return pd.Series(chosen, index=tested.index, name="round", dtype=int)
+
+
+def seed_table(study: Study, metric: str = "accuracy", model: str = "personal") -> pd.DataFrame:
+    """``metric`` on test data at the reported round: clients and aggregates x (method, seed); NaN where missing.
+
+    ``macro`` is the mean over clients; ``pooled`` takes all test samples together (absent for ``auc``); ``worst
+    client`` is the lowest value (highest loss). Each is over the clients that were measured. The global model's table
+    holds only methods that have one.
+    """
+    if metric not in METRICS:
+        raise unknown("metric", metric, METRICS)
+    if model not in MODELS:
+        raise unknown("model", model, MODELS)
+    methods = [name for name, facts in study.methods.items() if model == "personal" or facts.has_global]
+    runs = pd.MultiIndex.from_product([methods, study.seeds], names=["method", "seed"])
+    rows = _select(study, model, "test", "loaded")
+    rows = rows.join(reported_rounds(study).rename("reported"), on=["method", "seed"])
+    rows = rows[rows["round"] == rows["reported"]]
+    rows = rows.assign(value=measured(rows, metric).astype(float))
+    clients = rows.pivot(index="client", columns=["method", "seed"], values="value")
+    clients = clients.reindex(index=list(study.clients)).reindex(columns=runs).astype(float)
+    aggregates = {"macro": clients.mean(), "pooled": _pooled(rows, metric).reindex(runs)}
+    aggregates["worst client"] = clients.max() if metric == "loss" else clients.min()
+    if metric == "auc":
+        del aggregates["pooled"]
+    return pd.concat([clients, pd.DataFrame(aggregates).T]).rename_axis("client")
+
+
+def accuracy_table(study: Study, metric: str = "accuracy", model: str = "personal") -> pd.DataFrame:
+    """:func:`seed_table` over seeds: clients and aggregates x (method, mean | std | seeds).
+
+    ``std`` is the sample standard deviation; ``seeds`` says how many seeds the two are over.
+    """
+    seeds = seed_table(study, metric, model)
+    methods = seeds.columns.get_level_values("method").unique()
+    columns = pd.MultiIndex.from_product([methods, ["mean", "std", "seeds"]], names=["method", "statistic"])
+    by_method = [seeds[method].to_numpy() for method in methods]
+    cells = [
+        [figure for values in by_method for figure in (*mean_and_std(values[row]), np.isfinite(values[row]).sum())]
+        for row in range(len(seeds))
+    ]
+    return pd.DataFrame(cells, index=seeds.index, columns=columns, dtype=float)
+
+
+def difference_table(
+    study: Study,
+    baseline: str | None = None,
+    metric: str = "accuracy",
+    model: str = "personal",
+    level: float = 0.95,
+) -> pd.DataFrame:
+    """Macro difference of every other method to ``baseline``, paired over the seeds that both have.
+
+    Index: method. Columns: baseline, seeds (how many pairs), difference, std, low, high (interval at ``level``), p,
+    level. Each macro figure is over the clients that both methods measured under that seed, so that the difference
+    compares like with like. The baseline is FedAvg where it takes part, else the first method.
+    """
+    table = seed_table(study, metric, model)
+    clients = table.iloc[: len(study.clients)]
+    methods = list(clients.columns.get_level_values("method").unique())
+    if baseline is None:
+        baseline = "fedavg" if "fedavg" in methods else next(iter(methods), "")
+    elif baseline not in methods:
+        raise unknown("baseline", baseline, methods)
+    rows: dict[str, dict[str, Any]] = {}
+    for method in methods:
+        if method != baseline:
+            both = clients[method].notna() & clients[baseline].notna()
+            pairs = pd.DataFrame({name: clients[name].where(both).mean() for name in (method, baseline)}).dropna()
+            found = paired_difference(pairs[method].tolist(), pairs[baseline].tolist(), level)
+            rows[method] = {
+                "baseline": baseline,
+                "seeds": found.pairs,
+                "difference": found.mean,
+                "std": found.std,
+                "low": found.low,
+                "high": found.high,
+                "p": found.p,
+                "level": found.level,
+            }
+    columns = ["baseline", "seeds", "difference", "std", "low", "high", "p", "level"]
+    return pd.DataFrame.from_dict(rows, orient="index", columns=columns).rename_axis("method")
+
+
+def traffic_table(study: Study) -> pd.DataFrame:
+    """Bytes that all clients together moved, by method, per round and in total: down, up, both (means over seeds)."""
+    moved = study.traffic.assign(both=study.traffic["down"] + study.traffic["up"])
+    runs = moved.groupby(["method", "seed"])[["down", "up", "both"]]
+    per_round, total = runs.mean().groupby("method").mean(), runs.sum().groupby("method").mean()
+    table = per_round.add_suffix(" per round").join(total.add_suffix(" in total")).astype(float)
+    return table.reindex(list(study.methods)).rename_axis("method")
+
+
+def shortfalls(study: Study) -> list[str]:
+    """What a reader must know of the tables: runs cut short and clients that were not measured, in plain sentences."""
+    reported, found = reported_rounds(study), []
+    evaluated = _select(study, None, "test", "loaded").groupby(["method", "seed"])["round"].max()
+    for run in ((method, seed) for method in study.methods for seed in study.seeds):
+        if run not in reported.index:
+            found.append(f"{run[0]}, seed {run[1]}: no round was evaluated; the run is left out of every figure.")
+        elif evaluated[run] < study.rounds:
+            found.append(f"{run[0]}, seed {run[1]}: evaluated up to round {evaluated[run]} of {study.rounds}.")
+    clients = seed_table(study).iloc[: len(study.clients)]
+    for method in study.methods:
+        seeds = [seed for seed in study.seeds if (method, seed) in reported.index]
+        for client, values in clients[method][seeds].iterrows():
+            lacking = [str(seed) for seed in seeds if math.isnan(values[seed])]
+            if lacking:
+                found.append(
+                    f"{method}, client {client}: not measured at the reported round (seeds {', '.join(lacking)}); "
+                    "aggregates are over the other clients, differences over the clients that both methods have."
+                )
+    return found
+
+
+def _select(study: Study, model: str | None, split: str, moment: str) -> pd.DataFrame:
+    rows = study.rows
+    keep = (rows["split"] == split) & (rows["moment"] == moment)
+    return rows[keep] if model is None else rows[keep & (rows["model"] == model)]
+
+
+def _pooled(rows: pd.DataFrame, metric: str) -> pd.Series:
+    """``metric`` of all clients' samples together, over (method, seed)."""
+    if metric == "auc":
+        return pd.Series(dtype=float)
+    totals = {
+        run: {
+            "samples": group["samples"].sum(),
+            "loss_sum": group["loss_sum"].sum(),
+            "hits": np.sum(group["hits"].tolist(), axis=0).tolist(),
+            "support": np.sum(group["support"].tolist(), axis=0).tolist(),
+        }
+        for run, group in rows.groupby(["method", "seed"])
+    }
+    frame = pd.DataFrame.from_dict(totals, orient="index", columns=["samples", "loss_sum", "hits", "support"])
+    return measured(frame, metric).astype(float)

@@ -1,0 +1,121 @@
+"""A run directory: what a comparison leaves on disk, and the lock that keeps two programs from writing it.
+
+config.toml          settings as resolved          environment.json    versions and machine
+study.json           methods, clients, notices     samples.npz         a few images of each client
+trials/<method>-seed<k>/
+    metrics.jsonl    measurements (fedshift.records)
+    rounds.jsonl     participants, bytes and seconds of each round
+    checkpoint.safetensors, best.safetensors
+report.html, figures/, tables/
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import platform
+import re
+from collections.abc import Iterable, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import IO, Any
+
+from .base.errors import FedshiftError, UsageError
+from .checkpoint import disk_error, write_atomically
+from .records import Row, read_rows
+
+
+class RunDirectory:
+    """The directory ``path``, locked against other programs until :meth:`close`."""
+
+    def __init__(self, path: Path, *, resume: bool) -> None:
+        self.path = path
+        occupied = path.is_dir() and any(entry.name != ".lock" for entry in path.iterdir())
+        if occupied and not resume:
+            raise UsageError(
+                f"{path} already holds a run: go on with it (--resume {path}), or choose another directory (--out)"
+            )
+        if resume and not (path / "config.toml").exists():
+            raise UsageError(f"{path} holds no run to resume: give the directory that holds its config.toml")
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            self._lock: IO[str] = (path / ".lock").open("a+", encoding="utf-8")
+        except OSError as error:
+            raise disk_error(path, error) from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._lock.seek(0)
+            owner = self._lock.read().strip() or "unknown"
+            self._lock.close()
+            raise FedshiftError(f"{path} is in use by process {owner}: wait for it, or choose another --out") from error
+        self._lock.truncate(0)
+        self._lock.write(str(os.getpid()))
+        self._lock.flush()
+
+    def close(self) -> None:
+        """Give the lock back."""
+        self._lock.close()
+
+    def write(self, name: str, content: str | bytes) -> None:
+        """Write a file of the directory atomically."""
+        target = self.path / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(target, content.encode() if isinstance(content, str) else content)
+
+    def write_json(self, name: str, value: Any) -> None:
+        """Write a JSON file of the directory atomically."""
+        self.write(name, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+    def trial(self, method: str, seed: int) -> Path:
+        """The folder of one trial, made if need be."""
+        folder = self.path / "trials" / f"{slug(method)}-seed{seed}"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+
+def slug(name: str) -> str:
+    """``name`` with everything but letters, digits, dots, plus and dashes replaced, for use as a file name."""
+    return re.sub(r"[^A-Za-z0-9.+=]+", "-", name).strip("-")
+
+
+def append_rows(path: Path, rows: Iterable[Row]) -> None:
+    """Append JSON lines and flush them to disk."""
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(_finite(row)) + "\n" for row in rows)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise disk_error(path, error) from error
+
+
+def cut_rows(path: Path, last_round: int) -> None:
+    """Drop the rows of rounds after ``last_round``, which a resumed trial measures again."""
+    rows = read_rows(path, last_round)
+    write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows).encode())
+
+
+def _finite(row: Row) -> Row:
+    return {key: None if isinstance(value, float) and value != value else value for key, value in row.items()}
+
+
+def toml(values: Mapping[str, Any]) -> str:
+    """Flat settings as TOML; strings, numbers, booleans and lists of them are written as in JSON, None left out."""
+    return "".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items() if value is not None)
+
+
+def environment() -> dict[str, Any]:
+    """Versions and machine on which numbers were made."""
+    import torch
+
+    packages = ("fedshift", "torch", "numpy", "scikit-learn", "pandas", "safetensors")
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "processor": platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "packages": {name: version(name) for name in packages},
+    }

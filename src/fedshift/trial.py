@@ -1,0 +1,263 @@
+"""A trial: one method with one seed, round after round, that can be stopped and resumed bit for bit.
+
+Everything that a trial knows besides its settings is in its state: the server, and each client that has taken part.
+Draws come from keyed streams, so a trial restored from a checkpoint goes on as if it had never stopped.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from .base.errors import UsageError, unknown
+from .base.state import State, nbytes, pick, prefixed, under
+from .base.streams import stream, torch_stream
+from .core.kernel import (
+    Client,
+    Plan,
+    Server,
+    Update,
+    begin,
+    finish,
+    global_state,
+    init_client,
+    init_server,
+    personal_state,
+    prepare,
+    server_round,
+)
+from .core.method import Method
+from .core.optimizer import SGD, Optimizer
+from .core.work import Work
+from .data.federation import Federation
+from .engines.catalog import ENGINES
+from .evaluate import evaluate_clients
+from .records import MethodFacts, Row
+
+ModelFactory = Callable[[tuple[int, ...], int], nn.Module]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What all methods of a comparison share.
+
+    ``participation``: clients that take part in a round, a number, or a fraction of them (float in (0, 1]).
+    ``evaluate_every``: rounds between evaluations (the last is always evaluated); None: about twenty in all.
+    ``select``: the round that tables report, ``last``, or ``best`` on validation data.
+    """
+
+    rounds: int = 20
+    work: Work = field(default_factory=lambda: Work(epochs=1))
+    optimizer: Optimizer = field(default_factory=lambda: SGD(lr=0.01))
+    participation: int | float | None = None
+    evaluate_every: int | None = None
+    select: Literal["last", "best"] = "last"
+    engine: str = "loop"
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        if self.rounds < 1:
+            raise UsageError(f"rounds={self.rounds}: must be at least 1")
+        if self.evaluate_every is not None and self.evaluate_every < 1:
+            raise UsageError(f"evaluate_every={self.evaluate_every}: must be at least 1")
+        if self.select not in ("last", "best"):
+            raise unknown("selection", self.select, ("last", "best"))
+        if self.engine not in ENGINES:
+            raise unknown("engine", self.engine, ENGINES)
+        share = self.participation
+        if share is not None and (share <= 0 or (isinstance(share, float) and share > 1)):
+            raise UsageError(
+                f"participation={share}: give a number of clients (an integer of at least 1) or a fraction in (0, 1]"
+            )
+        try:
+            torch.empty(0, device=self.device)
+        except (RuntimeError, AssertionError) as error:
+            raise UsageError(f"device {self.device!r} cannot be used here ({error}): try cpu") from error
+
+    def participants(self, seed: int, round: int, names: tuple[str, ...]) -> tuple[str, ...]:
+        """The clients that take part in ``round`` (from 1), in the order of ``names``."""
+        share = self.participation
+        if share is None:
+            return names
+        count = min(max(1, int(share * len(names) + 0.5)) if isinstance(share, float) else share, len(names))
+        chosen = stream(seed, "participants", round).choice(len(names), size=count, replace=False)
+        return tuple(names[i] for i in sorted(chosen))
+
+    def evaluates(self, round: int) -> bool:
+        """Whether ``round`` (from 1) ends with an evaluation."""
+        every = self.evaluate_every or max(1, self.rounds // 20)
+        return round % every == 0 or round == self.rounds
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundDone:
+    """What one round left: who took part, bytes moved by all clients, seconds of training, and rows of measurements."""
+
+    round: int
+    participants: tuple[str, ...]
+    down: int
+    up: int
+    seconds: float
+    rows: list[Row]
+
+
+class Trial:
+    """One method with one seed on one federation; see the module's text."""
+
+    def __init__(self, method: Method, model: ModelFactory, data: Federation, settings: Settings, seed: int) -> None:
+        self.data, self.settings, self.seed = data, settings, seed
+        device = torch.device(settings.device)
+        trained_on = data.pooled() if method.pooled else data
+        with torch_stream(seed, "init"):
+            network = model(data.sample_shape, data.classes).to(device)
+        sample = data.clients[0].train.inputs(slice(0, 1)).to(device)
+        self.plan = prepare(method, network, work=settings.work, optimizer=settings.optimizer, sample=sample)
+        for client in trained_on.clients:
+            if len(client.train) < self.plan.smallest_batch:
+                raise UsageError(
+                    f"client {client.name!r} has one training sample, over which batch normalization has no variance: "
+                    "leave the client out, or use a model without BatchNorm"
+                )
+        self.measured = data.to(device)
+        self.train = {client.name: client.train.to(device) for client in trained_on.clients}
+        self.server = init_server(self.plan)
+        self.clients = {client.name: init_client(self.plan) for client in trained_on.clients}
+
+    def merged_batches(self) -> tuple[str, ...]:
+        """Clients whose last batch would hold a single sample, which joins the batch before it."""
+        work, smallest = self.plan.work, self.plan.smallest_batch
+        sizes = {name: len(split) for name, split in self.train.items()}
+        return tuple(name for name, size in sizes.items() if work.bounds(size, smallest) != work.bounds(size))
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """What must be the same for a checkpoint to be continued, by setting."""
+        shapes = " ".join(f"{name}{tuple(tensor.shape)}" for name, tensor in self.plan.initial.items())
+        return {
+            "method": self.plan.method.text,
+            "seed": str(self.seed),
+            "model": shapes,
+            "data": self.data.fingerprint,
+            "work": str(self.plan.work),
+            "optimizer": str(self.plan.optimizer),
+            "participation": str(self.settings.participation),
+        }
+
+    def advance(self, progress: Callable[[str, float], None] | None = None) -> RoundDone:
+        """Run the next round and evaluate where it is due. ``progress(client, loss)`` hears of each client as it ends.
+
+        Raises ``Diverged`` where a loss becomes NaN; the trial is then as it was before the round.
+        """
+        began = time.perf_counter()
+        number = self.server.round + 1
+        names = self.settings.participants(self.seed, number, tuple(self.clients))
+        working = {name: self.clients[name] for name in names}
+        updates: dict[str, Update] = {}
+        after: dict[str, Client] = {}
+        rows: list[Row] = []
+        for name, trained in ENGINES[self.settings.engine](self.plan, self.server, working, self.train, self.seed):
+            after[name], updates[name] = trained.client, trained.update
+            used = int(trained.update.weight)
+            rows.append(
+                {
+                    "client": name, "split": "train", "model": "personal", "moment": "trained", "samples": used,
+                    "loss_sum": trained.loss_sum, "hits": None, "support": None, "auc": None,
+                }
+            )  # fmt: skip
+            if progress:
+                progress(name, trained.loss_sum / used)
+        down = len(names) * self._down()
+        up = 0 if self.plan.method.pooled else sum(map(_uplink, updates.values()))
+        self.server = server_round(self.plan, self.server, updates, len(self.clients))
+        self.clients |= after
+        seconds = time.perf_counter() - began
+        rows.sort(key=lambda row: names.index(row["client"]))
+        if self.settings.evaluates(number):
+            rows += self.evaluate()
+        rows = [{"method": self.plan.method.name, "seed": self.seed, "round": number, **row} for row in rows]
+        return RoundDone(round=number, participants=names, down=down, up=up, seconds=seconds, rows=rows)
+
+    def evaluate(self) -> list[Row]:
+        """Rows for every client's test data, and validation data where all have some."""
+        splits = ("test", "validation") if all(client.validation for client in self.data.clients) else ("test",)
+        return evaluate_clients(self.plan, self.server, self.clients, self.measured, splits)
+
+    def _down(self) -> int:
+        return 0 if self.plan.method.pooled else downlink(self.plan, self.server)
+
+    def state_of(self, client: str | None = None) -> State | None:
+        """The server's model (``client=None``; None where there is none), or the model that ``client`` would use."""
+        if client is None:
+            return global_state(self.plan, self.server)
+        return personal_state(self.plan, self.clients["pooled" if self.plan.method.pooled else client], self.server)
+
+    def tensors(self) -> tuple[State, dict[str, Any]]:
+        """All state as flat tensors and JSON facts, for a checkpoint; clients that never took part are left out."""
+        seen = [name for name, client in self.clients.items() if client.steps]
+        flat = prefixed("server/shared", self.server.shared) | prefixed("server/memory", self.server.memory)
+        for number, name in enumerate(seen):
+            client = self.clients[name]
+            for part in ("personal", "optimizer", "memory"):
+                flat |= prefixed(f"client/{number}/{part}", getattr(client, part))
+        steps = {name: self.clients[name].steps for name in seen}
+        return flat, {"round": self.server.round, "steps": steps, "identity": self.identity}
+
+    def restore(self, tensors: State, facts: Mapping[str, Any]) -> None:
+        """Take up the state of a checkpoint; :class:`UsageError` where it belongs to another trial."""
+        for key, now in self.identity.items():
+            then = facts["identity"].get(key)
+            if then != now:
+                raise UsageError(
+                    f"this run was begun with another {key}: then {str(then)[:200]!r}, now {now[:200]!r}. Resume it "
+                    "with the settings it was begun with, or start a new run in another directory"
+                )
+        device = torch.device(self.settings.device)
+        tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
+        self.server = Server(
+            round=facts["round"], shared=under("server/shared", tensors), memory=under("server/memory", tensors)
+        )
+        for number, (name, steps) in enumerate(facts["steps"].items()):
+            parts = {part: under(f"client/{number}/{part}", tensors) for part in ("personal", "optimizer", "memory")}
+            self.clients[name] = Client(steps=steps, **parts)
+
+
+def downlink(plan: Plan, server: Server) -> int:
+    """Bytes that one client receives in a round: the entries it loads, and the rules' server memory."""
+    return nbytes(pick(server.shared, plan.loaded)) + nbytes(server.memory)
+
+
+def _uplink(update: Update) -> int:
+    return nbytes(update.shared) + nbytes(update.memory)
+
+
+def method_facts(plan: Plan) -> MethodFacts:
+    """The scope table of a method on a model, and the bytes that one client moves in one round."""
+    server, client = init_server(plan), init_client(plan)
+    _, update = finish(plan, begin(plan, client, server))
+    rows = [
+        {
+            "name": entry.name,
+            "type": type(entry.owner).__name__,
+            "shape": list(plan.initial[entry.name].shape),
+            "dtype": str(plan.initial[entry.name].dtype).removeprefix("torch."),
+            "bytes": nbytes({entry.name: plan.initial[entry.name]}),
+            "buffer": entry.is_buffer,
+            "load": entry.name in plan.loaded,
+            "send": entry.name in plan.sent,
+            "trained": entry.name in plan.trained,
+        }
+        for entry in plan.entries
+    ]
+    pooled = plan.method.pooled
+    return MethodFacts(
+        text=plan.method.text,
+        entries=tuple(rows),
+        down=0 if pooled else downlink(plan, server),
+        up=0 if pooled else _uplink(update),
+        has_global=plan.has_global,
+    )

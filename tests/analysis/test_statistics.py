@@ -1,0 +1,67 @@
+"""Mean, deviation and paired differences against hand-computed values and scipy."""
+
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from fedshift.analysis.statistics import mean_and_std, paired_difference
+from fedshift.base.errors import UsageError
+
+
+def test_mean_and_std_by_hand():
+    assert mean_and_std([1.0, 2.0, 3.0, 4.0]) == pytest.approx((2.5, math.sqrt(5 / 3)))
+
+
+def test_one_value_has_no_deviation_and_nan_counts_as_absent():
+    mean, std = mean_and_std([0.5, math.nan])
+    assert mean == 0.5
+    assert math.isnan(std)
+
+
+def test_no_value_gives_nan():
+    assert all(map(math.isnan, mean_and_std([])))
+
+
+def test_paired_difference_by_hand():
+    found = paired_difference([0.70, 0.73, 0.76], [0.65, 0.67, 0.69])
+    assert (found.pairs, found.level) == (3, 0.95)
+    assert found.mean == pytest.approx(0.06)
+    assert found.std == pytest.approx(0.01)
+    half = 4.302652729911275 * 0.01 / math.sqrt(3)  # t quantile 0.975 with 2 degrees of freedom
+    assert (found.low, found.high) == pytest.approx((0.06 - half, 0.06 + half))
+    assert found.told_apart
+
+
+@pytest.mark.parametrize("level", [0.8, 0.95, 0.99])
+@pytest.mark.parametrize("pairs", [2, 3, 10])
+def test_paired_difference_equals_scipy(pairs, level):
+    random = np.random.default_rng(pairs)
+    ours, theirs = random.normal(0.8, 0.02, pairs), random.normal(0.79, 0.02, pairs)
+    expected = stats.ttest_rel(ours, theirs)
+    interval = expected.confidence_interval(level)
+    found = paired_difference(ours.tolist(), theirs.tolist(), level)
+    assert found.p == pytest.approx(expected.pvalue)
+    assert (found.low, found.high) == pytest.approx((interval.low, interval.high))
+
+
+@pytest.mark.parametrize("pairs", [0, 1])
+def test_fewer_than_two_pairs_have_no_interval(pairs):
+    found = paired_difference([0.5] * pairs, [0.25] * pairs)
+    assert found.pairs == pairs
+    assert all(map(math.isnan, (found.low, found.high, found.p)))
+    assert not found.told_apart
+
+
+def test_equal_differences():
+    same, shifted = paired_difference([1.0, 2.0], [1.0, 2.0]), paired_difference([1.5, 2.5], [1.0, 2.0])
+    assert (same.p, same.low, same.high, same.told_apart) == (1, 0, 0, False)
+    assert (shifted.p, shifted.low, shifted.high, shifted.told_apart) == (0, 0.5, 0.5, True)
+
+
+def test_wrong_use_is_refused():
+    with pytest.raises(UsageError, match="cannot be paired"):
+        paired_difference([1.0], [1.0, 2.0])
+    with pytest.raises(UsageError, match="confidence level"):
+        paired_difference([1.0, 2.0], [1.0, 2.0], level=95)

@@ -1,0 +1,118 @@
+"""Studies whose tables can be worked out by hand."""
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from fedshift.records import MethodFacts, Study, frame
+
+SUPPORT = {"a": (80, 20), "b": (150, 150)}  # samples of each class in the test data and in the validation data
+# Correct classifications in the last of two rounds, by method, seed and client.
+LAST = {
+    "fedavg": [{"a": 50, "b": 240}, {"a": 52, "b": 246}, {"a": 54, "b": 252}],
+    "fedbn": [{"a": 60, "b": 240}, {"a": 63, "b": 249}, {"a": 66, "b": 258}],
+}
+
+
+def evaluation(method, seed, number, client, split, model, hits, support, auc=None):
+    """One row; the first class is right as often as it can be, and the mean loss is 1 - accuracy."""
+    first = min(hits, support[0])
+    samples = sum(support)
+    return {
+        "method": method, "seed": seed, "round": number, "client": client, "split": split, "model": model,
+        "moment": "loaded", "samples": samples, "loss_sum": float(samples - hits), "hits": [first, hits - first],
+        "support": list(support), "auc": auc,
+    }  # fmt: skip
+
+
+def training(method, seed, number, client, loss):
+    blank = dict.fromkeys(("hits", "support", "auc"))
+    key = {"method": method, "seed": seed, "round": number, "client": client, "split": "train", "model": "personal"}
+    return {**key, "moment": "trained", "samples": 10, "loss_sum": 10 * loss, **blank}
+
+
+def facts(method):
+    local = "fedbn" in method
+    conv = {"name": "conv.weight", "type": "Conv2d", "shape": (4, 3, 3, 3), "bytes": 432, "buffer": False}
+    norm = {"name": "norm.weight", "type": "BatchNorm2d", "shape": (4,), "bytes": 16, "buffer": False}
+    count = {"name": "norm.num_batches_tracked", "type": "BatchNorm2d", "shape": (), "bytes": 8, "buffer": True}
+    entries = [{**conv, "load": True, "send": True, "trained": True}]
+    entries += [{**norm, "load": not local, "send": not local, "trained": True}]
+    entries += [{**count, "load": not local, "send": not local, "trained": False}]
+    size = sum(entry["bytes"] for entry in entries if entry["load"])
+    return MethodFacts(text=f"{method}()", entries=tuple(entries), down=size, up=size, has_global=not local)
+
+
+@pytest.fixture
+def make_study():
+    """A study from the hits of its last round; every earlier round has half of them.
+
+    ``scores`` maps each method to one mapping from client to hits for each seed; ``validation``, of the same form but
+    with a list over rounds in place of the hits, overrides the validation data, which otherwise equal the test data.
+    """
+
+    def make(scores=LAST, *, rounds=2, select="last", validation=None, names=None, keep=lambda row: True, **fields):
+        rows, traffic = [], []
+        seeds = tuple(range(max(map(len, scores.values()), default=0)))
+        for method, runs in scores.items():
+            for seed, run in enumerate(runs):
+                for number in range(1, rounds + 1):
+                    traffic.append({"method": method, "seed": seed, "round": number, "down": 1000, "up": 500})
+                    for client, last in run.items():
+                        hits = last if number == rounds else last // 2
+                        held = validation[method][seed][client][number - 1] if validation else hits
+                        key = (method, seed, number, client)
+                        rows.append(training(*key, loss=1 / number))
+                        rows.append(evaluation(*key, "validation", "personal", held, SUPPORT[client]))
+                        rows.append(evaluation(*key, "test", "personal", hits, SUPPORT[client]))
+                        if facts(method).has_global:
+                            rows.append(evaluation(*key, "test", "global", hits - 10, SUPPORT[client]))
+        names = names or {"a": "a", "b": "b"}
+        kept = [{**row, "client": names[row["client"]]} for row in rows if keep(row)]
+        defaults = {
+            "name": "study",
+            "methods": {method: facts(method) for method in scores},
+            "seeds": seeds,
+            "rounds": rounds,
+            "select": select,
+            "clients": {names[name]: {"train": 700, "test": sum(support)} for name, support in SUPPORT.items()},
+            "classes": 2,
+            "rows": frame(kept),
+            "traffic": pd.DataFrame(traffic, columns=["method", "seed", "round", "down", "up"]),
+            "config": {"training": {"epochs": 1, "batch_size": 32}, "seeds": list(seeds)},
+            "environment": {"python": "3.12"},
+            "samples": {
+                names["a"]: np.zeros((3, 8, 8, 1), np.uint8),
+                names["b"]: np.full((2, 200, 100, 3), 9, np.uint8),
+            },
+        }
+        return Study(**(defaults | fields))
+
+    return make
+
+
+@pytest.fixture
+def study(make_study):
+    return make_study()
+
+
+EDGE_CASES = {
+    "ten methods": {"scores": {f"fedbn+fedprox+method_{number}": LAST["fedbn"] for number in range(10)}},
+    "one method": {"scores": {"fedbn": LAST["fedbn"]}},
+    "one seed": {"scores": {method: runs[:1] for method, runs in LAST.items()}},
+    "one round": {"rounds": 1},
+    "forty rounds": {"rounds": 40},
+    "one run stopped early": {"keep": lambda row: (row["method"], row["seed"]) != ("fedbn", 2) or row["round"] == 1},
+    "one method not begun": {"keep": lambda row: row["method"] != "fedbn"},
+    "nothing measured": {"keep": lambda row: False},
+    "training only": {"keep": lambda row: row["moment"] == "trained"},
+    "a client never measured": {"keep": lambda row: (row["method"], row["client"]) != ("fedbn", "a")},
+    "odd names": {"names": {"a": "<b>$x$ & 'y'</b>", "b": "macro"}, "name": "<script>", "note": "1 < 2"},
+    "other script": {"names": {"a": "病院", "b": "b" * 60}},
+    "no traffic": {"traffic": pd.DataFrame(columns=["method", "seed", "round", "down", "up"])},
+}
+
+
+@pytest.fixture(params=EDGE_CASES.values(), ids=EDGE_CASES.keys())
+def edge_case(request, make_study):
+    return make_study(**request.param)

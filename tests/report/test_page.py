@@ -1,0 +1,128 @@
+"""The page as text: whole, self-contained, escaped, and the same bytes for the same study."""
+
+import re
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+
+from fedshift.report import write_page
+from fedshift.report.inline import contact_strip, inline_svg
+from fedshift.report.page import render_page
+
+VOID = {"meta", "link", "img", "wbr", "br", "path", "use", "rect"}
+
+
+class Reader(HTMLParser):
+    """Collects ids and checks that tags close in order."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.ids, self.references, self.headings = [], [], [], []
+
+    def handle_starttag(self, tag, attributes):
+        values = dict(attributes)
+        self.ids += [values["id"]] if "id" in values else []
+        self.references += [values[name] for name in ("src", "href") if name in values]
+        self.headings += [tag] if re.fullmatch(r"h[1-6]", tag) else []
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.handle_starttag(tag, attributes)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag):
+        if tag not in VOID:
+            assert self.open.pop() == tag
+
+
+def read(text):
+    reader = Reader()
+    reader.feed(text)
+    reader.close()
+    assert reader.open == []
+    return reader
+
+
+def test_edge_cases_give_a_well_formed_page(edge_case):
+    reader = read(render_page(edge_case))
+    assert len(reader.ids) == len(set(reader.ids))
+    assert reader.headings[0] == "h1"
+    assert reader.headings.count("h1") == 1
+
+
+def test_nothing_is_loaded_from_anywhere(study):
+    text = render_page(study)
+    assert "http" not in text.replace("http-equiv", "")
+    assert "<script" not in text
+    reader = read(text)
+    targets = {f"#{name}" for name in reader.ids}
+    assert all(link.startswith("data:") or link in targets for link in reader.references)
+    assert set(re.findall(r"url\(([^)]*)\)", text)) <= targets
+
+
+def test_numbers_and_best_in_bold(study):
+    text = render_page(study)
+    assert "<strong>63.00 (3.00)</strong>" in text
+    assert "<strong>fedbn with 73.00 (3.00)</strong>" in text
+    assert "fedbn is above fedavg by 6.00 points (95% interval +3.52 to +8.48, 3 seeds)." in text
+    assert "1 shared (432 B), 2 kept local (24 B)" in text
+    assert "Accuracy, global model" in text
+    assert "AUC" not in text
+
+
+def test_methods_over_unequal_clients_are_not_ranked(make_study):
+    text = render_page(make_study(keep=lambda row: (row["method"], row["client"]) != ("fedbn", "a")))
+    assert "Highest macro accuracy" not in text
+    assert "lacks a client that another method has" in text
+    assert "No round has been evaluated yet" in render_page(make_study(keep=lambda row: False))
+
+
+def test_everything_is_escaped(make_study):
+    bad = "<img src=x onerror=alert(1)>"
+    text = render_page(
+        make_study(
+            names={"a": bad, "b": '"b"'}, name=bad, note=bad, notices=(bad,), config={bad: bad}, environment={bad: bad}
+        )
+    )
+    assert bad not in text
+    assert text.count("&lt;img src=x") >= 6
+    read(text)
+
+
+def test_selection_is_stated(make_study):
+    assert "its last evaluated one" in render_page(make_study())
+    assert "best macro validation accuracy" in render_page(make_study(select="best"))
+
+
+def test_write_is_repeatable_and_leaves_nothing_else(study, tmp_path):
+    path = tmp_path / "new" / "report.html"
+    assert write_page(study, path) == path
+    first = path.read_bytes()
+    write_page(study, path)
+    assert path.read_bytes() == first
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_failed_write_keeps_the_old_page(study, tmp_path, monkeypatch):
+    path = tmp_path / "report.html"
+    path.write_text("old")
+    monkeypatch.setattr("fedshift.report.page.render_page", lambda study: "\ud800")
+    with pytest.raises(UnicodeEncodeError):
+        write_page(study, path)
+    assert [(found.name, found.read_text()) for found in tmp_path.iterdir()] == [("report.html", "old")]
+
+
+def test_contact_strip_reduces_large_images():
+    url, width, height = contact_strip(np.zeros((3, 28, 20, 1), np.uint8))
+    assert (width, height) == (3 * 20 + 2 * 2, 28)
+    assert url.startswith("data:image/png;base64,")
+    assert contact_strip(np.zeros((2, 224, 100, 3), np.uint8))[1:] == (2 * 33 + 2, 74)
+
+
+def test_inline_svg_prefixes_ids_and_follows_the_page_colors():
+    source = '<?xml?><svg width="1pt" height="2pt" xmlns="x"><path id="m" style="fill: #1f2733"/></svg>'
+    expected = '<svg role="img" aria-label="a &lt; b"><path id="p-m" style="fill: currentColor"/></svg>'
+    assert inline_svg(source, "p", "a < b") == expected

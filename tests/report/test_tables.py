@@ -1,0 +1,164 @@
+"""Every number of a table against the same number worked out by hand; the choice of the reported round."""
+
+import math
+
+import pandas as pd
+import pytest
+
+from fedshift.base.errors import UsageError
+from fedshift.report import accuracy_table, difference_table, reported_rounds
+from fedshift.report.tables import history, seed_table, shortfalls, traffic_table
+
+
+def percent(table, row, method):
+    return tuple(100 * table.loc[row, method][["mean", "std"]])
+
+
+def test_accuracy_table_by_hand(study):
+    table = accuracy_table(study)
+    assert list(table.index) == ["a", "b", "macro", "pooled", "worst client"]
+    assert table.columns.tolist() == [(m, s) for m in ("fedavg", "fedbn") for s in ("mean", "std", "seeds")]
+    assert set(table.xs("seeds", axis=1, level="statistic").to_numpy().flat) == {3}
+    assert percent(table, "a", "fedavg") == pytest.approx((52, 2))
+    assert percent(table, "b", "fedavg") == pytest.approx((82, 2))
+    assert percent(table, "macro", "fedavg") == pytest.approx((67, 2))
+    assert percent(table, "pooled", "fedavg") == pytest.approx((74.5, 2))  # 290, 298 and 306 of 400
+    assert percent(table, "worst client", "fedavg") == pytest.approx((52, 2))
+    assert percent(table, "macro", "fedbn") == pytest.approx((73, 3))
+    assert percent(table, "pooled", "fedbn") == pytest.approx((78, 3))  # 300, 312 and 324 of 400
+
+
+def test_worst_client_is_taken_within_each_seed(make_study):
+    table = accuracy_table(make_study({"fedavg": [{"a": 50, "b": 240}, {"a": 90, "b": 210}]}))
+    assert percent(table, "worst client", "fedavg")[0] == pytest.approx((50 + 70) / 2)
+
+
+def test_balanced_accuracy_by_hand(study):
+    seeds = seed_table(study, "balanced_accuracy")["fedavg"][0]
+    assert seeds["a"] == pytest.approx((50 / 80 + 0 / 20) / 2)
+    assert seeds["b"] == pytest.approx((150 / 150 + 90 / 150) / 2)
+    assert seeds["pooled"] == pytest.approx((200 / 230 + 90 / 170) / 2)
+
+
+def test_loss_of_the_worst_client_is_the_highest(study):
+    seeds = seed_table(study, "loss")["fedavg"][0]
+    assert seeds.to_dict() == pytest.approx({"a": 0.5, "b": 0.2, "macro": 0.35, "pooled": 0.275, "worst client": 0.5})
+
+
+def test_auc_has_no_pooled_row(study):
+    study.rows.loc[study.rows["client"] == "a", "auc"] = 0.9
+    seeds = seed_table(study, "auc")
+    assert list(seeds.index) == ["a", "b", "macro", "worst client"]
+    assert seeds["fedbn"][0]["macro"] == pytest.approx(0.9)
+
+
+def test_global_table_holds_only_methods_with_a_global_model(study):
+    table = accuracy_table(study, model="global")
+    assert table.columns.get_level_values("method").unique().tolist() == ["fedavg"]
+    assert percent(table, "a", "fedavg")[0] == pytest.approx(42)
+
+
+def test_one_seed_has_no_deviation(make_study):
+    table = accuracy_table(make_study({"fedavg": [{"a": 50, "b": 240}]}))
+    assert table["fedavg"]["std"].isna().all()
+    assert table.loc["macro", ("fedavg", "mean")] == pytest.approx(0.65)
+
+
+def test_a_missing_client_is_nan_and_aggregates_are_over_the_rest(make_study):
+    study = make_study(keep=lambda row: (row["method"], row["client"]) != ("fedbn", "a"))
+    table = accuracy_table(study)
+    assert math.isnan(table.loc["a", ("fedbn", "mean")])
+    assert table.loc["a", ("fedbn", "seeds")] == 0
+    assert percent(table, "macro", "fedbn") == pytest.approx(percent(table, "b", "fedbn"))
+    assert any("fedbn, client a: not measured" in sentence for sentence in shortfalls(study))
+
+
+def test_difference_is_paired_and_by_hand(study):
+    row = difference_table(study).loc["fedbn"]
+    half = 4.302652729911275 / math.sqrt(3)
+    assert (row["baseline"], row["seeds"], row["level"]) == ("fedavg", 3, 0.95)
+    assert 100 * row["difference"] == pytest.approx(6)
+    assert (100 * row["low"], 100 * row["high"]) == pytest.approx((6 - half, 6 + half))
+
+
+def test_difference_is_over_the_clients_that_both_have(make_study):
+    study = make_study(keep=lambda row: (row["method"], row["client"]) != ("fedbn", "a"))
+    assert 100 * difference_table(study).loc["fedbn", "difference"] == pytest.approx(83 - 82)
+
+
+def test_difference_is_over_the_seeds_that_both_have(make_study):
+    study = make_study(keep=lambda row: (row["method"], row["seed"]) != ("fedbn", 2))
+    row = difference_table(study).loc["fedbn"]
+    assert row["seeds"] == 2
+    assert 100 * row["difference"] == pytest.approx(5.5)
+
+
+def test_baseline(make_study):
+    study = make_study({name: [{"a": 50, "b": 240}] for name in ("silobn", "fedbn")})
+    assert difference_table(study)["baseline"].tolist() == ["silobn"]
+    assert difference_table(study, baseline="fedbn").index.tolist() == ["silobn"]
+    with pytest.raises(UsageError, match="unknown baseline 'fedavg'"):
+        difference_table(study, baseline="fedavg")
+
+
+def test_last_round_is_each_run_s_own(make_study):
+    study = make_study(keep=lambda row: (row["method"], row["seed"]) != ("fedbn", 2) or row["round"] == 1)
+    rounds = reported_rounds(study)
+    assert rounds["fedavg"].tolist() == [2, 2, 2]
+    assert rounds["fedbn"].tolist() == [2, 2, 1]
+    assert shortfalls(study) == ["fedbn, seed 2: evaluated up to round 1 of 2."]
+    assert 100 * seed_table(study).loc["a", ("fedbn", 2)] == pytest.approx(33)
+
+
+BEST = {"a": [10, 20, 20], "b": [30, 60, 60]}  # rounds 2 and 3 tie
+
+
+def test_best_is_the_earliest_round_of_the_best_validation_accuracy(make_study):
+    study = make_study({"fedavg": [{"a": 50, "b": 240}]}, rounds=3, select="best", validation={"fedavg": [BEST]})
+    assert reported_rounds(study).to_dict() == {("fedavg", 0): 2}
+
+
+def test_best_never_looks_at_test_data(make_study):
+    study = make_study({"fedavg": [{"a": 50, "b": 240}]}, rounds=3, select="best", validation={"fedavg": [BEST]})
+    before = reported_rounds(study)
+    tested = study.rows["split"] == "test"
+    study.rows.loc[tested, "hits"] = pd.Series([[0, 0]] * tested.sum(), index=study.rows.index[tested])
+    study.rows.loc[tested & (study.rows["round"] == 1), "hits"] = study.rows["support"]
+    pd.testing.assert_series_equal(reported_rounds(study), before)
+    assert seed_table(study).loc["macro", ("fedavg", 0)] == 0
+
+
+def test_best_is_chosen_among_rounds_that_measured_every_client(make_study):
+    study = make_study(
+        {"fedavg": [{"a": 50, "b": 240}]},
+        rounds=3,
+        select="best",
+        validation={"fedavg": [{"a": [10, 11, 12], "b": [300, 30, 33]}]},
+        keep=lambda row: (row["client"], row["round"]) != ("a", 1),
+    )
+    assert reported_rounds(study).to_dict() == {("fedavg", 0): 3}
+
+
+def test_best_without_validation_data_is_refused(make_study):
+    with pytest.raises(UsageError, match="needs validation data"):
+        reported_rounds(make_study(select="best", keep=lambda row: row["split"] != "validation"))
+
+
+def test_history_and_traffic(study):
+    loss = history(study, "loss", model=None, split="train", moment="trained")
+    assert loss.groupby("round")["value"].mean().to_dict() == pytest.approx({1: 1, 2: 0.5})
+    totals = traffic_table(study).loc["fedavg"]
+    assert totals[["down per round", "up in total", "both in total"]].tolist() == [1000, 1000, 3000]
+
+
+@pytest.mark.parametrize("wrong", [{"metric": "f1"}, {"model": "local"}])
+def test_unknown_choices_are_refused(study, wrong):
+    with pytest.raises(UsageError, match=f"unknown {next(iter(wrong))}"):
+        accuracy_table(study, **wrong)
+
+
+def test_edge_cases(edge_case):
+    table = accuracy_table(edge_case)
+    assert len(table) == 5
+    assert len(difference_table(edge_case)) == len(edge_case.methods) - 1
+    assert all(isinstance(sentence, str) for sentence in shortfalls(edge_case))

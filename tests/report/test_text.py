@@ -1,0 +1,162 @@
+"""Tables as text: what papers print, in Markdown, LaTeX, CSV and on the terminal."""
+
+import math
+import re
+
+import pytest
+from rich.console import Console
+
+from fedshift.report import accuracy_table, difference_table
+from fedshift.report.text import (
+    csv,
+    difference_cells,
+    flatten,
+    latex,
+    markdown,
+    metric_cells,
+    p_value,
+    reading,
+    signed,
+    size,
+    terminal,
+)
+
+
+def texts(table):
+    return [[cell.text for cell in row] for row in table.rows]
+
+
+def best(table):
+    return {row[0].text: [cell.text for cell in row if cell.best] for row in table.rows}
+
+
+def test_values_in_percent_with_deviation(study):
+    table = metric_cells(accuracy_table(study))
+    assert table.header == ("client", "fedavg", "fedbn")
+    assert texts(table)[0] == ["a", "52.00 (2.00)", "63.00 (3.00)"]
+    assert table.rule == 2
+
+
+def test_best_of_each_row(make_study):
+    study = make_study(
+        {"fedavg": [{"a": 50, "b": 240}], "fedbn": [{"a": 60, "b": 240}], "fedprox": [{"a": 40, "b": 90}]}
+    )
+    found = best(metric_cells(accuracy_table(study)))
+    assert found["a"] == ["60.00"]
+    assert found["b"] == ["80.00", "80.00"]
+    lowest = best(metric_cells(accuracy_table(study, "loss"), "loss"))
+    assert lowest["a"] == ["0.400"]
+
+
+def test_a_single_method_is_never_best(make_study):
+    table = metric_cells(accuracy_table(make_study({"fedavg": [{"a": 50, "b": 240}]})))
+    assert not any(cell.best for row in table.rows for cell in row)
+
+
+def test_missing_values_are_dashes(make_study):
+    study = make_study(keep=lambda row: row["method"] != "fedbn")
+    assert {row[2] for row in texts(metric_cells(accuracy_table(study)))} == {"-"}
+    assert texts(difference_cells(difference_table(study))) == [["fedbn", "-", "-", "-", "0"]]
+
+
+def lacks_client_a(row):
+    return (row["method"], row["client"], row["seed"]) == ("fedbn", "a", 1)
+
+
+def test_an_aggregate_over_fewer_clients_is_marked_and_never_best(make_study):
+    table = metric_cells(accuracy_table(make_study(keep=lambda row: not lacks_client_a(row))))
+    rows = {row[0]: row for row in texts(table)}
+    assert rows["a"] == ["a", "52.00 (2.00)", "63.00 (4.24)"]
+    assert rows["macro"][1] == "67.00 (2.00)"
+    assert rows["macro"][2].endswith("\N{DAGGER}")
+    assert best(table)["macro"] == []
+    assert best(table)["a"] == ["63.00 (4.24)"]
+    assert r"$^\dagger$ \\" in latex(table)
+
+
+def test_a_client_that_no_method_has_marks_nothing(make_study):
+    table = metric_cells(accuracy_table(make_study(keep=lambda row: row["client"] != "a")))
+    assert best(table)["macro"] == ["83.00 (3.00)"]
+
+
+def test_difference_cells(study):
+    table = difference_cells(difference_table(study))
+    assert table.header == ("method", "difference", "95% interval", "p", "seeds")
+    assert texts(table) == [["fedbn", "+6.00", "+3.52 to +8.48", "0.009", "3"]]
+
+
+def test_readings(make_study):
+    def read(scores):
+        return reading("fedbn", difference_table(make_study(scores)).loc["fedbn"])
+
+    low = [{"a": 50, "b": 240}, {"a": 52, "b": 246}]
+    high = [{"a": 60, "b": 240}, {"a": 63, "b": 249}]
+    above = make_study()
+    sentence = "fedbn is above fedavg by 6.00 points (95% interval +3.52 to +8.48, 3 seeds)."
+    assert reading("fedbn", difference_table(above).loc["fedbn"]) == sentence
+    assert read({"fedavg": low, "fedbn": low[::-1]}).startswith("fedbn is not told apart from fedavg: difference +0.00")
+    assert "lies 5.00 points above fedavg under the one seed" in read({"fedavg": low[:1], "fedbn": high[:1]})
+    assert read({"fedavg": low, "fedbn": []}) == "fedbn and fedavg have no evaluated seed in common."
+
+
+def test_markdown_has_one_width_and_bold(study):
+    lines = markdown(metric_cells(accuracy_table(study))).splitlines()
+    assert lines[0] == "| client | fedavg | fedbn |"
+    assert lines[2] == "| a | 52.00 (2.00) | **63.00 (3.00)** |"
+    assert len({line.count("|") for line in lines}) == 1
+
+
+def test_markdown_and_latex_escape_names(make_study):
+    study = make_study(names={"a": "x|y_*", "b": r"50% & #1 \ {z} $ ~ ^"})
+    table = metric_cells(accuracy_table(study))
+    assert r"| x\|y\_\* |" in markdown(table)
+    assert r"50\% \& \#1 \textbackslash{} \{z\} \$ \textasciitilde{} \textasciicircum{} &" in latex(table)
+
+
+def test_latex_is_balanced(edge_case):
+    for table in (metric_cells(accuracy_table(edge_case)), difference_cells(difference_table(edge_case))):
+        source = latex(table)
+        bare = re.sub(r"\\[{}&$%#_]", "", source)
+        assert bare.count("{") == bare.count("}")
+        assert bare.count("$") % 2 == 0
+        body = [line for line in bare.splitlines() if line.endswith(r"\\")]
+        assert {line.count("&") for line in body} == {len(table.header) - 1}
+        assert [source.count(rf"\{rule}") for rule in ("toprule", "bottomrule", "begin", "end")] == [1, 1, 1, 1]
+
+
+def test_latex_bold(study):
+    assert r"a & 52.00 (2.00) & \textbf{63.00 (3.00)} \\" in latex(metric_cells(accuracy_table(study)))
+
+
+def test_csv_keeps_numbers(study):
+    lines = csv(accuracy_table(study)).splitlines()
+    assert lines[0] == "client,fedavg mean,fedavg std,fedavg seeds,fedbn mean,fedbn std,fedbn seeds"
+    assert lines[1] == "a,0.52,0.02,3,0.63,0.03,3"
+    assert csv(difference_table(study)).splitlines()[1].startswith("fedbn,fedavg,3,0.06,0.01,")
+
+
+def test_terminal_never_reads_names_as_markup(make_study):
+    study = make_study(names={"a": "[red]a[/red]", "b": "b"})
+    console = Console(width=100, force_terminal=False)
+    with console.capture() as capture:
+        console.print(terminal(metric_cells(accuracy_table(study)), "accuracy"))
+    assert "[red]a[/red]" in capture.get()
+    assert "63.00 (3.00)" in capture.get()
+
+
+def test_small_texts():
+    assert [signed(1.234), signed(-1.234), signed(math.nan)] == ["+1.23", "\N{MINUS SIGN}1.23", "-"]
+    assert [p_value(0.04999), p_value(0.0001), p_value(math.nan)] == ["0.050", "<0.001", "-"]
+    assert [size(0), size(999), size(12_345), size(2.5e13), size(math.nan)] == ["0 B", "999 B", "12.3 kB", "25 TB", "-"]
+
+
+@pytest.mark.parametrize(
+    ("tree", "pairs"),
+    [
+        ({"a": {"b": 1, "c": None}}, [("a.b", "1"), ("a.c", "-")]),
+        ({"a": [1, 2], "b": []}, [("a", "1, 2"), ("b", "-")]),
+        ({"a": [{"b": 1}, {"b": {}}]}, [("a[0].b", "1"), ("a[1].b", "-")]),
+    ],
+)
+def test_flatten(tree, pairs):
+    assert flatten(tree) == pairs
