@@ -157,6 +157,13 @@ def test_unknown_choices_are_refused(study, wrong):
         accuracy_table(study, **wrong)
 
 
+def test_unknown_metric_and_rule_are_refused(make_study):
+    with pytest.raises(UsageError, match="unknown metric"):
+        history(make_study(), "f1")
+    with pytest.raises(UsageError, match="unknown select"):
+        reported_rounds(make_study(select="first"))
+
+
 def test_edge_cases(edge_case):
     table = accuracy_table(edge_case)
     assert len(table) == 5

@@ -53,6 +53,12 @@ def test_a_single_method_is_never_best(make_study):
     assert not any(cell.best for row in table.rows for cell in row)
 
 
+def test_a_table_without_methods_has_only_names(make_study):
+    table = metric_cells(accuracy_table(make_study({"fedbn": [{"a": 50, "b": 240}]}), model="global"))
+    assert table.header == ("client",)
+    assert table.values == []
+
+
 def test_missing_values_are_dashes(make_study):
     study = make_study(keep=lambda row: row["method"] != "fedbn")
     assert {row[2] for row in texts(metric_cells(accuracy_table(study)))} == {"-"}

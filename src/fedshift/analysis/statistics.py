@@ -44,11 +44,6 @@ class PairedDifference:
     p: float
     level: float
 
-    @property
-    def told_apart(self) -> bool:
-        """Whether the interval exists and leaves out 0."""
-        return self.low > 0 or self.high < 0
-
 
 def paired_difference(ours: Sequence[float], theirs: Sequence[float], level: float = 0.95) -> PairedDifference:
     """``ours - theirs`` over pairs: d_mean +- t(n - 1, (1 + level) / 2) * s_d / sqrt(n), and t = d_mean sqrt(n) / s_d.

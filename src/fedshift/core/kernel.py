@@ -164,9 +164,10 @@ def prepare(
 
 def _smallest_batch(plan: Plan, sample: Tensor) -> int:
     """1, or 2 where the model refuses to train on one sample, as BatchNorm does on one value a channel."""
+    inputs = sample.to(plan.dtype)
     for size in (1, 2):
         try:
-            forward(plan, clone(plan.initial), sample.expand(size, *sample.shape[1:]), training=True)
+            forward(plan, clone(plan.initial), inputs.expand(size, *sample.shape[1:]), training=True)
         except ValueError as error:
             if size == 2 or "more than 1 value per channel" not in str(error):
                 raise UsageError(_refused(sample, error)) from error

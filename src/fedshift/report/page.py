@@ -68,6 +68,7 @@ def render_page(study: Study) -> str:
         version=__version__,
         leaders=_leaders(headline.rows[len(study.clients)][1:], study.methods),
         headline=headline,
+        spread="mean (standard deviation) over seeds" if len(study.seeds) > 1 else "one seed",
         differences=difference_cells(differences),
         readings=[reading(str(method), row) for method, row in differences.iterrows()],
         others=list(_other_metrics(study)),
@@ -80,8 +81,8 @@ def render_page(study: Study) -> str:
         config=flatten(study.config),
         environment=flatten(study.environment),
         notices=[*study.notices, *shortfalls(study)],
-        evaluated=any(cell.text != MISSING for row in headline.rows for cell in row[1:]),
-        dagger=DAGGER if any(DAGGER in cell.text for row in headline.rows for cell in row[1:]) else "",
+        evaluated=any(text != MISSING for text in headline.values),
+        dagger=DAGGER if any(DAGGER in text for text in headline.values) else "",
         latex=latex,
         markdown=markdown,
     )
@@ -103,9 +104,9 @@ def _other_metrics(study: Study) -> Iterator[tuple[str, str, TextTable]]:
         for metric, name in _METRICS.items():
             if (model, metric) == ("personal", "accuracy"):
                 continue
-            table = accuracy_table(study, metric, model)
-            if table.xs("mean", axis=1, level="statistic").notna().any(axis=None):
-                yield f"{name}, {model} model", _UNITS.get(metric, "in percent"), metric_cells(table, metric)
+            table = metric_cells(accuracy_table(study, metric, model), metric)
+            if any(text != MISSING for text in table.values):
+                yield f"{name}, {model} model", _UNITS.get(metric, "in percent"), table
 
 
 def _methods(study: Study) -> TextTable:

@@ -46,6 +46,11 @@ class TextTable:
     rows: tuple[tuple[Cell, ...], ...]
     rule: int = 0
 
+    @property
+    def values(self) -> list[str]:
+        """The text of every cell but the rows' names."""
+        return [cell.text for row in self.rows for cell in row[1:]]
+
 
 def metric_cells(table: pd.DataFrame, metric: str = "accuracy") -> TextTable:
     """An accuracy table as text: shares in percent with 2 decimals, loss in nats with 3; best as printed in bold.
@@ -53,7 +58,7 @@ def metric_cells(table: pd.DataFrame, metric: str = "accuracy") -> TextTable:
     An aggregate that lacks a client which another method has is marked with a dagger and never the best.
     """
     methods = list(table.columns.get_level_values("method").unique())
-    means, stds, seeds = (table.xs(kind, axis=1, level="statistic").to_numpy() for kind in ("mean", "std", "seeds"))
+    means, stds, seeds = (table.to_numpy()[:, kind::3] for kind in range(3))
     rule = len(table) - 1 - list(table.index)[::-1].index("macro")
     lacking, begun = seeds[:rule] < seeds[rule], seeds[rule] > 0
     unequal = (lacking & ~lacking[:, begun].all(axis=1, keepdims=True)).any(axis=0)
