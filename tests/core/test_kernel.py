@@ -1,0 +1,231 @@
+"""The kernel's functions alone: purity, vmap, rules that chain with memories of their own, and refusals."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import nn
+
+from fedshift.base.errors import UsageError
+from fedshift.base.state import clone, equal
+from fedshift.core.kernel import (
+    begin,
+    finish,
+    forward,
+    global_state,
+    init_client,
+    init_server,
+    personal_state,
+    prepare,
+    server_round,
+    step,
+    step_,
+)  # fmt: skip
+from fedshift.core.method import Method
+from fedshift.core.optimizer import SGD, AdamW
+from fedshift.core.rule import Rule
+from fedshift.core.select import Scope, everything, named
+from fedshift.core.work import Work
+from fedshift.methods.centralized import centralized
+from fedshift.methods.fedavg import fedavg
+from fedshift.methods.fedbn import fedbn
+from fedshift.methods.scaffold import scaffold
+
+KEY = torch.tensor(7)
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Dropout(0.3), nn.Linear(27, 4)
+    ).double()
+
+
+def plan_of(method, model=None, optimizer=None):
+    return prepare(method, model or network(), work=Work(epochs=1), optimizer=optimizer or SGD(lr=0.1, momentum=0.9))
+
+
+def batch(seed, size=6):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(size, 1, 5, 5, dtype=torch.float64, generator=generator)
+    return x, torch.randint(0, 4, (size,), generator=generator)
+
+
+@pytest.mark.parametrize("optimizer", [SGD(lr=0.1, momentum=0.9, nesterov=True), AdamW(lr=0.01)])
+@pytest.mark.parametrize("method", [fedbn(), scaffold()], ids=lambda method: method.name)
+def test_the_pure_step_changes_nothing_it_is_given_and_equals_the_one_in_place(method, optimizer):
+    plan = plan_of(method, optimizer=optimizer)
+    pure = begin(plan, init_client(plan), init_server(plan))
+    owned = begin(plan, init_client(plan), init_server(plan))
+    for number in range(3):
+        before = clone({**pure.params, **pure.rest, **{f"o/{k}": v for k, v in pure.optimizer.items()}})
+        old = pure
+        pure, loss = step(plan, pure, *batch(number), KEY + number)
+        assert equal(before, {**old.params, **old.rest, **{f"o/{k}": v for k, v in old.optimizer.items()}})
+        owned, same = step_(plan, owned, *batch(number), KEY + number)
+        assert torch.equal(loss, same)
+    assert equal(pure.params, owned.params)
+    assert equal(pure.rest, owned.rest)
+    assert equal(pure.optimizer, owned.optimizer)
+
+
+@pytest.mark.parametrize("optimizer", [SGD(lr=0.1, momentum=0.9), AdamW(lr=0.01)])
+@pytest.mark.parametrize("method", [fedbn(), scaffold()], ids=lambda method: method.name)
+def test_the_step_runs_under_vmap_and_equals_clients_one_by_one(method, optimizer):
+    plan = plan_of(method, optimizer=optimizer)
+    job = begin(plan, init_client(plan), init_server(plan))
+    data = [batch(number) for number in range(3)]
+    x, y = (torch.stack(parts) for parts in zip(*data, strict=True))
+    keys = torch.arange(3) + 2**40
+
+    def two_steps(params, rest, optimizer, x, y, key):
+        first, _ = step(plan, replace(job, params=params, rest=rest, optimizer=optimizer), x, y, key)
+        second, loss = step(plan, first, x, y, key + 9)
+        return second.params, second.rest, loss
+
+    own = (job.params, job.rest, job.optimizer)
+    lanes = [{name: torch.stack([tensor] * 3) for name, tensor in part.items()} for part in own]
+    params, rest, losses = torch.vmap(two_steps)(*lanes, x, y, keys)
+    for lane in range(3):
+        alone, alone_rest, loss = two_steps(*own, x[lane], y[lane], keys[lane])
+        for name, tensor in (alone | alone_rest).items():
+            assert ((params | rest)[name][lane] - tensor).abs().max() <= 1e-9, name
+        assert abs(losses[lane] - loss) <= 1e-12
+
+
+@dataclass(frozen=True)
+class Counting(Rule):
+    """Adds ``by`` to its memories each round, and ``by`` times the loss to the objective."""
+
+    by: float
+
+    def client_memory(self, initial):
+        return {"seen": torch.zeros(1)}
+
+    def server_memory(self, initial):
+        return {"total": torch.zeros(1)}
+
+    def loss(self, loss, params, local):
+        return loss * self.by
+
+    def grads(self, grads, params, local):
+        return {name: grad + self.by for name, grad in grads.items()}
+
+    def finish(self, params, local):
+        return {"seen": local.memory["seen"] + self.by}, {"new": local.memory["seen"] + self.by}
+
+    def fold(self, memory, uploads, weights, population):
+        mean = sum(weight * upload["new"] for weight, upload in zip(weights, uploads, strict=True))
+        return {"total": memory["total"] + mean * population}
+
+
+def test_rules_chain_in_order_and_never_meet():
+    chained = replace(fedavg(), name="chained", rules=(Counting(2.0), Counting(10.0)))
+    model = nn.Linear(2, 2, bias=False).double()
+    plan = plan_of(chained, model, SGD(lr=1.0))
+    plain = plan_of(fedavg(), model, SGD(lr=1.0))
+    x, y = torch.randn(4, 2, dtype=torch.float64), torch.tensor([0, 1, 0, 1])
+    moved = []
+    for each in (plan, plain):
+        job, _ = step(each, begin(each, init_client(each), init_server(each)), x, y, KEY)
+        moved.append(each.initial["weight"] - job.params["weight"])
+    # Both losses are scaled (2 * 10), then both constants are added, in order.
+    assert (moved[0] - (20 * moved[1] + 12)).abs().max() <= 1e-12
+    client, server = init_client(plan), init_server(plan)
+    for _ in range(2):
+        job, _ = step(plan, begin(plan, client, server), x, y, KEY)
+        client, update = finish(plan, job)
+        server = server_round(plan, server, {"a": update}, population=3)
+    assert {name: float(tensor) for name, tensor in client.memory.items()} == {
+        "0.counting/seen": 4.0, "1.counting/seen": 20.0,
+    }  # fmt: skip
+    assert {name: float(tensor) for name, tensor in server.memory.items()} == {
+        "0.counting/total": 18.0, "1.counting/total": 90.0,
+    }  # fmt: skip
+
+
+def test_a_rule_decides_what_is_trained_and_which_weights_are_used():
+    @dataclass(frozen=True)
+    class HeadOnly(Rule):
+        def trainable(self, names):
+            return frozenset(name for name in names if name.startswith("5."))
+
+        def resolve(self, params, local):
+            return {name: tensor * 0 for name, tensor in params.items()}
+
+    plan = plan_of(replace(fedavg(), rules=(HeadOnly(),)))
+    assert plan.trained == {"5.weight", "5.bias"}
+    job, loss = step(plan, begin(plan, init_client(plan), init_server(plan)), *batch(0), KEY)
+    assert loss == pytest.approx(torch.tensor(4.0).log().item())  # all-zero head: uniform over four classes
+    client, update = finish(plan, job)
+    assert torch.equal(update.shared["0.weight"], plan.initial["0.weight"])
+    assert not client.personal
+
+
+def test_loading_less_than_is_sent_gives_each_client_its_own_part_and_the_server_a_whole_model():
+    method = Method(name="partial", scope=Scope(load=~named("5.*"), send=everything))
+    plan = plan_of(method)
+    server, clients = init_server(plan), {name: init_client(plan) for name in "ab"}
+    updates = {}
+    for number, name in enumerate(clients):
+        job, _ = step(plan, begin(plan, clients[name], server), *batch(number), KEY)
+        clients[name], updates[name] = finish(plan, job)
+    server = server_round(plan, server, updates, 2)
+    mean = (clients["a"].personal["5.weight"] + clients["b"].personal["5.weight"]) / 2
+    assert (global_state(plan, server)["5.weight"] - mean).abs().max() <= 1e-15
+    assert torch.equal(personal_state(plan, clients["a"], server)["5.weight"], clients["a"].personal["5.weight"])
+    assert torch.equal(personal_state(plan, clients["a"], server)["0.weight"], server.shared["0.weight"])
+
+
+def test_evaluation_changes_nothing_and_hidden_buffers_do_not_leak():
+    class Scratch(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+            self.register_buffer("calls", torch.zeros(()), persistent=False)
+
+        def forward(self, x):
+            self.calls += 1
+            return self.layer(x) + self.calls
+
+    plan = plan_of(fedavg(), Scratch())
+    x = torch.randn(3, 2)
+    first, second = forward(plan, plan.initial, x, training=True), forward(plan, plan.initial, x)
+    assert torch.equal(first, second)
+    assert "calls" not in plan.initial
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: prepare(fedavg(), nn.Linear(2, 2)), "no optimizer"),
+        (lambda: plan_of(fedbn(), nn.Linear(2, 2)), "batch_norm matches no entry.*Linear"),
+        (lambda: plan_of(Method(name="odd", scope=Scope(send=~named("0.*")))), "loads '0.bias', which no client sends"),
+        (lambda: plan_of(fedbn(centralized())), "pools all data but keeps entries"),
+        (lambda: plan_of(fedavg(), network().requires_grad_(False)), "trains no parameter"),
+        (
+            lambda: prepare(fedavg(), network(), optimizer=SGD(lr=0.1), sample=torch.zeros(1, 3, 5, 5)),
+            r"refuses a sample of shape \(3, 5, 5\)",
+        ),
+        (
+            lambda: prepare(
+                fedavg(), nn.BatchNorm1d(2), optimizer=SGD(lr=0.1), sample=torch.zeros(1, 2),
+                work=Work(batch_size=1, epochs=1),
+            ),
+            "batch_size=1",
+        ),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused_before_anything_starts(make, message):
+    with pytest.raises(UsageError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("model", "smallest"),
+    [(nn.BatchNorm1d(2), 2), (nn.Linear(2, 2), 1), (nn.Sequential(nn.Unflatten(1, (1, 2)), nn.BatchNorm1d(1)), 1)],
+)
+def test_one_sample_is_refused_only_by_models_that_cannot_train_on_it(model, smallest):
+    model = nn.Sequential(model, nn.Flatten(), nn.Linear(2, 2))
+    plan = prepare(fedavg(), model, optimizer=SGD(lr=0.1), sample=torch.zeros(1, 2))
+    assert plan.smallest_batch == smallest

@@ -1,0 +1,93 @@
+"""Selection by module type, composition, and refusal of what matches nothing."""
+
+import pytest
+import torch
+from torch import nn
+
+from fedshift.base.errors import UsageError
+from fedshift.core.select import (
+    Scope,
+    batch_norm,
+    buffers,
+    entries,
+    everything,
+    named,
+    norm_layers,
+    norm_statistics,
+    nothing,
+    of_type,
+)  # fmt: skip
+
+
+class Net(nn.Module):
+    """Names that mislead: a BatchNorm called ``downsample.1``, a Linear called ``subnet``, tied and hidden entries."""
+
+    def __init__(self):
+        super().__init__()
+        self.subnet = nn.Linear(4, 4)
+        self.downsample = nn.Sequential(nn.Linear(4, 4, bias=False), nn.BatchNorm1d(4))
+        self.norm = nn.LayerNorm(4)
+        self.tied = nn.Linear(4, 4)
+        self.tied.weight = self.subnet.weight
+        self.register_buffer("scratch", torch.zeros(1), persistent=False)
+        self.register_buffer("table", torch.ones(2))
+
+
+FOUND = entries(Net())
+
+
+def test_entries_are_those_of_the_state_dict_with_tied_ones_once():
+    names = [entry.name for entry in FOUND]
+    assert set(names) == set(Net().state_dict()) - {"tied.weight"}
+    assert "scratch" not in names
+    assert [entry.name for entry in FOUND if entry.is_buffer] == [
+        "table", "downsample.1.running_mean", "downsample.1.running_var", "downsample.1.num_batches_tracked",
+    ]  # fmt: skip
+
+
+def test_batch_norm_is_chosen_by_type_not_by_name():
+    assert {name.rpartition(".")[0] for name in batch_norm.names(FOUND)} == {"downsample.1"}
+    assert {name.rpartition(".")[0] for name in norm_layers.names(FOUND)} == {"downsample.1", "norm"}
+    assert norm_statistics.names(FOUND) == batch_norm.names(FOUND) & buffers.names(FOUND)
+
+
+def test_synchronized_batch_norm_and_subclasses_are_batch_norm():
+    class Own(nn.BatchNorm2d):
+        pass
+
+    net = nn.Sequential(nn.SyncBatchNorm(3), Own(3), nn.GroupNorm(1, 3))
+    assert {name[0] for name in batch_norm.names(entries(net))} == {"0", "1"}
+
+
+def test_selections_compose():
+    everyone = everything.names(FOUND)
+    assert (batch_norm | named("subnet.*")).names(FOUND) == batch_norm.names(FOUND) | {"subnet.weight", "subnet.bias"}
+    assert (batch_norm & buffers).names(FOUND) < batch_norm.names(FOUND)
+    assert (~batch_norm).names(FOUND) == everyone - batch_norm.names(FOUND)
+    assert (~(batch_norm & buffers)).names(FOUND) == everyone - norm_statistics.names(FOUND)
+    assert (everything & ~batch_norm & ~named("subnet.*")).names(FOUND) == everyone - (
+        batch_norm | named("subnet.*")
+    ).names(FOUND)
+    assert nothing.names(FOUND) == frozenset()
+
+
+def test_scope_without_keeps_entries_out_of_both_directions():
+    scope = Scope(send=~named("table")).without(batch_norm)
+    assert scope.load.names(FOUND) == everything.names(FOUND) - batch_norm.names(FOUND)
+    assert scope.send.names(FOUND) == everything.names(FOUND) - batch_norm.names(FOUND) - {"table"}
+
+
+def test_text_says_how_a_selection_is_written():
+    assert repr(everything & ~(batch_norm & buffers)) == "everything & ~(batch_norm & buffers)"
+    assert repr(of_type(nn.Linear) | named("a.*")) == "(of_type(Linear) | 'a.*')"
+
+
+@pytest.mark.parametrize(
+    "selection", [named("subnett.weight"), ~named("subnett.weight"), everything & of_type(nn.Conv2d)]
+)
+def test_a_part_that_matches_nothing_is_refused_with_what_there_is(selection):
+    with pytest.raises(UsageError, match="matches no entry") as refused:
+        selection.names(FOUND)
+    assert "BatchNorm1d" in str(refused.value)
+    if "subnett" in selection.text:
+        assert "subnet.weight" in str(refused.value)

@@ -1,0 +1,84 @@
+"""Batches, passes and groups: nothing lost, nothing repeated, FedMMB's Algorithm 1."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedshift.base.errors import UsageError
+from fedshift.core.work import Work, batches
+
+
+@given(samples=st.integers(1, 200), size=st.integers(1, 50), smallest=st.integers(1, 2))
+def test_bounds_cover_every_sample_once(samples, size, smallest):
+    bounds = Work(batch_size=size, epochs=1).bounds(samples, smallest)
+    assert [start for start, _ in bounds] == [0, *(stop for _, stop in bounds[:-1])]
+    assert bounds[-1][1] == samples
+    assert all(stop - start <= size + smallest - 1 for start, stop in bounds)
+    if samples >= smallest and size >= smallest:
+        assert all(stop - start >= smallest for start, stop in bounds)
+
+
+def test_the_last_batch_is_kept_although_smaller():
+    # FedBN's digits: 743 samples in batches of 32 make 24 batches, the last of 7.
+    bounds = Work(batch_size=32, epochs=1).bounds(743)
+    assert (len(bounds), bounds[-1][1] - bounds[-1][0]) == (24, 7)
+
+
+def test_a_single_left_over_sample_joins_the_batch_before_it_only_where_it_must():
+    assert Work(batch_size=4, epochs=1).bounds(9) == ((0, 4), (4, 8), (8, 9))
+    assert Work(batch_size=4, epochs=1).bounds(9, smallest=2) == ((0, 4), (4, 9))
+
+
+def test_full_batch_is_all_samples():
+    assert Work(batch_size=None, epochs=1).bounds(17) == ((0, 17),)
+
+
+def test_groups_follow_fedmmbs_algorithm_1():
+    # Ten batches a pass in groups of four: 4, 4, 2, then the next pass begins.
+    work, done, groups = Work(batch_size=1, batches=4), 0, []
+    for _ in range(6):
+        steps = work.steps(done, 10)
+        groups.append(list(steps))
+        done = steps.stop
+    assert groups == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9], [10, 11, 12, 13], [14, 15, 16, 17], [18, 19]]
+
+
+@given(samples=st.integers(1, 40), size=st.integers(1, 9), passes=st.integers(1, 3))
+def test_every_pass_uses_every_sample_once_in_a_new_order(samples, size, passes):
+    work = Work(batch_size=size, epochs=passes)
+    bounds = work.bounds(samples)
+    drawn = [index.tolist() for _, index in batches(0, "c", samples, bounds, work.steps(0, len(bounds)))]
+    orders = []
+    for number in range(passes):
+        part = drawn[number * len(bounds) : (number + 1) * len(bounds)]
+        orders.append([i for batch in part for i in batch])
+        assert sorted(orders[-1]) == list(range(samples))
+    if samples > 12 and passes > 1:
+        assert orders[0] != orders[1]
+
+
+def test_the_order_depends_on_seed_and_client_and_on_the_step_alone():
+    bounds = Work(batch_size=5, epochs=1).bounds(20)
+
+    def draw(seed, client, steps):
+        return {step: index.tolist() for step, index in batches(seed, client, 20, bounds, steps)}
+
+    whole = draw(1, "a", range(8))
+    assert draw(1, "a", range(3, 6)) == {step: whole[step] for step in (3, 4, 5)}
+    assert draw(2, "a", range(8)) != whole
+    assert draw(1, "b", range(8)) != whole
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Work(), "exactly one"),
+        (lambda: Work(epochs=1, batches=1), "exactly one"),
+        (lambda: Work(epochs=0), "epochs=0"),
+        (lambda: Work(batches=-1), "batches=-1"),
+        (lambda: Work(batch_size=0, epochs=1), "batch_size=0"),
+    ],
+)
+def test_impossible_work_is_refused(make, message):
+    with pytest.raises(UsageError, match=message):
+        make()

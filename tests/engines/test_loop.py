@@ -1,0 +1,42 @@
+"""What the loop engine refuses: divergence, named by client, round and step."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fedshift.core.optimizer import SGD
+from fedshift.core.work import Work
+from fedshift.data.federation import federation
+from fedshift.engines.loop import Diverged
+from fedshift.methods.fedavg import fedavg
+from fedshift.trial import Settings, Trial
+
+
+def trial(lr, x_bad=None):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(12, 4))
+    y = np.arange(12) % 2
+    bad = x if x_bad is None else x_bad
+    data = federation({"good": (x, y, x, y), "bad": (bad, y, x, y)})
+    settings = Settings(rounds=3, work=Work(batch_size=4, epochs=1), optimizer=SGD(lr=lr))
+    return Trial(fedavg(), lambda shape, classes: nn.Linear(shape[0], classes), data, settings, 0)
+
+
+def test_a_nan_loss_names_client_round_and_step_and_leaves_the_state():
+    running = trial(0.1)
+    running.advance()
+    before = {name: tensor.clone() for name, tensor in running.server.shared.items()}
+    running.train["bad"].x[:] = float("nan")
+    with pytest.raises(Diverged, match=r"client 'bad', round 2, step 1 of 3: loss nan.*learning rate"):
+        running.advance()
+    assert running.server.round == 1
+    assert all(torch.equal(tensor, before[name]) for name, tensor in running.server.shared.items())
+    assert running.clients["good"].steps == 3
+
+
+def test_parameters_that_overflow_on_the_last_step_are_refused_too():
+    data = np.full((4, 4), 1e38)
+    running = trial(1e38, np.vstack([data, data, data]))
+    with pytest.raises(Diverged, match=r"client 'bad', round 1, step"):
+        running.advance()

@@ -1,0 +1,115 @@
+"""A round of FedAvg and of FedBN against a plain PyTorch loop that shares no code with the kernel.
+
+The plain loop is what research code does: a module for each client, ``torch.optim.SGD``, ``state_dict`` averaging. Only
+the order of samples is taken from fedshift.
+"""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fedshift.core.optimizer import SGD
+from fedshift.core.work import Work, batches
+from fedshift.data.federation import federation
+from fedshift.methods.fedavg import fedavg
+from fedshift.methods.fedbn import fedbn
+from fedshift.trial import Settings, Trial
+
+SIZES = {"x": 40, "y": 24, "z": 13}
+BATCH, SEED, LR, MOMENTUM, DECAY = 8, 11, 0.05, 0.9, 0.01
+
+
+def model(shape, classes):
+    return nn.Sequential(
+        nn.Conv2d(shape[0], 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
+        nn.Linear(6 * 16, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Linear(12, classes),
+    )  # fmt: skip
+
+
+def data():
+    rng = np.random.default_rng(1)
+    clients = {}
+    for shift, (name, size) in enumerate(SIZES.items()):
+        x = rng.integers(0, 256 - 40 * shift, (size, 8, 8, 3), dtype=np.uint8)
+        y = np.arange(size) % 4
+        clients[name] = (x, y, x, y)
+    return federation(clients)
+
+
+def plain_rounds(federation_, initial, rounds, dtype, keep_batch_norm_local):
+    """Federated training in plain PyTorch; the clients' models after the last aggregation."""
+    models = {client.name: copy.deepcopy(initial) for client in federation_.clients}
+    inputs = {c.name: (c.train.x.to(dtype) / 127.5 - 1.0, c.train.y) for c in federation_.clients}
+    local = set()
+    if keep_batch_norm_local:
+        for prefix, layer in initial.named_modules():
+            if isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d):
+                local |= {f"{prefix}.{name}" for name in layer.state_dict()}
+    steps = dict.fromkeys(models, 0)
+    for _ in range(rounds):
+        for name, network in models.items():
+            x, y = inputs[name]
+            network.train()
+            sgd = torch.optim.SGD(network.parameters(), lr=LR, momentum=MOMENTUM, weight_decay=DECAY)
+            bounds = tuple((start, min(start + BATCH, len(y))) for start in range(0, len(y), BATCH))
+            for _, index in batches(SEED, name, len(y), bounds, range(steps[name], steps[name] + len(bounds))):
+                sgd.zero_grad()
+                nn.functional.cross_entropy(network(x[index]), y[index]).backward()
+                sgd.step()
+            steps[name] += len(bounds)
+        total = sum(SIZES.values())
+        for key, value in initial.state_dict().items():
+            if key in local:
+                continue
+            mean = sum(m.state_dict()[key].double() * SIZES[name] / total for name, m in models.items())
+            for network in models.values():
+                target = network.state_dict()[key]
+                target.copy_(mean if value.is_floating_point() else mean.round())
+    return models
+
+
+@pytest.mark.parametrize("method", [fedavg(), fedbn()], ids=lambda method: method.name)
+@pytest.mark.parametrize(("dtype", "rounds", "tolerance"), [(torch.float32, 1, 1e-6), (torch.float64, 3, 1e-12)])
+def test_rounds_equal_a_plain_pytorch_loop(method, dtype, rounds, tolerance):
+    trial = Trial(
+        method,
+        lambda shape, classes: model(shape, classes).to(dtype),
+        data(),
+        Settings(
+            rounds=rounds,
+            work=Work(batch_size=BATCH, epochs=1),
+            optimizer=SGD(lr=LR, momentum=MOMENTUM, weight_decay=DECAY),
+        ),
+        SEED,
+    )
+    initial = model((3, 8, 8), 4).to(dtype)
+    initial.load_state_dict(trial.plan.initial)
+    expected = plain_rounds(trial.data, initial, rounds, dtype, keep_batch_norm_local=method.name == "fedbn")
+    for _ in range(rounds):
+        trial.advance()
+    for name, network in expected.items():
+        state = trial.state_of(name)
+        assert state.keys() == network.state_dict().keys()
+        for entry, tensor in network.state_dict().items():
+            assert state[entry].dtype == tensor.dtype
+            assert (state[entry].double() - tensor.double()).abs().max() <= tolerance, (name, entry)
+
+
+def test_reported_loss_and_accuracy_are_those_of_the_plain_models():
+    trial = Trial(fedbn(), model, data(), Settings(rounds=1, work=Work(batch_size=BATCH, epochs=1)), SEED)
+    rows = trial.advance().rows
+    for client in trial.data.clients:
+        network = model((3, 8, 8), 4)
+        network.load_state_dict(trial.state_of(client.name))
+        network.eval()
+        with torch.no_grad():
+            logits = network(client.test.x / 127.5 - 1.0)
+        (row,) = [row for row in rows if row["split"] == "test" and row["client"] == client.name]
+        assert row["model"] == "personal"
+        assert sum(row["hits"]) == int((logits.argmax(1) == client.test.y).sum())
+        assert row["loss_sum"] == pytest.approx(
+            float(nn.functional.cross_entropy(logits, client.test.y, reduction="sum")), rel=1e-6
+        )

@@ -1,0 +1,35 @@
+"""What every method's file promises: one function of its own name, a cited source, and names that compose."""
+
+import importlib
+import pkgutil
+
+import pytest
+
+import fedshift.methods
+from fedshift.core.method import Method
+from fedshift.methods.fedavg import fedavg
+from fedshift.methods.fedbn import fedbn
+from fedshift.methods.silobn import silobn
+from fedshift.names import catalog
+
+FILES = [module.name for module in pkgutil.iter_modules(fedshift.methods.__path__)]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_method_is_one_function_named_like_its_file_with_a_described_source(name):
+    module = importlib.import_module(f"fedshift.methods.{name}")
+    assert isinstance(getattr(module, name)(), Method)
+    assert name in catalog("methods")
+    assert len(module.__doc__.splitlines()) >= 1
+    assert any(word in module.__doc__ for word in ("arXiv:", "table"))
+
+
+def test_names_tell_how_methods_are_composed():
+    assert fedbn().name == fedbn(fedavg()).name == "fedbn"
+    assert silobn(fedavg(weighting="uniform")).name == "silobn+fedavg(uniform)"
+
+
+def test_the_text_of_a_method_tells_any_two_apart():
+    texts = [method.text for method in (fedavg(), fedbn(), silobn(), fedavg(weighting="uniform"), fedbn(silobn()))]
+    assert len(set(texts)) == len(texts)
+    assert "0x" not in "".join(texts)

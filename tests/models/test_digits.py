@@ -1,0 +1,49 @@
+"""Digit networks: published parameter counts and layers, any size and channel count that makes sense."""
+
+import pytest
+import torch
+from torch import nn
+
+from fedshift.base.errors import UsageError
+from fedshift.models.digits import digit_cnn_bn, digit_cnn_dropout, small_cnn
+from fedshift.names import catalog
+
+
+def count(model):
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_parameter_counts():
+    # FedBN, table 3: 14,219,210. FedWon, table 5, has no BatchNorm after FC layers: 2 * (2048 + 512) fewer.
+    assert count(digit_cnn_bn()) == 14_219_210
+    assert count(digit_cnn_dropout()) == 14_219_210 - 2 * (2048 + 512)
+    assert count(small_cnn()) == 3 * 16 * 9 + 16 + 32 + 16 * 32 * 9 + 32 + 64 + 1568 * 64 + 64 + 128 + 64 * 10 + 10
+
+
+def test_layers_are_in_the_order_of_the_papers_tables():
+    def kinds(model):
+        return [type(layer).__name__ for layer in model]
+
+    conv = ["Conv2d", "BatchNorm2d", "ReLU"]
+    convolutions = [*conv, "MaxPool2d", *conv, "MaxPool2d", *conv, "Flatten"]
+    dense = ["Linear", "BatchNorm1d", "ReLU"]
+    assert kinds(digit_cnn_bn()) == [*convolutions, *dense, *dense, "Linear"]
+    dropped = ["Dropout", "Linear", "ReLU"]
+    assert kinds(digit_cnn_dropout()) == [*convolutions, *dropped, *dropped, "Linear"]
+    first = digit_cnn_bn().conv1
+    assert (first.kernel_size, first.stride, first.padding) == ((5, 5), (1, 1), (2, 2))
+
+
+@pytest.mark.parametrize("make", catalog("models").values(), ids=catalog("models"))
+@pytest.mark.parametrize("shape", [(1, 16, 16), (3, 32, 32), (3, 5, 9)])
+def test_every_model_takes_other_sizes_channels_and_class_counts(make, shape):
+    model = make(shape, 4).eval()
+    assert model(torch.zeros(2, *shape)).shape == (2, 4)
+    assert isinstance(model, nn.Module)
+
+
+@pytest.mark.parametrize("make", catalog("models").values(), ids=catalog("models"))
+@pytest.mark.parametrize("shape", [(3, 3, 28), (100,)])
+def test_every_model_refuses_what_is_no_image_of_its_kind(make, shape):
+    with pytest.raises(UsageError, match="choose another model"):
+        make(shape, 4)

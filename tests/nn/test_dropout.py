@@ -1,0 +1,90 @@
+"""Keyed dropout: the law of dropout, masks that depend on the key alone, and vmap."""
+
+import pytest
+import torch
+from scipy.stats import chisquare
+from torch import nn
+
+from fedshift.nn.dropout import KeyedDropout, dropout_key, key_dropouts, keyed_bits
+
+
+def test_bits_are_uniform_and_uncorrelated_between_keys_calls_and_neighbors():
+    bits = keyed_bits(torch.tensor(12345), 0, 200_000)
+    assert bits.min() >= 0
+    assert bits.max() < 2**32
+    counts = torch.bincount(bits >> 26, minlength=64)
+    assert chisquare(counts.numpy()).pvalue > 1e-4
+    others = [keyed_bits(torch.tensor(12346), 0, 200_000), keyed_bits(torch.tensor(12345), 1, 200_000), bits.roll(1)]
+    others.append(keyed_bits(torch.tensor(12345 + 2**40), 0, 200_000))
+    for other in others:
+        correlation = torch.corrcoef(torch.stack([bits.double(), other.double()]))[0, 1]
+        assert abs(correlation) < 0.012
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_keeps_the_right_share_and_the_mean(p):
+    layer = KeyedDropout(p)
+    with dropout_key(torch.tensor(3)):
+        out = layer(torch.ones(400, 500))
+    assert float((out == 0).double().mean()) == pytest.approx(p, abs=0.005)
+    assert torch.unique(out).tolist() == pytest.approx([0.0, 1 / (1 - p)])
+    assert float(out.mean()) == pytest.approx(1.0, abs=0.02)
+
+
+def test_whole_channels_are_dropped_where_torch_drops_channels():
+    model = key_dropouts(nn.Dropout2d(0.5))
+    with dropout_key(torch.tensor(1)):
+        out = model(torch.ones(8, 16, 3, 3))
+    per_channel = out.flatten(2)
+    assert torch.equal(per_channel.amin(2), per_channel.amax(2))
+    assert 0 < float((per_channel[..., 0] == 0).double().mean()) < 1
+
+
+def test_masks_are_a_function_of_key_and_call():
+    model = key_dropouts(nn.Sequential(nn.Dropout(0.5), nn.Identity(), nn.Dropout(0.5)))
+    x = torch.ones(50, 50)
+
+    def run(key):
+        with dropout_key(torch.tensor(key)):
+            return model(x)
+
+    assert torch.equal(run(1), run(1))
+    assert not torch.equal(run(1), run(2))
+    first, second = (KeyedDropout(0.5), KeyedDropout(0.5))
+    with dropout_key(torch.tensor(1)):
+        a, b = first(x), second(x)
+    assert not torch.equal(a, b)
+
+
+def test_vmap_draws_each_lanes_own_mask():
+    layer = KeyedDropout(0.5)
+
+    def run(x, key):
+        with dropout_key(key):
+            return layer(x)
+
+    x, keys = torch.ones(3, 4, 5), torch.tensor([5, 6, 2**50])
+    lanes = torch.vmap(run)(x, keys)
+    for lane in range(3):
+        assert torch.equal(lanes[lane], run(x[lane], keys[lane]))
+
+
+def test_edges_of_probability_and_evaluation():
+    x = torch.ones(20)
+    with dropout_key(torch.tensor(0)):
+        assert torch.equal(KeyedDropout(0.0)(x), x)
+        assert torch.equal(KeyedDropout(1.0)(x), torch.zeros(20))
+    assert torch.equal(KeyedDropout(0.5).eval()(x), x)
+    with pytest.raises(RuntimeError, match="outside dropout_key"):
+        KeyedDropout(0.5)(x)
+
+
+def test_every_plain_dropout_is_replaced_wherever_it_stands_and_the_model_is_left_alone():
+    shared = nn.Dropout(0.3)
+    model = nn.ModuleDict({"a": shared, "b": nn.Sequential(nn.Dropout1d(0.2), shared), "c": nn.AlphaDropout(0.1)})
+    keyed = key_dropouts(model)
+    assert [type(layer).__name__ for layer in (keyed["a"], keyed["b"][0], keyed["b"][1], keyed["c"])] == [
+        "KeyedDropout", "KeyedDropout", "KeyedDropout", "AlphaDropout",
+    ]  # fmt: skip
+    assert (keyed["a"].p, keyed["b"][0].channels, keyed["b"][1].channels) == (0.3, True, False)
+    assert isinstance(model["a"], nn.Dropout)
