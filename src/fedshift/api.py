@@ -132,7 +132,7 @@ def compare(
         lr: learning rate of plain SGD; for anything else give ``optimizer``.
         optimizer: for example ``SGD(lr=0.01, momentum=0.9)`` or ``AdamW(lr=1e-3)``.
         participation: clients in a round, a number or a fraction; None: all.
-        evaluate_every: rounds between evaluations; None: about twenty in all. The last round is always evaluated.
+        evaluate_every: rounds between evaluations; None: about ten in all. The last round is always evaluated.
         select: the reported round, ``last`` or ``best`` (on validation data, see ``Federation.hold_out``).
         engine: how clients are run.
         device: torch device.

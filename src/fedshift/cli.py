@@ -6,7 +6,9 @@ modules are imported inside the commands, so that help answers at once.
 
 from __future__ import annotations
 
+import shlex
 import sys
+import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +20,7 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from . import __version__
-from .base.errors import FedshiftError, UsageError
+from .base.errors import FedshiftError, UsageError, unknown
 from .config import CompareSpec, RunSpec
 
 if TYPE_CHECKING:
@@ -43,7 +45,27 @@ def _settings_from_file(app: App, commands: tuple[str, ...], arguments: cyclopts
             if not path.is_file():
                 what = "settings file" if argument.name == "--config" else "run to resume"
                 raise UsageError(f"no {what} at {path}: give the path of one that exists")
-            cyclopts.config.Toml(path, use_commands_as_keys=False)(app, commands, arguments)
+            allowed = [other.name.removeprefix("--").replace("-", "_") for other in arguments]
+            settings = _read_settings(path, [name for name in allowed if name not in ("config", "resume")])
+            cyclopts.config.Dict(settings, source=str(path), use_commands_as_keys=False)(app, commands, arguments)
+
+
+def _read_settings(path: Path, allowed: Sequence[str]) -> dict[str, Any]:
+    """The settings in a TOML file by their names in Python, lists as the flags write them."""
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UsageError(f"{path} is no valid TOML: {error}. Write lines such as lr = 0.01 or model = \"name\"") from error
+    settings: dict[str, Any] = {}
+    for key, value in values.items():
+        name = key.replace("-", "_")
+        if {name, *allowed} >= {"method", "methods"} and name not in allowed:
+            command, other = ("run", "compare") if name == "method" else ("compare", "run")
+            raise UsageError(f"{path} has {key!r}, so it is for `fedshift {command}`, not {other}")
+        if name not in allowed:
+            raise UsageError(f"{path}: {unknown('setting', key, allowed)}")
+        settings[name] = ",".join(map(str, value)) if isinstance(value, list) else value
+    return settings
 
 
 app = App(
@@ -185,32 +207,40 @@ def _execute(spec: RunSpec | CompareSpec, command: str, out: Path | None, resume
             finished = experiment.run(directory, resume=resume is not None, observer=observer, stop=stop)
         except UsageError:
             raise
-        except (FedshiftError, KeyboardInterrupt) as error:
-            failure: BaseException | None = error
+        except FedshiftError as error:
+            failure: FedshiftError | OSError | None = error
             finished = False
+        except KeyboardInterrupt:
+            return _stopped(console, command, directory)
         else:
             failure = None
     if (directory / "study.json").exists():
         try:
             _publish(read_study(directory), directory, console)
-        except FedshiftError as error:
+        except (FedshiftError, OSError) as error:
             failure = failure or error
-    if isinstance(failure, FedshiftError):
+    if failure:
         raise failure
-    if not finished:
-        console.print(
-            f"Stopped. What was done is kept; go on with: fedshift {command} --resume {directory}",
-            markup=False, highlight=False, soft_wrap=True,
-        )  # fmt: skip
-        return 130
-    return 0
+    return 0 if finished else _stopped(console, command, directory)
+
+
+def _stopped(console: Console, command: str, directory: Path) -> int:
+    """Say how to go on, and return the exit code of a run stopped by Ctrl-C."""
+    go_on = f"fedshift {command} --resume {shlex.quote(str(directory))}"
+    if not (directory / "config.toml").exists():
+        go_on = "the same command"
+    console.print(
+        f"Stopped. What was done is kept; go on with: {go_on}", markup=False, highlight=False, soft_wrap=True
+    )
+    return 130
 
 
 def _summary(experiment: Experiment) -> str:
     data, names = experiment.data, ", ".join(method.name for method in experiment.methods)
+    rounds, seeds = experiment.settings.rounds, len(experiment.seeds)
     return (
         f"{names} on {data.name} ({len(data.clients)} clients, {sum(len(c.train) for c in data.clients)} training "
-        f"samples, {data.classes} classes), {experiment.settings.rounds} rounds, {len(experiment.seeds)} seeds"
+        f"samples, {data.classes} classes), {rounds} round{'s' * (rounds > 1)}, {seeds} seed{'s' * (seeds > 1)}"
     )
 
 
@@ -307,15 +337,26 @@ def _guarded(call: Callable[[], Any], debug: bool) -> int:
         return code
     except KeyboardInterrupt:
         return 130
+    except Exception as error:
+        if debug:
+            errors.print_exception()
+        errors.print(
+            f"fedshift: unexpected {type(error).__name__}: {error}. This is a defect, of fedshift or of a function of "
+            "yours that it called: --debug shows where",
+            markup=False, highlight=False, soft_wrap=True,
+        )  # fmt: skip
+        return 1
 
 
 def _message(error: BaseException) -> str:
     cause = error.__cause__ if isinstance(error.__cause__, ValidationError) else error
     if isinstance(cause, ValidationError):
         return "; ".join(
-            f"--{'-'.join(map(str, item['loc'])).replace('_', '-')} {item['input']}: {item['msg']}"
+            f"--{'-'.join(map(str, item['loc'])).replace('_', '-')} {item['input']}: {item['msg'].removeprefix('Input ')}"
             for item in cause.errors()
         )
+    if isinstance(error, cyclopts.UnusedCliTokensError):
+        return f"{' '.join(error.unused_tokens or ())!r} belongs to no flag: write --flag value, and lists with commas"
     return str(error)
 
 

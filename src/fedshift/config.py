@@ -104,7 +104,7 @@ class Spec:
     """Torch device: cpu, cuda, cuda:1."""
 
     evaluate_every: Annotated[Positive | None, Parameter(group=MEASURING)] = None
-    """Rounds between evaluations; the last is always evaluated. Without it, about twenty evaluations in all."""
+    """Rounds between evaluations; the last is always evaluated. Without it, about ten evaluations in all."""
 
     select: Annotated[Literal["last", "best"], Parameter(group=MEASURING)] = "last"
     """The round that tables report: the last, or the best on validation data; never the best on test data."""

@@ -47,7 +47,7 @@ class Settings:
     """What all methods of a comparison share.
 
     ``participation``: clients that take part in a round, a number, or a fraction of them (float in (0, 1]).
-    ``evaluate_every``: rounds between evaluations (the last is always evaluated); None: about twenty in all.
+    ``evaluate_every``: rounds between evaluations (the last is always evaluated); None: about ten in all.
     ``select``: the round that tables report, ``last``, or ``best`` on validation data.
     """
 
@@ -90,7 +90,7 @@ class Settings:
 
     def evaluates(self, round: int) -> bool:
         """Whether ``round`` (from 1) ends with an evaluation."""
-        every = self.evaluate_every or max(1, self.rounds // 20)
+        every = self.evaluate_every or max(1, self.rounds // 10)
         return round % every == 0 or round == self.rounds
 
 
