@@ -14,14 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from shutil import rmtree
+from tempfile import mkdtemp
 from threading import Event
 from typing import TYPE_CHECKING, Literal
+from weakref import finalize
 
 import pandas as pd
 from torch import nn
 
-from .base.errors import UsageError
+from .base.errors import UsageError, unknown
 from .checkpoint import load_checkpoint
 from .core.method import Method
 from .core.optimizer import SGD, Optimizer
@@ -33,7 +35,7 @@ from .records import Study
 from .report.figures import figures
 from .report.page import write_page
 from .report.tables import accuracy_table, difference_table
-from .rundir import slug
+from .rundir import trial_folder
 from .trial import ModelFactory, Settings, Trial
 
 if TYPE_CHECKING:
@@ -45,7 +47,6 @@ class Comparison:
 
     def __init__(self, experiment: Experiment, directory: Path) -> None:
         self.experiment, self.directory = experiment, directory
-        self._temporary: TemporaryDirectory[str] | None = None
 
     @property
     def study(self) -> Study:
@@ -56,8 +57,8 @@ class Comparison:
         """Clients and their aggregates against methods, mean and std over seeds, at the reported round."""
         return accuracy_table(self.study, metric, model)
 
-    def differences(self, baseline: str = "fedavg") -> pd.DataFrame:
-        """Macro accuracy of each method minus the baseline's, paired over seeds, with its 95 % interval."""
+    def differences(self, baseline: str | None = None) -> pd.DataFrame:
+        """Macro accuracy of each method minus the baseline's (FedAvg, else the first), paired over seeds."""
         return difference_table(self.study, baseline)
 
     def figures(self) -> dict[str, Figure]:
@@ -76,6 +77,8 @@ class Comparison:
         ``seed`` defaults to the first. With ``select="best"`` it is that of the reported round. Raises
         :class:`UsageError` where the method's server holds no whole model.
         """
+        if seed is not None and seed not in self.experiment.seeds:
+            raise UsageError(f"no seed {seed} here: there are {', '.join(map(str, self.experiment.seeds))}")
         trial = self._trial(method, self.experiment.seeds[0] if seed is None else seed)
         state = trial.state_of(client)
         if state is None:
@@ -88,11 +91,10 @@ class Comparison:
         for method in self.experiment.methods:
             if method.name == name:
                 trial = Trial(method, self.experiment.model, self.experiment.data, self.experiment.settings, seed)
-                folder = self.directory / "trials" / f"{slug(name)}-seed{seed}"
                 kept = BEST if self.experiment.settings.select == "best" else CHECKPOINT
-                trial.restore(*load_checkpoint(folder / kept))
+                trial.restore(*load_checkpoint(trial_folder(self.directory, name, seed) / kept))
                 return trial
-        raise UsageError(f"no method {name!r} here: there are {', '.join(m.name for m in self.experiment.methods)}")
+        raise unknown("method", name, [method.name for method in self.experiment.methods])
 
 
 def compare(
@@ -168,9 +170,9 @@ def compare(
         ),
         seeds=tuple(range(seeds)) if isinstance(seeds, int) else tuple(seeds),
     )
-    temporary = None if out else TemporaryDirectory(prefix="fedshift-")
-    result = Comparison(experiment, Path(out) if out else Path(temporary.name) / "run")  # type: ignore[union-attr]
-    result._temporary = temporary
+    result = Comparison(experiment, Path(out or mkdtemp(prefix="fedshift-")))
+    if not out:
+        finalize(result, rmtree, result.directory, ignore_errors=True)
     experiment.run(result.directory, resume=resume, observer=observer, stop=stop)
     return result
 

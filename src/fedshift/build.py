@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,11 +38,15 @@ def federation_of(spec: Spec) -> Federation:
     domains = spec.domains.replace(" ", "").split(",") if spec.domains else None
     if spec.data in EMBEDDED:
         data = EMBEDDED[spec.data]()
+        data = replace(data, classes=spec.classes or data.classes)
         data = data.only(domains) if domains else data
     elif Path(spec.data).is_dir():
         data = read_folder(Path(spec.data), domains, spec.classes)
     else:
-        raise UsageError(f"data {spec.data!r} is neither a directory nor embedded: embedded are {', '.join(EMBEDDED)}")
+        raise UsageError(
+            f"data {spec.data!r}: there is no directory {Path(spec.data).resolve()}, and embedded are only "
+            f"{', '.join(EMBEDDED)}; give one of them, or the directory of your .npz files"
+        )
     data = data.fitted(spec.image_size).check(allow_single_class=spec.allow_single_class)
     data = data.limit(spec.samples) if spec.samples else data
     data = data.hold_out(spec.validation) if spec.validation else data
@@ -62,8 +66,10 @@ def _schedule(spec: Spec) -> Schedule:
             raise unknown("schedule", name, known)
         return known[name]
 
-    (schedule,) = expressions("schedule", spec.schedule, lookup)
-    return schedule  # type: ignore[no-any-return]
+    schedules = expressions("schedule", spec.schedule, lookup)
+    if len(schedules) != 1:
+        raise UsageError(f"schedule {spec.schedule!r}: give one, not {len(schedules)}")
+    return schedules[0]  # type: ignore[no-any-return]
 
 
 def _optimizer(spec: Spec) -> Optimizer:

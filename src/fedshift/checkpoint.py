@@ -10,7 +10,8 @@ import errno
 import json
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +57,10 @@ def disk_error(path: Path, error: OSError) -> FedshiftError:
     )
 
 
-def _checksum(tensors: Mapping[str, Tensor]) -> str:
-    value = 0
+def _checksum(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> str:
+    value = zlib.crc32(json.dumps(facts, sort_keys=True).encode())
     for name in sorted(tensors):
-        value = zlib.crc32(name.encode(), value)
+        value = zlib.crc32(f"{name} {tensors[name].dtype} {tuple(tensors[name].shape)}".encode(), value)
         raw = tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         value = zlib.crc32(raw.numpy().data, value)
     return f"{value:08x}"
@@ -70,7 +71,7 @@ def save_checkpoint(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[st
     owned = {
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()
     }
-    header = {"fedshift": json.dumps({"format": FORMAT, "checksum": _checksum(owned), **facts})}
+    header = {"format": str(FORMAT), "checksum": _checksum(owned, facts), "facts": json.dumps(facts)}
     write_atomically(path, save(owned, metadata=header))
 
 
@@ -79,19 +80,36 @@ def load_checkpoint(path: Path) -> tuple[State, dict[str, Any]]:
 
     Raises :class:`FedshiftError` where it is missing, truncated, damaged or of another format.
     """
+    with _opened(path) as (file, header):
+        facts: dict[str, Any] = json.loads(header["facts"])
+        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118  (else: the file's memory)
+        if header["checksum"] != _checksum(tensors, facts):
+            raise ValueError("its checksum does not match")
+    return tensors, facts
+
+
+def load_facts(path: Path) -> dict[str, Any]:
+    """The facts alone, without reading the tensors; errors as :func:`load_checkpoint`, but for damaged tensors."""
+    with _opened(path) as (_, header):
+        facts: dict[str, Any] = json.loads(header["facts"])
+    return facts
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[Any, Mapping[str, str]]]:
+    """The open file and its header; what goes wrong inside is told as a damaged checkpoint."""
     try:
         with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            facts: dict[str, Any] = json.loads((file.metadata() or {})["fedshift"])
+            header = file.metadata() or {}
+            if header["format"] != str(FORMAT):
+                raise FedshiftError(f"checkpoint {path} was written by another version of fedshift: {_RESTART}")
+            yield file, header
     except FileNotFoundError as error:
-        raise FedshiftError(f"no checkpoint at {path}: start the run without --resume") from error
+        raise FedshiftError(
+            f"no checkpoint at {path}: the run has not got that far; start it, or go on with it"
+        ) from error
     except (SafetensorError, KeyError, ValueError, OSError) as error:
         raise FedshiftError(f"checkpoint {path} is corrupt or truncated ({error}): {_RESTART}") from error
-    if facts.pop("format") != FORMAT:
-        raise FedshiftError(f"checkpoint {path} was written by another version of fedshift: {_RESTART}")
-    if facts.pop("checksum") != _checksum(tensors):
-        raise FedshiftError(f"checkpoint {path} is corrupt (its checksum does not match): {_RESTART}")
-    return tensors, facts
 
 
 _RESTART = "restore the file from a copy, or remove it to begin this run again from round 1"

@@ -7,6 +7,7 @@ modules are imported inside the commands, so that help answers at once.
 from __future__ import annotations
 
 import shlex
+import os
 import sys
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
@@ -45,8 +46,8 @@ def _settings_from_file(app: App, commands: tuple[str, ...], arguments: cyclopts
             if not path.is_file():
                 what = "settings file" if argument.name == "--config" else "run to resume"
                 raise UsageError(f"no {what} at {path}: give the path of one that exists")
-            allowed = [other.name.removeprefix("--").replace("-", "_") for other in arguments]
-            settings = _read_settings(path, [name for name in allowed if name not in ("config", "resume")])
+            flags = (other.name for other in arguments if other.name not in ("*", "--config", "--resume"))
+            settings = _read_settings(path, [flag.removeprefix("--").replace("-", "_") for flag in flags])
             cyclopts.config.Dict(settings, source=str(path), use_commands_as_keys=False)(app, commands, arguments)
 
 
@@ -55,13 +56,16 @@ def _read_settings(path: Path, allowed: Sequence[str]) -> dict[str, Any]:
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise UsageError(f"{path} is no valid TOML: {error}. Write lines such as lr = 0.01 or model = \"name\"") from error
+        raise UsageError(
+            f'{path} is no valid TOML: {error}. Write lines such as lr = 0.01 or model = "name"'
+        ) from error
     settings: dict[str, Any] = {}
     for key, value in values.items():
         name = key.replace("-", "_")
-        if {name, *allowed} >= {"method", "methods"} and name not in allowed:
-            command, other = ("run", "compare") if name == "method" else ("compare", "run")
-            raise UsageError(f"{path} has {key!r}, so it is for `fedshift {command}`, not {other}")
+        if name in ("method", "methods") and name not in allowed:
+            raise UsageError(f"{path} has {key!r}: use it with `fedshift {'run' if name == 'method' else 'compare'}`")
+        if isinstance(value, dict):
+            raise UsageError(f"{path}: {key!r} is a table; write settings at the top, key = value, without [tables]")
         if name not in allowed:
             raise UsageError(f"{path}: {unknown('setting', key, allowed)}")
         settings[name] = ",".join(map(str, value)) if isinstance(value, list) else value
@@ -229,9 +233,7 @@ def _stopped(console: Console, command: str, directory: Path) -> int:
     go_on = f"fedshift {command} --resume {shlex.quote(str(directory))}"
     if not (directory / "config.toml").exists():
         go_on = "the same command"
-    console.print(
-        f"Stopped. What was done is kept; go on with: {go_on}", markup=False, highlight=False, soft_wrap=True
-    )
+    console.print(f"Stopped. What was done is kept; go on with: {go_on}", markup=False, highlight=False, soft_wrap=True)
     return 130
 
 
@@ -351,10 +353,8 @@ def _guarded(call: Callable[[], Any], debug: bool) -> int:
 def _message(error: BaseException) -> str:
     cause = error.__cause__ if isinstance(error.__cause__, ValidationError) else error
     if isinstance(cause, ValidationError):
-        return "; ".join(
-            f"--{'-'.join(map(str, item['loc'])).replace('_', '-')} {item['input']}: {item['msg'].removeprefix('Input ')}"
-            for item in cause.errors()
-        )
+        said = ((item, str(item["loc"][0]).replace("_", "-")) for item in cause.errors())
+        return "; ".join(f"--{flag} {item['input']}: {item['msg'].removeprefix('Input ')}" for item, flag in said)
     if isinstance(error, cyclopts.UnusedCliTokensError):
         return f"{' '.join(error.unused_tokens or ())!r} belongs to no flag: write --flag value, and lists with commas"
     return str(error)
@@ -364,7 +364,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of the program ``fedshift``."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in given
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # waiting threads that spin stall torch on a busy machine
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # methods and models of the person's own, beside which the program is started
     rest = [argument for argument in given if argument != "--debug"]
+    if "" not in sys.path:
+        sys.path.append("")  # package.module:function may stand in the current directory
     sys.exit(_guarded(lambda: app(rest, exit_on_error=False, print_error=False, result_action="return_value"), debug))
 
 

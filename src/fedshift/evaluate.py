@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -78,9 +77,3 @@ def evaluate_clients(
                     {"client": client.name, "split": split, "model": model, "moment": "loaded", **counted[id(state)]}
                 )
     return rows
-
-
-def macro_accuracy(rows: list[Row], split: str) -> float:
-    """Mean over clients of the personal model's accuracy on ``split``; NaN where no row measures it."""
-    found = [sum(row["hits"]) / row["samples"] for row in rows if (row["split"], row["model"]) == (split, "personal")]
-    return float(np.mean(found)) if found else float("nan")

@@ -19,13 +19,12 @@ import numpy as np
 import pandas as pd
 
 from .base.errors import FedshiftError, UsageError
-from .checkpoint import load_checkpoint, save_checkpoint
+from .checkpoint import load_checkpoint, load_facts, save_checkpoint
 from .core.method import Method
 from .data.federation import Federation
 from .engines.loop import Diverged
-from .evaluate import macro_accuracy
 from .records import COLUMNS, MethodFacts, Row, Study, read_rows
-from .rundir import RunDirectory, append_rows, cut_rows, environment, slug, toml
+from .rundir import RunDirectory, append_rows, cut_rows, environment, slug, toml, trial_folder
 from .trial import ModelFactory, RoundDone, Settings, Trial, method_facts
 
 CHECKPOINT, BEST, METRICS, ROUNDS = "checkpoint.safetensors", "best.safetensors", "metrics.jsonl", "rounds.jsonl"
@@ -90,8 +89,14 @@ class Experiment:
         the other trials where one diverged, and other :class:`FedshiftError` where the disk or the directory refuses.
         """
         observer, stop = observer or Observer(), stop or Event()
-        facts = {method.name: method_facts(self._trial(method, self.seeds[0]).plan) for method in self.methods}
+        trials = [self._trial(method, self.seeds[0]) for method in self.methods]
+        facts = {trial.plan.method.name: method_facts(trial.plan) for trial in trials}
         with _opened(path, resume=resume) as directory:
+            for trial in trials:
+                for seed in self.seeds:
+                    kept = trial_folder(path, trial.plan.method.name, seed) / CHECKPOINT
+                    if kept.exists():
+                        trial.accept(load_facts(kept), seed)
             self._describe(directory, facts)
             observer.begin([m.name for m in self.methods], self.seeds, self.settings.rounds, self.data.names)
             notices = _Notices(directory, observer)
@@ -122,7 +127,10 @@ class Experiment:
         done = trial.server.round
         for name in (METRICS, ROUNDS):
             cut_rows(folder / name, done)
-        best = _best_validation(read_rows(folder / METRICS))
+        kept = read_rows(folder / METRICS)
+        best = max(
+            (_validation([row for row in kept if row["round"] == n]) for n in range(1, done + 1)), default=(0, 0.0)
+        )
         observer.trial(method.name, seed, done)
         for client in trial.merged_batches():
             notices.say(
@@ -137,7 +145,7 @@ class Experiment:
             append_rows(folder / METRICS, outcome.rows)
             append_rows(folder / ROUNDS, [traffic])
             state = trial.tensors()
-            reached = macro_accuracy(outcome.rows, "validation")
+            reached = _validation(outcome.rows)
             if self.settings.select == "best" and reached > best:
                 best = reached
                 save_checkpoint(folder / BEST, *state)
@@ -156,8 +164,8 @@ class Experiment:
         images = {name: image for name, image in shown.items() if image is not None}
         packed = io.BytesIO()
         np.savez_compressed(packed, **{str(i): image for i, image in enumerate(images.values())})  # type: ignore[arg-type]
-        directory.write("samples.npz", packed.getvalue())
         directory.write("config.toml", toml(self.config))
+        directory.write("samples.npz", packed.getvalue())
         directory.write_json("environment.json", environment())
         directory.write_json(
             "study.json",
@@ -199,10 +207,12 @@ class _Notices:
             self.observer.notice(text)
 
 
-def _best_validation(rows: list[Row]) -> float:
-    rounds = {row["round"] for row in rows if row["split"] == "validation"}
-    reached = (macro_accuracy([row for row in rows if row["round"] == number], "validation") for number in rounds)
-    return max(reached, default=-1.0)
+def _validation(rows: list[Row]) -> tuple[int, float]:
+    """How good a round is on validation data: the clients measured, so that none is left out, then macro accuracy."""
+    found = [
+        sum(row["hits"]) / row["samples"] for row in rows if (row["split"], row["model"]) == ("validation", "personal")
+    ]
+    return len(found), float(np.mean(found)) if found else 0.0
 
 
 def _shown(x: np.ndarray) -> np.ndarray | None:
@@ -220,7 +230,7 @@ def read_study(path: Path) -> Study:
     try:
         facts = json.loads((path / "study.json").read_text(encoding="utf-8"))
         measured = json.loads((path / "environment.json").read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise UsageError(f"{path} holds no run: give a directory that `fedshift run` or `compare` wrote") from error
     except json.JSONDecodeError as error:
         raise FedshiftError(f"{path}: study.json or environment.json is damaged ({error})") from error
@@ -228,7 +238,7 @@ def read_study(path: Path) -> Study:
     traffic: list[Row] = []
     for method in facts["methods"]:
         for seed in facts["seeds"]:
-            folder = path / "trials" / f"{slug(method)}-seed{seed}"
+            folder = trial_folder(path, method, seed)
             rows += read_rows(folder / METRICS)
             traffic += [{"method": method, "seed": seed, **row} for row in read_rows(folder / ROUNDS)]
     with np.load(path / "samples.npz") as packed:

@@ -10,19 +10,23 @@ import torch
 from rich.table import Table
 from rich.text import Text
 
+from .base.errors import UsageError
 from .build import EMBEDDED, methods
 from .core.kernel import prepare
 from .core.optimizer import SGD
 from .names import catalog, resolve
-from .trial import method_facts
+from .trial import make_network, method_facts
 
 
 def inspect_method(model: str, method: str, shape: tuple[int, ...], classes: int) -> Iterator[Table | Text]:
     """The table of every named entry of ``model`` under ``method``, and the bytes of one client in one round."""
-    (chosen,) = methods(method)
-    plan = prepare(
-        chosen, resolve("models", model)(shape, classes), optimizer=SGD(lr=0.0), sample=torch.zeros(1, *shape)
-    )
+    if classes < 1 or min(shape) < 1:
+        raise UsageError(f"shape {shape} and classes {classes}: numbers of 1 or more")
+    chosen, *others = methods(method)
+    if others:
+        raise UsageError(f"inspect takes one method, not {method!r}: join them with + to compose, or inspect each")
+    network = make_network(resolve("models", model), shape, classes)
+    plan = prepare(chosen, network, optimizer=SGD(lr=0.0), sample=torch.zeros(1, *shape))
     facts = method_facts(plan)
     table = Table(title=Text(f"{chosen.name} on {model}, {shape} -> {classes}"), box=None, title_justify="left")
     for title in ("entry", "layer", "shape", "bytes"):

@@ -77,9 +77,17 @@ def _value(kind: str, node: ast.expr, lookup: Callable[[str], Callable[..., Any]
     function = lookup(ast.unparse(call.func))
     arguments = [_value(kind, argument, lookup) for argument in call.args] + list(inner)
     takes = inspect.signature(function)
+    written, usage = ast.unparse(node), f"{ast.unparse(call.func)} takes {takes}"
     try:
         keywords = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+    except ValueError as error:
+        raise UsageError(
+            f"{kind} {written!r}: values must be numbers, strings or True, False, None; {usage}"
+        ) from error
+    try:
         takes.bind(*arguments, **keywords)
+        return function(*arguments, **keywords)
+    except UsageError:
+        raise
     except (TypeError, ValueError) as error:
-        raise UsageError(f"{kind} {ast.unparse(node)!r}: {error}; {ast.unparse(call.func)} takes {takes}") from error
-    return function(*arguments, **keywords)
+        raise UsageError(f"{kind} {written!r}: {error}; {usage}") from error

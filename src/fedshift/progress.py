@@ -42,7 +42,7 @@ class _Watch(Observer):
 
     @override
     def notice(self, text: str) -> None:
-        self.console.print(f"note: {text}", markup=False, highlight=False)
+        self.console.print(f"note: {text}", markup=False, highlight=False, soft_wrap=True)
 
 
 class PlainLines(_Watch):

@@ -31,13 +31,17 @@ class RunDirectory:
 
     def __init__(self, path: Path, *, resume: bool) -> None:
         self.path = path
-        occupied = path.is_dir() and any(entry.name != ".lock" for entry in path.iterdir())
-        if occupied and not resume:
+        holds_run = (path / "config.toml").exists()
+        if path.exists() and not path.is_dir():
+            raise UsageError(f"{path} is a file: choose another directory (--out)")
+        if resume and not holds_run:
+            raise UsageError(f"{path} holds no run to resume: give the directory that holds its config.toml")
+        if holds_run and not resume:
             raise UsageError(
                 f"{path} already holds a run: go on with it (--resume {path}), or choose another directory (--out)"
             )
-        if resume and not (path / "config.toml").exists():
-            raise UsageError(f"{path} holds no run to resume: give the directory that holds its config.toml")
+        if path.is_dir() and not resume and any(entry.name != ".lock" for entry in path.iterdir()):
+            raise UsageError(f"{path} holds other files: choose a directory that is new or empty (--out)")
         try:
             path.mkdir(parents=True, exist_ok=True)
             self._lock: IO[str] = (path / ".lock").open("a+", encoding="utf-8")
@@ -70,9 +74,14 @@ class RunDirectory:
 
     def trial(self, method: str, seed: int) -> Path:
         """The folder of one trial, made if need be."""
-        folder = self.path / "trials" / f"{slug(method)}-seed{seed}"
+        folder = trial_folder(self.path, method, seed)
         folder.mkdir(parents=True, exist_ok=True)
         return folder
+
+
+def trial_folder(path: Path, method: str, seed: int) -> Path:
+    """Where run directory ``path`` keeps one trial."""
+    return path / "trials" / f"{slug(method)}-seed{seed}"
 
 
 def slug(name: str) -> str:
@@ -103,7 +112,9 @@ def _finite(row: Row) -> Row:
 
 def toml(values: Mapping[str, Any]) -> str:
     """Flat settings as TOML; strings, numbers, booleans and lists of them are written as in JSON, None left out."""
-    return "".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items() if value is not None)
+    return "".join(
+        f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in values.items() if value is not None
+    )
 
 
 def environment() -> dict[str, Any]:

@@ -24,6 +24,7 @@ from .core.kernel import (
     Update,
     begin,
     finish,
+    forward,
     global_state,
     init_client,
     init_server,
@@ -75,7 +76,7 @@ class Settings:
                 f"participation={share}: give a number of clients (an integer of at least 1) or a fraction in (0, 1]"
             )
         try:
-            torch.empty(0, device=self.device)
+            torch.zeros(1, device=self.device).item()
         except (RuntimeError, AssertionError) as error:
             raise UsageError(f"device {self.device!r} cannot be used here ({error}): try cpu") from error
 
@@ -114,9 +115,15 @@ class Trial:
         device = torch.device(settings.device)
         trained_on = data.pooled() if method.pooled else data
         with torch_stream(seed, "init"):
-            network = model(data.sample_shape, data.classes).to(device)
+            network = make_network(model, data.sample_shape, data.classes).to(device)
         sample = data.clients[0].train.inputs(slice(0, 1)).to(device)
         self.plan = prepare(method, network, work=settings.work, optimizer=settings.optimizer, sample=sample)
+        gives = tuple(forward(self.plan, self.plan.initial, sample).shape[1:])
+        if gives != (data.classes,):
+            raise UsageError(
+                f"the model's outputs for a sample have shape {gives}, but the data have {data.classes} classes: make "
+                f"it give ({data.classes},), one score a class"
+            )
         for client in trained_on.clients:
             if len(client.train) < self.plan.smallest_batch:
                 raise UsageError(
@@ -141,11 +148,12 @@ class Trial:
         return {
             "method": self.plan.method.text,
             "seed": str(self.seed),
-            "model": shapes,
+            "model": f"{shapes} {self.plan.module}",
             "data": self.data.fingerprint,
             "work": str(self.plan.work),
             "optimizer": str(self.plan.optimizer),
             "participation": str(self.settings.participation),
+            "select": self.settings.select,
         }
 
     def advance(self, progress: Callable[[str, float], None] | None = None) -> RoundDone:
@@ -194,6 +202,7 @@ class Trial:
         """The server's model (``client=None``; None where there is none), or the model that ``client`` would use."""
         if client is None:
             return global_state(self.plan, self.server)
+        self.data.client(client)
         return personal_state(self.plan, self.clients["pooled" if self.plan.method.pooled else client], self.server)
 
     def tensors(self) -> tuple[State, dict[str, Any]]:
@@ -207,15 +216,27 @@ class Trial:
         steps = {name: self.clients[name].steps for name in seen}
         return flat, {"round": self.server.round, "steps": steps, "identity": self.identity}
 
+    def accept(self, facts: Mapping[str, Any], seed: int) -> None:
+        """Raise :class:`UsageError` unless a checkpoint with ``facts`` is of this trial, but under ``seed``."""
+        for key, now in {**self.identity, "seed": str(seed)}.items():
+            then = str(facts["identity"].get(key))
+            if then != now:
+                same = next((i for i, (a, b) in enumerate(zip(then, now, strict=False)) if a != b), 0)
+                start = max(0, same - 40)
+                raise UsageError(
+                    f"this run was begun with another {key}: then {then[start : start + 120]!r}, now "
+                    f"{now[start : start + 120]!r}. Resume it with the settings it was begun with, or start a new run "
+                    "in another directory"
+                )
+        if facts["round"] > self.settings.rounds:
+            raise UsageError(
+                f"this run has done {facts['round']} rounds, more than rounds={self.settings.rounds}: ask for at least "
+                "as many, or start a new run in another directory"
+            )
+
     def restore(self, tensors: State, facts: Mapping[str, Any]) -> None:
         """Take up the state of a checkpoint; :class:`UsageError` where it belongs to another trial."""
-        for key, now in self.identity.items():
-            then = facts["identity"].get(key)
-            if then != now:
-                raise UsageError(
-                    f"this run was begun with another {key}: then {str(then)[:200]!r}, now {now[:200]!r}. Resume it "
-                    "with the settings it was begun with, or start a new run in another directory"
-                )
+        self.accept(facts, self.seed)
         device = torch.device(self.settings.device)
         tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
         self.server = Server(
@@ -224,6 +245,22 @@ class Trial:
         for number, (name, steps) in enumerate(facts["steps"].items()):
             parts = {part: under(f"client/{number}/{part}", tensors) for part in ("personal", "optimizer", "memory")}
             self.clients[name] = Client(steps=steps, **parts)
+
+
+def make_network(model: ModelFactory, shape: tuple[int, ...], classes: int) -> nn.Module:
+    """What ``model`` makes of a sample's shape and the classes; :class:`UsageError` where that is no network."""
+    try:
+        network = model(shape, classes)
+    except UsageError:
+        raise
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UsageError(
+            f"the model cannot be made for samples of shape {shape} and {classes} classes ({error}): give a function "
+            "(sample_shape, classes) -> nn.Module that takes them"
+        ) from error
+    if not isinstance(network, nn.Module):
+        raise UsageError(f"the model's function made a {type(network).__name__}, not a torch.nn.Module")
+    return network
 
 
 def downlink(plan: Plan, server: Server) -> int:

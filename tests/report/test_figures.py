@@ -12,7 +12,7 @@ from fedshift.report.style import looks
 
 def test_names(study):
     expected = ["accuracy-macro", "difference", "training-loss", "traffic"]
-    expected += ["accuracy-client-01-a", "accuracy-client-02-b", "accuracy-bars"]
+    expected += ["accuracy-client-01-a", "accuracy-client-02-b", "accuracy-bars", "samples"]
     assert list(figures(study)) == expected
 
 
@@ -27,6 +27,14 @@ def test_bars_show_the_table(study):
     axes = figures(study)["accuracy-bars"].axes[0]
     assert [bar.get_width() for bar in axes.containers[0]] == pytest.approx([52, 82, 67])
     assert [label.get_text() for label in axes.get_yticklabels()] == ["a", "b", "macro"]
+
+
+def test_samples_show_every_clients_images(study):
+    axes = figures(study)["samples"].axes
+    assert sum(len(panel.images) for panel in axes) == sum(map(len, study.samples.values()))
+    first = next(iter(study.samples.values()))[0].squeeze()
+    assert (axes[0].images[0].get_array() == first).all()
+    assert [panel.texts[0].get_text() for panel in axes if panel.texts] == list(study.samples)
 
 
 def test_descriptions_hold_the_numbers(study):

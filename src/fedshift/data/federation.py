@@ -94,6 +94,8 @@ class Federation:
 
     def limit(self, samples: int) -> Federation:
         """Each client with ``samples`` training samples, drawn once without replacement (the same in every run)."""
+        if samples < 1:
+            raise UsageError(f"samples={samples}: must be at least 1")
         clients = []
         for client in self.clients:
             if len(client.train) < samples:
@@ -107,6 +109,8 @@ class Federation:
 
     def hold_out(self, fraction: float) -> Federation:
         """Each client with ``fraction`` of its training samples moved to validation (the same samples in every run)."""
+        if not 0 < fraction < 1:
+            raise UsageError(f"validation={fraction:g}: must lie between 0 and 1")
         clients = []
         for client in self.clients:
             order = torch.from_numpy(stream(0, "validation", client.name).permutation(len(client.train)))
@@ -127,20 +131,19 @@ class Federation:
         Without ``size``, images that differ in size are brought to 28 x 28, the size of the papers' digits.
         Resizing is bilinear with antialiasing. Raises :class:`UsageError` where channels cannot be matched.
         """
-        shapes = {client.name: tuple(client.train.x.shape[1:]) for client in self.clients}
+        shapes = self._shapes()
         if all(len(shape) == 1 for shape in shapes.values()):
-            _agree(shapes, "features")
             return self
-        flat = [name for name, shape in shapes.items() if len(shape) != 3]
+        flat = [where for where, shape in shapes.items() if len(shape) != 3]
         if flat:
-            raise UsageError(f"client {flat[0]!r} has samples of shape {shapes[flat[0]]}: images need (C, H, W)")
-        channels = max(shape[0] for shape in shapes.values())
-        odd = [name for name, shape in shapes.items() if shape[0] not in (1, channels)]
+            raise UsageError(f"{flat[0]}: samples of shape {shapes[flat[0]]} where others are images (C, H, W)")
+        colors = Counter(shape[0] for shape in shapes.values() if shape[0] != 1)
+        channels = colors.most_common(1)[0][0] if colors else 1
+        odd = [where for where, shape in shapes.items() if shape[0] not in (1, channels)]
         if odd:
-            common = Counter(shape[0] for shape in shapes.values()).most_common(1)[0][0]
             raise UsageError(
-                f"client {odd[0]!r} has {shapes[odd[0]][0]} channels where others have {channels}: "
-                f"bring every client to {common} channels (grey, 1, is repeated by itself)"
+                f"{odd[0]}: {shapes[odd[0]][0]} channels where others have {channels}: "
+                f"bring every client to {channels} channels (grey, 1, is repeated by itself)"
             )
         sizes = {shape[1:] for shape in shapes.values()}
         target = (size, size) if size else (28, 28) if len(sizes) > 1 else next(iter(sizes))
@@ -197,22 +200,29 @@ class Federation:
             raise UsageError(f"client name {twice[0]!r} occurs twice: names must differ")
         for client in self.clients:
             for name, split in client.splits.items():
-                _check_split(split, f"client {client.name!r}, {name} data", self.classes)
+                _check_split(split, _where(client.name, name), self.classes)
             labels = torch.unique(client.train.y)
             if len(labels) == 1 and self.classes > 1 and not allow_single_class:
                 raise UsageError(
                     f"client {client.name!r} has only class {int(labels[0])} in its {len(client.train)} training "
                     "samples: leave the client out, or allow it (allow_single_class, --allow-single-class)"
                 )
-        _agree({f"{c.name}/{n}": tuple(s.x.shape[1:]) for c in self.clients for n, s in c.splits.items()}, "sample")
+        shapes = self._shapes()
+        common = Counter(shapes.values()).most_common(1)[0][0]
+        for where, shape in shapes.items():
+            if shape != common:
+                raise UsageError(
+                    f"{where}: samples of shape {shape} where others have {common}: bring all to one shape"
+                )
         return self
 
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of a sample of every split, by what errors call the split."""
+        return {_where(c.name, name): tuple(s.x.shape[1:]) for c in self.clients for name, s in c.splits.items()}
 
-def _agree(shapes: Mapping[str, tuple[int, ...]], what: str) -> None:
-    common = Counter(shapes.values()).most_common(1)[0][0]
-    for name, shape in shapes.items():
-        if shape != common:
-            raise UsageError(f"{name!r} has {what} shape {shape} where others have {common}: bring all to one shape")
+
+def _where(client: str, split: str) -> str:
+    return f"client {client!r}, {split} data"
 
 
 def _check_split(split: Split, where: str, classes: int) -> None:
@@ -237,7 +247,7 @@ def as_split(x: ArrayLike, y: ArrayLike, where: str = "data") -> Split:
     """Arrays as a :class:`Split`.
 
     ``x``: images ``[N, H, W]``, ``[N, H, W, C]`` or ``[N, C, H, W]`` with 1 or 3 channels (integers 0..255 become
-    uint8; floats stay), or features ``[N, D]``. ``y``: integer labels ``[N]`` or ``[N, 1]``. Raises
+    uint8; floats stay), or features ``[N, D]``. ``y``: integer labels ``[N]`` or ``[N, 1]``. Both are copied. Raises
     :class:`UsageError`, which begins with ``where``, for anything else.
     """
     x_array, y_array = np.asarray(x), np.asarray(y)
@@ -245,10 +255,10 @@ def as_split(x: ArrayLike, y: ArrayLike, where: str = "data") -> Split:
         raise UsageError(f"{where}: arrays of type {x_array.dtype} and {y_array.dtype}; both must be numbers")
     if y_array.ndim == 2 and y_array.shape[1] == 1:
         y_array = y_array[:, 0]
-    if y_array.ndim != 1 or len(x_array) != len(y_array):
+    if x_array.ndim < 2 or y_array.ndim != 1 or len(x_array) != len(y_array):
         raise UsageError(
             f"{where}: samples of shape {x_array.shape} and labels of shape {y_array.shape}; "
-            "labels must be one number a sample"
+            "samples need two or more dimensions, and labels one number a sample"
         )
     if y_array.dtype.kind == "f" and not (np.isfinite(y_array).all() and (y_array == np.round(y_array)).all()):
         raise UsageError(f"{where}: labels are not whole numbers; give classes as 0, 1, 2, ...")
@@ -268,10 +278,10 @@ def _as_samples(x: np.ndarray, where: str) -> Tensor:
             "channels, features are [N, D]"
         )
     if x.dtype.kind == "f":
-        return torch.from_numpy(np.ascontiguousarray(x, dtype=x.dtype if x.dtype == np.float64 else np.float32))
+        return torch.from_numpy(np.array(x, dtype=x.dtype if x.dtype == np.float64 else np.float32, order="C"))
     if x.size and (x.min() < 0 or x.max() > 255):
         raise UsageError(f"{where}: integer pixels from {x.min()} to {x.max()}; they must lie in 0..255")
-    return torch.from_numpy(np.ascontiguousarray(x, dtype=np.uint8))
+    return torch.from_numpy(np.array(x, dtype=np.uint8, order="C"))
 
 
 def federation(
@@ -288,8 +298,8 @@ def federation(
     data = tuple(
         ClientData(
             name=client,
-            train=as_split(x_train, y_train, f"client {client!r}, train data"),
-            test=as_split(x_test, y_test, f"client {client!r}, test data"),
+            train=as_split(x_train, y_train, _where(client, "train")),
+            test=as_split(x_test, y_test, _where(client, "test")),
         )
         for client, (x_train, y_train, x_test, y_test) in clients.items()
     )

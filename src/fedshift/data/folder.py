@@ -6,6 +6,7 @@ Arrays are read without pickle, so a file cannot run code; shapes as in :func:`f
 from __future__ import annotations
 
 import zipfile
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -37,6 +38,8 @@ def read_folder(path: Path, domains: Iterable[str] | None = None, classes: int |
 
 
 def _read(name: str, file: Path) -> ClientData:
+    if not zipfile.is_zipfile(file):
+        raise UsageError(f"{file} is no .npz file, or is cut short: write it again with numpy.savez, or leave it out")
     try:
         with np.load(file, allow_pickle=False) as packed:
             missing = [key for key in ("x_train", "y_train", "x_test", "y_test") if key not in packed]
@@ -52,8 +55,8 @@ def _read(name: str, file: Path) -> ClientData:
             }
     except UsageError:
         raise
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise UsageError(
-            f"{file} cannot be read as .npz without pickle ({error}): write it again, or leave it out"
+            f"{file} cannot be read without pickle ({error}): write it again with arrays of numbers, or leave it out"
         ) from error
     return ClientData(name=name, **parts)

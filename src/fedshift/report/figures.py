@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from io import StringIO
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,9 @@ class Panel:
 
 
 def figures(study: Study) -> dict[str, Figure]:
-    """Every figure that the study has data for, by file name."""
-    return {panel.name: panel.figure for panel in panels(study)}
+    """Every figure that the study has data for, by file name; ``samples`` shows a few images of each client."""
+    made = {panel.name: panel.figure for panel in panels(study)}
+    return made | {"samples": _samples(study)} if study.samples else made
 
 
 def save_figures(study: Study, directory: Path) -> list[Path]:
@@ -88,6 +90,21 @@ def _panels(study: Study) -> Iterator[Panel]:
             yield _curves(study, name, client, rows, "test accuracy (%)", 100)
     if len(tested):
         yield _bars(study, [*clients, "macro"])
+
+
+def _samples(study: Study) -> Figure:
+    shown = list(study.samples.items())[:MAX_CLIENTS]
+    across = max(len(images) for _, images in shown)
+    with drawing():
+        figure = Figure(figsize=(4, 0.48 * len(shown)), layout="constrained")
+        grid = figure.subplots(len(shown), across, squeeze=False)
+        for row, (client, images) in zip(grid, shown, strict=True):
+            row[0].text(-0.15, 0.5, short(client, 14), transform=row[0].transAxes, ha="right", va="center", fontsize=8)
+            for axes, image in zip_longest(row, images):
+                axes.set_axis_off()
+                if image is not None:
+                    axes.imshow(image.squeeze(), cmap="gray", vmin=0, vmax=255)
+    return figure
 
 
 def _macro(rows: pd.DataFrame) -> pd.DataFrame:

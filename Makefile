@@ -1,0 +1,44 @@
+# Every target sets up what it needs: `make demo` and `make test` work on a fresh machine with Python 3.11 or later.
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+
+# One thread for each test process: more threads than free cores slow torch down by an order of magnitude.
+TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
+
+# The page is tested in headless Chromium where it is installed.
+BROWSER := $(if $(and $(shell command -v chromium),$(shell command -v chromedriver)),,and not browser)
+
+.PHONY: setup demo test slow-test lint picture clean
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $(READY)
+
+demo: setup
+	$(BIN)/fedshift compare --config examples/demo.toml
+
+test: setup
+	$(TEST) -m "not slow $(BROWSER)" --cov --cov-report=term
+
+slow-test: setup
+	$(TEST) -m "slow"
+
+lint: setup
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+# The README's pictures, from the records of a demo run.
+picture: setup
+	rm -rf runs/picture
+	$(BIN)/fedshift compare --config examples/demo.toml --out runs/picture
+	cp $(addprefix runs/picture/figures/,samples.png accuracy-macro.svg accuracy-bars.svg) docs/images/
+
+clean:
+	rm -rf .venv dist build .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,0 +1,152 @@
+"""A tiny federation, the program called in this process or as a process of its own, and runs compared bit for bit."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # networks this small gain nothing from threads
+
+import numpy as np
+import pytest
+
+from fedshift.checkpoint import load_checkpoint
+from fedshift.cli import main
+from fedshift.data.federation import Federation, federation
+
+SIZES = {"ann": 26, "bob": 17, "cid": 33}
+"""Training samples of each client; each has 12 test samples."""
+
+
+def images(count: int, light: int, key: int) -> tuple[np.ndarray, np.ndarray]:
+    """``count`` images [N, 8, 8, 3] of three classes that differ in the place of a bright bar, and their labels."""
+    random = np.random.default_rng(key)
+    y = np.arange(count) % 3
+    x = random.integers(light, light + 60, (count, 8, 8, 3))
+    for image, label in zip(x, y, strict=True):
+        image[:, 2 * label : 2 * label + 3] += 80
+    return x.astype(np.uint8), y
+
+
+ARRAYS = {
+    name: (*images(size, 50 * place, 2 * place), *images(12, 50 * place, 2 * place + 1))
+    for place, (name, size) in enumerate(SIZES.items())
+}
+"""``x_train, y_train, x_test, y_test`` of each client."""
+
+
+@pytest.fixture
+def tiny() -> Federation:
+    """Three clients of 26, 17 and 33 training images, 3 x 8 x 8, three classes."""
+    return federation(ARRAYS, name="tiny")
+
+
+def write_npz(path: Path, **arrays: np.ndarray) -> None:
+    np.savez(path, **arrays)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def tiny_folder(tmp_path: Path) -> Path:
+    """The same as .npz files in a directory of its own."""
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    for name, arrays in ARRAYS.items():
+        write_npz(folder / f"{name}.npz", **dict(zip(("x_train", "y_train", "x_test", "y_test"), arrays, strict=True)))
+    return folder
+
+
+@pytest.fixture
+def rewrite(tiny_folder: Path):
+    """Write one client's file again with some arrays replaced (or left out, where None)."""
+
+    def write(client: str = "bob", **changed: np.ndarray | None) -> Path:
+        file = tiny_folder / f"{client}.npz"
+        with np.load(file) as packed:
+            arrays = {**packed, **changed}
+        write_npz(file, **{name: array for name, array in arrays.items() if array is not None})
+        return file
+
+    return write
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a person gets from one command."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def cli(capsys, monkeypatch, tmp_path):
+    """Call the program in this process, in an empty directory."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments: object) -> Outcome:
+        with pytest.raises(SystemExit) as stopped:
+            main([str(argument) for argument in arguments])
+        said = capsys.readouterr()
+        return Outcome(stopped.value.code, said.out, said.err)
+
+    return call
+
+
+@pytest.fixture
+def unpublished(monkeypatch):
+    """Leave out tables, figures and page, which take most of the time of a tiny run."""
+    monkeypatch.setattr("fedshift.cli._publish", lambda *_: None)
+
+
+@pytest.fixture
+def program():
+    """Start the program as a process of its own; ``before`` is Python that runs in it first."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*arguments: object, before: str = "", **options) -> subprocess.Popen[str]:
+        code = f"{before}\nfrom fedshift.cli import main\nmain()"
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-W", "error", "-c", code, *map(str, arguments)],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options,
+        )  # fmt: skip
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def left_behind(path: Path) -> dict[str, object]:
+    """What run directory ``path`` holds that must not depend on how often it was stopped, by trial and file."""
+    found: dict[str, object] = {}
+    for trial in sorted((path / "trials").iterdir()):
+        for file in sorted(trial.iterdir()):
+            key = f"{trial.name}/{file.name}"
+            if file.suffix == ".safetensors":
+                tensors, facts = load_checkpoint(file)
+                raw = {name: (str(t.dtype), tuple(t.shape), t.numpy().tobytes()) for name, t in tensors.items()}
+                found[key] = raw, facts
+            elif file.name == "rounds.jsonl":
+                rows = map(json.loads, file.read_text().splitlines())
+                found[key] = [{name: value for name, value in row.items() if name != "seconds"} for row in rows]
+            else:
+                found[key] = file.read_bytes()
+    return found
+
+
+@pytest.fixture
+def assert_same():
+    """Fail unless two run directories hold bitwise the same trials."""
+
+    def check(one: Path, other: Path) -> None:
+        first, second = left_behind(one), left_behind(other)
+        assert first.keys() == second.keys()
+        assert len(first) >= 3
+        for key, value in first.items():
+            assert value == second[key], f"{key} differs"
+
+    return check

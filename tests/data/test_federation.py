@@ -1,0 +1,357 @@
+"""Federations: what each transformation keeps, what is refused, and that no input is ever changed."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedshift.base.errors import UsageError
+from fedshift.data.federation import ClientData, Federation, Split, as_split, federation
+
+
+def split(count: int, shape: tuple[int, ...] = (3, 8, 8), classes: int = 3, key: int = 0, dtype=torch.uint8) -> Split:
+    random = np.random.default_rng([key, count])
+    x = random.integers(0, 256, (count, *shape))
+    x = torch.from_numpy(x).to(dtype)
+    return Split(x=x / 255 if x.is_floating_point() else x, y=torch.arange(count) % classes)
+
+
+def client(name: str, train: int = 10, shape: tuple[int, ...] = (3, 8, 8), **others) -> ClientData:
+    parts = {"train": split(train, shape, key=len(name)), "test": split(6, shape, key=7)}
+    return ClientData(name=name, **(parts | others))
+
+
+def of(*clients: ClientData, classes: int = 3) -> Federation:
+    return Federation(name="test", clients=clients, classes=classes)
+
+
+def samples(part: Split) -> list[bytes]:
+    """Each sample with its label as bytes, so that sets of samples can be compared."""
+    return [x.numpy().tobytes() + bytes([int(y)]) for x, y in zip(part.x, part.y, strict=True)]
+
+
+@pytest.fixture
+def unchanged(tiny):
+    """Fails at the end if any tensor of ``tiny`` was written to."""
+    before = [(part, part.x.clone(), part.y.clone()) for c in tiny.clients for part in c.splits.values()]
+    yield
+    for part, x, y in before:
+        assert torch.equal(part.x, x)
+        assert torch.equal(part.y, y)
+
+
+# Choosing samples
+
+
+def test_limit_draws_without_replacement_and_the_same_in_every_call(tiny, unchanged):
+    first, second = tiny.limit(15), tiny.limit(15)
+    assert first.fingerprint == second.fingerprint != tiny.fingerprint
+    for whole, limited in zip(tiny.clients, first.clients, strict=True):
+        assert len(limited.train) == 15
+        assert len(set(samples(limited.train))) == 15
+        assert set(samples(limited.train)) < set(samples(whole.train))
+        assert limited.test is whole.test
+
+
+def test_limit_to_fewer_samples_takes_some_of_those_that_limit_to_more_takes(tiny):
+    for few, more in zip(tiny.limit(6).clients, tiny.limit(12).clients, strict=True):
+        assert set(samples(few.train)) < set(samples(more.train))
+
+
+def test_limit_names_the_client_that_has_too_few_and_what_would_work(tiny):
+    with pytest.raises(UsageError, match="client 'bob' has 17 training samples, fewer than samples=20: .* at most 17"):
+        tiny.limit(20)
+    with pytest.raises(UsageError, match="samples=0: must be at least 1"):
+        tiny.limit(0)
+
+
+@pytest.mark.parametrize("fraction", [0.01, 0.2, 0.5])
+def test_hold_out_moves_samples_and_neither_loses_nor_repeats_one(tiny, unchanged, fraction):
+    held = tiny.hold_out(fraction)
+    for whole, parted in zip(tiny.clients, held.clients, strict=True):
+        assert len(parted.validation) == max(1, round(fraction * len(whole.train)))
+        assert sorted(samples(parted.train) + samples(parted.validation)) == sorted(samples(whole.train))
+        assert parted.test is whole.test
+    assert held.fingerprint == tiny.hold_out(fraction).fingerprint
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0, -0.1, 1.5, float("nan")])
+def test_hold_out_takes_fractions_only(tiny, fraction):
+    with pytest.raises(UsageError, match="validation=.*: must lie between 0 and 1"):
+        tiny.hold_out(fraction)
+
+
+def test_hold_out_leaves_every_client_a_training_sample(tiny):
+    with pytest.raises(UsageError, match="validation=0.99 leaves client 'ann' no training sample of 26"):
+        tiny.hold_out(0.99)
+
+
+def test_only_chooses_and_orders(tiny):
+    assert tiny.only(["cid", "ann"]).names == ("cid", "ann")
+    assert tiny.only(["cid"]).clients[0] is tiny.client("cid")
+    with pytest.raises(UsageError, match="unknown client 'bobby': did you mean 'bob'\\? allowed are ann, bob, cid"):
+        tiny.only(["bobby"])
+
+
+def test_pooled_holds_every_sample_once(tiny, unchanged):
+    (pooled,) = tiny.hold_out(0.2).pooled().clients
+    assert pooled.name == "pooled"
+    for name, part in pooled.splits.items():
+        separate = [sample for c in tiny.hold_out(0.2).clients for sample in samples(c.splits[name])]
+        assert sorted(samples(part)) == sorted(separate)
+
+
+def test_pooled_leaves_out_a_validation_split_that_not_all_have(tiny):
+    some = replace(tiny, clients=(tiny.clients[0], *tiny.hold_out(0.2).clients[1:]))
+    assert some.pooled().clients[0].validation is None
+
+
+# One shape for all
+
+
+def test_images_of_two_sizes_are_brought_to_28():
+    federation = of(client("a", shape=(3, 16, 16)), client("b", shape=(3, 32, 32)))
+    for before, after in zip(federation.clients, federation.fitted().check().clients, strict=True):
+        for name, part in after.splits.items():
+            assert part.x.shape[1:] == (3, 28, 28)
+            assert part.x.dtype == torch.uint8
+            assert torch.equal(part.y, before.splits[name].y)
+            exact = F.interpolate(
+                before.splits[name].x.double(), size=(28, 28), mode="bilinear", antialias=True, align_corners=False
+            )
+            assert (part.x.double() - exact).abs().max() <= 0.51  # rounded, not cut
+
+
+def test_images_of_one_size_keep_it_and_their_memory(tiny, unchanged):
+    for before, after in zip(tiny.clients, tiny.fitted().clients, strict=True):
+        assert after.train.x.shape == before.train.x.shape
+        assert torch.equal(after.train.x, before.train.x)
+        assert after.train.x.data_ptr() == before.train.x.data_ptr()
+
+
+def test_a_size_asked_for_is_given(tiny, unchanged):
+    assert tiny.fitted(12).sample_shape == (3, 12, 12)
+
+
+def test_a_test_set_of_another_size_is_fitted_too():
+    odd = client("a", test=split(6, (3, 16, 16)))
+    assert {part.x.shape[1:] for part in of(odd).fitted(8).check().clients[0].splits.values()} == {(3, 8, 8)}
+    assert {part.x.shape[1:] for part in of(odd).fitted().check().clients[0].splits.values()} == {(3, 28, 28)}
+
+
+def test_grey_is_repeated_next_to_colour():
+    grey, colour = of(client("grey", shape=(1, 8, 8)), client("rgb")).fitted().check().clients
+    assert grey.train.x.shape[1:] == colour.train.x.shape[1:] == (3, 8, 8)
+    assert torch.equal(grey.train.x[:, 0], grey.train.x[:, 1])
+    assert torch.equal(grey.train.x[:, 0], grey.train.x[:, 2])
+    assert torch.equal(grey.train.x[:, :1], client("grey", shape=(1, 8, 8)).train.x)
+
+
+def test_grey_alone_stays_grey():
+    assert of(client("a", shape=(1, 8, 8)), client("b", shape=(1, 8, 8))).fitted().sample_shape == (1, 8, 8)
+
+
+def test_grey_test_images_beside_colour_training_images_are_repeated():
+    odd = client("a", test=split(6, (1, 8, 8)))
+    assert of(odd).fitted().check().clients[0].test.x.shape[1:] == (3, 8, 8)
+
+
+def test_float_images_are_resized_but_never_rounded_or_cut():
+    values = torch.randn(10, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    part = Split(x=values, y=torch.arange(10) % 3)
+    (fitted,) = of(ClientData(name="a", train=part, test=part)).fitted(8).clients
+    exact = F.interpolate(values, size=(8, 8), mode="bilinear", antialias=True, align_corners=False)
+    assert torch.equal(fitted.train.x, exact)
+    assert exact.min() < 0
+
+
+def test_images_with_an_odd_number_of_channels_are_refused_by_name():
+    data = of(client("a"), client("b"), client("four", shape=(4, 8, 8)))
+    with pytest.raises(UsageError, match="client 'four', train data: 4 channels where others have 3: .* 3 channels"):
+        data.fitted()
+
+
+def test_features_and_images_do_not_mix():
+    with pytest.raises(UsageError, match=r"client 'flat', train data: samples of shape \(5,\) where others are images"):
+        of(client("a"), client("flat", shape=(5,))).fitted()
+
+
+def test_features_must_agree():
+    same = of(client("a", shape=(5,)), client("b", shape=(5,)))
+    assert same.fitted(28) is same
+    with pytest.raises(UsageError, match=r"client 'odd', train data: samples of shape \(4,\) where others have \(5,\)"):
+        of(client("a", shape=(5,)), client("b", shape=(5,)), client("odd", shape=(4,))).fitted().check()
+
+
+# Inputs
+
+
+def test_bytes_are_scaled_to_minus_one_to_one_and_floats_left_alone(tiny, unchanged):
+    part = tiny.clients[0].train
+    scaled = part.inputs(torch.tensor([3, 1]))
+    assert scaled.dtype == torch.float32
+    assert torch.allclose(scaled, part.x[[3, 1]].double().div(127.5).sub(1).float(), atol=1e-6)
+    assert -1 <= scaled.min() < scaled.max() <= 1
+    ends = Split(x=torch.tensor([[0, 255]], dtype=torch.uint8), y=torch.zeros(1, dtype=torch.int64))
+    assert ends.inputs(slice(0, 1)).tolist() == [[-1.0, 1.0]]
+    floats = Split(x=torch.tensor([[0.3, 7.0]]), y=torch.zeros(1, dtype=torch.int64))
+    assert torch.equal(floats.inputs(slice(0, 1)), floats.x)
+    assert floats.inputs(slice(0, 1), torch.float64).dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    ("x", "shape", "dtype"),
+    [
+        (np.zeros((4, 8, 8), np.uint8), (1, 8, 8), torch.uint8),
+        (np.zeros((4, 8, 8, 3), np.int64), (3, 8, 8), torch.uint8),
+        (np.zeros((4, 8, 8, 1), np.int64), (1, 8, 8), torch.uint8),
+        (np.zeros((4, 3, 8, 8), bool), (3, 8, 8), torch.uint8),
+        (np.zeros((4, 3, 8, 8), np.float16), (3, 8, 8), torch.float32),
+        (np.zeros((4, 8, 8, 3), np.float64), (3, 8, 8), torch.float64),
+        (np.zeros((4, 5), np.int32), (5,), torch.float32),
+        (np.zeros((4, 5), np.float64), (5,), torch.float64),
+    ],
+)
+def test_arrays_become_samples(x, shape, dtype):
+    part = as_split(x, np.array([[0], [1], [2], [0]], np.float32))
+    assert part.x.shape == (4, *shape)
+    assert part.x.dtype == dtype
+    assert part.y.tolist() == [0, 1, 2, 0]
+    assert part.y.dtype == torch.int64
+
+
+def test_channels_last_images_are_turned_not_reshaped():
+    x = np.random.default_rng(0).integers(0, 256, (4, 8, 9, 3))
+    assert np.array_equal(as_split(x, np.zeros(4)).x.numpy(), x.transpose(0, 3, 1, 2))
+
+
+def test_a_split_does_not_share_memory_with_arrays():
+    for x, y in ((np.zeros((4, 8, 8), np.uint8), np.zeros(4, np.int64)), (np.zeros((4, 5)), np.zeros(4))):
+        part = as_split(x, y)
+        x[:], y[:] = 7, 1
+        assert part.x.max() == 0
+        assert part.y.max() == 0
+
+
+def test_arrays_that_cannot_be_written_are_fine():
+    x, y = np.zeros((4, 8, 8), np.uint8), np.zeros(4, np.int64)
+    x.flags.writeable = y.flags.writeable = False
+    assert len(as_split(x, y)) == 4
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "said"),
+    [
+        (np.zeros((4, 8, 8)), np.zeros(3), "samples of shape (4, 8, 8) and labels of shape (3,)"),
+        (np.zeros((4, 8, 8)), np.zeros((4, 2)), "labels one number a sample"),
+        (np.zeros((4, 8, 8)), np.array(1), "labels one number a sample"),
+        (np.array(1), np.zeros(1), "samples need two or more dimensions"),
+        (np.zeros(4), np.zeros(4), "samples need two or more dimensions"),
+        (np.zeros((4, 8, 8)), np.array([0, 1, 0.5, 1]), "labels are not whole numbers"),
+        (np.zeros((4, 8, 8)), np.array([0, 1, np.nan, 1]), "labels are not whole numbers"),
+        (np.zeros((4, 8, 8)), np.array(["a", "b", "c", "d"]), "both must be numbers"),
+        (np.zeros((4, 8, 8), complex), np.zeros(4), "both must be numbers"),
+        (np.zeros((4, 8, 8, 4), np.uint8), np.zeros(4), "with 1 or 3 channels"),
+        (np.zeros((4, 2, 8, 8, 3), np.uint8), np.zeros(4), "with 1 or 3 channels"),
+        (np.full((4, 8, 8), 256), np.zeros(4), "integer pixels from 256 to 256; they must lie in 0..255"),
+        (np.full((4, 8, 8), -1), np.zeros(4), "integer pixels from -1 to -1"),
+    ],
+)
+def test_other_arrays_are_refused_and_said_where(x, y, said):
+    with pytest.raises(UsageError) as refused:
+        as_split(x, y, "client 'a', test data")
+    assert str(refused.value).startswith("client 'a', test data: ")
+    assert said in str(refused.value)
+
+
+# Checks
+
+
+def nan_at(part: Split, index: int) -> Split:
+    x = part.x.float()
+    x[index, 0, 2, 2] = float("nan")
+    return Split(x=x, y=part.y)
+
+
+GOOD = split(6)
+BAD = {
+    "no client": (of(), "federation 'test' has no client"),
+    "a name twice": (of(client("a"), client("a")), "client name 'a' occurs twice"),
+    "an empty client": (of(client("a"), client("b", train=0)), "client 'b', train data: empty"),
+    "an empty test set": (of(client("a", test=split(0))), "client 'a', test data: empty"),
+    "a label too large": (of(client("a"), classes=2), "client 'a', train data: label 2 is out of range; labels must be 0..1"),
+    "a negative label": (
+        of(client("a", test=Split(x=GOOD.x, y=torch.tensor([0, 1, 2, 0, -1, 1])))),
+        "client 'a', test data: label -1 is out of range; labels must be 0..2",
+    ),
+    "NaN": (of(client("a", test=nan_at(GOOD, 4))), "client 'a', test data: sample 4 has NaN or infinite values"),
+    "a label too few": (of(client("a", test=Split(x=GOOD.x, y=GOOD.y[:5]))), "6 samples but 5 labels"),
+    "one class": (of(client("a", train=1)), "client 'a' has only class 0 in its 1 training samples"),
+    "two shapes": (of(client("a"), client("b", shape=(3, 9, 9))), "where others have"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("data", "said"), BAD.values(), ids=BAD.keys())
+def test_what_cannot_be_trained_on_is_refused_by_name(data, said):
+    with pytest.raises(UsageError) as refused:
+        data.check()
+    assert said in str(refused.value)
+
+
+def test_a_single_class_may_be_allowed():
+    data = of(client("a", train=1), client("b"))
+    assert data.check(allow_single_class=True) is data
+
+
+@pytest.mark.parametrize("data", [of(), of(client("a", train=0), client("b", shape=(3, 9, 9)))])
+def test_fitting_leaves_what_is_wrong_to_the_check(data):
+    with pytest.raises(UsageError):
+        data.fitted().check()
+
+
+def test_classes_default_to_one_more_than_the_largest_training_label_of_any_client():
+    x, few, many = np.zeros((4, 8, 8), np.uint8), np.array([0, 1, 0, 1]), np.array([0, 4, 1, 0])
+    assert federation({"a": (x, few, x, few), "b": (x, many, x, few)}).classes == 5
+    assert federation({"a": (x, few, x, few)}, classes=7).classes == 7
+    with pytest.raises(UsageError, match=r"label 4 is out of range; labels must be 0\.\.1"):
+        federation({"a": (x, few, x, many)}).check()
+
+
+# Fingerprint
+
+
+def test_the_fingerprint_changes_with_every_sample_label_name_order_and_split(tiny):
+    def with_first(**changed: torch.Tensor) -> Federation:
+        first = tiny.clients[0]
+        train = Split(**({"x": first.train.x.clone(), "y": first.train.y.clone()} | changed))
+        return replace(tiny, clients=(replace(first, train=train), *tiny.clients[1:]))
+
+    x, y = tiny.clients[0].train.x.clone(), tiny.clients[0].train.y.clone()
+    x[5, 2, 7, 7] ^= 1
+    y[5] = (y[5] + 1) % 3
+    others = [
+        with_first(x=x), with_first(y=y), tiny.only(["bob", "ann", "cid"]), tiny.only(["ann", "bob"]),
+        tiny.hold_out(0.1), tiny.limit(17), with_first(x=tiny.clients[0].train.x.float()),
+        replace(tiny, clients=(replace(tiny.clients[0], name="eve"), *tiny.clients[1:])),
+    ]  # fmt: skip
+    prints = [data.fingerprint for data in (tiny, *others)]
+    assert len(set(prints)) == len(prints)
+    assert with_first().fingerprint == tiny.fingerprint
+
+
+@given(
+    sizes=st.lists(st.integers(4, 30), min_size=1, max_size=4),
+    fraction=st.floats(0.01, 0.6),
+    samples_each=st.integers(2, 4),
+)
+def test_choosing_loses_nothing_at_any_size(sizes, fraction, samples_each):
+    data = of(*(client(f"c{i}", train=size, shape=(2,)) for i, size in enumerate(sizes)))
+    held = data.hold_out(fraction)
+    for before, after in zip(data.clients, held.clients, strict=True):
+        assert sorted(samples(after.train) + samples(after.validation)) == sorted(samples(before.train))
+        assert len(after.train) >= 1
+    assert {len(c.train) for c in data.limit(samples_each).clients} == {samples_each}

@@ -1,0 +1,130 @@
+"""Folders of .npz files: what is read, and what is refused by the name of the file."""
+
+import pickle
+import zipfile
+
+import numpy as np
+import pytest
+import torch
+
+from fedshift.base.errors import UsageError
+from fedshift.data.folder import read_folder
+
+
+def test_a_folder_holds_the_same_federation_as_its_arrays(tiny, tiny_folder):
+    read = read_folder(tiny_folder)
+    assert read.fingerprint == tiny.fingerprint
+    assert (read.name, read.names, read.classes) == ("tiny", ("ann", "bob", "cid"), 3)
+    assert read.check() is read
+
+
+def test_domains_choose_and_order(tiny_folder):
+    assert read_folder(tiny_folder, ["cid", "ann"]).names == ("cid", "ann")
+    with pytest.raises(UsageError, match="unknown domain 'an': did you mean 'ann'\\? allowed are ann, bob, cid"):
+        read_folder(tiny_folder, ["an"])
+
+
+def test_files_that_are_not_chosen_need_not_be_readable(tiny_folder):
+    (tiny_folder / "bob.npz").write_text("nothing")
+    assert read_folder(tiny_folder, ["cid"]).names == ("cid",)
+
+
+def test_validation_arrays_are_read_where_they_stand(rewrite, tiny_folder):
+    x, y = np.zeros((5, 8, 8, 3), np.uint8), np.arange(5) % 3
+    rewrite("bob", x_val=x, y_val=y)
+    ann, bob, _ = read_folder(tiny_folder).clients
+    assert ann.validation is None
+    assert torch.equal(bob.validation.y, torch.from_numpy(y))
+
+
+def test_classes_may_be_said(tiny_folder):
+    assert read_folder(tiny_folder, classes=5).classes == 5
+
+
+def no_npz(file, rewrite):
+    file.write_text("x_train,y_train\n")
+
+
+def cut_short(file, rewrite):
+    file.write_bytes(file.read_bytes()[:-200])
+
+
+def empty(file, rewrite):
+    file.write_bytes(b"")
+
+
+def a_single_array(file, rewrite):
+    with file.open("wb") as target:
+        np.save(target, np.zeros(3))
+
+
+def a_bare_pickle(file, rewrite):
+    file.write_bytes(pickle.dumps({"x_train": np.zeros(3)}))
+
+
+def objects(file, rewrite):
+    rewrite("bob", y_train=np.array([object()] * 17))
+
+
+def damaged(file, rewrite):
+    content = bytearray(file.read_bytes())
+    content[1000] ^= 255
+    file.write_bytes(content)
+
+
+def damaged_and_compressed(file, rewrite):
+    with np.load(file) as packed:
+        np.savez_compressed(file, **packed)
+    content = bytearray(file.read_bytes())
+    content[200:400] = bytes(200)
+    file.write_bytes(content)
+
+
+def missing(file, rewrite):
+    rewrite("bob", y_test=None)
+
+
+def another_member(file, rewrite):
+    rewrite("bob", y_train=None)
+    with zipfile.ZipFile(file, "a") as packed:
+        packed.writestr("y_train", "0 1 2")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (no_npz, "is no .npz file, or is cut short: write it again with numpy.savez"),
+        (cut_short, "is no .npz file, or is cut short"),
+        (empty, "is no .npz file, or is cut short"),
+        (a_single_array, "is no .npz file, or is cut short"),
+        (a_bare_pickle, "is no .npz file, or is cut short"),
+        (objects, "cannot be read without pickle (Object arrays cannot be loaded when allow_pickle=False)"),
+        (damaged, "cannot be read without pickle (Bad CRC-32"),
+        (damaged_and_compressed, "cannot be read without pickle"),
+        (missing, "has no array 'y_test' (it has x_train, y_train, x_test): name the arrays"),
+        (another_member, "train data: arrays of type uint8 and |S5; both must be numbers"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_refused_by_name(tiny_folder, rewrite, spoil, said):
+    file = tiny_folder / "bob.npz"
+    spoil(file, rewrite)
+    with pytest.raises(UsageError) as refused:
+        read_folder(tiny_folder)
+    assert str(file) in str(refused.value)
+    assert said in str(refused.value)
+
+
+def test_a_pickle_inside_is_never_run(tiny_folder, rewrite, tmp_path):
+    class Trap:
+        def __reduce__(self):
+            return (type(tmp_path).touch, (tmp_path / "ran",))
+
+    rewrite("bob", x_train=np.array([Trap()], dtype=object))
+    with pytest.raises(UsageError, match="without pickle"):
+        read_folder(tiny_folder)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_folder_without_files_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="holds no .npz file: give a directory with one .npz file a client"):
+        read_folder(tmp_path)

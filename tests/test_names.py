@@ -1,0 +1,104 @@
+"""Names and expressions: what a person may write, and that nothing written is ever executed."""
+
+import sys
+
+import pytest
+
+from fedshift.base.errors import UsageError
+from fedshift.build import methods
+from fedshift.names import catalog, resolve
+
+
+def test_a_name_may_be_written_with_dashes_or_underscores_in_any_case():
+    assert resolve("models", "small-cnn") is resolve("models", "Small_CNN") is catalog("models")["small-cnn"]
+
+
+@pytest.mark.parametrize("package", ["methods", "models"])
+def test_the_catalog_holds_the_public_functions_of_the_package_only(package):
+    for name, function in catalog(package).items():
+        assert function.__module__.startswith(f"fedshift.{package}.")
+        assert name == function.__name__.replace("_", "-")
+        assert function.__doc__
+
+
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        ("fedavg", ["fedavg"]),
+        ("fedavg, fedbn", ["fedavg", "fedbn"]),
+        ("fedbn+fedprox", ["fedbn+fedprox"]),
+        ("fedbn + fedprox(mu=0.1)", ["fedbn+fedprox(mu=0.1)"]),
+        ("fedbn(fedprox(mu=0.1))", ["fedbn+fedprox(mu=0.1)"]),
+        ("single+fedbn+fedprox", ["single+fedbn+fedprox"]),
+        ("fedavg(weighting='uniform'),fedbn", ["fedavg(uniform)", "fedbn"]),
+        ("fedshift.methods.fedbn:fedbn", ["fedbn"]),
+        ("fedshift.methods.fedbn:fedbn+fedshift.methods.fedprox:fedprox(mu=1)", ["fedbn+fedprox(mu=1)"]),
+    ],
+)
+def test_expressions_make_the_methods_they_name(written, name):
+    assert [method.name for method in methods(written)] == name
+
+
+def test_plus_composes_as_calls_do():
+    (plus,), (call,) = methods("fedbn+fedprox(mu=0.3)"), methods("fedbn(fedprox(mu=0.3))")
+    assert plus.text == call.text
+    assert plus.text != methods("fedbn+fedprox(mu=0.2)")[0].text
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        ("fedbm", "unknown method 'fedbm': did you mean 'fedbn'? allowed are centralized, fedavg"),
+        ("fedavg,fedbm", "did you mean 'fedbn'"),
+        ("", "names none: write name, name(key=value) or name+name"),
+        ("fedbn(", "cannot be read: write name"),
+        ("fedbn fedavg", "cannot be read: write name"),
+        ("fedbn-fedavg", "'fedbn - fedavg' is no name"),
+        ("3", "'3' is no name"),
+        ("fedbn(3)", "'3' is no name"),
+        ("'fedbn'", "is no name"),
+        ("fedprox(nu=1)", "unexpected keyword argument 'nu'; fedprox takes"),
+        ("fedprox(mu='a')", "fedprox takes"),
+        ("fedprox(mu=-1)", "mu=-1 is negative; it must be 0 (FedAvg) or more"),
+        ("fedprox(fedavg,fedavg)", "too many positional arguments"),
+        ("fedprox(mu=nan)", "values must be numbers, strings or True, False, None"),
+        ("fedprox(**{})", "fedprox takes"),
+        ("fedavg+fedbn", "fedavg takes"),
+        ("no_such_package.module:function", "No module named 'no_such_package'; install it"),
+        ("fedshift.methods.fedbn:nothing_here", "module fedshift.methods.fedbn has no 'nothing_here'"),
+        ("os:getcwd", "made a str, not a Method"),
+        ("os:sep", "sep is not a function"),
+    ],
+)
+def test_a_bad_expression_is_refused_and_said_why(written, said):
+    with pytest.raises(UsageError) as refused:
+        methods(written)
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "fedprox(mu=print('executed'))",
+        "(lambda: print('executed'))()",
+        "[print('executed')]",
+        "fedprox(mu=0 if print('executed') else 1)",
+        "print('executed')",
+    ],
+)
+def test_nothing_written_is_executed(written, capsys):
+    with pytest.raises(UsageError):
+        methods(written)
+    assert "executed" not in capsys.readouterr().out
+
+
+def test_a_plug_in_is_found_by_module_and_function(tmp_path, monkeypatch):
+    (tmp_path / "plug_in_for_names.py").write_text(
+        "from fedshift import fedbn\ndef mine(base=None, *, strength=1):\n    return fedbn(base)\nnumber = 3\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "plug_in_for_names", raising=False)
+    assert methods("plug_in_for_names:mine(strength=2)+fedprox")[0].name == "fedbn+fedprox"
+    assert resolve("models", "plug_in_for_names.mine").__name__ == "mine"
+    with pytest.raises(UsageError, match="number is not a function"):
+        resolve("methods", "plug_in_for_names:number")
