@@ -40,9 +40,11 @@ def test_what_is_loaded_is_bitwise_what_was_saved(checkpoint):
     for name, tensor in TENSORS.items():
         assert tensors[name].dtype == tensor.dtype
         assert tensors[name].shape == tensor.shape
-        assert tensors[name].view(torch.uint8).tolist() == tensor.contiguous().view(torch.uint8).tolist() if (
-            tensor.ndim
-        ) else torch.equal(tensors[name], tensor)
+        assert (
+            tensors[name].view(torch.uint8).tolist() == tensor.contiguous().view(torch.uint8).tolist()
+            if (tensor.ndim)
+            else torch.equal(tensors[name], tensor)
+        )
 
 
 def test_the_order_of_names_does_not_matter(checkpoint, tmp_path):
@@ -65,7 +67,7 @@ def test_it_is_an_ordinary_safetensors_file(checkpoint):
 
 def test_a_missing_checkpoint_is_named(tmp_path):
     for load in (load_checkpoint, load_facts):
-        with pytest.raises(FedshiftError, match="no checkpoint at .*gone"):
+        with pytest.raises(FedshiftError, match=r"no checkpoint at .*gone"):
             load(tmp_path / "gone")
 
 
@@ -77,11 +79,14 @@ def test_one_wrong_byte_anywhere_is_noticed(checkpoint, data):
     wrong = data.draw(st.integers(0, 255).filter(lambda byte: byte != content[place]))
     spoilt = checkpoint.with_name("spoilt")
     spoilt.write_bytes(content[:place] + bytes([wrong]) + content[place + 1 :])
+    said = ""
     try:
         tensors, facts = load_checkpoint(spoilt)
     except FedshiftError as error:
-        assert str(spoilt) in str(error)
-        assert "restore the file from a copy, or remove it to begin this run again from round 1" in str(error)
+        said = str(error)
+    if said:
+        assert str(spoilt) in said
+        assert "restore the file from a copy, or remove it to begin this run again from round 1" in said
     else:  # white space of the header, or an escape written in another way: the content is the same
         assert facts == FACTS
         assert tensors.keys() == TENSORS.keys()
@@ -139,7 +144,7 @@ def test_a_disk_that_fails_later_is_told_too(checkpoint, monkeypatch, call):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(f"fedshift.checkpoint.os.{call}", fail)
-    with pytest.raises(FedshiftError, match="Input/output error. What was saved before is intact: make the place wri"):
+    with pytest.raises(FedshiftError, match=r"Input/output error. What was saved before is intact: make the place wri"):
         write_atomically(checkpoint, b"new")
 
 

@@ -77,7 +77,9 @@ def test_flags_win_over_toml_one_by_one(resolved, tmp_path):
 
 def test_lists_and_dashes_may_be_written_in_toml(resolved, tmp_path):
     file = tmp_path / "settings.toml"
-    file.write_text('methods = ["fedavg", "fedprox(mu=0.1)"]\ndomains = ["ann", "bob"]\nbatch-size = 8\nout = "there"\n')
+    file.write_text(
+        'methods = ["fedavg", "fedprox(mu=0.1)"]\ndomains = ["ann", "bob"]\nbatch-size = 8\nout = "there"\n'
+    )
     spec, out, _ = resolved("compare", "--config", file)
     assert spec == CompareSpec(methods="fedavg,fedprox(mu=0.1)", domains="ann,bob", batch_size=8)
     assert out == Path("there")

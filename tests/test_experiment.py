@@ -1,6 +1,7 @@
 """Experiments: stopping and going on, what is measured of whom, sampling of clients, divergence, and selection."""
 
 import json
+import math
 import os
 import signal
 import sys
@@ -79,7 +80,9 @@ def test_stopped_after_every_round_and_resumed_equals_uninterrupted(make, tmp_pa
     stopped = tmp_path / "stopped"
     for time in range(4):
         stop = Event()
-        finished = experiment.run(stopped, resume=time > 0, observer=Listener(lambda _, stop=stop: stop.set()), stop=stop)
+        finished = experiment.run(
+            stopped, resume=time > 0, observer=Listener(lambda _, stop=stop: stop.set()), stop=stop
+        )
         assert finished == (time == 3)
     assert_same(tmp_path / "whole", stopped)
 
@@ -182,14 +185,14 @@ def test_a_process_killed_at_any_moment_and_resumed_equals_uninterrupted(
 def test_a_process_killed_from_outside_and_resumed_equals_uninterrupted(
     program, cli, unpublished, tiny_folder, tmp_path, assert_same
 ):
-    settings = ["run", "--data", tiny_folder, "--batch-size", 4, "--epochs", 5, "--rounds", 6]
+    settings = ["run", "--data", tiny_folder, "--batch-size", 8, "--rounds", 20, "--evaluate-every", 1]
     process = program(*settings, "--out", tmp_path / "killed", env=os.environ | {"PYTHONUNBUFFERED": "1"})
     for line in process.stdout:
-        if "round 2/6" in line:
+        if "round 2/20" in line:
             process.kill()
             break
     assert process.wait() == -signal.SIGKILL
-    assert len(read_rows(tmp_path / "killed" / "trials" / "fedbn-seed0" / "rounds.jsonl")) in (2, 3, 4, 5)
+    assert len(read_rows(tmp_path / "killed" / "trials" / "fedbn-seed0" / "rounds.jsonl")) >= 2
     assert cli("run", "--resume", tmp_path / "killed").code == 0
     assert cli(*settings, "--out", tmp_path / "whole").code == 0
     assert_same(tmp_path / "whole", tmp_path / "killed")
@@ -375,7 +378,9 @@ def test_records_have_the_columns_and_counts_they_promise(make, tmp_path):
     experiment = make(methods="fedavg,fedbn,centralized", seeds=2, rounds=5, evaluate_every=2, validation=0.2)
     experiment.run(tmp_path / "run")
     study = read_study(tmp_path / "run")
-    sizes = {client.name: {name: len(part) for name, part in client.splits.items()} for client in experiment.data.clients}
+    sizes = {
+        client.name: {name: len(part) for name, part in client.splits.items()} for client in experiment.data.clients
+    }
     assert tuple(study.rows.columns) == COLUMNS
     assert study.clients == sizes
     assert len(study.rows[["method", "seed", "round", "client", "split", "model", "moment"]].drop_duplicates()) == len(
@@ -388,7 +393,7 @@ def test_records_have_the_columns_and_counts_they_promise(make, tmp_path):
             truth = experiment.data.client(row.client).splits[row.split].y.bincount(minlength=3).tolist()
             assert row.support == truth
             assert all(0 <= hits <= support for hits, support in zip(row.hits, row.support, strict=True))
-            assert 0 <= row.auc <= 1
+            assert 0 <= row.auc <= 1 if min(row.support) else math.isnan(row.auc)
             assert row.loss_sum > 0
         else:
             assert (row.moment, row.split, row.model) == ("trained", "train", "personal")
@@ -426,7 +431,9 @@ def test_traffic_counts_what_travels(make, tmp_path):
 # Sampling of clients
 
 
-@pytest.mark.parametrize(("share", "count"), [(None, 3), (1, 1), (2, 2), (9, 3), (0.5, 2), (0.1, 1), (1.0, 3), (0.4, 1)])
+@pytest.mark.parametrize(
+    ("share", "count"), [(None, 3), (1, 1), (2, 2), (9, 3), (0.5, 2), (0.1, 1), (1.0, 3), (0.4, 1)]
+)
 def test_as_many_clients_take_part_as_asked(share, count):
     settings, names = Settings(participation=share), ("ann", "bob", "cid")
     chosen = [settings.participants(0, number, names) for number in range(1, 60)]
@@ -458,7 +465,9 @@ def test_a_client_that_never_took_part_is_measured_only_where_it_has_a_model(mak
     absent = {"ann", "bob", "cid"} - set(took_part)
     assert absent
     for number in (1, 2):
-        rows = [r for r in rows_of(tmp_path / "run", f"{method}-seed2") if r["round"] == number and r["split"] == "test"]
+        rows = [
+            r for r in rows_of(tmp_path / "run", f"{method}-seed2") if r["round"] == number and r["split"] == "test"
+        ]
         have_one = set(took_part[:number]) if method == "fedbn" else {"ann", "bob", "cid"}
         assert {row["client"] for row in rows} == have_one
     said = [text for text in watch.notices if "never took part" in text]
@@ -491,14 +500,16 @@ def test_a_last_batch_of_one_sample_joins_the_one_before_and_is_said_once(make, 
     said = [text for text in watch.notices if "the last batch would hold one sample" in text]
     assert [text.split("'")[1] for text in said] == ["bob", "cid"]
     assert read_study(tmp_path / "run").notices == tuple(watch.notices)
-    assert {row["samples"] for row in rows_of(tmp_path / "run", "fedbn-seed0") if row["split"] == "train"} == {26, 17, 33}
+    assert {row["samples"] for row in rows_of(tmp_path / "run", "fedbn-seed0") if row["split"] == "train"} == {
+        26,
+        17,
+        33,
+    }
 
 
 def test_a_last_batch_of_one_sample_is_kept_where_nothing_forbids_it(make, tmp_path):
     experiment = make("fedavg", rounds=1)
-    object.__setattr__(
-        experiment, "model", lambda shape, classes: nn.Sequential(nn.Flatten(), nn.Linear(192, classes))
-    )
+    object.__setattr__(experiment, "model", lambda shape, classes: nn.Sequential(nn.Flatten(), nn.Linear(192, classes)))
     watch = Listener()
     experiment.run(tmp_path / "run", observer=watch)
     assert watch.notices == []
@@ -534,7 +545,9 @@ def test_a_diverging_run_stops_and_keeps_the_round_before(make, tmp_path, monkey
 
     with pytest.raises(Diverged) as failed:
         experiment.run(tmp_path / "run", observer=watch)
-    assert "client 'ann', round 3, step 2 of 4: loss nan. Lower the learning rate, or check the data" in str(failed.value)
+    assert "client 'ann', round 3, step 2 of 4: loss nan. Lower the learning rate, or check the data" in str(
+        failed.value
+    )
     kept = [load_checkpoint(tmp_path / run / "trials/fedbn-seed0/checkpoint.safetensors") for run in ("good", "run")]
     assert kept[1][1] == kept[0][1]
     assert all(torch.equal(tensor, kept[1][0][name]) for name, tensor in kept[0][0].items())
@@ -561,7 +574,7 @@ def test_in_a_comparison_the_other_trials_go_on(make, tmp_path):
 
 
 def test_best_is_the_first_round_of_the_best_validation_accuracy_and_its_model_is_kept(make, tmp_path):
-    settings = {"rounds": 12, "validation": 0.3, "evaluate_every": 2, "participation": 2, "lr": 0.02}
+    settings = {"rounds": 12, "validation": 0.3, "evaluate_every": 2, "participation": 2, "lr": 0.1}
     for select in ("last", "best"):
         make(**settings, select=select).run(tmp_path / select)
     rows = rows_of(tmp_path / "best", "fedbn-seed0")
@@ -581,7 +594,9 @@ def test_best_is_the_first_round_of_the_best_validation_accuracy_and_its_model_i
 
 def test_a_round_that_measured_fewer_clients_is_never_the_best(make, tmp_path):
     for seed in range(4):
-        make(rounds=6, validation=0.3, participation=1, select="best", first_seed=seed, lr=0.0).run(tmp_path / str(seed))
+        make(rounds=6, validation=0.3, participation=1, select="best", first_seed=seed, lr=0.0).run(
+            tmp_path / str(seed)
+        )
         found = load_checkpoint(tmp_path / str(seed) / "trials" / f"fedbn-seed{seed}" / "best.safetensors")[1]
         last = load_checkpoint(tmp_path / str(seed) / "trials" / f"fedbn-seed{seed}" / "checkpoint.safetensors")[1]
         assert found["steps"].keys() == last["steps"].keys()
@@ -613,9 +628,8 @@ def test_float_images_and_features_are_shown_or_left_out(tmp_path):
     y = np.arange(12) % 3
     for x, shown in ((random.normal(size=(12, 8, 8)), (8, 8, 8, 1)), (random.normal(size=(12, 5)), None)):
         model = "small-cnn" if shown else (lambda shape, classes: nn.Linear(shape[0], classes))
-        result = fedshift.compare(
-            [fedshift.fedavg()], data=fedshift.federation({"a": (x, y, x, y)}), model=model, rounds=1, out=tmp_path / str(x.ndim)
-        )  # fmt: skip
+        data, out = fedshift.federation({"a": (x, y, x, y)}), tmp_path / str(x.ndim)
+        result = fedshift.compare([fedshift.fedavg()], data=data, model=model, rounds=1, out=out)
         assert {name: image.shape for name, image in result.study.samples.items()} == ({"a": shown} if shown else {})
 
 

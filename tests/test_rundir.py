@@ -17,7 +17,7 @@ from fedshift.rundir import RunDirectory, append_rows, cut_rows, environment, sl
 def test_a_new_directory_is_made_with_its_parents_and_locked(tmp_path):
     directory = RunDirectory(tmp_path / "a" / "b", resume=False)
     directory.write("config.toml", "")
-    with pytest.raises(FedshiftError, match="is in use by process \\d+: wait for it, or choose another --out"):
+    with pytest.raises(FedshiftError, match=r"is in use by process \d+: wait for it, or choose another --out"):
         RunDirectory(directory.path, resume=True)
     directory.close()
     RunDirectory(directory.path, resume=True).close()
@@ -26,8 +26,8 @@ def test_a_new_directory_is_made_with_its_parents_and_locked(tmp_path):
 def test_the_lock_of_another_process_counts_and_ends_with_it(tmp_path):
     code = (
         "import sys; from pathlib import Path; from fedshift.rundir import RunDirectory\n"
-        "held = RunDirectory(Path(sys.argv[1]), resume=False); held.write('config.toml', ''); print('held', flush=True)\n"
-        "sys.stdin.read()"
+        "held = RunDirectory(Path(sys.argv[1]), resume=False)\n"
+        "held.write('config.toml', ''); print('held', flush=True); sys.stdin.read()"
     )
     with subprocess.Popen(
         [sys.executable, "-c", code, tmp_path / "run"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -41,7 +41,7 @@ def test_the_lock_of_another_process_counts_and_ends_with_it(tmp_path):
 
 def test_a_directory_that_holds_a_run_is_not_overwritten(tmp_path):
     (tmp_path / "config.toml").touch()
-    with pytest.raises(UsageError, match="already holds a run: go on with it \\(--resume .*\\), or choose another"):
+    with pytest.raises(UsageError, match=r"already holds a run: go on with it \(--resume .*\), or choose another"):
         RunDirectory(tmp_path, resume=False)
 
 
@@ -55,7 +55,7 @@ def test_a_directory_that_holds_something_else_is_not_written_into(tmp_path):
 
 
 def test_only_a_run_is_resumed(tmp_path):
-    with pytest.raises(UsageError, match="holds no run to resume: give the directory that holds its config.toml"):
+    with pytest.raises(UsageError, match=r"holds no run to resume: give the directory that holds its config.toml"):
         RunDirectory(tmp_path, resume=True)
     with pytest.raises(UsageError, match="holds no run to resume"):
         RunDirectory(tmp_path / "gone", resume=True)
@@ -69,7 +69,7 @@ def test_a_lock_left_over_does_not_make_a_directory_occupied(tmp_path):
 
 def test_a_place_that_cannot_be_written_is_told(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(FedshiftError, match="cannot write .*file/run: Not a directory"):
+    with pytest.raises(FedshiftError, match=r"cannot write .*file/run: Not a directory"):
         RunDirectory(tmp_path / "file" / "run", resume=False)
 
 
@@ -108,7 +108,7 @@ def test_nan_is_written_as_null(tmp_path):
 
 
 def test_rows_that_cannot_be_written_are_told(tmp_path):
-    with pytest.raises(FedshiftError, match="cannot write .*: Is a directory"):
+    with pytest.raises(FedshiftError, match=r"cannot write .*: Is a directory"):
         append_rows(tmp_path, [{"round": 1}])
 
 

@@ -39,6 +39,8 @@ def test_the_wheel_installs_and_runs_alone(tmp_path):
     away = {**os.environ, "OMP_NUM_THREADS": "1"}
     where = run(python, "-c", "import fedshift; print(fedshift.__file__)", cwd=tmp_path, env=away).stdout
     assert Path(where.strip()).is_relative_to(home)
-    done = run(home / "bin" / "fedshift", "run", "--rounds", "1", "--samples", "40", "--out", "run", cwd=tmp_path, env=away)
+    done = run(
+        home / "bin" / "fedshift", "run", "--rounds", "1", "--samples", "40", "--out", "run", cwd=tmp_path, env=away
+    )
     assert "Test accuracy" in done.stdout
     assert (tmp_path / "run" / "report.html").stat().st_size > 10_000

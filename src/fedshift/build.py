@@ -13,15 +13,14 @@ from .config import CompareSpec, RunSpec, Spec
 from .core.method import Method
 from .core.optimizer import SGD, AdamW, Cosine, Exponential, Optimizer, Schedule, StepDecay
 from .core.work import Work
-from .data.digits import digits
 from .data.federation import Federation
 from .data.folder import read_folder
 from .experiment import Experiment
 from .names import expressions, resolve
 from .trial import Settings
 
-EMBEDDED: Mapping[str, Callable[[], Federation]] = {"digits": digits}
-"""Federations that come with fedshift."""
+EMBEDDED: Mapping[str, str] = {"digits": "fedshift.data.digits:digits"}
+"""Federations that come with fedshift, and the functions that make them, imported when asked for."""
 
 
 def methods(text: str) -> tuple[Method, ...]:
@@ -36,8 +35,9 @@ def methods(text: str) -> tuple[Method, ...]:
 def federation_of(spec: Spec) -> Federation:
     """The clients that ``spec`` asks for, checked."""
     domains = spec.domains.replace(" ", "").split(",") if spec.domains else None
+    data: Federation
     if spec.data in EMBEDDED:
-        data = EMBEDDED[spec.data]()
+        data = resolve("data", EMBEDDED[spec.data])()
         data = replace(data, classes=spec.classes or data.classes)
         data = data.only(domains) if domains else data
     elif Path(spec.data).is_dir():

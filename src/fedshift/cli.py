@@ -6,8 +6,8 @@ modules are imported inside the commands, so that help answers at once.
 
 from __future__ import annotations
 
-import shlex
 import os
+import shlex
 import sys
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
@@ -365,11 +365,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in given
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # waiting threads that spin stall torch on a busy machine
-    if "" not in sys.path:
-        sys.path.insert(0, "")  # methods and models of the person's own, beside which the program is started
     rest = [argument for argument in given if argument != "--debug"]
     if "" not in sys.path:
-        sys.path.append("")  # package.module:function may stand in the current directory
+        sys.path.append("")  # methods and models of the person's own, beside which the program is started
     sys.exit(_guarded(lambda: app(rest, exit_on_error=False, print_error=False, result_action="return_value"), debug))
 
 

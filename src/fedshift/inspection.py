@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +12,8 @@ from rich.text import Text
 
 from .base.errors import UsageError
 from .build import EMBEDDED, methods
-from .core.kernel import prepare
 from .core.optimizer import SGD
+from .core.plan import prepare
 from .names import catalog, resolve
 from .trial import make_network, method_facts
 
@@ -58,7 +58,8 @@ def listing(kinds: Sequence[str]) -> Iterator[Table]:
         if kind == "methods":
             table.add_column("arguments")
         table.add_column("what it is")
-        known: dict[str, Callable[..., Any]] = dict(EMBEDDED) if kind == "data" else dict(catalog(kind))
+        embedded = {name: resolve("data", function) for name, function in EMBEDDED.items()}
+        known: Mapping[str, Callable[..., Any]] = embedded if kind == "data" else catalog(kind)
         for name, function in known.items():
             described = inspect.getmodule(function) if kind == "methods" else function
             first = (inspect.getdoc(described) or "").split("\n\n")[0].replace("\n", " ").replace("``", "")

@@ -19,21 +19,19 @@ from .base.state import State, nbytes, pick, prefixed, under
 from .base.streams import stream, torch_stream
 from .core.kernel import (
     Client,
-    Plan,
     Server,
     Update,
     begin,
     finish,
-    forward,
     global_state,
     init_client,
     init_server,
     personal_state,
-    prepare,
     server_round,
 )
 from .core.method import Method
 from .core.optimizer import SGD, Optimizer
+from .core.plan import Plan, forward, prepare
 from .core.work import Work
 from .data.federation import Federation
 from .engines.catalog import ENGINES
@@ -118,7 +116,7 @@ class Trial:
             network = make_network(model, data.sample_shape, data.classes).to(device)
         sample = data.clients[0].train.inputs(slice(0, 1)).to(device)
         self.plan = prepare(method, network, work=settings.work, optimizer=settings.optimizer, sample=sample)
-        gives = tuple(forward(self.plan, self.plan.initial, sample).shape[1:])
+        gives = tuple(forward(self.plan, self.plan.initial, sample.to(self.plan.dtype)).shape[1:])
         if gives != (data.classes,):
             raise UsageError(
                 f"the model's outputs for a sample have shape {gives}, but the data have {data.classes} classes: make "

@@ -11,18 +11,17 @@ from fedshift.base.state import clone, equal
 from fedshift.core.kernel import (
     begin,
     finish,
-    forward,
     global_state,
     init_client,
     init_server,
     personal_state,
-    prepare,
     server_round,
     step,
     step_,
-)  # fmt: skip
+)
 from fedshift.core.method import Method
 from fedshift.core.optimizer import SGD, AdamW
+from fedshift.core.plan import forward, prepare
 from fedshift.core.rule import Rule
 from fedshift.core.select import Scope, everything, named
 from fedshift.core.work import Work

@@ -63,7 +63,7 @@ def test_limit_to_fewer_samples_takes_some_of_those_that_limit_to_more_takes(tin
 
 
 def test_limit_names_the_client_that_has_too_few_and_what_would_work(tiny):
-    with pytest.raises(UsageError, match="client 'bob' has 17 training samples, fewer than samples=20: .* at most 17"):
+    with pytest.raises(UsageError, match=r"client 'bob' has 17 training samples, fewer than samples=20: .* at most 17"):
         tiny.limit(20)
     with pytest.raises(UsageError, match="samples=0: must be at least 1"):
         tiny.limit(0)
@@ -81,12 +81,12 @@ def test_hold_out_moves_samples_and_neither_loses_nor_repeats_one(tiny, unchange
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0, -0.1, 1.5, float("nan")])
 def test_hold_out_takes_fractions_only(tiny, fraction):
-    with pytest.raises(UsageError, match="validation=.*: must lie between 0 and 1"):
+    with pytest.raises(UsageError, match=r"validation=.*: must lie between 0 and 1"):
         tiny.hold_out(fraction)
 
 
 def test_hold_out_leaves_every_client_a_training_sample(tiny):
-    with pytest.raises(UsageError, match="validation=0.99 leaves client 'ann' no training sample of 26"):
+    with pytest.raises(UsageError, match=r"validation=0.99 leaves client 'ann' no training sample of 26"):
         tiny.hold_out(0.99)
 
 
@@ -171,7 +171,7 @@ def test_float_images_are_resized_but_never_rounded_or_cut():
 
 def test_images_with_an_odd_number_of_channels_are_refused_by_name():
     data = of(client("a"), client("b"), client("four", shape=(4, 8, 8)))
-    with pytest.raises(UsageError, match="client 'four', train data: 4 channels where others have 3: .* 3 channels"):
+    with pytest.raises(UsageError, match=r"client 'four', train data: 4 channels where others have 3: .* 3 channels"):
         data.fitted()
 
 
@@ -283,7 +283,9 @@ BAD = {
     "a name twice": (of(client("a"), client("a")), "client name 'a' occurs twice"),
     "an empty client": (of(client("a"), client("b", train=0)), "client 'b', train data: empty"),
     "an empty test set": (of(client("a", test=split(0))), "client 'a', test data: empty"),
-    "a label too large": (of(client("a"), classes=2), "client 'a', train data: label 2 is out of range; labels must be 0..1"),
+    "a label too large": (
+        of(client("a"), classes=2), "client 'a', train data: label 2 is out of range; labels must be 0..1",
+    ),
     "a negative label": (
         of(client("a", test=Split(x=GOOD.x, y=torch.tensor([0, 1, 2, 0, -1, 1])))),
         "client 'a', test data: label -1 is out of range; labels must be 0..2",

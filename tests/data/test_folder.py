@@ -126,5 +126,5 @@ def test_a_pickle_inside_is_never_run(tiny_folder, rewrite, tmp_path):
 
 
 def test_a_folder_without_files_is_refused(tmp_path):
-    with pytest.raises(UsageError, match="holds no .npz file: give a directory with one .npz file a client"):
+    with pytest.raises(UsageError, match=r"holds no .npz file: give a directory with one .npz file a client"):
         read_folder(tmp_path)

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from fedshift.core.kernel import begin, finish, init_client, init_server, prepare, server_round, step
+from fedshift.core.kernel import begin, finish, init_client, init_server, server_round, step
 from fedshift.core.optimizer import SGD
+from fedshift.core.plan import prepare
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.scaffold import scaffold
 

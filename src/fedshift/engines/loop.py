@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ..base.errors import FedshiftError
 from ..base.streams import key_bits, torch_stream
-from ..core.kernel import Client, Plan, Server, Update, begin, finish, step_
+from ..core.kernel import Client, Server, Update, begin, finish, step_
+from ..core.plan import Plan
 from ..core.work import batches
 from ..data.federation import Split
 
