@@ -18,7 +18,7 @@ from fedshift.base.errors import FedshiftError, UsageError
 from fedshift.build import experiment_of
 from fedshift.checkpoint import load_checkpoint, save_checkpoint
 from fedshift.config import CompareSpec, RunSpec
-from fedshift.engines.loop import Diverged
+from fedshift.engines.loop import Diverged, step_
 from fedshift.experiment import Observer, read_study
 from fedshift.records import COLUMNS, read_rows
 from fedshift.report.tables import reported_rounds
@@ -150,18 +150,18 @@ ROWS_HALF_WRITTEN = KILL + (
     "e.append_rows = append\n"
 )
 KILLED = {
-    "fedavg": (["--method", "fedavg"], [(IN_A_CLIENTS_WORK, 18), (ROWS_HALF_WRITTEN, 3)]),
+    "fedavg": (["--method", "fedavg"], [(ROWS_HALF_WRITTEN, 3)]),
     "fedbn, momentum kept": (
         ["--method", "fedbn", "--keep-optimizer", "--momentum", "0.9"],
         [(BETWEEN_ROWS_AND_CHECKPOINT, 2), (IN_A_CLIENTS_WORK, 20)],
     ),
     "scaffold, half of them": (
         ["--method", "scaffold", "--participation", "0.5"],
-        [(CHECKPOINT_HALF_WRITTEN, 1), (IN_A_CLIENTS_WORK, 17)],
+        [(CHECKPOINT_HALF_WRITTEN, 1), (IN_A_CLIENTS_WORK, 13)],
     ),
     "dropout": (
         ["--method", "fedbn", "--model", "digit-cnn-dropout", "--batches", "2"],
-        [(IN_A_CLIENTS_WORK, 9), (CHECKPOINT_HALF_WRITTEN, 2)],
+        [(IN_A_CLIENTS_WORK, 9)],
     ),
 }
 
@@ -185,14 +185,14 @@ def test_a_process_killed_at_any_moment_and_resumed_equals_uninterrupted(
 def test_a_process_killed_from_outside_and_resumed_equals_uninterrupted(
     program, cli, unpublished, tiny_folder, tmp_path, assert_same
 ):
-    settings = ["run", "--data", tiny_folder, "--batch-size", 8, "--rounds", 20, "--evaluate-every", 1]
+    settings = ["run", "--data", tiny_folder, "--method", "fedavg", "--batch-size", 8, "--rounds", 20]
     process = program(*settings, "--out", tmp_path / "killed", env=os.environ | {"PYTHONUNBUFFERED": "1"})
     for line in process.stdout:
-        if "round 2/20" in line:
+        if "round 2/20" in line:  # rounds 4, 6, ... are evaluated too
             process.kill()
             break
     assert process.wait() == -signal.SIGKILL
-    assert len(read_rows(tmp_path / "killed" / "trials" / "fedbn-seed0" / "rounds.jsonl")) >= 2
+    assert len(read_rows(tmp_path / "killed" / "trials" / "fedavg-seed0" / "rounds.jsonl")) >= 2
     assert cli("run", "--resume", tmp_path / "killed").code == 0
     assert cli(*settings, "--out", tmp_path / "whole").code == 0
     assert_same(tmp_path / "whole", tmp_path / "killed")
@@ -475,10 +475,8 @@ def test_a_client_that_never_took_part_is_measured_only_where_it_has_a_model(mak
         assert said == []
     else:
         assert said == [
-            f"fedbn, seed 2: {len(absent)} clients never took part, have no model of their own and are not counted: "
+            "fedbn, seed 2: clients that never took part have no model of their own and are not counted: "
             f"{', '.join(sorted(absent))}"
-        ] or said == [
-            f"fedbn, seed 2: 1 client never took part, has no model of its own and is not counted: {', '.join(absent)}"
         ]
         assert read_study(tmp_path / "run").notices == tuple(watch.notices)
 
@@ -486,14 +484,7 @@ def test_a_client_that_never_took_part_is_measured_only_where_it_has_a_model(mak
 # Batch normalization and a batch of one
 
 
-def test_a_last_batch_of_one_sample_joins_the_one_before_and_is_said_once(make, tmp_path, monkeypatch):
-    seen = Counter()
-    real = nn.functional.cross_entropy
-
-    def counted(outputs, labels):
-        seen[len(labels)] += torch.is_grad_enabled()
-        return real(outputs, labels)
-
+def test_a_last_batch_of_one_sample_joins_the_one_before_and_is_said_once(make, tmp_path):
     watch = Listener()
     experiment = make(methods="fedavg,fedbn", seeds=2, rounds=2, batch_size=8)  # bob has 17, cid has 33 samples
     experiment.run(tmp_path / "run", observer=watch)
@@ -534,10 +525,8 @@ def test_a_client_of_one_sample_under_batch_normalization_is_refused(tiny_folder
 
 def test_a_diverging_run_stops_and_keeps_the_round_before(make, tmp_path, monkeypatch):
     make(rounds=2).run(tmp_path / "good")
-    real = nn.functional.cross_entropy
     experiment = make(rounds=4)
     watch = Listener(lambda done: done.round == 2 and monkeypatch.setattr("fedshift.engines.loop.step_", broken))
-    from fedshift.engines.loop import step_
 
     def broken(plan, job, x, y, key):
         job, loss = step_(plan, job, x, y, key)
@@ -552,7 +541,6 @@ def test_a_diverging_run_stops_and_keeps_the_round_before(make, tmp_path, monkey
     assert kept[1][1] == kept[0][1]
     assert all(torch.equal(tensor, kept[1][0][name]) for name, tensor in kept[0][0].items())
     assert {row["round"] for row in rows_of(tmp_path / "run", "fedbn-seed0")} == {1, 2}
-    assert real is nn.functional.cross_entropy
 
 
 def test_in_a_comparison_the_other_trials_go_on(make, tmp_path):

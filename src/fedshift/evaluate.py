@@ -14,7 +14,8 @@ from torch import Tensor
 from .base.state import State
 from .core.kernel import Client, Server, global_state, personal_state
 from .core.plan import Plan, forward
-from .data.federation import Federation, Split
+from .data.federation import Federation
+from .data.split import Split
 from .records import Row
 
 BATCH = 500

@@ -154,8 +154,8 @@ class Experiment:
         untrained = [name for name, client in trial.clients.items() if not client.steps]
         if untrained and trial.plan.personal:
             notices.say(
-                f"{method.name}, seed {seed}: {len(untrained)} clients never took part, have no model of their own and "
-                f"are not counted: {', '.join(untrained[:5])}{' ...' if len(untrained) > 5 else ''}"
+                f"{method.name}, seed {seed}: clients that never took part have no model of their own and are not "
+                f"counted: {', '.join(untrained[:5])}{f' and {len(untrained) - 5} more' if len(untrained) > 5 else ''}"
             )
         return True
 

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedshift.base.errors import UsageError
-from fedshift.data.federation import ClientData, Federation, Split, as_split, federation
+from fedshift.data.federation import ClientData, Federation, federation
+from fedshift.data.split import Split, as_split
 
 
 def split(count: int, shape: tuple[int, ...] = (3, 8, 8), classes: int = 3, key: int = 0, dtype=torch.uint8) -> Split:

@@ -1,4 +1,4 @@
-"""Five real digit domains, where FEDSHIFT_DATA names the directory that holds them; elsewhere there is nothing to test."""
+"""Five real digit domains, where FEDSHIFT_DATA names the directory that holds them; elsewhere nothing is tested."""
 
 import os
 from pathlib import Path

@@ -35,7 +35,8 @@ from sklearn.datasets import load_digits, load_sample_image
 
 from ..base.errors import UsageError
 from ..base.streams import stream
-from .federation import ClientData, Federation, Split
+from .federation import ClientData, Federation
+from .split import Split
 
 CLIENTS = ("pen", "photo", "print", "faded", "worn")
 NOTE = (

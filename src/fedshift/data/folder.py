@@ -1,6 +1,6 @@
 """A directory with one ``.npz`` file a client: ``x_train y_train x_test y_test`` and perhaps ``x_val y_val``.
 
-Arrays are read without pickle, so a file cannot run code; shapes as in :func:`fedshift.data.federation.as_split`.
+Arrays are read without pickle, so a file cannot run code; shapes as in :func:`fedshift.data.split.as_split`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from ..base.errors import UsageError, unknown
-from .federation import ClientData, Federation, as_split
+from .federation import ClientData, Federation
+from .split import as_split
 
 SPLITS = {"train": "train", "validation": "val", "test": "test"}
 """Names of splits, and how the arrays' names end."""

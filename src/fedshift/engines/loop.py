@@ -14,7 +14,7 @@ from ..base.streams import key_bits, torch_stream
 from ..core.kernel import Client, Server, Update, begin, finish, step_
 from ..core.plan import Plan
 from ..core.work import batches
-from ..data.federation import Split
+from ..data.split import Split
 
 
 class Diverged(FedshiftError):

@@ -1,0 +1,214 @@
+"""The Python interface: its example, what a comparison gives back, and what it refuses."""
+
+import doctest
+import gc
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from torch import nn
+
+import fedshift
+from fedshift import api
+from fedshift.base.errors import FedshiftError, UsageError
+from fedshift.checkpoint import load_checkpoint
+from fedshift.experiment import Observer
+
+
+def test_the_example_of_the_module_is_true():
+    assert doctest.testmod(api).failed == 0
+    assert len(doctest.DocTestFinder().find(api)[0].examples) >= 4
+
+
+def test_all_that_is_promised_is_there():
+    assert len(set(fedshift.__all__)) == len(fedshift.__all__)
+    for name in fedshift.__all__:
+        assert getattr(fedshift, name) is not None
+        assert name in dir(fedshift)
+    assert set(fedshift._MODULE) == set(fedshift.__all__)
+    with pytest.raises(AttributeError, match="has no attribute 'fedbm'"):
+        fedshift.fedbm  # noqa: B018
+
+
+@pytest.fixture
+def compared(tiny):
+    """FedAvg and FedBN over two seeds and two rounds."""
+    return fedshift.compare([fedshift.fedavg(), fedshift.fedbn()], data=tiny, rounds=2, seeds=2, batch_size=8)
+
+
+def test_tables_derive_from_the_records(compared):
+    rows = compared.study.rows
+    last = rows[(rows["round"] == 2) & (rows["split"] == "test") & (rows["model"] == "personal")]
+    table = compared.table()
+    assert list(table.index) == ["ann", "bob", "cid", "macro", "pooled", "worst client"]
+    for method in ("fedavg", "fedbn"):
+        of = last[(last["method"] == method) & (last["client"] == "bob")]
+        each = [sum(hits) / 12 for hits in of["hits"]]
+        assert table.loc["bob", (method, "mean")] == pytest.approx(np.mean(each))
+        assert table.loc["bob", (method, "std")] == pytest.approx(np.std(each, ddof=1))
+    assert list(compared.table(model="global").columns.get_level_values("method").unique()) == ["fedavg"]
+    assert (compared.table("loss") > 0).loc["macro", ("fedbn", "mean")]
+    with pytest.raises(UsageError, match="unknown metric 'acuracy': did you mean 'accuracy'"):
+        compared.table("acuracy")
+
+
+def test_differences_are_to_fedavg_or_the_first(compared):
+    assert list(compared.differences().index) == ["fedbn"]
+    assert isinstance(compared.differences("fedbn"), pd.DataFrame)
+    assert list(compared.differences("fedbn").index) == ["fedavg"]
+
+
+def test_the_report_is_written_where_asked(compared, tmp_path):
+    assert compared.report(tmp_path / "page.html") == tmp_path / "page.html"
+    assert "<html" in (tmp_path / "page.html").read_text()
+
+
+def test_models_are_those_that_were_measured(compared, tiny):
+    rows = compared.study.rows
+    for method, client, model in (
+        ("fedavg", None, "global"),
+        ("fedbn", "cid", "personal"),
+        ("fedavg", "bob", "personal"),
+    ):
+        for seed in (0, 1):
+            network = compared.model(method, client, seed)
+            assert not network.training
+            data = tiny.client(client or "ann").test
+            with torch.no_grad():
+                guess = network(data.inputs(slice(None))).argmax(1)
+            row = rows[
+                (rows["method"] == method) & (rows["seed"] == seed) & (rows["round"] == 2) & (rows["split"] == "test")
+                & (rows["client"] == (client or "ann")) & (rows["model"] == model)
+            ].iloc[0]  # fmt: skip
+            assert int((guess == data.y).sum()) == sum(row["hits"])
+
+
+def test_models_of_different_clients_differ_where_they_should(compared):
+    ann, bob = compared.model("fedbn", "ann").state_dict(), compared.model("fedbn", "bob").state_dict()
+    same = {name for name, tensor in ann.items() if torch.equal(tensor, bob[name])}
+    assert {name for name in ann if not name.startswith("bn")} == same - {"bn1.num_batches_tracked"} - {
+        name for name in same if name.startswith("bn")
+    }
+    assert not torch.equal(ann["bn1.running_mean"], bob["bn1.running_mean"])
+    assert torch.equal(ann["conv1.weight"], bob["conv1.weight"])
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"method": "fedbn"}, "fedbn has no global model: name a client, one of ann, bob, cid"),
+        ({"method": "fedbm"}, "unknown method 'fedbm': did you mean 'fedbn'? allowed are fedavg, fedbn"),
+        ({"method": "fedbn", "client": "bbo"}, "unknown client 'bbo': did you mean 'bob'? allowed are ann, bob, cid"),
+        ({"method": "fedavg", "seed": 7}, "no seed 7 here: there are 0, 1"),
+    ],
+)
+def test_models_that_do_not_exist_are_refused(compared, asked, said):
+    with pytest.raises(UsageError) as refused:
+        compared.model(**asked)
+    assert str(refused.value) == said
+
+
+def test_the_model_of_a_selected_run_is_that_of_the_reported_round(tiny, tmp_path):
+    result = fedshift.compare(
+        [fedshift.fedavg()], data=tiny.hold_out(0.3), rounds=6, lr=0.1, select="best", out=tmp_path / "run"
+    )
+    trial = tmp_path / "run" / "trials" / "fedavg-seed0"
+    best = load_checkpoint(trial / "best.safetensors")
+    assert best[1]["round"] < 6
+    assert torch.equal(result.model("fedavg").state_dict()["conv1.weight"], best[0]["server/shared/conv1.weight"])
+
+
+def test_a_temporary_directory_lives_as_long_as_the_result(tiny):
+    result = fedshift.compare([fedshift.fedavg()], data=tiny, rounds=1)
+    directory = result.directory
+    assert directory.exists()
+    del result
+    gc.collect()
+    assert not directory.exists()
+
+
+def test_a_directory_of_ones_own_is_kept_and_resumed(tiny, tmp_path, assert_same):
+    class Rounds(Observer):
+        count = 0
+
+        def round(self, done):
+            self.count += 1
+
+    settings = {"data": tiny, "optimizer": fedshift.SGD(lr=0.01, momentum=0.9, keep=True), "batch_size": 8}
+    fedshift.compare([fedshift.fedbn()], **settings, rounds=1, out=tmp_path / "run")
+    gc.collect()
+    watch = Rounds()
+    fedshift.compare([fedshift.fedbn()], **settings, rounds=3, out=tmp_path / "run", resume=True, observer=watch)
+    assert watch.count == 2
+    fedshift.compare([fedshift.fedbn()], **settings, rounds=3, out=str(tmp_path / "whole"))
+    assert_same(tmp_path / "run", tmp_path / "whole")
+
+
+def test_the_same_call_gives_the_same_numbers_and_leaves_torchs_generator_alone(tiny):
+    before = torch.random.get_rng_state()
+    first, second = (fedshift.compare([fedshift.fedbn()], data=tiny, rounds=1) for _ in range(2))
+    assert first.study.rows.equals(second.study.rows)
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_arrays_of_ones_own_and_a_network_of_ones_own(tiny):
+    random = np.random.default_rng(0)
+    y = np.arange(20) % 2
+    x = random.normal(size=(20, 4)) + 3 * y[:, None]
+    made = []
+
+    def network(shape, classes):
+        made.append((shape, classes))
+        return nn.Sequential(nn.Linear(shape[0], 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, classes))
+
+    result = fedshift.compare(
+        [fedshift.fedbn()], data=fedshift.federation({"a": (x, y, x, y), "b": (x - 1, y, x - 1, y)}), model=network,
+        rounds=8, lr=0.1, batch_size=None,
+    )  # fmt: skip
+    assert set(made) == {((4,), 2)}
+    assert result.table().loc["macro", ("fedbn", "mean")] > 0.9
+    assert result.study.rows["auc"].max() > 0.9
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"methods": []}, "no method is given"),
+        ({"seeds": 0}, "seeds []: give at least one, each once"),
+        ({"seeds": [1, 1]}, "seeds [1, 1]: give at least one, each once"),
+        ({"rounds": 0}, "rounds=0: must be at least 1"),
+        ({"lr": -1.0}, "learning rate lr=-1: it must be a number of 0 or more"),
+        ({"batch_size": 0}, "batch_size=0: must be at least 1"),
+        ({"epochs": 1, "batches": 1}, "give exactly one of the two"),
+        ({"participation": 1.5}, "participation=1.5: give a number of clients"),
+        ({"evaluate_every": 0}, "evaluate_every=0: must be at least 1"),
+        ({"select": "bets"}, "unknown selection 'bets': did you mean 'best'?"),
+        ({"select": "best"}, "select='best' needs validation data"),
+        ({"engine": "none"}, "unknown engine 'none'"),
+        ({"model": "small-cn"}, "unknown model 'small-cn': did you mean 'small-cnn'?"),
+        ({"model": nn.Linear(2, 2)}, "model is a Linear: give a name, or a function (sample_shape, classes)"),
+        ({"model": 3}, "model is a int: give a name, or a function"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(tiny, changed, said):
+    methods = changed.pop("methods", [fedshift.fedavg()])
+    with pytest.raises(UsageError) as refused:
+        fedshift.compare(methods, data=tiny, **changed)
+    assert said in str(refused.value)
+
+
+def test_data_that_cannot_be_used_are_refused(tiny):
+    with pytest.raises(UsageError, match="has no client: give it at least one"):
+        fedshift.compare([fedshift.fedavg()], data=tiny.only([]))
+    x, y = np.zeros((4, 8, 8), np.uint8), np.zeros(4, np.int64)
+    lone = fedshift.federation({"a": (x, y, x, y)}, classes=2)
+    with pytest.raises(UsageError, match="client 'a' has only class 0"):
+        fedshift.compare([fedshift.fedavg()], data=lone)
+    assert fedshift.compare([fedshift.fedavg()], data=lone, rounds=1, allow_single_class=True).table().size
+
+
+def test_a_comparison_that_diverged_raises(tiny, tmp_path):
+    with pytest.raises(FedshiftError, match="training diverged"):
+        fedshift.compare([fedshift.fedavg()], data=tiny, lr=1e30, batch_size=8, out=tmp_path / "run")
+    assert not (tmp_path / "run" / "trials" / "fedavg-seed0" / "checkpoint.safetensors").exists()

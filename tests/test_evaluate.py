@@ -1,0 +1,126 @@
+"""Evaluation: counts against a direct computation, and the area under the curve against scikit-learn."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from sklearn.metrics import accuracy_score, balanced_accuracy_score, roc_auc_score
+from torch import nn
+
+from fedshift import evaluate as evaluation
+from fedshift.core.kernel import init_client, init_server
+from fedshift.core.optimizer import SGD
+from fedshift.core.plan import prepare
+from fedshift.data.split import Split
+from fedshift.evaluate import evaluate, evaluate_clients
+from fedshift.methods.centralized import centralized
+from fedshift.methods.fedavg import fedavg
+from fedshift.methods.fedbn import fedbn
+from fedshift.models.digits import small_cnn
+from fedshift.records import COLUMNS, frame, measured
+
+
+def plan_of(model, method=None):
+    return prepare(method or fedavg(), model, optimizer=SGD(lr=0.0))
+
+
+@pytest.fixture
+def network():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = small_cnn((3, 8, 8), 3)
+        model(torch.randn(64, 3, 8, 8))  # moves the running statistics off their start
+    return model
+
+
+def test_counts_equal_a_direct_computation_over_more_than_one_batch(network, monkeypatch):
+    random = np.random.default_rng(0)
+    part = Split(x=torch.from_numpy(random.integers(0, 256, (53, 3, 8, 8)).astype(np.uint8)), y=torch.arange(53) % 3)
+    plan = plan_of(network)
+    monkeypatch.setattr(evaluation, "BATCH", 10)
+    row = evaluate(plan, plan.initial, part, 3)
+
+    network.eval()
+    with torch.no_grad():
+        logits = network(part.x.double().div(127.5).sub(1).float()).double()
+    guess = logits.argmax(1)
+    assert row["samples"] == 53
+    assert row["support"] == [18, 18, 17]
+    assert row["hits"] == [int(((guess == k) & (part.y == k)).sum()) for k in range(3)]
+    assert row["loss_sum"] == pytest.approx(
+        float(nn.functional.cross_entropy(logits, part.y, reduction="sum")), rel=1e-5
+    )
+    assert row["auc"] == pytest.approx(roc_auc_score(part.y, logits.softmax(1), multi_class="ovr"), abs=1e-5)
+
+    rows = frame([{**dict.fromkeys(COLUMNS, 0), **row}])
+    assert measured(rows, "accuracy").item() == pytest.approx(accuracy_score(part.y, guess))
+    assert measured(rows, "balanced_accuracy").item() == pytest.approx(balanced_accuracy_score(part.y, guess))
+    assert measured(rows, "loss").item() == pytest.approx(row["loss_sum"] / 53)
+
+
+def test_evaluation_changes_nothing(network):
+    plan = plan_of(network)
+    before = {name: tensor.clone() for name, tensor in plan.initial.items()}
+    evaluate(plan, plan.initial, Split(x=torch.zeros(3, 3, 8, 8), y=torch.arange(3)), 3)
+    assert all(torch.equal(tensor, plan.initial[name]) for name, tensor in before.items())
+
+
+@given(
+    labels=st.lists(st.integers(0, 3), min_size=4, max_size=40),
+    classes=st.integers(2, 4),
+    seed=st.integers(0, 99),
+    ties=st.booleans(),
+)
+def test_the_area_under_the_curve_equals_scikit_learns(labels, classes, seed, ties):
+    y = torch.tensor([label % classes for label in labels])
+    logits = torch.randn(len(y), classes, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    logits = logits.round() if ties else logits
+    found = evaluation._auc(logits, y)
+    if len(y.unique()) < classes:
+        assert found is None
+    else:
+        scores = logits.softmax(1).numpy()
+        scores = scores[:, 1] if classes == 2 else scores
+        assert found == pytest.approx(roc_auc_score(y, scores, multi_class="ovr"), abs=1e-12)
+
+
+def test_the_area_under_the_curve_is_not_defined_for_scores_that_are_not_finite_or_one_class():
+    y = torch.tensor([0, 1, 1])
+    assert evaluation._auc(torch.tensor([[0.0, 1.0], [float("nan"), 0.0], [0.0, 1.0]]), y) is None
+    assert evaluation._auc(torch.zeros(3, 1), torch.zeros(3, dtype=torch.int64)) is None
+
+
+def test_a_class_that_does_not_occur_counts_nothing(network):
+    plan = plan_of(network)
+    row = evaluate(plan, plan.initial, Split(x=torch.zeros(4, 3, 8, 8), y=torch.tensor([0, 0, 2, 2])), 3)
+    assert row["support"] == [2, 0, 2]
+    assert row["auc"] is None
+    rows = frame([{**dict.fromkeys(COLUMNS, 0), **row}])
+    assert measured(rows, "balanced_accuracy").item() == sum(row["hits"]) / 4
+
+
+def test_an_equal_model_is_measured_once_and_shown_as_both(network, tiny, monkeypatch):
+    measured_states = []
+    real = evaluation.evaluate
+    monkeypatch.setattr(evaluation, "evaluate", lambda *given: measured_states.append(given) or real(*given))
+    plan = plan_of(network)
+    clients = dict.fromkeys(tiny.names, init_client(plan))
+    rows = evaluate_clients(plan, init_server(plan), clients, tiny, ("test",))
+    assert [(row["client"], row["model"]) for row in rows] == [
+        (name, model) for name in tiny.names for model in ("global", "personal")
+    ]
+    assert len(measured_states) == len(tiny.clients)
+
+
+def test_clients_that_never_trained_have_no_personal_model_of_their_own(network, tiny):
+    plan = plan_of(network, fedbn())
+    clients = dict.fromkeys(tiny.names, init_client(plan))
+    assert evaluate_clients(plan, init_server(plan), clients, tiny, ("test",)) == []
+
+
+def test_centralized_training_is_measured_on_each_client(network, tiny):
+    plan = plan_of(network, centralized())
+    rows = evaluate_clients(plan, init_server(plan), {"pooled": init_client(plan)}, tiny, ("test",))
+    assert {row["client"] for row in rows} == set(tiny.names)
+    assert {row["model"] for row in rows} == {"global", "personal"}

@@ -1,0 +1,138 @@
+"""What a person sees while it runs: plain lines in a pipe, a live table on a terminal."""
+
+import io
+import re
+
+import pytest
+from rich.console import Console
+
+from fedshift.build import experiment_of
+from fedshift.config import CompareSpec
+from fedshift.progress import LiveDisplay, PlainLines, _clock
+from fedshift.trial import RoundDone
+
+
+@pytest.fixture
+def experiment(tiny_folder):
+    return experiment_of(
+        CompareSpec(data=str(tiny_folder), methods="fedbn,centralized", rounds=4, evaluate_every=2, batch_size=8)
+    )
+
+
+def test_plain_lines_are_one_for_each_evaluated_round(experiment, tmp_path):
+    console = Console(file=io.StringIO(), width=60)
+    experiment.run(tmp_path / "run", observer=PlainLines(console))
+    lines = console.file.getvalue().splitlines()
+    rounds = [line for line in lines if not line.startswith("note: ")]
+    assert len(rounds) == 4
+    pattern = (
+        r"(fedbn|centralized) seed 0 round [24]/4: loss \d\.\d{4}, "
+        r"accuracy \d+\.\d\d % \(ann \d+\.\d bob \d+\.\d cid \d+\.\d\), \d+:\d\d left"
+    )
+    assert all(re.fullmatch(pattern, line) for line in rounds), rounds
+    assert rounds[-1].endswith(", 0:00 left")
+    notes = [line for line in lines if line.startswith("note: ")]
+    assert len(notes) == 2  # one line each, however narrow the console
+    assert all(note.endswith("it joins the batch before it") for note in notes)
+
+
+def test_the_accuracy_shown_is_the_macro_accuracy_of_the_personal_models(experiment, tmp_path):
+    class Remembers(PlainLines):
+        done: RoundDone
+
+        def round(self, done):
+            super().round(done)
+            self.done = done
+
+    console = Console(file=io.StringIO(), width=200)
+    watch = Remembers(console)
+    experiment.run(tmp_path / "run", observer=watch)
+    tested = [row for row in watch.done.rows if (row["split"], row["model"]) == ("test", "personal")]
+    macro = sum(100 * sum(row["hits"]) / row["samples"] for row in tested) / 3
+    trained = [row for row in watch.done.rows if row["split"] == "train"]
+    last = console.file.getvalue().splitlines()[-1]
+    assert f"accuracy {macro:.2f} %" in last
+    assert f"loss {trained[0]['loss_sum'] / trained[0]['samples']:.4f}" in last
+
+
+def test_names_are_shown_as_they_are(tmp_path):
+    console = Console(file=io.StringIO(), width=200)
+    lines = PlainLines(console)
+    lines.begin(["m"], [0], 1, ["[red]"])
+    lines.trial("[bold]m", 0, 0)
+    lines.client("[red]", 0.5)
+    row = {"client": "[red]", "split": "test", "model": "personal", "hits": [1, 0], "samples": 2}
+    lines.round(RoundDone(round=1, participants=("[red]",), down=0, up=0, seconds=0.1, rows=[row]))
+    lines.notice("[link]x")
+    assert "[bold]m seed 0 round 1/1: loss 0.5000, accuracy 50.00 % ([red] 50.0), 0:00 left" in console.file.getvalue()
+    assert "note: [link]x" in console.file.getvalue()
+
+
+def test_a_round_in_which_nobody_has_a_model_yet_is_a_line_too():
+    console = Console(file=io.StringIO(), width=200)
+    lines = PlainLines(console)
+    lines.begin(["m"], [0], 2, ["a"])
+    lines.trial("m", 0, 0)
+    lines.client("a", 0.5)
+    lines.round(
+        RoundDone(
+            round=1, participants=("a",), down=0, up=0, seconds=0.1, rows=[{"split": "train", "model": "personal"}]
+        )
+    )
+    assert console.file.getvalue() == ""
+
+
+def terminal():
+    return Console(file=io.StringIO(), force_terminal=True, width=100, height=40, color_system=None)
+
+
+def test_the_live_display_shows_each_client_and_leaves_the_terminal_clean(experiment, tmp_path):
+    console = terminal()
+    with LiveDisplay(console) as display:
+        experiment.run(tmp_path / "run", observer=display)
+        frame = terminal()
+        frame.print(display.live.renderable)
+    shown = frame.file.getvalue()
+    for said in (
+        "centralized seed 0 round 4",
+        "8/8",
+        "client",
+        "training loss",
+        "test accuracy",
+        "ann",
+        "bob",
+        "cid",
+        "pooled",
+    ):
+        assert said in shown
+    assert len(re.findall(r"\d+\.\d\d %", shown)) == 3
+    assert "note: client 'bob': the last batch" in console.file.getvalue()
+    assert not display.live.is_started
+
+
+def test_the_live_display_of_many_clients_stays_on_one_screen():
+    with LiveDisplay(terminal()) as display:
+        names = [f"client{number}" for number in range(500)]
+        display.begin(["m"], [0], 3, names)
+        display.trial("m", 0, 0)
+        for name in names:
+            display.client(name, 1.0)
+        frame = terminal()
+        frame.print(display.live.renderable)
+    assert "and 480 more" in frame.file.getvalue()
+    assert frame.file.getvalue().count("\n") < 30
+
+
+def test_a_resumed_trial_starts_where_it_stopped():
+    with LiveDisplay(terminal()) as display:
+        display.begin(["m"], [0], 5, ["a"])
+        display.trial("m", 0, 3)
+        assert display.bar.tasks[0].completed == 3
+        assert display.bar.tasks[0].total == 5
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.2, "0:00"), (59.7, "1:00"), (61, "1:01"), (3599, "59:59"), (7384, "2:03:04")]
+)
+def test_time_left_is_written_as_a_clock(seconds, text):
+    assert _clock(seconds) == text
