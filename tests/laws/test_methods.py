@@ -88,6 +88,7 @@ def test_what_leaves_a_client_is_what_the_scope_sends(trial, federated, engine):
             assert name.partition("/")[0] in {plan.rule_memory(i) for i in range(len(plan.method.rules))}
             assert entry not in plan.personal
     assert running.server.shared.keys() == plan.sent
+    assert not {name.partition("/")[2] for name in running.server.memory} & plan.personal
 
 
 def test_entries_are_kept_loaded_and_sent_as_declared(trial, federated):

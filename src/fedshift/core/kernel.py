@@ -65,11 +65,11 @@ class Job:
 
 
 def init_server(plan: Plan) -> Server:
-    """The server before round 0."""
-    trainable = pick(plan.initial, plan.trained)
+    """The server before the first round."""
+    shared = pick(plan.initial, plan.trained & plan.loaded)
     memory: State = {}
     for index, rule in enumerate(plan.method.rules):
-        memory |= prefixed(plan.rule_memory(index), rule.server_memory(trainable))
+        memory |= prefixed(plan.rule_memory(index), rule.server_memory(shared))
     return Server(round=0, shared=pick(plan.initial, plan.sent), memory=memory)
 
 

@@ -37,11 +37,11 @@ class Rule:
         return f"{type(self).__name__}()"
 
     def client_memory(self, initial: State) -> State:
-        """Memory that every client starts with and keeps to itself; ``initial`` is the trainable part of the model."""
+        """Memory that every client starts with and keeps to itself; ``initial``: the model's trained parameters."""
         return {}
 
     def server_memory(self, initial: State) -> State:
-        """Memory that the server starts with and broadcasts each round."""
+        """Memory that the server starts with and broadcasts; ``initial``: the trained parameters that clients load."""
         return {}
 
     def trainable(self, names: frozenset[str]) -> frozenset[str]:

@@ -32,7 +32,7 @@ class Split:
 
     def inputs(self, index: Tensor | slice, dtype: torch.dtype = torch.float32) -> Tensor:
         """Samples at ``index`` as a network takes them: images scaled from 0..255 to [-1, 1], floats untouched."""
-        x = self.x[index].to(dtype)
+        x = self.x[index].to(dtype, copy=True)  # the network's own: an in-place layer must not reach the data
         return x.div_(127.5).sub_(1.0) if self.x.dtype == torch.uint8 else x
 
     def to(self, device: torch.device) -> Split:

@@ -51,13 +51,8 @@ class ControlVariates(Rule):
 
     @override
     def fold(self, memory: State, uploads: Sequence[State], weights: Sequence[float], population: int) -> State:
-        def total(name: str) -> torch.Tensor:
-            return torch.stack([upload[name].double() for upload in uploads]).sum(0)
-
-        return {
-            name: (c.double() + total(name) / population).to(c.dtype) if name in uploads[0] else c
-            for name, c in memory.items()
-        }
+        changes = {name: torch.stack([upload[name].double() for upload in uploads]).sum(0) for name in memory}
+        return {name: (c.double() + changes[name] / population).to(c.dtype) for name, c in memory.items()}
 
 
 def scaffold(base: Method | None = None) -> Method:
