@@ -99,18 +99,19 @@ def test_the_settings_that_a_run_writes_down_reproduce_it(cli, unpublished, tiny
     assert tomllib.loads((tmp_path / "one/config.toml").read_text())["schedule"] == "cosine(floor=0.1)"
 
 
-def test_a_method_and_a_model_of_ones_own_are_found_where_the_program_is_started(program, tiny_folder, tmp_path):
-    (tmp_path / "mine.py").write_text(
+def test_a_method_and_a_model_of_ones_own_are_found_where_the_program_is_started(
+    cli, unpublished, monkeypatch, tiny_folder, tmp_path
+):
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    (tmp_path / "beside_the_program.py").write_text(
         "from torch import nn\nfrom fedshift import fedavg\n"
         "def method(*, strength): return fedavg()\n"
         "def model(shape, classes): return nn.Sequential(nn.Flatten(), nn.Linear(192, classes))\n"
     )
-    before = "import fedshift.cli; fedshift.cli._publish = lambda *_: None"
-    asked = ("--method", "mine:method(strength=2)", "--model", "mine:model", "--rounds", 1)
-    process = program("run", "--data", tiny_folder, *asked, "--out", "out", before=before, cwd=tmp_path)
-    out, err = process.communicate()
-    assert (process.returncode, err) == (0, "")
-    assert "fedavg seed 0 round 1/1" in out
+    own = ("--method", "beside_the_program:method(strength=2)", "--model", "beside_the_program:model")
+    outcome = cli("run", "--data", tiny_folder, *own, "--rounds", 1)
+    assert (outcome.code, outcome.err) == (0, "")
+    assert "fedavg seed 0 round 1/1" in outcome.out
 
 
 # What goes wrong
@@ -330,7 +331,7 @@ def test_one_ctrl_c_finishes_the_round_reports_and_says_how_to_go_on(
     cli, interrupt, monkeypatch, tiny_folder, tmp_path, assert_same
 ):
     settings = ("run", "--data", tiny_folder, "--batch-size", 8, "--rounds", 5, "--evaluate-every", 1)
-    real = loop.step_
+    real, handler = loop.step_, signal.getsignal(signal.SIGINT)
     interrupt(13)
     outcome = cli(*settings, "--out", "stopped run")
     assert (outcome.code, outcome.err) == (130, "")
@@ -341,7 +342,7 @@ def test_one_ctrl_c_finishes_the_round_reports_and_says_how_to_go_on(
     assert last == "Stopped. What was done is kept; go on with: fedshift run --resume 'stopped run'"
     assert (tmp_path / "stopped run/report.html").exists()
     assert load_checkpoint(tmp_path / "stopped run" / CHECKPOINT)[1]["round"] == 2
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is handler
     monkeypatch.setattr(loop, "step_", real)
     monkeypatch.setattr("fedshift.cli._publish", lambda *_: None)
     assert cli("run", "--resume", "stopped run").code == 0
@@ -365,6 +366,7 @@ def test_two_ctrl_c_stop_at_once(cli, interrupt, monkeypatch, tiny_folder, tmp_p
     assert_same(tmp_path / "whole", tmp_path / "stopped")
 
 
+@pytest.mark.slow
 def test_a_process_stopped_by_ctrl_c_ends_in_order(program, tiny_folder, tmp_path):
     process = program(
         "run", "--data", tiny_folder, "--rounds", 100000, "--evaluate-every", 1, "--out", "out", cwd=tmp_path

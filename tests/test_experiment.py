@@ -149,24 +149,36 @@ ROWS_HALF_WRITTEN = KILL + (
     "    if len(calls) == {at}: path.write_bytes(path.read_bytes()[:-30]); die()\n"
     "e.append_rows = append\n"
 )
-KILLED = {
-    "fedavg": (["--method", "fedavg"], [(ROWS_HALF_WRITTEN, 3)]),
-    "fedbn, momentum kept": (
-        ["--method", "fedbn", "--keep-optimizer", "--momentum", "0.9"],
-        [(BETWEEN_ROWS_AND_CHECKPOINT, 2), (IN_A_CLIENTS_WORK, 20)],
-    ),
-    "scaffold, half of them": (
-        ["--method", "scaffold", "--participation", "0.5"],
-        [(CHECKPOINT_HALF_WRITTEN, 1), (IN_A_CLIENTS_WORK, 13)],
-    ),
-    "dropout": (
-        ["--method", "fedbn", "--model", "digit-cnn-dropout", "--batches", "2"],
-        [(IN_A_CLIENTS_WORK, 9)],
-    ),
-}
 
 
-@pytest.mark.parametrize(("arguments", "moments"), KILLED.values(), ids=KILLED.keys())
+@pytest.mark.parametrize(
+    ("arguments", "moments"),
+    [
+        pytest.param(["--method", "fedavg"], [(ROWS_HALF_WRITTEN, 3)], id="fedavg"),
+        pytest.param(
+            ["--method", "fedbn", "--keep-optimizer", "--momentum", "0.9"],
+            [(BETWEEN_ROWS_AND_CHECKPOINT, 2), (IN_A_CLIENTS_WORK, 20)],
+            id="fedbn, momentum kept",
+        ),
+        pytest.param(
+            ["--method", "scaffold", "--participation", "0.5"],
+            [(IN_A_CLIENTS_WORK, 13)],
+            id="scaffold, half of them",
+        ),
+        pytest.param(
+            ["--method", "scaffold", "--participation", "2", "--seeds", "2"],
+            [(CHECKPOINT_HALF_WRITTEN, 1), (ROWS_HALF_WRITTEN, 2), (IN_A_CLIENTS_WORK, 40)],
+            id="scaffold, two of them, two seeds",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ["--method", "fedbn", "--model", "digit-cnn-dropout", "--batches", "2"],
+            [(IN_A_CLIENTS_WORK, 9), (CHECKPOINT_HALF_WRITTEN, 1)],
+            id="dropout",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
 def test_a_process_killed_at_any_moment_and_resumed_equals_uninterrupted(
     program, cli, unpublished, tiny_folder, tmp_path, assert_same, arguments, moments
 ):
