@@ -97,7 +97,7 @@ def cli(capsys, monkeypatch, tmp_path):
 @pytest.fixture
 def unpublished(monkeypatch):
     """Leave out tables, figures and page, which take most of the time of a tiny run."""
-    monkeypatch.setattr("fedshift.cli._publish", lambda *_: None)
+    monkeypatch.setattr("fedshift.report.publish.publish", lambda *_: None)
 
 
 @pytest.fixture

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from fedshift.base.errors import FedshiftError
-from fedshift.checkpoint import load_checkpoint, load_facts, save_checkpoint, write_atomically
+from fedshift.base.files import write_atomically
+from fedshift.checkpoint import load_checkpoint, load_facts, save_checkpoint
 
 TENSORS = {
     "float": torch.randn(3, 4, generator=torch.Generator().manual_seed(0)),
@@ -143,7 +144,7 @@ def test_a_disk_that_fails_later_is_told_too(checkpoint, monkeypatch, call):
     def fail(*_):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(f"fedshift.checkpoint.os.{call}", fail)
+    monkeypatch.setattr(f"fedshift.base.files.os.{call}", fail)
     with pytest.raises(FedshiftError, match=r"Input/output error. What was saved before is intact: make the place wri"):
         write_atomically(checkpoint, b"new")
 
@@ -160,7 +161,7 @@ def test_content_is_on_disk_before_it_takes_the_old_files_place(tmp_path, monkey
         happened.append(("replace", self.name))
         return replace(self, target)
 
-    monkeypatch.setattr("fedshift.checkpoint.os.fsync", synced)
+    monkeypatch.setattr("fedshift.base.files.os.fsync", synced)
     monkeypatch.setattr(Path, "replace", replaced)
     write_atomically(tmp_path / "file", b"content")
     file = tmp_path / "file"

@@ -69,7 +69,7 @@ def test_a_run_prints_tables_and_leaves_a_report(cli, tiny_folder, tmp_path):
 
 def test_a_report_is_made_again_from_the_records(cli, monkeypatch, tiny_folder):
     with monkeypatch.context() as patched:
-        patched.setattr("fedshift.cli._publish", lambda *_: None)
+        patched.setattr("fedshift.report.publish.publish", lambda *_: None)
         cli("run", "--data", tiny_folder, "--rounds", 1, "--out", "results")
     outcome = cli("report", "results")
     assert (outcome.code, outcome.err) == (0, "")
@@ -344,7 +344,7 @@ def test_one_ctrl_c_finishes_the_round_reports_and_says_how_to_go_on(
     assert load_checkpoint(tmp_path / "stopped run" / CHECKPOINT)[1]["round"] == 2
     assert signal.getsignal(signal.SIGINT) is handler
     monkeypatch.setattr(loop, "step_", real)
-    monkeypatch.setattr("fedshift.cli._publish", lambda *_: None)
+    monkeypatch.setattr("fedshift.report.publish.publish", lambda *_: None)
     assert cli("run", "--resume", "stopped run").code == 0
     assert cli(*settings, "--out", "whole").code == 0
     assert_same(tmp_path / "whole", tmp_path / "stopped run")
@@ -360,7 +360,7 @@ def test_two_ctrl_c_stop_at_once(cli, interrupt, monkeypatch, tiny_folder, tmp_p
     assert outcome.out.splitlines()[-1].endswith("go on with: fedshift run --resume stopped")
     assert load_checkpoint(tmp_path / "stopped" / CHECKPOINT)[1]["round"] == 1
     monkeypatch.setattr(loop, "step_", real)
-    monkeypatch.setattr("fedshift.cli._publish", lambda *_: None)
+    monkeypatch.setattr("fedshift.report.publish.publish", lambda *_: None)
     assert cli("run", "--resume", "stopped").code == 0
     assert cli(*settings, "--out", "whole").code == 0
     assert_same(tmp_path / "whole", tmp_path / "stopped")

@@ -27,7 +27,7 @@ COMPARE = {**OTHER, "methods": "fedavg,fedbn+fedprox(mu=0.1)"}
 def resolved(cli, monkeypatch):
     """Call the program and return the settings it would have run, or the outcome of its refusal."""
     given = []
-    monkeypatch.setattr(program, "_execute", lambda spec, command, out, resume: given.append((spec, out, resume)))
+    monkeypatch.setattr(program, "execute", lambda spec, command, out, resume: given.append((spec, out, resume)))
 
     def call(*arguments):
         given.clear()

@@ -22,7 +22,7 @@ from fedshift.engines.loop import Diverged, step_
 from fedshift.experiment import Observer, read_study
 from fedshift.records import COLUMNS, read_rows
 from fedshift.report.tables import reported_rounds
-from fedshift.trial import Settings
+from fedshift.settings import Settings
 
 
 @pytest.fixture

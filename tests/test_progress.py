@@ -62,7 +62,8 @@ def test_names_are_shown_as_they_are(tmp_path):
     lines.trial("[bold]m", 0, 0)
     lines.client("[red]", 0.5)
     row = {"client": "[red]", "split": "test", "model": "personal", "hits": [1, 0], "samples": 2}
-    lines.round(RoundDone(round=1, participants=("[red]",), down=0, up=0, seconds=0.1, rows=[row]))
+    others = [{**row, "model": "global", "hits": [2, 0]}, {**row, "split": "validation", "hits": [0, 0]}]
+    lines.round(RoundDone(round=1, participants=("[red]",), down=0, up=0, seconds=0.1, rows=[row, *others]))
     lines.notice("[link]x")
     assert "[bold]m seed 0 round 1/1: loss 0.5000, accuracy 50.00 % ([red] 50.0), 0:00 left" in console.file.getvalue()
     assert "note: [link]x" in console.file.getvalue()

@@ -36,7 +36,8 @@ from .report.figures import figures
 from .report.page import write_page
 from .report.tables import accuracy_table, difference_table
 from .rundir import trial_folder
-from .trial import ModelFactory, Settings, Trial
+from .settings import Settings
+from .trial import ModelFactory, Trial
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

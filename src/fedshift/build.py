@@ -17,7 +17,7 @@ from .data.federation import Federation
 from .data.folder import read_folder
 from .experiment import Experiment
 from .names import expressions, resolve
-from .trial import Settings
+from .settings import Settings
 
 EMBEDDED: Mapping[str, str] = {"digits": "fedshift.data.digits:digits"}
 """Federations that come with fedshift, and the functions that make them, imported when asked for."""

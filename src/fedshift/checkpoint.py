@@ -1,4 +1,4 @@
-"""Files that survive: atomic writes, and checkpoints as one safetensors file with a JSON header.
+"""Checkpoints that survive: one safetensors file with a JSON header, written atomically.
 
 A checkpoint is written beside its place, flushed to disk and moved over the old one, so a crash at any moment leaves
 either the old or the new one whole. A checksum over all tensors refuses one that was damaged afterwards.
@@ -6,9 +6,7 @@ either the old or the new one whole. A checksum over all tensors refuses one tha
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,40 +19,10 @@ from safetensors.torch import save
 from torch import Tensor
 
 from .base.errors import FedshiftError
+from .base.files import write_atomically
 from .base.state import State
 
 FORMAT = 1
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write ``content`` to ``path`` so that a reader sees the old file or the new one, never a part.
-
-    Raises :class:`FedshiftError` where the disk is full or refuses; the old file is then untouched.
-    """
-    beside = path.with_name(path.name + ".tmp")
-    try:
-        with beside.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
-        directory = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
-    except OSError as error:
-        beside.unlink(missing_ok=True)
-        raise disk_error(path, error) from error
-
-
-def disk_error(path: Path, error: OSError) -> FedshiftError:
-    """What a person should read when ``path`` could not be written."""
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    fix = "free some space" if full else "make the place writable"
-    return FedshiftError(
-        f"cannot write {path}: {error.strerror}. What was saved before is intact: {fix}, then go on with --resume"
-    )
 
 
 def _checksum(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> str:

@@ -7,13 +7,11 @@ modules are imported inside the commands, so that help answers at once.
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import cyclopts
 from cyclopts import App, Group, Parameter
@@ -23,12 +21,7 @@ from rich.console import Console
 from . import __version__
 from .base.errors import FedshiftError, UsageError, unknown
 from .config import CompareSpec, RunSpec
-
-if TYPE_CHECKING:
-    from threading import Event
-
-    from .experiment import Experiment, Observer
-    from .records import Study
+from .launch import execute
 
 DIRECTORY = Group("Run directory", sort_key=5)
 
@@ -101,7 +94,7 @@ def run(
         Directory of an interrupted run to go on with, bit for bit.
 
     """
-    return _execute(spec, "run", out, resume)
+    return execute(spec, "run", out, resume)
 
 
 @app.command
@@ -124,7 +117,7 @@ def compare(
         Directory of an interrupted comparison to go on with, bit for bit.
 
     """
-    return _execute(spec, "compare", out, resume)
+    return execute(spec, "compare", out, resume)
 
 
 @app.command
@@ -138,8 +131,9 @@ def report(directory: Path) -> int:
 
     """
     from .experiment import read_study
+    from .report.publish import publish
 
-    _publish(read_study(directory), directory, Console())
+    publish(read_study(directory), directory, Console())
     return 0
 
 
@@ -193,137 +187,6 @@ def list_(what: Literal["methods", "models", "data", "all"] = "all") -> int:
     for table in listing(("methods", "models", "data") if what == "all" else (what,)):
         Console().print(table, "")
     return 0
-
-
-def _execute(spec: RunSpec | CompareSpec, command: str, out: Path | None, resume: Path | None) -> int:
-    if out and resume:
-        raise UsageError(f"--out {out} and --resume {resume}: a resumed run stays in its directory; give one of them")
-    console = Console()
-    with console.status("loading") if console.is_terminal else _nothing():
-        from .build import experiment_of
-        from .experiment import read_study
-
-        experiment = experiment_of(spec)
-    directory = resume or out or _new_directory(command)
-    console.print(f"{directory}: {_summary(experiment)}", markup=False, highlight=False, soft_wrap=True)
-    with _interruptible(console) as stop, _display(console) as observer:
-        try:
-            finished = experiment.run(directory, resume=resume is not None, observer=observer, stop=stop)
-        except UsageError:
-            raise
-        except FedshiftError as error:
-            failure: FedshiftError | OSError | None = error
-            finished = False
-        except KeyboardInterrupt:
-            return _stopped(console, command, directory)
-        else:
-            failure = None
-    if (directory / "study.json").exists():
-        try:
-            _publish(read_study(directory), directory, console)
-        except (FedshiftError, OSError) as error:
-            failure = failure or error
-    if failure:
-        raise failure
-    return 0 if finished else _stopped(console, command, directory)
-
-
-def _stopped(console: Console, command: str, directory: Path) -> int:
-    """Say how to go on, and return the exit code of a run stopped by Ctrl-C."""
-    go_on = f"fedshift {command} --resume {shlex.quote(str(directory))}"
-    if not (directory / "config.toml").exists():
-        go_on = "the same command"
-    console.print(f"Stopped. What was done is kept; go on with: {go_on}", markup=False, highlight=False, soft_wrap=True)
-    return 130
-
-
-def _summary(experiment: Experiment) -> str:
-    data, names = experiment.data, ", ".join(method.name for method in experiment.methods)
-    rounds, seeds = experiment.settings.rounds, len(experiment.seeds)
-    return (
-        f"{names} on {data.name} ({len(data.clients)} clients, {sum(len(c.train) for c in data.clients)} training "
-        f"samples, {data.classes} classes), {rounds} round{'s' * (rounds > 1)}, {seeds} seed{'s' * (seeds > 1)}"
-    )
-
-
-def _new_directory(command: str) -> Path:
-    from datetime import datetime
-    from itertools import count
-
-    stamp = f"{datetime.now():%Y%m%d-%H%M%S}"
-    names = (Path("runs") / f"{command}-{stamp}{'' if n == 0 else f'-{n}'}" for n in count())
-    return next(name for name in names if not name.exists())
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
-
-
-@contextmanager
-def _display(console: Console) -> Iterator[Observer]:
-    from .progress import LiveDisplay, PlainLines
-
-    if not console.is_terminal:
-        yield PlainLines(console)
-        return
-    with LiveDisplay(console) as display:
-        yield display
-
-
-@contextmanager
-def _interruptible(console: Console) -> Iterator[Event]:
-    """An event that the first Ctrl-C sets; the second stops at once."""
-    import signal
-    from threading import Event
-
-    stop = Event()
-
-    def on_interrupt(*_: object) -> None:
-        if stop.is_set():
-            raise KeyboardInterrupt
-        stop.set()
-        console.print("Stopping after this round; press Ctrl-C again to stop at once.")
-
-    before = signal.signal(signal.SIGINT, on_interrupt)
-    try:
-        yield stop
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def _publish(study: Study, directory: Path, console: Console) -> None:
-    """Print the tables, and write tables, figures and page into the run directory."""
-    from .checkpoint import write_atomically
-    from .report.figures import save_figures
-    from .report.page import write_page
-    from .report.tables import accuracy_table, difference_table, shortfalls
-    from .report.text import csv, difference_cells, latex, markdown, metric_cells, reading, terminal
-
-    if not (study.rows["moment"] == "loaded").any():
-        console.print("No round was evaluated yet, so there is nothing to report.")
-        return
-    accuracy, differences = accuracy_table(study), difference_table(study)
-    cells = metric_cells(accuracy)
-    over = f"{len(study.seeds)} seeds" if len(study.seeds) > 1 else "one seed"
-    console.print(terminal(cells, f"Test accuracy in percent, mean (std) over {over}, {study.select} round"))
-    if len(differences):
-        baseline = differences["baseline"].iloc[0]
-        console.print(terminal(difference_cells(differences), f"Macro accuracy minus {baseline}'s, in points"))
-    for line in [*(reading(str(name), row) for name, row in differences.iterrows()), *shortfalls(study)]:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-    tables = directory / "tables"
-    tables.mkdir(exist_ok=True)
-    for name, content in (
-        ("accuracy.csv", csv(accuracy)),
-        ("accuracy.md", markdown(cells)),
-        ("accuracy.tex", latex(cells)),
-        ("differences.csv", csv(differences)),
-    ):
-        write_atomically(tables / name, content.encode())
-    save_figures(study, directory / "figures")
-    write_page(study, directory / "report.html")
-    console.print(f"Page: {directory / 'report.html'}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _guarded(call: Callable[[], Any], debug: bool) -> int:

@@ -23,9 +23,11 @@ from .checkpoint import load_checkpoint, load_facts, save_checkpoint
 from .core.method import Method
 from .data.federation import Federation
 from .engines.loop import Diverged
+from .facts import method_facts
 from .records import COLUMNS, MethodFacts, Row, Study, read_rows
 from .rundir import RunDirectory, append_rows, cut_rows, environment, slug, toml, trial_folder
-from .trial import ModelFactory, RoundDone, Settings, Trial, method_facts
+from .settings import Settings
+from .trial import ModelFactory, RoundDone, Trial
 
 CHECKPOINT, BEST, METRICS, ROUNDS = "checkpoint.safetensors", "best.safetensors", "metrics.jsonl", "rounds.jsonl"
 SAMPLES = 8

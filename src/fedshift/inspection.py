@@ -14,8 +14,9 @@ from .base.errors import UsageError
 from .build import EMBEDDED, methods
 from .core.optimizer import SGD
 from .core.plan import prepare
+from .facts import method_facts
 from .names import catalog, resolve
-from .trial import make_network, method_facts
+from .trial import make_network
 
 
 def inspect_method(model: str, method: str, shape: tuple[int, ...], classes: int) -> Iterator[Table | Text]:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from .base.errors import FedshiftError, UsageError
-from .checkpoint import disk_error, write_atomically
+from .base.files import disk_error, write_atomically
 from .records import Row, read_rows
 
 

@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
-from .base.errors import UsageError, unknown
-from .base.state import State, nbytes, pick, prefixed, under
-from .base.streams import stream, torch_stream
+from .base.errors import UsageError
+from .base.state import State, prefixed, under
+from .base.streams import torch_stream
 from .core.kernel import (
     Client,
     Server,
     Update,
-    begin,
-    finish,
     global_state,
     init_client,
     init_server,
@@ -30,67 +28,15 @@ from .core.kernel import (
     server_round,
 )
 from .core.method import Method
-from .core.optimizer import SGD, Optimizer
-from .core.plan import Plan, forward, prepare
-from .core.work import Work
+from .core.plan import forward, prepare
 from .data.federation import Federation
 from .engines.catalog import ENGINES
 from .evaluate import evaluate_clients
-from .records import MethodFacts, Row
+from .facts import downlink, uplink
+from .records import Row
+from .settings import Settings
 
 ModelFactory = Callable[[tuple[int, ...], int], nn.Module]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What all methods of a comparison share.
-
-    ``participation``: clients that take part in a round, a number, or a fraction of them (float in (0, 1]).
-    ``evaluate_every``: rounds between evaluations (the last is always evaluated); None: about ten in all.
-    ``select``: the round that tables report, ``last``, or ``best`` on validation data.
-    """
-
-    rounds: int = 20
-    work: Work = field(default_factory=lambda: Work(epochs=1))
-    optimizer: Optimizer = field(default_factory=lambda: SGD(lr=0.01))
-    participation: int | float | None = None
-    evaluate_every: int | None = None
-    select: Literal["last", "best"] = "last"
-    engine: str = "loop"
-    device: str = "cpu"
-
-    def __post_init__(self) -> None:
-        if self.rounds < 1:
-            raise UsageError(f"rounds={self.rounds}: must be at least 1")
-        if self.evaluate_every is not None and self.evaluate_every < 1:
-            raise UsageError(f"evaluate_every={self.evaluate_every}: must be at least 1")
-        if self.select not in ("last", "best"):
-            raise unknown("selection", self.select, ("last", "best"))
-        if self.engine not in ENGINES:
-            raise unknown("engine", self.engine, ENGINES)
-        share = self.participation
-        if share is not None and (share <= 0 or (isinstance(share, float) and share > 1)):
-            raise UsageError(
-                f"participation={share}: give a number of clients (an integer of at least 1) or a fraction in (0, 1]"
-            )
-        try:
-            torch.zeros(1, device=self.device).item()
-        except (RuntimeError, AssertionError) as error:
-            raise UsageError(f"device {self.device!r} cannot be used here ({error}): try cpu") from error
-
-    def participants(self, seed: int, round: int, names: tuple[str, ...]) -> tuple[str, ...]:
-        """The clients that take part in ``round`` (from 1), in the order of ``names``."""
-        share = self.participation
-        if share is None:
-            return names
-        count = min(max(1, int(share * len(names) + 0.5)) if isinstance(share, float) else share, len(names))
-        chosen = stream(seed, "participants", round).choice(len(names), size=count, replace=False)
-        return tuple(names[i] for i in sorted(chosen))
-
-    def evaluates(self, round: int) -> bool:
-        """Whether ``round`` (from 1) ends with an evaluation."""
-        every = self.evaluate_every or max(1, self.rounds // 10)
-        return round % every == 0 or round == self.rounds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +124,7 @@ class Trial:
             if progress:
                 progress(name, trained.loss_sum / used)
         down = len(names) * self._down()
-        up = 0 if self.plan.method.pooled else sum(map(_uplink, updates.values()))
+        up = 0 if self.plan.method.pooled else sum(map(uplink, updates.values()))
         self.server = server_round(self.plan, self.server, updates, len(self.clients))
         self.clients |= after
         seconds = time.perf_counter() - began
@@ -259,40 +205,3 @@ def make_network(model: ModelFactory, shape: tuple[int, ...], classes: int) -> n
     if not isinstance(network, nn.Module):
         raise UsageError(f"the model's function made a {type(network).__name__}, not a torch.nn.Module")
     return network
-
-
-def downlink(plan: Plan, server: Server) -> int:
-    """Bytes that one client receives in a round: the entries it loads, and the rules' server memory."""
-    return nbytes(pick(server.shared, plan.loaded)) + nbytes(server.memory)
-
-
-def _uplink(update: Update) -> int:
-    return nbytes(update.shared) + nbytes(update.memory)
-
-
-def method_facts(plan: Plan) -> MethodFacts:
-    """The scope table of a method on a model, and the bytes that one client moves in one round."""
-    server, client = init_server(plan), init_client(plan)
-    _, update = finish(plan, begin(plan, client, server))
-    rows = [
-        {
-            "name": entry.name,
-            "type": type(entry.owner).__name__,
-            "shape": list(plan.initial[entry.name].shape),
-            "dtype": str(plan.initial[entry.name].dtype).removeprefix("torch."),
-            "bytes": nbytes({entry.name: plan.initial[entry.name]}),
-            "buffer": entry.is_buffer,
-            "load": entry.name in plan.loaded,
-            "send": entry.name in plan.sent,
-            "trained": entry.name in plan.trained,
-        }
-        for entry in plan.entries
-    ]
-    pooled = plan.method.pooled
-    return MethodFacts(
-        text=plan.method.text,
-        entries=tuple(rows),
-        down=0 if pooled else downlink(plan, server),
-        up=0 if pooled else _uplink(update),
-        has_global=plan.has_global,
-    )

@@ -10,7 +10,8 @@ from fedshift.core.work import Work
 from fedshift.data.federation import federation
 from fedshift.engines.loop import Diverged
 from fedshift.methods.fedavg import fedavg
-from fedshift.trial import Settings, Trial
+from fedshift.settings import Settings
+from fedshift.trial import Trial
 
 
 def trial(lr, x_bad=None):

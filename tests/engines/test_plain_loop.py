@@ -16,7 +16,8 @@ from fedshift.core.work import Work, batches
 from fedshift.data.federation import federation
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedbn import fedbn
-from fedshift.trial import Settings, Trial
+from fedshift.settings import Settings
+from fedshift.trial import Trial
 
 SIZES = {"x": 40, "y": 24, "z": 13}
 BATCH, SEED, LR, MOMENTUM, DECAY = 8, 11, 0.05, 0.9, 0.01

@@ -18,7 +18,8 @@ from fedshift.methods.fedprox import fedprox
 from fedshift.methods.scaffold import scaffold
 from fedshift.methods.silobn import silobn
 from fedshift.names import catalog
-from fedshift.trial import Settings, Trial
+from fedshift.settings import Settings
+from fedshift.trial import Trial
 
 COMPOSED = [fedbn(fedprox(mu=0.1)), silobn(scaffold()), fedbn(fedavg(weighting="uniform")), scaffold(fedprox(mu=0.1))]
 METHODS = [make() for make in catalog("methods").values()] + COMPOSED

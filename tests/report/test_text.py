@@ -145,7 +145,7 @@ def test_terminal_never_reads_names_as_markup(make_study):
     study = make_study(names={"a": "[red]a[/red]", "b": "b"})
     console = Console(width=100, force_terminal=False)
     with console.capture() as capture:
-        console.print(terminal(metric_cells(accuracy_table(study)), "accuracy"))
+        console.print(terminal(metric_cells(accuracy_table(study))))
     assert "[red]a[/red]" in capture.get()
     assert "63.00 (3.00)" in capture.get()
 

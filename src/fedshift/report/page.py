@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -12,6 +11,7 @@ import pandas as pd
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from .. import __version__
+from ..base.files import write_atomically
 from ..records import Study
 from .figures import MAX_CLIENTS, panels, svg
 from .inline import contact_strip, inline_svg
@@ -43,12 +43,7 @@ _EXCHANGE = {
 def write_page(study: Study, path: Path) -> Path:
     """Write the page for ``study`` to ``path``: whole or not at all, the same bytes for the same study."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_text(render_page(study), encoding="utf-8")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_atomically(path, render_page(study).encode())
     return path
 
 

@@ -131,13 +131,13 @@ def csv(table: pd.DataFrame) -> str:
     return flat.to_csv(float_format="%.6g", lineterminator="\n")
 
 
-def terminal(table: TextTable, title: str = "") -> Table:
+def terminal(table: TextTable) -> Table:
     """A table that ``rich.print`` shows; names are printed as they are, never read as markup."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    shown = Table(title=Text(title) if title else None, box=box.SIMPLE_HEAD, title_justify="left")
+    shown = Table(box=box.SIMPLE_HEAD)
     for number, name in enumerate(table.header):
         shown.add_column(Text(name), justify="right" if number else "left", overflow="fold")
     for number, row in enumerate(table.rows, start=1):

@@ -1,0 +1,120 @@
+"""An experiment run for a person who watches: where it writes, what it shows, how it stops and what it leaves.
+
+Heavy modules are imported when it starts, so that the command line answers at once.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from .base.errors import FedshiftError, UsageError
+from .config import CompareSpec, RunSpec
+
+if TYPE_CHECKING:
+    from threading import Event
+
+    from .experiment import Experiment, Observer
+
+
+def execute(spec: RunSpec | CompareSpec, command: str, out: Path | None, resume: Path | None) -> int:
+    """Run what ``spec`` describes in ``out`` (or a new directory), or go on in ``resume``; return the exit code.
+
+    Raises :class:`FedshiftError` where it fails, after what was done has been published.
+    """
+    if out and resume:
+        raise UsageError(f"--out {out} and --resume {resume}: a resumed run stays in its directory; give one of them")
+    console = Console()
+    with console.status("loading") if console.is_terminal else nullcontext():
+        from .build import experiment_of
+
+        experiment = experiment_of(spec)
+    directory = resume or out or _new_directory(command)
+    console.print(f"{directory}: {_summary(experiment)}", markup=False, highlight=False, soft_wrap=True)
+    with _interruptible(console) as stop, _display(console) as observer:
+        try:
+            finished = experiment.run(directory, resume=resume is not None, observer=observer, stop=stop)
+        except UsageError:
+            raise
+        except FedshiftError as error:
+            failure: FedshiftError | OSError | None = error
+            finished = False
+        except KeyboardInterrupt:
+            return _stopped(console, command, directory)
+        else:
+            failure = None
+    if (directory / "study.json").exists():
+        from .experiment import read_study
+        from .report.publish import publish
+
+        try:
+            publish(read_study(directory), directory, console)
+        except (FedshiftError, OSError) as error:
+            failure = failure or error
+    if failure:
+        raise failure
+    return 0 if finished else _stopped(console, command, directory)
+
+
+def _stopped(console: Console, command: str, directory: Path) -> int:
+    """Say how to go on, and return the exit code of a run stopped by Ctrl-C."""
+    go_on = f"fedshift {command} --resume {shlex.quote(str(directory))}"
+    if not (directory / "config.toml").exists():
+        go_on = "the same command"
+    console.print(f"Stopped. What was done is kept; go on with: {go_on}", markup=False, highlight=False, soft_wrap=True)
+    return 130
+
+
+def _summary(experiment: Experiment) -> str:
+    data, names = experiment.data, ", ".join(method.name for method in experiment.methods)
+    rounds, seeds = experiment.settings.rounds, len(experiment.seeds)
+    return (
+        f"{names} on {data.name} ({len(data.clients)} clients, {sum(len(c.train) for c in data.clients)} training "
+        f"samples, {data.classes} classes), {rounds} round{'s' * (rounds > 1)}, {seeds} seed{'s' * (seeds > 1)}"
+    )
+
+
+def _new_directory(command: str) -> Path:
+    from datetime import datetime
+    from itertools import count
+
+    stamp = f"{datetime.now():%Y%m%d-%H%M%S}"
+    names = (Path("runs") / f"{command}-{stamp}{'' if n == 0 else f'-{n}'}" for n in count())
+    return next(name for name in names if not name.exists())
+
+
+@contextmanager
+def _display(console: Console) -> Iterator[Observer]:
+    from .progress import LiveDisplay, PlainLines
+
+    if not console.is_terminal:
+        yield PlainLines(console)
+        return
+    with LiveDisplay(console) as display:
+        yield display
+
+
+@contextmanager
+def _interruptible(console: Console) -> Iterator[Event]:
+    """An event that the first Ctrl-C sets; the second stops at once."""
+    import signal
+    from threading import Event
+
+    stop = Event()
+
+    def on_interrupt(*_: object) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+        console.print("Stopping after this round; press Ctrl-C again to stop at once.")
+
+    before = signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, before)

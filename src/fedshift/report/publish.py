@@ -1,0 +1,44 @@
+"""A study made public: tables on the terminal; tables, figures and the page in the run directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+
+from ..base.files import write_atomically
+from ..records import Study
+from .figures import save_figures
+from .page import write_page
+from .tables import accuracy_table, difference_table, shortfalls
+from .text import csv, difference_cells, latex, markdown, metric_cells, reading, terminal
+
+
+def publish(study: Study, directory: Path, console: Console) -> None:
+    """Print the tables of ``study``, and write tables, figures and page into ``directory``."""
+    if not (study.rows["moment"] == "loaded").any():
+        console.print("No round was evaluated yet, so there is nothing to report.")
+        return
+    accuracy, differences = accuracy_table(study), difference_table(study)
+    cells = metric_cells(accuracy)
+    over = f"{len(study.seeds)} seeds" if len(study.seeds) > 1 else "one seed"
+    console.print(f"Test accuracy in percent, mean (std) over {over}, {study.select} round")
+    console.print(terminal(cells))
+    if len(differences):
+        baseline = differences["baseline"].iloc[0]
+        console.print(f"Macro accuracy minus {baseline}'s, in points", markup=False)
+        console.print(terminal(difference_cells(differences)))
+    for line in [*(reading(str(name), row) for name, row in differences.iterrows()), *shortfalls(study)]:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    tables = directory / "tables"
+    tables.mkdir(exist_ok=True)
+    for name, content in (
+        ("accuracy.csv", csv(accuracy)),
+        ("accuracy.md", markdown(cells)),
+        ("accuracy.tex", latex(cells)),
+        ("differences.csv", csv(differences)),
+    ):
+        write_atomically(tables / name, content.encode())
+    save_figures(study, directory / "figures")
+    write_page(study, directory / "report.html")
+    console.print(f"Page: {directory / 'report.html'}", markup=False, highlight=False, soft_wrap=True)

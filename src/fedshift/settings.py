@@ -1,0 +1,66 @@
+"""Settings: what all methods of a comparison share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from .base.errors import UsageError, unknown
+from .base.streams import stream
+from .core.optimizer import SGD, Optimizer
+from .core.work import Work
+from .engines.catalog import ENGINES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What all methods of a comparison share.
+
+    ``participation``: clients that take part in a round, a number, or a fraction of them (float in (0, 1]).
+    ``evaluate_every``: rounds between evaluations (the last is always evaluated); None: about ten in all.
+    ``select``: the round that tables report, ``last``, or ``best`` on validation data.
+    """
+
+    rounds: int = 20
+    work: Work = field(default_factory=lambda: Work(epochs=1))
+    optimizer: Optimizer = field(default_factory=lambda: SGD(lr=0.01))
+    participation: int | float | None = None
+    evaluate_every: int | None = None
+    select: Literal["last", "best"] = "last"
+    engine: str = "loop"
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        if self.rounds < 1:
+            raise UsageError(f"rounds={self.rounds}: must be at least 1")
+        if self.evaluate_every is not None and self.evaluate_every < 1:
+            raise UsageError(f"evaluate_every={self.evaluate_every}: must be at least 1")
+        if self.select not in ("last", "best"):
+            raise unknown("selection", self.select, ("last", "best"))
+        if self.engine not in ENGINES:
+            raise unknown("engine", self.engine, ENGINES)
+        share = self.participation
+        if share is not None and (share <= 0 or (isinstance(share, float) and share > 1)):
+            raise UsageError(
+                f"participation={share}: give a number of clients (an integer of at least 1) or a fraction in (0, 1]"
+            )
+        try:
+            torch.zeros(1, device=self.device).item()
+        except (RuntimeError, AssertionError) as error:
+            raise UsageError(f"device {self.device!r} cannot be used here ({error}): try cpu") from error
+
+    def participants(self, seed: int, round: int, names: tuple[str, ...]) -> tuple[str, ...]:
+        """The clients that take part in ``round`` (from 1), in the order of ``names``."""
+        share = self.participation
+        if share is None:
+            return names
+        count = min(max(1, int(share * len(names) + 0.5)) if isinstance(share, float) else share, len(names))
+        chosen = stream(seed, "participants", round).choice(len(names), size=count, replace=False)
+        return tuple(names[i] for i in sorted(chosen))
+
+    def evaluates(self, round: int) -> bool:
+        """Whether ``round`` (from 1) ends with an evaluation."""
+        every = self.evaluate_every or max(1, self.rounds // 10)
+        return round % every == 0 or round == self.rounds
