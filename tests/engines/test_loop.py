@@ -10,18 +10,19 @@ from fedshift.core.work import Work
 from fedshift.data.federation import federation
 from fedshift.engines.loop import Diverged
 from fedshift.methods.fedavg import fedavg
+from fedshift.methods.single import single
 from fedshift.settings import Settings
 from fedshift.trial import Trial
 
 
-def trial(lr, x_bad=None):
+def trial(lr, x_bad=None, method=None, work=None):
     rng = np.random.default_rng(0)
     x = rng.normal(size=(12, 4))
     y = np.arange(12) % 2
     bad = x if x_bad is None else x_bad
     data = federation({"good": (x, y, x, y), "bad": (bad, y, x, y)})
-    settings = Settings(rounds=3, work=Work(batch_size=4, epochs=1), optimizer=SGD(lr=lr))
-    return Trial(fedavg(), lambda shape, classes: nn.Linear(shape[0], classes), data, settings, 0)
+    settings = Settings(rounds=3, work=work or Work(batch_size=4, epochs=1), optimizer=SGD(lr=lr))
+    return Trial(method or fedavg(), lambda shape, classes: nn.Linear(shape[0], classes), data, settings, 0)
 
 
 def test_a_nan_loss_names_client_round_and_step_and_leaves_the_state():
@@ -36,8 +37,8 @@ def test_a_nan_loss_names_client_round_and_step_and_leaves_the_state():
     assert running.clients["good"].steps == 3
 
 
-def test_parameters_that_overflow_on_the_last_step_are_refused_too():
-    data = np.full((4, 4), 1e38)
-    running = trial(1e38, np.vstack([data, data, data]))
-    with pytest.raises(Diverged, match=r"client 'bad', round 1, step"):
+@pytest.mark.parametrize("method", [fedavg(), single()], ids=lambda method: method.name)
+def test_parameters_that_overflow_on_the_last_step_are_refused_too(method):
+    running = trial(1e20, np.full((12, 4), 1e37), method, Work(batch_size=12, epochs=1))
+    with pytest.raises(Diverged, match=r"client 'bad', round 1, step 1 of 1: weight not finite"):
         running.advance()

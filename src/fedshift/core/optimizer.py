@@ -85,7 +85,7 @@ class Optimizer(ABC):
     keep: bool = False
 
     def __post_init__(self) -> None:
-        _require(0 <= self.lr < math.inf, f"learning rate lr={self.lr:g}: it must be a number of 0 or more")
+        _require(0 <= self.lr < 1e30, f"learning rate lr={self.lr:g}: it must be a number of 0 or more, say 0.01")
         _require(self.weight_decay >= 0, f"weight_decay={self.weight_decay:g} is negative: it must be 0 or more")
 
     def rate(self, round: int) -> float:

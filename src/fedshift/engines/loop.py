@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..base.errors import FedshiftError
+from ..base.state import State
 from ..base.streams import key_bits, torch_stream
 from ..core.kernel import Client, Server, Update, begin, finish, step_
 from ..core.plan import Plan
@@ -65,16 +66,16 @@ def _work(plan: Plan, server: Server, name: str, client: Client, data: Split, se
         sizes.append(len(index))
     done, update = finish(plan, job)
     per_step = torch.stack(losses).double().cpu()
-    _refuse_divergence(per_step, update, name, server.round + 1)
+    _refuse_divergence(per_step, {**done.personal, **update.shared}, name, server.round + 1)
     return Trained(client=done, update=update, loss_sum=float(per_step @ torch.tensor(sizes, dtype=torch.float64)))
 
 
-def _refuse_divergence(losses: Tensor, update: Update, name: str, round: int) -> None:
+def _refuse_divergence(losses: Tensor, state: State, name: str, round: int) -> None:
     bad = (~losses.isfinite()).nonzero()
     if len(bad):
         at, what = f"step {int(bad[0, 0]) + 1} of {len(losses)}", f"loss {float(losses[bad[0, 0]])}"
     else:
-        broken = [entry for entry, tensor in update.shared.items() if not tensor.isfinite().all()]
+        broken = [entry for entry, tensor in state.items() if not tensor.isfinite().all()]
         if not broken:
             return
         at, what = f"step {len(losses)} of {len(losses)}", f"{broken[0]} not finite"
