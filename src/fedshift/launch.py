@@ -31,8 +31,12 @@ def execute(spec: RunSpec | CompareSpec, command: str, out: Path | None, resume:
         raise UsageError(f"--out {out} and --resume {resume}: a resumed run stays in its directory; give one of them")
     console = Console()
     with console.status("loading") if console.is_terminal else nullcontext():
+        import torch
+
         from .build import experiment_of
 
+        if spec.threads:
+            torch.set_num_threads(spec.threads)
         experiment = experiment_of(spec)
     directory = resume or out or _new_directory(command)
     console.print(f"{directory}: {_summary(experiment)}", markup=False, highlight=False, soft_wrap=True)
