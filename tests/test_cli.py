@@ -9,6 +9,7 @@ import tomllib
 
 import numpy as np
 import pytest
+import torch
 
 from fedshift import __version__
 from fedshift.checkpoint import load_checkpoint
@@ -97,6 +98,16 @@ def test_the_settings_that_a_run_writes_down_reproduce_it(cli, unpublished, tiny
     assert_same(tmp_path / "one", tmp_path / "two")
     assert (tmp_path / "one/config.toml").read_text() == (tmp_path / "two/config.toml").read_text()
     assert tomllib.loads((tmp_path / "one/config.toml").read_text())["schedule"] == "cosine(floor=0.1)"
+
+
+def test_the_number_of_threads_is_set_and_written_down(cli, unpublished, tiny_folder, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    assert cli("run", "--data", tiny_folder, "--rounds", 1, "--out", "as-it-is").code == 0
+    assert asked == []
+    assert cli("run", "--data", tiny_folder, "--rounds", 1, "--threads", 3, "--out", "three").code == 0
+    assert asked == [3]
+    assert tomllib.loads((tmp_path / "three/config.toml").read_text())["threads"] == 3
 
 
 def test_a_method_and_a_model_of_ones_own_are_found_where_the_program_is_started(
