@@ -91,14 +91,10 @@ class Experiment:
         the other trials where one diverged, and other :class:`FedshiftError` where the disk or the directory refuses.
         """
         observer, stop = observer or Observer(), stop or Event()
-        trials = [self._trial(method, self.seeds[0]) for method in self.methods]
-        facts = {trial.plan.method.name: method_facts(trial.plan) for trial in trials}
+        facts = {method.name: method_facts(self._trial(method, self.seeds[0]).plan) for method in self.methods}
         with _opened(path, resume=resume) as directory:
-            for trial in trials:
-                for seed in self.seeds:
-                    kept = trial_folder(path, trial.plan.method.name, seed) / CHECKPOINT
-                    if kept.exists():
-                        trial.accept(load_facts(kept), seed)
+            if resume:
+                self._accept(path)
             self._describe(directory, facts)
             observer.begin([m.name for m in self.methods], self.seeds, self.settings.rounds, self.data.names)
             notices = _Notices(directory, observer)
@@ -117,6 +113,15 @@ class Experiment:
 
     def _trial(self, method: Method, seed: int) -> Trial:
         return Trial(method, self.model, self.data, self.settings, seed)
+
+    def _accept(self, path: Path) -> None:
+        """Refuse checkpoints of other settings before anything in ``path`` is changed."""
+        for method in self.methods:
+            trial = self._trial(method, self.seeds[0])
+            for seed in self.seeds:
+                kept = trial_folder(path, method.name, seed) / CHECKPOINT
+                if kept.exists():
+                    trial.accept(load_facts(kept), seed)
 
     def _run_trial(
         self, method: Method, seed: int, directory: RunDirectory, observer: Observer, notices: _Notices, stop: Event

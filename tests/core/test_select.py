@@ -82,6 +82,15 @@ def test_text_says_how_a_selection_is_written():
     assert repr(of_type(nn.Linear) | named("a.*")) == "(of_type(Linear) | 'a.*')"
 
 
+def test_statistics_that_do_not_exist_cannot_be_kept_although_there_are_other_buffers():
+    net = nn.Sequential(nn.BatchNorm1d(4, track_running_stats=False), Net())
+    assert norm_statistics.names(entries(net))
+    del net[1].downsample[1]
+    with pytest.raises(UsageError, match="batch_norm & buffers matches no entry"):
+        Scope().without(norm_statistics).load.names(entries(net))
+    assert Scope(load=nothing).without(batch_norm).load.names(entries(net)) == frozenset()
+
+
 @pytest.mark.parametrize(
     "selection", [named("subnett.weight"), ~named("subnett.weight"), everything & of_type(nn.Conv2d)]
 )

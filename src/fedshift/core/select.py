@@ -66,28 +66,28 @@ class Select:
     def __repr__(self) -> str:
         return self.text
 
-    def leaves(self) -> Iterable[Select]:
-        """The selections from which this one is combined."""
-        if not self.parts:
-            yield self
+    def claims(self) -> Iterable[Select]:
+        """What must match something: each named selection, and each combination that is taken away as a whole."""
+        if not self.parts or len(self.parts) == 1:
+            yield from self.parts or (self,)
         for part in self.parts:
-            yield from part.leaves()
+            yield from part.claims()
 
     def names(self, found: Iterable[Entry]) -> frozenset[str]:
         """Names of the matching entries; :class:`UsageError` where a part of the selection matches no entry at all."""
         found = tuple(found)
-        for leaf in self.leaves():
-            if leaf not in (everything, nothing) and not any(map(leaf, found)):
-                raise UsageError(_unmatched(leaf, found))
+        for claim in self.claims():
+            if claim not in (everything, nothing) and not any(map(claim, found)):
+                raise UsageError(_unmatched(claim, found))
         return frozenset(entry.name for entry in found if self(entry))
 
 
-def _unmatched(leaf: Select, found: tuple[Entry, ...]) -> str:
+def _unmatched(claim: Select, found: tuple[Entry, ...]) -> str:
     types = sorted({type(entry.owner).__name__ for entry in found})
-    near = get_close_matches(leaf.text.strip("'"), [entry.name for entry in found], n=3, cutoff=0.3)
+    near = get_close_matches(claim.text.strip("'"), [entry.name for entry in found], n=3, cutoff=0.3)
     hint = f"; near it are {', '.join(near)}" if near else ""
     return (
-        f"{leaf.text} matches no entry of the model, whose layers are of type {', '.join(types) or 'none'}{hint}: "
+        f"{claim.text} matches no entry of the model, whose layers are of type {', '.join(types) or 'none'}{hint}: "
         "choose a model that has such layers, or a method that does not need them"
     )
 

@@ -27,7 +27,7 @@ class Proximal(Rule):
     @override
     def grads(self, grads: State, params: State, local: Local) -> State:
         return {
-            name: grad + self.mu * (params[name] - local.anchor[name]) if name in local.anchor else grad
+            name: (params[name] - local.anchor[name]).mul_(self.mu).add_(grad) if name in local.anchor else grad
             for name, grad in grads.items()
         }
 

@@ -34,7 +34,7 @@ class ControlVariates(Rule):
     @override
     def grads(self, grads: State, params: State, local: Local) -> State:
         return {
-            name: grad - local.memory[name] + local.server[name] if name in local.anchor else grad
+            name: (grad - local.memory[name]).add_(local.server[name]) if name in local.anchor else grad
             for name, grad in grads.items()
         }
 
