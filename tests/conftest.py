@@ -12,9 +12,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # networks this small gain nothin
 import numpy as np
 import pytest
 
+from fedshift.build import experiment_of
 from fedshift.checkpoint import load_checkpoint
 from fedshift.cli import main
+from fedshift.config import CompareSpec, RunSpec
 from fedshift.data.federation import Federation, federation
+from fedshift.experiment import Observer
 
 SIZES = {"ann": 26, "bob": 17, "cid": 33}
 """Training samples of each client; each has 12 test samples."""
@@ -150,3 +153,44 @@ def assert_same():
             assert value == second[key], f"{key} differs"
 
     return check
+
+
+@pytest.fixture
+def make(tiny_folder: Path):
+    """An experiment on the tiny clients; several methods make a comparison."""
+
+    def experiment(method="fedbn", **settings):
+        several = "methods" in settings
+        spec = CompareSpec if several else RunSpec
+        chosen = {"data": str(tiny_folder), "rounds": 3, "batch_size": 8} | ({} if several else {"method": method})
+        return experiment_of(spec(**(chosen | settings)))
+
+    return experiment
+
+
+@pytest.fixture
+def Listener():  # noqa: N802 - it is a class
+    """The observer that keeps notices and rounds, and calls ``when`` as each round is saved."""
+
+    class Listening(Observer):
+        def __init__(self, when=lambda done: None):
+            self.notices, self.rounds, self.when = [], [], when
+
+        def round(self, done):
+            self.rounds.append(done)
+            self.when(done)
+
+        def notice(self, text):
+            self.notices.append(text)
+
+    return Listening
+
+
+@pytest.fixture
+def unchanged(tiny):
+    """Fails at the end if any tensor of ``tiny`` was written to."""
+    before = [(part, part.x.clone(), part.y.clone()) for c in tiny.clients for part in c.splits.values()]
+    yield
+    for part, x, y in before:
+        assert torch.equal(part.x, x)
+        assert torch.equal(part.y, y)

@@ -1,13 +1,11 @@
 """The program as a person meets it: clear messages and exit codes, Ctrl-C, a full disk, help."""
 
 import contextlib
-import resource
 import signal
 import subprocess
 import sys
 import tomllib
 
-import numpy as np
 import pytest
 import torch
 
@@ -15,18 +13,8 @@ from fedshift import __version__
 from fedshift.checkpoint import load_checkpoint
 from fedshift.engines import loop
 from fedshift.experiment import read_study
-from fedshift.rundir import RunDirectory
 
 CHECKPOINT = "trials/fedbn-seed0/checkpoint.safetensors"
-
-
-def one_message(outcome, code):
-    """The single line of an error, which shows no traceback."""
-    assert outcome.code == code, outcome
-    assert outcome.err.startswith("fedshift: ")
-    assert outcome.err.count("\n") == 1
-    assert "Traceback" not in outcome.out + outcome.err
-    return outcome.err.removeprefix("fedshift: ").strip()
 
 
 # Help
@@ -123,198 +111,6 @@ def test_a_method_and_a_model_of_ones_own_are_found_where_the_program_is_started
     outcome = cli("run", "--data", tiny_folder, *own, "--rounds", 1)
     assert (outcome.code, outcome.err) == (0, "")
     assert "fedavg seed 0 round 1/1" in outcome.out
-
-
-# What goes wrong
-
-
-def label_out_of_range(rewrite):
-    rewrite("bob", y_test=np.full(12, 7))
-
-
-def nan_pixels(rewrite):
-    x = np.zeros((17, 8, 8, 3), np.float32)
-    x[5, 2, 2, 1] = np.nan
-    rewrite("bob", x_train=x)
-
-
-def an_empty_client(rewrite):
-    rewrite("bob", x_train=np.zeros((0, 8, 8, 3), np.uint8), y_train=np.zeros(0, np.int64))
-
-
-def a_client_of_one_class(rewrite):
-    rewrite("bob", y_train=np.ones(17, np.int64))
-
-
-def other_channels(rewrite):
-    rewrite("bob", x_train=np.zeros((17, 8, 8, 4), np.uint8))
-
-
-def other_features(rewrite):
-    rewrite("bob", x_train=np.zeros((17, 5)))
-
-
-def text_in_place_of_arrays(rewrite):
-    rewrite("bob").write_text("x,y")
-
-
-def objects(rewrite):
-    rewrite("bob", y_train=np.array([None] * 17))
-
-
-def no_test_labels(rewrite):
-    rewrite("bob", y_test=None)
-
-
-@pytest.mark.parametrize(
-    ("spoil", "said"),
-    [
-        (
-            label_out_of_range,
-            "client 'bob', test data: label 7 is out of range; labels must be 0..2 (correct the labels",
-        ),
-        (nan_pixels, "client 'bob', train data: sample 5 has NaN or infinite values; remove or impute them"),
-        (an_empty_client, "client 'bob', train data: empty; every client needs at least one sample in each split"),
-        (
-            a_client_of_one_class,
-            "client 'bob' has only class 1 in its 17 training samples: leave the client out, or allow",
-        ),
-        (
-            other_channels,
-            "samples of shape (17, 8, 8, 4); images are [N, H, W], [N, H, W, C] or [N, C, H, W] with 1 or 3",
-        ),
-        (other_features, "client 'bob', train data: samples of shape (5,) where others are images (C, H, W)"),
-        (text_in_place_of_arrays, "bob.npz is no .npz file, or is cut short: write it again with numpy.savez"),
-        (objects, "bob.npz cannot be read without pickle (Object arrays cannot be loaded when allow_pickle=False)"),
-        (no_test_labels, "bob.npz has no array 'y_test' (it has x_train, y_train, x_test): name the arrays"),
-    ],
-)
-def test_bad_data_is_one_message_and_exit_code_2(cli, tiny_folder, rewrite, tmp_path, spoil, said):
-    spoil(rewrite)
-    assert said in one_message(cli("run", "--data", tiny_folder, "--out", "out"), 2)
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ("run --method fedbm", "unknown method 'fedbm': did you mean 'fedbn'? allowed are"),
-        ("run --model small-cn", "unknown model 'small-cn': did you mean 'small-cnn'?"),
-        ("run --lr -1", "--lr -1: should be greater than or equal to 0"),
-        ("run --data tiny --batch-size 1", "batch_size=1, but batch normalization in this model has no variance"),
-        ("run --data tiny --image-size 3", "model small-cnn takes images of at least 4 x 4 pixels"),
-        ("run --data tiny --select best", "select='best' needs validation data, which the clients lack: hold some out"),
-        ("compare --data tiny --methods fedavg,fedavg", "method 'fedavg' is given twice"),
-        ("run --data tiny --domains ann,bbo", "unknown domain 'bbo': did you mean 'bob'? allowed are ann, bob, cid"),
-        ("run --out a --resume b", "no run to resume at b/config.toml"),
-        ("run --resume tiny", "no run to resume at tiny/config.toml"),
-        ("run --data tiny --out tiny", "tiny holds other files: choose a directory that is new or empty"),
-        ("report tiny", "tiny holds no run: give a directory that `fedshift run` or `compare` wrote"),
-        ("report nowhere", "nowhere holds no run"),
-        ("report tiny/ann.npz", "tiny/ann.npz holds no run"),
-        ("inspect --method fedavg,fedbn", "inspect takes one method, not 'fedavg,fedbn'"),
-        ("inspect --shape 3x28x28", "shape '3x28x28': write whole numbers with commas, for example 3,28,28"),
-        ("inspect --shape 0,28,28", "numbers of 1 or more"),
-        ("inspect --shape 28,28", "small-cnn takes images of at least 4 x 4 pixels, not samples of shape (28, 28)"),
-        ("inspect --model torch.nn:Linear", "the model cannot be made for samples of shape (3, 28, 28) and 10 classes"),
-        ("list methds", 'Invalid value "methds"'),
-        ("rnu", 'Unknown command "rnu". Did you mean "run"?'),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_done_is_one_message_and_exit_code_2(cli, tiny_folder, arguments, said):
-    assert said in one_message(cli(*arguments.split()), 2)
-
-
-def test_debug_shows_where_an_error_arose(cli):
-    outcome = cli("run", "--method", "fedbm", "--debug")
-    assert outcome.code == 2
-    assert "Traceback" in outcome.err
-    assert "unknown method 'fedbm'" in outcome.err
-
-
-def test_an_error_of_a_plug_in_is_one_message_too(cli, tiny_folder, tmp_path, monkeypatch):
-    (tmp_path / "faulty.py").write_text("def method():\n    raise RuntimeError('no luck')\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    said = one_message(cli("run", "--data", tiny_folder, "--method", "faulty:method"), 1)
-    assert said.startswith("unexpected RuntimeError: no luck. This is a defect, of fedshift or of a function of yours")
-
-
-def test_a_directory_in_use_and_one_occupied_are_refused(cli, unpublished, tiny_folder, tmp_path):
-    assert cli("run", "--data", tiny_folder, "--rounds", 1, "--out", "out").code == 0
-    said = one_message(cli("run", "--data", tiny_folder, "--out", "out"), 2)
-    assert said == "out already holds a run: go on with it (--resume out), or choose another directory (--out)"
-    said = one_message(cli("run", "--resume", "out", "--out", "out"), 2)
-    assert said == "--out out and --resume out: a resumed run stays in its directory; give one of them"
-    held = RunDirectory(tmp_path / "out", resume=True)
-    assert "out is in use by process " in one_message(cli("run", "--resume", "out"), 1)
-    held.close()
-    said = one_message(cli("run", "--resume", "out", "--lr", 0.5), 2)
-    assert said.startswith("this run was begun with another optimizer: then 'SGD(lr=0.01")
-    assert cli("run", "--resume", "out").code == 0
-
-
-@pytest.mark.parametrize("spoil", ["flip", "cut"])
-def test_a_damaged_checkpoint_is_one_message_and_exit_code_1(cli, unpublished, tiny_folder, tmp_path, spoil):
-    assert cli("run", "--data", tiny_folder, "--rounds", 1, "--out", "out").code == 0
-    checkpoint = tmp_path / "out" / CHECKPOINT
-    content = bytearray(checkpoint.read_bytes())
-    content[-100] ^= 1
-    checkpoint.write_bytes(content if spoil == "flip" else content[:-100])
-    said = one_message(cli("run", "--resume", "out", "--rounds", 2), 1)
-    assert said.startswith(f"checkpoint out/{CHECKPOINT} is corrupt")
-    assert said.endswith("restore the file from a copy, or remove it to begin this run again from round 1")
-
-
-def test_a_diverging_run_says_where_keeps_the_last_good_round_and_exits_with_1(cli, unpublished, tiny_folder, tmp_path):
-    settings = ("--data", tiny_folder, "--method", "fedbn", "--batches", 1, "--batch-size", 16, "--lr", 1e8)
-    outcome = cli("run", *settings, "--rounds", 9, "--out", "out")
-    said = one_message(outcome, 1)
-    assert said.startswith("training diverged: client 'ann', round 3, step 1 of 1: loss nan. Lower the learning rate")
-    assert cli("run", *settings, "--rounds", 2, "--out", "before").code == 0
-    kept, before = (load_checkpoint(tmp_path / run / CHECKPOINT) for run in ("out", "before"))
-    assert kept[1] == before[1]
-    assert all(tensor.equal(before[0][name]) for name, tensor in kept[0].items())
-    assert all(tensor.isfinite().all() for tensor in kept[0].values())
-
-
-def test_a_comparison_goes_on_without_the_method_that_diverged(cli, tiny_folder):
-    methods = "fedprox(mu=1e30),fedavg"
-    outcome = cli(
-        "compare", "--data", tiny_folder, "--methods", methods, "--rounds", 2, "--batch-size", 8, "--out", "out"
-    )
-    assert one_message(outcome, 1).startswith("training diverged: client 'ann', round 1, step ")
-    assert "note: fedprox(mu=1e+30), seed 0: training diverged" in outcome.out
-    assert "fedavg seed 0 round 2/2" in outcome.out
-    assert "Page: out/report.html" in outcome.out
-
-
-# A full disk
-
-
-def test_a_full_disk_keeps_what_was_saved_and_the_run_goes_on_later(
-    cli, program, unpublished, tiny_folder, tmp_path, assert_same
-):
-    settings = ("run", "--data", tiny_folder, "--batch-size", 8)
-    assert cli(*settings, "--rounds", 4, "--out", "whole").code == 0
-    assert cli(*settings, "--rounds", 2, "--out", "full").code == 0
-    checkpoint = tmp_path / "full" / CHECKPOINT
-    before = checkpoint.read_bytes()
-    room = len(before) - 1
-
-    process = program(
-        "run", "--resume", "full", "--rounds", 4, cwd=tmp_path,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (room, room)),
-    )  # fmt: skip
-    _, err = process.communicate()
-    assert process.returncode == 1
-    assert err == (
-        f"fedshift: cannot write full/{CHECKPOINT}: File too large. What was saved before is intact: free some space, "
-        "then go on with --resume\n"
-    )
-    assert checkpoint.read_bytes() == before
-    assert not list(checkpoint.parent.glob("*.tmp"))
-    assert cli("run", "--resume", "full", "--rounds", 4).code == 0
-    assert_same(tmp_path / "whole", tmp_path / "full")
 
 
 # Ctrl-C
