@@ -11,6 +11,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # networks this small gain nothin
 
 import numpy as np
 import pytest
+import torch
 
 from fedshift.build import experiment_of
 from fedshift.checkpoint import load_checkpoint
