@@ -134,19 +134,19 @@ def test_a_test_set_of_another_size_is_fitted_too():
     assert {part.x.shape[1:] for part in of(odd).fitted().check().clients[0].splits.values()} == {(3, 28, 28)}
 
 
-def test_grey_is_repeated_next_to_colour():
-    grey, colour = of(client("grey", shape=(1, 8, 8)), client("rgb")).fitted().check().clients
-    assert grey.train.x.shape[1:] == colour.train.x.shape[1:] == (3, 8, 8)
-    assert torch.equal(grey.train.x[:, 0], grey.train.x[:, 1])
-    assert torch.equal(grey.train.x[:, 0], grey.train.x[:, 2])
-    assert torch.equal(grey.train.x[:, :1], client("grey", shape=(1, 8, 8)).train.x)
+def test_gray_is_repeated_next_to_color():
+    gray, color = of(client("gray", shape=(1, 8, 8)), client("rgb")).fitted().check().clients
+    assert gray.train.x.shape[1:] == color.train.x.shape[1:] == (3, 8, 8)
+    assert torch.equal(gray.train.x[:, 0], gray.train.x[:, 1])
+    assert torch.equal(gray.train.x[:, 0], gray.train.x[:, 2])
+    assert torch.equal(gray.train.x[:, :1], client("gray", shape=(1, 8, 8)).train.x)
 
 
-def test_grey_alone_stays_grey():
+def test_gray_alone_stays_gray():
     assert of(client("a", shape=(1, 8, 8)), client("b", shape=(1, 8, 8))).fitted().sample_shape == (1, 8, 8)
 
 
-def test_grey_test_images_beside_colour_training_images_are_repeated():
+def test_gray_test_images_beside_color_training_images_are_repeated():
     odd = client("a", test=split(6, (1, 8, 8)))
     assert of(odd).fitted().check().clients[0].test.x.shape[1:] == (3, 8, 8)
 

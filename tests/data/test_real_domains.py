@@ -10,7 +10,7 @@ DATA = Path(os.environ.get("FEDSHIFT_DATA", ""))
 
 if all((DATA / f"{name}.npz").is_file() for name in DOMAINS):
 
-    def test_grey_and_color_domains_of_different_sizes_become_one_federation():
+    def test_gray_and_color_domains_of_different_sizes_become_one_federation():
         raw = fedshift.read_folder(DATA, DOMAINS)
         assert [tuple(client.train.x.shape[1:]) for client in raw.clients] == [
             (1, 28, 28), (1, 16, 16), (3, 32, 32), (3, 32, 32), (1, 28, 28),
@@ -19,7 +19,7 @@ if all((DATA / f"{name}.npz").is_file() for name in DOMAINS):
         assert data.sample_shape == (3, 28, 28)
         assert (data.names, data.classes) == (tuple(DOMAINS), 10)
         assert [len(client.train) for client in data.clients] == [7438, 7291, 7438, 554, 7438]
-        # Resizing and repeating grey keep what an image shows: means stay within one level of 255.
+        # Resizing and repeating gray keep what an image shows: means stay within one level of 255.
         for before, after in zip(raw.clients, data.clients, strict=True):
             assert abs(float(before.train.x.double().mean()) - float(after.train.x.double().mean())) < 1
 

@@ -102,7 +102,7 @@ class Federation:
         return replace(self, clients=tuple(clients))
 
     def fitted(self, size: int | None = None) -> Federation:
-        """Images brought to one shape: grey repeated to colour where both occur, resized to ``size`` pixels.
+        """Images brought to one shape: gray repeated to color where both occur, resized to ``size`` pixels.
 
         Without ``size``, images that differ in size are brought to 28 x 28, the size of the papers' digits.
         Resizing is bilinear with antialiasing. Raises :class:`UsageError` where channels cannot be matched.
@@ -119,7 +119,7 @@ class Federation:
         if odd:
             raise UsageError(
                 f"{odd[0]}: {shapes[odd[0]][0]} channels where others have {channels}: "
-                f"bring every client to {channels} channels (grey, 1, is repeated by itself)"
+                f"bring every client to {channels} channels (gray, 1, is repeated by itself)"
             )
         sizes = {shape[1:] for shape in shapes.values()}
         target = (size, size) if size else (28, 28) if len(sizes) > 1 else next(iter(sizes))
