@@ -186,7 +186,11 @@ def test_a_run_goes_on_only_as_it_was_begun_and_a_refusal_changes_nothing(make, 
     make(rounds=2).run(tmp_path / "run")
 
     def content():
-        return {p: p.read_bytes() for p in sorted((tmp_path / "run").rglob("*")) if p.is_file() and p.name != ".lock"}
+        return {
+            p: p.read_bytes()
+            for p in sorted((tmp_path / "run").rglob("*"))
+            if p.is_file() and p.name not in (".lock", ".owner")
+        }
 
     before = content()
     with pytest.raises(UsageError) as refused:

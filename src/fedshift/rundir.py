@@ -11,7 +11,6 @@ report.html, figures/, tables/
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import platform
@@ -19,11 +18,16 @@ import re
 from collections.abc import Iterable, Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
+
+from filelock import FileLock, Timeout
 
 from .base.errors import FedshiftError, UsageError
 from .base.files import disk_error, write_atomically
 from .records import Row, read_rows
+
+LOCK, OWNER = ".lock", ".owner"
+"""The lock file, which the operating system frees when its process dies, and the number of that process."""
 
 
 class RunDirectory:
@@ -40,27 +44,22 @@ class RunDirectory:
             raise UsageError(
                 f"{path} already holds a run: go on with it (--resume {path}), or choose another directory (--out)"
             )
-        if path.is_dir() and not resume and any(entry.name != ".lock" for entry in path.iterdir()):
+        if path.is_dir() and not resume and any(entry.name not in (LOCK, OWNER) for entry in path.iterdir()):
             raise UsageError(f"{path} holds other files: choose a directory that is new or empty (--out)")
         try:
             path.mkdir(parents=True, exist_ok=True)
-            self._lock: IO[str] = (path / ".lock").open("a+", encoding="utf-8")
+            self._lock = FileLock(path / LOCK)
+            self._lock.acquire(blocking=False)
+            (path / OWNER).write_text(str(os.getpid()), encoding="utf-8")
+        except Timeout as error:
+            owner = (path / OWNER).read_text(encoding="utf-8") if (path / OWNER).exists() else "unknown"
+            raise FedshiftError(f"{path} is in use by process {owner}: wait for it, or choose another --out") from error
         except OSError as error:
             raise disk_error(path, error) from error
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            self._lock.seek(0)
-            owner = self._lock.read().strip() or "unknown"
-            self._lock.close()
-            raise FedshiftError(f"{path} is in use by process {owner}: wait for it, or choose another --out") from error
-        self._lock.truncate(0)
-        self._lock.write(str(os.getpid()))
-        self._lock.flush()
 
     def close(self) -> None:
         """Give the lock back."""
-        self._lock.close()
+        self._lock.release()
 
     def write(self, name: str, content: str | bytes) -> None:
         """Write a file of the directory atomically."""
