@@ -210,5 +210,5 @@ def test_data_that_cannot_be_used_are_refused(tiny):
 
 def test_a_comparison_that_diverged_raises(tiny, tmp_path):
     with pytest.raises(FedshiftError, match="training diverged"):
-        fedshift.compare([fedshift.fedavg()], data=tiny, lr=1e30, batch_size=8, out=tmp_path / "run")
+        fedshift.compare([fedshift.fedavg()], data=tiny, lr=1e29, batch_size=8, out=tmp_path / "run")
     assert not (tmp_path / "run" / "trials" / "fedavg-seed0" / "checkpoint.safetensors").exists()

@@ -213,7 +213,7 @@ def test_list_names_all_there_is(cli):
 
 def test_a_report_of_a_run_without_rounds_says_so(cli, tiny_folder):
     with contextlib.suppress(SystemExit):
-        cli("run", "--data", tiny_folder, "--lr", 1e30, "--batch-size", 8, "--out", "out")
+        cli("run", "--data", tiny_folder, "--lr", 1e29, "--batch-size", 8, "--out", "out")
     outcome = cli("report", "out")
     assert (outcome.code, outcome.err) == (0, "")
     assert "No round was evaluated yet, so there is nothing to report." in outcome.out
