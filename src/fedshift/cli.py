@@ -14,20 +14,14 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import cyclopts
-from cyclopts import App, Group, Parameter
+from cyclopts import App, Parameter
 from pydantic import ValidationError
 from rich.console import Console
 
 from . import __version__
 from .base.errors import FedshiftError, UsageError, unknown
-from .config import CompareSpec, RunSpec
+from .config import CompareSpec, Place, RunSpec
 from .launch import execute
-
-DIRECTORY = Group("Run directory", sort_key=5)
-
-Config = Annotated[Path | None, Parameter(group=DIRECTORY)]
-Out = Annotated[Path | None, Parameter(group=DIRECTORY)]
-Resume = Annotated[Path | None, Parameter(group=DIRECTORY)]
 
 
 def _settings_from_file(app: App, commands: tuple[str, ...], arguments: cyclopts.ArgumentCollection) -> None:
@@ -77,47 +71,19 @@ app = App(
 @app.command
 def run(
     spec: Annotated[RunSpec, Parameter(name="*")] = RunSpec(),
-    *,
-    config: Config = None,
-    out: Out = None,
-    resume: Resume = None,
+    place: Annotated[Place, Parameter(name="*")] = Place(),
 ) -> int:
-    """Train one method on the clients of a federation and measure each client.
-
-    Parameters
-    ----------
-    config
-        TOML file with the same names as the flags (image_size = 28); flags given here win.
-    out
-        Directory to write; without it a new one under runs/.
-    resume
-        Directory of an interrupted run to go on with, bit for bit.
-
-    """
-    return execute(spec, "run", out, resume)
+    """Train one method on the clients of a federation and measure each client."""
+    return execute(spec, "run", place.out, place.resume)
 
 
 @app.command
 def compare(
     spec: Annotated[CompareSpec, Parameter(name="*")] = CompareSpec(),
-    *,
-    config: Config = None,
-    out: Out = None,
-    resume: Resume = None,
+    place: Annotated[Place, Parameter(name="*")] = Place(),
 ) -> int:
-    """Train several methods with several seeds, and put them side by side.
-
-    Parameters
-    ----------
-    config
-        TOML file with the same names as the flags (batch_size = 32); flags given here win.
-    out
-        Directory to write; without it a new one under runs/.
-    resume
-        Directory of an interrupted comparison to go on with, bit for bit.
-
-    """
-    return execute(spec, "compare", out, resume)
+    """Train several methods with several seeds, and put them side by side."""
+    return execute(spec, "compare", place.out, place.resume)
 
 
 @app.command

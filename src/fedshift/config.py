@@ -5,6 +5,7 @@ Nothing here imports torch, so that ``fedshift --help`` answers at once.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cyclopts import Group, Parameter
@@ -15,6 +16,7 @@ DATA = Group("Data", sort_key=1)
 MODEL = Group("Model and methods", sort_key=2)
 TRAINING = Group("Training", sort_key=3)
 MEASURING = Group("Measuring", sort_key=4)
+DIRECTORY = Group("Run directory", sort_key=5)
 
 
 def _joined(value: Any) -> Any:
@@ -130,3 +132,17 @@ class CompareSpec(Spec):
     methods: Annotated[Names, Parameter(group=MODEL)] = "fedavg,fedbn"
     """Methods, comma-separated (see `fedshift list methods`). They take arguments, fedprox(mu=0.1), compose,
     fedbn+fedprox, and may be your own, package.module:function."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where settings come from and results go; no part of the experiment."""
+
+    config: Annotated[Path | None, Parameter(group=DIRECTORY)] = None
+    """TOML file with the same names as the flags (image_size = 28); flags given here win."""
+
+    out: Annotated[Path | None, Parameter(group=DIRECTORY)] = None
+    """Directory to write; without it a new one under runs/."""
+
+    resume: Annotated[Path | None, Parameter(group=DIRECTORY)] = None
+    """Directory of an interrupted run to go on with, bit for bit."""

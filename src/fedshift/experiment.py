@@ -24,7 +24,7 @@ from .core.method import Method
 from .data.federation import Federation
 from .engines.loop import Diverged
 from .facts import method_facts
-from .records import COLUMNS, MethodFacts, Row, Study, read_rows
+from .records import MethodFacts, Row, Study, frame, read_rows
 from .rundir import RunDirectory, append_rows, cut_rows, environment, slug, toml, trial_folder
 from .settings import Settings
 from .trial import ModelFactory, RoundDone, Trial
@@ -253,7 +253,7 @@ def read_study(path: Path) -> Study:
     notices = path / "notices.json"
     return Study(
         **{**facts, "seeds": tuple(facts["seeds"]), "methods": _facts(facts["methods"])},
-        rows=pd.DataFrame(rows, columns=list(COLUMNS)),
+        rows=frame(rows),
         traffic=pd.DataFrame(traffic, columns=["method", "seed", "round", "participants", "down", "up", "seconds"]),
         environment=measured,
         samples=samples,

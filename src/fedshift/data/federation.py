@@ -201,6 +201,11 @@ def _where(client: str, split: str) -> str:
     return f"client {client!r}, {split} data"
 
 
+def class_count(clients: Iterable[ClientData]) -> int:
+    """One more than the largest training label of any client."""
+    return 1 + max((int(client.train.y.max()) for client in clients if len(client.train)), default=0)
+
+
 def federation(
     clients: Mapping[str, tuple[ArrayLike, ArrayLike, ArrayLike, ArrayLike]],
     *,
@@ -220,6 +225,5 @@ def federation(
         )
         for client, (x_train, y_train, x_test, y_test) in clients.items()
     )
-    if classes is None:
-        classes = 1 + max((int(client.train.y.max()) for client in data if len(client.train)), default=0)
+    classes = class_count(data) if classes is None else classes
     return Federation(name=name, clients=data, classes=classes, note=note)

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from ..base.errors import UsageError, unknown
-from .federation import ClientData, Federation
+from .federation import ClientData, Federation, class_count
 from .split import as_split
 
 SPLITS = {"train": "train", "validation": "val", "test": "test"}
@@ -33,8 +33,7 @@ def read_folder(path: Path, domains: Iterable[str] | None = None, classes: int |
         if name not in files:
             raise unknown("domain", name, files)
     clients = tuple(_read(name, files[name]) for name in wanted)
-    if classes is None:
-        classes = 1 + max((int(client.train.y.max()) for client in clients if len(client.train)), default=0)
+    classes = class_count(clients) if classes is None else classes
     return Federation(name=path.resolve().name, clients=clients, classes=classes, note=f"{len(clients)} files of .npz")
 
 
