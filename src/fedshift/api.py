@@ -84,7 +84,7 @@ class Comparison:
         state = trial.state_of(client)
         if state is None:
             raise UsageError(f"{method} has no global model: name a client, one of {', '.join(trial.data.names)}")
-        network = self.experiment.model(trial.data.sample_shape, trial.data.classes)
+        network = trial.network()
         network.load_state_dict(state, strict=False)  # a tied parameter stands once in the state
         return network.eval()
 

@@ -73,7 +73,7 @@ def evaluate_clients(
         models: dict[str, State] = {}
         if shared is not None:
             models["global"] = shared
-        if plan.method.pooled or not plan.personal:
+        if plan.method.pooled or not plan.personalizes:
             models["personal"] = models["global"]
         elif clients[client.name].steps:
             models["personal"] = personal_state(plan, clients[client.name], server)

@@ -159,7 +159,7 @@ class Experiment:
             save_checkpoint(checkpoint, *state)
             observer.round(outcome)
         untrained = [name for name, client in trial.clients.items() if not client.steps]
-        if untrained and trial.plan.personal:
+        if untrained and trial.plan.personalizes:
             notices.say(
                 f"{method.name}, seed {seed}: clients that never took part have no model of their own and are not "
                 f"counted: {', '.join(untrained[:5])}{f' and {len(untrained) - 5} more' if len(untrained) > 5 else ''}"

@@ -29,8 +29,13 @@ def catalog(package: str) -> Mapping[str, Callable[..., Any]]:
         module = importlib.import_module(f"{root.__name__}.{module_info.name}")
         for name, function in vars(module).items():
             if inspect.isfunction(function) and function.__module__ == module.__name__ and not name.startswith("_"):
-                found[name.replace("_", "-")] = function
+                found[_spelled(package, name)] = function
     return found
+
+
+def _spelled(package: str, name: str) -> str:
+    """Models are written with dashes, methods, which stand in expressions, with underscores; either is understood."""
+    return name.replace("-", "_").lower() if package == "methods" else name.replace("_", "-").lower()
 
 
 def resolve(package: str, name: str) -> Callable[..., Any]:
@@ -38,7 +43,7 @@ def resolve(package: str, name: str) -> Callable[..., Any]:
     kind = package.removesuffix("s")
     module_name, _, attribute = name.replace(":", ".").rpartition(".")
     if not module_name:
-        own, written = catalog(package), name.replace("_", "-").lower()
+        own, written = catalog(package), _spelled(package, name)
         if written not in own:
             raise unknown(kind, written, own)
         return own[written]

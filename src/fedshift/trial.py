@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from .core.kernel import (
     server_round,
 )
 from .core.method import Method
-from .core.plan import forward, prepare
+from .core.plan import forward, operate, prepare
 from .data.federation import Federation
 from .engines.catalog import ENGINES
 from .evaluate import evaluate_clients
@@ -58,10 +58,17 @@ class Trial:
         self.data, self.settings, self.seed = data, settings, seed
         device = torch.device(settings.device)
         trained_on = data.pooled() if method.pooled else data
+        self.model = model
         with torch_stream(seed, "init"):
             network = make_network(model, data.sample_shape, data.classes).to(device)
         sample = data.clients[0].train.inputs(slice(0, 1)).to(device)
-        self.plan = prepare(method, network, work=settings.work, optimizer=settings.optimizer, sample=sample)
+        work = settings.work
+        if method.pooled == "scaled" and work.batch_size is not None:
+            work = replace(work, batch_size=work.batch_size * len(data.clients))
+        with torch_stream(seed, "surgery"):
+            self.plan = prepare(
+                method, network, work=work, optimizer=settings.optimizer, sample=sample, rounds=settings.rounds
+            )
         gives = tuple(forward(self.plan, self.plan.initial, sample.to(self.plan.dtype)).shape[1:])
         if gives != (data.classes,):
             raise UsageError(
@@ -74,6 +81,8 @@ class Trial:
                     f"client {client.name!r} has one training sample, over which batch normalization has no variance: "
                     "leave the client out, or use a model without BatchNorm"
                 )
+        if check := getattr(method.aggregate, "check", None):
+            check(self.plan, len(settings.participants(seed, 1, trained_on.names)))
         self.measured = data.to(device)
         self.train = {client.name: client.train.to(device) for client in trained_on.clients}
         self.server = init_server(self.plan)
@@ -95,6 +104,7 @@ class Trial:
             "model": f"{shapes} {self.plan.module}",
             "data": self.data.fingerprint,
             "work": str(self.plan.work),
+            "freeze": str(self.plan.freeze_from),
             "optimizer": str(self.plan.optimizer),
             "participation": str(self.settings.participation),
             "select": self.settings.select,
@@ -149,10 +159,16 @@ class Trial:
         self.data.client(client)
         return personal_state(self.plan, self.clients["pooled" if self.plan.method.pooled else client], self.server)
 
+    def network(self) -> nn.Module:
+        """A network of the trial's kind, after the method's surgery, with weights of no meaning."""
+        return operate(self.plan.method, make_network(self.model, self.data.sample_shape, self.data.classes))
+
     def tensors(self) -> tuple[State, dict[str, Any]]:
         """All state as flat tensors and JSON facts, for a checkpoint; clients that never took part are left out."""
         seen = [name for name, client in self.clients.items() if client.steps]
-        flat = prefixed("server/shared", self.server.shared) | prefixed("server/memory", self.server.memory)
+        flat: State = {}
+        for part in ("shared", "memory", "optimizer"):
+            flat |= prefixed(f"server/{part}", getattr(self.server, part))
         for number, name in enumerate(seen):
             client = self.clients[name]
             for part in ("personal", "optimizer", "memory"):
@@ -183,9 +199,8 @@ class Trial:
         self.accept(facts, self.seed)
         device = torch.device(self.settings.device)
         tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
-        self.server = Server(
-            round=facts["round"], shared=under("server/shared", tensors), memory=under("server/memory", tensors)
-        )
+        parts = {part: under(f"server/{part}", tensors) for part in ("shared", "memory", "optimizer")}
+        self.server = Server(round=facts["round"], **parts)
         for number, (name, steps) in enumerate(facts["steps"].items()):
             parts = {part: under(f"client/{number}/{part}", tensors) for part in ("personal", "optimizer", "memory")}
             self.clients[name] = Client(steps=steps, **parts)

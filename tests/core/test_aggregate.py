@@ -18,7 +18,7 @@ def test_equals_numpys_average_in_float64(weights, seed):
 
 
 def test_one_client_folds_to_itself_bit_for_bit_in_every_dtype():
-    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.complex64):
+    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64):
         state = {"w": torch.arange(7).to(dtype) / 3 if dtype.is_floating_point else torch.arange(7).to(dtype)}
         folded = weighted_mean([state], [1.0])
         assert folded["w"].dtype == dtype

@@ -6,13 +6,40 @@ accumulated in float64 in the order given and cast back, so a result does not de
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 import torch
+from torch import Tensor
 
+from ..base.errors import UsageError
 from ..base.state import State
 
-Aggregate = Callable[[Sequence[State], Sequence[float]], State]
+if TYPE_CHECKING:
+    from .plan import Plan
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Uploads:
+    """What an aggregation folds: the clients' entries in client order, and what is known about each client's round.
+
+    ``weights``: sum to one. ``steps``: local steps of each client. ``previous``: the server's entries before the round.
+    ``trained``: names of the entries that were trained; the others are buffers and frozen parameters.
+    """
+
+    states: Sequence[State]
+    weights: Sequence[float]
+    steps: Sequence[int]
+    previous: State
+    trained: frozenset[str]
+
+
+class Aggregate(Protocol):
+    """A function of :class:`Uploads`; one with a method ``check(plan, clients)`` may refuse beforehand."""
+
+    def __call__(self, uploads: Uploads) -> State:
+        """The server's entries after the round, each in its own dtype."""
 
 
 def weighted_mean(states: Sequence[State], weights: Sequence[float]) -> State:
@@ -22,8 +49,42 @@ def weighted_mean(states: Sequence[State], weights: Sequence[float]) -> State:
     """
     folded = {}
     for name, first in states[0].items():
-        total = torch.zeros_like(first, dtype=torch.complex128 if first.is_complex() else torch.float64)
+        total = torch.zeros_like(first, dtype=torch.float64)
         for state, weight in zip(states, weights, strict=True):
             total.add_(state[name], alpha=weight)
-        folded[name] = (total if first.is_floating_point() or first.is_complex() else total.round_()).to(first.dtype)
+        folded[name] = as_dtype(total, first.dtype)
     return folded
+
+
+def average(uploads: Uploads) -> State:
+    """:func:`weighted_mean` of the uploads: FedAvg's aggregation."""
+    return weighted_mean(uploads.states, uploads.weights)
+
+
+def as_dtype(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """``values`` (float64) in ``dtype``, rounded to the nearest where that is an integer type."""
+    return (values if dtype.is_floating_point else values.round()).to(dtype)
+
+
+def stacked(states: Sequence[State], name: str) -> Tensor:
+    """Entry ``name`` of all clients, float64 ``[clients, ...]``."""
+    return torch.stack([state[name].double() for state in states])
+
+
+def flat(state: State, names: frozenset[str]) -> Tensor:
+    """The entries ``names`` of a client as one vector, float64 ``[P]``."""
+    return torch.cat([tensor.double().flatten() for name, tensor in state.items() if name in names])
+
+
+class Robust:
+    """An aggregation that tolerates clients whose uploads are arbitrary; ``least``: clients that it needs a round."""
+
+    least: int = 1
+
+    def check(self, plan: Plan, clients: int) -> None:
+        """Raise :class:`UsageError` where ``clients`` a round are too few."""
+        if clients < self.least:
+            raise UsageError(
+                f"{self!r} needs at least {self.least} clients in a round, but {clients} take part: let more take "
+                "part, or tolerate fewer that are faulty"
+            )

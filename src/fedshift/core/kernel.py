@@ -13,9 +13,11 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 from torch.func import functional_call, grad
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..base.state import State, clone, pick, prefixed, under
 from ..nn.dropout import dropout_key
+from .aggregate import Uploads
 from .plan import Plan, scratch
 from .rule import Local
 
@@ -32,25 +34,36 @@ class Client:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Server:
-    """What the server holds and broadcasts: rounds done, the shared entries, and its rules' memory."""
+    """What the server holds: rounds done, and, broadcast, the shared entries and its rules' memory.
+
+    ``optimizer``: state of the server optimizer, which never leaves the server.
+    """
 
     round: int
     shared: State
     memory: State = field(default_factory=dict)
+    optimizer: State = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Update:
-    """The whole uplink of one client in one round; nothing else ever leaves it. ``weight``: samples used this round."""
+    """The whole uplink of one client in one round; nothing else ever leaves it.
+
+    ``weight``: samples used this round. ``steps``: local steps of this round.
+    """
 
     shared: State
     memory: State
     weight: float
+    steps: int
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Job:
-    """Local work in flight; ``params`` and ``optimizer`` are its own, ``rest`` holds buffers and frozen parameters."""
+    """Local work in flight; ``params`` and ``optimizer`` are its own, ``rest`` holds buffers and frozen parameters.
+
+    ``frozen``: whether BatchNorm's statistics are frozen. ``planned``: steps that the round will have.
+    """
 
     params: State
     rest: State
@@ -61,31 +74,54 @@ class Job:
     lr: float
     start: int
     done: int
+    planned: int
+    frozen: bool
     samples: int = 0
 
 
 def init_server(plan: Plan) -> Server:
     """The server before the first round."""
-    shared = pick(plan.initial, plan.trained & plan.loaded)
+    stepped = pick(plan.initial, plan.trained & plan.loaded)
     memory: State = {}
     for index, rule in enumerate(plan.method.rules):
-        memory |= prefixed(plan.rule_memory(index), rule.server_memory(shared))
-    return Server(round=0, shared=pick(plan.initial, plan.sent), memory=memory)
+        memory |= prefixed(plan.rule_memory(index), rule.server_memory(stepped))
+    optimizer = plan.method.server.init(pick(plan.initial, plan.trained & plan.sent)) if plan.method.server else {}
+    return Server(round=0, shared=pick(plan.initial, plan.sent), memory=memory, optimizer=optimizer)
 
 
 def init_client(plan: Plan) -> Client:
-    """A client that has not taken part yet; its personal entries share memory with the plan's until it does."""
-    trainable = pick(plan.initial, plan.trained)
-    memory: State = {}
+    """A client that has not taken part yet; its entries share memory with the plan's until it does."""
+    params, rest = pick(plan.initial, plan.trained), pick(plan.initial, frozenset(plan.initial) - plan.trained)
+    memory: State = dict(plan.own)
     for index, rule in enumerate(plan.method.rules):
-        memory |= prefixed(plan.rule_memory(index), rule.client_memory(trainable))
+        memory |= prefixed(plan.rule_memory(index), rule.client_memory(params, rest))
     return Client(personal=pick(plan.initial, plan.personal), memory=memory)
 
 
-def personal_state(plan: Plan, client: Client, server: Server) -> State:
-    """The model that the client would use now: what it loads, with its own entries."""
+def _loaded(plan: Plan, client: Client, server: Server) -> State:
     state = {**pick(server.shared, plan.loaded), **client.personal}
     return {name: state[name] for name in plan.initial}
+
+
+def _kept(plan: Plan, client: Client, server: Server, index: int) -> Local:
+    """What the rule at ``index`` may read between rounds."""
+    prefix = plan.rule_memory(index)
+    memory = under(prefix, client.memory)
+    own = under(prefix, pick(client.memory, plan.own))
+    return Local(
+        anchor=pick(server.shared, plan.loaded),
+        memory={name: tensor for name, tensor in memory.items() if name not in own},
+        own=own,
+        server=under(prefix, server.memory),
+    )
+
+
+def personal_state(plan: Plan, client: Client, server: Server) -> State:
+    """The model that the client would use now: what it loads, with its own entries, as its rules make it."""
+    state = _loaded(plan, client, server)
+    for index, rule in enumerate(plan.method.rules):
+        state = rule.personal(state, _kept(plan, client, server, index))
+    return state
 
 
 def global_state(plan: Plan, server: Server) -> State | None:
@@ -93,31 +129,41 @@ def global_state(plan: Plan, server: Server) -> State | None:
     return {name: server.shared[name] for name in plan.initial} if plan.has_global else None
 
 
-def begin(plan: Plan, client: Client, server: Server) -> Job:
-    """Start a client's local work: load the shared entries, keep the personal ones, prepare the optimizer."""
-    state = personal_state(plan, client, server)
-    params = clone(pick(state, plan.trained))
+def begin(plan: Plan, client: Client, server: Server, planned: int = 0) -> Job:
+    """Start a client's local work of ``planned`` steps: load the shared entries, keep the personal ones."""
+    state = _loaded(plan, client, server)
+    for index, rule in enumerate(plan.method.rules):
+        state = rule.start(state, _kept(plan, client, server, index))
+    state |= pick(client.memory, plan.own)
+    trained = plan.trained | plan.own_trained
+    params = clone(pick(state, trained))
     return Job(
         params=params,
-        rest={name: tensor for name, tensor in state.items() if name not in plan.trained},
+        rest={name: tensor for name, tensor in state.items() if name not in trained},
         anchor=pick(server.shared, plan.loaded),
         optimizer=clone(client.optimizer) or plan.optimizer.init(params),
-        memory=client.memory,
+        memory={name: tensor for name, tensor in client.memory.items() if name not in plan.own},
         server_memory=server.memory,
         lr=plan.optimizer.rate(server.round),
         start=client.steps,
         done=client.steps,
+        planned=planned,
+        frozen=server.round >= plan.freeze_from,
     )
 
 
-def _local(plan: Plan, job: Job, index: int) -> Local:
+def _local(plan: Plan, job: Job, index: int, key: Tensor | None = None) -> Local:
     prefix = plan.rule_memory(index)
     return Local(
         anchor=job.anchor,
         memory=under(prefix, job.memory),
+        own=under(prefix, {**job.params, **job.rest}) if plan.own else {},
         server=under(prefix, job.server_memory),
+        rest=pick(job.rest, plan.initial),
         lr=job.lr,
         steps=job.done - job.start,
+        planned=job.planned,
+        key=key,
     )
 
 
@@ -127,19 +173,23 @@ def gradients(plan: Plan, job: Job, x: Tensor, y: Tensor, key: Tensor) -> tuple[
     ``x [B, ...]``, ``y [B]``; ``key``: int64 scalar from which dropout masks are drawn. Pure.
     """
     plan.module.train()
-    chain = [(rule, _local(plan, job, index)) for index, rule in enumerate(plan.method.rules)]
+    if job.frozen:
+        for layer in plan.module.modules():
+            if isinstance(layer, _BatchNorm):
+                layer.eval()
+    chain = [(rule, _local(plan, job, index, key)) for index, rule in enumerate(plan.method.rules)]
+
+    def data_loss(state: State) -> Tensor:
+        return plan.loss(functional_call(plan.module, {**state, **scratch(plan.module)}, (x,)), y)
 
     def objective(params: State) -> tuple[Tensor, tuple[Tensor, State]]:
-        rest, weights = clone(job.rest), params
-        for rule, local in chain:
-            weights = rule.resolve(weights, local)
+        rest = clone(job.rest)
         with dropout_key(key):
-            outputs = functional_call(plan.module, {**weights, **rest, **scratch(plan.module)}, (x,))
-        data_loss = plan.loss(outputs, y)
-        total = data_loss
-        for rule, local in chain:
-            total = rule.loss(total, params, local)
-        return total, (data_loss, rest)
+            total = loss = data_loss(pick({**params, **rest}, plan.initial) if plan.own else {**params, **rest})
+            for index, (rule, local) in enumerate(chain):
+                own = under(plan.rule_memory(index), {**params, **rest}) if plan.own else {}
+                total = rule.loss(total, params, replace(local, own=own, data_loss=data_loss))
+        return total, (loss, rest)
 
     grads, (loss, rest) = grad(objective, has_aux=True)(job.params)
     for rule, local in chain:
@@ -150,7 +200,10 @@ def gradients(plan: Plan, job: Job, x: Tensor, y: Tensor, key: Tensor) -> tuple[
 def step_(plan: Plan, job: Job, x: Tensor, y: Tensor, key: Tensor) -> tuple[Job, Tensor]:
     """One local step on a batch, in the memory of ``job``. Returns the job after it and the data loss."""
     grads, rest, loss = gradients(plan, job, x, y, key)
-    plan.optimizer.update_(job.params, grads, job.optimizer, job.lr)
+    active = frozenset(job.params)
+    for index, rule in enumerate(plan.method.rules):
+        active = rule.active(active, _local(plan, job, index))
+    plan.optimizer.update_(pick(job.params, active), grads, job.optimizer, job.lr)
     return replace(job, rest=rest, done=job.done + 1, samples=job.samples + len(y)), loss
 
 
@@ -169,13 +222,15 @@ def finish(plan: Plan, job: Job) -> tuple[Client, Update]:
         kept, sent = rule.finish(job.params, _local(plan, job, index))
         memory |= prefixed(plan.rule_memory(index), kept)
         upload |= prefixed(plan.rule_memory(index), sent)
+    memory |= pick(together, plan.own)
     client = Client(
         personal=pick(state, plan.personal),
         optimizer=job.optimizer if plan.optimizer.keep else {},
         memory=memory,
         steps=job.done,
     )
-    return client, Update(shared=pick(state, plan.sent), memory=upload, weight=float(job.samples))
+    shared = pick(state, plan.sent)
+    return client, Update(shared=shared, memory=upload, weight=float(job.samples), steps=job.done - job.start)
 
 
 def server_round(plan: Plan, server: Server, updates: Mapping[str, Update], population: int) -> Server:
@@ -191,5 +246,17 @@ def server_round(plan: Plan, server: Server, updates: Mapping[str, Update], popu
         prefix = plan.rule_memory(index)
         uploads = [under(prefix, update.memory) for update in ordered]
         memory |= prefixed(prefix, rule.fold(under(prefix, server.memory), uploads, weights, population))
-    shared = plan.method.aggregate([update.shared for update in ordered], weights)
-    return Server(round=server.round + 1, shared=shared, memory=memory)
+    uploaded = Uploads(
+        states=[update.shared for update in ordered],
+        weights=weights,
+        steps=[update.steps for update in ordered],
+        previous=server.shared,
+        trained=plan.trained & plan.sent,
+    )
+    shared, optimizer = plan.method.aggregate(uploaded), server.optimizer
+    if plan.method.server:
+        before = pick(server.shared, uploaded.trained)
+        delta = {name: shared[name] - tensor for name, tensor in before.items()}
+        stepped, optimizer = plan.method.server.step(before, delta, optimizer)
+        shared |= stepped
+    return Server(round=server.round + 1, shared=shared, memory=memory, optimizer=optimizer)

@@ -161,3 +161,12 @@ class AdamW(Optimizer):
             square = squares[name].mul_(self.beta2).add_(grad * grad, alpha=1 - self.beta2)
             param.mul_(1 - lr * self.weight_decay)
             param.sub_(mean / ((square / correction2).sqrt() + self.eps) * (lr / correction1))
+
+
+def require_plain_sgd(optimizer: Optimizer, what: str) -> None:
+    """Raise :class:`UsageError` unless ``optimizer`` steps along the gradient and nothing else."""
+    _require(
+        isinstance(optimizer, SGD) and not optimizer.momentum,
+        f"{what} reads the mean gradient off the client's path, which holds for SGD without momentum, not for "
+        f"{optimizer}: use sgd with momentum=0, or another method",
+    )

@@ -6,30 +6,37 @@ tries the template on one sample; whatever does not fit is refused here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from ..base.errors import UsageError
-from ..base.state import State, clone
+from ..base.state import State, clone, pick, prefixed
 from ..nn.dropout import dropout_key, key_dropouts
+from .aggregate import average
 from .method import Method
 from .optimizer import Optimizer
-from .select import Entry, entries
+from .select import Entry, entries, norm_statistics
 from .work import Work
 
 Loss = Callable[[Tensor, Tensor], Tensor]
+Settings = TypeVar("Settings", Work, Optimizer)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Plan:
     """A method resolved against one model: which entries do what. Made by :func:`prepare`.
 
-    ``module`` is a stateless template; ``initial`` the state that server and clients start from; ``loaded``, ``sent``
-    and ``trained`` are sets of entry names; ``smallest_batch`` is 2 where the model cannot train on one sample.
+    ``module`` is a stateless template, after surgery; ``initial`` the state that server and clients start from;
+    ``loaded``, ``sent`` and ``trained`` are sets of entry names; ``own`` and ``own_trained`` what the rules add on each
+    client, by prefixed name; ``freeze_from`` the round (from 0) from which statistics are frozen; ``smallest_batch`` is
+    2 where the model cannot train on one sample.
     """
 
     method: Method
@@ -39,6 +46,9 @@ class Plan:
     loaded: frozenset[str]
     sent: frozenset[str]
     trained: frozenset[str]
+    own: State
+    own_trained: frozenset[str]
+    freeze_from: float
     work: Work
     optimizer: Optimizer
     loss: Loss
@@ -55,13 +65,31 @@ class Plan:
         return self.sent == frozenset(self.initial)
 
     @property
+    def personalizes(self) -> bool:
+        """Whether clients use models of their own, so that one that never trained has none."""
+        return bool(self.personal) or any(rule.personalizes for rule in self.method.rules)
+
+    @property
     def dtype(self) -> torch.dtype:
         """Floating-point type of the model, in which it wants its inputs."""
         return next((t.dtype for t in self.initial.values() if t.is_floating_point()), torch.float32)
 
+    def require_shared(self, purpose: str) -> None:
+        """Raise :class:`UsageError` where clients load no parameter that is trained."""
+        if not self.trained & self.loaded:
+            raise UsageError(f"method {self.method.name!r}: {purpose}, of which there is none here: leave it out")
+
     def rule_memory(self, index: int) -> str:
         """Prefix under which the rule at ``index`` keeps its memories, so that chained rules never meet."""
         return f"{index}.{type(self.method.rules[index]).__name__.lower()}"
+
+
+def operate(method: Method, model: nn.Module) -> nn.Module:
+    """A copy of ``model`` after the method's surgery, in which dropout draws from keyed streams."""
+    module = key_dropouts(model)
+    for change in method.surgery:
+        module = change(module)
+    return module
 
 
 def prepare(
@@ -72,17 +100,20 @@ def prepare(
     optimizer: Optimizer | None = None,
     loss: Loss = nn.functional.cross_entropy,
     sample: Tensor | None = None,
+    rounds: int = 1,
 ) -> Plan:
     """Resolve ``method`` against ``model``.
 
     ``loss(outputs, labels)`` is the mean over a batch. ``sample``: inputs ``[1, ...]`` of one sample, with which the
-    model is tried once. ``work`` and ``optimizer`` serve methods that bring none of their own. Raises
-    :class:`UsageError` where the scope matches nothing, loads what nobody sends, or the model refuses the sample.
+    model is tried once. ``work`` and ``optimizer`` are the experiment's, of which a method may change fields;
+    ``rounds``: how many there will be. Surgery that draws weights uses torch's generator. Raises :class:`UsageError`
+    where the scope matches nothing, loads what nobody sends, parts of the method do not go together, or the model
+    holds what cannot travel or refuses the sample.
     """
-    chosen_work, chosen_optimizer = method.work or work or Work(epochs=1), method.optimizer or optimizer
-    if chosen_optimizer is None:
+    if optimizer is None:
         raise UsageError(f"method {method.name!r} has no optimizer: pass one, for example SGD(lr=0.01)")
-    template = key_dropouts(model)
+    template = operate(method, model)
+    _refuse_unsupported(template)
     found = entries(template)
     tensors = dict(template.named_parameters()) | dict(template.named_buffers())
     initial = {entry.name: tensors[entry.name].detach().clone() for entry in found}
@@ -97,22 +128,97 @@ def prepare(
             f"method {method.name!r} pools all data but keeps entries on clients, of which pooling leaves none: "
             "use centralized without a personal method"
         )
+    rules = tuple(rule.bind(found) for rule in method.rules)
     trained = frozenset(name for name in initial if tensors[name].requires_grad)
-    for rule in method.rules:
+    for rule in rules:
         trained = rule.trainable(trained)
     if not trained:
         raise UsageError(f"method {method.name!r} trains no parameter of the model: leave some requires_grad=True")
     plan = Plan(
-        method=method, module=template, entries=found, initial=initial, loaded=loaded, sent=sent, trained=trained,
-        work=chosen_work, optimizer=chosen_optimizer, loss=loss, smallest_batch=1,
+        method=replace(method, rules=rules), module=template, entries=found, initial=initial, loaded=loaded, sent=sent,
+        trained=trained, own={}, own_trained=frozenset(), freeze_from=float("inf"),
+        work=_changed(work or Work(epochs=1), method.work, method),
+        optimizer=_changed(optimizer, method.optimizer, method),
+        loss=loss, smallest_batch=1,
     )  # fmt: skip
+    plan = _with_own(plan)
+    if method.freeze:
+        norm_statistics.names(found)
+        plan = replace(plan, freeze_from=method.freeze.rounds(rounds))
+    _check(plan)
     plan = replace(plan, smallest_batch=_smallest_batch(plan, sample)) if sample is not None else plan
-    if chosen_work.batch_size is not None and chosen_work.batch_size < plan.smallest_batch:
+    if plan.work.batch_size is not None and plan.work.batch_size < plan.smallest_batch:
         raise UsageError(
             "batch_size=1, but batch normalization in this model has no variance over one sample: use a batch size of "
             "2 or more, or a model without BatchNorm"
         )
     return plan
+
+
+def _changed(settings: Settings, changes: Mapping[str, Any], method: Method) -> Settings:
+    known = {each.name for each in fields(settings)}
+    for name in changes:
+        if name not in known:
+            raise UsageError(
+                f"method {method.name!r} sets {name}, which {type(settings).__name__} has not: it has "
+                f"{', '.join(sorted(known))}"
+            )
+    return replace(settings, **changes)
+
+
+def _with_own(plan: Plan) -> Plan:
+    params, rest = pick(plan.initial, plan.trained), pick(plan.initial, frozenset(plan.initial) - plan.trained)
+    own: State = {}
+    trained: frozenset[str] = frozenset()
+    for index, rule in enumerate(plan.method.rules):
+        first, other = (prefixed(plan.rule_memory(index), part) for part in rule.own(params, rest))
+        own, trained = {**own, **first, **other}, trained | first.keys()
+    return replace(plan, own=own, own_trained=trained)
+
+
+def _check(plan: Plan) -> None:
+    """Refuse parts of a method that do not go together."""
+    method = plan.method
+    for rule in method.rules:
+        rule.check(plan)
+    personalizing = [type(rule).__name__ for rule in method.rules if rule.personalizes]
+    if len(personalizing) > 1:
+        raise UsageError(
+            f"method {method.name!r}: {' and '.join(personalizing)} both make the client's model: choose one of the two"
+        )
+    if method.pooled and personalizing:
+        raise UsageError(
+            f"method {method.name!r} pools all data but makes models of clients, of which pooling leaves none: "
+            "use centralized without a personal method"
+        )
+    nothing_to_fold = not plan.sent or method.pooled
+    if nothing_to_fold and (method.server is not None or method.aggregate is not average):
+        raise UsageError(
+            f"method {method.name!r} folds uploads in a way of its own, but there is nothing to fold: "
+            f"{'all data are in one place' if method.pooled else 'clients send nothing'}; use it without that part"
+        )
+
+
+def _refuse_unsupported(module: nn.Module) -> None:
+    """Refuse by name what cannot be averaged, copied or called as a function."""
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if nn.parameter.is_lazy(tensor):
+            raise UsageError(
+                f"entry {name!r} of the model has no shape yet (a lazy layer): run one batch through the model first"
+            )
+    for entry, tensor in module.state_dict().items():
+        if tensor.is_complex():
+            raise UsageError(
+                f"entry {entry!r} of the model is complex ({tensor.dtype}), which optimizers and aggregation here do "
+                "not treat: hold its real and imaginary part as two entries (torch.view_as_real)"
+            )
+    for name, layer in module.named_modules():
+        for hook in layer._forward_pre_hooks.values():
+            if isinstance(hook, WeightNorm | SpectralNorm):
+                raise UsageError(
+                    f"layer {name!r} of the model uses the old {type(hook).__name__} hook of torch.nn.utils, which "
+                    "writes into the layer at each call: use torch.nn.utils.parametrizations instead"
+                )
 
 
 def _smallest_batch(plan: Plan, sample: Tensor) -> int:

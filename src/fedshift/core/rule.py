@@ -1,17 +1,22 @@
 """Rules: what a method changes inside local training and at the server, beyond averaging.
 
 Every hook is a no-op that a method overrides. Rules chain: a method holds a tuple of them, each sees what the one
-before made of a value, and each has memories of its own.
+before made of a value, and each has memories and entries of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Self
 
 from torch import Tensor
 
 from ..base.state import State
+
+if TYPE_CHECKING:
+    from .plan import Plan
+    from .select import Entry
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,38 +24,69 @@ class Local:
     """What a rule may read while a client works.
 
     ``anchor``: the entries as loaded from the server this round. ``memory``: the rule's own memory on this client.
-    ``server``: the rule's memory on the server, as broadcast. ``lr``: learning rate of the round. ``steps``: local
-    steps done this round.
+    ``own``: the rule's own entries (see :meth:`Rule.own`). ``server``: the rule's memory on the server, as broadcast.
+    ``rest``: the entries beside the trained parameters, as they are now. ``lr``: learning rate of the round. ``steps``:
+    local steps done this round, of ``planned``. ``key``: int64 scalar from which a step draws (keyed streams).
+    ``data_loss``: loss on the batch of a model with these entries, inside :meth:`Rule.loss` alone.
     """
 
     anchor: State
     memory: State = field(default_factory=dict)
+    own: State = field(default_factory=dict)
     server: State = field(default_factory=dict)
+    rest: State = field(default_factory=dict)
     lr: float = 0.0
     steps: int = 0
+    planned: int = 0
+    key: Tensor | None = None
+    data_loss: Callable[[State], Tensor] | None = None
 
 
 class Rule:
-    """The rule that changes nothing. Hooks are pure: they return new values and modify none of their arguments."""
+    """The rule that changes nothing. Hooks are pure: they return new values and modify none of their arguments.
+
+    ``personalizes``: whether the client would use another model than the one it loads (:meth:`personal`).
+    """
+
+    personalizes: bool = False
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
 
-    def client_memory(self, initial: State) -> State:
-        """Memory that every client starts with and keeps to itself; ``initial``: the model's trained parameters."""
+    def bind(self, entries: tuple[Entry, ...]) -> Self:
+        """The rule for a model with these entries."""
+        return self
+
+    def check(self, plan: Plan) -> None:
+        """Raise :class:`UsageError` where the rule makes no sense on ``plan``: nothing to act on, another optimizer."""
+
+    def client_memory(self, params: State, rest: State) -> State:
+        """Memory that every client starts with and keeps to itself, given the model's trained and other entries."""
         return {}
 
     def server_memory(self, initial: State) -> State:
         """Memory that the server starts with and broadcasts; ``initial``: the trained parameters that clients load."""
         return {}
 
+    def own(self, params: State, rest: State) -> tuple[State, State]:
+        """Entries of the rule's own on every client: parameters that the optimizer trains too, and others."""
+        return {}, {}
+
     def trainable(self, names: frozenset[str]) -> frozenset[str]:
         """Which of the parameters ``names`` the optimizer changes."""
         return names
 
-    def resolve(self, params: State, local: Local) -> State:
-        """The parameters that the forward pass uses, given those that are trained."""
-        return params
+    def start(self, state: State, local: Local) -> State:
+        """The entries from which the client's local work starts, given those that it loads and keeps."""
+        return state
+
+    def personal(self, state: State, local: Local) -> State:
+        """The model that the client would use, given what it loads and keeps."""
+        return self.start(state, local)
+
+    def active(self, names: frozenset[str], local: Local) -> frozenset[str]:
+        """Which of the trained parameters ``names`` the coming step changes."""
+        return names
 
     def loss(self, loss: Tensor, params: State, local: Local) -> Tensor:
         """The objective (scalar) that is differentiated, given the loss on the batch."""

@@ -6,10 +6,12 @@ and is in "subnet". Name patterns are for exceptions only, and a selection that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from functools import reduce
+from operator import or_
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -19,27 +21,38 @@ from ..base.errors import UsageError
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """One named entry of a model's state: a parameter or a persistent buffer, and the module that owns it."""
+    """One named entry of a model's state: a parameter or a persistent buffer, and the module that owns it.
+
+    ``from_end``: layers with parameters that are registered after its own; 0 is the last layer, as a rule the
+    classifier.
+    """
 
     name: str
     owner: nn.Module
     is_buffer: bool
+    from_end: int
 
 
 def entries(module: nn.Module) -> tuple[Entry, ...]:
     """The entries of ``module`` in the order of its ``state_dict``; a tied parameter stands once, by its first name."""
-    found: list[Entry] = []
+    found: list[tuple[str, nn.Module, bool, int]] = []
     seen: set[int] = set()
-    for prefix, owner in module.named_modules():
+    layers: list[nn.Module] = []
+    modules = dict(module.named_modules())
+    for prefix, holder in modules.items():
         dot = f"{prefix}." if prefix else ""
-        named = [(name, p, False) for name, p in owner._parameters.items()]
-        hidden = owner._non_persistent_buffers_set
-        named += [(name, b, True) for name, b in owner._buffers.items() if name not in hidden]
+        # A parametrization holds the weight of a layer, which is the one that counts: a BatchNorm stays a BatchNorm.
+        owner = modules[prefix.partition("parametrizations.")[0].rstrip(".")] if "parametrizations." in dot else holder
+        named = [(name, p, False) for name, p in holder._parameters.items()]
+        hidden = holder._non_persistent_buffers_set
+        named += [(name, b, True) for name, b in holder._buffers.items() if name not in hidden]
         for name, tensor, is_buffer in named:
             if tensor is not None and id(tensor) not in seen:
                 seen.add(id(tensor))
-                found.append(Entry(dot + name, owner, is_buffer))
-    return tuple(found)
+                if not is_buffer and not any(layer is owner for layer in layers[-1:]):
+                    layers.append(owner)
+                found.append((dot + name, owner, is_buffer, max(len(layers), 1)))
+    return tuple(Entry(name, owner, hidden, max(len(layers), 1) - at) for name, owner, hidden, at in found)
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,19 +62,21 @@ class Select:
     matches: Callable[[Entry], bool]
     text: str
     parts: tuple[Select, ...] = ()
+    operator: str = ""
 
     def __call__(self, entry: Entry) -> bool:
         """Whether the entry is selected."""
         return self.matches(entry)
 
     def __and__(self, other: Select) -> Select:
-        return Select(lambda entry: self(entry) and other(entry), f"{self.text} & {other.text}", (self, other))
+        return Select(lambda entry: self(entry) and other(entry), f"{self.text} & {other.text}", (self, other), "&")
 
     def __or__(self, other: Select) -> Select:
-        return Select(lambda entry: self(entry) or other(entry), f"({self.text} | {other.text})", (self, other))
+        return Select(lambda entry: self(entry) or other(entry), f"({self.text} | {other.text})", (self, other), "|")
 
     def __invert__(self) -> Select:
-        return Select(lambda entry: not self(entry), f"~{self.text}" if not self.parts else f"~({self.text})", (self,))
+        bare = not self.parts or self.operator == "|"
+        return Select(lambda entry: not self(entry), f"~{self.text}" if bare else f"~({self.text})", (self,), "~")
 
     def __repr__(self) -> str:
         return self.text
@@ -74,12 +89,27 @@ class Select:
             yield from part.claims()
 
     def names(self, found: Iterable[Entry]) -> frozenset[str]:
-        """Names of the matching entries; :class:`UsageError` where a part of the selection matches no entry at all."""
+        """Names of the matching entries.
+
+        Raises :class:`UsageError` where a part of the selection matches no entry at all, or where one of several
+        selections that are taken away takes nothing that the others leave.
+        """
         found = tuple(found)
         for claim in self.claims():
             if claim not in (everything, nothing) and not any(map(claim, found)):
                 raise UsageError(_unmatched(claim, found))
+        taken = [part for part in self._conjuncts() if part.operator == "~"]
+        for index, part in enumerate(taken):
+            others = taken[:index] + taken[index + 1 :]
+            if not any(not part(entry) and all(other(entry) for other in others) for entry in found):
+                raise UsageError(
+                    f"{part.parts[0].text} is kept on the client twice, also by "
+                    f"{' and '.join(other.parts[0].text for other in others)}: leave one of the methods out"
+                )
         return frozenset(entry.name for entry in found if self(entry))
+
+    def _conjuncts(self) -> list[Select]:
+        return [each for part in self.parts for each in part._conjuncts()] if self.operator == "&" else [self]
 
 
 def _unmatched(claim: Select, found: tuple[Entry, ...]) -> str:
@@ -103,6 +133,27 @@ def named(pattern: str) -> Select:
     return Select(lambda entry: fnmatchcase(entry.name, pattern), repr(pattern))
 
 
+def last(layers: int) -> Select:
+    """Entries of the last ``layers`` layers with parameters, in the order in which the model registers them."""
+    if layers < 1:
+        raise UsageError(f"the last {layers} layers: give 1 or more")
+    return Select(lambda entry: entry.from_end < layers, f"last({layers})")
+
+
+def written(text: str) -> Select:
+    """The selection that a person writes: a name of :data:`SELECTIONS`, ``last`` or a shell pattern; ``|`` joins them.
+
+    For example ``"batch_norm|head.*"``.
+    """
+    parts = [part.strip() for part in text.split("|")]
+    if not all(parts):
+        raise UsageError(
+            f"selection {text!r}: write {', '.join(SELECTIONS)}, last or a pattern such as head.*; | joins"
+        )
+    chosen = [last(1) if part == "last" else SELECTIONS.get(part) or named(part) for part in parts]
+    return reduce(or_, chosen)
+
+
 everything = Select(lambda _: True, "everything")
 nothing = Select(lambda _: False, "nothing")
 buffers = Select(lambda entry: entry.is_buffer, "buffers")
@@ -114,6 +165,11 @@ norm_layers = of_type(
 """Entries of every normalization layer: BatchNorm, InstanceNorm, GroupNorm, LayerNorm, RMSNorm."""
 norm_statistics = batch_norm & buffers
 """Running mean, running variance and batch counter of every BatchNorm layer."""
+SELECTIONS: Mapping[str, Select] = {
+    "batch_norm": batch_norm, "norm_layers": norm_layers, "norm_statistics": norm_statistics,
+    "batch_norm_affine": batch_norm & ~buffers,
+}  # fmt: skip
+"""Selections that have a name of their own in arguments of methods."""
 
 
 @dataclass(frozen=True)

@@ -55,10 +55,11 @@ def train(
 
 def _work(plan: Plan, server: Server, name: str, client: Client, data: Split, seed: int) -> Trained:
     bounds = plan.work.bounds(len(data), plan.smallest_batch)
-    job = begin(plan, client, server)
+    coming = plan.work.steps(client.steps, len(bounds))
+    job = begin(plan, client, server, planned=len(coming))
     losses: list[Tensor] = []
     sizes: list[int] = []
-    for step, index in batches(seed, name, len(data), bounds, plan.work.steps(client.steps, len(bounds))):
+    for step, index in batches(seed, name, len(data), bounds, coming):
         index = index.to(data.y.device)
         key = torch.tensor(key_bits(seed, "dropout", name, step) >> 65, device=data.y.device)
         job, loss = step_(plan, job, data.inputs(index, plan.dtype), data.y[index], key)

@@ -1,7 +1,7 @@
-"""Centralized training: all clients' data in one place, the baseline of FedBN's table 12.
+"""Centralized training: all clients' data in one place, the upper baseline of FedBN's table 12.
 
-A round is one pass (or group of batches) over the pooled data with the batch size of the experiment. Over a round of
-full passes it sees each sample as often as the federation does, but in one long sequence of steps.
+A round is one pass (or group of batches) over the pooled data. With batches K times as large as a client's, for K
+clients (FedSMB, arXiv:2011.07006), it takes as many steps as the federation does and sees as many samples in each.
 """
 
 from __future__ import annotations
@@ -12,7 +12,11 @@ from ..core.method import Method
 from .fedavg import fedavg
 
 
-def centralized(base: Method | None = None) -> Method:
-    """``base`` (FedAvg) run on the pooled data of all clients, evaluated on each client's test set."""
+def centralized(base: Method | None = None, *, scaled: bool = True) -> Method:
+    """``base`` (FedAvg) on the pooled data of all clients, evaluated on each client's test set.
+
+    ``scaled``: batches of K times the experiment's size, the federation's budget of steps; else of the same size, K
+    times as many steps.
+    """
     base = base or fedavg()
-    return replace(base, name=base.titled("centralized"), pooled=True)
+    return replace(base, name=base.titled(centralized, scaled=scaled), pooled="scaled" if scaled else "same")

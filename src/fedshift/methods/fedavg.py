@@ -6,11 +6,16 @@ on the clients, which is SiloBN, not FedAvg.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 from ..core.method import Method
 
 
-def fedavg(*, weighting: Literal["samples", "uniform"] = "samples") -> Method:
-    """Average all entries, clients weighing by the samples they used (``uniform``: equally)."""
-    return Method(name="fedavg" if weighting == "samples" else f"fedavg({weighting})", weighting=weighting)
+def fedavg(base: Method | None = None, *, weighting: Literal["samples", "uniform"] = "samples") -> Method:
+    """Average all entries of ``base``, clients weighing by the samples they used (``uniform``: equally)."""
+    method = base or Method(name="fedavg")
+    if weighting == "samples":
+        return method
+    title = "fedavg(uniform)" if base is None else f"{base.name}+fedavg(uniform)"
+    return replace(method, name=title, weighting="uniform")

@@ -7,13 +7,34 @@ normalization of its own.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
+from ..base.errors import unknown
 from ..core.method import Method
-from ..core.select import batch_norm
+from ..core.select import batch_norm, buffers, norm_layers, norm_statistics, written
 from .fedavg import fedavg
 
+KEPT = {
+    "all": batch_norm,
+    "statistics": norm_statistics,
+    "affine": batch_norm & ~buffers,
+    "norm_layers": norm_layers,
+}
 
-def fedbn(base: Method | None = None) -> Method:
-    """``base`` (FedAvg) with every BatchNorm layer kept on the client."""
+
+def fedbn(
+    base: Method | None = None,
+    *,
+    keep: Literal["all", "statistics", "affine", "norm_layers"] = "all",
+    also: str | None = None,
+) -> Method:
+    """``base`` (FedAvg) with every BatchNorm layer kept on the client.
+
+    ``keep``: ``all`` of it, its ``statistics`` (that is SiloBN) or its ``affine`` parameters alone, or all
+    ``norm_layers``, GroupNorm and LayerNorm too. ``also``: more that is kept, a pattern such as ``"head.*"``.
+    """
+    if keep not in KEPT:
+        raise unknown("keep", keep, KEPT)
     base = base or fedavg()
-    return replace(base, name=base.titled("fedbn"), scope=base.scope.without(batch_norm))
+    selection = KEPT[keep] | written(also) if also else KEPT[keep]
+    return replace(base, name=base.titled(fedbn, keep=keep, also=also), scope=base.scope.without(selection))

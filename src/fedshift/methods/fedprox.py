@@ -14,6 +14,7 @@ from typing_extensions import override
 from ..base.errors import UsageError
 from ..base.state import State
 from ..core.method import Method
+from ..core.plan import Plan
 from ..core.rule import Local, Rule
 from .fedavg import fedavg
 
@@ -23,6 +24,10 @@ class Proximal(Rule):
     """Adds ``mu * (w - w_t)`` to the gradients."""
 
     mu: float
+
+    @override
+    def check(self, plan: Plan) -> None:
+        plan.require_shared("FedProx holds parameters near those that the server sent")
 
     @override
     def grads(self, grads: State, params: State, local: Local) -> State:
@@ -37,5 +42,4 @@ def fedprox(base: Method | None = None, *, mu: float = 0.01) -> Method:
     if mu < 0:
         raise UsageError(f"fedprox: mu={mu:g} is negative; it must be 0 (FedAvg) or more")
     base = base or fedavg()
-    title = "fedprox" if mu == 0.01 else f"fedprox(mu={mu:g})"
-    return replace(base, name=base.titled(title), rules=(*base.rules, Proximal(mu)))
+    return replace(base, name=base.titled(fedprox, mu=mu), rules=(*base.rules, Proximal(mu)))

@@ -16,6 +16,8 @@ from typing_extensions import override
 
 from ..base.state import State
 from ..core.method import Method
+from ..core.optimizer import require_plain_sgd
+from ..core.plan import Plan
 from ..core.rule import Local, Rule
 from .fedavg import fedavg
 
@@ -24,12 +26,17 @@ class ControlVariates(Rule):
     """Keeps c_i on the client and c on the server; only the change of c_i travels."""
 
     @override
-    def client_memory(self, initial: State) -> State:
-        return {name: torch.zeros_like(tensor) for name, tensor in initial.items()}
+    def check(self, plan: Plan) -> None:
+        plan.require_shared("SCAFFOLD corrects the drift of what clients share")
+        require_plain_sgd(plan.optimizer, "SCAFFOLD's control variate")
+
+    @override
+    def client_memory(self, params: State, rest: State) -> State:
+        return {name: torch.zeros_like(tensor) for name, tensor in params.items()}
 
     @override
     def server_memory(self, initial: State) -> State:
-        return self.client_memory(initial)
+        return {name: torch.zeros_like(tensor) for name, tensor in initial.items()}
 
     @override
     def grads(self, grads: State, params: State, local: Local) -> State:
@@ -58,4 +65,4 @@ class ControlVariates(Rule):
 def scaffold(base: Method | None = None) -> Method:
     """``base`` (FedAvg) with control variates; needs clients that keep state, and SGD without momentum."""
     base = base or fedavg()
-    return replace(base, name=base.titled("scaffold"), rules=(*base.rules, ControlVariates()))
+    return replace(base, name=base.titled(scaffold), rules=(*base.rules, ControlVariates()))

@@ -15,4 +15,4 @@ from .fedavg import fedavg
 def silobn(base: Method | None = None) -> Method:
     """``base`` (FedAvg) with the running statistics of every BatchNorm layer kept on the client."""
     base = base or fedavg()
-    return replace(base, name=base.titled("silobn"), scope=base.scope.without(norm_statistics))
+    return replace(base, name=base.titled(silobn), scope=base.scope.without(norm_statistics))

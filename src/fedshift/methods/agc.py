@@ -1,0 +1,71 @@
+"""Adaptive gradient clipping: no unit's gradient is larger than ``clip`` times the unit's weights.
+
+Brock et al. 2021, arXiv:2102.06171, as FedWon (arXiv:2306.05879), equation 4 and table 19, uses it with any method: the
+gradient of an output unit i is scaled to clip * max(||W_i||, 1e-3) where it is larger. A bias or gain is one unit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from ..base.errors import UsageError
+from ..base.state import State
+from ..core.method import Method
+from ..core.rule import Local, Rule
+from ..core.select import Entry, last
+from .fedavg import fedavg
+
+EPS = 1e-3
+
+
+@dataclass(frozen=True)
+class Clipping(Rule):
+    """Clips each unit's gradient; ``classifier``: the last layer's too."""
+
+    clip: float
+    classifier: bool = True
+    names: frozenset[str] = field(default=frozenset(), repr=False)
+
+    @override
+    def bind(self, entries: tuple[Entry, ...]) -> Self:
+        left_out = frozenset() if self.classifier else last(1).names(entries)
+        return replace(self, names=frozenset(entry.name for entry in entries) - left_out)
+
+    @override
+    def grads(self, grads: State, params: State, local: Local) -> State:
+        return {
+            name: _clipped(grad, params[name], self.clip) if name.rpartition("/")[2] in self.names else grad
+            for name, grad in grads.items()
+        }
+
+
+def _unit_norm(x: Tensor) -> Tensor:
+    """Norm of each output unit ``[O, 1, ...]``; of the whole where ``x`` is a vector but for dimensions of one."""
+    over = None if x.squeeze().ndim < 2 else tuple(range(1, x.ndim))
+    norm: Tensor = torch.linalg.vector_norm(x, dim=over, keepdim=True)
+    return norm
+
+
+def _clipped(grad: Tensor, param: Tensor, clip: float) -> Tensor:
+    allowed = clip * _unit_norm(param).clamp(min=EPS)
+    size = _unit_norm(grad)
+    return torch.where(size > allowed, grad * (allowed / size.clamp(min=1e-30)), grad)
+
+
+def agc(base: Method | None = None, clip: float = 0.64, *, classifier: bool = True) -> Method:
+    """``base`` (FedAvg) with gradients clipped at ``clip`` times the weights, in place of any clipping that it has.
+
+    FedWon uses 0.64 on Digits-Five and 1.28 on Office-Caltech-10 and DomainNet with batches of 32, and no clipping with
+    batches of 4 or less.
+    """
+    if not clip > 0:
+        raise UsageError(f"agc: clip={clip:g}: give a number above 0, say 0.64")
+    base = base or fedavg()
+    others = tuple(rule for rule in base.rules if not isinstance(rule, Clipping))
+    name = base.extended(agc, clip=float(clip), classifier=classifier)
+    return replace(base, name=name, rules=(*others, Clipping(float(clip), classifier)))

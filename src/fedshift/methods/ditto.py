@@ -1,0 +1,49 @@
+"""Ditto: beside the global model, each client trains one of its own that is held near it.
+
+Li et al. 2021, arXiv:2012.04221, Algorithm 1: v = v - lr (grad F(v) + lam (v - w_t)), on the same batches on which the
+client trains w for the server. The client uses v, normalization statistics included; w is trained and averaged as
+without it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+from typing_extensions import override
+
+from ..base.errors import UsageError
+from ..base.state import State
+from ..core.method import Method
+from ..core.rule import Local, Rule
+from .fedavg import fedavg
+
+
+@dataclass(frozen=True)
+class PersonalModel(Rule):
+    """A whole model of the client's own, with a proximal term of strength ``lam`` to what it loads."""
+
+    lam: float
+    personalizes = True
+
+    @override
+    def own(self, params: State, rest: State) -> tuple[State, State]:
+        return params, rest
+
+    @override
+    def loss(self, loss: Tensor, params: State, local: Local) -> Tensor:
+        assert local.data_loss is not None
+        distance = sum((local.own[name] - local.anchor[name]).square().sum() for name in params if name in local.anchor)
+        return loss + local.data_loss(local.own) + self.lam / 2 * distance
+
+    @override
+    def personal(self, state: State, local: Local) -> State:
+        return {name: local.own[name] for name in state}
+
+
+def ditto(base: Method | None = None, *, lam: float = 1.0) -> Method:
+    """``base`` (FedAvg) with a personal model on every client; ``lam``: how strongly it is held near the global one."""
+    if lam < 0:
+        raise UsageError(f"ditto: lam={lam:g} is negative; it must be 0 (training alone) or more")
+    base = base or fedavg()
+    return replace(base, name=base.titled(ditto, lam=lam), rules=(*base.rules, PersonalModel(lam)))

@@ -1,0 +1,18 @@
+"""FedMMB: a group of mini-batches between two exchanges, taken in turn through a pass over the client's data.
+
+Nasirigerdeh et al. 2020, arXiv:2011.07006, Algorithm 1: the last group of a pass may hold fewer batches, samples are
+reshuffled when the pass is done, and a client weighs by the samples it used in this round.
+"""
+
+from __future__ import annotations
+
+from ..core.method import Method
+from .fedavg import fedavg
+
+
+def fedmmb(base: Method | None = None, *, batches: int = 5, batch_size: int | None = None) -> Method:
+    """``base`` (FedAvg) with ``batches`` batches a round; ``batch_size``: the experiment's unless given, 0 for all."""
+    base = base or fedavg()
+    size = {} if batch_size is None else {"batch_size": batch_size or None}
+    name = base.titled(fedmmb, batches=batches, batch_size=batch_size)
+    return base.working(name, epochs=None, batches=batches, **size)

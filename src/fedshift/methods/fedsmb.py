@@ -1,0 +1,17 @@
+"""FedSMB: one mini-batch between two exchanges, which with equal clients is mini-batch SGD on the union of their data.
+
+Nasirigerdeh et al. 2020, arXiv:2011.07006, Algorithm 1 with one batch a round. With full batches (``batch_size=0``) it
+is gradient descent on all data.
+"""
+
+from __future__ import annotations
+
+from ..core.method import Method
+from .fedavg import fedavg
+
+
+def fedsmb(base: Method | None = None, *, batch_size: int | None = None) -> Method:
+    """``base`` (FedAvg) with one batch a round; ``batch_size``: the experiment's unless given, 0 for all samples."""
+    base = base or fedavg()
+    size = {} if batch_size is None else {"batch_size": batch_size or None}
+    return base.working(base.titled(fedsmb, batch_size=batch_size), epochs=None, batches=1, **size)

@@ -1,0 +1,32 @@
+"""Coordinate-wise median of the uploads: no minority of faulty clients moves an entry beyond the others' values.
+
+Yin et al. 2018, arXiv:1803.01498, option I. Clients count equally. The median of an even number is the mean of the
+middle two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..base.state import State
+from ..core.aggregate import Robust, Uploads, as_dtype, stacked
+from ..core.method import Method
+from .fedavg import fedavg
+
+
+@dataclass(frozen=True)
+class Median(Robust):
+    """The aggregation."""
+
+    def __call__(self, uploads: Uploads) -> State:
+        """The server's entries after the round."""
+        return {
+            name: as_dtype(stacked(uploads.states, name).quantile(0.5, dim=0), first.dtype)
+            for name, first in uploads.states[0].items()
+        }
+
+
+def median(base: Method | None = None) -> Method:
+    """``base`` (FedAvg) with the coordinate-wise median in place of the mean."""
+    base = base or fedavg()
+    return base.folding(base.titled(median), Median())

@@ -1,0 +1,16 @@
+"""Multi-Krum: the mean of the several clients whose uploads lie nearest to those of most others.
+
+Blanchard et al. 2017, arXiv:1703.02757, section 5. Scores as in ``krum``; the chosen clients count equally.
+"""
+
+from __future__ import annotations
+
+from ..core.method import Method
+from .fedavg import fedavg
+from .krum import Nearest
+
+
+def multi_krum(base: Method | None = None, *, faulty: int = 0, chosen: int = 1) -> Method:
+    """``base`` (FedAvg) with the mean of the ``chosen`` clients of least score, ``faulty`` of all being arbitrary."""
+    base = base or fedavg()
+    return base.folding(base.titled(multi_krum, faulty=faulty, chosen=chosen), Nearest(faulty, chosen))

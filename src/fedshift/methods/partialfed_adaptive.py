@@ -1,0 +1,106 @@
+"""PartialFed-Adaptive: each client learns, layer by layer, whether to load the global parameters or keep its own.
+
+Sun et al. 2021 (NeurIPS 34, "PartialFed"), compared in table 17 of FedWon (arXiv:2306.05879). Each layer has two logits
+on the client. After each step on the weights, the logits take one on the same batch: the loss of a network whose layers
+are, by a straight-through Gumbel-softmax sample, the global ones or those that the client ended its last round with. A
+round starts from the more probable choice; a tie loads. All layers are sent, so the server holds a whole model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from ..base.errors import UsageError
+from ..base.state import State, clone, pick, prefixed, under
+from ..core.method import Method
+from ..core.plan import Plan
+from ..core.rule import Local, Rule
+from ..core.select import Entry
+from ..nn.dropout import keyed_bits
+from .fedavg import fedavg
+
+DRAW = 2**20
+"""Number of the draws of this rule under a step's key, beyond any that dropout layers make."""
+
+
+@dataclass(frozen=True)
+class Gates(Rule):
+    """Two logits a layer, ``[load, keep]``, trained ``rate`` times as fast as the weights at temperature ``tau``."""
+
+    tau: float
+    rate: float
+    layers: tuple[tuple[str, ...], ...] = field(default=(), repr=False)
+    personalizes = True
+
+    @override
+    def bind(self, entries: tuple[Entry, ...]) -> Self:
+        layers: dict[int, list[str]] = {}
+        for entry in entries:
+            layers.setdefault(id(entry.owner), []).append(entry.name)
+        return replace(self, layers=tuple(map(tuple, layers.values())))
+
+    @override
+    def check(self, plan: Plan) -> None:
+        if plan.personal or not plan.loaded:
+            raise UsageError(
+                f"method {plan.method.name!r}: partialfed_adaptive chooses which layers to load, but another part of "
+                f"the method already keeps {min(plan.personal)!r} on the client: use one of the two"
+            )
+
+    @override
+    def own(self, params: State, rest: State) -> tuple[State, State]:
+        first = next(iter(params.values()))
+        return {"logits": torch.zeros(len(self.layers), 2, dtype=first.dtype, device=first.device)}, {}
+
+    @override
+    def client_memory(self, params: State, rest: State) -> State:
+        return prefixed("last", {**params, **rest})
+
+    @override
+    def start(self, state: State, local: Local) -> State:
+        kept, logits = under("last", local.memory), local.own["logits"]
+        state = dict(state)
+        for number, names in enumerate(self.layers):
+            keep = logits[number, 1] > logits[number, 0]
+            state |= {name: torch.where(keep, kept[name], state[name]) for name in names}
+        return state
+
+    @override
+    def loss(self, loss: Tensor, params: State, local: Local) -> Tensor:
+        assert local.data_loss is not None
+        assert local.key is not None
+        logits = local.own["logits"]
+        uniform = (keyed_bits(local.key, DRAW, logits.numel()).to(logits.dtype) + 0.5) / 2**32
+        noise = -torch.log(-torch.log(uniform)).reshape(logits.shape)
+        soft = ((logits + noise) / self.tau).softmax(dim=1)
+        hard = (soft == soft.max(dim=1, keepdim=True).values).to(soft.dtype)
+        load = (hard + soft - soft.detach())[:, 0]
+        kept, mixed = under("last", local.memory), clone(local.rest)
+        for number, names in enumerate(self.layers):
+            for name in names:
+                if name in params:
+                    mixed[name] = load[number] * local.anchor[name] + (1 - load[number]) * kept[name]
+        return loss + local.data_loss(pick(mixed, kept))
+
+    @override
+    def grads(self, grads: State, params: State, local: Local) -> State:
+        return {name: grad * self.rate if name.endswith("/logits") else grad for name, grad in grads.items()}
+
+    @override
+    def finish(self, params: State, local: Local) -> tuple[State, State]:
+        together = {**params, **local.rest}
+        return {name: together[name.removeprefix("last/")] for name in local.memory}, {}
+
+
+def partialfed_adaptive(base: Method | None = None, *, tau: float = 1.0, rate: float = 10.0) -> Method:
+    """``base`` (FedAvg) with loading learned; ``tau``: temperature, ``rate``: how much faster the logits learn."""
+    if not (tau > 0 and rate > 0):
+        raise UsageError(f"partialfed_adaptive: tau={tau:g}, rate={rate:g}: give numbers above 0")
+    base = base or fedavg()
+    name = base.titled(partialfed_adaptive, tau=tau, rate=rate)
+    return replace(base, name=name, rules=(*base.rules, Gates(tau, rate)))

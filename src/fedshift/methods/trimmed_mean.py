@@ -1,0 +1,40 @@
+"""Trimmed mean: of each entry, the largest and the smallest values are left out before averaging.
+
+Yin et al. 2018, arXiv:1803.01498, option II. Clients count equally.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..base.errors import UsageError
+from ..base.state import State
+from ..core.aggregate import Robust, Uploads, as_dtype, stacked
+from ..core.method import Method
+from .fedavg import fedavg
+
+
+@dataclass(frozen=True)
+class TrimmedMean(Robust):
+    """Leaves out the ``trim`` largest and the ``trim`` smallest values of each coordinate."""
+
+    trim: int
+
+    def __post_init__(self) -> None:
+        if self.trim < 1:
+            raise UsageError(f"trimmed_mean: trim={self.trim}: give 1 or more; 0 would be the mean")
+        object.__setattr__(self, "least", 2 * self.trim + 1)
+
+    def __call__(self, uploads: Uploads) -> State:
+        """The server's entries after the round."""
+        inner = slice(self.trim, len(uploads.states) - self.trim)
+        return {
+            name: as_dtype(stacked(uploads.states, name).sort(dim=0).values[inner].mean(dim=0), first.dtype)
+            for name, first in uploads.states[0].items()
+        }
+
+
+def trimmed_mean(base: Method | None = None, *, trim: int = 1) -> Method:
+    """``base`` (FedAvg) with the trimmed mean; ``trim``: values left out at each end, the faulty clients it bears."""
+    base = base or fedavg()
+    return base.folding(base.titled(trimmed_mean, trim=trim), TrimmedMean(trim))

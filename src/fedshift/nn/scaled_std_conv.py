@@ -1,0 +1,66 @@
+"""Scaled weight standardization: a convolution whose kernel has zero mean and variance 1/N over each output's fan-in N.
+
+Brock et al. 2021 (arXiv:2101.08692), equation 1; FedWon (Zhuang & Lyu 2024, arXiv:2306.05879), equation 3 and listing
+1: W_hat = gain * (W - mean) * rsqrt(max(var * N, 1e-4)), with the unbiased variance over the fan-in of each output
+channel and a trained gain for each. Unlike the listing, the layer also honors ``padding_mode``.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+
+EPS = 1e-4
+
+
+class ScaledStd(nn.Module):
+    """What the three dimensions share; ``weight`` ``[O, I / groups, ...]``, ``gain`` ``[O, 1, ...]``."""
+
+    weight: Tensor
+    bias: Tensor | None
+    gain: nn.Parameter
+
+    @classmethod
+    def of(cls, layer: _ConvNd, init: Literal["xavier", "keep"]) -> Self:
+        """The standardized form of ``layer``, with Xavier-normal weights as in the listing, or those of the layer."""
+        made = cls.__new__(cls)
+        nn.Module.__init__(made)
+        made.__dict__.update({k: v for k, v in layer.__dict__.items() if k not in ("_parameters", "_modules")})
+        made._parameters = dict(layer._parameters)
+        weight = layer.weight.detach().clone()
+        if init == "xavier":
+            nn.init.xavier_normal_(weight)
+        made.weight = nn.Parameter(weight, requires_grad=layer.weight.requires_grad)
+        made.gain = nn.Parameter(weight.new_ones(len(weight), *[1] * (weight.ndim - 1)))
+        return made
+
+    def standardized_weight(self) -> Tensor:
+        """The kernel that convolves, of the shape of ``weight``."""
+        over = tuple(range(1, self.weight.ndim))
+        variance, mean = torch.var_mean(self.weight, dim=over, keepdim=True)
+        scale = torch.rsqrt((variance * self.weight[0].numel()).clamp(min=EPS))
+        return (self.weight - mean) * scale * self.gain
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Convolve ``x`` ``[N, I, ...]`` with the standardized kernel."""
+        return self._conv_forward(x, self.standardized_weight(), self.bias)  # type: ignore[no-any-return, operator]
+
+
+class ScaledStdConv1d(ScaledStd, nn.Conv1d):
+    """1D."""
+
+
+class ScaledStdConv2d(ScaledStd, nn.Conv2d):
+    """2D."""
+
+
+class ScaledStdConv3d(ScaledStd, nn.Conv3d):
+    """3D."""
+
+
+STANDARDIZED: dict[type[nn.Module], type[ScaledStd]] = {
+    nn.Conv1d: ScaledStdConv1d, nn.Conv2d: ScaledStdConv2d, nn.Conv3d: ScaledStdConv3d,
+}  # fmt: skip

@@ -1,0 +1,147 @@
+"""Surgery: changes of a network before its entries are named, by the type of its layers and for any torch module.
+
+A surgery is a frozen value that is called with a module of its own to change (see :func:`fedshift.core.plan.operate`)
+and returns it; its repr says what it does. Sources: FedWon (Zhuang & Lyu 2024, arXiv:2306.05879), section 3.2, tables 5
+and 6, appendix A.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.utils.parametrize import is_parametrized
+
+from ..base.errors import UsageError
+from .scaled_std_conv import STANDARDIZED, ScaledStd
+
+LEARNED = (_BatchNorm, _InstanceNorm, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
+"""Normalization layers that may hold entries."""
+NORMALIZATION = (*LEARNED, nn.LocalResponseNorm, nn.CrossMapLRN2d)
+
+
+def replaced(module: nn.Module, make: Callable[[str, nn.Module], nn.Module | None]) -> nn.Module:
+    """``module`` with each submodule (itself too) for which ``make(name, submodule)`` is not None replaced by that.
+
+    A layer that stands in several places is replaced by one layer in all of them.
+    """
+    made: dict[int, nn.Module | None] = {}
+    kept = dict(module.named_modules())  # keeps replaced layers alive, so that no id is used again
+    for name, layer in kept.items():
+        if id(layer) not in made:
+            made[id(layer)] = make(name, layer)
+    for layer in kept.values():
+        for name, child in list(layer._modules.items()):
+            if child is not None and (new := made.get(id(child))) is not None:
+                setattr(layer, name, new)
+    return made[id(module)] or module
+
+
+def _refuse_parametrized(name: str, layer: nn.Module, what: str) -> None:
+    if is_parametrized(layer):
+        raise UsageError(
+            f"layer {name!r} has a parametrization, which {what} would lose: remove it from the model first"
+        )
+
+
+@dataclass(frozen=True)
+class ToGroupNorm:
+    """Every BatchNorm becomes a GroupNorm of the same channels that starts from its affine parameters.
+
+    ``groups``: how many; None takes those that the paper's tables give for the layer (its attribute ``groups``), else
+    the rule of appendix A.2, 32, or 8 below 32 channels. Where channels do not divide, the largest number of groups
+    below that divides them is taken (24 for 144 channels, as in the paper). A BatchNorm1d gets at most one group for
+    every 8 features, since a group of one has no variance.
+    """
+
+    groups: int | None = None
+
+    def __call__(self, module: nn.Module) -> nn.Module:
+        """Change ``module``; :class:`UsageError` where it has no BatchNorm."""
+        found = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
+        if not found:
+            raise UsageError(f"{self!r} replaces BatchNorm, of which the model has none: leave it out")
+        return replaced(module, self._make)
+
+    def _make(self, name: str, layer: nn.Module) -> nn.Module | None:
+        if not isinstance(layer, _BatchNorm):
+            return None
+        _refuse_parametrized(name, layer, "GroupNorm")
+        channels = layer.num_features
+        wanted = self.groups or getattr(layer, "groups", None) or (32 if channels >= 32 else 8)
+        if isinstance(layer, nn.BatchNorm1d):
+            wanted = min(wanted, max(1, channels // 8))
+        groups = max(n for n in range(1, min(wanted, channels) + 1) if channels % n == 0)
+        new = nn.GroupNorm(groups, channels, eps=layer.eps, affine=layer.affine)
+        for entry, parameter in layer._parameters.items():
+            if parameter is not None:
+                new._parameters[entry] = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+        return new
+
+
+@dataclass(frozen=True)
+class WithoutNorm:
+    """Every normalization layer becomes the identity; layers that left their bias to it get one, of zeros.
+
+    Those are bias-free convolutions and linear layers with as many outputs as a removed layer has channels.
+    ``required``: whether a model without any normalization is refused.
+    """
+
+    required: bool = True
+
+    def __call__(self, module: nn.Module) -> nn.Module:
+        """Change ``module``."""
+        gone = [layer for layer in module.modules() if isinstance(layer, NORMALIZATION)]
+        if not gone and self.required:
+            raise UsageError(f"{self!r} removes normalization, of which the model has none: leave it out")
+        channels = {width for layer in gone if (width := _channels(layer)) is not None}
+        module = replaced(module, lambda _, layer: nn.Identity() if isinstance(layer, NORMALIZATION) else None)
+        for layer in module.modules():
+            if isinstance(layer, _ConvNd | nn.Linear) and layer.bias is None:
+                width = layer.out_channels if isinstance(layer, _ConvNd) else layer.out_features
+                if width in channels:
+                    layer.bias = nn.Parameter(torch.zeros(width, dtype=layer.weight.dtype, device=layer.weight.device))
+        return module
+
+
+def _channels(layer: Any) -> int | None:
+    width = getattr(layer, "num_features", None) or getattr(layer, "num_channels", None)
+    return width if width is not None else (getattr(layer, "normalized_shape", None) or (None,))[-1]
+
+
+@dataclass(frozen=True)
+class ScaledStandardization:
+    """Every convolution becomes one with scaled weight standardization (``fedshift.nn.scaled_std_conv``).
+
+    ``init``: ``xavier`` draws Xavier-normal weights as in listing 1; ``keep`` takes those that the model has, for a
+    pretrained one. Convolutions with a fan-in of 1 have no variance and stay as they are.
+    """
+
+    init: Literal["xavier", "keep"] = "xavier"
+
+    def __post_init__(self) -> None:
+        if self.init not in ("xavier", "keep"):
+            raise UsageError(f"init={self.init!r}: 'xavier' or 'keep'")
+
+    def __call__(self, module: nn.Module) -> nn.Module:
+        """Change ``module``; :class:`UsageError` where it has no convolution, or one that cannot be standardized."""
+        if not any(isinstance(layer, _ConvNd) for layer in module.modules()):
+            raise UsageError("scaled weight standardization acts on convolutions, of which the model has none")
+        return replaced(module, self._make)
+
+    def _make(self, name: str, layer: nn.Module) -> nn.Module | None:
+        if not isinstance(layer, _ConvNd) or isinstance(layer, ScaledStd):
+            return None
+        _refuse_parametrized(name, layer, "scaled weight standardization")
+        if isinstance(layer, _ConvTransposeNd) or type(layer) not in STANDARDIZED:
+            raise UsageError(
+                f"layer {name!r} is a {type(layer).__name__}: scaled weight standardization knows Conv1d, Conv2d and "
+                "Conv3d; use one of them, or FedWon without WSConv"
+            )
+        return STANDARDIZED[type(layer)].of(layer, self.init) if layer.weight[0].numel() > 1 else None
