@@ -16,6 +16,7 @@ OTHER = {
     "allow_single_class": True, "model": "digit-cnn-bn", "rounds": 7, "epochs": 2, "batches": 3, "batch_size": 0,
     "optimizer": "adamw", "lr": 1e-05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.001,
     "schedule": "step(every=3, gamma=0.5)", "keep_optimizer": True, "participation": 0.5, "seeds": 3, "first_seed": 5,
+    "agc": 0.64, "agc_skip_classifier": True, "newcomers": "cleo", "unseen": "average",
     "engine": "other", "device": "cuda:1", "threads": 3, "evaluate_every": 2, "select": "best",
 }  # fmt: skip
 """A value for every setting that both commands have, other than its default."""
@@ -94,7 +95,7 @@ def test_the_settings_of_a_resumed_run_are_those_it_was_begun_with(resolved, tmp
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("lrr = 1", "unknown setting 'lrr': did you mean 'lr'? allowed are allow_single_class, batch_size,"),
+        ("lrr = 1", "unknown setting 'lrr': did you mean 'lr'? allowed are agc, agc_skip_classifier,"),
         ("batchsize = 1", "unknown setting 'batchsize': did you mean 'batch_size'?"),
         ("[training]\nlr = 1", "'training' is a table; write settings at the top, key = value, without [tables]"),
         ("resume = 'there'", "unknown setting 'resume'"),

@@ -56,7 +56,7 @@ def test_the_method_of_the_contributing_guide_runs_composed_from_the_command_lin
         cwd=tmp_path, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "fedbn+fedper" in done.stdout
+    assert "fedbn+lgfedavg" in done.stdout
     assert (tmp_path / "run" / "report.html").exists()
 
 

@@ -13,50 +13,81 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from .api import Comparison, compare
     from .base.errors import FedshiftError, UsageError
-    from .core.method import Method
+    from .core.aggregate import Uploads
+    from .core.method import Freeze, Method
     from .core.optimizer import SGD, AdamW, Cosine, Exponential, StepDecay
     from .core.rule import Local, Rule
-    from .core.select import Scope, batch_norm, everything, named, norm_layers, norm_statistics, nothing, of_type
+    from .core.select import Scope, batch_norm, everything, last, named, norm_layers, norm_statistics, nothing, of_type
     from .core.work import Work
     from .data.digits import digits
     from .data.federation import Federation, federation
     from .data.folder import read_folder
+    from .methods.agc import agc
     from .methods.centralized import centralized
+    from .methods.ditto import ditto
+    from .methods.fedadagrad import fedadagrad
+    from .methods.fedadam import fedadam
     from .methods.fedavg import fedavg
+    from .methods.fedavgm import fedavgm
     from .methods.fedbn import fedbn
+    from .methods.fedmmb import fedmmb
+    from .methods.fednova import fednova
+    from .methods.fedper import fedper
     from .methods.fedprox import fedprox
+    from .methods.fedrep import fedrep
+    from .methods.fedsmb import fedsmb
+    from .methods.fedwon import fedwon
+    from .methods.fedyogi import fedyogi
+    from .methods.fixbn import fixbn
+    from .methods.geometric_median import geometric_median
+    from .methods.gn import gn
+    from .methods.krum import krum
+    from .methods.ln import ln
+    from .methods.median import median
+    from .methods.multi_krum import multi_krum
+    from .methods.nonorm import nonorm
+    from .methods.partialfed_adaptive import partialfed_adaptive
+    from .methods.partialfed_fix import partialfed_fix
     from .methods.scaffold import scaffold
     from .methods.silobn import silobn
     from .methods.single import single
+    from .methods.trimmed_mean import trimmed_mean
+    from .methods.tuned import tuned
 
 _HOME = {
     "api": ("Comparison", "compare"),
     "base.errors": ("FedshiftError", "UsageError"),
-    "core.method": ("Method",),
+    "core.aggregate": ("Uploads",),
+    "core.method": ("Freeze", "Method"),
     "core.optimizer": ("SGD", "AdamW", "Cosine", "Exponential", "StepDecay"),
     "core.rule": ("Local", "Rule"),
     "core.select": (
-        "Scope", "batch_norm", "everything", "named", "norm_layers", "norm_statistics", "nothing", "of_type",
+        "Scope", "batch_norm", "everything", "last", "named", "norm_layers", "norm_statistics", "nothing", "of_type",
     ),
     "core.work": ("Work",),
     "data.digits": ("digits",),
     "data.federation": ("Federation", "federation"),
     "data.folder": ("read_folder",),
-    "methods.centralized": ("centralized",),
-    "methods.fedavg": ("fedavg",),
-    "methods.fedbn": ("fedbn",),
-    "methods.fedprox": ("fedprox",),
-    "methods.scaffold": ("scaffold",),
-    "methods.silobn": ("silobn",),
-    "methods.single": ("single",),
+    **{
+        f"methods.{name}": (name,)
+        for name in (
+            "agc", "centralized", "ditto", "fedadagrad", "fedadam", "fedavg", "fedavgm", "fedbn", "fedmmb",
+            "fednova", "fedper", "fedprox", "fedrep", "fedsmb", "fedwon", "fedyogi", "fixbn", "geometric_median",
+            "gn", "krum", "ln", "median", "multi_krum", "nonorm", "partialfed_adaptive", "partialfed_fix",
+            "scaffold", "silobn", "single", "trimmed_mean", "tuned",
+        )
+    },
 }  # fmt: skip
 _MODULE = {name: module for module, names in _HOME.items() for name in names}
 
 __all__ = [
-    "SGD", "AdamW", "Comparison", "Cosine", "Exponential", "Federation", "FedshiftError", "Local", "Method", "Rule",
-    "Scope", "StepDecay", "UsageError", "Work", "batch_norm", "centralized", "compare", "digits", "everything",
-    "fedavg", "fedbn", "federation", "fedprox", "named", "norm_layers", "norm_statistics", "nothing", "of_type",
-    "read_folder", "scaffold", "silobn", "single",
+    "SGD", "AdamW", "Comparison", "Cosine", "Exponential", "Federation", "FedshiftError", "Freeze", "Local", "Method",
+    "Rule", "Scope", "StepDecay", "Uploads", "UsageError", "Work", "agc", "batch_norm", "centralized", "compare",
+    "digits", "ditto", "everything", "fedadagrad", "fedadam", "fedavg", "fedavgm", "fedbn", "federation", "fedmmb",
+    "fednova", "fedper", "fedprox", "fedrep", "fedsmb", "fedwon", "fedyogi", "fixbn", "geometric_median", "gn",
+    "krum", "last", "ln", "median", "multi_krum", "named", "nonorm", "norm_layers", "norm_statistics", "nothing",
+    "of_type", "partialfed_adaptive", "partialfed_fix", "read_folder", "scaffold", "silobn", "single", "trimmed_mean",
+    "tuned",
 ]  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from .core.work import Work
 from .data.federation import Federation
 from .data.folder import read_folder
 from .experiment import Experiment
+from .methods.agc import agc
 from .names import expressions, resolve
 from .settings import Settings
 
@@ -89,6 +90,8 @@ def experiment_of(spec: RunSpec | CompareSpec) -> Experiment:
     if share is not None and share > 1 and share != int(share):
         raise UsageError(f"participation={share:g}: give a whole number of clients, or a fraction below 1")
     chosen = methods(spec.methods if isinstance(spec, CompareSpec) else spec.method)
+    if spec.agc is not None:
+        chosen = tuple(agc(method, clip=spec.agc, classifier=not spec.agc_skip_classifier) for method in chosen)
     if isinstance(spec, RunSpec) and len(chosen) != 1:
         raise UsageError(f"run takes one method, not {spec.method!r}: use `fedshift compare --methods` for several")
     settings = Settings(
@@ -102,6 +105,8 @@ def experiment_of(spec: RunSpec | CompareSpec) -> Experiment:
         participation=share if share is None or share < 1 else int(share),
         evaluate_every=spec.evaluate_every,
         select=spec.select,
+        newcomers=tuple(spec.newcomers.replace(" ", "").split(",")) if spec.newcomers else (),
+        unseen=spec.unseen,
         engine=spec.engine,
         device=spec.device,
     )

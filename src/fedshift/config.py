@@ -57,6 +57,12 @@ class Spec:
     """Network by name (see `fedshift list models`), or package.module:function of your own, called with the shape of a
     sample and the number of classes."""
 
+    agc: Annotated[float | None, Field(gt=0, allow_inf_nan=False), Parameter(group=MODEL)] = None
+    """Adaptive gradient clipping for every method, at this multiple of each unit's weights (FedWon uses 0.64, 1.28)."""
+
+    agc_skip_classifier: Annotated[bool, Parameter(group=MODEL, negative=())] = False
+    """Leave the last layer's gradients out of --agc."""
+
     rounds: Annotated[Positive, Parameter(group=TRAINING)] = 20
     """Communication rounds."""
 
@@ -92,6 +98,14 @@ class Spec:
 
     participation: Annotated[float | None, Field(gt=0), Parameter(group=TRAINING)] = None
     """Clients that take part in a round: a whole number of 1 or more counts them, a value below 1 is the fraction."""
+
+    newcomers: Annotated[Names | None, Parameter(group=TRAINING)] = None
+    """Clients, comma-separated, that never take part in training and are only measured."""
+
+    unseen: Annotated[Literal["skip", "average", "nearest", "reestimate"], Parameter(group=MEASURING)] = "skip"
+    """How a client that never trained is measured by a method that keeps state on clients: not at all; with the average
+    of the others' entries; with the model of the client that fits its training data best; or with the average and
+    BatchNorm statistics estimated on its own training inputs. Methods with one global model measure it on that."""
 
     seeds: Annotated[Positive, Parameter(group=TRAINING)] = 1
     """Number of seeds, run from --first-seed on; 3 or more give standard deviations and intervals."""

@@ -6,15 +6,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from .base.state import State
-from .core.kernel import Client, Server, global_state, personal_state
+from .core.kernel import Server, global_state
 from .core.plan import Plan, forward
-from .data.federation import Federation
+from .data.federation import ClientData, Federation
 from .data.split import Split
 from .records import Row
 
@@ -64,19 +64,26 @@ def _ranked(score: Tensor, positive: Tensor) -> float:
 
 
 def evaluate_clients(
-    plan: Plan, server: Server, clients: Mapping[str, Client], data: Federation, splits: tuple[str, ...]
+    plan: Plan,
+    server: Server,
+    data: Federation,
+    splits: tuple[str, ...],
+    personal: Callable[[ClientData], State | None],
 ) -> list[Row]:
-    """One row for each client, split and model that exists, just after aggregation (moment ``loaded``)."""
+    """One row for each client, split and model that exists, just after aggregation (moment ``loaded``).
+
+    ``personal`` gives the model that a client would use, None where it has none.
+    """
     shared = global_state(plan, server)
     rows: list[Row] = []
     for client in data.clients:
         models: dict[str, State] = {}
         if shared is not None:
             models["global"] = shared
-        if plan.method.pooled or not plan.personalizes:
-            models["personal"] = models["global"]
-        elif clients[client.name].steps:
-            models["personal"] = personal_state(plan, clients[client.name], server)
+        if shared is not None and (plan.method.pooled or not plan.personalizes):
+            models["personal"] = shared
+        elif (own := personal(client)) is not None:
+            models["personal"] = own
         for split in splits:
             counted: dict[int, Row] = {}
             for model, state in models.items():

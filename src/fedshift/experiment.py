@@ -144,6 +144,11 @@ class Experiment:
                 f"client {client!r}: the last batch would hold one sample, over which batch normalization has no "
                 "variance; it joins the batch before it"
             )
+        if trial.plan.personalizes and self.settings.unseen == "skip" and self.settings.leaves_out(self.data.names):
+            notices.say(
+                f"{method.name} keeps models on its clients, and not all take part in every round: one that never did "
+                "has none and is not measured. --unseen average, nearest or reestimate gives it one"
+            )
         while trial.server.round < self.settings.rounds:
             if stop.is_set():
                 return False
@@ -158,12 +163,15 @@ class Experiment:
                 save_checkpoint(folder / BEST, *state)
             save_checkpoint(checkpoint, *state)
             observer.round(outcome)
-        untrained = [name for name, client in trial.clients.items() if not client.steps]
+        untrained = [name for name in self.data.names if name not in trial.seen]
         if untrained and trial.plan.personalizes:
-            notices.say(
-                f"{method.name}, seed {seed}: clients that never took part have no model of their own and are not "
-                f"counted: {', '.join(untrained[:5])}{f' and {len(untrained) - 5} more' if len(untrained) > 5 else ''}"
+            which = f"{', '.join(untrained[:5])}{f' and {len(untrained) - 5} more' if len(untrained) > 5 else ''}"
+            fate = (
+                "are not counted (--unseen average, nearest or reestimate gives them a model)"
+                if self.settings.unseen == "skip"
+                else f"are measured by the policy unseen={self.settings.unseen}"
             )
+            notices.say(f"{method.name}, seed {seed}: clients that never took part {fate}: {which}")
         return True
 
     def _describe(self, directory: RunDirectory, facts: Mapping[str, MethodFacts]) -> None:

@@ -13,14 +13,18 @@ from .core.optimizer import SGD, Optimizer
 from .core.work import Work
 from .engines.catalog import ENGINES
 
+POLICIES = ("skip", "average", "nearest", "reestimate")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """What all methods of a comparison share.
 
     ``participation``: clients that take part in a round, a number, or a fraction of them (float in (0, 1]).
-    ``evaluate_every``: rounds between evaluations (the last is always evaluated); None: about ten in all.
-    ``select``: the round that tables report, ``last``, or ``best`` on validation data.
+    ``evaluate_every``: rounds between evaluations (the last is always evaluated); None: about ten in all. ``select``:
+    the round that tables report, ``last``, or ``best`` on validation data. ``newcomers``: clients that never take part
+    in training. ``unseen``: how a client that never trained is measured by a method that keeps state on clients (see
+    ``fedshift.newcomers``).
     """
 
     rounds: int = 20
@@ -29,6 +33,8 @@ class Settings:
     participation: int | float | None = None
     evaluate_every: int | None = None
     select: Literal["last", "best"] = "last"
+    newcomers: tuple[str, ...] = ()
+    unseen: Literal["skip", "average", "nearest", "reestimate"] = "skip"
     engine: str = "loop"
     device: str = "cpu"
 
@@ -39,6 +45,8 @@ class Settings:
             raise UsageError(f"evaluate_every={self.evaluate_every}: must be at least 1")
         if self.select not in ("last", "best"):
             raise unknown("selection", self.select, ("last", "best"))
+        if self.unseen not in POLICIES:
+            raise unknown("policy for unseen clients", self.unseen, POLICIES)
         if self.engine not in ENGINES:
             raise unknown("engine", self.engine, ENGINES)
         share = self.participation
@@ -59,6 +67,10 @@ class Settings:
         count = min(max(1, int(share * len(names) + 0.5)) if isinstance(share, float) else share, len(names))
         chosen = stream(seed, "participants", round).choice(len(names), size=count, replace=False)
         return tuple(names[i] for i in sorted(chosen))
+
+    def leaves_out(self, names: tuple[str, ...]) -> bool:
+        """Whether some client of ``names`` does not take part in every round."""
+        return bool(self.newcomers) or len(self.participants(0, 1, names)) < len(names)
 
     def evaluates(self, round: int) -> bool:
         """Whether ``round`` (from 1) ends with an evaluation."""

@@ -29,10 +29,11 @@ from .core.kernel import (
 )
 from .core.method import Method
 from .core.plan import forward, operate, prepare
-from .data.federation import Federation
+from .data.federation import ClientData, Federation
 from .engines.catalog import ENGINES
 from .evaluate import evaluate_clients
 from .facts import downlink, uplink
+from .newcomers import check_policy, newcomer_state
 from .records import Row
 from .settings import Settings
 
@@ -57,14 +58,20 @@ class Trial:
     def __init__(self, method: Method, model: ModelFactory, data: Federation, settings: Settings, seed: int) -> None:
         self.data, self.settings, self.seed = data, settings, seed
         device = torch.device(settings.device)
-        trained_on = data.pooled() if method.pooled else data
+        for name in settings.newcomers:
+            data.client(name)
+        members = tuple(name for name in data.names if name not in settings.newcomers)
+        if not members:
+            raise UsageError("newcomers names every client: leave some to train")
+        training = data.only(members)
+        trained_on = training.pooled() if method.pooled else training
         self.model = model
         with torch_stream(seed, "init"):
             network = make_network(model, data.sample_shape, data.classes).to(device)
         sample = data.clients[0].train.inputs(slice(0, 1)).to(device)
         work = settings.work
         if method.pooled == "scaled" and work.batch_size is not None:
-            work = replace(work, batch_size=work.batch_size * len(data.clients))
+            work = replace(work, batch_size=work.batch_size * len(members))
         with torch_stream(seed, "surgery"):
             self.plan = prepare(
                 method, network, work=work, optimizer=settings.optimizer, sample=sample, rounds=settings.rounds
@@ -83,10 +90,17 @@ class Trial:
                 )
         if check := getattr(method.aggregate, "check", None):
             check(self.plan, len(settings.participants(seed, 1, trained_on.names)))
+        if self.plan.personalizes:
+            check_policy(self.plan, settings.unseen)
         self.measured = data.to(device)
         self.train = {client.name: client.train.to(device) for client in trained_on.clients}
         self.server = init_server(self.plan)
         self.clients = {client.name: init_client(self.plan) for client in trained_on.clients}
+
+    @property
+    def seen(self) -> frozenset[str]:
+        """Clients that have taken part."""
+        return frozenset(name for name, client in self.clients.items() if client.steps)
 
     def merged_batches(self) -> tuple[str, ...]:
         """Clients whose last batch would hold a single sample, which joins the batch before it."""
@@ -107,6 +121,8 @@ class Trial:
             "freeze": str(self.plan.freeze_from),
             "optimizer": str(self.plan.optimizer),
             "participation": str(self.settings.participation),
+            "newcomers": str(self.settings.newcomers),
+            "unseen": self.settings.unseen,
             "select": self.settings.select,
         }
 
@@ -147,7 +163,7 @@ class Trial:
     def evaluate(self) -> list[Row]:
         """Rows for every client's test data, and validation data where all have some."""
         splits = ("test", "validation") if all(client.validation for client in self.data.clients) else ("test",)
-        return evaluate_clients(self.plan, self.server, self.clients, self.measured, splits)
+        return evaluate_clients(self.plan, self.server, self.measured, splits, self.personal_state)
 
     def _down(self) -> int:
         return 0 if self.plan.method.pooled else downlink(self.plan, self.server)
@@ -156,8 +172,23 @@ class Trial:
         """The server's model (``client=None``; None where there is none), or the model that ``client`` would use."""
         if client is None:
             return global_state(self.plan, self.server)
-        self.data.client(client)
-        return personal_state(self.plan, self.clients["pooled" if self.plan.method.pooled else client], self.server)
+        state = self.personal_state(self.measured.client(client))
+        if state is None:
+            raise UsageError(
+                f"client {client!r} has never trained, and {self.plan.method.name} keeps its models on clients: use a "
+                "policy for unseen clients (unseen='average'), or a method with a global model"
+            )
+        return state
+
+    def personal_state(self, client: ClientData) -> State | None:
+        """The model that ``client`` would use; None where it has none and the policy makes none."""
+        if self.plan.method.pooled or not self.plan.personalizes:
+            return global_state(self.plan, self.server)
+        own = self.clients.get(client.name)
+        if own and own.steps:
+            return personal_state(self.plan, own, self.server)
+        seen = {name: (each, len(self.train[name])) for name, each in self.clients.items() if each.steps}
+        return newcomer_state(self.plan, self.server, seen, client.train, self.settings.unseen)
 
     def network(self) -> nn.Module:
         """A network of the trial's kind, after the method's surgery, with weights of no meaning."""
@@ -219,4 +250,7 @@ def make_network(model: ModelFactory, shape: tuple[int, ...], classes: int) -> n
         ) from error
     if not isinstance(network, nn.Module):
         raise UsageError(f"the model's function made a {type(network).__name__}, not a torch.nn.Module")
+    if any(nn.parameter.is_lazy(tensor) for tensor in (*network.parameters(), *network.buffers())):
+        with torch.no_grad():  # gives lazy layers their shapes, without moving statistics
+            network.eval()(torch.zeros(1, *shape))
     return network

@@ -6,6 +6,7 @@ tries the template on one sample; whatever does not fit is refused here.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
@@ -85,8 +86,8 @@ class Plan:
 
 
 def operate(method: Method, model: nn.Module) -> nn.Module:
-    """A copy of ``model`` after the method's surgery, in which dropout draws from keyed streams."""
-    module = key_dropouts(model)
+    """A copy of ``model`` after the method's surgery."""
+    module = copy.deepcopy(model)
     for change in method.surgery:
         module = change(module)
     return module
@@ -112,8 +113,8 @@ def prepare(
     """
     if optimizer is None:
         raise UsageError(f"method {method.name!r} has no optimizer: pass one, for example SGD(lr=0.01)")
-    template = operate(method, model)
-    _refuse_unsupported(template)
+    _refuse_unsupported(model)
+    template = key_dropouts(operate(method, model))
     found = entries(template)
     tensors = dict(template.named_parameters()) | dict(template.named_buffers())
     initial = {entry.name: tensors[entry.name].detach().clone() for entry in found}

@@ -57,7 +57,7 @@ def _clipped(grad: Tensor, param: Tensor, clip: float) -> Tensor:
     return torch.where(size > allowed, grad * (allowed / size.clamp(min=1e-30)), grad)
 
 
-def agc(base: Method | None = None, clip: float = 0.64, *, classifier: bool = True) -> Method:
+def agc(base: Method | None = None, *, clip: float = 0.64, classifier: bool = True) -> Method:
     """``base`` (FedAvg) with gradients clipped at ``clip`` times the weights, in place of any clipping that it has.
 
     FedWon uses 0.64 on Digits-Five and 1.28 on Office-Caltech-10 and DomainNet with batches of 32, and no clipping with

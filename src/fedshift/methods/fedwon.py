@@ -32,6 +32,6 @@ def fedwon(
     base = base or fedavg()
     name = base.titled(fedwon, agc=agc, wsconv=wsconv, init=init)
     if agc is not None and not any(isinstance(rule, Clipping) for rule in base.rules):
-        base = clipped(base, agc)
+        base = clipped(base, clip=agc)
     standardized = (ScaledStandardization(init),) if wsconv else ()
     return replace(base, name=name, surgery=(*base.surgery, WithoutNorm(required=not wsconv), *standardized))

@@ -14,8 +14,8 @@ from .fedavg import fedavg
 
 def tuned(
     base: Method | None = None,
-    lr: float | None = None,
     *,
+    lr: float | None = None,
     momentum: float | None = None,
     weight_decay: float | None = None,
 ) -> Method:

@@ -11,8 +11,7 @@ from itertools import pairwise
 from torch import nn
 
 from ..base.errors import UsageError
-
-Shape = tuple[int, ...]
+from ._common import Shape, _grouped
 
 
 def _pooled_twice(shape: Shape, model: str) -> int:
@@ -25,12 +24,16 @@ def _pooled_twice(shape: Shape, model: str) -> int:
     return (shape[1] // 4) * (shape[2] // 4)
 
 
-def _blocks(channels: tuple[int, ...], kernel: int) -> dict[str, nn.Module]:
-    """Convolutions that keep the size, each with BatchNorm and ReLU, the first two with 2 x 2 max-pooling."""
+def _blocks(channels: tuple[int, ...], kernel: int, groups: tuple[int, ...] = ()) -> dict[str, nn.Module]:
+    """Convolutions that keep the size, each with BatchNorm and ReLU, the first two with 2 x 2 max-pooling.
+
+    ``groups``: how many each BatchNorm has where GroupNorm takes its place (FedWon's table 5).
+    """
     layers: dict[str, nn.Module] = {}
     for i, (before, after) in enumerate(pairwise(channels), start=1):
         layers[f"conv{i}"] = nn.Conv2d(before, after, kernel, padding=kernel // 2)
-        layers[f"bn{i}"] = nn.BatchNorm2d(after)
+        norm = nn.BatchNorm2d(after)
+        layers[f"bn{i}"] = _grouped(norm, groups[i - 1]) if groups else norm
         layers[f"relu{i}"] = nn.ReLU()
         if i <= 2:
             layers[f"pool{i}"] = nn.MaxPool2d(2)
@@ -42,7 +45,7 @@ def digit_cnn_bn(shape: Shape = (3, 28, 28), classes: int = 10) -> nn.Module:
     pixels = _pooled_twice(shape, "digit-cnn-bn")
     return nn.Sequential(
         OrderedDict(
-            **_blocks((shape[0], 64, 64, 128), kernel=5),
+            **_blocks((shape[0], 64, 64, 128), kernel=5, groups=(32, 32, 64)),
             fc1=nn.Linear(128 * pixels, 2048),
             bn4=nn.BatchNorm1d(2048),
             relu4=nn.ReLU(),
@@ -59,7 +62,7 @@ def digit_cnn_dropout(shape: Shape = (3, 28, 28), classes: int = 10) -> nn.Modul
     pixels = _pooled_twice(shape, "digit-cnn-dropout")
     return nn.Sequential(
         OrderedDict(
-            **_blocks((shape[0], 64, 64, 128), kernel=5),
+            **_blocks((shape[0], 64, 64, 128), kernel=5, groups=(32, 32, 64)),
             dropout1=nn.Dropout(),
             fc1=nn.Linear(128 * pixels, 2048),
             relu4=nn.ReLU(),
