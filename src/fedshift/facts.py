@@ -1,10 +1,19 @@
-"""Facts about a method on a model: its scope table, and the bytes that travel in a round."""
+"""Facts about a method on a model: its scope table, the bytes that travel in a round, and what it needs of clients."""
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
+
+from torch.nn.modules.batchnorm import _BatchNorm
+
 from .base.state import nbytes, pick
 from .core.kernel import Server, Update, begin, finish, init_client, init_server
-from .core.plan import Plan
+from .core.method import Method
+from .core.optimizer import SGD
+from .core.plan import Plan, prepare
+from .core.select import batch_norm, buffers, everything, last, norm_layers, norm_statistics, nothing
+from .models.digits import small_cnn
 from .records import MethodFacts
 
 
@@ -44,3 +53,71 @@ def method_facts(plan: Plan) -> MethodFacts:
         up=0 if pooled else uplink(update),
         has_global=plan.has_global,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """What a method needs and does, read off its plan on a small network with BatchNorm (FedWon's table 7, extended).
+
+    ``state``: what a client keeps from round to round, ``""`` where it needs to keep nothing, so that the method suits
+    clients that come and go. ``normalization``: what becomes of BatchNorm. ``sent``: what a client uploads. ``up``:
+    bytes of that over FedAvg's. ``has_global``: whether the server holds a whole model.
+    """
+
+    state: str
+    normalization: str
+    sent: str
+    up: float
+    has_global: bool
+
+
+def capabilities(method: Method) -> Capabilities:
+    """What ``method`` needs and does; derived, so that a method of yours has a row too."""
+    model, optimizer = small_cnn((1, 8, 8), 10), SGD(lr=0.1)
+    plan = prepare(method, model, optimizer=optimizer)
+    facts, plain = method_facts(plan), method_facts(prepare(Method(name="fedavg"), model, optimizer=optimizer))
+    if method.pooled:
+        return Capabilities(state="", normalization="shared", sent="the data", up=0.0, has_global=True)
+    client = init_client(plan)
+    remembered = [
+        re.sub(r"(?<!^)(?=[A-Z])", " ", type(rule).__name__).lower()
+        for index, rule in enumerate(plan.method.rules)
+        if any(name.startswith(f"{plan.rule_memory(index)}/") for name in client.memory)
+    ]
+    if plan.optimizer.keep:
+        remembered.append("momentum")
+    if plan.work.batches:
+        remembered.append("its place in the pass")
+    kept = [text for text in (_described(plan, plan.personal), *remembered) if text != "nothing"]
+    left = _described(plan, frozenset(plan.initial) - plan.sent)
+    whole = {"nothing": "everything", "everything": "nothing"}
+    return Capabilities(
+        state=", ".join(kept),
+        normalization=_normalization(plan),
+        sent=whole.get(left, f"all but {left}"),
+        up=facts.up / plain.up,
+        has_global=facts.has_global,
+    )
+
+
+def _described(plan: Plan, names: frozenset[str]) -> str:
+    """What the entries ``names`` are, in words."""
+    known = {
+        "nothing": nothing, "everything": everything, "BatchNorm": batch_norm,
+        "BatchNorm's statistics": norm_statistics, "the last layer": last(1),
+        "BatchNorm's affine parameters": batch_norm & ~buffers,
+    }  # fmt: skip
+    for text, selection in known.items():
+        if names == frozenset(entry.name for entry in plan.entries if selection(entry)):
+            return text
+    return f"{len({name.rpartition('.')[0] for name in names})} layers"
+
+
+def _normalization(plan: Plan) -> str:
+    if not any(isinstance(entry.owner, _BatchNorm) for entry in plan.entries):
+        kinds = {type(entry.owner).__name__ for entry in plan.entries if norm_layers(entry)}
+        return f"replaced by {', '.join(sorted(kinds))}" if kinds else "removed"
+    owned = {name for name in plan.personal if name in {entry.name for entry in plan.entries if batch_norm(entry)}}
+    statistics = {entry.name for entry in plan.entries if norm_statistics(entry)}
+    local = "shared" if not owned else "statistics local" if owned == statistics else "local"
+    return f"{local}, then frozen" if plan.freeze_from != float("inf") else local

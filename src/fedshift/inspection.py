@@ -14,7 +14,7 @@ from .base.errors import UsageError
 from .build import EMBEDDED, methods
 from .core.optimizer import SGD
 from .core.plan import prepare
-from .facts import method_facts
+from .facts import capabilities, method_facts
 from .names import catalog, resolve
 from .trial import make_network
 
@@ -67,6 +67,24 @@ def listing(kinds: Sequence[str]) -> Iterator[Table]:
             middle = [_arguments(function)] if kind == "methods" else []
             table.add_row(name, *middle, Text(first))
         yield table
+        if kind == "methods":
+            yield _capabilities(known)
+
+
+def _capabilities(known: Mapping[str, Callable[..., Any]]) -> Table:
+    """What each method needs and does, derived from the method (FedWon's table 7, extended)."""
+    title = "what methods need and do, on a network with BatchNorm"
+    table = Table(title=title, box=None, title_justify="left", title_style="bold", padding=(0, 2, 0, 0))
+    for column in ("name", "client keeps", "cross-device", "BatchNorm", "client sends", "up", "global model"):
+        table.add_column(column, no_wrap=column == "name", justify="right" if column == "up" else "left")
+    for name, function in known.items():
+        facts = capabilities(function())
+        suits = facts.sent != "the data" and not facts.state
+        table.add_row(
+            name, facts.state or "-", "yes" if suits else "no", facts.normalization, facts.sent,
+            f"{facts.up:.2f} x", "yes" if facts.has_global else "no",
+        )  # fmt: skip
+    return table
 
 
 def _arguments(function: Callable[..., Any]) -> str:
