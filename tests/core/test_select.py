@@ -11,11 +11,13 @@ from fedshift.core.select import (
     buffers,
     entries,
     everything,
+    last,
     named,
     norm_layers,
     norm_statistics,
     nothing,
     of_type,
+    written,
 )  # fmt: skip
 
 
@@ -100,3 +102,32 @@ def test_a_part_that_matches_nothing_is_refused_with_what_there_is(selection):
     assert "BatchNorm1d" in str(refused.value)
     if "subnett" in selection.text:
         assert "subnet.weight" in str(refused.value)
+
+
+def test_the_last_layers_are_those_registered_last_with_their_parameters():
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2))
+    found = entries(net)
+    assert last(1).names(found) == {"3.weight", "3.bias"}
+    assert last(2).names(found) == last(1).names(found) | {name for name in net.state_dict() if name.startswith("1.")}
+    assert last(9).names(found) == set(net.state_dict())
+    with pytest.raises(UsageError, match="the last 0 layers"):
+        last(0)
+
+
+def test_a_written_selection_is_a_known_name_or_a_pattern_and_bars_join():
+    assert written("batch_norm|subnet.*").names(FOUND) == (batch_norm | named("subnet.*")).names(FOUND)
+    assert written(" last ").names(FOUND) == last(1).names(FOUND)
+    assert written("batch_norm_affine").names(FOUND) == batch_norm.names(FOUND) - norm_statistics.names(FOUND)
+    with pytest.raises(UsageError, match="'hed.*' matches no entry"):
+        written("hed.*").names(FOUND)
+    with pytest.raises(UsageError, match="selection '|a': batch_norm, "):
+        written("|a")
+
+
+def test_what_is_taken_away_twice_is_refused_by_name():
+    twice = Scope().without(batch_norm).without(norm_statistics)
+    for scope in (twice, Scope().without(norm_statistics).without(batch_norm)):
+        with pytest.raises(UsageError, match="batch_norm & buffers is kept on the client twice, also by batch_norm"):
+            scope.load.names(FOUND)
+    overlapping = Scope().without(batch_norm | named("table")).without(batch_norm | named("subnet.*"))
+    assert overlapping.load.names(FOUND) == {"norm.weight", "norm.bias", "downsample.0.weight", "tied.bias"}

@@ -13,6 +13,7 @@ from fedshift.engines.catalog import ENGINES
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedbn import fedbn
 from fedshift.methods.fedprox import fedprox
+from fedshift.methods.fixbn import fixbn
 from fedshift.methods.scaffold import scaffold
 from fedshift.methods.silobn import silobn
 from fedshift.methods.single import single
@@ -151,6 +152,25 @@ def test_silobn_shares_affine_parameters_and_keeps_statistics(trial, engine):
     a, b = running.state_of("a"), running.state_of("b")
     assert torch.equal(a["first.weight"], b["first.weight"])
     assert not torch.equal(a["first.running_mean"], b["first.running_mean"])
+
+
+def test_fixbns_statistics_do_not_move_once_frozen_and_normalize_in_training(trial, engine):
+    running, plain = trial(fixbn(switch=2), engine), trial(fedavg(), engine)
+    for _ in range(2):
+        running.advance()
+        plain.advance()
+    assert equal(running.server.shared, plain.server.shared)
+    before = dict(running.server.shared)
+    for _ in range(2):
+        running.advance()
+    frozen = {
+        name for name in before if name.rpartition(".")[2] in ("running_mean", "running_var", "num_batches_tracked")
+    }
+    assert {name.rpartition(".")[0] for name in frozen} == BATCH_NORM
+    assert all(torch.equal(before[name], running.server.shared[name]) for name in frozen)
+    assert not torch.equal(before["first.weight"], running.server.shared["first.weight"])
+    plain.advance()
+    assert not torch.equal(plain.server.shared["first.running_mean"], before["first.running_mean"])
 
 
 def test_fedavg_shares_statistics_too_and_counters_stay_integers(trial, engine):

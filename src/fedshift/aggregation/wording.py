@@ -47,7 +47,7 @@ def _layer(name: str) -> str:
 def normalization(shapes: Mapping[str, tuple[int, ...]], patterns: Iterable[str], affine: bool) -> frozenset[str]:
     """Statistics; with ``affine`` what else is in the layers that own them; and layers that ``patterns`` name.
 
-    Patterns may name a whole block, as in ``conv_bn.0.weight``: they do not count in a layer that has a matrix or kernel,
+    Patterns may name a whole block, as in ``conv_bn.0.weight``: they do not count in a layer that has a kernel,
     nor where statistics show which layers of the block are its normalization.
     """
     layer = {name: _layer(name) for name in shapes}

@@ -45,14 +45,16 @@ class Aggregate(Protocol):
 def weighted_mean(states: Sequence[State], weights: Sequence[float]) -> State:
     """Entry-wise mean of ``states`` under ``weights`` (positive, summing to one), each in its own dtype.
 
-    Integer entries (BatchNorm's ``num_batches_tracked``) stay integers: their mean is rounded to the nearest.
+    Summed as deviations from the first, so that the mean of equal values is that value, bit for bit. Integer entries
+    (BatchNorm's ``num_batches_tracked``) stay integers: their mean is rounded to the nearest.
     """
     folded = {}
     for name, first in states[0].items():
-        total = torch.zeros_like(first, dtype=torch.float64)
+        base = first.double()
+        drift = torch.zeros_like(base)
         for state, weight in zip(states, weights, strict=True):
-            total.add_(state[name], alpha=weight)
-        folded[name] = as_dtype(total, first.dtype)
+            drift.add_(state[name] - base, alpha=weight)
+        folded[name] = as_dtype(base + drift, first.dtype)
     return folded
 
 
