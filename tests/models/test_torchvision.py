@@ -9,7 +9,7 @@ from torch import nn
 
 from fedshift.models.mobilenet import mobilenet_v2
 from fedshift.models.resnet import resnet18
-from fedshift.models.vgg import vgg16, vgg16_bn
+from fedshift.models.vgg import vgg16, vgg16_bn, vgg16_fedmmb
 
 
 def on_meta(make, *arguments):
@@ -53,10 +53,9 @@ def test_number_of_batch_norm_layers(make, layers):
 def test_fedmmbs_vgg16_is_another_one():
     # arXiv:2011.07006, section 4: about 82 million parameters for 150 x 200 pictures of seven classes. Without the
     # average pool, 150 x 200 leaves 4 x 6 pixels of 512 channels after five poolings.
-    model = on_meta(vgg16, (3, 150, 200), 7)
-    count = sum(parameter.numel() for parameter in model.parameters())
-    assert count == 134_289_223
-    assert count - (7 * 7 - 4 * 6) * 512 * 4096 == 81_860_423
+    counts = [sum(p.numel() for p in on_meta(make, (3, 150, 200), 7).parameters()) for make in (vgg16, vgg16_fedmmb)]
+    assert counts == [134_289_223, 81_860_423]
+    assert counts[0] - counts[1] == (7 * 7 - 4 * 6) * 512 * 4096
 
 
 def test_first_weights_have_torchvisions_spread():
