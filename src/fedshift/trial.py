@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -69,12 +69,15 @@ class Trial:
         with torch_stream(seed, "init"):
             network = make_network(model, data.sample_shape, data.classes).to(device)
         sample = data.clients[0].train.inputs(slice(0, 1)).to(device)
-        work = settings.work
-        if method.pooled == "scaled" and work.batch_size is not None:
-            work = replace(work, batch_size=work.batch_size * len(members))
         with torch_stream(seed, "surgery"):
             self.plan = prepare(
-                method, network, work=work, optimizer=settings.optimizer, sample=sample, rounds=settings.rounds
+                method,
+                network,
+                work=settings.work,
+                optimizer=settings.optimizer,
+                sample=sample,
+                rounds=settings.rounds,
+                clients=len(members),
             )
         gives = tuple(forward(self.plan, self.plan.initial, sample.to(self.plan.dtype)).shape[1:])
         if gives != (data.classes,):

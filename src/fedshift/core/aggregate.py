@@ -25,7 +25,8 @@ class Uploads:
     """What an aggregation folds: the clients' entries in client order, and what is known about each client's round.
 
     ``weights``: sum to one. ``steps``: local steps of each client. ``previous``: the server's entries before the round.
-    ``trained``: names of the entries that were trained; the others are buffers and frozen parameters.
+    ``trained``: names of the entries that were trained; the others are buffers and frozen parameters. ``loaded``: names
+    of those from which clients started.
     """
 
     states: Sequence[State]
@@ -33,6 +34,7 @@ class Uploads:
     steps: Sequence[int]
     previous: State
     trained: frozenset[str]
+    loaded: frozenset[str]
 
 
 class Aggregate(Protocol):
@@ -45,11 +47,13 @@ class Aggregate(Protocol):
 def weighted_mean(states: Sequence[State], weights: Sequence[float]) -> State:
     """Entry-wise mean of ``states`` under ``weights`` (positive, summing to one), each in its own dtype.
 
-    Summed as deviations from the first, so that the mean of equal values is that value, bit for bit. Integer entries
-    (BatchNorm's ``num_batches_tracked``) stay integers: their mean is rounded to the nearest.
+    Summed as deviations from the state of most weight (the first of them), so that the mean of equal values is that
+    value, bit for bit, and no state of little weight costs precision. Integer entries (BatchNorm's
+    ``num_batches_tracked``) stay integers: their mean is rounded to the nearest.
     """
     folded = {}
-    for name, first in states[0].items():
+    heaviest = states[max(range(len(weights)), key=lambda index: weights[index])]
+    for name, first in heaviest.items():
         base = first.double()
         drift = torch.zeros_like(base)
         for state, weight in zip(states, weights, strict=True):
@@ -73,9 +77,13 @@ def stacked(states: Sequence[State], name: str) -> Tensor:
     return torch.stack([state[name].double() for state in states])
 
 
-def flat(state: State, names: frozenset[str]) -> Tensor:
-    """The entries ``names`` of a client as one vector, float64 ``[P]``."""
-    return torch.cat([tensor.double().flatten() for name, tensor in state.items() if name in names])
+def squared_distances(uploads: Uploads) -> Tensor:
+    """Squared distance of each two clients over all trained entries, float64 ``[clients, clients]``."""
+    total = torch.zeros(len(uploads.states), len(uploads.states), dtype=torch.float64)
+    for name in sorted(uploads.trained):
+        points = stacked(uploads.states, name).flatten(start_dim=1).cpu()
+        total += torch.stack([(points - point).square().sum(dim=1) for point in points])
+    return total
 
 
 class Robust:

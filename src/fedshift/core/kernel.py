@@ -203,7 +203,10 @@ def step_(plan: Plan, job: Job, x: Tensor, y: Tensor, key: Tensor) -> tuple[Job,
     active = frozenset(job.params)
     for index, rule in enumerate(plan.method.rules):
         active = rule.active(active, _local(plan, job, index))
-    plan.optimizer.update_(pick(job.params, active), grads, job.optimizer, job.lr)
+    plan.optimizer.update_(pick(job.params, active & plan.trained), grads, job.optimizer, job.lr)
+    for index, rule in enumerate(plan.method.rules):
+        own = {name: tensor for name, tensor in job.params.items() if name.startswith(f"{plan.rule_memory(index)}/")}
+        plan.optimizer.update_(pick(own, active), grads, job.optimizer, job.lr * rule.speed)
     return replace(job, rest=rest, done=job.done + 1, samples=job.samples + len(y)), loss
 
 
@@ -252,6 +255,7 @@ def server_round(plan: Plan, server: Server, updates: Mapping[str, Update], popu
         steps=[update.steps for update in ordered],
         previous=server.shared,
         trained=plan.trained & plan.sent,
+        loaded=plan.loaded,
     )
     shared, optimizer = plan.method.aggregate(uploaded), server.optimizer
     if plan.method.server:

@@ -147,26 +147,16 @@ class AdamW(Optimizer):
     @override
     def init(self, params: State) -> State:
         zeros = {f"{kind}/{name}": torch.zeros_like(p) for kind in ("mean", "square") for name, p in params.items()}
-        device = next(iter(params.values())).device
-        return {"count": torch.zeros((), dtype=torch.float64, device=device), **zeros}
+        counts = {f"count/{name}": torch.zeros((), dtype=torch.float64, device=p.device) for name, p in params.items()}
+        return {**counts, **zeros}
 
     @override
     def update_(self, params: State, grads: State, state: State, lr: float) -> None:
-        count = state["count"].add_(1)
-        correction1, correction2 = 1 - self.beta1**count, 1 - self.beta2**count
         means, squares = under("mean", state), under("square", state)
         for name, param in params.items():
-            grad = grads[name]
+            grad, count = grads[name], state[f"count/{name}"].add_(1)
+            correction1, correction2 = 1 - self.beta1**count, 1 - self.beta2**count
             mean = means[name].mul_(self.beta1).add_(grad, alpha=1 - self.beta1)
             square = squares[name].mul_(self.beta2).add_(grad * grad, alpha=1 - self.beta2)
             param.mul_(1 - lr * self.weight_decay)
             param.sub_(mean / ((square / correction2).sqrt() + self.eps) * (lr / correction1))
-
-
-def require_plain_sgd(optimizer: Optimizer, what: str) -> None:
-    """Raise :class:`UsageError` unless ``optimizer`` steps along the gradient and nothing else."""
-    _require(
-        isinstance(optimizer, SGD) and not optimizer.momentum,
-        f"{what} reads the mean gradient off the client's path, which holds for SGD without momentum, not for "
-        f"{optimizer}: use sgd with momentum=0, or another method",
-    )

@@ -22,7 +22,8 @@ from ..base.state import State, clone, pick, prefixed
 from ..nn.dropout import dropout_key, key_dropouts
 from .aggregate import average
 from .method import Method
-from .optimizer import Optimizer
+from .optimizer import SGD, Optimizer
+from .rule import Rule
 from .select import Entry, entries, norm_statistics
 from .work import Work
 
@@ -77,8 +78,28 @@ class Plan:
 
     def require_shared(self, purpose: str) -> None:
         """Raise :class:`UsageError` where clients load no parameter that is trained."""
-        if not self.trained & self.loaded:
-            raise UsageError(f"method {self.method.name!r}: {purpose}, of which there is none here: leave it out")
+        if self.method.pooled or not self.trained & self.loaded:
+            where = "with all data in one place" if self.method.pooled else "here"
+            raise UsageError(f"method {self.method.name!r}: {purpose}, of which there is none {where}: leave it out")
+
+    def require_once(self, rule: Rule) -> None:
+        """Raise :class:`UsageError` where the method has another rule of the same kind."""
+        if sum(type(other) is type(rule) for other in self.method.rules) > 1:
+            raise UsageError(f"method {self.method.name!r} has {type(rule).__name__} twice: leave one of the two out")
+
+    def require_plain_path(self, what: str) -> None:
+        """Raise :class:`UsageError` unless each local step moves every parameter along its gradient."""
+        if not isinstance(self.optimizer, SGD) or self.optimizer.momentum:
+            raise UsageError(
+                f"{what} holds for SGD without momentum, not for {self.optimizer}: use sgd with "
+                "momentum=0, or another method"
+            )
+        for rule in self.method.rules:
+            if type(rule).start is not Rule.start or type(rule).active is not Rule.active:
+                raise UsageError(
+                    f"method {self.method.name!r}: {what} holds where every step moves every parameter from what was "
+                    f"loaded, which {type(rule).__name__} changes: leave one of the two out"
+                )
 
     def rule_memory(self, index: int) -> str:
         """Prefix under which the rule at ``index`` keeps its memories, so that chained rules never meet."""
@@ -88,6 +109,12 @@ class Plan:
 def operate(method: Method, model: nn.Module) -> nn.Module:
     """A copy of ``model`` after the method's surgery."""
     module = copy.deepcopy(model)
+    fates = [change for change in method.surgery if getattr(change, "decides_normalization", False)]
+    if len(fates) > 1:
+        both = " and ".join(map(repr, fates))
+        raise UsageError(
+            f"method {method.name!r}: {both} both decide what becomes of normalization: leave one of the two out"
+        )
     for change in method.surgery:
         module = change(module)
     return module
@@ -102,14 +129,15 @@ def prepare(
     loss: Loss = nn.functional.cross_entropy,
     sample: Tensor | None = None,
     rounds: int = 1,
+    clients: int = 1,
 ) -> Plan:
     """Resolve ``method`` against ``model``.
 
     ``loss(outputs, labels)`` is the mean over a batch. ``sample``: inputs ``[1, ...]`` of one sample, with which the
     model is tried once. ``work`` and ``optimizer`` are the experiment's, of which a method may change fields;
-    ``rounds``: how many there will be. Surgery that draws weights uses torch's generator. Raises :class:`UsageError`
-    where the scope matches nothing, loads what nobody sends, parts of the method do not go together, or the model
-    holds what cannot travel or refuses the sample.
+    ``rounds``: how many there will be; ``clients``: how many train in all. Surgery that draws weights uses torch's
+    generator. Raises :class:`UsageError` where the scope matches nothing, loads what nobody sends, parts of the method
+    do not go together, or the model holds what cannot travel or refuses the sample.
     """
     if optimizer is None:
         raise UsageError(f"method {method.name!r} has no optimizer: pass one, for example SGD(lr=0.01)")
@@ -138,7 +166,7 @@ def prepare(
     plan = Plan(
         method=replace(method, rules=rules), module=template, entries=found, initial=initial, loaded=loaded, sent=sent,
         trained=trained, own={}, own_trained=frozenset(), freeze_from=float("inf"),
-        work=_changed(work or Work(epochs=1), method.work, method),
+        work=_work(method, work or Work(epochs=1), clients),
         optimizer=_changed(optimizer, method.optimizer, method),
         loss=loss, smallest_batch=1,
     )  # fmt: skip
@@ -154,6 +182,13 @@ def prepare(
             "2 or more, or a model without BatchNorm"
         )
     return plan
+
+
+def _work(method: Method, work: Work, clients: int) -> Work:
+    work = _changed(work, method.work, method)
+    if method.pooled == "scaled" and work.batch_size is not None:
+        return replace(work, batch_size=work.batch_size * clients)
+    return work
 
 
 def _changed(settings: Settings, changes: Mapping[str, Any], method: Method) -> Settings:
@@ -192,11 +227,12 @@ def _check(plan: Plan) -> None:
             f"method {method.name!r} pools all data but makes models of clients, of which pooling leaves none: "
             "use centralized without a personal method"
         )
-    nothing_to_fold = not plan.sent or method.pooled
+    nothing_to_fold = not plan.sent & plan.trained or method.pooled
     if nothing_to_fold and (method.server is not None or method.aggregate is not average):
         raise UsageError(
             f"method {method.name!r} folds uploads in a way of its own, but there is nothing to fold: "
-            f"{'all data are in one place' if method.pooled else 'clients send nothing'}; use it without that part"
+            f"{'all data are in one place' if method.pooled else 'clients send nothing that they train'}; "
+            "use it without that part"
         )
 
 
@@ -225,17 +261,22 @@ def _refuse_unsupported(module: nn.Module) -> None:
 def _smallest_batch(plan: Plan, sample: Tensor) -> int:
     """1, or 2 where the model refuses to train on one sample, as BatchNorm does on one value a channel."""
     inputs = sample.to(plan.dtype)
-    for size in (1, 2):
+
+    def tried(size: int, *, training: bool) -> None:
+        forward(plan, clone(plan.initial), inputs.expand(size, *sample.shape[1:]), training=training)
+
+    try:
+        tried(1, training=False)
         try:
-            forward(plan, clone(plan.initial), inputs.expand(size, *sample.shape[1:]), training=True)
+            tried(1, training=True)
         except ValueError as error:
-            if size == 2 or "more than 1 value per channel" not in str(error):
-                raise UsageError(_refused(sample, error)) from error
-        except (RuntimeError, TypeError) as error:
-            raise UsageError(_refused(sample, error)) from error
-        else:
-            return size
-    raise AssertionError("unreachable")
+            if "more than 1 value per channel" not in str(error):
+                raise
+            tried(2, training=True)
+            return 2
+    except (ValueError, RuntimeError, TypeError) as error:
+        raise UsageError(_refused(sample, error)) from error
+    return 1
 
 
 def _refused(sample: Tensor, error: Exception) -> str:

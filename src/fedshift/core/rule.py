@@ -45,10 +45,12 @@ class Local:
 class Rule:
     """The rule that changes nothing. Hooks are pure: they return new values and modify none of their arguments.
 
-    ``personalizes``: whether the client would use another model than the one it loads (:meth:`personal`).
+    ``personalizes``: whether the client would use another model than the one it loads (:meth:`personal`). ``speed``:
+    learning rate of the rule's own parameters over that of the model's.
     """
 
     personalizes: bool = False
+    speed: float = 1.0
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"

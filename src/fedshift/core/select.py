@@ -98,13 +98,15 @@ class Select:
         for claim in self.claims():
             if claim not in (everything, nothing) and not any(map(claim, found)):
                 raise UsageError(_unmatched(claim, found))
-        taken = [part for part in self._conjuncts() if part.operator == "~"]
-        for index, part in enumerate(taken):
-            others = taken[:index] + taken[index + 1 :]
-            if not any(not part(entry) and all(other(entry) for other in others) for entry in found):
+        parts = self._conjuncts()
+        for index, part in enumerate(parts):
+            others = parts[:index] + parts[index + 1 :]
+            if part.operator == "~" and not any(not part(e) and all(other(e) for other in others) for e in found):
+                kept = " and ".join(other.parts[0].text for other in others if other.operator == "~")
                 raise UsageError(
-                    f"{part.parts[0].text} is kept on the client twice, also by "
-                    f"{' and '.join(other.parts[0].text for other in others)}: leave one of the methods out"
+                    f"{part.parts[0].text} is kept on the client twice, also by {kept}: leave one of the methods out"
+                    if kept
+                    else f"{part.parts[0].text} cannot be kept back, since nothing of it travels: leave a method out"
                 )
         return frozenset(entry.name for entry in found if self(entry))
 
@@ -116,6 +118,8 @@ def _unmatched(claim: Select, found: tuple[Entry, ...]) -> str:
     types = sorted({type(entry.owner).__name__ for entry in found})
     near = get_close_matches(claim.text.strip("'"), [entry.name for entry in found], n=3, cutoff=0.3)
     hint = f"; near it are {', '.join(near)}" if near else ""
+    if claim is buffers:
+        hint = ", none of which keeps statistics (as BatchNorm does with track_running_stats=True)"
     return (
         f"{claim.text} matches no entry of the model, whose layers are of type {', '.join(types) or 'none'}{hint}: "
         "choose a model that has such layers, or a method that does not need them"

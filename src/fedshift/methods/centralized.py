@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ..base.errors import UsageError
 from ..core.method import Method
 from .fedavg import fedavg
 
@@ -19,4 +20,6 @@ def centralized(base: Method | None = None, *, scaled: bool = True) -> Method:
     times as many steps.
     """
     base = base or fedavg()
+    if base.pooled:
+        raise UsageError(f"centralized: {base.name} pools all data already; leave one of the two out")
     return replace(base, name=base.titled(centralized, scaled=scaled), pooled="scaled" if scaled else "same")

@@ -15,6 +15,7 @@ from typing_extensions import override
 from ..base.errors import UsageError
 from ..base.state import State
 from ..core.method import Method
+from ..core.plan import Plan
 from ..core.rule import Local, Rule
 from .fedavg import fedavg
 
@@ -25,6 +26,10 @@ class PersonalModel(Rule):
 
     lam: float
     personalizes = True
+
+    @override
+    def check(self, plan: Plan) -> None:
+        plan.require_shared("Ditto holds each client's model near the one that clients share")
 
     @override
     def own(self, params: State, rest: State) -> tuple[State, State]:

@@ -1,19 +1,20 @@
 """FedNova: each client's change is divided by its number of local steps, so that more steps weigh no more.
 
 Wang et al. 2020, arXiv:2007.07481, equation 6 for plain SGD: w + tau sum_i p_i (w_i - w) / tau_i, where client i took
-tau_i local steps and tau = sum_i p_i tau_i. Entries that are not trained are averaged.
+tau_i local steps and tau = sum_i p_i tau_i. Entries that clients do not train, or do not load, are averaged.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..base.errors import UsageError
 from ..base.state import State
 from ..core.aggregate import Uploads, as_dtype, average, stacked
 from ..core.method import Method
-from ..core.optimizer import require_plain_sgd
 from ..core.plan import Plan
 from .fedavg import fedavg
+from .fedprox import Proximal
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Normalized:
         """The server's entries after the round."""
         folded = average(uploads)
         tau = sum(weight * steps for weight, steps in zip(uploads.weights, uploads.steps, strict=True))
-        for name in folded.keys() & uploads.trained:
+        for name in sorted(uploads.trained & uploads.loaded):
             before = uploads.previous[name].double()
             pairs = zip(uploads.weights, uploads.steps, stacked(uploads.states, name), strict=True)
             folded[name] = as_dtype(
@@ -34,8 +35,18 @@ class Normalized:
         return folded
 
     def check(self, plan: Plan, clients: int) -> None:
-        """Refuse optimizers whose path is not the sum of their gradients."""
-        require_plain_sgd(plan.optimizer, "FedNova's normalization by the number of steps")
+        """Refuse local work that is not plain steps of all parameters, or where there is nothing to normalize."""
+        plan.require_plain_path("FedNova's normalization by the number of steps")
+        if any(isinstance(rule, Proximal) for rule in plan.method.rules):
+            raise UsageError(
+                f"method {plan.method.name!r}: FedNova's normalization by the number of steps does not hold under "
+                "FedProx, whose later steps undo earlier ones: leave one of the two out"
+            )
+        if plan.method.work.get("batches") == 1:
+            raise UsageError(
+                f"method {plan.method.name!r}: FedNova makes up for different numbers of local steps, but every client "
+                "takes one: leave it out"
+            )
 
 
 def fednova(base: Method | None = None) -> Method:

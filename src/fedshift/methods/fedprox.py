@@ -27,7 +27,13 @@ class Proximal(Rule):
 
     @override
     def check(self, plan: Plan) -> None:
+        plan.require_once(self)
         plan.require_shared("FedProx holds parameters near those that the server sent")
+        if plan.method.work.get("batches") == 1:
+            raise UsageError(
+                f"method {plan.method.name!r}: FedProx has no effect on one local step, which starts at the server's "
+                "parameters: leave it out"
+            )
 
     @override
     def grads(self, grads: State, params: State, local: Local) -> State:

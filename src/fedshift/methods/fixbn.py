@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ..base.errors import UsageError
 from ..core.method import Freeze, Method
 from .fedavg import fedavg
 
@@ -18,6 +19,8 @@ def fixbn(base: Method | None = None, *, switch: int | float = 0.5, keep_momentu
     ``keep_momentum``: whether the local optimizer keeps its momentum from round to round, which the paper advises.
     """
     base = base or fedavg()
+    if base.freeze:
+        raise UsageError(f"fixbn: {base.name} freezes statistics already; choose one of the two")
     return replace(
         base,
         name=base.titled(fixbn, switch=switch, keep_momentum=keep_momentum),

@@ -1,8 +1,9 @@
 """Geometric median: the point of least weighted distance to all uploads, which faulty clients cannot drag away.
 
 Pillutla et al. 2022 (RFA), arXiv:1912.13445, algorithm 2, the smoothed Weiszfeld iteration: z = sum beta_i w_i / sum
-beta_i with beta_i = p_i / max(nu, ||z - w_i||). Distances are over trained entries; the others are averaged under the
-same beta.
+beta_i with beta_i = p_i / max(nu, ||z - w_i||), here from the upload that lies nearest to all others and until it
+rests: from the mean, a few steps would still be far off where an upload is. Distances are over trained entries; the
+others are averaged under the same beta.
 """
 
 from __future__ import annotations
@@ -13,14 +14,17 @@ import torch
 
 from ..base.errors import UsageError
 from ..base.state import State
-from ..core.aggregate import Robust, Uploads, flat, weighted_mean
+from ..core.aggregate import Robust, Uploads, squared_distances, stacked, weighted_mean
 from ..core.method import Method
 from .fedavg import fedavg
+
+TOLERANCE = 1e-12
+"""Change of the largest share of an upload below which the iteration rests."""
 
 
 @dataclass(frozen=True)
 class GeometricMedian(Robust):
-    """``steps`` iterations from the weighted mean, with smoothing ``nu`` (a length)."""
+    """At most ``steps`` iterations, with smoothing ``nu`` (a length over the mean distance of two clients)."""
 
     steps: int
     nu: float
@@ -31,17 +35,29 @@ class GeometricMedian(Robust):
 
     def __call__(self, uploads: Uploads) -> State:
         """The server's entries after the round."""
-        points = torch.stack([flat(state, uploads.trained) for state in uploads.states])
-        weights = torch.tensor(uploads.weights, dtype=torch.float64, device=points.device)
-        share = weights
+        weights = torch.tensor(uploads.weights, dtype=torch.float64)
+        away = squared_distances(uploads).sqrt()
+        center = int((away @ weights).argmin())
+        share = torch.zeros_like(weights)
+        share[center] = 1.0
+        gram = torch.zeros_like(away)  # of the uploads about the center; z is a mixture of them, so distances follow
+        for name in sorted(uploads.trained):
+            points = stacked(uploads.states, name).flatten(start_dim=1).cpu()
+            points = points - points[center]
+            gram += points @ points.T
+        smallest = self.nu * float(away.median()) or self.nu
         for _ in range(self.steps):
-            distance = (points - share @ points).square().sum(dim=1).sqrt()
-            share = weights / distance.clamp(min=self.nu)
-            share = share / share.sum()
+            pulled = gram @ share
+            distance = (share @ pulled - 2 * pulled + gram.diagonal()).clamp(min=0).sqrt()
+            after = weights / distance.clamp(min=smallest)
+            after = after / after.sum()
+            moved, share = float((after - share).abs().max()), after
+            if moved < TOLERANCE:
+                break
         return weighted_mean(uploads.states, share.tolist())
 
 
-def geometric_median(base: Method | None = None, *, steps: int = 32, nu: float = 1e-6) -> Method:
+def geometric_median(base: Method | None = None, *, steps: int = 10_000, nu: float = 1e-6) -> Method:
     """``base`` (FedAvg) with the geometric median in place of the mean; clients weigh by their samples."""
     base = base or fedavg()
     return base.folding(base.titled(geometric_median, steps=steps, nu=nu), GeometricMedian(steps, nu))

@@ -8,33 +8,34 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from ..base.errors import UsageError
 from ..base.state import State, clone
-from ..core.aggregate import Robust, Uploads, flat, weighted_mean
+from ..core.aggregate import Robust, Uploads, squared_distances, weighted_mean
 from ..core.method import Method
 from .fedavg import fedavg
 
 
 @dataclass(frozen=True)
 class Nearest(Robust):
-    """The mean of the ``chosen`` uploads of least score, where ``faulty`` clients may be arbitrary."""
+    """The mean of the ``chosen`` uploads of least score, where ``faulty`` clients may be arbitrary.
+
+    ``chosen=None`` takes as many as the paper's bound n - m > 2 f + 2 allows, 1 at least.
+    """
 
     faulty: int
-    chosen: int = 1
+    chosen: int | None = 1
 
     def __post_init__(self) -> None:
-        if self.faulty < 0 or self.chosen < 1:
+        if self.faulty < 0 or (self.chosen is not None and self.chosen < 1):
             raise UsageError(f"krum: faulty={self.faulty} and chosen={self.chosen}: give 0 or more, and 1 or more")
-        object.__setattr__(self, "least", max(2 * self.faulty + 3, self.chosen + self.faulty + 2))
+        object.__setattr__(self, "least", max(2 * self.faulty + 3, (self.chosen or 1) + self.faulty + 2))
 
     def __call__(self, uploads: Uploads) -> State:
         """The server's entries after the round."""
-        points = torch.stack([flat(state, uploads.trained) for state in uploads.states])
-        distances = torch.stack([(points - point).square().sum(dim=1) for point in points])
-        near = distances.sort(dim=1).values[:, 1 : len(points) - self.faulty - 1]  # the first is the client itself
-        best = sorted(near.sum(dim=1).argsort(stable=True)[: self.chosen].tolist())
+        clients = len(uploads.states)
+        near = squared_distances(uploads).sort(dim=1).values[:, 1 : clients - self.faulty - 1]  # the first is itself
+        chosen = self.chosen or max(1, clients - 2 * self.faulty - 3)
+        best = sorted(near.sum(dim=1).argsort(stable=True)[:chosen].tolist())
         states = [uploads.states[index] for index in best]
         return clone(states[0]) if len(states) == 1 else weighted_mean(states, [1 / len(states)] * len(states))
 

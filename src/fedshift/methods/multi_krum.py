@@ -10,7 +10,10 @@ from .fedavg import fedavg
 from .krum import Nearest
 
 
-def multi_krum(base: Method | None = None, *, faulty: int = 0, chosen: int = 1) -> Method:
-    """``base`` (FedAvg) with the mean of the ``chosen`` clients of least score, ``faulty`` of all being arbitrary."""
+def multi_krum(base: Method | None = None, *, faulty: int = 0, chosen: int | None = None) -> Method:
+    """``base`` (FedAvg) with the mean of the ``chosen`` clients of least score, ``faulty`` of all being arbitrary.
+
+    Without ``chosen``, all but 2 faulty + 3 of the clients of a round, and 1 at least.
+    """
     base = base or fedavg()
     return base.folding(base.titled(multi_krum, faulty=faulty, chosen=chosen), Nearest(faulty, chosen))

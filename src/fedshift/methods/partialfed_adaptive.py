@@ -30,10 +30,10 @@ DRAW = 2**20
 
 @dataclass(frozen=True)
 class Gates(Rule):
-    """Two logits a layer, ``[load, keep]``, trained ``rate`` times as fast as the weights at temperature ``tau``."""
+    """Two logits a layer, ``[load, keep]``, trained ``speed`` times as fast as the weights at temperature ``tau``."""
 
     tau: float
-    rate: float
+    speed: float
     layers: tuple[tuple[str, ...], ...] = field(default=(), repr=False)
     personalizes = True
 
@@ -86,10 +86,6 @@ class Gates(Rule):
                 if name in params:
                     mixed[name] = load[number] * local.anchor[name] + (1 - load[number]) * kept[name]
         return loss + local.data_loss(pick(mixed, kept))
-
-    @override
-    def grads(self, grads: State, params: State, local: Local) -> State:
-        return {name: grad * self.rate if name.endswith("/logits") else grad for name, grad in grads.items()}
 
     @override
     def finish(self, params: State, local: Local) -> tuple[State, State]:

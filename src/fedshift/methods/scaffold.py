@@ -16,7 +16,6 @@ from typing_extensions import override
 
 from ..base.state import State
 from ..core.method import Method
-from ..core.optimizer import require_plain_sgd
 from ..core.plan import Plan
 from ..core.rule import Local, Rule
 from .fedavg import fedavg
@@ -27,8 +26,9 @@ class ControlVariates(Rule):
 
     @override
     def check(self, plan: Plan) -> None:
+        plan.require_once(self)
         plan.require_shared("SCAFFOLD corrects the drift of what clients share")
-        require_plain_sgd(plan.optimizer, "SCAFFOLD's control variate")
+        plan.require_plain_path("SCAFFOLD's control variate")
 
     @override
     def client_memory(self, params: State, rest: State) -> State:

@@ -25,16 +25,17 @@ class ScaledStd(nn.Module):
 
     @classmethod
     def of(cls, layer: _ConvNd, init: Literal["xavier", "keep"]) -> Self:
-        """The standardized form of ``layer``, with Xavier-normal weights as in the listing, or those of the layer."""
+        """The standardized form of ``layer``, whose own parameters it takes over, so that tied ones stay tied.
+
+        Weights are drawn Xavier-normal as in the listing, or kept.
+        """
         made = cls.__new__(cls)
         nn.Module.__init__(made)
         made.__dict__.update({k: v for k, v in layer.__dict__.items() if k not in ("_parameters", "_modules")})
         made._parameters = dict(layer._parameters)
-        weight = layer.weight.detach().clone()
         if init == "xavier":
-            nn.init.xavier_normal_(weight)
-        made.weight = nn.Parameter(weight, requires_grad=layer.weight.requires_grad)
-        made.gain = nn.Parameter(weight.new_ones(len(weight), *[1] * (weight.ndim - 1)))
+            nn.init.xavier_normal_(layer.weight)
+        made.gain = nn.Parameter(layer.weight.new_ones(len(layer.weight), *[1] * (layer.weight.ndim - 1)))
         return made
 
     def standardized_weight(self) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -31,11 +31,8 @@ def replaced(module: nn.Module, make: Callable[[str, nn.Module], nn.Module | Non
 
     A layer that stands in several places is replaced by one layer in all of them.
     """
-    made: dict[int, nn.Module | None] = {}
     kept = dict(module.named_modules())  # keeps replaced layers alive, so that no id is used again
-    for name, layer in kept.items():
-        if id(layer) not in made:
-            made[id(layer)] = make(name, layer)
+    made = {id(layer): make(name, layer) for name, layer in kept.items()}
     for layer in kept.values():
         for name, child in list(layer._modules.items()):
             if child is not None and (new := made.get(id(child))) is not None:
@@ -61,6 +58,7 @@ class ToGroupNorm:
     """
 
     groups: int | None = None
+    decides_normalization: ClassVar[bool] = True
 
     def __call__(self, module: nn.Module) -> nn.Module:
         """Change ``module``; :class:`UsageError` where it has no BatchNorm."""
@@ -79,9 +77,7 @@ class ToGroupNorm:
             wanted = min(wanted, max(1, channels // 8))
         groups = max(n for n in range(1, min(wanted, channels) + 1) if channels % n == 0)
         new = nn.GroupNorm(groups, channels, eps=layer.eps, affine=layer.affine)
-        for entry, parameter in layer._parameters.items():
-            if parameter is not None:
-                new._parameters[entry] = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+        new._parameters.update(layer._parameters)
         return new
 
 
@@ -94,9 +90,16 @@ class WithoutNorm:
     """
 
     required: bool = True
+    decides_normalization: ClassVar[bool] = True
 
     def __call__(self, module: nn.Module) -> nn.Module:
         """Change ``module``."""
+        for name, layer in module.named_modules():
+            if isinstance(layer, nn.TransformerEncoderLayer):
+                raise UsageError(
+                    f"layer {name!r} is a TransformerEncoderLayer, which reads its normalization in evaluation: use a "
+                    "model that spells its layers out, or keep normalization"
+                )
         gone = [layer for layer in module.modules() if isinstance(layer, NORMALIZATION)]
         if not gone and self.required:
             raise UsageError(f"{self!r} removes normalization, of which the model has none: leave it out")
@@ -131,8 +134,11 @@ class ScaledStandardization:
 
     def __call__(self, module: nn.Module) -> nn.Module:
         """Change ``module``; :class:`UsageError` where it has no convolution, or one that cannot be standardized."""
-        if not any(isinstance(layer, _ConvNd) for layer in module.modules()):
-            raise UsageError("scaled weight standardization acts on convolutions, of which the model has none")
+        if not any(isinstance(layer, _ConvNd) and layer.weight[0].numel() > 1 for layer in module.modules()):
+            raise UsageError(
+                "scaled weight standardization acts on convolutions of a fan-in above 1, of which the model has none: "
+                "use another method, or FedWon without WSConv"
+            )
         return replaced(module, self._make)
 
     def _make(self, name: str, layer: nn.Module) -> nn.Module | None:

@@ -1,0 +1,152 @@
+"""Adaptive gradient clipping against FedWon's equation 4, unit by unit in plain Python, on autograd's gradients."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from fedshift.base.errors import UsageError
+from fedshift.base.state import equal
+from fedshift.core.kernel import begin, gradients, init_client, init_server, step
+from fedshift.core.optimizer import SGD
+from fedshift.core.plan import operate, prepare
+from fedshift.methods.agc import agc
+from fedshift.methods.ditto import ditto
+from fedshift.methods.fedavg import fedavg
+from fedshift.methods.fedprox import fedprox
+from fedshift.methods.fedwon import fedwon
+
+CLIP, KEY = 0.3, torch.tensor(0)
+HEAD = {"4.weight", "4.bias"}
+
+
+def network():
+    """Standardized convolutions (so with a gain), one of them with groups, and a linear layer."""
+    torch.manual_seed(3)
+    model = nn.Sequential(
+        nn.Conv2d(2, 4, 3), nn.Conv2d(4, 4, 2, groups=2, bias=False), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3)
+    ).double()
+    model = operate(fedwon(agc=None), model)
+    with torch.no_grad():
+        model[4].weight[1] = 0.0  # equation 4 then takes 1e-3 for the norm
+        model[4].bias.mul_(3)
+    return model
+
+
+def batch(seed):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(6, 2, 5, 5, generator=generator, dtype=torch.float64)
+    return x, torch.randint(0, 3, (6,), generator=generator)
+
+
+def autograd(model, seed):
+    x, y = batch(seed)
+    model.zero_grad()
+    nn.functional.cross_entropy(model(x), y).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def equation_4(gradient, weight, clip):
+    """Clipped gradient, and for each unit whether it was clipped. A vector (bias, gain) is one unit."""
+    g, w = gradient.detach().numpy().copy(), weight.detach().numpy()
+    if w.squeeze().ndim < 2:
+        g, w = g[None], w[None]
+    hit = []
+    for i in range(len(g)):
+        norm_g = math.sqrt(sum(float(value) ** 2 for value in g[i].ravel()))
+        norm_w = max(math.sqrt(sum(float(value) ** 2 for value in w[i].ravel())), 1e-3)
+        hit.append(norm_g / norm_w > clip)
+        if hit[-1]:
+            g[i] *= clip * norm_w / norm_g
+    return torch.from_numpy(g.reshape(weight.shape)), hit
+
+
+def found(method, model, seed):
+    plan = prepare(method, model, optimizer=SGD(lr=0.1))
+    return gradients(plan, begin(plan, init_client(plan), init_server(plan)), *batch(seed), KEY)[0]
+
+
+def test_each_unit_is_clipped_as_equation_4_says():
+    model = network()
+    clipped = found(agc(clip=CLIP), model, 0)
+    hits = {}
+    for name, gradient in autograd(model, 0).items():
+        expected, hits[name] = equation_4(gradient, model.get_parameter(name), CLIP)
+        assert (clipped[name] - expected).abs().max() <= 1e-14, name
+    assert len(hits["0.weight"]) == 4
+    assert len(hits["0.gain"]) == len(hits["0.bias"]) == len(hits["4.bias"]) == 1
+    assert hits["4.weight"][1]  # the unit of zeros, to a norm of 3e-4
+    assert float(clipped["4.weight"][1].norm()) == pytest.approx(CLIP * 1e-3, rel=1e-9)
+    assert {True, False} == {hit for units in hits.values() for hit in units}
+    assert any(set(units) == {True, False} for units in hits.values())  # units of one layer differ
+
+
+def test_a_threshold_that_is_never_reached_changes_nothing():
+    model = network()
+    assert equal(found(agc(clip=1e9), model, 0), found(fedavg(), model, 0))
+
+
+def test_the_last_layer_can_be_left_out():
+    model = network()
+    plain, all_clipped = found(fedavg(), model, 0), found(agc(clip=1e-3), model, 0)
+    most_clipped = found(agc(clip=1e-3, classifier=False), model, 0)
+    for name in plain:
+        assert torch.equal(most_clipped[name], (plain if name in HEAD else all_clipped)[name]), name
+        assert not torch.equal(plain[name], all_clipped[name]), name
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_clipping_comes_before_momentum_and_weight_decay(nesterov):
+    model = network()
+    plan = prepare(agc(clip=CLIP), model, optimizer=SGD(lr=0.3, momentum=0.9, weight_decay=0.01, nesterov=nesterov))
+    job = begin(plan, init_client(plan), init_server(plan))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9, weight_decay=0.01, nesterov=nesterov)
+    for number in range(4):
+        job, _ = step(plan, job, *batch(number), KEY)
+        autograd(model, number)
+        for parameter in model.parameters():
+            parameter.grad, _ = equation_4(parameter.grad, parameter, CLIP)
+        sgd.step()
+    for name, parameter in model.named_parameters():
+        assert (job.params[name] - parameter).abs().max() <= 1e-12, name
+
+
+def test_the_whole_objective_is_clipped_its_proximal_term_too():
+    model = network()
+    plan = prepare(agc(fedprox(mu=50.0), clip=CLIP), model, optimizer=SGD(lr=0.3))
+    job = begin(plan, init_client(plan), init_server(plan))
+    job, _ = step(plan, job, *batch(0), KEY)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(job.params[name])
+    raw = autograd(model, 1)
+    clipped = gradients(plan, job, *batch(1), KEY)[0]
+    for name, parameter in model.named_parameters():
+        expected, _ = equation_4(raw[name] + 50.0 * (parameter - plan.initial[name]), parameter, CLIP)
+        assert (clipped[name] - expected).abs().max() <= 1e-12, name
+
+
+def test_a_personal_model_is_clipped_by_its_own_weights():
+    model = network()
+    plan = prepare(agc(ditto(lam=0.0), clip=CLIP), model, optimizer=SGD(lr=0.3))
+    clipped = gradients(plan, begin(plan, init_client(plan), init_server(plan)), *batch(0), KEY)[0]
+    assert len(clipped) == 2 * len(plan.trained)
+    for name in plan.trained:
+        assert torch.equal(clipped[f"0.personalmodel/{name}"], clipped[name])
+
+
+def test_it_takes_the_place_of_clipping_that_is_there():
+    model = network()
+    once, twice = found(agc(clip=0.05), model, 0), found(agc(agc(clip=0.001), clip=0.05), model, 0)
+    assert equal(once, twice)
+    assert len(agc(fedwon(), clip=0.05).rules) == len(fedwon(agc(clip=0.05)).rules) == 1
+    assert [rule.clip for rule in (*agc(fedwon(), clip=0.05).rules, *fedwon(agc(clip=0.05)).rules)] == [0.05, 0.05]
+    assert fedwon().rules[0].clip == 0.64
+    assert fedwon(agc=None).rules == ()
+
+
+@pytest.mark.parametrize("clip", [0.0, -1.0, float("nan")])
+def test_a_threshold_of_zero_or_less_is_refused(clip):
+    with pytest.raises(UsageError, match=r"agc: clip=.*: give a number above 0"):
+        agc(clip=clip)

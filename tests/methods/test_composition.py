@@ -1,0 +1,155 @@
+"""Every method on every other: the pair runs a round, or is refused for the reason in the table below.
+
+The table is complete: a pair that begins or ceases to be refused, or is refused for another reason, fails here.
+"""
+
+from itertools import product
+
+import numpy as np
+import pytest
+from torch import nn
+
+from fedshift.base.errors import UsageError
+from fedshift.core.optimizer import SGD
+from fedshift.core.work import Work
+from fedshift.data.federation import federation
+from fedshift.names import catalog
+from fedshift.settings import Settings
+from fedshift.trial import Trial
+
+METHODS = catalog("methods")
+
+FOLDS = ["fednova", "krum", "multi_krum", "median", "trimmed_mean", "geometric_median"]
+STEPS = ["fedavgm", "fedadagrad", "fedadam", "fedyogi"]
+WORKS = ["fedmmb", "fedsmb"]
+KEEPS_NORM = ["fedbn", "silobn"]
+KEEPS_HEAD = ["fedper", "fedrep", "partialfed_fix"]
+OWN_MODEL = ["ditto", "partialfed_adaptive"]
+UNEVEN = ["fedrep", "partialfed_adaptive"]
+GROUPS = ["gn", "ln"]
+NO_NORM = ["fedwon", "nonorm"]
+ALONE, POOLED = ["single"], ["centralized"]
+
+
+def both_ways(one, other):
+    return {*product(one, other), *product(other, one)}
+
+
+REFUSED = {
+    "folds uploads in a way of its own already": both_ways(FOLDS, FOLDS),
+    "has a server optimizer already": both_ways(STEPS, STEPS),
+    "sets the local work already": both_ways(WORKS, WORKS),
+    "there is nothing to fold: clients send nothing": both_ways(ALONE, FOLDS + STEPS),
+    "there is nothing to fold: all data are in one place": both_ways(POOLED, FOLDS + STEPS),
+    "pools all data but keeps entries on clients": both_ways(POOLED, ALONE + KEEPS_NORM + KEEPS_HEAD),
+    "pools all data but makes models of clients": both_ways(POOLED, ["partialfed_adaptive"]),
+    "pools all data already": {*product(POOLED, POOLED)},
+    "freezes statistics already": {("fixbn", "fixbn")},
+    "both make the client's model: choose one of the two": both_ways(OWN_MODEL, OWN_MODEL),
+    "partialfed_adaptive chooses which layers to load": both_ways(
+        ["partialfed_adaptive"], KEEPS_NORM + KEEPS_HEAD + ALONE
+    ),
+    "is kept on the client twice": {
+        *both_ways(KEEPS_NORM, KEEPS_NORM),
+        *both_ways(KEEPS_HEAD, KEEPS_HEAD),
+    },
+    "cannot be kept back, since nothing of it travels": {*product(KEEPS_NORM + KEEPS_HEAD, ALONE)},
+    "says what travels, but alone nothing does": {*product(ALONE, KEEPS_NORM + KEEPS_HEAD + ALONE)},
+    "SCAFFOLD corrects the drift of what clients share": both_ways(ALONE + POOLED, ["scaffold"]),
+    "FedProx holds parameters near those that the server sent": both_ways(ALONE + POOLED, ["fedprox"]),
+    "Ditto holds each client's model near the one that clients share": both_ways(ALONE + POOLED, ["ditto"]),
+    "SCAFFOLD's control variate holds where every step moves": both_ways(["scaffold"], UNEVEN),
+    "FedNova's normalization by the number of steps holds where every step moves": both_ways(["fednova"], UNEVEN),
+    "does not hold under FedProx": both_ways(["fednova"], ["fedprox"]),
+    "FedNova makes up for different numbers of local steps": both_ways(["fednova"], ["fedsmb"]),
+    "FedProx has no effect on one local step": both_ways(["fedprox"], ["fedsmb"]),
+    "twice: leave one of the two out": {(name, name) for name in ("fedprox", "scaffold")},
+    "matches no entry of the model": {
+        *both_ways(NO_NORM + GROUPS, KEEPS_NORM),
+        *both_ways(NO_NORM + GROUPS, ["fixbn"]),
+    },
+    "both decide what becomes of normalization": both_ways(NO_NORM + GROUPS, NO_NORM + GROUPS),
+}
+"""Words of the reason, and the ordered pairs (outer, inner) that are refused for it."""
+REASON = {pair: words for words, pairs in REFUSED.items() for pair in pairs}
+
+
+def network(shape, classes):
+    return nn.Sequential(
+        nn.Conv2d(shape[0], 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, classes)
+    )
+
+
+def data():
+    rng = np.random.default_rng(0)
+    clients = {}
+    for shift, (name, size) in enumerate({"a": 8, "b": 5, "c": 7}.items()):
+        x, y = rng.normal(shift, 1 + shift, (size, 1, 4, 4)), np.arange(size) % 3
+        clients[name] = (x, y, x[:3], y[:3])
+    return federation(clients)
+
+
+DATA = data()
+
+
+def trial(method):
+    settings = Settings(rounds=2, work=Work(batch_size=4, epochs=1), optimizer=SGD(lr=0.05), evaluate_every=2)
+    return Trial(method, network, DATA, settings, seed=0)
+
+
+def test_each_refused_pair_stands_once_and_names_methods_that_exist():
+    assert sum(map(len, REFUSED.values())) == len(REASON)
+    assert {name for pair in REASON for name in pair} <= METHODS.keys()
+
+
+@pytest.mark.parametrize("outer", METHODS)
+def test_every_pair_runs_a_round_or_is_refused_for_its_reason(outer):
+    wrong = []
+    for inner in METHODS:
+        expected = REASON.get((outer, inner))
+        try:
+            running = trial(METHODS[outer](METHODS[inner]()))
+            running.advance()
+        except UsageError as error:
+            if expected is None or expected not in str(error) or len(str(error)) <= 40:
+                wrong.append(f"{outer}({inner}()) is refused: {error}; the table says {expected}")
+            continue
+        if expected is not None:
+            wrong.append(f"{outer}({inner}()) runs, but the table says: {expected}")
+        state = running.state_of("a")
+        if not all(tensor.isfinite().all() for tensor in state.values()):
+            wrong.append(f"{outer}({inner}()) gives values that are not finite")
+        if all((tensor == running.plan.initial[name]).all() for name, tensor in state.items()):
+            wrong.append(f"{outer}({inner}()) changes nothing in a round")
+        for part in (outer, inner):
+            if part not in running.plan.method.name and part not in ("fedavg", "tuned"):
+                wrong.append(f"{outer}({inner}()) is called {running.plan.method.name}, without {part}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("fedbn", "fedmmb", "fedadam", "agc"),
+        ("silobn", "scaffold", "fedprox", "fedavgm"),
+        ("fixbn", "ditto", "krum", "tuned"),
+        ("fedrep", "fedbn", "median", "fedyogi"),
+        ("fedwon", "fednova", "agc", "centralized"),
+        ("partialfed_adaptive", "fixbn", "fedmmb", "trimmed_mean"),
+        ("gn", "fedper", "geometric_median", "fedadagrad"),
+    ],
+    ids="+".join,
+)
+def test_four_at_once_run_or_are_refused(names):
+    method = None
+    for name in reversed(names):
+        method = METHODS[name](method)
+    if names[-1] == "centralized":
+        with pytest.raises(UsageError, match="there is nothing to fold: all data are in one place"):
+            trial(method)
+        return
+    running = trial(method)
+    for _ in range(2):
+        running.advance()
+    assert all(tensor.isfinite().all() for tensor in running.state_of("b").values())
+    assert all(name in running.plan.method.name for name in names if name != "tuned")

@@ -1,0 +1,135 @@
+"""Ditto: w is FedAvg's; v equals a plain PyTorch loop on F(v) + lam / 2 * ||v - w||^2 with statistics of its own."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fedshift.base.errors import UsageError
+from fedshift.base.state import equal, under
+from fedshift.base.streams import stream
+from fedshift.core.optimizer import SGD
+from fedshift.core.work import Work
+from fedshift.data.federation import federation
+from fedshift.methods.ditto import ditto
+from fedshift.methods.fedavg import fedavg
+from fedshift.methods.fedbn import fedbn
+from fedshift.methods.fedprox import fedprox
+from fedshift.methods.single import single
+from fedshift.settings import Settings
+from fedshift.trial import Trial
+
+SIZES, SEED, LR, ROUNDS = {"a": 12, "b": 8, "c": 9}, 6, 0.1, 3
+
+
+def network(shape=(1, 4, 4), classes=3):
+    return nn.Sequential(
+        nn.Conv2d(shape[0], 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(12, classes)
+    ).double()
+
+
+def data():
+    rng = np.random.default_rng(0)
+    clients = {}
+    for shift, (name, size) in enumerate(SIZES.items()):
+        x, y = rng.normal(shift, 1 + shift, (size, 1, 4, 4)), np.arange(size) % 3
+        clients[name] = (x, y, x[:4], y[:4])
+    return federation(clients)
+
+
+def trial(method, **settings):
+    chosen = {
+        "rounds": ROUNDS, "work": Work(batch_size=4, epochs=1), "evaluate_every": 99,
+        "optimizer": SGD(lr=LR, momentum=0.9),
+    }  # fmt: skip
+    return Trial(method, network, data(), Settings(**chosen | settings), SEED)
+
+
+def after_rounds(method, rounds=ROUNDS, **settings):
+    running = trial(method, **settings)
+    for _ in range(rounds):
+        running.advance()
+    return running
+
+
+@pytest.mark.parametrize("method", [fedavg(), fedbn(), fedprox(mu=0.5)], ids=lambda method: method.name)
+def test_what_the_server_holds_is_bit_for_bit_what_it_holds_without_ditto(method):
+    plain, personal = after_rounds(method), after_rounds(ditto(method, lam=0.7))
+    assert equal(plain.server.shared, personal.server.shared)
+    assert all(equal(client.personal, personal.clients[name].personal) for name, client in plain.clients.items())
+    assert not any(equal(plain.state_of(name), personal.state_of(name)) for name in SIZES)
+
+
+@pytest.mark.parametrize("lam", [0.0, 0.1, 3.0])
+@pytest.mark.parametrize(("base", "loaded"), [(fedavg(), ("",)), (fedbn(), ("0.", "4."))], ids=["fedavg", "fedbn"])
+def test_personal_models_equal_a_plain_loop_with_autograd_of_the_objective(base, loaded, lam):
+    running = trial(ditto(base, lam=lam))
+    models = {name: network() for name in SIZES}
+    for model in models.values():
+        model.load_state_dict(running.plan.initial)
+    for number in range(ROUNDS):
+        sent = {name: tensor.clone() for name, tensor in running.server.shared.items()}
+        running.advance()
+        for client in data().clients:
+            v, x, y = models[client.name], client.train.x, client.train.y
+            sgd = torch.optim.SGD(v.parameters(), lr=LR, momentum=0.9)
+            for batch in torch.from_numpy(stream(SEED, "order", client.name, number).permutation(len(y))).split(4):
+                sgd.zero_grad()
+                objective = nn.functional.cross_entropy(v(x[batch]), y[batch])
+                for name, parameter in v.named_parameters():
+                    if name.startswith(loaded):  # under FedBN there is no global normalization to be near
+                        objective = objective + lam / 2 * (parameter - sent[name]).square().sum()
+                objective.backward()
+                sgd.step()
+    for name, model in models.items():
+        found = running.state_of(name)
+        assert found.keys() == model.state_dict().keys()
+        for entry, tensor in model.state_dict().items():
+            assert found[entry].dtype == tensor.dtype
+            assert (found[entry] - tensor).abs().max() <= 1e-12, (name, entry)
+
+
+def test_without_its_term_each_client_trains_alone():
+    personal, alone = after_rounds(ditto(lam=0.0)), after_rounds(single())
+    assert all(equal(personal.state_of(name), alone.state_of(name)) for name in SIZES)
+
+
+def test_a_strong_term_holds_personal_models_near_the_global_one():
+    def distance(lam):
+        running = after_rounds(ditto(lam=lam), 1, optimizer=SGD(lr=0.01))
+        start = running.plan.initial
+        return sum(
+            float((running.state_of(name)[entry] - start[entry]).square().sum())
+            for name in SIZES
+            for entry in running.plan.trained
+        )
+
+    assert 0 < distance(20.0) < 0.9 * distance(0.0)
+
+
+def test_nothing_of_the_personal_model_travels_and_the_global_one_is_still_there():
+    personal, plain = trial(ditto()), trial(fedavg())
+    for _ in range(2):
+        done, without = personal.advance(), plain.advance()
+        assert (done.down, done.up) == (without.down, without.up)
+    assert equal(personal.state_of(), plain.state_of())
+    assert personal.server.memory == {}
+
+
+def test_a_client_that_sits_out_keeps_its_personal_model():
+    running = trial(ditto(), participation=1, rounds=6)
+    seen = set()
+    for _ in range(6):
+        before = {name: client.memory for name, client in running.clients.items()}
+        (took_part,) = running.advance().participants
+        seen.add(took_part)
+        for name, client in running.clients.items():
+            assert equal(client.memory, before[name]) == (name != took_part)
+        for name in seen:
+            assert equal(under("0.personalmodel", running.clients[name].memory), running.state_of(name))
+    assert len(seen) > 1
+
+
+def test_a_negative_strength_is_refused():
+    with pytest.raises(UsageError, match="ditto: lam=-1 is negative"):
+        ditto(lam=-1)

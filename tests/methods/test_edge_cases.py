@@ -1,0 +1,167 @@
+"""Corners of methods and compositions in which a result could be wrong without anybody noticing."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fedshift.base.errors import UsageError
+from fedshift.core.aggregate import Uploads
+from fedshift.core.kernel import Update, begin, finish, init_client, init_server, server_round, step
+from fedshift.core.optimizer import AdamW
+from fedshift.core.plan import operate, prepare
+from fedshift.core.work import Work
+from fedshift.data.federation import federation
+from fedshift.methods.centralized import centralized
+from fedshift.methods.fedmmb import fedmmb
+from fedshift.methods.fednova import Normalized
+from fedshift.methods.fedper import fedper
+from fedshift.methods.fedrep import fedrep
+from fedshift.methods.fedwon import fedwon
+from fedshift.methods.geometric_median import geometric_median
+from fedshift.methods.gn import gn
+from fedshift.methods.krum import krum
+from fedshift.methods.multi_krum import multi_krum
+from fedshift.methods.nonorm import nonorm
+from fedshift.methods.partialfed_adaptive import partialfed_adaptive
+from fedshift.settings import Settings
+from fedshift.trial import Trial
+
+KEY = torch.tensor(0)
+
+
+def mlp():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+
+
+def batch():
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(6, 4, generator=generator, dtype=torch.float64), torch.arange(6) % 3
+
+
+def trial(method, *layers):
+    rng = np.random.default_rng(0)
+    arrays = {name: (rng.normal(size=(8, 1, 4, 4)), np.arange(8) % 3) for name in "abc"}
+    data = federation({name: (x, y, x, y) for name, (x, y) in arrays.items()})
+    settings = Settings(rounds=1, work=Work(batch_size=4, epochs=1))
+    return Trial(method, lambda shape, classes: nn.Sequential(*layers), data, settings, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("values", "weights", "highest"),
+    [
+        ([0.0, 1.0, 1e12], [1 / 3] * 3, 1),
+        ([0.0, 1.0, 1e9], [0.3, 0.25, 0.45], 1),
+        ([0.0, 1.0, 2.0, 1e9, 1e9], [0.2] * 5, 2),
+        ([1e18, 0.0, 1.0, 2.0, 3.0, 4.0], [1 / 6] * 6, 4),
+    ],
+)
+def test_a_minority_by_weight_drags_the_geometric_median_nowhere(values, weights, highest):
+    states = [{"w": torch.tensor([value], dtype=torch.float64)} for value in values]
+    names = frozenset("w")
+    uploads = Uploads(
+        states=states, weights=weights, steps=[1] * len(values), previous=states[0], trained=names, loaded=names
+    )
+    assert -1e-3 <= geometric_median().aggregate(uploads)["w"].item() <= highest + 1e-3
+
+
+def test_multi_krum_takes_as_many_as_its_bound_allows():
+    states = [{"w": torch.tensor([value], dtype=torch.float64)} for value in (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 99.0)]
+    names = frozenset("w")
+    uploads = Uploads(
+        states=states, weights=[1 / 7] * 7, steps=[1] * 7, previous=states[0], trained=names, loaded=names
+    )
+    assert multi_krum(faulty=1).aggregate(uploads)["w"].item() == pytest.approx(
+        0.25
+    )  # 7 > 2 * 1 + 2 + 2: the middle two
+    assert multi_krum().aggregate(uploads)["w"].item() == pytest.approx(0.25)  # 7 - 3 = 4: the middle four
+
+
+def test_centralized_scales_a_batch_size_that_the_method_sets():
+    layers = nn.Flatten(), nn.Linear(16, 3)
+    assert trial(centralized(fedmmb(batches=2, batch_size=2)), *layers).plan.work.batch_size == 6
+
+
+@pytest.mark.parametrize("make", [krum, multi_krum, geometric_median])
+def test_distances_without_trained_entries_are_refused_in_words(make):
+    layers = nn.Flatten(), nn.Linear(16, 4).requires_grad_(False), nn.Linear(4, 3)
+    with pytest.raises(UsageError, match="clients send nothing that they train"):
+        trial(fedper(make()), *layers)
+
+
+def test_fedreps_body_under_adamw_begins_like_torchs():
+    plan = prepare(fedrep(), mlp(), optimizer=AdamW(lr=0.01, weight_decay=0.0))
+    job = begin(plan, init_client(plan), init_server(plan), planned=11)
+    for _ in range(11):  # ten for the head, one for the body
+        before = job.params["0.weight"]
+        job, _ = step(plan, job, *batch(), KEY)
+    assert ((job.params["0.weight"] - before).abs() / 0.01 - 1).abs().max() <= 1e-3  # Adam's first step is lr
+
+
+def test_the_gates_are_as_much_faster_as_asked_under_every_optimizer():
+    moved = []
+    for rate in (1.0, 10.0):
+        plan = prepare(partialfed_adaptive(rate=rate), mlp(), optimizer=AdamW(lr=0.01, weight_decay=0.0))
+        server, client = init_server(plan), init_client(plan)
+        job, _ = step(plan, begin(plan, client, server, planned=1), *batch(), KEY)
+        client, update = finish(plan, job)
+        other = replace(update, shared={name: tensor + 1 for name, tensor in update.shared.items()})
+        server = server_round(plan, server, {"a": update, "b": other}, 2)
+        job, _ = step(plan, begin(plan, client, server, planned=1), *batch(), KEY)
+        moved.append(job.params["0.gates/logits"].abs().max().item())
+    assert moved[1] == pytest.approx(10 * moved[0], rel=1e-6)
+
+
+def test_normalization_is_not_taken_from_a_layer_that_reads_it():
+    encoder = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), nn.Flatten(), nn.Linear(16, 3))
+    with pytest.raises(UsageError, match="layer '0' is a TransformerEncoderLayer, which reads its normalization"):
+        operate(nonorm(), encoder)
+
+
+def test_tied_weights_stay_tied_under_surgery():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 3)
+            self.first, self.second = nn.BatchNorm2d(4), nn.BatchNorm2d(4)
+            self.b.weight, self.second.bias = self.a.weight, self.first.bias
+
+    standardized, grouped = operate(fedwon(), Net()), operate(gn(), Net())
+    assert standardized.a.weight is standardized.b.weight
+    assert grouped.first.bias is grouped.second.bias
+
+
+def test_standardizing_nothing_is_refused():
+    with pytest.raises(UsageError, match="convolutions of a fan-in above 1, of which the model has none"):
+        operate(fedwon(), nn.Sequential(nn.Conv2d(4, 4, 1, groups=4), nn.BatchNorm2d(4)))
+
+
+def test_group_norm_over_single_values_is_refused_in_words():
+    layers = nn.Conv2d(1, 8, 4), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8, 3)
+    with pytest.raises(UsageError, match="the model refuses a sample .*more than 1 value per channel"):
+        trial(gn(), *layers)
+
+
+def test_what_clients_send_but_do_not_load_is_averaged_by_fednova():
+    states = [{"shared": torch.ones(1), "head": torch.full((1,), value)} for value in (1.0, 3.0)]
+    uploads = Uploads(
+        states=states, weights=[0.5, 0.5], steps=[10, 1], previous={"shared": torch.zeros(1), "head": torch.zeros(1)},
+        trained=frozenset({"shared", "head"}), loaded=frozenset({"shared"}),
+    )  # fmt: skip
+    folded = Normalized()(uploads)
+    assert folded["head"].item() == 2.0
+    assert folded["shared"].item() == pytest.approx(5.5 * (0.5 / 10 + 0.5 / 1))  # tau = 5.5
+
+
+def test_an_update_says_how_many_steps_it_took():
+    plan = prepare(fedwon(wsconv=False), nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5), nn.Linear(5, 3)).double(),
+                   optimizer=AdamW(lr=0.01))  # fmt: skip
+    job = begin(plan, init_client(plan), init_server(plan), planned=3)
+    for _ in range(3):
+        job, _ = step(plan, job, *batch(), KEY)
+    update = finish(plan, job)[1]
+    assert isinstance(update, Update)
+    assert (update.steps, update.weight) == (3, 18.0)

@@ -1,0 +1,144 @@
+"""FedMMB and FedSMB against Algorithm 1 of Nasirigerdeh et al. (arXiv:2011.07006) with softmax regression in NumPy."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fedshift.base.errors import UsageError
+from fedshift.base.state import equal
+from fedshift.base.streams import stream
+from fedshift.core.optimizer import SGD
+from fedshift.core.work import Work
+from fedshift.data.federation import federation
+from fedshift.methods.fedavg import fedavg
+from fedshift.methods.fedmmb import fedmmb
+from fedshift.methods.fedsmb import fedsmb
+from fedshift.settings import Settings
+from fedshift.trial import Trial
+
+SIZES, B, LR, SEED = {"a": 13, "b": 8, "c": 22}, 4, 0.3, 5
+RNG = np.random.default_rng(1)
+DATA = {
+    name: (RNG.normal(shift, 1.0, (size, 3)), np.arange(size) % 4) for shift, (name, size) in enumerate(SIZES.items())
+}
+
+
+def trial(method, rounds=1, work=None):
+    data = federation({name: (x, y, x, y) for name, (x, y) in DATA.items()})
+    work = work or Work(batch_size=B, epochs=1)
+    settings = Settings(rounds=rounds, work=work, optimizer=SGD(lr=LR), evaluate_every=99)
+    return Trial(method, lambda shape, classes: nn.Linear(shape[0], classes).double(), data, settings, SEED)
+
+
+def gradient(w, b, x, y):
+    """Of the mean cross-entropy of softmax(x w' + b)."""
+    scores = x @ w.T + b
+    p = np.exp(scores - scores.max(1, keepdims=True))
+    p /= p.sum(1, keepdims=True)
+    p[np.arange(len(y)), y] -= 1
+    return p.T @ x / len(y), p.mean(0)
+
+
+class Client:
+    """Client function ``update`` of Algorithm 1, line by line."""
+
+    def __init__(self, name, size, count):
+        self.name, (self.x, self.y) = name, DATA[name]
+        self.B, self.C, self.passes = size, count, 0
+        self.shuffle_and_split()
+
+    def shuffle_and_split(self):
+        order = stream(SEED, "order", self.name, self.passes).permutation(len(self.y))
+        self.batches = [order[start : start + self.B] for start in range(0, len(order), self.B)]
+        self.passes += 1
+
+    def update(self, i, w, b):
+        T = -(-len(self.y) // self.B)
+        f = -(-T // self.C)
+        p = (i % f) * self.C
+        q = min(p + self.C - 1, T - 1)
+        n = 0
+        for batch in self.batches[p : q + 1]:
+            dw, db = gradient(w, b, self.x[batch], self.y[batch])
+            w, b, n = w - LR * dw, b - LR * db, n + len(batch)
+        if (i + 1) % f == 0:
+            self.shuffle_and_split()
+        return w, b, n
+
+
+@pytest.mark.parametrize("batches", [1, 2, 3, 4, 7])
+def test_rounds_are_algorithm_1(batches):
+    running = trial(fedmmb(batches=batches), rounds=9)
+    w, b = (running.plan.initial[name].numpy() for name in ("weight", "bias"))
+    clients = [Client(name, B, batches) for name in SIZES]
+    for i in range(9):
+        done = running.advance()
+        uploads = [client.update(i, w, b) for client in clients]
+        total = sum(n for _, _, n in uploads)
+        w, b = (sum(upload[part] * upload[2] for upload in uploads) / total for part in (0, 1))
+        assert [row["samples"] for row in done.rows if row["split"] == "train"] == [n for _, _, n in uploads]
+        assert np.abs(running.server.shared["weight"].numpy() - w).max() <= 1e-12
+        assert np.abs(running.server.shared["bias"].numpy() - b).max() <= 1e-12
+
+
+def test_the_last_group_of_a_pass_is_smaller_and_weighs_less():
+    running = trial(fedmmb(batches=3), rounds=4)
+    used = [{r["client"]: r["samples"] for r in running.advance().rows if r["split"] == "train"} for _ in range(4)]
+    # a has batches of 4, 4, 4, 1; b of 4, 4; c of 4, 4, 4, 4, 4, 2.
+    assert used == [{"a": 12, "b": 8, "c": 12}, {"a": 1, "b": 8, "c": 10}] * 2
+
+
+def test_a_pass_uses_every_sample_once_and_the_next_in_another_order():
+    orders = []
+    for number in range(2):
+        order = stream(SEED, "order", "c", number).permutation(22)
+        assert sorted(order) == list(range(22))
+        orders.append(tuple(order))
+    assert orders[0] != orders[1]
+
+
+def test_one_batch_a_round_is_fedsmb():
+    one, other = trial(fedmmb(batches=1), 5), trial(fedsmb(), 5)
+    for _ in range(5):
+        one.advance()
+        other.advance()
+    assert equal(one.server.shared, other.server.shared)
+
+
+@pytest.mark.parametrize("method", [fedsmb(batch_size=0), fedmmb(batches=5, batch_size=0)], ids=lambda m: m.name)
+def test_full_batches_are_gradient_descent_on_the_union(method):
+    running = trial(method, rounds=6)
+    model = nn.Linear(3, 4).double()
+    model.load_state_dict(running.plan.initial)
+    sgd = torch.optim.SGD(model.parameters(), lr=LR)
+    x = torch.from_numpy(np.concatenate([x for x, _ in DATA.values()]))
+    y = torch.from_numpy(np.concatenate([y for _, y in DATA.values()]))
+    for _ in range(6):
+        running.advance()
+        sgd.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        sgd.step()
+    for name, tensor in model.state_dict().items():
+        assert (running.server.shared[name] - tensor).abs().max() <= 1e-12
+
+
+def test_a_batch_size_of_its_own_comes_before_the_experiments():
+    own, same = trial(fedmmb(batches=2, batch_size=3)), trial(fedavg(), work=Work(batch_size=3, batches=2))
+    own.advance()
+    same.advance()
+    assert equal(own.server.shared, same.server.shared)
+    assert not equal(own.server.shared, trial(fedmmb(batches=2)).server.shared)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: trial(fedmmb(batches=0)), "batches=0: must be at least 1"),
+        (lambda: trial(fedsmb(batch_size=-2)), "batch_size=-2: must be at least 1"),
+        (lambda: fedmmb(fedsmb()), "fedmmb.fedsmb: fedsmb sets the local work already"),
+    ],
+)
+def test_what_is_no_work_is_refused(make, message):
+    with pytest.raises(UsageError, match=message):
+        make()

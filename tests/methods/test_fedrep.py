@@ -1,0 +1,105 @@
+"""FedRep: the head first, then the body, against a plain PyTorch loop with two optimizers."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fedshift.base.errors import UsageError
+from fedshift.base.streams import stream
+from fedshift.core.kernel import begin, init_client, init_server, step
+from fedshift.core.optimizer import SGD
+from fedshift.core.plan import prepare
+from fedshift.core.work import Work
+from fedshift.data.federation import federation
+from fedshift.methods.fedrep import fedrep
+from fedshift.settings import Settings
+from fedshift.trial import Trial
+
+SIZES, SEED, LR = {"a": 12, "b": 8}, 6, 0.1
+
+
+def network(shape=(4,), classes=3):
+    return nn.Sequential(
+        nn.Linear(shape[0], 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, classes)
+    ).double()
+
+
+def data():
+    rng = np.random.default_rng(0)
+    arrays = {name: (rng.normal(s, 1 + s, (n, 4)), np.arange(n) % 3) for s, (name, n) in enumerate(SIZES.items())}
+    return federation({name: (x, y, x, y) for name, (x, y) in arrays.items()})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "head", "firsts"),
+    [
+        ({}, ("5.",), {"a": 5, "b": 3}),  # 10 : 1 of 6 and of 4 steps, and one step at least for the body
+        ({"head": 1, "body": 1}, ("5.",), {"a": 3, "b": 2}),
+        ({"head": 1, "body": 2, "layers": 2}, ("3.", "5."), {"a": 2, "b": 1}),
+        ({"head": 1, "body": 99, "layers": "1.*|5.*"}, ("1.", "5."), {"a": 1, "b": 1}),
+    ],
+    ids=["defaults", "half", "two layers", "pattern"],
+)
+def test_rounds_equal_a_plain_loop_with_an_optimizer_for_each_part(arguments, head, firsts):
+    settings = Settings(
+        rounds=3, work=Work(batch_size=4, epochs=2), evaluate_every=99,
+        optimizer=SGD(lr=LR, momentum=0.9, weight_decay=0.01),
+    )  # fmt: skip
+    running = Trial(fedrep(**arguments), network, data(), settings, SEED)
+    models = {name: network() for name in SIZES}
+    for model in models.values():
+        model.load_state_dict(copy.deepcopy(running.plan.initial))
+    for number in range(3):
+        running.advance()
+        for client in data().clients:
+            model, x, y = models[client.name], client.train.x, client.train.y
+            parts = ([], [])
+            for name, parameter in model.named_parameters():
+                parts[0 if name.startswith(head) else 1].append(parameter)
+            sgd = [torch.optim.SGD(part, lr=LR, momentum=0.9, weight_decay=0.01) for part in parts]
+            done = 0
+            for epoch in (2 * number, 2 * number + 1):
+                for batch in torch.from_numpy(stream(SEED, "order", client.name, epoch).permutation(len(y))).split(4):
+                    model.zero_grad()
+                    nn.functional.cross_entropy(model(x[batch]), y[batch]).backward()
+                    sgd[0 if done < firsts[client.name] else 1].step()
+                    done += 1
+        for entry in running.plan.initial:
+            if not entry.startswith(head):
+                total = sum(models[name].state_dict()[entry].double() * size / 20 for name, size in SIZES.items())
+                for model in models.values():
+                    target = model.state_dict()[entry]
+                    target.copy_(total if target.is_floating_point() else total.round())
+    assert running.plan.personal == {name for name in running.plan.initial if name.startswith(head)}
+    for name, model in models.items():
+        for entry, tensor in model.state_dict().items():
+            assert (running.state_of(name)[entry] - tensor).abs().max() <= 1e-12, (name, entry)
+
+
+@pytest.mark.parametrize(
+    ("planned", "first"), [(1, None), (2, 1), (3, 2), (11, 10), (22, 20), (5, 4)], ids=lambda value: str(value)
+)
+def test_only_the_head_moves_first_and_only_the_body_afterwards(planned, first):
+    torch.manual_seed(0)
+    plan = prepare(fedrep(), network(), optimizer=SGD(lr=LR))
+    job = begin(plan, init_client(plan), init_server(plan), planned=planned)
+    head = {"5.weight", "5.bias"}
+    x, y = torch.randn(6, 4, dtype=torch.float64), torch.arange(6) % 3
+    for number in range(planned):
+        before = job.params
+        job, _ = step(plan, job, x, y, torch.tensor(0))
+        moved = {name for name, tensor in job.params.items() if not torch.equal(tensor, before[name])}
+        moved.discard("0.bias")  # before BatchNorm: no gradient but rounding
+        if first is None:  # a single step trains both
+            assert moved == plan.trained - {"0.bias"}
+        else:
+            assert moved == (head if number < first else plan.trained - head - {"0.bias"})
+
+
+@pytest.mark.parametrize("arguments", [{"head": 0}, {"body": 0}, {"head": -1}])
+def test_a_part_without_steps_is_refused(arguments):
+    with pytest.raises(UsageError, match="give 1 or more for each"):
+        fedrep(**arguments)

@@ -1,0 +1,172 @@
+"""FixBN: FedAvg until the switch; then statistics stand still, and gradients are those of BatchNorm in evaluation."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fedshift.base.errors import UsageError
+from fedshift.base.state import equal
+from fedshift.core.kernel import begin, gradients, init_client, init_server, step
+from fedshift.core.optimizer import SGD
+from fedshift.core.plan import prepare
+from fedshift.core.work import Work
+from fedshift.data.federation import federation
+from fedshift.methods.fedavg import fedavg
+from fedshift.methods.fedbn import fedbn
+from fedshift.methods.fixbn import fixbn
+from fedshift.methods.gn import gn
+from fedshift.settings import Settings
+from fedshift.trial import Trial
+
+STATISTICS = {f"{layer}.{name}" for layer in (1, 5) for name in ("running_mean", "running_var", "num_batches_tracked")}
+AFFINE = {f"{layer}.{name}" for layer in (1, 5) for name in ("weight", "bias")}
+
+
+def network(shape=(1, 5, 5), classes=3):
+    return nn.Sequential(
+        nn.Conv2d(shape[0], 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(36, 6), nn.BatchNorm1d(6),
+        nn.Linear(6, classes),
+    )  # fmt: skip
+
+
+def data():
+    rng = np.random.default_rng(0)
+    clients = {}
+    for shift, (name, size) in enumerate({"a": 13, "b": 8, "c": 10}.items()):
+        x, y = rng.normal(shift, 1 + shift, (size, 1, 5, 5)), np.arange(size) % 3
+        clients[name] = (x, y, x[:3], y[:3])
+    return federation(clients)
+
+
+def trial(method, rounds=6, model=network, **optimizer):
+    work = Work(batch_size=4, epochs=1)
+    settings = Settings(rounds=rounds, work=work, optimizer=SGD(lr=0.1, **optimizer), evaluate_every=99)
+    return Trial(method, model, data(), settings, seed=1)
+
+
+def test_before_the_switch_it_is_fedavg_bit_for_bit_and_after_it_is_not():
+    fixed, plain = trial(fixbn(switch=3)), trial(fedavg())
+    for number in range(1, 6):
+        fixed.advance()
+        plain.advance()
+        assert equal(fixed.server.shared, plain.server.shared) == (number <= 3)
+
+
+def test_after_the_switch_statistics_stand_still_and_everything_else_trains():
+    fixed = trial(fixbn(switch=2))
+    states = [fixed.server.shared]
+    for _ in range(5):
+        fixed.advance()
+        states.append(fixed.server.shared)
+    for number in range(5):
+        same = {name for name in STATISTICS if torch.equal(states[number][name], states[number + 1][name])}
+        assert same == (STATISTICS if number >= 2 else set())
+        moved = {name for name in states[0] if not torch.equal(states[number][name], states[number + 1][name])}
+        # A bias before BatchNorm has no gradient until the switch.
+        assert moved >= states[0].keys() - STATISTICS - (set() if number >= 2 else {"0.bias", "4.bias"}) >= AFFINE
+
+
+def test_clients_keep_their_own_statistics_standing_still_under_fedbn():
+    fixed = trial(fixbn(fedbn(), switch=2))
+    for _ in range(2):
+        fixed.advance()
+    before = {name: dict(client.personal) for name, client in fixed.clients.items()}
+    fixed.advance()
+    for name, client in fixed.clients.items():
+        for entry in STATISTICS:
+            assert torch.equal(client.personal[entry], before[name][entry])
+        for entry in AFFINE:
+            assert not torch.equal(client.personal[entry], before[name][entry])
+    assert not torch.equal(before["a"]["1.running_mean"], before["b"]["1.running_mean"])
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_gradients_are_those_of_torch_with_batch_norm_in_evaluation_mode(frozen):
+    torch.manual_seed(0)
+    model = network().double()
+    for layer in (model[1], model[5]):
+        nn.init.normal_(layer.running_mean)
+        nn.init.uniform_(layer.running_var, 0.5, 2.0)
+        nn.init.normal_(layer.weight)
+    plan = prepare(fixbn(switch=0 if frozen else 1), model, optimizer=SGD(lr=0.1, momentum=0.9))
+    job = begin(plan, init_client(plan), init_server(plan))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for number in range(3):
+        generator = torch.Generator().manual_seed(number)
+        x, y = torch.randn(4, 1, 5, 5, generator=generator, dtype=torch.float64), torch.tensor([0, 1, 2, number % 3])
+        found = gradients(plan, job, x, y, torch.tensor(0))[0]
+        job, loss = step(plan, job, x, y, torch.tensor(0))
+        model.train()
+        if frozen:
+            model[1].eval()
+            model[5].eval()
+        sgd.zero_grad()
+        expected = nn.functional.cross_entropy(model(x), y)
+        expected.backward()
+        assert float(loss) == pytest.approx(float(expected.detach()), rel=1e-12)
+        for name, parameter in model.named_parameters():
+            assert (found[name] - parameter.grad).abs().max() <= 1e-12, name
+        sgd.step()
+    for name, tensor in model.state_dict().items():
+        assert ({**job.params, **job.rest}[name] - tensor).abs().max() <= 1e-12, name
+    assert int(job.rest["1.num_batches_tracked"]) == (0 if frozen else 3)
+
+
+def test_a_sample_no_longer_depends_on_its_batch():
+    model = network().double()
+    plan = prepare(fixbn(switch=0), model, optimizer=SGD(lr=0.1))
+    job = begin(plan, init_client(plan), init_server(plan))
+    x, y = torch.randn(6, 1, 5, 5, dtype=torch.float64), torch.arange(6) % 3
+    whole = gradients(plan, job, x, y, torch.tensor(0))[0]
+    parts = [gradients(plan, job, x[i : i + 1], y[i : i + 1], torch.tensor(0))[0] for i in range(6)]
+    for name, gradient in whole.items():
+        assert (sum(part[name] for part in parts) / 6 - gradient).abs().max() <= 1e-12, name
+
+
+@pytest.mark.parametrize(
+    ("switch", "rounds", "before"),
+    [(0.5, 4, 2), (0.5, 5, 3), (0.25, 4, 1), (0.9, 5, 5), (0, 3, 0), (2, 3, 2), (7, 3, 3)],
+)
+def test_a_share_of_all_rounds_or_a_number_says_how_many_come_before(switch, rounds, before):
+    running = trial(fixbn(switch=switch), rounds)
+    counters = [0]
+    for _ in range(rounds):
+        running.advance()
+        counters.append(int(running.server.shared["1.num_batches_tracked"]))
+    moving = [after > ahead for ahead, after in pairwise(counters)]
+    assert moving == [True] * before + [False] * (rounds - before)
+
+
+def test_momentum_is_kept_from_round_to_round_where_asked():
+    reset, kept = trial(fixbn(), momentum=0.9), trial(fixbn(keep_momentum=True), momentum=0.9)
+    same = trial(fixbn(), momentum=0.9, keep=True)
+    for each in (reset, kept, same):
+        for _ in range(2):
+            each.advance()
+    assert equal(kept.server.shared, same.server.shared)
+    assert not equal(kept.server.shared, reset.server.shared)
+    assert {name: bool(client.optimizer) for name, client in kept.clients.items()} == dict.fromkeys("abc", True)
+    assert not any(client.optimizer for client in reset.clients.values())
+
+
+@pytest.mark.parametrize("switch", [-1, 0.0, 1.0, 1.5])
+def test_other_switches_are_refused(switch):
+    with pytest.raises(UsageError, match=f"switch={switch}: give a number of rounds"):
+        fixbn(switch=switch)
+
+
+@pytest.mark.parametrize(
+    ("method", "model"),
+    [
+        (fixbn(), nn.Sequential(nn.Linear(2, 2))),
+        (fixbn(), nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, track_running_stats=False))),
+        (fixbn(gn()), nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))),
+    ],
+    ids=["no normalization", "no statistics", "group normalization"],
+)
+def test_a_model_without_statistics_is_refused(method, model):
+    with pytest.raises(UsageError, match="matches no entry of the model"):
+        prepare(method, model, optimizer=SGD(lr=0.1))

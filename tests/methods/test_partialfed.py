@@ -1,0 +1,201 @@
+"""PartialFed-Adaptive: the choices at their extremes, and the logits' gradient against the estimator written out."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fedshift.base.errors import UsageError
+from fedshift.base.state import equal, under
+from fedshift.core.kernel import begin, finish, gradients, init_client, init_server, personal_state, server_round, step
+from fedshift.core.optimizer import SGD
+from fedshift.core.plan import prepare
+from fedshift.core.rule import Local
+from fedshift.core.work import Work
+from fedshift.data.federation import federation
+from fedshift.methods.fedavg import fedavg
+from fedshift.methods.fedbn import fedbn
+from fedshift.methods.partialfed_adaptive import DRAW, Gates, partialfed_adaptive
+from fedshift.methods.partialfed_fix import partialfed_fix
+from fedshift.methods.single import single
+from fedshift.nn.dropout import keyed_bits
+from fedshift.settings import Settings
+from fedshift.trial import Trial
+
+LAYERS = ("0.", "1.", "4.")
+"""Convolution, BatchNorm and head, in the order of the logits."""
+LOGITS, LAST = "0.gates/logits", "0.gates/last"
+
+
+def network(shape=(1, 4, 4), classes=3):
+    return nn.Sequential(
+        nn.Conv2d(shape[0], 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(12, classes)
+    ).double()
+
+
+def trial(method):
+    rng = np.random.default_rng(0)
+    clients = {}
+    for shift, (name, size) in enumerate({"a": 12, "b": 8, "c": 10}.items()):
+        x, y = rng.normal(shift, 1 + shift, (size, 1, 4, 4)), np.arange(size) % 3
+        clients[name] = (x, y, x[:4], y[:4])
+    settings = Settings(
+        rounds=3, work=Work(batch_size=4, epochs=1), optimizer=SGD(lr=0.1, momentum=0.9), evaluate_every=99
+    )
+    return Trial(method, network, federation(clients), settings, seed=2)
+
+
+def forced(running, *keeps):
+    """Make every client keep the layers for which ``keeps`` is true and load the others."""
+    logits = torch.tensor([[-5.0, 5.0] if keep else [5.0, -5.0] for keep in keeps], dtype=torch.float64)
+    for name, client in running.clients.items():
+        running.clients[name] = replace(client, memory={**client.memory, LOGITS: logits.clone()})
+
+
+@pytest.mark.parametrize(
+    ("keeps", "same"),
+    [
+        ((False, False, False), fedavg()),
+        ((True, True, True), single()),
+        ((False, True, False), partialfed_fix(layers="batch_norm")),
+        ((False, False, True), partialfed_fix()),
+        ((True, False, True), partialfed_fix(layers="0.*|4.*")),
+    ],
+    ids=["load all", "keep all", "keep BatchNorm", "keep the head", "load BatchNorm alone"],
+)
+def test_choices_that_are_forced_give_other_methods_bit_for_bit(keeps, same):
+    adaptive, other = trial(partialfed_adaptive()), trial(same)
+    for _ in range(3):
+        forced(adaptive, *keeps)
+        adaptive.advance()
+        other.advance()
+        forced(adaptive, *keeps)
+        for name in "abc":
+            assert equal(adaptive.state_of(name), other.state_of(name))
+        shared = other.server.shared
+        assert equal({name: adaptive.server.shared[name] for name in shared}, shared)
+    assert adaptive.server.shared.keys() == adaptive.plan.initial.keys()
+
+
+def test_the_first_round_has_nothing_to_choose_and_is_fedavgs():
+    adaptive, plain = trial(partialfed_adaptive()), trial(fedavg())
+    adaptive.advance()
+    plain.advance()
+    assert equal(adaptive.server.shared, plain.server.shared)
+    assert not any(client.memory[LOGITS].any() for client in adaptive.clients.values())
+    adaptive.advance()
+    assert all(client.memory[LOGITS].all() for client in adaptive.clients.values())
+
+
+def one_round(method, model, seeds=("a", "b")):
+    """Plan, server and first client after a round of two clients with different batches."""
+    plan = prepare(method, model, optimizer=SGD(lr=0.3))
+    server, clients, updates = init_server(plan), {}, {}
+    for number, name in enumerate(seeds):
+        job = begin(plan, init_client(plan), server, planned=2)
+        for at in range(2):
+            job, _ = step(plan, job, *batch(10 * number + at), torch.tensor(at))
+        clients[name], updates[name] = finish(plan, job)
+    return plan, server_round(plan, server, updates, 2), clients["a"], updates["a"]
+
+
+def batch(seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(5, 1, 4, 4, generator=generator, dtype=torch.float64) + seed, torch.arange(5) % 3
+
+
+def test_what_is_remembered_is_the_clients_last_own_model():
+    plan, server, client, update = one_round(partialfed_adaptive(), network())
+    assert equal(under(LAST, client.memory), update.shared)
+    assert client.memory.keys() == {LOGITS, *(f"{LAST}/{name}" for name in plan.initial)}
+    assert not update.memory
+    for choice, expected in ((-1.0, server.shared), (0.0, server.shared), (1.0, update.shared)):  # a tie loads
+        logits = torch.tensor([[0.0, choice]] * 3, dtype=torch.float64)
+        chosen = replace(client, memory={**client.memory, LOGITS: logits})
+        assert equal(personal_state(plan, chosen, server), expected)
+        job = begin(plan, chosen, server)
+        assert equal({name: {**job.params, **job.rest}[name] for name in plan.initial}, expected)
+
+
+@pytest.mark.parametrize(("tau", "rate"), [(1.0, 10.0), (0.3, 2.0)])
+def test_the_gradient_of_the_logits_is_that_of_the_straight_through_estimator(tau, rate):
+    torch.manual_seed(0)
+    plan, server, client, _ = one_round(partialfed_adaptive(tau=tau, rate=rate), network())
+    kept, model = under(LAST, client.memory), network()
+    x, y = batch(3)
+    choices = set()
+    for number in range(6):
+        logits = torch.tensor(np.random.default_rng(number).normal(size=(3, 2)))
+        client = replace(client, memory={**client.memory, LOGITS: logits})
+        job = begin(plan, client, server)
+        key = torch.tensor(1000 + number)
+        found = gradients(plan, job, x, y, key)[0]
+
+        uniform = (keyed_bits(key, DRAW, 6).double() + 0.5) / 2**32
+        scores = np.exp((logits.numpy() - np.log(-np.log(uniform.numpy().reshape(3, 2)))) / tau)
+        soft = scores / scores.sum(1, keepdims=True)
+        load = soft[:, 0] > soft[:, 1]
+        choices.add(tuple(load))
+        mixed = {  # forward: the layers that were drawn, all entries of a layer together
+            name: (server.shared if load[number] else kept)[name]
+            for number, layer in enumerate(LAYERS)
+            for name in plan.initial
+            if name.startswith(layer)
+        }
+        model.load_state_dict(mixed)
+        model.train().zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        # backward: as if w = s * global + (1 - s) * kept with s = softmax((logits + noise) / tau), a layer at a time
+        for layer, prefix in enumerate(LAYERS):
+            along = sum(
+                float((parameter.grad * (server.shared[name] - kept[name])).sum())
+                for name, parameter in model.named_parameters()
+                if name.startswith(prefix)
+            )
+            slope = soft[layer, 0] * soft[layer, 1] / tau
+            expected = torch.tensor([slope, -slope]) * along
+            assert (found[LOGITS][layer] - expected).abs().max() <= 1e-10 * (1 + expected.abs().max())
+    assert len(choices) > 2
+
+
+def test_the_weights_gradients_are_those_of_plain_training():
+    plan, server, client, _ = one_round(partialfed_adaptive(), network())
+    job = begin(plan, client, server)
+    model = network()
+    model.load_state_dict({name: {**job.params, **job.rest}[name] for name in plan.initial})
+    x, y = batch(4)
+    nn.functional.cross_entropy(model.train()(x), y).backward()
+    found, rest, _ = gradients(plan, job, x, y, torch.tensor(0))
+    for name, parameter in model.named_parameters():
+        assert (found[name] - parameter.grad).abs().max() <= 1e-12
+    for name, buffer in model.named_buffers():  # moved once: the pass for the logits leaves statistics alone
+        assert (rest[name] - buffer).abs().max() <= 1e-12
+
+
+def test_a_layer_is_drawn_as_often_as_its_logits_say():
+    gates = Gates(1.0, 10.0, layers=(("w",), ("v",)))
+    drawn = []
+    for key in range(2000):
+        local = Local(
+            anchor={"w": torch.tensor(1.0), "v": torch.tensor(1.0)},
+            memory={"last/w": torch.tensor(0.0), "last/v": torch.tensor(0.0)},
+            own={"logits": torch.tensor([[np.log(3.0), 0.0], [0.0, np.log(4.0)]])},
+            key=torch.tensor(key),
+            data_loss=lambda state: drawn.append((float(state["w"]), float(state["v"]))) or torch.tensor(0.0),
+        )
+        gates.loss(torch.tensor(0.0), {"w": torch.tensor(0.5), "v": torch.tensor(0.5)}, local)
+    w, v = np.array(drawn).T
+    assert set(np.round(w, 6)) == set(np.round(v, 6)) == {0.0, 1.0}
+    assert w.mean() == pytest.approx(3 / 4, abs=0.04)  # four standard deviations
+    assert v.mean() == pytest.approx(1 / 5, abs=0.04)
+    assert np.corrcoef(w, v)[0, 1] == pytest.approx(0.0, abs=0.09)
+
+
+def test_other_parts_that_keep_entries_are_refused():
+    for method in (partialfed_adaptive(fedbn()), partialfed_adaptive(single()), partialfed_fix(partialfed_adaptive())):
+        with pytest.raises(UsageError, match="partialfed_adaptive chooses which layers to load"):
+            prepare(method, network(), optimizer=SGD(lr=0.1))
+    with pytest.raises(UsageError, match="tau=0, rate=10: give numbers above 0"):
+        partialfed_adaptive(tau=0.0)

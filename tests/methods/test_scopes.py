@@ -1,0 +1,177 @@
+"""What stays on clients, method by method, against a plain PyTorch loop that is told the entries by name."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fedshift.base.errors import UsageError
+from fedshift.base.state import equal
+from fedshift.base.streams import stream
+from fedshift.core.optimizer import SGD
+from fedshift.core.plan import prepare
+from fedshift.core.work import Work
+from fedshift.data.federation import federation
+from fedshift.methods.fedavg import fedavg
+from fedshift.methods.fedbn import fedbn
+from fedshift.methods.fedper import fedper
+from fedshift.methods.partialfed_fix import partialfed_fix
+from fedshift.methods.silobn import silobn
+from fedshift.methods.single import single
+from fedshift.settings import Settings
+from fedshift.trial import Trial
+
+SIZES, SEED, LR = {"a": 14, "b": 8, "c": 10}, 4, 0.1
+STATISTICS = ("1.running_mean", "1.running_var", "1.num_batches_tracked")
+LOCAL = [
+    (fedavg(), ()),
+    (fedbn(), ("1.",)),
+    (fedbn(keep="statistics"), STATISTICS),
+    (fedbn(keep="affine"), ("1.weight", "1.bias")),
+    (fedbn(keep="norm_layers"), ("1.", "4.", "7.")),
+    (fedbn(also="9.*"), ("1.", "9.")),
+    (fedbn(keep="statistics", also="*.bias|last"), (*STATISTICS, *(f"{i}.bias" for i in (0, 1, 3, 4, 6, 7)), "9.")),
+    (silobn(), STATISTICS),
+    (fedper(), ("9.",)),
+    (fedper(layers=2), ("7.", "9.")),
+    (fedper(layers="6.*|9.bias"), ("6.", "9.bias")),
+    (fedper(fedbn()), ("1.", "9.")),
+    (partialfed_fix(), ("9.",)),
+    (partialfed_fix(layers="batch_norm"), ("1.",)),
+    (partialfed_fix(layers="norm_statistics|0.*"), (*STATISTICS, "0.")),
+    (single(), ("",)),
+]
+SENDS_ALL = ("fedavg", "partialfed_fix")
+
+
+def network(shape=(1, 5, 5), classes=3):
+    """BatchNorm at 1, GroupNorm at 4, LayerNorm at 7, the head at 9; entries in order."""
+    return nn.Sequential(
+        nn.Conv2d(shape[0], 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.GroupNorm(2, 4),
+        nn.Flatten(), nn.Linear(36, 6), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, classes),
+    ).double()  # fmt: skip
+
+
+def data():
+    rng = np.random.default_rng(2)
+    clients = {}
+    for shift, (name, size) in enumerate(SIZES.items()):
+        x, y = rng.normal(shift, 1 + shift, (size, 1, 5, 5)), np.arange(size) % 3
+        clients[name] = (x, y, x[:3], y[:3])
+    return federation(clients)
+
+
+def trial(method):
+    settings = Settings(
+        rounds=3, work=Work(batch_size=4, epochs=1), optimizer=SGD(lr=LR, momentum=0.9), evaluate_every=99
+    )
+    return Trial(method, network, data(), settings, SEED)
+
+
+def plain(initial, rounds, local):
+    """Clients' models after the last aggregation, and the mean of all that they had trained, in plain PyTorch."""
+    models = {}
+    for name in SIZES:
+        models[name] = network()
+        models[name].load_state_dict(copy.deepcopy(initial))
+    for number in range(rounds):
+        for client in data().clients:
+            model, x, y = models[client.name].train(), client.train.x, client.train.y
+            sgd = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+            for batch in torch.from_numpy(stream(SEED, "order", client.name, number).permutation(len(y))).split(4):
+                sgd.zero_grad()
+                nn.functional.cross_entropy(model(x[batch]), y[batch]).backward()
+                sgd.step()
+        mean = {}
+        for entry, first in initial.items():
+            total = sum(models[name].state_dict()[entry].double() * size for name, size in SIZES.items()) / 32
+            mean[entry] = total if first.is_floating_point() else total.round().long()
+            for model in models.values():
+                if not entry.startswith(local):
+                    model.state_dict()[entry].copy_(mean[entry])
+    return models, mean
+
+
+@pytest.mark.parametrize(("method", "local"), LOCAL, ids=[method.name for method, _ in LOCAL])
+def test_three_rounds_equal_a_plain_loop_that_keeps_these_entries(method, local):
+    running = trial(method)
+    models, mean = plain(running.plan.initial, 3, local)
+    for _ in range(3):
+        running.advance()
+    kept = {name for name in running.plan.initial if name.startswith(local)}
+    assert running.plan.personal == kept
+    sends_all = method.name.startswith(SENDS_ALL)
+    assert running.plan.sent == running.plan.initial.keys() - (set() if sends_all else kept)
+    for name, model in models.items():
+        state = running.state_of(name)
+        for entry, tensor in model.state_dict().items():
+            assert (state[entry] - tensor).abs().max() <= 1e-12, (name, entry)
+    assert (running.state_of() is not None) == sends_all
+    for entry, tensor in running.server.shared.items():
+        assert tensor.dtype == mean[entry].dtype
+        assert (tensor - mean[entry]).abs().max() <= 1e-12, entry
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (fedbn(keep="statistics"), silobn()),
+        (partialfed_fix(layers="batch_norm"), fedbn()),
+        (partialfed_fix(layers="norm_statistics"), silobn()),
+        (partialfed_fix(), fedper()),
+        (fedper(layers="batch_norm"), fedbn()),
+        (fedbn(also="last"), fedbn(fedper())),
+        (fedper(layers="*"), single()),
+    ],
+    ids=lambda method: method.name,
+)
+def test_clients_get_the_same_model_bit_for_bit(one, other):
+    first, second = trial(one), trial(other)
+    for _ in range(3):
+        first.advance()
+        second.advance()
+    for name in SIZES:
+        assert equal(first.state_of(name), second.state_of(name))
+    shared = second.server.shared
+    assert equal({name: first.server.shared[name] for name in shared}, shared)
+
+
+def test_partialfed_fix_alone_has_a_global_model_whose_kept_layers_no_client_loads():
+    running = trial(partialfed_fix())
+    running.advance()
+    head = running.state_of()["9.weight"]
+    assert not any(torch.equal(running.state_of(name)["9.weight"], head) for name in SIZES)
+
+
+@pytest.mark.parametrize(
+    ("method", "model", "message"),
+    [
+        (fedbn(also="head.*"), network(), r"'head\.\*' matches no entry"),
+        (partialfed_fix(layers="fc"), network(), "'fc' matches no entry"),
+        (fedbn(fedper(), also="last"), network(), "kept on the client twice"),
+        (fedper(silobn(), layers="norm_statistics"), network(), "kept on the client twice"),
+        (fedbn(), network()[6:], r"batch_norm matches no entry .*LayerNorm"),
+        (silobn(), network()[6:], "matches no entry"),
+        (fedbn(keep="affine"), nn.BatchNorm1d(3, affine=False), "matches no entry"),
+        (silobn(), nn.BatchNorm1d(3, track_running_stats=False), "matches no entry"),
+    ],
+)
+def test_what_a_model_has_not_or_is_kept_already_is_refused(method, model, message):
+    with pytest.raises(UsageError, match=message):
+        prepare(method, model, optimizer=SGD(lr=0.1))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: fedbn(keep="everything"), r"unknown keep 'everything': .*allowed are affine, all, norm_layers"),
+        (lambda: fedbn(also="9.*|"), r"selection '9\.\*\|': write batch_norm"),
+        (lambda: fedper(layers=0), "the last 0 layers: give 1 or more"),
+        (lambda: single(fedper()), "single: fedper says what travels, but alone nothing does"),
+    ],
+)
+def test_what_selects_nothing_is_refused(make, message):
+    with pytest.raises(UsageError, match=message):
+        make()
