@@ -11,7 +11,7 @@ from torch import nn
 from fedshift import evaluate as evaluation
 from fedshift.core.kernel import init_server
 from fedshift.core.optimizer import SGD
-from fedshift.core.plan import prepare
+from fedshift.core.prepare import prepare
 from fedshift.data.split import Split
 from fedshift.evaluate import evaluate, evaluate_clients
 from fedshift.methods.centralized import centralized

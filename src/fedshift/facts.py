@@ -11,7 +11,8 @@ from .base.state import nbytes, pick
 from .core.kernel import Server, Update, begin, finish, init_client, init_server
 from .core.method import Method
 from .core.optimizer import SGD
-from .core.plan import Plan, prepare
+from .core.plan import Plan
+from .core.prepare import prepare
 from .core.select import batch_norm, buffers, everything, last, norm_layers, norm_statistics, nothing
 from .models.digits import small_cnn
 from .records import MethodFacts

@@ -13,7 +13,7 @@ from rich.text import Text
 from .base.errors import UsageError
 from .build import EMBEDDED, methods
 from .core.optimizer import SGD
-from .core.plan import prepare
+from .core.prepare import prepare
 from .facts import capabilities, method_facts
 from .names import catalog, resolve
 from .trial import make_network

@@ -28,7 +28,8 @@ from .core.kernel import (
     server_round,
 )
 from .core.method import Method
-from .core.plan import forward, operate, prepare
+from .core.plan import forward
+from .core.prepare import operate, prepare
 from .data.federation import ClientData, Federation
 from .engines.catalog import ENGINES
 from .evaluate import evaluate_clients

@@ -21,7 +21,8 @@ from fedshift.core.kernel import (
 )
 from fedshift.core.method import Method
 from fedshift.core.optimizer import SGD, AdamW
-from fedshift.core.plan import forward, prepare
+from fedshift.core.plan import forward
+from fedshift.core.prepare import prepare
 from fedshift.core.rule import Rule
 from fedshift.core.select import Scope, everything, named
 from fedshift.core.work import Work

@@ -121,7 +121,7 @@ def test_a_written_selection_is_a_known_name_or_a_pattern_and_bars_join():
     assert written("batch_norm_affine").names(FOUND) == batch_norm.names(FOUND) - norm_statistics.names(FOUND)
     with pytest.raises(UsageError, match=r"'hed\.\*' matches no entry"):
         written("hed.*").names(FOUND)
-    with pytest.raises(UsageError, match=r"selection '\|a': batch_norm, "):
+    with pytest.raises(UsageError, match=r"selection '\|a': write batch_norm, "):
         written("|a")
 
 

@@ -10,7 +10,7 @@ from fedshift.base.state import clone, equal, nbytes
 from fedshift.checkpoint import load_checkpoint, save_checkpoint
 from fedshift.core.kernel import Server, Update, init_server, server_round
 from fedshift.core.optimizer import SGD
-from fedshift.core.plan import prepare
+from fedshift.core.prepare import prepare
 from fedshift.core.work import Work
 from fedshift.data.federation import federation
 from fedshift.facts import downlink

@@ -8,7 +8,7 @@ from torch.nn.utils import parametrizations
 from fedshift.base.errors import UsageError
 from fedshift.core.kernel import begin, init_client, init_server, step
 from fedshift.core.optimizer import SGD
-from fedshift.core.plan import prepare
+from fedshift.core.prepare import prepare
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedbn import fedbn
 from fedshift.methods.gn import gn

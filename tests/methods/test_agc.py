@@ -10,7 +10,7 @@ from fedshift.base.errors import UsageError
 from fedshift.base.state import equal
 from fedshift.core.kernel import begin, gradients, init_client, init_server, step
 from fedshift.core.optimizer import SGD
-from fedshift.core.plan import operate, prepare
+from fedshift.core.prepare import operate, prepare
 from fedshift.methods.agc import agc
 from fedshift.methods.ditto import ditto
 from fedshift.methods.fedavg import fedavg

@@ -11,7 +11,7 @@ from fedshift.base.errors import UsageError
 from fedshift.core.aggregate import Uploads
 from fedshift.core.kernel import Update, begin, finish, init_client, init_server, server_round, step
 from fedshift.core.optimizer import AdamW
-from fedshift.core.plan import operate, prepare
+from fedshift.core.prepare import operate, prepare
 from fedshift.core.work import Work
 from fedshift.data.federation import federation
 from fedshift.methods.centralized import centralized
@@ -141,7 +141,7 @@ def test_standardizing_nothing_is_refused():
 
 def test_group_norm_over_single_values_is_refused_in_words():
     layers = nn.Conv2d(1, 8, 4), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8, 3)
-    with pytest.raises(UsageError, match="the model refuses a sample .*more than 1 value per channel"):
+    with pytest.raises(UsageError, match=r"the model refuses a sample .*more than 1 value per channel"):
         trial(gn(), *layers)
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from fedshift.base.errors import UsageError
 from fedshift.core.kernel import Update, begin, finish, init_client, init_server, server_round, step
 from fedshift.core.optimizer import SGD, AdamW
-from fedshift.core.plan import prepare
+from fedshift.core.prepare import prepare
 from fedshift.core.work import Work
 from fedshift.data.federation import federation
 from fedshift.methods.fedavg import fedavg

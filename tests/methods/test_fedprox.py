@@ -7,7 +7,7 @@ from torch import nn
 from fedshift.base.errors import UsageError
 from fedshift.core.kernel import begin, gradients, init_client, init_server, step
 from fedshift.core.optimizer import SGD
-from fedshift.core.plan import prepare
+from fedshift.core.prepare import prepare
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedbn import fedbn
 from fedshift.methods.fedprox import fedprox

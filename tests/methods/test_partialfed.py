@@ -11,7 +11,7 @@ from fedshift.base.errors import UsageError
 from fedshift.base.state import equal, under
 from fedshift.core.kernel import begin, finish, gradients, init_client, init_server, personal_state, server_round, step
 from fedshift.core.optimizer import SGD
-from fedshift.core.plan import prepare
+from fedshift.core.prepare import prepare
 from fedshift.core.rule import Local
 from fedshift.core.work import Work
 from fedshift.data.federation import federation

@@ -10,7 +10,7 @@ from torch import nn
 
 from fedshift.core.kernel import begin, finish, init_client, init_server, server_round, step
 from fedshift.core.optimizer import SGD
-from fedshift.core.plan import prepare
+from fedshift.core.prepare import prepare
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.scaffold import scaffold
 

@@ -11,7 +11,7 @@ from fedshift.base.errors import UsageError
 from fedshift.base.state import equal
 from fedshift.base.streams import stream
 from fedshift.core.optimizer import SGD
-from fedshift.core.plan import prepare
+from fedshift.core.prepare import prepare
 from fedshift.core.work import Work
 from fedshift.data.federation import federation
 from fedshift.methods.fedavg import fedavg

@@ -7,7 +7,7 @@ from torch import nn
 from torch.func import functional_call
 
 from fedshift.core.optimizer import SGD
-from fedshift.core.plan import prepare
+from fedshift.core.prepare import prepare
 from fedshift.core.select import batch_norm, entries
 from fedshift.methods.fedbn import fedbn
 from fedshift.models.theory import ScaleNorm, cosine, two_layer

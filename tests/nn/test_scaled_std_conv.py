@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedshift.core.plan import operate
+from fedshift.core.prepare import operate
 from fedshift.methods.fedwon import fedwon
 from fedshift.nn.scaled_std_conv import ScaledStd
 

@@ -8,7 +8,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from fedshift.base.errors import UsageError
 from fedshift.core.optimizer import SGD
-from fedshift.core.plan import operate, prepare
+from fedshift.core.prepare import operate, prepare
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedwon import fedwon
 from fedshift.methods.gn import gn
@@ -204,7 +204,7 @@ class OwnConv(nn.Conv2d):
         (ln(), nn.GroupNorm(1, 2), "replaces BatchNorm, of which the model has none"),
         (nonorm(), nn.Linear(2, 2), "removes normalization, of which the model has none"),
         (fedwon(wsconv=False), nn.Conv2d(1, 2, 3), "removes normalization, of which the model has none"),
-        (fedwon(), nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), "acts on convolutions of a fan-in above 1, of which the model has"),
+        (fedwon(), nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), "convolutions of a fan-in above 1, of which"),
         (fedwon(), nn.Sequential(nn.ConvTranspose2d(1, 2, 3)), "layer '0' is a ConvTranspose2d: .* knows Conv1d"),
         (fedwon(), nn.Sequential(OwnConv(1, 2, 3)), "layer '0' is a OwnConv: .* FedWon without WSConv"),
         (fedwon(), nn.Sequential(weight_norm(nn.Conv2d(1, 2, 3))), "layer '0' has a parametrization, which scaled"),
