@@ -9,7 +9,7 @@ TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 # The page is tested in headless Chromium where it is installed.
 BROWSER := $(if $(and $(shell command -v chromium),$(shell command -v chromedriver)),,and not browser)
 
-.PHONY: setup demo test slow-test lint picture clean
+.PHONY: setup demo test slow-test lint picture guide clean
 
 setup: $(READY)
 
@@ -39,6 +39,10 @@ picture: setup
 	rm -rf runs/picture
 	$(BIN)/fedshift compare --config examples/demo.toml --out runs/picture
 	cp $(addprefix runs/picture/figures/,samples.png accuracy-macro.svg accuracy-bars.svg) docs/images/
+
+# The figures of docs/methods, about four minutes on one core.
+guide: setup
+	OMP_NUM_THREADS=1 $(BIN)/python examples/guide.py
 
 clean:
 	rm -rf .venv dist build .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -131,10 +131,9 @@ def inspect(
         sizes = tuple(int(size) for size in shape.split(","))
     except ValueError as error:
         raise UsageError(f"shape {shape!r}: write whole numbers with commas, for example 3,28,28") from error
-    console = Console()
-    wide = console if console.is_terminal else Console(width=120)
+    console = _wide()
     for part in inspect_method(model, method, sizes, classes):
-        wide.print(part)
+        console.print(part)
     return 0
 
 
@@ -150,9 +149,16 @@ def list_(what: Literal["methods", "models", "data", "all"] = "all") -> int:
     """
     from .inspection import listing
 
+    console = _wide()
     for table in listing(("methods", "models", "data") if what == "all" else (what,)):
-        Console().print(table, "")
+        console.print(table, "")
     return 0
+
+
+def _wide() -> Console:
+    """A console for tables: as wide as the terminal, and wide enough for a file or a pipe."""
+    console = Console()
+    return console if console.is_terminal else Console(width=120)
 
 
 def _guarded(call: Callable[[], Any], debug: bool) -> int:

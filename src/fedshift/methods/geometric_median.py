@@ -24,7 +24,7 @@ TOLERANCE = 1e-12
 
 @dataclass(frozen=True)
 class GeometricMedian(Robust):
-    """At most ``steps`` iterations, with smoothing ``nu`` (a length over the mean distance of two clients)."""
+    """At most ``steps`` iterations, with smoothing ``nu`` (over the median distance of two clients)."""
 
     steps: int
     nu: float
