@@ -24,6 +24,7 @@ from fedshift.nn.dropout import keyed_bits
 from fedshift.settings import Settings
 from fedshift.trial import Trial
 
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 LAYERS = ("0.", "1.", "4.")
 """Convolution, BatchNorm and head, in the order of the logits."""
 LOGITS, LAST = "0.gates/logits", "0.gates/last"
@@ -57,11 +58,11 @@ def forced(running, *keeps):
 @pytest.mark.parametrize(
     ("keeps", "same"),
     [
-        ((False, False, False), fedavg()),
+        ((False, False, False), partialfed_fix(layers="norm_statistics")),
         ((True, True, True), single()),
         ((False, True, False), partialfed_fix(layers="batch_norm")),
-        ((False, False, True), partialfed_fix()),
-        ((True, False, True), partialfed_fix(layers="0.*|4.*")),
+        ((False, False, True), partialfed_fix(layers="norm_statistics|last")),
+        ((True, False, True), partialfed_fix(layers="0.*|4.*|norm_statistics")),
     ],
     ids=["load all", "keep all", "keep BatchNorm", "keep the head", "load BatchNorm alone"],
 )
@@ -111,7 +112,9 @@ def test_what_is_remembered_is_the_clients_last_own_model():
     assert equal(under(LAST, client.memory), update.shared)
     assert client.memory.keys() == {LOGITS, *(f"{LAST}/{name}" for name in plan.initial)}
     assert not update.memory
-    for choice, expected in ((-1.0, server.shared), (0.0, server.shared), (1.0, update.shared)):  # a tie loads
+    statistics = {name: tensor for name, tensor in update.shared.items() if name.rpartition(".")[2] in STATISTICS}
+    loaded = {**server.shared, **statistics}  # the client's own, whatever is loaded
+    for choice, expected in ((-1.0, loaded), (0.0, loaded), (1.0, update.shared)):  # a tie loads
         logits = torch.tensor([[0.0, choice]] * 3, dtype=torch.float64)
         chosen = replace(client, memory={**client.memory, LOGITS: logits})
         assert equal(personal_state(plan, chosen, server), expected)

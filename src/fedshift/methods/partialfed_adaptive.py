@@ -3,7 +3,8 @@
 Sun et al. 2021 (NeurIPS 34, "PartialFed"), compared in table 17 of FedWon (arXiv:2306.05879). Each layer has two logits
 on the client. After each step on the weights, the logits take one on the same batch: the loss of a network whose layers
 are, by a straight-through Gumbel-softmax sample, the global ones or those that the client ended its last round with. A
-round starts from the more probable choice; a tie loads. All layers are sent, so the server holds a whole model.
+round starts from the more probable choice; a tie loads. Running statistics are never loaded, since that loss, which
+normalizes by the batch, cannot see what they do. All entries are sent, so the server holds a whole model.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ..base.state import State, clone, pick, prefixed, under
 from ..core.method import Method
 from ..core.plan import Plan
 from ..core.rule import Local, Rule
-from ..core.select import Entry
+from ..core.select import Entry, norm_statistics
 from ..nn.dropout import keyed_bits
 from .fedavg import fedavg
 
@@ -35,14 +36,17 @@ class Gates(Rule):
     tau: float
     speed: float
     layers: tuple[tuple[str, ...], ...] = field(default=(), repr=False)
+    statistics: tuple[str, ...] = field(default=(), repr=False)
     personalizes = True
 
     @override
     def bind(self, entries: tuple[Entry, ...]) -> Self:
         layers: dict[int, list[str]] = {}
+        statistics = tuple(entry.name for entry in entries if norm_statistics(entry))
         for entry in entries:
-            layers.setdefault(id(entry.owner), []).append(entry.name)
-        return replace(self, layers=tuple(map(tuple, layers.values())))
+            if entry.name not in statistics:
+                layers.setdefault(id(entry.owner), []).append(entry.name)
+        return replace(self, layers=tuple(map(tuple, layers.values())), statistics=statistics)
 
     @override
     def check(self, plan: Plan) -> None:
@@ -64,7 +68,7 @@ class Gates(Rule):
     @override
     def start(self, state: State, local: Local) -> State:
         kept, logits = under("last", local.memory), local.own["logits"]
-        state = dict(state)
+        state = state | pick(kept, self.statistics)
         for number, names in enumerate(self.layers):
             keep = logits[number, 1] > logits[number, 0]
             state |= {name: torch.where(keep, kept[name], state[name]) for name in names}
