@@ -190,7 +190,7 @@ def test_what_is_kept_on_clients_takes_no_part():
 @pytest.mark.parametrize(
     ("method", "message"),
     [
-        (krum(faulty=1), r"Nearest\(faulty=1, chosen=1.*needs at least 5 clients in a round, but 4 take part"),
+        (krum(faulty=1), r"Krum\(faulty=1, chosen=1.*needs at least 5 clients in a round, but 4 take part"),
         (multi_krum(chosen=3), "needs at least 5 clients in a round, but 4 take part"),
         (trimmed_mean(trim=2), "needs at least 5 clients in a round, but 4 take part"),
     ],

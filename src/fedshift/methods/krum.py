@@ -16,7 +16,7 @@ from .fedavg import fedavg
 
 
 @dataclass(frozen=True)
-class Nearest(Robust):
+class Krum(Robust):
     """The mean of the ``chosen`` uploads of least score, where ``faulty`` clients may be arbitrary.
 
     ``chosen=None`` takes as many as the paper's bound n - m > 2 f + 2 allows, 1 at least.
@@ -43,4 +43,4 @@ class Nearest(Robust):
 def krum(base: Method | None = None, *, faulty: int = 0) -> Method:
     """``base`` (FedAvg) with Krum; ``faulty``: clients that may send anything; at least 2 faulty + 3 must take part."""
     base = base or fedavg()
-    return base.folding(base.titled(krum, faulty=faulty), Nearest(faulty))
+    return base.folding(base.titled(krum, faulty=faulty), Krum(faulty))

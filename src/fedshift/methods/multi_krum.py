@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from ..core.method import Method
 from .fedavg import fedavg
-from .krum import Nearest
+from .krum import Krum
 
 
 def multi_krum(base: Method | None = None, *, faulty: int = 0, chosen: int | None = None) -> Method:
@@ -16,4 +16,4 @@ def multi_krum(base: Method | None = None, *, faulty: int = 0, chosen: int | Non
     Without ``chosen``, all but 2 faulty + 3 of the clients of a round, and 1 at least.
     """
     base = base or fedavg()
-    return base.folding(base.titled(multi_krum, faulty=faulty, chosen=chosen), Nearest(faulty, chosen))
+    return base.folding(base.titled(multi_krum, faulty=faulty, chosen=chosen), Krum(faulty, chosen))
