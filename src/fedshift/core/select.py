@@ -144,15 +144,17 @@ def last(layers: int) -> Select:
     return Select(lambda entry: entry.from_end < layers, f"last({layers})")
 
 
-def written(text: str) -> Select:
-    """The selection that a person writes: a name of :data:`SELECTIONS`, ``last`` or a shell pattern; ``|`` joins them.
+def written(selection: str | int) -> Select:
+    """The selection that a person writes: how many of the last layers, or names and patterns joined by ``|``.
 
-    For example ``"batch_norm|head.*"``.
+    Names are those of :data:`SELECTIONS` and ``last``, for example ``"batch_norm|head.*"``.
     """
-    parts = [part.strip() for part in text.split("|")]
+    if isinstance(selection, int):
+        return last(selection)
+    parts = [part.strip() for part in selection.split("|")]
     if not all(parts):
         raise UsageError(
-            f"selection {text!r}: write {', '.join(SELECTIONS)}, last or a pattern such as head.*; | joins"
+            f"selection {selection!r}: write {', '.join(SELECTIONS)}, last or a pattern such as head.*; | joins"
         )
     chosen = [last(1) if part == "last" else SELECTIONS.get(part) or named(part) for part in parts]
     return reduce(or_, chosen)

@@ -14,7 +14,7 @@ from typing_extensions import override
 from ..base.errors import UsageError
 from ..core.method import Method
 from ..core.rule import Local, Rule
-from ..core.select import Entry, last, written
+from ..core.select import Entry, written
 from .fedavg import fedavg
 
 
@@ -29,7 +29,7 @@ class HeadThenBody(Rule):
 
     @override
     def bind(self, entries: tuple[Entry, ...]) -> Self:
-        head = (last(self.layers) if isinstance(self.layers, int) else written(self.layers)).names(entries)
+        head = written(self.layers).names(entries)
         return replace(self, head=head, body=frozenset(entry.name for entry in entries) - head)
 
     @override
@@ -45,7 +45,7 @@ def fedrep(base: Method | None = None, *, layers: int | str = 1, head: int = 10,
     if head < 1 or body < 1:
         raise UsageError(f"fedrep: head={head} and body={body}: give 1 or more for each")
     base = base or fedavg()
-    kept = last(layers) if isinstance(layers, int) else written(layers)
+    kept = written(layers)
     return replace(
         base,
         name=base.titled(fedrep, layers=layers, head=head, body=body),
