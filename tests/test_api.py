@@ -212,3 +212,25 @@ def test_a_comparison_that_diverged_raises(tiny, tmp_path):
     with pytest.raises(FedshiftError, match="training diverged"):
         fedshift.compare([fedshift.fedavg()], data=tiny, lr=1e29, batch_size=8, out=tmp_path / "run")
     assert not (tmp_path / "run" / "trials" / "fedavg-seed0" / "checkpoint.safetensors").exists()
+
+
+def test_validation_accuracy_is_a_table_of_its_own_to_choose_by(tiny, tmp_path):
+    result = fedshift.compare([fedshift.fedavg(), fedshift.single()], data=tiny.hold_out(0.25), rounds=2, out=tmp_path)
+    table, rows = result.table(split="validation"), result.study.rows
+    rows = rows[(rows["split"] == "validation") & (rows["round"] == 2) & (rows["model"] == "personal")]
+    for method, found in rows.groupby("method"):
+        shares = [sum(hits) / samples for hits, samples in zip(found["hits"], found["samples"], strict=True)]
+        assert table.loc["macro", (method, "mean")] == pytest.approx(sum(shares) / len(shares))
+    with pytest.raises(UsageError, match="unknown split 'train': allowed are test, validation"):
+        result.table(split="train")
+    assert (
+        fedshift.compare([fedshift.fedavg()], data=tiny, rounds=1)
+        .table(split="validation")["fedavg"]["mean"]
+        .isna()
+        .all()
+    )
+
+
+def test_more_participants_than_clients_are_refused(tiny):
+    with pytest.raises(UsageError, match="participation=9: only 3 clients train"):
+        fedshift.compare([fedshift.fedavg()], data=tiny, rounds=1, participation=9)

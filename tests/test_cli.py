@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tomllib
 
+import pandas as pd
 import pytest
 import torch
 
@@ -86,6 +87,16 @@ def test_the_settings_that_a_run_writes_down_reproduce_it(cli, unpublished, tiny
     assert_same(tmp_path / "one", tmp_path / "two")
     assert (tmp_path / "one/config.toml").read_text() == (tmp_path / "two/config.toml").read_text()
     assert tomllib.loads((tmp_path / "one/config.toml").read_text())["schedule"] == "cosine(floor=0.1)"
+
+
+def test_validation_accuracy_is_printed_and_written_where_data_are_held_out(cli, tiny_folder, tmp_path):
+    asked = ("--data", tiny_folder, "--methods", "fedavg,fedbn", "--rounds", 1)
+    held_out = cli("compare", *asked, "--validation", 0.25, "--out", "held-out")
+    macro = pd.read_csv(tmp_path / "held-out/tables/validation.csv", index_col=0).loc["macro"]
+    shown = ", ".join(f"{name} {100 * macro[f'{name} mean']:.2f}" for name in ("fedavg", "fedbn"))
+    assert f"Validation, macro: {shown}." in held_out.out
+    assert "Validation" not in cli("compare", *asked, "--out", "none").out
+    assert not (tmp_path / "none/tables/validation.csv").exists()
 
 
 def test_the_number_of_threads_is_set_and_written_down(cli, unpublished, tiny_folder, tmp_path, monkeypatch):

@@ -54,9 +54,17 @@ class Comparison:
         """All records so far."""
         return read_study(self.directory)
 
-    def table(self, metric: str = "accuracy", model: Literal["personal", "global"] = "personal") -> pd.DataFrame:
-        """Clients and their aggregates against methods, mean and std over seeds, at the reported round."""
-        return accuracy_table(self.study, metric, model)
+    def table(
+        self,
+        metric: str = "accuracy",
+        model: Literal["personal", "global"] = "personal",
+        split: Literal["test", "validation"] = "test",
+    ) -> pd.DataFrame:
+        """Clients and their aggregates against methods, mean and std over seeds, at the reported round.
+
+        Choose learning rates and methods by ``split="validation"``, which is there where some data were held out.
+        """
+        return accuracy_table(self.study, metric, model, split)
 
     def differences(self, baseline: str | None = None) -> pd.DataFrame:
         """Macro accuracy of each method minus the baseline's (FedAvg, else the first), paired over seeds."""

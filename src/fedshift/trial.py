@@ -64,6 +64,11 @@ class Trial:
         members = tuple(name for name in data.names if name not in settings.newcomers)
         if not members:
             raise UsageError("newcomers names every client: leave some to train")
+        share = settings.participation
+        if isinstance(share, int) and share > len(members) and not method.pooled:
+            raise UsageError(
+                f"participation={share}: only {len(members)} clients train; give at most as many, or leave it out"
+            )
         training = data.only(members)
         trained_on = training.pooled() if method.pooled else training
         self.model = model

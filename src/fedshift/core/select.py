@@ -7,7 +7,7 @@ and is in "subnet". Name patterns are for exceptions only, and a selection that 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import reduce
@@ -75,7 +75,7 @@ class Select:
         return Select(lambda entry: self(entry) or other(entry), f"({self.text} | {other.text})", (self, other), "|")
 
     def __invert__(self) -> Select:
-        bare = not self.parts or self.operator == "|"
+        bare = " & " not in self.text or self.operator == "|"
         return Select(lambda entry: not self(entry), f"~{self.text}" if bare else f"~({self.text})", (self,), "~")
 
     def __repr__(self) -> str:
@@ -169,7 +169,7 @@ norm_layers = of_type(
     _BatchNorm, nn.modules.instancenorm._InstanceNorm, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, text="norm_layers"
 )
 """Entries of every normalization layer: BatchNorm, InstanceNorm, GroupNorm, LayerNorm, RMSNorm."""
-norm_statistics = batch_norm & buffers
+norm_statistics = replace(batch_norm & buffers, text="norm_statistics")
 """Running mean, running variance and batch counter of every BatchNorm layer."""
 SELECTIONS: Mapping[str, Select] = {
     "batch_norm": batch_norm, "norm_layers": norm_layers, "norm_statistics": norm_statistics,

@@ -21,9 +21,15 @@ def publish(study: Study, directory: Path, console: Console) -> None:
         return
     accuracy, differences = accuracy_table(study), difference_table(study)
     cells = metric_cells(accuracy)
+    held_out = (study.rows["split"] == "validation").any()
     over = f"{len(study.seeds)} seeds" if len(study.seeds) > 1 else "one seed"
     console.print(f"Test accuracy in percent, mean (std) over {over}, {study.select} round")
     console.print(terminal(cells))
+    validation = accuracy_table(study, split="validation") if held_out else None
+    if validation is not None:
+        means = validation.loc["macro"].unstack()["mean"]
+        said = ", ".join(f"{method} {100 * means[method]:.2f}" for method in accuracy.columns.unique("method"))
+        console.print(f"Validation, macro: {said}. Choose by these.", markup=False, highlight=False, soft_wrap=True)
     if len(differences):
         baseline = differences["baseline"].iloc[0]
         console.print(f"Macro accuracy minus {baseline}'s, in points", markup=False)
@@ -37,6 +43,7 @@ def publish(study: Study, directory: Path, console: Console) -> None:
         ("accuracy.md", markdown(cells)),
         ("accuracy.tex", latex(cells)),
         ("differences.csv", csv(differences)),
+        *([("validation.csv", csv(validation))] if validation is not None else []),
     ):
         write_atomically(tables / name, content.encode())
     save_figures(study, directory / "figures")

@@ -59,8 +59,8 @@ def reported_rounds(study: Study) -> pd.Series:
     return pd.Series(chosen, index=tested.index, name="round", dtype=int)
 
 
-def seed_table(study: Study, metric: str = "accuracy", model: str = "personal") -> pd.DataFrame:
-    """``metric`` on test data at the reported round: clients and aggregates x (method, seed); NaN where missing.
+def seed_table(study: Study, metric: str = "accuracy", model: str = "personal", split: str = "test") -> pd.DataFrame:
+    """``metric`` on ``split`` at the reported round: clients and aggregates x (method, seed); NaN where missing.
 
     ``macro`` is the mean over clients; ``pooled`` takes all test samples together (absent for ``auc``); ``worst
     client`` is the lowest value (highest loss). Each is over the clients that were measured. The global model's table
@@ -70,9 +70,11 @@ def seed_table(study: Study, metric: str = "accuracy", model: str = "personal") 
         raise unknown("metric", metric, METRICS)
     if model not in MODELS:
         raise unknown("model", model, MODELS)
+    if split not in ("test", "validation"):
+        raise unknown("split", split, ("test", "validation"))
     methods = [name for name, facts in study.methods.items() if model == "personal" or facts.has_global]
     runs = pd.MultiIndex.from_product([methods, study.seeds], names=["method", "seed"])
-    rows = _select(study, model, "test", "loaded")
+    rows = _select(study, model, split, "loaded")
     rows = rows.join(reported_rounds(study).rename("reported"), on=["method", "seed"])
     rows = rows[rows["round"] == rows["reported"]]
     rows = rows.assign(value=measured(rows, metric).astype(float))
@@ -85,12 +87,14 @@ def seed_table(study: Study, metric: str = "accuracy", model: str = "personal") 
     return pd.concat([clients, pd.DataFrame(aggregates).T]).rename_axis("client")
 
 
-def accuracy_table(study: Study, metric: str = "accuracy", model: str = "personal") -> pd.DataFrame:
+def accuracy_table(
+    study: Study, metric: str = "accuracy", model: str = "personal", split: str = "test"
+) -> pd.DataFrame:
     """:func:`seed_table` over seeds: clients and aggregates x (method, mean | std | seeds).
 
     ``std`` is the sample standard deviation; ``seeds`` says how many seeds the two are over.
     """
-    seeds = seed_table(study, metric, model)
+    seeds = seed_table(study, metric, model, split)
     methods = seeds.columns.get_level_values("method").unique()
     columns = pd.MultiIndex.from_product([methods, ["mean", "std", "seeds"]], names=["method", "statistic"])
     by_method = [seeds[method].to_numpy() for method in methods]
