@@ -200,7 +200,7 @@ class OwnConv(nn.Conv2d):
 @pytest.mark.parametrize(
     ("method", "model", "message"),
     [
-        (gn(), nn.Conv2d(1, 2, 3), r"ToGroupNorm\(groups=None\) replaces BatchNorm, of which the model has none"),
+        (gn(), nn.Conv2d(1, 2, 3), "GroupNorm replaces BatchNorm, of which the model has none: leave it out"),
         (ln(), nn.GroupNorm(1, 2), "replaces BatchNorm, of which the model has none"),
         (nonorm(), nn.Linear(2, 2), "removes normalization, of which the model has none"),
         (fedwon(wsconv=False), nn.Conv2d(1, 2, 3), "removes normalization, of which the model has none"),

@@ -75,7 +75,7 @@ class Plan:
     def require_once(self, rule: Rule) -> None:
         """Raise :class:`UsageError` where the method has another rule of the same kind."""
         if sum(type(other) is type(rule) for other in self.method.rules) > 1:
-            raise UsageError(f"method {self.method.name!r} has {type(rule).__name__} twice: leave one of the two out")
+            raise UsageError(f"method {self.method.name!r} has {rule.origin} twice: leave one of the two out")
 
     def require_plain_path(self, what: str) -> None:
         """Raise :class:`UsageError` unless each local step moves every parameter along its gradient."""
@@ -88,7 +88,7 @@ class Plan:
             if type(rule).start is not Rule.start or type(rule).active is not Rule.active:
                 raise UsageError(
                     f"method {self.method.name!r}: {what} holds where every step moves every parameter from what was "
-                    f"loaded, which {type(rule).__name__} changes: leave one of the two out"
+                    f"loaded, which {rule.origin} changes: leave one of the two out"
                 )
 
     def rule_memory(self, index: int) -> str:

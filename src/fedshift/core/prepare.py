@@ -33,7 +33,7 @@ def operate(method: Method, model: nn.Module) -> nn.Module:
     module = copy.deepcopy(model)
     fates = [change for change in method.surgery if getattr(change, "decides_normalization", False)]
     if len(fates) > 1:
-        both = " and ".join(map(repr, fates))
+        both = " and ".join(map(str, fates))
         raise UsageError(
             f"method {method.name!r}: {both} both decide what becomes of normalization: leave one of the two out"
         )
@@ -139,7 +139,7 @@ def _check(plan: Plan) -> None:
     method = plan.method
     for rule in method.rules:
         rule.check(plan)
-    personalizing = [type(rule).__name__ for rule in method.rules if rule.personalizes]
+    personalizing = [rule.origin for rule in method.rules if rule.personalizes]
     if len(personalizing) > 1:
         raise UsageError(
             f"method {method.name!r}: {' and '.join(personalizing)} both make the client's model: choose one of the two"

@@ -55,6 +55,11 @@ class Rule:
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
 
+    @property
+    def origin(self) -> str:
+        """The method that brings the rule, as messages name it: its module."""
+        return type(self).__module__.rpartition(".")[2]
+
     def bind(self, entries: tuple[Entry, ...]) -> Self:
         """The rule for a model with these entries."""
         return self

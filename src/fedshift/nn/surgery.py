@@ -60,11 +60,14 @@ class ToGroupNorm:
     groups: int | None = None
     decides_normalization: ClassVar[bool] = True
 
+    def __str__(self) -> str:
+        return "GroupNorm in place of BatchNorm"
+
     def __call__(self, module: nn.Module) -> nn.Module:
         """Change ``module``; :class:`UsageError` where it has no BatchNorm."""
         found = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
         if not found:
-            raise UsageError(f"{self!r} replaces BatchNorm, of which the model has none: leave it out")
+            raise UsageError("GroupNorm replaces BatchNorm, of which the model has none: leave it out")
         return replaced(module, self._make)
 
     def _make(self, name: str, layer: nn.Module) -> nn.Module | None:
@@ -92,6 +95,9 @@ class WithoutNorm:
     required: bool = True
     decides_normalization: ClassVar[bool] = True
 
+    def __str__(self) -> str:
+        return "no normalization at all"
+
     def __call__(self, module: nn.Module) -> nn.Module:
         """Change ``module``."""
         for name, layer in module.named_modules():
@@ -102,7 +108,7 @@ class WithoutNorm:
                 )
         gone = [layer for layer in module.modules() if isinstance(layer, NORMALIZATION)]
         if not gone and self.required:
-            raise UsageError(f"{self!r} removes normalization, of which the model has none: leave it out")
+            raise UsageError("the method removes normalization, of which the model has none: leave it out")
         channels = {width for layer in gone if (width := _channels(layer)) is not None}
         module = replaced(module, lambda _, layer: nn.Identity() if isinstance(layer, NORMALIZATION) else None)
         for layer in module.modules():
