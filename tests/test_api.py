@@ -2,6 +2,8 @@
 
 import doctest
 import gc
+import inspect
+import re
 
 import numpy as np
 import pandas as pd
@@ -19,6 +21,11 @@ from fedshift.experiment import Observer
 def test_the_example_of_the_module_is_true():
     assert doctest.testmod(api).failed == 0
     assert len(doctest.DocTestFinder().find(api)[0].examples) >= 4
+
+
+def test_every_argument_of_compare_has_a_line_of_its_own():
+    told = re.findall(r"^    (\w+): ", inspect.getdoc(fedshift.compare), re.MULTILINE)
+    assert told[: -len(("UsageError", "FedshiftError"))] == list(inspect.signature(fedshift.compare).parameters)
 
 
 def test_all_that_is_promised_is_there():

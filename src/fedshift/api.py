@@ -133,21 +133,30 @@ def compare(
 ) -> Comparison:
     """Train every method with every seed on ``data`` and measure each client's test set after aggregation.
 
-        Args: methods: what to compare; methods of one seed share initial weights and the order of samples. data: the
-        clients, for example ``digits()``, ``read_folder(path)`` or ``federation({...})``. model: name of a network, or
-        a factory ``(sample_shape, classes) -> nn.Module``. rounds: communication rounds. seeds: how many (0, 1, ...),
-        or which. epochs: passes of a client over its data in a round (1 unless ``batches`` is given). batches: batches
-        of a client in a round, in place of ``epochs``. batch_size: samples in a batch; None takes all of the client's.
-        lr: learning rate of plain SGD; for anything else give ``optimizer``. optimizer: for example ``SGD(lr=0.01,
-        momentum=0.9)`` or ``AdamW(lr=1e-3)``. participation: clients in a round, a number or a fraction; None: all.
-        evaluate_every: rounds between evaluations; None: about ten in all. The last round is always evaluated. select:
-        the reported round, ``last`` or ``best`` (on validation data, see ``Federation.hold_out``). newcomers: clients
-        that never take part in training. unseen: how a client that never trained is measured by a method that keeps
-        state on clients: not at all, with the average of the others' entries, with the model that fits its training
-        data best, or with the average and BatchNorm statistics of its own. engine: how clients are run. device: torch
-        device. allow_single_class: accept clients whose training data hold one class. out: run directory to keep;
-        without it a temporary one that lives as long as the result. resume: go on with the run in ``out``. observer:
-        hears of progress. stop: once set, the run ends after the round in progress.
+    Args:
+        methods: what to compare; methods of one seed share initial weights and the order of samples.
+        data: the clients, for example ``digits()``, ``read_folder(path)`` or ``federation({...})``.
+        model: name of a network, or a factory ``(sample_shape, classes) -> nn.Module``.
+        rounds: communication rounds.
+        seeds: how many (0, 1, ...), or which.
+        epochs: passes of a client over its data in a round (1 unless ``batches`` is given).
+        batches: batches of a client in a round, in place of ``epochs``.
+        batch_size: samples in a batch; None takes all of the client's.
+        lr: learning rate of plain SGD; for anything else give ``optimizer``.
+        optimizer: for example ``SGD(lr=0.01, momentum=0.9)`` or ``AdamW(lr=1e-3)``.
+        participation: clients in a round, a number or a fraction; None: all.
+        evaluate_every: rounds between evaluations; None: about ten in all. The last round is always evaluated.
+        select: the reported round, ``last`` or ``best`` (on validation data, see ``Federation.hold_out``).
+        newcomers: clients that never take part in training.
+        unseen: how a client that never trained is measured by a method that keeps state on clients: not at all, or on
+            a model made by the policy (see ``fedshift.newcomers``).
+        engine: how clients are run.
+        device: torch device.
+        allow_single_class: accept clients whose training data hold one class.
+        out: run directory to keep; without it a temporary one that lives as long as the result.
+        resume: go on with the run in ``out``.
+        observer: hears of progress.
+        stop: once set, the run ends after the round in progress.
 
     Returns:
         The :class:`Comparison`.

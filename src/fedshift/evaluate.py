@@ -80,7 +80,7 @@ def evaluate_clients(
         models: dict[str, State] = {}
         if shared is not None:
             models["global"] = shared
-        if shared is not None and (plan.method.pooled or not plan.personalizes):
+        if shared is not None and not plan.personalizes:
             models["personal"] = shared
         elif (own := personal(client)) is not None:
             models["personal"] = own

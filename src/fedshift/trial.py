@@ -191,7 +191,7 @@ class Trial:
 
     def personal_state(self, client: ClientData) -> State | None:
         """The model that ``client`` would use; None where it has none and the policy makes none."""
-        if self.plan.method.pooled or not self.plan.personalizes:
+        if not self.plan.personalizes:
             return global_state(self.plan, self.server)
         own = self.clients.get(client.name)
         if own and own.steps:

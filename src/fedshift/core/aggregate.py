@@ -77,6 +77,15 @@ def stacked(states: Sequence[State], name: str) -> Tensor:
     return torch.stack([state[name].double() for state in states])
 
 
+def trimmed(uploads: Uploads, trim: int) -> State:
+    """Mean of each coordinate without its ``trim`` largest and smallest values; clients count equally."""
+    inner = slice(trim, len(uploads.states) - trim)
+    return {
+        name: as_dtype(stacked(uploads.states, name).sort(dim=0).values[inner].mean(dim=0), first.dtype)
+        for name, first in uploads.states[0].items()
+    }
+
+
 def squared_distances(uploads: Uploads) -> Tensor:
     """Squared distance of each two clients over all trained entries, float64 ``[clients, clients]``."""
     total = torch.zeros(len(uploads.states), len(uploads.states), dtype=torch.float64)

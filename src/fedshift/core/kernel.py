@@ -81,10 +81,10 @@ class Job:
 
 def init_server(plan: Plan) -> Server:
     """The server before the first round."""
-    stepped = pick(plan.initial, plan.trained & plan.loaded)
+    common = pick(plan.initial, plan.trained & plan.loaded)
     memory: State = {}
     for index, rule in enumerate(plan.method.rules):
-        memory |= prefixed(plan.rule_memory(index), rule.server_memory(stepped))
+        memory |= prefixed(plan.rule_memory(index), rule.server_memory(common))
     optimizer = plan.method.server.init(pick(plan.initial, plan.trained & plan.sent)) if plan.method.server else {}
     return Server(round=0, shared=pick(plan.initial, plan.sent), memory=memory, optimizer=optimizer)
 

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..base.errors import UsageError
+from ..nn.surgery import LEARNED
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,9 +166,7 @@ nothing = Select(lambda _: False, "nothing")
 buffers = Select(lambda entry: entry.is_buffer, "buffers")
 batch_norm = of_type(_BatchNorm, text="batch_norm")
 """Weight, bias and statistics of every BatchNorm layer (1d, 2d, 3d, synchronized), whatever its name."""
-norm_layers = of_type(
-    _BatchNorm, nn.modules.instancenorm._InstanceNorm, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, text="norm_layers"
-)
+norm_layers = of_type(*LEARNED, text="norm_layers")
 """Entries of every normalization layer: BatchNorm, InstanceNorm, GroupNorm, LayerNorm, RMSNorm."""
 norm_statistics = replace(batch_norm & buffers, text="norm_statistics")
 """Running mean, running variance and batch counter of every BatchNorm layer."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..base.state import State
-from ..core.aggregate import Robust, Uploads, as_dtype, stacked
+from ..core.aggregate import Robust, Uploads, trimmed
 from ..core.method import Method
 from .fedavg import fedavg
 
@@ -20,10 +20,7 @@ class Median(Robust):
 
     def __call__(self, uploads: Uploads) -> State:
         """The server's entries after the round."""
-        return {
-            name: as_dtype(stacked(uploads.states, name).quantile(0.5, dim=0), first.dtype)
-            for name, first in uploads.states[0].items()
-        }
+        return trimmed(uploads, (len(uploads.states) - 1) // 2)
 
 
 def median(base: Method | None = None) -> Method:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ..base.errors import UsageError
 from ..base.state import State
-from ..core.aggregate import Robust, Uploads, as_dtype, stacked
+from ..core.aggregate import Robust, Uploads, trimmed
 from ..core.method import Method
 from .fedavg import fedavg
 
@@ -27,11 +27,7 @@ class TrimmedMean(Robust):
 
     def __call__(self, uploads: Uploads) -> State:
         """The server's entries after the round."""
-        inner = slice(self.trim, len(uploads.states) - self.trim)
-        return {
-            name: as_dtype(stacked(uploads.states, name).sort(dim=0).values[inner].mean(dim=0), first.dtype)
-            for name, first in uploads.states[0].items()
-        }
+        return trimmed(uploads, self.trim)
 
 
 def trimmed_mean(base: Method | None = None, *, trim: int = 1) -> Method:
