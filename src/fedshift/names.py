@@ -26,6 +26,8 @@ def catalog(package: str) -> Mapping[str, Callable[..., Any]]:
     root = importlib.import_module(f"fedshift.{package}")
     found: dict[str, Callable[..., Any]] = {}
     for module_info in pkgutil.iter_modules(root.__path__):
+        if module_info.name.startswith("_"):
+            continue
         module = importlib.import_module(f"{root.__name__}.{module_info.name}")
         for name, function in vars(module).items():
             if inspect.isfunction(function) and function.__module__ == module.__name__ and not name.startswith("_"):

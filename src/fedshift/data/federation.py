@@ -40,12 +40,18 @@ class ClientData:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Federation:
-    """Named clients that share one task of ``classes`` classes; ``note`` says in a sentence what the data are."""
+    """Named clients that share one task of ``classes`` classes.
+
+    ``note`` says in a sentence what the data are; ``class_names`` what labels 0, 1, ... mean, empty where unknown;
+    ``notices`` are what a person should know of how they were read.
+    """
 
     name: str
     clients: tuple[ClientData, ...]
     classes: int
     note: str = ""
+    class_names: tuple[str, ...] = ()
+    notices: tuple[str, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:

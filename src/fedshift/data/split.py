@@ -6,6 +6,7 @@ Images are kept as they come, uint8 ``[N, C, H, W]`` from 0 to 255, and are scal
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,28 +17,85 @@ from torch import Tensor
 from ..base.errors import UsageError
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Split:
-    """Samples ``x`` (uint8 images ``[N, C, H, W]`` or floats ``[N, ...]``) with labels ``y`` (int64 ``[N]``)."""
+@dataclass(frozen=True, kw_only=True)
+class Normalization:
+    """Mean and standard deviation of each channel (one number: of all), for pixels in [0, 1], and ``source``."""
 
-    x: Tensor
-    y: Tensor
+    mean: tuple[float, ...] = (0.5,)
+    std: tuple[float, ...] = (0.5,)
+    source: str = "FedBN, arXiv:2102.07623, section 5.1: pixels scaled to [-1, 1]"
+
+
+HALF = Normalization()
+IMAGENET = Normalization(
+    mean=(0.485, 0.456, 0.406),
+    std=(0.229, 0.224, 0.225),
+    source="torchvision's for ImageNet; FLamby's for Fed-ISIC2019",
+)
+
+Augment = Callable[[Tensor], Tensor]
+"""What is done to a training batch of images ``[B, C, H, W]`` with values in [0, 1]."""
+
+
+class Split:
+    """Samples ``x`` (uint8 images ``[N, C, H, W]`` or floats ``[N, ...]``) with labels ``y`` (int64 ``[N]``).
+
+    ``rows`` (int64 ``[N]``): which samples of ``x`` these are, in order, where splits share one array; without it all.
+    ``normalization``: how uint8 images are scaled when a batch is taken.
+    """
+
+    def __init__(
+        self, *, x: Tensor, y: Tensor, rows: Tensor | None = None, normalization: Normalization = HALF
+    ) -> None:
+        self.store, self.y, self.rows, self.normalization = x, y, rows, normalization
 
     def __len__(self) -> int:
         return len(self.y)
 
-    def take(self, index: Tensor) -> Split:
-        """The samples at ``index`` (int64), in that order."""
-        return Split(x=self.x[index], y=self.y[index])
+    @property
+    def x(self) -> Tensor:
+        """The samples themselves; a copy where the array is shared with other splits."""
+        return self.store if self.rows is None else self.store[self.rows]
 
-    def inputs(self, index: Tensor | slice, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Samples at ``index`` as a network takes them: images scaled from 0..255 to [-1, 1], floats untouched."""
-        x = self.x[index].to(dtype, copy=True)  # the network's own: an in-place layer must not reach the data
-        return x.div_(127.5).sub_(1.0) if self.x.dtype == torch.uint8 else x
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of one sample."""
+        return tuple(self.store.shape[1:])
+
+    def take(self, index: Tensor) -> Split:
+        """The samples at ``index`` (int64), in that order; the array is shared, not copied."""
+        rows = index if self.rows is None else self.rows[index]
+        return Split(x=self.store, y=self.y[index], rows=rows, normalization=self.normalization)
+
+    def at(self, index: Tensor | slice) -> Tensor:
+        """A copy of the samples at ``index`` as they are kept."""
+        return self.store[index if self.rows is None else self.rows[index]]
+
+    def inputs(
+        self, index: Tensor | slice, dtype: torch.dtype = torch.float32, augment: Augment | None = None
+    ) -> Tensor:
+        """Samples at ``index`` as a network takes them: images augmented and normalized, floats untouched."""
+        x = self.at(index).to(dtype, copy=True)  # the network's own: an in-place layer must not reach the data
+        if self.store.dtype != torch.uint8:
+            return x
+        if augment is None and self.normalization == HALF:
+            return x.div_(127.5).sub_(1.0)
+        x = x.div_(255.0)
+        x = x if augment is None else augment(x)
+        mean, std = (
+            torch.tensor(values, dtype=dtype, device=x.device)[:, None, None]
+            for values in (self.normalization.mean, self.normalization.std)
+        )
+        return (x - mean) / std
+
+    def changed(self, x: Tensor, normalization: Normalization | None = None) -> Split:
+        """The same choice of samples from another array of as many."""
+        return Split(x=x, y=self.y, rows=self.rows, normalization=normalization or self.normalization)
 
     def to(self, device: torch.device) -> Split:
         """The same samples on ``device``."""
-        return Split(x=self.x.to(device), y=self.y.to(device))
+        rows = None if self.rows is None else self.rows.to(device)
+        return Split(x=self.store.to(device), y=self.y.to(device), rows=rows, normalization=self.normalization)
 
     def check(self, where: str, classes: int) -> None:
         """Raise :class:`UsageError`, beginning with ``where``, unless samples and labels can be trained on."""
