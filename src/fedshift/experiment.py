@@ -175,7 +175,7 @@ class Experiment:
         return True
 
     def _describe(self, directory: RunDirectory, facts: Mapping[str, MethodFacts]) -> None:
-        shown = {client.name: _shown(client.test.x[:SAMPLES].cpu().numpy()) for client in self.data.clients}
+        shown = {client.name: _shown(client.test.at(slice(0, SAMPLES)).cpu().numpy()) for client in self.data.clients}
         images = {name: image for name, image in shown.items() if image is not None}
         packed = io.BytesIO()
         np.savez_compressed(packed, **{str(i): image for i, image in enumerate(images.values())})  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ subset or a held-out part is the same in every run.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
@@ -16,10 +16,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import ArrayLike
+from torch import Tensor
 
 from ..base.errors import UsageError, unknown
 from ..base.streams import stream
-from .split import Split, as_split
+from .split import Normalization, Split, as_split
+
+CHUNK = 1000
+"""Samples that are resized or hashed at a time."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -61,7 +65,7 @@ class Federation:
     @property
     def sample_shape(self) -> tuple[int, ...]:
         """Shape of one sample, ``(C, H, W)`` for images."""
-        return tuple(self.clients[0].train.x.shape[1:])
+        return self.clients[0].train.shape
 
     def client(self, name: str) -> ClientData:
         """The client of this name, or a :class:`UsageError` that lists the names."""
@@ -74,18 +78,19 @@ class Federation:
         """The named clients, in the given order."""
         return replace(self, clients=tuple(self.client(name) for name in names))
 
-    def limit(self, samples: int) -> Federation:
+    def limit(self, samples: int | Mapping[str, int]) -> Federation:
         """Each client with ``samples`` training samples, drawn once without replacement (the same in every run)."""
-        if samples < 1:
-            raise UsageError(f"samples={samples}: must be at least 1")
         clients = []
         for client in self.clients:
-            if len(client.train) < samples:
+            count = samples if isinstance(samples, int) else samples[client.name]
+            if count < 1:
+                raise UsageError(f"samples={count}: must be at least 1")
+            if len(client.train) < count:
                 raise UsageError(
-                    f"client {client.name!r} has {len(client.train)} training samples, fewer than samples={samples}: "
+                    f"client {client.name!r} has {len(client.train)} training samples, fewer than samples={count}: "
                     f"ask for at most {min(len(c.train) for c in self.clients)}"
                 )
-            index = stream(0, "subset", client.name).permutation(len(client.train))[:samples]
+            index = stream(0, "subset", client.name).permutation(len(client.train))[:count]
             clients.append(replace(client, train=client.train.take(torch.from_numpy(index))))
         return replace(self, clients=tuple(clients))
 
@@ -106,6 +111,20 @@ class Federation:
                 replace(client, train=client.train.take(order[held:]), validation=client.train.take(order[:held]))
             )
         return replace(self, clients=tuple(clients))
+
+    def each(self, change: Callable[[Split], Split]) -> Federation:
+        """``change`` applied once to every split, so that clients that share one go on sharing it."""
+        changed: dict[int, Split] = {}
+
+        def once(split: Split) -> Split:
+            if id(split) not in changed:
+                changed[id(split)] = change(split)
+            return changed[id(split)]
+
+        def of(client: ClientData) -> ClientData:
+            return ClientData(name=client.name, **{name: once(split) for name, split in client.splits.items()})
+
+        return replace(self, clients=tuple(of(client) for client in self.clients))
 
     def fitted(self, size: int | None = None) -> Federation:
         """Images brought to one shape: gray repeated to color where both occur, resized to ``size`` pixels.
@@ -129,31 +148,24 @@ class Federation:
             )
         sizes = {shape[1:] for shape in shapes.values()}
         target = (size, size) if size else (28, 28) if len(sizes) > 1 else next(iter(sizes))
-
-        def fit(split: Split) -> Split:
-            x = split.x
-            if tuple(x.shape[2:]) != target:
-                resized = F.interpolate(x.float(), size=target, mode="bilinear", antialias=True, align_corners=False)
-                x = resized.round_().clamp_(0, 255).to(torch.uint8) if x.dtype == torch.uint8 else resized.to(x.dtype)
-            return Split(x=x.expand(-1, channels, -1, -1), y=split.y)
-
-        def fit_client(client: ClientData) -> ClientData:
-            parts = {name: fit(split) for name, split in client.splits.items()}
-            return ClientData(name=client.name, **parts)
-
-        return replace(self, clients=tuple(fit_client(client) for client in self.clients))
+        return self.each(_once_a_store(lambda store: _resized(store, target).expand(-1, channels, -1, -1)))
 
     def to(self, device: torch.device) -> Federation:
         """The same clients with their samples on ``device``."""
-        moved = (ClientData(name=c.name, **{n: s.to(device) for n, s in c.splits.items()}) for c in self.clients)
-        return replace(self, clients=tuple(moved))
+        move = _once_a_store(lambda store: store.to(device))
+        return self.each(lambda split: move(split).to(device))
+
+    def normalized(self, normalization: Normalization) -> Federation:
+        """The same images, scaled by ``normalization`` when a batch is taken."""
+        wrong = max(len(normalization.mean), len(normalization.std))
+        if self.clients and len(self.sample_shape) == 3 and wrong not in (1, self.sample_shape[0]):
+            raise UsageError(
+                f"normalization of {wrong} channels for images of {self.sample_shape[0]}: give one of each"
+            )
+        return self.each(lambda split: split.changed(split.store, normalization))
 
     def pooled(self) -> Federation:
-        """All clients' samples as one client named ``pooled`` (centralized training)."""
-
-        def join(parts: list[Split]) -> Split:
-            return Split(x=torch.cat([part.x for part in parts]), y=torch.cat([part.y for part in parts]))
-
+        """All clients' samples as one client named ``pooled`` (centralized training); shared splits count once."""
         shared = [name for name in self.clients[0].splits if all(name in client.splits for client in self.clients)]
         joined = {name: join([client.splits[name] for client in self.clients]) for name in shared}
         return replace(self, clients=(ClientData(name="pooled", **joined),))
@@ -161,12 +173,12 @@ class Federation:
     @cached_property
     def fingerprint(self) -> str:
         """A digest of every sample and label, so that a run is never resumed on other data."""
+        known: dict[int, bytes] = {}
         digest = blake2b(digest_size=16)
         for client in self.clients:
             for name, split in client.splits.items():
-                digest.update(f"{client.name}/{name}{tuple(split.x.shape)}{split.x.dtype}".encode())
-                digest.update(np.ascontiguousarray(split.x.numpy()).data)
-                digest.update(np.ascontiguousarray(split.y.numpy()).data)
+                digest.update(f"{client.name}/{name}".encode())
+                digest.update(known.get(id(split)) or known.setdefault(id(split), _digest(split)))
         return digest.hexdigest()
 
     def check(self, *, allow_single_class: bool = False) -> Federation:
@@ -180,9 +192,12 @@ class Federation:
         twice = [name for name, count in Counter(self.names).items() if count > 1]
         if twice:
             raise UsageError(f"client name {twice[0]!r} occurs twice: names must differ")
+        checked: set[int] = set()
         for client in self.clients:
             for name, split in client.splits.items():
-                split.check(_where(client.name, name), self.classes)
+                if id(split) not in checked:
+                    split.check(_where(client.name, name), self.classes)
+                    checked.add(id(split))
             labels = torch.unique(client.train.y)
             if len(labels) == 1 and self.classes > 1 and not allow_single_class:
                 raise UsageError(
@@ -200,11 +215,66 @@ class Federation:
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of a sample of every split, by what errors call the split."""
-        return {_where(c.name, name): tuple(s.x.shape[1:]) for c in self.clients for name, s in c.splits.items()}
+        return {_where(c.name, name): s.shape for c in self.clients for name, s in c.splits.items()}
 
 
 def _where(client: str, split: str) -> str:
     return f"client {client!r}, {split} data"
+
+
+def _once_a_store(change: Callable[[Tensor], Tensor]) -> Callable[[Split], Split]:
+    """``change`` for the arrays of splits, of which each is changed once, whoever shares it."""
+    changed: dict[int, tuple[Tensor, Tensor]] = {}  # with the array before, so that its id stays taken
+
+    def apply(split: Split) -> Split:
+        if id(split.store) not in changed:
+            changed[id(split.store)] = split.store, change(split.store)
+        return split.changed(changed[id(split.store)][1])
+
+    return apply
+
+
+def _resized(x: Tensor, size: tuple[int, ...]) -> Tensor:
+    """Images ``[N, C, H, W]`` resized to ``size``, a few at a time, as floats take four times the memory."""
+    if tuple(x.shape[2:]) == size:
+        return x
+    small = x.new_empty(*x.shape[:2], *size)
+    for start in range(0, len(x), CHUNK):
+        part = F.interpolate(
+            x[start : start + CHUNK].float(), size=size, mode="bilinear", antialias=True, align_corners=False
+        )
+        small[start : start + CHUNK] = part.round_().clamp_(0, 255) if x.dtype == torch.uint8 else part
+    return small
+
+
+def _digest(split: Split) -> bytes:
+    digest = blake2b(digest_size=16)
+    digest.update(f"{len(split)}{split.shape}{split.store.dtype}{split.normalization}".encode())
+    for start in range(0, len(split), CHUNK):
+        digest.update(np.ascontiguousarray(split.at(slice(start, start + CHUNK)).cpu().numpy()).data)
+    digest.update(np.ascontiguousarray(split.y.cpu().numpy()).data)
+    return digest.digest()
+
+
+def join(parts: Sequence[Split]) -> Split:
+    """The samples of ``parts`` one after another; a split that occurs again is left out.
+
+    Parts that share an array go on sharing it. Where types or normalizations differ, what a network takes is joined.
+    Raises :class:`UsageError` where shapes differ.
+    """
+    shapes = sorted({part.shape for part in parts})
+    if len(shapes) > 1:
+        raise UsageError(
+            f"samples of shapes {shapes[0]} and {shapes[1]} cannot be put together: bring all to one shape"
+        )
+    distinct = list({id(part): part for part in parts}.values())
+    first, y = distinct[0], torch.cat([part.y for part in distinct])
+    if all(part.store is first.store for part in distinct):
+        rows = [torch.arange(len(part)) if part.rows is None else part.rows for part in distinct]
+        return Split(x=first.store, y=y, rows=torch.cat(rows), normalization=first.normalization)
+    if len({(part.store.dtype, part.normalization) for part in distinct}) > 1:
+        return Split(x=torch.cat([part.inputs(slice(None)) for part in distinct]), y=y)
+    return Split(x=torch.cat([part.x for part in distinct]), y=y, normalization=first.normalization)
 
 
 def class_count(clients: Iterable[ClientData]) -> int:

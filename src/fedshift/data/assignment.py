@@ -1,0 +1,98 @@
+"""Who got which samples, as a table: a split written to a CSV file, and the same split read back from it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import torch
+
+from ..base.errors import UsageError
+from .federation import ClientData, Federation, join
+from .partition import Change
+from .split import Split
+
+COLUMNS = ["client", "split", "domain", "source", "row"]
+ALL = "*"
+"""Stands for every client, of a split that they share."""
+
+
+def saved(*, path: str) -> Change:
+    """The split that :func:`assignment` described in a CSV file, of the same data."""
+
+    def change(data: Federation) -> Federation:
+        return _assigned(data, Path(path))
+
+    return change
+
+
+def assignment(data: Federation, changes: Sequence[Change]) -> pd.DataFrame:
+    """Where every sample goes: one row each with ``client split domain source row`` (see :func:`saved`).
+
+    ``domain`` and ``source`` name the client and split of ``data`` that the sample comes from, ``row`` its place there;
+    ``client`` is ``*`` for a split that all clients share.
+    Changes look at labels and names alone, so they are applied here to samples that are their own addresses.
+    """
+    origins: list[tuple[str, str]] = []
+    starts = [0]
+
+    def addressed(client: ClientData) -> ClientData:
+        parts = {}
+        for name, split in client.splits.items():
+            origins.append((client.name, name))
+            numbers = torch.arange(starts[-1], starts[-1] + len(split))[:, None]
+            parts[name] = Split(x=numbers, y=split.y)
+            starts.append(starts[-1] + len(split))
+        return ClientData(name=client.name, **parts)
+
+    shadow = replace(data, clients=tuple(map(addressed, data.clients)))
+    for change in changes:
+        shadow = change(shadow)
+    users = Counter(id(split) for client in shadow.clients for split in client.splits.values())
+    parts: dict[int, pd.DataFrame] = {}
+    for client in shadow.clients:
+        for name, split in client.splits.items():
+            who = ALL if len(shadow.clients) > 1 and users[id(split)] == len(shadow.clients) else client.name
+            address = split.x[:, 0].numpy()
+            origin = np.searchsorted(starts, address, side="right") - 1
+            rows = pd.DataFrame({"client": who, "split": name, "origin": origin, "address": address})
+            parts.setdefault(id(split) if who == ALL else len(parts), rows)
+    table = pd.concat(parts.values(), ignore_index=True)
+    table["domain"] = np.array([domain for domain, _ in origins], dtype=object)[table["origin"]]
+    table["source"] = np.array([source for _, source in origins], dtype=object)[table["origin"]]
+    table["row"] = table.pop("address") - np.array(starts)[table.pop("origin")]
+    return table
+
+
+def _assigned(data: Federation, path: Path) -> Federation:
+    try:
+        table = pd.read_csv(path, dtype=dict.fromkeys(COLUMNS[:4], str))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"saved split {path} cannot be read ({error}): give a CSV file that fedshift saved") from error
+    if list(table.columns) != COLUMNS:
+        raise UsageError(f"{path} has columns {', '.join(table.columns)}: a saved split has {', '.join(COLUMNS)}")
+    clients: dict[str, dict[str, Split]] = {}
+    for (client, split), wanted in table.groupby(COLUMNS[:2], sort=False):
+        clients.setdefault(str(client), {})[str(split)] = _gathered(data, wanted, path)
+    common = clients.pop(ALL, {})
+    return replace(data, clients=tuple(ClientData(name=c, **parts, **common) for c, parts in clients.items()))
+
+
+def _gathered(data: Federation, wanted: pd.DataFrame, path: Path) -> Split:
+    """The samples that the rows of ``wanted`` name, in their order."""
+    parts, places = [], []
+    for (domain, source), group in wanted.reset_index().groupby(COLUMNS[2:4], sort=False):
+        origin = data.client(str(domain)).splits.get(str(source))
+        size = 0 if origin is None else len(origin)
+        if origin is None or not group["row"].between(0, size - 1).all():
+            raise UsageError(
+                f"{path} takes rows {group['row'].min()} to {group['row'].max()} of client {domain!r}, {source} data, "
+                f"which has {size} samples here: use the data with which the split was saved"
+            )
+        parts.append(origin.take(torch.tensor(group["row"].to_list())))
+        places.append(group.index.to_numpy())
+    return join(parts).take(torch.from_numpy(np.argsort(np.concatenate(places))))

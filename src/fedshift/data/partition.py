@@ -1,0 +1,283 @@
+"""Splits: who gets which samples. Each function makes a change of a federation; changes are applied one after another.
+
+``iid(clients=100)``, ``dirichlet(clients=10, alpha=0.3)`` and the like deal out all samples of all clients together, or
+with ``within='domain'`` those of each client (domain) apart. Training and validation samples are dealt out alike; test
+samples are shared, so that every client is tested on all of them, or with ``test='same'`` dealt out by the same shares.
+No sample is lost or repeated, arrays are shared and not copied, and every draw has a keyed stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..base.errors import UsageError, unknown
+from ..base.streams import stream
+from .federation import ClientData, Federation
+from .split import Split
+
+Change = Callable[[Federation], Federation]
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Deal = Callable[[Ints, np.random.Generator], list[Ints]]
+"""From labels ``[N]`` and a generator to the samples of each client."""
+Shares = Callable[[int, np.random.Generator], Deal]
+"""From the number of classes and a generator to how samples are dealt out."""
+Within = Literal["all", "domain"]
+Test = Literal["shared", "same"]
+
+
+def iid(*, clients: int, within: Within = "all", test: Test = "shared", seed: int = 0) -> Change:
+    """Samples shuffled and dealt out in equal parts; with ``within='domain'`` each domain in ``clients`` clients."""
+    return _Partition("iid", clients, within, test, seed, lambda *_: _by_size(np.full(clients, 1 / clients)))
+
+
+def quantity(
+    *, clients: int, alpha: float = 1.0, minimum: int = 1, within: Within = "all", test: Test = "shared", seed: int = 0
+) -> Change:
+    """Quantity skew: sizes in proportions from a symmetric Dirichlet distribution, labels as they fall.
+
+    A small ``alpha`` gives very unequal sizes (Li et al. 2022, arXiv:2102.02079, section 4.3).
+    """
+    _positive(alpha=alpha)
+
+    return _Partition(
+        "quantity",
+        clients,
+        within,
+        test,
+        seed,
+        lambda _, rng: _by_size(rng.dirichlet(np.full(clients, alpha))),
+        minimum,
+    )
+
+
+def dirichlet(
+    *, clients: int, alpha: float, minimum: int = 1, within: Within = "all", test: Test = "shared", seed: int = 0
+) -> Change:
+    """Label skew: each class dealt out in proportions from a symmetric Dirichlet distribution (Hsu et al. 2019).
+
+    The smaller ``alpha``, the fewer classes a client has (arXiv:1909.06335, here with classes dealt to clients as in
+    Yurochkin et al. 2019, arXiv:1905.12022). Clients left with fewer than ``minimum`` samples are given some of the
+    largest clients', at random, so that it ends however small ``alpha`` is.
+    """
+    _positive(alpha=alpha)
+
+    def shares(classes: int, rng: np.random.Generator) -> Deal:
+        return _by_class(rng.dirichlet(np.full(clients, alpha), size=classes))
+
+    return _Partition("dirichlet", clients, within, test, seed, shares, minimum)
+
+
+def labels(*, clients: int, per_client: int, within: Within = "all", test: Test = "shared", seed: int = 0) -> Change:
+    """Non-IID-L of FedMMB (arXiv:2011.07006, section 4.1), with L = ``per_client`` labels a client.
+
+    Samples are grouped by label, each group of C is cut into K L / C parts, and each of the K clients is given L
+    parts of different labels, at random. K L must be a multiple of C.
+    """
+
+    def shares(classes: int, rng: np.random.Generator) -> Deal:
+        if not 1 <= per_client <= classes or clients * per_client % classes:
+            raise UsageError(
+                f"labels(clients={clients}, per_client={per_client}): {classes} classes are cut into clients x "
+                f"per_client / {classes} parts each, so per_client must lie in 1..{classes} and the product be a "
+                f"multiple of {classes}: try per_client={classes if classes < 3 else 2}, clients={classes}"
+            )
+        parts = clients * per_client // classes
+        left, share = np.full(classes, parts), np.zeros((classes, clients))
+        for client in range(clients):
+            chosen = np.lexsort((rng.random(classes), -left))[:per_client]  # the fullest first, so that it ends well
+            left[chosen] -= 1
+            share[chosen, client] = 1 / parts
+        return _by_class(share)
+
+    return _Partition("labels", clients, within, test, seed, shares)
+
+
+HAM = {"a": (2367, ("mel",)), "b": (3376, ("bcc", "akiec", "vasc", "df")), "c": (2269, ("bkl",))}
+"""HAM-Non-IID: sizes and rarer classes of the clients; the rest are nevi, the majority everywhere."""
+
+
+def ham_non_iid(*, test: Test = "shared", seed: int = 0) -> Change:
+    """HAM-Non-IID of FedMMB (arXiv:2011.07006, section 4.3): three clients of 2, 5 and 2 classes of HAM10000.
+
+    Of 8,012 training images they have 2367, 3376 and 2269, and in proportion of other numbers, nevi the majority in
+    each. The text does not say which classes meet nevi where: melanoma, the four rarest, and keratosis are our choice.
+    """
+
+    def change(data: Federation) -> Federation:
+        names = {name.lower(): place for place, name in enumerate(data.class_names)}
+        needed = ["nv", *(name for _, others in HAM.values() for name in others)]
+        if missing := [name for name in needed if name not in names]:
+            raise UsageError(
+                f"ham_non_iid() deals out the seven classes of HAM10000, but {data.name!r} has no class "
+                f"{missing[0]!r}: use it with data=ham10000"
+            )
+
+        def deal(y: Ints, rng: np.random.Generator) -> list[Ints]:
+            wanted = np.array([size for size, _ in HAM.values()]) / sum(size for size, _ in HAM.values()) * len(y)
+            rare = [[names[name] for name in others] for _, others in HAM.values()]
+            nevi = np.maximum(wanted - [np.isin(y, each).sum() for each in rare], 0)
+            share = np.zeros((len(names), len(HAM)))
+            for client, classes in enumerate(rare):
+                share[classes, client] = 1
+            share[names["nv"]] = nevi / nevi.sum()
+            return _by_class(share)(y, rng)
+
+        made = _Partition("ham_non_iid", len(HAM), "all", test, seed, lambda *_: deal)(data)
+        return replace(made, clients=tuple(replace(c, name=n) for c, n in zip(made.clients, HAM, strict=True)))
+
+    return change
+
+
+def only(*, clients: str) -> Change:
+    """The clients whose names fit a pattern, or one of several with commas: ``only(clients='mnist-*,usps-0')``."""
+    return lambda data: data.only(matching(clients, data.names))
+
+
+def sample(*, size: int | None = None, fraction: float | None = None) -> Change:
+    """``size`` training samples of each client, or a ``fraction`` of them (FedBN's sweep of local sizes, figure 4)."""
+    if (size is None) == (fraction is None):
+        raise UsageError(f"sample(size={size}, fraction={fraction}): give exactly one of the two")
+    if fraction is not None and not 0 < fraction <= 1:
+        raise UsageError(f"sample(fraction={fraction:g}): must lie in (0, 1]")
+
+    def change(data: Federation) -> Federation:
+        return data.limit({c.name: size or max(1, int((fraction or 0) * len(c.train))) for c in data.clients})
+
+    return change
+
+
+def truncate() -> Change:
+    """Each client cut, at random, to the size of the smallest (FedBN, section 5.1)."""
+    return lambda data: data.limit(min(len(client.train) for client in data.clients))
+
+
+def repeat(*, seed: int = 0) -> Change:
+    """Smaller clients repeat samples until all have as many as the largest, so that all take as many steps.
+
+    FedBN's setting for unequal data (arXiv:2102.07623, appendix E.6, tables 15 and 16).
+    """
+
+    def change(data: Federation) -> Federation:
+        most = max(len(client.train) for client in data.clients)
+
+        def lengthened(client: ClientData) -> ClientData:
+            rng, count = stream(seed, "split/repeat", client.name), len(client.train)
+            index = np.concatenate([rng.permutation(count) for _ in range(-(-most // count))])[:most]
+            return replace(client, train=client.train.take(torch.from_numpy(index)))
+
+        return replace(data, clients=tuple(map(lengthened, data.clients)))
+
+    return change
+
+
+def validation(*, fraction: float) -> Change:
+    """A ``fraction`` of each client's training samples held out to select on."""
+    return lambda data: data.hold_out(fraction)
+
+
+def matching(patterns: str, names: Sequence[str]) -> tuple[str, ...]:
+    """The names that fit ``patterns`` (with commas; ``*``, ``?`` and ``[...]`` as in file names)."""
+    wanted = [pattern.strip() for pattern in patterns.split(",")]
+    for pattern in wanted:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise unknown("client", pattern, names)
+    return tuple(dict.fromkeys(name for pattern in wanted for name in names if fnmatchcase(name, pattern)))
+
+
+@dataclass(frozen=True)
+class _Partition:
+    """Samples dealt out to ``clients`` clients by what ``shares(classes, rng)`` makes."""
+
+    name: str
+    clients: int
+    within: Within
+    test: Test
+    seed: int
+    shares: Shares
+    minimum: int = 1
+
+    def __post_init__(self) -> None:
+        if self.clients < 1:
+            raise UsageError(f"{self.name}(clients={self.clients}): must be at least 1")
+        for value, allowed in ((self.within, ("all", "domain")), (self.test, ("shared", "same"))):
+            if value not in allowed:
+                raise unknown(f"choice in {self.name}", value, allowed)
+
+    def __call__(self, data: Federation) -> Federation:
+        if self.within == "all":
+            clients = self._dealt(data.pooled().clients[0], data.classes, "")
+        else:
+            clients = [part for each in data.clients for part in self._dealt(each, data.classes, f"{each.name}-")]
+        return replace(data, clients=tuple(clients))
+
+    def _dealt(self, whole: ClientData, classes: int, prefix: str) -> list[ClientData]:
+        draw = partial(stream, self.seed, f"split/{self.name}", prefix)
+        deal = self.shares(classes, draw())
+        dealt: dict[str, list[Split]] = {}
+        for name, split in whole.splits.items():
+            if name == "test" and self.test == "shared":
+                dealt[name] = [split] * self.clients
+                continue
+            least = self.minimum if name == "train" else 1
+            if len(split) < self.clients * least:
+                hint = " or leave test='same' out" if name == "test" else ""
+                raise UsageError(
+                    f"{self.name}(clients={self.clients}): {len(split)} {name} samples are too few for {least} a "
+                    f"client: ask for fewer clients{hint}"
+                )
+            rng = draw(name)
+            parts = _topped_up(deal(split.y.numpy(), rng), least, rng)
+            dealt[name] = [split.take(torch.from_numpy(np.sort(part))) for part in parts]
+        width = len(str(self.clients - 1))
+        return [
+            ClientData(name=f"{prefix or 'client-'}{k:0{width}d}", **{name: parts[k] for name, parts in dealt.items()})
+            for k in range(self.clients)
+        ]
+
+
+def _by_size(shares: Floats) -> Deal:
+    """All samples shuffled and cut in proportion to ``shares`` ``[clients]``."""
+    return lambda y, rng: _cut(rng.permutation(len(y)), shares)
+
+
+def _by_class(shares: Floats) -> Deal:
+    """The samples of each class shuffled and cut in proportion to its row of ``shares`` ``[classes, clients]``."""
+
+    def deal(y: Ints, rng: np.random.Generator) -> list[Ints]:
+        cut = [_cut(rng.permutation(np.flatnonzero(y == label)), share) for label, share in enumerate(shares)]
+        return [np.concatenate(parts) for parts in zip(*cut, strict=True)]
+
+    return deal
+
+
+def _cut(index: Ints, shares: Floats) -> list[Ints]:
+    edges = np.rint(np.cumsum(shares) * len(index)).astype(np.int64)
+    return np.split(index, edges[:-1])
+
+
+def _topped_up(parts: list[Ints], minimum: int, rng: np.random.Generator) -> list[Ints]:
+    """``parts`` with samples moved, at random, from the largest to those that hold fewer than ``minimum``."""
+    sizes = np.array([len(part) for part in parts])
+    for poor in np.flatnonzero(sizes < minimum):
+        while sizes[poor] < minimum:
+            rich = int(sizes.argmax())
+            count = min(minimum - sizes[poor], max(1, (sizes[rich] - minimum) // 2))
+            shuffled = rng.permutation(parts[rich])
+            parts[poor], parts[rich] = np.concatenate([parts[poor], shuffled[:count]]), shuffled[count:]
+            sizes[poor], sizes[rich] = len(parts[poor]), len(parts[rich])
+    return parts
+
+
+def _positive(**values: float) -> None:
+    for name, value in values.items():
+        if not value > 0:
+            raise UsageError(f"{name}={value:g}: must be greater than 0")

@@ -1,0 +1,275 @@
+"""Splits: no sample is lost or repeated, shares are as asked for, arrays are shared, and a saved split comes back."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedshift.base.errors import UsageError
+from fedshift.data.assignment import assignment, saved
+from fedshift.data.federation import ClientData, Federation, federation
+from fedshift.data.partition import (
+    dirichlet,
+    ham_non_iid,
+    iid,
+    labels,
+    only,
+    quantity,
+    repeat,
+    sample,
+    truncate,
+    validation,
+)
+from fedshift.data.split import Split
+
+
+def numbered(*sizes: int, classes: int = 10, test: int = 40, imbalance: bool = False) -> Federation:
+    """Domains whose samples are their own numbers, so that each can be followed."""
+    clients, start = [], 0
+    for place, size in enumerate(sizes):
+        parts = {}
+        for name, count in (("train", size), ("test", test)):
+            x = torch.arange(start, start + count, dtype=torch.float32)[:, None]
+            y = torch.from_numpy(np.random.default_rng(start).integers(0, classes, count))
+            y = y * torch.rand(count, generator=torch.Generator().manual_seed(start)).gt(0.6) if imbalance else y
+            parts[name] = Split(x=x, y=y)
+            start += count
+        clients.append(ClientData(name=f"d{place}", **parts))
+    return Federation(name="numbered", clients=tuple(clients), classes=classes)
+
+
+def held(data: Federation, split: str = "train") -> list[int]:
+    return [int(number) for client in data.clients for number in client.splits[split].x[:, 0]]
+
+
+CHANGES = {
+    "iid": lambda clients, seed, **more: iid(clients=clients, seed=seed, **more),
+    "quantity": lambda clients, seed, **more: quantity(clients=clients, alpha=0.3, seed=seed, **more),
+    "dirichlet": lambda clients, seed, **more: dirichlet(clients=clients, alpha=0.05, seed=seed, **more),
+    "labels": lambda clients, seed, **more: labels(clients=10 * clients, per_client=2, seed=seed, **more),
+}
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    name=st.sampled_from(sorted(CHANGES)),
+    clients=st.integers(1, 7),
+    sizes=st.lists(st.integers(90, 200), min_size=1, max_size=3),
+    seed=st.integers(0, 5),
+    within=st.sampled_from(["all", "domain"]),
+)
+def test_no_sample_is_lost_or_repeated(name, clients, sizes, seed, within):
+    data = numbered(*sizes, test=80)
+    made = CHANGES[name](clients, seed, within=within, test="same")(data)
+    each = clients * (10 if name == "labels" else 1)
+    assert len(made.clients) == each * (len(sizes) if within == "domain" else 1)
+    for split in ("train", "test"):
+        assert sorted(held(made, split)) == sorted(held(data, split))
+    for before in data.clients if within == "domain" else ():
+        mine = [number for c in made.clients if c.name.startswith(f"{before.name}-") for number in held_by(c)]
+        assert sorted(mine) == sorted(held_by(before))
+    labels_of = dict(zip(held(data), torch.cat([c.train.y for c in data.clients]).tolist(), strict=True))
+    for client in made.clients:
+        assert [labels_of[number] for number in held_by(client)] == client.train.y.tolist()
+
+
+def held_by(client: ClientData) -> list[int]:
+    return [int(number) for number in client.train.x[:, 0]]
+
+
+def test_a_split_is_a_function_of_its_seed_and_of_nothing_else():
+    data = numbered(100, 80)
+    change = dirichlet(clients=4, alpha=0.5, seed=1)
+    assert [held_by(c) for c in change(data).clients] == [held_by(c) for c in change(numbered(100, 80)).clients]
+    assert held(change(data)) != held(dirichlet(clients=4, alpha=0.5, seed=2)(data))
+
+
+def test_iid_parts_are_of_equal_size_and_names_sort():
+    made = iid(clients=11)(numbered(1000))
+    assert {len(client.train) for client in made.clients} == {90, 91}
+    assert made.names[0] == "client-00"
+    assert list(made.names) == sorted(made.names)
+    assert iid(clients=2, within="domain")(numbered(50, 60)).names == ("d0-0", "d0-1", "d1-0", "d1-1")
+
+
+def test_test_data_are_shared_unless_dealt_out():
+    data = numbered(100)
+    shared = iid(clients=4)(data)
+    assert all(client.test is shared.clients[0].test for client in shared.clients)
+    assert held(only(clients="client-0")(shared), "test") == held(data, "test")
+    dealt = iid(clients=4, test="same")(data)
+    assert [len(client.test) for client in dealt.clients] == [10] * 4
+
+
+def test_dirichlet_shares_are_those_of_the_distribution():
+    data = numbered(20_000, classes=5)
+    per_class = torch.bincount(data.clients[0].train.y)
+    sharp, flat = (
+        np.stack(
+            [torch.bincount(c.train.y, minlength=5) / per_class for c in dirichlet(clients=8, alpha=a)(data).clients]
+        )
+        for a in (0.1, 100.0)
+    )
+    # A symmetric Dirichlet's shares have mean 1/K and variance (1/K)(1 - 1/K) / (K alpha + 1).
+    for shares, alpha in ((sharp, 0.1), (flat, 100.0)):
+        assert shares.sum(axis=0) == pytest.approx(np.ones(5), abs=1e-3)
+        expected = np.sqrt(1 / 8 * 7 / 8 / (8 * alpha + 1))
+        assert shares.std() == pytest.approx(expected, rel=0.5)
+
+
+def test_same_test_data_follow_the_training_shares():
+    data = numbered(5000, test=5000, classes=4)
+    for client in dirichlet(clients=3, alpha=0.3, test="same")(data).clients:
+        counts = [torch.bincount(split.y, minlength=4).double() for split in (client.train, client.test)]
+        assert (counts[0] / 1250 - counts[1] / 1250).abs().max() < 0.06
+
+
+@pytest.mark.parametrize("minimum", [1, 12])
+def test_dirichlet_with_a_tiny_alpha_ends_and_gives_every_client_its_minimum(minimum):
+    made = dirichlet(clients=50, alpha=1e-3, minimum=minimum)(numbered(700))
+    assert min(len(client.train) for client in made.clients) >= minimum
+    assert len(set(held(made))) == 700
+
+
+def test_quantity_skew_changes_sizes_and_not_labels():
+    made = quantity(clients=5, alpha=0.5)(numbered(20_000, classes=2))
+    sizes = np.array([len(client.train) for client in made.clients])
+    assert sizes.max() > 2 * sizes.min()
+    for client in made.clients:
+        if len(client.train) > 500:
+            assert float(client.train.y.double().mean()) == pytest.approx(0.5, abs=0.06)
+
+
+@pytest.mark.parametrize(("clients", "per_client"), [(10, 1), (10, 2), (100, 2), (20, 5), (5, 10), (15, 4)])
+def test_non_iid_l_is_fedmmbs(clients, per_client):
+    data = numbered(6000)
+    made = labels(clients=clients, per_client=per_client)(data)
+    groups = torch.bincount(data.clients[0].train.y, minlength=10)
+    parts = clients * per_client // 10
+    seen = torch.zeros(10, dtype=torch.int64)
+    for client in made.clients:
+        counts = torch.bincount(client.train.y, minlength=10)
+        assert int((counts > 0).sum()) == per_client
+        for label in counts.nonzero()[:, 0]:  # one part of K L / 10 of its group
+            assert abs(int(counts[label]) - int(groups[label]) / parts) < 1
+        seen += counts > 0
+    assert seen.tolist() == [parts] * 10
+
+
+def test_ham_non_iid_has_the_papers_sizes_and_numbers_of_classes():
+    sizes = {"akiec": 262, "bcc": 411, "bkl": 879, "df": 92, "mel": 890, "nv": 5364, "vasc": 114}
+    y = torch.cat([torch.full((count,), place) for place, count in enumerate(sizes.values())])
+    part = Split(x=torch.arange(len(y), dtype=torch.float32)[:, None], y=y)
+    data = Federation(
+        name="ham", clients=(ClientData(name="ham", train=part, test=part),), classes=7, class_names=tuple(sizes)
+    )
+    made = ham_non_iid()(data)
+    assert [len(client.train) for client in made.clients] == [2367, 3376, 2269]
+    assert [len(client.train.y.unique()) for client in made.clients] == [2, 5, 2]
+    for client in made.clients:
+        counts = torch.bincount(client.train.y, minlength=7)
+        assert int(counts.argmax()) == list(sizes).index("nv")
+        assert int(counts.max()) > len(client.train) / 2
+    assert sorted(held(made)) == sorted(held(data))
+    with pytest.raises(UsageError, match="no class 'nv'"):
+        ham_non_iid()(numbered(100))
+
+
+def test_clients_are_chosen_by_patterns():
+    data = iid(clients=12, within="domain")(numbered(100, 100))
+    assert only(clients="d1-0?")(data).names == tuple(f"d1-{k:02}" for k in range(10))
+    assert only(clients="d1-11, d0-0[12]")(data).names == ("d1-11", "d0-01", "d0-02")
+    with pytest.raises(UsageError, match="unknown client 'd2-\\*'"):
+        only(clients="d2-*")(data)
+
+
+def test_sizes_are_swept_truncated_and_filled_up_by_repeating():
+    data = numbered(100, 70, 30)
+    assert [len(client.train) for client in sample(fraction=0.1)(data).clients] == [10, 7, 3]
+    assert [len(client.train) for client in sample(size=20)(data).clients] == [20] * 3
+    assert [len(client.train) for client in truncate()(data).clients] == [30] * 3
+    repeated = repeat()(data)
+    for before, after in zip(data.clients, repeated.clients, strict=True):
+        times = np.unique(held_by(after), return_counts=True)[1]
+        assert len(after.train) == 100
+        assert len(times) == len(before.train)
+        assert times.max() - times.min() <= 1
+        assert set(held_by(after)) == set(held_by(before))
+    assert [len(client.validation) for client in validation(fraction=0.1)(data).clients] == [10, 7, 3]
+
+
+def test_changes_compose_and_leave_their_input_as_it_is():
+    data = numbered(300, 200)
+    before = held(data)
+    made = data
+    for change in (truncate(), labels(clients=10, per_client=2, within="domain"), validation(fraction=0.2)):
+        made = change(made)
+    assert len(made.clients) == 20
+    assert sum(len(c.train) + len(c.validation) for c in made.clients) == 400
+    assert held(data) == before
+
+
+def test_ten_thousand_clients_share_one_array():
+    rng = np.random.default_rng(0)
+    x, y = rng.integers(0, 256, (20_000, 4, 4), dtype=np.uint8), rng.integers(0, 10, 20_000)
+    data = federation({"one": (x, y, x[:100], y[:100])})
+    for change in (iid(clients=10_000), dirichlet(clients=10_000, alpha=0.1), labels(clients=10_000, per_client=1)):
+        made = change(data).fitted().check(allow_single_class=True)
+        assert len(made.clients) == 10_000
+        assert len({client.train.store.data_ptr() for client in made.clients}) == 1
+        assert made.clients[0].train.store.data_ptr() == data.clients[0].train.store.data_ptr()
+
+
+def test_a_saved_split_is_read_back_sample_for_sample(tmp_path):
+    data = numbered(120, 90)
+    changes = [dirichlet(clients=4, alpha=0.3), validation(fraction=0.25)]
+    made = data
+    for change in changes:
+        made = change(made)
+    table = assignment(data, changes)
+    assert list(table.columns) == ["client", "split", "domain", "source", "row"]
+    assert (table["client"] == "*").sum() == 80  # test data, shared by all, stand once
+    file = tmp_path / "split.csv"
+    table.to_csv(file, index=False)
+    again = saved(path=str(file))(data)
+    assert again.names == made.names
+    for split in ("train", "validation", "test"):
+        assert held(again, split) == held(made, split)
+        for one, other in zip(again.clients, made.clients, strict=True):
+            assert torch.equal(one.splits[split].y, other.splits[split].y)
+    first = table.iloc[0]
+    origin = data.client(first["domain"]).splits[first["source"]]
+    assert float(made.client(first["client"]).splits[first["split"]].x[0]) == float(origin.x[first["row"]])
+
+
+def test_a_saved_split_of_other_data_is_refused(tmp_path):
+    file = tmp_path / "split.csv"
+    assignment(numbered(120), [iid(clients=3)]).to_csv(file, index=False)
+    with pytest.raises(UsageError, match="which has 60 samples here"):
+        saved(path=str(file))(numbered(60))
+    with pytest.raises(UsageError, match="cannot be read"):
+        saved(path=str(tmp_path / "none.csv"))(numbered(60))
+    file.write_text("a,b\n1,2\n")
+    with pytest.raises(UsageError, match="has columns a, b"):
+        saved(path=str(file))(numbered(60))
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: iid(clients=0), "clients=0"),
+        (lambda: iid(clients=200)(numbered(100)), "100 train samples are too few"),
+        (lambda: iid(clients=50, test="same")(numbered(100)), "leave test='same' out"),
+        (lambda: dirichlet(clients=3, alpha=0), "alpha=0"),
+        (lambda: iid(clients=3, within="domains"), "unknown choice in iid 'domains'"),
+        (lambda: iid(clients=3, test="none"), "unknown choice in iid 'none'"),
+        (lambda: labels(clients=7, per_client=2)(numbered(100)), "multiple of 10"),
+        (lambda: labels(clients=10, per_client=11)(numbered(100)), "per_client must lie in 1..10"),
+        (lambda: sample(), "exactly one"),
+        (lambda: sample(fraction=2.0), "fraction=2"),
+    ],
+)
+def test_what_cannot_be_split_so_is_refused(make, said):
+    with pytest.raises(UsageError, match=said):
+        make()
