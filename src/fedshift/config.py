@@ -13,10 +13,11 @@ from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 DATA = Group("Data", sort_key=1)
-MODEL = Group("Model and methods", sort_key=2)
-TRAINING = Group("Training", sort_key=3)
-MEASURING = Group("Measuring", sort_key=4)
-DIRECTORY = Group("Run directory", sort_key=5)
+FILES = Group("Reading files", sort_key=2)
+MODEL = Group("Model and methods", sort_key=3)
+TRAINING = Group("Training", sort_key=4)
+MEASURING = Group("Measuring", sort_key=5)
+DIRECTORY = Group("Run directory", sort_key=6)
 
 
 def _joined(value: Any) -> Any:
@@ -28,15 +29,20 @@ Positive = Annotated[int, Field(ge=1)]
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
-class Spec:
-    """Everything that determines an experiment but its methods."""
+class DataSpec:
+    """How data are read, who has which of them, and how they are scaled; all but which data."""
 
-    data: Annotated[str, Parameter(group=DATA)] = "digits"
-    """Embedded data by name (see `fedshift list data`), or a directory with one .npz file a client that holds
-    x_train, y_train, x_test, y_test and perhaps x_val, y_val."""
+    root: Annotated[str | None, Parameter(group=DATA)] = None
+    """Directory that holds the files of benchmarks; without it the one that FEDSHIFT_DATA names, else data."""
 
     domains: Annotated[Names | None, Parameter(group=DATA)] = None
     """Clients to use, comma-separated, in the order of the tables; without it all."""
+
+    split: Annotated[str | None, Parameter(group=DATA)] = None
+    """Who gets which samples, one change or several in turn: iid(clients=10), dirichlet(clients=10, alpha=0.3),
+    labels(clients=100, per_client=2), quantity(clients=10), ham_non_iid(), sample(size=743), truncate(), repeat(),
+    validation(fraction=0.1), only(clients='usps-*') or saved(path='split.csv'); within='domain' deals out the samples
+    of each client apart."""
 
     samples: Annotated[Positive | None, Parameter(group=DATA)] = None
     """Training samples of each client, drawn once; without it all."""
@@ -44,14 +50,51 @@ class Spec:
     validation: Annotated[float, Field(ge=0, lt=1), Parameter(group=DATA)] = 0.0
     """Fraction of each client's training samples held out to select on."""
 
-    image_size: Annotated[Positive | None, Parameter(group=DATA)] = None
-    """Height and width in pixels to which images are resized; without it, 28 where sizes differ."""
+    test_fraction: Annotated[float, Field(gt=0, lt=1), Parameter(group=FILES)] = 0.2
+    """Fraction of each client's samples for testing, where files hold no such split."""
 
     classes: Annotated[Positive | None, Parameter(group=DATA)] = None
     """Number of classes; without it, one more than the largest training label."""
 
     allow_single_class: Annotated[bool, Parameter(group=DATA, negative=())] = False
     """Accept clients whose training data hold one class only."""
+
+    image_size: Annotated[Positive | None, Parameter(group=DATA)] = None
+    """Height and width in pixels to which images are resized; without it, 28 where clients' arrays differ in size."""
+
+    normalize: Annotated[Literal["half", "imagenet", "unit", "client"] | None, Parameter(group=DATA)] = None
+    """How images are scaled: half (to [-1, 1]), unit (to [0, 1]), imagenet (its means and deviations) or client (those
+    of the client's own training images); without it as the benchmark says, else half."""
+
+    broken: Annotated[Literal["refuse", "skip"], Parameter(group=FILES)] = "refuse"
+    """What becomes of images that cannot be read."""
+
+    client_column: Annotated[str | None, Parameter(group=FILES)] = None
+    """Column of a table that names the client, where one table holds all."""
+
+    target: Annotated[str | None, Parameter(group=FILES)] = None
+    """Column of a table that holds the label."""
+
+    split_column: Annotated[str | None, Parameter(group=FILES)] = None
+    """Column of a table that says train, validation or test."""
+
+    group_column: Annotated[str | None, Parameter(group=FILES)] = None
+    """Column of a table whose groups (patients) must not be cut into training and test data."""
+
+    missing: Annotated[Literal["impute", "refuse"], Parameter(group=FILES)] = "impute"
+    """Missing values of a table: filled in from the client's own training part, or refused."""
+
+    scaling: Annotated[Literal["client", "none"], Parameter(group=FILES)] = "client"
+    """Numeric columns of a table: scaled by the client's own training part, or left as they are."""
+
+
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+class Spec(DataSpec):
+    """Everything that determines an experiment but its methods."""
+
+    data: Annotated[str, Parameter(group=DATA)] = "digits"
+    """The embedded data, digits; a benchmark by name (see `fedshift data list`); or a directory of your own: images in
+    client/class or client/train/class, one .npz file a client, or CSV or Parquet tables."""
 
     model: Annotated[str, Parameter(group=MODEL)] = "small-cnn"
     """Network by name (see `fedshift list models`), or package.module:function of your own, called with the shape of a
@@ -62,6 +105,14 @@ class Spec:
 
     agc_skip_classifier: Annotated[bool, Parameter(group=MODEL, negative=())] = False
     """Leave the last layer's gradients out of --agc."""
+
+    loss: Annotated[str, Parameter(group=TRAINING)] = "cross_entropy"
+    """Training loss: cross_entropy or focal(gamma=2.0), either with weights='balanced', by the classes of all training
+    data, or weights=(1.0, 2.5), one a class."""
+
+    augment: Annotated[str | None, Parameter(group=TRAINING)] = None
+    """What is done to training images, one or several of flip(), rotate(degrees=30), crop(padding=4), color_jitter(),
+    scale(), shear(), erase(), or fedbn_office(), fedmmb_cifar(), flamby_isic()."""
 
     rounds: Annotated[Positive, Parameter(group=TRAINING)] = 20
     """Communication rounds."""
@@ -100,7 +151,7 @@ class Spec:
     """Clients that take part in a round: a whole number of 1 or more counts them, a value below 1 is the fraction."""
 
     newcomers: Annotated[Names | None, Parameter(group=TRAINING)] = None
-    """Clients, comma-separated, that never take part in training and are only measured."""
+    """Clients, comma-separated, that never take part in training and are only measured; usps-* names all that fit."""
 
     unseen: Annotated[Literal["skip", "average", "nearest", "reestimate"], Parameter(group=MEASURING)] = "skip"
     """How a client that never trained is measured by a method that keeps state on clients: not at all; with the average
@@ -125,6 +176,10 @@ class Spec:
 
     evaluate_every: Annotated[Positive | None, Parameter(group=MEASURING)] = None
     """Rounds between evaluations; the last is always evaluated. Without it, about ten evaluations in all."""
+
+    metric: Annotated[Literal["accuracy", "balanced_accuracy", "auc"], Parameter(group=MEASURING)] = "accuracy"
+    """What tables report and --select best goes by: accuracy; balanced accuracy, the mean over classes; or the area
+    under the ROC curve, one class against the rest. The report page has all of them."""
 
     select: Annotated[Literal["last", "best"], Parameter(group=MEASURING)] = "last"
     """The round that tables report: the last, or the best on validation data; never the best on test data."""

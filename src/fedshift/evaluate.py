@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .base.state import State
@@ -30,7 +31,7 @@ def evaluate(plan: Plan, state: State, split: Split, classes: int) -> Row:
     for start in range(0, len(split), BATCH):
         part = slice(start, start + BATCH)
         logits = forward(plan, state, split.inputs(part, plan.dtype))
-        loss += plan.loss(logits, split.y[part]).double() * len(logits)
+        loss += F.cross_entropy(logits, split.y[part]).double() * len(logits)  # whatever loss is trained on
         outputs.append(logits)
     logits = torch.cat(outputs).double()
     correct = logits.argmax(dim=1) == split.y
@@ -76,6 +77,7 @@ def evaluate_clients(
     """
     shared = global_state(plan, server)
     rows: list[Row] = []
+    known: dict[int, Row] = {}  # the shared model on splits that several clients have
     for client in data.clients:
         models: dict[str, State] = {}
         if shared is not None:
@@ -86,9 +88,14 @@ def evaluate_clients(
             models["personal"] = own
         for split in splits:
             counted: dict[int, Row] = {}
+            part = client.splits[split]
             for model, state in models.items():
+                if state is shared and id(part) not in known:
+                    known[id(part)] = evaluate(plan, state, part, data.classes)
                 if id(state) not in counted:
-                    counted[id(state)] = evaluate(plan, state, client.splits[split], data.classes)
+                    counted[id(state)] = (
+                        known[id(part)] if state is shared else evaluate(plan, state, part, data.classes)
+                    )
                 rows.append(
                     {"client": client.name, "split": split, "model": model, "moment": "loaded", **counted[id(state)]}
                 )

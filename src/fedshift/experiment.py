@@ -24,7 +24,7 @@ from .core.method import Method
 from .data.federation import Federation
 from .engines.loop import Diverged
 from .facts import method_facts
-from .records import MethodFacts, Row, Study, frame, read_rows
+from .records import MethodFacts, Row, Study, frame, measured, read_rows
 from .rundir import RunDirectory, append_rows, cut_rows, environment, slug, toml, trial_folder
 from .settings import Settings
 from .trial import ModelFactory, RoundDone, Trial
@@ -32,6 +32,8 @@ from .trial import ModelFactory, RoundDone, Trial
 CHECKPOINT, BEST, METRICS, ROUNDS = "checkpoint.safetensors", "best.safetensors", "metrics.jsonl", "rounds.jsonl"
 SAMPLES = 8
 """Images of each client that a run keeps to show."""
+SHOWN = 100
+"""Clients of which a run keeps images."""
 
 
 class Observer:
@@ -57,7 +59,8 @@ class Observer:
 class Experiment:
     """What is to be run: methods and seeds, on which data, with which model and settings.
 
-    ``model(sample_shape, classes)`` makes a network; ``config`` is how a person wrote all this, for the record.
+    ``model(sample_shape, classes)`` makes a network; ``config`` is how a person wrote all this, for the record, and
+    ``files`` are more files for it, by name.
     """
 
     methods: tuple[Method, ...]
@@ -66,6 +69,7 @@ class Experiment:
     settings: Settings
     seeds: tuple[int, ...]
     config: Mapping[str, Any] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         names = [method.name for method in self.methods]
@@ -98,6 +102,8 @@ class Experiment:
             self._describe(directory, facts)
             observer.begin([m.name for m in self.methods], self.seeds, self.settings.rounds, self.data.names)
             notices = _Notices(directory, observer)
+            for notice in self.data.notices:
+                notices.say(notice)
             diverged: list[Diverged] = []
             for seed in self.seeds:
                 for method in self.methods:
@@ -135,8 +141,10 @@ class Experiment:
         for name in (METRICS, ROUNDS):
             cut_rows(folder / name, done)
         kept = read_rows(folder / METRICS)
+        metric = self.settings.metric
         best = max(
-            (_validation([row for row in kept if row["round"] == n]) for n in range(1, done + 1)), default=(0, 0.0)
+            (_validation([row for row in kept if row["round"] == n], metric) for n in range(1, done + 1)),
+            default=(0, 0.0),
         )
         observer.trial(method.name, seed, done)
         for client in trial.merged_batches():
@@ -157,7 +165,7 @@ class Experiment:
             append_rows(folder / METRICS, outcome.rows)
             append_rows(folder / ROUNDS, [traffic])
             state = trial.tensors()
-            reached = _validation(outcome.rows)
+            reached = _validation(outcome.rows, metric)
             if self.settings.select == "best" and reached > best:
                 best = reached
                 save_checkpoint(folder / BEST, *state)
@@ -175,11 +183,15 @@ class Experiment:
         return True
 
     def _describe(self, directory: RunDirectory, facts: Mapping[str, MethodFacts]) -> None:
-        shown = {client.name: _shown(client.test.at(slice(0, SAMPLES)).cpu().numpy()) for client in self.data.clients}
+        shown = {
+            client.name: _shown(client.test.at(slice(0, SAMPLES)).cpu().numpy()) for client in self.data.clients[:SHOWN]
+        }
         images = {name: image for name, image in shown.items() if image is not None}
         packed = io.BytesIO()
         np.savez_compressed(packed, **{str(i): image for i, image in enumerate(images.values())})  # type: ignore[arg-type]
         directory.write("config.toml", toml(self.config))
+        for name, content in self.files.items():
+            directory.write(name, content)
         directory.write("samples.npz", packed.getvalue())
         directory.write_json("environment.json", environment())
         directory.write_json(
@@ -191,6 +203,7 @@ class Experiment:
                 "seeds": self.seeds,
                 "rounds": self.settings.rounds,
                 "select": self.settings.select,
+                "metric": self.settings.metric,
                 "clients": {c.name: {split: len(part) for split, part in c.splits.items()} for c in self.data.clients},
                 "samples": list(images),
                 "config": dict(self.config),
@@ -222,12 +235,10 @@ class _Notices:
             self.observer.notice(text)
 
 
-def _validation(rows: list[Row]) -> tuple[int, float]:
-    """How good a round is on validation data: the clients measured, so that none is left out, then macro accuracy."""
-    found = [
-        sum(row["hits"]) / row["samples"] for row in rows if (row["split"], row["model"]) == ("validation", "personal")
-    ]
-    return len(found), float(np.mean(found)) if found else 0.0
+def _validation(rows: list[Row], metric: str) -> tuple[int, float]:
+    """How good a round is on validation data: the clients measured, so that none is left out, then the macro metric."""
+    found = measured(frame(row for row in rows if (row["split"], row["model"]) == ("validation", "personal")), metric)
+    return int(found.count()), float(found.mean()) if found.count() else 0.0
 
 
 def _shown(x: np.ndarray) -> np.ndarray | None:
@@ -244,7 +255,7 @@ def read_study(path: Path) -> Study:
     """What the run in directory ``path`` has left so far; :class:`UsageError` where there is none."""
     try:
         facts = json.loads((path / "study.json").read_text(encoding="utf-8"))
-        measured = json.loads((path / "environment.json").read_text(encoding="utf-8"))
+        machine = json.loads((path / "environment.json").read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError) as error:
         raise UsageError(f"{path} holds no run: give a directory that `fedshift run` or `compare` wrote") from error
     except json.JSONDecodeError as error:
@@ -263,7 +274,7 @@ def read_study(path: Path) -> Study:
         **{**facts, "seeds": tuple(facts["seeds"]), "methods": _facts(facts["methods"])},
         rows=frame(rows),
         traffic=pd.DataFrame(traffic, columns=["method", "seed", "round", "participants", "down", "up", "seconds"]),
-        environment=measured,
+        environment=machine,
         samples=samples,
         notices=tuple(json.loads(notices.read_text(encoding="utf-8"))) if notices.exists() else (),
     )

@@ -34,7 +34,8 @@ import pandas as pd
 COLUMNS = (
     "method", "seed", "round", "client", "split", "model", "moment", "samples", "loss_sum", "hits", "support", "auc",
 )  # fmt: skip
-METRICS = ("accuracy", "balanced_accuracy", "auc", "loss")
+METRICS = {"accuracy": "accuracy", "balanced_accuracy": "balanced accuracy", "auc": "AUC", "loss": "loss"}
+"""Metrics, and what they are called in a sentence."""
 
 Row = dict[str, Any]
 
@@ -55,7 +56,7 @@ def measured(rows: pd.DataFrame, metric: str) -> pd.Series:
     if metric == "auc":
         return rows["auc"].astype(float)
     if metric not in METRICS:
-        raise KeyError(f"metric {metric!r}; known are {METRICS}")
+        raise KeyError(f"metric {metric!r}; known are {tuple(METRICS)}")
     balanced = metric == "balanced_accuracy"
     values = [_share_correct(h, s, balanced) for h, s in zip(rows["hits"], rows["support"], strict=True)]
     return pd.Series(values, index=rows.index, dtype=float)
@@ -106,10 +107,10 @@ class MethodFacts:
 class Study:
     """All that a finished or interrupted comparison left behind; tables, figures and the page are made from it alone.
 
-    ``methods`` in the order asked for; ``rounds`` planned; ``select`` is ``last`` or ``best`` (round of the best macro
-    accuracy on validation data, never on test data); ``clients`` maps each name to the sizes of its splits;
-    ``samples`` maps it to a few images, uint8 ``[n, H, W, C]`` with C 1 or 3; ``traffic`` has the columns ``method``,
-    ``seed``, ``round``, ``down``, ``up`` (bytes that all clients together moved in that round).
+    ``methods`` in the order asked for; ``rounds`` planned; ``metric`` is what tables report; ``select`` is ``last`` or
+    ``best`` (round of the best macro metric on validation data, never on test data); ``clients`` maps each name to the
+    sizes of its splits; ``samples`` maps it to a few images, uint8 ``[n, H, W, C]`` with C 1 or 3; ``traffic`` has the
+    columns ``method``, ``seed``, ``round``, ``down``, ``up`` (bytes that all clients together moved in that round).
     """
 
     name: str
@@ -126,3 +127,9 @@ class Study:
     samples: Mapping[str, np.ndarray] = field(default_factory=dict)
     note: str = ""
     notices: tuple[str, ...] = ()
+    metric: str = "accuracy"
+
+    @property
+    def metric_name(self) -> str:
+        """What tables report, as a sentence calls it."""
+        return METRICS[self.metric]

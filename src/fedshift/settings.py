@@ -9,9 +9,12 @@ import torch
 
 from .base.errors import UsageError, unknown
 from .base.streams import stream
+from .core.loss import Loss, cross_entropy
 from .core.optimizer import SGD, Optimizer
 from .core.work import Work
+from .data.transforms import Augmentation
 from .engines.catalog import ENGINES
+from .records import METRICS
 
 POLICIES = ("skip", "average", "nearest", "reestimate")
 
@@ -22,9 +25,10 @@ class Settings:
 
     ``participation``: clients that take part in a round, a number, or a fraction of them (float in (0, 1]).
     ``evaluate_every``: rounds between evaluations (the last is always evaluated); None: about ten in all. ``select``:
-    the round that tables report, ``last``, or ``best`` on validation data. ``newcomers``: clients that never take part
-    in training. ``unseen``: how a client that never trained is measured by a method that keeps state on clients (see
-    ``fedshift.newcomers``).
+    the round that tables report, ``last``, or ``best`` on validation data. ``metric``: what they report, and what best
+    goes by. ``loss``: what is trained on. ``augment``: what is done to training images. ``newcomers``: clients that
+    never take part in training. ``unseen``: how a client that never trained is measured by a method that keeps state on
+    clients (see ``fedshift.newcomers``).
     """
 
     rounds: int = 20
@@ -35,6 +39,9 @@ class Settings:
     select: Literal["last", "best"] = "last"
     newcomers: tuple[str, ...] = ()
     unseen: Literal["skip", "average", "nearest", "reestimate"] = "skip"
+    loss: Loss = field(default_factory=cross_entropy)
+    augment: Augmentation | None = None
+    metric: str = "accuracy"
     engine: str = "loop"
     device: str = "cpu"
 
@@ -45,6 +52,8 @@ class Settings:
             raise UsageError(f"evaluate_every={self.evaluate_every}: must be at least 1")
         if self.select not in ("last", "best"):
             raise unknown("selection", self.select, ("last", "best"))
+        if self.metric not in METRICS or self.metric == "loss":
+            raise unknown("metric", self.metric, (name for name in METRICS if name != "loss"))
         if self.unseen not in POLICIES:
             raise unknown("policy for unseen clients", self.unseen, POLICIES)
         if self.engine not in ENGINES:

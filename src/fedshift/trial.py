@@ -30,7 +30,7 @@ from .core.kernel import (
 from .core.method import Method
 from .core.plan import forward
 from .core.prepare import operate, prepare
-from .data.federation import ClientData, Federation
+from .data.federation import ClientData, Federation, check_augmentable, label_counts
 from .engines.catalog import ENGINES
 from .evaluate import evaluate_clients
 from .facts import downlink, uplink
@@ -74,6 +74,8 @@ class Trial:
         self.model = model
         with torch_stream(seed, "init"):
             network = make_network(model, data.sample_shape, data.classes).to(device)
+        if settings.augment:
+            check_augmentable(training)
         sample = data.clients[0].train.inputs(slice(0, 1)).to(device)
         with torch_stream(seed, "surgery"):
             self.plan = prepare(
@@ -81,6 +83,8 @@ class Trial:
                 network,
                 work=settings.work,
                 optimizer=settings.optimizer,
+                loss=settings.loss.resolved(label_counts(training)),
+                augment=settings.augment,
                 sample=sample,
                 rounds=settings.rounds,
                 clients=len(members),
@@ -102,7 +106,8 @@ class Trial:
         if self.plan.personalizes:
             check_policy(self.plan, settings.unseen)
         self.measured = data.to(device)
-        self.train = {client.name: client.train.to(device) for client in trained_on.clients}
+        placed = trained_on.to(device) if method.pooled else self.measured.only(members)
+        self.train = {client.name: client.train for client in placed.clients}
         self.server = init_server(self.plan)
         self.clients = {client.name: init_client(self.plan) for client in trained_on.clients}
 
@@ -133,6 +138,9 @@ class Trial:
             "newcomers": str(self.settings.newcomers),
             "unseen": self.settings.unseen,
             "select": self.settings.select,
+            "metric": self.settings.metric,
+            "loss": str(self.settings.loss),
+            "augment": str(self.settings.augment),
         }
 
     def advance(self, progress: Callable[[str, float], None] | None = None) -> RoundDone:

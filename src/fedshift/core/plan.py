@@ -11,6 +11,9 @@ from torch.func import functional_call
 
 from ..base.errors import UsageError
 from ..base.state import State
+from ..base.streams import stream
+from ..data.split import Split
+from ..data.transforms import Augmentation
 from ..nn.dropout import dropout_key
 from .method import Method
 from .optimizer import SGD, Optimizer
@@ -28,7 +31,7 @@ class Plan:
     ``module`` is a stateless template, after surgery; ``initial`` the state that server and clients start from;
     ``loaded``, ``sent`` and ``trained`` are sets of entry names; ``own`` and ``own_trained`` what the rules add on each
     client, by prefixed name; ``freeze_from`` the round (from 0) from which statistics are frozen; ``smallest_batch`` is
-    2 where the model cannot train on one sample.
+    2 where the model cannot train on one sample; ``augment`` is what is done to training images.
     """
 
     method: Method
@@ -45,6 +48,7 @@ class Plan:
     optimizer: Optimizer
     loss: Loss
     smallest_batch: int
+    augment: Augmentation | None = None
 
     @property
     def personal(self) -> frozenset[str]:
@@ -65,6 +69,13 @@ class Plan:
     def dtype(self) -> torch.dtype:
         """Floating-point type of the model, in which it wants its inputs."""
         return next((t.dtype for t in self.initial.values() if t.is_floating_point()), torch.float32)
+
+    def training_inputs(self, data: Split, index: Tensor, seed: int, client: str, step: int) -> Tensor:
+        """Inputs of one local step, augmented as a function of ``(seed, client, step)`` alone."""
+        change = self.augment
+        if change is None:
+            return data.inputs(index, self.dtype)
+        return data.inputs(index, self.dtype, lambda x: change(x, stream(seed, "augment", client, step)))
 
     def require_shared(self, purpose: str) -> None:
         """Raise :class:`UsageError` where clients load no parameter that is trained."""

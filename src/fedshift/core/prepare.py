@@ -17,6 +17,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from ..base.errors import UsageError
 from ..base.state import State, clone, pick, prefixed
+from ..data.transforms import Augmentation
 from ..nn.dropout import key_dropouts
 from .aggregate import average
 from .method import Method
@@ -49,17 +50,18 @@ def prepare(
     work: Work | None = None,
     optimizer: Optimizer | None = None,
     loss: Loss = nn.functional.cross_entropy,
+    augment: Augmentation | None = None,
     sample: Tensor | None = None,
     rounds: int = 1,
     clients: int = 1,
 ) -> Plan:
     """Resolve ``method`` against ``model``.
 
-    ``loss(outputs, labels)`` is the mean over a batch. ``sample``: inputs ``[1, ...]`` of one sample, with which the
-    model is tried once. ``work`` and ``optimizer`` are the experiment's, of which a method may change fields;
-    ``rounds``: how many there will be; ``clients``: how many train in all. Surgery that draws weights uses torch's
-    generator. Raises :class:`UsageError` where the scope matches nothing, loads what nobody sends, parts of the method
-    do not go together, or the model holds what cannot travel or refuses the sample.
+    ``loss(outputs, labels)`` is the mean over a batch, ``augment`` what is done to its images. ``sample``: inputs
+    ``[1, ...]`` of one sample, with which the model is tried once. ``work`` and ``optimizer`` are the experiment's, of
+    which a method may change fields; ``rounds``: how many there will be; ``clients``: how many train in all. Surgery
+    that draws weights uses torch's generator. Raises :class:`UsageError` where the scope matches nothing, loads what
+    nobody sends, parts of the method do not go together, or the model holds what cannot travel or refuses the sample.
     """
     if optimizer is None:
         raise UsageError(f"method {method.name!r} has no optimizer: pass one, for example SGD(lr=0.01)")
@@ -90,7 +92,7 @@ def prepare(
         trained=trained, own={}, own_trained=frozenset(), freeze_from=float("inf"),
         work=_work(method, work or Work(epochs=1), clients),
         optimizer=_changed(optimizer, method.optimizer, method),
-        loss=loss, smallest_batch=1,
+        loss=loss, augment=augment, smallest_batch=1,
     )  # fmt: skip
     plan = _with_own(plan)
     if method.freeze:

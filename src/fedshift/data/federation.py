@@ -35,6 +35,19 @@ class ClientData:
     test: Split
     validation: Split | None = None
 
+    def normalized(self) -> ClientData:
+        """The same images, scaled by the means and standard deviations of the training images' channels."""
+        total, squares, count = torch.zeros(1), torch.zeros(1), 0
+        for start in range(0, len(self.train), CHUNK):
+            x = self.train.at(slice(start, start + CHUNK)).double() / 255
+            total, squares = total + x.sum((0, 2, 3)), squares + x.square().sum((0, 2, 3))
+            count += x[:, 0].numel()
+        mean = total / count
+        std = (squares / count - mean.square()).clamp(min=0).sqrt()
+        std = torch.where(std > 0, std, 1.0)
+        own = Normalization(tuple(mean.tolist()), tuple(std.tolist()), "the client's own training images")
+        return ClientData(name=self.name, **{k: split.changed(split.store, own) for k, split in self.splits.items()})
+
     @property
     def splits(self) -> dict[str, Split]:
         """The splits that exist, by name: train, test and perhaps validation."""
@@ -275,6 +288,27 @@ def join(parts: Sequence[Split]) -> Split:
     if len({(part.store.dtype, part.normalization) for part in distinct}) > 1:
         return Split(x=torch.cat([part.inputs(slice(None)) for part in distinct]), y=y)
     return Split(x=torch.cat([part.x for part in distinct]), y=y, normalization=first.normalization)
+
+
+def label_counts(data: Federation) -> Tensor:
+    """How many training samples of each class all clients have together, int64 ``[classes]``."""
+    return sum(
+        (torch.bincount(client.train.y, minlength=data.classes).cpu() for client in data.clients),
+        torch.zeros(data.classes, dtype=torch.int64),
+    )
+
+
+def check_augmentable(data: Federation) -> None:
+    """Raise :class:`UsageError` unless the samples are images whose values augmentation knows what to do with."""
+    for client in data.clients:
+        split = client.train
+        if len(split.shape) != 3:
+            raise UsageError(f"augment is for images, but client {client.name!r} has samples of shape {split.shape}")
+        if split.store.is_floating_point() and not -1 <= float(split.x.min()) <= float(split.x.max()) <= 1:
+            raise UsageError(
+                f"augment takes pixels 0..255 or values from -1 to 1, but those of client {client.name!r} go from "
+                f"{float(split.x.min()):g} to {float(split.x.max()):g}: scale them, or leave augment out"
+            )
 
 
 def class_count(clients: Iterable[ClientData]) -> int:

@@ -27,6 +27,7 @@ class Normalization:
 
 
 HALF = Normalization()
+UNIT = Normalization(mean=(0.0,), std=(1.0,), source="pixels scaled to [0, 1]")
 IMAGENET = Normalization(
     mean=(0.485, 0.456, 0.406),
     std=(0.229, 0.224, 0.225),
@@ -74,10 +75,13 @@ class Split:
     def inputs(
         self, index: Tensor | slice, dtype: torch.dtype = torch.float32, augment: Augment | None = None
     ) -> Tensor:
-        """Samples at ``index`` as a network takes them: images augmented and normalized, floats untouched."""
+        """Samples at ``index`` as a network takes them: images augmented and normalized, floats untouched.
+
+        Floating-point images are augmented as values from -1 to 1.
+        """
         x = self.at(index).to(dtype, copy=True)  # the network's own: an in-place layer must not reach the data
         if self.store.dtype != torch.uint8:
-            return x
+            return x if augment is None else augment(x.add_(1).div_(2)).mul(2).sub(1)
         if augment is None and self.normalization == HALF:
             return x.div_(127.5).sub_(1.0)
         x = x.div_(255.0)

@@ -62,7 +62,8 @@ def _work(plan: Plan, server: Server, name: str, client: Client, data: Split, se
     for step, index in batches(seed, name, len(data), bounds, coming):
         index = index.to(data.y.device)
         key = torch.tensor(key_bits(seed, "dropout", name, step) >> 65, device=data.y.device)
-        job, loss = step_(plan, job, data.inputs(index, plan.dtype), data.y[index], key)
+        x = plan.training_inputs(data, index, seed, name, step)
+        job, loss = step_(plan, job, x, data.y[index], key)
         losses.append(loss)
         sizes.append(len(index))
     done, update = finish(plan, job)

@@ -76,7 +76,9 @@ def _panels(study: Study) -> Iterator[Panel]:
     trained = history(study, "loss", model=None, split="train", moment="trained")
     clients = list(study.clients)[:MAX_CLIENTS]
     if len(tested):
-        yield _curves(study, "accuracy-macro", "Mean over clients (macro)", _macro(tested), "test accuracy (%)", 100)
+        yield _curves(
+            study, "accuracy-macro", "Mean over clients (macro)", _macro(tested), f"test {study.metric_name} (%)", 100
+        )
         yield from _differences(study)
     if len(trained):
         yield _curves(study, "training-loss", "Training loss (macro)", _macro(trained), "cross-entropy (nats)", 1)
@@ -87,7 +89,7 @@ def _panels(study: Study) -> Iterator[Panel]:
         if len(rows):
             slug = re.sub(r"[^a-z0-9]+", "-", client.lower()).strip("-")[:40]
             name = f"accuracy-client-{number:02d}-{slug}".rstrip("-")
-            yield _curves(study, name, client, rows, "test accuracy (%)", 100)
+            yield _curves(study, name, client, rows, f"test {study.metric_name} (%)", 100)
     if len(tested):
         yield _bars(study, [*clients, "macro"])
 
@@ -141,7 +143,7 @@ def _differences(study: Study) -> Iterator[Panel]:
     if table.empty:
         return
     baseline, level = table["baseline"].iloc[0], f"{100 * table['level'].iloc[0]:g}%"
-    label = f"macro accuracy above {short(baseline, 20)} (points)"
+    label = f"macro {study.metric_name} above {short(baseline, 20)} (points)"
     figure, axes = canvas("Difference to the baseline", label, "", 1.0 + 0.24 * len(table))
     styles = looks(study)
     for row, (method, found) in enumerate(table.iterrows()):
@@ -153,14 +155,18 @@ def _differences(study: Study) -> Iterator[Panel]:
     axes.tick_params(axis="y", length=0)
     axes.grid(visible=False, axis="y")
     axes.set_ylim(len(table) - 0.4, -0.6)
-    caption = f"Macro accuracy above {baseline} in points: mean over paired seeds, line: {level} interval."
+    caption = f"Macro {study.metric_name} above {baseline} in points: mean over paired seeds, line: {level} interval."
     ends = "; ".join(f"{method} {signed(100 * value)}" for method, value in table["difference"].items())
     yield Panel(name="difference", figure=figure, description=f"{caption} {ends}.")
 
 
 def _exchange(study: Study, macro: pd.DataFrame) -> Panel:
     """Macro accuracy against the bytes exchanged up to that round; a large marker at the reported round."""
-    figure, axes = canvas("Accuracy against traffic", "bytes exchanged, all clients", "macro test accuracy (%)")
+    figure, axes = canvas(
+        f"{study.metric_name[0].upper()}{study.metric_name[1:]} against traffic",
+        "bytes exchanged, all clients",
+        f"macro test {study.metric_name} (%)",
+    )
     traffic = study.traffic.sort_values("round")
     moved = (traffic["down"] + traffic["up"]).groupby([traffic["method"], traffic["seed"]]).cumsum()
     rows = macro.merge(traffic.assign(moved=moved), on=["method", "seed", "round"])
@@ -185,7 +191,7 @@ def _exchange(study: Study, macro: pd.DataFrame) -> Panel:
         "line: mean over seeds; marker: reported round, ± std" if len(study.seeds) > 1 else "marker: reported round"
     )
     legend(figure, handles, spread)
-    caption = f"Macro test accuracy against the bytes that all clients exchanged ({spread})."
+    caption = f"Macro test {study.metric_name} against the bytes that all clients exchanged ({spread})."
     return Panel(name="traffic", figure=figure, description=f"{caption} {'; '.join(ends)}.")
 
 
@@ -195,7 +201,7 @@ def _bars(study: Study, names: list[str]) -> Panel:
     position = [*range(len(names) - 1), len(study.clients)]  # macro is the row below all clients
     thick = 0.8 / len(styles)
     height = max(1.8, len(names) * (0.3 + 0.06 * len(styles)))
-    figure, axes = canvas("At the reported round", "test accuracy (%)", "", height)
+    figure, axes = canvas("At the reported round", f"test {study.metric_name} (%)", "", height)
     handles: dict[str, Any] = {}
     for method, look in styles.items():
         where = [row - 0.4 + thick * (look.number + 0.5) for row in range(len(names))]
@@ -211,5 +217,5 @@ def _bars(study: Study, names: list[str]) -> Panel:
     legend(figure, handles, spread)
     macro = table.xs("mean", axis=1, level="statistic").iloc[position[-1]]
     ends = "; ".join(f"{method} {value:.2f}" for method, value in macro.items())
-    caption = f"Test accuracy of each client at the reported round ({spread})."
+    caption = f"Test {study.metric_name} of each client at the reported round ({spread})."
     return Panel(name="accuracy-bars", figure=figure, description=f"{caption} Macro: {ends}.")

@@ -12,7 +12,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from .. import __version__
 from ..base.files import write_atomically
-from ..records import Study
+from ..records import METRICS, Study
 from .figures import MAX_CLIENTS, panels, svg
 from .inline import contact_strip, inline_svg
 from .tables import accuracy_table, difference_table, reported_rounds, shortfalls, traffic_table
@@ -30,7 +30,6 @@ from .text import (
     size,
 )
 
-_METRICS = {"accuracy": "Accuracy", "balanced_accuracy": "Balanced accuracy", "auc": "AUC", "loss": "Loss"}
 _UNITS = {"loss": "mean cross-entropy in nats, lower is better", "auc": "area under the ROC curve in percent"}
 _EXCHANGE = {
     (True, True): "shared",
@@ -84,7 +83,7 @@ def render_page(study: Study) -> str:
 
 
 def _leaders(macro: tuple[Cell, ...], methods: Iterable[str]) -> list[str]:
-    """The method of the highest macro accuracy with its value; several where they tie as printed."""
+    """The method of the highest macro metric with its value; several where they tie as printed."""
     measured = [cell for cell in macro if cell.text != MISSING]
     return [
         f"{method} with {cell.text}"
@@ -96,12 +95,12 @@ def _leaders(macro: tuple[Cell, ...], methods: Iterable[str]) -> list[str]:
 def _other_metrics(study: Study) -> Iterator[tuple[str, str, TextTable]]:
     """Title, unit and table of every other metric and model that has values."""
     for model in ("personal", "global"):
-        for metric, name in _METRICS.items():
-            if (model, metric) == ("personal", "accuracy"):
+        for metric, name in METRICS.items():
+            if (model, metric) == ("personal", study.metric):
                 continue
             table = metric_cells(accuracy_table(study, metric, model), metric)
             if any(text != MISSING for text in table.values):
-                yield f"{name}, {model} model", _UNITS.get(metric, "in percent"), table
+                yield f"{name[0].upper()}{name[1:]}, {model} model", _UNITS.get(metric, "in percent"), table
 
 
 def _methods(study: Study) -> TextTable:

@@ -20,10 +20,10 @@ def publish(study: Study, directory: Path, console: Console) -> None:
         console.print("No round was evaluated yet, so there is nothing to report.")
         return
     accuracy, differences = accuracy_table(study), difference_table(study)
-    cells = metric_cells(accuracy)
+    cells = metric_cells(accuracy, study.metric)
     held_out = (study.rows["split"] == "validation").any()
     over = f"{len(study.seeds)} seeds" if len(study.seeds) > 1 else "one seed"
-    console.print(f"Test accuracy in percent, mean (std) over {over}, {study.select} round")
+    console.print(f"Test {study.metric_name} in percent, mean (std) over {over}, {study.select} round")
     console.print(terminal(cells))
     validation = accuracy_table(study, split="validation") if held_out else None
     if validation is not None:
@@ -32,16 +32,16 @@ def publish(study: Study, directory: Path, console: Console) -> None:
         console.print(f"Validation, macro: {said}. Choose by these.", markup=False, highlight=False, soft_wrap=True)
     if len(differences):
         baseline = differences["baseline"].iloc[0]
-        console.print(f"Macro accuracy minus {baseline}'s, in points", markup=False)
+        console.print(f"Macro {study.metric_name} minus {baseline}'s, in points", markup=False)
         console.print(terminal(difference_cells(differences)))
     for line in [*(reading(str(name), row) for name, row in differences.iterrows()), *shortfalls(study)]:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     tables = directory / "tables"
     tables.mkdir(exist_ok=True)
     for name, content in (
-        ("accuracy.csv", csv(accuracy)),
-        ("accuracy.md", markdown(cells)),
-        ("accuracy.tex", latex(cells)),
+        (f"{study.metric}.csv", csv(accuracy)),
+        (f"{study.metric}.md", markdown(cells)),
+        (f"{study.metric}.tex", latex(cells)),
         ("differences.csv", csv(differences)),
         *([("validation.csv", csv(validation))] if validation is not None else []),
     ):

@@ -1,6 +1,6 @@
 """Tables as data frames: what was measured at the reported round, by client and method, over seeds.
 
-The round reported for a run is its last evaluated one, or the one of the best macro validation accuracy of the personal
+The round reported for a run is its last evaluated one, or the one of the best macro validation metric of the personal
 model. Test data never choose a round. Values are shares in 0..1 (loss: nats); text, Markdown, LaTeX and CSV come from
 :mod:`fedshift.report.text`.
 """
@@ -22,14 +22,14 @@ MODELS = ("personal", "global")
 
 
 def history(
-    study: Study, metric: str = "accuracy", model: str | None = "personal", split: str = "test", moment: str = "loaded"
+    study: Study, metric: str | None = None, model: str | None = "personal", split: str = "test", moment: str = "loaded"
 ) -> pd.DataFrame:
     """``metric`` of every client in every round: columns method, seed, round, client and value.
 
-    The defaults are evaluations on test data; ``split="train", moment="trained", model=None`` is the training loss.
+    The defaults are evaluations of the study's metric on test data; ``split="train", moment="trained", model=None``
+    with ``metric="loss"`` is the training loss.
     """
-    if metric not in METRICS:
-        raise unknown("metric", metric, METRICS)
+    metric = _chosen(study, metric)
     rows = _select(study, model, split, moment)
     return rows[["method", "seed", "round", "client"]].assign(value=measured(rows, metric).astype(float))
 
@@ -37,8 +37,8 @@ def history(
 def reported_rounds(study: Study) -> pd.Series:
     """The round reported for each run that was evaluated: a series over (method, seed).
 
-    ``last`` is the run's last evaluated round. ``best`` is the round of the best macro validation accuracy of the
-    personal model, the earliest on ties, among the rounds that measured as many clients as the run ever did.
+    ``last`` is the run's last evaluated round. ``best`` is the round of the best macro metric on validation data of
+    the personal model, the earliest on ties, among the rounds that measured as many clients as the run ever did.
     Raises :class:`UsageError` where ``best`` finds a run without validation data.
     """
     tested = _select(study, None, "test", "loaded").groupby(["method", "seed"])["round"].max().astype(int)
@@ -59,15 +59,14 @@ def reported_rounds(study: Study) -> pd.Series:
     return pd.Series(chosen, index=tested.index, name="round", dtype=int)
 
 
-def seed_table(study: Study, metric: str = "accuracy", model: str = "personal", split: str = "test") -> pd.DataFrame:
+def seed_table(study: Study, metric: str | None = None, model: str = "personal", split: str = "test") -> pd.DataFrame:
     """``metric`` on ``split`` at the reported round: clients and aggregates x (method, seed); NaN where missing.
 
     ``macro`` is the mean over clients; ``pooled`` takes all test samples together (absent for ``auc``); ``worst
     client`` is the lowest value (highest loss). Each is over the clients that were measured. The global model's table
     holds only methods that have one.
     """
-    if metric not in METRICS:
-        raise unknown("metric", metric, METRICS)
+    metric = _chosen(study, metric)
     if model not in MODELS:
         raise unknown("model", model, MODELS)
     if split not in ("test", "validation"):
@@ -88,7 +87,7 @@ def seed_table(study: Study, metric: str = "accuracy", model: str = "personal", 
 
 
 def accuracy_table(
-    study: Study, metric: str = "accuracy", model: str = "personal", split: str = "test"
+    study: Study, metric: str | None = None, model: str = "personal", split: str = "test"
 ) -> pd.DataFrame:
     """:func:`seed_table` over seeds: clients and aggregates x (method, mean | std | seeds).
 
@@ -108,7 +107,7 @@ def accuracy_table(
 def difference_table(
     study: Study,
     baseline: str | None = None,
-    metric: str = "accuracy",
+    metric: str | None = None,
     model: str = "personal",
     level: float = 0.95,
 ) -> pd.DataFrame:
@@ -174,6 +173,14 @@ def shortfalls(study: Study) -> list[str]:
                     "aggregates are over the other clients, differences over the clients that both methods have."
                 )
     return found
+
+
+def _chosen(study: Study, metric: str | None) -> str:
+    """``metric``, or the study's own."""
+    metric = study.metric if metric is None else metric
+    if metric not in METRICS:
+        raise unknown("metric", metric, METRICS)
+    return metric
 
 
 def _select(study: Study, model: str | None, split: str, moment: str) -> pd.DataFrame:
