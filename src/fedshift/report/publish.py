@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -12,6 +13,9 @@ from .figures import save_figures
 from .page import write_page
 from .tables import accuracy_table, difference_table, shortfalls
 from .text import csv, difference_cells, latex, markdown, metric_cells, reading, terminal
+
+SHOWN = 40
+"""Clients and remarks that are printed one by one."""
 
 
 def publish(study: Study, directory: Path, console: Console) -> None:
@@ -24,7 +28,10 @@ def publish(study: Study, directory: Path, console: Console) -> None:
     held_out = (study.rows["split"] == "validation").any()
     over = f"{len(study.seeds)} seeds" if len(study.seeds) > 1 else "one seed"
     console.print(f"Test {study.metric_name} in percent, mean (std) over {over}, {study.select} round")
-    console.print(terminal(cells))
+    many = len(study.clients) > SHOWN
+    console.print(terminal(replace(cells, rows=cells.rows[cells.rule :], rule=0) if many else cells))
+    if many:
+        console.print(f"Each of the {len(study.clients):,} clients is in {directory / 'tables'}.", highlight=False)
     validation = accuracy_table(study, split="validation") if held_out else None
     if validation is not None:
         means = validation.loc["macro"].unstack()["mean"]
@@ -34,7 +41,10 @@ def publish(study: Study, directory: Path, console: Console) -> None:
         baseline = differences["baseline"].iloc[0]
         console.print(f"Macro {study.metric_name} minus {baseline}'s, in points", markup=False)
         console.print(terminal(difference_cells(differences)))
-    for line in [*(reading(str(name), row) for name, row in differences.iterrows()), *shortfalls(study)]:
+    lacking = shortfalls(study)
+    if len(lacking) > SHOWN:
+        lacking = [*lacking[:SHOWN], f"{len(lacking) - SHOWN:,} more such lines are in the page."]
+    for line in [*(reading(str(name), row) for name, row in differences.iterrows()), *lacking]:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     tables = directory / "tables"
     tables.mkdir(exist_ok=True)
