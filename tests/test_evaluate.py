@@ -1,5 +1,7 @@
 """Evaluation: counts against a direct computation, and the area under the curve against scikit-learn."""
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch import nn
 
 from fedshift import evaluate as evaluation
 from fedshift.core.kernel import init_server
+from fedshift.core.loss import cross_entropy, focal
 from fedshift.core.optimizer import SGD
 from fedshift.core.prepare import prepare
 from fedshift.data.split import Split
@@ -64,6 +67,28 @@ def test_evaluation_changes_nothing(network):
     before = {name: tensor.clone() for name, tensor in plan.initial.items()}
     evaluate(plan, plan.initial, Split(x=torch.zeros(3, 3, 8, 8), y=torch.arange(3)), 3)
     assert all(torch.equal(tensor, plan.initial[name]) for name, tensor in before.items())
+
+
+@given(
+    labels=st.lists(st.sampled_from([0, 0, 0, 0, 1, 1, 2]), min_size=1, max_size=30),
+    guesses=st.lists(st.integers(0, 2), min_size=30, max_size=30),
+)
+def test_balanced_accuracy_of_unequal_classes_is_scikit_learns(labels, guesses):
+    y, guess = np.array(labels), np.array(guesses[: len(labels)])
+    hits = np.bincount(y[y == guess], minlength=3).tolist()
+    row = {**dict.fromkeys(COLUMNS, 0), "hits": hits, "support": np.bincount(y, minlength=3).tolist()}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "y_pred contains classes not in y_true")
+        warnings.filterwarnings("ignore", "A single label was found")
+        expected = balanced_accuracy_score(y, guess)
+    assert measured(frame([row]), "balanced_accuracy").item() == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("loss", [focal(weights=(1, 5, 2)), cross_entropy(weights=(1, 5, 2), smoothing=0.3)], ids=str)
+def test_the_recorded_loss_is_plain_cross_entropy_whatever_is_trained_on(network, loss):
+    part = Split(x=torch.rand(9, 3, 8, 8, generator=torch.Generator().manual_seed(0)), y=torch.arange(9) % 3)
+    plain, weighted = plan_of(network), prepare(fedavg(), network, optimizer=SGD(lr=0.0), loss=loss)
+    assert evaluate(weighted, weighted.initial, part, 3) == evaluate(plain, plain.initial, part, 3)
 
 
 @given(

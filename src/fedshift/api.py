@@ -24,13 +24,16 @@ import pandas as pd
 from torch import nn
 
 from .base.errors import UsageError, unknown
+from .build import model_of
 from .checkpoint import load_checkpoint
+from .core.loss import Loss, parse_loss
 from .core.method import Method
 from .core.optimizer import SGD, Optimizer
 from .core.work import Work
+from .data.augment import parse
 from .data.federation import Federation
+from .data.transforms import Augmentation
 from .experiment import BEST, CHECKPOINT, Experiment, Observer, read_study
-from .names import resolve
 from .records import Study
 from .report.figures import figures
 from .report.page import write_page
@@ -56,18 +59,19 @@ class Comparison:
 
     def table(
         self,
-        metric: str = "accuracy",
+        metric: str | None = None,
         model: Literal["personal", "global"] = "personal",
         split: Literal["test", "validation"] = "test",
     ) -> pd.DataFrame:
         """Clients and their aggregates against methods, mean and std over seeds, at the reported round.
 
+        ``metric`` defaults to the comparison's own.
         Choose learning rates and methods by ``split="validation"``, which is there where some data were held out.
         """
         return accuracy_table(self.study, metric, model, split)
 
     def differences(self, baseline: str | None = None) -> pd.DataFrame:
-        """Macro accuracy of each method minus the baseline's (FedAvg, else the first), paired over seeds."""
+        """Macro metric of each method minus the baseline's (FedAvg, else the first), paired over seeds."""
         return difference_table(self.study, baseline)
 
     def figures(self) -> dict[str, Figure]:
@@ -110,7 +114,7 @@ def compare(
     methods: Sequence[Method],
     *,
     data: Federation,
-    model: str | ModelFactory = "small-cnn",
+    model: str | ModelFactory = "auto",
     rounds: int = 20,
     seeds: int | Sequence[int] = 1,
     epochs: int | None = None,
@@ -120,7 +124,10 @@ def compare(
     optimizer: Optimizer | None = None,
     participation: int | float | None = None,
     evaluate_every: int | None = None,
+    loss: str | Loss = "cross_entropy",
+    augment: str | Augmentation | None = None,
     select: Literal["last", "best"] = "last",
+    metric: Literal["accuracy", "balanced_accuracy", "auc"] = "accuracy",
     newcomers: Sequence[str] = (),
     unseen: Literal["skip", "average", "nearest", "reestimate"] = "skip",
     engine: str = "loop",
@@ -136,7 +143,8 @@ def compare(
     Args:
         methods: what to compare; methods of one seed share initial weights and the order of samples.
         data: the clients, for example ``digits()``, ``read_folder(path)`` or ``federation({...})``.
-        model: name of a network, or a factory ``(sample_shape, classes) -> nn.Module``.
+        model: name of a network (``auto`` goes by the samples' shape), or a factory
+            ``(sample_shape, classes) -> nn.Module``.
         rounds: communication rounds.
         seeds: how many (0, 1, ...), or which.
         epochs: passes of a client over its data in a round (1 unless ``batches`` is given).
@@ -146,7 +154,10 @@ def compare(
         optimizer: for example ``SGD(lr=0.01, momentum=0.9)`` or ``AdamW(lr=1e-3)``.
         participation: clients in a round, a number or a fraction; None: all.
         evaluate_every: rounds between evaluations; None: about ten in all. The last round is always evaluated.
+        loss: what is trained on, an expression such as ``"focal(gamma=2.0, weights='balanced')"`` or its value.
+        augment: what is done to training images, an expression such as ``"flip(), rotate(degrees=30)"`` or its value.
         select: the reported round, ``last`` or ``best`` (on validation data, see ``Federation.hold_out``).
+        metric: what tables report and ``best`` goes by.
         newcomers: clients that never take part in training.
         unseen: how a client that never trained is measured by a method that keeps state on clients: not at all, or on
             a model made by the policy (see ``fedshift.newcomers``).
@@ -169,7 +180,7 @@ def compare(
     experiment = Experiment(
         methods=tuple(methods),
         data=data.fitted().check(allow_single_class=allow_single_class),
-        model=resolve("models", model) if isinstance(model, str) else _factory(model),
+        model=model_of(model, data) if isinstance(model, str) else _factory(model),
         settings=Settings(
             rounds=rounds,
             work=Work(
@@ -178,7 +189,10 @@ def compare(
             optimizer=optimizer or SGD(lr=lr),
             participation=participation,
             evaluate_every=evaluate_every,
+            loss=parse_loss(loss) if isinstance(loss, str) else loss,
+            augment=parse(augment) if isinstance(augment, str) else augment,
             select=select,
+            metric=metric,
             newcomers=tuple(newcomers),
             unseen=unseen,
             engine=engine,

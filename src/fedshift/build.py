@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from .base.errors import UsageError, unknown
 from .config import CompareSpec, RunSpec, Spec
+from .core.loss import parse_loss
 from .core.method import Method
 from .core.optimizer import SGD, AdamW, Cosine, Exponential, Optimizer, Schedule, StepDecay
 from .core.work import Work
+from .data.augment import parse
 from .data.federation import Federation
-from .data.folder import read_folder
+from .data.partition import matching
+from .data.reading import Progress
 from .experiment import Experiment
 from .methods.agc import agc
 from .names import expressions, resolve
 from .settings import Settings
-
-EMBEDDED: Mapping[str, str] = {"digits": "fedshift.data.digits:digits"}
-"""Federations that come with fedshift, and the functions that make them, imported when asked for."""
+from .sources import assigned, source_of, split_of
+from .trial import ModelFactory
 
 
 def methods(text: str) -> tuple[Method, ...]:
@@ -33,25 +34,11 @@ def methods(text: str) -> tuple[Method, ...]:
     return tuple(made)
 
 
-def federation_of(spec: Spec) -> Federation:
-    """The clients that ``spec`` asks for, checked."""
-    domains = spec.domains.replace(" ", "").split(",") if spec.domains else None
-    data: Federation
-    if spec.data in EMBEDDED:
-        data = resolve("data", EMBEDDED[spec.data])()
-        data = replace(data, classes=spec.classes or data.classes)
-        data = data.only(domains) if domains else data
-    elif Path(spec.data).is_dir():
-        data = read_folder(Path(spec.data), domains, spec.classes)
-    else:
-        raise UsageError(
-            f"data {spec.data!r}: there is no directory {Path(spec.data).resolve()}, and embedded are only "
-            f"{', '.join(EMBEDDED)}; give one of them, or the directory of your .npz files"
-        )
-    data = data.fitted(spec.image_size).check(allow_single_class=spec.allow_single_class)
-    data = data.limit(spec.samples) if spec.samples else data
-    data = data.hold_out(spec.validation) if spec.validation else data
-    return data.check(allow_single_class=spec.allow_single_class)
+def model_of(name: str, data: Federation) -> ModelFactory:
+    """The function that makes networks by this name; ``auto`` goes by the shape of the samples."""
+    if name == "auto":
+        name = "small-cnn" if len(data.sample_shape) == 3 else "abide-mlp"
+    return resolve("models", name)
 
 
 def _schedule(spec: Spec) -> Schedule:
@@ -84,7 +71,7 @@ def _optimizer(spec: Spec) -> Optimizer:
     return AdamW(**common)
 
 
-def experiment_of(spec: RunSpec | CompareSpec) -> Experiment:
+def experiment_of(spec: RunSpec | CompareSpec, progress: Progress | None = None) -> Experiment:
     """The experiment that ``spec`` describes; :class:`UsageError` naming the setting where something does not fit."""
     share = spec.participation
     if share is not None and share > 1 and share != int(share):
@@ -94,6 +81,8 @@ def experiment_of(spec: RunSpec | CompareSpec) -> Experiment:
         chosen = tuple(agc(method, clip=spec.agc, classifier=not spec.agc_skip_classifier) for method in chosen)
     if isinstance(spec, RunSpec) and len(chosen) != 1:
         raise UsageError(f"run takes one method, not {spec.method!r}: use `fedshift compare --methods` for several")
+    source = source_of(spec.data, spec, progress).fitted(spec.image_size)
+    data = split_of(source, spec)
     settings = Settings(
         rounds=spec.rounds,
         work=Work(
@@ -105,16 +94,20 @@ def experiment_of(spec: RunSpec | CompareSpec) -> Experiment:
         participation=share if share is None or share < 1 else int(share),
         evaluate_every=spec.evaluate_every,
         select=spec.select,
-        newcomers=tuple(spec.newcomers.replace(" ", "").split(",")) if spec.newcomers else (),
+        newcomers=matching(spec.newcomers, data.names) if spec.newcomers else (),
         unseen=spec.unseen,
         engine=spec.engine,
         device=spec.device,
+        loss=parse_loss(spec.loss),
+        augment=parse(spec.augment) if spec.augment else None,
+        metric=spec.metric,
     )
     return Experiment(
         methods=chosen,
-        data=federation_of(spec),
-        model=resolve("models", spec.model),
+        data=data,
+        model=model_of(spec.model, data),
         settings=settings,
         seeds=tuple(range(spec.first_seed, spec.first_seed + spec.seeds)),
         config=asdict(spec),
+        files={"split.csv": assigned(source, spec)} if spec.split else {},
     )

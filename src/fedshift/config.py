@@ -13,11 +13,12 @@ from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 DATA = Group("Data", sort_key=1)
-FILES = Group("Reading files", sort_key=2)
-MODEL = Group("Model and methods", sort_key=3)
-TRAINING = Group("Training", sort_key=4)
-MEASURING = Group("Measuring", sort_key=5)
-DIRECTORY = Group("Run directory", sort_key=6)
+PREPARING = Group("Preparing data", sort_key=2)
+FILES = Group("Reading files", sort_key=3)
+MODEL = Group("Model and methods", sort_key=4)
+TRAINING = Group("Training", sort_key=5)
+MEASURING = Group("Measuring", sort_key=6)
+DIRECTORY = Group("Run directory", sort_key=7)
 
 
 def _joined(value: Any) -> Any:
@@ -32,37 +33,37 @@ Positive = Annotated[int, Field(ge=1)]
 class DataSpec:
     """How data are read, who has which of them, and how they are scaled; all but which data."""
 
-    root: Annotated[str | None, Parameter(group=DATA)] = None
+    root: Annotated[str | None, Parameter(group=PREPARING)] = None
     """Directory that holds the files of benchmarks; without it the one that FEDSHIFT_DATA names, else data."""
 
-    domains: Annotated[Names | None, Parameter(group=DATA)] = None
+    domains: Annotated[Names | None, Parameter(group=PREPARING)] = None
     """Clients to use, comma-separated, in the order of the tables; without it all."""
 
-    split: Annotated[str | None, Parameter(group=DATA)] = None
+    split: Annotated[str | None, Parameter(group=PREPARING)] = None
     """Who gets which samples, one change or several in turn: iid(clients=10), dirichlet(clients=10, alpha=0.3),
     labels(clients=100, per_client=2), quantity(clients=10), ham_non_iid(), sample(size=743), truncate(), repeat(),
     validation(fraction=0.1), only(clients='usps-*') or saved(path='split.csv'); within='domain' deals out the samples
     of each client apart."""
 
-    samples: Annotated[Positive | None, Parameter(group=DATA)] = None
+    samples: Annotated[Positive | None, Parameter(group=PREPARING)] = None
     """Training samples of each client, drawn once; without it all."""
 
-    validation: Annotated[float, Field(ge=0, lt=1), Parameter(group=DATA)] = 0.0
+    validation: Annotated[float, Field(ge=0, lt=1), Parameter(group=PREPARING)] = 0.0
     """Fraction of each client's training samples held out to select on."""
 
     test_fraction: Annotated[float, Field(gt=0, lt=1), Parameter(group=FILES)] = 0.2
     """Fraction of each client's samples for testing, where files hold no such split."""
 
-    classes: Annotated[Positive | None, Parameter(group=DATA)] = None
+    classes: Annotated[Positive | None, Parameter(group=PREPARING)] = None
     """Number of classes; without it, one more than the largest training label."""
 
-    allow_single_class: Annotated[bool, Parameter(group=DATA, negative=())] = False
+    allow_single_class: Annotated[bool, Parameter(group=PREPARING, negative=())] = False
     """Accept clients whose training data hold one class only."""
 
-    image_size: Annotated[Positive | None, Parameter(group=DATA)] = None
+    image_size: Annotated[Positive | None, Parameter(group=PREPARING)] = None
     """Height and width in pixels to which images are resized; without it, 28 where clients' arrays differ in size."""
 
-    normalize: Annotated[Literal["half", "imagenet", "unit", "client"] | None, Parameter(group=DATA)] = None
+    normalize: Annotated[Literal["half", "imagenet", "unit", "client"] | None, Parameter(group=PREPARING)] = None
     """How images are scaled: half (to [-1, 1]), unit (to [0, 1]), imagenet (its means and deviations) or client (those
     of the client's own training images); without it as the benchmark says, else half."""
 
@@ -96,9 +97,9 @@ class Spec(DataSpec):
     """The embedded data, digits; a benchmark by name (see `fedshift data list`); or a directory of your own: images in
     client/class or client/train/class, one .npz file a client, or CSV or Parquet tables."""
 
-    model: Annotated[str, Parameter(group=MODEL)] = "small-cnn"
+    model: Annotated[str, Parameter(group=MODEL)] = "auto"
     """Network by name (see `fedshift list models`), or package.module:function of your own, called with the shape of a
-    sample and the number of classes."""
+    sample and the number of classes; auto is small-cnn for images and abide-mlp for other samples."""
 
     agc: Annotated[float | None, Field(gt=0, allow_inf_nan=False), Parameter(group=MODEL)] = None
     """Adaptive gradient clipping for every method, at this multiple of each unit's weights (FedWon uses 0.64, 1.28)."""

@@ -11,11 +11,12 @@ from rich.table import Table
 from rich.text import Text
 
 from .base.errors import UsageError
-from .build import EMBEDDED, methods
+from .build import methods
 from .core.optimizer import SGD
 from .core.prepare import prepare
 from .facts import capabilities, method_facts
 from .names import catalog, resolve
+from .sources import EMBEDDED
 from .trial import make_network
 
 

@@ -6,12 +6,13 @@ Heavy modules are imported when it starts, so that the command line answers at o
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
 from .base.errors import FedshiftError, UsageError
 from .config import CompareSpec, RunSpec
@@ -30,14 +31,14 @@ def execute(spec: RunSpec | CompareSpec, command: str, out: Path | None, resume:
     if out and resume:
         raise UsageError(f"--out {out} and --resume {resume}: a resumed run stays in its directory; give one of them")
     console = Console()
-    with console.status("loading") if console.is_terminal else nullcontext():
+    with loading(console) as progress:
         import torch
 
         from .build import experiment_of
 
         if spec.threads:
             torch.set_num_threads(spec.threads)
-        experiment = experiment_of(spec)
+        experiment = experiment_of(spec, progress)
     directory = resume or out or _new_directory(command)
     console.print(f"{directory}: {_summary(experiment)}", markup=False, highlight=False, soft_wrap=True)
     with _interruptible(console) as stop, _display(console) as observer:
@@ -63,6 +64,24 @@ def execute(spec: RunSpec | CompareSpec, command: str, out: Path | None, resume:
     if failure:
         raise failure
     return 0 if finished else _stopped(console, command, directory)
+
+
+@contextmanager
+def loading(console: Console) -> Iterator[Callable[[str, int, int], None]]:
+    """On a terminal, a line that says what is loaded and how far it is."""
+    if not console.is_terminal:
+        yield lambda *_: None
+        return
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("loading", total=None)
+        yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
 
 
 def _stopped(console: Console, command: str, directory: Path) -> int:

@@ -125,6 +125,12 @@ def test_a_pickle_inside_is_never_run(tiny_folder, rewrite, tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_folder_without_files_is_refused(tmp_path):
-    with pytest.raises(UsageError, match=r"holds no .npz file: give a directory with one .npz file a client"):
+def test_a_folder_without_data_is_refused_and_told_what_is_understood(tmp_path):
+    with pytest.raises(UsageError, match=r"holds no data: give a directory with client/class/\*.png"):
         read_folder(tmp_path)
+
+
+def test_a_folder_with_two_kinds_of_data_is_refused(tiny_folder):
+    (tiny_folder / "more.csv").write_text("a,y\n1,0\n")
+    with pytest.raises(UsageError, match="holds .npz files and tables: put each kind into a directory of its own"):
+        read_folder(tiny_folder)

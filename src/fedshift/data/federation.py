@@ -20,10 +20,7 @@ from torch import Tensor
 
 from ..base.errors import UsageError, unknown
 from ..base.streams import stream
-from .split import Normalization, Split, as_split
-
-CHUNK = 1000
-"""Samples that are resized or hashed at a time."""
+from .split import CHUNK, Normalization, Split, as_split
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -45,7 +42,9 @@ class ClientData:
         mean = total / count
         std = (squares / count - mean.square()).clamp(min=0).sqrt()
         std = torch.where(std > 0, std, 1.0)
-        own = Normalization(tuple(mean.tolist()), tuple(std.tolist()), "the client's own training images")
+        own = Normalization(
+            mean=tuple(mean.tolist()), std=tuple(std.tolist()), source="the client's own training images"
+        )
         return ClientData(name=self.name, **{k: split.changed(split.store, own) for k, split in self.splits.items()})
 
     @property
@@ -304,10 +303,13 @@ def check_augmentable(data: Federation) -> None:
         split = client.train
         if len(split.shape) != 3:
             raise UsageError(f"augment is for images, but client {client.name!r} has samples of shape {split.shape}")
-        if split.store.is_floating_point() and not -1 <= float(split.x.min()) <= float(split.x.max()) <= 1:
+        if not split.store.is_floating_point():
+            continue
+        low, high = (float(each) for each in split.x.aminmax())
+        if not -1 <= low <= high <= 1:
             raise UsageError(
                 f"augment takes pixels 0..255 or values from -1 to 1, but those of client {client.name!r} go from "
-                f"{float(split.x.min()):g} to {float(split.x.max()):g}: scale them, or leave augment out"
+                f"{low:g} to {high:g}: scale them, or leave augment out"
             )
 
 

@@ -1,7 +1,4 @@
-"""A directory with one ``.npz`` file a client: ``x_train y_train x_test y_test`` and perhaps ``x_val y_val``.
-
-Arrays are read without pickle, so a file cannot run code; shapes as in :func:`fedshift.data.split.as_split`.
-"""
+"""A directory of a person's own: images, one ``.npz`` file a client, or tables; which of them it is, the files say."""
 
 from __future__ import annotations
 
@@ -9,32 +6,70 @@ import zipfile
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from ..base.errors import UsageError, unknown
 from .federation import ClientData, Federation, class_count
+from .image_tree import holds_images
+from .images import read_images
+from .reading import Reading
 from .split import as_split
+from .tables import holds_tables, read_tables
 
 SPLITS = {"train": "train", "validation": "val", "test": "test"}
 """Names of splits, and how the arrays' names end."""
 
 
-def read_folder(path: Path, domains: Iterable[str] | None = None, classes: int | None = None) -> Federation:
-    """The federation in directory ``path``, a client for each file; ``domains`` chooses and orders them.
+def read_folder(
+    path: str | Path, domains: Iterable[str] | None = None, classes: int | None = None, **choices: Any
+) -> Federation:
+    """The federation in directory (or table) ``path``; ``domains`` chooses and orders clients.
 
-    Raises :class:`UsageError` naming the file where one cannot be read, lacks an array, or is no such file.
+    Understood are ``client/class/*.png`` (jpg, tif, bmp) and ``client/train/class/*.png`` with test and val beside
+    train; one ``.npz`` file a client; one CSV or Parquet file a client, or one table with ``client_column``.
+    ``choices`` are the fields of :class:`fedshift.data.reading.Reading`. Raises :class:`UsageError` naming the file
+    where one cannot be read, and where a directory holds nothing of these or two kinds of them.
+    """
+    return read(Path(path), Reading(domains=None if domains is None else tuple(domains), classes=classes, **choices))
+
+
+def read(path: Path, reading: Reading) -> Federation:
+    """:func:`read_folder` with its choices as one value."""
+    arrays, tables = path.is_dir() and any(path.glob("*.npz")), holds_tables(path)
+    if arrays and tables:
+        raise UsageError(f"{path} holds .npz files and tables: put each kind into a directory of its own")
+    if arrays:
+        return read_arrays(path, reading)
+    if tables:
+        return read_tables(path, reading)
+    if path.is_dir() and holds_images(path):
+        return read_images(path, reading)
+    raise UsageError(
+        f"{path} holds no data: give a directory with client/class/*.png (or client/train/class/*.png), with one "
+        ".npz, .csv or .parquet file a client, or one table (--client-column)"
+    )
+
+
+def read_arrays(path: Path, reading: Reading) -> Federation:
+    """One ``.npz`` file a client: ``x_train y_train x_test y_test`` and perhaps ``x_val y_val``.
+
+    Arrays are read without pickle, so a file cannot run code; shapes as in :func:`fedshift.data.split.as_split`.
     """
     files = {file.stem: file for file in sorted(path.glob("*.npz"))}
-    if not files:
-        raise UsageError(f"{path} holds no .npz file: give a directory with one .npz file a client")
-    wanted = list(files) if domains is None else list(domains)
+    wanted = list(files) if reading.domains is None else list(reading.domains)
     for name in wanted:
         if name not in files:
             raise unknown("domain", name, files)
-    clients = tuple(_read(name, files[name]) for name in wanted)
-    classes = class_count(clients) if classes is None else classes
-    return Federation(name=path.resolve().name, clients=clients, classes=classes, note=f"{len(clients)} files of .npz")
+    clients = []
+    for done, name in enumerate(wanted, 1):
+        clients.append(_read(name, files[name]))
+        if reading.progress:
+            reading.progress("arrays", done, len(wanted))
+    classes = class_count(clients) if reading.classes is None else reading.classes
+    note = f"{len(clients)} files of .npz"
+    return Federation(name=path.resolve().name, clients=tuple(clients), classes=classes, note=note)
 
 
 def _read(name: str, file: Path) -> ClientData:

@@ -17,12 +17,12 @@ class Reading:
     """Choices for reading a directory; each reader takes those that concern it.
 
     ``domains``: clients to read, in this order; None: all, by name. ``classes``: number of classes; None: as found.
-    ``image_size``: height and width in pixels; None: as the files are. ``broken``: what becomes of a file that cannot
-    be read. ``test_fraction``: share of a client's samples for testing where the files hold no such split.
-    ``client_column``, ``target``, ``split_column`` (train, validation or test), ``group_column`` (samples of one group,
-    such as a patient, stay on one side): columns of a table. ``missing`` values are imputed on the client's own
-    training part or refused. ``scaling`` of numeric columns by the client's own training part, or none. ``cache``:
-    where decoded images are kept; None: the user's cache directory.
+    ``image_size``: height and width in pixels; None: as the files are, which must then be of one size. ``broken``: what
+    becomes of a file that cannot be read. ``test_fraction``: share of a client's samples for testing where the files
+    hold no such split. ``client_column``, ``target``, ``split_column`` (train, validation or test), ``group_column``
+    (samples of one group, such as a patient, stay on one side): columns of a table. ``missing`` values are imputed on
+    the client's own training part or refused. ``scaling`` of numeric columns by the client's own training part, or
+    none. ``cache``: where decoded images are kept; None: the user's cache directory.
     """
 
     domains: tuple[str, ...] | None = None

@@ -34,6 +34,9 @@ IMAGENET = Normalization(
     source="torchvision's for ImageNet; FLamby's for Fed-ISIC2019",
 )
 
+CHUNK = 1000
+"""Samples that are looked at, resized or hashed at a time."""
+
 Augment = Callable[[Tensor], Tensor]
 """What is done to a training batch of images ``[B, C, H, W]`` with values in [0, 1]."""
 
@@ -105,18 +108,19 @@ class Split:
         """Raise :class:`UsageError`, beginning with ``where``, unless samples and labels can be trained on."""
         if len(self) == 0:
             raise UsageError(f"{where}: empty; every client needs at least one sample in each split")
-        if len(self.x) != len(self.y):
-            raise UsageError(f"{where}: {len(self.x)} samples but {len(self.y)} labels; both must be equal")
+        samples = len(self.store if self.rows is None else self.rows)
+        if samples != len(self.y):
+            raise UsageError(f"{where}: {samples} samples but {len(self.y)} labels; both must be equal")
         wrong = self.y[(self.y < 0) | (self.y >= classes)]
         if len(wrong):
             raise UsageError(
                 f"{where}: label {int(wrong[0])} is out of range; labels must be 0..{classes - 1} "
                 "(correct the labels, or say the number of classes)"
             )
-        if self.x.is_floating_point():
-            bad = ~self.x.isfinite().flatten(1).all(dim=1)
+        for start in range(0, len(self) if self.store.is_floating_point() else 0, CHUNK):
+            bad = ~self.at(slice(start, start + CHUNK)).isfinite().flatten(1).all(dim=1)
             if bad.any():
-                first = int(bad.nonzero()[0, 0])
+                first = start + int(bad.nonzero()[0, 0])
                 raise UsageError(f"{where}: sample {first} has NaN or infinite values; remove or impute them")
 
 

@@ -1,0 +1,170 @@
+"""Training losses by name: cross-entropy and the focal loss, with weights of classes that all clients share.
+
+Weights are part of the task, not of a client: ``balanced`` ones come from the label counts of the whole federation
+(:meth:`Loss.resolved`), the one thing that clients must tell each other before they start.
+
+Focal loss: Lin et al. 2017, arXiv:1708.02002, equation 5, over the softmax of all classes as in FLamby's baseline of
+Fed-ISIC2019 (Ogier du Terrail et al. 2022, arXiv:2210.04620).
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import ClassVar, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from ..base.errors import UsageError, unknown
+from ..names import expressions
+
+Weights = tuple[float, ...] | Literal["balanced"] | None
+"""One number a class, ``balanced`` for those that :meth:`Loss.resolved` finds, or None: every class counts the same."""
+
+Own = TypeVar("Own", bound="Loss")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loss(ABC):
+    """A training loss, called with logits ``[B, K]`` and labels ``[B]`` (int64); gives a number, in nats.
+
+    It works under ``torch.func.grad`` and ``torch.vmap``. ``str`` gives the expression that :func:`parse_loss` reads.
+    """
+
+    name: ClassVar[str]
+    weights: Weights = None
+
+    def __post_init__(self) -> None:
+        if self.weights is None or self.weights == "balanced":
+            return
+        if isinstance(self.weights, str):
+            raise UsageError(
+                f"{self.name}: weights={self.weights!r} is unknown: give 'balanced' or a number for each class"
+            )
+        weights = tuple(float(weight) for weight in self.weights)
+        if not all(0 <= weight < math.inf for weight in weights) or not any(weights):
+            raise UsageError(f"{self.name}: weights={weights}: they must be 0 or more, and one of them above 0")
+        object.__setattr__(self, "weights", weights)
+
+    @abstractmethod
+    def __call__(self, logits: Tensor, y: Tensor) -> Tensor:
+        """The loss of a batch, without dimensions."""
+
+    def resolved(self: Own, counts: Tensor) -> Own:
+        """The same loss with its weights as numbers, ``counts`` ``[K]`` being all clients' training samples by class.
+
+        ``balanced`` weights are N / (K' n_k) for the K' classes that occur (King and Zeng 2001; as scikit-learn's), so
+        that the mean weight of a training sample is 1; a class without samples has weight 0. FLamby's weights for
+        Fed-ISIC2019 are N / n_k, eight times these. Raises :class:`UsageError` unless there is one weight a class.
+        """
+        if self.weights is None:
+            return self
+        if self.weights != "balanced":
+            if len(self.weights) != len(counts):
+                raise UsageError(
+                    f"{self.name}: {len(self.weights)} weights for {len(counts)} classes: give a number for each class"
+                )
+            return self
+        n_K = [int(count) for count in counts]
+        occurring = sum(count > 0 for count in n_K)
+        return replace(self, weights=tuple(sum(n_K) / (occurring * count) if count else 0.0 for count in n_K))
+
+    def _weights(self, logits: Tensor) -> Tensor | None:
+        """Weights ``[K]`` of the kind of ``logits``."""
+        if self.weights == "balanced":
+            raise UsageError(f"{self}: balanced weights come from label counts: call resolved(counts) first")
+        return None if self.weights is None else torch.tensor(self.weights, dtype=logits.dtype, device=logits.device)
+
+    @override
+    def __str__(self) -> str:
+        changed = [
+            f"{field.name}={getattr(self, field.name)!r}"
+            for field in fields(self)
+            if getattr(self, field.name) != field.default
+        ]
+        return f"{self.name}({', '.join(changed)})" if changed else self.name
+
+
+@dataclass(frozen=True, kw_only=True)
+class CrossEntropy(Loss):
+    """Torch's: with weights, the weighted mean over the batch (divided by the sum of its weights)."""
+
+    name = "cross_entropy"
+    smoothing: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.smoothing < 1:
+            raise UsageError(f"{self.name}: smoothing={self.smoothing:g} must lie in [0, 1)")
+
+    @override
+    def __call__(self, logits: Tensor, y: Tensor) -> Tensor:
+        weight_K = self._weights(logits)
+        if weight_K is None:
+            return nn.functional.cross_entropy(logits, y, label_smoothing=self.smoothing)
+        total = weight_K[y].sum()
+        summed = nn.functional.cross_entropy(logits, y, weight_K, reduction="sum", label_smoothing=self.smoothing)
+        return summed / torch.where(total > 0, total, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Focal(Loss):
+    """Mean over the batch of ``w_y (1 - p_y)^gamma (-log p_y)``, p being the softmax of the logits."""
+
+    name = "focal"
+    gamma: float = 2.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.gamma < math.inf:
+            raise UsageError(f"{self.name}: gamma={self.gamma:g} must be a number of 0 or more")
+
+    @override
+    def __call__(self, logits: Tensor, y: Tensor) -> Tensor:
+        log_p = logits.log_softmax(dim=1).gather(1, y[:, None])[:, 0]
+        missing = (-log_p.expm1()).clamp_min(torch.finfo(logits.dtype).tiny)  # 1 - p; a power of 0 has no gradient
+        terms = -(missing**self.gamma) * log_p
+        weight_K = self._weights(logits)
+        return terms.mean() if weight_K is None else (weight_K[y] * terms).mean()
+
+
+def cross_entropy(*, weights: Weights = None, smoothing: float = 0.0) -> Loss:
+    """Cross-entropy; ``weights``: a number for each class, or ``balanced``; label ``smoothing`` in [0, 1).
+
+    With weights it is torch's mean, divided by the sum of the batch's weights; a batch without weight counts 0.
+    Smoothing: Szegedy et al. 2016, arXiv:1512.00567, section 7.
+    """
+    return CrossEntropy(weights=weights, smoothing=float(smoothing))
+
+
+def focal(*, gamma: float = 2.0, weights: Weights = None) -> Loss:
+    """Focal loss: samples that are told rightly count less, by (1 - p)^``gamma``; ``weights`` as in cross-entropy.
+
+    It is the plain mean over the batch, as FLamby's, so that the scale of weights is one of the learning rate.
+    """
+    return Focal(weights=weights, gamma=float(gamma))
+
+
+CATALOG: dict[str, Callable[..., Loss]] = {"cross_entropy": cross_entropy, "focal": focal}
+"""What :func:`parse_loss` knows, by name."""
+
+
+def parse_loss(text: str) -> Loss:
+    """The loss that ``text`` names, for example ``focal(gamma=2, weights='balanced')``.
+
+    Raises :class:`UsageError` naming what there is.
+    """
+    losses = expressions("loss", text, _lookup)
+    if len(losses) != 1:
+        raise UsageError(f"loss {text!r} is {len(losses)} losses: choose one")
+    return losses[0]  # type: ignore[no-any-return]
+
+
+def _lookup(name: str) -> Callable[..., Loss]:
+    if name not in CATALOG:
+        raise unknown("loss", name, CATALOG)
+    return CATALOG[name]

@@ -1,0 +1,124 @@
+"""File formats of published image data as NumPy arrays: IDX, MATLAB's .mat, LIBSVM's and plain text.
+
+A file may be plain or compressed by gzip or bzip2, which its first bytes tell, not its name. IDX is as the publishers
+of MNIST define it (http://yann.lecun.com/exdb/mnist/); the .mat layout is SVHN's "format 2"
+(http://ufldl.stanford.edu/housenumbers/), which SynthDigits took over.
+"""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.io import loadmat
+from sklearn.datasets import load_svmlight_file
+
+from ..base.errors import UsageError
+
+Bytes = NDArray[np.uint8]
+Numbers = NDArray[Any]
+
+
+@contextmanager
+def reading(where: Path | str, kind: str) -> Iterator[None]:
+    """Whatever a library raises at a damaged file, as a :class:`UsageError` that names file and ``kind``."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except Exception as error:  # libraries raise of every type where bytes are wrong
+        raise UsageError(
+            f"{where} cannot be read as {kind} ({str(error) or type(error).__name__}): "
+            "it is cut short, damaged or of another kind; get it again"
+        ) from error
+
+
+@contextmanager
+def decompressed(path: Path) -> Iterator[IO[bytes]]:
+    """The file's content as its publisher packed it, whether compressed or not."""
+    with path.open("rb") as plain:
+        start = plain.read(3)
+        plain.seek(0)
+        if start[:2] == b"\x1f\x8b":
+            with gzip.GzipFile(fileobj=plain) as file:
+                yield cast("IO[bytes]", file)
+        elif start == b"BZh":
+            with bz2.BZ2File(plain) as file:
+                yield file
+        else:
+            yield plain
+
+
+def read_idx(path: Path, dimensions: int) -> Bytes:
+    """The bytes of an IDX file of ``dimensions`` dimensions: 3 for gray images ``[N, H, W]``, 1 for labels ``[N]``.
+
+    Raises :class:`UsageError` naming the file where its first bytes are others, or its length is not what they say.
+    """
+    with reading(path, "an IDX file"), decompressed(path) as file:
+        content = file.read()
+    magic = bytes((0, 0, 8, dimensions))
+    if content[:4] != magic:
+        raise UsageError(
+            f"{path} begins with {content[:4].hex(' ') or 'nothing'}, an IDX file of bytes in {dimensions} dimensions "
+            f"with {magic.hex(' ')}: it is another file; get it again"
+        )
+    start = 4 + 4 * dimensions
+    shape = tuple(int.from_bytes(content[at : at + 4]) for at in range(4, start, 4))
+    if len(content) != start + math.prod(shape):
+        raise UsageError(
+            f"{path} says it holds {' x '.join(map(str, shape))} bytes, and holds {max(0, len(content) - start)}: "
+            "it is cut short or damaged; get it again"
+        )
+    return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
+
+
+def read_digits_mat(path: Path) -> tuple[Bytes, Numbers]:
+    """Images ``[N, 32, 32, 3]`` and labels ``[N]`` of a .mat file with ``X [32, 32, 3, N]`` and ``y``; 10 becomes 0.
+
+    Raises :class:`UsageError` naming the file where it is no such file.
+    """
+    with reading(path, "a MATLAB file"):
+        content = loadmat(path, variable_names=("X", "y"))
+    missing = [name for name in ("X", "y") if name not in content]
+    if missing:
+        raise UsageError(f"{path} has no variable {missing[0]!r}: this is not the file of cropped digits; get it again")
+    x, y = content["X"], content["y"].reshape(-1)
+    if x.dtype != np.uint8 or x.ndim != 4 or x.shape[2] != 3 or x.shape[3] != len(y):
+        raise UsageError(
+            f"{path} has X of {x.dtype} {x.shape} and {len(y)} labels: cropped digits are uint8 (32, 32, 3, N) "
+            "with N labels; get it again"
+        )
+    return x.transpose(3, 0, 1, 2), np.where(y == 10, 0, y)
+
+
+def read_libsvm(path: Path, features: int) -> tuple[Numbers, Numbers]:
+    """Values ``[N, features]`` and labels ``[N]`` of a text file in LIBSVM's format, where values left out are 0."""
+    with reading(path, "LIBSVM text"), decompressed(path) as file:
+        x, y = load_svmlight_file(file, n_features=features, zero_based=False)
+        return x.toarray(), y
+
+
+def read_table(path: Path, columns: int) -> Numbers:
+    """A text file of numbers between blanks as ``[N, columns]``; :class:`UsageError` where it has other columns."""
+    with reading(path, "a table of numbers"), decompressed(path) as file:
+        table = np.loadtxt(file, ndmin=2)
+    if table.shape[1] != columns:
+        raise UsageError(f"{path} has {table.shape[1]} columns where {columns} were expected: get it again")
+    return table
+
+
+def gray_levels(fractions: Numbers, where: Path | str) -> Bytes:
+    """Fractions of white, 0 to 1, as the nearest of 256 gray levels; :class:`UsageError` for others."""
+    if fractions.size and not (fractions.min() >= 0 and fractions.max() <= 1):
+        raise UsageError(
+            f"{where} holds pixels from {fractions.min():g} to {fractions.max():g}, expected were 0 to 1: get it again"
+        )
+    levels: Bytes = np.rint(255 * fractions).astype(np.uint8)
+    return levels

@@ -1,0 +1,143 @@
+"""Pickles that hold arrays and plain values, read without running anything that stands in them.
+
+A pickle is a program that may call any function of any module by name. Here a name is looked up in a short list, and
+all it leads to are stand-ins of this module: numbers come out of the bytes by :func:`numpy.frombuffer`, so that not
+even NumPy's own constructors meet a foreign state. Pickles of Python 2 are read as well (their strings as Latin-1).
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..base.errors import UsageError
+from .formats import decompressed, reading
+
+_DEPTH = 8
+"""How deep containers may stand in containers; published data sets need three."""
+
+
+def read_pickle(path: Path) -> Any:
+    """Arrays, numbers, text and containers of them from a pickle, plain or compressed; text keys are always ``str``.
+
+    Arrays are read-only. Raises :class:`UsageError` naming the file, and the function where it calls for one.
+    """
+    with reading(path, "a pickle of arrays"), decompressed(path) as file:
+        return load_pickle(file, path)
+
+
+def load_pickle(file: IO[bytes], where: Path | str) -> Any:
+    """:func:`read_pickle` for an open file, which errors call ``where``."""
+    with reading(where, "a pickle of arrays"):
+        return _plain(_Unpickler(file, where).load(), where)
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: IO[bytes], where: Path | str) -> None:
+        super().__init__(file, encoding="latin1")
+        self.where = where
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _ADMITTED:
+            raise UsageError(
+                f"{self.where} calls for {module}.{name}, which no array needs and which may run code: nothing of it "
+                "was read. Get the file from its publisher again, or convert it to .npz where you trust it"
+            )
+        return _ADMITTED[module, name]
+
+
+class _Dtype:
+    """Stands for ``numpy.dtype``: the type of numbers, text or objects, never a structure."""
+
+    def __init__(self, code: str | bytes, *_: Any) -> None:
+        code = code.decode("latin1") if isinstance(code, bytes) else code
+        if not re.fullmatch(r"[biufSUO]\d{0,9}", code):
+            raise pickle.UnpicklingError(f"arrays of type {code!r}")
+        self.dtype = np.dtype(code)
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        byte_order = state[1]
+        self.dtype = self.dtype.newbyteorder("=" if byte_order == "|" else byte_order)
+
+
+class _Array:
+    """Stands for ``numpy.ndarray``."""
+
+    array: NDArray[Any]
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        _, shape, dtype, by_columns, data = state
+        self.array = _numbers(data, dtype, shape, "F" if by_columns else "C")
+
+
+def _numbers(data: Any, dtype: _Dtype, shape: tuple[int, ...], order: Any) -> NDArray[Any]:
+    if dtype.dtype == object:
+        flat = np.empty(len(data), object)
+        for place, item in enumerate(list(data)):
+            flat[place] = item
+    else:
+        flat = np.frombuffer(data.encode("latin1") if isinstance(data, str) else data, dtype.dtype)
+    return flat.reshape(shape, order=order)
+
+
+def _reconstruct(*_: Any) -> _Array:
+    return _Array()
+
+
+def _frombuffer(data: Any, dtype: _Dtype, shape: tuple[int, ...], order: str) -> NDArray[Any]:
+    return _numbers(data, dtype, shape, "F" if order == "F" else "C")
+
+
+def _scalar(dtype: _Dtype, data: Any) -> Any:
+    return _numbers(data, dtype, (), "C")[()]
+
+
+def _encode(text: str, encoding: str) -> bytes:
+    if encoding not in ("latin1", "latin-1"):
+        raise pickle.UnpicklingError(f"text in encoding {encoding!r}")
+    return text.encode("latin1")
+
+
+_ADMITTED: dict[tuple[str, str], Callable[..., Any]] = {
+    **{(f"numpy.{core}.multiarray", "_reconstruct"): _reconstruct for core in ("core", "_core")},
+    **{(f"numpy.{core}.multiarray", "scalar"): _scalar for core in ("core", "_core")},
+    **{(f"numpy.{core}.numeric", "_frombuffer"): _frombuffer for core in ("core", "_core")},
+    ("numpy", "ndarray"): _Array,
+    ("numpy", "dtype"): _Dtype,
+    ("_codecs", "encode"): _encode,
+    **{
+        (module, kind.__name__): kind
+        for module in ("builtins", "__builtin__")
+        for kind in (bool, int, float, complex, str, bytes, bytearray, list, tuple, dict)
+    },
+}
+"""What may be called for, by module and name; ``core`` became ``_core`` in NumPy 2."""
+
+
+def _plain(value: Any, where: Path | str, depth: int = _DEPTH) -> Any:
+    """The value with arrays in place of their stand-ins; :class:`UsageError` for whatever else remains."""
+    if depth == 0:
+        raise UsageError(f"{where} holds containers more than {_DEPTH} deep: this is no published data set")
+    if isinstance(value, _Array):
+        value = value.array
+        if value.dtype == object:
+            value.flat = [_plain(item, where, depth - 1) for item in value.flat]
+        return value
+    if isinstance(value, dict):
+        return {
+            key.decode("latin1") if isinstance(key, bytes) else key: _plain(item, where, depth - 1)
+            for key, item in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return type(value)(_plain(item, where, depth - 1) for item in value)
+    if value is None or isinstance(
+        value, bool | int | float | complex | str | bytes | bytearray | np.generic | np.ndarray
+    ):
+        return value
+    raise UsageError(f"{where} holds a {type(value).__name__} where arrays, numbers and text are expected")

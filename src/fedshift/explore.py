@@ -1,0 +1,103 @@
+"""What ``fedshift data`` and ``fedshift diagnose`` do: a person's data looked at before anything trains on them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from .base.errors import unknown
+from .base.files import write_atomically
+from .config import DataSpec
+from .data.benchmarks._card import Card
+from .data.federation import Federation
+from .data.quality import Quality, examine
+from .data.reading import Progress
+from .diagnose import Diagnosis, diagnose
+from .diagnose import render as render_diagnosis
+from .inspect_data import describe, render, show
+from .names import catalog, resolve
+from .rundir import slug
+from .sources import EMBEDDED, assigned, source_of, split_of
+
+LOOKED_AT = 64
+"""Pixels each way to which images are brought for looking at them, where files differ in size."""
+
+
+def cards() -> dict[str, Card]:
+    """The card of every benchmark, by name."""
+    return {name: inspect.getmodule(function).CARD for name, function in catalog("data.benchmarks").items()}  # type: ignore[union-attr]
+
+
+def card_of(name: str) -> Card:
+    """The card of one benchmark; :class:`UsageError` naming the nearest where there is none."""
+    known = cards()
+    if name not in known:
+        raise unknown("benchmark", name, known)
+    return known[name]
+
+
+def benchmarks(root: Path) -> Iterator[RenderableType]:
+    """What is embedded and what is known of each benchmark, and whether its files are under ``root``."""
+    for name, function in EMBEDDED.items():
+        made: Federation = resolve("data", function)()
+        said = f" embedded: {len(made.clients)} clients, {made.classes} classes. {made.note}\n"
+        yield Text.assemble((name, "bold"), said)
+    table = Table(title=f"benchmarks, with files under {root}", box=None, title_justify="left", padding=(0, 2, 0, 0))
+    for column in ("name", "here", "clients", "classes", "samples", "license", "where"):
+        table.add_column(column, no_wrap=column in ("name", "here"), overflow="fold")
+    for name, card in cards().items():
+        here = "made" if card.generated else "yes" if card.present(name, root) else "no"
+        table.add_row(
+            name, here, str(len(card.clients)), str(card.classes), Text(card.samples), Text(card.license),
+            Text(card.homepage),
+        )  # fmt: skip
+    yield table
+    yield Text("`fedshift data fetch NAME` gets what can be had without an account; --data NAME trains on it.")
+
+
+def check_data(where: str, spec: DataSpec, progress: Progress | None) -> tuple[Quality, Iterator[RenderableType]]:
+    """What is wrong with the data, and how to say it. Broken images are skipped and named."""
+    data = source_of(where, replace(spec, broken="skip"), progress, differing=LOOKED_AT)
+    found = examine(data)
+
+    def parts() -> Iterator[RenderableType]:
+        yield describe(data)
+        yield from _notices(data)
+        yield from render(found)
+
+    return found, parts()
+
+
+def show_data(
+    where: str, spec: DataSpec, out: Path | None, progress: Progress | None
+) -> tuple[Iterator[RenderableType], list[Path]]:
+    """A table of what clients have, and pictures of it (with the split as CSV, where there is one) in ``out``."""
+    source = source_of(where, spec, progress, differing=LOOKED_AT).fitted(spec.image_size)
+    data = split_of(source, replace(spec, allow_single_class=True))
+    directory = out or Path("shown") / slug(data.name)
+    files = show(data, directory)
+    if spec.split:
+        files.append(directory / "split.csv")
+        write_atomically(files[-1], assigned(source, spec).encode())
+    return iter([describe(data), *_notices(data)]), files
+
+
+def diagnose_data(
+    where: str, spec: DataSpec, progress: Progress | None, *, permutations: int, seed: int
+) -> tuple[Diagnosis, Iterator[RenderableType]]:
+    """How the clients differ, and how to say it."""
+    source = source_of(where, spec, progress, differing=LOOKED_AT).fitted(spec.image_size)
+    data = split_of(source, replace(spec, allow_single_class=True))
+    found = diagnose(data, seed=seed, permutations=permutations, progress=progress)
+    return found, iter([*_notices(data), *render_diagnosis(found)])
+
+
+def _notices(data: Federation) -> Iterator[RenderableType]:
+    for notice in data.notices:
+        yield Text(f"Note: {notice}", style="dim")

@@ -1,0 +1,150 @@
+"""The clients that a person asks for: names, directories, splits and scaling made into one checked federation."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from inspect import signature
+from pathlib import Path
+
+import torch
+
+from .base.errors import UsageError, unknown
+from .config import DataSpec
+from .data.assignment import assignment, saved
+from .data.federation import Federation
+from .data.folder import read
+from .data.images import SizesDiffer
+from .data.partition import (
+    Change,
+    dirichlet,
+    ham_non_iid,
+    iid,
+    labels,
+    matching,
+    only,
+    quantity,
+    repeat,
+    sample,
+    truncate,
+    validation,
+)
+from .data.reading import Progress, Reading
+from .data.split import HALF, IMAGENET, UNIT
+from .names import catalog, expressions, resolve
+
+EMBEDDED: Mapping[str, str] = {"digits": "fedshift.data.digits:digits"}
+"""Federations that come with fedshift, and the functions that make them, imported when asked for."""
+
+SPLITS: Mapping[str, Callable[..., Change]] = {
+    made.__name__: made
+    for made in (
+        dirichlet, ham_non_iid, iid, labels, only, quantity, repeat, sample, saved, truncate, validation,
+    )
+}  # fmt: skip
+"""Functions that a split may name."""
+
+READ = (
+    "classes", "image_size", "broken", "test_fraction", "client_column", "target", "split_column", "group_column",
+    "missing", "scaling",
+)  # fmt: skip
+"""Settings that say how files are read."""
+
+
+def root_of(spec: DataSpec) -> Path:
+    """The directory in which benchmarks' files are looked for: ``--root``, else FEDSHIFT_DATA, else ``data``."""
+    return Path(spec.root or os.environ.get("FEDSHIFT_DATA") or "data")
+
+
+def source_of(data: str, spec: DataSpec, progress: Progress | None = None, differing: int | None = None) -> Federation:
+    """The clients of ``data`` as they are kept; ``differing``: pixels to which images of several sizes are brought."""
+    if data in EMBEDDED:
+        made: Federation = resolve("data", EMBEDDED[data])()
+    elif Path(data).exists():
+        made = _read(Path(data), spec, progress, differing)
+    else:
+        made = _benchmark(data, spec, progress)
+    made = made.only(matching(spec.domains, made.names)) if spec.domains else made
+    return replace(made, classes=spec.classes or made.classes)
+
+
+def _read(path: Path, spec: DataSpec, progress: Progress | None, differing: int | None) -> Federation:
+    names = tuple(spec.domains.replace(" ", "").split(",")) if spec.domains else None
+    reading = Reading(
+        domains=None if names is None or set("*?[") & set(spec.domains or "") else names,
+        progress=progress,
+        **{name: getattr(spec, name) for name in READ},
+    )
+    try:
+        return read(path, reading)
+    except SizesDiffer:
+        if differing is None:
+            raise
+        return read(path, replace(reading, image_size=differing))
+
+
+def _benchmark(data: str, spec: DataSpec, progress: Progress | None) -> Federation:
+    if "/" in data or "\\" in data or not data[:1].isalpha():
+        raise UsageError(f"data {data!r}: there is no {Path(data).resolve()}; give a directory that exists, or a name")
+
+    def lookup(name: str) -> Callable[..., Federation]:
+        known = catalog("data.benchmarks")
+        written = name.replace("_", "-").lower()
+        if written not in known:
+            near = unknown("data", written, [*EMBEDDED, *known])
+            raise UsageError(f"{near}; and there is no directory {Path(data).resolve()}")
+        takes = signature(known[written]).parameters
+        given = {"progress": progress, "size": spec.image_size}
+        return partial(known[written], root_of(spec), **{k: v for k, v in given.items() if v and k in takes})
+
+    head, bracket, arguments = data.partition("(")
+    made = expressions("data", head.replace("-", "_") + bracket + arguments, lookup)
+    if len(made) != 1:
+        raise UsageError(f"data {data!r}: give one, not {len(made)}")
+    return made[0]  # type: ignore[no-any-return]
+
+
+def changes_of(spec: DataSpec) -> tuple[Change, ...]:
+    """The changes that ``--split`` names, in their order."""
+
+    def lookup(name: str) -> Callable[..., Change]:
+        if name not in SPLITS:
+            raise unknown("split", name, SPLITS)
+        return SPLITS[name]
+
+    return tuple(expressions("split", spec.split, lookup)) if spec.split else ()
+
+
+def normalized(data: Federation, choice: str | None) -> Federation:
+    """``data`` with images scaled as ``choice`` says."""
+    if choice is None:
+        return data
+    if data.clients[0].train.store.dtype != torch.uint8:
+        raise UsageError(f"normalize={choice!r} is for images of pixels 0..255, which these data are not: leave it out")
+    if choice == "client":
+        return replace(data, clients=tuple(client.normalized() for client in data.clients))
+    return data.normalized({"half": HALF, "imagenet": IMAGENET, "unit": UNIT}[choice])
+
+
+def federation_of(data: str, spec: DataSpec, progress: Progress | None = None) -> Federation:
+    """The clients that ``data`` and ``spec`` ask for, checked."""
+    return split_of(source_of(data, spec, progress).fitted(spec.image_size), spec)
+
+
+def split_of(data: Federation, spec: DataSpec) -> Federation:
+    """The clients of ``data`` as ``spec`` splits, thins out and scales them, checked."""
+    alone = spec.allow_single_class
+    changes = changes_of(spec)
+    data = data.check(allow_single_class=alone or bool(changes))
+    for change in changes:
+        data = change(data)
+    data = data.limit(spec.samples) if spec.samples else data
+    data = data.hold_out(spec.validation) if spec.validation else data
+    return normalized(data, spec.normalize).check(allow_single_class=alone)
+
+
+def assigned(source: Federation, spec: DataSpec) -> str:
+    """Who has which samples of ``source``, as CSV."""
+    return str(assignment(source, changes_of(spec)).to_csv(index=False))

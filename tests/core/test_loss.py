@@ -1,0 +1,191 @@
+"""Losses: against their formulas in NumPy, scikit-learn's weights, and torch's own derivatives."""
+
+import numpy as np
+import pytest
+import torch
+from sklearn.utils.class_weight import compute_class_weight
+from torch import nn
+
+from fedshift.base.errors import UsageError
+from fedshift.core.loss import cross_entropy, focal, parse_loss
+
+WEIGHTS = (0.5, 2.0, 1.0, 3.0)
+EVERY = (
+    cross_entropy(), cross_entropy(smoothing=0.1), cross_entropy(weights=WEIGHTS),
+    cross_entropy(weights=WEIGHTS, smoothing=0.2), focal(), focal(gamma=0.5), focal(gamma=0), focal(weights=WEIGHTS),
+)  # fmt: skip
+
+
+def batch(count=7, classes=4, seed=0, dtype=torch.float64):
+    random = torch.Generator().manual_seed(seed)
+    logits = 3 * torch.randn(count, classes, generator=random, dtype=dtype)
+    return logits, torch.randint(classes, (count,), generator=random)
+
+
+def log_softmax(logits):
+    z = logits.numpy()
+    return z - np.log(np.exp(z).sum(axis=1, keepdims=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_plain_cross_entropy_is_torchs_bit_for_bit(dtype):
+    for seed in range(20):
+        logits, y = batch(33, 10, seed, dtype)
+        assert torch.equal(cross_entropy()(logits, y), nn.functional.cross_entropy(logits, y))
+        ours, torchs = (torch.func.grad(loss)(logits, y) for loss in (cross_entropy(), nn.functional.cross_entropy))
+        assert torch.equal(ours, torchs)
+
+
+def test_weighted_and_smoothed_cross_entropy_is_its_formula_and_torchs():
+    logits, y = batch()
+    log_p, w = log_softmax(logits), np.array(WEIGHTS)
+    target = 0.8 * np.eye(4)[y] + 0.2 / 4
+    smoothed = -(target * log_p).sum() / 7
+    assert cross_entropy(smoothing=0.2)(logits, y).item() == pytest.approx(smoothed, rel=1e-12)
+    expected = -(target * w * log_p).sum() / w[y].sum()
+    found = cross_entropy(weights=WEIGHTS, smoothing=0.2)(logits, y)
+    assert found.item() == pytest.approx(expected, rel=1e-12)
+    torchs = nn.functional.cross_entropy(logits, y, torch.tensor(w), label_smoothing=0.2)
+    assert found.item() == pytest.approx(torchs.item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.5, 1.0, 2.0, 5.0])
+@pytest.mark.parametrize("weights", [None, WEIGHTS])
+def test_the_focal_loss_is_its_formula(gamma, weights):
+    logits, y = batch()
+    log_p = log_softmax(logits)[np.arange(7), y]
+    alpha = np.ones(7) if weights is None else np.array(weights)[y]
+    expected = (-alpha * (1 - np.exp(log_p)) ** gamma * log_p).mean()
+    assert focal(gamma=gamma, weights=weights)(logits, y).item() == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_focal_loss_is_exact_where_the_label_is_nearly_certain():
+    logits, y = torch.tensor([[40.0, 0.0]], dtype=torch.float64), torch.tensor([0])
+    missing = np.exp(-40.0)  # 1 - p, of which 1.0 - p in doubles is 0
+    assert focal(gamma=1)(logits, y).item() == pytest.approx(missing**2, rel=1e-12)
+
+
+def test_the_focal_loss_of_gamma_zero_is_cross_entropy():
+    logits, y = batch()
+    assert focal(gamma=0)(logits, y).item() == pytest.approx(cross_entropy()(logits, y).item(), rel=1e-14)
+
+
+@pytest.mark.parametrize("loss", EVERY, ids=str)
+def test_derivatives_are_right(loss):
+    logits, y = batch(5)
+    assert torch.autograd.gradcheck(lambda z: loss(z, y), logits.requires_grad_())
+
+
+@pytest.mark.parametrize("loss", EVERY, ids=str)
+def test_many_batches_at_once_are_one_after_the_other(loss):
+    logits, y = (torch.stack(parts) for parts in zip(*(batch(seed=seed) for seed in range(4)), strict=True))
+    one_by_one = torch.stack([loss(z, labels) for z, labels in zip(logits, y, strict=True)])
+    assert torch.allclose(torch.vmap(loss)(logits, y), one_by_one, rtol=1e-13)
+    slopes = torch.stack([torch.func.grad(loss)(z, labels) for z, labels in zip(logits, y, strict=True)])
+    assert torch.allclose(torch.vmap(torch.func.grad(loss))(logits, y), slopes, rtol=1e-12)
+
+
+@pytest.mark.parametrize("loss", EVERY, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_logits_far_apart_give_finite_losses_and_derivatives(loss, dtype):
+    logits = torch.tensor([[900.0, 0, 0, 0], [0, 900, 0, 0], [0, 0, 0, 0], [30, 0, 0, 0]], dtype=dtype)
+    y = torch.tensor([0, 2, 1, 0])
+    slope, found = torch.func.grad_and_value(loss)(logits, y)
+    assert found.dtype == dtype
+    assert found.ndim == 0
+    assert found.isfinite()
+    assert slope.isfinite().all()
+
+
+@pytest.mark.parametrize("loss", EVERY, ids=str)
+def test_weights_are_made_where_the_logits_are(loss):
+    found = loss(torch.zeros(5, 4, device="meta"), torch.zeros(5, dtype=torch.int64, device="meta"))
+    assert found.device.type == "meta"
+
+
+def test_balanced_weights_are_scikit_learns():
+    y = np.repeat(np.arange(4), [5, 1, 30, 14])
+    loss = cross_entropy(weights="balanced").resolved(torch.from_numpy(np.bincount(y)))
+    assert loss.weights == pytest.approx(compute_class_weight("balanced", classes=np.arange(4), y=y))
+
+
+def test_a_class_without_samples_has_no_weight_and_the_others_are_balanced_among_themselves():
+    y = np.repeat([0, 2, 3], [5, 30, 14])
+    loss = focal(weights="balanced", gamma=1).resolved(torch.tensor([5, 0, 30, 14]))
+    expected = compute_class_weight("balanced", classes=np.array([0, 2, 3]), y=y)
+    assert loss.weights == pytest.approx((expected[0], 0, *expected[1:]))
+    assert loss.gamma == 1
+    assert sum(loss.weights[label] for label in y) == pytest.approx(len(y))
+    assert loss(*batch()).isfinite()
+
+
+def test_flambys_weights_for_fed_isic2019_are_eight_times_the_balanced_ones():
+    alpha = np.array([5.5813, 2.0472, 7.0204, 26.1194, 9.5369, 101.0707, 92.5224, 38.3443])
+    counts = torch.from_numpy((18_597 / alpha).round()).long()
+    balanced = focal(weights="balanced").resolved(counts).weights
+    assert 8 * np.array(balanced) == pytest.approx(alpha, rel=1e-3)
+
+
+def test_a_batch_of_classes_without_weight_counts_nothing():
+    logits, y = batch()[0], torch.zeros(7, dtype=torch.int64)
+    for loss in (cross_entropy(weights=(0, 1, 1, 1)), focal(weights=(0, 1, 1, 1))):
+        slope, found = torch.func.grad_and_value(loss)(logits, y)
+        assert found == 0
+        assert (slope == 0).all()
+
+
+def test_other_losses_stay_as_they_are_when_resolved():
+    counts = torch.tensor([4, 2, 9, 1])
+    for loss in EVERY:
+        assert loss.resolved(counts) == loss
+
+
+@pytest.mark.parametrize(
+    "loss", [*EVERY, cross_entropy(weights="balanced"), focal(gamma=1, weights="balanced")], ids=str
+)
+def test_a_loss_is_read_back_from_its_text(loss):
+    assert parse_loss(str(loss)) == loss
+    assert hash(parse_loss(str(loss))) == hash(loss)
+    resolved = loss.resolved(torch.tensor([3, 0, 7, 11]))
+    assert parse_loss(str(resolved)) == resolved
+
+
+def test_texts_are_short_and_equal_for_equal_losses():
+    assert str(parse_loss("cross_entropy()")) == str(parse_loss("cross_entropy")) == "cross_entropy"
+    assert str(parse_loss("focal(gamma=2)")) == "focal"
+    assert str(parse_loss("focal(weights=[1, 2], gamma=1)")) == "focal(weights=(1.0, 2.0), gamma=1.0)"
+    assert str(parse_loss("cross_entropy(weights='balanced')")) == "cross_entropy(weights='balanced')"
+
+
+def test_balanced_weights_must_be_resolved_before_use():
+    with pytest.raises(UsageError, match=r"cross_entropy\(weights='balanced'\): .* call resolved\(counts\) first"):
+        cross_entropy(weights="balanced")(*batch())
+
+
+def test_a_wrong_number_of_weights_is_named_when_resolved():
+    with pytest.raises(UsageError, match="focal: 2 weights for 3 classes: give a number for each class"):
+        focal(weights=(1, 2)).resolved(torch.tensor([4, 4, 4]))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("focal_loss", "unknown loss 'focal_loss': did you mean 'focal'? allowed are cross_entropy, focal"),
+        ("focal, cross_entropy", "loss 'focal, cross_entropy' is 2 losses: choose one"),
+        ("", "loss '' names none"),
+        ("focal(gamma=-1)", "focal: gamma=-1 must be a number of 0 or more"),
+        ("focal(gamma=1e999)", "focal: gamma=inf must be a number of 0 or more"),
+        ("cross_entropy(smoothing=1)", "cross_entropy: smoothing=1 must lie in [0, 1)"),
+        ("cross_entropy(smoothing=-0.1)", "cross_entropy: smoothing=-0.1 must lie in [0, 1)"),
+        ("cross_entropy(weights=(1, -2))", "cross_entropy: weights=(1.0, -2.0): they must be 0 or more"),
+        ("cross_entropy(weights=(0, 0))", "one of them above 0"),
+        ("cross_entropy(weights=())", "one of them above 0"),
+        ("focal(weights='equal')", "focal: weights='equal' is unknown: give 'balanced' or a number for each class"),
+        ("focal(weights=3)", "focal takes (*, gamma:"),
+        ("focal(alpha=3)", "unexpected keyword argument 'alpha'; focal takes (*, gamma:"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_done_is_refused_and_said(text, said):
+    with pytest.raises(UsageError) as refused:
+        parse_loss(text)
+    assert said in str(refused.value)

@@ -1,0 +1,193 @@
+"""Tables that cannot be used are refused by the name of the file, column, client or row, with what to do."""
+
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from fedshift.base.errors import UsageError
+from fedshift.data.reading import Reading
+from fedshift.data.tables import read_tables
+
+READING = Reading(client_column="site", target="ill", split_column="part")
+ROWS = ("x,train,1,0", "x,train,2,1", "x,test,3,0", "x,test,4,1")
+
+
+def lines(*rows: str) -> str:
+    return "\n".join(["site,part,a,ill", *rows, ""])
+
+
+def patients() -> pd.DataFrame:
+    """Sixty rows of two sites: a number, text, a label and the side of a split."""
+    row = np.arange(60)
+    return pd.DataFrame(
+        {
+            "age": row,
+            "site": np.resize(["oslo", "bonn"], 60),
+            "pain": np.resize(["typical", "none at all", "atypical"], 60),
+            "ill": row // 2 % 3,
+            "part": np.repeat(["train", "test"], 30),
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("", "{file} cannot be read as a table (Empty CSV file)"),
+        (lines(), "{file} has names of columns but no row"),
+        (lines(*ROWS, "x,train,3"), "CSV parse error: Row #6: Expected 4 columns, got 3: x,train,3): it must have"),
+        (lines(*ROWS).replace(",a,", ",ill,"), "{file} has two columns 'ill': names must differ"),
+        (lines(*ROWS).replace(",a,", ",,"), "{file}: column 3 has no name ('')"),
+        (lines(*ROWS).replace(",a,", ",Unnamed: 0,"), "column 3 has no name ('Unnamed: 0'), and is probably the num"),
+        (lines(*ROWS).replace(",", ";"), "{file} has semicolons between its columns (site;part;a;ill): write it with"),
+        (lines(*ROWS, "x,train,\xff,0").encode("latin-1"), "{file} cannot be read as a table"),
+        (lines(*ROWS).encode("utf-16"), "{file} cannot be read as a table"),
+        ("site,part,ill\nx,train,0\n", "{file} has no column beside ill, site, part: a table needs features"),
+        (lines(*ROWS, ",train,1,0", "x,train,1,1", ",test,1,1"), "{file}, data rows 5, 7: no value in column 'site'"),
+        (lines(*ROWS, "x,train,1,?"), "{file}, data row 5: no value in column 'ill': fill it in, or leave the rows"),
+        (lines(*ROWS, "x,,1,1"), "{file}, data row 5: no value in column 'part'"),
+        (lines(*ROWS, "x,trial,1,1"), "{file}, data row 5: 'trial' in column 'part', which says what rows are for"),
+        (lines(*ROWS, "x,train,-inf,1"), "{file}, data row 5: an infinite value in column 'a' (or one beyond float32)"),
+        (lines(*ROWS, "x,train,1e39,1"), "{file}, data row 5: an infinite value in column 'a' (or one beyond float32)"),
+        (lines(*ROWS, "y,train,1,1"), "client 'y' has 1 row, and needs one for training and one for testing"),
+        (lines(*ROWS, *["y,train,1,1"] * 2), "client 'y' has no row for test among its 2: column 'part' must give it"),
+        (lines(*ROWS, *["y,val,1,1"] * 2), "client 'y' has no row for train among its 2"),
+        (lines(*ROWS, "x,test,1,0.5"), "target 'ill' is 0.5 in some rows, not a whole number: only classes"),
+        (lines(*ROWS, "x,test,1,inf"), "target 'ill' is inf in some rows, not a whole number: only classes"),
+        (lines(*(f"x,test,1,{n}" for n in range(101))), "target 'ill' has more than 100 different values (such as 0,"),
+        (
+            lines(*ROWS, *(f"x,test,word {n:03},1" for n in range(51))),
+            "column 'a' holds text such as 'word 000' and more than 50 different values",
+        ),
+        (
+            lines(*ROWS, *(f"x,test,{n},1" for n in range(90)), "x,test,12o,1"),
+            "column 'a' holds text such as '12o' and more than 50 different values, so it is an identifier",
+        ),
+        (
+            lines(*(f"x,train,2020-01-{n:02},1" for n in range(1, 31))),
+            "column 'a' holds dates or times (such as '2020-01-01')",
+        ),
+        (
+            lines(*(f"x,train,{n}.12.1999 08:30,1" for n in range(1, 31))),
+            "column 'a' holds dates or times (such as ",
+        ),
+    ],
+)
+def test_a_table_that_cannot_be_used_is_refused_by_name(tmp_path, content, said):
+    file = tmp_path / "t.csv"
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(UsageError) as refused:
+        read_tables(file, READING)
+    assert said.format(file=file) in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"target": None}, "say which column holds the label (--target); columns are age, site, pain, ill, part"),
+        ({"target": "illness"}, "unknown column 'illness': did you mean 'ill'? allowed are age, ill, pain, part, site"),
+        ({"split_column": "fold"}, "unknown column 'fold'"),
+        ({"group_column": "patient"}, "unknown column 'patient'"),
+        ({"client_column": "sites"}, "unknown column 'sites': did you mean 'site'?"),
+        ({"group_column": "ill"}, "column 'ill' is named for 2 purposes"),
+        ({"client_column": None}, "say which column holds the client of each row (--client-column), or give a direct"),
+        ({"client_column": None}, "perhaps 'site'; columns are age, site, pain, ill, part"),
+        ({"split_column": None, "test_fraction": 1.0}, "test_fraction=1: must lie between 0 and 1"),
+        ({"split_column": None, "group_column": "pain", "test_fraction": 0.0}, "test_fraction=0: must lie between"),
+        ({"domains": ("olso",)}, "unknown domain 'olso': did you mean 'oslo'? allowed are bonn, oslo"),
+    ],
+)
+def test_a_choice_that_does_not_fit_the_table_is_refused(tmp_path, changed, said):
+    patients().to_csv(tmp_path / "t.csv", index=False)
+    with pytest.raises(UsageError) as refused:
+        read_tables(tmp_path / "t.csv", replace(READING, **changed))
+    assert said in str(refused.value)
+
+
+def test_a_likely_target_is_suggested_and_never_assumed(tmp_path):
+    patients().rename(columns={"ill": "Label"}).to_csv(tmp_path / "t.csv", index=False)
+    with pytest.raises(UsageError, match=r"say which column holds the label \(--target\); perhaps 'Label'; columns"):
+        read_tables(tmp_path / "t.csv", replace(READING, target=None))
+
+
+def test_clients_of_one_group_or_of_single_rows_of_classes_cannot_be_split(tmp_path):
+    patients().assign(person="p").to_csv(tmp_path / "t.csv", index=False)
+    with pytest.raises(
+        UsageError, match=r"client 'bonn' has no row for test among its 30: its rows are all of one gro"
+    ):
+        read_tables(tmp_path / "t.csv", replace(READING, split_column=None, group_column="person"))
+    patients()[:6].to_csv(tmp_path / "t.csv", index=False)
+    with pytest.raises(
+        UsageError, match=r"client 'bonn' has no row for test among its 3: it has one row of each class"
+    ):
+        read_tables(tmp_path / "t.csv", replace(READING, split_column=None))
+
+
+@pytest.mark.parametrize(
+    ("column", "said"),
+    [
+        (pa.array([0] * 60, pa.timestamp("us")), "column 'extra' holds dates or times (timestamp[us] in "),
+        (pa.array([[1, 2]] * 60), "column 'extra' holds list<"),
+        (pa.array([b"x"] * 60), "column 'extra' holds binary, neither numbers nor text"),
+    ],
+)
+def test_types_of_parquet_that_are_no_features_are_refused(tmp_path, column, said):
+    table = pa.Table.from_pandas(patients(), preserve_index=False).append_column("extra", column)
+    pq.write_table(table, tmp_path / "t.parquet")
+    with pytest.raises(UsageError) as refused:
+        read_tables(tmp_path / "t.parquet", READING)
+    assert said in str(refused.value)
+
+
+def test_rows_are_counted_within_their_file(tmp_path):
+    (tmp_path / "1.csv").write_text(lines(*ROWS))
+    (tmp_path / "2.csv").write_text(lines(ROWS[0], "x,train,1,", ROWS[1], "x,test,2,"))
+    (tmp_path / "3.csv").write_text(lines("x,train,1,"))
+    with pytest.raises(UsageError, match=r"2.csv, data rows 2, 4: no value in column 'ill'"):
+        read_tables(tmp_path, READING)
+
+
+def test_lists_as_labels_are_refused(tmp_path):
+    table = pa.table({"site": ["x"] * 4, "part": ["train", "test"] * 2, "a": [1, 2, 3, 4], "ill": [[0], [1]] * 2})
+    pq.write_table(table, tmp_path / "t.parquet")
+    with pytest.raises(UsageError, match=r"t.parquet: column 'ill' holds list<.*: give it one value a row"):
+        read_tables(tmp_path / "t.parquet", READING)
+
+
+def test_an_index_of_pandas_and_a_damaged_file_are_refused_in_parquet(tmp_path):
+    file = tmp_path / "t.parquet"
+    patients().set_index(np.arange(60) ** 2).to_parquet(file)
+    with pytest.raises(UsageError, match=r"column 6 has no name \('__index_level_0__'\)"):
+        read_tables(file, READING)
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(UsageError, match=r"t.parquet cannot be read as a table"):
+        read_tables(file, READING)
+
+
+def test_directories_whose_files_do_not_fit_together_are_refused(tmp_path):
+    frame = patients().drop(columns="site")
+    reading = replace(READING, client_column=None)
+    a, b, twin = tmp_path / "a.csv", tmp_path / "b.parquet", tmp_path / "b.csv"
+
+    def refusal() -> str:
+        with pytest.raises(UsageError) as refused:
+            read_tables(tmp_path, reading)
+        return str(refused.value)
+
+    assert refusal() == f"{tmp_path} is no table and no directory with one: give files of .csv, .tsv, .parquet"
+    frame.to_csv(a, index=False)
+    assert f"{a} is a single table: say which column holds the client" in refusal()
+    frame.drop(columns="pain").to_parquet(b)
+    assert refusal() == f"{b} has no column 'pain', which {a} has: all files need the same columns"
+    frame.assign(extra=1).to_parquet(b)
+    assert refusal() == f"{a} has no column 'extra', which {b} has: all files need the same columns"
+    frame.assign(pain=7).to_parquet(b)
+    assert refusal() == (
+        "column 'pain' holds numbers in one file and text such as 'typical' in another: give it one type"
+    )
+    frame.to_csv(twin, index=False)
+    assert refusal() == f"{twin} and {b} are both of client 'b': keep one"

@@ -1,0 +1,442 @@
+"""Tables of one or many files: features, labels and splits against pandas, scikit-learn and NumPy."""
+
+import os
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from sklearn.preprocessing import StandardScaler
+
+from fedshift.base.errors import UsageError
+from fedshift.data import columns, table_files
+from fedshift.data.federation import Federation
+from fedshift.data.reading import Reading
+from fedshift.data.table_rows import whole_groups
+from fedshift.data.tables import holds_tables, read_tables
+
+READING = Reading(client_column="site", target="ill", split_column="part")
+RAW = replace(READING, scaling="none")
+
+
+def patients(count: int = 90, key: int = 0) -> pd.DataFrame:
+    """``count`` rows of three sites, with numbers, truth values, text, and every side of a split at every site."""
+    draw = np.random.default_rng(key)
+    return pd.DataFrame(
+        {
+            "age": draw.integers(20, 90, count),
+            "site": np.resize(["oslo", "bonn", "kyiv"], count),
+            "chol": draw.normal(200, 40, count),
+            "smokes": draw.random(count) < 0.4,
+            "pain": draw.choice(["typical", "none at all", "atypical"], count),
+            "ill": draw.integers(0, 3, count),
+            "part": np.repeat(np.resize(["train", "train", "Train", "valid", "TEST"], (count + 2) // 3), 3)[:count],
+        }
+    )
+
+
+def write(frame: pd.DataFrame, path: Path) -> Path:
+    """The frame as a file in the format that the name says."""
+    if path.suffix == ".parquet":
+        frame.to_parquet(path, index=False)
+    else:
+        frame.to_csv(path, index=False, sep="\t" if path.suffix == ".tsv" else ",")
+    return path
+
+
+@pytest.fixture
+def read(tmp_path):
+    """Read a frame written as a file; keyword arguments change ``RAW`` reading."""
+
+    def through(frame: pd.DataFrame, name: str = "table.csv", **changed) -> Federation:
+        return read_tables(write(frame, tmp_path / name), replace(RAW, **changed))
+
+    return through
+
+
+def part_of(frame: pd.DataFrame, site: str, part: str) -> pd.DataFrame:
+    names = {"train": ["train"], "validation": ["val", "valid", "validation"], "test": ["test"]}[part]
+    return frame[(frame["site"] == site) & frame["part"].str.lower().isin(names)]
+
+
+def test_numbers_are_features_and_text_is_one_hot_as_in_pandas(read):
+    frame = patients()
+    data = read(frame).check()
+    assert (data.name, data.names, data.classes, data.class_names) == ("table", ("bonn", "kyiv", "oslo"), 3, ())
+    assert data.note == "90 rows of 3 clients, 4 columns"
+    assert data.notices == ()
+    features = pd.get_dummies(frame.drop(columns=["site", "ill", "part"]), columns=["pain"])
+    assert list(features.columns) == [
+        "age", "chol", "smokes", "pain_atypical", "pain_none at all", "pain_typical",
+    ]  # fmt: skip
+    for client in data.clients:
+        assert list(client.splits) == ["train", "validation", "test"]
+        for name, split in client.splits.items():
+            rows = part_of(frame, client.name, name).index
+            assert split.x.dtype == torch.float32
+            np.testing.assert_array_equal(split.x, features.loc[rows].astype(np.float32))
+            np.testing.assert_array_equal(split.y, frame.loc[rows, "ill"])
+
+
+def test_numbers_are_scaled_by_the_training_rows_of_their_client_as_in_scikit_learn(read):
+    frame = patients()
+    for client in read(frame, scaling="client").clients:
+        numeric = frame.columns[[0, 2, 3]]
+        fitted = StandardScaler().fit(part_of(frame, client.name, "train")[numeric])
+        for name, split in client.splits.items():
+            rows = part_of(frame, client.name, name)
+            np.testing.assert_allclose(split.x[:, :3], fitted.transform(rows[numeric]), rtol=1e-5, atol=1e-5)
+            np.testing.assert_array_equal(split.x[:, 3:], pd.get_dummies(frame["pain"]).loc[rows.index])
+
+
+def test_a_number_that_is_constant_in_training_is_only_centered(read):
+    frame = patients().assign(chol=lambda f: np.where(f["part"].str.lower() == "train", 0.1, 7.1))
+    for client in read(frame, scaling="client").clients:
+        assert torch.equal(client.train.x[:, 1], torch.zeros(len(client.train)))
+        np.testing.assert_allclose(client.test.x[:, 1], 7, rtol=1e-6)
+
+
+def test_large_numbers_that_differ_little_keep_their_differences(read):
+    frame = patients().assign(chol=lambda f: 2.0**23 + f.index)
+    for client in read(frame, scaling="client").clients:
+        np.testing.assert_allclose(client.train.x[:, 1].double().std(correction=0), 1, rtol=1e-6)
+        np.testing.assert_allclose(client.train.x[:, 1].double().mean(), 0, atol=1e-6)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=20, deadline=None)
+@given(
+    changed=st.lists(st.just(np.nan) | st.floats(-1e6, 1e6), min_size=18, max_size=18),
+    pain=st.lists(st.sampled_from([None, "typical", "atypical", "none at all"]), min_size=18, max_size=18),
+    labels=st.lists(st.integers(0, 2), min_size=18, max_size=18),
+)
+def test_test_rows_never_change_training_or_validation_arrays(read, changed, pain, labels):
+    before = patients().assign(chol=lambda f: f["chol"].where(f.index % 7 != 0))
+    test = before["part"] == "TEST"
+    after = before.copy()
+    after.loc[test, "chol"], after.loc[test, "pain"], after.loc[test, "ill"] = changed, pain, labels
+    pairs = zip(read(before, scaling="client").clients, read(after, scaling="client").clients, strict=True)
+    for one, other in pairs:
+        for name in ("train", "validation"):
+            assert torch.equal(one.splits[name].x, other.splits[name].x)
+            assert torch.equal(one.splits[name].y, other.splits[name].y)
+        assert torch.isfinite(other.test.x).all()
+
+
+# Missing values
+
+
+def test_missing_numbers_are_the_median_and_text_the_most_frequent_of_the_training_rows(read):
+    whole = patients()
+    lost = np.random.default_rng(1).random((len(whole), 2)) < 0.3
+    frame = whole.assign(chol=whole["chol"].mask(lost[:, 0]), pain=whole["pain"].mask(lost[:, 1]))
+    data = read(frame)
+    for client in data.clients:
+        train = part_of(frame, client.name, "train")
+        median = np.nanmedian(train["chol"].to_numpy(np.float32))
+        often = train["pain"].mode()[0]
+        for name, split in client.splits.items():
+            rows = part_of(frame, client.name, name).index
+            np.testing.assert_array_equal(split.x[:, 1], frame.loc[rows, "chol"].astype(np.float32).fillna(median))
+            filled = frame["pain"].fillna(often)
+            np.testing.assert_array_equal(split.x[:, 3:], pd.get_dummies(filled).loc[rows])
+    counts = frame.isna().groupby(frame["site"]).sum()[["chol", "pain"]].sum(axis=1)
+    assert data.notices == (
+        "missing values imputed from each client's own training rows (median, or most frequent category): "
+        + ", ".join(f"{site} {counts[site]}" for site in ("bonn", "kyiv", "oslo")),
+    )
+
+
+@pytest.mark.parametrize("word", ["", "?", "NA", "NaN", "nan", "null", " ", " ? "])
+def test_several_words_mean_that_a_value_is_missing(read, word):
+    frame = patients()
+    frame["chol"] = frame["chol"].astype(str).mask(frame.index == 4, word)
+    frame["pain"] = frame["pain"].mask(frame.index == 4, word)
+    assert read(frame).notices[0].endswith("category): bonn 2")
+
+
+def test_a_column_that_a_client_never_measured_in_training_is_zero_there_and_said(read):
+    frame = patients()
+    bonn = frame["site"] == "bonn"
+    frame["chol"] = frame["chol"].mask(bonn & (frame["part"] != "TEST"))
+    frame["pain"] = frame["pain"].mask(bonn)
+    data = read(frame, scaling="client")
+    for split in data.client("bonn").splits.values():
+        assert torch.equal(split.x[:, [1, 3, 4, 5]], torch.zeros(len(split), 4))
+        assert (split.x[:, 0] != 0).any()
+    assert data.client("oslo").train.x[:, 1].std() > 0.5
+    assert data.notices == (
+        "column 'chol' has no value in the training rows of 'bonn': it is 0 in all their rows",
+        "column 'pain' has no value in the training rows of 'bonn': it is 0 in all their rows",
+    )
+
+
+def test_columns_that_are_constant_or_empty_everywhere_are_said(read):
+    data = read(patients().assign(unit="mg", year=2020, void=None), scaling="client").check()
+    assert data.sample_shape == (9,)
+    assert data.notices == (
+        "the same in all rows, so nothing can be learned from it: 'unit', 'year'",
+        "column 'void' has no value in the training rows of 'bonn', 'kyiv', 'oslo': it is 0 in all their rows",
+    )
+
+
+def test_missing_values_can_be_refused(read):
+    frame = patients()
+    assert read(frame, missing="refuse").notices == ()
+    frame.loc[[1, 7], "pain"] = None
+    with pytest.raises(UsageError, match=r"client 'bonn' has no value of 'pain' in 2 of 30 rows: .*--missing impute"):
+        read(frame, missing="refuse")
+
+
+# Files
+
+
+def test_all_formats_and_layouts_give_bitwise_the_same_federation(tmp_path):
+    frame = patients().assign(
+        dose=lambda f: f["chol"].astype(np.float32).mask(f.index % 5 == 0),
+        visits=lambda f: f["age"].astype("Int64").mask(f.index % 4 == 0),
+        grade=lambda f: f["age"].mod(3).astype(str),
+        smokes=lambda f: f["smokes"].astype(object).mask(f.index % 6 == 0).astype("boolean"),
+    )
+    read = {}
+    for ending in ("csv", "tsv", "parquet"):
+        read[ending] = read_tables(write(frame, tmp_path / f"table.{ending}"), READING)
+        folder = tmp_path / ending
+        folder.mkdir()
+        for place, (site, rows) in enumerate(frame.groupby("site")):
+            order = (
+                random.Random(place).sample(list(frame.columns), len(frame.columns)) if place else list(frame.columns)
+            )
+            write(rows[[name for name in order if name != "site"]], folder / f"{site}.{ending}")
+        (folder / ".hidden.csv").write_text("nothing")
+        (folder / "notes.txt").write_text("nothing")
+        read[f"folder {ending}"] = read_tables(folder, replace(READING, client_column=None))
+        parts = tmp_path / f"parts {ending}"
+        parts.mkdir()
+        write(frame[:40], parts / f"1.{ending}")
+        write(frame[40:], parts / f"2.{ending}")
+        read[f"parts {ending}"] = read_tables(parts, READING)
+    assert {data.names for data in read.values()} == {("bonn", "kyiv", "oslo")}
+    assert len({data.notices for data in read.values()}) == 1
+    assert {data.sample_shape for data in read.values()} == {(9,)}
+    assert {name: data.fingerprint for name, data in read.items()} == dict.fromkeys(read, read["csv"].fingerprint)
+    assert read["parts csv"].name == "parts csv"
+
+
+@pytest.mark.parametrize("name", ["table.csv", "table.parquet"])
+def test_small_batches_give_bitwise_the_same_federation(read, monkeypatch, name):
+    frame = patients(210).assign(chol=lambda f: f["chol"].mask(f.index % 9 == 0))
+    frame["smokes"] = frame["smokes"].astype(str).where(frame.index < 190, "1")
+    whole = read(frame, name, scaling="client")
+    monkeypatch.setattr(table_files, "BLOCK", 500)
+    monkeypatch.setattr(table_files, "CELLS", 40)
+    assert read(frame, name, scaling="client").fingerprint == whole.fingerprint
+    monkeypatch.setattr(columns, "BLOCK", 64)
+    for one, other in zip(read(frame, name, scaling="client").clients, whole.clients, strict=True):
+        torch.testing.assert_close(one.train.x, other.train.x, rtol=1e-6, atol=1e-6)
+
+
+def test_a_byte_order_mark_quotes_and_line_breaks_inside_them_are_read(tmp_path):
+    lines = [
+        'site,"a, b",mood,y',
+        *(f'x,{n},"so\nso",{n % 2}' for n in range(8)),
+        *(f'x,{n},"well",1' for n in range(4)),
+    ]
+    (tmp_path / "t.csv").write_text("\n".join(lines), encoding="utf-8-sig")
+    data = read_tables(tmp_path / "t.csv", Reading(client_column="site", target="y", scaling="none"))
+    assert data.sample_shape == (3,)
+    pooled = torch.cat([split.x for split in data.clients[0].splits.values()])
+    assert pooled.sum(0).tolist() == [28 + 6, 8, 4]
+
+
+def test_numbers_with_some_text_among_them_are_categories_and_said(read):
+    frame = patients().assign(grade=lambda f: (f.index % 3).astype(str))
+    frame.loc[4, "grade"] = "3b"
+    data = read(frame)
+    assert data.sample_shape == (10,)
+    assert data.notices == ("column 'grade' has numbers and text such as '3b': it is read as 4 categories",)
+
+
+def test_text_typed_as_categories_stays_text_even_if_it_looks_like_numbers(read):
+    frame = patients()
+    digits = (frame["age"] % 3).astype(str)
+    data = read(frame.assign(age=digits.astype("category")), "table.parquet")
+    for name, split in data.client("bonn").splits.items():
+        rows = part_of(frame, "bonn", name).index
+        np.testing.assert_array_equal(split.x[:, :3], pd.get_dummies(digits).loc[rows])
+
+
+def test_progress_counts_values(read):
+    heard = []
+    read(patients(), progress=lambda *said: heard.append(said))
+    assert heard == [("values", 360, 360)]
+
+
+def test_whether_a_path_holds_tables_is_seen_from_names(tmp_path):
+    assert not holds_tables(tmp_path)
+    assert not holds_tables(tmp_path / "absent.csv")
+    (tmp_path / "images.csv").mkdir()
+    (tmp_path / "notes.txt").touch()
+    (tmp_path / ".a.csv").touch()
+    assert not holds_tables(tmp_path)
+    (tmp_path / "A.CSV").touch()
+    assert holds_tables(tmp_path)
+    assert holds_tables(tmp_path / "A.CSV")
+    assert not holds_tables(tmp_path / "notes.txt")
+
+
+# Clients and labels
+
+
+def test_domains_choose_and_order_clients_whose_rows_alone_count(read, tmp_path):
+    frame = patients()
+    frame.loc[frame["site"] == "bonn", "pain"] = "only here"
+    frame.loc[frame["site"] == "bonn", "ill"] = None
+    data = read(frame, domains=("oslo", "kyiv"))
+    assert data.names == ("oslo", "kyiv")
+    assert data.sample_shape == (6,)
+    alone = read(frame[frame["site"] != "bonn"], "alone.csv", domains=("oslo", "kyiv"))
+    assert data.fingerprint == alone.fingerprint
+    with pytest.raises(UsageError, match="unknown domain 'olso': did you mean 'oslo'\\? allowed are bonn, kyiv, oslo"):
+        read(frame, domains=("olso",))
+
+
+def test_files_that_are_not_chosen_need_not_be_readable(tmp_path):
+    for site, rows in patients().groupby("site"):
+        write(rows.drop(columns="site"), tmp_path / f"{site}.csv")
+    (tmp_path / "bonn.csv").write_text("")
+    reading = replace(RAW, client_column=None, domains=("oslo", "kyiv"))
+    assert read_tables(tmp_path, reading).names == ("oslo", "kyiv")
+    with pytest.raises(UsageError, match="unknown domain 'rome'"):
+        read_tables(tmp_path, replace(reading, domains=("rome",)))
+
+
+@pytest.mark.parametrize("name", ["table.csv", "table.parquet"])
+@pytest.mark.parametrize(
+    ("values", "classes", "labels", "names"),
+    [
+        ([0, 1, 2], None, [0, 1, 2], ()),
+        ([0, 1, 2], 5, [0, 1, 2], ()),
+        ([0, 2, 2], 3, [0, 2, 2], ()),
+        ([0.0, 1.0, 2.0], None, [0, 1, 2], ()),
+        ([0, 2, 2], None, [0, 1, 1], ("0", "2")),
+        ([1, 3, 2], None, [0, 2, 1], ("1", "2", "3")),
+        ([-1, 10, 9], None, [0, 2, 1], ("-1", "9", "10")),
+        (["b", "a", "c d"], None, [1, 0, 2], ("a", "b", "c d")),
+        (["b", "a", "b"], 3, [1, 0, 1], ("a", "b", "unseen 2")),
+        ([True, False, True], None, [1, 0, 1], ("False", "True")),
+    ],
+)
+def test_labels_are_numbered_from_zero(read, name, values, classes, labels, names):
+    frame = patients()
+    frame["ill"] = np.array(values)[np.arange(90) // 3 % 3]
+    data = read(frame, name, classes=classes)
+    assert data.classes == (classes or len(set(values)))
+    assert data.class_names == names
+    for client in data.clients:
+        for part, split in client.splits.items():
+            rows = part_of(frame, client.name, part).index
+            assert split.y.tolist() == [labels[row // 3 % 3] for row in rows]
+
+
+# Splits
+
+
+def test_a_column_called_split_with_these_values_is_used_unasked(read):
+    frame = patients()
+    said = read(frame.rename(columns={"part": "split"}), split_column=None)
+    assert said.fingerprint == read(frame).fingerprint
+    assert said.notices == ("column 'split' says which rows are for training, validation and testing",)
+
+
+def test_a_column_called_split_with_other_values_is_a_feature(read):
+    frame = patients().drop(columns="part").assign(split=lambda f: np.where(f.index % 2, "train", "lane"))
+    assert read(frame, split_column=None).sample_shape == (8,)
+
+
+def test_rows_are_drawn_for_testing_as_many_of_each_class_and_the_same_in_every_run(read):
+    frame = patients(300).drop(columns="part").assign(ill=lambda f: np.where(f.index // 3 % 5 == 0, "yes", "no"))
+    data = read(frame, split_column=None, test_fraction=0.25)
+    for client in data.clients:
+        assert torch.bincount(client.test.y).tolist() == [20, 5]
+        assert torch.bincount(client.train.y).tolist() == [60, 15]
+        assert client.validation is None
+        both = torch.cat([client.train.x, client.test.x])[:, 1].sort().values
+        expected = np.sort(frame.loc[frame["site"] == client.name, "chol"].to_numpy(np.float32))
+        np.testing.assert_array_equal(both, expected)
+    assert read(frame, "table.parquet", split_column=None, test_fraction=0.25).fingerprint == data.fingerprint
+    alone = read(frame, "other.csv", split_column=None, test_fraction=0.25, domains=("kyiv",))
+    assert torch.equal(alone.clients[0].test.x, data.client("kyiv").test.x)
+
+
+def test_groups_are_drawn_whole(read):
+    frame = patients(600).drop(columns="part")
+    frame["age"] = np.random.default_rng(2).integers(0, 40, 600)
+    frame["patient"] = "p" + frame["age"].astype(str)
+    data = read(frame, split_column=None, group_column="patient")
+    assert data.sample_shape == (6,)
+    for client in data.clients:
+        assert not set(client.train.x[:, 0].tolist()) & set(client.test.x[:, 0].tolist())
+        assert len(client.test) == pytest.approx(40, abs=3)
+    assert data.client("oslo").test.x[:, 0].unique().tolist() != data.client("bonn").test.x[:, 0].unique().tolist()
+
+
+@given(
+    group=st.lists(st.integers(0, 8), min_size=2, max_size=60),
+    fraction=st.floats(0.05, 0.95),
+    seed=st.integers(0, 2**32),
+)
+def test_whole_groups_leave_some_on_both_sides(group, fraction, seed):
+    array = np.array(group, dtype=np.int32)
+    drawn = whole_groups(array, fraction, np.random.default_rng(seed))
+    assert not set(array[drawn].tolist()) & set(array[~drawn].tolist())
+    if len(set(group)) == 1:
+        assert not drawn.any()
+        return
+    assert drawn.any()
+    assert not drawn.all()
+    assert abs(drawn.sum() - fraction * len(group)) <= np.bincount(array).max()
+
+
+def test_a_group_may_be_of_any_type_and_is_refused_on_two_sides(read):
+    frame = patients().assign(patient=lambda f: f.index + 1000.5)
+    assert read(frame, group_column="patient").fingerprint == read(frame.drop(columns="patient"), "b.csv").fingerprint
+    bonn = frame.index[frame["site"] == "bonn"]
+    frame.loc[[bonn[0], bonn[-1]], "patient"] = 7
+    with pytest.raises(UsageError, match=r"group '7.0' of client 'bonn' is on two sides of column 'part'"):
+        read(frame, group_column="patient")
+    oslo = frame.index[frame["site"] == "oslo"]
+    frame.loc[[bonn[-1], oslo[0]], "patient"] = 5, 7
+    read(frame, group_column="patient")  # clients name their groups independently
+
+
+# Real data
+
+HEART = Path(os.environ.get("FEDSHIFT_DATA", "")) / "heart_disease.npz"
+
+if HEART.is_file():
+
+    def test_four_hospitals_with_what_one_never_measured(tmp_path):
+        frames = []
+        with np.load(HEART) as packed:
+            for site in ("cleveland", "hungarian", "switzerland", "va"):
+                frame = pd.DataFrame(packed[f"x_{site}"], columns=packed["feature_names"])
+                frames.append(frame.assign(hospital=site, disease=packed[f"y_{site}"] > 0))
+        table = pd.concat(frames)
+        table["chol"] = table["chol"].mask(table["chol"] == 0)  # as SOURCES.md says
+        data = read_tables(
+            write(table, tmp_path / "heart.csv"), Reading(client_column="hospital", target="disease")
+        ).check()
+        sizes = {client.name: len(client.train) + len(client.test) for client in data.clients}
+        assert sizes == {"cleveland": 303, "hungarian": 294, "switzerland": 123, "va": 200}
+        assert (data.sample_shape, data.class_names) == ((13,), ("False", "True"))
+        place = list(table.columns).index("chol")
+        assert not data.client("switzerland").train.x[:, place].any()
+        assert (
+            "column 'chol' has no value in the training rows of 'switzerland': it is 0 in all their rows"
+        ) in data.notices
+        assert any("cleveland 6, hungarian 782" in notice for notice in data.notices)
