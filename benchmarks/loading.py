@@ -26,11 +26,11 @@ import pyarrow.csv
 import pyarrow.parquet
 from PIL import Image
 
-import fedshift.data.images
-import fedshift.data.tables  # noqa: F401 - every process has the same bare imports
+import fedshift.data.files.images
+import fedshift.data.files.tables  # noqa: F401 - every process has the same bare imports
 from fedshift.data.federation import Federation
-from fedshift.data.folder import read
-from fedshift.data.reading import Reading
+from fedshift.data.files.folder import read
+from fedshift.data.files.reading import Reading
 
 LIMIT = 2.0
 CLIENTS = ("north", "south", "west")

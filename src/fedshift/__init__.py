@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .core.work import Work
     from .data.digits import digits
     from .data.federation import Federation, federation
-    from .data.folder import read_folder
+    from .data.files.folder import read_folder
     from .methods.agc import agc
     from .methods.centralized import centralized
     from .methods.ditto import ditto
@@ -67,7 +67,7 @@ _HOME = {
     "core.work": ("Work",),
     "data.digits": ("digits",),
     "data.federation": ("Federation", "federation"),
-    "data.folder": ("read_folder",),
+    "data.files.folder": ("read_folder",),
     **{
         f"methods.{name}": (name,)
         for name in (

@@ -15,8 +15,8 @@ from .core.optimizer import SGD, AdamW, Cosine, Exponential, Optimizer, Schedule
 from .core.work import Work
 from .data.augment import parse
 from .data.federation import Federation
+from .data.files.reading import Progress
 from .data.partition import matching
-from .data.reading import Progress
 from .experiment import Experiment
 from .methods.agc import agc
 from .names import expressions, resolve

@@ -16,8 +16,8 @@ from .base.files import write_atomically
 from .config import DataSpec
 from .data.benchmarks._card import Card
 from .data.federation import Federation
+from .data.files.reading import Progress
 from .data.quality import Quality, examine
-from .data.reading import Progress
 from .diagnose import Diagnosis, diagnose
 from .diagnose import render as render_diagnosis
 from .inspect_data import describe, render, show

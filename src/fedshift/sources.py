@@ -15,8 +15,9 @@ from .base.errors import UsageError, unknown
 from .config import DataSpec
 from .data.assignment import assignment, saved
 from .data.federation import Federation
-from .data.folder import read
-from .data.images import SizesDiffer
+from .data.files.folder import read
+from .data.files.images import SizesDiffer
+from .data.files.reading import Progress, Reading
 from .data.partition import (
     Change,
     dirichlet,
@@ -31,7 +32,6 @@ from .data.partition import (
     truncate,
     validation,
 )
-from .data.reading import Progress, Reading
 from .data.split import HALF, IMAGENET, UNIT
 from .names import catalog, expressions, resolve
 

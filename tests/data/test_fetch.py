@@ -18,7 +18,7 @@ from fedshift.base.errors import FedshiftError, UsageError
 from fedshift.data import fetch as module
 from fedshift.data.benchmarks._card import Card, Remote
 from fedshift.data.fetch import fetch
-from fedshift.data.image_tree import clients_in
+from fedshift.data.files.image_tree import clients_in
 
 CONTENT = np.random.default_rng(0).bytes(300_000)
 

@@ -14,7 +14,7 @@ from scipy.stats import binomtest
 
 from fedshift.data.digits import digits
 from fedshift.data.federation import ClientData, Federation, federation
-from fedshift.data.folder import read_folder
+from fedshift.data.files.folder import read_folder
 from fedshift.data.quality import Place, examine, measure
 from fedshift.data.quality.copies import find_copies
 from fedshift.data.split import Split

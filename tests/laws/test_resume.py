@@ -1,16 +1,27 @@
 """Law 2: stop and resume equals uninterrupted, bit for bit, at any round, for every method."""
 
+import numpy as np
 import pytest
 
 from fedshift.base.errors import UsageError
 from fedshift.base.state import equal
 from fedshift.checkpoint import load_checkpoint, save_checkpoint
+from fedshift.core.loss import parse_loss
 from fedshift.core.optimizer import SGD, AdamW, Cosine
 from fedshift.core.work import Work
+from fedshift.data.augment import parse
+from fedshift.data.federation import federation
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedbn import fedbn
 
 ROUNDS = 4
+
+
+def pixels():
+    """The laws' clients as color images of pixels 0..255."""
+    rng = np.random.default_rng(0)
+    x, y = rng.integers(0, 256, (40, 3, 6, 6), dtype=np.uint8), np.arange(40) % 3
+    return federation({name: (x[k:30], y[k:30], x[30:], y[30:]) for k, name in enumerate("abc")})
 
 
 def through_disk(trial, fresh, path):
@@ -39,8 +50,11 @@ def test_resumed_equals_uninterrupted(trial, method, engine, stop, tmp_path):
         {"work": Work(batch_size=4, batches=3)},
         {"work": Work(batch_size=None, epochs=2)},
         {"participation": 2},
+        {"augment": parse("flip(), rotate(degrees=40), crop(padding=1), erase(patches=1, size=2)"), "data": pixels()},
+        {"augment": parse("color_jitter(), scale(), shear()"), "data": pixels(), "participation": 2},
+        {"loss": parse_loss("focal(weights='balanced')")},
     ],
-    ids=["momentum kept", "adamw kept", "batch groups", "full batch", "sampled clients"],
+    ids=["momentum kept", "adamw kept", "batch groups", "full batch", "sampled clients", "moved", "colored", "focal"],
 )
 def test_resumed_equals_uninterrupted_whatever_the_settings(trial, changes, tmp_path):
     whole, broken = trial(fedbn(), **changes), trial(fedbn(), **changes)

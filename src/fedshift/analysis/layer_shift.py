@@ -6,7 +6,6 @@ layers see appearance (brightness, contrast, texture), late layers what the netw
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np

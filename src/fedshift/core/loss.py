@@ -126,7 +126,7 @@ class Focal(Loss):
     @override
     def __call__(self, logits: Tensor, y: Tensor) -> Tensor:
         log_p = logits.log_softmax(dim=1).gather(1, y[:, None])[:, 0]
-        missing = (-log_p.expm1()).clamp_min(torch.finfo(logits.dtype).tiny)  # 1 - p; a power of 0 has no gradient
+        missing = (1 - log_p.exp()).clamp_min(torch.finfo(logits.dtype).tiny)  # roots have no slope at 0
         terms = -(missing**self.gamma) * log_p
         weight_K = self._weights(logits)
         return terms.mean() if weight_K is None else (weight_K[y] * terms).mean()

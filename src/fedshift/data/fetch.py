@@ -17,8 +17,8 @@ from urllib.request import Request, urlopen
 
 from ..base.errors import FedshiftError, UsageError
 from .benchmarks._card import Card, Remote
+from .files.reading import Progress
 from .hub import fetch_from_hub
-from .reading import Progress
 
 TIMEOUT = 60.0
 """Seconds without an answer after which a server is given up."""

@@ -19,7 +19,7 @@ from PIL import Image
 
 from ..base.errors import FedshiftError, UsageError
 from .benchmarks._card import Card
-from .reading import Progress
+from .files.reading import Progress
 
 _IMAGE, _LABEL, _CLIENT = ("image", "img"), ("label", "fine_label"), ("domain", "center")
 """Columns with the image, what it shows, and whose it is, in the data sets that cards name."""

@@ -1,6 +1,7 @@
 """Images whose files, labels and sides of the split are known beforehand, from a publisher's list or from folders.
 
-They are decoded once into the cache of images (:mod:`fedshift.data.image_store`), always in color, resized to squares.
+They are decoded once into the cache of images (:mod:`fedshift.data.files.image_store`), always in color, resized to
+squares.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ import torch
 from ...base.errors import UsageError
 from ...base.streams import stream
 from ..federation import ClientData, Federation
-from ..image_store import Facts, ImageFile, decode_all, entry, kept
-from ..image_tree import files_of
-from ..reading import Progress, Reading
+from ..files.image_store import Facts, ImageFile, decode_all, entry, kept
+from ..files.image_tree import files_of
+from ..files.reading import Progress, Reading
 from ..split import Split
 from ..stratified import stratified
 

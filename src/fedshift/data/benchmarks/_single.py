@@ -12,7 +12,7 @@ from pathlib import Path
 from numpy.typing import ArrayLike
 
 from ..federation import ClientData, Federation
-from ..folder import read_folder
+from ..files.folder import read_folder
 from ..formats import read_idx
 from ..split import Split, as_split
 from ._card import Card

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from ...base.errors import UsageError
 from ..federation import ClientData, Federation
+from ..files.reading import Progress
 from ..formats import reading
-from ..reading import Progress
 from ..split import IMAGENET, Split
 from ._card import Card
 from ._dermoscopy import SITES, find_compact, find_metadata, read_compact

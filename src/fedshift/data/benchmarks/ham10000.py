@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from ...base.errors import UsageError
 from ...base.streams import stream
 from ..federation import ClientData, Federation
+from ..files.reading import Progress
 from ..formats import reading
-from ..reading import Progress
 from ..split import Split
 from ._card import Card
 from ._dermoscopy import SITES, find_compact, find_metadata, read_compact, split_by_lesion

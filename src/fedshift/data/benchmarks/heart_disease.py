@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from ...base.errors import UsageError
 from ...base.streams import stream
-from ..columns import Column, impute, scale, starts
 from ..federation import ClientData, Federation
+from ..files.columns import Column, impute, scale, starts
 from ..split import Split
 from ..stratified import stratified
 from ._arrays import read_arrays

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from ...base.errors import UsageError
 from ..federation import Federation
-from ..image_tree import categories
-from ..reading import Progress
+from ..files.image_tree import categories
+from ..files.reading import Progress
 from ._card import Card
 from ._fedbn_lists import find_fedbn_lists, read_fedbn_list
 from ._listed import Domains, find_domains, from_folders, from_lists, read_listed

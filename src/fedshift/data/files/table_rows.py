@@ -13,10 +13,10 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from ..base.errors import UsageError, unknown
-from ..base.streams import stream
+from ...base.errors import UsageError, unknown
+from ...base.streams import stream
+from ..stratified import stratified
 from .columns import Ints, Seen, is_text, texts
-from .stratified import stratified
 from .table_files import TableFile
 
 SIDES = {"train": 0, "val": 1, "valid": 1, "validation": 1, "test": 2}

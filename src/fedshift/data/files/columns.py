@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from ..base.errors import UsageError
+from ...base.errors import UsageError
 
 MISSING = ("", "?", "NA", "N/A", "NaN", "nan", "NULL", "null")
 """Text that means that there is no value; spaces around text are dropped first."""

@@ -9,8 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from fedshift.base.errors import UsageError
-from fedshift.data.reading import Reading
-from fedshift.data.tables import read_tables
+from fedshift.data.files.reading import Reading
+from fedshift.data.files.tables import read_tables
 
 READING = Reading(client_column="site", target="ill", split_column="part")
 ROWS = ("x,train,1,0", "x,train,2,1", "x,test,3,0", "x,test,4,1")

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 
-from ..base.errors import UsageError
+from ...base.errors import UsageError
 from .columns import MISSING
 
 SEPARATORS = {".csv": ",", ".tsv": "\t"}

@@ -1,8 +1,8 @@
-"""A federation from directories of images, see :mod:`fedshift.data.image_tree` for how they are arranged.
+"""A federation from directories of images, see :mod:`fedshift.data.files.image_tree` for how they are arranged.
 
 A client whose folder holds no parts gives ``test_fraction`` of every class for testing, and so does the train folder
 of a client without a test folder. Train, validation and test are rows of one array, which is decoded once and mapped
-from the cache afterwards (:mod:`fedshift.data.image_store`).
+from the cache afterwards (:mod:`fedshift.data.files.image_store`).
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..base.errors import UsageError, unknown
-from ..base.streams import stream
+from ...base.errors import UsageError, unknown
+from ...base.streams import stream
+from ..federation import ClientData, Federation
+from ..split import Split
+from ..stratified import stratified
 from .decode import Header
-from .federation import ClientData, Federation
 from .image_store import Facts, ImageFile, Store, decode_all, entry, inspect_all, kept
 from .image_tree import categories, clients_in, files_of
 from .reading import Reading
-from .split import Split
-from .stratified import stratified
 
 Rows = NDArray[np.int64]
 Sizes = dict[tuple[int, int], str]  # a file of each (width, height)

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from ..base.errors import UsageError, unknown
-from .federation import ClientData, Federation, class_count
+from ...base.errors import UsageError, unknown
+from ..federation import ClientData, Federation, class_count
+from ..split import as_split
 from .image_tree import holds_images
 from .images import read_images
 from .reading import Reading
-from .split import as_split
 from .tables import holds_tables, read_tables
 
 SPLITS = {"train": "train", "validation": "val", "test": "test"}
@@ -29,8 +29,8 @@ def read_folder(
 
     Understood are ``client/class/*.png`` (jpg, tif, bmp) and ``client/train/class/*.png`` with test and val beside
     train; one ``.npz`` file a client; one CSV or Parquet file a client, or one table with ``client_column``.
-    ``choices`` are the fields of :class:`fedshift.data.reading.Reading`. Raises :class:`UsageError` naming the file
-    where one cannot be read, and where a directory holds nothing of these or two kinds of them.
+    ``choices`` are the fields of :class:`~fedshift.data.files.reading.Reading`. Raises :class:`UsageError` naming the
+    file where one cannot be read, and where a directory holds nothing of these or two kinds of them.
     """
     return read(Path(path), Reading(domains=None if domains is None else tuple(domains), classes=classes, **choices))
 

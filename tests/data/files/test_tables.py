@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from sklearn.preprocessing import StandardScaler
 
 from fedshift.base.errors import UsageError
-from fedshift.data import columns, table_files
 from fedshift.data.federation import Federation
-from fedshift.data.reading import Reading
-from fedshift.data.table_rows import whole_groups
-from fedshift.data.tables import holds_tables, read_tables
+from fedshift.data.files import columns, table_files
+from fedshift.data.files.reading import Reading
+from fedshift.data.files.table_rows import whole_groups
+from fedshift.data.files.tables import holds_tables, read_tables
 
 READING = Reading(client_column="site", target="ill", split_column="part")
 RAW = replace(READING, scaling="none")

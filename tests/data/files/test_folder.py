@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fedshift.base.errors import UsageError
-from fedshift.data.folder import read_folder
+from fedshift.data.files.folder import read_folder
 
 
 def test_a_folder_holds_the_same_federation_as_its_arrays(tiny, tiny_folder):
@@ -132,5 +132,5 @@ def test_a_folder_without_data_is_refused_and_told_what_is_understood(tmp_path):
 
 def test_a_folder_with_two_kinds_of_data_is_refused(tiny_folder):
     (tiny_folder / "more.csv").write_text("a,y\n1,0\n")
-    with pytest.raises(UsageError, match="holds .npz files and tables: put each kind into a directory of its own"):
+    with pytest.raises(UsageError, match=r"holds \.npz files and tables: put each kind into a directory of its own"):
         read_folder(tiny_folder)

@@ -15,11 +15,11 @@ import pytest
 import torch
 from PIL import Image
 
-import fedshift.data.image_store as image_store
+import fedshift.data.files.image_store as image_store
 from fedshift.base.errors import UsageError
-from fedshift.data.image_tree import holds_images
-from fedshift.data.images import read_images
-from fedshift.data.reading import Reading
+from fedshift.data.files.image_tree import holds_images
+from fedshift.data.files.images import read_images
+from fedshift.data.files.reading import Reading
 
 SUFFIXES = ("png", "bmp", "tif", "TIFF", "PNG")
 
@@ -723,8 +723,8 @@ def test_two_processes_that_decode_at_the_same_time_get_the_same(read, root, tmp
     cache = tmp_path / "shared"
     code = f"""
 import pathlib, time
-import fedshift.data.images as images
-from fedshift.data.reading import Reading
+import fedshift.data.files.images as images
+from fedshift.data.files.reading import Reading
 def meet(*told):
     pathlib.Path({str(tmp_path)!r}, "child").touch()
     while not pathlib.Path({str(tmp_path)!r}, "parent").exists():

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-from ..base.errors import UsageError
+from ...base.errors import UsageError
 from .decode import SUFFIXES
 from .image_store import ImageFile
 

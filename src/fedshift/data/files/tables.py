@@ -16,11 +16,11 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from ..base.errors import UsageError, unknown
+from ...base.errors import UsageError, unknown
+from ..federation import ClientData, Federation
+from ..split import Split
 from .columns import Column, Floats, Ints, Seen, column_of, impute, is_number, is_text, no_date, scale, starts
-from .federation import ClientData, Federation
 from .reading import Progress, Reading
-from .split import Split
 from .table_files import SUFFIXES, TableFile, is_table, open_table, table_files
 from .table_rows import SPLITS, Labels, Roles, Rows, classes_of, listed, says_split, scan, sides
 
