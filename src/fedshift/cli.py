@@ -9,8 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from json import dumps
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,9 +20,9 @@ from rich.console import Console
 
 from . import __version__
 from .base.errors import FedshiftError, UsageError, unknown
-from .base.files import write_atomically
-from .config import CompareSpec, DataSpec, Place, RunSpec
-from .launch import execute, loading
+from .cli_data import data, diagnose
+from .config import CompareSpec, Place, RunSpec
+from .launch import execute, wide
 
 
 def _settings_from_file(app: App, commands: tuple[str, ...], arguments: cyclopts.ArgumentCollection) -> None:
@@ -70,6 +69,8 @@ app = App(
     help_epilogue="Every command takes --debug, which shows the traceback of an error.",
     config=(_settings_from_file,),
 )
+app.command(data)
+app.command(diagnose)
 
 
 @app.command
@@ -135,7 +136,7 @@ def inspect(
         sizes = tuple(int(size) for size in shape.split(","))
     except ValueError as error:
         raise UsageError(f"shape {shape!r}: write whole numbers with commas, for example 3,28,28") from error
-    console = _wide()
+    console = wide()
     for part in inspect_method(model, method, sizes, classes):
         console.print(part)
     return 0
@@ -153,156 +154,10 @@ def list_(what: Literal["methods", "models", "data", "all"] = "all") -> int:
     """
     from .inspection import listing
 
-    console = _wide()
+    console = wide()
     for table in listing(("methods", "models", "data") if what == "all" else (what,)):
         console.print(table, "")
     return 0
-
-
-data = App(name="data", help="List, fetch, check and show data.")
-app.command(data)
-
-
-@data.command(name="list")
-def data_list(*, root: str | None = None) -> int:
-    """List the embedded data and the papers' benchmarks: clients, classes, sizes, license, where to get them.
-
-    Parameters
-    ----------
-    root
-        Directory that holds the files of benchmarks; without it the one that FEDSHIFT_DATA names, else data.
-
-    """
-    from .explore import benchmarks
-    from .sources import root_of
-
-    return _printed(_wide(), benchmarks(root_of(DataSpec(root=root))))
-
-
-@data.command
-def fetch(name: str, *, root: str | None = None, hub: bool = False) -> int:
-    """Download a benchmark from its publisher, checked and resumable: the one command that uses the network.
-
-    Parameters
-    ----------
-    name
-        A benchmark, see `fedshift data list`.
-    root
-        Directory to keep it in; without it the one that FEDSHIFT_DATA names, else data.
-    hub
-        From Hugging Face in place of the publisher (needs `pip install 'fedshift[hub]'`).
-
-    """
-    from .data.fetch import fetch as download
-    from .explore import card_of
-    from .sources import root_of
-
-    console, place = Console(), root_of(DataSpec(root=root))
-    with loading(console) as progress:
-        files = download(name, card_of(name), place, progress=progress, hub=hub)
-    for file in files:
-        console.print(str(file), markup=False, highlight=False, soft_wrap=True)
-    return 0
-
-
-@data.command
-def check(where: str, spec: Annotated[DataSpec, Parameter(name="*")] = DataSpec(), *, json: Path | None = None) -> int:
-    """Look for what would spoil an experiment: duplicates, leakage, missing classes, constant features.
-
-    The exit code is 1 where something must be mended before training.
-
-    Parameters
-    ----------
-    where
-        A directory of your own, a benchmark or the embedded data, as for --data.
-    spec
-        How data are read and prepared.
-    json
-        File to write the findings to.
-
-    """
-    from .explore import check_data
-
-    console = _wide()
-    with loading(console) as progress:
-        found, parts = check_data(where, spec, progress)
-    return _printed(console, parts, found.as_dict(), json) or int(bool(found.of("error")))
-
-
-@data.command
-def show(where: str, spec: Annotated[DataSpec, Parameter(name="*")] = DataSpec(), *, out: Path | None = None) -> int:
-    """Draw what each client has: a sheet of samples, and how classes are shared out.
-
-    Parameters
-    ----------
-    where
-        A directory of your own, a benchmark or the embedded data, as for --data.
-    spec
-        How data are read and prepared.
-    out
-        Directory for the pictures, and for split.csv where a split is asked for; without it, shown/<name>.
-
-    """
-    from .explore import show_data
-
-    console = _wide()
-    with loading(console) as progress:
-        parts, files = show_data(where, spec, out, progress)
-    _printed(console, parts)
-    for file in files:
-        console.print(str(file), markup=False, highlight=False, soft_wrap=True)
-    return 0
-
-
-@app.command
-def diagnose(
-    where: str,
-    spec: Annotated[DataSpec, Parameter(name="*")] = DataSpec(),
-    *,
-    permutations: int = 999,
-    seed: int = 0,
-    json: Path | None = None,
-) -> int:
-    """Say how clients differ (label skew, feature shift, quantity skew, concept shift), how much, and what helps.
-
-    Parameters
-    ----------
-    where
-        A directory of your own, a benchmark or the embedded data, as for --data.
-    spec
-        How data are read and prepared.
-    permutations
-        Permutations behind each p-value.
-    seed
-        Seed of subsamples, folds and permutations.
-    json
-        File to write the findings to.
-
-    """
-    from .explore import diagnose_data
-
-    console = _wide()
-    with loading(console) as progress:
-        found, parts = diagnose_data(where, spec, progress, permutations=permutations, seed=seed)
-    return _printed(console, parts, found.as_dict(), json)
-
-
-def _printed(
-    console: Console, parts: Iterable[Any], facts: Mapping[str, Any] | None = None, file: Path | None = None
-) -> int:
-    """Print ``parts``, and write ``facts`` to ``file``."""
-    for part in parts:
-        console.print(part)
-    if file:
-        write_atomically(file, (dumps(facts, indent=2) + "\n").encode())
-        console.print(f"Written: {file}", markup=False, highlight=False, soft_wrap=True)
-    return 0
-
-
-def _wide() -> Console:
-    """A console for tables: as wide as the terminal, and wide enough for a file or a pipe."""
-    console = Console()
-    return console if console.is_terminal else Console(width=120)
 
 
 def _guarded(call: Callable[[], Any], debug: bool) -> int:

@@ -84,6 +84,12 @@ def loading(console: Console) -> Iterator[Callable[[str, int, int], None]]:
         yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
 
 
+def wide() -> Console:
+    """A console for tables: as wide as the terminal, and wide enough for a file or a pipe."""
+    console = Console()
+    return console if console.is_terminal else Console(width=120)
+
+
 def _stopped(console: Console, command: str, directory: Path) -> int:
     """Say how to go on, and return the exit code of a run stopped by Ctrl-C."""
     go_on = f"fedshift {command} --resume {shlex.quote(str(directory))}"

@@ -1,0 +1,103 @@
+"""The data commands, as a person calls them: listed, checked, shown and diagnosed before anything trains."""
+
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.conftest import write_npz
+
+
+@pytest.fixture
+def photos(tmp_path):
+    """Two clients with folders of images of two sizes and classes, one of which cannot be read."""
+    rng = np.random.default_rng(0)
+    for client, size in (("north", 12), ("south", 16)):
+        for label in ("cat", "dog"):
+            folder = tmp_path / "photos" / client / label
+            folder.mkdir(parents=True)
+            for number in range(10):
+                Image.fromarray(rng.integers(0, 256, (size, size, 3), dtype=np.uint8)).save(folder / f"{number}.png")
+    (tmp_path / "photos/north/cat/3.png").write_bytes(b"no image")
+    return tmp_path / "photos"
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("FEDSHIFT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+def test_the_list_says_what_is_here(cli, tmp_path):
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 256, (20, 28, 28), dtype=np.uint8)
+    write_npz(
+        tmp_path / "mnist.npz", x_train=images, y_train=np.arange(20) % 10, x_test=images, y_test=np.arange(20) % 10
+    )
+    done = cli("data", "list", "--root", tmp_path)
+    assert done.code == 0
+    rows = {line.split()[0]: line for line in done.out.splitlines() if line.strip()}
+    assert rows["mnist"].split()[1] == "yes"
+    assert rows["usps"].split()[1] == "no"
+    assert rows["gaussians"].split()[1] == "made"
+    assert "CC BY-NC-SA 3.0" in rows["abide"]
+
+
+def test_a_benchmark_that_is_not_known_is_not_fetched(cli):
+    done = cli("data", "fetch", "mnits")
+    assert (done.code, "did you mean 'mnist'" in done.err) == (2, True)
+
+
+def test_the_check_names_what_is_wrong_and_exits_with_one(cli, tiny_folder, rewrite, tmp_path):
+    assert cli("data", "check", tiny_folder).code == 0
+    with np.load(tiny_folder / "bob.npz") as packed:
+        x, y = packed["x_train"], packed["y_train"]
+    rewrite("bob", x_test=x[:5], y_test=y[:5])
+    done = cli("data", "check", tiny_folder, "--json", tmp_path / "found.json")
+    assert done.code == 1
+    assert "bob" in done.out
+    leaks = [
+        found for found in json.loads((tmp_path / "found.json").read_text())["findings"] if found["kind"] == "leakage"
+    ]
+    assert [found["samples"] for found in leaks] == [5]
+
+
+def test_the_check_goes_on_without_broken_images_and_names_them(cli, photos):
+    done = cli("data", "check", photos)
+    assert "3.png" in done.out
+    assert "north" in done.out
+    refused = cli("compare", "--data", photos, "--image-size", 16)
+    assert (refused.code, "--broken skip" in refused.err) == (2, True)
+
+
+def test_images_of_several_sizes_are_shown_but_trained_on_only_at_a_size_that_is_given(cli, photos, tmp_path):
+    shown = cli("data", "show", photos, "--broken", "skip", "--out", tmp_path / "pictures")
+    assert shown.code == 0, shown.err
+    assert {file.name for file in (tmp_path / "pictures").iterdir()} == {
+        "samples.png", "samples.svg", "classes.png", "classes.svg",
+    }  # fmt: skip
+    refused = cli("run", "--data", photos, "--broken", "skip")
+    assert (refused.code, "--image-size" in refused.err) == (2, True)
+
+
+def test_a_split_is_drawn_and_saved(cli, tmp_path):
+    done = cli("data", "show", "digits", "--split", "dirichlet(clients=6, alpha=0.3)", "--out", tmp_path / "pictures")
+    assert done.code == 0, done.err
+    assert "client-5" in done.out
+    assert (tmp_path / "pictures/split.csv").read_text().startswith("client,split,domain,source,row\n")
+    again = cli("data", "show", "digits", "--split", f"saved(path='{tmp_path}/pictures/split.csv')", "--out", "two")
+    assert again.out.splitlines()[:8] == done.out.splitlines()[:8]
+
+
+def test_a_diagnosis_is_printed_and_written(cli, tmp_path):
+    done = cli("diagnose", "digits", "--permutations", 99, "--json", tmp_path / "found.json")
+    assert done.code == 0, done.err
+    assert "fedbn" in done.out
+    assert json.loads((tmp_path / "found.json").read_text())
+
+
+@pytest.mark.parametrize("command", [("data", "check"), ("data", "show"), ("diagnose",)])
+def test_data_that_do_not_exist_are_refused(cli, command):
+    done = cli(*command, "no/such/place")
+    assert (done.code, "there is no" in done.err) == (2, True)
