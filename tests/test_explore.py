@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.conftest import write_npz
-
 
 @pytest.fixture
 def photos(tmp_path):
@@ -32,7 +30,7 @@ def own_cache(tmp_path, monkeypatch):
 def test_the_list_says_what_is_here(cli, tmp_path):
     rng = np.random.default_rng(0)
     images = rng.integers(0, 256, (20, 28, 28), dtype=np.uint8)
-    write_npz(
+    np.savez(
         tmp_path / "mnist.npz", x_train=images, y_train=np.arange(20) % 10, x_test=images, y_test=np.arange(20) % 10
     )
     done = cli("data", "list", "--root", tmp_path)

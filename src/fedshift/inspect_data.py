@@ -43,7 +43,8 @@ def describe(data: Federation) -> Table:
         )  # fmt: skip
     if len(data.clients) > SHOWN:
         table.add_row(Text(f"and {len(data.clients) - SHOWN:,} more", style="dim"))
-    totals = [f"{sum(len(c.splits[name]) for c in data.clients if name in c.splits):,}" for name in splits]
+    distinct = [{id(c.splits[name]): len(c.splits[name]) for c in data.clients if name in c.splits} for name in splits]
+    totals = [f"{sum(sizes.values()):,}" for sizes in distinct]  # what clients share counts once
     trained = np.any([_counts(client, data.classes) > 0 for client in data.clients], axis=0).sum()
     table.add_section()
     table.add_row("all", *totals, f"{trained} of {data.classes}", style="bold")
