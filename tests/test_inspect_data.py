@@ -43,12 +43,13 @@ def test_the_table_holds_every_clients_sizes(tiny):
 
 def test_the_table_of_many_clients_shows_the_first_and_sums_all(tiny):
     first = tiny.clients[0]
-    many = replace(tiny, clients=tuple(replace(first, name=f"[b]{k}") for k in range(SHOWN + 5)))
+    own = (first.train.take(torch.arange(26)) for _ in range(SHOWN + 5))
+    many = replace(tiny, clients=tuple(replace(first, name=f"[b]{k}", train=train) for k, train in enumerate(own)))
     text = printed(describe(many))
     assert f"[b]{SHOWN - 1}" in text
     assert f"[b]{SHOWN} " not in text
     assert "and 5 more" in text
-    assert f"{26 * (SHOWN + 5)}" in text.splitlines()[-1]
+    assert text.splitlines()[-1].split()[:3] == ["all", f"{26 * (SHOWN + 5)}", "12"]  # test data are shared by all
 
 
 def test_what_the_check_found_is_said_with_fix_and_places(tiny):
