@@ -34,11 +34,13 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# The README's pictures, from the records of a demo run.
+# The README's pictures, from the records of a demo run, and that of the page on data.
 picture: setup
 	rm -rf runs/picture
 	$(BIN)/fedshift compare --config examples/demo.toml --out runs/picture
 	cp $(addprefix runs/picture/figures/,samples.png accuracy-macro.svg accuracy-bars.svg) docs/images/
+	$(BIN)/fedshift data show digits --split "dirichlet(clients=8, alpha=0.3)" --out runs/picture/data
+	cp runs/picture/data/classes.svg docs/images/
 
 # The figures of docs/methods, about four minutes on one core.
 guide: setup

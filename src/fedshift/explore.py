@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import shlex
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 from rich.console import RenderableType
@@ -95,7 +96,17 @@ def diagnose_data(
     source = source_of(where, spec, progress, differing=LOOKED_AT).fitted(spec.image_size)
     data = split_of(source, replace(spec, allow_single_class=True))
     found = diagnose(data, seed=seed, permutations=permutations, progress=progress)
-    return found, iter([*_notices(data), *render_diagnosis(found)])
+    return found, iter([*_notices(data), *render_diagnosis(found, _as_flags(where, spec))])
+
+
+def _as_flags(where: str, spec: DataSpec) -> str:
+    """``where`` and the settings that are not as by default, as they follow ``--data`` on a command line."""
+    words = [where]
+    for field in fields(spec):
+        value = getattr(spec, field.name)
+        if value != field.default and field.name not in ("allow_single_class", "validation"):
+            words += [f"--{field.name.replace('_', '-')}", str(value)]
+    return shlex.join(words)
 
 
 def _notices(data: Federation) -> Iterator[RenderableType]:

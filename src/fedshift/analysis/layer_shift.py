@@ -43,7 +43,8 @@ def layer_shift(
         """Divergence of each client under each assignment of clients, ``[P, C]``."""
         members = np.equal(codes_PN[:, None, :], np.arange(clients)[None, :, None]).reshape(-1, both_ND.shape[0])
         means = (members @ both_ND).reshape(len(codes_PN), clients, -1) / size_C[None, :, None]
-        return _jeffreys(means, pooled_D).mean(axis=2)
+        over_channels: Floats = _jeffreys(means, pooled_D).mean(axis=2)
+        return over_channels
 
     own_C = divergence(client[None])[0]
     null = []
