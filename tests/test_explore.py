@@ -35,11 +35,12 @@ def test_the_list_says_what_is_here(cli, tmp_path):
     )
     done = cli("data", "list", "--root", tmp_path)
     assert done.code == 0
-    rows = {line.split()[0]: line for line in done.out.splitlines() if line.strip()}
+    rows = {line.split()[0]: line for line in done.out.splitlines() if line[:1].strip()}
     assert rows["mnist"].split()[1] == "yes"
     assert rows["usps"].split()[1] == "no"
     assert rows["gaussians"].split()[1] == "made"
-    assert "CC BY-NC-SA 3.0" in rows["abide"]
+    assert "License: CC BY-NC-SA 3.0." in done.out
+    assert "(or fedshift data fetch mnist)" in done.out
 
 
 def test_a_benchmark_that_is_not_known_is_not_fetched(cli):

@@ -144,7 +144,7 @@ def inspect(
 
 @app.command(name="list")
 def list_(what: Literal["methods", "models", "data", "all"] = "all") -> int:
-    """List methods, models and embedded data.
+    """List methods, models and data.
 
     Parameters
     ----------

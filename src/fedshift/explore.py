@@ -49,17 +49,20 @@ def benchmarks(root: Path) -> Iterator[RenderableType]:
         made: Federation = resolve("data", function)()
         said = f" embedded: {len(made.clients)} clients, {made.classes} classes. {made.note}\n"
         yield Text.assemble((name, "bold"), said)
-    table = Table(title=f"benchmarks, with files under {root}", box=None, title_justify="left", padding=(0, 2, 0, 0))
-    for column in ("name", "here", "clients", "classes", "samples", "license", "where"):
-        table.add_column(column, no_wrap=column in ("name", "here"), overflow="fold")
+    table = Table(title=f"benchmarks, with files under {root}", box=None, title_justify="left", padding=(0, 2, 1, 0))
+    for column in ("name", "here"):
+        table.add_column(column, no_wrap=True)
+    table.add_column("what it is, license, where to get it", overflow="fold")
     for name, card in cards().items():
         here = "made" if card.generated else "yes" if card.present(name, root) else "no"
-        table.add_row(
-            name, here, str(len(card.clients)), str(card.classes), Text(card.samples), Text(card.license),
-            Text(card.homepage),
-        )  # fmt: skip
+        who = ", ".join(card.clients) if len(card.clients) > 1 else "one client"
+        lines = (
+            f"{card.title}. {who[0].upper()}{who[1:]}; {card.classes} classes. {card.samples}.",
+            f"License: {card.license}.",
+            f"{card.homepage}{' (or fedshift data fetch ' + name + ')' if card.remotes or card.hub else ''}",
+        )
+        table.add_row(name, here, Text("\n".join(lines)))
     yield table
-    yield Text("`fedshift data fetch NAME` gets what can be had without an account; --data NAME trains on it.")
 
 
 def check_data(where: str, spec: DataSpec, progress: Progress | None) -> tuple[Quality, Iterator[RenderableType]]:

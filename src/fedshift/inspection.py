@@ -61,9 +61,11 @@ def listing(kinds: Sequence[str]) -> Iterator[Table]:
             table.add_column("arguments")
         table.add_column("what it is")
         embedded = {name: resolve("data", function) for name, function in EMBEDDED.items()}
-        known: Mapping[str, Callable[..., Any]] = embedded if kind == "data" else catalog(kind)
+        known: Mapping[str, Callable[..., Any]] = (
+            {**embedded, **catalog("data.benchmarks")} if kind == "data" else catalog(kind)
+        )
         for name, function in known.items():
-            described = inspect.getmodule(function) if kind == "methods" else function
+            described = function if kind == "models" or name in EMBEDDED else inspect.getmodule(function)
             first = (inspect.getdoc(described) or "").split("\n\n")[0].replace("\n", " ").replace("``", "")
             middle = [_arguments(function)] if kind == "methods" else []
             table.add_row(name, *middle, Text(first))

@@ -75,7 +75,7 @@ def _methods(kind: Kind, skewed: bool, devices: bool, images: bool) -> Iterator[
             if devices:
                 yield from shared
             elif skewed:
-                yield from [*shared, *local]
+                yield from [shared[0], local[0], *shared[1:], *local[1:]]
             else:
                 yield from [local[0], shared[0], local[1], adaptive, *shared[1:]]
         case "label skew":

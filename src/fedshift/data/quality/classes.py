@@ -99,7 +99,7 @@ def judge_classes(data: Federation, surveys: Sequence[Survey]) -> Iterator[Findi
         "Training data lack classes that other clients have",
         kind="missing-class",
         severity="note",
-        fix="Nothing need be done: clients differ in their classes. A personal model learns little of what its client lacks.",
+        fix="Nothing need be done: classes differ by client. A personal model learns little of what its client lacks.",
     )
 
 

@@ -170,6 +170,6 @@ def judge_copies(surveys: Sequence[Survey]) -> Iterator[Finding]:
             kind="common-set",
             severity="note",
             text=f"{listed(several, '; ')}.",
-            fix="None is needed where one set is to measure several clients; it does not count as copies.",
+            fix="Nothing need be done where one set is to measure several clients; it does not count as copies.",
             clients=tuple(dict.fromkeys(name for _, names in found.common for name in names)),
         )

@@ -29,7 +29,7 @@ def judge_form(surveys: Sequence[Survey]) -> Iterator[Finding]:
             kind="shapes",
             severity="note" if matched else "error",
             text=f"Samples differ in shape: {_by_form(shapes)}.",
-            fix="Nothing need be done: images are brought to one size, gray ones to color (--image-size chooses the size)."
+            fix="Nothing need be done: images are brought to one size (--image-size chooses it), gray ones to color."
             if matched
             else "Give all clients the same features, or images of the same number of channels.",
             clients=clients_of(surveys),
