@@ -9,7 +9,7 @@ TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 # The page is tested in headless Chromium where it is installed.
 BROWSER := $(if $(and $(shell command -v chromium),$(shell command -v chromedriver)),,and not browser)
 
-.PHONY: setup demo test slow-test lint picture guide clean
+.PHONY: setup demo test slow-test lint picture guide benchmark clean
 
 setup: $(READY)
 
@@ -45,6 +45,11 @@ picture: setup
 # The figures of docs/methods, about four minutes on one core.
 guide: setup
 	OMP_NUM_THREADS=1 $(BIN)/python examples/guide.py
+
+# Measurements, some minutes each: memory of loading, and how often the diagnosis names the right shift.
+benchmark: setup
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/loading.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/diagnose.py 10
 
 clean:
 	rm -rf .venv dist build .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -9,6 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from fedshift.data.augment import CATALOG
+from fedshift.names import catalog
+from fedshift.sources import SPLITS
+
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -83,3 +87,9 @@ def test_versions_agree():
 
     assert f"version: {fedshift.__version__}" in (ROOT / "CITATION.cff").read_text()
     assert f"## {fedshift.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_page_on_data_names_every_benchmark_split_and_augmentation():
+    text = (ROOT / "docs" / "data.md").read_text()
+    for name in (*catalog("data.benchmarks"), *SPLITS, *CATALOG):
+        assert re.search(rf"`{name}\b", text), name

@@ -55,9 +55,9 @@ def benchmarks(root: Path) -> Iterator[RenderableType]:
     table.add_column("what it is, license, where to get it", overflow="fold")
     for name, card in cards().items():
         here = "made" if card.generated else "yes" if card.present(name, root) else "no"
-        who = ", ".join(card.clients) if len(card.clients) > 1 else "one client"
+        who = f"Clients: {', '.join(card.clients)}" if len(card.clients) > 1 else "One client"
         lines = (
-            f"{card.title}. {who[0].upper()}{who[1:]}; {card.classes} classes. {card.samples}.",
+            f"{card.title}. {who}; {card.classes} classes. {card.samples}.",
             f"License: {card.license}.",
             f"{card.homepage}{' (or fedshift data fetch ' + name + ')' if card.remotes or card.hub else ''}",
         )
