@@ -1,10 +1,14 @@
 """The data commands, as a person calls them: listed, checked, shown and diagnosed before anything trains."""
 
 import json
+from io import StringIO
 
 import numpy as np
 import pytest
 from PIL import Image
+from rich.console import Console
+
+from fedshift.launch import loading
 
 
 @pytest.fixture
@@ -100,3 +104,41 @@ def test_a_diagnosis_is_printed_and_written(cli, tmp_path):
 def test_data_that_do_not_exist_are_refused(cli, command):
     done = cli(*command, "no/such/place")
     assert (done.code, "there is no" in done.err) == (2, True)
+
+
+def test_a_benchmark_is_fetched_to_where_root_says(cli, tmp_path, monkeypatch):
+    asked = []
+
+    def download(name, card, root, *, progress, hub):
+        asked.append((name, card.title, root, hub))
+        return [root / name / "one.gz", root / name / "two.gz"]
+
+    monkeypatch.setattr("fedshift.data.fetch.fetch", download)
+    done = cli("data", "fetch", "mnist", "--root", tmp_path / "kept", "--hub")
+    assert asked == [("mnist", "MNIST", tmp_path / "kept", True)]
+    assert done.out.split() == [str(tmp_path / "kept" / "mnist" / name) for name in ("one.gz", "two.gz")]
+
+
+def test_the_suggested_command_repeats_what_was_asked_for(cli, tiny_folder):
+    done = cli("diagnose", tiny_folder, "--permutations", 99, "--split", "iid(clients=3)", "--classes", 3)
+    spoken = next(line for line in done.out.splitlines() if line.startswith("fedshift compare"))
+    assert f"--data {tiny_folder} --split 'iid(clients=3)' --classes 3 --methods fedavg" in spoken
+
+
+def test_on_a_terminal_loading_is_a_bar():
+    console = Console(force_terminal=True, width=100, file=StringIO())
+    with loading(console) as progress:
+        progress("images of north", 3, 12)
+        progress("images of north", 12, 12)
+    assert "images of north" in console.file.getvalue()
+    assert "12/12" in console.file.getvalue()
+
+
+def test_many_clients_are_summed_up_on_the_terminal_and_kept_in_tables(cli, tmp_path):
+    split = "--split=iid(clients=60)"
+    done = cli("run", "--method", "fedbn", "--rounds", 1, split, "--participation", 5, "--out", tmp_path / "run")
+    assert done.code == 0, done.err
+    table = done.out[done.out.index("Test accuracy") :]
+    assert "client-01" not in table.split("Each of the 60 clients is in")[0]
+    assert "more such lines are in the page" in table
+    assert "client-59" in (tmp_path / "run/tables/accuracy.csv").read_text()

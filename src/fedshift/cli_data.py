@@ -143,9 +143,9 @@ def diagnose(
 def _printed(
     console: Console, parts: Iterable[Any], facts: Mapping[str, Any] | None = None, file: Path | None = None
 ) -> int:
-    """Print ``parts``, and write ``facts`` to ``file``."""
+    """Print ``parts`` (text as one line each, to be copied), and write ``facts`` to ``file``."""
     for part in parts:
-        console.print(part)
+        console.print(part, markup=False, highlight=False, soft_wrap=isinstance(part, str))
     if file:
         write_atomically(file, (dumps(facts, indent=2) + "\n").encode())
         console.print(f"Written: {file}", markup=False, highlight=False, soft_wrap=True)

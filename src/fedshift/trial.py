@@ -30,7 +30,8 @@ from .core.kernel import (
 from .core.method import Method
 from .core.plan import forward
 from .core.prepare import operate, prepare
-from .data.federation import ClientData, Federation, check_augmentable, label_counts
+from .data.augment import check_augmentable
+from .data.federation import ClientData, Federation, label_counts
 from .engines.catalog import ENGINES
 from .evaluate import evaluate_clients
 from .facts import downlink, uplink

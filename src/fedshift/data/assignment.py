@@ -12,9 +12,9 @@ import pandas as pd
 import torch
 
 from ..base.errors import UsageError
-from .federation import ClientData, Federation, join
+from .federation import ClientData, Federation
 from .partition import Change
-from .split import Split
+from .split import Split, join
 
 COLUMNS = ["client", "split", "domain", "source", "row"]
 ALL = "*"

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from ..base.errors import UsageError, unknown
 from ..names import expressions, resolve
 from . import transforms
+from .federation import Federation
 from .transforms import Augmentation
 
 FILLS = ("zeros", "border", "reflection")
@@ -32,6 +33,22 @@ def parse(text: str) -> Augmentation | None:
         return None
     parts = expressions("augmentation", text, _lookup)
     return parts[0] if len(parts) == 1 else sequence(*parts)
+
+
+def check_augmentable(data: Federation) -> None:
+    """Raise :class:`UsageError` unless the samples are images whose values augmentation knows what to do with."""
+    for client in data.clients:
+        split = client.train
+        if len(split.shape) != 3:
+            raise UsageError(f"augment is for images, but client {client.name!r} has samples of shape {split.shape}")
+        if not split.store.is_floating_point():
+            continue
+        low, high = (float(each) for each in split.x.aminmax())
+        if not -1 <= low <= high <= 1:
+            raise UsageError(
+                f"augment takes pixels 0..255 or values from -1 to 1, but those of client {client.name!r} go from "
+                f"{low:g} to {high:g}: scale them, or leave augment out"
+            )
 
 
 def _lookup(name: str) -> Callable[..., Augmentation]:

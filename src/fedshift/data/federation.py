@@ -7,20 +7,18 @@ subset or a held-out part is the same in every run.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
 
-import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import ArrayLike
 from torch import Tensor
 
 from ..base.errors import UsageError, unknown
 from ..base.streams import stream
-from .split import CHUNK, Normalization, Split, as_split
+from .split import CHUNK, Normalization, Split, as_split, digest, join, resized
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -160,7 +158,7 @@ class Federation:
             )
         sizes = {shape[1:] for shape in shapes.values()}
         target = (size, size) if size else (28, 28) if len(sizes) > 1 else next(iter(sizes))
-        return self.each(_once_a_store(lambda store: _resized(store, target).expand(-1, channels, -1, -1)))
+        return self.each(_once_a_store(lambda store: resized(store, target).expand(-1, channels, -1, -1)))
 
     def to(self, device: torch.device) -> Federation:
         """The same clients with their samples on ``device``."""
@@ -186,12 +184,12 @@ class Federation:
     def fingerprint(self) -> str:
         """A digest of every sample and label, so that a run is never resumed on other data."""
         known: dict[int, bytes] = {}
-        digest = blake2b(digest_size=16)
+        whole = blake2b(digest_size=16)
         for client in self.clients:
             for name, split in client.splits.items():
-                digest.update(f"{client.name}/{name}".encode())
-                digest.update(known.get(id(split)) or known.setdefault(id(split), _digest(split)))
-        return digest.hexdigest()
+                whole.update(f"{client.name}/{name}".encode())
+                whole.update(known.get(id(split)) or known.setdefault(id(split), digest(split)))
+        return whole.hexdigest()
 
     def check(self, *, allow_single_class: bool = False) -> Federation:
         """Return the federation if it can be trained on, otherwise raise :class:`UsageError` naming client and value.
@@ -246,71 +244,12 @@ def _once_a_store(change: Callable[[Tensor], Tensor]) -> Callable[[Split], Split
     return apply
 
 
-def _resized(x: Tensor, size: tuple[int, ...]) -> Tensor:
-    """Images ``[N, C, H, W]`` resized to ``size``, a few at a time, as floats take four times the memory."""
-    if tuple(x.shape[2:]) == size:
-        return x
-    small = x.new_empty(*x.shape[:2], *size)
-    for start in range(0, len(x), CHUNK):
-        part = F.interpolate(
-            x[start : start + CHUNK].float(), size=size, mode="bilinear", antialias=True, align_corners=False
-        )
-        small[start : start + CHUNK] = part.round_().clamp_(0, 255) if x.dtype == torch.uint8 else part
-    return small
-
-
-def _digest(split: Split) -> bytes:
-    digest = blake2b(digest_size=16)
-    digest.update(f"{len(split)}{split.shape}{split.store.dtype}{split.normalization}".encode())
-    for start in range(0, len(split), CHUNK):
-        digest.update(np.ascontiguousarray(split.at(slice(start, start + CHUNK)).cpu().numpy()).data)
-    digest.update(np.ascontiguousarray(split.y.cpu().numpy()).data)
-    return digest.digest()
-
-
-def join(parts: Sequence[Split]) -> Split:
-    """The samples of ``parts`` one after another; a split that occurs again is left out.
-
-    Parts that share an array go on sharing it. Where types or normalizations differ, what a network takes is joined.
-    Raises :class:`UsageError` where shapes differ.
-    """
-    shapes = sorted({part.shape for part in parts})
-    if len(shapes) > 1:
-        raise UsageError(
-            f"samples of shapes {shapes[0]} and {shapes[1]} cannot be put together: bring all to one shape"
-        )
-    distinct = list({id(part): part for part in parts}.values())
-    first, y = distinct[0], torch.cat([part.y for part in distinct])
-    if all(part.store is first.store for part in distinct):
-        rows = [torch.arange(len(part)) if part.rows is None else part.rows for part in distinct]
-        return Split(x=first.store, y=y, rows=torch.cat(rows), normalization=first.normalization)
-    if len({(part.store.dtype, part.normalization) for part in distinct}) > 1:
-        return Split(x=torch.cat([part.inputs(slice(None)) for part in distinct]), y=y)
-    return Split(x=torch.cat([part.x for part in distinct]), y=y, normalization=first.normalization)
-
-
 def label_counts(data: Federation) -> Tensor:
     """How many training samples of each class all clients have together, int64 ``[classes]``."""
     return sum(
         (torch.bincount(client.train.y, minlength=data.classes).cpu() for client in data.clients),
         torch.zeros(data.classes, dtype=torch.int64),
     )
-
-
-def check_augmentable(data: Federation) -> None:
-    """Raise :class:`UsageError` unless the samples are images whose values augmentation knows what to do with."""
-    for client in data.clients:
-        split = client.train
-        if len(split.shape) != 3:
-            raise UsageError(f"augment is for images, but client {client.name!r} has samples of shape {split.shape}")
-        if not split.store.is_floating_point():
-            continue
-        low, high = (float(each) for each in split.x.aminmax())
-        if not -1 <= low <= high <= 1:
-            raise UsageError(
-                f"augment takes pixels 0..255 or values from -1 to 1, but those of client {client.name!r} go from "
-                f"{low:g} to {high:g}: scale them, or leave augment out"
-            )
 
 
 def class_count(clients: Iterable[ClientData]) -> int:

@@ -6,11 +6,13 @@ Images are kept as they come, uint8 ``[N, C, H, W]`` from 0 to 255, and are scal
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import ArrayLike
 from torch import Tensor
 
@@ -122,6 +124,50 @@ class Split:
             if bad.any():
                 first = start + int(bad.nonzero()[0, 0])
                 raise UsageError(f"{where}: sample {first} has NaN or infinite values; remove or impute them")
+
+
+def join(parts: Sequence[Split]) -> Split:
+    """The samples of ``parts`` one after another; a split that occurs again is left out.
+
+    Parts that share an array go on sharing it. Where types or normalizations differ, what a network takes is joined.
+    Raises :class:`UsageError` where shapes differ.
+    """
+    shapes = sorted({part.shape for part in parts})
+    if len(shapes) > 1:
+        raise UsageError(
+            f"samples of shapes {shapes[0]} and {shapes[1]} cannot be put together: bring all to one shape"
+        )
+    distinct = list({id(part): part for part in parts}.values())
+    first, y = distinct[0], torch.cat([part.y for part in distinct])
+    if all(part.store is first.store for part in distinct):
+        rows = [torch.arange(len(part)) if part.rows is None else part.rows for part in distinct]
+        return Split(x=first.store, y=y, rows=torch.cat(rows), normalization=first.normalization)
+    if len({(part.store.dtype, part.normalization) for part in distinct}) > 1:
+        return Split(x=torch.cat([part.inputs(slice(None)) for part in distinct]), y=y)
+    return Split(x=torch.cat([part.x for part in distinct]), y=y, normalization=first.normalization)
+
+
+def resized(x: Tensor, size: tuple[int, ...]) -> Tensor:
+    """Images ``[N, C, H, W]`` resized to ``size``, a few at a time, as floats take four times the memory."""
+    if tuple(x.shape[2:]) == size:
+        return x
+    small = x.new_empty(*x.shape[:2], *size)
+    for start in range(0, len(x), CHUNK):
+        part = F.interpolate(
+            x[start : start + CHUNK].float(), size=size, mode="bilinear", antialias=True, align_corners=False
+        )
+        small[start : start + CHUNK] = part.round_().clamp_(0, 255) if x.dtype == torch.uint8 else part
+    return small
+
+
+def digest(split: Split) -> bytes:
+    """128 bits that name the samples, their labels and how they are scaled."""
+    found = blake2b(digest_size=16)
+    found.update(f"{len(split)}{split.shape}{split.store.dtype}{split.normalization}".encode())
+    for start in range(0, len(split), CHUNK):
+        found.update(np.ascontiguousarray(split.at(slice(start, start + CHUNK)).cpu().numpy()).data)
+    found.update(np.ascontiguousarray(split.y.cpu().numpy()).data)
+    return found.digest()
 
 
 def as_split(x: ArrayLike, y: ArrayLike, where: str = "data") -> Split:

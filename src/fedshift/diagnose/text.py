@@ -43,7 +43,7 @@ def render(diagnosis: Diagnosis, data: str | None = None) -> Iterator[Renderable
         yield Text.assemble("- ", (each.method, "bold"), f": {each.reason}.")
     for caution in diagnosis.advice.cautions:
         yield Text(f"- {caution}")
-    yield Text(command(diagnosis, data))
+    yield command(diagnosis, data)  # text that is not to be broken into lines
 
 
 def command(diagnosis: Diagnosis, data: str | None = None) -> str:
