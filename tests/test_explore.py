@@ -142,3 +142,23 @@ def test_many_clients_are_summed_up_on_the_terminal_and_kept_in_tables(cli, tmp_
     assert "client-01" not in table.split("Each of the 60 clients is in")[0]
     assert "more such lines are in the page" in table
     assert "client-59" in (tmp_path / "run/tables/accuracy.csv").read_text()
+
+
+def test_images_of_several_sizes_are_diagnosed_and_the_command_gives_a_size(cli, photos):
+    done = cli("diagnose", photos, "--broken", "skip", "--permutations", 99)
+    assert done.code == 0, done.err
+    assert "images of several sizes are looked at in 64 x 64 pixels" in done.out
+    spoken = next(line for line in done.out.splitlines() if line.startswith("fedshift compare"))
+    assert f"--data {photos} --image-size 64 --broken skip" in spoken
+
+
+def test_scaling_that_takes_a_shift_away_is_said_and_can_be_left_out(cli, tmp_path):
+    rng = np.random.default_rng(0)
+    lines = [f"{site},{rng.normal(site == 'far') * 3},{k % 2}" for site in ("near", "far") for k in range(120)]
+    (tmp_path / "stays.csv").write_text("\n".join(["site,age,outcome", *lines]))
+    asked = ("diagnose", tmp_path / "stays.csv", "--client-column", "site", "--target", "outcome", "--permutations", 99)
+    scaled, raw = cli(*asked), cli(*asked, "--scaling", "none")
+    assert "--scaling none shows them" in scaled.out
+    assert "Feature shift is not found" in scaled.out
+    assert "--scaling none shows them" not in raw.out
+    assert "Feature shift, " in raw.out

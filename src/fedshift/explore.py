@@ -99,7 +99,13 @@ def diagnose_data(
     source = source_of(where, spec, progress, differing=LOOKED_AT).fitted(spec.image_size)
     data = split_of(source, replace(spec, allow_single_class=True))
     found = diagnose(data, seed=seed, permutations=permutations, progress=progress)
-    return found, iter([*_notices(data), *render_diagnosis(found, _as_flags(where, spec))])
+    if data.sample_shape[1:] == (LOOKED_AT, LOOKED_AT):
+        spec = replace(spec, image_size=LOOKED_AT)
+    parts = [*_notices(data), *render_diagnosis(found, _as_flags(where, spec))]
+    if spec.target and spec.scaling == "client":
+        said = "Numbers were scaled by each client's own training rows, which takes shifts of mean and spread away; "
+        parts.insert(0, Text(f"Note: {said}--scaling none shows them.", style="dim"))
+    return found, iter(parts)
 
 
 def _as_flags(where: str, spec: DataSpec) -> str:

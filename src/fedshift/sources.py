@@ -82,7 +82,9 @@ def _read(path: Path, spec: DataSpec, progress: Progress | None, differing: int 
     except SizesDiffer:
         if differing is None:
             raise
-        return read(path, replace(reading, image_size=differing))
+        made = read(path, replace(reading, image_size=differing))
+        said = f"images of several sizes are looked at in {differing} x {differing} pixels; training needs --image-size"
+        return replace(made, notices=(*made.notices, said))
 
 
 def _benchmark(data: str, spec: DataSpec, progress: Progress | None) -> Federation:

@@ -391,3 +391,11 @@ if (ROOT / "chars74k_fnt.npz").is_file():
             copied = sum(image.tobytes() in trained for image in packed["x_test"])
         assert kinds["leakage"].samples == copied > 100
         assert kinds["leakage"].clients == ("chars74k_fnt",)
+
+
+def test_floats_in_the_range_that_bytes_are_scaled_to_are_of_the_same_type(tiny):
+    ann, *others = tiny.clients
+    for factor, kinds in ((1.0, []), (255.0, ["types"])):
+        floats = ClientData(name="ann", **{k: s.changed(factor * (s.x / 127.5 - 1)) for k, s in ann.splits.items()})
+        found = examine(replace(tiny, clients=(floats, *others))).findings
+        assert [finding.kind for finding in found if finding.kind == "types"] == kinds

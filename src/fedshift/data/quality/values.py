@@ -34,14 +34,19 @@ def judge_form(surveys: Sequence[Survey]) -> Iterator[Finding]:
             else "Give all clients the same features, or images of the same number of channels.",
             clients=clients_of(surveys),
         )
-    if len(types) > 1:
+    if len(types) > 1 and not all(_as_bytes_are_taken(part) for part in surveys):
         yield Finding(
             kind="types",
             severity="warning",
             text=f"Samples differ in type, and bytes are scaled but floats are not: {_by_form(types)}.",
-            fix="Write all clients' samples in the same type and range.",
+            fix="Write all clients' samples in one type, or floats from -1 to 1.",
             clients=clients_of(surveys),
         )
+
+
+def _as_bytes_are_taken(part: Survey) -> bool:
+    """Whether a network is given values from -1 to 1: bytes are scaled to that, floats must lie there."""
+    return part.dtype == "uint8" or bool((part.low >= -1).all() and (part.high <= 1).all())
 
 
 def judge_values(surveys: Sequence[Survey]) -> Iterator[Finding]:
