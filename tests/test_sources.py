@@ -5,11 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from fedshift.base.errors import UsageError
 from fedshift.config import CompareSpec, DataSpec
+from fedshift.data.federation import federation
 from fedshift.data.split import IMAGENET
-from fedshift.sources import changes_of, federation_of
+from fedshift.sources import changes_of, federation_of, normalized
 
 
 def spec(**settings):
@@ -151,3 +153,39 @@ def test_settings_that_do_not_fit_the_data_are_refused_first(make):
     with pytest.raises(UsageError, match="unknown loss"):
         make("fedavg", loss="hinge()")
     assert CompareSpec().metric == "accuracy"
+
+
+def test_settings_for_files_of_ones_own_are_refused_where_they_do_nothing():
+    with pytest.raises(UsageError, match="--test-fraction says how your own files are read: digits takes no such"):
+        federation_of("digits", spec(test_fraction=0.5))
+    with pytest.raises(UsageError, match="--target says how your own files are read: gaussians takes no such"):
+        federation_of("gaussians", spec(target="outcome"))
+
+
+def test_names_with_blanks_and_classes_beyond_those_found(tmp_path, monkeypatch):
+    monkeypatch.setenv("FEDSHIFT_CACHE", str(tmp_path / "cache"))
+    rng = np.random.default_rng(0)
+    for site in ("site A", "site B"):
+        for label in ("cat", "dog"):
+            (tmp_path / "own" / site / label).mkdir(parents=True)
+            for number in range(6):
+                pixels = rng.integers(0, 256, (8, 8), dtype=np.uint8)
+                Image.fromarray(pixels).save(tmp_path / "own" / site / label / f"{number}.png")
+    made = federation_of(str(tmp_path / "own"), spec(domains="site B, site A", classes=4))
+    assert made.names == ("site B", "site A")
+    assert (made.classes, made.class_names) == (4, ("cat", "dog", "unseen 2", "unseen 3"))
+
+
+def test_every_client_must_hold_pixels_to_be_scaled_as_pixels():
+    x, y = np.zeros((6, 8, 8)), np.arange(6) % 2
+    mixed = federation({"bytes": (x.astype(np.uint8), y, x.astype(np.uint8), y), "floats": (x, y, x, y)})
+    with pytest.raises(UsageError, match="those of client 'floats' are not"):
+        normalized(mixed, "imagenet")
+
+
+def test_augmentation_of_ones_own_is_resumed(make, tmp_path, monkeypatch):
+    (tmp_path / "own_augment.py").write_text("def darker(*, by):\n    return lambda x, rng: x * by\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    settings = {"augment": "own_augment:darker(by=0.9)", "rounds": 2}
+    make(**settings | {"rounds": 1}).run(tmp_path / "run")
+    assert make(**settings).run(tmp_path / "run", resume=True)

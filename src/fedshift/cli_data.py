@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from json import dumps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 from rich.console import Console
@@ -113,6 +113,8 @@ def diagnose(
     spec: Annotated[DataSpec, Parameter(name="*")] = DataSpec(),
     *,
     permutations: int = 999,
+    features: Literal["pixels", "network"] = "pixels",
+    limit: int = 1000,
     seed: int = 0,
     json: Path | None = None,
 ) -> int:
@@ -126,6 +128,10 @@ def diagnose(
         How data are read and prepared.
     permutations
         Permutations behind each p-value.
+    features
+        What looks are compared by: pixels (or columns), or a small network's features.
+    limit
+        Samples of each client that are looked at.
     seed
         Seed of subsamples, folds and permutations.
     json
@@ -136,7 +142,9 @@ def diagnose(
 
     console = wide()
     with loading(console) as progress:
-        found, parts = diagnose_data(where, spec, progress, permutations=permutations, seed=seed)
+        found, parts = diagnose_data(
+            where, spec, progress, permutations=permutations, features=features, limit=limit, seed=seed
+        )
     return _printed(console, parts, found.as_dict(), json)
 
 

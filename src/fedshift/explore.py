@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Literal
 
 from rich.console import RenderableType
 from rich.table import Table
@@ -24,7 +25,7 @@ from .diagnose import render as render_diagnosis
 from .inspect_data import describe, render, show
 from .names import catalog, resolve
 from .rundir import slug
-from .sources import EMBEDDED, assigned, source_of, split_of
+from .sources import EMBEDDED, assigned, dealt, federation_of, source_of, split_of
 
 LOOKED_AT = 64
 """Pixels each way to which images are brought for looking at them, where files differ in size."""
@@ -67,7 +68,10 @@ def benchmarks(root: Path) -> Iterator[RenderableType]:
 
 def check_data(where: str, spec: DataSpec, progress: Progress | None) -> tuple[Quality, Iterator[RenderableType]]:
     """What is wrong with the data, and how to say it. Broken images are skipped and named."""
-    data = source_of(where, replace(spec, broken="skip"), progress, differing=LOOKED_AT)
+    own = Path(where).exists()
+    data = source_of(where, replace(spec, broken="skip") if own else spec, progress, differing=LOOKED_AT)
+    if spec.split or spec.samples or spec.validation:
+        data = dealt(data.fitted(spec.image_size), spec)
     found = examine(data)
 
     def parts() -> Iterator[RenderableType]:
@@ -93,12 +97,18 @@ def show_data(
 
 
 def diagnose_data(
-    where: str, spec: DataSpec, progress: Progress | None, *, permutations: int, seed: int
+    where: str,
+    spec: DataSpec,
+    progress: Progress | None,
+    *,
+    permutations: int,
+    features: Literal["pixels", "network"],
+    limit: int,
+    seed: int,
 ) -> tuple[Diagnosis, Iterator[RenderableType]]:
     """How the clients differ, and how to say it."""
-    source = source_of(where, spec, progress, differing=LOOKED_AT).fitted(spec.image_size)
-    data = split_of(source, replace(spec, allow_single_class=True))
-    found = diagnose(data, seed=seed, permutations=permutations, progress=progress)
+    data = federation_of(where, replace(spec, allow_single_class=True), progress, differing=LOOKED_AT)
+    found = diagnose(data, seed=seed, permutations=permutations, features=features, limit=limit, progress=progress)
     if data.sample_shape[1:] == (LOOKED_AT, LOOKED_AT):
         spec = replace(spec, image_size=LOOKED_AT)
     parts = [*_notices(data), *render_diagnosis(found, _as_flags(where, spec))]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields, replace
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -47,10 +47,9 @@ SPLITS: Mapping[str, Callable[..., Change]] = {
 """Functions that a split may name."""
 
 READ = (
-    "classes", "image_size", "broken", "test_fraction", "client_column", "target", "split_column", "group_column",
-    "missing", "scaling",
+    "broken", "test_fraction", "client_column", "target", "split_column", "group_column", "missing", "scaling",
 )  # fmt: skip
-"""Settings that say how files are read."""
+"""Settings that say how a person's own files are read."""
 
 
 def root_of(spec: DataSpec) -> Path:
@@ -61,22 +60,42 @@ def root_of(spec: DataSpec) -> Path:
 def source_of(data: str, spec: DataSpec, progress: Progress | None = None, differing: int | None = None) -> Federation:
     """The clients of ``data`` as they are kept; ``differing``: pixels to which images of several sizes are brought."""
     if data in EMBEDDED:
+        _refuse(spec, READ, data)
         made: Federation = resolve("data", EMBEDDED[data])()
     elif Path(data).exists():
-        made = _read(Path(data), spec, progress, differing)
+        try:
+            made = _read(Path(data), spec, progress, differing)
+        except UsageError as error:
+            if data not in catalog("data.benchmarks"):
+                raise
+            raise UsageError(f"{error}. (./{data} was read, not the benchmark of that name: rename one)") from error
     else:
         made = _benchmark(data, spec, progress)
     made = made.only(matching(spec.domains, made.names)) if spec.domains else made
-    return replace(made, classes=spec.classes or made.classes)
+    classes = spec.classes or made.classes
+    unseen = (f"unseen {label}" for label in range(len(made.class_names), classes if made.class_names else 0))
+    return replace(made, classes=classes, class_names=(*made.class_names[:classes], *unseen))
+
+
+def _refuse(spec: DataSpec, names: Iterable[str], data: str) -> None:
+    """Raise :class:`UsageError` where one of these settings was given, which ``data`` has no use for."""
+    for field in fields(spec):
+        if field.name in names and getattr(spec, field.name) != field.default:
+            raise UsageError(f"--{field.name.replace('_', '-')} says how your own files are read: {data} takes no such")
+
+
+def _exact(domains: str | None) -> tuple[str, ...] | None:
+    """The names in a list of clients; None where there is none, or a pattern that only all names can resolve."""
+    if domains is None or set("*?[") & set(domains):
+        return None
+    return tuple(name.strip() for name in domains.split(","))
 
 
 def _read(path: Path, spec: DataSpec, progress: Progress | None, differing: int | None) -> Federation:
-    names = tuple(spec.domains.replace(" ", "").split(",")) if spec.domains else None
     reading = Reading(
-        domains=None if names is None or set("*?[") & set(spec.domains or "") else names,
-        progress=progress,
+        domains=_exact(spec.domains), classes=spec.classes, image_size=spec.image_size, progress=progress,
         **{name: getattr(spec, name) for name in READ},
-    )
+    )  # fmt: skip
     try:
         return read(path, reading)
     except SizesDiffer:
@@ -98,7 +117,10 @@ def _benchmark(data: str, spec: DataSpec, progress: Progress | None) -> Federati
             near = unknown("data", written, [*EMBEDDED, *known])
             raise UsageError(f"{near}; and there is no directory {Path(data).resolve()}")
         takes = signature(known[written]).parameters
-        given = {"progress": progress, "size": spec.image_size}
+        _refuse(spec, set(READ) - set(takes), written)
+        given = {name: getattr(spec, name) for name in READ if getattr(spec, name) != getattr(DataSpec, name)}
+        given |= {"progress": progress, "size": spec.image_size, "domains": _exact(spec.domains)}
+        given["sites"] = given["domains"]
         return partial(known[written], root_of(spec), **{k: v for k, v in given.items() if v and k in takes})
 
     head, bracket, arguments = data.partition("(")
@@ -123,30 +145,39 @@ def normalized(data: Federation, choice: str | None) -> Federation:
     """``data`` with images scaled as ``choice`` says."""
     if choice is None:
         return data
-    if data.clients[0].train.store.dtype != torch.uint8:
-        raise UsageError(f"normalize={choice!r} is for images of pixels 0..255, which these data are not: leave it out")
+    for client in data.clients:
+        if client.train.store.dtype != torch.uint8:
+            raise UsageError(
+                f"normalize={choice!r} is for images of pixels 0..255, which those of client {client.name!r} are not: "
+                "leave it out"
+            )
     if choice == "client":
         return replace(data, clients=tuple(client.normalized() for client in data.clients))
     return data.normalized({"half": HALF, "imagenet": IMAGENET, "unit": UNIT}[choice])
 
 
-def federation_of(data: str, spec: DataSpec, progress: Progress | None = None) -> Federation:
-    """The clients that ``data`` and ``spec`` ask for, checked."""
-    return split_of(source_of(data, spec, progress).fitted(spec.image_size), spec)
+def federation_of(
+    data: str, spec: DataSpec, progress: Progress | None = None, differing: int | None = None
+) -> Federation:
+    """The clients that ``data`` and ``spec`` ask for, checked; ``differing`` as in :func:`source_of`."""
+    return split_of(source_of(data, spec, progress, differing).fitted(spec.image_size), spec)
 
 
 def split_of(data: Federation, spec: DataSpec) -> Federation:
     """The clients of ``data`` as ``spec`` splits, thins out and scales them, checked."""
     alone = spec.allow_single_class
-    changes = changes_of(spec)
-    data = data.check(allow_single_class=alone or bool(changes))
-    for change in changes:
+    data = data.check(allow_single_class=alone or bool(spec.split))
+    return normalized(dealt(data, spec), spec.normalize).check(allow_single_class=alone)
+
+
+def dealt(data: Federation, spec: DataSpec) -> Federation:
+    """The clients of ``data`` as ``spec`` splits and thins them out."""
+    for change in changes_of(spec):
         data = change(data)
     data = data.limit(spec.samples) if spec.samples else data
-    data = data.hold_out(spec.validation) if spec.validation else data
-    return normalized(data, spec.normalize).check(allow_single_class=alone)
+    return data.hold_out(spec.validation) if spec.validation else data
 
 
 def assigned(source: Federation, spec: DataSpec) -> str:
     """Who has which samples of ``source``, as CSV."""
-    return str(assignment(source, changes_of(spec)).to_csv(index=False))
+    return str(assignment(source, [lambda data: dealt(data, spec)]).to_csv(index=False))

@@ -6,6 +6,7 @@ Draws come from keyed streams, so a trial restored from a checkpoint goes on as 
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -141,7 +142,7 @@ class Trial:
             "select": self.settings.select,
             "metric": self.settings.metric,
             "loss": str(self.settings.loss),
-            "augment": str(self.settings.augment),
+            "augment": re.sub(r" at 0x[0-9a-f]+", "", str(self.settings.augment)),  # addresses of functions differ
         }
 
     def advance(self, progress: Callable[[str, float], None] | None = None) -> RoundDone:

@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedshift.base.errors import UsageError
+from fedshift.data.digits import digits
 from fedshift.data.federation import ClientData, Federation, federation
+from fedshift.data.partition import dirichlet, repeat
 from fedshift.data.split import Split
 
 
@@ -96,9 +98,30 @@ def test_pooled_holds_every_sample_once(tiny, unchanged):
         assert sorted(samples(part)) == sorted(separate)
 
 
-def test_pooled_leaves_out_a_validation_split_that_not_all_have(tiny):
+def test_pooled_keeps_the_validation_samples_of_those_who_have_some(tiny):
     some = replace(tiny, clients=(tiny.clients[0], *tiny.hold_out(0.2).clients[1:]))
-    assert some.pooled().clients[0].validation is None
+    pooled = some.pooled().clients[0]
+    assert len(pooled.validation) == sum(len(client.validation) for client in some.clients[1:])
+    assert len(pooled.train) + len(pooled.validation) == sum(len(client.train) for client in tiny.clients)
+
+
+def test_pooled_samples_are_scaled_as_each_clients_own_even_where_they_share_an_array():
+    dealt = dirichlet(clients=3, alpha=0.1)(digits())
+    scaled = replace(dealt, clients=tuple(client.normalized() for client in dealt.clients))
+    own = torch.cat([client.train.inputs(slice(None)) for client in scaled.clients])
+    assert torch.equal(scaled.pooled().clients[0].train.inputs(slice(None)), own)
+
+
+def test_copies_of_a_sample_stay_on_one_side_of_validation(tiny):
+    held = repeat()(tiny).hold_out(0.3)
+    for client in held.clients:
+        assert not set(client.train.rows.tolist()) & set(client.validation.rows.tolist())
+        assert len(client.train) + len(client.validation) == 33
+
+
+def test_validation_data_that_there_are_already_are_not_drawn_again(tiny):
+    with pytest.raises(UsageError, match="client 'ann' has 5 validation samples already"):
+        tiny.hold_out(0.2).hold_out(0.2)
 
 
 # One shape for all

@@ -1,5 +1,7 @@
 """Splits: no sample is lost or repeated, shares are as asked for, arrays are shared, and a saved split comes back."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -229,7 +231,7 @@ def test_a_saved_split_is_read_back_sample_for_sample(tmp_path):
         made = change(made)
     table = assignment(data, changes)
     assert list(table.columns) == ["client", "split", "domain", "source", "row"]
-    assert (table["client"] == "*").sum() == 80  # test data, shared by all, stand once
+    assert (table["client"] == "client-*").sum() == 80  # test data, shared by all, stand once
     file = tmp_path / "split.csv"
     table.to_csv(file, index=False)
     again = saved(path=str(file))(data)
@@ -273,3 +275,47 @@ def test_a_saved_split_of_other_data_is_refused(tmp_path):
 def test_what_cannot_be_split_so_is_refused(make, said):
     with pytest.raises(UsageError, match=said):
         make()
+
+
+def test_test_data_that_a_domains_clients_share_stand_once_in_a_saved_split(tmp_path):
+    data = numbered(60, 50, test=30)
+    changes = [iid(clients=4, within="domain")]
+    table = assignment(data, changes)
+    assert len(table) == 60 + 50 + 2 * 30
+    assert set(table["client"][table["split"] == "test"]) == {"d0-*", "d1-*"}
+    file = tmp_path / "split.csv"
+    table.to_csv(file, index=False)
+    again = saved(path=str(file))(data)
+    assert again.fingerprint == changes[0](data).fingerprint
+    assert len({id(client.test) for client in again.clients}) == 2
+
+
+def test_clients_may_be_called_what_a_table_takes_for_missing(tmp_path):
+    data = numbered(30, 30, 30)
+    named = replace(
+        data, clients=tuple(replace(c, name=n) for c, n in zip(data.clients, ("NA", "nan", ""), strict=True))
+    )
+    file = tmp_path / "split.csv"
+    assignment(named, [truncate()]).to_csv(file, index=False)
+    assert saved(path=str(file))(named).names == ("NA", "nan", "")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("client-0,train,d0,train,", "client-0,training,d0,train,", "splits one of train, validation, test"),
+        (",test,d0,test,3\n", ",test,d0,test,3.5\n", "rows must be whole numbers"),
+        ("client-1,train", "client-9,test", "client 'client-9' has test samples; it needs train and test"),
+    ],
+)
+def test_a_saved_split_that_was_changed_by_hand_is_refused(tmp_path, old, new, said):
+    text = assignment(numbered(20), [iid(clients=2, test="same")]).to_csv(index=False)
+    (tmp_path / "split.csv").write_text(text.replace(old, new))
+    with pytest.raises(UsageError, match=said):
+        saved(path=str(tmp_path / "split.csv"))(numbered(20))
+
+
+def test_repeated_samples_are_not_dealt_out():
+    with pytest.raises(UsageError, match=r"samples of client 'd1' are repeated.*put repeat\(\) after it"):
+        iid(clients=2)(repeat()(numbered(40, 30)))
+    assert [len(c.train) for c in repeat()(iid(clients=2, within="domain")(numbered(40, 30))).clients] == [20] * 4

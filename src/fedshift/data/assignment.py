@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +16,7 @@ from .partition import Change
 from .split import Split, join
 
 COLUMNS = ["client", "split", "domain", "source", "row"]
-ALL = "*"
-"""Stands for every client, of a split that they share."""
+SPLITS = ("train", "validation", "test")
 
 
 def saved(*, path: str) -> Change:
@@ -34,7 +32,7 @@ def assignment(data: Federation, changes: Sequence[Change]) -> pd.DataFrame:
     """Where every sample goes: one row each with ``client split domain source row`` (see :func:`saved`).
 
     ``domain`` and ``source`` name the client and split of ``data`` that the sample comes from, ``row`` its place there;
-    ``client`` is ``*`` for a split that all clients share.
+    ``client`` is a name, or with ``*`` at its end the beginning of the names of all clients that share the samples.
     Changes look at labels and names alone, so they are applied here to samples that are their own addresses.
     """
     origins: list[tuple[str, str]] = []
@@ -52,15 +50,19 @@ def assignment(data: Federation, changes: Sequence[Change]) -> pd.DataFrame:
     shadow = replace(data, clients=tuple(map(addressed, data.clients)))
     for change in changes:
         shadow = change(shadow)
-    users = Counter(id(split) for client in shadow.clients for split in client.splits.values())
-    parts: dict[int, pd.DataFrame] = {}
+    users: dict[int, list[str]] = {}
+    for client in shadow.clients:
+        for split in client.splits.values():
+            users.setdefault(id(split), []).append(client.name)
+    stands_for = {key: _together(names, shadow.names) for key, names in users.items()}
+    parts: dict[tuple[str, str], pd.DataFrame] = {}
     for client in shadow.clients:
         for name, split in client.splits.items():
-            who = ALL if len(shadow.clients) > 1 and users[id(split)] == len(shadow.clients) else client.name
-            address = split.x[:, 0].numpy()
-            origin = np.searchsorted(starts, address, side="right") - 1
-            rows = pd.DataFrame({"client": who, "split": name, "origin": origin, "address": address})
-            parts.setdefault(id(split) if who == ALL else len(parts), rows)
+            who = stands_for[id(split)] or client.name
+            if (who, name) not in parts:
+                address = split.x[:, 0].numpy()
+                origin = np.searchsorted(starts, address, side="right") - 1
+                parts[who, name] = pd.DataFrame({"client": who, "split": name, "origin": origin, "address": address})
     table = pd.concat(parts.values(), ignore_index=True)
     table["domain"] = np.array([domain for domain, _ in origins], dtype=object)[table["origin"]]
     table["source"] = np.array([source for _, source in origins], dtype=object)[table["origin"]]
@@ -68,18 +70,36 @@ def assignment(data: Federation, changes: Sequence[Change]) -> pd.DataFrame:
     return table
 
 
+def _together(names: Sequence[str], known: Sequence[str]) -> str | None:
+    """What stands for ``names`` and no others of ``known``: their beginning and a star; None where nothing does."""
+    low, high = min(names), max(names)  # what these two begin with, all begin with
+    start = low[
+        : next((place for place, pair in enumerate(zip(low, high, strict=False)) if len(set(pair)) > 1), len(low))
+    ]
+    return f"{start}*" if 1 < len(names) == sum(name.startswith(start) for name in known) else None
+
+
 def _assigned(data: Federation, path: Path) -> Federation:
     try:
-        table = pd.read_csv(path, dtype=dict.fromkeys(COLUMNS[:4], str))
+        table = pd.read_csv(path, dtype=dict.fromkeys(COLUMNS[:4], str), keep_default_na=False)
     except (OSError, ValueError) as error:
         raise UsageError(f"saved split {path} cannot be read ({error}): give a CSV file that fedshift saved") from error
     if list(table.columns) != COLUMNS:
         raise UsageError(f"{path} has columns {', '.join(table.columns)}: a saved split has {', '.join(COLUMNS)}")
-    clients: dict[str, dict[str, Split]] = {}
+    if table["row"].dtype.kind != "i" or not set(table["split"]) <= set(SPLITS):
+        raise UsageError(f"{path}: rows must be whole numbers, and splits one of {', '.join(SPLITS)}")
+    own: dict[str, dict[str, Split]] = {}
     for (client, split), wanted in table.groupby(COLUMNS[:2], sort=False):
-        clients.setdefault(str(client), {})[str(split)] = _gathered(data, wanted, path)
-    common = clients.pop(ALL, {})
-    return replace(data, clients=tuple(ClientData(name=c, **parts, **common) for c, parts in clients.items()))
+        own.setdefault(str(client), {})[str(split)] = _gathered(data, wanted, path)
+    shared = {name.removesuffix("*"): own.pop(name) for name in list(own) if name.endswith("*")}
+    clients = []
+    for name, parts in own.items():
+        for start, common in shared.items():
+            parts = {**common, **parts} if name.startswith(start) else parts
+        if not {"train", "test"} <= parts.keys():
+            raise UsageError(f"{path}: client {name!r} has {' and '.join(parts)} samples; it needs train and test")
+        clients.append(ClientData(name=name, **parts))
+    return replace(data, clients=tuple(clients))
 
 
 def _gathered(data: Federation, wanted: pd.DataFrame, path: Path) -> Split:

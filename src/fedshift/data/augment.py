@@ -43,7 +43,7 @@ def check_augmentable(data: Federation) -> None:
             raise UsageError(f"augment is for images, but client {client.name!r} has samples of shape {split.shape}")
         if not split.store.is_floating_point():
             continue
-        low, high = (float(each) for each in split.x.aminmax())
+        low, high = (float(each) for each in split.store.aminmax())
         if not -1 <= low <= high <= 1:
             raise UsageError(
                 f"augment takes pixels 0..255 or values from -1 to 1, but those of client {client.name!r} go from "

@@ -110,15 +110,24 @@ class Federation:
             raise UsageError(f"validation={fraction:g}: must lie between 0 and 1")
         clients = []
         for client in self.clients:
-            order = torch.from_numpy(stream(0, "validation", client.name).permutation(len(client.train)))
-            held = max(1, round(fraction * len(order)))
-            if held >= len(order):
+            if client.validation is not None:
+                raise UsageError(
+                    f"client {client.name!r} has {len(client.validation)} validation samples already: leave "
+                    f"validation={fraction:g} out"
+                )
+            sample = client.train.distinct
+            order = torch.from_numpy(stream(0, "validation", client.name).permutation(int(sample.max()) + 1))
+            count = max(1, round(fraction * len(order)))
+            if count >= len(order):
                 raise UsageError(
                     f"validation={fraction:g} leaves client {client.name!r} no training sample of {len(order)}: "
                     "ask for a smaller fraction"
                 )
+            place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
+            index = place[sample].argsort(stable=True)  # copies of a sample one after another, on one side
+            held = int((place[sample] < count).sum())
             clients.append(
-                replace(client, train=client.train.take(order[held:]), validation=client.train.take(order[:held]))
+                replace(client, train=client.train.take(index[held:]), validation=client.train.take(index[:held]))
             )
         return replace(self, clients=tuple(clients))
 
@@ -176,8 +185,11 @@ class Federation:
 
     def pooled(self) -> Federation:
         """All clients' samples as one client named ``pooled`` (centralized training); shared splits count once."""
-        shared = [name for name in self.clients[0].splits if all(name in client.splits for client in self.clients)]
-        joined = {name: join([client.splits[name] for client in self.clients]) for name in shared}
+        parts: dict[str, list[Split]] = {}
+        for client in self.clients:
+            for name, split in client.splits.items():
+                parts.setdefault(name, []).append(split)
+        joined = {name: join(splits) for name, splits in parts.items()}
         return replace(self, clients=(ClientData(name="pooled", **joined),))
 
     @cached_property

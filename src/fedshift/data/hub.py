@@ -109,4 +109,7 @@ def _column(rows: Any, names: tuple[str, ...]) -> str:
 def _name(rows: Any, column: str, row: Any) -> str:
     """The value as the name of a folder: what the data set calls the number, or the value itself."""
     value, names = row[column], getattr(rows.features[column], "names", None)
-    return str(names[value] if names and isinstance(value, int) else value)
+    text = str(names[value] if names and isinstance(value, int) else value)
+    if text in ("", ".", "..") or set(text) & set("/\\\0"):
+        raise ValueError(f"a class or client is called {text!r}, which is no name of a folder")
+    return text

@@ -150,7 +150,7 @@ def sample(*, size: int | None = None, fraction: float | None = None) -> Change:
         raise UsageError(f"sample(fraction={fraction:g}): must lie in (0, 1]")
 
     def change(data: Federation) -> Federation:
-        return data.limit({c.name: size or max(1, int((fraction or 0) * len(c.train))) for c in data.clients})
+        return data.limit({c.name: size or max(1, round((fraction or 0) * len(c.train))) for c in data.clients})
 
     return change
 
@@ -213,6 +213,12 @@ class _Partition:
                 raise unknown(f"choice in {self.name}", value, allowed)
 
     def __call__(self, data: Federation) -> Federation:
+        for client in data.clients:
+            if int(client.train.distinct.max()) + 1 < len(client.train):
+                raise UsageError(
+                    f"{self.name}(clients={self.clients}): samples of client {client.name!r} are repeated, and copies "
+                    "would come to several clients: put repeat() after it"
+                )
         if self.within == "all":
             clients = self._dealt(data.pooled().clients[0], data.classes, "")
         else:

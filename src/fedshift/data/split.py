@@ -7,7 +7,7 @@ Images are kept as they come, uint8 ``[N, C, H, W]`` from 0 to 255, and are scal
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 
 import numpy as np
@@ -25,7 +25,11 @@ class Normalization:
 
     mean: tuple[float, ...] = (0.5,)
     std: tuple[float, ...] = (0.5,)
-    source: str = "FedBN, arXiv:2102.07623, section 5.1: pixels scaled to [-1, 1]"
+    source: str = field(default="FedBN, arXiv:2102.07623, section 5.1: pixels scaled to [-1, 1]", compare=False)
+
+    def __str__(self) -> str:
+        mean, std = (", ".join(f"{value:.3g}" for value in values) for values in (self.mean, self.std))
+        return f"pixels in [0, 1] minus {mean} over {std} ({self.source})"
 
 
 HALF = Normalization()
@@ -62,6 +66,17 @@ class Split:
     def x(self) -> Tensor:
         """The samples themselves; a copy where the array is shared with other splits."""
         return self.store if self.rows is None else self.store[self.rows]
+
+    @property
+    def distinct(self) -> Tensor:
+        """Which sample each is, numbered from 0 by first occurrence (int64 ``[N]``): copies have one number."""
+        if self.rows is None:
+            return torch.arange(len(self))
+        values, number = torch.unique(self.rows, return_inverse=True)
+        if len(values) == len(self):
+            return torch.arange(len(self))
+        first = torch.full((len(values),), len(self)).scatter_reduce(0, number, torch.arange(len(self)), "amin")
+        return first.argsort().argsort()[number]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -139,7 +154,9 @@ def join(parts: Sequence[Split]) -> Split:
         )
     distinct = list({id(part): part for part in parts}.values())
     first, y = distinct[0], torch.cat([part.y for part in distinct])
-    if all(part.store is first.store for part in distinct):
+    if len(distinct) == 1:
+        return first
+    if all(part.store is first.store and part.normalization == first.normalization for part in distinct):
         rows = [torch.arange(len(part)) if part.rows is None else part.rows for part in distinct]
         return Split(x=first.store, y=y, rows=torch.cat(rows), normalization=first.normalization)
     if len({(part.store.dtype, part.normalization) for part in distinct}) > 1:
@@ -163,7 +180,9 @@ def resized(x: Tensor, size: tuple[int, ...]) -> Tensor:
 def digest(split: Split) -> bytes:
     """128 bits that name the samples, their labels and how they are scaled."""
     found = blake2b(digest_size=16)
-    found.update(f"{len(split)}{split.shape}{split.store.dtype}{split.normalization}".encode())
+    found.update(
+        f"{len(split)}{split.shape}{split.store.dtype}{split.normalization.mean}{split.normalization.std}".encode()
+    )
     for start in range(0, len(split), CHUNK):
         found.update(np.ascontiguousarray(split.at(slice(start, start + CHUNK)).cpu().numpy()).data)
     found.update(np.ascontiguousarray(split.y.cpu().numpy()).data)

@@ -114,7 +114,9 @@ def _image(axes: Axes, image: NDArray[np.uint8], column: int, bottom: float) -> 
     middle = bottom - 0.5
     left, top = column + 0.5 - wide, middle - high
     extent = (left, left + 2 * wide, top + 2 * high, top)
-    axes.imshow(image.squeeze(), cmap="gray", vmin=0, vmax=255, extent=extent, aspect="auto")
+    axes.imshow(
+        image[..., 0] if image.shape[2] == 1 else image, cmap="gray", vmin=0, vmax=255, extent=extent, aspect="auto"
+    )
     axes.add_patch(Rectangle((left, top), 2 * wide, 2 * high, fill=False, edgecolor=GRID, linewidth=0.5))
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from numpy.typing import ArrayLike
 
 from ..federation import ClientData, Federation
-from ..files.folder import read_folder
+from ..files.folder import read_arrays
+from ..files.reading import Reading
 from ..formats import read_idx
 from ..split import Split, as_split
 from ._card import Card
@@ -75,7 +76,7 @@ def packed(folder: Path, name: str) -> Reader | None:
 
 
 def _read_packed(file: Path) -> Parts:
-    client = read_folder(file.parent, [file.stem]).clients[0]
+    client = read_arrays(file.parent, Reading(domains=(file.stem,))).clients[0]
     return client.train, client.test
 
 

@@ -60,7 +60,8 @@ CARD = Card(
     classes=10,
     samples="7,438 training images a client (FedBN uses 743 of them, 10 %); 14,000, 19,858, 1,860, 97,791 and 14,000 "
     "test images",
-    license="each source its own: SVHN for non-commercial use only, SynthDigits CC BY 4.0, none stated for the others",
+    license="each source its own: SVHN for non-commercial use only, SynthDigits CC BY 4.0 by its mirror's README, "
+    "none stated for the others",
     homepage="https://github.com/med-air/FedBN",
     source="Li et al. 2021, arXiv:2102.07623, section 5.1; the sources' own papers, see their cards",
     layout="the FedBN authors' directories MNIST, SVHN, USPS, SynthDigits and MNIST_M (each with "
@@ -145,7 +146,7 @@ def _paper(train: Split, test: Split, seed: int) -> Parts:
 
 def _pooled(first: Split, second: Split, index: torch.Tensor) -> torch.Tensor:
     """Samples of two splits by their place in both together, of which no copy is made."""
-    x = torch.empty((len(index), *first.shape), dtype=first.x.dtype)
+    x = torch.empty((len(index), *first.shape), dtype=first.store.dtype)
     of_first = index < len(first)
     x[of_first] = first.at(index[of_first])
     x[~of_first] = second.at(index[~of_first] - len(first))

@@ -53,7 +53,8 @@ CARD = Card(
     license="CC BY 4.0",
     homepage="https://archive.ics.uci.edu/dataset/45/heart+disease",
     source="doi:10.24432/C52P4X; FLamby, arXiv:2210.04620",
-    layout="processed.cleveland.data, processed.hungarian.data, processed.switzerland.data and processed.va.data",
+    layout="processed.cleveland.data, processed.hungarian.data, processed.switzerland.data and processed.va.data, "
+    "or heart_disease.npz with x_<client> and y_<client>",
     find=_find,
     remotes=tuple(
         Remote(url=f"{_URL}/processed.{client}.data", name=f"processed.{client}.data") for client in _CLIENTS

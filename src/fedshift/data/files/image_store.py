@@ -92,7 +92,7 @@ def kept(place: Path) -> Store | None:
     try:
         facts = Facts(**json.loads((place / "facts.json").read_text("utf-8")))
         return Store(facts=facts, pixels=np.load(place / "pixels.npy", mmap_mode="c"))
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, EOFError):
         shutil.rmtree(place, ignore_errors=True)
         return None
 
