@@ -2,6 +2,7 @@
 
 import json
 from io import StringIO
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -67,9 +68,14 @@ def test_the_check_names_what_is_wrong_and_exits_with_one(cli, tiny_folder, rewr
 
 
 def test_the_check_goes_on_without_broken_images_and_names_them(cli, photos):
-    done = cli("data", "check", photos)
-    assert "3.png" in done.out
-    assert "north" in done.out
+    done = cli("data", "check", photos, "--image-size", 16, "--json", "found.json")
+    said = " ".join(done.out.split())
+    assert done.code == 1
+    assert "north/cat/3.png" in said
+    assert "Training would refuse these data" in said
+    facts = json.loads(Path("found.json").read_text())
+    assert "--broken skip" in facts["refusal"]
+    assert any("3.png" in notice for notice in facts["notices"])
     refused = cli("compare", "--data", photos, "--image-size", 16)
     assert (refused.code, "--broken skip" in refused.err) == (2, True)
 
@@ -162,3 +168,27 @@ def test_scaling_that_takes_a_shift_away_is_said_and_can_be_left_out(cli, tmp_pa
     assert "Feature shift is not found" in scaled
     assert "--scaling none shows them" not in raw
     assert "Feature shift, " in raw
+
+
+def test_the_check_fails_where_training_refuses_and_passes_with_the_flags_that_training_needs(cli, photos):
+    flags = ("--broken", "skip", "--image-size", 16)
+    assert cli("data", "check", photos, *flags[:2]).code == 1  # of two sizes
+    assert cli("data", "check", photos, *flags).code == 0
+    assert cli("data", "show", photos, *flags, "--out", photos / "north/cat/1.png").code == 2
+
+
+def test_no_validation_is_suggested_where_there_is_some(cli, tiny_folder, rewrite):
+    with np.load(tiny_folder / "bob.npz") as packed:
+        x, y = packed["x_train"], packed["y_train"]
+    rewrite("bob", x_val=x[:4], y_val=y[:4])
+    done = cli("diagnose", tiny_folder, "--permutations", 99)
+    spoken = next(line for line in done.out.splitlines() if line.startswith("fedshift compare"))
+    assert "--validation" not in spoken
+
+
+def test_groups_are_not_cut_by_validation(cli, tmp_path):
+    lines = [f"{'ab'[k % 2]},{k},{k // 2},{k // 2 % 2}" for k in range(80)]
+    (tmp_path / "stays.csv").write_text("\n".join(["site,age,patient,outcome", *lines]))
+    asked = ("--client-column", "site", "--target", "outcome", "--group-column", "patient", "--validation", 0.2)
+    done = cli("compare", "--data", tmp_path / "stays.csv", *asked)
+    assert (done.code, "validation=0.2 would cut groups of column 'patient'" in done.err) == (2, True)

@@ -79,8 +79,8 @@ def check(where: str, spec: Annotated[DataSpec, Parameter(name="*")] = DataSpec(
 
     console = wide()
     with loading(console) as progress:
-        found, parts = check_data(where, spec, progress)
-    return _printed(console, parts, found.as_dict(), json) or int(bool(found.of("error")))
+        facts, parts, faulty = check_data(where, spec, progress)
+    return _printed(console, parts, facts, json) or int(faulty)
 
 
 @data.command

@@ -7,19 +7,19 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from .base.errors import unknown
+from .base.errors import UsageError, unknown
 from .base.files import write_atomically
 from .config import DataSpec
 from .data.benchmarks._card import Card
 from .data.federation import Federation
 from .data.files.reading import Progress
-from .data.quality import Quality, examine
+from .data.quality import examine
 from .diagnose import Diagnosis, diagnose
 from .diagnose import render as render_diagnosis
 from .inspect_data import describe, render, show
@@ -66,20 +66,25 @@ def benchmarks(root: Path) -> Iterator[RenderableType]:
     yield table
 
 
-def check_data(where: str, spec: DataSpec, progress: Progress | None) -> tuple[Quality, Iterator[RenderableType]]:
-    """What is wrong with the data, and how to say it. Broken images are skipped and named."""
+def check_data(
+    where: str, spec: DataSpec, progress: Progress | None
+) -> tuple[dict[str, Any], Iterator[RenderableType], bool]:
+    """What is wrong with the data, how to say it, and whether it must be mended before training.
+
+    Broken images are skipped and named; what training would refuse is said last.
+    """
     own = Path(where).exists()
     data = source_of(where, replace(spec, broken="skip") if own else spec, progress, differing=LOOKED_AT)
     if spec.split or spec.samples or spec.validation:
         data = dealt(data.fitted(spec.image_size), spec)
-    found = examine(data)
-
-    def parts() -> Iterator[RenderableType]:
-        yield describe(data)
-        yield from _notices(data)
-        yield from render(found)
-
-    return found, parts()
+    found, refusal = examine(data), ""
+    try:
+        federation_of(where, spec, progress)
+    except UsageError as error:
+        refusal = f"Training would refuse these data: {error}."
+    facts = {**found.as_dict(), "notices": data.notices, "refusal": refusal}
+    last = [Text(refusal, style="bold red")] if refusal else []
+    return facts, iter([describe(data), *_notices(data), *render(found), *last]), bool(refusal or found.of("error"))
 
 
 def show_data(
@@ -89,6 +94,8 @@ def show_data(
     source = source_of(where, spec, progress, differing=LOOKED_AT).fitted(spec.image_size)
     data = split_of(source, replace(spec, allow_single_class=True))
     directory = out or Path("shown") / slug(data.name)
+    if directory.exists() and not directory.is_dir():
+        raise UsageError(f"{directory} is a file: choose another directory (--out)")
     files = show(data, directory)
     if spec.split:
         files.append(directory / "split.csv")

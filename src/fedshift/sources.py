@@ -172,6 +172,11 @@ def split_of(data: Federation, spec: DataSpec) -> Federation:
 
 def dealt(data: Federation, spec: DataSpec) -> Federation:
     """The clients of ``data`` as ``spec`` splits and thins them out."""
+    if spec.group_column and spec.validation:
+        raise UsageError(
+            f"validation={spec.validation:g} would cut groups of column {spec.group_column!r}: say in a column which "
+            "rows are train, validation and test (--split-column)"
+        )
     for change in changes_of(spec):
         data = change(data)
     data = data.limit(spec.samples) if spec.samples else data

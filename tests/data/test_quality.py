@@ -399,3 +399,10 @@ def test_floats_in_the_range_that_bytes_are_scaled_to_are_of_the_same_type(tiny)
         floats = ClientData(name="ann", **{k: s.changed(factor * (s.x / 127.5 - 1)) for k, s in ann.splits.items()})
         found = examine(replace(tiny, clients=(floats, *others))).findings
         assert [finding.kind for finding in found if finding.kind == "types"] == kinds
+
+
+def test_classes_that_differ_in_capitals_alone_are_an_error(tiny):
+    named = replace(tiny, class_names=("yes", "no", "Yes "))
+    found = [finding for finding in examine(named).of("error") if finding.kind == "class-names"]
+    assert ["'yes' and 'Yes '" in finding.text for finding in found] == [True]
+    assert not examine(replace(tiny, class_names=("yes", "no", "maybe"))).of("error")

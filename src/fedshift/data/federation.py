@@ -214,6 +214,9 @@ class Federation:
         twice = [name for name, count in Counter(self.names).items() if count > 1]
         if twice:
             raise UsageError(f"client name {twice[0]!r} occurs twice: names must differ")
+        for name in (*self.names, *self.class_names):
+            if not name.isprintable():
+                raise UsageError(f"the name {name!r} of a client or class holds signs that cannot be shown: rename it")
         checked: set[int] = set()
         for client in self.clients:
             for name, split in client.splits.items():

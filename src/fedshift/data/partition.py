@@ -186,11 +186,15 @@ def validation(*, fraction: float) -> Change:
 
 def matching(patterns: str, names: Sequence[str]) -> tuple[str, ...]:
     """The names that fit ``patterns`` (with commas; ``*``, ``?`` and ``[...]`` as in file names)."""
+    if patterns in names:
+        return (patterns,)
     wanted = [pattern.strip() for pattern in patterns.split(",")]
     for pattern in wanted:
-        if not any(fnmatchcase(name, pattern) for name in names):
+        if not any(name == pattern or fnmatchcase(name, pattern) for name in names):
             raise unknown("client", pattern, names)
-    return tuple(dict.fromkeys(name for pattern in wanted for name in names if fnmatchcase(name, pattern)))
+    return tuple(
+        dict.fromkeys(name for pattern in wanted for name in names if name == pattern or fnmatchcase(name, pattern))
+    )
 
 
 @dataclass(frozen=True)

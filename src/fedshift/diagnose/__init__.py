@@ -43,8 +43,9 @@ class Diagnosis:
     """What was found in a federation.
 
     ``sizes``: training samples of each client. ``tested``: clients on which features and concepts were tested, in the
-    order of ``pairs`` (AUC of one against another, None on the diagonal) and of their evidence. ``single_class``:
-    whether some client has one class only; ``notes``: what a reader of the numbers should know.
+    order of ``pairs`` (AUC of one against another, None on the diagonal) and of their evidence.
+    ``single_class``: whether some client has one class only; ``validation``: whether there are validation data;
+    ``notes``: what a reader of the numbers should know.
     """
 
     federation: str
@@ -56,6 +57,7 @@ class Diagnosis:
     layers: tuple[Layer, ...]
     advice: Advice
     single_class: bool
+    validation: bool
     notes: tuple[str, ...] = ()
 
     def __getitem__(self, kind: str) -> Finding:
@@ -153,6 +155,7 @@ def diagnose(
         pairs=two_sample.pairs,
         layers=layers,
         advice=advise(findings, clients=len(sizes), images=images),
+        validation=any(client.validation is not None for client in data.clients),
         single_class=data.classes > 1 and any((each > 0).sum() == 1 for each in counts),
         notes=tuple(_notes(data, x.flatten(1).numpy(), y, client, disagree)),
     )

@@ -50,8 +50,9 @@ def command(diagnosis: Diagnosis, data: str | None = None) -> str:
     """The command line that compares the recommended methods."""
     methods = ",".join(each.method for each in diagnosis.advice.methods)
     single = " --allow-single-class" if diagnosis.single_class else ""
+    held = "" if diagnosis.validation else " --validation 0.2"
     place = data or quote(diagnosis.federation)
-    return f"fedshift compare --data {place}{single} --methods {quote(methods)} --validation 0.2 --seeds 3"
+    return f"fedshift compare --data {place}{single} --methods {quote(methods)}{held} --seeds 3"
 
 
 def reading(diagnosis: Diagnosis) -> Iterator[str]:

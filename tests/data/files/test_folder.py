@@ -134,3 +134,18 @@ def test_a_folder_with_two_kinds_of_data_is_refused(tiny_folder):
     (tiny_folder / "more.csv").write_text("a,y\n1,0\n")
     with pytest.raises(UsageError, match=r"holds \.npz files and tables: put each kind into a directory of its own"):
         read_folder(tiny_folder)
+
+
+@pytest.mark.parametrize("beside", ["a.npz", "a.csv"])
+def test_images_beside_another_kind_are_refused(tmp_path, beside):
+    (tmp_path / "north" / "cat").mkdir(parents=True)
+    (tmp_path / "north" / "cat" / "1.png").write_bytes(b"")
+    (tmp_path / beside).write_bytes(b"a,y\n1,0\n")
+    with pytest.raises(UsageError, match="and images: put each kind into a directory of its own"):
+        read_folder(tmp_path)
+
+
+def test_a_name_that_cannot_be_shown_is_refused(tiny_folder):
+    (tiny_folder / "bob.npz").rename(tiny_folder / "bob\udcf6.npz")
+    with pytest.raises(UsageError, match=r"the name 'bob\\udcf6' of a client"):
+        read_folder(tiny_folder).check()

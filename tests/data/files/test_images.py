@@ -807,3 +807,23 @@ def test_progress_is_told_of_every_client(read, root):
         write(root / "gray" / "cat" / f"{i}.png", noise(4, 6, key=i))
     read(progress=lambda *told: heard.append(told))
     assert heard == [(what, done, 30) for what in ("headers of gray", "images of gray") for done in (16, 30)]
+
+
+def test_a_file_that_cannot_be_opened_now_is_no_broken_file_and_is_not_remembered_as_one(tmp_path, monkeypatch):
+    for label in ("cat", "dog"):
+        (tmp_path / "own" / "north" / label).mkdir(parents=True)
+        for number in range(4):
+            Image.fromarray(noise(6, 6)).save(tmp_path / "own" / "north" / label / f"{number}.png")
+    opened = Path.open
+
+    def refused(file, *given, **named):
+        if file.name == "2.png":
+            raise PermissionError(13, "Permission denied")
+        return opened(file, *given, **named)
+
+    reading = Reading(cache=tmp_path / "cache", broken="skip")
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", refused)
+        with pytest.raises(UsageError, match=r"2\.png cannot be read now: Permission denied"):
+            read_images(tmp_path / "own", reading)
+    assert sum(len(split) for split in read_images(tmp_path / "own", reading).clients[0].splits.values()) == 8

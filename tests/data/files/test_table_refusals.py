@@ -191,3 +191,9 @@ def test_directories_whose_files_do_not_fit_together_are_refused(tmp_path):
     )
     frame.to_csv(twin, index=False)
     assert refusal() == f"{twin} and {b} are both of client 'b': keep one"
+
+
+def test_column_names_in_another_encoding_are_refused_by_name_of_the_file(tmp_path):
+    (tmp_path / "a.csv").write_bytes("größe,y\n1,0\n2,1\n".encode("latin-1"))
+    with pytest.raises(UsageError, match=r"a\.csv"):
+        read_tables(tmp_path, Reading(target="y"))

@@ -440,3 +440,13 @@ if HEART.is_file():
             "column 'chol' has no value in the training rows of 'switzerland': it is 0 in all their rows"
         ) in data.notices
         assert any("cleveland 6, hungarian 782" in notice for notice in data.notices)
+
+
+def test_labels_mean_the_same_whichever_clients_are_chosen(tmp_path):
+    grades = {"a": ["G1", "G2", "G3"], "b": ["G2", "G3"], "c": ["G2", "G3"]}
+    rows = [f"{site},{k},{grade}" for site, own in grades.items() for k in range(10) for grade in own]
+    file = tmp_path / "all.csv"
+    file.write_text("\n".join(["site,age,grade", *rows]))
+    made = read_tables(file, Reading(client_column="site", target="grade", domains=("b", "c")))
+    assert (made.classes, made.class_names) == (3, ("G1", "G2", "G3"))
+    assert {int(label) for client in made.clients for label in client.train.y} == {1, 2}

@@ -8,6 +8,7 @@ its name says, so that no other program is ever started for it.
 
 from __future__ import annotations
 
+import errno
 import threading
 import warnings
 from collections.abc import Iterator
@@ -21,6 +22,8 @@ from numpy.typing import NDArray
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from PIL.TiffImagePlugin import TiffImageFile
 
+from ...base.errors import UsageError
+
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp"})
 
 Kind = Literal["byte", "integer", "real"]
@@ -31,6 +34,7 @@ _GRAY = ("1", "L", "LA")
 _TURNED = range(5, 9)  # orientations that exchange height and width
 _ORIENTED = frozenset({"exif", "Raw profile type exif", "xmp", "XML:com.adobe.xmp"})
 _FILTERS = threading.Lock()
+_LASTING = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR})  # other refusals may pass
 
 
 class Unreadable(Exception):
@@ -106,8 +110,14 @@ def _opened(file: Path) -> Iterator[Image.Image]:
     except UnidentifiedImageError as error:
         empty = file.stat().st_size == 0
         raise Unreadable("is empty" if empty else f"is no image in format {', '.join(_FORMATS)}") from error
+    except OSError as error:
+        if error.errno is not None and error.errno not in _LASTING:
+            raise UsageError(
+                f"{file} cannot be read now: {error.strerror}. Make it readable, or take it away"
+            ) from error
+        raise Unreadable(error.strerror or str(error)) from error
     except Exception as error:
-        raise Unreadable(getattr(error, "strerror", None) or str(error) or type(error).__name__) from error
+        raise Unreadable(str(error) or type(error).__name__) from error
 
 
 def _bytes(image: Image.Image, channels: int) -> Image.Image:

@@ -13,6 +13,7 @@ import numpy as np
 from ...base.errors import UsageError, unknown
 from ..federation import ClientData, Federation, class_count
 from ..split import as_split
+from .decode import SUFFIXES
 from .image_tree import holds_images
 from .images import read_images
 from .reading import Reading
@@ -37,12 +38,17 @@ def read_folder(
 
 def read(path: Path, reading: Reading) -> Federation:
     """:func:`read_folder` with its choices as one value."""
-    arrays, tables = path.is_dir() and any(path.glob("*.npz")), holds_tables(path)
-    if arrays and tables:
-        raise UsageError(f"{path} holds .npz files and tables: put each kind into a directory of its own")
-    if arrays:
+    found = {
+        ".npz files": path.is_dir() and any(path.glob("*.npz")),
+        "tables": holds_tables(path),
+        "images": path.is_dir() and any(file.suffix.lower() in SUFFIXES for file in path.glob("*/*/*")),
+    }
+    kinds = [kind for kind, there in found.items() if there]
+    if len(kinds) > 1:
+        raise UsageError(f"{path} holds {' and '.join(kinds)}: put each kind into a directory of its own")
+    if found[".npz files"]:
         return read_arrays(path, reading)
-    if tables:
+    if found["tables"]:
         return read_tables(path, reading)
     if path.is_dir() and holds_images(path):
         return read_images(path, reading)

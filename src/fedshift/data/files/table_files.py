@@ -92,18 +92,19 @@ def open_table(path: Path) -> TableFile:
     with _readable(path):
         text = path.suffix.lower() in SEPARATORS
         schema = _open_text(path).schema if text else pq.read_schema(path)
-    twice = [name for name, count in Counter(schema.names).items() if count > 1]
+        names = schema.names  # decoded here
+    twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
         raise UsageError(f"{path} has two columns {twice[0]!r}: names must differ; rename one")
-    for place, name in enumerate(schema.names, start=1):
+    for place, name in enumerate(names, start=1):
         if not name.strip() or name.startswith(("Unnamed: ", "__index_level_")):
             raise UsageError(
                 f"{path}: column {place} has no name ({name!r}), and is probably the number of the row: "
                 "write the table without it (in pandas index=False), or name it"
             )
-    if text and len(schema.names) == 1 and ";" in schema.names[0]:
-        raise UsageError(f"{path} has semicolons between its columns ({schema.names[0]}): write it with commas")
-    return TableFile(path=path, types={name: pa.string() if text else schema.field(name).type for name in schema.names})
+    if text and len(names) == 1 and ";" in names[0]:
+        raise UsageError(f"{path} has semicolons between its columns ({names[0]}): write it with commas")
+    return TableFile(path=path, types={name: pa.string() if text else schema.field(name).type for name in names})
 
 
 def _open_text(path: Path, options: pa.csv.ConvertOptions | None = None) -> pa.csv.CSVStreamingReader:

@@ -161,7 +161,7 @@ def classes_of(rows: Rows, target: str, least: int | None) -> tuple[int, Labels,
     Whole numbers that are 0..K-1, or within 0..``least``-1, stand for themselves and have no names; other values are
     numbered in order. There are ``least`` classes or more. Raises :class:`UsageError` for numbers that are not whole.
     """
-    used = np.unique(rows.codes[target][rows.client >= 0])
+    used = np.unique(rows.codes[target][rows.codes[target] >= 0])  # of clients that are not chosen too
     values = [rows.values[target][code] for code in used]
     meaning: Sequence[str | int] = values
     if all(map(_is_number, values)):

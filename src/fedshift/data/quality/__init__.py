@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..federation import Federation
-from .classes import judge_classes, judge_labels, judge_test_sizes
+from .classes import judge_classes, judge_labels, judge_names, judge_test_sizes
 from .copies import judge_copies
 from .finding import SEVERITIES, Finding, Place, Severity
 from .survey import Survey, measure
@@ -58,6 +58,7 @@ def examine(data: Federation) -> Quality:
         *judge_copies(surveys),
         *judge_constant(surveys),
         *judge_scale(surveys),
+        *judge_names(data),
         *judge_classes(data, surveys),
         *judge_test_sizes(surveys),
     ]

@@ -103,6 +103,22 @@ def judge_classes(data: Federation, surveys: Sequence[Survey]) -> Iterator[Findi
     )
 
 
+def judge_names(data: Federation) -> Iterator[Finding]:
+    """Classes whose names differ in blanks and capitals alone."""
+    alike: dict[str, list[str]] = {}
+    for name in data.class_names:
+        alike.setdefault(name.strip().casefold(), []).append(name)
+    twice = [" and ".join(map(repr, names)) for names in alike.values() if len(names) > 1]
+    if twice:
+        yield Finding(
+            kind="class-names",
+            severity="error",
+            text=f"Classes with the same name but for blanks and capitals: {listed(twice, '; ')}.",
+            fix="Write labels alike everywhere: as it is, they are classes apart.",
+            clients=(),
+        )
+
+
 def _about_classes(data: Federation, classes: Mapping[str, Bools], what: str, **fields: Any) -> Iterator[Finding]:
     """The finding that ``what`` holds for these classes of these clients, if for any."""
     named = {client: _named(data, chosen_C) for client, chosen_C in classes.items() if chosen_C.any()}
