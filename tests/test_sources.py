@@ -189,3 +189,17 @@ def test_augmentation_of_ones_own_is_resumed(make, tmp_path, monkeypatch):
     settings = {"augment": "own_augment:darker(by=0.9)", "rounds": 2}
     make(**settings | {"rounds": 1}).run(tmp_path / "run")
     assert make(**settings).run(tmp_path / "run", resume=True)
+
+
+def test_another_augmentation_of_ones_own_is_another_run(make, tmp_path, monkeypatch):
+    (tmp_path / "own_dimmer.py").write_text("def dim(*, by):\n    return lambda x, rng: x * by\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    make(augment="own_dimmer:dim(by=0.9)", rounds=1).run(tmp_path / "run")
+    with pytest.raises(UsageError, match="begun with another augment"):
+        make(augment="own_dimmer:dim(by=0.1)", rounds=2).run(tmp_path / "run", resume=True)
+
+
+def test_best_by_auc_is_refused_where_it_would_never_be_defined(make):
+    split = "labels(clients=5, per_client=2), validation(fraction=0.2)"
+    with pytest.raises(UsageError, match="select='best' by auc needs every class in validation data"):
+        make(data="digits", split=split, select="best", metric="auc")

@@ -32,6 +32,7 @@ from .core.optimizer import SGD, Optimizer
 from .core.work import Work
 from .data.augment import parse
 from .data.federation import Federation
+from .data.partition import matching
 from .data.transforms import Augmentation
 from .experiment import BEST, CHECKPOINT, Experiment, Observer, read_study
 from .records import Study
@@ -128,7 +129,7 @@ def compare(
     augment: str | Augmentation | None = None,
     select: Literal["last", "best"] = "last",
     metric: Literal["accuracy", "balanced_accuracy", "auc"] = "accuracy",
-    newcomers: Sequence[str] = (),
+    newcomers: str | Sequence[str] = (),
     unseen: Literal["skip", "average", "nearest", "reestimate"] = "skip",
     engine: str = "loop",
     device: str = "cpu",
@@ -158,7 +159,7 @@ def compare(
         augment: what is done to training images, an expression such as ``"flip(), rotate(degrees=30)"`` or its value.
         select: the reported round, ``last`` or ``best`` (on validation data, see ``Federation.hold_out``).
         metric: what tables report and ``best`` goes by.
-        newcomers: clients that never take part in training.
+        newcomers: clients that never take part in training, a list of names or a pattern such as ``"usps-*"``.
         unseen: how a client that never trained is measured by a method that keeps state on clients: not at all, or on
             a model made by the policy (see ``fedshift.newcomers``).
         engine: how clients are run.
@@ -193,7 +194,7 @@ def compare(
             augment=parse(augment) if isinstance(augment, str) else augment,
             select=select,
             metric=metric,
-            newcomers=tuple(newcomers),
+            newcomers=matching(newcomers, data.names) if isinstance(newcomers, str) else tuple(newcomers),
             unseen=unseen,
             engine=engine,
             device=device,

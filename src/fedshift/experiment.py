@@ -84,6 +84,13 @@ class Experiment:
             raise UsageError(
                 "select='best' needs validation data, which the clients lack: hold some out (--validation 0.1)"
             )
+        if (self.settings.select, self.settings.metric) == ("best", "auc"):
+            for client in self.data.clients:
+                if client.validation and len(set(client.validation.y.tolist())) < self.data.classes:
+                    raise UsageError(
+                        f"select='best' by auc needs every class in validation data, and those of client "
+                        f"{client.name!r} lack some: use metric='balanced_accuracy', or select='last'"
+                    )
 
     def run(
         self, path: Path, *, resume: bool = False, observer: Observer | None = None, stop: Event | None = None

@@ -83,7 +83,10 @@ def _value(kind: str, node: ast.expr, lookup: Callable[[str], Callable[..., Any]
         raise UsageError(f"{kind} {ast.unparse(node)!r} is no name: write name, name(key=value) or name+name")
     function = lookup(ast.unparse(call.func))
     arguments = [_value(kind, argument, lookup) for argument in call.args] + list(inner)
-    takes = inspect.signature(function)
+    try:
+        takes = inspect.signature(function)
+    except ValueError as error:
+        raise UsageError(f"{kind} {ast.unparse(node)!r}: {error}; give a function of Python") from error
     written, usage = ast.unparse(node), f"{ast.unparse(call.func)} takes {takes}"
     try:
         keywords = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}

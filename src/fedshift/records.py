@@ -12,7 +12,7 @@ Rows live in a data frame and, on disk, in ``metrics.jsonl`` (one JSON object a 
 | `model`    | str         | `global` (what the server holds) or `personal` (what the client would use) |
 | `moment`   | str         | `loaded` (just after aggregation) or `trained` (during local work: the training loss) |
 | `samples`  | int         | samples measured |
-| `loss_sum` | float       | sum of the cross-entropy over them, in nats |
+| `loss_sum` | float       | sum of the cross-entropy over them, in nats; training loss: of what is trained on |
 | `hits`     | list of int | correctly classified samples of each true class; null in rows of training loss |
 | `support`  | list of int | samples of each true class; null likewise |
 | `auc`      | float       | area under the ROC curve, binary or one-vs-rest macro; null where it is not defined |

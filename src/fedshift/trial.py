@@ -6,7 +6,6 @@ Draws come from keyed streams, so a trial restored from a checkpoint goes on as 
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ from .core.method import Method
 from .core.plan import forward
 from .core.prepare import operate, prepare
 from .data.augment import check_augmentable
-from .data.federation import ClientData, Federation, label_counts
+from .data.federation import ClientData, Federation, label_counts, training_pool
 from .engines.catalog import ENGINES
 from .evaluate import evaluate_clients
 from .facts import downlink, uplink
@@ -72,7 +71,7 @@ class Trial:
                 f"participation={share}: only {len(members)} clients train; give at most as many, or leave it out"
             )
         training = data.only(members)
-        trained_on = training.pooled() if method.pooled else training
+        trained_on = training_pool(training) if method.pooled else training
         self.model = model
         with torch_stream(seed, "init"):
             network = make_network(model, data.sample_shape, data.classes).to(device)
@@ -142,7 +141,7 @@ class Trial:
             "select": self.settings.select,
             "metric": self.settings.metric,
             "loss": str(self.settings.loss),
-            "augment": re.sub(r" at 0x[0-9a-f]+", "", str(self.settings.augment)),  # addresses of functions differ
+            "augment": str(self.settings.augment),
         }
 
     def advance(self, progress: Callable[[str, float], None] | None = None) -> RoundDone:

@@ -270,6 +270,16 @@ def test_a_saved_split_of_other_data_is_refused(tmp_path):
         (lambda: labels(clients=10, per_client=11)(numbered(100)), "per_client must lie in 1..10"),
         (lambda: sample(), "exactly one"),
         (lambda: sample(fraction=2.0), "fraction=2"),
+        (lambda: sample(size=0), "size=0"),
+        (lambda: sample(size=10.5), "size=10.5"),
+        (lambda: iid(clients=2.5), "clients=2.5"),
+        (lambda: iid(clients=True), "clients=True"),
+        (lambda: labels(clients=10, per_client=2.0), "per_client=2.0"),
+        (lambda: dirichlet(clients=3, alpha=1.0, minimum="x"), "minimum='x'"),
+        (lambda: dirichlet(clients=3, alpha=float("inf")), "alpha=inf"),
+        (lambda: only(clients=3), "clients=3"),
+        (lambda: saved(path=3), "path=3"),
+        (lambda: validation(fraction="x"), "fraction='x'"),
     ],
 )
 def test_what_cannot_be_split_so_is_refused(make, said):

@@ -1,6 +1,7 @@
 """Every number of a table against the same number worked out by hand; the choice of the reported round."""
 
 import math
+from dataclasses import replace
 
 import pandas as pd
 import pytest
@@ -71,6 +72,14 @@ def test_a_missing_client_is_nan_and_aggregates_are_over_the_rest(make_study):
     assert table.loc["a", ("fedbn", "seeds")] == 0
     assert percent(table, "macro", "fedbn") == pytest.approx(percent(table, "b", "fedbn"))
     assert any("fedbn, client a: not measured" in sentence for sentence in shortfalls(study))
+
+
+def test_a_metric_that_is_not_defined_is_not_called_unmeasured(make_study):
+    study = replace(make_study(), metric="auc")
+    study.rows.loc[study.rows["client"] == "a", "auc"] = None
+    said = shortfalls(study)
+    assert any("AUC is not defined there" in sentence for sentence in said)
+    assert not any("not measured" in sentence for sentence in said)
 
 
 def test_difference_is_paired_and_by_hand(study):

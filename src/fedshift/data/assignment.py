@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import torch
+from torch import Tensor
 
 from ..base.errors import UsageError
 from .federation import ClientData, Federation
@@ -21,6 +22,8 @@ SPLITS = ("train", "validation", "test")
 
 def saved(*, path: str) -> Change:
     """The split that :func:`assignment` described in a CSV file, of the same data."""
+    if not isinstance(path, str):
+        raise UsageError(f"saved(path={path!r}): give the path of a CSV file as text")
 
     def change(data: Federation) -> Federation:
         return _assigned(data, Path(path))
@@ -55,15 +58,22 @@ def assignment(data: Federation, changes: Sequence[Change]) -> pd.DataFrame:
         for split in client.splits.values():
             users.setdefault(id(split), []).append(client.name)
     stands_for = {key: _together(names, shadow.names) for key, names in users.items()}
-    parts: dict[tuple[str, str], pd.DataFrame] = {}
+    blocks: dict[tuple[str, str], Tensor] = {}
     for client in shadow.clients:
         for name, split in client.splits.items():
             who = stands_for[id(split)] or client.name
-            if (who, name) not in parts:
-                address = split.x[:, 0].numpy()
-                origin = np.searchsorted(starts, address, side="right") - 1
-                parts[who, name] = pd.DataFrame({"client": who, "split": name, "origin": origin, "address": address})
-    table = pd.concat(parts.values(), ignore_index=True)
+            if (who, name) not in blocks:
+                blocks[who, name] = split.x[:, 0]
+    sizes = [len(block) for block in blocks.values()]
+    address = torch.cat(list(blocks.values())).numpy()
+    table = pd.DataFrame(
+        {
+            "client": np.repeat([client for client, _ in blocks], sizes),
+            "split": np.repeat([split for _, split in blocks], sizes),
+            "origin": np.searchsorted(starts, address, side="right") - 1,
+            "address": address,
+        }
+    )
     table["domain"] = np.array([domain for domain, _ in origins], dtype=object)[table["origin"]]
     table["source"] = np.array([source for _, source in origins], dtype=object)[table["origin"]]
     table["row"] = table.pop("address") - np.array(starts)[table.pop("origin")]

@@ -11,7 +11,12 @@ Sources: color as in torchvision's ``ColorJitter``; recipes from FedBN (Li et al
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
 
 from ..base.errors import UsageError, unknown
 from ..names import expressions, resolve
@@ -32,7 +37,25 @@ def parse(text: str) -> Augmentation | None:
     if text.strip() in ("", "none"):
         return None
     parts = expressions("augmentation", text, _lookup)
-    return parts[0] if len(parts) == 1 else sequence(*parts)
+    for part in parts:
+        if not callable(part):
+            raise UsageError(f"augmentation {text!r} made a {type(part).__name__}, which cannot be called on images")
+    whole = parts[0] if len(parts) == 1 else sequence(*parts)
+    return whole if not re.search(r" at 0x[0-9a-f]+", str(whole)) else _Written(text, whole)
+
+
+@dataclass(frozen=True)
+class _Written:
+    """An augmentation of a person's own, known by how it was written: a function's address is another in every run."""
+
+    text: str
+    augmentation: Augmentation
+
+    def __call__(self, x: Tensor, rng: np.random.Generator, /) -> Tensor:
+        return self.augmentation(x, rng)
+
+    def __str__(self) -> str:
+        return self.text
 
 
 def check_augmentable(data: Federation) -> None:
@@ -44,10 +67,10 @@ def check_augmentable(data: Federation) -> None:
         if not split.store.is_floating_point():
             continue
         low, high = (float(each) for each in split.store.aminmax())
-        if not -1 <= low <= high <= 1:
+        if not -1 <= low < 0 < high <= 1:
             raise UsageError(
-                f"augment takes pixels 0..255 or values from -1 to 1, but those of client {client.name!r} go from "
-                f"{low:g} to {high:g}: scale them, or leave augment out"
+                f"augment takes pixels 0..255 or values around 0 from -1 to 1, but those of client {client.name!r} go "
+                f"from {low:g} to {high:g}: scale them (2 x - 1 for values from 0 to 1), or leave augment out"
             )
 
 

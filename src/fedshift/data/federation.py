@@ -195,12 +195,15 @@ class Federation:
     @cached_property
     def fingerprint(self) -> str:
         """A digest of every sample and label, so that a run is never resumed on other data."""
-        known: dict[int, bytes] = {}
+        known: dict[tuple[int, int, int], bytes] = {}
         whole = blake2b(digest_size=16)
         for client in self.clients:
             for name, split in client.splits.items():
-                whole.update(f"{client.name}/{name}".encode())
-                whole.update(known.get(id(split)) or known.setdefault(id(split), digest(split)))
+                samples = id(split.store), id(split.rows), id(split.y)
+                if samples not in known:
+                    known[samples] = digest(split)
+                scale = split.normalization
+                whole.update(f"{client.name}/{name}{scale.mean}{scale.std}".encode() + known[samples])
         return whole.hexdigest()
 
     def check(self, *, allow_single_class: bool = False) -> Federation:
@@ -257,6 +260,12 @@ def _once_a_store(change: Callable[[Tensor], Tensor]) -> Callable[[Split], Split
         return split.changed(changed[id(split.store)][1])
 
     return apply
+
+
+def training_pool(data: Federation) -> Federation:
+    """All clients' training samples as one client named ``pooled``; its test data are those of the first alone."""
+    train = join([client.train for client in data.clients])
+    return replace(data, clients=(ClientData(name="pooled", train=train, test=data.clients[0].test),))
 
 
 def label_counts(data: Federation) -> Tensor:

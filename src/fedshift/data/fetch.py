@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import http.client
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -60,11 +60,15 @@ def _fetch_file(remote: Remote, path: Path, card: Card, progress: Progress | Non
     try:
         _download(remote, part, progress)
     except HTTPError as error:
+        with suppress(OSError):
+            path.parent.rmdir()  # if empty
         with error:
             raise FedshiftError(
                 f"{remote.url} cannot be fetched: the server says {error.code} {error.reason}. Try later, {by_hand}"
             ) from error
     except (OSError, http.client.HTTPException) as error:
+        with suppress(OSError):
+            path.parent.rmdir()
         reason = getattr(error, "reason", None) or error
         raise FedshiftError(
             f"{remote.url} cannot be fetched: {reason}. Try again (what has come is kept, and goes on), {by_hand}"

@@ -82,6 +82,7 @@ def labels(*, clients: int, per_client: int, within: Within = "all", test: Test 
     Samples are grouped by label, each group of C is cut into K L / C parts, and each of the K clients is given L
     parts of different labels, at random. K L must be a multiple of C.
     """
+    _whole("labels", per_client=per_client)
 
     def shares(classes: int, rng: np.random.Generator) -> Deal:
         if not 1 <= per_client <= classes or clients * per_client % classes:
@@ -139,6 +140,8 @@ def ham_non_iid(*, test: Test = "shared", seed: int = 0) -> Change:
 
 def only(*, clients: str) -> Change:
     """The clients whose names fit a pattern, or one of several with commas: ``only(clients='mnist-*,usps-0')``."""
+    if not isinstance(clients, str):
+        raise UsageError(f"only(clients={clients!r}): give names and patterns as one text, with commas between them")
     return lambda data: data.only(matching(clients, data.names))
 
 
@@ -148,9 +151,13 @@ def sample(*, size: int | None = None, fraction: float | None = None) -> Change:
         raise UsageError(f"sample(size={size}, fraction={fraction}): give exactly one of the two")
     if fraction is not None and not 0 < fraction <= 1:
         raise UsageError(f"sample(fraction={fraction:g}): must lie in (0, 1]")
+    if size is not None:
+        _whole("sample", size=size)
 
     def change(data: Federation) -> Federation:
-        return data.limit({c.name: size or max(1, round((fraction or 0) * len(c.train))) for c in data.clients})
+        return data.limit(
+            {c.name: max(1, round(fraction * len(c.train))) if fraction else size or 0 for c in data.clients}
+        )
 
     return change
 
@@ -181,6 +188,7 @@ def repeat(*, seed: int = 0) -> Change:
 
 def validation(*, fraction: float) -> Change:
     """A ``fraction`` of each client's training samples held out to select on."""
+    _positive(fraction=fraction)
     return lambda data: data.hold_out(fraction)
 
 
@@ -210,8 +218,7 @@ class _Partition:
     minimum: int = 1
 
     def __post_init__(self) -> None:
-        if self.clients < 1:
-            raise UsageError(f"{self.name}(clients={self.clients}): must be at least 1")
+        _whole(self.name, clients=self.clients, minimum=self.minimum)
         for value, allowed in ((self.within, ("all", "domain")), (self.test, ("shared", "same"))):
             if value not in allowed:
                 raise unknown(f"choice in {self.name}", value, allowed)
@@ -289,5 +296,11 @@ def _topped_up(parts: list[Ints], minimum: int, rng: np.random.Generator) -> lis
 
 def _positive(**values: float) -> None:
     for name, value in values.items():
-        if not value > 0:
-            raise UsageError(f"{name}={value:g}: must be greater than 0")
+        if not isinstance(value, int | float) or not 0 < value <= 1e9:
+            raise UsageError(f"{name}={value!r}: must be a number greater than 0")
+
+
+def _whole(where: str, **values: int) -> None:
+    for name, value in values.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise UsageError(f"{where}({name}={value!r}): must be a whole number of 1 or more")

@@ -178,7 +178,7 @@ def resized(x: Tensor, size: tuple[int, ...]) -> Tensor:
 
 
 def digest(split: Split) -> bytes:
-    """128 bits that name the samples, their labels and how they are scaled."""
+    """128 bits that name the samples and their labels."""
     found = blake2b(digest_size=16)
     found.update(
         f"{len(split)}{split.shape}{split.store.dtype}{split.normalization.mean}{split.normalization.std}".encode()

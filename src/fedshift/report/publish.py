@@ -15,7 +15,7 @@ from .tables import accuracy_table, difference_table, shortfalls
 from .text import csv, difference_cells, latex, markdown, metric_cells, reading, terminal
 
 SHOWN = 40
-"""Clients and remarks that are printed one by one."""
+"""Clients that are printed one by one."""
 
 
 def publish(study: Study, directory: Path, console: Console) -> None:
@@ -41,10 +41,7 @@ def publish(study: Study, directory: Path, console: Console) -> None:
         baseline = differences["baseline"].iloc[0]
         console.print(f"Macro {study.metric_name} minus {baseline}'s, in points", markup=False)
         console.print(terminal(difference_cells(differences)))
-    lacking = shortfalls(study)
-    if len(lacking) > SHOWN:
-        lacking = [*lacking[:SHOWN], f"{len(lacking) - SHOWN:,} more such lines are in the page."]
-    for line in [*(reading(str(name), row) for name, row in differences.iterrows()), *lacking]:
+    for line in [*(reading(str(name), row) for name, row in differences.iterrows()), *shortfalls(study)]:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     tables = directory / "tables"
     tables.mkdir(exist_ok=True)

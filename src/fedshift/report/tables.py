@@ -7,7 +7,6 @@ model. Test data never choose a round. Values are shares in 0..1 (loss: nats); t
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,8 @@ from ..records import METRICS, Study, measured
 
 AGGREGATES = ("macro", "pooled", "worst client")
 MODELS = ("personal", "global")
+NAMED = 10
+"""Clients that a remark names."""
 
 
 def history(
@@ -162,15 +163,22 @@ def shortfalls(study: Study) -> list[str]:
             found.append(f"{run[0]}, seed {run[1]}: no round was evaluated; the run is left out of every figure.")
         elif evaluated[run] < study.rounds:
             found.append(f"{run[0]}, seed {run[1]}: evaluated up to round {evaluated[run]} of {study.rounds}.")
-    clients = seed_table(study).iloc[: len(study.clients)]
+    clients, counted = (seed_table(study, metric).iloc[: len(study.clients)] for metric in (study.metric, "accuracy"))
     for method in study.methods:
         seeds = [seed for seed in study.seeds if (method, seed) in reported.index]
-        for client, values in clients[method][seeds].iterrows():
-            lacking = [str(seed) for seed in seeds if math.isnan(values[seed])]
-            if lacking:
+        for table, fate in (
+            (counted, "not measured at the reported round"),
+            (clients[counted.notna()].where(counted.notna(), 0.0), f"{study.metric_name} is not defined there"),
+        ):
+            lacking = pd.DataFrame({seed: table[method, seed].isna() for seed in seeds}, index=table.index)
+            names = [str(name) for name in table.index[lacking.any(axis=1)]]
+            if names:
+                which = ", ".join(map(str, lacking.columns[lacking.any(axis=0)]))
+                more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+                who = f"client{'s' * (len(names) > 1)} {', '.join(names[:NAMED])}{more}"
                 found.append(
-                    f"{method}, client {client}: not measured at the reported round (seeds {', '.join(lacking)}); "
-                    "aggregates are over the other clients, differences over the clients that both methods have."
+                    f"{method}, {who}: {fate} (seeds {which}); aggregates are over the other clients, differences over "
+                    "the clients that both methods have."
                 )
     return found
 

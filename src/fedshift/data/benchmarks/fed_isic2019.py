@@ -78,6 +78,8 @@ def fed_isic2019(
     ISIC_2019_Training_Metadata.csv, which name the lesions, beside FLamby's list. Raises :class:`UsageError` where
     these are missing, and for files that are missing or cannot be read.
     """
+    if size is not None and size < 1:
+        raise UsageError(f"size={size} pixels: must be at least 1")
     found = CARD.locate("fed-isic2019", root)
     note = (
         f"Fed-ISIC2019, FLamby's split{', without training images of lesions that are in test data' if clean else ''}"

@@ -90,6 +90,8 @@ def ham10000(
         raise UsageError(f"by={by!r}: must be 'one' (a single client) or 'site'")
     if not 0 < test_fraction < 1:
         raise UsageError(f"test_fraction={test_fraction:g}: must lie between 0 and 1")
+    if size is not None and size < 1:
+        raise UsageError(f"size={size} pixels: must be at least 1")
     found = CARD.locate("ham10000", root)
     published = isinstance(found, _Published)
     images = _table(found) if published else _compact(found)
