@@ -1,0 +1,61 @@
+"""Directories of tiny images, read with a cache of the test's own."""
+
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from fedshift.data.files.images import read_images
+from fedshift.data.files.reading import Reading
+
+SUFFIXES = ("png", "bmp", "tif", "TIFF", "PNG")
+
+
+def noise(*shape: int, key: int = 0, top: int = 256, dtype=np.uint8) -> np.ndarray:
+    return np.random.default_rng([key, *shape]).integers(0, top, shape).astype(dtype)
+
+
+def write(path: Path, image: Image.Image | np.ndarray, **options) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    (image if isinstance(image, Image.Image) else Image.fromarray(image)).save(path, **options)
+    return path
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Two clients of two classes, 5 + 5 gray and 6 + 6 color images of 6 x 4 pixels, each with pixels of its own."""
+    folder = tmp_path / "looks"
+    for client, images, depth in (("gray", 5, ()), ("color", 6, (3,))):
+        for place, category in enumerate(("cat", "dog")):
+            for i in range(images):
+                image = noise(4, 6, *depth, key=100 * place + i)
+                write(folder / client / category / f"{i}.{SUFFIXES[i % 5]}", image)
+    return folder
+
+
+@pytest.fixture
+def read(tmp_path: Path, root: Path):
+    """Read the directory, with a cache of this test's own."""
+    return lambda path=root, **choices: read_images(path, Reading(**({"cache": tmp_path / "cache"} | choices)))
+
+
+@pytest.fixture
+def one(tmp_path: Path, read):
+    """The array [C, H, W] that comes out of a file, written by a function that is given the path."""
+    numbers = count()
+
+    def through(suffix: str, save, **choices) -> np.ndarray:
+        folder = tmp_path / f"one-{next(numbers)}"
+        for name in ("first", "second"):
+            file = folder / "client" / "only" / f"{name}.{suffix}"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            save(file)
+        (client,) = read(folder, **choices).clients
+        assert len(client.train) == len(client.test) == 1
+        assert torch.equal(client.train.x, client.test.x)
+        return client.train.x[0].numpy()
+
+    return through

@@ -1,0 +1,363 @@
+"""Images that cannot be read, and the cache of those that can."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import fedshift.data.files.image_store as image_store
+from fedshift.base.errors import UsageError
+from fedshift.data.files.images import read_images
+from fedshift.data.files.reading import Reading
+
+
+def noise(*shape: int, key: int = 0, top: int = 256, dtype=np.uint8) -> np.ndarray:
+    return np.random.default_rng([key, *shape]).integers(0, top, shape).astype(dtype)
+
+
+def write(path: Path, image: Image.Image | np.ndarray, **options) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    (image if isinstance(image, Image.Image) else Image.fromarray(image)).save(path, **options)
+    return path
+
+
+def samples(split) -> Counter[bytes]:
+    return Counter(x.numpy().tobytes() + bytes([int(y)]) for x, y in zip(split.x, split.y, strict=True))
+
+
+def content(root: Path, client: str) -> Counter[bytes]:
+    """Every sample of a client as Pillow reads it, with its class, classes counted by name."""
+    names = sorted({folder.name for folder in root.glob("*/*")})
+    found: Counter[bytes] = Counter()
+    for file in (root / client).rglob("*.*"):
+        with Image.open(file) as image:
+            pixels = np.array(image).reshape(4, 6, -1).transpose(2, 0, 1)
+        found[pixels.tobytes() + bytes([names.index(file.parent.name)])] += 1
+    return found
+
+
+def refused(read, *arguments, **choices) -> str:
+    with pytest.raises(UsageError) as error:
+        read(*arguments, **choices)
+    return str(error.value)
+
+
+# Files that cannot be read
+
+
+def text(file: Path):
+    file.write_text("not an image")
+
+
+def nothing(file: Path):
+    file.write_bytes(b"")
+
+
+def cut_short(file: Path):
+    write(file, noise(40, 60, 3))
+    file.write_bytes(file.read_bytes()[:-2000])
+
+
+def cut_header(file: Path):
+    file.write_bytes(file.read_bytes()[:20])
+
+
+def damaged(file: Path):
+    pixels = bytearray(file.read_bytes())
+    start = pixels.index(b"IDAT") + 4
+    pixels[start : start + 8] = bytes(8)
+    file.write_bytes(pixels)
+
+
+def of_another_format(file: Path):
+    Image.new("L", (6, 4)).save(file, format="GIF")
+
+
+def dangling(file: Path):
+    file.unlink()
+    file.symlink_to(file.with_name("gone.png"))
+
+
+def large(file: Path):
+    Image.new("1", (10000, 9000)).save(file)  # 90 million pixels, more than Pillow's limit of 89
+
+
+def bomb(file: Path):
+    Image.new("1", (20000, 9000)).save(file)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (text, "is no image in format PNG, JPEG, TIFF, BMP"), (nothing, "is empty"), (cut_short, "truncated"),
+        (cut_header, "Truncated File Read"), (damaged, "broken"), (of_another_format, "is no image in format"),
+        (dangling, "No such file or directory"), (large, "could be decompression bomb"),
+        (bomb, "could be decompression bomb"),
+    ],
+)  # fmt: skip
+def test_a_file_that_cannot_be_read_is_refused_by_name_or_left_out(read, root, spoil, why):
+    bad = root / "color" / "cat" / "0.png"
+    spoil(bad)
+    for _ in range(2):  # decoded, and from the cache
+        said = refused(read, image_size=4)
+        assert said.startswith(f"1 of 22 files cannot be read: {bad}: ")
+        assert why in said
+        assert said.endswith("; mend or remove them, or leave them out (--broken skip)")
+        data = read(image_size=4, broken="skip")
+        assert data.note == "21 images of 2 clients"
+        assert "client 'color': 1 of 12 files cannot be read, left out (color/cat/0.png: " in data.notices[0]
+        assert why in data.notices[0]
+        rows = torch.cat([data.client("color").train.rows, data.client("color").test.rows])
+        assert sorted(rows.tolist()) == list(range(1, 12))
+        assert data.client("color").test.y.tolist() == [0, 1]
+
+
+def test_of_many_broken_files_five_are_named_and_all_are_counted(read, root):
+    for file in (root / "gray" / "cat").iterdir():
+        text(file)
+    cut_short(root / "color" / "cat" / "0.png")
+    cut_short(root / "color" / "cat" / "4.PNG")
+    said = refused(read, image_size=4)
+    assert said.startswith("7 of 22 files cannot be read: ")
+    assert ", and 2 more; mend" in said
+    assert said.count(str(root)) == 5
+
+
+def test_a_client_of_broken_files_alone_is_refused(read, root):
+    for file in (root / "gray").rglob("*.*"):
+        text(file)
+    for _ in range(2):  # decoded, and from the cache
+        assert refused(read).startswith("10 of 22 files")
+        assert "client 'gray' has no training image that can be read" in refused(read, broken="skip")
+    assert read(domains=("color",)).note == "12 images of 1 clients"
+
+
+def test_a_mended_file_is_read(read, root):
+    bad = root / "gray" / "cat" / "0.png"
+    good = bad.read_bytes()
+    text(bad)
+    refused(read)
+    bad.write_bytes(good)
+    client = read().client("gray")
+    assert samples(client.train) + samples(client.test) == content(root, "gray")
+
+
+# The cache
+
+
+@pytest.fixture
+def decoded(monkeypatch) -> list[str]:
+    """Names of files in the order in which they are decoded."""
+    names: list[str] = []
+    decode = image_store.decode
+
+    def counted(file, **form):
+        names.append(file.name)
+        return decode(file, **form)
+
+    monkeypatch.setattr(image_store, "decode", counted)
+    return names
+
+
+def test_a_second_reading_opens_no_image(read, decoded, monkeypatch):
+    first = read()
+    assert len(decoded) == 22
+    monkeypatch.setattr(Image, "open", None)
+    second = read()
+    assert len(decoded) == 22
+    assert second.fingerprint == first.fingerprint
+    assert (second.notices, second.note) == (first.notices, first.note)
+
+
+def test_a_changed_a_new_and_a_removed_file_are_noticed(read, root, decoded):
+    read()
+    stamp = (root / "gray" / "cat" / "0.png").stat().st_mtime_ns
+    os.utime(root / "gray" / "cat" / "0.png", ns=(stamp, stamp + 1))
+    read()
+    assert len(decoded) == 22 + 10  # the other client is not decoded again
+    write(root / "gray" / "cat" / "new.png", noise(4, 6, key=99))
+    assert read().note == "23 images of 2 clients"
+    assert len(decoded) == 32 + 11
+    (root / "gray" / "cat" / "new.png").unlink()
+    read()
+    assert len(decoded) == 32 + 11  # known from before
+
+
+def test_another_size_is_decoded_again_and_another_choice_of_clients_is_not(read, decoded):
+    read()
+    read(domains=("gray",), classes=7, broken="skip")
+    assert len(decoded) == 22
+    read(image_size=5)
+    assert len(decoded) == 44
+
+
+def test_equal_stamps_in_another_directory_are_other_images(read, root, tmp_path):
+    for name, shade in (("one", 10), ("two", 200)):
+        for i in range(2):
+            os.utime(write(tmp_path / name / "a" / "x" / f"{i}.bmp", np.full((4, 6), shade, np.uint8)), (0, 0))
+    assert (read(tmp_path / "one").clients[0].train.x == 10).all()
+    assert (read(tmp_path / "two").clients[0].train.x == 200).all()
+
+
+def test_writing_to_the_array_does_not_reach_the_cache(read):
+    before = read()
+    fingerprint = before.fingerprint
+    before.clients[0].train.store.zero_()
+    assert read().fingerprint == fingerprint
+
+
+def test_a_reading_that_was_stopped_leaves_nothing_behind(read, tmp_path, decoded):
+    def stop(what, done, total):
+        if what == "images of gray":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        read(progress=stop)
+    entries = list((tmp_path / "cache" / "images").iterdir())
+    assert [len(list(entry.iterdir())) for entry in entries] == [2]  # the client that was finished, whole
+    read()
+    assert len(decoded) == 22 + 10
+
+
+@pytest.mark.parametrize("spoil", [
+    lambda entry: (entry / "facts.json").unlink(),
+    lambda entry: (entry / "facts.json").write_text("{"),
+    lambda entry: (entry / "facts.json").write_text("[]"),
+    lambda entry: (entry / "facts.json").write_text(json.dumps({"other": 1})),
+    lambda entry: (entry / "pixels.npy").unlink(),
+    lambda entry: (entry / "pixels.npy").write_bytes((entry / "pixels.npy").read_bytes()[:-1]),
+])  # fmt: skip
+def test_a_damaged_entry_is_made_again(read, tmp_path, decoded, spoil):
+    fingerprint = read().fingerprint
+    for entry in (tmp_path / "cache" / "images").iterdir():
+        spoil(entry)
+    assert read().fingerprint == fingerprint
+    assert len(decoded) == 44
+    assert read().fingerprint == fingerprint
+    assert len(decoded) == 44
+
+
+def test_threads_that_read_at_the_same_time_all_get_the_same(read):
+    with ThreadPoolExecutor(4) as pool:
+        readings = list(pool.map(lambda _: read(), range(4)))
+    assert len({data.fingerprint for data in readings}) == 1
+    assert all(data.notices == () for data in readings)
+
+
+def test_two_processes_that_decode_at_the_same_time_get_the_same(read, root, tmp_path):
+    cache = tmp_path / "shared"
+    code = f"""
+import pathlib, time
+import fedshift.data.files.images as images
+from fedshift.data.files.reading import Reading
+def meet(*told):
+    pathlib.Path({str(tmp_path)!r}, "child").touch()
+    while not pathlib.Path({str(tmp_path)!r}, "parent").exists():
+        time.sleep(0.01)
+choices = Reading(cache=pathlib.Path({str(cache)!r}), progress=meet)
+data = images.read_images(pathlib.Path({str(root)!r}), choices)
+print(data.fingerprint, data.notices)
+"""
+    child = subprocess.Popen([sys.executable, "-W", "error", "-c", code], stdout=subprocess.PIPE, text=True)
+
+    def meet(*told):  # neither has finished when the other begins
+        (tmp_path / "parent").touch()
+        while not (tmp_path / "child").exists():
+            assert child.poll() is None
+            time.sleep(0.01)
+
+    data = read(cache=cache, progress=meet)
+    assert child.communicate()[0] == f"{data.fingerprint} {data.notices}\n"
+    assert data.notices == ()
+    assert len(list((cache / "images").iterdir())) == 2
+
+
+def test_an_entry_that_another_process_finished_first_is_used(read, tmp_path):
+    fingerprint = read(cache=tmp_path / "other").fingerprint
+
+    def publish(what, done, total):
+        if what.startswith("images"):
+            for entry in (tmp_path / "other" / "images").iterdir():
+                target = tmp_path / "cache" / "images" / entry.name
+                if not target.exists():
+                    entry.rename(target)
+
+    assert read(progress=publish).fingerprint == fingerprint
+    names = [entry.name for entry in (tmp_path / "cache" / "images").iterdir()]
+    assert len(names) == 2
+    assert not any(name.endswith(".tmp") for name in names)
+
+
+def test_without_a_cache_that_can_be_written_images_are_in_memory(read, tmp_path):
+    (tmp_path / "occupied").write_text("a file where the cache would be")
+    data = read(cache=tmp_path / "occupied")
+    assert data.notices == (f"{tmp_path / 'occupied'} cannot be written (Not a directory): images are kept in memory",)
+    assert data.fingerprint == read().fingerprint
+
+
+def test_a_place_that_something_else_takes_is_left_alone(read, tmp_path):
+    fingerprint = read(domains=("gray",)).fingerprint
+    (entry,) = (tmp_path / "cache" / "images").iterdir()
+    entry.rename(tmp_path / "elsewhere")
+    entry.write_text("something else")
+    data = read(domains=("gray",))
+    assert data.fingerprint == fingerprint
+    assert data.notices[-1].endswith(f"({entry} cannot be read): images are kept in memory")
+    assert [file.read_text() for file in (tmp_path / "cache" / "images").iterdir()] == ["something else"]
+
+
+def test_a_disk_that_is_full_is_survived(read, tmp_path, monkeypatch):
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    for i in range(4):
+        write(tmp_path / "deep" / "scan" / "only" / f"{i}.png", noise(4, 6, key=i, top=4096, dtype=np.uint16))
+    whole = read(tmp_path / "deep")
+    monkeypatch.setattr(os, "fsync", full)
+    data = read(tmp_path / "deep", cache=tmp_path / "full")
+    assert "No space left on device" in data.notices[-1]
+    assert data.fingerprint == whole.fingerprint
+    assert list((tmp_path / "full" / "images").iterdir()) == []
+
+
+def test_progress_is_told_of_every_client(read, root):
+    heard = []
+    read(progress=lambda *told: heard.append(told))
+    assert heard == [
+        ("headers of color", 12, 12), ("headers of gray", 10, 10), ("images of color", 12, 12),
+        ("images of gray", 10, 10),
+    ]  # fmt: skip
+    heard.clear()
+    for i in range(6, 26):
+        write(root / "gray" / "cat" / f"{i}.png", noise(4, 6, key=i))
+    read(progress=lambda *told: heard.append(told))
+    assert heard == [(what, done, 30) for what in ("headers of gray", "images of gray") for done in (16, 30)]
+
+
+def test_a_file_that_cannot_be_opened_now_is_no_broken_file_and_is_not_remembered_as_one(tmp_path, monkeypatch):
+    for label in ("cat", "dog"):
+        (tmp_path / "own" / "north" / label).mkdir(parents=True)
+        for number in range(4):
+            Image.fromarray(noise(6, 6)).save(tmp_path / "own" / "north" / label / f"{number}.png")
+    opened = Path.open
+
+    def refused(file, *given, **named):
+        if file.name == "2.png":
+            raise PermissionError(13, "Permission denied")
+        return opened(file, *given, **named)
+
+    reading = Reading(cache=tmp_path / "cache", broken="skip")
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", refused)
+        with pytest.raises(UsageError, match=r"2\.png cannot be read now: Permission denied"):
+            read_images(tmp_path / "own", reading)
+    assert sum(len(split) for split in read_images(tmp_path / "own", reading).clients[0].splits.values()) == 8
