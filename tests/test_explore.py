@@ -45,8 +45,10 @@ def test_the_list_says_what_is_here(cli, tmp_path):
     assert rows["mnist"].split()[1] == "yes"
     assert rows["usps"].split()[1] == "no"
     assert rows["gaussians"].split()[1] == "made"
-    assert "License: CC BY-NC-SA 3.0." in done.out
-    assert "(or fedshift data fetch mnist)" in done.out
+    said = " ".join(done.out.split())
+    assert "License: CC BY-NC-SA 3.0." in said
+    assert "Source: Di Martino et al. 2014" in said
+    assert "(or fedshift data fetch mnist)" in said
 
 
 def test_a_benchmark_that_is_not_known_is_not_fetched(cli):
@@ -95,6 +97,7 @@ def test_a_split_is_drawn_and_saved(cli, tmp_path):
     done = cli("data", "show", "digits", "--split", "dirichlet(clients=6, alpha=0.3)", "--out", tmp_path / "pictures")
     assert done.code == 0, done.err
     assert "client-5" in done.out
+    assert "a network is given pixels in [0, 1] minus 0.5 over 0.5 (FedBN, arXiv:2102.07623" in done.out
     assert (tmp_path / "pictures/split.csv").read_text().startswith("client,split,domain,source,row\n")
     again = cli("data", "show", "digits", "--split", f"saved(path='{tmp_path}/pictures/split.csv')", "--out", "two")
     assert again.out.splitlines()[:8] == done.out.splitlines()[:8]

@@ -59,7 +59,7 @@ def benchmarks(root: Path) -> Iterator[RenderableType]:
         who = f"Clients: {', '.join(card.clients)}" if len(card.clients) > 1 else "One client"
         lines = (
             f"{card.title}. {who}; {card.classes} classes. {card.samples}.",
-            f"License: {card.license}.",
+            f"Source: {card.source}. License: {card.license}.",
             f"{card.homepage}{' (or fedshift data fetch ' + name + ')' if card.remotes or card.hub else ''}",
         )
         table.add_row(name, here, Text("\n".join(lines)))
@@ -138,3 +138,6 @@ def _as_flags(where: str, spec: DataSpec) -> str:
 def _notices(data: Federation) -> Iterator[RenderableType]:
     for notice in data.notices:
         yield Text(f"Note: {notice}", style="dim")
+    scales = {client.train.normalization for client in data.clients if str(client.train.store.dtype) == "torch.uint8"}
+    if len(scales) == 1:
+        yield Text(f"Note: a network is given {scales.pop()}", style="dim")

@@ -1,5 +1,6 @@
 """Directories of tiny images, read with a cache of the test's own."""
 
+from collections import Counter
 from itertools import count
 from pathlib import Path
 
@@ -59,3 +60,19 @@ def one(tmp_path: Path, read):
         return client.train.x[0].numpy()
 
     return through
+
+
+@pytest.fixture
+def content(root: Path):
+    """Every sample of a client as Pillow reads it, with its class, classes counted by name."""
+
+    def of(client: str) -> Counter[bytes]:
+        names = sorted({folder.name for folder in root.glob("*/*")})
+        found: Counter[bytes] = Counter()
+        for file in (root / client).rglob("*.*"):
+            with Image.open(file) as image:
+                pixels = np.array(image).reshape(4, 6, -1).transpose(2, 0, 1)
+            found[pixels.tobytes() + bytes([names.index(file.parent.name)])] += 1
+        return found
+
+    return of

@@ -34,17 +34,6 @@ def samples(split) -> Counter[bytes]:
     return Counter(x.numpy().tobytes() + bytes([int(y)]) for x, y in zip(split.x, split.y, strict=True))
 
 
-def content(root: Path, client: str) -> Counter[bytes]:
-    """Every sample of a client as Pillow reads it, with its class, classes counted by name."""
-    names = sorted({folder.name for folder in root.glob("*/*")})
-    found: Counter[bytes] = Counter()
-    for file in (root / client).rglob("*.*"):
-        with Image.open(file) as image:
-            pixels = np.array(image).reshape(4, 6, -1).transpose(2, 0, 1)
-        found[pixels.tobytes() + bytes([names.index(file.parent.name)])] += 1
-    return found
-
-
 def refused(read, *arguments, **choices) -> str:
     with pytest.raises(UsageError) as error:
         read(*arguments, **choices)
@@ -141,14 +130,14 @@ def test_a_client_of_broken_files_alone_is_refused(read, root):
     assert read(domains=("color",)).note == "12 images of 1 clients"
 
 
-def test_a_mended_file_is_read(read, root):
+def test_a_mended_file_is_read(read, root, content):
     bad = root / "gray" / "cat" / "0.png"
     good = bad.read_bytes()
     text(bad)
     refused(read)
     bad.write_bytes(good)
     client = read().client("gray")
-    assert samples(client.train) + samples(client.test) == content(root, "gray")
+    assert samples(client.train) + samples(client.test) == content("gray")
 
 
 # The cache

@@ -36,18 +36,7 @@ def refused(read, *arguments, **choices) -> str:
 # Which file lands where
 
 
-def content(root: Path, client: str) -> Counter[bytes]:
-    """Every sample of a client as Pillow reads it, with its class, classes counted by name."""
-    names = sorted({folder.name for folder in root.glob("*/*")})
-    found: Counter[bytes] = Counter()
-    for file in (root / client).rglob("*.*"):
-        with Image.open(file) as image:
-            pixels = np.array(image).reshape(4, 6, -1).transpose(2, 0, 1)
-        found[pixels.tobytes() + bytes([names.index(file.parent.name)])] += 1
-    return found
-
-
-def test_every_file_is_used_once_and_none_for_both_training_and_test(read, root):
+def test_every_file_is_used_once_and_none_for_both_training_and_test(read, root, content):
     data = read()
     assert data.fitted().check().sample_shape == (3, 4, 6)
     assert (data.name, data.classes, data.class_names, data.notices) == ("looks", 2, ("cat", "dog"), ())
@@ -56,7 +45,7 @@ def test_every_file_is_used_once_and_none_for_both_training_and_test(read, root)
     for client in data.clients:
         train, test = samples(client.train), samples(client.test)
         assert not train & test
-        assert train + test == content(root, client.name)
+        assert train + test == content(client.name)
         assert client.test.y.bincount().tolist() == [1, 1]
         assert client.train.store.data_ptr() == client.test.store.data_ptr()
         assert client.validation is None
