@@ -130,7 +130,7 @@ def left_behind(path: Path) -> dict[str, object]:
     for trial in sorted((path / "trials").iterdir()):
         for file in sorted(trial.iterdir()):
             key = f"{trial.name}/{file.name}"
-            if file.suffix == ".safetensors":
+            if file.suffix == ".safetensors":  # in whose header the order of names is not fixed
                 tensors, facts = load_checkpoint(file)
                 raw = {name: (str(t.dtype), tuple(t.shape), t.numpy().tobytes()) for name, t in tensors.items()}
                 found[key] = raw, facts

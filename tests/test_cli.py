@@ -12,7 +12,7 @@ import torch
 
 from fedshift import __version__
 from fedshift.checkpoint import load_checkpoint
-from fedshift.engines import loop
+from fedshift.engines import sequential
 from fedshift.experiment import read_study
 
 CHECKPOINT = "trials/fedbn-seed0/checkpoint.safetensors"
@@ -137,10 +137,10 @@ def interrupt(monkeypatch):
         def step_(*given):
             for _ in range(steps.count(next(count))):
                 signal.raise_signal(signal.SIGINT)
-            return loop_step(*given)
+            return real_step(*given)
 
-        loop_step = loop.step_
-        monkeypatch.setattr(loop, "step_", step_)
+        real_step = sequential.step_
+        monkeypatch.setattr(sequential, "step_", step_)
 
     return at
 
@@ -149,7 +149,7 @@ def test_one_ctrl_c_finishes_the_round_reports_and_says_how_to_go_on(
     cli, interrupt, monkeypatch, tiny_folder, tmp_path, assert_same
 ):
     settings = ("run", "--data", tiny_folder, "--batch-size", 8, "--rounds", 5, "--evaluate-every", 1)
-    real, handler = loop.step_, signal.getsignal(signal.SIGINT)
+    real, handler = sequential.step_, signal.getsignal(signal.SIGINT)
     interrupt(13)
     outcome = cli(*settings, "--out", "stopped run")
     assert (outcome.code, outcome.err) == (130, "")
@@ -161,7 +161,7 @@ def test_one_ctrl_c_finishes_the_round_reports_and_says_how_to_go_on(
     assert (tmp_path / "stopped run/report.html").exists()
     assert load_checkpoint(tmp_path / "stopped run" / CHECKPOINT)[1]["round"] == 2
     assert signal.getsignal(signal.SIGINT) is handler
-    monkeypatch.setattr(loop, "step_", real)
+    monkeypatch.setattr(sequential, "step_", real)
     monkeypatch.setattr("fedshift.report.publish.publish", lambda *_: None)
     assert cli("run", "--resume", "stopped run").code == 0
     assert cli(*settings, "--out", "whole").code == 0
@@ -170,14 +170,14 @@ def test_one_ctrl_c_finishes_the_round_reports_and_says_how_to_go_on(
 
 def test_two_ctrl_c_stop_at_once(cli, interrupt, monkeypatch, tiny_folder, tmp_path, assert_same):
     settings = ("run", "--data", tiny_folder, "--batch-size", 8, "--rounds", 4)
-    real = loop.step_
+    real = sequential.step_
     interrupt(13, 15)
     outcome = cli(*settings, "--out", "stopped")
     assert (outcome.code, outcome.err) == (130, "")
     assert "Page:" not in outcome.out
     assert outcome.out.splitlines()[-1].endswith("go on with: fedshift run --resume stopped")
     assert load_checkpoint(tmp_path / "stopped" / CHECKPOINT)[1]["round"] == 1
-    monkeypatch.setattr(loop, "step_", real)
+    monkeypatch.setattr(sequential, "step_", real)
     monkeypatch.setattr("fedshift.report.publish.publish", lambda *_: None)
     assert cli("run", "--resume", "stopped").code == 0
     assert cli(*settings, "--out", "whole").code == 0

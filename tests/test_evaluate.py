@@ -1,5 +1,6 @@
 """Evaluation: counts against a direct computation, and the area under the curve against scikit-learn."""
 
+import math
 import warnings
 
 import numpy as np
@@ -15,6 +16,7 @@ from fedshift.core.kernel import init_server
 from fedshift.core.loss import cross_entropy, focal
 from fedshift.core.optimizer import SGD
 from fedshift.core.prepare import prepare
+from fedshift.data.federation import ClientData, Federation
 from fedshift.data.split import Split
 from fedshift.evaluate import evaluate, evaluate_clients
 from fedshift.methods.centralized import centralized
@@ -110,6 +112,14 @@ def test_the_area_under_the_curve_equals_scikit_learns(labels, classes, seed, ti
         assert found == pytest.approx(roc_auc_score(y, scores, multi_class="ovr"), abs=1e-12)
 
 
+def test_the_area_under_the_curve_of_a_few_classes_at_a_time_is_the_same(monkeypatch):
+    random = torch.Generator().manual_seed(0)
+    logits, y = torch.randn(40, 5, generator=random, dtype=torch.float64), torch.arange(40) % 5
+    whole = evaluation._auc(logits, y)
+    monkeypatch.setattr(evaluation, "RANKED", 80)
+    assert evaluation._auc(logits, y) == whole
+
+
 def test_the_area_under_the_curve_is_not_defined_for_scores_that_are_not_finite_or_one_class():
     y = torch.tensor([0, 1, 1])
     assert evaluation._auc(torch.tensor([[0.0, 1.0], [float("nan"), 0.0], [0.0, 1.0]]), y) is None
@@ -125,16 +135,75 @@ def test_a_class_that_does_not_occur_counts_nothing(network):
     assert measured(rows, "balanced_accuracy").item() == sum(row["hits"]) / 4
 
 
-def test_an_equal_model_is_measured_once_and_shown_as_both(network, tiny, monkeypatch):
-    measured_states = []
-    real = evaluation.evaluate
-    monkeypatch.setattr(evaluation, "evaluate", lambda *given: measured_states.append(given) or real(*given))
-    plan = plan_of(network)
-    rows = evaluate_clients(plan, init_server(plan), tiny, ("test",), lambda client: None)
+@pytest.mark.parametrize("metric", ["accuracy", "balanced_accuracy"])
+def test_rows_of_training_loss_have_no_accuracy(metric):
+    blank = dict.fromkeys(COLUMNS)
+    rows = frame(iter([blank, {**blank, "hits": [3, 0, 1], "support": [4, 0, 4]}, blank]))
+    expected = [math.nan, 0.5, math.nan]
+    assert measured(rows, metric).tolist() == pytest.approx(expected, nan_ok=True)
+    assert measured(rows.iloc[[0]], metric).isna().all()
+
+
+@pytest.fixture
+def batches(monkeypatch):
+    """The number of samples in each forward pass of evaluation."""
+    sizes, real = [], evaluation.forward
+    monkeypatch.setattr(evaluation, "forward", lambda plan, state, x: sizes.append(len(x)) or real(plan, state, x))
+    return sizes
+
+
+def clients_of(sizes, classes=3):
+    """A federation of clients with ``sizes`` random test images in one array; the last two share their test data."""
+    random = torch.Generator().manual_seed(0)
+    x = torch.randint(0, 256, (sum(sizes), 3, 8, 8), generator=random).to(torch.uint8)
+    y = torch.randint(0, classes, (len(x),), generator=random)
+    rows = torch.arange(len(x)).split(sizes)
+    tests = [Split(x=x, y=y[index], rows=index) for index in rows]
+    named = tuple(ClientData(name=f"c{n}", train=test, test=test) for n, test in enumerate([*tests, tests[-1]]))
+    return Federation(name="many", clients=named, classes=classes)
+
+
+def test_small_clients_share_forward_passes_of_the_shared_model_and_count_as_they_do_alone(
+    network, batches, monkeypatch
+):
+    monkeypatch.setattr(evaluation, "BATCH", 50)
+    plan, data = plan_of(network), clients_of([9, 20, 21, 1, 120, 30, 30, 5, 15, 8, 7])
+    alone = [evaluate(plan, plan.initial, client.test, 3) for client in data.clients]
+    batches.clear()
+    rows = evaluate_clients(plan, init_server(plan), data, ("test",), lambda client: None)
+    assert batches == [50, 1, 50, 50, 20, 30, 50, 15]  # 120 samples as they are alone, shared ones once
     assert [(row["client"], row["model"]) for row in rows] == [
-        (name, model) for name in tiny.names for model in ("global", "personal")
+        (name, model) for name in data.names for model in ("global", "personal")
     ]
-    assert len(measured_states) == len(tiny.clients)
+    for place, row in enumerate(rows):
+        same = alone[place // 2]
+        assert row["loss_sum"] == pytest.approx(same["loss_sum"], rel=1e-6)
+        assert {key: row[key] for key in same} == {**same, "loss_sum": row["loss_sum"]}
+    assert rows[8]["loss_sum"] == alone[4]["loss_sum"]
+    assert sum(row["auc"] is not None for row in rows) > 10
+
+
+def test_a_model_that_looks_at_the_whole_batch_is_measured_client_by_client(batches):
+    model = nn.Sequential(nn.Flatten(), nn.Linear(192, 3), nn.BatchNorm1d(3, track_running_stats=False))
+    plan, data = plan_of(model), clients_of([9, 20, 5])
+    rows = evaluate_clients(plan, init_server(plan), data, ("test",), lambda client: None)
+    assert batches == [9, 20, 5]
+    assert rows[2]["loss_sum"] == evaluate(plan, plan.initial, data.clients[1].test, 3)["loss_sum"]
+
+
+def test_models_of_their_own_are_asked_for_and_measured_one_after_another(network, batches):
+    plan, data = plan_of(network, fedbn()), clients_of([9, 20, 5])
+    log = []
+
+    def personal(client):
+        log.append((client.name, len(batches)))
+        return plan.initial
+
+    rows = evaluate_clients(plan, init_server(plan), data, ("test",), personal)
+    assert log == [("c0", 0), ("c1", 1), ("c2", 2), ("c3", 3)]
+    assert [(row["client"], row["model"], row["samples"]) for row in rows] == [
+        ("c0", "personal", 9), ("c1", "personal", 20), ("c2", "personal", 5), ("c3", "personal", 5),
+    ]  # fmt: skip
 
 
 def test_clients_that_never_trained_have_no_personal_model_of_their_own(network, tiny):

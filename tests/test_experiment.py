@@ -12,7 +12,8 @@ from torch import nn
 
 from fedshift.base.errors import FedshiftError, UsageError
 from fedshift.checkpoint import load_checkpoint
-from fedshift.engines.loop import Diverged, step_
+from fedshift.engines.engine import Diverged
+from fedshift.engines.sequential import step_
 from fedshift.experiment import read_study
 from fedshift.records import COLUMNS, read_rows
 from fedshift.report.tables import reported_rounds
@@ -43,7 +44,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(make, tmp_path)
         ({"select": "best"}, "select='best' needs validation data, which the clients lack: hold some out"),
         ({"participation": 1.5}, "participation=1.5: give a whole number of clients, or a fraction below 1"),
         ({"epochs": 1, "batches": 1}, "epochs=1 and batches=1: give exactly one of the two"),
-        ({"engine": "lop"}, "unknown engine 'lop': did you mean 'loop'?"),
+        ({"engine": "stack"}, "unknown engine 'stack': did you mean 'stacked'?"),
         ({"device": "meta"}, "device 'meta' cannot be used here"),
         ({"device": "toaster"}, "device 'toaster' cannot be used here"),
         ({"schedule": "cosin"}, "unknown schedule 'cosin': did you mean 'cosine'?"),
@@ -177,7 +178,7 @@ def test_traffic_counts_what_travels(make, tmp_path):
 def test_a_diverging_run_stops_and_keeps_the_round_before(make, tmp_path, monkeypatch, Listener):
     make(rounds=2).run(tmp_path / "good")
     experiment = make(rounds=4)
-    watch = Listener(lambda done: done.round == 2 and monkeypatch.setattr("fedshift.engines.loop.step_", broken))
+    watch = Listener(lambda done: done.round == 2 and monkeypatch.setattr("fedshift.engines.sequential.step_", broken))
 
     def broken(plan, job, x, y, key):
         job, loss = step_(plan, job, x, y, key)
@@ -236,10 +237,10 @@ def test_a_round_that_measured_fewer_clients_is_never_the_best(make, tmp_path):
         make(rounds=6, validation=0.3, participation=1, select="best", first_seed=seed, lr=0.0).run(
             tmp_path / str(seed)
         )
-        found = load_checkpoint(tmp_path / str(seed) / "trials" / f"fedbn-seed{seed}" / "best.safetensors")[1]
-        last = load_checkpoint(tmp_path / str(seed) / "trials" / f"fedbn-seed{seed}" / "checkpoint.safetensors")[1]
-        assert found["steps"].keys() == last["steps"].keys()
-        assert reported_rounds(read_study(tmp_path / str(seed))).tolist() == [found["round"]]
+        trial = tmp_path / str(seed) / "trials" / f"fedbn-seed{seed}"
+        (best, facts), (last, _) = (load_checkpoint(trial / f"{name}.safetensors") for name in ("best", "checkpoint"))
+        assert torch.equal(best["clients/steps"] > 0, last["clients/steps"] > 0)
+        assert reported_rounds(read_study(tmp_path / str(seed))).tolist() == [facts["round"]]
 
 
 # What is written

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from fedshift.base.errors import UsageError
+from fedshift.core.aggregate import weighted_mean
 from fedshift.core.optimizer import SGD
 from fedshift.core.work import Work
 from fedshift.data.federation import federation
@@ -54,7 +55,7 @@ def test_a_newcomer_takes_no_part_in_training_whatever_is_asked_of_it_later():
     for name, tensor in alone.server.shared.items():
         assert torch.equal(with_it.server.shared[name], tensor)
         assert torch.equal(without.server.shared[name], tensor)
-    assert with_it.seen == {"a", "b"}
+    assert with_it.clients.seen == ("a", "b")
 
 
 def test_skip_measures_only_clients_that_have_a_model_and_says_so():
@@ -78,6 +79,28 @@ def test_average_is_the_shared_part_with_the_others_entries_weighted_by_samples(
     for entry in ("1.weight", "1.running_mean", "1.running_var"):
         assert (state[entry] - (24 * a[entry] + 12 * b[entry]) / 36).abs().max() <= 1e-14
     assert torch.equal(state["0.weight"], made.server.shared["0.weight"])
+
+
+def test_average_is_the_aggregations_mean_bit_for_bit_and_made_once_whoever_asks():
+    made, _ = trial(fedbn(), "average")
+    state, again = made.state_of("new"), made.state_of("new")
+    mean = weighted_mean([made.clients[name].personal for name in "ab"], [24 / 36, 12 / 36])
+    assert all(torch.equal(state[entry], tensor) for entry, tensor in mean.items())
+    assert all(state[entry] is tensor for entry, tensor in again.items())
+    made.advance()
+    assert not torch.equal(made.state_of("new")["1.weight"], state["1.weight"])
+
+
+@pytest.mark.parametrize("policy", ["average", "nearest", "reestimate"])
+def test_models_for_newcomers_do_not_depend_on_what_is_held_in_memory(policy):
+    made, _ = trial(fedbn(), policy)
+    poor = Trial(fedbn(), network, data(), made.settings, 0, client_memory=0)
+    for _ in range(3):
+        poor.advance()
+    poor.clients.spill(3)
+    state = poor.state_of("new")
+    assert poor.clients.held == 0
+    assert all(torch.equal(tensor, state[entry]) for entry, tensor in made.state_of("new").items())
 
 
 def test_average_of_a_method_whose_server_holds_a_model_is_that_model():

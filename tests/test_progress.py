@@ -83,6 +83,22 @@ def test_a_round_in_which_nobody_has_a_model_yet_is_a_line_too():
     assert console.file.getvalue() == ""
 
 
+def test_of_many_clients_a_line_says_the_mean_and_the_worst():
+    console = Console(file=io.StringIO(), width=400)
+    lines = PlainLines(console)
+    names = [f"client{number}" for number in range(21)]
+    lines.begin(["m"], [0], 1, names)
+    lines.trial("m", 0, 0)
+    for name in names:
+        lines.client(name, 0.5)
+    tested = {"split": "test", "model": "personal", "samples": 4}
+    rows = [{**tested, "client": name, "hits": [2, 1 if number == 7 else 2]} for number, name in enumerate(names)]
+    lines.round(RoundDone(round=1, participants=tuple(names), down=0, up=0, seconds=0.1, rows=rows))
+    assert console.file.getvalue() == (
+        "m seed 0 round 1/1: loss 0.5000, accuracy 98.81 % (worst: client7 75.0), 0:00 left\n"
+    )
+
+
 def terminal():
     return Console(file=io.StringIO(), force_terminal=True, width=100, height=40, color_system=None)
 
@@ -116,12 +132,16 @@ def test_the_live_display_of_many_clients_stays_on_one_screen():
         names = [f"client{number}" for number in range(500)]
         display.begin(["m"], [0], 3, names)
         display.trial("m", 0, 0)
-        for name in names:
-            display.client(name, 1.0)
+        for number, name in enumerate(names, start=1):
+            display.client(name, number)
         frame = terminal()
         frame.print(display.live.renderable)
-    assert "and 480 more" in frame.file.getvalue()
-    assert frame.file.getvalue().count("\n") < 30
+    shown = frame.file.getvalue()
+    assert "and 480 more" in shown
+    assert re.search(r"mean of all +250\.5000", shown)
+    assert shown.count("\n") < 30
+    assert re.search(r"client19 +20\.0000", shown)
+    assert "client20" not in shown
 
 
 def test_a_resumed_trial_starts_where_it_stopped():

@@ -68,20 +68,29 @@ def test_a_finished_run_resumed_does_nothing_and_may_be_given_more_rounds(make, 
 # Where a killed process may die, as Python that runs in it before the program: each counts what happens, and kills.
 KILL = "import os, signal; die = lambda: os.kill(os.getpid(), signal.SIGKILL)\n"
 IN_A_CLIENTS_WORK = KILL + (
-    "import fedshift.engines.loop as loop; real, calls = loop.step_, []\n"
+    "import fedshift.engines.sequential as loop; real, calls = loop.step_, []\n"
     "def step_(*given):\n"
     "    calls.append(1)\n"
     "    if len(calls) == {at}: die()\n"
     "    return real(*given)\n"
     "loop.step_ = step_\n"
 )
-BETWEEN_ROWS_AND_CHECKPOINT = KILL + (
-    "import fedshift.experiment as e; real, calls = e.save_checkpoint, []\n"
+BETWEEN_CLIENTS_AND_CHECKPOINT = KILL + (
+    "import fedshift.trial as t; real, calls = t.save_checkpoint, []\n"
     "def save(*given):\n"
     "    calls.append(1)\n"
     "    if len(calls) == {at}: die()\n"
     "    real(*given)\n"
-    "e.save_checkpoint = save\n"
+    "t.save_checkpoint = save\n"
+)
+CLIENTS_HALF_WRITTEN = KILL + (
+    "import fedshift.client_store as c; calls = []\n"
+    "real = c.write_atomically\n"
+    "def write(path, content):\n"
+    "    calls.append(1)\n"
+    "    if len(calls) == {at}: path.with_name(path.name + '.tmp').write_bytes(content[:len(content) // 2]); die()\n"
+    "    real(path, content)\n"
+    "c.write_atomically = write\n"
 )
 CHECKPOINT_HALF_WRITTEN = KILL + (
     "import fedshift.checkpoint as c; real, calls = c.save, []\n"
@@ -112,7 +121,7 @@ ROWS_HALF_WRITTEN = KILL + (
         pytest.param(["--method", "fedavg"], [(ROWS_HALF_WRITTEN, 3)], id="fedavg"),
         pytest.param(
             ["--method", "fedbn", "--keep-optimizer", "--momentum", "0.9"],
-            [(BETWEEN_ROWS_AND_CHECKPOINT, 2), (IN_A_CLIENTS_WORK, 20)],
+            [(BETWEEN_CLIENTS_AND_CHECKPOINT, 2), (IN_A_CLIENTS_WORK, 20)],
             id="fedbn, momentum kept",
         ),
         pytest.param(
@@ -128,7 +137,7 @@ ROWS_HALF_WRITTEN = KILL + (
         ),
         pytest.param(
             ["--method", "fedbn", "--model", "digit-cnn-dropout", "--batches", "2"],
-            [(IN_A_CLIENTS_WORK, 9), (CHECKPOINT_HALF_WRITTEN, 1)],
+            [(IN_A_CLIENTS_WORK, 9), (CLIENTS_HALF_WRITTEN, 2), (CHECKPOINT_HALF_WRITTEN, 1)],
             id="dropout",
             marks=pytest.mark.slow,
         ),
@@ -162,6 +171,44 @@ def test_a_process_killed_from_outside_and_resumed_equals_uninterrupted(
     assert len(read_rows(tmp_path / "killed" / "trials" / "fedavg-seed0" / "rounds.jsonl")) >= 2
     assert cli("run", "--resume", tmp_path / "killed").code == 0
     assert cli(*settings, "--out", tmp_path / "whole").code == 0
+    assert_same(tmp_path / "whole", tmp_path / "killed")
+
+
+class Killed(BaseException):
+    """The program ends here, and nothing handles it."""
+
+
+@pytest.mark.parametrize(
+    ("step", "at"),
+    [
+        ("client_store.write_atomically", 2),  # of the last round's clients
+        ("checkpoint.write_atomically", 0),  # of the first checkpoint
+        ("checkpoint.write_atomically", "best.safetensors"),  # of the last best, after its checkpoint
+        ("trial.sweep", 2),
+        ("trial.sweep", -1),  # after the last round
+    ],
+)
+def test_ended_between_any_two_files_and_resumed_equals_uninterrupted(
+    make, tmp_path, monkeypatch, assert_same, step, at
+):
+    experiment = make(rounds=4, participation=2, validation=0.2, select="best", lr=0.0)
+    module, _, name = f"fedshift.{step}".rpartition(".")
+    real, calls, last = getattr(sys.modules[module], name), [], None
+
+    def stepped(path, content):
+        calls.append(path.name)
+        if len(calls) == last:
+            raise Killed
+        real(path, content)
+
+    monkeypatch.setattr(f"fedshift.{step}", stepped)
+    experiment.run(tmp_path / "whole")
+    number = max(i for i, each in enumerate(calls) if each == at) if isinstance(at, str) else range(len(calls))[at]
+    last, calls = number + 1, []
+    with pytest.raises(Killed):
+        experiment.run(tmp_path / "killed")
+    last = None
+    experiment.run(tmp_path / "killed", resume=True)
     assert_same(tmp_path / "whole", tmp_path / "killed")
 
 

@@ -106,7 +106,8 @@ class Comparison:
             if method.name == name:
                 trial = Trial(method, self.experiment.model, self.experiment.data, self.experiment.settings, seed)
                 kept = BEST if self.experiment.settings.select == "best" else CHECKPOINT
-                trial.restore(*load_checkpoint(trial_folder(self.directory, name, seed) / kept))
+                folder = trial_folder(self.directory, name, seed)
+                trial.restore(*load_checkpoint(folder / kept), folder)
                 return trial
         raise unknown("method", name, [method.name for method in self.experiment.methods])
 
@@ -131,7 +132,9 @@ def compare(
     metric: Literal["accuracy", "balanced_accuracy", "auc"] = "accuracy",
     newcomers: str | Sequence[str] = (),
     unseen: Literal["skip", "average", "nearest", "reestimate"] = "skip",
-    engine: str = "loop",
+    engine: str = "auto",
+    workers: int | None = None,
+    precision: Literal["float32", "bfloat16"] = "float32",
     device: str = "cpu",
     allow_single_class: bool = False,
     out: str | Path | None = None,
@@ -162,7 +165,9 @@ def compare(
         newcomers: clients that never take part in training, a list of names or a pattern such as ``"usps-*"``.
         unseen: how a client that never trained is measured by a method that keeps state on clients: not at all, or on
             a model made by the policy (see ``fedshift.newcomers``).
-        engine: how clients are run.
+        engine: how clients are run: ``sequential``, ``stacked``, ``pool``, ``identity`` or ``auto``, which chooses.
+        workers: processes of the pool engine at most; None: one for each free processor.
+        precision: what layers compute in; ``bfloat16`` is inexact.
         device: torch device.
         allow_single_class: accept clients whose training data hold one class.
         out: run directory to keep; without it a temporary one that lives as long as the result.
@@ -197,6 +202,8 @@ def compare(
             newcomers=matching(newcomers, data.names) if isinstance(newcomers, str) else tuple(newcomers),
             unseen=unseen,
             engine=engine,
+            workers=workers,
+            precision=precision,
             device=device,
         ),
         seeds=tuple(range(seeds)) if isinstance(seeds, int) else tuple(seeds),

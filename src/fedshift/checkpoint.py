@@ -1,7 +1,8 @@
 """Checkpoints that survive: one safetensors file with a JSON header, written atomically.
 
 A checkpoint is written beside its place, flushed to disk and moved over the old one, so a crash at any moment leaves
-either the old or the new one whole. A checksum over all tensors refuses one that was damaged afterwards.
+either the old or the new one whole. A checksum over all tensors refuses one that was damaged afterwards. It holds the
+server's state and where clients' states are (``client_store``).
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from .base.errors import FedshiftError
+from .base.errors import FedshiftError, UsageError
 from .base.files import write_atomically
 from .base.state import State
 
-FORMAT = 1
+FORMAT = 2
 
 
 def _checksum(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> str:
@@ -61,6 +62,19 @@ def load_facts(path: Path) -> dict[str, Any]:
     with _opened(path) as (_, header):
         facts: dict[str, Any] = json.loads(header["facts"])
     return facts
+
+
+def refuse_other(then: Mapping[str, str], now: Mapping[str, str]) -> None:
+    """Raise :class:`UsageError` naming the first setting of ``now`` that was another ``then``."""
+    for key, value in now.items():
+        before = str(then.get(key))
+        if before != value:
+            same = next((i for i, (a, b) in enumerate(zip(before, value, strict=False)) if a != b), 0)
+            shown = slice(max(0, same - 40), max(0, same - 40) + 120)
+            raise UsageError(
+                f"this run was begun with another {key}: then {before[shown]!r}, now {value[shown]!r}. Resume it with "
+                "the settings it was begun with, or start a new run in another directory"
+            )
 
 
 @contextmanager

@@ -79,7 +79,7 @@ def run(
     place: Annotated[Place, Parameter(name="*")] = Place(),
 ) -> int:
     """Train one method on the clients of a federation and measure each client."""
-    return execute(spec, "run", place.out, place.resume)
+    return execute(spec, "run", place)
 
 
 @app.command
@@ -88,7 +88,7 @@ def compare(
     place: Annotated[Place, Parameter(name="*")] = Place(),
 ) -> int:
     """Train several methods with several seeds, and put them side by side."""
-    return execute(spec, "compare", place.out, place.resume)
+    return execute(spec, "compare", place)
 
 
 @app.command

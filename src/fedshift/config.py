@@ -165,8 +165,16 @@ class Spec(DataSpec):
     first_seed: Annotated[int, Field(ge=0), Parameter(group=TRAINING)] = 0
     """The first seed."""
 
-    engine: Annotated[str, Parameter(group=TRAINING)] = "loop"
-    """How clients are run: loop, one after another."""
+    engine: Annotated[str, Parameter(group=TRAINING)] = "auto"
+    """How clients are run: sequential, one after another; stacked, side by side in one tensor program (small networks);
+    pool, spread over processes (larger ones); identity, all as one big batch (one plain step a round); auto chooses,
+    by a timed step. Engines agree up to rounding."""
+
+    workers: Annotated[Positive | None, Parameter(group=TRAINING)] = None
+    """Processes of the pool engine at most; without it one for each processor that is free to use."""
+
+    precision: Annotated[Literal["float32", "bfloat16"], Parameter(group=TRAINING)] = "float32"
+    """What layers compute in; bfloat16 is faster where the processor has it, and inexact: about three digits."""
 
     device: Annotated[str, Parameter(group=TRAINING)] = "cpu"
     """Torch device: cpu, cuda, cuda:1."""
@@ -216,3 +224,6 @@ class Place:
 
     resume: Annotated[Path | None, Parameter(group=DIRECTORY)] = None
     """Directory of an interrupted run to go on with, bit for bit."""
+
+    profile: Annotated[bool, Parameter(group=DIRECTORY, negative=())] = False
+    """Say at the end where the time went, and what share of this machine's measured peak training reached."""

@@ -6,11 +6,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from .base.state import State
 from .core.kernel import Server, global_state
@@ -21,26 +22,62 @@ from .records import Row
 
 BATCH = 500
 """Samples in one forward pass of evaluation."""
+RANKED = 1_000_000
+"""Scores that are ranked at once."""
+
+
+def evaluate(plan: Plan, state: State, split: Split, classes: int) -> Row:
+    """Counts of the model under ``state`` on ``split``: samples, loss_sum, hits, support, auc (see ``records``)."""
+    return evaluate_together(plan, state, [split], classes)[0]
 
 
 @torch.inference_mode()
-def evaluate(plan: Plan, state: State, split: Split, classes: int) -> Row:
-    """Counts of the model under ``state`` on ``split``: samples, loss_sum, hits, support, auc (see ``records``)."""
-    outputs = []
-    loss = torch.zeros((), dtype=torch.float64, device=split.y.device)
-    for start in range(0, len(split), BATCH):
-        part = slice(start, start + BATCH)
-        logits = forward(plan, state, split.inputs(part, plan.dtype))
-        loss += F.cross_entropy(logits, split.y[part]).double() * len(logits)  # whatever loss is trained on
-        outputs.append(logits)
-    logits = torch.cat(outputs).double()
-    correct = logits.argmax(dim=1) == split.y
+def evaluate_together(plan: Plan, state: State, splits: Iterable[Split], classes: int) -> list[Row]:
+    """What :func:`evaluate` gives for each of ``splits``, of which small ones share a forward pass."""
+    rows: list[Row] = []
+    for group in _groups(splits, BATCH if _keeps_apart(plan) else 0):
+        outputs = [
+            forward(plan, state, torch.cat([split.inputs(part, plan.dtype) for split in group]))
+            for part in (slice(start, start + BATCH) for start in range(0, len(max(group, key=len)), BATCH))
+        ]
+        sizes = [len(split) for split in group]
+        logits, labels = torch.cat(outputs).cpu(), torch.cat([split.y for split in group]).cpu()
+        rows += [
+            _counts(*part, classes) for part in zip(torch.split(logits, sizes), torch.split(labels, sizes), strict=True)
+        ]
+    return rows
+
+
+def _groups(splits: Iterable[Split], most: int) -> Iterator[list[Split]]:
+    """``splits`` in order, as many together as have at most ``most`` samples; a larger one is alone."""
+    group: list[Split] = []
+    size = 0
+    for split in splits:
+        if group and size + len(split) > most:
+            yield group
+            group, size = [], 0
+        group.append(split)
+        size += len(split)
+    if group:
+        yield group
+
+
+def _keeps_apart(plan: Plan) -> bool:
+    """Whether what the model says of a sample does not depend on the others in the batch."""
+    return not any(isinstance(layer, _BatchNorm) and layer.running_mean is None for layer in plan.module.modules())
+
+
+def _counts(logits: Tensor, y: Tensor, classes: int) -> Row:
+    loss = 0.0
+    for part in zip(torch.split(logits, BATCH), torch.split(y, BATCH), strict=True):
+        loss += float(F.cross_entropy(*part)) * len(part[1])  # whatever loss is trained on
+    correct = logits.argmax(dim=1) == y
     return {
-        "samples": len(split),
-        "loss_sum": float(loss),
-        "hits": torch.bincount(split.y[correct], minlength=classes).tolist(),
-        "support": torch.bincount(split.y, minlength=classes).tolist(),
-        "auc": _auc(logits, split.y),
+        "samples": len(y),
+        "loss_sum": loss,
+        "hits": torch.bincount(y[correct], minlength=classes).tolist(),
+        "support": torch.bincount(y, minlength=classes).tolist(),
+        "auc": _auc(logits.double(), y),
     }
 
 
@@ -49,19 +86,24 @@ def _auc(logits: Tensor, y: Tensor) -> float | None:
     classes = logits.shape[1]
     if classes < 2 or len(torch.unique(y)) < classes or not bool(logits.isfinite().all()):
         return None
-    scores = logits.softmax(dim=1)
-    return sum(_ranked(scores[:, k], y == k) for k in range(classes)) / classes
+    score_KN, positive_KN = logits.softmax(dim=1).T.contiguous(), y == torch.arange(classes)[:, None]
+    most = max(1, RANKED // len(y))
+    parts = zip(torch.split(score_KN, most), torch.split(positive_KN, most), strict=True)
+    return float(sum(area for part in parts for area in _areas(*part))) / classes
 
 
-def _ranked(score: Tensor, positive: Tensor) -> float:
-    """Share of pairs of a positive and a negative sample that ``score`` orders rightly, a tie counting one half.
+def _areas(score_KN: Tensor, positive_KN: Tensor) -> list[float]:
+    """Share of pairs of a positive and a negative sample that a class's score orders rightly, a tie counting one half.
 
     The statistic of Mann and Whitney (1947), from ranks; scikit-learn's takes longer to import than a small run.
     """
-    _, place, count = torch.unique(score, return_inverse=True, return_counts=True)
-    rank = (count.cumsum(0) - (count - 1) / 2).double()[place]
-    p, n = int(positive.sum()), int((~positive).sum())
-    return (float(rank[positive].sum()) - p * (p + 1) / 2) / (p * n)
+    ordered_KN = score_KN.sort(dim=1).values
+    below_KN, upto_KN = (torch.searchsorted(ordered_KN, score_KN, right=right) for right in (False, True))
+    rank_KN = (below_KN + upto_KN + 1).double() / 2
+    p_K = positive_KN.sum(dim=1)
+    n_K = score_KN.shape[1] - p_K
+    areas: list[float] = (((rank_KN * positive_KN).sum(dim=1) - p_K * (p_K + 1) / 2) / (p_K * n_K)).tolist()
+    return areas
 
 
 def evaluate_clients(
@@ -76,27 +118,21 @@ def evaluate_clients(
     ``personal`` gives the model that a client would use, None where it has none.
     """
     shared = global_state(plan, server)
+    common = shared is not None and not plan.personalizes
+    known: dict[int, Row] = {}  # the shared model on each split, which several clients may have
+    if shared is not None:
+        distinct = {id(part): part for client in data.clients for part in map(client.splits.__getitem__, splits)}
+        known = dict(zip(distinct, evaluate_together(plan, shared, distinct.values(), data.classes), strict=True))
     rows: list[Row] = []
-    known: dict[int, Row] = {}  # the shared model on splits that several clients have
     for client in data.clients:
-        models: dict[str, State] = {}
-        if shared is not None:
-            models["global"] = shared
-        if shared is not None and not plan.personalizes:
-            models["personal"] = shared
-        elif (own := personal(client)) is not None:
-            models["personal"] = own
+        own = shared if common else personal(client)
         for split in splits:
-            counted: dict[int, Row] = {}
             part = client.splits[split]
-            for model, state in models.items():
-                if state is shared and id(part) not in known:
-                    known[id(part)] = evaluate(plan, state, part, data.classes)
-                if id(state) not in counted:
-                    counted[id(state)] = (
-                        known[id(part)] if state is shared else evaluate(plan, state, part, data.classes)
-                    )
-                rows.append(
-                    {"client": client.name, "split": split, "model": model, "moment": "loaded", **counted[id(state)]}
-                )
+            found = {"global": known[id(part)]} if shared is not None else {}
+            if own is not None:
+                found["personal"] = known[id(part)] if own is shared else evaluate(plan, own, part, data.classes)
+            rows += [
+                {"client": client.name, "split": split, "model": model, "moment": "loaded", **counted}
+                for model, counted in found.items()
+            ]
     return rows

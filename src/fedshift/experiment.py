@@ -9,8 +9,9 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
+from itertools import groupby
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -18,13 +19,16 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from .base.allocator import freed_memory_kept
 from .base.errors import FedshiftError, UsageError
-from .checkpoint import load_checkpoint, load_facts, save_checkpoint
+from .base.profiling import part
+from .checkpoint import load_checkpoint, load_facts
 from .core.method import Method
 from .data.federation import Federation
-from .engines.loop import Diverged
+from .engines.auto import Choice
+from .engines.engine import Diverged
 from .facts import method_facts
-from .records import MethodFacts, Row, Study, frame, measured, read_rows
+from .records import PICTURED, MethodFacts, Row, Study, frame, measured, read_rows, stream_rows
 from .rundir import RunDirectory, append_rows, cut_rows, environment, slug, toml, trial_folder
 from .settings import Settings
 from .trial import ModelFactory, RoundDone, Trial
@@ -32,8 +36,9 @@ from .trial import ModelFactory, RoundDone, Trial
 CHECKPOINT, BEST, METRICS, ROUNDS = "checkpoint.safetensors", "best.safetensors", "metrics.jsonl", "rounds.jsonl"
 SAMPLES = 8
 """Images of each client that a run keeps to show."""
-SHOWN = 100
-"""Clients of which a run keeps images."""
+NAMED = 5
+"""Clients that a notice names."""
+NOTHING = (0, 0.0)
 
 
 class Observer:
@@ -44,6 +49,9 @@ class Observer:
 
     def trial(self, method: str, seed: int, done: int) -> None:
         """A trial starts, or goes on after ``done`` rounds."""
+
+    def engine(self, method: str, choice: Choice) -> None:
+        """The engine that the trials of ``method`` run on, where that was left to be chosen."""
 
     def client(self, client: str, loss: float) -> None:
         """A client ended its work of the round with this mean training loss."""
@@ -143,44 +151,45 @@ class Experiment:
         trial = self._trial(method, seed)
         checkpoint = folder / CHECKPOINT
         if checkpoint.exists():
-            trial.restore(*load_checkpoint(checkpoint))
+            trial.restore(*load_checkpoint(checkpoint), folder)
         done = trial.server.round
         for name in (METRICS, ROUNDS):
             cut_rows(folder / name, done)
-        kept = read_rows(folder / METRICS)
-        metric = self.settings.metric
-        best = max(
-            (_validation([row for row in kept if row["round"] == n], metric) for n in range(1, done + 1)),
-            default=(0, 0.0),
-        )
+        best, reached = self._best(read_rows(folder / METRICS))
+        # Had the program been killed before this round was kept as the best, or files that none needs were removed:
+        trial.save(folder, *((BEST,) if best == done > 0 else ()))
         observer.trial(method.name, seed, done)
-        for client in trial.merged_batches():
+        merged = trial.merged_batches()
+        for who in [f"client {name!r}" for name in merged] if len(merged) <= NAMED else [f"{len(merged)} clients"]:
             notices.say(
-                f"client {client!r}: the last batch would hold one sample, over which batch normalization has no "
-                "variance; it joins the batch before it"
+                f"{who}: the last batch would hold one sample, over which batch normalization has no variance; it "
+                "joins the batch before it"
             )
         if trial.plan.personalizes and self.settings.unseen == "skip" and self.settings.leaves_out(self.data.names):
             notices.say(
                 f"{method.name} keeps models on its clients, and not all take part in every round: one that never did "
                 "has none and is not measured. --unseen average, nearest or reestimate gives it one"
             )
-        while trial.server.round < self.settings.rounds:
-            if stop.is_set():
-                return False
-            outcome = trial.advance(observer.client)
-            traffic = {key: getattr(outcome, key) for key in ("round", "participants", "down", "up", "seconds")}
-            append_rows(folder / METRICS, outcome.rows)
-            append_rows(folder / ROUNDS, [traffic])
-            state = trial.tensors()
-            reached = _validation(outcome.rows, metric)
-            if self.settings.select == "best" and reached > best:
-                best = reached
-                save_checkpoint(folder / BEST, *state)
-            save_checkpoint(checkpoint, *state)
-            observer.round(outcome)
-        untrained = [name for name in self.data.names if name not in trial.seen]
+        with closing(trial), freed_memory_kept():
+            if self.settings.engine == "auto" and trial.server.round < self.settings.rounds:
+                observer.engine(method.name, trial.chosen)
+            while trial.server.round < self.settings.rounds:
+                if stop.is_set():
+                    return False
+                outcome = trial.advance(observer.client)
+                traffic = {key: getattr(outcome, key) for key in ("round", "participants", "down", "up", "seconds")}
+                with part("checkpoint"):
+                    append_rows(folder / METRICS, outcome.rows)
+                    append_rows(folder / ROUNDS, [traffic])
+                    now = self._reached(outcome.rows)
+                    better = now > reached
+                    reached = max(now, reached)
+                    trial.save(folder, CHECKPOINT, *((BEST,) if better else ()))
+                observer.round(outcome)
+        untrained = [name for name in self.data.names if not trial.clients.trained(name)]
         if untrained and trial.plan.personalizes:
-            which = f"{', '.join(untrained[:5])}{f' and {len(untrained) - 5} more' if len(untrained) > 5 else ''}"
+            more = f" and {len(untrained) - NAMED} more" if len(untrained) > NAMED else ""
+            which = f"{', '.join(untrained[:NAMED])}{more}"
             fate = (
                 "are not counted (--unseen average, nearest or reestimate gives them a model)"
                 if self.settings.unseen == "skip"
@@ -189,10 +198,24 @@ class Experiment:
             notices.say(f"{method.name}, seed {seed}: clients that never took part {fate}: {which}")
         return True
 
+    def _reached(self, rows: list[Row]) -> tuple[int, float]:
+        """How good a round is: clients with validation rows, so that none is left out, then their macro metric."""
+        if self.settings.select != "best":
+            return NOTHING
+        chosen = frame(row for row in rows if (row["split"], row["model"]) == ("validation", "personal"))
+        found = measured(chosen, self.settings.metric)
+        return (int(found.count()), float(found.mean())) if found.count() else NOTHING
+
+    def _best(self, rows: list[Row]) -> tuple[int, tuple[int, float]]:
+        """The first of the best rounds, 0 where there is none, and how good it is."""
+        rounds = groupby(rows, key=lambda row: row["round"])
+        reached = {0: NOTHING} | {number: self._reached(list(of_round)) for number, of_round in rounds}
+        best = max(reached, key=lambda number: reached[number])
+        return best, reached[best]
+
     def _describe(self, directory: RunDirectory, facts: Mapping[str, MethodFacts]) -> None:
-        shown = {
-            client.name: _shown(client.test.at(slice(0, SAMPLES)).cpu().numpy()) for client in self.data.clients[:SHOWN]
-        }
+        pictured = self.data.clients[:PICTURED]
+        shown = {client.name: _shown(client.test.at(slice(0, SAMPLES)).cpu().numpy()) for client in pictured}
         images = {name: image for name, image in shown.items() if image is not None}
         packed = io.BytesIO()
         np.savez_compressed(packed, **{str(i): image for i, image in enumerate(images.values())})  # type: ignore[arg-type]
@@ -242,12 +265,6 @@ class _Notices:
             self.observer.notice(text)
 
 
-def _validation(rows: list[Row], metric: str) -> tuple[int, float]:
-    """How good a round is on validation data: the clients measured, so that none is left out, then the macro metric."""
-    found = measured(frame(row for row in rows if (row["split"], row["model"]) == ("validation", "personal")), metric)
-    return int(found.count()), float(found.mean()) if found.count() else 0.0
-
-
 def _shown(x: np.ndarray) -> np.ndarray | None:
     """Samples as images uint8 ``[n, H, W, C]``; None where they are not images."""
     if x.ndim != 4:
@@ -267,20 +284,21 @@ def read_study(path: Path) -> Study:
         raise UsageError(f"{path} holds no run: give a directory that `fedshift run` or `compare` wrote") from error
     except json.JSONDecodeError as error:
         raise FedshiftError(f"{path}: study.json or environment.json is damaged ({error})") from error
-    rows: list[Row] = []
-    traffic: list[Row] = []
-    for method in facts["methods"]:
-        for seed in facts["seeds"]:
-            folder = trial_folder(path, method, seed)
-            rows += read_rows(folder / METRICS)
-            traffic += [{"method": method, "seed": seed, **row} for row in read_rows(folder / ROUNDS)]
+    runs = [(method, seed) for method in facts["methods"] for seed in facts["seeds"]]
+    trials = [(*run, trial_folder(path, *run)) for run in runs]
+    moved = ("round", "down", "up", "seconds")
+    traffic = [
+        {"method": method, "seed": seed, **{name: row[name] for name in moved}}
+        for method, seed, folder in trials
+        for row in stream_rows(folder / ROUNDS)
+    ]
     with np.load(path / "samples.npz") as packed:
         samples = {name: packed[str(i)] for i, name in enumerate(facts.pop("samples"))}
     notices = path / "notices.json"
     return Study(
         **{**facts, "seeds": tuple(facts["seeds"]), "methods": _facts(facts["methods"])},
-        rows=frame(rows),
-        traffic=pd.DataFrame(traffic, columns=["method", "seed", "round", "participants", "down", "up", "seconds"]),
+        rows=frame(row for *_, folder in trials for row in stream_rows(folder / METRICS)),
+        traffic=pd.DataFrame(traffic, columns=["method", "seed", *moved]),
         environment=machine,
         samples=samples,
         notices=tuple(json.loads(notices.read_text(encoding="utf-8"))) if notices.exists() else (),

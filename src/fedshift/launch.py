@@ -6,6 +6,7 @@ Heavy modules are imported when it starts, so that the command line answers at o
 from __future__ import annotations
 
 import shlex
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +16,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
 from .base.errors import FedshiftError, UsageError
-from .config import CompareSpec, RunSpec
+from .base.processors import processors
+from .base.profiling import OPERATIONS, Seconds, recording
+from .config import CompareSpec, Place, RunSpec
 
 if TYPE_CHECKING:
     from threading import Event
@@ -23,11 +26,12 @@ if TYPE_CHECKING:
     from .experiment import Experiment, Observer
 
 
-def execute(spec: RunSpec | CompareSpec, command: str, out: Path | None, resume: Path | None) -> int:
-    """Run what ``spec`` describes in ``out`` (or a new directory), or go on in ``resume``; return the exit code.
+def execute(spec: RunSpec | CompareSpec, command: str, place: Place) -> int:
+    """Run what ``spec`` describes in ``place.out`` (or a new directory), or go on there; return the exit code.
 
     Raises :class:`FedshiftError` where it fails, after what was done has been published.
     """
+    out, resume = place.out, place.resume
     if out and resume:
         raise UsageError(f"--out {out} and --resume {resume}: a resumed run stays in its directory; give one of them")
     console = Console()
@@ -36,12 +40,13 @@ def execute(spec: RunSpec | CompareSpec, command: str, out: Path | None, resume:
 
         from .build import experiment_of
 
-        if spec.threads:
-            torch.set_num_threads(spec.threads)
+        if (threads := spec.threads or min(torch.get_num_threads(), processors())) != torch.get_num_threads():
+            torch.set_num_threads(threads)
         experiment = experiment_of(spec, progress)
     directory = resume or out or _new_directory(command)
     console.print(f"{directory}: {_summary(experiment)}", markup=False, highlight=False, soft_wrap=True)
-    with _interruptible(console) as stop, _display(console) as observer:
+    began = time.perf_counter()
+    with _interruptible(console) as stop, _display(console) as observer, _profiled(place.profile) as seconds:
         try:
             finished = experiment.run(directory, resume=resume is not None, observer=observer, stop=stop)
         except UsageError:
@@ -53,6 +58,8 @@ def execute(spec: RunSpec | CompareSpec, command: str, out: Path | None, resume:
             return _stopped(console, command, directory)
         else:
             failure = None
+    if seconds:
+        _say_profile(console, seconds, time.perf_counter() - began)
     if (directory / "study.json").exists():
         from .experiment import read_study
         from .report.publish import publish
@@ -115,6 +122,38 @@ def _new_directory(command: str) -> Path:
     stamp = f"{datetime.now():%Y%m%d-%H%M%S}"
     names = (Path("runs") / f"{command}-{stamp}{'' if n == 0 else f'-{n}'}" for n in count())
     return next(name for name in names if not name.exists())
+
+
+@contextmanager
+def _profiled(wanted: bool) -> Iterator[Seconds]:
+    """What the parts of the block took, where that is ``wanted``."""
+    if not wanted:
+        yield {}
+        return
+    with recording() as seconds:
+        yield seconds
+
+
+def _say_profile(console: Console, seconds: Seconds, whole: float) -> None:
+    """A table of the parts, and how near to the measured peak training came."""
+    from rich.table import Table
+
+    from .engines.cost import peak
+
+    done = seconds.pop(OPERATIONS, 0.0)
+    table = Table(box=None, title=f"Where {whole:.1f} s went (seconds of all processes)")
+    for title in ("part", "seconds", "share"):
+        table.add_column(title, justify="left" if title == "part" else "right")
+    total = sum(seconds.values())
+    for name, value in sorted(seconds.items(), key=lambda item: -item[1]):
+        table.add_row(name, f"{value:.2f}", f"{100 * value / total:.1f} %")
+    console.print(table)
+    if busy := seconds.get("forward and backward"):
+        best = max(peak(1).values())
+        console.print(
+            f"Forward and backward: {done / 1e9:.1f} GFLOP at {done / busy / 1e9:.1f} GFLOP/s, "
+            f"{100 * done / busy / best:.0f} % of the {best / 1e9:.0f} GFLOP/s that one thread reaches here at best."
+        )
 
 
 @contextmanager

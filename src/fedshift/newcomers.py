@@ -9,22 +9,19 @@ training data best. Averaging and trying models needs sight of all clients' entr
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 
 import torch
-from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from .base.errors import UsageError
 from .base.state import State, clone, pick
-from .core.aggregate import weighted_mean
+from .core.aggregate import as_dtype
 from .core.kernel import Client, Server, global_state, personal_state
-from .core.plan import Plan, scratch
+from .core.plan import Plan, outputs
 from .core.select import norm_statistics
 from .data.split import Split
 from .evaluate import BATCH, evaluate
-
-Seen = Mapping[str, tuple[Client, int]]
-"""Clients that have trained, with their numbers of training samples."""
 
 
 def check_policy(plan: Plan, policy: str) -> None:
@@ -36,20 +33,47 @@ def check_policy(plan: Plan, policy: str) -> None:
         )
 
 
-def newcomer_state(plan: Plan, server: Server, seen: Seen, train: Split, policy: str) -> State | None:
-    """The model for a client with training data ``train`` that never trained; None under ``skip`` or where none has."""
-    if policy == "skip" or not seen:
-        return None
-    if policy == "nearest":
-        models = [personal_state(plan, client, server) for _, (client, _) in sorted(seen.items())]
-        return min(models, key=lambda state: evaluate(plan, state, train, int(train.y.max()) + 1)["loss_sum"])
-    state = global_state(plan, server)
-    if state is None:
-        samples = sum(count for _, count in seen.values())
-        kept = [(client.personal, count / samples) for _, (client, count) in sorted(seen.items())]
-        averaged = weighted_mean([personal for personal, _ in kept], [share for _, share in kept])
-        state = {name: {**pick(server.shared, plan.loaded), **averaged}[name] for name in plan.initial}
-    return _reestimated(plan, state, train) if policy == "reestimate" else state
+class Newcomers:
+    """Models for clients that never trained, from what ``server`` holds and the clients that have.
+
+    ``samples``: training samples of each client that has trained, by its name in ``clients``, which are read one at a
+    time and never held together.
+    """
+
+    def __init__(
+        self, plan: Plan, server: Server, clients: Mapping[str, Client], samples: Mapping[str, int], policy: str
+    ) -> None:
+        self.plan, self.server, self.policy = plan, server, policy
+        self._clients, self._samples = clients, samples
+
+    def state(self, train: Split) -> State | None:
+        """The model for a client with training data ``train``; None under ``skip``, or where no client has trained."""
+        if self.policy == "skip" or not self._samples:
+            return None
+        if self.policy == "nearest":
+            models = (personal_state(self.plan, self._clients[name], self.server) for name in sorted(self._samples))
+            classes = int(train.y.max()) + 1
+            return min(models, key=lambda state: evaluate(self.plan, state, train, classes)["loss_sum"])
+        return _reestimated(self.plan, self._average, train) if self.policy == "reestimate" else self._average
+
+    @cached_property
+    def _average(self) -> State:
+        state = global_state(self.plan, self.server)
+        if state is not None:
+            return state
+        averaged = {**pick(self.server.shared, self.plan.loaded), **self._averaged_entries()}
+        return {name: averaged[name] for name in self.plan.initial}
+
+    def _averaged_entries(self) -> State:
+        """:func:`fedshift.core.aggregate.weighted_mean` of the clients' own entries, bit for bit, client by client."""
+        names, total = sorted(self._samples), sum(self._samples.values())
+        first = self._clients[max(names, key=self._samples.__getitem__)].personal
+        base = {entry: tensor.double() for entry, tensor in first.items()}
+        drift = {entry: torch.zeros_like(tensor) for entry, tensor in base.items()}
+        for name in names:
+            for entry, tensor in self._clients[name].personal.items():
+                drift[entry].add_(tensor - base[entry], alpha=self._samples[name] / total)
+        return {entry: as_dtype(base[entry] + drift[entry], tensor.dtype) for entry, tensor in first.items()}
 
 
 @torch.no_grad()
@@ -67,7 +91,7 @@ def _reestimated(plan: Plan, state: State, train: Split) -> State:
                 continue
             for layer in layers:
                 layer.momentum = len(x) / (start + len(x))  # a mean of the batches, whatever the statistics were
-            functional_call(plan.module, {**state, **scratch(plan.module)}, (x,))
+            outputs(plan, state, x)
     finally:
         for layer, momentum in zip(layers, momenta, strict=True):
             layer.momentum = momentum

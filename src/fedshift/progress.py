@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -11,8 +11,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from typing_extensions import override
 
+from .engines.auto import Choice
 from .experiment import Observer
 from .trial import RoundDone
+
+SHOWN = 20
+"""Clients that are shown one by one."""
 
 
 class _Watch(Observer):
@@ -23,6 +27,7 @@ class _Watch(Observer):
         self.method, self.seed, self.rounds, self.number = "", 0, 0, 0
         self.loss: dict[str, float] = {}
         self.accuracy: dict[str, float] = {}
+        self.engines: set[tuple[str, str]] = set()
 
     @override
     def trial(self, method: str, seed: int, done: int) -> None:
@@ -39,6 +44,12 @@ class _Watch(Observer):
         for row in done.rows:
             if (row["split"], row["model"]) == ("test", "personal"):
                 self.accuracy[row["client"]] = 100 * sum(row["hits"]) / row["samples"]
+
+    @override
+    def engine(self, method: str, choice: Choice) -> None:
+        if (method, choice.engine) not in self.engines:
+            self.engines.add((method, choice.engine))
+            self.notice(f"{method} runs on the {choice.engine} engine ({choice.why})")
 
     @override
     def notice(self, text: str) -> None:
@@ -64,13 +75,14 @@ class PlainLines(_Watch):
         self.run, self.left = self.run + 1, self.left - 1
         if all(row["split"] == "train" for row in done.rows):
             return
-        mean_loss = sum(self.loss.values()) / len(self.loss)
-        accuracy = sum(self.accuracy.values()) / len(self.accuracy) if self.accuracy else float("nan")
-        each = " ".join(f"{client} {value:.1f}" for client, value in self.accuracy.items())
+        many = len(self.accuracy) > SHOWN
+        named = [min(self.accuracy, key=self.accuracy.__getitem__)] if many else self.accuracy
+        each = " ".join(f"{client} {self.accuracy[client]:.1f}" for client in named)
         left = (time.monotonic() - self.began) / self.run * self.left
         self.console.print(
-            f"{self.method} seed {self.seed} round {done.round}/{self.rounds}: loss {mean_loss:.4f}, "
-            f"accuracy {accuracy:.2f} % ({each}), {_clock(left)} left",
+            f"{self.method} seed {self.seed} round {done.round}/{self.rounds}: "
+            f"loss {_mean(self.loss):.4f}, accuracy {_mean(self.accuracy):.2f} % ({'worst: ' if many else ''}{each}), "
+            f"{_clock(left)} left",
             markup=False, highlight=False, soft_wrap=True,
         )  # fmt: skip
 
@@ -86,8 +98,9 @@ class LiveDisplay(_Watch):
         )  # fmt: skip
         self.bar = Progress(*columns, console=console)
         self.task = self.bar.add_task("starting", total=None)
-        self.live = Live(self.bar, console=console, refresh_per_second=8, transient=True)
-        self.names: Sequence[str] = ()
+        self.clients: dict[str, None] = {}
+        self.names: dict[str, None] = {}
+        self.live = Live(get_renderable=self._drawn, console=console, refresh_per_second=8, transient=True)
 
     def __enter__(self) -> LiveDisplay:
         self.live.start()
@@ -98,38 +111,50 @@ class LiveDisplay(_Watch):
 
     @override
     def begin(self, methods: Sequence[str], seeds: Sequence[int], rounds: int, clients: Sequence[str]) -> None:
-        self.rounds, self.names = rounds, clients
+        self.rounds, self.clients = rounds, dict.fromkeys(clients)
         self.bar.reset(self.task, total=len(methods) * len(seeds) * rounds)
 
     @override
     def trial(self, method: str, seed: int, done: int) -> None:
         super().trial(method, seed, done)
-        self.bar.advance(self.task, done)
-        self._draw()
+        self.names = dict(self.clients)
+        self._advance(done)
 
     @override
     def client(self, client: str, loss: float) -> None:
         super().client(client, loss)
-        self._draw()
+        self.names.setdefault(client)
 
     @override
     def round(self, done: RoundDone) -> None:
         super().round(done)
-        self.bar.advance(self.task)
-        self._draw()
+        self._advance(1)
 
-    def _draw(self) -> None:
-        self.bar.update(self.task, description=f"[bold]{self.method}[/] seed {self.seed} round {self.number}")
-        names = [*self.names, *(name for name in self.loss if name not in self.names)]
-        table = Table(box=None, padding=(0, 2))
+    def _advance(self, rounds: int) -> None:
+        said = f"[bold]{self.method}[/] seed {self.seed} round {self.number}"
+        self.bar.update(self.task, advance=rounds, description=said)
+
+    def _drawn(self) -> Group:
+        """The bar and the table as they are now; the display asks for it a few times a second."""
+        names, table = list(self.names), Table(box=None, padding=(0, 2))
         for title in ("client", "training loss", "test accuracy"):
             table.add_column(title, justify="left" if title == "client" else "right")
-        for name in names[:20]:
-            loss, accuracy = self.loss.get(name), self.accuracy.get(name)
-            table.add_row(name, "" if loss is None else f"{loss:.4f}", "" if accuracy is None else f"{accuracy:.2f} %")
-        if len(names) > 20:
-            table.add_row(f"and {len(names) - 20} more", "", "")
-        self.live.update(Group(self.bar, table))
+        for name in names[:SHOWN]:
+            table.add_row(name, *_shown(self.loss.get(name), self.accuracy.get(name)))
+        if len(names) > SHOWN:
+            table.add_row(f"and {len(names) - SHOWN:,} more", "", "")
+            means = (_mean(figures) if figures else None for figures in (self.loss, self.accuracy))
+            table.add_row("mean of all", *_shown(*means))
+        return Group(self.bar, table)
+
+
+def _shown(loss: float | None, accuracy: float | None) -> tuple[str, str]:
+    return "" if loss is None else f"{loss:.4f}", "" if accuracy is None else f"{accuracy:.2f} %"
+
+
+def _mean(figures: Mapping[str, float]) -> float:
+    values = list(figures.values())  # at once: the display's thread reads while the trial goes on
+    return sum(values) / len(values) if values else float("nan")
 
 
 def _clock(seconds: float) -> str:

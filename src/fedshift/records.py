@@ -23,7 +23,7 @@ Everything in tables and figures (accuracy, balanced accuracy; macro, pooled, wo
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,12 +37,20 @@ COLUMNS = (
 METRICS = {"accuracy": "accuracy", "balanced_accuracy": "balanced accuracy", "auc": "AUC", "loss": "loss"}
 """Metrics, and what they are called in a sentence."""
 
+PICTURED = 24
+"""Clients of which a run keeps images, and a report has pictures of each."""
+
 Row = dict[str, Any]
 
 
 def frame(rows: Iterable[Row]) -> pd.DataFrame:
-    """Rows as a data frame with the columns above."""
-    return pd.DataFrame(list(rows), columns=list(COLUMNS))
+    """Rows as a data frame with the columns above; they are taken one by one, so that a generator is not gathered."""
+    columns: dict[str, list[Any]] = {name: [] for name in COLUMNS}
+    for row in rows:
+        for name, values in columns.items():
+            value = row.get(name)
+            values.append(values[-1] if values and values[-1] == value else value)  # most repeat: kept once
+    return pd.DataFrame(columns)
 
 
 def measured(rows: pd.DataFrame, metric: str) -> pd.Series:
@@ -57,34 +65,36 @@ def measured(rows: pd.DataFrame, metric: str) -> pd.Series:
         return rows["auc"].astype(float)
     if metric not in METRICS:
         raise KeyError(f"metric {metric!r}; known are {tuple(METRICS)}")
-    balanced = metric == "balanced_accuracy"
-    values = [_share_correct(h, s, balanced) for h, s in zip(rows["hits"], rows["support"], strict=True)]
-    return pd.Series(values, index=rows.index, dtype=float)
-
-
-def _share_correct(hits: list[int] | None, support: list[int] | None, balanced: bool) -> float:
-    if not isinstance(hits, list) or not isinstance(support, list):
-        return float("nan")
-    correct, occurring = np.array(hits, float), np.array(support, float)
-    if not balanced:
-        return float(correct.sum() / occurring.sum())
-    present = occurring > 0
-    return float((correct[present] / occurring[present]).mean())
+    shares = np.full(len(rows), np.nan)
+    counted = (rows["hits"].notna() & rows["support"].notna()).to_numpy(dtype=bool)
+    if counted.any():
+        hits_NK, support_NK = (np.array(rows.loc[counted, name].tolist(), float) for name in ("hits", "support"))
+        if metric == "balanced_accuracy":
+            present_NK = support_NK > 0
+            recall_NK = np.divide(hits_NK, support_NK, out=np.zeros_like(hits_NK), where=present_NK)
+            shares[counted] = recall_NK.sum(axis=1) / present_NK.sum(axis=1)
+        else:
+            shares[counted] = hits_NK.sum(axis=1) / support_NK.sum(axis=1)
+    return pd.Series(shares, index=rows.index)
 
 
 def read_rows(path: Path, up_to: int | None = None) -> list[Row]:
+    """All of :func:`stream_rows` at once."""
+    return list(stream_rows(path, up_to))
+
+
+def stream_rows(path: Path, up_to: int | None = None) -> Iterator[Row]:
     """Rows of a ``metrics.jsonl`` up to and including round ``up_to``; a last line cut short by a crash is left out."""
-    rows: list[Row] = []
     if not path.exists():
-        return rows
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            break
-        if up_to is None or row["round"] <= up_to:
-            rows.append(row)
-    return rows
+        return
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError:
+                return
+            if up_to is None or row["round"] <= up_to:
+                yield row
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

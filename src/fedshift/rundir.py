@@ -6,6 +6,7 @@ trials/<method>-seed<k>/
     metrics.jsonl    measurements (fedshift.records)
     rounds.jsonl     participants, bytes and seconds of each round
     checkpoint.safetensors, best.safetensors
+    clients-<round>.states    what clients keep, as checkpoints refer to it (fedshift.client_store)
 report.html, figures/, tables/
 """
 

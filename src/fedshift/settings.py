@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
@@ -11,6 +11,7 @@ from .base.errors import UsageError, unknown
 from .base.streams import stream
 from .core.loss import Loss, cross_entropy
 from .core.optimizer import SGD, Optimizer
+from .core.plan import Precision
 from .core.work import Work
 from .data.transforms import Augmentation
 from .engines.catalog import ENGINES
@@ -28,7 +29,8 @@ class Settings:
     the round that tables report, ``last``, or ``best`` on validation data. ``metric``: what they report, and what best
     goes by. ``loss``: what is trained on. ``augment``: what is done to training images. ``newcomers``: clients that
     never take part in training. ``unseen``: how a client that never trained is measured by a method that keeps state on
-    clients (see ``fedshift.newcomers``).
+    clients (see ``fedshift.newcomers``). ``engine``: how clients are run (``auto`` chooses); ``workers``: processes at
+    most where it uses some; ``precision``: what layers compute in.
     """
 
     rounds: int = 20
@@ -42,7 +44,9 @@ class Settings:
     loss: Loss = field(default_factory=cross_entropy)
     augment: Augmentation | None = None
     metric: str = "accuracy"
-    engine: str = "loop"
+    engine: str = "auto"
+    workers: int | None = None
+    precision: Precision = "float32"
     device: str = "cpu"
 
     def __post_init__(self) -> None:
@@ -56,8 +60,12 @@ class Settings:
             raise unknown("metric", self.metric, (name for name in METRICS if name != "loss"))
         if self.unseen not in POLICIES:
             raise unknown("policy for unseen clients", self.unseen, POLICIES)
-        if self.engine not in ENGINES:
-            raise unknown("engine", self.engine, ENGINES)
+        if self.engine not in (*ENGINES, "auto"):
+            raise unknown("engine", self.engine, (*ENGINES, "auto"))
+        if self.workers is not None and self.workers < 1:
+            raise UsageError(f"workers={self.workers}: must be at least 1")
+        if self.precision not in get_args(Precision):
+            raise unknown("precision", self.precision, get_args(Precision))
         share = self.participation
         if share is not None and (share <= 0 or (isinstance(share, float) and share > 1)):
             raise UsageError(

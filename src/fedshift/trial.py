@@ -1,22 +1,27 @@
 """A trial: one method with one seed, round after round, that can be stopped and resumed bit for bit.
 
 Everything that a trial knows besides its settings is in its state: the server, and each client that has taken part.
-Draws come from keyed streams, so a trial restored from a checkpoint goes on as if it had never stopped.
+Draws come from keyed streams, so a trial restored from a checkpoint goes on as if it had never stopped. What a round
+costs depends on the clients that take part in it, not on how many there are.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from .base.errors import UsageError
+from .base.profiling import OPERATIONS, add, is_recording, part
 from .base.state import State, prefixed, under
 from .base.streams import torch_stream
+from .checkpoint import load_facts, refuse_other, save_checkpoint
+from .client_store import MEMORY, ClientStore, sweep
 from .core.kernel import (
     Client,
     Server,
@@ -32,10 +37,13 @@ from .core.plan import forward
 from .core.prepare import operate, prepare
 from .data.augment import check_augmentable
 from .data.federation import ClientData, Federation, label_counts, training_pool
+from .engines.auto import Choice, choose
 from .engines.catalog import ENGINES
+from .engines.cost import operations
+from .engines.engine import Engine
 from .evaluate import evaluate_clients
 from .facts import downlink, uplink
-from .newcomers import check_policy, newcomer_state
+from .newcomers import Newcomers, check_policy
 from .records import Row
 from .settings import Settings
 
@@ -55,14 +63,27 @@ class RoundDone:
 
 
 class Trial:
-    """One method with one seed on one federation; see the module's text."""
+    """One method with one seed on one federation; see the module's text.
 
-    def __init__(self, method: Method, model: ModelFactory, data: Federation, settings: Settings, seed: int) -> None:
+    ``client_memory``: bytes of clients' states held in memory; beyond it they are in files alone (``client_store``).
+    """
+
+    def __init__(
+        self,
+        method: Method,
+        model: ModelFactory,
+        data: Federation,
+        settings: Settings,
+        seed: int,
+        *,
+        client_memory: int = MEMORY,
+    ) -> None:
         self.data, self.settings, self.seed = data, settings, seed
         device = torch.device(settings.device)
-        for name in settings.newcomers:
-            data.client(name)
-        members = tuple(name for name in data.names if name not in settings.newcomers)
+        newcomers = frozenset(settings.newcomers)
+        for name in sorted(newcomers.difference(data.names)):
+            data.client(name)  # raises
+        members = tuple(client for client in data.clients if client.name not in newcomers)
         if not members:
             raise UsageError("newcomers names every client: leave some to train")
         share = settings.participation
@@ -70,7 +91,7 @@ class Trial:
             raise UsageError(
                 f"participation={share}: only {len(members)} clients train; give at most as many, or leave it out"
             )
-        training = data.only(members)
+        training = replace(data, clients=members)
         trained_on = training_pool(training) if method.pooled else training
         self.model = model
         with torch_stream(seed, "init"):
@@ -86,6 +107,7 @@ class Trial:
                 optimizer=settings.optimizer,
                 loss=settings.loss.resolved(label_counts(training)),
                 augment=settings.augment,
+                precision=settings.precision,
                 sample=sample,
                 rounds=settings.rounds,
                 clients=len(members),
@@ -107,15 +129,40 @@ class Trial:
         if self.plan.personalizes:
             check_policy(self.plan, settings.unseen)
         self.measured = data.to(device)
-        placed = trained_on.to(device) if method.pooled else self.measured.only(members)
-        self.train = {client.name: client.train for client in placed.clients}
+        measured = (client for client in self.measured.clients if client.name not in newcomers)
+        self.train = {
+            client.name: client.train for client in (trained_on.to(device).clients if method.pooled else measured)
+        }
+        self.choice = None if settings.engine == "auto" else Choice(engine=settings.engine, why="as asked for")
+        self._engine = self._made(self.choice) if self.choice else None
         self.server = init_server(self.plan)
-        self.clients = {client.name: init_client(self.plan) for client in trained_on.clients}
+        self.clients = ClientStore(self.train, lambda: init_client(self.plan), device, client_memory)
+        self._newcomers: Newcomers | None = None
 
     @property
-    def seen(self) -> frozenset[str]:
-        """Clients that have taken part."""
-        return frozenset(name for name, client in self.clients.items() if client.steps)
+    def chosen(self) -> Choice:
+        """Which engine runs the trial, and why; under ``auto`` that is found out when it is first asked for."""
+        if self.choice is None:
+            settings, clients = self.settings, len(self.settings.participants(self.seed, 1, self.clients.names))
+            self.choice = choose(
+                self.plan, self.train, clients=clients, rounds=settings.rounds, workers=settings.workers
+            )
+        return self.choice
+
+    @property
+    def engine(self) -> Engine:
+        """What carries out the clients' work."""
+        if self._engine is None:
+            self._engine = self._made(self.chosen)
+        return self._engine
+
+    def _made(self, choice: Choice) -> Engine:
+        return ENGINES[choice.engine](self.plan, self.train, self.seed, self.settings.workers)
+
+    def close(self) -> None:
+        """Let go of what the engine holds."""
+        if self._engine:
+            self._engine.close()
 
     def merged_batches(self) -> tuple[str, ...]:
         """Clients whose last batch would hold a single sample, which joins the batch before it."""
@@ -142,6 +189,7 @@ class Trial:
             "metric": self.settings.metric,
             "loss": str(self.settings.loss),
             "augment": str(self.settings.augment),
+            "precision": self.settings.precision,
         }
 
     def advance(self, progress: Callable[[str, float], None] | None = None) -> RoundDone:
@@ -150,13 +198,14 @@ class Trial:
         Raises ``Diverged`` where a loss becomes NaN; the trial is then as it was before the round.
         """
         began = time.perf_counter()
+        self.clients.spill(self.server.round)
         number = self.server.round + 1
-        names = self.settings.participants(self.seed, number, tuple(self.clients))
+        names = self.settings.participants(self.seed, number, self.clients.names)
         working = {name: self.clients[name] for name in names}
         updates: dict[str, Update] = {}
         after: dict[str, Client] = {}
         rows: list[Row] = []
-        for name, trained in ENGINES[self.settings.engine](self.plan, self.server, working, self.train, self.seed):
+        for name, trained in self.engine.train(self.server, working):
             after[name], updates[name] = trained.client, trained.update
             used = int(trained.update.weight)
             rows.append(
@@ -169,12 +218,17 @@ class Trial:
                 progress(name, trained.loss_sum / used)
         down = len(names) * self._down()
         up = 0 if self.plan.method.pooled else sum(map(uplink, updates.values()))
-        self.server = server_round(self.plan, self.server, updates, len(self.clients))
-        self.clients |= after
+        with part("aggregation"):
+            self.server = server_round(self.plan, self.server, updates, len(self.clients))
+        self.clients.put(after)
+        if is_recording():
+            add({OPERATIONS: sum(row["samples"] for row in rows) * operations(self.plan, self.train)})
         seconds = time.perf_counter() - began
-        rows.sort(key=lambda row: names.index(row["client"]))
+        place = {name: index for index, name in enumerate(names)}
+        rows.sort(key=lambda row: place[row["client"]])
         if self.settings.evaluates(number):
-            rows += self.evaluate()
+            with part("evaluation"):
+                rows += self.evaluate()
         rows = [{"method": self.plan.method.name, "seed": self.seed, "round": number, **row} for row in rows]
         return RoundDone(round=number, participants=names, down=down, up=up, seconds=seconds, rows=rows)
 
@@ -202,57 +256,66 @@ class Trial:
         """The model that ``client`` would use; None where it has none and the policy makes none."""
         if not self.plan.personalizes:
             return global_state(self.plan, self.server)
-        own = self.clients.get(client.name)
-        if own and own.steps:
-            return personal_state(self.plan, own, self.server)
-        seen = {name: (each, len(self.train[name])) for name, each in self.clients.items() if each.steps}
-        return newcomer_state(self.plan, self.server, seen, client.train, self.settings.unseen)
+        if self.clients.trained(client.name):
+            return personal_state(self.plan, self.clients[client.name], self.server)
+        if self._newcomers is None or self._newcomers.server is not self.server:
+            samples = {name: len(self.train[name]) for name in self.clients.seen}
+            self._newcomers = Newcomers(self.plan, self.server, self.clients, samples, self.settings.unseen)
+        return self._newcomers.state(client.train)
 
     def network(self) -> nn.Module:
         """A network of the trial's kind, after the method's surgery, with weights of no meaning."""
         return operate(self.plan.method, make_network(self.model, self.data.sample_shape, self.data.classes))
 
     def tensors(self) -> tuple[State, dict[str, Any]]:
-        """All state as flat tensors and JSON facts, for a checkpoint; clients that never took part are left out."""
-        seen = [name for name, client in self.clients.items() if client.steps]
+        """All state as flat tensors and JSON facts; clients that never took part are left out."""
+        facts = {"round": self.server.round, "identity": self.identity}
+        return self._server_tensors() | self.clients.tensors(), facts
+
+    def save(self, folder: Path, *names: str) -> None:
+        """Write clients that changed, then checkpoints ``names``, in ``folder``, which holds no other trial's.
+
+        A crash at any moment leaves each checkpoint in the folder as it was or as it is to be, and the clients' states
+        that belong to it; those that belong to none are removed at last.
+        """
+        index, segments = self.clients.save(folder, self.server.round)
+        engine = self.choice.engine if self.choice else None
+        facts = {"round": self.server.round, "identity": self.identity, "engine": engine}
+        for name in names:
+            save_checkpoint(folder / name, self._server_tensors() | index, {**facts, "segments": segments})
+        sweep(folder, {int(n) for path in folder.glob("*.safetensors") for n in load_facts(path)["segments"]})
+
+    def _server_tensors(self) -> State:
         flat: State = {}
-        for part in ("shared", "memory", "optimizer"):
-            flat |= prefixed(f"server/{part}", getattr(self.server, part))
-        for number, name in enumerate(seen):
-            client = self.clients[name]
-            for part in ("personal", "optimizer", "memory"):
-                flat |= prefixed(f"client/{number}/{part}", getattr(client, part))
-        steps = {name: self.clients[name].steps for name in seen}
-        return flat, {"round": self.server.round, "steps": steps, "identity": self.identity}
+        for kind in ("shared", "memory", "optimizer"):
+            flat |= prefixed(f"server/{kind}", getattr(self.server, kind))
+        return flat
 
     def accept(self, facts: Mapping[str, Any], seed: int) -> None:
         """Raise :class:`UsageError` unless a checkpoint with ``facts`` is of this trial, but under ``seed``."""
-        for key, now in {**self.identity, "seed": str(seed)}.items():
-            then = str(facts["identity"].get(key))
-            if then != now:
-                same = next((i for i, (a, b) in enumerate(zip(then, now, strict=False)) if a != b), 0)
-                start = max(0, same - 40)
-                raise UsageError(
-                    f"this run was begun with another {key}: then {then[start : start + 120]!r}, now "
-                    f"{now[start : start + 120]!r}. Resume it with the settings it was begun with, or start a new run "
-                    "in another directory"
-                )
+        refuse_other(facts["identity"], {**self.identity, "seed": str(seed)})
         if facts["round"] > self.settings.rounds:
             raise UsageError(
                 f"this run has done {facts['round']} rounds, more than rounds={self.settings.rounds}: ask for at least "
                 "as many, or start a new run in another directory"
             )
 
-    def restore(self, tensors: State, facts: Mapping[str, Any]) -> None:
-        """Take up the state of a checkpoint; :class:`UsageError` where it belongs to another trial."""
+    def restore(self, tensors: State, facts: Mapping[str, Any], folder: Path | None = None) -> None:
+        """Take up what :meth:`tensors` gave, or the content of a checkpoint that :meth:`save` left in ``folder``.
+
+        Clients' states are read from there when they are needed. Raises :class:`UsageError` where it is another
+        trial's, and :class:`FedshiftError` where a file of clients' states is missing or cut short.
+        """
         self.accept(facts, self.seed)
+        self.clients.restore(tensors, facts.get("segments", {}), folder)
+        if self.choice is None and facts.get("engine"):  # another engine would round differently
+            self.choice = Choice(engine=facts["engine"], why="as the run was begun")
         device = torch.device(self.settings.device)
-        tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
-        parts = {part: under(f"server/{part}", tensors) for part in ("shared", "memory", "optimizer")}
+        parts = {
+            part: {name: tensor.to(device) for name, tensor in under(f"server/{part}", tensors).items()}
+            for part in ("shared", "memory", "optimizer")
+        }
         self.server = Server(round=facts["round"], **parts)
-        for number, (name, steps) in enumerate(facts["steps"].items()):
-            parts = {part: under(f"client/{number}/{part}", tensors) for part in ("personal", "optimizer", "memory")}
-            self.clients[name] = Client(steps=steps, **parts)
 
 
 def make_network(model: ModelFactory, shape: tuple[int, ...], classes: int) -> nn.Module:

@@ -10,14 +10,17 @@ from fedshift.base.errors import UsageError
 from fedshift.base.state import clone, equal
 from fedshift.core.kernel import (
     begin,
+    corrected,
     finish,
     global_state,
     init_client,
     init_server,
+    objective,
     personal_state,
     server_round,
     step,
     step_,
+    update_,
 )
 from fedshift.core.method import Method
 from fedshift.core.optimizer import SGD, AdamW
@@ -88,24 +91,31 @@ def test_the_pure_step_changes_nothing_it_is_given_and_equals_the_one_in_place(m
 
 
 @PURE
-def test_the_step_runs_under_vmap_and_equals_clients_one_by_one(method, optimizer):
+def test_objective_and_update_run_under_vmap_and_equal_clients_one_by_one(method, optimizer):
     plan = plan_of(method, optimizer=optimizer)
     job = begin(plan, init_client(plan), init_server(plan), planned=2)
     data = [batch(number) for number in range(3)]
     x, y = (torch.stack(parts) for parts in zip(*data, strict=True))
     keys = torch.arange(3) + 2**40
 
-    def two_steps(params, rest, optimizer, x, y, key):
-        first, _ = step(plan, replace(job, params=params, rest=rest, optimizer=optimizer), x, y, key)
-        second, loss = step(plan, first, x, y, key + 9)
-        return second.params, second.rest, loss
+    def descended(params, rest, x, y, key):
+        return objective(plan, replace(job, rest=rest), params, x, y, key)
 
-    own = (job.params, job.rest, job.optimizer)
-    lanes = [{name: torch.stack([tensor] * 3) for name, tensor in part.items()} for part in own]
-    params, rest, losses = torch.vmap(two_steps)(*lanes, x, y, keys)
+    def updated(params, optimizer, grads, rest, key):
+        lane = replace(job, params=params, optimizer=optimizer)
+        after = update_(plan, lane, corrected(plan, lane, grads, key), rest, 6)
+        return after.params, after.optimizer
+
+    lanes = [{n: torch.stack([t] * 3) for n, t in part.items()} for part in (job.params, job.rest, job.optimizer)]
+    leaves = {name: tensor.requires_grad_() for name, tensor in lanes[0].items()}
+    total, losses, rest = torch.vmap(descended)(leaves, lanes[1], x, y, keys)
+    found = torch.autograd.grad(total.sum(), tuple(leaves.values()), materialize_grads=True)
+    params = {name: tensor.detach().clone() for name, tensor in leaves.items()}
+    grads = dict(zip(params, found, strict=True))
+    params, _ = torch.vmap(updated)(params, lanes[2], grads, rest, keys)
     for lane in range(3):
-        alone, alone_rest, loss = two_steps(*own, x[lane], y[lane], keys[lane])
-        for name, tensor in (alone | alone_rest).items():
+        alone, loss = step(plan, job, x[lane], y[lane], keys[lane])
+        for name, tensor in (alone.params | alone.rest).items():
             assert ((params | rest)[name][lane] - tensor).abs().max() <= 1e-9, name
         assert abs(losses[lane] - loss) <= 1e-12
 

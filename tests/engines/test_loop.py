@@ -8,7 +8,7 @@ from torch import nn
 from fedshift.core.optimizer import SGD
 from fedshift.core.work import Work
 from fedshift.data.federation import federation
-from fedshift.engines.loop import Diverged
+from fedshift.engines.engine import Diverged
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.single import single
 from fedshift.settings import Settings

@@ -13,7 +13,7 @@ def distance(a, b):
 
 
 def test_every_engine_equals_the_loop_over_rounds_in_float64(trial, method, engine):
-    reference, other = trial(method, "loop"), trial(method, engine)
+    reference, other = trial(method, "sequential"), trial(method, engine)
     for _ in range(3):
         expected, found = reference.advance(), other.advance()
         assert [row["client"] for row in expected.rows] == [row["client"] for row in found.rows]
@@ -28,7 +28,7 @@ def test_every_engine_equals_the_loop_for_one_step_in_float32(trial, method, eng
         return nn.Sequential(nn.Conv2d(shape[0], 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(36, classes))
 
     reference, other = (
-        trial(method, name, model=network, work=Work(batch_size=8, batches=1)) for name in ("loop", engine)
+        trial(method, name, model=network, work=Work(batch_size=8, batches=1)) for name in ("sequential", engine)
     )
     reference.advance()
     other.advance()

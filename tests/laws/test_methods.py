@@ -9,7 +9,6 @@ from fedshift.base.state import equal
 from fedshift.core.kernel import begin, finish, server_round
 from fedshift.core.work import Work
 from fedshift.data.federation import federation
-from fedshift.engines.catalog import ENGINES
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedbn import fedbn
 from fedshift.methods.fedprox import fedprox
@@ -23,9 +22,8 @@ BATCH_NORM = {"first", "downsample.1", "second"}
 
 def updates_of(trial):
     """The uploads of one round, and the server they were made from."""
-    server = trial.server
-    engine = ENGINES[trial.settings.engine]
-    return {name: done.update for name, done in engine(trial.plan, server, trial.clients, trial.train, trial.seed)}
+    working = {name: trial.clients[name] for name in trial.train}
+    return {name: done.update for name, done in trial.engine.train(trial.server, working)}
 
 
 def test_fedprox_without_its_term_is_fedavg(trial, engine):

@@ -5,7 +5,7 @@ import pytest
 
 from fedshift.base.errors import UsageError
 from fedshift.base.state import equal
-from fedshift.checkpoint import load_checkpoint, save_checkpoint
+from fedshift.checkpoint import load_checkpoint
 from fedshift.core.loss import parse_loss
 from fedshift.core.optimizer import SGD, AdamW, Cosine
 from fedshift.core.work import Work
@@ -13,6 +13,7 @@ from fedshift.data.augment import parse
 from fedshift.data.federation import federation
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedbn import fedbn
+from fedshift.trial import Trial
 
 ROUNDS = 4
 
@@ -24,9 +25,9 @@ def pixels():
     return federation({name: (x[k:30], y[k:30], x[30:], y[30:]) for k, name in enumerate("abc")})
 
 
-def through_disk(trial, fresh, path):
-    save_checkpoint(path, *trial.tensors())
-    fresh.restore(*load_checkpoint(path))
+def through_disk(trial, fresh, folder):
+    trial.save(folder, "checkpoint.safetensors")
+    fresh.restore(*load_checkpoint(folder / "checkpoint.safetensors"), folder)
     return fresh
 
 
@@ -36,10 +37,18 @@ def test_resumed_equals_uninterrupted(trial, method, engine, stop, tmp_path):
     rows = [whole.advance().rows for _ in range(ROUNDS)]
     for _ in range(stop):
         broken.advance()
-    resumed = through_disk(broken, trial(method, engine), tmp_path / "checkpoint.safetensors")
+    resumed = through_disk(broken, trial(method, engine), tmp_path)
     assert [resumed.advance().rows for _ in range(ROUNDS - stop)] == rows[stop:]
     assert equal(resumed.tensors()[0], whole.tensors()[0])
     assert resumed.tensors()[1] == whole.tensors()[1]
+
+
+def test_without_memory_for_clients_every_method_is_what_it_is_with(trial, method):
+    whole = trial(method)
+    poor = Trial(method, whole.model, whole.data, whole.settings, whole.seed, client_memory=0)
+    for _ in range(ROUNDS):
+        assert whole.advance().rows == poor.advance().rows
+    assert equal(poor.tensors()[0], whole.tensors()[0])
 
 
 @pytest.mark.parametrize(
@@ -62,7 +71,7 @@ def test_resumed_equals_uninterrupted_whatever_the_settings(trial, changes, tmp_
         whole.advance()
     for _ in range(2):
         broken.advance()
-    resumed = through_disk(broken, trial(fedbn(), **changes), tmp_path / "checkpoint.safetensors")
+    resumed = through_disk(broken, trial(fedbn(), **changes), tmp_path)
     for _ in range(ROUNDS - 2):
         resumed.advance()
     assert equal(resumed.tensors()[0], whole.tensors()[0])

@@ -52,7 +52,7 @@ def forced(running, *keeps):
     """Make every client keep the layers for which ``keeps`` is true and load the others."""
     logits = torch.tensor([[-5.0, 5.0] if keep else [5.0, -5.0] for keep in keeps], dtype=torch.float64)
     for name, client in running.clients.items():
-        running.clients[name] = replace(client, memory={**client.memory, LOGITS: logits.clone()})
+        running.clients.put({name: replace(client, memory={**client.memory, LOGITS: logits.clone()})})
 
 
 @pytest.mark.parametrize(

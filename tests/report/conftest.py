@@ -96,6 +96,28 @@ def study(make_study):
     return make_study()
 
 
+@pytest.fixture
+def make_crowd(make_study):
+    """A study of ``clients`` clients with 100 test samples each: in the last round, client k has k mod 101 right."""
+
+    def make(clients, seeds=1, **fields):
+        names = [f"client {number}" for number in range(clients)]
+        rows = []
+        for method in ("fedavg", "fedbn"):
+            for seed in range(seeds):
+                for number in (1, 2):
+                    for place, name in enumerate(names):
+                        hits = place % 101 if number == 2 else 0
+                        rows.append(training(method, seed, number, name, loss=1 / number))
+                        rows.append(evaluation(method, seed, number, name, "test", "personal", hits, SUPPORT["a"]))
+        sizes = {name: {"train": 10 + place, "test": 100} for place, name in enumerate(names)}
+        images = {name: np.zeros((1, 4, 4, 1), np.uint8) for name in names}
+        none = dict.fromkeys(("fedavg", "fedbn"), [{}] * seeds)
+        return make_study(none, **{"rows": frame(rows), "clients": sizes, "samples": images} | fields)
+
+    return make
+
+
 EDGE_CASES = {
     "ten methods": {"scores": {f"fedbn+fedprox+method_{number}": LAST["fedbn"] for number in range(10)}},
     "one method": {"scores": {"fedbn": LAST["fedbn"]}},

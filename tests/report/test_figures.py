@@ -1,13 +1,15 @@
 """Figures: there for every study, without warnings, the same bytes each time, methods looking alike everywhere."""
 
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
 
-from fedshift.records import Study
+from fedshift.records import PICTURED, Study
 from fedshift.report import figures, save_figures
-from fedshift.report.figures import MAX_CLIENTS, panels, svg
+from fedshift.report.figures import panels, svg
 from fedshift.report.style import looks
+from fedshift.report.tables import ONE_BY_ONE
 
 
 def test_names(study):
@@ -68,17 +70,39 @@ def test_edge_cases_draw_without_warnings(edge_case: Study):
         assert "<text" in svg(figure)
 
 
-def test_many_clients_get_panels_up_to_a_limit(make_study):
-    study = make_study()
-    names = [f"client {number}" for number in range(MAX_CLIENTS + 3)]
-    rows = study.rows[study.rows["client"] == "a"]
-    fields = {
-        name: getattr(study, name) for name in ("name", "methods", "seeds", "rounds", "select", "classes", "traffic")
-    }
-    many = Study(
-        **fields,
-        clients={name: {"test": 100} for name in names},
-        rows=type(rows)([row | {"client": name} for name in names for row in rows.to_dict("records")]),
+def test_many_clients_get_panels_up_to_a_limit(make_crowd):
+    drawn = figures(make_crowd(PICTURED + 3))
+    assert sum("-client-" in name for name in drawn) == PICTURED
+    assert len(drawn["samples"].axes) == PICTURED
+
+
+def test_more_clients_are_drawn_as_a_distribution(make_crowd):
+    drawn = figures(make_crowd(202))
+    assert list(drawn) == [
+        "accuracy-macro", "training-loss", "traffic", "accuracy-low", "accuracy-clients", "samples",
+    ]  # fmt: skip
+    assert drawn["accuracy-low"].axes[0].lines[0].get_ydata() == pytest.approx([0, 5])
+    axes = drawn["accuracy-clients"].axes[0]
+    spans = [tuple(path.vertices[:, 0]) for lines in axes.collections for path in lines.get_paths()]
+    assert spans == [pytest.approx((5, 95)), pytest.approx((25, 75))] * 2
+    assert [line.get_xdata() for line in axes.lines] == [pytest.approx([50]), pytest.approx([0, 100])] * 2
+    said = {panel.name: panel.description for panel in panels(make_crowd(202, seeds=2))}["accuracy-clients"]
+    assert said.endswith(
+        "of 202 clients at the reported round (means over seeds). "
+        "fedavg from 0.00 to 100.00, median 50.00; fedbn from 0.00 to 100.00, median 50.00."
     )
-    drawn = panels(many)
-    assert sum("-client-" in panel.name for panel in drawn) == MAX_CLIENTS
+
+
+def test_figures_of_many_clients_stay_small(make_crowd):
+    few, many = (
+        sum(len(svg(panel.figure)) for panel in panels(make_crowd(count)))
+        for count in (ONE_BY_ONE + 1, 20 * ONE_BY_ONE)
+    )
+    assert many < 1.1 * few
+
+
+def test_unmeasured_methods_leave_their_row_empty(make_crowd):
+    crowd = make_crowd(60)
+    crowd = replace(crowd, rows=crowd.rows[crowd.rows["method"] != "fedavg"])
+    axes = figures(crowd)["accuracy-clients"].axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["fedavg", "fedbn"]

@@ -6,6 +6,7 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
+from fedshift.records import PICTURED
 from fedshift.report import write_page
 from fedshift.report.inline import contact_strip, inline_svg
 from fedshift.report.page import render_page
@@ -78,6 +79,18 @@ def test_methods_over_unequal_clients_are_not_ranked(make_study):
     assert "Highest macro accuracy" not in text
     assert "lacks a client that another method has" in text
     assert "No round has been evaluated yet" in render_page(make_study(keep=lambda row: False))
+
+
+def test_of_many_clients_the_page_says_how_they_are_distributed_and_stays_small(make_crowd):
+    text = render_page(make_crowd(1234, seeds=2))
+    reader = read(text)
+    assert "<b>1,234 clients</b>: more than 50 are not named one by one" in text
+    assert re.search(r'<th scope="row">95 % quantile</th>\s*<td>', text)
+    assert re.search(r'<th scope="row">largest</th>\s*<td>1,243</td><td>100</td>', text)
+    assert "client 40" not in text
+    assert sum(link.startswith("data:image") for link in reader.references) == PICTURED
+    assert "Images of the first 24 clients" in text
+    assert len(text) < 400_000
 
 
 def test_everything_is_escaped(make_study):

@@ -59,6 +59,12 @@ def test_page_fits_and_stays_quiet(show, edge_case, width):
     assert page.execute_script("return performance.getEntriesByType('resource').map((entry) => entry.name)") == []
 
 
+def test_the_page_of_many_clients_fits_a_phone(show, make_crowd):
+    page = show(make_crowd(300, seeds=2), 400)
+    assert page.execute_script("return document.documentElement.scrollWidth <= window.innerWidth")
+    assert page.execute_script(FONT_SIZES)[1] >= 9
+
+
 def test_text_is_legible_on_a_phone(show, study):
     count, smallest_in_figures, smallest = show(study, 400).execute_script(FONT_SIZES)
     assert count > 50

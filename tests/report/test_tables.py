@@ -8,7 +8,7 @@ import pytest
 
 from fedshift.base.errors import UsageError
 from fedshift.report import accuracy_table, difference_table, reported_rounds
-from fedshift.report.tables import history, seed_table, shortfalls, traffic_table
+from fedshift.report.tables import ONE_BY_ONE, QUANTILES, history, seed_table, shortfalls, traffic_table
 
 
 def percent(table, row, method):
@@ -44,6 +44,18 @@ def test_balanced_accuracy_by_hand(study):
 def test_loss_of_the_worst_client_is_the_highest(study):
     seeds = seed_table(study, "loss")["fedavg"][0]
     assert seeds.to_dict() == pytest.approx({"a": 0.5, "b": 0.2, "macro": 0.35, "pooled": 0.275, "worst client": 0.5})
+
+
+def test_of_many_clients_there_are_quantiles_within_each_seed(make_crowd):
+    crowd = make_crowd(202, seeds=2)
+    crowd.rows.loc[crowd.rows["seed"] == 1, "hits"] = pd.Series([[0, 0]] * len(crowd.rows), index=crowd.rows.index)
+    seeds = seed_table(crowd)["fedavg"]
+    assert seeds.index[202:].tolist() == ["macro", "pooled", "worst client", *QUANTILES, "best client"]
+    assert seeds[0].iloc[202:].tolist() == pytest.approx([0.5, 0.5, 0, 0.05, 0.25, 0.5, 0.75, 0.95, 1])
+    assert percent(accuracy_table(crowd), "best client", "fedavg")[0] == pytest.approx(50)
+    loss = seed_table(crowd, "loss")["fedavg"][0]
+    assert loss[["worst client", "5 % quantile", "best client"]].tolist() == pytest.approx([1, 0.05, 0])
+    assert "median" not in seed_table(make_crowd(ONE_BY_ONE)).index
 
 
 def test_auc_has_no_pooled_row(study):

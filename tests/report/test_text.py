@@ -48,6 +48,13 @@ def test_best_of_each_row(make_study):
     assert lowest["a"] == ["0.400"]
 
 
+def test_without_clients_one_by_one_the_aggregates_are_as_they_were(make_crowd):
+    frame = accuracy_table(make_crowd(60, seeds=2))
+    whole, short = metric_cells(frame), metric_cells(frame, one_by_one=False)
+    assert short.rows == whole.rows[whole.rule :]
+    assert (short.header, short.rule) == (("60 clients", "fedavg", "fedbn"), 0)
+
+
 def test_a_single_method_is_never_best(make_study):
     table = metric_cells(accuracy_table(make_study({"fedavg": [{"a": 50, "b": 240}]})))
     assert not any(cell.best for row in table.rows for cell in row)

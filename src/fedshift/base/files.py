@@ -9,6 +9,12 @@ from pathlib import Path
 from .errors import FedshiftError
 
 
+def cache_directory() -> Path:
+    """Where what can be made again is kept: ``FEDSHIFT_CACHE``, else the user's cache directory."""
+    given = os.environ.get("FEDSHIFT_CACHE")
+    return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedshift"
+
+
 def write_atomically(path: Path, content: bytes) -> None:
     """Write ``content`` to ``path`` so that a reader sees the old file or the new one, never a part.
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..base.errors import UsageError
-from ..base.state import State
+from ..base.state import State, clone
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -44,22 +44,44 @@ class Aggregate(Protocol):
         """The server's entries after the round, each in its own dtype."""
 
 
+CHUNK = 2**17
+"""Values that are folded at a time, so that their sums stay in the processor's cache."""
+
+
 def weighted_mean(states: Sequence[State], weights: Sequence[float]) -> State:
     """Entry-wise mean of ``states`` under ``weights`` (positive, summing to one), each in its own dtype.
 
-    Summed as deviations from the state of most weight (the first of them), so that the mean of equal values is that
-    value, bit for bit, and no state of little weight costs precision. Integer entries (BatchNorm's
-    ``num_batches_tracked``) stay integers: their mean is rounded to the nearest.
+    Summed in float64, float64 entries as deviations from the state of most weight (the first of them), so that the mean
+    of equal values is that value, bit for bit, and no state of little weight costs precision. Integer entries
+    (BatchNorm's ``num_batches_tracked``) stay integers: their mean is rounded to the nearest.
     """
-    folded = {}
-    heaviest = states[max(range(len(weights)), key=lambda index: weights[index])]
-    for name, first in heaviest.items():
-        base = first.double()
-        drift = torch.zeros_like(base)
-        for state, weight in zip(states, weights, strict=True):
-            drift.add_(state[name] - base, alpha=weight)
-        folded[name] = as_dtype(base + drift, first.dtype)
-    return folded
+    heaviest = max(range(len(weights)), key=lambda index: weights[index])
+    if all(state is states[0] for state in states):
+        return clone(states[0])
+    return {name: _mean([state[name] for state in states], weights, heaviest) for name in states[heaviest]}
+
+
+def _mean(tensors: Sequence[Tensor], weights: Sequence[float], heaviest: int) -> Tensor:
+    like = tensors[heaviest]
+    if like.dtype == torch.float64:
+        drift = torch.zeros_like(like)
+        for tensor, weight in zip(tensors, weights, strict=True):
+            drift.add_(tensor - like, alpha=weight)
+        return like + drift
+    if like.numel() <= CHUNK:
+        return as_dtype(_sum(tensors, weights), like.dtype)
+    mean = torch.empty_like(like, memory_format=torch.contiguous_format)
+    chunks = zip(*(torch.split(tensor.reshape(-1), CHUNK) for tensor in (mean, *tensors)), strict=True)
+    for into, *parts in chunks:
+        into.copy_(as_dtype(_sum(parts, weights), like.dtype))
+    return mean
+
+
+def _sum(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    total = torch.zeros_like(tensors[0], dtype=torch.float64)
+    for tensor, weight in zip(tensors, weights, strict=True):
+        total.add_(tensor, alpha=weight)
+    return total
 
 
 def average(uploads: Uploads) -> State:

@@ -1,9 +1,10 @@
 """The kernel: what clients and server hold, and the pure functions that every engine runs.
 
-One communication round is, for each client that takes part, ``begin``, ``step`` for each batch and ``finish``; then
+One communication round is, for each client that takes part, ``begin``, ``step_`` for each batch and ``finish``; then
 ``server_round`` once. Clients and servers are plain values, so an engine may keep them in a dictionary, in another
-process or on another machine. ``step`` is pure and works under ``torch.vmap``; ``step_`` gives the same result but
-reuses the memory that the job owns.
+process or on another machine. ``step_`` is ``gradients`` (those of the ``objective``, ``corrected`` by the rules)
+followed by ``update_``; the last three also work under ``torch.vmap``, so that an engine can run many clients in one
+tensor program.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
-from torch.func import functional_call, grad
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from ..base.profiling import part
 from ..base.state import State, clone, pick, prefixed, under
 from ..nn.dropout import dropout_key
 from .aggregate import Uploads
-from .plan import Plan, scratch
+from .plan import Plan, laid, outputs
 from .rule import Local
 
 
@@ -131,17 +132,23 @@ def global_state(plan: Plan, server: Server) -> State | None:
 
 def begin(plan: Plan, client: Client, server: Server, planned: int = 0) -> Job:
     """Start a client's local work of ``planned`` steps: load the shared entries, keep the personal ones."""
+    job = arrive(plan, client, server, planned)
+    return replace(job, params=plan.owned(job.params), optimizer=clone(job.optimizer))
+
+
+def arrive(plan: Plan, client: Client, server: Server, planned: int = 0) -> Job:
+    """:func:`begin`, but the job's tensors are still the server's and the client's own: copy before a step."""
     state = _loaded(plan, client, server)
     for index, rule in enumerate(plan.method.rules):
         state = rule.start(state, _kept(plan, client, server, index))
     state |= pick(client.memory, plan.own)
     trained = plan.trained | plan.own_trained
-    params = clone(pick(state, trained))
+    params = pick(state, trained)
     return Job(
         params=params,
         rest={name: tensor for name, tensor in state.items() if name not in trained},
         anchor=pick(server.shared, plan.loaded),
-        optimizer=clone(client.optimizer) or plan.optimizer.init(params),
+        optimizer=client.optimizer or plan.optimizer.init(params),
         memory={name: tensor for name, tensor in client.memory.items() if name not in plan.own},
         server_memory=server.memory,
         lr=plan.optimizer.rate(server.round),
@@ -162,56 +169,73 @@ def _local(plan: Plan, job: Job, index: int, key: Tensor | None = None) -> Local
         rest=pick(job.rest, plan.initial),
         lr=job.lr,
         steps=job.done - job.start,
-        planned=job.planned,
+        planned=job.planned if plan.method.rules[index].paced else 0,
         key=key,
     )
 
 
-def gradients(plan: Plan, job: Job, x: Tensor, y: Tensor, key: Tensor) -> tuple[State, State, Tensor]:
-    """Gradients of the objective on one batch, the state beside the parameters after it, and the data loss.
+def objective(plan: Plan, job: Job, params: State, x: Tensor, y: Tensor, key: Tensor) -> tuple[Tensor, Tensor, State]:
+    """What a step descends at ``params``, on one batch; with the data loss, and the state beside the parameters after.
 
     ``x [B, ...]``, ``y [B]``; ``key``: int64 scalar from which dropout masks are drawn. Pure.
     """
-    plan.module.train()
-    if job.frozen:
-        for layer in plan.module.modules():
-            if isinstance(layer, _BatchNorm):
-                layer.eval()
-    chain = [(rule, _local(plan, job, index, key)) for index, rule in enumerate(plan.method.rules)]
+    plan.switch(training=True, frozen=job.frozen)
+    rest = clone(job.rest)
 
     def data_loss(state: State) -> Tensor:
-        return plan.loss(functional_call(plan.module, {**state, **scratch(plan.module)}, (x,)), y)
+        return plan.loss(outputs(plan, state, x), y)
 
-    def objective(params: State) -> tuple[Tensor, tuple[Tensor, State]]:
-        rest = clone(job.rest)
-        with dropout_key(key):
-            total = loss = data_loss(pick({**params, **rest}, plan.initial) if plan.own else {**params, **rest})
-            for index, (rule, local) in enumerate(chain):
-                own = under(plan.rule_memory(index), {**params, **rest}) if plan.own else {}
-                total = rule.loss(total, params, replace(local, own=own, data_loss=data_loss))
-        return total, (loss, rest)
-
-    grads, (loss, rest) = grad(objective, has_aux=True)(job.params)
-    for rule, local in chain:
-        grads = rule.grads(grads, job.params, local)
-    return grads, rest, loss
+    with dropout_key(key):
+        total = loss = data_loss(pick({**params, **rest}, plan.initial) if plan.own else {**params, **rest})
+        for index, rule in enumerate(plan.method.rules):
+            own = under(plan.rule_memory(index), {**params, **rest}) if plan.own else {}
+            total = rule.loss(total, params, replace(_local(plan, job, index, key), own=own, data_loss=data_loss))
+    return total, loss, rest
 
 
-def step_(plan: Plan, job: Job, x: Tensor, y: Tensor, key: Tensor) -> tuple[Job, Tensor]:
-    """One local step on a batch, in the memory of ``job``. Returns the job after it and the data loss."""
-    grads, rest, loss = gradients(plan, job, x, y, key)
+def gradients(plan: Plan, job: Job, x: Tensor, y: Tensor, key: Tensor) -> tuple[State, State, Tensor]:
+    """The gradients that the optimizer sees, the state beside the parameters after the batch, and the data loss.
+
+    Arguments as of :func:`objective`. Pure.
+    """
+    x = laid(x, plan.image_format)
+    leaves = {name: tensor.detach().requires_grad_() for name, tensor in job.params.items()}
+    with torch.enable_grad():
+        total, loss, rest = objective(plan, job, leaves, x, y, key)
+    found = torch.autograd.grad(total, tuple(leaves.values()), materialize_grads=True)
+    after = {name: tensor.detach() for name, tensor in rest.items()}
+    return corrected(plan, job, dict(zip(leaves, found, strict=True)), key), after, loss.detach()
+
+
+def corrected(plan: Plan, job: Job, grads: State, key: Tensor) -> State:
+    """What the rules make of the objective's gradients."""
+    for index, rule in enumerate(plan.method.rules):
+        grads = rule.grads(grads, job.params, _local(plan, job, index, key))
+    return grads
+
+
+def update_(plan: Plan, job: Job, grads: State, rest: State, samples: int) -> Job:
+    """The job after the optimizer's step along ``grads`` on ``samples`` samples, in the memory of ``job``."""
     active = frozenset(job.params)
     for index, rule in enumerate(plan.method.rules):
         active = rule.active(active, _local(plan, job, index))
     plan.optimizer.update_(pick(job.params, active & plan.trained), grads, job.optimizer, job.lr)
-    for index, rule in enumerate(plan.method.rules):
+    for index, rule in enumerate(plan.method.rules if plan.own_trained else ()):
         own = {name: tensor for name, tensor in job.params.items() if name.startswith(f"{plan.rule_memory(index)}/")}
         plan.optimizer.update_(pick(own, active), grads, job.optimizer, job.lr * rule.speed)
-    return replace(job, rest=rest, done=job.done + 1, samples=job.samples + len(y)), loss
+    return replace(job, rest=rest, done=job.done + 1, samples=job.samples + samples)
+
+
+def step_(plan: Plan, job: Job, x: Tensor, y: Tensor, key: Tensor) -> tuple[Job, Tensor]:
+    """One local step on a batch, in the memory of ``job``. Returns the job after it and the data loss."""
+    with part("forward and backward"):
+        grads, rest, loss = gradients(plan, job, x, y, key)
+    with part("update"):
+        return update_(plan, job, grads, rest, len(y)), loss
 
 
 def step(plan: Plan, job: Job, x: Tensor, y: Tensor, key: Tensor) -> tuple[Job, Tensor]:
-    """:func:`step_` on a copy of the job: pure, and fit for ``torch.vmap``."""
+    """:func:`step_` on a copy of the job: pure."""
     return step_(plan, replace(job, params=clone(job.params), optimizer=clone(job.optimizer)), x, y, key)
 
 

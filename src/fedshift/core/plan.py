@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..base.errors import UsageError
-from ..base.state import State
+from ..base.state import State, clone
 from ..base.streams import stream
 from ..data.split import Split
 from ..data.transforms import Augmentation
@@ -22,6 +26,7 @@ from .select import Entry
 from .work import Work
 
 Loss = Callable[[Tensor, Tensor], Tensor]
+Precision = Literal["float32", "bfloat16"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -31,7 +36,8 @@ class Plan:
     ``module`` is a stateless template, after surgery; ``initial`` the state that server and clients start from;
     ``loaded``, ``sent`` and ``trained`` are sets of entry names; ``own`` and ``own_trained`` what the rules add on each
     client, by prefixed name; ``freeze_from`` the round (from 0) from which statistics are frozen; ``smallest_batch`` is
-    2 where the model cannot train on one sample; ``augment`` is what is done to training images.
+    2 where the model cannot train on one sample; ``augment`` is what is done to training images; ``precision`` is what
+    layers compute in, while parameters, statistics, losses and updates keep their types.
     """
 
     method: Method
@@ -49,6 +55,7 @@ class Plan:
     loss: Loss
     smallest_batch: int
     augment: Augmentation | None = None
+    precision: Precision = "float32"
 
     @property
     def personal(self) -> frozenset[str]:
@@ -65,10 +72,45 @@ class Plan:
         """Whether clients use models of their own, so that one that never trained has none."""
         return bool(self.personal) or any(rule.personalizes for rule in self.method.rules)
 
-    @property
+    @cached_property
     def dtype(self) -> torch.dtype:
         """Floating-point type of the model, in which it wants its inputs."""
         return next((t.dtype for t in self.initial.values() if t.is_floating_point()), torch.float32)
+
+    @cached_property
+    def image_format(self) -> torch.memory_format:
+        """How images and kernels lie in memory: channels last where that is faster, for float32 on the CPU."""
+        cpu = all(tensor.device.type == "cpu" for tensor in self.initial.values())
+        convolves = any(isinstance(layer, nn.Conv2d) for layer in self.module.modules())
+        faster = cpu and convolves and self.dtype == torch.float32
+        return torch.channels_last if faster else torch.contiguous_format
+
+    @cached_property
+    def layers(self) -> tuple[nn.Module, ...]:
+        """Every module of the template, itself first."""
+        return tuple(self.module.modules())
+
+    @cached_property
+    def ties(self) -> bool:
+        """Whether a parameter of the template has several names, of which the state holds one."""
+        return len(self.initial) < len(self.module.state_dict())
+
+    def switch(self, *, training: bool, frozen: bool = False) -> None:
+        """Put the template in training or evaluation mode; ``frozen``: its BatchNorm layers in the latter."""
+        if any(type(layer).train is not nn.Module.train for layer in self.layers):  # a network with a mind of its own
+            self.module.train(training)
+        else:
+            for layer in self.layers:
+                layer.training = training
+        for layer in self.layers if frozen else ():
+            if isinstance(layer, _BatchNorm):
+                layer.eval()
+
+    def owned(self, state: State) -> State:
+        """A copy of ``state`` as local work wants it; the same bits however ``state`` lies in memory."""
+        if self.image_format == torch.contiguous_format:
+            return clone(state)
+        return {name: laid(tensor.clone(), self.image_format) for name, tensor in state.items()}
 
     def training_inputs(self, data: Split, index: Tensor, seed: int, client: str, step: int) -> Tensor:
         """Inputs of one local step, augmented as a function of ``(seed, client, step)`` alone."""
@@ -76,6 +118,16 @@ class Plan:
         if change is None:
             return data.inputs(index, self.dtype)
         return data.inputs(index, self.dtype, lambda x: change(x, stream(seed, "augment", client, step)))
+
+    @cached_property
+    def scratch(self) -> State:
+        """The template's non-persistent buffers, which are no entries: copy them before a forward pass."""
+        return {
+            f"{prefix}.{name}" if prefix else name: buffer
+            for prefix, owner in self.module.named_modules()
+            for name in owner._non_persistent_buffers_set
+            if (buffer := owner._buffers.get(name)) is not None
+        }
 
     def require_shared(self, purpose: str) -> None:
         """Raise :class:`UsageError` where clients load no parameter that is trained."""
@@ -107,20 +159,25 @@ class Plan:
         return f"{index}.{type(self.method.rules[index]).__name__.lower()}"
 
 
+def outputs(plan: Plan, state: State, x: Tensor) -> Tensor:
+    """Outputs of the template under ``state``, in the model's own type, for inputs ``x [B, ...]``.
+
+    No client's forward pass can write into the template: its other buffers are copied.
+    """
+    low = plan.precision == "bfloat16"
+    with torch.autocast(x.device.type, torch.bfloat16) if low else nullcontext():
+        made: Tensor = functional_call(plan.module, {**state, **clone(plan.scratch)}, (x,), tie_weights=plan.ties)
+    return made.to(plan.dtype) if low else made
+
+
 @torch.no_grad()
 def forward(plan: Plan, state: State, x: Tensor, *, training: bool = False) -> Tensor:
     """Outputs of the model under ``state`` for inputs ``x``; in training mode BatchNorm updates ``state`` in place."""
-    plan.module.train(training)
+    plan.switch(training=training)
     with dropout_key(torch.zeros((), dtype=torch.int64, device=x.device)):
-        outputs: Tensor = functional_call(plan.module, {**state, **scratch(plan.module)}, (x,))
-    return outputs
+        return outputs(plan, state, laid(x, plan.image_format))
 
 
-def scratch(module: nn.Module) -> State:
-    """Copies of the non-persistent buffers, so that no client's forward pass can write into the template."""
-    return {
-        f"{prefix}.{name}" if prefix else name: buffer.clone()
-        for prefix, owner in module.named_modules()
-        for name in owner._non_persistent_buffers_set
-        if (buffer := owner._buffers.get(name)) is not None
-    }
+def laid(tensor: Tensor, layout: torch.memory_format) -> Tensor:
+    """``tensor`` with its images ``[N, C, H, W]`` in ``layout``; others as they are."""
+    return tensor.contiguous(memory_format=layout) if tensor.ndim == 4 else tensor

@@ -19,10 +19,11 @@ from ..base.errors import UsageError
 from ..base.state import State, clone, pick, prefixed
 from ..data.transforms import Augmentation
 from ..nn.dropout import key_dropouts
+from ..nn.linear import quicken
 from .aggregate import average
 from .method import Method
 from .optimizer import Optimizer
-from .plan import Loss, Plan, forward
+from .plan import Loss, Plan, Precision, forward
 from .select import entries, norm_statistics
 from .work import Work
 
@@ -51,22 +52,24 @@ def prepare(
     optimizer: Optimizer | None = None,
     loss: Loss = nn.functional.cross_entropy,
     augment: Augmentation | None = None,
+    precision: Precision = "float32",
     sample: Tensor | None = None,
     rounds: int = 1,
     clients: int = 1,
 ) -> Plan:
     """Resolve ``method`` against ``model``.
 
-    ``loss(outputs, labels)`` is the mean over a batch, ``augment`` what is done to its images. ``sample``: inputs
-    ``[1, ...]`` of one sample, with which the model is tried once. ``work`` and ``optimizer`` are the experiment's, of
-    which a method may change fields; ``rounds``: how many there will be; ``clients``: how many train in all. Surgery
-    that draws weights uses torch's generator. Raises :class:`UsageError` where the scope matches nothing, loads what
-    nobody sends, parts of the method do not go together, or the model holds what cannot travel or refuses the sample.
+    ``loss(outputs, labels)`` is the mean over a batch, ``augment`` what is done to its images, ``precision`` what
+    layers compute in. ``sample``: inputs ``[1, ...]`` of one sample, with which the model is tried once. ``work`` and
+    ``optimizer`` are the experiment's, of which a method may change fields; ``rounds``: how many there will be;
+    ``clients``: how many train in all. Surgery that draws weights uses torch's generator. Raises :class:`UsageError`
+    where the scope matches nothing, loads what nobody sends, parts of the method do not go together, or the model holds
+    what cannot travel or refuses the sample.
     """
     if optimizer is None:
         raise UsageError(f"method {method.name!r} has no optimizer: pass one, for example SGD(lr=0.01)")
     _refuse_unsupported(model)
-    template = key_dropouts(operate(method, model))
+    template = quicken(key_dropouts(operate(method, model)))
     found = entries(template)
     tensors = dict(template.named_parameters()) | dict(template.named_buffers())
     initial = {entry.name: tensors[entry.name].detach().clone() for entry in found}
@@ -92,7 +95,7 @@ def prepare(
         trained=trained, own={}, own_trained=frozenset(), freeze_from=float("inf"),
         work=_work(method, work or Work(epochs=1), clients),
         optimizer=_changed(optimizer, method.optimizer, method),
-        loss=loss, augment=augment, smallest_batch=1,
+        loss=loss, augment=augment, smallest_batch=1, precision=precision,
     )  # fmt: skip
     plan = _with_own(plan)
     if method.freeze:

@@ -26,7 +26,8 @@ class Local:
     ``anchor``: the entries as loaded from the server this round. ``memory``: the rule's own memory on this client.
     ``own``: the rule's own entries (see :meth:`Rule.own`). ``server``: the rule's memory on the server, as broadcast.
     ``rest``: the entries beside the trained parameters, as they are now. ``lr``: learning rate of the round. ``steps``:
-    local steps done this round, of ``planned``. ``key``: int64 scalar from which a step draws (keyed streams).
+    local steps done this round, of ``planned`` (0 unless :attr:`Rule.paced`). ``key``: int64 scalar from which a step
+    draws (keyed streams).
     ``data_loss``: loss on the batch of a model with these entries, inside :meth:`Rule.loss` alone.
     """
 
@@ -46,11 +47,13 @@ class Rule:
     """The rule that changes nothing. Hooks are pure: they return new values and modify none of their arguments.
 
     ``personalizes``: whether the client would use another model than the one it loads (:meth:`personal`). ``speed``:
-    learning rate of the rule's own parameters over that of the model's.
+    learning rate of the rule's own parameters over that of the model's. ``paced``: whether it goes by the number of
+    steps that the round will have, so that clients with other numbers cannot be stepped together.
     """
 
     personalizes: bool = False
     speed: float = 1.0
+    paced: bool = False
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 
 import torch
@@ -62,10 +63,23 @@ class Work:
 
 def batches(seed: int, client: str, samples: int, bounds: Bounds, steps: range) -> Iterator[tuple[int, Tensor]]:
     """Each step of ``steps`` with the indices (int64) of its samples among ``samples``."""
-    order, current = None, -1
+    taken_again = len(steps) < len(bounds) and samples <= KEPT_SAMPLES
+    draw = _kept_order if taken_again else _order
+    order, current = torch.empty(0, dtype=torch.int64), -1
     for step in steps:
         number, position = divmod(step, len(bounds))
-        if order is None or number != current:
-            order, current = torch.from_numpy(stream(seed, "order", client, number).permutation(samples)), number
+        if number != current:
+            order, current = draw(seed, client, number, samples), number
         start, stop = bounds[position]
         yield step, order[start:stop]
+
+
+KEPT_SAMPLES = 10_000
+"""Samples of a client up to which the order of a pass is kept for the next round."""
+
+
+def _order(seed: int, client: str, number: int, samples: int) -> Tensor:
+    return torch.from_numpy(stream(seed, "order", client, number).permutation(samples))
+
+
+_kept_order = lru_cache(maxsize=1024)(_order)

@@ -90,7 +90,8 @@ class Split:
 
     def at(self, index: Tensor | slice) -> Tensor:
         """A copy of the samples at ``index`` as they are kept."""
-        return self.store[index if self.rows is None else self.rows[index]]
+        rows = index if self.rows is None else self.rows[index]
+        return self.store.index_select(0, rows) if isinstance(rows, Tensor) else self.store[rows].clone()
 
     def inputs(
         self, index: Tensor | slice, dtype: torch.dtype = torch.float32, augment: Augment | None = None
@@ -99,8 +100,8 @@ class Split:
 
         Floating-point images are augmented as values from -1 to 1.
         """
-        x = self.at(index).to(dtype, copy=True)  # the network's own: an in-place layer must not reach the data
-        if self.store.dtype != torch.uint8:
+        x = self.at(index).to(dtype)
+        if self.store.dtype != torch.uint8:  # a copy: an in-place layer of the network must not reach the data
             return x if augment is None else augment(x.add_(1).div_(2)).mul(2).sub(1)
         if augment is None and self.normalization == HALF:
             return x.div_(127.5).sub_(1.0)

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from . import loop
+from .engine import Engine
+from .identity import Identity
+from .pool import Pool
+from .sequential import Sequential
+from .stacked import Stacked
 
-ENGINES: Mapping[str, loop.Engine] = {"loop": loop.train}
+ENGINES: Mapping[str, type[Engine]] = {"sequential": Sequential, "stacked": Stacked, "pool": Pool, "identity": Identity}
+"""All but ``sequential`` must equal it (``tests/laws``)."""

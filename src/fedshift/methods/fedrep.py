@@ -26,6 +26,7 @@ class HeadThenBody(Rule):
     layers: int | str
     head: frozenset[str] = field(default=frozenset(), repr=False)
     body: frozenset[str] = field(default=frozenset(), repr=False)
+    paced = True
 
     @override
     def bind(self, entries: tuple[Entry, ...]) -> Self:

@@ -17,15 +17,17 @@ from typing import Any
 
 import pandas as pd
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from ..analysis.statistics import mean_and_std
-from ..records import Study
+from ..records import PICTURED, Study
 from .style import INK, canvas, drawing, key, legend, looks, short
-from .tables import accuracy_table, difference_table, history, reported_rounds
+from .tables import ONE_BY_ONE, QUANTILES, accuracy_table, difference_table, history, reported_rounds
 from .text import signed, size
 
-MAX_CLIENTS = 24  # beyond these, clients get no panel of their own; tables hold all
+LOW = 0.05
+"""Share of many clients that are worse off than the quantile that is followed over rounds."""
 _METADATA = {"Date": None, "Creator": None, "Format": None, "Type": None}
 
 
@@ -66,7 +68,10 @@ def svg(figure: Figure, background: str = "none") -> str:
 
 
 def panels(study: Study) -> list[Panel]:
-    """All panels: macro accuracy, differences, training loss, traffic, one for each client, and bars for all."""
+    """All panels: macro accuracy, differences, training loss, traffic, one for each client, and bars for all.
+
+    Of more than :data:`~fedshift.report.tables.ONE_BY_ONE` clients, the last two show the distribution instead.
+    """
     with drawing():
         return list(_panels(study))
 
@@ -74,7 +79,8 @@ def panels(study: Study) -> list[Panel]:
 def _panels(study: Study) -> Iterator[Panel]:
     tested = history(study)
     trained = history(study, "loss", model=None, split="train", moment="trained")
-    clients = list(study.clients)[:MAX_CLIENTS]
+    many = len(study.clients) > ONE_BY_ONE
+    clients = [] if many else list(study.clients)[:PICTURED]
     if len(tested):
         yield _curves(
             study, "accuracy-macro", "Mean over clients (macro)", _macro(tested), f"test {study.metric_name} (%)", 100
@@ -90,12 +96,17 @@ def _panels(study: Study) -> Iterator[Panel]:
             slug = re.sub(r"[^a-z0-9]+", "-", client.lower()).strip("-")[:40]
             name = f"accuracy-client-{number:02d}-{slug}".rstrip("-")
             yield _curves(study, name, client, rows, f"test {study.metric_name} (%)", 100)
-    if len(tested):
+    if len(tested) and many:
+        low = tested.groupby(["method", "seed", "round"])["value"].quantile(LOW).reset_index()
+        title = f"{100 * LOW:g} % quantile over clients"
+        yield _curves(study, "accuracy-low", title, low, f"test {study.metric_name} (%)", 100)
+        yield _spread(study)
+    elif len(tested):
         yield _bars(study, [*clients, "macro"])
 
 
 def _samples(study: Study) -> Figure:
-    shown = list(study.samples.items())[:MAX_CLIENTS]
+    shown = list(study.samples.items())[:PICTURED]
     across = max(len(images) for _, images in shown)
     with drawing():
         figure = Figure(figsize=(4, 0.48 * len(shown)), layout="constrained")
@@ -219,3 +230,35 @@ def _bars(study: Study, names: list[str]) -> Panel:
     ends = "; ".join(f"{method} {value:.2f}" for method, value in macro.items())
     caption = f"Test {study.metric_name} of each client at the reported round ({spread})."
     return Panel(name="accuracy-bars", figure=figure, description=f"{caption} Macro: {ends}.")
+
+
+def _spread(study: Study) -> Panel:
+    """The distribution of many clients' accuracies at the reported round, a row for each method."""
+    table = 100 * accuracy_table(study).iloc[len(study.clients) :].xs("mean", axis=1, level="statistic")
+    figure, axes = canvas(
+        "Clients at the reported round", f"test {study.metric_name} (%)", "", 1.3 + 0.3 * len(table.T)
+    )
+    for row, (method, look) in enumerate(looks(study).items()):
+        low, lower, median, upper, high = table.loc[list(QUANTILES), method]
+        axes.hlines(row, low, high, color=look.color, linewidth=1.4)
+        axes.hlines(row, lower, upper, color=look.color, linewidth=7, alpha=0.5)
+        axes.plot(median, row, "|", color=INK, markersize=10, markeredgewidth=1.6)
+        axes.plot(table.loc[["worst client", "best client"], method], [row, row], ".", color=look.color)
+    axes.set_yticks(range(len(table.T)), [short(str(method), 20) for method in table.columns])
+    axes.tick_params(axis="y", length=0)
+    axes.grid(visible=False, axis="y")
+    axes.set(xlim=(-2, 102), ylim=(len(table.T) - 0.5, -0.5))
+    handles = {
+        "worst and best client": Line2D([], [], linestyle="", marker=".", color=INK),
+        "5 to 95 % of clients": Line2D([], [], color=INK, linewidth=1.4),
+        "25 to 75 %": Line2D([], [], color=INK, linewidth=7, alpha=0.5),
+        "median": Line2D([], [], linestyle="", marker="|", color=INK, markersize=10, markeredgewidth=1.6),
+    }
+    over = "means over seeds" if len(study.seeds) > 1 else "one seed"
+    legend(figure, handles, f"{len(study.clients):,} clients, {over}")
+    ends = "; ".join(
+        f"{method} from {found['worst client']:.2f} to {found['best client']:.2f}, median {found['median']:.2f}"
+        for method, found in table.items()
+    )
+    caption = f"Test {study.metric_name} of {len(study.clients):,} clients at the reported round ({over})."
+    return Panel(name="accuracy-clients", figure=figure, description=f"{caption} {ends}.")

@@ -12,10 +12,18 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from .. import __version__
 from ..base.files import write_atomically
-from ..records import METRICS, Study
-from .figures import MAX_CLIENTS, panels, svg
+from ..records import METRICS, PICTURED, Study
+from .figures import panels, svg
 from .inline import contact_strip, inline_svg
-from .tables import accuracy_table, difference_table, reported_rounds, shortfalls, traffic_table
+from .tables import (
+    ONE_BY_ONE,
+    QUANTILES,
+    accuracy_table,
+    difference_table,
+    reported_rounds,
+    shortfalls,
+    traffic_table,
+)
 from .text import (
     DAGGER,
     MISSING,
@@ -55,23 +63,27 @@ def render_page(study: Study) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    headline, differences = metric_cells(accuracy_table(study)), difference_table(study)
+    many = len(study.clients) > ONE_BY_ONE
+    headline = metric_cells(accuracy_table(study), one_by_one=not many)
+    differences = difference_table(study)
+    pictured = list(study.samples.items())[:PICTURED]
     drawn = {p.name: inline_svg(svg(p.figure), p.name, p.description) for p in panels(study)}
     return environment.get_template("page.html.j2").render(
         study=study,
         version=__version__,
-        leaders=_leaders(headline.rows[len(study.clients)][1:], study.methods),
+        leaders=_leaders(headline.rows[headline.rule][1:], study.methods),
         headline=headline,
         spread="mean (standard deviation) over seeds" if len(study.seeds) > 1 else "one seed",
         differences=difference_cells(differences),
         readings=[reading(str(method), row) for method, row in differences.iterrows()],
         others=list(_other_metrics(study)),
         figures=drawn,
-        undrawn=max(0, len(study.clients) - MAX_CLIENTS),
+        most=ONE_BY_ONE if many else 0,
+        undrawn=0 if many else max(0, len(study.clients) - PICTURED),
         methods=_methods(study),
         scopes=[_scope(name, facts.entries) for name, facts in study.methods.items()],
         clients=_clients(study),
-        strips={name: contact_strip(images) for name, images in study.samples.items() if len(images)},
+        strips={name: contact_strip(images) for name, images in pictured if len(images)},
         config=flatten(study.config),
         environment=flatten(study.environment),
         notices=[*study.notices, *shortfalls(study)],
@@ -98,7 +110,8 @@ def _other_metrics(study: Study) -> Iterator[tuple[str, str, TextTable]]:
         for metric, name in METRICS.items():
             if (model, metric) == ("personal", study.metric):
                 continue
-            table = metric_cells(accuracy_table(study, metric, model), metric)
+            one_by_one = len(study.clients) <= ONE_BY_ONE
+            table = metric_cells(accuracy_table(study, metric, model), metric, one_by_one=one_by_one)
             if any(text != MISSING for text in table.values):
                 yield f"{name[0].upper()}{name[1:]}, {model} model", _UNITS.get(metric, "in percent"), table
 
@@ -140,7 +153,14 @@ def _scope(name: str, entries: Iterable[Mapping[str, Any]]) -> tuple[str, str, T
 
 
 def _clients(study: Study) -> TextTable:
+    """The sizes of each client's splits; of many clients, how they are distributed."""
     splits = list(dict.fromkeys(split for sizes in study.clients.values() for split in sizes))
+    if len(study.clients) > ONE_BY_ONE:
+        sizes = pd.DataFrame([dict(sizes) for sizes in study.clients.values()], columns=splits)
+        figures = {"all together": sizes.sum(), "smallest": sizes.min()}
+        figures |= {name: sizes.quantile(share) for name, share in QUANTILES.items()} | {"largest": sizes.max()}
+        told = [_row([name, *(f"{size:,.0f}" for size in found)]) for name, found in figures.items()]
+        return TextTable(header=(f"{len(study.clients):,} clients", *splits), rows=tuple(told))
     rows = [
         _row([name, *(f"{sizes[split]:,}" if split in sizes else MISSING for split in splits)])
         for name, sizes in study.clients.items()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -11,11 +10,8 @@ from ..base.files import write_atomically
 from ..records import Study
 from .figures import save_figures
 from .page import write_page
-from .tables import accuracy_table, difference_table, shortfalls
+from .tables import ONE_BY_ONE, accuracy_table, difference_table, shortfalls
 from .text import csv, difference_cells, latex, markdown, metric_cells, reading, terminal
-
-SHOWN = 40
-"""Clients that are printed one by one."""
 
 
 def publish(study: Study, directory: Path, console: Console) -> None:
@@ -24,17 +20,18 @@ def publish(study: Study, directory: Path, console: Console) -> None:
         console.print("No round was evaluated yet, so there is nothing to report.")
         return
     accuracy, differences = accuracy_table(study), difference_table(study)
-    cells = metric_cells(accuracy, study.metric)
+    many = len(study.clients) > ONE_BY_ONE
+    cells = metric_cells(accuracy, study.metric, one_by_one=not many)
     held_out = (study.rows["split"] == "validation").any()
     over = f"{len(study.seeds)} seeds" if len(study.seeds) > 1 else "one seed"
     console.print(f"Test {study.metric_name} in percent, mean (std) over {over}, {study.select} round")
-    many = len(study.clients) > SHOWN
-    console.print(terminal(replace(cells, rows=cells.rows[cells.rule :], rule=0) if many else cells))
+    console.print(terminal(cells))
     if many:
-        console.print(f"Each of the {len(study.clients):,} clients is in {directory / 'tables'}.", highlight=False)
+        where = directory / "tables" / f"{study.metric}.csv"
+        console.print(f"Each client is in {where}.", markup=False, highlight=False, soft_wrap=True)
     validation = accuracy_table(study, split="validation") if held_out else None
     if validation is not None:
-        means = validation.loc["macro"].unstack()["mean"]
+        means = validation.iloc[len(study.clients)].unstack()["mean"]
         said = ", ".join(f"{method} {100 * means[method]:.2f}" for method in accuracy.columns.unique("method"))
         console.print(f"Validation, macro: {said}. Choose by these.", markup=False, highlight=False, soft_wrap=True)
     if len(differences):

@@ -12,12 +12,15 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ..analysis.statistics import mean_and_std, paired_difference
+from ..analysis.statistics import paired_difference
 from ..base.errors import UsageError, unknown
 from ..records import METRICS, Study, measured
 
-AGGREGATES = ("macro", "pooled", "worst client")
 MODELS = ("personal", "global")
+ONE_BY_ONE = 50
+"""Clients that a page names one by one; of more it shows how they are distributed, and data frames and CSV hold all."""
+QUANTILES = {"5 % quantile": 0.05, "25 % quantile": 0.25, "median": 0.5, "75 % quantile": 0.75, "95 % quantile": 0.95}
+"""What tells of many clients, with the share of them that has a lower value."""
 NAMED = 10
 """Clients that a remark names."""
 
@@ -64,8 +67,8 @@ def seed_table(study: Study, metric: str | None = None, model: str = "personal",
     """``metric`` on ``split`` at the reported round: clients and aggregates x (method, seed); NaN where missing.
 
     ``macro`` is the mean over clients; ``pooled`` takes all test samples together (absent for ``auc``); ``worst
-    client`` is the lowest value (highest loss). Each is over the clients that were measured. The global model's table
-    holds only methods that have one.
+    client`` is the lowest value (highest loss). Each is over the clients that were measured; beyond :data:`ONE_BY_ONE`
+    clients come :data:`QUANTILES` and the best. The global model's table holds only methods that have one.
     """
     metric = _chosen(study, metric)
     if model not in MODELS:
@@ -81,7 +84,10 @@ def seed_table(study: Study, metric: str | None = None, model: str = "personal",
     clients = rows.pivot(index="client", columns=["method", "seed"], values="value")
     clients = clients.reindex(index=list(study.clients)).reindex(columns=runs).astype(float)
     aggregates = {"macro": clients.mean(), "pooled": _pooled(rows, metric).reindex(runs)}
-    aggregates["worst client"] = clients.max() if metric == "loss" else clients.min()
+    worst, best = (clients.max(), clients.min()) if metric == "loss" else (clients.min(), clients.max())
+    aggregates["worst client"] = worst
+    if len(clients) > ONE_BY_ONE:
+        aggregates |= {name: clients.quantile(share) for name, share in QUANTILES.items()} | {"best client": best}
     if metric == "auc":
         del aggregates["pooled"]
     return pd.concat([clients, pd.DataFrame(aggregates).T]).rename_axis("client")
@@ -97,11 +103,11 @@ def accuracy_table(
     seeds = seed_table(study, metric, model, split)
     methods = seeds.columns.get_level_values("method").unique()
     columns = pd.MultiIndex.from_product([methods, ["mean", "std", "seeds"]], names=["method", "statistic"])
-    by_method = [seeds[method].to_numpy() for method in methods]
-    cells = [
-        [figure for values in by_method for figure in (*mean_and_std(values[row]), np.isfinite(values[row]).sum())]
-        for row in range(len(seeds))
-    ]
+    cells: dict[tuple[str, str], np.ndarray] = {}
+    for method in methods:
+        runs = seeds[method]
+        cells[method, "mean"], cells[method, "std"] = runs.mean(axis=1).to_numpy(), runs.std(axis=1).to_numpy()
+        cells[method, "seeds"] = np.isfinite(runs.to_numpy()).sum(axis=1)
     return pd.DataFrame(cells, index=seeds.index, columns=columns, dtype=float)
 
 

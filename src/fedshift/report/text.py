@@ -52,10 +52,11 @@ class TextTable:
         return [cell.text for row in self.rows for cell in row[1:]]
 
 
-def metric_cells(table: pd.DataFrame, metric: str = "accuracy") -> TextTable:
+def metric_cells(table: pd.DataFrame, metric: str = "accuracy", *, one_by_one: bool = True) -> TextTable:
     """An accuracy table as text: shares in percent with 2 decimals, loss in nats with 3; best as printed in bold.
 
-    An aggregate that lacks a client which another method has is marked with a dagger and never the best.
+    Without ``one_by_one`` it begins with the aggregates, and its header says of how many clients. An aggregate that
+    lacks a client which another method has is marked with a dagger and never the best.
     """
     methods = list(table.columns.get_level_values("method").unique())
     means, stds, seeds = (table.to_numpy()[:, kind::3] for kind in range(3))
@@ -64,7 +65,8 @@ def metric_cells(table: pd.DataFrame, metric: str = "accuracy") -> TextTable:
     unequal = (lacking & ~lacking[:, begun].all(axis=1, keepdims=True)).any(axis=0)
     scale, digits = (1, 3) if metric == "loss" else (100, 2)
     rows = []
-    for number, name in enumerate(table.index):
+    first = 0 if one_by_one else rule
+    for number, name in enumerate(table.index[first:], start=first):
         marked = unequal & (number >= rule)
         values = [round(scale * mean, digits) for mean in means[number]]
         compared = [value for value, mark in zip(values, marked, strict=True) if not (mark or math.isnan(value))]
@@ -74,7 +76,8 @@ def metric_cells(table: pd.DataFrame, metric: str = "accuracy") -> TextTable:
             for value, std, mark in zip(values, stds[number], marked, strict=True)
         ]
         rows.append((Cell(text=str(name)), *cells))
-    return TextTable(header=("client", *methods), rows=tuple(rows), rule=rule)
+    head = "client" if one_by_one else f"{rule:,} clients"
+    return TextTable(header=(head, *methods), rows=tuple(rows), rule=rule - first)
 
 
 def difference_cells(table: pd.DataFrame, metric: str = "accuracy") -> TextTable:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+from ...base.files import cache_directory
 
 Progress = Callable[[str, int, int], None]
 """Hears ``(what is read, done, of how many)``."""
@@ -42,5 +43,4 @@ class Reading:
     @property
     def cache_directory(self) -> Path:
         """Where decoded images are kept: ``cache``, else ``FEDSHIFT_CACHE``, else the user's cache directory."""
-        given = self.cache or os.environ.get("FEDSHIFT_CACHE")
-        return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedshift"
+        return self.cache or cache_directory()

@@ -1,0 +1,237 @@
+"""How fast each engine does a round, against the plain loop of public research code (``plain.py``).
+
+    python benchmarks/engines.py [--works W1,W3a] [--rounds 5] [--threads 2] [--precision bfloat16]
+
+Every contender is a process of its own with its data ready; rounds are taken in turn, one of each, so that all see the
+same machine, and medians are compared. Time for setting up and for choosing an engine is left out. The plain loop and
+the engines do the same work on random data: local steps of all clients of a round, and aggregation. Prints a table in
+Markdown, and for each work how near the fastest engine came to the machine's measured peak.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from plain import PlainLoop, batch_norm_entries
+
+from fedshift.base.allocator import freed_memory_kept
+from fedshift.core.optimizer import SGD
+from fedshift.core.prepare import operate
+from fedshift.core.work import Work
+from fedshift.data.federation import ClientData, Federation, federation
+from fedshift.data.split import Split
+from fedshift.engines.cost import operations, peak
+from fedshift.evaluate import evaluate_clients
+from fedshift.names import catalog, expressions, resolve
+from fedshift.settings import Settings
+from fedshift.trial import Trial
+
+LR = 0.01
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """A work to be measured: clients a round, their samples, and what is trained how; ``goal``: of the fastest engine."""
+
+    title: str
+    clients: int
+    samples: int
+    shape: tuple[int, ...]
+    model: str
+    method: str
+    work: dict[str, int]
+    goal: str
+    engines: tuple[str, ...]
+    classes: int = 10
+    evaluates: bool = False
+    agc: float | None = None
+    rounds: int = field(default=5)
+
+
+DIGITS, FLAT = (3, 28, 28), (784,)
+BIG, SMALL = ("sequential", "pool", "auto"), ("sequential", "stacked", "pool", "auto")
+WORKS = {
+    "W1": Measured(title="Digits-Five: 5 clients x 743, digit CNN with BN, B = 32", clients=5, samples=743, shape=DIGITS,
+                   model="digit-cnn-bn", method="fedbn", work={"batch_size": 32, "epochs": 1}, goal="2.0", engines=BIG, rounds=3),
+    "W1e": Measured(title="evaluation of 10,000 images, digit CNN with BN", clients=1, samples=10_000, shape=DIGITS,
+                    model="digit-cnn-bn", method="fedavg", work={"epochs": 1}, goal="1.5", engines=("sequential",), evaluates=True),
+    "W2": Measured(title="FedWon, cross-device: 10 clients x 372, digit CNN, AGC, B = 4", clients=10, samples=372, shape=DIGITS,
+                   model="digit-cnn-bn", method="fedwon+agc(clip=1.28)", work={"batch_size": 4, "epochs": 1}, goal="5", engines=BIG,
+                   agc=1.28, rounds=2),
+    "W3a": Measured(title="FedSMB, 2FNN: 100 clients, B = 5, C = 1", clients=100, samples=600, shape=FLAT, model="fnn2",
+                    method="fedavg", work={"batch_size": 5, "batches": 1}, goal="26 (identity), 12 (general)",
+                    engines=("identity", *SMALL), rounds=9),
+    "W3b": Measured(title="FedMMB, 2FNN: 10 clients, B = 50, C = 20", clients=10, samples=6000, shape=FLAT, model="fnn2",
+                    method="fedavg", work={"batch_size": 50, "batches": 20}, goal="4", engines=SMALL, rounds=9),
+    "W3c": Measured(title="FedMMB, 2FNN: 1,000 clients, B = 5, C = 20", clients=1000, samples=100, shape=FLAT, model="fnn2",
+                    method="fedavg", work={"batch_size": 5, "batches": 20}, goal="8", engines=SMALL, rounds=3),
+    "W4": Measured(title="ABIDE MLP 5995-16-16-2 with BN: 4 clients, B = 100", clients=4, samples=100, shape=(5995,), classes=2,
+                   model="abide-mlp", method="fedbn", work={"batch_size": 100, "epochs": 1}, goal="4", engines=SMALL, rounds=15),
+    "W5r": Measured(title="ResNet-20, 32 x 32: 10 clients x 128, B = 64", clients=10, samples=128, shape=(3, 32, 32),
+                    model="resnet20", method="fedbn", work={"batch_size": 64, "epochs": 1}, goal="1.6", engines=BIG),
+    "W5m": Measured(title="MobileNetV2, 32 x 32: 10 clients x 128, B = 64", clients=10, samples=128, shape=(3, 32, 32),
+                    model="mobilenet-v2", method="fedbn", work={"batch_size": 64, "epochs": 1}, goal="4.5", engines=BIG),
+    "W6": Measured(title="AlexNet with BN, 256 x 256: 4 clients, B = 32", clients=4, samples=32, shape=(3, 256, 256),
+                   model="alexnet-bn", method="fedbn", work={"batch_size": 32, "epochs": 1}, goal="1.35", engines=BIG, rounds=3),
+}  # fmt: skip
+
+
+def data_of(work: Measured) -> Federation:
+    """Random clients: bytes for images, as they come from files, and numbers for vectors."""
+    random = np.random.default_rng(0)
+    images = len(work.shape) == 3
+    made = {}
+    for number in range(work.clients):
+        size = (work.samples, *work.shape)
+        x = random.integers(0, 256, size, dtype=np.uint8) if images else random.normal(size=size).astype(np.float32)
+        y = np.arange(work.samples) % work.classes
+        made[f"{number:04}"] = (x, y, x[:2], y[:2])
+    found = federation(made, classes=work.classes)
+    if work.evaluates:
+        only = found.clients[0]
+        test: Split = only.train
+        found = Federation(
+            name="test", clients=(ClientData(name="0", train=only.train, test=test),), classes=work.classes
+        )
+    return found
+
+
+def trial_of(work: Measured, engine: str, precision: str) -> Trial:
+    """The trial that an engine runs."""
+    (method,) = expressions("method", work.method, lambda name: resolve("methods", name))
+    settings = Settings(
+        rounds=10**6, work=Work(**work.work), optimizer=SGD(lr=LR), engine=engine, precision=precision,
+        evaluate_every=10**6,
+    )  # fmt: skip
+    return Trial(method, catalog("models")[work.model], data_of(work), settings, 0)
+
+
+def plain_of(work: Measured) -> PlainLoop:
+    """The plain loop on the same number of batches of the same sizes, as tensors already."""
+    (method,) = expressions("method", work.method, lambda name: resolve("methods", name))
+    network = operate(method, catalog("models")[work.model](work.shape, work.classes))
+    size = work.work.get("batch_size", 32)
+    clients = []
+    for client in data_of(work).clients:
+        x = client.train.inputs(slice(None))
+        pairs = list(zip(x.split(size), client.train.y.split(size), strict=True))
+        clients.append(pairs[: work.work.get("batches")])
+    personal = batch_norm_entries(network) if work.method == "fedbn" else ()
+    return PlainLoop(network, clients, lr=LR, personal=personal, agc=work.agc)
+
+
+def contend(name: str, who: str, threads: int, precision: str) -> None:
+    """Be one contender: a round for every line read, its seconds in the line written."""
+    torch.set_num_threads(threads)
+    work = WORKS[name]
+    facts: dict[str, object] = {}
+    if who == "plain":
+        plain = plain_of(work)
+        test = data_of(work).clients[0].test
+        x, y = test.inputs(slice(None)), test.y
+        one = (lambda: plain.evaluate(x, y, 100)) if work.evaluates else plain.round
+    else:
+        trial = trial_of(work, who, precision)
+        facts = {"engine": trial.chosen.engine, "why": trial.chosen.why}
+        per_round = sum(len(c.train) for c in trial.data.clients)
+        if "batches" in work.work:
+            per_round = work.clients * work.work["batches"] * work.work["batch_size"]
+        facts["operations"] = operations(trial.plan, trial.train) * (per_round if not work.evaluates else per_round / 3)
+        one = trial.evaluate if work.evaluates else trial.advance
+        freed_memory_kept().__enter__()  # as an experiment does, until this process ends
+    one()
+    print(json.dumps(facts), flush=True)
+    for _ in sys.stdin:
+        began = time.perf_counter()
+        one()
+        print(time.perf_counter() - began, flush=True)
+
+
+def measure(name: str, threads: int, precision: str, rounds: int | None) -> dict[str, object]:
+    """Medians of all contenders, rounds taken in turn."""
+    work = WORKS[name]
+    started = {}
+    for who in ("plain", *work.engines):
+        command = [
+            sys.executable,
+            __file__,
+            "--contend",
+            name,
+            who,
+            "--threads",
+            str(threads),
+            "--precision",
+            precision,
+        ]
+        started[who] = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        started[who].facts = json.loads(started[who].stdout.readline())
+    times: dict[str, list[float]] = {who: [] for who in started}
+    for _ in range(rounds or work.rounds):
+        for who, process in started.items():
+            process.stdin.write("go\n")
+            process.stdin.flush()
+            times[who].append(float(process.stdout.readline()))
+    for process in started.values():
+        process.stdin.close()
+        process.wait()
+    paired = {who: median(p / t for p, t in zip(times["plain"], times[who], strict=True)) for who in times}
+    return {
+        "seconds": {who: median(each) for who, each in times.items()},
+        "ratios": paired,
+        "auto": started["auto"].facts["engine"] if "auto" in started else "",
+        "operations": started[work.engines[0]].facts["operations"],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--works", default=",".join(WORKS))
+    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--precision", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--contend", nargs=2, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.contend:
+        contend(*given.contend, given.threads, given.precision)
+        return
+    best = peak(given.threads)
+    print(
+        f"{platform.machine()}, {given.threads} threads, torch {torch.__version__}, engines in {given.precision}; peak "
+        f"{best['product'] / 1e9:.0f} GFLOP/s (products of matrices), {best['convolution'] / 1e9:.0f} (convolutions)\n"
+    )
+    print("| work | plain loop | sequential | stacked | pool | identity | auto | goal | time / peak's |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for name in given.works.split(","):
+        work, found = WORKS[name], measure(name, given.threads, given.precision, given.rounds)
+        seconds, ratios = found["seconds"], found["ratios"]
+        cells = [
+            f"{ratios[who]:.2f}x" if who in ratios else "" for who in ("sequential", "stacked", "pool", "identity")
+        ]
+        auto = f"{ratios['auto']:.2f}x ({found['auto']})" if "auto" in ratios else ""
+        fastest = min(value for who, value in seconds.items() if who != "plain")
+        ideal = found["operations"] / max(best.values())
+        print(
+            f"| {name}: {work.title} | {1000 * seconds['plain']:.1f} ms | {' | '.join(cells)} | {auto} | {work.goal}x | "
+            f"{fastest / ideal:.1f} |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""The engine chosen for a trial: by what the work needs, and by a step of each engine timed on this machine.
+
+Timings are kept in the cache directory by everything they depend on, so that the same work on the same machine gets the
+same engine again, and with it the same rounding.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from hashlib import blake2b
+from math import ceil
+from pathlib import Path
+
+import torch
+
+from ..base.errors import FedshiftError
+from ..base.files import cache_directory, write_atomically
+from ..base.processors import processors
+from ..base.state import nbytes, pick
+from ..core.kernel import begin, init_client, init_server, step
+from ..core.plan import Plan
+from .cost import operations, seconds
+from .engine import Data
+from .identity import Identity
+from .pool import Pool
+from .stacked import Stacked, lanes_at_once, stacked_step
+
+LITTLE = 1e11
+"""Operations in all below which a run takes about a second whatever the engine."""
+START = 3.0
+"""Seconds until worker processes are ready."""
+COPY = 4e9
+"""Bytes a second that a process copies, at least."""
+HANDED = 2e-3
+"""Seconds it takes to hand a client to a worker and back, beside copying."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The engine for a trial, and why, in a sentence without its full stop."""
+
+    engine: str
+    why: str
+
+
+def choose(plan: Plan, data: Data, *, clients: int, rounds: int, workers: int | None = None) -> Choice:
+    """The engine for ``rounds`` rounds in which ``clients`` of those in ``data`` take part."""
+    if Identity.refusal(plan, data) is None:
+        return Choice(engine="identity", why="each client does one plain step, so a round is one step on all batches")
+    samples = sum(map(len, data.values())) / len(data)
+    bounds = plan.work.bounds(ceil(samples), plan.smallest_batch)
+    steps = len(plan.work.steps(0, len(bounds)))
+    batch = min(plan.work.batch_size or ceil(samples), ceil(samples))
+    one, held = operations(plan, data), nbytes(pick(plan.initial, plan.trained))
+    total = one * batch * steps * clients * rounds
+    needs = f"{one / 1e6:.3g} MFLOP a sample, {held / 1e6:.3g} MB of parameters"
+    if total < LITTLE:
+        return Choice(engine="sequential", why=f"{needs}: {total / 1e9:.3g} GFLOP in all are too few to gain from more")
+    found = _calibrated(plan, data, batch, clients, workers)
+    many = steps * clients * rounds
+    took = {"sequential": many * found["sequential"]}
+    if "stacked" in found:
+        took["stacked"] = many * found["stacked"]
+    if "pool" in found:
+        hands = min(workers or processors(), clients)
+        moved = 3 * nbytes(plan.initial) / COPY
+        took["pool"] = START + rounds * ceil(clients / hands) * (steps * found["pool"] + moved + HANDED)
+    best = min(took, key=lambda name: took[name])
+    each = ", ".join(f"{name} {_time(value)}" for name, value in sorted(took.items(), key=lambda item: item[1]))
+    return Choice(engine=best, why=f"{needs}; by a step timed on each, training would take: {each}")
+
+
+def _time(value: float) -> str:
+    return f"{value:.1f} s" if value < 100 else f"{value / 60:.1f} min"
+
+
+def _calibrated(plan: Plan, data: Data, batch: int, clients: int, workers: int | None) -> dict[str, float]:
+    """Seconds of a client's step on each engine that can run the plan, measured here or remembered."""
+    hands = min(workers or processors(), clients)
+    facts = (
+        "1", _processor(), torch.__version__, torch.get_num_threads(), hands, plan.method.text, str(plan.module),
+        [tuple(tensor.shape) for tensor in plan.initial.values()], next(iter(data.values())).shape, str(plan.optimizer),
+        str(plan.loss), str(plan.augment), plan.precision, batch, lanes_at_once(plan, clients), str(plan.dtype),
+    )  # fmt: skip
+    key = blake2b(repr(facts).encode(), digest_size=12).hexdigest()
+    place = cache_directory() / "engines.json"
+    try:
+        known = json.loads(place.read_text(encoding="utf-8"))
+        return {name: float(value) for name, value in known[key].items()}
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        found = _timed(plan, data, batch, clients, hands)
+    try:
+        known = json.loads(place.read_text(encoding="utf-8")) if place.exists() else {}
+        place.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(place, json.dumps({**known, key: found}, indent=1).encode())
+    except (OSError, ValueError, TypeError, FedshiftError):
+        return found  # nothing is remembered where nothing can be written
+    return found
+
+
+def _timed(plan: Plan, data: Data, batch: int, clients: int, hands: int) -> dict[str, float]:
+    split = max(data.values(), key=len)
+    index = torch.arange(batch, device=split.y.device) % len(split)
+    x, y = split.inputs(index, plan.dtype), split.y[index]
+    key = torch.zeros((), dtype=torch.int64, device=split.y.device)
+    job = begin(plan, init_client(plan), init_server(plan), planned=1)
+    found = {"sequential": seconds(lambda: step(plan, job, x, y, key), 3)}
+    lanes = lanes_at_once(plan, clients)
+    if lanes > 1 and Stacked.refusal(plan, data) is None:
+        found["stacked"] = seconds(lambda: stacked_step(plan, job, lanes, x, y), 3) / lanes
+    if hands > 1 and Pool.refusal(plan, data) is None:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            found["pool"] = seconds(lambda: step(plan, job, x, y, key), 3)
+        finally:
+            torch.set_num_threads(threads)
+    return found
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return "unknown"
+    return " ".join(sorted({line for line in lines if line.startswith(("model name", "vendor_id", "model\t"))}))

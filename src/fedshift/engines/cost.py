@@ -1,0 +1,60 @@
+"""What work costs: operations of a sample, and how many a second this machine can do at best."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import cache
+from statistics import median
+
+import torch
+import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from ..core.plan import Plan, forward
+from ..nn.linear import quicken, torch_linear
+from .engine import Data
+
+
+def operations(plan: Plan, data: Data) -> int:
+    """Floating-point operations of training on one sample: three times those of the forward pass.
+
+    Products of matrices and convolutions are counted, a multiplication and an addition each; the backward pass does
+    twice as many as the forward pass, once for the inputs' gradients and once for the weights'.
+    """
+    split = next(iter(data.values()))
+    x = split.inputs(slice(0, 1), plan.dtype)
+    with FlopCounterMode(display=False) as counter, torch_linear():
+        forward(plan, plan.initial, x)
+    return 3 * int(counter.get_total_flops())
+
+
+def seconds(work: Callable[[], object], times: int) -> float:
+    """The median seconds of ``work``, done ``times`` times after once to warm up."""
+    found = []
+    for _ in range(times + 1):
+        began = time.perf_counter()
+        work()
+        found.append(time.perf_counter() - began)
+    return median(found[1:])
+
+
+@cache
+def peak(threads: int) -> dict[str, float]:
+    """Measured float32 operations a second, of a large product of matrices and of a 3 x 3 convolution.
+
+    On the CPU, with as many ``threads``; each is the best that the libraries do here, not the processor's data sheet.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        layer = quicken(torch.nn.Linear(1024, 1024))
+        x_BI = torch.randn(1024, 1024)
+        images = torch.randn(32, 64, 28, 28).contiguous(memory_format=torch.channels_last)
+        kernels = torch.randn(64, 64, 3, 3).contiguous(memory_format=torch.channels_last)
+        with torch.no_grad():
+            product = seconds(lambda: layer(x_BI), 5)
+            convolution = seconds(lambda: F.conv2d(images, kernels, padding=1), 5)
+    finally:
+        torch.set_num_threads(before)
+    return {"product": 2 * 1024**3 / product, "convolution": 2 * 32 * 28**2 * 64**2 * 9 / convolution}

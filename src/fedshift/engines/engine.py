@@ -1,0 +1,100 @@
+"""What an engine is: it carries out the local work of the clients of a round, in whatever way is fast.
+
+An engine knows only the kernel, and no method knows which engine runs it. It is made for one trial: a plan, the
+clients' training data and a seed.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..base.errors import FedshiftError, UsageError
+from ..base.state import State
+from ..base.streams import key_bits
+from ..core.kernel import Client, Server, Update
+from ..core.plan import Plan
+from ..core.work import Bounds
+from ..data.split import Split
+
+Data = Mapping[str, Split]
+"""The clients' training samples, by client."""
+
+
+class Diverged(FedshiftError):
+    """A client's loss or parameters became NaN or infinite."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Trained:
+    """What a client's work of one round left: its new state, its upload, and its data loss, summed over samples."""
+
+    client: Client
+    update: Update
+    loss_sum: float
+
+
+class Engine(ABC):
+    """Carries out the clients' work of a trial; close it at the end.
+
+    ``workers``: processes at most, for engines that use some; None: one for each processor that is free to use. Raises
+    :class:`UsageError` saying why where the engine does not fit the plan.
+    """
+
+    def __init__(self, plan: Plan, data: Data, seed: int, workers: int | None = None) -> None:
+        self.plan, self.data, self.seed, self.workers = plan, data, seed, workers
+        if why := self.refusal(plan, data):
+            name = type(self).__name__.lower()
+            raise UsageError(f"the {name} engine {why}: use the sequential engine, which runs anything, or auto")
+
+    @classmethod
+    def refusal(cls, plan: Plan, data: Data) -> str | None:  # noqa: ARG003 - nothing to refuse here
+        """Why the engine cannot run ``plan`` on ``data``, as the end of a sentence; None where it can."""
+        return None
+
+    @abstractmethod
+    def train(self, server: Server, clients: Mapping[str, Client]) -> Iterator[tuple[str, Trained]]:
+        """Do one round: yield each of ``clients`` with its outcome as it is done, in any order.
+
+        Raises :class:`Diverged` naming client, round and step.
+        """
+
+    def close(self) -> None:  # noqa: B027 - most hold nothing
+        """Let go of what the engine holds."""
+
+    def coming(self, name: str, client: Client) -> tuple[Bounds, range]:
+        """Where each batch of a pass over the client's data begins and ends, and the client's steps of this round."""
+        bounds = self.plan.work.bounds(len(self.data[name]), self.plan.smallest_batch)
+        return bounds, self.plan.work.steps(client.steps, len(bounds))
+
+    def dropout_key(self, name: str, step: int, device: torch.device) -> Tensor:
+        """The int64 scalar from which the client's step draws."""
+        return torch.tensor(key_bits(self.seed, "dropout", name, step) >> 65, device=device)
+
+
+def weighed(losses: Tensor, sizes: list[int]) -> float:
+    """The data loss summed over samples: ``losses [steps]`` are means over batches of ``sizes`` samples."""
+    return float(losses @ torch.tensor(sizes, dtype=torch.float64))
+
+
+def refuse_divergence(losses: Tensor, state: State, name: str, server: Server) -> None:
+    """Raise :class:`Diverged` where ``losses [steps]`` or entries of ``state``, after the round, are not finite."""
+    bad = (~losses.isfinite()).nonzero()
+    if len(bad):
+        at, what = f"step {int(bad[0, 0]) + 1} of {len(losses)}", f"loss {float(losses[bad[0, 0]])}"
+    else:
+        sums = [tensor.sum().double() for tensor in state.values() if tensor.is_floating_point()]
+        if not sums or torch.stack(sums).isfinite().all():  # a sum is not finite where a term is not
+            return
+        broken = [entry for entry, tensor in state.items() if not tensor.isfinite().all()]
+        if not broken:
+            return
+        at, what = f"step {len(losses)} of {len(losses)}", f"{broken[0]} not finite"
+    raise Diverged(
+        f"training diverged: client {name!r}, round {server.round + 1}, {at}: {what}. Lower the learning rate, or "
+        "check the data"
+    )

@@ -1,0 +1,107 @@
+"""The identity engine: where each client does one plain gradient step, the round is one step on all their batches.
+
+FedSMB (Nasirigerdeh et al., arXiv:2011.06892): clients that start from one model, do one step of SGD each and are
+averaged arrive where one step of the weighted mean of their losses leads. So no client's own model is ever computed;
+what each "uploads" here is the model that all uploads average to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from ..base.profiling import part
+from ..base.state import clone
+from ..core.aggregate import average
+from ..core.kernel import Client, Job, Server, Update, begin, init_client, init_server, update_
+from ..core.optimizer import SGD
+from ..core.plan import Plan, laid, outputs
+from ..core.work import batches
+from .engine import Data, Diverged, Engine, Trained, refuse_divergence, weighed
+from .sequential import Sequential
+
+TRIED = 4
+"""Samples on which it is tried whether the model treats each by itself."""
+
+
+class Identity(Engine):
+    """Runs one step a round of plain SGD, averaged, on a model that treats each sample by itself."""
+
+    @override
+    @classmethod
+    def refusal(cls, plan: Plan, data: Data) -> str | None:
+        method, work = plan.method, plan.work
+        longest = max(len(work.bounds(len(split), plan.smallest_batch)) for split in data.values())
+        if work.batches != 1 and not (work.epochs == 1 and longest == 1):
+            return f"is for one step of each client a round, not {work}"
+        if not isinstance(plan.optimizer, SGD) or plan.optimizer.keep:
+            return f"is for SGD that starts anew each round, not {plan.optimizer}"
+        if method.rules or method.aggregate is not average or plan.personal or plan.initial.keys() != plan.sent:
+            return f"is for methods that only average whole models, which {method.name} does not"
+        return _mixing(plan, data)
+
+    @override
+    def train(self, server: Server, clients: Mapping[str, Client]) -> Iterator[tuple[str, Trained]]:
+        plan = self.plan
+        x, y = [], []
+        with part("data"):
+            for name, client in clients.items():
+                data = self.data[name]
+                bounds, coming = self.coming(name, client)
+                for step, index in batches(self.seed, name, len(data), bounds, coming):
+                    index = index.to(data.y.device)
+                    x.append(plan.training_inputs(data, index, self.seed, name, step))
+                    y.append(data.y[index])
+            sizes = [len(labels) for labels in y]
+            together = torch.cat(x)
+        raw = [float(size) for size in sizes] if plan.method.weighting == "samples" else [1.0] * len(sizes)
+        weights = torch.tensor(raw, dtype=torch.float64) / sum(raw)
+        job = begin(plan, next(iter(clients.values())), server, planned=1)
+        with part("forward and backward"):
+            plan.switch(training=True)
+            leaves = {name: tensor.detach().requires_grad_() for name, tensor in job.params.items()}
+            made = torch.split(_run(plan, leaves, job, together), sizes)
+            losses = torch.stack([plan.loss(logits, labels) for logits, labels in zip(made, y, strict=True)])
+            total = losses @ weights.to(losses)
+            found = torch.autograd.grad(total, tuple(leaves.values()), materialize_grads=True)
+        with part("update"):
+            grads = dict(zip(leaves, found, strict=True))
+            job = update_(plan, job, grads, job.rest, len(together))
+        shared = {name: ({**job.params, **job.rest})[name] for name in plan.initial}
+        per_client = losses.detach().double().cpu()
+        try:
+            refuse_divergence(per_client, shared, "all", server)
+        except Diverged:
+            alone = Sequential(plan, self.data, self.seed)
+            for name, client in clients.items():
+                alone.work(server, name, client)  # raises, and names the client
+            raise
+        for number, (name, client) in enumerate(clients.items()):
+            loss = weighed(per_client[number : number + 1], [sizes[number]])
+            update = Update(shared=shared, memory={}, weight=float(sizes[number]), steps=1)
+            yield name, Trained(client=Client(personal={}, steps=client.steps + 1), update=update, loss_sum=loss)
+
+
+def _run(plan: Plan, params: Mapping[str, Tensor], job: Job, x: Tensor) -> Tensor:
+    return outputs(plan, {**params, **job.rest}, laid(x, plan.image_format))
+
+
+def _mixing(plan: Plan, data: Data) -> str | None:
+    """What in the model depends on a batch as a whole, found by running a few samples together and one by one."""
+    split = next(iter(data.values()))
+    x = split.inputs(torch.arange(TRIED, device=split.y.device) % len(split), plan.dtype)
+    job = begin(plan, init_client(plan), init_server(plan), planned=1)
+    before = clone(job.rest)
+    plan.switch(training=True)
+    why = f"is for models that treat each sample by itself, unlike this one (in training, under {plan.method.name})"
+    try:
+        with torch.no_grad():
+            whole = _run(plan, job.params, job, x)
+            apart = torch.cat([_run(plan, job.params, job, one) for one in torch.split(x, 1)])
+    except (ValueError, RuntimeError):
+        return why
+    moved = any(not torch.equal(tensor, before[name]) for name, tensor in job.rest.items())
+    return why if moved or not torch.allclose(whole, apart, rtol=1e-3, atol=1e-5) else None

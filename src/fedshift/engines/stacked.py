@@ -1,0 +1,233 @@
+"""The stacked engine: clients side by side in one tensor program, a lane each, by ``torch.vmap``.
+
+A small network spends its time on calls, not on arithmetic; side by side, clients share the calls. Lanes are taken in
+chunks whose tensors fit the processor's cache. At each step those lanes go together whose batches are of one size; a
+client that has done its steps leaves, so that no batch is padded and nothing is masked. What all lanes still share
+(the model that they were sent, before the first step) is read once, not copied for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from ..base.profiling import part
+from ..base.state import State, nbytes, pick
+from ..core.kernel import (
+    Client,
+    Job,
+    Server,
+    arrive,
+    begin,
+    corrected,
+    finish,
+    init_client,
+    init_server,
+    objective,
+    update_,
+)
+from ..core.optimizer import SGD
+from ..core.plan import Plan
+from ..core.rule import Rule
+from ..core.work import batches
+from ..nn.linear import torch_linear
+from .engine import Data, Engine, Trained, refuse_divergence, weighed
+
+CACHE = 2**25
+"""Bytes of trained parameters that are stepped together."""
+
+PARTS = ("params", "rest", "optimizer", "memory")
+"""What each lane has of its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Lane:
+    """A client's steps of the round: ``batches``, each with its number and the indices of its samples."""
+
+    name: str
+    client: Client
+    batches: Sequence[tuple[int, Tensor]]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Samples of each batch."""
+        return [len(index) for _, index in self.batches]
+
+
+class Stacked(Engine):
+    """Runs what ``torch.vmap`` can run."""
+
+    @override
+    @classmethod
+    def refusal(cls, plan: Plan, data: Data) -> str | None:
+        split = next(iter(data.values()))
+        count = plan.smallest_batch
+        job = begin(plan, init_client(plan), init_server(plan), planned=1)
+        index = torch.arange(count, device=split.y.device) % len(split)
+        x, y = split.inputs(index, plan.dtype), split.y[index]
+        try:
+            stacked_step(plan, job, 2, x, y)
+        except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            return f"cannot run {plan.method.name} on this model, for which torch.vmap says: {reason}"
+        return None
+
+    @override
+    def train(self, server: Server, clients: Mapping[str, Client]) -> Iterator[tuple[str, Trained]]:
+        lanes = []
+        for name, client in clients.items():
+            data = self.data[name]
+            bounds, coming = self.coming(name, client)
+            lanes.append(
+                _Lane(name=name, client=client, batches=list(batches(self.seed, name, len(data), bounds, coming)))
+            )
+        lanes.sort(key=lambda lane: (len(lane.batches), lane.sizes), reverse=True)
+        width = lanes_at_once(self.plan, len(lanes))
+        for start in range(0, len(lanes), width):
+            yield from self._chunk(server, lanes[start : start + width])
+
+    def _chunk(self, server: Server, lanes: Sequence[_Lane]) -> Iterator[tuple[str, Trained]]:
+        plan = self.plan
+        jobs = [arrive(plan, lane.client, server, planned=len(lane.batches)) for lane in lanes]
+        paced = any(rule.paced for rule in plan.method.rules)
+        stack = _stacked(jobs)
+        losses: list[list[Tensor]] = [[] for _ in lanes]
+        for at in range(len(lanes[0].batches)):
+            working = [number for number, lane in enumerate(lanes) if at < len(lane.batches)]
+            together: dict[tuple[int, int], list[int]] = {}
+            for number in working:
+                kind = lanes[number].sizes[at], jobs[number].planned if paced else 0
+                together.setdefault(kind, []).append(number)
+            for members in together.values():
+                with part("data"):
+                    x, y, keys = self._batch([lanes[number] for number in members], at)
+                template = replace(jobs[members[0]], done=jobs[members[0]].start + at)
+                if len(members) == len(lanes):
+                    stack, loss = _step(plan, template, stack, x, y, keys)
+                else:
+                    index = torch.tensor(members, device=y.device)
+                    changed, loss = _step(plan, template, _rows(stack, index), x, y, keys)
+                    stack = _written(stack, changed, index)
+                for number, value in zip(members, loss.unbind(), strict=True):
+                    losses[number].append(value)
+        per_lane = [torch.stack(each).double().cpu() for each in losses]
+        broken = not _finite(stack)
+        for number, (lane, job) in enumerate(zip(lanes, jobs, strict=True)):
+            own = {name: {entry: tensor[number] for entry, tensor in stack[name].items()} for name in PARTS}
+            done = replace(_with(job, own), done=job.start + len(lane.batches), samples=sum(lane.sizes))
+            client, update = finish(plan, done)
+            doubtful = {**client.personal, **update.shared} if broken else {}
+            refuse_divergence(per_lane[number], doubtful, lane.name, server)
+            yield lane.name, Trained(client=client, update=update, loss_sum=weighed(per_lane[number], lane.sizes))
+
+    def _batch(self, lanes: Sequence[_Lane], at: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Inputs ``[lanes, B, ...]``, labels ``[lanes, B]`` and dropout keys ``[lanes]`` of one step."""
+        x, y, keys = [], [], []
+        for lane in lanes:
+            data, (step, index) = self.data[lane.name], lane.batches[at]
+            index = index.to(data.y.device)
+            x.append(self.plan.training_inputs(data, index, self.seed, lane.name, step))
+            y.append(data.y[index])
+            keys.append(self.dropout_key(lane.name, step, data.y.device))
+        return torch.stack(x), torch.stack(y), torch.stack(keys)
+
+
+def lanes_at_once(plan: Plan, clients: int) -> int:
+    """How many of ``clients`` are stepped together."""
+    return min(clients, max(1, CACHE // max(1, nbytes(pick(plan.initial, plan.trained)))))
+
+
+def stacked_step(plan: Plan, job: Job, lanes: int, x: Tensor, y: Tensor) -> object:
+    """One step of ``lanes`` clients that all have the batch ``x [B, ...]``, ``y [B]``, to time it, or to try."""
+    keys = torch.zeros(lanes, dtype=torch.int64, device=y.device)
+    return _step(plan, job, _stacked([job] * lanes), x.expand(lanes, *x.shape), y.expand(lanes, -1), keys)
+
+
+Stack = dict[str, State]
+"""The parts of the lanes' jobs, each entry ``[lanes, ...]``."""
+
+
+def _stacked(jobs: Sequence[Job]) -> Stack:
+    return {name: _side_by_side([getattr(job, name) for job in jobs]) for name in PARTS}
+
+
+def _with(job: Job, parts: Stack) -> Job:
+    params, rest, optimizer, memory = (parts[name] for name in PARTS)
+    return replace(job, params=params, rest=rest, optimizer=optimizer, memory=memory)
+
+
+def _side_by_side(states: Sequence[State]) -> State:
+    """Each entry ``[lanes, ...]``; expanded, not copied, where the lanes share one tensor."""
+    stacked = {}
+    for name, first in states[0].items():
+        tensors = [state[name] for state in states]
+        shared = len(tensors) > 1 and all(tensor is first for tensor in tensors)
+        stacked[name] = first.expand(len(tensors), *first.shape) if shared else torch.stack(tensors)
+    return stacked
+
+
+def _step(plan: Plan, job: Job, stack: Stack, x: Tensor, y: Tensor, keys: Tensor) -> tuple[Stack, Tensor]:
+    """One step of all lanes of ``stack``, in its memory unless that is shared; ``job`` holds what they have in common.
+
+    ``x [lanes, B, ...]``, ``y [lanes, B]``, ``keys [lanes]``. Returns the stack after it and the losses ``[lanes]``.
+    """
+
+    def descended(
+        params: State, rest: State, memory: State, x: Tensor, y: Tensor, key: Tensor
+    ) -> tuple[Tensor, Tensor, State]:
+        return objective(plan, replace(job, rest=rest, memory=memory), params, x, y, key)
+
+    def updated(grads: State, rest: State, own: Stack, key: Tensor) -> tuple[Stack, State]:
+        lane = _with(job, own)
+        after = update_(plan, lane, corrected(plan, lane, grads, key), rest, 0)
+        return {"params": after.params, "optimizer": after.optimizer}, after.rest
+
+    with part("forward and backward"), torch_linear():
+        leaves = {name: tensor.detach().requires_grad_() for name, tensor in stack["params"].items()}
+        total, loss, rest = torch.vmap(descended)(leaves, stack["rest"], stack["memory"], x, y, keys)
+        found = torch.autograd.grad(total.sum(), tuple(leaves.values()), materialize_grads=True)
+        grads = dict(zip(leaves, found, strict=True))
+        rest = {name: tensor.detach() for name, tensor in rest.items()}
+    with part("update"):
+        own = {**stack, "params": _unshared(stack["params"]), "optimizer": _unshared(stack["optimizer"])}
+        if _elementwise(plan):
+            update_(plan, _with(job, own), grads, rest, 0)
+        else:
+            torch.vmap(updated)(grads, rest, own, keys)
+    return {**own, "rest": rest}, loss.detach()
+
+
+def _elementwise(plan: Plan) -> bool:
+    """Whether an update treats every number alike, so that it need not know of lanes."""
+    return isinstance(plan.optimizer, SGD) and all(type(rule).grads is Rule.grads for rule in plan.method.rules)
+
+
+def _unshared(state: State) -> State:
+    """``state`` in memory that can be written to."""
+    return {name: tensor.contiguous() for name, tensor in state.items()}
+
+
+def _rows(stack: Stack, index: Tensor) -> Stack:
+    return {name: {entry: tensor[index] for entry, tensor in state.items()} for name, state in stack.items()}
+
+
+def _written(stack: Stack, changed: Stack, index: Tensor) -> Stack:
+    """``stack`` with the rows at ``index`` replaced by those of ``changed``."""
+    return {
+        name: {
+            entry: tensor.contiguous().index_copy_(0, index, changed[name][entry]) for entry, tensor in state.items()
+        }
+        for name, state in stack.items()
+    }
+
+
+def _finite(stack: Stack) -> bool:
+    """Whether all trained parameters and statistics are surely finite: then so are their sums."""
+    sums = [
+        tensor.sum() for name in ("params", "rest") for tensor in stack[name].values() if tensor.is_floating_point()
+    ]
+    return bool(torch.stack([value.double() for value in sums]).isfinite().all())
