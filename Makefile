@@ -9,7 +9,7 @@ TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 # The page is tested in headless Chromium where it is installed.
 BROWSER := $(if $(and $(shell command -v chromium),$(shell command -v chromedriver)),,and not browser)
 
-.PHONY: setup demo test slow-test lint picture guide benchmark clean
+.PHONY: setup demo test slow-test lint picture guide benchmark peers clean
 
 setup: $(READY)
 
@@ -46,10 +46,17 @@ picture: setup
 guide: setup
 	OMP_NUM_THREADS=1 $(BIN)/python examples/guide.py
 
-# Measurements, some minutes each: memory of loading, and how often the diagnosis names the right shift.
+# Measurements, some minutes each: memory of loading, how often the diagnosis names the right shift, each engine against the
+# plain loop, and time and memory against the number of clients. Run them on a machine that does nothing else.
 benchmark: setup
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/loading.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/diagnose.py 10
+	$(BIN)/python benchmarks/engines.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/scale.py
+
+# The same work on other simulators, in a virtual environment of its own that is made from PyPI: about ten minutes.
+peers: setup
+	$(BIN)/python benchmarks/peers.py
 
 clean:
 	rm -rf .venv dist build .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -17,7 +17,8 @@ import platform
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
@@ -37,7 +38,6 @@ from fedshift.core.work import Work
 from fedshift.data.federation import ClientData, Federation, federation
 from fedshift.data.split import Split
 from fedshift.engines.cost import operations, peak
-from fedshift.evaluate import evaluate_clients
 from fedshift.names import catalog, expressions, resolve
 from fedshift.settings import Settings
 from fedshift.trial import Trial
@@ -60,8 +60,7 @@ class Measured:
     engines: tuple[str, ...]
     classes: int = 10
     evaluates: bool = False
-    agc: float | None = None
-    rounds: int = field(default=5)
+    rounds: int = 5
 
 
 DIGITS, FLAT = (3, 28, 28), (784,)
@@ -71,9 +70,9 @@ WORKS = {
                    model="digit-cnn-bn", method="fedbn", work={"batch_size": 32, "epochs": 1}, goal="2.0", engines=BIG, rounds=3),
     "W1e": Measured(title="evaluation of 10,000 images, digit CNN with BN", clients=1, samples=10_000, shape=DIGITS,
                     model="digit-cnn-bn", method="fedavg", work={"epochs": 1}, goal="1.5", engines=("sequential",), evaluates=True),
-    "W2": Measured(title="FedWon, cross-device: 10 clients x 372, digit CNN, AGC, B = 4", clients=10, samples=372, shape=DIGITS,
-                   model="digit-cnn-bn", method="fedwon+agc(clip=1.28)", work={"batch_size": 4, "epochs": 1}, goal="5", engines=BIG,
-                   agc=1.28, rounds=2),
+    "W2": Measured(title="FedWon, cross-device: 10 clients x 372, digit CNN, B = 4", clients=10, samples=372, shape=DIGITS,
+                   model="digit-cnn-bn", method="fedwon", work={"batch_size": 4, "epochs": 1}, goal="5", engines=BIG,
+                   rounds=2),
     "W3a": Measured(title="FedSMB, 2FNN: 100 clients, B = 5, C = 1", clients=100, samples=600, shape=FLAT, model="fnn2",
                     method="fedavg", work={"batch_size": 5, "batches": 1}, goal="26 (identity), 12 (general)",
                     engines=("identity", *SMALL), rounds=9),
@@ -133,28 +132,31 @@ def plain_of(work: Measured) -> PlainLoop:
         pairs = list(zip(x.split(size), client.train.y.split(size), strict=True))
         clients.append(pairs[: work.work.get("batches")])
     personal = batch_norm_entries(network) if work.method == "fedbn" else ()
-    return PlainLoop(network, clients, lr=LR, personal=personal, agc=work.agc)
+    return PlainLoop(network, clients, lr=LR, personal=personal)
 
 
 def contend(name: str, who: str, threads: int, precision: str) -> None:
     """Be one contender: a round for every line read, its seconds in the line written."""
     torch.set_num_threads(threads)
     work = WORKS[name]
-    facts: dict[str, object] = {}
     if who == "plain":
         plain = plain_of(work)
         test = data_of(work).clients[0].test
         x, y = test.inputs(slice(None)), test.y
-        one = (lambda: plain.evaluate(x, y, 100)) if work.evaluates else plain.round
-    else:
-        trial = trial_of(work, who, precision)
-        facts = {"engine": trial.chosen.engine, "why": trial.chosen.why}
-        per_round = sum(len(c.train) for c in trial.data.clients)
-        if "batches" in work.work:
-            per_round = work.clients * work.work["batches"] * work.work["batch_size"]
-        facts["operations"] = operations(trial.plan, trial.train) * (per_round if not work.evaluates else per_round / 3)
-        one = trial.evaluate if work.evaluates else trial.advance
-        freed_memory_kept().__enter__()  # as an experiment does, until this process ends
+        compete((lambda: plain.evaluate(x, y, 100)) if work.evaluates else plain.round, {})
+        return
+    trial = trial_of(work, who, precision)
+    samples = sum(len(client.train) for client in trial.data.clients)
+    if "batches" in work.work:
+        samples = work.clients * work.work["batches"] * work.work["batch_size"]
+    done = operations(trial.plan, trial.train) * samples / (3 if work.evaluates else 1)
+    with freed_memory_kept():  # as an experiment does
+        facts = {"engine": trial.chosen.engine, "operations": done}
+        compete(trial.evaluate if work.evaluates else trial.advance, facts)
+
+
+def compete(one: Callable[[], object], facts: dict[str, object]) -> None:
+    """Warm up, write ``facts``, and do a round for every line that comes."""
     one()
     print(json.dumps(facts), flush=True)
     for _ in sys.stdin:

@@ -228,3 +228,26 @@ def test_a_report_of_a_run_without_rounds_says_so(cli, tiny_folder):
     outcome = cli("report", "out")
     assert (outcome.code, outcome.err) == (0, "")
     assert "No round was evaluated yet, so there is nothing to report." in outcome.out
+
+
+def test_a_profile_says_where_the_time_went_and_how_near_to_the_peak_training_came(cli, unpublished, tiny_folder):
+    said = " ".join(cli("run", "--data", tiny_folder, "--rounds", 2, "--profile").out.split())
+    for part in ("forward and backward", "update", "data", "aggregation", "evaluation", "checkpoint"):
+        assert f"{part} " in said
+    assert "GFLOP/s that one thread reaches here at best." in said
+    assert "Where" not in cli("run", "--data", tiny_folder, "--rounds", 1).out
+
+
+def test_an_engine_that_does_not_fit_is_refused_before_anything_starts(cli, tiny_folder, tmp_path):
+    outcome = cli(
+        "run", "--data", tiny_folder, "--method", "fedavg", "--batch-size", 8, "--engine", "identity", "--out", "never"
+    )
+    assert outcome.code == 2
+    assert "the identity engine is for one step of each client a round" in outcome.err
+    assert not (tmp_path / "never").exists()
+
+
+def test_the_engine_that_was_chosen_is_said(cli, unpublished, tiny_folder):
+    said = cli("run", "--data", tiny_folder, "--rounds", 1, "--method", "fedavg").out
+    assert "note: fedavg runs on the sequential engine (" in said
+    assert "runs on" not in cli("run", "--data", tiny_folder, "--rounds", 1, "--engine", "stacked").out

@@ -20,7 +20,8 @@ OTHER = {
     "optimizer": "adamw", "lr": 1e-05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.001,
     "schedule": "step(every=3, gamma=0.5)", "keep_optimizer": True, "participation": 0.5, "seeds": 3, "first_seed": 5,
     "agc": 0.64, "agc_skip_classifier": True, "newcomers": "cleo", "unseen": "average",
-    "engine": "other", "workers": 3, "precision": "bfloat16", "device": "cuda:1", "threads": 3, "evaluate_every": 2, "select": "best",
+    "engine": "other", "workers": 3, "precision": "bfloat16", "device": "cuda:1", "threads": 3,
+    "evaluate_every": 2, "select": "best",
 }  # fmt: skip
 """A value for every setting that both commands have, other than its default."""
 RUN = {**OTHER, "method": 'fedbn+fedprox(mu=0.1), "x"'}

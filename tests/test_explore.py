@@ -149,7 +149,7 @@ def test_many_clients_are_summed_up_on_the_terminal_and_kept_in_tables(cli, tmp_
     done = cli("run", "--method", "fedbn", "--rounds", 1, split, "--participation", 5, "--out", tmp_path / "run")
     assert done.code == 0, done.err
     table = done.out[done.out.index("Test accuracy") :]
-    assert "client-01" not in table.split("Each of the 60 clients is in")[0]
+    assert "client-01" not in table.split("Each client is in")[0]
     assert len(re.findall("not measured at the reported round", table)) == 1
     assert "and 45 more: not measured" in " ".join(table.split())
     assert "client-59" in (tmp_path / "run/tables/accuracy.csv").read_text()

@@ -31,9 +31,11 @@ def test_plain_lines_are_one_for_each_evaluated_round(experiment, tmp_path):
     )
     assert all(re.fullmatch(pattern, line) for line in rounds), rounds
     assert rounds[-1].endswith(", 0:00 left")
-    notes = [line for line in lines if line.startswith("note: ")]
-    assert len(notes) == 2  # one line each, however narrow the console
-    assert all(note.endswith("it joins the batch before it") for note in notes)
+    notes = [line for line in lines if line.startswith("note: ")]  # one line each, however narrow the console
+    assert sum(note.endswith("it joins the batch before it") for note in notes) == 2
+    engines = [note for note in notes if " runs on the sequential engine (" in note]
+    assert len(engines) == 2
+    assert len(notes) == 4
 
 
 def test_the_accuracy_shown_is_the_macro_accuracy_of_the_personal_models(experiment, tmp_path):

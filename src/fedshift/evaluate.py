@@ -20,7 +20,7 @@ from .data.federation import ClientData, Federation
 from .data.split import Split
 from .records import Row
 
-BATCH = 500
+BATCH = 250
 """Samples in one forward pass of evaluation."""
 RANKED = 1_000_000
 """Scores that are ranked at once."""

@@ -59,7 +59,7 @@ def execute(spec: RunSpec | CompareSpec, command: str, place: Place) -> int:
         else:
             failure = None
     if seconds:
-        _say_profile(console, seconds, time.perf_counter() - began)
+        _say_profile(console, seconds, time.perf_counter() - began, spec.device)
     if (directory / "study.json").exists():
         from .experiment import read_study
         from .report.publish import publish
@@ -134,26 +134,28 @@ def _profiled(wanted: bool) -> Iterator[Seconds]:
         yield seconds
 
 
-def _say_profile(console: Console, seconds: Seconds, whole: float) -> None:
+def _say_profile(console: Console, seconds: Seconds, whole: float, device: str) -> None:
     """A table of the parts, and how near to the measured peak training came."""
     from rich.table import Table
 
     from .engines.cost import peak
 
-    done = seconds.pop(OPERATIONS, 0.0)
-    table = Table(box=None, title=f"Where {whole:.1f} s went (seconds of all processes)")
+    done, total = seconds.pop(OPERATIONS, 0.0), sum(seconds.values())
+    table = Table(box=None)
     for title in ("part", "seconds", "share"):
         table.add_column(title, justify="left" if title == "part" else "right")
-    total = sum(seconds.values())
     for name, value in sorted(seconds.items(), key=lambda item: -item[1]):
         table.add_row(name, f"{value:.2f}", f"{100 * value / total:.1f} %")
+    console.print(f"Where {whole:.1f} s went, in seconds of all processes:", highlight=False)
     console.print(table)
-    if busy := seconds.get("forward and backward"):
+    busy = seconds.get("forward and backward")
+    if busy and device == "cpu":
         best = max(peak(1).values())
         console.print(
             f"Forward and backward: {done / 1e9:.1f} GFLOP at {done / busy / 1e9:.1f} GFLOP/s, "
-            f"{100 * done / busy / best:.0f} % of the {best / 1e9:.0f} GFLOP/s that one thread reaches here at best."
-        )
+            f"{100 * done / busy / best:.0f} % of the {best / 1e9:.0f} GFLOP/s that one thread reaches here at best.",
+            highlight=False, soft_wrap=True,
+        )  # fmt: skip
 
 
 @contextmanager

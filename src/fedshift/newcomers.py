@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from .base.errors import UsageError
 from .base.state import State, clone, pick
-from .core.aggregate import as_dtype
+from .core.aggregate import Mean
 from .core.kernel import Client, Server, global_state, personal_state
 from .core.plan import Plan, outputs
 from .core.select import norm_statistics
@@ -65,15 +65,11 @@ class Newcomers:
         return {name: averaged[name] for name in self.plan.initial}
 
     def _averaged_entries(self) -> State:
-        """:func:`fedshift.core.aggregate.weighted_mean` of the clients' own entries, bit for bit, client by client."""
-        names, total = sorted(self._samples), sum(self._samples.values())
-        first = self._clients[max(names, key=self._samples.__getitem__)].personal
-        base = {entry: tensor.double() for entry, tensor in first.items()}
-        drift = {entry: torch.zeros_like(tensor) for entry, tensor in base.items()}
-        for name in names:
-            for entry, tensor in self._clients[name].personal.items():
-                drift[entry].add_(tensor - base[entry], alpha=self._samples[name] / total)
-        return {entry: as_dtype(base[entry] + drift[entry], tensor.dtype) for entry, tensor in first.items()}
+        """The mean of the clients' own entries by samples, of which one client's are in memory at a time."""
+        mean = Mean()
+        for name in sorted(self._samples):
+            mean.add(self._clients[name].personal, self._samples[name])
+        return mean.result()
 
 
 @torch.no_grad()

@@ -24,13 +24,12 @@ from .checkpoint import load_facts, refuse_other, save_checkpoint
 from .client_store import MEMORY, ClientStore, sweep
 from .core.kernel import (
     Client,
+    Folding,
     Server,
-    Update,
     global_state,
     init_client,
     init_server,
     personal_state,
-    server_round,
 )
 from .core.method import Method
 from .core.plan import forward
@@ -201,12 +200,16 @@ class Trial:
         self.clients.spill(self.server.round)
         number = self.server.round + 1
         names = self.settings.participants(self.seed, number, self.clients.names)
-        working = {name: self.clients[name] for name in names}
-        updates: dict[str, Update] = {}
+        working = {name: self.clients[name] for name in sorted(names)}
+        folding = Folding(self.plan, self.server, names)
         after: dict[str, Client] = {}
         rows: list[Row] = []
+        down, up = len(names) * self._down(), 0
         for name, trained in self.engine.train(self.server, working):
-            after[name], updates[name] = trained.client, trained.update
+            with part("aggregation"):
+                folding.add(name, trained.update)
+            up += 0 if self.plan.method.pooled else uplink(trained.update)
+            after[name] = trained.client
             used = int(trained.update.weight)
             rows.append(
                 {
@@ -216,10 +219,8 @@ class Trial:
             )  # fmt: skip
             if progress:
                 progress(name, trained.loss_sum / used)
-        down = len(names) * self._down()
-        up = 0 if self.plan.method.pooled else sum(map(uplink, updates.values()))
         with part("aggregation"):
-            self.server = server_round(self.plan, self.server, updates, len(self.clients))
+            self.server = folding.close(len(self.clients))
         self.clients.put(after)
         if is_recording():
             add({OPERATIONS: sum(row["samples"] for row in rows) * operations(self.plan, self.train)})

@@ -48,44 +48,68 @@ CHUNK = 2**17
 """Values that are folded at a time, so that their sums stay in the processor's cache."""
 
 
-def weighted_mean(states: Sequence[State], weights: Sequence[float]) -> State:
-    """Entry-wise mean of ``states`` under ``weights`` (positive, summing to one), each in its own dtype.
+class Mean:
+    """Entry-wise weighted mean of states that come one after another, none of which is kept.
 
-    Summed in float64, float64 entries as deviations from the state of most weight (the first of them), so that the mean
-    of equal values is that value, bit for bit, and no state of little weight costs precision. Integer entries
-    (BatchNorm's ``num_batches_tracked``) stay integers: their mean is rounded to the nearest.
+    Sums are float64, those of float64 entries of deviations from the first state, so that the mean of equal values is
+    that value, bit for bit. Integer entries (BatchNorm's ``num_batches_tracked``) stay integers: their mean is rounded
+    to the nearest.
     """
-    heaviest = max(range(len(weights)), key=lambda index: weights[index])
-    if all(state is states[0] for state in states):
-        return clone(states[0])
-    return {name: _mean([state[name] for state in states], weights, heaviest) for name in states[heaviest]}
+
+    def __init__(self) -> None:
+        self._first: State = {}
+        self._sums: State = {}
+        self._total = 0.0
+        self._last: tuple[State, float] | None = None  # not added yet: the same may come again
+
+    def add(self, state: State, weight: float) -> None:
+        """Count ``state`` with ``weight`` (positive)."""
+        if self._last and self._last[0] is state:
+            weight += self._last[1]
+        else:
+            self._flush()
+        self._last = state, weight
+
+    def result(self) -> State:
+        """The mean of what was added, at least one state, each entry in its own dtype."""
+        if self._last and not self._sums:
+            return clone(self._last[0])
+        self._flush()
+        return {name: self._mean(total, self._first[name]) for name, total in self._sums.items()}
+
+    def _flush(self) -> None:
+        if self._last is None:
+            return
+        (state, weight), self._last = self._last, None
+        if not self._sums:
+            exact = {name: entry.dtype == torch.float64 for name, entry in state.items()}
+            self._first = {name: entry if exact[name] else entry.new_empty(0) for name, entry in state.items()}
+            self._sums = {n: torch.zeros(e.shape, dtype=torch.float64, device=e.device) for n, e in state.items()}
+        self._total += weight
+        for name, total in self._sums.items():
+            entry = state[name] - self._first[name] if state[name].dtype == torch.float64 else state[name]
+            for into, part in zip(_chunks(total), _chunks(entry), strict=True):
+                into.add_(part, alpha=weight)
+
+    def _mean(self, total: Tensor, like: Tensor) -> Tensor:
+        mean = total / self._total
+        return like + mean if like.dtype == torch.float64 else as_dtype(mean, like.dtype)
 
 
-def _mean(tensors: Sequence[Tensor], weights: Sequence[float], heaviest: int) -> Tensor:
-    like = tensors[heaviest]
-    if like.dtype == torch.float64:
-        drift = torch.zeros_like(like)
-        for tensor, weight in zip(tensors, weights, strict=True):
-            drift.add_(tensor - like, alpha=weight)
-        return like + drift
-    if like.numel() <= CHUNK:
-        return as_dtype(_sum(tensors, weights), like.dtype)
-    mean = torch.empty_like(like, memory_format=torch.contiguous_format)
-    chunks = zip(*(torch.split(tensor.reshape(-1), CHUNK) for tensor in (mean, *tensors)), strict=True)
-    for into, *parts in chunks:
-        into.copy_(as_dtype(_sum(parts, weights), like.dtype))
-    return mean
+def _chunks(tensor: Tensor) -> Sequence[Tensor]:
+    return (tensor,) if tensor.numel() <= CHUNK else torch.split(tensor.reshape(-1), CHUNK)
 
 
-def _sum(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    total = torch.zeros_like(tensors[0], dtype=torch.float64)
-    for tensor, weight in zip(tensors, weights, strict=True):
-        total.add_(tensor, alpha=weight)
-    return total
+def weighted_mean(states: Sequence[State], weights: Sequence[float]) -> State:
+    """:class:`Mean` of ``states`` under ``weights``."""
+    mean = Mean()
+    for state, weight in zip(states, weights, strict=True):
+        mean.add(state, weight)
+    return mean.result()
 
 
 def average(uploads: Uploads) -> State:
-    """:func:`weighted_mean` of the uploads: FedAvg's aggregation."""
+    """:func:`weighted_mean` of the uploads: FedAvg's aggregation, for which a round's uploads need not be kept."""
     return weighted_mean(uploads.states, uploads.weights)
 
 

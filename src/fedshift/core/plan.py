@@ -6,11 +6,10 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..base.errors import UsageError
@@ -91,9 +90,20 @@ class Plan:
         return tuple(self.module.modules())
 
     @cached_property
-    def ties(self) -> bool:
-        """Whether a parameter of the template has several names, of which the state holds one."""
-        return len(self.initial) < len(self.module.state_dict())
+    def slots(self) -> tuple[tuple[dict[str, Any], str, str], ...]:
+        """Where the template holds each tensor: the layer's own dictionary, the name there, and that of the entry.
+
+        A parameter that stands in several places has one entry. Buffers that are no entries have empty names.
+        """
+        names = {id(tensor): name for name, tensor in self.module.named_parameters()}
+        names |= {id(tensor): name for name, tensor in self.module.named_buffers()}
+        return tuple(
+            (held, key, "" if key in layer._non_persistent_buffers_set else names[id(tensor)])
+            for layer in self.layers
+            for held in (cast("dict[str, Any]", layer._parameters), cast("dict[str, Any]", layer._buffers))
+            for key, tensor in held.items()
+            if tensor is not None
+        )
 
     def switch(self, *, training: bool, frozen: bool = False) -> None:
         """Put the template in training or evaluation mode; ``frozen``: its BatchNorm layers in the latter."""
@@ -118,16 +128,6 @@ class Plan:
         if change is None:
             return data.inputs(index, self.dtype)
         return data.inputs(index, self.dtype, lambda x: change(x, stream(seed, "augment", client, step)))
-
-    @cached_property
-    def scratch(self) -> State:
-        """The template's non-persistent buffers, which are no entries: copy them before a forward pass."""
-        return {
-            f"{prefix}.{name}" if prefix else name: buffer
-            for prefix, owner in self.module.named_modules()
-            for name in owner._non_persistent_buffers_set
-            if (buffer := owner._buffers.get(name)) is not None
-        }
 
     def require_shared(self, purpose: str) -> None:
         """Raise :class:`UsageError` where clients load no parameter that is trained."""
@@ -162,11 +162,19 @@ class Plan:
 def outputs(plan: Plan, state: State, x: Tensor) -> Tensor:
     """Outputs of the template under ``state``, in the model's own type, for inputs ``x [B, ...]``.
 
-    No client's forward pass can write into the template: its other buffers are copied.
+    The template's tensors are exchanged for those of ``state`` and put back, as ``torch.func.functional_call`` does
+    with more care and time; buffers that are no entries for copies, so that nothing is written into the template.
     """
     low = plan.precision == "bfloat16"
-    with torch.autocast(x.device.type, torch.bfloat16) if low else nullcontext():
-        made: Tensor = functional_call(plan.module, {**state, **clone(plan.scratch)}, (x,), tie_weights=plan.ties)
+    template = [held[key] for held, key, _ in plan.slots]
+    try:
+        for (held, key, name), own in zip(plan.slots, template, strict=True):
+            held[key] = state[name] if name else own.clone()
+        with torch.autocast(x.device.type, torch.bfloat16) if low else nullcontext():
+            made: Tensor = plan.module(x)
+    finally:
+        for (held, key, _), own in zip(plan.slots, template, strict=True):
+            held[key] = own
     return made.to(plan.dtype) if low else made
 
 

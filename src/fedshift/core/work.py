@@ -47,11 +47,7 @@ class Work:
         The last batch is kept although smaller; where it would hold fewer than ``smallest`` samples (one sample under
         batch normalization, which has no variance), its samples join the batch before it.
         """
-        size = min(self.batch_size or samples, samples)
-        edges = [*range(0, samples, size), samples]
-        if len(edges) > 2 and edges[-1] - edges[-2] < smallest:
-            del edges[-2]
-        return tuple(pairwise(edges))
+        return _bounds(samples, min(self.batch_size or samples, samples), smallest)
 
     def steps(self, done: int, per_pass: int) -> range:
         """The steps of the coming round for a client that has done ``done`` steps, ``per_pass`` batches a pass."""
@@ -59,6 +55,14 @@ class Work:
             return range(done, done + self.epochs * per_pass)
         assert self.batches is not None
         return range(done, min(done + self.batches, (done // per_pass + 1) * per_pass))
+
+
+@lru_cache(maxsize=1024)
+def _bounds(samples: int, size: int, smallest: int) -> Bounds:
+    edges = [*range(0, samples, size), samples]
+    if len(edges) > 2 and edges[-1] - edges[-2] < smallest:
+        del edges[-2]
+    return tuple(pairwise(edges))
 
 
 def batches(seed: int, client: str, samples: int, bounds: Bounds, steps: range) -> Iterator[tuple[int, Tensor]]:

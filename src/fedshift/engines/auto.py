@@ -7,6 +7,7 @@ same engine again, and with it the same rounding.
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from math import ceil
@@ -85,18 +86,21 @@ def _calibrated(plan: Plan, data: Data, batch: int, clients: int, workers: int |
     )  # fmt: skip
     key = blake2b(repr(facts).encode(), digest_size=12).hexdigest()
     place = cache_directory() / "engines.json"
+    known = _remembered(place)
+    if key not in known:
+        known[key] = _timed(plan, data, batch, clients, hands)
+        with suppress(OSError, FedshiftError):  # nothing is remembered where nothing can be written
+            place.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(place, json.dumps(known, indent=1).encode())
+    return known[key]
+
+
+def _remembered(place: Path) -> dict[str, dict[str, float]]:
     try:
         known = json.loads(place.read_text(encoding="utf-8"))
-        return {name: float(value) for name, value in known[key].items()}
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):
-        found = _timed(plan, data, batch, clients, hands)
-    try:
-        known = json.loads(place.read_text(encoding="utf-8")) if place.exists() else {}
-        place.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(place, json.dumps({**known, key: found}, indent=1).encode())
-    except (OSError, ValueError, TypeError, FedshiftError):
-        return found  # nothing is remembered where nothing can be written
-    return found
+        return {key: {name: float(value) for name, value in found.items()} for key, found in known.items()}
+    except (OSError, ValueError, AttributeError, TypeError):  # none, or damaged
+        return {}
 
 
 def _timed(plan: Plan, data: Data, batch: int, clients: int, hands: int) -> dict[str, float]:

@@ -17,6 +17,7 @@ from ..base.profiling import part
 from ..base.state import clone
 from ..core.aggregate import average
 from ..core.kernel import Client, Job, Server, Update, begin, init_client, init_server, update_
+from ..core.loss import Loss
 from ..core.optimizer import SGD
 from ..core.plan import Plan, laid, outputs
 from ..core.work import batches
@@ -63,8 +64,7 @@ class Identity(Engine):
         with part("forward and backward"):
             plan.switch(training=True)
             leaves = {name: tensor.detach().requires_grad_() for name, tensor in job.params.items()}
-            made = torch.split(_run(plan, leaves, job, together), sizes)
-            losses = torch.stack([plan.loss(logits, labels) for logits, labels in zip(made, y, strict=True)])
+            losses = _losses(plan, _run(plan, leaves, job, together), y)
             total = losses @ weights.to(losses)
             found = torch.autograd.grad(total, tuple(leaves.values()), materialize_grads=True)
         with part("update"):
@@ -83,6 +83,15 @@ class Identity(Engine):
             loss = weighed(per_client[number : number + 1], [sizes[number]])
             update = Update(shared=shared, memory={}, weight=float(sizes[number]), steps=1)
             yield name, Trained(client=Client(personal={}, steps=client.steps + 1), update=update, loss_sum=loss)
+
+
+def _losses(plan: Plan, logits: Tensor, y: list[Tensor]) -> Tensor:
+    """Each client's loss ``[clients]``, given the outputs for all samples and each client's labels."""
+    sizes = [len(labels) for labels in y]
+    if len(set(sizes)) == 1 and isinstance(plan.loss, Loss):  # one that torch.vmap can run
+        found: Tensor = torch.vmap(plan.loss)(logits.reshape(len(y), sizes[0], -1), torch.stack(y))
+        return found
+    return torch.stack([plan.loss(*each) for each in zip(torch.split(logits, sizes), y, strict=True)])
 
 
 def _run(plan: Plan, params: Mapping[str, Tensor], job: Job, x: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from itertools import count
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -33,7 +34,10 @@ from .engine import Data, Engine, Trained
 from .shelf import Shelf, copied, packed_apart
 from .worker import send_shelf
 
-START = "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); from fedshift.engines.worker import main; "
+START = (
+    "import json, signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "  # Ctrl-C is for whoever started it
+    "sys.path[:] = json.loads(sys.argv.pop()); from fedshift.engines.worker import main; "
+)
 
 
 class Pool(Engine):
@@ -65,8 +69,13 @@ class Pool(Engine):
     @override
     def train(self, server: Server, clients: Mapping[str, Client]) -> Iterator[tuple[str, Trained]]:
         hands = _hired(min(self.workers or processors(), len(clients)))
-        with part("hand over"):
-            self._tell(hands, server)
+        try:
+            with part("hand over"):
+                self._tell(hands, server)
+        except BaseException:  # what they have heard of it cannot be told
+            for hand in hands:
+                hand.end()
+            raise
         waiting = sorted(clients, key=self._work_of(clients), reverse=True)
         free, busy, failed = list(hands), dict[Connection, tuple[_Hand, str]](), None
         try:
@@ -90,7 +99,7 @@ class Pool(Engine):
             for hand, _ in busy.values():  # stopped on the way: what they compute is of no use
                 hand.end()
         if failed:
-            raise failed if isinstance(failed, FedshiftError) else RuntimeError(str(failed)) from failed
+            raise failed
 
     @override
     def close(self) -> None:
@@ -103,15 +112,16 @@ class Pool(Engine):
     def _tell(self, hands: list[_Hand], server: Server) -> None:
         """Let ``hands`` know the trial, if they do not, and what the server broadcasts."""
         if self._shelves is None:
-            self._shelves = Shelf(), Shelf()
-            self._trial = self._shelves[0].lay((self.plan, self.data, self.seed))
+            shelves = Shelf(), Shelf()
+            self._trial = shelves[0].lay((self.plan, self.data, self.seed))
+            self._shelves = shelves
         laid = self._shelves[1].lay(server)
         self._told = [hand for hand in self._told if hand.process.poll() is None]
         for hand in hands:
             if hand not in self._told:
                 hand.send("trial", self._number, self._trial)
                 for shelf in self._shelves:
-                    send_shelf(hand.socket, shelf)
+                    hand.lend(shelf)
                 self._told.append(hand)
             hand.send("server", self._number, laid)
 
@@ -135,14 +145,17 @@ class _Hand:
         theirs.close()
         end.close()
         self.talk, self.shelf = Connection(os.dup(self.socket.fileno())), Shelf()
-        send_shelf(self.socket, self.shelf)
+        self.lend(self.shelf)
 
     def send(self, *message: Any) -> None:
         """Tell the worker something; where it is dead, that is found when its answer is awaited."""
-        try:
+        with suppress(OSError):
             self.talk.send_bytes(pickle.dumps(message))
-        except OSError:
-            return
+
+    def lend(self, shelf: Shelf) -> None:
+        """Share ``shelf`` with the worker; where it is dead, as in :meth:`send`."""
+        with suppress(OSError):
+            send_shelf(self.socket, shelf)
 
     def receive(self, client: str, round: int) -> bytes | BaseException:
         """Its answer: where the outcome lies, or the error that there was instead."""

@@ -13,7 +13,6 @@ import pickle
 import tempfile
 from collections.abc import Callable
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -68,8 +67,9 @@ class Shelf:
 
 
 def _unnamed_file() -> int:
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryFile(dir=memory if memory.is_dir() else None) as file:
+    if hasattr(os, "memfd_create"):  # not in /dev/shm, of which a container has 64 MB: writing beyond it kills
+        return os.memfd_create("fedshift")
+    with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
 
 
@@ -87,8 +87,19 @@ def packed_apart(value: Any) -> tuple[list[Tensor], bytes]:
     return packer.tensors, file.getvalue()
 
 
+def _by_name(value: Any) -> Any:
+    return getattr, (torch, str(value).removeprefix("torch."))
+
+
 class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
-    """Leaves plain tensors out, and numbers them."""
+    """Leaves plain tensors out, and numbers them; names torch's constants as torch does.
+
+    Pickle by itself names them after any module that imported torch, which another process may not find.
+    """
+
+    dispatch_table = cloudpickle.Pickler.dispatch_table.new_child(
+        dict.fromkeys((torch.dtype, torch.layout, torch.memory_format), _by_name)
+    )
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)

@@ -34,7 +34,7 @@ from ..core.optimizer import SGD
 from ..core.plan import Plan
 from ..core.rule import Rule
 from ..core.work import batches
-from ..nn.linear import torch_linear
+from ..nn.linear import side_by_side
 from .engine import Data, Engine, Trained, refuse_divergence, weighed
 
 CACHE = 2**25
@@ -186,7 +186,7 @@ def _step(plan: Plan, job: Job, stack: Stack, x: Tensor, y: Tensor, keys: Tensor
         after = update_(plan, lane, corrected(plan, lane, grads, key), rest, 0)
         return {"params": after.params, "optimizer": after.optimizer}, after.rest
 
-    with part("forward and backward"), torch_linear():
+    with part("forward and backward"), side_by_side():
         leaves = {name: tensor.detach().requires_grad_() for name, tensor in stack["params"].items()}
         total, loss, rest = torch.vmap(descended)(leaves, stack["rest"], stack["memory"], x, y, keys)
         found = torch.autograd.grad(total.sum(), tuple(leaves.values()), materialize_grads=True)

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import os
 import pickle
-import signal
 import socket
-import sys
 import threading
+import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -19,6 +18,7 @@ import cloudpickle
 import torch
 
 from ..base.allocator import freed_memory_kept
+from ..base.errors import FedshiftError
 from ..base.profiling import recording
 from ..core.kernel import Server
 from .sequential import Sequential
@@ -68,12 +68,12 @@ class Worker:
                 client = copied(self.own.take(laid))  # the outcome will lie where the client lies now
                 trained = self.engines[number].work(self.servers[number], name, client)
                 done = self.own.lay(trained)
-            except BaseException as error:
+            except FedshiftError as error:
                 done = error
-        try:
-            return cloudpickle.dumps((done, seconds))  # type: ignore[no-any-return]
-        except Exception:
-            return pickle.dumps((RuntimeError(f"{type(done).__name__}: {done}"), seconds))
+            except BaseException as error:  # of a type that may be unknown over there, or refuse to be made again
+                done = RuntimeError(f"{type(error).__name__}: {error}")
+                done.add_note(f"In the worker process:\n{traceback.format_exc()}")
+        return cloudpickle.dumps((done, seconds))  # type: ignore[no-any-return]
 
 
 def send_shelf(talk: socket.socket, shelf: Shelf) -> None:
@@ -94,12 +94,7 @@ def _end_with(lifeline: socket.socket) -> None:
 
 def main(talk: int, lifeline: int) -> None:
     """What a worker process runs, given its two sockets."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for whoever started it
     threading.Thread(target=_end_with, args=(socket.socket(fileno=lifeline),), daemon=True).start()
     torch.set_num_threads(1)
     with freed_memory_kept():
         Worker(socket.socket(fileno=talk)).serve()
-
-
-if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))

@@ -54,7 +54,7 @@ def _unit_norm(x: Tensor) -> Tensor:
 def _clipped(grad: Tensor, param: Tensor, clip: float) -> Tensor:
     allowed = clip * _unit_norm(param).clamp(min=EPS)
     size = _unit_norm(grad)
-    return torch.where(size > allowed, grad * (allowed / size.clamp(min=1e-30)), grad)
+    return grad * torch.where(size > allowed, allowed / size.clamp(min=1e-30), torch.ones_like(size))
 
 
 def agc(base: Method | None = None, *, clip: float = 0.64, classifier: bool = True) -> Method:

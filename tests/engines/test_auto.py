@@ -1,0 +1,155 @@
+"""How an engine is chosen: by the work, by timings that are remembered, and on resume by what the run began with."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from fedshift.core.optimizer import SGD
+from fedshift.core.work import Work
+from fedshift.data.digits import digits
+from fedshift.engines import auto
+from fedshift.engines.cost import operations, peak
+from fedshift.methods.fedavg import fedavg
+from fedshift.methods.fedbn import fedbn
+from fedshift.settings import Settings
+from fedshift.trial import Trial
+
+
+@pytest.fixture(scope="module")
+def data():
+    return digits().limit(20)
+
+
+def network(shape, classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(3 * 28 * 28, 40), nn.BatchNorm1d(40), nn.Linear(40, classes))
+
+
+def trial(data, method=None, model=network, **changes):
+    settings = {"rounds": 10**6, "work": Work(batch_size=10, epochs=1), "optimizer": SGD(lr=0.1), "evaluate_every": 99}
+    return Trial(method or fedbn(), model, data, Settings(**{**settings, **changes}), 0)
+
+
+@pytest.fixture
+def timings(monkeypatch, tmp_path):
+    """Seconds of a client's step on each engine, and how often they were taken."""
+    taken = []
+
+    def set_to(**seconds):
+        monkeypatch.setenv("FEDSHIFT_CACHE", str(tmp_path))
+        monkeypatch.setattr(auto, "_timed", lambda *_: taken.append(1) or seconds)
+        monkeypatch.setattr(auto, "processors", lambda: 4)
+        return taken
+
+    return set_to
+
+
+def test_operations_are_three_forward_passes_of_products_and_convolutions(data):
+    running = trial(data)
+    assert operations(running.plan, running.train) == 3 * 2 * (3 * 28 * 28 * 40 + 40 * 10)
+    kernels = trial(data, fedavg(), lambda s, c: nn.Sequential(nn.Conv2d(3, c, 28), nn.Flatten()))
+    assert operations(kernels.plan, kernels.train) == 3 * 2 * 3 * 28 * 28 * 10
+
+
+def test_little_work_runs_one_client_after_another_and_is_not_timed(data, timings):
+    taken = timings(sequential=1.0, stacked=0.1)
+    assert trial(data, rounds=1).chosen.engine == "sequential"
+    assert "too few" in trial(data, rounds=1).chosen.why
+    assert not taken
+
+
+def linear(shape, classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(3 * 28 * 28, classes))
+
+
+def test_one_plain_step_a_round_is_one_big_batch(data):
+    choice = trial(data, fedavg(), linear, work=Work(batches=1)).chosen
+    assert choice.engine == "identity"
+    assert "one step on all batches" in choice.why
+
+
+@pytest.mark.parametrize(
+    ("seconds", "engine"),
+    [
+        ({"sequential": 0.001, "stacked": 0.002, "pool": 0.004}, "sequential"),
+        ({"sequential": 0.003, "stacked": 0.001, "pool": 0.009}, "stacked"),
+        ({"sequential": 0.03, "stacked": 0.04, "pool": 0.03}, "pool"),
+        ({"sequential": 0.003, "pool": 0.003}, "pool"),
+        ({"sequential": 0.0001, "pool": 0.0001}, "sequential"),  # handing clients over takes longer than their work
+    ],
+)
+def test_the_fastest_is_chosen_and_the_others_times_are_told(data, timings, seconds, engine):
+    timings(**seconds)
+    choice = trial(data).chosen
+    assert choice.engine == engine
+    assert all(f"{name} " in choice.why for name in seconds)
+    assert "MFLOP a sample" in choice.why
+
+
+def test_starting_processes_must_pay_for_a_run(data, timings, monkeypatch):
+    timings(sequential=0.02, pool=0.02)
+    monkeypatch.setattr(auto, "LITTLE", 1)
+    assert trial(data, rounds=100).chosen.engine == "pool"
+    assert trial(data, rounds=10).chosen.engine == "sequential"
+
+
+def test_timings_are_remembered_by_what_they_depend_on(data, timings):
+    taken = timings(sequential=0.003, stacked=0.001)
+    for _ in range(2):
+        assert trial(data).chosen.engine == "stacked"
+    assert len(taken) == 1
+    assert trial(data, work=Work(batch_size=5, epochs=1)).chosen.engine == "stacked"
+    assert len(taken) == 2
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"x": 1', "\x00"])
+def test_a_damaged_memory_is_made_again(data, timings, tmp_path, content):
+    taken = timings(sequential=0.003, stacked=0.001)
+    (tmp_path / "engines.json").write_text(content)
+    assert trial(data).chosen.engine == "stacked"
+    assert trial(data).chosen.engine == "stacked"
+    assert len(taken) == 1
+    assert json.loads((tmp_path / "engines.json").read_text())
+
+
+def test_a_place_that_cannot_be_written_costs_only_the_memory(data, timings, tmp_path, monkeypatch):
+    timings(sequential=0.003, stacked=0.001)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("FEDSHIFT_CACHE", str(tmp_path / "file" / "below"))
+    assert trial(data).chosen.engine == "stacked"
+
+
+def test_engines_are_timed_for_real(data, monkeypatch, tmp_path):
+    monkeypatch.setenv("FEDSHIFT_CACHE", str(tmp_path))
+    monkeypatch.setattr(auto, "processors", lambda: 2)
+    threads = torch.get_num_threads()
+    running = trial(data)
+    before = running.plan.initial["1.weight"].clone()
+    assert running.chosen.engine in ("sequential", "stacked", "pool")
+    (found,) = json.loads((tmp_path / "engines.json").read_text()).values()
+    assert found.keys() == {"sequential", "stacked", "pool"}
+    assert all(value > 0 for value in found.values())
+    assert torch.get_num_threads() == threads
+    assert torch.equal(before, running.plan.initial["1.weight"])
+
+
+def test_a_resumed_run_keeps_the_engine_that_it_began_with(data, timings, tmp_path):
+    timings(sequential=0.003, stacked=0.001)
+    begun = trial(data)
+    begun.advance()
+    begun.save(tmp_path, "checkpoint.safetensors")
+    from fedshift.checkpoint import load_checkpoint
+
+    timings(sequential=0.001, stacked=0.003)
+    resumed = trial(data, work=Work(batch_size=10, epochs=1))
+    resumed.restore(*load_checkpoint(tmp_path / "checkpoint.safetensors"), tmp_path)
+    assert (resumed.chosen.engine, resumed.chosen.why) == ("stacked", "as the run was begun")
+
+
+def test_the_peak_is_measured_and_leaves_the_threads_alone():
+    threads = torch.get_num_threads()
+    found = peak(1)
+    assert found.keys() == {"product", "convolution"}
+    assert min(found.values()) > 1e8
+    assert torch.get_num_threads() == threads

@@ -1,0 +1,107 @@
+"""The identity engine: equal to clients one by one where it is valid, and refused, saying why, where it is not."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fedshift.base.errors import UsageError
+from fedshift.base.state import equal
+from fedshift.core.loss import parse_loss
+from fedshift.core.optimizer import SGD, AdamW
+from fedshift.core.work import Work
+from fedshift.data.augment import parse
+from fedshift.data.federation import federation
+from fedshift.methods.fedadam import fedadam
+from fedshift.methods.fedavg import fedavg
+from fedshift.methods.fedbn import fedbn
+from fedshift.methods.fedprox import fedprox
+from fedshift.methods.fedsmb import fedsmb
+from fedshift.methods.median import median
+from fedshift.settings import Settings
+from fedshift.trial import Trial
+
+
+def plain(shape, classes):
+    torch.manual_seed(1)
+    layers = nn.Conv2d(shape[0], 3, 3), nn.GroupNorm(3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(48, classes)
+    return nn.Sequential(*layers).double()
+
+
+def normed(shape, classes):
+    return nn.Sequential(nn.Conv2d(shape[0], 3, 3), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(48, classes)).double()
+
+
+def dropping(shape, classes):
+    return nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(36 * shape[0], classes)).double()
+
+
+def clients(sizes=(21, 16, 9)):
+    rng = np.random.default_rng(0)
+    made = {}
+    for number, size in enumerate(sizes):
+        x, y = rng.integers(0, 256, (size, 3, 6, 6), dtype=np.uint8), np.arange(size) % 3
+        made["abc"[number]] = (x, y, x, y)
+    return federation(made)
+
+
+def trial(engine, method=None, model=plain, **changes):
+    settings = {"rounds": 5, "work": Work(batch_size=8, batches=1), "optimizer": SGD(lr=0.1), "evaluate_every": 5}
+    return Trial(method or fedavg(), model, clients(), Settings(**{**settings, "engine": engine, **changes}), 3)
+
+
+@pytest.mark.parametrize(
+    ("method", "changes"),
+    [
+        (fedavg(), {}),
+        (fedsmb(), {}),
+        (fedavg(weighting="uniform"), {"work": Work(batch_size=None, epochs=1)}),
+        (fedavg(), {"work": Work(batch_size=None, batches=1)}),
+        (fedavg(), {"optimizer": SGD(lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01)}),
+        (fedadam(), {}),
+        (fedavg(), {"participation": 2, "augment": parse("flip(), rotate(degrees=30)")}),
+        (fedavg(), {"loss": parse_loss("cross_entropy(weights='balanced')")}),
+    ],
+    ids=["groups", "fedsmb", "uniform", "unequal", "momentum", "fedadam", "augmented", "weighted loss"],
+)
+def test_a_round_equals_the_clients_one_by_one(method, changes):
+    one, other = trial("sequential", method, **changes), trial("identity", method, **changes)
+    for _ in range(4):
+        expected, found = one.advance(), other.advance()
+        for row, same in zip(expected.rows, found.rows, strict=True):
+            assert (row["client"], row["samples"]) == (same["client"], same["samples"])
+            assert abs(row["loss_sum"] - same["loss_sum"]) <= 1e-9
+    for name, tensor in one.server.shared.items():
+        assert (tensor - other.server.shared[name]).abs().max() <= 1e-12
+    assert {name: client.steps for name, client in one.clients.items()} == {
+        name: client.steps for name, client in other.clients.items()
+    }
+
+
+def test_it_repeats_itself_bit_for_bit():
+    first, second = trial("identity"), trial("identity")
+    for _ in range(2):
+        first.advance()
+        second.advance()
+    assert equal(first.server.shared, second.server.shared)
+
+
+@pytest.mark.parametrize(
+    ("method", "model", "changes", "why"),
+    [
+        (fedavg(), plain, {"work": Work(batch_size=8, batches=2)}, "one step of each client a round"),
+        (fedavg(), plain, {"work": Work(batch_size=8, epochs=1)}, "one step of each client a round"),
+        (fedavg(), plain, {"optimizer": AdamW(lr=0.1)}, "SGD that starts anew each round"),
+        (fedavg(), plain, {"optimizer": SGD(lr=0.1, momentum=0.9, keep=True)}, "SGD that starts anew each round"),
+        (fedprox(mu=0.1), plain, {}, "only average whole models, which fedprox\\(mu=0.1\\) does not"),
+        (median(), plain, {}, "only average whole models, which median does not"),
+        (fedbn(), normed, {}, "only average whole models, which fedbn does not"),
+        (fedavg(), normed, {}, "treat each sample by itself"),
+        (fedavg(), dropping, {}, "treat each sample by itself"),
+    ],
+    ids=["batches", "epochs", "adamw", "kept momentum", "rule", "aggregate", "personal", "batchnorm", "dropout"],
+)
+def test_it_is_refused_saying_why_where_it_is_not_valid(method, model, changes, why):
+    with pytest.raises(UsageError, match=f"the identity engine .*{why}.*sequential engine") as refused:
+        trial("identity", method, model, **changes)
+    assert "or auto" in str(refused.value)

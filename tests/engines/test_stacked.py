@@ -1,0 +1,141 @@
+"""The stacked engine: lanes in chunks, what they share, and what torch.vmap cannot run."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fedshift.base.errors import UsageError
+from fedshift.base.state import clone, equal
+from fedshift.core.loss import parse_loss
+from fedshift.core.optimizer import SGD, AdamW
+from fedshift.core.work import Work
+from fedshift.data.augment import parse
+from fedshift.data.federation import federation
+from fedshift.engines import stacked
+from fedshift.methods.agc import agc
+from fedshift.methods.ditto import ditto
+from fedshift.methods.fedavg import fedavg
+from fedshift.methods.fedbn import fedbn
+from fedshift.methods.partialfed_adaptive import partialfed_adaptive
+from fedshift.methods.scaffold import scaffold
+from fedshift.methods.single import single
+from fedshift.settings import Settings
+from fedshift.trial import Trial
+
+
+def network(shape, classes):
+    torch.manual_seed(2)
+    layers = (
+        nn.Conv2d(shape[0], 4, 3),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Dropout(0.3),
+        nn.Linear(64, classes),
+    )
+    return nn.Sequential(*layers).double()
+
+
+def clients(sizes):
+    rng = np.random.default_rng(0)
+    made = {}
+    for number, size in enumerate(sizes):
+        x, y = rng.integers(0, 256, (size, 3, 6, 6), dtype=np.uint8), np.arange(size) % 3
+        made[f"c{number}"] = (x, y, x, y)
+    return federation(made)
+
+
+def trial(engine, method=None, model=network, sizes=(21, 16, 9, 16, 33), **changes):
+    settings = {"rounds": 5, "work": Work(batch_size=8, epochs=1), "optimizer": SGD(lr=0.05), "evaluate_every": 5}
+    data = clients(sizes)
+    return Trial(method or fedbn(), model, data, Settings(**{**settings, "engine": engine, **changes}), 3)
+
+
+def assert_equal_rounds(one, other, rounds=3):
+    for _ in range(rounds):
+        one.advance()
+        other.advance()
+    expected, found = one.tensors()[0], other.tensors()[0]
+    assert expected.keys() == found.keys()
+    for name, tensor in expected.items():
+        assert (tensor.double() - found[name].double()).abs().max() <= 1e-9, name
+
+
+@pytest.mark.parametrize(
+    ("method", "changes"),
+    [
+        (fedbn(), {"optimizer": SGD(lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01)}),
+        (fedbn(), {"optimizer": SGD(lr=0.05, momentum=0.9, keep=True)}),
+        (fedbn(), {"optimizer": AdamW(lr=0.01, keep=True)}),
+        (agc(fedavg(), clip=0.05), {"optimizer": SGD(lr=0.05, momentum=0.9)}),
+        (scaffold(), {"participation": 3}),
+        (ditto(), {"optimizer": SGD(lr=0.05, momentum=0.9)}),
+        (partialfed_adaptive(), {"optimizer": AdamW(lr=0.01)}),
+        (fedbn(), {"work": Work(batch_size=4, batches=3)}),
+        (fedbn(), {"work": Work(batch_size=None, epochs=2)}),
+        (fedbn(), {"augment": parse("flip(), rotate(degrees=40), crop(padding=1)")}),
+        (fedbn(), {"loss": parse_loss("focal(weights='balanced')")}),
+    ],
+    ids=["nesterov", "momentum kept", "adamw kept", "agc", "scaffold sampled", "ditto", "partialfed", "groups",
+         "full batch", "augmented", "focal"],
+)  # fmt: skip
+def test_it_equals_clients_one_by_one_whatever_the_settings(method, changes):
+    assert_equal_rounds(trial("sequential", method, **changes), trial("stacked", method, **changes))
+
+
+@pytest.mark.parametrize("lanes", [1, 2, 3])
+def test_lanes_may_go_in_chunks(lanes, monkeypatch):
+    running = trial("stacked")
+    held = sum(running.plan.initial[name].nbytes for name in running.plan.trained)
+    monkeypatch.setattr(stacked, "CACHE", lanes * held)
+    assert stacked.lanes_at_once(running.plan, 5) == lanes
+    assert_equal_rounds(trial("sequential"), running)
+
+
+@pytest.mark.parametrize("sizes", [(16,), (16, 16)], ids=["alone", "two"])
+def test_what_the_server_holds_is_not_written_to(sizes):
+    running = trial("stacked", fedavg(), sizes=sizes)
+    before, held = clone(running.server.shared), running.server.shared
+    updates = [trained.update for _, trained in running.engine.train(running.server, dict(running.clients))]
+    assert equal(held, before)
+    assert not any(equal(update.shared, before) for update in updates)
+
+
+def test_a_client_keeps_no_memory_of_the_others():
+    running = trial("stacked", single())
+    running.advance()
+    for client in running.clients.values():
+        assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in client.personal.values())
+
+
+def test_large_layers_multiply_lane_by_lane_to_the_same_gradients(monkeypatch):
+    def wide(shape, classes):
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Flatten(), nn.Linear(108, 320), nn.Tanh(), nn.Linear(320, classes))
+
+    from fedshift.nn import linear
+
+    monkeypatch.setattr(linear, "available", lambda: True)
+    monkeypatch.setattr(linear, "_product", nn.functional.linear)
+    monkeypatch.setattr(linear, "WORTH", 1)
+    one, other = (trial(engine, fedavg(), wide, sizes=(16, 8)) for engine in ("sequential", "stacked"))
+    assert type(one.plan.module[1]) is linear.QuickLinear
+    one.advance()
+    other.advance()
+    for name, tensor in one.server.shared.items():
+        assert (tensor - other.server.shared[name]).abs().max() <= 1e-5
+
+
+def test_a_network_that_vmap_cannot_run_is_refused_saying_why():
+    class Looking(nn.Module):
+        def __init__(self, shape, classes):
+            super().__init__()
+            self.layer = nn.Linear(108, classes)
+
+        def forward(self, x):
+            return self.layer(x.flatten(1)) * (2 if x.mean() > 0 else 1)
+
+    with pytest.raises(UsageError, match=r"the stacked engine cannot run fedavg on this model, .*torch.vmap says: .+"):
+        trial("stacked", fedavg(), Looking)
+    trial("sequential", fedavg(), Looking).advance()
