@@ -47,47 +47,65 @@ LR = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """A work to be measured: clients a round, their samples, and what is trained how; ``goal``: of the fastest engine."""
+    """A work to be measured: ``clients`` of ``samples`` each, a model, a method, local work; ``goal``: times faster."""
 
     title: str
     clients: int
     samples: int
-    shape: tuple[int, ...]
     model: str
-    method: str
     work: dict[str, int]
     goal: str
     engines: tuple[str, ...]
+    shape: tuple[int, ...] = (3, 28, 28)
+    method: str = "fedbn"
     classes: int = 10
     evaluates: bool = False
     rounds: int = 5
 
 
-DIGITS, FLAT = (3, 28, 28), (784,)
-BIG, SMALL = ("sequential", "pool", "auto"), ("sequential", "stacked", "pool", "auto")
+LARGE, SMALL = ("sequential", "pool", "auto"), ("sequential", "stacked", "pool", "auto")
+FNN2 = {"model": "fnn2", "shape": (784,), "method": "fedavg", "engines": SMALL}
 WORKS = {
-    "W1": Measured(title="Digits-Five: 5 clients x 743, digit CNN with BN, B = 32", clients=5, samples=743, shape=DIGITS,
-                   model="digit-cnn-bn", method="fedbn", work={"batch_size": 32, "epochs": 1}, goal="2.0", engines=BIG, rounds=3),
-    "W1e": Measured(title="evaluation of 10,000 images, digit CNN with BN", clients=1, samples=10_000, shape=DIGITS,
-                    model="digit-cnn-bn", method="fedavg", work={"epochs": 1}, goal="1.5", engines=("sequential",), evaluates=True),
-    "W2": Measured(title="FedWon, cross-device: 10 clients x 372, digit CNN, B = 4", clients=10, samples=372, shape=DIGITS,
-                   model="digit-cnn-bn", method="fedwon", work={"batch_size": 4, "epochs": 1}, goal="5", engines=BIG,
-                   rounds=2),
-    "W3a": Measured(title="FedSMB, 2FNN: 100 clients, B = 5, C = 1", clients=100, samples=600, shape=FLAT, model="fnn2",
-                    method="fedavg", work={"batch_size": 5, "batches": 1}, goal="26 (identity), 12 (general)",
-                    engines=("identity", *SMALL), rounds=9),
-    "W3b": Measured(title="FedMMB, 2FNN: 10 clients, B = 50, C = 20", clients=10, samples=6000, shape=FLAT, model="fnn2",
-                    method="fedavg", work={"batch_size": 50, "batches": 20}, goal="4", engines=SMALL, rounds=9),
-    "W3c": Measured(title="FedMMB, 2FNN: 1,000 clients, B = 5, C = 20", clients=1000, samples=100, shape=FLAT, model="fnn2",
-                    method="fedavg", work={"batch_size": 5, "batches": 20}, goal="8", engines=SMALL, rounds=3),
-    "W4": Measured(title="ABIDE MLP 5995-16-16-2 with BN: 4 clients, B = 100", clients=4, samples=100, shape=(5995,), classes=2,
-                   model="abide-mlp", method="fedbn", work={"batch_size": 100, "epochs": 1}, goal="4", engines=SMALL, rounds=15),
-    "W5r": Measured(title="ResNet-20, 32 x 32: 10 clients x 128, B = 64", clients=10, samples=128, shape=(3, 32, 32),
-                    model="resnet20", method="fedbn", work={"batch_size": 64, "epochs": 1}, goal="1.6", engines=BIG),
-    "W5m": Measured(title="MobileNetV2, 32 x 32: 10 clients x 128, B = 64", clients=10, samples=128, shape=(3, 32, 32),
-                    model="mobilenet-v2", method="fedbn", work={"batch_size": 64, "epochs": 1}, goal="4.5", engines=BIG),
-    "W6": Measured(title="AlexNet with BN, 256 x 256: 4 clients, B = 32", clients=4, samples=32, shape=(3, 256, 256),
-                   model="alexnet-bn", method="fedbn", work={"batch_size": 32, "epochs": 1}, goal="1.35", engines=BIG, rounds=3),
+    "W1": Measured(
+        title="Digits-Five: 5 clients x 743, digit CNN with BN, B = 32", goal="2.0", rounds=3,
+        clients=5, samples=743, model="digit-cnn-bn", work={"batch_size": 32, "epochs": 1}, engines=LARGE,
+    ),
+    "W1e": Measured(
+        title="evaluation of 10,000 images, digit CNN with BN", goal="1.5", evaluates=True, method="fedavg",
+        clients=1, samples=10_000, model="digit-cnn-bn", work={"epochs": 1}, engines=("sequential",),
+    ),
+    "W2": Measured(
+        title="FedWon, cross-device: 10 clients x 372, digit CNN, B = 4", goal="5", rounds=2, method="fedwon",
+        clients=10, samples=372, model="digit-cnn-bn", work={"batch_size": 4, "epochs": 1}, engines=LARGE,
+    ),
+    "W3a": Measured(
+        title="FedSMB, 2FNN: 100 clients, B = 5, C = 1", goal="26 (identity), 12 (general)", rounds=9,
+        clients=100, samples=600, work={"batch_size": 5, "batches": 1}, **{**FNN2, "engines": ("identity", *SMALL)},
+    ),
+    "W3b": Measured(
+        title="FedMMB, 2FNN: 10 clients, B = 50, C = 20", goal="4", rounds=9,
+        clients=10, samples=6000, work={"batch_size": 50, "batches": 20}, **FNN2,
+    ),
+    "W3c": Measured(
+        title="FedMMB, 2FNN: 1,000 clients, B = 5, C = 20", goal="8", rounds=3,
+        clients=1000, samples=100, work={"batch_size": 5, "batches": 20}, **FNN2,
+    ),
+    "W4": Measured(
+        title="ABIDE MLP 5995-16-16-2 with BN: 4 clients, B = 100", goal="4", rounds=15, shape=(5995,), classes=2,
+        clients=4, samples=100, model="abide-mlp", work={"batch_size": 100, "epochs": 1}, engines=SMALL,
+    ),
+    "W5r": Measured(
+        title="ResNet-20, 32 x 32: 10 clients x 128, B = 64", goal="1.6", shape=(3, 32, 32),
+        clients=10, samples=128, model="resnet20", work={"batch_size": 64, "epochs": 1}, engines=LARGE,
+    ),
+    "W5m": Measured(
+        title="MobileNetV2, 32 x 32: 10 clients x 128, B = 64", goal="4.5", shape=(3, 32, 32),
+        clients=10, samples=128, model="mobilenet-v2", work={"batch_size": 64, "epochs": 1}, engines=LARGE,
+    ),
+    "W6": Measured(
+        title="AlexNet with BN, 256 x 256: 4 clients, B = 32", goal="1.35", rounds=3, shape=(3, 256, 256),
+        clients=4, samples=32, model="alexnet-bn", work={"batch_size": 32, "epochs": 1}, engines=LARGE,
+    ),
 }  # fmt: skip
 
 
@@ -228,11 +246,8 @@ def main() -> None:
         auto = f"{ratios['auto']:.2f}x ({found['auto']})" if "auto" in ratios else ""
         fastest = min(value for who, value in seconds.items() if who != "plain")
         ideal = found["operations"] / max(best.values())
-        print(
-            f"| {name}: {work.title} | {1000 * seconds['plain']:.1f} ms | {' | '.join(cells)} | {auto} | {work.goal}x | "
-            f"{fastest / ideal:.1f} |",
-            flush=True,
-        )
+        row = (f"{name}: {work.title}", f"{1000 * seconds['plain']:.1f} ms", *cells, auto, work.goal)
+        print(f"| {' | '.join(row)} | {fastest / ideal:.1f} |", flush=True)
 
 
 if __name__ == "__main__":

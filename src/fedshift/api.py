@@ -35,13 +35,14 @@ from .data.federation import Federation
 from .data.partition import matching
 from .data.transforms import Augmentation
 from .experiment import BEST, CHECKPOINT, Experiment, Observer, read_study
+from .models._making import ModelFactory
 from .records import Study
 from .report.figures import figures
 from .report.page import write_page
 from .report.tables import accuracy_table, difference_table
 from .rundir import trial_folder
 from .settings import Settings
-from .trial import ModelFactory, Trial
+from .trial import Trial
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

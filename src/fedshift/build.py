@@ -19,10 +19,10 @@ from .data.files.reading import Progress
 from .data.partition import matching
 from .experiment import Experiment
 from .methods.agc import agc
+from .models._making import ModelFactory
 from .names import expressions, resolve
 from .settings import Settings
 from .sources import assigned, source_of, split_of
-from .trial import ModelFactory
 
 
 def methods(text: str) -> tuple[Method, ...]:

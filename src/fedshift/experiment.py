@@ -28,10 +28,11 @@ from .data.federation import Federation
 from .engines.auto import Choice
 from .engines.engine import Diverged
 from .facts import method_facts
+from .models._making import ModelFactory
 from .records import PICTURED, MethodFacts, Row, Study, frame, measured, read_rows, stream_rows
 from .rundir import RunDirectory, append_rows, cut_rows, environment, slug, toml, trial_folder
 from .settings import Settings
-from .trial import ModelFactory, RoundDone, Trial
+from .trial import RoundDone, Trial
 
 CHECKPOINT, BEST, METRICS, ROUNDS = "checkpoint.safetensors", "best.safetensors", "metrics.jsonl", "rounds.jsonl"
 SAMPLES = 8

@@ -15,9 +15,9 @@ from .build import methods
 from .core.optimizer import SGD
 from .core.prepare import prepare
 from .facts import capabilities, method_facts
+from .models._making import make_network
 from .names import catalog, resolve
 from .sources import EMBEDDED
-from .trial import make_network
 
 
 def inspect_method(model: str, method: str, shape: tuple[int, ...], classes: int) -> Iterator[Table | Text]:

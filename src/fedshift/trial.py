@@ -42,11 +42,10 @@ from .engines.cost import operations
 from .engines.engine import Engine
 from .evaluate import evaluate_clients
 from .facts import downlink, uplink
+from .models._making import ModelFactory, make_network
 from .newcomers import Newcomers, check_policy
 from .records import Row
 from .settings import Settings
-
-ModelFactory = Callable[[tuple[int, ...], int], nn.Module]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -317,22 +316,3 @@ class Trial:
             for part in ("shared", "memory", "optimizer")
         }
         self.server = Server(round=facts["round"], **parts)
-
-
-def make_network(model: ModelFactory, shape: tuple[int, ...], classes: int) -> nn.Module:
-    """What ``model`` makes of a sample's shape and the classes; :class:`UsageError` where that is no network."""
-    try:
-        network = model(shape, classes)
-    except UsageError:
-        raise
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise UsageError(
-            f"the model cannot be made for samples of shape {shape} and {classes} classes ({error}): give a function "
-            "(sample_shape, classes) -> nn.Module that takes them"
-        ) from error
-    if not isinstance(network, nn.Module):
-        raise UsageError(f"the model's function made a {type(network).__name__}, not a torch.nn.Module")
-    if any(nn.parameter.is_lazy(tensor) for tensor in (*network.parameters(), *network.buffers())):
-        with torch.no_grad():  # gives lazy layers their shapes, without moving statistics
-            network.eval()(torch.zeros(1, *shape))
-    return network

@@ -85,6 +85,11 @@ def engine(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
+@pytest.fixture(params=sorted(ENGINES))
+def any_engine(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
 @pytest.fixture
 def trial() -> Make:
     """Makes a trial; keyword arguments override the defaults of the laws."""

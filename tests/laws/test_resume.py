@@ -31,7 +31,13 @@ def through_disk(trial, fresh, folder):
     return fresh
 
 
-@pytest.mark.parametrize("stop", range(1, ROUNDS))
+@pytest.mark.parametrize(
+    ("engine", "stop"),
+    [
+        ("sequential", 1), ("sequential", 2), ("sequential", 3), ("stacked", 2), ("pool", 2),
+        *(pytest.param(engine, stop, marks=pytest.mark.slow) for engine in ("stacked", "pool") for stop in (1, 3)),
+    ],
+)  # fmt: skip
 def test_resumed_equals_uninterrupted(trial, method, engine, stop, tmp_path):
     whole, broken = trial(method, engine), trial(method, engine)
     rows = [whole.advance().rows for _ in range(ROUNDS)]

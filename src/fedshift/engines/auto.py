@@ -79,11 +79,11 @@ def _time(value: float) -> str:
 def _calibrated(plan: Plan, data: Data, batch: int, clients: int, workers: int | None) -> dict[str, float]:
     """Seconds of a client's step on each engine that can run the plan, measured here or remembered."""
     hands = min(workers or processors(), clients)
-    facts = (
-        "1", _processor(), torch.__version__, torch.get_num_threads(), hands, plan.method.text, str(plan.module),
-        [tuple(tensor.shape) for tensor in plan.initial.values()], next(iter(data.values())).shape, str(plan.optimizer),
-        str(plan.loss), str(plan.augment), plan.precision, batch, lanes_at_once(plan, clients), str(plan.dtype),
-    )  # fmt: skip
+    split = next(iter(data.values()))
+    machine = _processor(), torch.__version__, torch.get_num_threads(), hands, str(split.y.device)
+    shapes = [tuple(tensor.shape) for tensor in plan.initial.values()]
+    work = batch, lanes_at_once(plan, clients), split.shape, plan.optimizer, plan.loss, plan.augment
+    facts = machine, plan.method.text, str(plan.module), shapes, str(plan.dtype), plan.precision, str(work)
     key = blake2b(repr(facts).encode(), digest_size=12).hexdigest()
     place = cache_directory() / "engines.json"
     known = _remembered(place)
