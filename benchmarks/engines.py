@@ -75,7 +75,7 @@ WORKS = {
         clients=1, samples=10_000, model="digit-cnn-bn", work={"epochs": 1}, engines=("sequential",),
     ),
     "W2": Measured(
-        title="FedWon, cross-device: 10 clients x 372, digit CNN, B = 4", goal="5", rounds=2, method="fedwon",
+        title="FedWon, cross-device: 10 clients x 372, digit CNN, B = 4", goal="5", rounds=2, method="fedwon(agc=None)",
         clients=10, samples=372, model="digit-cnn-bn", work={"batch_size": 4, "epochs": 1}, engines=LARGE,
     ),
     "W3a": Measured(
