@@ -13,6 +13,7 @@ from fedshift.core.work import Work
 from fedshift.data.augment import parse
 from fedshift.data.federation import federation
 from fedshift.engines import stacked
+from fedshift.engines.cost import activations
 from fedshift.methods.agc import agc
 from fedshift.methods.ditto import ditto
 from fedshift.methods.fedavg import fedavg
@@ -89,8 +90,17 @@ def test_lanes_may_go_in_chunks(lanes, monkeypatch):
     running = trial("stacked")
     held = sum(running.plan.initial[name].nbytes for name in running.plan.trained)
     monkeypatch.setattr(stacked, "CACHE", lanes * held)
-    assert stacked.lanes_at_once(running.plan, 5) == lanes
-    assert_equal_rounds(trial("sequential"), running)
+    assert stacked.lanes_at_once(running.plan, running.train, 5) == lanes
+    assert_equal_rounds(trial("sequential"), trial("stacked"))
+
+
+def test_activations_bound_the_lanes_too(monkeypatch):
+    running = trial("stacked", fedavg())
+    # Of one sample, in float64: five layers of 64 values (4 x 4 x 4, then flat) and 3 scores.
+    assert activations(running.plan, running.train) == 8 * (5 * 64 + 3)
+    monkeypatch.setattr(stacked, "ACTIVATIONS", 2 * 8 * 8 * (5 * 64 + 3))
+    assert trial("stacked", fedavg()).engine.width == 2
+    assert_equal_rounds(trial("sequential", fedavg()), trial("stacked", fedavg()))
 
 
 @pytest.mark.parametrize("sizes", [(16,), (16, 16)], ids=["alone", "two"])

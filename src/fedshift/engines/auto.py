@@ -82,7 +82,7 @@ def _calibrated(plan: Plan, data: Data, batch: int, clients: int, workers: int |
     split = next(iter(data.values()))
     machine = _processor(), torch.__version__, torch.get_num_threads(), hands, str(split.y.device)
     shapes = [tuple(tensor.shape) for tensor in plan.initial.values()]
-    work = batch, lanes_at_once(plan, clients), split.shape, plan.optimizer, plan.loss, plan.augment
+    work = batch, lanes_at_once(plan, data, clients), split.shape, plan.optimizer, plan.loss, plan.augment
     facts = machine, plan.method.text, str(plan.module), shapes, str(plan.dtype), plan.precision, str(work)
     key = blake2b(repr(facts).encode(), digest_size=12).hexdigest()
     place = cache_directory() / "engines.json"
@@ -110,7 +110,7 @@ def _timed(plan: Plan, data: Data, batch: int, clients: int, hands: int) -> dict
     key = torch.zeros((), dtype=torch.int64, device=split.y.device)
     job = begin(plan, init_client(plan), init_server(plan), planned=1)
     found = {"sequential": seconds(lambda: step(plan, job, x, y, key), 3)}
-    lanes = lanes_at_once(plan, clients)
+    lanes = lanes_at_once(plan, data, clients)
     if lanes > 1 and Stacked.refusal(plan, data) is None:
         found["stacked"] = seconds(lambda: stacked_step(plan, job, lanes, x, y), 3) / lanes
     if hands > 1 and Pool.refusal(plan, data) is None:

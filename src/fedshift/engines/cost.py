@@ -9,6 +9,7 @@ from statistics import median
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..core.plan import Plan, forward
@@ -27,6 +28,23 @@ def operations(plan: Plan, data: Data) -> int:
     with FlopCounterMode(display=False) as counter, torch_linear():
         forward(plan, plan.initial, x)
     return 3 * int(counter.get_total_flops())
+
+
+def activations(plan: Plan, data: Data) -> int:
+    """Bytes that the layers' outputs for one sample take, which training keeps until the backward pass."""
+    counted = 0
+
+    def count(_layer: nn.Module, _inputs: object, made: object) -> None:
+        nonlocal counted
+        counted += made.nbytes if isinstance(made, Tensor) else 0
+
+    hooks = [layer.register_forward_hook(count) for layer in plan.layers if not any(layer.children())]
+    try:
+        forward(plan, plan.initial, next(iter(data.values())).inputs(slice(0, 1), plan.dtype))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return counted
 
 
 def seconds(work: Callable[[], object], times: int) -> float:
@@ -50,7 +68,7 @@ def peak(threads: int) -> dict[str, float]:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        layer = quicken(torch.nn.Linear(1024, 1024))
+        layer = quicken(nn.Linear(1024, 1024))
         x_BI = torch.randn(1024, 1024)
         images = torch.randn(32, 64, 28, 28).contiguous(memory_format=torch.channels_last)
         kernels = torch.randn(64, 64, 3, 3).contiguous(memory_format=torch.channels_last)

@@ -35,10 +35,14 @@ from ..core.plan import Plan
 from ..core.rule import Rule
 from ..core.work import batches
 from ..nn.linear import side_by_side
+from .cost import activations
 from .engine import Data, Engine, Trained, refuse_divergence, weighed
 
 CACHE = 2**25
 """Bytes of trained parameters that are stepped together."""
+
+ACTIVATIONS = 2**27
+"""Bytes of layers' outputs that are held at a time."""
 
 PARTS = ("params", "rest", "optimizer", "memory")
 """What each lane has of its own."""
@@ -59,7 +63,11 @@ class _Lane:
 
 
 class Stacked(Engine):
-    """Runs what ``torch.vmap`` can run."""
+    """Runs what ``torch.vmap`` can run; ``width``: lanes at most that are stepped together."""
+
+    def __init__(self, plan: Plan, data: Data, seed: int, workers: int | None = None) -> None:
+        super().__init__(plan, data, seed, workers)
+        self.width = lanes_at_once(plan, data, len(data))
 
     @override
     @classmethod
@@ -86,7 +94,7 @@ class Stacked(Engine):
                 _Lane(name=name, client=client, batches=list(batches(self.seed, name, len(data), bounds, coming)))
             )
         lanes.sort(key=lambda lane: (len(lane.batches), lane.sizes), reverse=True)
-        width = lanes_at_once(self.plan, len(lanes))
+        width = min(self.width, len(lanes))
         for start in range(0, len(lanes), width):
             yield from self._chunk(server, lanes[start : start + width])
 
@@ -136,9 +144,12 @@ class Stacked(Engine):
         return torch.stack(x), torch.stack(y), torch.stack(keys)
 
 
-def lanes_at_once(plan: Plan, clients: int) -> int:
-    """How many of ``clients`` are stepped together."""
-    return min(clients, max(1, CACHE // max(1, nbytes(pick(plan.initial, plan.trained)))))
+def lanes_at_once(plan: Plan, data: Data, clients: int) -> int:
+    """How many of ``clients`` are stepped together: their parameters fit the cache, their activations the memory."""
+    held = nbytes(pick(plan.initial, plan.trained))
+    largest = max(map(len, data.values()))
+    made = activations(plan, data) * min(plan.work.batch_size or largest, largest)
+    return min(clients, max(1, CACHE // max(1, held)), max(1, ACTIVATIONS // max(1, made)))
 
 
 def stacked_step(plan: Plan, job: Job, lanes: int, x: Tensor, y: Tensor) -> object:
