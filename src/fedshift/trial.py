@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +23,8 @@ from .base.state import State, prefixed, under
 from .base.streams import torch_stream
 from .checkpoint import load_facts, refuse_other, save_checkpoint
 from .client_store import MEMORY, ClientStore, sweep
-from .core.kernel import (
-    Client,
-    Folding,
-    Server,
-    global_state,
-    init_client,
-    init_server,
-    personal_state,
-)
+from .core.folding import Folding
+from .core.kernel import Client, Server, global_state, init_client, init_server, personal_state
 from .core.method import Method
 from .core.plan import forward
 from .core.prepare import operate, prepare
@@ -157,6 +151,10 @@ class Trial:
     def _made(self, choice: Choice) -> Engine:
         return ENGINES[choice.engine](self.plan, self.train, self.seed, self.settings.workers)
 
+    @cached_property
+    def _operations(self) -> int:
+        return operations(self.plan, self.train)
+
     def close(self) -> None:
         """Let go of what the engine holds."""
         if self._engine:
@@ -222,7 +220,7 @@ class Trial:
             self.server = folding.close(len(self.clients))
         self.clients.put(after)
         if is_recording():
-            add({OPERATIONS: sum(row["samples"] for row in rows) * operations(self.plan, self.train)})
+            add({OPERATIONS: sum(row["samples"] for row in rows) * self._operations})
         seconds = time.perf_counter() - began
         place = {name: index for index, name in enumerate(names)}
         rows.sort(key=lambda row: place[row["client"]])

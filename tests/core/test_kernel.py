@@ -8,6 +8,7 @@ from torch import nn
 
 from fedshift.base.errors import UsageError
 from fedshift.base.state import clone, equal
+from fedshift.core.folding import server_round
 from fedshift.core.kernel import (
     begin,
     corrected,
@@ -17,7 +18,6 @@ from fedshift.core.kernel import (
     init_server,
     objective,
     personal_state,
-    server_round,
     step,
     step_,
     update_,

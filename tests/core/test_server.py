@@ -8,7 +8,8 @@ from torch import nn
 from fedshift.base.errors import UsageError
 from fedshift.base.state import clone, equal, nbytes
 from fedshift.checkpoint import load_checkpoint, save_checkpoint
-from fedshift.core.kernel import Server, Update, init_server, server_round
+from fedshift.core.folding import server_round
+from fedshift.core.kernel import Server, Update, init_server
 from fedshift.core.optimizer import SGD
 from fedshift.core.prepare import prepare
 from fedshift.core.work import Work

@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from fedshift.base.state import equal
-from fedshift.core.kernel import begin, finish, server_round
+from fedshift.core.folding import server_round
+from fedshift.core.kernel import begin, finish
 from fedshift.core.work import Work
 from fedshift.data.federation import federation
 from fedshift.methods.fedavg import fedavg

@@ -9,7 +9,8 @@ from torch import nn
 
 from fedshift.base.errors import UsageError
 from fedshift.core.aggregate import Uploads
-from fedshift.core.kernel import Update, begin, finish, init_client, init_server, server_round, step
+from fedshift.core.folding import server_round
+from fedshift.core.kernel import Update, begin, finish, init_client, init_server, step
 from fedshift.core.optimizer import AdamW
 from fedshift.core.prepare import operate, prepare
 from fedshift.core.work import Work

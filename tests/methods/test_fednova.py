@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from fedshift.base.errors import UsageError
-from fedshift.core.kernel import Update, begin, finish, init_client, init_server, server_round, step
+from fedshift.core.folding import server_round
+from fedshift.core.kernel import Update, begin, finish, init_client, init_server, step
 from fedshift.core.optimizer import SGD, AdamW
 from fedshift.core.prepare import prepare
 from fedshift.core.work import Work

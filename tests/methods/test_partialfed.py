@@ -9,7 +9,8 @@ from torch import nn
 
 from fedshift.base.errors import UsageError
 from fedshift.base.state import equal, under
-from fedshift.core.kernel import begin, finish, gradients, init_client, init_server, personal_state, server_round, step
+from fedshift.core.folding import server_round
+from fedshift.core.kernel import begin, finish, gradients, init_client, init_server, personal_state, step
 from fedshift.core.optimizer import SGD
 from fedshift.core.prepare import prepare
 from fedshift.core.rule import Local

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from fedshift.core.kernel import begin, finish, init_client, init_server, server_round, step
+from fedshift.core.folding import server_round
+from fedshift.core.kernel import begin, finish, init_client, init_server, step
 from fedshift.core.optimizer import SGD
 from fedshift.core.prepare import prepare
 from fedshift.methods.fedavg import fedavg

@@ -1,15 +1,14 @@
 """The kernel: what clients and server hold, and the pure functions that every engine runs.
 
 One communication round is, for each client that takes part, ``begin``, ``step_`` for each batch and ``finish``; then
-``server_round`` once. Clients and servers are plain values, so an engine may keep them in a dictionary, in another
-process or on another machine. ``step_`` is ``gradients`` (those of the ``objective``, ``corrected`` by the rules)
-followed by ``update_``; the last three also work under ``torch.vmap``, so that an engine can run many clients in one
-tensor program.
+the uploads are folded (``folding``). Clients and servers are plain values, so an engine may keep them in a dictionary,
+in another process or on another machine. ``step_`` is ``gradients`` (those of the ``objective``, ``corrected`` by the
+rules) followed by ``update_``; the last three also work under ``torch.vmap``, so that an engine can run many clients in
+one tensor program.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -18,7 +17,6 @@ from torch import Tensor
 from ..base.profiling import part
 from ..base.state import State, clone, pick, prefixed, under
 from ..nn.dropout import dropout_key
-from .aggregate import Mean, Uploads, average
 from .plan import Plan, laid, outputs
 from .rule import Local
 
@@ -258,69 +256,3 @@ def finish(plan: Plan, job: Job) -> tuple[Client, Update]:
     )
     shared = pick(state, plan.sent)
     return client, Update(shared=shared, memory=upload, weight=float(job.samples), steps=job.done - job.start)
-
-
-class Folding:
-    """The uploads of one round, folded into ``server`` as they arrive, in whatever order; ``names``: whose they are.
-
-    They are taken in the order of the clients' names, so that the result does not depend on that of arrival. Where the
-    method averages entries, an upload is let go as soon as those before it have come.
-    """
-
-    def __init__(self, plan: Plan, server: Server, names: Iterable[str]) -> None:
-        self._plan, self._server, self._coming = plan, server, sorted(names, reverse=True)
-        self._arrived: dict[str, Update] = {}
-        self._folded: list[Update] = []
-        self._mean = Mean() if plan.method.aggregate is average and plan.sent else None
-
-    def add(self, name: str, update: Update) -> None:
-        """Take the upload of one client."""
-        self._arrived[name] = update
-        while self._coming and self._coming[-1] in self._arrived:
-            first = self._arrived.pop(self._coming.pop())
-            if self._mean:
-                self._mean.add(first.shared, self._weight(first))
-                first = replace(first, shared={})
-            self._folded.append(first)
-
-    def close(self, population: int) -> Server:
-        """The server after the round, once all have come; ``population``: how many clients train in all."""
-        plan, server, ordered = self._plan, self._server, self._folded
-        raw = [self._weight(update) for update in ordered]
-        weights = [weight / sum(raw) for weight in raw]
-        memory: State = {}
-        for index, rule in enumerate(plan.method.rules):
-            prefix = plan.rule_memory(index)
-            uploads = [under(prefix, update.memory) for update in ordered]
-            memory |= prefixed(prefix, rule.fold(under(prefix, server.memory), uploads, weights, population))
-        trained = plan.trained & plan.sent
-        if self._mean:
-            shared = self._mean.result()
-        else:
-            uploaded = Uploads(
-                states=[update.shared for update in ordered],
-                weights=weights,
-                steps=[update.steps for update in ordered],
-                previous=server.shared,
-                trained=trained,
-                loaded=plan.loaded,
-            )
-            shared = plan.method.aggregate(uploaded)
-        optimizer = server.optimizer
-        if plan.method.server:
-            before = pick(server.shared, trained)
-            delta = {name: shared[name] - tensor for name, tensor in before.items()}
-            stepped, optimizer = plan.method.server.step(before, delta, optimizer)
-            shared |= stepped
-        return Server(round=server.round + 1, shared=shared, memory=memory, optimizer=optimizer)
-
-    def _weight(self, update: Update) -> float:
-        return update.weight if self._plan.method.weighting == "samples" else 1.0
-
-
-def server_round(plan: Plan, server: Server, updates: Mapping[str, Update], population: int) -> Server:
-    """:class:`Folding` of uploads that have all come, by client name."""
-    folding = Folding(plan, server, updates)
-    for name, update in updates.items():
-        folding.add(name, update)
-    return folding.close(population)
