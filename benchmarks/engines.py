@@ -22,8 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-
 import numpy as np
 import torch
 
@@ -199,7 +197,13 @@ def measure(name: str, threads: int, precision: str, rounds: int | None) -> dict
             "--precision",
             precision,
         ]
-        started[who] = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        environment = {
+            **os.environ,
+            **({} if who == "plain" else {"OMP_WAIT_POLICY": "passive"}),
+        }  # as the program does
+        started[who] = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
         started[who].facts = json.loads(started[who].stdout.readline())
     times: dict[str, list[float]] = {who: [] for who in started}
     for _ in range(rounds or work.rounds):

@@ -41,8 +41,10 @@ RUNS = ("fedshift", "plain", "pfl", "fedlab", "fedlab-ready", "flwr", "flwr-read
 SHOWN = ("torch", "numpy", "fedshift", *PACKAGES, "torchvision", "ray")
 ALIKE = {
     "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "RAY_USAGE_STATS_ENABLED": "0",
-    "CUDA_VISIBLE_DEVICES": "", "OMP_WAIT_POLICY": "passive",
+    "CUDA_VISIBLE_DEVICES": "",
 }  # fmt: skip
+OWN = {"OMP_WAIT_POLICY": "passive"}
+"""What the program fedshift sets for itself."""
 
 
 def install(folder: Path) -> dict[str, str]:
@@ -105,7 +107,8 @@ def one(python: Path, name: str, options: argparse.Namespace) -> dict[str, Any]:
     command = [str(python), __file__, "--run", name]
     for each in ("rounds", "threads", "engine"):
         command += [f"--{each}", str(getattr(options, each))]
-    done = subprocess.run(command, env={**os.environ, **ALIKE}, capture_output=True, text=True)
+    environment = {**os.environ, **ALIKE, **(OWN if name == "fedshift" else {})}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         return {"error": last_line(done.stderr)}
     notes = [line.removeprefix("NOTE: ") for line in done.stderr.splitlines() if line.startswith("NOTE: ")]

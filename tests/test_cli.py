@@ -249,5 +249,5 @@ def test_an_engine_that_does_not_fit_is_refused_before_anything_starts(cli, tiny
 
 def test_the_engine_that_was_chosen_is_said(cli, unpublished, tiny_folder):
     said = cli("run", "--data", tiny_folder, "--rounds", 1, "--method", "fedavg").out
-    assert "note: fedavg runs on the sequential engine (" in said
+    assert "note: fedavg runs on the sequential engine on one thread (" in said
     assert "runs on" not in cli("run", "--data", tiny_folder, "--rounds", 1, "--engine", "stacked").out

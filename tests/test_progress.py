@@ -33,7 +33,7 @@ def test_plain_lines_are_one_for_each_evaluated_round(experiment, tmp_path):
     assert rounds[-1].endswith(", 0:00 left")
     notes = [line for line in lines if line.startswith("note: ")]  # one line each, however narrow the console
     assert sum(note.endswith("it joins the batch before it") for note in notes) == 2
-    engines = [note for note in notes if " runs on the sequential engine (" in note]
+    engines = [note for note in notes if " runs on the sequential engine on one thread (" in note]
     assert len(engines) == 2
     assert len(notes) == 4
 

@@ -49,7 +49,8 @@ class _Watch(Observer):
     def engine(self, method: str, choice: Choice) -> None:
         if (method, choice.engine) not in self.engines:
             self.engines.add((method, choice.engine))
-            self.notice(f"{method} runs on the {choice.engine} engine ({choice.why})")
+            alone = " on one thread" if choice.threads == 1 else ""
+            self.notice(f"{method} runs on the {choice.engine} engine{alone} ({choice.why})")
 
     @override
     def notice(self, text: str) -> None:

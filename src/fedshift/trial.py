@@ -8,7 +8,7 @@ costs depends on the clients that take part in it, not on how many there are.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -30,10 +30,10 @@ from .core.plan import forward
 from .core.prepare import operate, prepare
 from .data.augment import check_augmentable
 from .data.federation import ClientData, Federation, label_counts, training_pool
-from .engines.auto import Choice, choose
+from .engines.auto import Choice, at_most, choose
 from .engines.catalog import ENGINES
 from .engines.cost import operations
-from .engines.engine import Engine
+from .engines.engine import Engine, Trained
 from .evaluate import evaluate_clients
 from .facts import downlink, uplink
 from .models._making import ModelFactory, make_network
@@ -151,6 +151,10 @@ class Trial:
     def _made(self, choice: Choice) -> Engine:
         return ENGINES[choice.engine](self.plan, self.train, self.seed, self.settings.workers)
 
+    def _train(self, working: Mapping[str, Client]) -> Iterator[tuple[str, Trained]]:
+        with at_most(self.chosen.threads):
+            yield from self.engine.train(self.server, working)
+
     @cached_property
     def _operations(self) -> int:
         return operations(self.plan, self.train)
@@ -202,7 +206,7 @@ class Trial:
         after: dict[str, Client] = {}
         rows: list[Row] = []
         down, up = len(names) * self._down(), 0
-        for name, trained in self.engine.train(self.server, working):
+        for name, trained in self._train(working):
             with part("aggregation"):
                 folding.add(name, trained.update)
             up += 0 if self.plan.method.pooled else uplink(trained.update)
@@ -277,7 +281,7 @@ class Trial:
         that belong to it; those that belong to none are removed at last.
         """
         index, segments = self.clients.save(folder, self.server.round)
-        engine = self.choice.engine if self.choice else None
+        engine = (self.choice.engine, self.choice.threads) if self.choice else None
         facts = {"round": self.server.round, "identity": self.identity, "engine": engine}
         for name in names:
             save_checkpoint(folder / name, self._server_tensors() | index, {**facts, "segments": segments})
@@ -307,7 +311,8 @@ class Trial:
         self.accept(facts, self.seed)
         self.clients.restore(tensors, facts.get("segments", {}), folder)
         if self.choice is None and facts.get("engine"):  # another engine would round differently
-            self.choice = Choice(engine=facts["engine"], why="as the run was begun")
+            name, threads = facts["engine"]
+            self.choice = Choice(engine=name, threads=threads, why="as the run was begun")
         device = torch.device(self.settings.device)
         parts = {
             part: {name: tensor.to(device) for name, tensor in under(f"server/{part}", tensors).items()}

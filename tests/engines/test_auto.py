@@ -76,6 +76,7 @@ def test_one_plain_step_a_round_is_one_big_batch(data):
         ({"sequential": 0.003, "stacked": 0.001, "pool": 0.009}, "stacked"),
         ({"sequential": 0.03, "stacked": 0.04, "pool": 0.03}, "pool"),
         ({"sequential": 0.003, "pool": 0.003}, "pool"),
+        ({"sequential": 0.003, "sequential on one thread": 0.001, "stacked": 0.002}, "sequential"),
         ({"sequential": 0.0001, "pool": 0.0001}, "sequential"),  # handing clients over takes longer than their work
     ],
 )
@@ -84,6 +85,7 @@ def test_the_fastest_is_chosen_and_the_others_times_are_told(data, timings, seco
     choice = trial(data).chosen
     assert choice.engine == engine
     assert all(f"{name} " in choice.why for name in seconds)
+    assert choice.threads == (1 if len(seconds) == 3 and "pool" not in seconds else None)
     assert "MFLOP a sample" in choice.why
 
 
@@ -128,14 +130,30 @@ def test_engines_are_timed_for_real(data, monkeypatch, tmp_path):
     before = running.plan.initial["1.weight"].clone()
     assert running.chosen.engine in ("sequential", "stacked", "pool")
     (found,) = json.loads((tmp_path / "engines.json").read_text()).values()
-    assert found.keys() == {"sequential", "stacked", "pool"}
+    assert found.keys() == {"sequential", "stacked", "pool"} | (
+        {"sequential on one thread", "stacked on one thread"} if threads > 1 else set()
+    )
     assert all(value > 0 for value in found.values())
     assert torch.get_num_threads() == threads
     assert torch.equal(before, running.plan.initial["1.weight"])
 
 
+def test_threads_are_limited_while_clients_train_and_no_longer(data, timings, monkeypatch):
+    timings(**{"sequential": 0.003, "sequential on one thread": 0.001})
+    seen, before = [], torch.get_num_threads()
+    monkeypatch.setattr("fedshift.engines.sequential.step_", lambda *_: seen.append(torch.get_num_threads()) or 1 / 0)
+    torch.set_num_threads(2)
+    try:
+        with pytest.raises(ZeroDivisionError):
+            trial(data).advance()
+        assert torch.get_num_threads() == 2
+        assert seen == [1]
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_a_resumed_run_keeps_the_engine_that_it_began_with(data, timings, tmp_path):
-    timings(sequential=0.003, stacked=0.001)
+    timings(**{"sequential": 0.003, "stacked on one thread": 0.001})
     begun = trial(data)
     begun.advance()
     begun.save(tmp_path, "checkpoint.safetensors")
@@ -144,7 +162,8 @@ def test_a_resumed_run_keeps_the_engine_that_it_began_with(data, timings, tmp_pa
     timings(sequential=0.001, stacked=0.003)
     resumed = trial(data, work=Work(batch_size=10, epochs=1))
     resumed.restore(*load_checkpoint(tmp_path / "checkpoint.safetensors"), tmp_path)
-    assert (resumed.chosen.engine, resumed.chosen.why) == ("stacked", "as the run was begun")
+    chosen = resumed.chosen
+    assert (chosen.engine, chosen.threads, chosen.why) == ("stacked", 1, "as the run was begun")
 
 
 def test_the_peak_is_measured_and_leaves_the_threads_alone():

@@ -7,7 +7,8 @@ same engine again, and with it the same rounding.
 from __future__ import annotations
 
 import json
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from math import ceil
@@ -29,6 +30,8 @@ from .stacked import Stacked, lanes_at_once, stacked_step
 
 LITTLE = 1e11
 """Operations in all below which a run takes about a second whatever the engine."""
+ALONE = " on one thread"
+"""What the name of an engine ends with where torch is to use one thread."""
 START = 3.0
 """Seconds until worker processes are ready."""
 COPY = 4e9
@@ -39,10 +42,11 @@ HANDED = 2e-3
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The engine for a trial, and why, in a sentence without its full stop."""
+    """The engine for a trial, and why, in a sentence without its full stop; ``threads``: of torch, None: all it has."""
 
     engine: str
     why: str
+    threads: int | None = None
 
 
 def choose(plan: Plan, data: Data, *, clients: int, rounds: int, workers: int | None = None) -> Choice:
@@ -57,19 +61,20 @@ def choose(plan: Plan, data: Data, *, clients: int, rounds: int, workers: int | 
     total = one * batch * steps * clients * rounds
     needs = f"{one / 1e6:.3g} MFLOP a sample, {held / 1e6:.3g} MB of parameters"
     if total < LITTLE:
-        return Choice(engine="sequential", why=f"{needs}: {total / 1e9:.3g} GFLOP in all are too few to gain from more")
+        few = f"{needs}: {total / 1e9:.3g} GFLOP in all are too few to gain from more"
+        return Choice(engine="sequential", threads=1, why=few)
     found = _calibrated(plan, data, batch, clients, workers)
     many = steps * clients * rounds
-    took = {"sequential": many * found["sequential"]}
-    if "stacked" in found:
-        took["stacked"] = many * found["stacked"]
+    took = {name: many * value for name, value in found.items() if name != "pool"}
     if "pool" in found:
         hands = min(workers or processors(), clients)
         moved = 3 * nbytes(plan.initial) / COPY
         took["pool"] = START + rounds * ceil(clients / hands) * (steps * found["pool"] + moved + HANDED)
     best = min(took, key=lambda name: took[name])
     each = ", ".join(f"{name} {_time(value)}" for name, value in sorted(took.items(), key=lambda item: item[1]))
-    return Choice(engine=best, why=f"{needs}; by a step timed on each, training would take: {each}")
+    threads = 1 if best.endswith(ALONE) else None
+    why = f"{needs}; by a step timed on each, training would take: {each}"
+    return Choice(engine=best.removesuffix(ALONE), threads=threads, why=why)
 
 
 def _time(value: float) -> str:
@@ -109,18 +114,31 @@ def _timed(plan: Plan, data: Data, batch: int, clients: int, hands: int) -> dict
     x, y = split.inputs(index, plan.dtype), split.y[index]
     key = torch.zeros((), dtype=torch.int64, device=split.y.device)
     job = begin(plan, init_client(plan), init_server(plan), planned=1)
-    found = {"sequential": seconds(lambda: step(plan, job, x, y, key), 3)}
     lanes = lanes_at_once(plan, data, clients)
-    if lanes > 1 and Stacked.refusal(plan, data) is None:
-        found["stacked"] = seconds(lambda: stacked_step(plan, job, lanes, x, y), 3) / lanes
+    stackable = lanes > 1 and Stacked.refusal(plan, data) is None
+    found = {}
+    for threads, how in ((None, ""), (1, ALONE)) if torch.get_num_threads() > 1 else ((1, ""),):
+        with at_most(threads):
+            found[f"sequential{how}"] = seconds(lambda: step(plan, job, x, y, key), 3)
+            if stackable:
+                found[f"stacked{how}"] = seconds(lambda: stacked_step(plan, job, lanes, x, y), 3) / lanes
     if hands > 1 and Pool.refusal(plan, data) is None:
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
-            found["pool"] = seconds(lambda: step(plan, job, x, y, key), 3)
-        finally:
-            torch.set_num_threads(threads)
+        found["pool"] = found.get(f"sequential{ALONE}", found["sequential"])
     return found
+
+
+@contextmanager
+def at_most(threads: int | None) -> Iterator[None]:
+    """Inside the block torch uses this many threads (None: as many as before); a small step is faster on one."""
+    before = torch.get_num_threads()
+    if threads in (None, before):
+        yield
+        return
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _processor() -> str:
