@@ -252,3 +252,19 @@ def test_one_sample_is_refused_only_by_models_that_cannot_train_on_it(model, sma
     model = nn.Sequential(model, nn.Flatten(), nn.Linear(2, 2))
     plan = prepare(fedavg(), model, optimizer=SGD(lr=0.1), sample=torch.zeros(1, 2))
     assert plan.smallest_batch == smallest
+
+
+def test_a_network_that_decides_itself_what_training_mode_means_is_asked():
+    class Stubborn(nn.Sequential):
+        def train(self, mode=True):
+            super().train(mode)
+            self[1].eval()
+            return self
+
+    plan = plan_of(fedavg(), model=Stubborn(*network()).double())
+    job = begin(plan, init_client(plan), init_server(plan))
+    after, _ = step(plan, job, *batch(0), KEY)
+    assert torch.equal(after.rest["1.running_mean"], job.rest["1.running_mean"])
+    plain = plan_of(fedavg())
+    moved, _ = step(plain, begin(plain, init_client(plain), init_server(plain)), *batch(0), KEY)
+    assert not torch.equal(moved.rest["1.running_mean"], job.rest["1.running_mean"])
