@@ -333,7 +333,7 @@ def test_a_checkpoint_of_a_method_without_state_is_one_file_and_says_which_engin
     tensors, facts = load_checkpoint(tmp_path / CHECKPOINT)
     assert {name for name in tensors if not name.startswith("server/")} == {"clients/steps"}
     assert facts["segments"] == {}
-    assert facts["engine"] == ["sequential", 1]
+    assert facts["engine"] == ["sequential", None]
 
 
 def test_a_round_asks_for_the_clients_that_take_part_and_no_others(tmp_path, monkeypatch):
