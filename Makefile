@@ -56,7 +56,7 @@ benchmark: setup
 
 # The same work on other simulators, in a virtual environment of its own that is made from PyPI: about ten minutes.
 peers: setup
-	$(BIN)/python benchmarks/peers.py
+	$(BIN)/python benchmarks/peers.py --engine pool
 
 clean:
 	rm -rf .venv dist build .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
