@@ -30,9 +30,9 @@ from .core.plan import forward
 from .core.prepare import operate, prepare
 from .data.augment import check_augmentable
 from .data.federation import ClientData, Federation, label_counts, training_pool
-from .engines.auto import Choice, at_most, choose
+from .engines.auto import Choice, choose
 from .engines.catalog import ENGINES
-from .engines.cost import operations
+from .engines.cost import at_most, operations
 from .engines.engine import Engine, Trained
 from .evaluate import evaluate_clients
 from .facts import downlink, uplink

@@ -7,8 +7,7 @@ same engine again, and with it the same rounding.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from math import ceil
@@ -22,7 +21,7 @@ from ..base.processors import processors
 from ..base.state import nbytes, pick
 from ..core.kernel import begin, init_client, init_server, step
 from ..core.plan import Plan
-from .cost import operations, seconds
+from .cost import at_most, operations, seconds
 from .engine import Data
 from .identity import Identity
 from .pool import Pool
@@ -125,20 +124,6 @@ def _timed(plan: Plan, data: Data, batch: int, clients: int, hands: int) -> dict
     if hands > 1 and Pool.refusal(plan, data) is None:
         found["pool"] = found.get(f"sequential{ALONE}", found["sequential"])
     return found
-
-
-@contextmanager
-def at_most(threads: int | None) -> Iterator[None]:
-    """Inside the block torch uses this many threads (None: as many as before); a small step is faster on one."""
-    before = torch.get_num_threads()
-    if threads in (None, before):
-        yield
-        return
-    torch.set_num_threads(threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _processor() -> str:

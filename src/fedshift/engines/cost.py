@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from statistics import median
 
@@ -47,6 +48,20 @@ def activations(plan: Plan, data: Data) -> int:
     return counted
 
 
+@contextmanager
+def at_most(threads: int | None) -> Iterator[None]:
+    """Inside the block torch uses this many threads (None: as many as before); a small step is faster on one."""
+    before = torch.get_num_threads()
+    if threads in (None, before):
+        yield
+        return
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def seconds(work: Callable[[], object], times: int) -> float:
     """The median seconds of ``work``, done ``times`` times after once to warm up."""
     found = []
@@ -65,16 +80,11 @@ def peak(threads: int) -> dict[str, float]:
 
     On the CPU, with as many ``threads``; each is the best that the libraries do here, not the processor's data sheet.
     """
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        layer = quicken(nn.Linear(1024, 1024))
-        x_BI = torch.randn(1024, 1024)
-        images = torch.randn(32, 64, 28, 28).contiguous(memory_format=torch.channels_last)
-        kernels = torch.randn(64, 64, 3, 3).contiguous(memory_format=torch.channels_last)
-        with torch.no_grad():
-            product = seconds(lambda: layer(x_BI), 5)
-            convolution = seconds(lambda: F.conv2d(images, kernels, padding=1), 5)
-    finally:
-        torch.set_num_threads(before)
+    layer, x_BI = quicken(nn.Linear(1024, 1024)), torch.randn(1024, 1024)
+    images, kernels = (
+        torch.randn(shape).contiguous(memory_format=torch.channels_last) for shape in ((32, 64, 28, 28), (64, 64, 3, 3))
+    )
+    with at_most(threads), torch.no_grad():
+        product = seconds(lambda: layer(x_BI), 5)
+        convolution = seconds(lambda: F.conv2d(images, kernels, padding=1), 5)
     return {"product": 2 * 1024**3 / product, "convolution": 2 * 32 * 28**2 * 64**2 * 9 / convolution}
