@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .methods.agc import agc
     from .methods.centralized import centralized
     from .methods.ditto import ditto
+    from .methods.dp import dp
     from .methods.fedadagrad import fedadagrad
     from .methods.fedadam import fedadam
     from .methods.fedavg import fedavg
@@ -71,7 +72,7 @@ _HOME = {
     **{
         f"methods.{name}": (name,)
         for name in (
-            "agc", "centralized", "ditto", "fedadagrad", "fedadam", "fedavg", "fedavgm", "fedbn", "fedmmb",
+            "agc", "centralized", "ditto", "dp", "fedadagrad", "fedadam", "fedavg", "fedavgm", "fedbn", "fedmmb",
             "fednova", "fedper", "fedprox", "fedrep", "fedsmb", "fedwon", "fedyogi", "fixbn", "geometric_median",
             "gn", "krum", "ln", "median", "multi_krum", "nonorm", "partialfed_adaptive", "partialfed_fix",
             "scaffold", "silobn", "single", "trimmed_mean", "tuned",
@@ -83,9 +84,9 @@ _MODULE = {name: module for module, names in _HOME.items() for name in names}
 __all__ = [
     "SGD", "AdamW", "Comparison", "Cosine", "Exponential", "Federation", "FedshiftError", "Freeze", "Local", "Method",
     "Rule", "Scope", "StepDecay", "Uploads", "UsageError", "Work", "agc", "batch_norm", "centralized", "compare",
-    "digits", "ditto", "everything", "fedadagrad", "fedadam", "fedavg", "fedavgm", "fedbn", "federation", "fedmmb",
-    "fednova", "fedper", "fedprox", "fedrep", "fedsmb", "fedwon", "fedyogi", "fixbn", "geometric_median", "gn",
-    "krum", "last", "ln", "median", "multi_krum", "named", "nonorm", "norm_layers", "norm_statistics", "nothing",
+    "digits", "ditto", "dp", "everything", "fedadagrad", "fedadam", "fedavg", "fedavgm", "fedbn", "federation",
+    "fedmmb", "fednova", "fedper", "fedprox", "fedrep", "fedsmb", "fedwon", "fedyogi", "fixbn", "geometric_median",
+    "gn", "krum", "last", "ln", "median", "multi_krum", "named", "nonorm", "norm_layers", "norm_statistics", "nothing",
     "of_type", "partialfed_adaptive", "partialfed_fix", "read_folder", "scaffold", "silobn", "single", "trimmed_mean",
     "tuned",
 ]  # fmt: skip

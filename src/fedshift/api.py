@@ -187,7 +187,7 @@ def compare(
     experiment = Experiment(
         methods=tuple(methods),
         data=data.fitted().check(allow_single_class=allow_single_class),
-        model=model_of(model, data) if isinstance(model, str) else _factory(model),
+        model=model_of(model, data.sample_shape) if isinstance(model, str) else _factory(model),
         settings=Settings(
             rounds=rounds,
             work=Work(

@@ -14,7 +14,6 @@ from .core.method import Method
 from .core.optimizer import SGD, AdamW, Cosine, Exponential, Optimizer, Schedule, StepDecay
 from .core.work import Work
 from .data.augment import parse
-from .data.federation import Federation
 from .data.files.reading import Progress
 from .data.partition import matching
 from .experiment import Experiment
@@ -34,10 +33,10 @@ def methods(text: str) -> tuple[Method, ...]:
     return tuple(made)
 
 
-def model_of(name: str, data: Federation) -> ModelFactory:
-    """The function that makes networks by this name; ``auto`` goes by the shape of the samples."""
+def model_of(name: str, shape: tuple[int, ...]) -> ModelFactory:
+    """The function that makes networks by this name; ``auto`` goes by the ``shape`` of a sample."""
     if name == "auto":
-        name = "small-cnn" if len(data.sample_shape) == 3 else "abide-mlp"
+        name = "small-cnn" if len(shape) == 3 else "abide-mlp"
     return resolve("models", name)
 
 
@@ -71,19 +70,22 @@ def _optimizer(spec: Spec) -> Optimizer:
     return AdamW(**common)
 
 
-def experiment_of(spec: RunSpec | CompareSpec, progress: Progress | None = None) -> Experiment:
-    """The experiment that ``spec`` describes; :class:`UsageError` naming the setting where something does not fit."""
-    share = spec.participation
-    if share is not None and share > 1 and share != int(share):
-        raise UsageError(f"participation={share:g}: give a whole number of clients, or a fraction below 1")
+def methods_of(spec: RunSpec | CompareSpec) -> tuple[Method, ...]:
+    """The methods that ``spec`` names, with adaptive gradient clipping where it asks for that."""
     chosen = methods(spec.methods if isinstance(spec, CompareSpec) else spec.method)
     if spec.agc is not None:
         chosen = tuple(agc(method, clip=spec.agc, classifier=not spec.agc_skip_classifier) for method in chosen)
     if isinstance(spec, RunSpec) and len(chosen) != 1:
         raise UsageError(f"run takes one method, not {spec.method!r}: use `fedshift compare --methods` for several")
-    source = source_of(spec.data, spec, progress).fitted(spec.image_size)
-    data = split_of(source, spec)
-    settings = Settings(
+    return chosen
+
+
+def settings_of(spec: Spec, names: tuple[str, ...]) -> Settings:
+    """The settings in ``spec``; ``names``: all clients, among which newcomers are looked for."""
+    share = spec.participation
+    if share is not None and share > 1 and share != int(share):
+        raise UsageError(f"participation={share:g}: give a whole number of clients, or a fraction below 1")
+    return Settings(
         rounds=spec.rounds,
         work=Work(
             batch_size=spec.batch_size or None,
@@ -94,7 +96,7 @@ def experiment_of(spec: RunSpec | CompareSpec, progress: Progress | None = None)
         participation=share if share is None or share < 1 else int(share),
         evaluate_every=spec.evaluate_every,
         select=spec.select,
-        newcomers=matching(spec.newcomers, data.names) if spec.newcomers else (),
+        newcomers=matching(spec.newcomers, names) if spec.newcomers else (),
         unseen=spec.unseen,
         engine=spec.engine,
         workers=spec.workers,
@@ -104,12 +106,24 @@ def experiment_of(spec: RunSpec | CompareSpec, progress: Progress | None = None)
         augment=parse(spec.augment) if spec.augment else None,
         metric=spec.metric,
     )
+
+
+def seeds_of(spec: Spec) -> tuple[int, ...]:
+    """The seeds that ``spec`` asks for."""
+    return tuple(range(spec.first_seed, spec.first_seed + spec.seeds))
+
+
+def experiment_of(spec: RunSpec | CompareSpec, progress: Progress | None = None) -> Experiment:
+    """The experiment that ``spec`` describes; :class:`UsageError` naming the setting where something does not fit."""
+    chosen = methods_of(spec)
+    source = source_of(spec.data, spec, progress).fitted(spec.image_size)
+    data = split_of(source, spec)
     return Experiment(
         methods=chosen,
         data=data,
-        model=model_of(spec.model, data),
-        settings=settings,
-        seeds=tuple(range(spec.first_seed, spec.first_seed + spec.seeds)),
+        model=model_of(spec.model, data.sample_shape),
+        settings=settings_of(spec, data.names),
+        seeds=seeds_of(spec),
         config=asdict(spec),
         files={"split.csv": assigned(source, spec)} if spec.split else {},
     )

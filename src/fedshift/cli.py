@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -19,14 +18,17 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from . import __version__
-from .base.errors import FedshiftError, UsageError, unknown
+from .base.errors import FedshiftError, UsageError
 from .cli_data import data, diagnose
-from .config import CompareSpec, Place, RunSpec
+from .cli_flower import join, pki, serve
+from .config import CompareSpec, Place, RunSpec, read_settings
 from .launch import execute, wide
 
 
 def _settings_from_file(app: App, commands: tuple[str, ...], arguments: cyclopts.ArgumentCollection) -> None:
     """Fill flags that were not given from the TOML file of --config, or of the run that --resume names."""
+    if commands == ("serve",):  # which has few of the flags, and reads the file by itself
+        return
     for argument in arguments:
         if argument.name in ("--config", "--resume") and argument.tokens:
             given = Path(argument.tokens[0].value)
@@ -35,31 +37,10 @@ def _settings_from_file(app: App, commands: tuple[str, ...], arguments: cyclopts
                 what = "settings file" if argument.name == "--config" else "run to resume"
                 raise UsageError(f"no {what} at {path}: give the path of one that exists")
             flags = (other.name for other in arguments if other.name not in ("*", "--config", "--resume"))
-            settings = _read_settings(path, [flag.removeprefix("--").replace("-", "_") for flag in flags])
+            settings = read_settings(path, [flag.removeprefix("--").replace("-", "_") for flag in flags])
             for command in reversed(commands):
                 settings = {command: settings}
             cyclopts.config.Dict(settings, source=str(path))(app, commands, arguments)
-
-
-def _read_settings(path: Path, allowed: Sequence[str]) -> dict[str, Any]:
-    """The settings in a TOML file by their names in Python, lists as the flags write them."""
-    try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UsageError(
-            f'{path} is no valid TOML: {error}. Write lines such as lr = 0.01 or model = "name"'
-        ) from error
-    settings: dict[str, Any] = {}
-    for key, value in values.items():
-        name = key.replace("-", "_")
-        if name in ("method", "methods") and name not in allowed:
-            raise UsageError(f"{path} has {key!r}: use it with `fedshift {'run' if name == 'method' else 'compare'}`")
-        if isinstance(value, dict):
-            raise UsageError(f"{path}: {key!r} is a table; write settings at the top, key = value, without [tables]")
-        if name not in allowed:
-            raise UsageError(f"{path}: {unknown('setting', key, allowed)}")
-        settings[name] = ",".join(map(str, value)) if isinstance(value, list) else value
-    return settings
 
 
 app = App(
@@ -71,6 +52,9 @@ app = App(
 )
 app.command(data)
 app.command(diagnose)
+app.command(pki)
+app.command(serve)
+app.command(join)
 
 
 @app.command

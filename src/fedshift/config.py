@@ -5,12 +5,16 @@ Nothing here imports torch, so that ``fedshift --help`` answers at once.
 
 from __future__ import annotations
 
+import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cyclopts import Group, Parameter
 from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
+
+from .base.errors import UsageError, unknown
 
 DATA = Group("Data", sort_key=1)
 PREPARING = Group("Preparing data", sort_key=2)
@@ -227,3 +231,24 @@ class Place:
 
     profile: Annotated[bool, Parameter(group=DIRECTORY, negative=())] = False
     """Say at the end where the time went, and what share of this machine's measured peak training reached."""
+
+
+def read_settings(path: Path, allowed: Sequence[str]) -> dict[str, Any]:
+    """The settings in a TOML file by their names in Python, lists as the flags write them."""
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UsageError(
+            f'{path} is no valid TOML: {error}. Write lines such as lr = 0.01 or model = "name"'
+        ) from error
+    settings: dict[str, Any] = {}
+    for key, value in values.items():
+        name = key.replace("-", "_")
+        if name in ("method", "methods") and name not in allowed:
+            raise UsageError(f"{path} has {key!r}: use it with `fedshift {'run' if name == 'method' else 'compare'}`")
+        if isinstance(value, dict):
+            raise UsageError(f"{path}: {key!r} is a table; write settings at the top, key = value, without [tables]")
+        if name not in allowed:
+            raise UsageError(f"{path}: {unknown('setting', key, allowed)}")
+        settings[name] = ",".join(map(str, value)) if isinstance(value, list) else value
+    return settings

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from .analysis.privacy import Mechanism, promise
 from .base.allocator import freed_memory_kept
 from .base.errors import FedshiftError, UsageError
 from .base.profiling import part
@@ -89,6 +90,12 @@ class Experiment:
             raise UsageError(f"method {clash[0]!r} is given twice: give one of them another name (Method.name)")
         if not self.seeds or len(set(self.seeds)) != len(self.seeds):
             raise UsageError(f"seeds {list(self.seeds)}: give at least one, each once")
+        private = [method.name for method in self.methods if isinstance(method.aggregate, Mechanism)]
+        if private and self.settings.loss.weights == "balanced":
+            raise UsageError(
+                f"method {private[0]!r}: balanced weights come from all clients' label counts, which noise does not "
+                "hide: give the weights of the classes as numbers"
+            )
         if self.settings.select == "best" and any(client.validation is None for client in self.data.clients):
             raise UsageError(
                 "select='best' needs validation data, which the clients lack: hold some out (--validation 0.1)"
@@ -197,6 +204,9 @@ class Experiment:
                 else f"are measured by the policy unseen={self.settings.unseen}"
             )
             notices.say(f"{method.name}, seed {seed}: clients that never took part {fate}: {which}")
+        if isinstance(mechanism := method.aggregate, Mechanism):
+            share = len(self.settings.participants(seed, 1, trial.clients.names)) / len(trial.clients)
+            notices.say(f"{method.name}: {promise(mechanism, share, trial.server.round)}")
         return True
 
     def _reached(self, rows: list[Row]) -> tuple[int, float]:
@@ -214,10 +224,14 @@ class Experiment:
         best = max(reached, key=lambda number: reached[number])
         return best, reached[best]
 
-    def _describe(self, directory: RunDirectory, facts: Mapping[str, MethodFacts]) -> None:
+    def _images(self) -> dict[str, np.ndarray]:
+        """A few test images of each client that a report has pictures of, uint8 ``[n, H, W, C]``."""
         pictured = self.data.clients[:PICTURED]
         shown = {client.name: _shown(client.test.at(slice(0, SAMPLES)).cpu().numpy()) for client in pictured}
-        images = {name: image for name, image in shown.items() if image is not None}
+        return {name: image for name, image in shown.items() if image is not None}
+
+    def _describe(self, directory: RunDirectory, facts: Mapping[str, MethodFacts]) -> None:
+        images = self._images()
         packed = io.BytesIO()
         np.savez_compressed(packed, **{str(i): image for i, image in enumerate(images.values())})  # type: ignore[arg-type]
         directory.write("config.toml", toml(self.config))

@@ -43,10 +43,10 @@ def execute(spec: RunSpec | CompareSpec, command: str, place: Place) -> int:
         if (threads := spec.threads or min(torch.get_num_threads(), processors())) != torch.get_num_threads():
             torch.set_num_threads(threads)
         experiment = experiment_of(spec, progress)
-    directory = resume or out or _new_directory(command)
+    directory = resume or out or new_directory(command)
     console.print(f"{directory}: {_summary(experiment)}", markup=False, highlight=False, soft_wrap=True)
     began = time.perf_counter()
-    with _interruptible(console) as stop, _display(console) as observer, _profiled(place.profile) as seconds:
+    with interruptible(console) as stop, display(console) as observer, _profiled(place.profile) as seconds:
         try:
             finished = experiment.run(directory, resume=resume is not None, observer=observer, stop=stop)
         except UsageError:
@@ -55,7 +55,7 @@ def execute(spec: RunSpec | CompareSpec, command: str, place: Place) -> int:
             failure: FedshiftError | OSError | None = error
             finished = False
         except KeyboardInterrupt:
-            return _stopped(console, command, directory)
+            return stopped(console, command, directory)
         else:
             failure = None
     if seconds:
@@ -70,7 +70,7 @@ def execute(spec: RunSpec | CompareSpec, command: str, place: Place) -> int:
             failure = failure or error
     if failure:
         raise failure
-    return 0 if finished else _stopped(console, command, directory)
+    return 0 if finished else stopped(console, command, directory)
 
 
 @contextmanager
@@ -97,7 +97,7 @@ def wide() -> Console:
     return console if console.is_terminal else Console(width=120)
 
 
-def _stopped(console: Console, command: str, directory: Path) -> int:
+def stopped(console: Console, command: str, directory: Path) -> int:
     """Say how to go on, and return the exit code of a run stopped by Ctrl-C."""
     go_on = f"fedshift {command} --resume {shlex.quote(str(directory))}"
     if not (directory / "config.toml").exists():
@@ -115,7 +115,7 @@ def _summary(experiment: Experiment) -> str:
     )
 
 
-def _new_directory(command: str) -> Path:
+def new_directory(command: str) -> Path:
     from datetime import datetime
     from itertools import count
 
@@ -159,7 +159,7 @@ def _say_profile(console: Console, seconds: Seconds, whole: float, device: str) 
 
 
 @contextmanager
-def _display(console: Console) -> Iterator[Observer]:
+def display(console: Console) -> Iterator[Observer]:
     from .progress import LiveDisplay, PlainLines
 
     if not console.is_terminal:
@@ -170,7 +170,7 @@ def _display(console: Console) -> Iterator[Observer]:
 
 
 @contextmanager
-def _interruptible(console: Console) -> Iterator[Event]:
+def interruptible(console: Console) -> Iterator[Event]:
     """An event that the first Ctrl-C sets; the second stops at once."""
     import signal
     from threading import Event

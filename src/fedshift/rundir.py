@@ -8,6 +8,7 @@ trials/<method>-seed<k>/
     checkpoint.safetensors, best.safetensors
     clients-<round>.states    what clients keep, as checkpoints refer to it (fedshift.client_store)
 report.html, figures/, tables/
+machines/            who takes part, and logs, where the run is across machines (fedshift.flower)
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from .records import Row, read_rows
 
 LOCK, OWNER = ".lock", ".owner"
 """The lock file, which the operating system frees when its process dies, and the number of that process."""
+MACHINES = "machines"
+"""Folder of a run across machines: who takes part, and what the programs said that connect them."""
 
 
 class RunDirectory:
@@ -45,7 +48,7 @@ class RunDirectory:
             raise UsageError(
                 f"{path} already holds a run: go on with it (--resume {path}), or choose another directory (--out)"
             )
-        if path.is_dir() and not resume and any(entry.name not in (LOCK, OWNER) for entry in path.iterdir()):
+        if path.is_dir() and not resume and any(entry.name not in (LOCK, OWNER, MACHINES) for entry in path.iterdir()):
             raise UsageError(f"{path} holds other files: choose a directory that is new or empty (--out)")
         try:
             path.mkdir(parents=True, exist_ok=True)

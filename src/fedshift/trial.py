@@ -20,14 +20,12 @@ from torch import nn
 from .base.errors import UsageError
 from .base.profiling import OPERATIONS, add, is_recording, part
 from .base.state import State, prefixed, under
-from .base.streams import torch_stream
 from .checkpoint import load_facts, refuse_other, save_checkpoint
 from .client_store import MEMORY, ClientStore, sweep
 from .core.folding import Folding
 from .core.kernel import Client, Server, global_state, init_client, init_server, personal_state
 from .core.method import Method
-from .core.plan import forward
-from .core.prepare import operate, prepare
+from .core.prepare import operate
 from .data.augment import check_augmentable
 from .data.federation import ClientData, Federation, label_counts, training_pool
 from .engines.auto import Choice, choose
@@ -38,6 +36,7 @@ from .evaluate import evaluate_clients
 from .facts import downlink, uplink
 from .models._making import ModelFactory, make_network
 from .newcomers import Newcomers, check_policy
+from .planning import plan_of
 from .records import Row
 from .settings import Settings
 
@@ -86,30 +85,18 @@ class Trial:
         training = replace(data, clients=members)
         trained_on = training_pool(training) if method.pooled else training
         self.model = model
-        with torch_stream(seed, "init"):
-            network = make_network(model, data.sample_shape, data.classes).to(device)
         if settings.augment:
             check_augmentable(training)
-        sample = data.clients[0].train.inputs(slice(0, 1)).to(device)
-        with torch_stream(seed, "surgery"):
-            self.plan = prepare(
-                method,
-                network,
-                work=settings.work,
-                optimizer=settings.optimizer,
-                loss=settings.loss.resolved(label_counts(training)),
-                augment=settings.augment,
-                precision=settings.precision,
-                sample=sample,
-                rounds=settings.rounds,
-                clients=len(members),
-            )
-        gives = tuple(forward(self.plan, self.plan.initial, sample.to(self.plan.dtype)).shape[1:])
-        if gives != (data.classes,):
-            raise UsageError(
-                f"the model's outputs for a sample have shape {gives}, but the data have {data.classes} classes: make "
-                f"it give ({data.classes},), one score a class"
-            )
+        self.plan = plan_of(
+            method,
+            model,
+            settings,
+            seed,
+            sample=data.clients[0].train.inputs(slice(0, 1)).to(device),
+            classes=data.classes,
+            labels=label_counts(training),
+            clients=len(members),
+        )
         for client in trained_on.clients:
             if len(client.train) < self.plan.smallest_batch:
                 raise UsageError(
@@ -151,7 +138,13 @@ class Trial:
     def _made(self, choice: Choice) -> Engine:
         return ENGINES[choice.engine](self.plan, self.train, self.seed, self.settings.workers)
 
-    def _train(self, working: Mapping[str, Client]) -> Iterator[tuple[str, Trained]]:
+    def _asked(self, number: int) -> tuple[str, ...]:
+        """The clients that are asked to take part in round ``number``."""
+        return self.settings.participants(self.seed, number, self.clients.names)
+
+    def _train(self, names: tuple[str, ...]) -> Iterator[tuple[str, Trained]]:
+        """The work of clients ``names`` in the coming round, as each is done; one that fails may be left out."""
+        working = {name: self.clients[name] for name in sorted(names)}
         with at_most(self.chosen.threads):
             yield from self.engine.train(self.server, working)
 
@@ -200,13 +193,12 @@ class Trial:
         began = time.perf_counter()
         self.clients.spill(self.server.round)
         number = self.server.round + 1
-        names = self.settings.participants(self.seed, number, self.clients.names)
-        working = {name: self.clients[name] for name in sorted(names)}
+        names = self._asked(number)
         folding = Folding(self.plan, self.server, names)
         after: dict[str, Client] = {}
         rows: list[Row] = []
         down, up = len(names) * self._down(), 0
-        for name, trained in self._train(working):
+        for name, trained in self._train(names):
             with part("aggregation"):
                 folding.add(name, trained.update)
             up += 0 if self.plan.method.pooled else uplink(trained.update)
@@ -232,7 +224,8 @@ class Trial:
             with part("evaluation"):
                 rows += self.evaluate()
         rows = [{"method": self.plan.method.name, "seed": self.seed, "round": number, **row} for row in rows]
-        return RoundDone(round=number, participants=names, down=down, up=up, seconds=seconds, rows=rows)
+        took_part = tuple(name for name in names if name in after)
+        return RoundDone(round=number, participants=took_part, down=down, up=up, seconds=seconds, rows=rows)
 
     def evaluate(self) -> list[Row]:
         """Rows for every client's test data, and validation data where all have some."""
@@ -281,11 +274,13 @@ class Trial:
         that belong to it; those that belong to none are removed at last.
         """
         index, segments = self.clients.save(folder, self.server.round)
-        engine = (self.choice.engine, self.choice.threads) if self.choice else None
-        facts = {"round": self.server.round, "identity": self.identity, "engine": engine}
         for name in names:
-            save_checkpoint(folder / name, self._server_tensors() | index, {**facts, "segments": segments})
+            save_checkpoint(folder / name, self._server_tensors() | index, {**self._facts(), "segments": segments})
         sweep(folder, {int(n) for path in folder.glob("*.safetensors") for n in load_facts(path)["segments"]})
+
+    def _facts(self) -> dict[str, Any]:
+        engine = (self.choice.engine, self.choice.threads) if self.choice else None
+        return {"round": self.server.round, "identity": self.identity, "engine": engine}
 
     def _server_tensors(self) -> State:
         flat: State = {}

@@ -56,7 +56,7 @@ def test_a_run_is_not_resumed_in_another_precision():
     ("changes", "message"),
     [
         ({"precision": "float16"}, "unknown precision 'float16'.*bfloat16, float32"),
-        ({"engine": "vectorised"}, "unknown engine 'vectorised'.*auto, identity, pool, sequential, stacked"),
+        ({"engine": "vectorised"}, "unknown engine 'vectorised'.*auto, identity, pool, ray, sequential, stacked"),
         ({"workers": 0}, "workers=0: must be at least 1"),
     ],
 )

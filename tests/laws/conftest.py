@@ -25,7 +25,21 @@ COMPOSED = [fedbn(fedprox(mu=0.1)), silobn(scaffold()), fedbn(fedavg(weighting="
 METHODS = [make() for make in catalog("methods").values()] + COMPOSED
 FEDERATED = [method for method in METHODS if not method.pooled]
 
+OVER_RAY = {"fedbn", "scaffold", "partialfed_adaptive", "centralized"}
+"""The methods that are run over Ray, too, where tests are not to take minutes."""
+
 Make = Callable[..., Trial]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests over Ray are one process's, which starts it once (``--dist loadgroup``); most methods' are slow."""
+    for item in items:
+        given = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+        if "ray" in given.values():
+            item.add_marker(pytest.mark.xdist_group("ray"))
+            if any(isinstance(value, Method) and value.name not in OVER_RAY for value in given.values()):
+                item.add_marker(pytest.mark.slow)
 
 
 def by_name(value: object) -> str | None:
@@ -103,6 +117,7 @@ def trial() -> Make:
             "work": Work(batch_size=8, epochs=1),
             "optimizer": SGD(lr=0.05, momentum=0.0),
             "engine": engine,
+            "workers": 2 if engine == "ray" else None,
             "evaluate_every": 4,
             **changes,
         }

@@ -34,7 +34,7 @@ def through_disk(trial, fresh, folder):
 @pytest.mark.parametrize(
     ("engine", "stop"),
     [
-        ("sequential", 1), ("sequential", 2), ("sequential", 3), ("stacked", 2), ("pool", 2),
+        ("sequential", 1), ("sequential", 2), ("sequential", 3), ("stacked", 2), ("pool", 2), ("ray", 2),
         *(pytest.param(engine, stop, marks=pytest.mark.slow) for engine in ("stacked", "pool") for stop in (1, 3)),
     ],
 )  # fmt: skip

@@ -19,7 +19,7 @@ from fedshift.trial import Trial
 
 METHODS = catalog("methods")
 
-FOLDS = ["fednova", "krum", "multi_krum", "median", "trimmed_mean", "geometric_median"]
+FOLDS = ["fednova", "krum", "multi_krum", "median", "trimmed_mean", "geometric_median", "dp"]
 STEPS = ["fedavgm", "fedadagrad", "fedadam", "fedyogi"]
 WORKS = ["fedmmb", "fedsmb"]
 KEEPS_NORM = ["fedbn", "silobn"]
@@ -63,6 +63,7 @@ REFUSED = {
     "does not hold under FedProx": both_ways(["fednova"], ["fedprox"]),
     "FedNova makes up for different numbers of local steps": both_ways(["fednova"], ["fedsmb"]),
     "FedProx has no effect on one local step": both_ways(["fedprox"], ["fedsmb"]),
+    "sends more than the entries that dp clips": both_ways(["scaffold"], ["dp"]),
     "twice: leave one of the two out": {(name, name) for name in ("fedprox", "scaffold")},
     "matches no entry of the model": {
         *both_ways(NO_NORM + GROUPS, KEEPS_NORM),

@@ -26,7 +26,8 @@ class Uploads:
 
     ``weights``: sum to one. ``steps``: local steps of each client. ``previous``: the server's entries before the round.
     ``trained``: names of the entries that were trained; the others are buffers and frozen parameters. ``loaded``: names
-    of those from which clients started.
+    of those from which clients started. ``fixed``: names of those that local work could not change. ``seed`` and
+    ``round`` (from 0): what an aggregation that draws keys its streams with.
     """
 
     states: Sequence[State]
@@ -35,6 +36,9 @@ class Uploads:
     previous: State
     trained: frozenset[str]
     loaded: frozenset[str]
+    fixed: frozenset[str] = frozenset()
+    seed: int = 0
+    round: int = 0
 
 
 class Aggregate(Protocol):

@@ -28,14 +28,18 @@ class Folding:
         """Take the upload of one client."""
         self._arrived[name] = update
         while self._coming and self._coming[-1] in self._arrived:
-            first = self._arrived.pop(self._coming.pop())
-            if self._mean:
-                self._mean.add(first.shared, self._weight(first))
-                first = replace(first, shared={})
-            self._folded.append(first)
+            self._fold(self._arrived.pop(self._coming.pop()))
+
+    def _fold(self, update: Update) -> None:
+        if self._mean:
+            self._mean.add(update.shared, self._weight(update))
+            update = replace(update, shared={})
+        self._folded.append(update)
 
     def close(self, population: int) -> Server:
-        """The server after the round, once all have come; ``population``: how many clients train in all."""
+        """The server after the round, of the uploads that came; ``population``: how many clients train in all."""
+        for name in sorted(self._arrived):  # those behind one that did not come
+            self._fold(self._arrived.pop(name))
         plan, server, ordered = self._plan, self._server, self._folded
         raw = [self._weight(update) for update in ordered]
         weights = [weight / sum(raw) for weight in raw]
@@ -55,6 +59,9 @@ class Folding:
                 previous=server.shared,
                 trained=trained,
                 loaded=plan.loaded,
+                fixed=plan.fixed(server.round),
+                seed=plan.seed,
+                round=server.round,
             )
             shared = plan.method.aggregate(uploaded)
         optimizer = server.optimizer

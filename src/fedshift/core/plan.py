@@ -21,7 +21,7 @@ from ..nn.dropout import dropout_key
 from .method import Method
 from .optimizer import SGD, Optimizer
 from .rule import Rule
-from .select import Entry
+from .select import Entry, norm_statistics
 from .work import Work
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -36,7 +36,8 @@ class Plan:
     ``loaded``, ``sent`` and ``trained`` are sets of entry names; ``own`` and ``own_trained`` what the rules add on each
     client, by prefixed name; ``freeze_from`` the round (from 0) from which statistics are frozen; ``smallest_batch`` is
     2 where the model cannot train on one sample; ``augment`` is what is done to training images; ``precision`` is what
-    layers compute in, while parameters, statistics, losses and updates keep their types.
+    layers compute in, while parameters, statistics, losses and updates keep their types; ``seed`` is that of the trial,
+    with which the server's draws are keyed.
     """
 
     method: Method
@@ -55,6 +56,7 @@ class Plan:
     smallest_batch: int
     augment: Augmentation | None = None
     precision: Precision = "float32"
+    seed: int = 0
 
     @property
     def personal(self) -> frozenset[str]:
@@ -70,6 +72,15 @@ class Plan:
     def personalizes(self) -> bool:
         """Whether clients use models of their own, so that one that never trained has none."""
         return bool(self.personal) or any(rule.personalizes for rule in self.method.rules)
+
+    def fixed(self, round: int) -> frozenset[str]:
+        """Entries that no local work of ``round`` (from 0) changes: frozen parameters, and statistics once frozen."""
+        frozen = round >= self.freeze_from
+        return frozenset(
+            entry.name
+            for entry in self.entries
+            if (frozen and norm_statistics(entry) if entry.is_buffer else entry.name not in self.trained)
+        )
 
     @cached_property
     def dtype(self) -> torch.dtype:

@@ -56,15 +56,16 @@ def prepare(
     sample: Tensor | None = None,
     rounds: int = 1,
     clients: int = 1,
+    seed: int = 0,
 ) -> Plan:
     """Resolve ``method`` against ``model``.
 
     ``loss(outputs, labels)`` is the mean over a batch, ``augment`` what is done to its images, ``precision`` what
     layers compute in. ``sample``: inputs ``[1, ...]`` of one sample, with which the model is tried once. ``work`` and
     ``optimizer`` are the experiment's, of which a method may change fields; ``rounds``: how many there will be;
-    ``clients``: how many train in all. Surgery that draws weights uses torch's generator. Raises :class:`UsageError`
-    where the scope matches nothing, loads what nobody sends, parts of the method do not go together, or the model holds
-    what cannot travel or refuses the sample.
+    ``clients``: how many train in all; ``seed``: what the server's draws are keyed with. Surgery that draws weights
+    uses torch's generator. Raises :class:`UsageError` where the scope matches nothing, loads what nobody sends, parts
+    of the method do not go together, or the model holds what cannot travel or refuses the sample.
     """
     if optimizer is None:
         raise UsageError(f"method {method.name!r} has no optimizer: pass one, for example SGD(lr=0.01)")
@@ -95,7 +96,7 @@ def prepare(
         trained=trained, own={}, own_trained=frozenset(), freeze_from=float("inf"),
         work=_work(method, work or Work(epochs=1), clients),
         optimizer=_changed(optimizer, method.optimizer, method),
-        loss=loss, augment=augment, smallest_batch=1, precision=precision,
+        loss=loss, augment=augment, smallest_batch=1, precision=precision, seed=seed,
     )  # fmt: skip
     plan = _with_own(plan)
     if method.freeze:

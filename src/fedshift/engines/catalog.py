@@ -7,8 +7,15 @@ from collections.abc import Mapping
 from .engine import Engine
 from .identity import Identity
 from .pool import Pool
+from .ray import Ray
 from .sequential import Sequential
 from .stacked import Stacked
 
-ENGINES: Mapping[str, type[Engine]] = {"sequential": Sequential, "stacked": Stacked, "pool": Pool, "identity": Identity}
+ENGINES: Mapping[str, type[Engine]] = {
+    "sequential": Sequential,
+    "stacked": Stacked,
+    "pool": Pool,
+    "ray": Ray,
+    "identity": Identity,
+}
 """All but ``sequential`` must equal it (``tests/laws``)."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from ...base.errors import UsageError
@@ -52,7 +52,11 @@ def clients_in(path: Path) -> dict[str, Path]:
 
 def categories(clients: Iterable[Path]) -> tuple[str, ...]:
     """Names of the class folders of all clients, by name, or by number where all are numbers."""
-    found = {folder.name for client in clients for folders in _parts(client).values() for folder in folders}
+    return in_order({folder.name for client in clients for folders in _parts(client).values() for folder in folders})
+
+
+def in_order(found: Collection[str]) -> tuple[str, ...]:
+    """Names of classes by name, or by number where all are numbers."""
     if all(name.isascii() and name.isdecimal() for name in found):
         return tuple(sorted(found, key=lambda name: (int(name), name)))
     return tuple(sorted(found))

@@ -1,0 +1,1 @@
+"""A small Flower app that became FedBN in five lines."""

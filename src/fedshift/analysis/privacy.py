@@ -1,0 +1,75 @@
+"""What an aggregation that clips and adds noise promises: differential privacy, by the RDP accountant of Opacus.
+
+Mironov 2017 (arXiv:1702.07476) and Mironov, Talwar, Zhang 2019 (arXiv:1908.10530): Renyi differential privacy of the
+sampled Gaussian mechanism, composed over rounds. The numbers are for clients: neighbors are federations of which one
+lacks a client of the other (whose change counts as zero), and a client is taken into a round with a probability of its
+own (Poisson sampling). Here a fixed number takes part, so below full participation epsilon is an approximation.
+"""
+
+from __future__ import annotations
+
+import warnings
+from decimal import ROUND_CEILING, Context
+from typing import Protocol, runtime_checkable
+
+from ..base.errors import UsageError
+
+ORDERS = [1 + k / 100 for k in range(1, 10)] + [1 + k / 10 for k in range(1, 110)]
+ORDERS += [*range(12, 64), *range(64, 256, 16), *range(256, 1025, 64)]
+"""Orders of Renyi differential privacy among which the tightest is sought: epsilon from below 0.1 to above 1,000."""
+
+UPWARD = Context(prec=3, rounding=ROUND_CEILING)
+"""What is printed never promises more than was found."""
+
+
+@runtime_checkable
+class Mechanism(Protocol):
+    """An aggregation that hides each client in Gaussian noise.
+
+    ``noise``: standard deviation over the most that one client can change (norm). ``delta``: chance with which epsilon
+    may fail. ``secret``: whether nobody can draw the noise again, not even who knows the seed.
+    """
+
+    @property
+    def noise(self) -> float: ...  # noqa: D102
+    @property
+    def delta(self) -> float: ...  # noqa: D102
+    @property
+    def secret(self) -> bool: ...  # noqa: D102
+
+
+def epsilon(noise: float, sampling: float, rounds: int, delta: float) -> float:
+    """Epsilon at ``delta`` after ``rounds`` with ``noise``; ``sampling``: share of all clients that takes part.
+
+    Infinite without noise. Raises :class:`UsageError` where Opacus is not installed.
+    """
+    try:
+        from opacus.accountants import RDPAccountant
+    except ImportError as error:
+        raise UsageError("epsilon takes Opacus, which is not installed: pip install 'fedshift[privacy]'") from error
+    accountant = RDPAccountant()
+    for _ in range(rounds):
+        accountant.step(noise_multiplier=noise, sample_rate=sampling)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # an order at the end of the list is a looser bound, but a bound
+        return max(0.0, float(accountant.get_epsilon(delta, alphas=ORDERS)))
+
+
+def promise(mechanism: Mechanism, sampling: float, rounds: int) -> str:
+    """What ``mechanism`` promises after ``rounds`` in words, and to whom; ``sampling`` as in :func:`epsilon`."""
+    if not mechanism.noise:
+        return "noise=0, so there is no differential privacy"
+    try:
+        spent = epsilon(mechanism.noise, sampling, rounds, mechanism.delta)
+    except UsageError as error:
+        return f"differentially private at the level of clients, but {error}"
+    shown = float(UPWARD.create_decimal_from_float(spent))
+    said = (
+        f"(epsilon = {shown:g}, delta = {mechanism.delta:g})-differentially private at the level of clients after "
+        f"{rounds} round{'s' * (rounds > 1)} (RDP accountant of Opacus)"
+    )
+    if not mechanism.secret:
+        said += ", but only against those who do not know the seed, from which noise is drawn unless secret=True"
+    if sampling < 1:
+        said += "; this counts on nobody knowing who took part in which round"
+    return said

@@ -1,0 +1,202 @@
+"""The Ray engine: clients spread over the processors of a Ray cluster, of one host or of many, by Ray's own scheduler.
+
+A client's work is a Ray task on one processor and one thread, a function of what it is given: results are those of the
+sequential engine on one thread, bit for bit, whatever the number of workers, on hosts with the same processors and
+versions. Plan, broadcast and each client's samples lie in Ray's object store and are copied to the hosts that work on
+them. The cluster is that of ``RAY_ADDRESS``, or one of this process on this host's loopback, which ends with it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Iterator, Mapping
+from functools import cache, lru_cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from ..base.allocator import freed_memory_kept
+from ..base.errors import FedshiftError, UsageError
+from ..base.processors import processors
+from ..base.profiling import Seconds, add, part, recording
+from ..core.kernel import Client, Server
+from ..core.plan import Plan
+from ..data.split import Split
+from .engine import Data, Engine, Trained
+from .parcel import Parcel, opened, wrapped
+from .sequential import Sequential
+from .shelf import packed_apart
+
+OWN = {
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # off, every port is of the loopback, on any operating system
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # under `uv run` workers would otherwise be started by uv, which may download
+}
+"""The environment of a cluster of this process."""
+PATIENCE = 10.0
+"""Seconds for the host of ``RAY_ADDRESS`` to answer; Ray itself tries for minutes."""
+
+
+class Ray(Engine):
+    """Runs what can be sent to another process, on CPUs, where the package ``ray`` is installed."""
+
+    def __init__(self, plan: Plan, data: Data, seed: int, workers: int | None = None) -> None:
+        super().__init__(plan, data, seed, workers)
+        self._plan: Any = None
+        self._samples: dict[str, Any] = {}
+
+    @override
+    @classmethod
+    def refusal(cls, plan: Plan, data: Data) -> str | None:
+        device = next(iter(data.values())).y.device.type
+        if device != "cpu":
+            return f"uses processors, but the device is {device}"
+        if find_spec("ray") is None:
+            return "needs the package ray (pip install 'fedshift[ray]')"
+        try:
+            packed_apart(plan)
+        except Exception as error:
+            return f"cannot send {plan.method.name} or the model to another process ({error})"
+        return None
+
+    @override
+    def train(self, server: Server, clients: Mapping[str, Client]) -> Iterator[tuple[str, Trained]]:
+        with part("start"):
+            ray = _connected(self.workers)
+        with part("hand over"):
+            self._plan = self._plan or ray.put(wrapped(self.plan))
+            known = [self._plan, ray.put(wrapped(server))]  # in a list: fetched by a worker that has them not yet
+        waiting = sorted(clients, key=self._work_of(clients))
+        at_once, busy, failed = self._at_once(ray), dict[Any, str](), None
+        try:
+            while busy or (waiting and not failed):
+                while waiting and len(busy) < at_once and not failed:
+                    name = waiting.pop()
+                    busy[self._start(ray, known, name, clients[name])] = name
+                (done,), _ = ray.wait(list(busy))
+                name = busy.pop(done)
+                found = _received(ray, done, name, server.round + 1)
+                if isinstance(found, BaseException):
+                    failed = failed or found
+                else:
+                    yield name, found
+        finally:
+            for task in busy:  # stopped on the way: what they compute is of no use
+                ray.cancel(task, force=True)
+        if failed:
+            raise failed
+
+    @override
+    def close(self) -> None:
+        self._plan, self._samples = None, {}
+
+    def _start(self, ray: Any, known: list[Any], name: str, client: Client) -> Any:
+        with part("hand over"):
+            if name not in self._samples:
+                data = self.data[name]  # its own rows, of what may be one array of all clients
+                own = Split(x=data.x, y=data.y, normalization=data.normalization)
+                self._samples[name] = ray.put(wrapped(own))
+            return _task().remote(known, self._samples[name], self.seed, name, wrapped(client))
+
+    def _at_once(self, ray: Any) -> int:
+        there = int(ray.cluster_resources().get("CPU", 0))
+        if not there:
+            raise UsageError("the Ray cluster has no processors: add a host to it by `ray start --address`")
+        return self.workers or there
+
+    def _work_of(self, clients: Mapping[str, Client]) -> Any:
+        """How many samples a client has before it: who has most begins, so that all end at about the same time."""
+        return lambda name: len(self.coming(name, clients[name])[1]) * len(self.data[name])
+
+
+def work(known: list[Any], samples: Parcel, seed: int, name: str, client: Parcel) -> tuple[Parcel, Seconds]:
+    """One client's outcome, or the error that there was instead, and the seconds of its parts: a worker's task.
+
+    ``known``: where plan and broadcast lie.
+    """
+    torch.set_num_threads(1)
+    done: Any
+    with freed_memory_kept(), recording() as seconds:
+        try:
+            plan, server = map(_fetched, known)
+            done = Sequential(plan, {name: opened(samples)}, seed).work(server, name, opened(client))
+        except FedshiftError as error:
+            done = error
+        except BaseException as error:  # of a type that may be unknown over there, or refuse to be made again
+            done = RuntimeError(f"{type(error).__name__}: {error}")
+            done.add_note(f"In the worker process:\n{traceback.format_exc()}")
+    return wrapped(done), seconds
+
+
+@lru_cache(maxsize=2)
+def _fetched(place: Any) -> Any:
+    """What lies at ``place``, kept by a worker for the next client: the plan, and the broadcast of the round."""
+    import ray
+
+    return opened(ray.get(place))
+
+
+@cache
+def _task() -> Any:
+    """:func:`work` as Ray runs it: once, since a client on which a worker dies would most often end the next too."""
+    import ray
+
+    return ray.remote(num_cpus=1, max_retries=0)(work)
+
+
+def _received(ray: Any, task: Any, client: str, round: int) -> Any:
+    """A task's outcome, or the error that there was instead."""
+    try:
+        found, seconds = ray.get(task)
+    except ray.exceptions.RayError as error:
+        *_, last = str(error).strip().splitlines() or [""]
+        lost = FedshiftError(
+            f"the Ray worker that trained client {client!r} in round {round} was lost "
+            f"({type(error).__name__}: {last}). What was saved before is intact: go on with --resume, with fewer "
+            "--workers, or with --engine sequential"
+        )
+        lost.__cause__ = error
+        return lost
+    add(seconds)
+    return opened(found)
+
+
+def _connected(workers: int | None) -> Any:
+    """The module ``ray``, connected: as it is already, to the cluster of ``RAY_ADDRESS``, or to one started here.
+
+    Raises :class:`UsageError` where the address does not answer, or Ray refuses it.
+    """
+    known: Any = sys.modules.get("ray")
+    if known and known.is_initialized():
+        return known
+    address = os.environ.get("RAY_ADDRESS") or "local"
+    started: dict[str, Any] = {}
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    if address == "local":
+        os.environ.update(OWN, RAY_AUTH_TOKEN=secrets.token_hex(32))
+        started = {"num_cpus": workers or processors(), "include_dashboard": False}
+    import ray
+
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        host, _, port = address.rpartition("//")[2].rpartition(":")
+        if host:
+            socket.create_connection((host.strip("[]"), int(port)), PATIENCE).close()
+        ray.init(address, log_to_driver=False, logging_level=logging.ERROR, **started)
+    except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
+        raise UsageError(
+            f"Ray cannot be used at {address} ({error}): set RAY_ADDRESS to a cluster that runs, or unset it for one "
+            "on this host"
+        ) from error
+    finally:
+        if threading.current_thread() is threading.main_thread():  # Ray took SIGTERM for itself
+            signal.signal(signal.SIGTERM, before)
+    return ray

@@ -1,0 +1,216 @@
+"""Experiments across machines: the coordinator's part of what ``fedshift run`` does in one process.
+
+The coordinator folds uploads, evaluates nothing itself and sees no sample. It keeps, for each client, only how many
+steps it has done and after which round its state is current (``fedshift.flower.site_state``). Everything else, from the
+streams to the run directory, is that of ``Trial`` and ``Experiment``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from typing_extensions import override
+
+from ..base.errors import FedshiftError, UsageError
+from ..base.state import State, pick
+from ..core.kernel import Client, begin, finish, init_client
+from ..core.method import Method
+from ..data.federation import Federation
+from ..engines.engine import Trained
+from ..experiment import Experiment
+from ..models._making import ModelFactory
+from ..records import Row
+from ..settings import Settings
+from ..trial import Trial
+from .arrays import Refused, from_record, to_record, update_of
+from .exchange import Exchange
+from .nodes import Nodes
+
+ROWS = ("samples", "loss_sum", "hits", "support", "auc")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """On what a round goes ahead: with at least ``clients`` uploads, after at most ``seconds``."""
+
+    clients: int
+    seconds: float
+
+
+class TrialAcross(Trial):
+    """A trial whose clients are behind ``nodes``; ``facts`` tell a site which trial it is."""
+
+    def __init__(
+        self, method: Method, model: ModelFactory, data: Federation, settings: Settings, seed: int, *, nodes: Nodes,
+        terms: Terms, facts: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        if method.pooled:
+            raise UsageError(f"{method.name} needs all data in one place: leave it out across machines")
+        super().__init__(method, model, data, settings, seed)
+        self.nodes, self.terms, self.facts = nodes, terms, {**facts, "clients": len(self.clients)}
+        self.bases: dict[str, int] = {}
+        least = min(terms.clients, len(settings.participants(seed, 1, self.clients.names)))
+        if check := getattr(method.aggregate, "check", None):
+            check(self.plan, least)
+        _, update = finish(self.plan, begin(self.plan, init_client(self.plan), self.server))
+        self._memory = update.memory
+
+    @override
+    def _asked(self, number: int) -> tuple[str, ...]:
+        """As in one process, but among the clients that are connected."""
+        members = frozenset(self.clients.names)
+        self.nodes.wait(min(self.terms.clients, len(members)), self.terms.seconds, members)
+        there = tuple(name for name in self.clients.names if name in self.nodes.online)
+        share = self.settings.participation
+        if share is not None and len(there) < len(members):
+            wanted = len(self.settings.participants(self.seed, number, self.clients.names))
+            return self.settings.participants(self.seed, number, there)[:wanted]
+        return self.settings.participants(self.seed, number, there)
+
+    @override
+    def _train(self, names: tuple[str, ...]) -> Iterator[tuple[str, Trained]]:
+        round, enough = self.server.round + 1, min(self.terms.clients, len(names))
+        done: list[str] = []
+        for name, answer in self._ask("train", names, self.plan.loaded, enough):
+            try:
+                trained = self._checked(name, answer)
+            except FedshiftError as error:
+                self.nodes.say(f"round {round}: {name} is left out: {error}")
+                continue
+            done.append(name)
+            yield name, trained
+        if len(done) < enough:
+            raise FedshiftError(
+                f"round {round}: of {len(names)} clients that were asked, {len(done)} sent an upload that can be used; "
+                f"{enough} must (--min-clients). The model is that of round {round - 1}: go on with --resume"
+            )
+        self.bases |= dict.fromkeys(done, round)
+
+    @override
+    def evaluate(self) -> list[Row]:
+        """Rows of every client that is connected; a client that does not answer has none."""
+        plan = self.plan
+        asked = plan.sent if plan.has_global else plan.loaded
+        names = tuple(
+            name for name in self.data.names if name in self.nodes.online and (plan.has_global or name in self.bases)
+        )
+        rows: dict[str, list[Row]] = {}
+        for name, answer in self._ask("evaluate", names, asked, len(names)):
+            try:
+                rows[name] = self._rows(name, answer)
+            except FedshiftError as error:
+                self.nodes.say(f"round {self.server.round}: {name} is not measured: {error}")
+        return [row for name in self.data.names for row in rows.get(name, [])]
+
+    def _ask(
+        self, kind: str, names: tuple[str, ...], entries: frozenset[str], enough: int
+    ) -> Iterator[tuple[str, Exchange | FedshiftError]]:
+        arrays = {"shared": to_record(pick(self.server.shared, entries)), "memory": to_record(self.server.memory)}
+        facts = {"trial": self.facts, "round": self.server.round, "splits": self._splits}
+        asked = {
+            name: Exchange(kind=kind, facts={**facts, "base": self.bases.get(name, 0)}, arrays=arrays) for name in names
+        }
+        return self.nodes.ask(asked, enough, self.terms.seconds)
+
+    @property
+    def _splits(self) -> tuple[str, ...]:
+        return ("test", "validation") if all(client.validation for client in self.data.clients) else ("test",)
+
+    def _checked(self, name: str, answer: Exchange | FedshiftError) -> Trained:
+        """The upload of client ``name``; raises :class:`FedshiftError` saying why it cannot be used."""
+        facts, arrays = self._answered(name, answer, "trained", self.server.round + 1)
+        client = self.clients[name]
+        samples = len(self.train[name])
+        bounds = self.plan.work.bounds(samples, self.plan.smallest_batch)
+        steps = self.plan.work.steps(client.steps, len(bounds))
+        used = sum(stop - start for start, stop in (bounds[step % len(bounds)] for step in steps))
+        try:
+            weight, count, loss = float(facts["weight"]), int(facts["steps"]), float(facts["loss_sum"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise Refused(f"it does not say what it did ({error!r})") from error
+        if (weight, count) != (used, len(steps)):
+            raise Refused(
+                f"it says {weight:g} samples in {count} steps, where its {samples} make {used} in {len(steps)}"
+            )
+        if not math.isfinite(loss):
+            raise Refused(f"its training loss is {loss}")
+        shared, memory = self._placed(arrays["shared"]), self._placed(arrays["memory"])
+        update = update_of(self.plan, self.server, shared, memory, weight, count, self._memory, used)
+        return Trained(client=Client(personal={}, steps=client.steps + count), update=update, loss_sum=loss)
+
+    def _rows(self, name: str, answer: Exchange | FedshiftError) -> list[Row]:
+        facts, _ = self._answered(name, answer, "evaluated", self.server.round)
+        splits = self.data.client(name).splits
+        try:
+            rows = [
+                {
+                    "client": name, "split": row["split"], "model": row["model"], "moment": "loaded",
+                    **{key: row[key] for key in ROWS},
+                }
+                for row in facts["rows"]
+            ]  # fmt: skip
+            for row in rows:
+                counts = len(row["hits"]), len(row["support"]), sum(row["support"]), row["samples"]
+                size = len(splits[row["split"]])
+                sound = counts == (self.data.classes, self.data.classes, size, size)
+                if not sound or not math.isfinite(row["loss_sum"]) or row["model"] not in ("global", "personal"):
+                    raise Refused(f"its counts do not fit its {size} samples: {row}")
+        except (KeyError, TypeError) as error:
+            raise Refused(f"it does not say what it measured ({error!r})") from error
+        return rows
+
+    def _answered(
+        self, name: str, answer: Exchange | FedshiftError, kind: str, round: int
+    ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+        if isinstance(answer, FedshiftError):
+            raise answer
+        said = answer.kind, answer.facts.get("name"), answer.facts.get("round")
+        if said != (kind, name, round):
+            raise Refused(f"it answers {said[0]!r} as {said[1]!r} for round {said[2]}, where {kind!r} was asked")
+        missing = {"shared", "memory"} - answer.arrays.keys() if kind == "trained" else set()
+        if missing:
+            raise Refused(f"it sent no {' and no '.join(sorted(missing))} entries")
+        return answer.facts, answer.arrays
+
+    def _placed(self, record: Any) -> State:
+        device = torch.device(self.settings.device)
+        return {name: tensor.to(device) for name, tensor in from_record(record).items()}
+
+    @override
+    def _facts(self) -> dict[str, Any]:
+        return {**super()._facts(), "bases": self.bases}
+
+    @override
+    def restore(self, tensors: State, facts: Mapping[str, Any], folder: Path | None = None) -> None:
+        """As of ``Trial``; clients that were admitted since have done nothing yet."""
+        steps = tensors["clients/steps"]
+        late = torch.zeros(len(self.clients) - len(steps), dtype=steps.dtype)
+        super().restore({**tensors, "clients/steps": torch.cat([steps, late])}, facts, folder)
+        self.bases = dict(facts["bases"])
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ExperimentAcross(Experiment):
+    """An experiment whose clients are behind ``nodes``; ``facts`` tell a site which experiment it is."""
+
+    nodes: Nodes
+    terms: Terms
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    @override
+    def _trial(self, method: Method, seed: int) -> Trial:
+        facts = {**self.facts, "method": self.methods.index(method), "seed": seed}
+        return TrialAcross(
+            method, self.model, self.data, self.settings, seed, nodes=self.nodes, terms=self.terms, facts=facts
+        )
+
+    @override
+    def _images(self) -> dict[str, np.ndarray]:
+        """None: samples stay where they are."""
+        return {}

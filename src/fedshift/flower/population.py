@@ -1,0 +1,136 @@
+"""The clients of an experiment as their coordinator knows them: names, numbers and shapes of samples, no sample."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from ..base.errors import FedshiftError
+from ..base.files import write_atomically
+from ..data.federation import ClientData, Federation
+from ..data.files.image_tree import in_order
+from ..data.split import Split
+
+
+@dataclass(frozen=True, kw_only=True)
+class Described:
+    """What a site says of itself: see :meth:`fedshift.flower.site.Site.answer`."""
+
+    name: str
+    version: str
+    shape: tuple[int, ...]
+    dtype: str
+    classes: int
+    class_names: tuple[str, ...]
+    samples: Mapping[str, int]
+    labels: tuple[int, ...] | None
+
+    @staticmethod
+    def of(facts: Mapping[str, Any]) -> Described:
+        """From an answer's facts; raises :class:`FedshiftError` where they are not what a site says."""
+        try:
+            made = Described(
+                name=str(facts["name"]), version=str(facts["version"]), shape=tuple(map(int, facts["shape"])),
+                dtype=str(facts["dtype"]), classes=int(facts["classes"]),
+                class_names=tuple(map(str, facts["class_names"])),
+                samples={str(part): int(number) for part, number in facts["samples"].items()},
+                labels=None if facts["labels"] is None else tuple(map(int, facts["labels"])),
+            )  # fmt: skip
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise FedshiftError(f"a site describes itself in a way that is not understood ({error!r})") from error
+        if not made.name.isprintable() or min(made.samples.values(), default=0) < 1 or "train" not in made.samples:
+            raise FedshiftError(f"site {made.name!r} says that it has {dict(made.samples)} samples")
+        return made
+
+
+class Elsewhere(Federation):
+    """Clients whose samples are on other machines; here each sample is a zero and each label a count's."""
+
+    @override
+    @property
+    def fingerprint(self) -> str:
+        """What samples are: each site knows for itself whether its data are those that it began with."""
+        dtype = self.clients[0].train.store.dtype
+        return f"{self.sample_shape} {dtype}, {self.classes} classes {' '.join(self.class_names)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Population:
+    """Which clients take part in the experiment ``experiment``, in the order in which they were admitted."""
+
+    experiment: str
+    clients: tuple[Described, ...] = ()
+
+    @staticmethod
+    def new() -> Population:
+        """Nobody yet."""
+        return Population(experiment=secrets.token_hex(8))
+
+    @staticmethod
+    def read(path: Path) -> Population:
+        """What :meth:`write` wrote."""
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return Population(experiment=found["experiment"], clients=tuple(map(Described.of, found["clients"])))
+
+    def write(self, path: Path) -> None:
+        """Write atomically."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        content = {"experiment": self.experiment, "clients": [asdict(client) for client in self.clients]}
+        write_atomically(path, (json.dumps(content, indent=2) + "\n").encode())
+
+    def with_clients(self, found: Iterable[Described], order: Sequence[str] = ()) -> Population:
+        """With those of ``found`` that are not in yet, in ``order`` as far as it goes, then by name."""
+        known = {client.name for client in self.clients}
+        place = {name: number for number, name in enumerate(order)}
+        fresh = sorted(
+            (client for client in found if client.name not in known),
+            key=lambda client: (place.get(client.name, len(place)), client.name),
+        )
+        return replace(self, clients=(*self.clients, *fresh))
+
+    def federation(self, classes: int | None) -> Elsewhere:
+        """The clients as a federation; ``classes``: how many there are, where the experiment says.
+
+        Raises :class:`FedshiftError` naming two sites whose samples or classes do not go together.
+        """
+        first = self.clients[0]
+        for other in self.clients[1:]:
+            if (other.shape, other.dtype) != (first.shape, first.dtype):
+                raise FedshiftError(
+                    f"samples of {first.name!r} are {first.dtype} of shape {first.shape}, those of {other.name!r} "
+                    f"{other.dtype} of shape {other.shape}: bring all to one shape (image_size in the settings, or "
+                    "the same columns)"
+                )
+            if bool(other.class_names) != bool(first.class_names):
+                raise FedshiftError(
+                    f"of {first.name!r} and {other.name!r} only one has classes with names: give the data of all sites "
+                    "in the same way"
+                )
+        names = self._class_names()
+        found = max(len(names), *(client.classes for client in self.clients))
+        if classes is not None and classes < found:
+            raise FedshiftError(f"classes={classes}, but the sites have {found}: ask for as many")
+        made = tuple(map(_client, self.clients))
+        return Elsewhere(name="sites", clients=made, classes=classes or found, class_names=names)
+
+    def _class_names(self) -> tuple[str, ...]:
+        kinds = {client.class_names for client in self.clients}
+        return kinds.pop() if len(kinds) == 1 else in_order({name for kind in kinds for name in kind})
+
+
+def _client(described: Described) -> ClientData:
+    zero = torch.zeros((1, *described.shape), dtype=getattr(torch, described.dtype))
+
+    def split(part: str, number: int) -> Split:
+        counted = part == "train" and described.labels
+        y = torch.repeat_interleave(torch.tensor(described.labels)) if counted else torch.zeros(number).long()
+        return Split(x=zero, y=y, rows=torch.zeros(number, dtype=torch.int64))
+
+    return ClientData(name=described.name, **{part: split(part, n) for part, n in described.samples.items()})

@@ -1,0 +1,188 @@
+"""Flower's own programs as children of ``fedshift serve`` and ``fedshift join``.
+
+They phone nobody (:mod:`fedshift.flower.quiet`), install nothing, keep what they write below one private folder, and
+end with the program that started them, however that ends: each watches its standard input, which the operating system
+closes. What Flower itself starts for each run and message is looked up by name, and here found as
+:mod:`fedshift.flower.forward`, which runs what is installed on this machine and nothing that was sent.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import tomllib
+import zipfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+
+from ..base.errors import FedshiftError
+from .quiet import QUIET
+
+APP = Path(__file__).with_name("app")
+"""The app that a coordinator submits."""
+PROGRAMS = {
+    "flower-superlink": "flwr.superlink.cli:flower_superlink",
+    "flower-supernode": "flwr.supernode.cli:flower_supernode",
+    "flwr": "flwr.cli.app:app",
+}
+STARTED = {"flwr-clientapp": "clientapp", "flwr-serverapp": "serverapp"}
+REFUSED = ("flwr-agentapp", "flwr-connector", "flwr-model", "flwr-simulation")
+GRACE = 5.0
+"""Seconds in which a program may end by itself."""
+
+
+class Program:
+    """One of :data:`PROGRAMS` as a child; what it says goes to the file ``log``.
+
+    ``home``: a private folder for what it writes. ``more``: further variables of its environment.
+    """
+
+    def __init__(
+        self, name: str, arguments: Sequence[str], *, home: Path, log: Path, more: Mapping[str, str] | None = None
+    ) -> None:
+        self.log = log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as said:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", "from fedshift.flower.programs import main; main()", name, *arguments],
+                stdin=subprocess.PIPE, stdout=said, stderr=subprocess.STDOUT, env=environment(home, more or {}),
+                start_new_session=True,  # Ctrl-C is for whoever started it
+            )  # fmt: skip
+
+    @property
+    def pid(self) -> int:
+        """The number of the process."""
+        return self._process.pid
+
+    @property
+    def code(self) -> int | None:
+        """How it ended; None while it runs."""
+        return self._process.poll()
+
+    def wait(self, seconds: float) -> int | None:
+        """How it ended, after at most ``seconds``; None where it still runs."""
+        try:
+            return self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def stop(self) -> None:
+        """End it, and what it started."""
+        if self._process.stdin:
+            self._process.stdin.close()
+        if self.wait(GRACE) is None:
+            self._process.kill()
+            self._process.wait()
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def said(self) -> str:
+        """The last line that it wrote."""
+        lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        return lines[-1].strip() if lines else "it said nothing"
+
+
+def environment(home: Path, more: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a program whose folder is ``home``; makes the folder and the programs that Flower starts."""
+    found = home / "bin"
+    found.mkdir(parents=True, exist_ok=True)
+    home.chmod(0o700)
+    for name in (*STARTED, *REFUSED):
+        run = f"echo {name} is not for this machine; exit 1"
+        if name in STARTED:
+            what = shlex.quote(f"from fedshift.flower.forward import {STARTED[name]} as main; main()")
+            run = f'exec {shlex.quote(sys.executable)} -c {what} "$@"'
+        beside = found / f"{name}.{os.getpid()}"
+        beside.write_text(f"#!/bin/sh\n{run}\n", encoding="utf-8")
+        beside.chmod(0o700)
+        beside.replace(found / name)
+    path = os.pathsep.join((str(found), str(Path(sys.executable).parent), os.environ.get("PATH", "")))
+    modules = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
+    return {
+        **os.environ, **QUIET, "FLWR_HOME": str(home), "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1", "PATH": path,
+        "PYTHONPATH": modules, "PYTHONUNBUFFERED": "1", **more,
+    }  # fmt: skip
+
+
+def is_own(app: bytes) -> bool:
+    """Whether ``app``, as Flower packs apps, is :data:`APP`: its names, and no code beside them."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(app)) as packed:
+            found = tomllib.loads(packed.read("pyproject.toml").decode())
+            others = [name for name in packed.namelist() if name != "pyproject.toml" and not name.startswith(".info/")]
+    except (zipfile.BadZipFile, KeyError, ValueError):
+        return False
+    own = tomllib.loads((APP / "pyproject.toml").read_text(encoding="utf-8"))
+    return not others and found["tool"]["flwr"]["app"]["components"] == own["tool"]["flwr"]["app"]["components"]
+
+
+def free_port() -> int:
+    """A port of this machine that nobody uses."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def submit(address: str, config: Path, *, home: Path, log: Path, root: Path | None) -> None:
+    """Submit :data:`APP` with the run configuration in TOML file ``config`` to the SuperLink at ``address``.
+
+    ``root``: the certificate that it is checked against; None: plain text. Raises :class:`FedshiftError`.
+    """
+    connect(home, address, root)
+    _finish(Program("flwr", ["run", str(APP), "here", "--run-config", str(config)], home=home, log=log), "submit a run")
+
+
+def register(key: Path, name: str, *, home: Path, log: Path) -> None:
+    """Make the public key in file ``key`` known to the SuperLink of the last :func:`connect`; as :func:`submit`."""
+    program = Program("flwr", ["supernode", "register", str(key), "here", "--name", name], home=home, log=log)
+    _finish(program, f"register the key of {name!r}")
+
+
+def connect(home: Path, address: str, root: Path | None) -> None:
+    """Tell ``flwr`` how to reach the SuperLink at ``address``."""
+    home.mkdir(parents=True, exist_ok=True)
+    trust = f'root-certificates = "{root.resolve()}"' if root else "insecure = true"
+    (home / "config.toml").write_text(
+        f'[superlink]\ndefault = "here"\n\n[superlink.here]\naddress = "{address}"\n{trust}\n', encoding="utf-8"
+    )
+
+
+def _finish(program: Program, what: str) -> None:
+    code = program.wait(120.0)
+    if code != 0:
+        program.stop()
+        raise FedshiftError(f"Flower could not {what} ({program.said()}): see {program.log}")
+
+
+def main() -> None:
+    """What the child runs: the program that its arguments name, until it ends or nobody is left who wants it."""
+    threading.Thread(target=_end_with, args=(sys.stdin.fileno(),), daemon=True).start()
+    del sys.argv[0]
+    if (poll := os.environ.get("FEDSHIFT_POLL")) and sys.argv[0] == "flower-supernode":
+        _poll_every(float(poll))
+    module, _, name = PROGRAMS[sys.argv[0]].partition(":")
+    getattr(importlib.import_module(module), name)()
+
+
+def _end_with(lifeline: int) -> None:
+    while os.read(lifeline, 1):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+    threading.Event().wait(GRACE / 2)
+    os._exit(1)
+
+
+def _poll_every(seconds: float) -> None:
+    """Let a SuperNode, which asks for messages every three seconds, ask every ``seconds``; Flower has no setting."""
+    node = importlib.import_module("flwr.supernode.start_client_internal")
+    node.time = SimpleNamespace(**{**vars(time), "sleep": lambda wanted: time.sleep(min(wanted, seconds))})  # type: ignore[attr-defined]

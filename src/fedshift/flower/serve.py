@@ -1,0 +1,263 @@
+"""``fedshift serve``: the coordinator of an experiment across machines.
+
+It starts Flower's SuperLink, makes the nodes' keys known to it, submits one fixed app (:mod:`.coordinator`) and shows
+what that tells. Whatever of this dies is started again and goes on with the last round that was saved; when this
+process dies, all of it ends, and ``--resume`` goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from threading import Event
+from typing import Any
+
+from rich.console import Console
+
+from ..base.errors import FedshiftError, UsageError
+from ..config import CompareSpec, RunSpec
+from ..experiment import Observer, read_study
+from ..launch import display, interruptible, new_directory, stopped
+from ..report.publish import publish
+from ..rundir import MACHINES
+from ..trial import RoundDone
+from .coordinator import COORDINATOR
+from .exchange import FACTS
+from .programs import Program, connect, register, submit
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+TRIES = 3
+"""How often in a row the programs are started again without a round getting done."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reach:
+    """Where a coordinator listens and what it asks of a round.
+
+    ``tls``: what `fedshift pki` made; None: plain text. ``clients``: how many must take part. ``seconds``: how long a
+    round takes at most. ``wait``: seconds for the first clients to come.
+    """
+
+    host: str
+    port: int
+    tls: Path | None
+    clients: int
+    seconds: float
+    wait: float
+
+    @property
+    def here(self) -> str:
+        """The address for this machine itself."""
+        host = "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host
+        return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
+
+    @property
+    def root(self) -> Path | None:
+        """The certificate that the coordinator's own is checked against."""
+        return self.tls / "ca.crt" if self.tls else None
+
+    def check(self, *, forced: bool) -> None:
+        """Raise :class:`UsageError` where files are missing, plain text would go out, or the port is not free."""
+        if self.tls:
+            for name in ("ca.crt", "server.crt", "server.key"):
+                if not (self.tls / name).is_file():
+                    raise UsageError(f"--tls {self.tls}: no {name} there: make it with `fedshift pki init`")
+            if not any((self.tls / "nodes").glob("*.pub")):
+                raise UsageError(f"--tls {self.tls}: no key of a node there: make some with `fedshift pki add`")
+        elif self.host not in LOOPBACK and not forced:
+            raise UsageError(
+                f"--insecure on --host {self.host} would send models in plain text to other machines: give --tls, or "
+                "listen on 127.0.0.1 behind a tunnel, or force it (--force-insecure)"
+            )
+        if self.clients < 1:
+            raise UsageError(f"min_clients={self.clients}: must be at least 1")
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        with socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((self.host, self.port))
+            except OSError as error:
+                raise UsageError(
+                    f"cannot listen on {self.host}:{self.port}: {error.strerror}; choose another (--port)"
+                ) from error
+
+
+def serve(spec: RunSpec | CompareSpec, reach: Reach, out: Path | None, resume: Path | None) -> int:
+    """Run ``spec`` with the sites that come; return the exit code, as ``fedshift run`` does."""
+    console, directory = Console(), resume or out or new_directory("serve")
+    if resume is None and (directory / "config.toml").exists():
+        raise UsageError(
+            f"{directory} already holds a run: go on with it (--resume {directory}), or choose another --out"
+        )
+    console.print(f"{directory}: listening on {reach.host}:{reach.port}", markup=False, highlight=False, soft_wrap=True)
+    failure: FedshiftError | OSError | None = None
+    finished = False
+    with interruptible(console) as stop, display(console) as observer, _Coordination(spec, reach, directory) as work:
+        try:
+            finished = work.run(_Shown(observer), stop)
+        except UsageError:
+            raise
+        except FedshiftError as error:
+            failure = error
+        except KeyboardInterrupt:
+            pass
+    if (directory / "study.json").exists():
+        try:
+            publish(read_study(directory), directory, console)
+        except (FedshiftError, OSError) as error:
+            failure = failure or error
+    if failure:
+        raise failure
+    return 0 if finished else stopped(console, "serve", directory)
+
+
+class _Shown:
+    """What the coordinator tells, for whoever watches."""
+
+    def __init__(self, observer: Observer) -> None:
+        self.observer, self.rounds = observer, 0
+
+    def hear(self, what: str, *values: Any) -> None:
+        """One message."""
+        if what == "connected":
+            return
+        if what == "round":
+            self.rounds += 1
+            done = RoundDone(**{**values[0], "participants": tuple(values[0]["participants"])})
+            self.observer.round(done)
+            moved = f"{_bytes(done.down)} down, {_bytes(done.up)} up, {done.seconds:.1f} s"
+            self.observer.notice(f"round {done.round}: {', '.join(done.participants)} took part; {moved}")
+        else:
+            getattr(self.observer, what)(*values)
+
+
+class _Coordination:
+    """The SuperLink and the app on it, kept going; use as a context manager."""
+
+    def __init__(self, spec: RunSpec | CompareSpec, reach: Reach, directory: Path) -> None:
+        self.reach, self.directory, self.logs = reach, directory, directory / MACHINES
+        self._folder = TemporaryDirectory(prefix="fedshift-")
+        self.home = Path(self._folder.name)
+        self.config = self.home / "run.toml"
+        self.config.write_text(f"{FACTS} = {json.dumps(json.dumps(asdict(spec)))}\n", encoding="utf-8")
+        self.socket = socket.socket(socket.AF_UNIX)
+        self.socket.bind(str(self.home / "talk"))
+        self.socket.listen()
+        self.socket.settimeout(0.2)
+
+    def __enter__(self) -> _Coordination:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.socket.close()
+        self._folder.cleanup()
+
+    def run(self, shown: _Shown, stop: Event) -> bool:
+        """Run to the end, or until ``stop``; whether it got to the end."""
+        tries, rounds = 0, 0
+        while True:
+            with self._superlink() as link:
+                self._submit(link)
+                finished = self._follow(link, shown, stop)
+            if finished is not None:
+                return finished
+            if stop.is_set():
+                return False
+            tries, rounds = (0, shown.rounds) if shown.rounds > rounds else (tries + 1, rounds)
+            if tries == TRIES:
+                raise FedshiftError(
+                    f"Flower's programs ended {tries} times without a round getting done ({link.said()}): see "
+                    f"{self.logs}"
+                )
+            shown.observer.notice(f"Flower's programs ended ({link.said()}); they are started again")
+
+    @contextmanager
+    def _superlink(self) -> Iterator[Program]:
+        tls = self.reach.tls
+        secured = [
+            "--ssl-ca-certfile", f"{tls}/ca.crt", "--ssl-certfile", f"{tls}/server.crt", "--ssl-keyfile",
+            f"{tls}/server.key", "--enable-supernode-auth",
+        ] if tls else ["--insecure"]  # fmt: skip
+        listen = ["--host", self.reach.host, "--port", str(self.reach.port)]
+        link = Program(
+            "flower-superlink", [*listen, "--disable-runtime-dependency-installation", *secured],
+            home=self.home, log=self.logs / "superlink.log", more={COORDINATOR: str(self.home / "talk")},
+        )  # fmt: skip
+        try:
+            yield link
+        finally:
+            link.stop()
+
+    def _submit(self, link: Program) -> None:
+        """Wait until the SuperLink listens, make the nodes' keys known to it, and submit the app."""
+        until = time.monotonic() + 60
+        host, _, port = self.reach.here.rpartition(":")
+        while True:
+            with socket.socket(socket.AF_INET6 if "[" in host else socket.AF_INET) as probe:
+                if probe.connect_ex((host.strip("[]"), int(port))) == 0:
+                    break
+            if link.wait(0.1) is not None or time.monotonic() > until:
+                raise FedshiftError(f"Flower's SuperLink did not start ({link.said()}): see {link.log}")
+        log = self.logs / "flwr.log"
+        if self.reach.tls:
+            connect(self.home, self.reach.here, self.reach.root)
+            for key in sorted((self.reach.tls / "nodes").glob("*.pub")):
+                register(key, key.stem, home=self.home, log=log)
+        submit(self.reach.here, self.config, home=self.home, log=log, root=self.reach.root)
+
+    def _follow(self, link: Program, shown: _Shown, stop: Event) -> bool | None:
+        """Pass on what the app tells; whether the experiment got to its end, None where the app was lost."""
+        talk = self._accepted(link, stop)
+        if talk is None:
+            return None
+        told = False
+        with talk:
+            talk.send_bytes(json.dumps(self._order()).encode())
+            try:
+                while True:
+                    if talk.poll(0.2):
+                        what, *values = json.loads(talk.recv_bytes())
+                        if what == "ended":
+                            return bool(values[0])
+                        if what == "failed":
+                            raise (UsageError if values[1] else FedshiftError)(values[0])
+                        shown.hear(what, *values)
+                    if stop.is_set() and not told:
+                        talk.send_bytes(b"stop")
+                        told = True
+            except (EOFError, OSError):
+                return None
+
+    def _accepted(self, link: Program, stop: Event) -> Connection | None:
+        while link.code is None and not stop.is_set():
+            try:
+                accepted, _ = self.socket.accept()
+            except TimeoutError:
+                continue
+            with accepted:
+                return Connection(os.dup(accepted.fileno()))
+        return None
+
+    def _order(self) -> dict[str, Any]:
+        reach = self.reach
+        keys = str(reach.tls.resolve()) if reach.tls else None
+        directory = str(self.directory.resolve())
+        return {
+            "directory": directory,
+            "clients": reach.clients,
+            "seconds": reach.seconds,
+            "wait": reach.wait,
+            "keys": keys,
+        }
+
+
+def _bytes(number: int) -> str:
+    return f"{number / 1e6:.2f} MB" if number >= 1e5 else f"{number / 1e3:.2f} kB"

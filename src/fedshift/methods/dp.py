@@ -1,0 +1,119 @@
+"""Differential privacy for clients: each client's change is clipped, and noise hides any one of them in the mean.
+
+McMahan et al. 2018 (DP-FedAvg), arXiv:1710.06963, Algorithm 1 with flat clipping; Geyer et al. 2017, arXiv:1712.07557.
+Of the changes d_k that a round's m clients send, over all entries together, the server takes over
+(1/m) (sum_k d_k min(1, C / |d_k|) + N(0, (z C)^2)). Clients count equally and counters, which are integers, stay what
+they are on the server, since both would tell how many samples a client has. A running variance that the noise makes
+negative stays as it was before the round.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from math import inf
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..base.errors import UsageError
+from ..base.state import State, clone
+from ..base.streams import stream
+from ..core.aggregate import Mean, Uploads, as_dtype
+from ..core.method import Method
+from ..core.plan import Plan
+from ..core.rule import Rule
+from ..core.select import norm_layers
+from .fedavg import fedavg
+
+
+@dataclass(frozen=True)
+class Private:
+    """The mean of changes of norm ``clip`` at most, with noise of ``noise`` times that norm on their sum.
+
+    ``delta``: for which epsilon is accounted. ``secret``: noise by the operating system in place of the trial's seed.
+    """
+
+    clip: float
+    noise: float
+    delta: float
+    secret: bool
+
+    def __post_init__(self) -> None:
+        if not (self.clip > 0 and 0 <= self.noise < inf and 0 < self.delta < 1):
+            raise UsageError(
+                f"dp: clip={self.clip:g}, noise={self.noise:g}, delta={self.delta:g}: give a clip above 0, noise of 0 "
+                "or more, and a delta in (0, 1)"
+            )
+        if self.clip == inf and self.noise:
+            raise UsageError("dp: clip=inf bounds nothing, so that no noise hides it: give a clip, or noise=0")
+
+    def __call__(self, uploads: Uploads) -> State:
+        """The server's entries after the round."""
+        before = uploads.previous
+        taken = sorted(name for name, at in before.items() if at.is_floating_point() and name not in uploads.fixed)
+        mean = Mean()
+        for state in uploads.states:
+            change = {name: state[name].double() - before[name].double() for name in taken}
+            mean.add(_clipped(change, self.clip), 1.0)
+        folded, scale = clone(before), self.noise * self.clip / len(uploads.states) if self.noise else 0.0
+        for name, moved in mean.result().items():
+            after = before[name].double() + moved
+            if scale:
+                after += scale * self._draws(uploads, name).to(after.device)
+            if name.endswith("running_var"):  # as torch calls it wherever statistics are kept
+                after = torch.where(after < 0, before[name].double(), after)
+            folded[name] = as_dtype(after, before[name].dtype)
+        return folded
+
+    def check(self, plan: Plan, clients: int) -> None:
+        """Refuse what noise does not hide, and buffers that noise would spoil."""
+        for rule in plan.method.rules:
+            if type(rule).fold is not Rule.fold:
+                raise UsageError(
+                    f"method {plan.method.name!r}: {rule.origin} sends more than the entries that dp clips, which "
+                    "noise does not hide: leave one of the two out"
+                )
+        for entry in plan.entries:
+            sent = entry.name in plan.sent and plan.initial[entry.name].is_floating_point()
+            if sent and entry.is_buffer and not norm_layers(entry):
+                kind = type(entry.owner).__name__
+                raise UsageError(
+                    f"method {plan.method.name!r}: entry {entry.name!r} is a buffer of a {kind}, to which dp would add "
+                    "noise even if it is a constant: register it with persistent=False, or keep it on clients"
+                )
+
+    def _draws(self, uploads: Uploads, name: str) -> Tensor:
+        """Standard normal draws for entry ``name``, float64."""
+        shape = uploads.previous[name].shape
+        if self.secret:
+            bits = np.frombuffer(os.urandom(8 * shape.numel()), np.uint64) >> 12  # 52: k + 1/2 is exact
+            drawn: Tensor = torch.special.ndtri(torch.from_numpy((bits + 0.5) / 2**52))
+        else:
+            drawn = torch.from_numpy(stream(uploads.seed, "dp", uploads.round, name).standard_normal(shape.numel()))
+        return drawn.reshape(shape)
+
+
+def _clipped(change: State, clip: float) -> State:
+    """``change`` scaled to norm ``clip`` where it is longer, the norm being that of all its entries together."""
+    norm = sum(float(entry.square().sum()) for entry in change.values()) ** 0.5
+    return change if norm <= clip else {name: entry * (clip / norm) for name, entry in change.items()}
+
+
+def dp(
+    base: Method | None = None,
+    *,
+    clip: float = 1.0,
+    noise: float = 1.0,
+    delta: float = 1e-5,
+    secret: bool = False,
+) -> Method:
+    """``base`` (FedAvg) with clipped changes and noise of standard deviation ``noise * clip`` on their sum.
+
+    ``delta``: for which epsilon is printed. ``secret``: noise by the operating system, which nobody can draw again, in
+    place of the seed.
+    """
+    base = base or fedavg()
+    name = base.titled(dp, clip=clip, noise=noise, delta=delta, secret=secret)
+    return replace(base.folding(name, Private(clip, noise, delta, secret)), weighting="uniform")

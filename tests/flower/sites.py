@@ -1,0 +1,140 @@
+"""Sites behind one of Flower's grids within the process: messages go as bytes, and faults are made to order."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from dataclasses import replace
+from itertools import count
+
+import fedshift.flower  # noqa: F401  isort: skip  (before anything of flwr: it keeps Flower quiet)
+
+with warnings.catch_warnings():  # what Flower imports (typer, click) is no matter of ours
+    warnings.simplefilter("ignore", DeprecationWarning)
+    from flwr.app import Error, Message
+    from flwr.common.serde import message_from_proto, message_to_proto
+    from flwr.proto.message_pb2 import Message as ProtoMessage
+    from flwr.serverapp import Grid
+
+from fedshift.build import experiment_of
+from fedshift.checkpoint import load_checkpoint
+from fedshift.client_store import PARTS
+from fedshift.config import RunSpec
+from fedshift.experiment import Experiment, Observer
+from fedshift.flower.coordinator import Coordinator
+from fedshift.flower.exchange import Exchange
+from fedshift.flower.site import Site
+
+RUN = 7
+
+
+def as_sent(message):
+    """``message`` as it arrives on the other side."""
+    return message_from_proto(ProtoMessage.FromString(message_to_proto(message).SerializeToString()))
+
+
+class SiteGrid(Grid):
+    """``sites``: the site of each node. ``away``: nodes that are not connected. ``tamper(node, question, answer)`` gives
+    what arrives in place of an answer (None: nothing). ``asked``: what arrived at each node."""
+
+    def __init__(self, sites):
+        self.sites, self.away, self.asked = dict(sites), set(), []
+        self.tamper = lambda node, question, answer: answer
+        self._replies, self._numbers = {}, count(1)
+
+    def get_node_ids(self):
+        return [node for node in self.sites if node not in self.away]
+
+    def push_messages(self, messages):
+        numbers = []
+        for message in messages:
+            number = f"message {next(self._numbers)}"
+            message.metadata.__dict__["_message_id"] = number
+            numbers.append(number)
+            node = message.metadata.dst_node_id
+            if node in self.away:
+                continue
+            arrived = as_sent(message)
+            question = Exchange.of(arrived.content)
+            self.asked.append((node, question))
+            answer = self.tamper(node, question, self.sites[node].answer(replace(question, run=RUN)))
+            if isinstance(answer, Exchange):
+                self._replies[number] = as_sent(Message(answer.content(), reply_to=arrived))
+            elif answer is not None:
+                reply = Message(Error(answer, "made to order"), reply_to=arrived)
+                reply.metadata.__dict__["_src_node_id"] = 1  # as Flower's own error replies
+                self._replies[number] = as_sent(reply)
+        return numbers
+
+    def pull_messages(self, message_ids):
+        return [self._replies.pop(number) for number in list(message_ids) if number in self._replies]
+
+    def set_run(self, run):
+        raise NotImplementedError
+
+    run = property()
+    create_message = send_and_receive = set_run
+
+
+class Heard(Observer):
+    """Keeps what a coordinator tells."""
+
+    def __init__(self):
+        self.stop, self.changed, self.notices, self.rounds = threading.Event(), threading.Event(), [], []
+        self.after = lambda done: None
+
+    def tell(self, what, *values):
+        pass
+
+    def notice(self, text):
+        self.notices.append(text)
+
+    def round(self, done):
+        self.rounds.append(done)
+        self.after(done)
+
+
+def spec_for(method="fedbn", **changes):
+    return RunSpec(**{"method": method, "domains": "pen,photo,print", "samples": 24, "rounds": 2, "lr": 0.05} | changes)
+
+
+def sites_of(spec, folder, **named):
+    """A site for each client of the embedded digits that ``spec`` names, by its node's number."""
+    return {
+        number: Site("digits", name, folder / name, **named) for number, name in enumerate(spec.domains.split(","), 1)
+    }
+
+
+def coordinator(spec, grid, directory, heard, **order):
+    given = {"directory": str(directory), "clients": len(grid.sites), "seconds": 5.0, "wait": 5.0, "keys": None}
+    return Coordinator(grid, spec, given | order, heard, RUN)
+
+
+def in_process(spec, directory) -> Experiment:
+    """The same experiment in one process."""
+    experiment = experiment_of(replace(spec, engine="sequential"))
+    experiment.run(directory)
+    return experiment
+
+
+def same_as_in_process(spec, directory, folder, reference):
+    """Assert that the run in ``directory`` with sites in ``folder`` left what the one in ``reference`` did, bit for bit."""
+    experiment = in_process(spec, reference)
+    (method,), (seed,) = experiment.methods, experiment.seeds
+    trial = experiment._trial(method, seed)
+    (place,) = (reference / "trials").iterdir()
+    trial.restore(*load_checkpoint(place / "checkpoint.safetensors"), place)
+    found, facts = load_checkpoint(directory / "trials" / place.name / "checkpoint.safetensors")
+    wanted = trial._server_tensors()
+    assert facts["round"] == trial.server.round
+    assert {name for name in found if name.startswith("server/")} == wanted.keys()
+    for name, tensor in wanted.items():
+        assert found[name].dtype == tensor.dtype and found[name].equal(tensor), name
+    for client in trial.clients.seen:
+        (state,) = (folder / client).glob(f"*/{place.name}/state-{facts['bases'][client]}.safetensors")
+        kept, said = load_checkpoint(state)
+        entries = {f"{part}/{n}": x for part in PARTS for n, x in getattr(trial.clients[client], part).items()}
+        assert said["steps"] == trial.clients[client].steps
+        assert kept.keys() == entries.keys()
+        for name, tensor in entries.items():
+            assert kept[name].equal(tensor), (client, name)

@@ -1,0 +1,22 @@
+"""An experiment across machines is the one in one process, bit for bit, for every method (law 1)."""
+
+import json
+
+import pytest
+
+from tests.flower.sites import Heard, SiteGrid, coordinator, same_as_in_process, sites_of, spec_for
+
+from fedshift.names import catalog
+from fedshift.base.errors import UsageError
+
+POOLED = ("centralized",)
+COMPOSED = ("fedbn+fedprox(mu=0.1)", "silobn+scaffold", "fedbn+fedmmb(batches=1)+fedadam")
+FEDERATED = (*(name for name in catalog("methods") if name not in POOLED), *COMPOSED)
+
+
+@pytest.mark.parametrize("method", FEDERATED)
+def test_every_method_is_what_it_is_in_one_process(method, tmp_path, machine):
+    spec = spec_for(method, domains="pen,photo,print,faded,worn", samples=16, rounds=3, evaluate_every=3)
+    grid = SiteGrid(sites_of(spec, tmp_path))
+    assert coordinator(spec, grid, tmp_path / "served", Heard()).run()
+    same_as_in_process(spec, tmp_path / "served", tmp_path, tmp_path / "reference")

@@ -1,0 +1,149 @@
+"""States on the wire: bit for bit in every type, readable by Flower; whatever does not fit is refused by name."""
+
+import fedshift.flower  # noqa: F401  isort: skip
+
+from io import BytesIO
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord
+from torch import nn
+
+from fedshift import SGD, fedbn, scaffold
+from fedshift.core.kernel import arrive, finish, init_client, init_server
+from fedshift.core.prepare import prepare
+from fedshift.flower.arrays import NUMPY, RAW, Refused, check_state, from_record, to_record, update_of
+
+TYPES = (
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool, torch.uint8, torch.int8, torch.int16,
+    torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64,
+)  # fmt: skip
+
+
+def bits(tensor):
+    return tensor.contiguous().reshape(-1).view(torch.uint8).tolist() if tensor.numel() else []
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (5,), (2, 3, 4, 2)], ids=str)
+def test_every_type_and_shape_comes_back_bit_for_bit(dtype, shape):
+    size = int(np.prod(shape))
+    raw = torch.arange(7, 7 + size * dtype.itemsize) % (2 if dtype == torch.bool else 256)
+    tensor = raw.to(torch.uint8).view(dtype).reshape(shape)
+    record = to_record({"x": tensor})
+    back = from_record(record)["x"]
+    assert (back.dtype, back.shape) == (dtype, tensor.shape)
+    assert bits(back) == bits(tensor)
+    if dtype != torch.bfloat16:
+        read = record.to_torch_state_dict()["x"]
+        assert (read.dtype, read.shape) == (dtype, tensor.shape)
+        assert bits(read) == bits(tensor)
+
+
+def test_layout_does_not_matter_and_memory_is_owned():
+    x = torch.randn(2, 3, 4, 5)
+    for laid in (x.contiguous(memory_format=torch.channels_last), x.transpose(0, 3).contiguous().transpose(0, 3)):
+        record = to_record({"x": laid})
+        assert record["x"].data == to_record({"x": x})["x"].data
+    back = from_record(record)["x"]
+    back.zero_()
+    assert torch.equal(from_record(record)["x"], x)
+
+
+def test_what_other_flower_code_sends_is_read_in_either_order_of_memory():
+    weight = torch.randn(4, 3)
+    for tensor in (weight, weight.t()):
+        assert torch.equal(from_record(ArrayRecord({"w": Array(tensor.numpy())}))["w"], tensor)
+
+
+GOOD = to_record({"w": torch.ones(2, 3)})["w"]
+
+
+@pytest.mark.parametrize(
+    ("array", "why"),
+    [
+        (Array("float32", (2, 4), NUMPY, GOOD.data), "declared as float32 of shape .2, 4., but its bytes are float32"),
+        (Array("float64", (2, 3), NUMPY, GOOD.data), "declared as float64"),
+        (Array("float32", (2, 3), NUMPY, GOOD.data[:-1]), "takes 24 bytes, but has 23"),
+        (Array("float32", (2, 3), NUMPY, GOOD.data + b"x"), "takes 24 bytes, but has 25"),
+        (Array("float32", (2, 3), NUMPY, b"PK\x03\x04"), "not in NumPy's format"),
+        (Array("float32", (2, 3), "pickle", GOOD.data), "'float32' in 'pickle', which is not read"),
+        (Array("object", (2, 3), NUMPY, GOOD.data), "'object' in 'numpy.ndarray', which is not read"),
+        (Array("bfloat16", (3,), RAW, bytes(7)), "takes 6 bytes, but has 7"),
+        (Array("bfloat16", (-1, -3), RAW, bytes(6)), "takes 6 bytes, but has 6"),
+        (Array("bfloat16", (0, 10**30), RAW, b""), "cannot be read"),
+        (Array("bfloat16", (10**30,), RAW, b""), "bytes, but has 0"),
+        (Array("bool", (3,), NUMPY, to_record({"b": torch.ones(3).bool()})["b"].data[:-1] + b"\x02"), "neither 0 nor"),
+    ],
+)
+def test_arrays_that_lie_about_themselves_are_refused(array, why):
+    with pytest.raises(Refused, match=why):
+        from_record(ArrayRecord({"w": array}))
+
+
+def test_pickled_objects_are_not_loaded():
+    data = np.array([print], dtype=object)
+    with pytest.raises(ValueError, match="pickle"):
+        Array(data)
+    file = BytesIO()
+    np.save(file, data, allow_pickle=True)
+    with pytest.raises(Refused, match="declared as float32"):
+        from_record(ArrayRecord({"w": Array("float32", (1,), NUMPY, file.getvalue())}))
+
+
+def test_types_that_cannot_travel_are_refused():
+    with pytest.raises(Refused, match="complex64"):
+        to_record({"w": torch.ones(2, dtype=torch.complex64)})
+
+
+@pytest.mark.parametrize(
+    ("found", "why"),
+    [
+        ({}, "the upload lacks entry 'w'"),
+        ({"w": torch.ones(2), "v": torch.ones(1)}, "has an entry 'v', which does not belong"),
+        ({"w": torch.ones(3)}, r"has shape \(3,\) in place of \(2,\)"),
+        ({"w": torch.ones(2).double()}, "has type torch.float64 in place of torch.float32"),
+        ({"w": torch.tensor([1.0, torch.nan])}, "holds NaN or infinity"),
+        ({"w": torch.tensor([1.0, -torch.inf])}, "holds NaN or infinity"),
+    ],
+)
+def test_states_that_do_not_fit_are_refused_by_entry(found, why):
+    check_state({"w": torch.zeros(2)}, {"w": torch.ones(2)}, "the upload")
+    with pytest.raises(Refused, match=why):
+        check_state(found, {"w": torch.ones(2)}, "the upload")
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return prepare(fedbn(scaffold()), nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)), optimizer=SGD(lr=0.1))
+
+
+def test_an_upload_of_the_kernel_passes_in_the_servers_order(plan):
+    server = init_server(plan)
+    update = finish(plan, arrive(plan, init_client(plan), server))[1]
+    backwards = dict(reversed(update.shared.items()))
+    taken = update_of(plan, server, backwards, update.memory, 12, 3, update.memory, most=12)
+    assert list(taken.shared) == list(server.shared) == ["0.weight", "0.bias"]
+    assert (taken.weight, taken.steps, taken.memory) == (12.0, 3, update.memory)
+
+
+@pytest.mark.parametrize("weight", [0, -1, 0.5, 13, 1e30, 10**400, float("nan"), float("inf")])
+def test_weights_that_are_no_number_of_samples_are_refused(plan, weight):
+    server = init_server(plan)
+    with pytest.raises(Refused, match="number of samples, whole and from 1 to 12"):
+        update_of(plan, server, server.shared, {}, weight, 1, most=12)
+
+
+def test_steps_memory_and_personal_entries_are_checked(plan):
+    server = init_server(plan)
+    memory = finish(plan, arrive(plan, init_client(plan), server))[1].memory
+    name = min(memory)
+    with pytest.raises(Refused, match="5 local steps on 4 samples"):
+        update_of(plan, server, server.shared, memory, 4, 5, memory)
+    with pytest.raises(Refused, match=f"rule memory lacks entry '{name}'"):
+        update_of(plan, server, server.shared, {n: x for n, x in memory.items() if n != name}, 4, 1, memory)
+    with pytest.raises(Refused, match=f"'{name}' of the upload's rule memory holds NaN"):
+        update_of(plan, server, server.shared, memory | {name: memory[name] * torch.nan}, 4, 1)
+    with pytest.raises(Refused, match=r"entry '1\.weight', which does not belong there"):
+        update_of(plan, server, server.shared | {"1.weight": torch.ones(3)}, memory, 4, 1)

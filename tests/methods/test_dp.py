@@ -1,0 +1,244 @@
+"""Differential privacy: clipping in closed form, noise by its statistics, and nothing that gets around the two."""
+
+import random
+import sys
+from itertools import combinations, pairwise
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import kstest
+from torch import nn
+
+from fedshift.base.errors import UsageError
+from fedshift.base.state import equal
+from fedshift.core.aggregate import Uploads
+from fedshift.core.loss import cross_entropy
+from fedshift.core.optimizer import SGD
+from fedshift.core.work import Work
+from fedshift.data.federation import federation
+from fedshift.experiment import Experiment
+from fedshift.methods.dp import dp
+from fedshift.methods.fedavg import fedavg
+from fedshift.methods.fedbn import fedbn
+from fedshift.methods.fixbn import fixbn
+from fedshift.methods.median import median
+from fedshift.methods.scaffold import scaffold
+from fedshift.settings import Settings
+from fedshift.trial import Trial
+
+INF = float("inf")
+BEFORE = {
+    "w": torch.arange(6, dtype=torch.float64).reshape(2, 3), "bn.running_mean": torch.zeros(2, dtype=torch.float64),
+    "bn.running_var": torch.ones(2, dtype=torch.float64), "bn.num_batches_tracked": torch.tensor(7),
+}  # fmt: skip
+
+
+def fold(method, states, before=BEFORE, **known):
+    share = [1 / len(states)] * len(states)
+    names = frozenset(before)
+    uploads = Uploads(
+        states=states, weights=share, steps=[1] * len(states), previous=before, trained=names, loaded=names, **known
+    )
+    return method.aggregate(uploads)
+
+
+def moved(w=0.0, mean=0.0, var=0.0, count=0):
+    """What a client sends whose entries moved by these numbers."""
+    return {name: tensor + by for (name, tensor), by in zip(BEFORE.items(), (w, mean, var, count), strict=True)}
+
+
+def test_changes_are_clipped_over_all_entries_together_and_counted_equally():
+    changes = [(0.1, 0.2, 0.3), (2.0, -1.0, 0.5), (-30.0, 0.0, 0.0), (0.0, 0.0, 0.0)]
+    folded = fold(dp(clip=1.5, noise=0.0), [moved(*change, count=9) for change in changes])
+    norms = [(6 * w**2 + 2 * mean**2 + 2 * var**2) ** 0.5 for w, mean, var in changes]
+    assert sorted(norm > 1.5 for norm in norms) == [False, False, True, True]
+    scaled = np.array([np.array(c) * min(1.0, 1.5 / n) if n else c for c, n in zip(changes, norms, strict=True)])
+    for name, by in zip(("w", "bn.running_mean", "bn.running_var"), scaled.mean(axis=0), strict=True):
+        assert (folded[name] - BEFORE[name] - by).abs().max() <= 1e-15, name
+    assert int(folded["bn.num_batches_tracked"]) == 7  # the mean of the clients' counters would be 16
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_client_moves_the_mean_further_than_its_share_of_the_clip(seed):
+    rng = np.random.default_rng(seed)
+    states = [moved(*rng.normal(scale=10.0 ** rng.integers(-3, 6), size=3)) for _ in range(5)]
+    method = dp(clip=0.7, noise=0.0)
+    with_it, without = fold(method, states), fold(method, [*states[:4], BEFORE])
+    floats = ("w", "bn.running_mean", "bn.running_var")
+    distance = sum(float((with_it[name] - without[name]).square().sum()) for name in floats) ** 0.5
+    assert 0 < distance <= 0.7 / 5 * (1 + 1e-12)
+
+
+def noise_of(method, clients=4, size=100_000, **known):
+    """What is added to two entries of zeros by a round in which no client changes anything."""
+    before = {name: torch.zeros(2, size // 2, dtype=torch.float64) for name in "ab"}
+    folded = fold(method, [before] * clients, before, **known)
+    return np.stack([folded[name].numpy().ravel() for name in "ab"])
+
+
+@pytest.mark.parametrize("secret", [False, True])
+def test_noise_is_normal_with_the_standard_deviation_of_the_paper(secret, monkeypatch):
+    monkeypatch.setattr("os.urandom", random.Random(0).randbytes)
+    drawn = noise_of(dp(clip=3.0, noise=0.5, secret=secret), clients=4)
+    scaled = drawn / (0.5 * 3.0 / 4)
+    assert abs(scaled.std() - 1) < 0.01
+    assert abs(scaled.mean()) < 0.01
+    assert kstest(scaled.ravel(), "norm").pvalue > 0.01
+    assert abs(np.corrcoef(scaled)[0, 1]) < 0.01  # entries have draws of their own
+
+
+def test_noise_comes_again_with_seed_and_round_unless_it_is_secret():
+    for secret in (False, True):
+        method = dp(noise=1.0, secret=secret)
+        first = noise_of(method, size=10, seed=1, round=2)
+        assert (noise_of(method, size=10, seed=1, round=2) == first).all() == (not secret)
+        assert not (noise_of(method, size=10, seed=2, round=2) == first).any()
+        assert not (noise_of(method, size=10, seed=1, round=3) == first).any()
+
+
+def test_a_variance_that_noise_makes_negative_stays_and_what_is_fixed_has_no_noise():
+    before = {name: torch.full((1000,), 0.1) for name in ("bn.running_var", "bn.running_mean", "frozen")}
+    folded = fold(dp(noise=1.0), [before] * 2, before, fixed=frozenset({"frozen"}))
+    stayed = folded["bn.running_var"] == before["bn.running_var"]
+    assert 0.3 < stayed.float().mean() < 0.55  # P(0.1 + 0.5 z < 0) = 0.42
+    assert (folded["bn.running_var"] > 0).all()
+    assert (folded["bn.running_mean"] < 0).any()
+    assert torch.equal(folded["frozen"], before["frozen"])
+    assert folded["bn.running_var"].dtype == torch.float32
+
+
+def network(shape, classes):
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, classes), nn.Linear(classes, classes)).double()
+    net[3].requires_grad_(False)
+    return net
+
+
+def data():
+    rng = np.random.default_rng(0)
+    sizes = {"a": 12, "b": 5, "c": 8}
+    made = {name: (rng.normal(size=(size, 3)), np.arange(size) % 2) for name, size in sizes.items()}
+    return federation({name: (x, y, x, y) for name, (x, y) in made.items()})
+
+
+def trial(method, model=network, seed=0, **settings):
+    settings = {"work": Work(batch_size=4, epochs=2), "optimizer": SGD(lr=0.1), "rounds": 4} | settings
+    return Trial(method, model, data(), Settings(**settings), seed)
+
+
+def test_without_noise_and_clip_it_is_fedavg_of_clients_that_count_equally():
+    plain, private = trial(fedavg(weighting="uniform")), trial(dp(clip=INF, noise=0.0))
+    for _ in range(3):
+        plain.advance()
+        private.advance()
+    for name, tensor in plain.server.shared.items():
+        if name.endswith("num_batches_tracked"):
+            assert (int(tensor), int(private.server.shared[name])) == (12, 0)
+        else:
+            assert (tensor - private.server.shared[name]).abs().max() <= 1e-13, name
+
+
+def test_the_noise_of_a_trial_differs_by_seed_and_round():
+    found = []
+    for seed in (0, 1):
+        still = trial(dp(clip=1e-9, noise=1e9), seed=seed, optimizer=SGD(lr=0.0))  # noise alone: nobody learns
+        states = [still.plan.initial]
+        for _ in range(2):
+            still.advance()
+            states.append(still.server.shared)
+        found += [after["0.weight"] - before["0.weight"] for before, after in pairwise(states)]
+        assert torch.equal(states[2]["3.weight"], states[0]["3.weight"])  # a frozen parameter
+    assert all((noise.abs() > 1e-4).all() for noise in found)
+    assert not any(torch.isclose(one, other).any() for one, other in combinations(found, 2))
+
+
+def test_statistics_that_are_frozen_get_no_noise():
+    running = trial(fixbn(dp(noise=0.1), switch=2))
+    states = []
+    for _ in range(4):
+        running.advance()
+        states.append({name: running.server.shared[name] for name in ("1.running_mean", "1.running_var")})
+    assert not equal(states[0], states[1])
+    assert equal(states[1], states[2])
+    assert equal(states[2], states[3])
+
+
+def test_what_stays_on_clients_is_neither_clipped_nor_blurred():
+    running = trial(fedbn(dp(noise=1.0)))
+    running.advance()
+    assert not [name for name in running.server.shared if name.startswith("1.")]
+    assert int(running.state_of("a")["1.num_batches_tracked"]) == 6
+
+
+class Constant(nn.Module):
+    def __init__(self, persistent):
+        super().__init__()
+        self.register_buffer("shift", torch.ones(3, dtype=torch.float64), persistent=persistent)
+
+    def forward(self, x):
+        return x + self.shift
+
+
+def with_buffer(*, persistent):
+    return lambda shape, classes: nn.Sequential(Constant(persistent), nn.Linear(3, classes).double())
+
+
+def test_a_buffer_that_may_be_a_constant_is_refused_by_name():
+    with pytest.raises(UsageError, match=r"'0\.shift' is a buffer of a Constant, to which dp would add noise"):
+        trial(dp(), with_buffer(persistent=True))
+    trial(dp(), with_buffer(persistent=False)).advance()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: dp(clip=0.0), "clip=0, noise=1, delta=1e-05: give a clip above 0"),
+        (lambda: dp(noise=-1.0), "noise=-1"),
+        (lambda: dp(noise=INF), "noise=inf"),
+        (lambda: dp(delta=1.0), "delta=1: give"),
+        (lambda: dp(clip=float("nan")), "clip=nan"),
+        (lambda: dp(clip=INF), "clip=inf bounds nothing"),
+        (lambda: dp(median()), "median folds uploads in a way of its own already"),
+        (lambda: trial(dp(scaffold())), r"'dp\+scaffold': scaffold sends more than the entries that dp clips"),
+        (lambda: trial(scaffold(dp())), r"'scaffold\+dp': scaffold sends more than the entries that dp clips"),
+    ],
+)
+def test_what_would_not_be_private_is_refused(make, message):
+    with pytest.raises(UsageError, match=message):
+        make()
+
+
+def test_weights_of_classes_that_come_from_all_clients_are_refused():
+    def experiment(weights):
+        settings = Settings(loss=cross_entropy(weights=weights))
+        return Experiment(methods=(fedavg(), fedbn(dp())), data=data(), model=network, settings=settings, seeds=(0,))
+
+    with pytest.raises(UsageError, match=r"'fedbn\+dp': balanced weights come from all clients' label counts"):
+        experiment("balanced")
+    experiment((1.0, 2.0))
+
+
+SPENT = (
+    "fedbn+dp(noise=2): (epsilon = 3.19, delta = 1e-05)-differentially private at the level of clients after 2 rounds "
+    "(RDP accountant of Opacus), but only against those who do not know the seed, from which noise is drawn unless "
+    "secret=True"
+)
+
+
+def test_a_run_says_what_privacy_it_spent(make, tmp_path, Listener):
+    heard = Listener()
+    chosen = "fedavg, fedbn+dp(noise=2.0), dp(noise=2.0, secret=True), dp(noise=0.0)"
+    make(methods=chosen, rounds=2, seeds=2).run(tmp_path / "run", observer=heard)
+    said = [notice for notice in heard.notices if "privacy" in notice or "private" in notice]
+    assert said == [
+        SPENT,
+        SPENT.replace("fedbn+dp(noise=2)", "dp(noise=2, secret=True)").partition(", but")[0],
+        "dp(noise=0): noise=0, so there is no differential privacy",
+    ]
+
+
+def test_a_run_without_opacus_says_how_to_get_it(make, tmp_path, Listener, monkeypatch):
+    monkeypatch.setitem(sys.modules, "opacus.accountants", None)
+    heard = Listener()
+    make("dp", rounds=1).run(tmp_path / "run", observer=heard)
+    assert "epsilon takes Opacus, which is not installed: pip install 'fedshift[privacy]'" in heard.notices[-1]
