@@ -166,8 +166,9 @@ def compare(
         newcomers: clients that never take part in training, a list of names or a pattern such as ``"usps-*"``.
         unseen: how a client that never trained is measured by a method that keeps state on clients: not at all, or on
             a model made by the policy (see ``fedshift.newcomers``).
-        engine: how clients are run: ``sequential``, ``stacked``, ``pool``, ``identity`` or ``auto``, which chooses.
-        workers: processes of the pool engine at most; None: one for each free processor.
+        engine: how clients are run: ``sequential``, ``stacked``, ``pool``, ``ray``, ``identity`` or ``auto``, which
+            chooses.
+        workers: processes of the engines pool and ray at most; None: one for each free processor, or of the cluster.
         precision: what layers compute in; ``bfloat16`` is inexact.
         device: torch device.
         allow_single_class: accept clients whose training data hold one class.

@@ -171,11 +171,13 @@ class Spec(DataSpec):
 
     engine: Annotated[str, Parameter(group=TRAINING)] = "auto"
     """How clients are run: sequential, one after another; stacked, side by side in one tensor program (small networks);
-    pool, spread over processes (larger ones); identity, all as one big batch (one plain step a round); auto chooses,
-    by a timed step. Engines agree up to rounding."""
+    pool, spread over processes (larger ones); ray, over the hosts of a Ray cluster (RAY_ADDRESS; without it over
+    processes); identity, all as one big batch (one plain step a round); auto chooses, by a timed step, but never ray.
+    Engines agree up to rounding."""
 
     workers: Annotated[Positive | None, Parameter(group=TRAINING)] = None
-    """Processes of the pool engine at most; without it one for each processor that is free to use."""
+    """Processes of the engines pool and ray at most; without it one for each processor that is free to use, or that
+    the Ray cluster has."""
 
     precision: Annotated[Literal["float32", "bfloat16"], Parameter(group=TRAINING)] = "float32"
     """What layers compute in; bfloat16 is faster where the processor has it, and inexact: about three digits."""

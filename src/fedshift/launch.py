@@ -116,6 +116,7 @@ def _summary(experiment: Experiment) -> str:
 
 
 def new_directory(command: str) -> Path:
+    """A directory under ``runs`` that does not exist yet."""
     from datetime import datetime
     from itertools import count
 
@@ -160,6 +161,7 @@ def _say_profile(console: Console, seconds: Seconds, whole: float, device: str) 
 
 @contextmanager
 def display(console: Console) -> Iterator[Observer]:
+    """An observer that shows what happens: a live display on a terminal, plain lines elsewhere."""
     from .progress import LiveDisplay, PlainLines
 
     if not console.is_terminal:

@@ -34,8 +34,10 @@ def as_sent(message):
 
 
 class SiteGrid(Grid):
-    """``sites``: the site of each node. ``away``: nodes that are not connected. ``tamper(node, question, answer)`` gives
-    what arrives in place of an answer (None: nothing). ``asked``: what arrived at each node."""
+    """``sites``: the site of each node. ``away``: nodes that are not connected. ``asked``: what arrived at each node.
+
+    ``tamper(node, question, answer)`` gives what arrives in place of an answer; None: nothing.
+    """
 
     def __init__(self, sites):
         self.sites, self.away, self.asked = dict(sites), set(), []
@@ -118,7 +120,7 @@ def in_process(spec, directory) -> Experiment:
 
 
 def same_as_in_process(spec, directory, folder, reference):
-    """Assert that the run in ``directory`` with sites in ``folder`` left what the one in ``reference`` did, bit for bit."""
+    """Assert that the run in ``directory``, with sites in ``folder``, left what one process does, bit for bit."""
     experiment = in_process(spec, reference)
     (method,), (seed,) = experiment.methods, experiment.seeds
     trial = experiment._trial(method, seed)
@@ -129,7 +131,8 @@ def same_as_in_process(spec, directory, folder, reference):
     assert facts["round"] == trial.server.round
     assert {name for name in found if name.startswith("server/")} == wanted.keys()
     for name, tensor in wanted.items():
-        assert found[name].dtype == tensor.dtype and found[name].equal(tensor), name
+        assert found[name].dtype == tensor.dtype, name
+        assert found[name].equal(tensor), name
     for client in trial.clients.seen:
         (state,) = (folder / client).glob(f"*/{place.name}/state-{facts['bases'][client]}.safetensors")
         kept, said = load_checkpoint(state)

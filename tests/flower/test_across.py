@@ -1,13 +1,9 @@
 """An experiment across machines is the one in one process, bit for bit, for every method (law 1)."""
 
-import json
-
 import pytest
 
-from tests.flower.sites import Heard, SiteGrid, coordinator, same_as_in_process, sites_of, spec_for
-
 from fedshift.names import catalog
-from fedshift.base.errors import UsageError
+from tests.flower.sites import Heard, SiteGrid, coordinator, same_as_in_process, sites_of, spec_for
 
 POOLED = ("centralized",)
 COMPOSED = ("fedbn+fedprox(mu=0.1)", "silobn+scaffold", "fedbn+fedmmb(batches=1)+fedadam")

@@ -22,7 +22,7 @@ from ..base.state import State, pick
 from ..core.kernel import Client, begin, finish, init_client
 from ..core.method import Method
 from ..data.federation import Federation
-from ..engines.engine import Trained
+from ..engines.engine import Diverged, Trained
 from ..experiment import Experiment
 from ..models._making import ModelFactory
 from ..records import Row
@@ -67,24 +67,24 @@ class TrialAcross(Trial):
         members = frozenset(self.clients.names)
         self.nodes.wait(min(self.terms.clients, len(members)), self.terms.seconds, members)
         there = tuple(name for name in self.clients.names if name in self.nodes.online)
-        share = self.settings.participation
-        if share is not None and len(there) < len(members):
-            wanted = len(self.settings.participants(self.seed, number, self.clients.names))
-            return self.settings.participants(self.seed, number, there)[:wanted]
         return self.settings.participants(self.seed, number, there)
 
     @override
     def _train(self, names: tuple[str, ...]) -> Iterator[tuple[str, Trained]]:
         round, enough = self.server.round + 1, min(self.terms.clients, len(names))
         done: list[str] = []
+        diverged: FedshiftError | None = None
         for name, answer in self._ask("train", names, self.plan.loaded, enough):
             try:
                 trained = self._checked(name, answer)
             except FedshiftError as error:
                 self.nodes.say(f"round {round}: {name} is left out: {error}")
+                diverged = error if isinstance(error, Diverged) else diverged
                 continue
             done.append(name)
             yield name, trained
+        if len(done) < enough and diverged:
+            raise diverged
         if len(done) < enough:
             raise FedshiftError(
                 f"round {round}: of {len(names)} clients that were asked, {len(done)} sent an upload that can be used; "
@@ -101,7 +101,7 @@ class TrialAcross(Trial):
             name for name in self.data.names if name in self.nodes.online and (plan.has_global or name in self.bases)
         )
         rows: dict[str, list[Row]] = {}
-        for name, answer in self._ask("evaluate", names, asked, len(names)):
+        for name, answer in self._ask("evaluate", names, asked, min(self.terms.clients, len(names))):
             try:
                 rows[name] = self._rows(name, answer)
             except FedshiftError as error:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import zip_longest
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
@@ -45,6 +47,7 @@ app = ServerApp()
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """Run the experiment that the run's configuration describes."""
+    sys.path.append("")  # methods and models of the person's own, beside which `fedshift serve` was started
     with Client(os.environ[COORDINATOR], family="AF_UNIX") as talk:
         order = json.loads(talk.recv_bytes())
         report = Report(talk)
@@ -123,27 +126,20 @@ class Coordinator:
         self.spec = replace(spec, engine="sequential", workers=None)
         self.terms = Terms(clients=int(order["clients"]), seconds=float(order["seconds"]))
         self.sent = {**asdict(self.spec), **PRIVATE}
+        self.turned_away: set[str] = set()
         labels = settings_of(replace(self.spec, newcomers=None), ()).loss.weights == "balanced"
         hello = Exchange(kind="describe", facts={"spec": self.sent, "labels": labels})
-        if order["keys"] is None:
-            self.nodes = Nodes(grid, hello, None, report.notice, self._looked)
-        else:
-            from .pki import load_public_keys
-            from .proof import Signer
-
-            tls = Path(order["keys"])
-            signer = Signer(tls, run)
-            self.nodes = Nodes(grid, hello, load_public_keys(tls), report.notice, self._looked, signer)
         self.path = self.directory / MACHINES / "population.json"
         self.population = Population.read(self.path) if self.path.exists() else Population.new()
+        known = {client.name: client for client in self.population.clients}
+        secured = _secured(Path(order["keys"]), run) if order["keys"] else {}
+        self.nodes = Nodes(grid, hello, report.notice, known=known, changed=self._came, **secured)
 
     def run(self) -> bool:
         """Run to the end, or until it is told to stop; whether it got to the end."""
         members = frozenset(client.name for client in self.population.clients)
-        if members:
-            self.nodes.wait(min(self.terms.clients, len(members)), self.wait, members)
-        else:
-            self.nodes.wait(self.terms.clients, self.wait)
+        clients = min(self.terms.clients, len(members or self.order) or self.terms.clients)
+        self.nodes.wait(clients, self.wait, members or frozenset(self.order) or None)
         while True:
             data = self._admitted()
             self.report.changed.clear()
@@ -171,7 +167,7 @@ class Coordinator:
     def _admitted(self) -> Elsewhere:
         """The clients, with those who have come; one whose data do not go with the others' is not admitted."""
         if not self.population.clients:
-            grown = self.population.with_clients(map(self.nodes.known.__getitem__, self.nodes.online), self.order)
+            grown = self.population.with_clients(self._new(), self.order)
             data = grown.federation(self.spec.classes)
         else:
             grown, data = self.population, self.population.federation(self.spec.classes)
@@ -180,10 +176,10 @@ class Coordinator:
                     wider = grown.with_clients([new], self.order)
                     found = wider.federation(self.spec.classes)
                     if found.fingerprint != data.fingerprint:
-                        raise FedshiftError("it has classes that the others lack")
+                        raise FedshiftError(f"{new.name!r} has classes that the others lack")
                 except FedshiftError as error:
+                    self.turned_away.add(new.name)
                     self.report.notice(f"{new.name} is not admitted: {error}")
-                    del self.nodes.known[new.name]
                 else:
                     grown, data = wider, found
         self.population = grown
@@ -191,12 +187,13 @@ class Coordinator:
         return data
 
     def _new(self) -> list[Described]:
+        """Clients that are connected and not in yet, of those that the settings name, if they name some."""
         members = {client.name for client in self.population.clients}
-        return [self.nodes.known[name] for name in sorted(self.nodes.online - members) if name in self.nodes.known]
+        names = sorted(self.nodes.online - members - self.turned_away)
+        return [self.nodes.known[name] for name in names if not self.order or name in self.order]
 
-    def _looked(self) -> None:
-        """Someone came or went: the connected clients are shown, and a new one is admitted after the round."""
-        self.report.tell("connected", sorted(self.nodes.online))
+    def _came(self) -> None:
+        """A client that is new is admitted after the round in progress."""
         if self.population.clients and self._new():
             self.report.changed.set()
 
@@ -210,3 +207,10 @@ class Coordinator:
         end = Exchange(kind="end", facts={"say": "the experiment is finished"})
         for _ in self.nodes.ask(dict.fromkeys(self.nodes.online, end), 0, 30.0):
             pass
+
+
+def _secured(tls: Path, run: int) -> dict[str, Any]:
+    from .pki import load_public_keys
+    from .proof import Signer
+
+    return {"keys": partial(load_public_keys, tls), "signed": Signer(tls, run)}

@@ -18,6 +18,7 @@ from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
 from ..base.errors import FedshiftError
+from ..engines.engine import Diverged
 from .exchange import Exchange, Malformed
 from .population import Described
 
@@ -39,18 +40,19 @@ class _Address:
 class Nodes:
     """The sites behind ``grid``.
 
-    ``hello`` asks a new node to describe itself. ``keys``: public key of each client's node; None: any node may say
-    that it is any client. ``signed`` makes what is sent carry proof of who asks. ``say`` hears who comes and goes, and
-    ``changed`` is called when that changes.
+    ``hello`` asks a new node to describe itself; ``known``: how clients did before. ``keys`` gives the public key of
+    each client's node; None: any node may say that it is any client. ``signed`` makes what is sent carry proof of who
+    asks. ``say`` hears who comes and goes, and ``changed`` is called when someone came.
     """
 
     def __init__(
-        self, grid: Grid, hello: Exchange, keys: Mapping[str, bytes] | None, say: Say,
-        changed: Callable[[], None] = lambda: None, signed: Callable[[Exchange], Exchange] = lambda exchange: exchange,
+        self, grid: Grid, hello: Exchange, say: Say, *, known: Mapping[str, Described] | None = None,
+        keys: Callable[[], Mapping[str, bytes]] | None = None, changed: Callable[[], None] = lambda: None,
+        signed: Callable[[Exchange], Exchange] = lambda exchange: exchange,
     ) -> None:  # fmt: skip
-        self.grid, self.hello, self.keys, self.say, self.changed = grid, hello, keys, say, changed
-        self.signed = signed
-        self.known: dict[str, Described] = {}
+        self.grid, self.hello, self.say = grid, hello, say
+        self.keys, self.changed, self.signed = keys, changed, signed
+        self.known = dict(known or {})
         self._online: dict[str, _Address] = {}
         self._greeted: dict[_Address, str] = {}  # and the number of the message
         self._keys: dict[int, bytes] = {}
@@ -75,7 +77,6 @@ class Nodes:
         for name in [name for name, address in self._online.items() if address not in listed]:
             del self._online[name]
             self.say(f"{name} has left ({len(self._online)} connected)")
-            self.changed()
 
     def wait(self, number: int, seconds: float, among: frozenset[str] | None = None) -> None:
         """Return once ``number`` clients (of those ``among``) are connected.
@@ -142,7 +143,7 @@ class Nodes:
             self.say(f"a node (number {address.node}) does not take part: {error}")
             return
         name, before = described.name, self.known.get(described.name)
-        if self.keys is not None and self.keys.get(name) != self._keys.get(address.node):
+        if self.keys is not None and self.keys().get(name) != self._keys.get(address.node):
             self.say(f"a node (number {address.node}) says that it is {name!r}, but does not hold its key: refused")
             return
         if before and before != described:
@@ -177,4 +178,6 @@ def _read(reply: Message) -> Exchange | FedshiftError:
         answer = Exchange.of(reply.content)
     except Malformed as error:
         return FedshiftError(f"it sent {error}")
-    return FedshiftError(str(answer.facts.get("why"))) if answer.kind == "refused" else answer
+    if answer.kind == "refused":
+        return (Diverged if answer.facts.get("diverged") else FedshiftError)(str(answer.facts.get("why")))
+    return answer

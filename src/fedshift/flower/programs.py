@@ -54,7 +54,7 @@ class Program:
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as said:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", "from fedshift.flower.programs import main; main()", name, *arguments],
+                [sys.executable, "-P", "-c", "from fedshift.flower.programs import main; main()", name, *arguments],
                 stdin=subprocess.PIPE, stdout=said, stderr=subprocess.STDOUT, env=environment(home, more or {}),
                 start_new_session=True,  # Ctrl-C is for whoever started it
             )  # fmt: skip
@@ -101,16 +101,15 @@ def environment(home: Path, more: Mapping[str, str]) -> dict[str, str]:
         run = f"echo {name} is not for this machine; exit 1"
         if name in STARTED:
             what = shlex.quote(f"from fedshift.flower.forward import {STARTED[name]} as main; main()")
-            run = f'exec {shlex.quote(sys.executable)} -c {what} "$@"'
+            run = f'exec {shlex.quote(sys.executable)} -P -c {what} "$@"'
         beside = found / f"{name}.{os.getpid()}"
         beside.write_text(f"#!/bin/sh\n{run}\n", encoding="utf-8")
         beside.chmod(0o700)
         beside.replace(found / name)
     path = os.pathsep.join((str(found), str(Path(sys.executable).parent), os.environ.get("PATH", "")))
-    modules = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
     return {
         **os.environ, **QUIET, "FLWR_HOME": str(home), "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1", "PATH": path,
-        "PYTHONPATH": modules, "PYTHONUNBUFFERED": "1", **more,
+        "PYTHONUNBUFFERED": "1", **more,
     }  # fmt: skip
 
 
@@ -133,28 +132,26 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def submit(address: str, config: Path, *, home: Path, log: Path, root: Path | None) -> None:
-    """Submit :data:`APP` with the run configuration in TOML file ``config`` to the SuperLink at ``address``.
-
-    ``root``: the certificate that it is checked against; None: plain text. Raises :class:`FedshiftError`.
-    """
-    connect(home, address, root)
-    _finish(Program("flwr", ["run", str(APP), "here", "--run-config", str(config)], home=home, log=log), "submit a run")
-
-
-def register(key: Path, name: str, *, home: Path, log: Path) -> None:
-    """Make the public key in file ``key`` known to the SuperLink of the last :func:`connect`; as :func:`submit`."""
-    program = Program("flwr", ["supernode", "register", str(key), "here", "--name", name], home=home, log=log)
-    _finish(program, f"register the key of {name!r}")
-
-
 def connect(home: Path, address: str, root: Path | None) -> None:
-    """Tell ``flwr`` how to reach the SuperLink at ``address``."""
-    home.mkdir(parents=True, exist_ok=True)
+    """Tell ``flwr`` in ``home`` where the SuperLink is.
+
+    ``root``: the certificate that it is checked against; None: plain text.
+    """
     trust = f'root-certificates = "{root.resolve()}"' if root else "insecure = true"
     (home / "config.toml").write_text(
         f'[superlink]\ndefault = "here"\n\n[superlink.here]\naddress = "{address}"\n{trust}\n', encoding="utf-8"
     )
+
+
+def submit(config: Path, *, home: Path, log: Path) -> None:
+    """Submit :data:`APP` with the run configuration in TOML file ``config``; raises :class:`FedshiftError`."""
+    _finish(Program("flwr", ["run", str(APP), "here", "--run-config", str(config)], home=home, log=log), "submit a run")
+
+
+def register(key: Path, name: str, *, home: Path, log: Path) -> None:
+    """Make the public key in file ``key`` known as that of ``name``; raises :class:`FedshiftError`."""
+    program = Program("flwr", ["supernode", "register", str(key), "here", "--name", name], home=home, log=log)
+    _finish(program, f"register the key of {name!r}")
 
 
 def _finish(program: Program, what: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import socket
 import time
 from collections.abc import Iterator
@@ -58,6 +59,12 @@ class Reach:
         """The address for this machine itself."""
         host = "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host
         return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
+
+    @property
+    def flags(self) -> str:
+        """The flags that say the same."""
+        secured = f"--tls {shlex.quote(str(self.tls))}" if self.tls else "--insecure"
+        return f"--min-clients {self.clients} {secured} --host {self.host} --port {self.port}"
 
     @property
     def root(self) -> Path | None:
@@ -116,7 +123,7 @@ def serve(spec: RunSpec | CompareSpec, reach: Reach, out: Path | None, resume: P
             failure = failure or error
     if failure:
         raise failure
-    return 0 if finished else stopped(console, "serve", directory)
+    return 0 if finished else stopped(console, f"serve {reach.flags}", directory)
 
 
 class _Shown:
@@ -127,8 +134,6 @@ class _Shown:
 
     def hear(self, what: str, *values: Any) -> None:
         """One message."""
-        if what == "connected":
-            return
         if what == "round":
             self.rounds += 1
             done = RoundDone(**{**values[0], "participants": tuple(values[0]["participants"])})
@@ -207,11 +212,17 @@ class _Coordination:
             if link.wait(0.1) is not None or time.monotonic() > until:
                 raise FedshiftError(f"Flower's SuperLink did not start ({link.said()}): see {link.log}")
         log = self.logs / "flwr.log"
+        connect(self.home, self.reach.here, self.reach.root)
+        self._registered: set[Path] = set()
+        self._register()
+        submit(self.config, home=self.home, log=log)
+
+    def _register(self) -> None:
+        """Make the keys of nodes known that were not yet; there may be more while the experiment runs."""
         if self.reach.tls:
-            connect(self.home, self.reach.here, self.reach.root)
-            for key in sorted((self.reach.tls / "nodes").glob("*.pub")):
-                register(key, key.stem, home=self.home, log=log)
-        submit(self.reach.here, self.config, home=self.home, log=log, root=self.reach.root)
+            for key in sorted(set((self.reach.tls / "nodes").glob("*.pub")) - self._registered):
+                self._registered.add(key)
+                register(key, key.stem, home=self.home, log=self.logs / "flwr.log")
 
     def _follow(self, link: Program, shown: _Shown, stop: Event) -> bool | None:
         """Pass on what the app tells; whether the experiment got to its end, None where the app was lost."""
@@ -230,6 +241,10 @@ class _Coordination:
                         if what == "failed":
                             raise (UsageError if values[1] else FedshiftError)(values[0])
                         shown.hear(what, *values)
+                    try:
+                        self._register()
+                    except FedshiftError as error:
+                        shown.observer.notice(str(error))
                     if stop.is_set() and not told:
                         talk.send_bytes(b"stop")
                         told = True

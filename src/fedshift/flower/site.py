@@ -24,6 +24,7 @@ from ..config import CompareSpec, DataSpec, RunSpec
 from ..core.kernel import Server, personal_state
 from ..core.plan import Plan
 from ..data.federation import Federation, label_counts
+from ..engines.engine import Diverged
 from ..engines.sequential import Sequential
 from ..evaluate import evaluate_clients
 from ..names import trusting
@@ -79,7 +80,7 @@ class Site:
             return answers[asked.kind](self.checked(asked, asked.run))
         except (FedshiftError, OSError) as error:
             self.say(f"refused: {error}")
-            return Exchange(kind="refused", facts={"why": str(error)})
+            return Exchange(kind="refused", facts={"why": str(error), "diverged": isinstance(error, Diverged)})
         except Exception as error:
             self.say(f"failed: {type(error).__name__}: {error}")
             return Exchange(kind="refused", facts={"why": f"{type(error).__name__}: {error}"})
@@ -122,8 +123,7 @@ class Site:
         if base or not plan.personalizes:
             own = personal_state(plan, trial.kept.after(base), server)
             trial.kept.leave_model(own, server.round)
-        splits = tuple(part for part in data.clients[0].splits if part in asked.facts["splits"])
-        rows = evaluate_clients(plan, server, data, splits, lambda _: own)
+        rows = evaluate_clients(plan, server, data, tuple(asked.facts["splits"]), lambda _: own)
         for row in rows:
             if (row["split"], row["model"]) == ("test", "personal"):
                 right = 100 * sum(row["hits"]) / row["samples"]

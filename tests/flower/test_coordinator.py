@@ -1,0 +1,190 @@
+"""Who takes part in an experiment across machines, from its beginning to its end, and what it leaves."""
+
+import json
+
+import pytest
+
+from fedshift.base.errors import FedshiftError, UsageError
+from fedshift.experiment import read_study
+from fedshift.flower.local_data import meaning
+from fedshift.flower.population import Described, Population
+from tests.flower.sites import Heard, SiteGrid, coordinator, in_process, same_as_in_process, sites_of, spec_for
+
+FIVE = "pen,photo,print,faded,worn"
+
+
+def described(name, **changes):
+    facts = {"version": "1", "shape": (3, 8, 8), "dtype": "uint8", "classes": 2, "class_names": ("cat", "dog")}
+    return Described(**({"name": name, "samples": {"train": 6, "test": 4}, "labels": None} | facts | changes))
+
+
+def said(folder):
+    return [json.loads(line) for line in (folder / "rounds.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def test_a_fraction_of_the_clients_takes_part_as_in_one_process(tmp_path, machine):
+    spec = spec_for(domains=FIVE, samples=16, rounds=4, participation=0.5)
+    assert coordinator(spec, SiteGrid(sites_of(spec, tmp_path)), tmp_path / "served", Heard()).run()
+    same_as_in_process(spec, tmp_path / "served", tmp_path, tmp_path / "reference")
+    place = "trials/fedbn-seed0"
+    for ours, theirs in zip(said(tmp_path / "served" / place), said(tmp_path / "reference" / place), strict=True):
+        assert [ours[key] for key in ("participants", "down", "up")] == [
+            theirs[key] for key in ("participants", "down", "up")
+        ]
+
+
+def test_the_records_are_those_of_one_process_and_hold_no_sample(tmp_path, machine):
+    spec = spec_for(validation=0.25, evaluate_every=1)
+    assert coordinator(spec, SiteGrid(sites_of(spec, tmp_path)), tmp_path / "served", Heard()).run()
+    in_process(spec, tmp_path / "reference")
+    study, reference = read_study(tmp_path / "served"), read_study(tmp_path / "reference")
+    assert study.rows.drop(columns="loss_sum").equals(reference.rows.drop(columns="loss_sum"))
+    assert study.rows["loss_sum"].to_numpy() == pytest.approx(reference.rows["loss_sum"].to_numpy())
+    assert study.clients == reference.clients
+    assert reference.samples
+    assert not study.samples
+
+
+def test_several_methods_and_seeds_are_compared(tmp_path, machine):
+    spec = spec_for(rounds=1)
+    from fedshift.config import CompareSpec
+
+    given = {name: value for name, value in vars(spec).items() if name not in ("method", "seeds")}
+    many = CompareSpec(**given, methods="fedavg,fedbn", seeds=2)
+    assert coordinator(many, SiteGrid(sites_of(spec, tmp_path)), tmp_path / "served", Heard()).run()
+    assert set(read_study(tmp_path / "served").rows.groupby(["method", "seed"]).groups) == {
+        (method, seed) for method in ("fedavg", "fedbn") for seed in (0, 1)
+    }
+
+
+@pytest.mark.parametrize("method", ["fedbn", "scaffold", "fedadam+fedbn+fedmmb(batches=1)"])
+def test_it_goes_on_where_it_was_stopped(method, tmp_path, machine):
+    spec, grid = spec_for(method, rounds=4), SiteGrid(sites_of(spec_for(), tmp_path))
+    heard = Heard()
+    heard.after = lambda done: (heard.stop.set(), heard.changed.set()) if done.round == 2 else None
+    assert not coordinator(spec, grid, tmp_path / "served", heard).run()
+    assert coordinator(spec, grid, tmp_path / "served", Heard()).run()
+    same_as_in_process(spec, tmp_path / "served", tmp_path, tmp_path / "reference")
+
+
+def test_a_round_that_was_done_but_not_saved_is_done_again_from_where_it_began(tmp_path, machine, monkeypatch):
+    spec, grid = spec_for(rounds=3), SiteGrid(sites_of(spec_for(), tmp_path))
+
+    def killed(self, folder, *names):
+        if self.server.round == 2:
+            raise KeyboardInterrupt
+        return save(self, folder, *names)
+
+    from fedshift.flower.across import TrialAcross
+
+    save = TrialAcross.save
+    with monkeypatch.context() as patch:
+        patch.setattr(TrialAcross, "save", killed)
+        with pytest.raises(KeyboardInterrupt):
+            coordinator(spec, grid, tmp_path / "served", Heard()).run()
+    assert coordinator(spec, grid, tmp_path / "served", Heard()).run()
+    same_as_in_process(spec, tmp_path / "served", tmp_path, tmp_path / "reference")
+
+
+def test_a_client_that_comes_later_is_admitted_after_the_round(tmp_path, machine):
+    spec = spec_for(domains=FIVE, rounds=3, evaluate_every=1)
+    grid, heard = SiteGrid(sites_of(spec, tmp_path)), Heard()
+    grid.away = {5}
+    heard.after = lambda done: grid.away.clear()
+    assert coordinator(spec, grid, tmp_path / "served", heard, clients=4).run()
+    assert [len(done.participants) for done in heard.rounds] == [4, 4, 5]  # it is greeted while a round goes on
+    assert json.loads((tmp_path / "served/machines/population.json").read_text())["clients"][-1]["name"] == "worn"
+    study = read_study(tmp_path / "served")
+    assert set(study.rows.query("client == 'worn'")["round"]) == {3}
+    assert "worn" in study.clients
+
+
+def test_only_those_whom_the_settings_name_take_part(tmp_path, machine):
+    spec = spec_for()
+    grid = SiteGrid(sites_of(spec_for(domains=FIVE), tmp_path))
+    assert coordinator(spec, grid, tmp_path / "served", Heard(), clients=3).run()
+    same_as_in_process(spec, tmp_path / "served", tmp_path, tmp_path / "reference")
+    assert {node for node, question in grid.asked if question.kind == "train"} == {1, 2, 3}
+
+
+def test_who_does_not_come_is_waited_for_no_longer_than_told(tmp_path, machine):
+    spec = spec_for()
+    grid = SiteGrid(sites_of(spec, tmp_path))
+    grid.away = {2}
+    with pytest.raises(FedshiftError, match=r"3 sites .* after 0 seconds there are 2: pen, print"):
+        coordinator(spec, grid, tmp_path / "served", Heard(), wait=0.0).run()
+
+
+def test_pooling_is_refused_across_machines(tmp_path, machine):
+    spec = spec_for("centralized")
+    with pytest.raises(UsageError, match="needs all data in one place"):
+        coordinator(spec, SiteGrid(sites_of(spec, tmp_path)), tmp_path / "served", Heard()).run()
+
+
+def test_label_counts_are_asked_for_only_where_the_loss_goes_by_them(tmp_path, machine):
+    for loss, known in (("cross_entropy", False), ("cross_entropy(weights='balanced')", True)):
+        spec, folder = spec_for(loss=loss, rounds=1), tmp_path / str(known)
+        assert coordinator(spec, SiteGrid(sites_of(spec, folder)), folder / "served", Heard()).run()
+        (client, *_) = json.loads((folder / "served/machines/population.json").read_text())["clients"]
+        assert (client["labels"] is not None) is known
+        same_as_in_process(spec, folder / "served", folder, folder / "reference")
+
+
+def test_clients_are_in_the_order_of_the_settings_and_those_admitted_later_last():
+    first = Population.new().with_clients([described("c"), described("a"), described("b")], order=("b",))
+    grown = first.with_clients([described("a"), described("A")], order=("b",))
+    assert [client.name for client in grown.clients] == ["b", "a", "c", "A"]
+    assert grown.experiment == first.experiment != Population.new().experiment
+
+
+def test_a_population_is_read_as_it_was_written(tmp_path):
+    population = Population.new().with_clients([described("a", labels=(2, 4)), described("b")])
+    population.write(tmp_path / "machines" / "population.json")
+    assert Population.read(tmp_path / "machines" / "population.json") == population
+
+
+def test_classes_of_all_sites_are_counted_together():
+    sites = [described("a", class_names=("10", "9")), described("b", class_names=("2", "9"))]
+    data = Population.new().with_clients(sites).federation(None)
+    assert (data.class_names, data.classes) == (("2", "9", "10"), 3)
+    same = [described("a", class_names=("dog", "cat")), described("b", class_names=("dog", "cat"))]
+    assert Population.new().with_clients(same).federation(None).class_names == ("dog", "cat")  # as both have them
+
+
+def test_labels_of_a_site_mean_what_they_mean_at_all():
+    import torch
+
+    from fedshift.data.federation import ClientData, Federation
+    from fedshift.data.split import Split
+
+    split = Split(x=torch.zeros(3, 2), y=torch.tensor([0, 1, 0]))
+    own = Federation(
+        name="own", clients=(ClientData(name="a", train=split, test=split),), classes=2, class_names=("10", "9")
+    )
+    found = meaning(own, 3, ("2", "9", "10"))
+    assert found.clients[0].train.y.tolist() == [2, 1, 2]
+    assert (found.classes, found.class_names) == (3, ("2", "9", "10"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "classes", "why"),
+    [
+        ({"shape": (1, 8, 8)}, None, r"'a' are uint8 of shape \(3, 8, 8\), those of 'b' uint8 of shape \(1, 8, 8\)"),
+        ({"dtype": "float32"}, None, "'a' are uint8 .* 'b' float32"),
+        ({"class_names": ()}, None, "of 'a' and 'b' only one has classes with names"),
+        ({"class_names": ("cat", "eel")}, 2, "classes=2, but the sites have 3"),
+    ],
+)
+def test_sites_whose_data_do_not_go_together_are_named(changes, classes, why):
+    with pytest.raises(FedshiftError, match=why):
+        Population.new().with_clients([described("a"), described("b", **changes)]).federation(classes)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"samples": {"train": 0, "test": 1}}, {"samples": {"test": 1}}, {"samples": 3}, {"name": "a\nb"}, {"shape": "x"}],
+)
+def test_a_site_that_describes_itself_wrongly_is_not_understood(wrong):
+    facts = {"name": "a", "version": "1", "shape": [1], "dtype": "uint8", "classes": 2, "class_names": []}
+    with pytest.raises(FedshiftError):
+        Described.of(facts | {"samples": {"train": 1, "test": 1}, "labels": None} | wrong)
