@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 # One thread for each test process: more threads than free cores slow torch down by an order of magnitude.
-TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
+TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadgroup
 
 # The page is tested in headless Chromium where it is installed.
 BROWSER := $(if $(and $(shell command -v chromium),$(shell command -v chromedriver)),,and not browser)

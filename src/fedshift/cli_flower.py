@@ -118,6 +118,9 @@ def serve(
     from .flower.serve import serve as coordinate
 
     path = config or (resume or Path()) / "config.toml"
+    if not path.is_file():
+        what = "settings file" if config else "run to resume"
+        raise UsageError(f"no {what} at {path}: give the path of one that exists")
     spec = _spec(read_settings(path, [field.name for kind in (RunSpec, CompareSpec) for field in fields(kind)]), path)
     reach = Reach(
         host=host or ("127.0.0.1" if insecure else "0.0.0.0"), port=port, tls=tls, clients=min_clients,

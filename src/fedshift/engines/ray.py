@@ -197,6 +197,6 @@ def _connected(workers: int | None) -> Any:
             "on this host"
         ) from error
     finally:
-        if threading.current_thread() is threading.main_thread():  # Ray took SIGTERM for itself
+        if before is not None and threading.current_thread() is threading.main_thread():  # Ray took it for itself
             signal.signal(signal.SIGTERM, before)
     return ray

@@ -115,14 +115,15 @@ def environment(home: Path, more: Mapping[str, str]) -> dict[str, str]:
 
 def is_own(app: bytes) -> bool:
     """Whether ``app``, as Flower packs apps, is :data:`APP`: its names, and no code beside them."""
+    own = tomllib.loads((APP / "pyproject.toml").read_text(encoding="utf-8"))
     try:
         with zipfile.ZipFile(io.BytesIO(app)) as packed:
             found = tomllib.loads(packed.read("pyproject.toml").decode())
-            others = [name for name in packed.namelist() if name != "pyproject.toml" and not name.startswith(".info/")]
-    except (zipfile.BadZipFile, KeyError, ValueError):
+            files = {name for name in packed.namelist() if not name.startswith(".info/")}
+        components = found["tool"]["flwr"]["app"]["components"]
+    except (zipfile.BadZipFile, KeyError, TypeError, ValueError):
         return False
-    own = tomllib.loads((APP / "pyproject.toml").read_text(encoding="utf-8"))
-    return not others and found["tool"]["flwr"]["app"]["components"] == own["tool"]["flwr"]["app"]["components"]
+    return files == {"pyproject.toml"} and components == own["tool"]["flwr"]["app"]["components"]
 
 
 def free_port() -> int:

@@ -1,0 +1,174 @@
+"""Flower's programs as children: what they may do, what they start, and how they end."""
+
+import io
+import os
+import subprocess
+import sys
+import tomllib
+import zipfile
+
+import pytest
+
+from fedshift.base.errors import FedshiftError
+from fedshift.flower import programs
+from fedshift.flower.programs import APP, Program, connect, environment, free_port, is_own, submit
+
+
+@pytest.fixture
+def stand_in(monkeypatch, tmp_path):
+    """Starts ``code`` where one of Flower's programs would be started."""
+
+    def start(code, **named):
+        (tmp_path / "modules").mkdir(exist_ok=True)
+        (tmp_path / "modules" / "stand_in.py").write_text(f"import os, sys, time\ndef main():\n    {code}\n")
+        path = os.pathsep.join((str(tmp_path / "modules"), os.environ.get("PYTHONPATH", "")))
+        monkeypatch.setitem(programs.PROGRAMS, "flwr", "stand_in:main")
+        run = "import fedshift.flower.programs as p; p.PROGRAMS['flwr'] = 'stand_in:main'; p.main()"
+        started = subprocess.Popen
+
+        def other(command, **rest):
+            return started([*command[:3], run, *command[4:]], **rest)
+
+        monkeypatch.setattr(programs.subprocess, "Popen", other)
+        more = {"PYTHONPATH": path}
+        return Program("flwr", ["a", "b"], home=tmp_path / "home", log=tmp_path / "log", more=more, **named)
+
+    return start
+
+
+def test_a_program_gets_its_arguments_and_what_it_says_is_kept(stand_in):
+    program = stand_in("print('heard', sys.argv)")
+    assert program.wait(60) == 0
+    assert program.said() == "heard ['flwr', 'a', 'b']"
+    program.stop()
+
+
+def test_a_program_that_does_not_end_by_itself_is_ended(stand_in):
+    program = stand_in("time.sleep(600)")
+    assert program.code is None
+    program.stop()
+    assert program.code is not None
+    assert program.said() == "it said nothing"
+
+
+CHILD = """
+import sys, time, types
+import fedshift.flower.programs as programs
+sys.modules["stand_in"] = types.SimpleNamespace(main=lambda: (print("up", flush=True), time.sleep(600)))
+programs.PROGRAMS["flwr"] = "stand_in:main"
+sys.argv[1:] = ["flwr"]
+programs.main()
+"""
+PARENT = """
+import os, subprocess, sys
+child = subprocess.Popen(
+    [sys.executable, "-c", sys.argv[1]], stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[int(sys.argv[2])]
+)
+assert child.stdout.readline() == b"up\\n"
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_program_ends_with_whoever_started_it():
+    """The parent is killed at once; the pipe's other end closes when its child is gone too."""
+    reading, writing = os.pipe()
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, CHILD, str(writing)], pass_fds=[writing])
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        assert pipe.read() == b""
+    assert parent.wait() == -9
+
+
+def test_programs_phone_nobody_and_install_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLWR_TELEMETRY_ENABLED", "1")
+    found = environment(tmp_path / "home", {"MORE": "1"})
+    assert found["FLWR_TELEMETRY_ENABLED"] == "0"
+    assert found["FLWR_DISABLE_UPDATE_CHECK"] == "1"
+    assert found["FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION"] == "1"
+    assert found["FLWR_HOME"] == str(tmp_path / "home")
+    assert found["MORE"] == "1"
+    assert (tmp_path / "home").stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("name", programs.REFUSED)
+def test_what_runs_foreign_code_is_refused(name, tmp_path):
+    path = environment(tmp_path / "home", {})["PATH"].split(os.pathsep)[0]
+    ended = subprocess.run([f"{path}/{name}", "--token", "x"], capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert ended.stdout == f"{name} is not for this machine\n"
+
+
+def test_flower_finds_the_stand_ins_before_its_own_programs(tmp_path):
+    found = environment(tmp_path / "home", {})
+    first, second, *_ = found["PATH"].split(os.pathsep)
+    assert {path.name for path in (tmp_path / "home" / "bin").iterdir()} == {*programs.STARTED, *programs.REFUSED}
+    assert first == str(tmp_path / "home" / "bin")
+    assert os.access(f"{second}/flower-superexec", os.X_OK)
+    said = subprocess.run(
+        [f"{first}/flwr-clientapp", "--help"], env=found, capture_output=True, text=True, check=True
+    ).stdout
+    assert "--token" in said
+
+
+def packed(files):
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as archive:
+        for name, text in files.items():
+            archive.writestr(name, text)
+    return content.getvalue()
+
+
+OWN = (APP / "pyproject.toml").read_text(encoding="utf-8")
+
+
+@pytest.mark.filterwarnings("ignore:GitWildMatchPattern:DeprecationWarning")  # Flower's, of pathspec
+def test_the_app_that_flower_packs_is_our_own():
+    from flwr.cli.build import build_fab_from_disk
+
+    assert is_own(build_fab_from_disk(APP))
+    assert is_own(packed({"pyproject.toml": OWN, ".info/CONTENT": ""}))
+
+
+@pytest.mark.parametrize(
+    "foreign",
+    [
+        b"no archive",
+        packed({"app.py": ""}),
+        packed({"pyproject.toml": "not = = toml"}),
+        packed({"pyproject.toml": "[project]\nname = 'other'"}),
+        packed({"pyproject.toml": OWN.replace("fedshift.flower.coordinator:app", "os:abort")}),
+        packed({"pyproject.toml": OWN, "fedshift/flower/coordinator.py": "app = None"}),
+        packed({"pyproject.toml": OWN, "torch.py": "raise SystemExit"}),
+    ],
+)
+def test_any_other_app_is_foreign(foreign):
+    assert not is_own(foreign)
+
+
+def test_flwr_is_told_where_the_superlink_is(tmp_path):
+    connect(tmp_path, "127.0.0.1:9091", None)
+    plain = tomllib.loads((tmp_path / "config.toml").read_text())["superlink"]
+    assert plain == {"default": "here", "here": {"address": "127.0.0.1:9091", "insecure": True}}
+    connect(tmp_path, "127.0.0.1:9091", tmp_path / "ca.crt")
+    secured = tomllib.loads((tmp_path / "config.toml").read_text())["superlink"]["here"]
+    assert secured == {"address": "127.0.0.1:9091", "root-certificates": str(tmp_path / "ca.crt")}
+
+
+def test_a_run_that_cannot_be_submitted_says_where_to_look(tmp_path):
+    connect(tmp_path, f"127.0.0.1:{free_port()}", None)
+    (tmp_path / "run.toml").write_text('fedshift = ""\n')
+    with pytest.raises(FedshiftError, match=r"Flower could not submit a run \(.*see .*flwr.log"):
+        submit(tmp_path / "run.toml", home=tmp_path, log=tmp_path / "flwr.log")
+
+
+def test_a_supernode_asks_as_often_as_it_is_told(monkeypatch):
+    from flwr.supernode import start_client_internal as node
+
+    slept = []
+    monkeypatch.setattr(node, "time", node.time)
+    monkeypatch.setattr(programs.time, "sleep", slept.append)
+    programs._poll_every(0.25)
+    node.time.sleep(3)
+    node.time.sleep(0.1)
+    assert slept == [0.25, 0.1]
+    assert node.time.monotonic() > 0

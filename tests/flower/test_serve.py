@@ -1,0 +1,315 @@
+"""`fedshift serve` and `join` for a person: what is refused before anything starts, what is shown, how they end."""
+
+import json
+import socket
+import threading
+from multiprocessing.connection import Client
+from pathlib import Path
+
+import pytest
+
+from fedshift.base.errors import FedshiftError, UsageError
+from fedshift.config import RunSpec
+from fedshift.experiment import Observer
+from fedshift.flower import join as joining
+from fedshift.flower import serve as serving
+from fedshift.flower.exchange import Exchange
+from fedshift.flower.join import Link
+from fedshift.flower.programs import free_port
+from fedshift.flower.serve import Reach, _Coordination, _Shown
+
+
+def reach(**changes):
+    given = {"host": "127.0.0.1", "port": free_port(), "tls": None, "clients": 2, "seconds": 1.0, "wait": 1.0}
+    return Reach(**(given | changes))
+
+
+@pytest.fixture
+def tls(tmp_path):
+    from fedshift.flower.pki import make_authority
+
+    make_authority(tmp_path / "tls", ["localhost"], ["north"])
+    return tmp_path / "tls"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ([], "give either a settings file or --resume"),
+        (["exp.toml", "--resume", "runs/a"], "give either a settings file or --resume"),
+        (["exp.toml"], "give either --tls DIR"),
+        (["exp.toml", "--tls", "x", "--insecure"], "give either --tls DIR"),
+        (["exp.toml", "--insecure", "--min-clients", "0"], "min_clients=0: must be at least 1"),
+        (["exp.toml", "--insecure", "--host", "0.0.0.0"], "in plain text to other machines"),
+        (["exp.toml", "--tls", "nowhere"], "no ca.crt there"),
+        (["nothing.toml", "--insecure"], "no settings file"),
+        (["split.toml", "--insecure"], "split deals out data that are in one place"),
+        (["both.toml", "--insecure"], "has both method and methods"),
+        (["wrong.toml", "--insecure"], "lrr"),
+    ],
+)
+def test_what_cannot_be_served_is_said_at_once(arguments, why, cli):
+    Path("exp.toml").write_text("rounds = 1\n")
+    Path("split.toml").write_text('split = "iid(clients=3)"\n')
+    Path("both.toml").write_text('method = "fedbn"\nmethods = "fedavg"\n')
+    Path("wrong.toml").write_text("lrr = 1\n")
+    outcome = cli("serve", *arguments)
+    assert outcome.code == 2
+    assert why in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["host:9091", "--data", "."], "give either --tls DIR and --key FILE"),
+        (["nowhere", "--data", ".", "--insecure"], "'nowhere' is no address"),
+        (["host:0", "--data", ".", "--insecure"], "'host:0' is no address"),
+        (["host:9091", "--data", "absent", "--insecure"], "there is no"),
+        (["host:9091", "--data", ".", "--insecure", "--key", "k"], "needs --tls"),
+        (["host:9091", "--data", ".", "--tls", "."], "no ca.crt there"),
+    ],
+)
+def test_what_cannot_join_is_said_at_once(arguments, why, cli):
+    outcome = cli("join", *arguments)
+    assert outcome.code == 2
+    assert why in outcome.err
+    assert not Path("sites").exists()
+
+
+def test_a_key_that_is_not_there_is_named(tls):
+    with pytest.raises(UsageError, match=r"absent.key: no such file"):
+        Link(address="host:9091", tls=tls, key=tls / "absent.key", poll=None).check()
+
+
+def test_a_port_that_is_taken_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(UsageError, match=f"cannot listen on 127.0.0.1:{port}"):
+            reach(port=port).check(forced=False)
+
+
+def test_a_coordinator_without_any_nodes_key_is_refused(tls):
+    reach(tls=tls).check(forced=False)
+    (tls / "nodes" / "north.pub").unlink()
+    with pytest.raises(UsageError, match="no key of a node there"):
+        reach(tls=tls).check(forced=False)
+
+
+def test_plain_text_to_other_machines_can_be_forced():
+    with pytest.raises(UsageError):
+        reach(host="0.0.0.0").check(forced=False)
+    reach(host="0.0.0.0").check(forced=True)
+
+
+@pytest.mark.parametrize(
+    ("host", "here"),
+    [("0.0.0.0", "127.0.0.1:9"), ("::", "127.0.0.1:9"), ("10.0.0.5", "10.0.0.5:9"), ("fe80::1", "[fe80::1]:9")],
+)
+def test_the_coordinator_reaches_itself(host, here):
+    assert reach(host=host, port=9).here == here
+
+
+class FakeProgram:
+    """A SuperLink that runs until it is stopped."""
+
+    def __init__(self, *_, **named):
+        self.code, self.log, self.more = None, named["log"], named["more"]
+        FakeProgram.last = self
+
+    def wait(self, seconds):
+        return self.code
+
+    def stop(self):
+        self.code = 0
+
+    def said(self):
+        return "killed"
+
+
+class Watched(Observer):
+    def __init__(self):
+        self.heard = []
+
+    def notice(self, text):
+        self.heard.append(text)
+
+    def round(self, done):
+        self.heard.append(done.round)
+
+
+ROUND = {"participants": ["a", "b"], "down": 1_500_000, "up": 900, "seconds": 2.0, "rows": []}
+
+
+@pytest.fixture
+def coordination(monkeypatch, tmp_path):
+    """Runs a coordination whose app, started at each submission, is the next of ``scripts``."""
+
+    def run(*scripts, stop=None):
+        port, listening = free_port(), []
+        remaining = list(scripts)
+
+        def submit(config, **_):
+            script = remaining.pop(0)
+
+            def app():
+                with Client(FakeProgram.last.more["FEDSHIFT_COORDINATOR"], family="AF_UNIX") as talk:
+                    order = json.loads(talk.recv_bytes())
+                    script(lambda *message: talk.send_bytes(json.dumps(message).encode()), talk, order)
+
+            threading.Thread(target=app, daemon=True).start()
+
+        monkeypatch.setattr(serving, "Program", FakeProgram)
+        monkeypatch.setattr(serving, "submit", submit)
+        listening.append(socket.create_server(("127.0.0.1", port)))
+        watched = Watched()
+        try:
+            with _Coordination(RunSpec(), reach(port=port), tmp_path / "run") as work:
+                return work.run(_Shown(watched), stop or threading.Event()), watched.heard
+        finally:
+            listening[0].close()
+
+    return run
+
+
+def test_what_the_coordinator_tells_is_shown(coordination, tmp_path):
+    orders = []
+
+    def script(tell, talk, order):
+        orders.append(order)
+        tell("notice", "a is connected")
+        tell("round", {"round": 1, **ROUND})
+        tell("ended", True)
+
+    finished, heard = coordination(script)
+    assert finished
+    assert heard == ["a is connected", 1, "round 1: a, b took part; 1.50 MB down, 0.90 kB up, 2.0 s"]
+    directory = str((tmp_path / "run").resolve())
+    assert orders == [{"directory": directory, "clients": 2, "seconds": 1.0, "wait": 1.0, "keys": None}]
+
+
+def test_an_app_that_is_lost_is_started_again(coordination):
+    lost = lambda tell, talk, order: tell("round", {"round": 1, **ROUND})  # noqa: E731
+    finished, heard = coordination(lost, lambda tell, talk, order: tell("ended", True))
+    assert finished
+    assert heard[-1] == "Flower's programs ended (killed); they are started again"
+
+
+def test_an_app_that_is_lost_again_and_again_is_given_up(coordination):
+    with pytest.raises(FedshiftError, match=r"ended 3 times without a round getting done \(killed\)"):
+        coordination(*[lambda tell, talk, order: None] * 3)
+
+
+def test_an_app_that_gets_on_is_started_again_for_ever(coordination):
+    lost = lambda tell, talk, order: tell("round", {"round": 1, **ROUND})  # noqa: E731
+    finished, _ = coordination(*[lost] * 6, lambda tell, talk, order: tell("ended", True))
+    assert finished
+
+
+@pytest.mark.parametrize(("usage", "kind"), [(True, UsageError), (False, FedshiftError)])
+def test_what_fails_there_fails_here(coordination, usage, kind):
+    with pytest.raises(FedshiftError, match=r"^of no use$") as raised:
+        coordination(lambda tell, talk, order: tell("failed", "of no use", usage))
+    assert type(raised.value) is kind
+
+
+def test_a_stop_is_passed_on_and_the_round_ends(coordination):
+    stop = threading.Event()
+
+    def script(tell, talk, order):
+        stop.set()
+        assert talk.recv_bytes() == b"stop"
+        tell("ended", False)
+
+    finished, _ = coordination(script, stop=stop)
+    assert not finished
+
+
+class Answering:
+    """A site that answers with what it was asked."""
+
+    def __init__(self):
+        self.asked, self.heard = [], []
+        self.say = self.heard.append
+
+    def answer(self, asked):
+        self.asked.append(asked)
+        kind = "ended" if asked.kind == "end" else "echo"
+        return Exchange(kind=kind, facts={**asked.facts, "run": asked.run}, arrays=asked.arrays)
+
+
+@pytest.fixture
+def door(tmp_path):
+    made = joining._Door(Answering(), tmp_path / "talk")
+    yield made
+    made.close()
+
+
+def ask(door, exchange):
+    with Client(str(door.path), family="AF_UNIX") as talk:
+        exchange.send(talk)
+        return Exchange.receive(talk)
+
+
+def test_a_message_that_is_handed_over_is_answered(door):
+    import torch
+
+    from fedshift.flower.arrays import from_record, to_record
+
+    state = {"w": torch.arange(6.0).reshape(2, 3), "n": torch.tensor(3)}
+    answer = ask(door, Exchange(kind="train", facts={"round": 2}, arrays={"shared": to_record(state)}, run=5))
+    assert (answer.kind, answer.facts) == ("echo", {"round": 2, "run": 5})
+    found = from_record(answer.arrays["shared"])
+    assert all(found[name].equal(tensor) for name, tensor in state.items())
+    assert not door.over
+
+
+def test_the_end_is_kept(door):
+    ask(door, Exchange(kind="end", facts={"say": "it is over"}))
+    assert door.over == "it is over"
+
+
+def test_who_is_gone_before_the_answer_is_noticed_and_the_next_is_answered(door):
+    with Client(str(door.path), family="AF_UNIX") as talk:
+        talk.send_bytes(b"{")
+    assert door.broken.wait(30)
+    assert ask(door, Exchange(kind="train")).kind == "echo"
+
+
+def node(outcomes):
+    """A SuperNode that ends as ``outcomes`` say, one after another."""
+
+    class Node(FakeProgram):
+        def __init__(self, *arguments, **named):
+            super().__init__(*arguments, **named)
+            self.code = outcomes.pop(0)() if outcomes else None
+
+    return Node
+
+
+def test_a_supernode_that_ends_is_started_again_and_the_end_is_said(door, monkeypatch, tmp_path):
+    def over():
+        door.over = "finished"
+
+    monkeypatch.setattr(joining, "Program", node([lambda: 1, lambda: 0, over]))
+    stop = threading.Event()
+    monkeypatch.setattr(stop, "wait", lambda seconds: False)
+    link = Link(address="host:9091", tls=None, key=None, poll=0.5)
+    assert joining._watched(link, door, tmp_path, tmp_path / "log", stop) == 0
+    again = f"Flower's SuperNode ended (killed); it is started again (see {tmp_path / 'log'})"
+    assert door.site.heard == [again, again, "finished"]
+    assert FakeProgram.last.more == {"FEDSHIFT_SITE": str(door.path), "FEDSHIFT_POLL": "0.5"}
+
+
+def test_ctrl_c_ends_a_site(door, monkeypatch, tmp_path):
+    stop = threading.Event()
+    monkeypatch.setattr(joining, "Program", node([stop.set]))
+    link = Link(address="host:9091", tls=None, key=None, poll=None)
+    assert joining._watched(link, door, tmp_path, tmp_path / "log", stop) == 130
+
+
+def test_two_sites_do_not_work_in_one_folder(tmp_path):
+    from filelock import FileLock
+
+    lock = FileLock(tmp_path / ".lock")
+    with lock, pytest.raises(UsageError, match="in use by another"):
+        joining.join(Link(address="host:9091", tls=None, key=None, poll=None), Answering(), tmp_path, None)
