@@ -99,15 +99,14 @@ def test_what_runs_foreign_code_is_refused(name, tmp_path):
 
 
 def test_flower_finds_the_stand_ins_before_its_own_programs(tmp_path):
-    found = environment(tmp_path / "home", {})
+    found = environment(tmp_path / "home", {"FEDSHIFT_PIPE": str(tmp_path / "pipe")})
     first, second, *_ = found["PATH"].split(os.pathsep)
-    assert {path.name for path in (tmp_path / "home" / "bin").iterdir()} == {*programs.STARTED, *programs.REFUSED}
     assert first == str(tmp_path / "home" / "bin")
     assert os.access(f"{second}/flower-superexec", os.X_OK)
-    said = subprocess.run(
-        [f"{first}/flwr-clientapp", "--help"], env=found, capture_output=True, text=True, check=True
-    ).stdout
+    said = subprocess.run(["flwr-serverapp", "--help"], env=found, capture_output=True, text=True, check=True).stdout
     assert "--token" in said
+    subprocess.run(["flwr-clientapp", "--token", "x y"], env=found, check=True)
+    assert (tmp_path / "pipe").read_text() == "--token x y\n"
 
 
 def packed(files):

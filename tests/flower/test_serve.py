@@ -279,9 +279,9 @@ def node(outcomes):
     """A SuperNode that ends as ``outcomes`` say, one after another."""
 
     class Node(FakeProgram):
-        def __init__(self, *arguments, **named):
-            super().__init__(*arguments, **named)
-            self.code = outcomes.pop(0)() if outcomes else None
+        def __init__(self, name, *arguments, **named):
+            super().__init__(name, *arguments, **named)
+            self.code = outcomes.pop(0)() if name == "flower-supernode" else None
 
     return Node
 
@@ -297,7 +297,8 @@ def test_a_supernode_that_ends_is_started_again_and_the_end_is_said(door, monkey
     assert joining._watched(link, door, tmp_path, tmp_path / "log", stop) == 0
     again = f"Flower's SuperNode ended (killed); it is started again (see {tmp_path / 'log'})"
     assert door.site.heard == [again, again, "finished"]
-    assert FakeProgram.last.more == {"FEDSHIFT_SITE": str(door.path), "FEDSHIFT_POLL": "0.5"}
+    pipe = str(tmp_path / "pipe")
+    assert FakeProgram.last.more == {"FEDSHIFT_SITE": str(door.path), "FEDSHIFT_PIPE": pipe, "FEDSHIFT_POLL": "0.5"}
 
 
 def test_ctrl_c_ends_a_site(door, monkeypatch, tmp_path):

@@ -1,13 +1,16 @@
-"""What a site's SuperNode starts for each message: it passes the message on to ``fedshift join`` and the answer back.
+"""What stands in for the programs that Flower starts for each message and run (:mod:`fedshift.flower.programs`).
 
-Flower would run whatever app the coordinator sends. This program stands in for Flower's ``flwr-clientapp`` at a site
-(:mod:`fedshift.flower.programs`) and runs nothing but what is installed there: the app that came is not even unpacked.
+Flower would run whatever app the coordinator sends. At a site nothing runs but what is installed there, and the app
+that came is not even unpacked: the message is passed on to ``fedshift join`` and the answer back. Flower starts a
+process for each message, which takes a second of imports; here one process has them behind it and forks.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
@@ -19,9 +22,12 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
 from .exchange import Exchange
+from .programs import end_with, is_own
 
 SITE = "FEDSHIFT_SITE"
 """Names the socket on which ``fedshift join`` listens."""
+PIPE = "FEDSHIFT_PIPE"
+"""Names the pipe through which a site's SuperNode says what is to be run."""
 
 app = ClientApp()
 
@@ -37,14 +43,25 @@ def forward(message: Message, context: Context) -> Message:
     return Message(answer.content(), reply_to=message)
 
 
-def clientapp() -> None:
-    """``flwr-clientapp``, but running :data:`app` alone."""
-    from flwr.supernode.cli import flwr_clientapp
+def wait() -> None:
+    """Run ``flwr-clientapp``, but :data:`app` alone, in a copy of this process for each line of arguments that comes.
 
+    They come through the pipe that :data:`PIPE` names. A copy ends with the process itself.
+    """
     runtime = import_module("flwr.supernode.runtime.run_clientapp")
     _replace(runtime, "install_from_fab", lambda *_, **__: None)
     _replace(runtime, "get_load_client_app_fn", lambda *_, **__: lambda *_, **__: app)
-    flwr_clientapp()
+    run = import_module("flwr.supernode.cli").flwr_clientapp
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    with os.fdopen(os.open(os.environ[PIPE], os.O_RDWR), encoding="utf-8") as lines:  # which no last writer ends
+        for line in lines:
+            if os.fork() == 0:
+                threading.Thread(target=end_with, args=(sys.stdin.fileno(),), daemon=True).start()
+                sys.argv[1:] = line.split()
+                try:
+                    run()
+                finally:
+                    os._exit(0)
 
 
 def serverapp() -> None:
@@ -55,8 +72,6 @@ def serverapp() -> None:
     install = runtime.install_from_fab
 
     def install_own(content: bytes, *rest: object, **named: object) -> object:
-        from .programs import is_own
-
         if not is_own(content):
             raise RuntimeError("another app than fedshift's was submitted to this SuperLink: refused")
         return install(content, *rest, **named)

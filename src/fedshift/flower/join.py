@@ -24,7 +24,7 @@ from ..base.errors import UsageError
 from ..base.processors import processors
 from ..launch import interruptible
 from .exchange import Exchange
-from .forward import SITE
+from .forward import PIPE, SITE
 from .programs import Program, free_port
 from .site import Site
 
@@ -110,15 +110,16 @@ def join(link: Link, site: Site, folder: Path, threads: int | None) -> int:
 
 
 def _watched(link: Link, door: _Door, home: Path, log: Path, stop: threading.Event) -> int:
-    """Keep a SuperNode going."""
+    """Keep a SuperNode going, and the process in which what it starts runs."""
     pause = 1.0
+    more = {SITE: str(door.path), PIPE: str(home / "pipe"), **link.environment}
+    os.mkfifo(home / "pipe", 0o600)
     while True:
         began = time.monotonic()
-        node = Program(
-            "flower-supernode", link.arguments(), home=home, log=log, more={SITE: str(door.path), **link.environment}
-        )
+        forward = Program("flwr-clientapp", [], home=home, log=log, more=more)
+        node = Program("flower-supernode", link.arguments(), home=home, log=log, more=more)
         try:
-            while node.wait(0.2) is None and not stop.is_set() and not door.broken.is_set() and not door.over:
+            while node.wait(0.2) is forward.code is None and not stop.is_set() and not door.left:
                 pass
             if door.over:
                 node.wait(PARTING)
@@ -126,6 +127,7 @@ def _watched(link: Link, door: _Door, home: Path, log: Path, stop: threading.Eve
                 return 0
         finally:
             node.stop()
+            forward.stop()
         if stop.is_set():
             return 130
         door.broken.clear()
@@ -148,6 +150,11 @@ class _Door:
         self._socket.bind(str(path))
         self._socket.listen()
         threading.Thread(target=self._serve, daemon=True).start()
+
+    @property
+    def left(self) -> bool:
+        """Whether nothing more will come through."""
+        return self.broken.is_set() or bool(self.over)
 
     def close(self) -> None:
         """Take no more messages."""

@@ -34,8 +34,8 @@ PROGRAMS = {
     "flower-superlink": "flwr.superlink.cli:flower_superlink",
     "flower-supernode": "flwr.supernode.cli:flower_supernode",
     "flwr": "flwr.cli.app:app",
+    "flwr-clientapp": "fedshift.flower.forward:wait",
 }
-STARTED = {"flwr-clientapp": "clientapp", "flwr-serverapp": "serverapp"}
 REFUSED = ("flwr-agentapp", "flwr-connector", "flwr-model", "flwr-simulation")
 GRACE = 5.0
 """Seconds in which a program may end by itself."""
@@ -97,11 +97,13 @@ def environment(home: Path, more: Mapping[str, str]) -> dict[str, str]:
     found = home / "bin"
     found.mkdir(parents=True, exist_ok=True)
     home.chmod(0o700)
-    for name in (*STARTED, *REFUSED):
-        run = f"echo {name} is not for this machine; exit 1"
-        if name in STARTED:
-            what = shlex.quote(f"from fedshift.flower.forward import {STARTED[name]} as main; main()")
-            run = f'exec {shlex.quote(sys.executable)} -P -c {what} "$@"'
+    serverapp = shlex.quote("from fedshift.flower.forward import serverapp; serverapp()")
+    started = {
+        "flwr-clientapp": 'exec printf \'%s\\n\' "$*" > "$FEDSHIFT_PIPE"',
+        "flwr-serverapp": f'exec {shlex.quote(sys.executable)} -P -c {serverapp} "$@"',
+    }
+    for name in (*started, *REFUSED):
+        run = started.get(name, f"echo {name} is not for this machine; exit 1")
         beside = found / f"{name}.{os.getpid()}"
         beside.write_text(f"#!/bin/sh\n{run}\n", encoding="utf-8")
         beside.chmod(0o700)
@@ -164,7 +166,7 @@ def _finish(program: Program, what: str) -> None:
 
 def main() -> None:
     """What the child runs: the program that its arguments name, until it ends or nobody is left who wants it."""
-    threading.Thread(target=_end_with, args=(sys.stdin.fileno(),), daemon=True).start()
+    threading.Thread(target=end_with, args=(sys.stdin.fileno(),), daemon=True).start()
     del sys.argv[0]
     if (poll := os.environ.get("FEDSHIFT_POLL")) and sys.argv[0] == "flower-supernode":
         _poll_every(float(poll))
@@ -172,7 +174,8 @@ def main() -> None:
     getattr(importlib.import_module(module), name)()
 
 
-def _end_with(lifeline: int) -> None:
+def end_with(lifeline: int) -> None:
+    """Wait for the end of file ``lifeline``, then end this process."""
     while os.read(lifeline, 1):
         pass
     os.kill(os.getpid(), signal.SIGTERM)
