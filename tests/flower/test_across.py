@@ -2,6 +2,7 @@
 
 import pytest
 
+from fedshift.core.kernel import begin, finish, init_client
 from fedshift.names import catalog
 from tests.flower.sites import Heard, SiteGrid, coordinator, same_as_in_process, sites_of, spec_for
 
@@ -11,8 +12,19 @@ FEDERATED = (*(name for name in catalog("methods") if name not in POOLED), *COMP
 
 
 @pytest.mark.parametrize("method", FEDERATED)
-def test_every_method_is_what_it_is_in_one_process(method, tmp_path, machine):
+def test_every_method_is_what_it_is_in_one_process_and_sends_only_its_scope(method, tmp_path, machine):
     spec = spec_for(method, domains="pen,photo,print,faded,worn", samples=16, rounds=3, evaluate_every=3)
-    grid = SiteGrid(sites_of(spec, tmp_path))
+    grid, came, left = SiteGrid(sites_of(spec, tmp_path)), [], []
+
+    def watched(node, question, answer):
+        if question.kind == "train":
+            came.append({kind: set(record) for kind, record in question.arrays.items()})
+            left.append({kind: set(record) for kind, record in answer.arrays.items()})
+        return answer
+
+    grid.tamper = watched
     assert coordinator(spec, grid, tmp_path / "served", Heard()).run()
-    same_as_in_process(spec, tmp_path / "served", tmp_path, tmp_path / "reference")
+    trial = same_as_in_process(spec, tmp_path / "served", tmp_path, tmp_path / "reference")
+    _, update = finish(trial.plan, begin(trial.plan, init_client(trial.plan), trial.server))
+    assert left == [{"shared": trial.plan.sent, "memory": update.memory.keys()}] * 15
+    assert came == [{"shared": trial.plan.loaded, "memory": trial.server.memory.keys()}] * 15

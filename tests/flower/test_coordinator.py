@@ -115,6 +115,14 @@ def test_who_does_not_come_is_waited_for_no_longer_than_told(tmp_path, machine):
         coordinator(spec, grid, tmp_path / "served", Heard(), wait=0.0).run()
 
 
+def test_waiting_can_be_stopped(tmp_path, machine):
+    spec, heard = spec_for(), Heard()
+    grid = SiteGrid(sites_of(spec, tmp_path))
+    grid.away = {2}
+    heard.stop.set()
+    assert not coordinator(spec, grid, tmp_path / "served", heard, wait=1e9).run()
+
+
 def test_pooling_is_refused_across_machines(tmp_path, machine):
     spec = spec_for("centralized")
     with pytest.raises(UsageError, match="needs all data in one place"):

@@ -33,7 +33,7 @@ from ..rundir import MACHINES
 from ..trial import RoundDone
 from .across import ExperimentAcross, Terms
 from .exchange import FACTS, Exchange
-from .nodes import Nodes
+from .nodes import Nodes, Stopped
 from .population import Described, Elsewhere, Population
 
 COORDINATOR = "FEDSHIFT_COORDINATOR"
@@ -133,10 +133,16 @@ class Coordinator:
         self.population = Population.read(self.path) if self.path.exists() else Population.new()
         known = {client.name: client for client in self.population.clients}
         secured = _secured(Path(order["keys"]), run) if order["keys"] else {}
-        self.nodes = Nodes(grid, hello, report.notice, known=known, changed=self._came, **secured)
+        self.nodes = Nodes(grid, hello, report.notice, known=known, changed=self._came, stop=report.stop, **secured)
 
     def run(self) -> bool:
         """Run to the end, or until it is told to stop; whether it got to the end."""
+        try:
+            return self._run()
+        except Stopped:
+            return False
+
+    def _run(self) -> bool:
         members = frozenset(client.name for client in self.population.clients)
         clients = min(self.terms.clients, len(members or self.order) or self.terms.clients)
         self.nodes.wait(clients, self.wait, members or frozenset(self.order) or None)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from threading import Event
 
 from . import quiet as quiet  # isort: split
 
@@ -31,6 +32,10 @@ FAILED = (ErrorCode.LOAD_CLIENT_APP_EXCEPTION, ErrorCode.CLIENT_APP_RAISED_EXCEP
 """Errors of a node that is there; others say that the message or its answer got lost."""
 
 
+class Stopped(FedshiftError):
+    """Somebody asked to stop while sites were waited for."""
+
+
 @dataclass(frozen=True)
 class _Address:
     node: int
@@ -48,9 +53,9 @@ class Nodes:
     def __init__(
         self, grid: Grid, hello: Exchange, say: Say, *, known: Mapping[str, Described] | None = None,
         keys: Callable[[], Mapping[str, bytes]] | None = None, changed: Callable[[], None] = lambda: None,
-        signed: Callable[[Exchange], Exchange] = lambda exchange: exchange,
+        signed: Callable[[Exchange], Exchange] = lambda exchange: exchange, stop: Event | None = None,
     ) -> None:  # fmt: skip
-        self.grid, self.hello, self.say = grid, hello, say
+        self.grid, self.hello, self.say, self.stop = grid, hello, say, stop or Event()
         self.keys, self.changed, self.signed = keys, changed, signed
         self.known = dict(known or {})
         self._online: dict[str, _Address] = {}
@@ -81,7 +86,7 @@ class Nodes:
     def wait(self, number: int, seconds: float, among: frozenset[str] | None = None) -> None:
         """Return once ``number`` clients (of those ``among``) are connected.
 
-        Raises :class:`FedshiftError` naming those who are after ``seconds``.
+        Raises :class:`FedshiftError` naming those who are after ``seconds``, and :class:`Stopped`.
         """
         until = time.monotonic() + seconds
         while True:
@@ -89,6 +94,8 @@ class Nodes:
             there = self.online if among is None else self.online & among
             if len(there) >= number:
                 return
+            if self.stop.is_set():
+                raise Stopped(f"stopped while {number} sites were waited for")
             if time.monotonic() > until:
                 names = ", ".join(sorted(there)) or "none"
                 raise FedshiftError(

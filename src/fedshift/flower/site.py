@@ -31,7 +31,7 @@ from ..names import trusting
 from ..planning import plan_of
 from ..rundir import slug
 from ..sources import split_of
-from .arrays import check_state, from_record, to_record
+from .arrays import Refused, check_state, from_record, to_record
 from .exchange import Exchange
 from .local_data import local, meaning
 from .site_state import SiteState
@@ -157,7 +157,9 @@ class Site:
             method, model, settings_of(spec, ()), seed, sample=client.train.inputs(slice(0, 1)), classes=classes,
             labels=torch.tensor(asked["labels"] or [0] * classes), clients=int(asked["clients"]),
         )  # fmt: skip
-        folder = self.folder / slug(str(asked["experiment"])) / f"{slug(method.name)}-seed{seed}"
+        if not str(asked["experiment"]).isalnum():
+            raise Refused(f"{asked['experiment']!r} is no experiment's name")
+        folder = self.folder / str(asked["experiment"]) / f"{slug(method.name)}-seed{seed}"
         return _Trial(
             plan=plan, data=data, engine=Sequential(plan, {client.name: client.train}, seed),
             kept=SiteState(folder, client.name, plan, data.fingerprint),
