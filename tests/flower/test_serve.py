@@ -3,6 +3,7 @@
 import json
 import socket
 import threading
+from dataclasses import asdict
 from multiprocessing.connection import Client
 from pathlib import Path
 
@@ -184,7 +185,9 @@ def test_what_the_coordinator_tells_is_shown(coordination, tmp_path):
     assert finished
     assert heard == ["a is connected", 1, "round 1: a, b took part; 1.50 MB down, 0.90 kB up, 2.0 s"]
     directory = str((tmp_path / "run").resolve())
-    assert orders == [{"directory": directory, "clients": 2, "seconds": 1.0, "wait": 1.0, "keys": None}]
+    (order,) = orders
+    assert json.loads(order.pop("settings")) == json.loads(json.dumps(asdict(RunSpec())))
+    assert order == {"directory": directory, "clients": 2, "seconds": 1.0, "wait": 1.0, "keys": None}
 
 
 def test_an_app_that_is_lost_is_started_again(coordination):

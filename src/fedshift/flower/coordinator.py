@@ -50,14 +50,24 @@ def main(grid: Grid, context: Context) -> None:
     sys.path.append("")  # methods and models of the person's own, beside which `fedshift serve` was started
     with Client(os.environ[COORDINATOR], family="AF_UNIX") as talk:
         order = json.loads(talk.recv_bytes())
+        spec = submitted(str(context.run_config[FACTS]), order["settings"])
         report = Report(talk)
         try:
-            spec = spec_of(json.loads(str(context.run_config[FACTS])))
             finished = Coordinator(grid, spec, order, report, context.run_id).run()
         except FedshiftError as error:
             report.tell("failed", str(error), isinstance(error, UsageError))
             raise
         report.tell("ended", finished)
+
+
+def submitted(settings: str, expected: str) -> RunSpec | CompareSpec:
+    """The settings of a run; raises :class:`FedshiftError` unless they are the ones that `fedshift serve` submitted.
+
+    Whoever reaches a SuperLink can submit a run, and settings may name any function of this machine.
+    """
+    if settings != expected:
+        raise FedshiftError("a run with other settings than those of `fedshift serve` was submitted: refused")
+    return spec_of(json.loads(settings))
 
 
 def spec_of(given: dict[str, Any]) -> RunSpec | CompareSpec:

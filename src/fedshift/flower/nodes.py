@@ -150,7 +150,7 @@ class Nodes:
             self.say(f"a node (number {address.node}) does not take part: {error}")
             return
         name, before = described.name, self.known.get(described.name)
-        if self.keys is not None and self.keys().get(name) != self._keys.get(address.node):
+        if self.keys is not None and self.keys().get(name) != self._keys.get(address.node, b""):
             self.say(f"a node (number {address.node}) says that it is {name!r}, but does not hold its key: refused")
             return
         if before and before != described:

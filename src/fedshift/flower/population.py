@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -17,6 +18,10 @@ from ..base.files import write_atomically
 from ..data.federation import ClientData, Federation
 from ..data.files.image_tree import in_order
 from ..data.split import Split
+from .arrays import NUMPY_TYPES
+
+MOST_SAMPLES, MOST_VALUES, MOST_CLASSES, LONGEST_NAME = 10**8, 2**30, 10**6, 200
+"""Samples of a site's part, values of a sample, classes, and signs of a name: more than any site has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,9 +50,29 @@ class Described:
             )  # fmt: skip
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise FedshiftError(f"a site describes itself in a way that is not understood ({error!r})") from error
-        if not made.name.isprintable() or min(made.samples.values(), default=0) < 1 or "train" not in made.samples:
-            raise FedshiftError(f"site {made.name!r} says that it has {dict(made.samples)} samples")
+        made._check()
         return made
+
+    def _check(self) -> None:
+        """Raise :class:`FedshiftError` where a site cannot be so: the coordinator makes room for what is said."""
+        if not (0 < len(self.name) <= LONGEST_NAME and self.name.isprintable()):
+            raise FedshiftError(f"a site calls itself {self.name[:LONGEST_NAME]!r}: give it a short name (--name)")
+        if "train" not in self.samples or not all(0 < number <= MOST_SAMPLES for number in self.samples.values()):
+            raise FedshiftError(
+                f"site {self.name!r} says that it has {dict(self.samples)} samples: it needs some to train on, and at "
+                f"most {MOST_SAMPLES} in each part"
+            )
+        if self.dtype not in NUMPY_TYPES or min(self.shape, default=1) < 1 or math.prod(self.shape) > MOST_VALUES:
+            raise FedshiftError(
+                f"site {self.name!r} says that its samples are {self.dtype} of shape {self.shape}: they must be of a "
+                f"type that travels, and of at most {MOST_VALUES} values each"
+            )
+        labels = self.labels
+        counted = labels is None or (len(labels) == self.classes and sum(labels) == self.samples["train"])
+        if not (0 < self.classes <= MOST_CLASSES and counted and min(labels or (0,)) >= 0):
+            raise FedshiftError(
+                f"site {self.name!r} says that it has {self.classes} classes: its labels do not fit them"
+            )
 
 
 class Elsewhere(Federation):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import io
 import os
+import re
 import shlex
 import signal
 import socket
@@ -37,8 +38,11 @@ PROGRAMS = {
     "flwr-clientapp": "fedshift.flower.forward:wait",
 }
 REFUSED = ("flwr-agentapp", "flwr-connector", "flwr-model", "flwr-simulation")
+COLOR = re.compile(r"\x1b\[[\d;]*m")
 GRACE = 5.0
 """Seconds in which a program may end by itself."""
+HEARTBEAT = 10.0
+"""Seconds, the fewest that a SuperLink takes: a node that died is gone, and may come back, after twice as many."""
 
 
 class Program:
@@ -88,7 +92,7 @@ class Program:
 
     def said(self) -> str:
         """The last line that it wrote."""
-        lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        lines = COLOR.sub("", self.log.read_text(encoding="utf-8", errors="replace")).strip().splitlines()
         return lines[-1].strip() if lines else "it said nothing"
 
 
@@ -168,8 +172,12 @@ def main() -> None:
     """What the child runs: the program that its arguments name, until it ends or nobody is left who wants it."""
     threading.Thread(target=end_with, args=(sys.stdin.fileno(),), daemon=True).start()
     del sys.argv[0]
-    if (poll := os.environ.get("FEDSHIFT_POLL")) and sys.argv[0] == "flower-supernode":
-        _poll_every(float(poll))
+    if sys.argv[0] in ("flower-superlink", "flower-supernode"):
+        threading.Thread(target=_end_with_child, daemon=True).start()
+    if sys.argv[0] == "flower-supernode":
+        _beat_every(HEARTBEAT)
+        if poll := os.environ.get("FEDSHIFT_POLL"):
+            _poll_every(float(poll))
     module, _, name = PROGRAMS[sys.argv[0]].partition(":")
     getattr(importlib.import_module(module), name)()
 
@@ -181,6 +189,24 @@ def end_with(lifeline: int) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     threading.Event().wait(GRACE / 2)
     os._exit(1)
+
+
+def _end_with_child() -> None:
+    """End this process once one that it started has: without it nothing more would be carried out here."""
+    while True:
+        try:
+            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+        except ChildProcessError:  # nothing is started yet
+            time.sleep(GRACE / 10)
+        else:
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
+
+
+def _beat_every(seconds: float) -> None:
+    """Let a SuperNode say every ``seconds`` that it is there, in place of 30; Flower has no setting."""
+    for module in ("flwr.supercore.heartbeat", "flwr.supernode.fleet_http_connection"):
+        importlib.import_module(module).HEARTBEAT_DEFAULT_INTERVAL = seconds  # type: ignore[attr-defined]
 
 
 def _poll_every(seconds: float) -> None:

@@ -152,7 +152,8 @@ class _Coordination:
         self._folder = TemporaryDirectory(prefix="fedshift-")
         self.home = Path(self._folder.name)
         self.config = self.home / "run.toml"
-        self.config.write_text(f"{FACTS} = {json.dumps(json.dumps(asdict(spec)))}\n", encoding="utf-8")
+        self.settings = json.dumps(asdict(spec))
+        self.config.write_text(f"{FACTS} = {json.dumps(self.settings)}\n", encoding="utf-8")
         self.socket = socket.socket(socket.AF_UNIX)
         self.socket.bind(str(self.home / "talk"))
         self.socket.listen()
@@ -241,6 +242,8 @@ class _Coordination:
                         if what == "failed":
                             raise (UsageError if values[1] else FedshiftError)(values[0])
                         shown.hear(what, *values)
+                    elif link.code is not None:  # asking also lets Flower's other programs see that it is gone
+                        return None
                     try:
                         self._register()
                     except FedshiftError as error:
@@ -271,6 +274,7 @@ class _Coordination:
             "seconds": reach.seconds,
             "wait": reach.wait,
             "keys": keys,
+            "settings": self.settings,
         }
 
 

@@ -153,8 +153,9 @@ class Site:
         client, seed = data.clients[0], int(asked["seed"])
         with trusting(self.code):
             method, model = methods_of(spec)[int(asked["method"])], model_of(spec.model, data.sample_shape)
+            settings = settings_of(spec, ())
         plan = plan_of(
-            method, model, settings_of(spec, ()), seed, sample=client.train.inputs(slice(0, 1)), classes=classes,
+            method, model, settings, seed, sample=client.train.inputs(slice(0, 1)), classes=classes,
             labels=torch.tensor(asked["labels"] or [0] * classes), clients=int(asked["clients"]),
         )  # fmt: skip
         if not str(asked["experiment"]).isalnum():

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from safetensors.torch import save
 
+from ..base.errors import FedshiftError
 from ..base.files import write_atomically
 from ..base.state import State, prefixed, under
 from ..checkpoint import load_checkpoint, save_checkpoint
@@ -31,8 +32,8 @@ class SiteState:
     def after(self, base: int) -> Client:
         """The client after round ``base`` (0: before its first).
 
-        Raises :class:`Refused` where there is no such state, or it is another model's or of other data; a lost state is
-        never silently made anew. Raises :class:`FedshiftError` where the file is damaged.
+        Raises :class:`Refused` where there is no such state, or it is damaged, another model's or of other data; a lost
+        state is never silently made anew.
         """
         like = init_client(self.plan)
         if base == 0:
@@ -45,7 +46,13 @@ class SiteState:
                 f"rounds: {there}): bring the folder back from a copy; without it the client can only take part in a "
                 "new experiment"
             )
-        tensors, facts = load_checkpoint(path)
+        try:
+            tensors, facts = load_checkpoint(path)
+        except FedshiftError as error:
+            raise Refused(
+                f"the state of client {self.name!r} in {path} cannot be read: bring the file back from a copy; without "
+                "it the client can only take part in a new experiment"
+            ) from error
         if facts["data"] != self.data:
             raise Refused(
                 f"the data of client {self.name!r} are not those of round {base}: give it the data that it began with, "
