@@ -43,9 +43,10 @@ def test_every_fedshift_command_is_understood(commands, monkeypatch):
     for words in spoken:
         if words and words[0] == "fedshift":
             command, bound, _ = app.parse_args(words[1:], exit_on_error=False, print_error=False)
-            assert command.__module__ in ("fedshift.cli", "fedshift.cli_data")
+            assert command.__module__ in ("fedshift.cli", "fedshift.cli_data", "fedshift.cli_flower")
             known = "spec place directory model method what where name out json"
-            assert set(bound.arguments) <= set(known.split())
+            across = "address config data days host key min_clients names nodes port resume tls"
+            assert set(bound.arguments) <= {*known.split(), *across.split()}
 
 
 def test_the_method_of_the_contributing_guide_runs_composed_from_the_command_line(tmp_path):
@@ -63,6 +64,20 @@ def test_the_method_of_the_contributing_guide_runs_composed_from_the_command_lin
     assert done.returncode == 0, done.stderr
     assert "fedbn+lgfedavg" in done.stdout
     assert (tmp_path / "run" / "report.html").exists()
+
+
+def test_the_page_on_deployment_loads_the_model_that_a_site_left(tmp_path, monkeypatch):
+    from fedshift.flower.site_state import SiteState
+    from fedshift.models.digits import small_cnn
+
+    text, page = (ROOT / "docs" / "deployment.md").read_text(), {}
+    exec(next(body for kind, body in BLOCK.findall(text) if "def model_of" in body), page)
+    left = small_cnn((3, 28, 28), 10).state_dict()
+    SiteState(tmp_path / "sites" / "north" / "e1" / "fedbn-seed0", "north", None, "").leave_model(left, 3)
+    monkeypatch.chdir(tmp_path)
+    found = page["model_of"]("north")
+    assert not found.training
+    assert all(tensor.equal(left[name]) for name, tensor in found.state_dict().items())
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

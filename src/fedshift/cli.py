@@ -21,6 +21,8 @@ from . import __version__
 from .base.errors import FedshiftError, UsageError
 from .cli_data import data, diagnose
 from .cli_flower import join, pki, serve
+from .cli_papers import reproduce
+from .cli_theory import theory
 from .config import CompareSpec, Place, RunSpec, read_settings
 from .launch import execute, wide
 
@@ -55,6 +57,8 @@ app.command(diagnose)
 app.command(pki)
 app.command(serve)
 app.command(join)
+app.command(reproduce)
+app.command(theory)
 
 
 @app.command

@@ -172,8 +172,8 @@ def display(console: Console) -> Iterator[Observer]:
 
 
 @contextmanager
-def interruptible(console: Console) -> Iterator[Event]:
-    """An event that the first Ctrl-C sets; the second stops at once."""
+def interruptible(console: Console, then: str = "Stopping after this round") -> Iterator[Event]:
+    """An event that the first Ctrl-C sets; the second stops at once. ``then``: what the first does."""
     import signal
     from threading import Event
 
@@ -183,7 +183,7 @@ def interruptible(console: Console) -> Iterator[Event]:
         if stop.is_set():
             raise KeyboardInterrupt
         stop.set()
-        console.print("Stopping after this round; press Ctrl-C again to stop at once.")
+        console.print(f"{then}; press Ctrl-C again to stop at once.")
 
     before = signal.signal(signal.SIGINT, on_interrupt)
     try:

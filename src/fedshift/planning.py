@@ -53,4 +53,3 @@ def plan_of(
             f"it give ({classes},), one score a class"
         )
     return plan
-

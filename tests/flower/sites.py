@@ -24,6 +24,7 @@ from fedshift.experiment import Experiment, Observer
 from fedshift.flower.coordinator import Coordinator
 from fedshift.flower.exchange import Exchange
 from fedshift.flower.site import Site
+from fedshift.rundir import trial_folder
 
 RUN = 7
 
@@ -120,13 +121,23 @@ def in_process(spec, directory) -> Experiment:
 
 
 def same_as_in_process(spec, directory, folder, reference):
-    """Assert that the run in ``directory``, with sites in ``folder``, left what one process does, bit for bit."""
+    """Assert that the run in ``directory``, with sites in ``folder``, left what one process does, bit for bit.
+
+    Returns that process's trials.
+    """
     experiment = in_process(spec, reference)
-    (method,), (seed,) = experiment.methods, experiment.seeds
-    trial = experiment._trial(method, seed)
-    (place,) = (reference / "trials").iterdir()
-    trial.restore(*load_checkpoint(place / "checkpoint.safetensors"), place)
-    found, facts = load_checkpoint(directory / "trials" / place.name / "checkpoint.safetensors")
+    return [
+        same_trial(experiment._trial(method, seed), trial_folder(directory, method.name, seed), folder, reference)
+        for method in experiment.methods
+        for seed in experiment.seeds
+    ]
+
+
+def same_trial(trial, place, folder, reference):
+    """:func:`same_as_in_process` for one of its trials, which is in ``place``."""
+    other = reference / "trials" / place.name
+    trial.restore(*load_checkpoint(other / "checkpoint.safetensors"), other)
+    found, facts = load_checkpoint(place / "checkpoint.safetensors")
     wanted = trial._server_tensors()
     assert facts["round"] == trial.server.round
     assert {name for name in found if name.startswith("server/")} == wanted.keys()

@@ -24,7 +24,7 @@ def test_every_method_is_what_it_is_in_one_process_and_sends_only_its_scope(meth
 
     grid.tamper = watched
     assert coordinator(spec, grid, tmp_path / "served", Heard()).run()
-    trial = same_as_in_process(spec, tmp_path / "served", tmp_path, tmp_path / "reference")
+    (trial,) = same_as_in_process(spec, tmp_path / "served", tmp_path, tmp_path / "reference")
     _, update = finish(trial.plan, begin(trial.plan, init_client(trial.plan), trial.server))
     assert left == [{"shared": trial.plan.sent, "memory": update.memory.keys()}] * 15
     assert came == [{"shared": trial.plan.loaded, "memory": trial.server.memory.keys()}] * 15

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from fedshift.base.errors import FedshiftError, UsageError
+from fedshift.data.federation import label_counts
 from fedshift.experiment import read_study
 from fedshift.flower.local_data import meaning
 from fedshift.flower.population import Described, Population
@@ -143,6 +144,16 @@ def test_clients_are_in_the_order_of_the_settings_and_those_admitted_later_last(
     grown = first.with_clients([described("a"), described("A")], order=("b",))
     assert [client.name for client in grown.clients] == ["b", "a", "c", "A"]
     assert grown.experiment == first.experiment != Population.new().experiment
+
+
+def test_labels_count_among_the_classes_of_all_sites():
+    some = described("a", labels=(5, 1), samples={"train": 6, "test": 4})
+    other = described("b", labels=(2, 7), samples={"train": 9, "test": 4}, class_names=("ant", "cat"))
+    data = Population.new().with_clients([some, other]).federation(4)
+    assert data.class_names == ("ant", "cat", "dog")
+    assert label_counts(data).tolist() == [2, 12, 1, 0]
+    unnamed = [described(name, labels=(2, 4), class_names=()) for name in "ab"]
+    assert label_counts(Population.new().with_clients(unnamed).federation(None)).tolist() == [4, 8]
 
 
 def test_a_population_is_read_as_it_was_written(tmp_path):

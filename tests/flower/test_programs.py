@@ -51,6 +51,21 @@ def test_a_program_that_does_not_end_by_itself_is_ended(stand_in):
     assert program.said() == "it said nothing"
 
 
+def test_why_a_program_ended_is_what_it_said_of_that(stand_in):
+    first = stand_in("print('Exit Code: 7', 'It was full.', '', sep=chr(10))")
+    assert first.wait(60) == 0
+    first.stop()
+    told = "up\n\x1b[91mERROR \x1b[0m: Exit Code: 305\nIt failed.\n[code: 2004] So.\nIt could not.\n\nSee.\nINFO: down"
+    program = stand_in(f"print({told!r})")
+    assert program.wait(60) == 0
+    assert program.said() == "It failed. [code: 2004] So."
+    program.stop()
+    last = stand_in(r"print('it is\x1b[0m over')")
+    assert last.wait(60) == 0
+    assert last.said() == "it is over"
+    last.stop()
+
+
 CHILD = """
 import sys, time, types
 import fedshift.flower.programs as programs

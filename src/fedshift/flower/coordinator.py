@@ -13,7 +13,6 @@ import threading
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from itertools import zip_longest
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from typing_extensions import override
 from ..base.errors import FedshiftError, UsageError
 from ..build import methods_of, model_of, seeds_of, settings_of
 from ..config import CompareSpec, RunSpec
+from ..data.federation import label_counts
 from ..engines.auto import Choice
 from ..experiment import Observer
 from ..rundir import MACHINES
@@ -172,7 +172,7 @@ class Coordinator:
     def _experiment(self, data: Elsewhere) -> ExperimentAcross:
         facts = {
             "experiment": self.population.experiment, "spec": self.sent, "classes": data.classes,
-            "class_names": data.class_names, "labels": self._labels(),
+            "class_names": data.class_names, "labels": self._labels(data),
         }  # fmt: skip
         return ExperimentAcross(
             methods=methods_of(self.spec), data=data, model=model_of(self.spec.model, data.sample_shape),
@@ -213,10 +213,9 @@ class Coordinator:
         if self.population.clients and self._new():
             self.report.changed.set()
 
-    def _labels(self) -> list[int] | None:
+    def _labels(self, data: Elsewhere) -> list[int] | None:
         """Training samples of each class at all sites, where they were asked for."""
-        counts = [client.labels or () for client in self.population.clients]
-        return [sum(of_class) for of_class in zip_longest(*counts, fillvalue=0)] or None
+        return label_counts(data).tolist() if all(client.labels for client in self.population.clients) else None
 
     def _part(self) -> None:
         """Tell the sites that it is over."""

@@ -100,8 +100,9 @@ def join(link: Link, site: Site, folder: Path, threads: int | None) -> int:
     site.say = lambda text: console.print(
         f"{time.strftime('%H:%M:%S')} {text}", markup=False, highlight=False, soft_wrap=True
     )
-    with TemporaryDirectory(prefix="fedshift-") as home, interruptible(console) as stop:
+    with TemporaryDirectory(prefix="fedshift-") as home, interruptible(console, "Leaving") as stop:
         door = _Door(site, Path(home) / "talk")
+        site.say(f"looking for the coordinator at {link.address}")
         try:
             return _watched(link, door, Path(home), folder / "supernode.log", stop)
         finally:

@@ -8,7 +8,7 @@ asked, and not waited for where enough others answer.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Event
 
@@ -26,6 +26,8 @@ from .population import Described
 Say = Callable[[str], None]
 POLL = 0.25
 """Seconds between two looks for answers."""
+TOGETHER = 2**26
+"""Bytes of answers that are fetched at a time, were they as large as the questions; at least one is."""
 KINDS = {"describe": "query", "end": "query", "train": "train", "evaluate": "evaluate"}
 """Flower's types of messages."""
 FAILED = (ErrorCode.LOAD_CLIENT_APP_EXCEPTION, ErrorCode.CLIENT_APP_RAISED_EXCEPTION, ErrorCode.INVALID_FAB)
@@ -114,6 +116,7 @@ class Nodes:
         """
         until = time.monotonic() + seconds
         missing, answered = set(asked), 0
+        together = max(1, TOGETHER // max((1, *map(_size, asked.values()))))
         sent: dict[str, tuple[_Address, str]] = {}  # where, and the number of the message ("": lost)
         while missing and time.monotonic() < until:
             self.refresh()
@@ -122,7 +125,7 @@ class Nodes:
                 if name not in sent or sent[name][0] != address:
                     sent[name] = address, self._push(address, asked[name], until - time.monotonic())
             numbers = {number: name for name, (_, number) in sent.items() if number and name in missing}
-            for reply in self.grid.pull_messages(numbers) if numbers else ():
+            for reply in self._pulled(sorted(numbers, key=numbers.__getitem__), together):
                 name = numbers[reply.metadata.reply_to_message_id]  # an error's sender is not the node
                 if reply.has_error() and reply.error.code not in FAILED:
                     sent[name] = sent[name][0], ""
@@ -138,6 +141,11 @@ class Nodes:
         for name in sorted(missing):
             there = "did not answer in time" if name in self._online else "is gone"
             yield name, FedshiftError(f"it {there}")
+
+    def _pulled(self, numbers: Sequence[str], together: int) -> Iterator[Message]:
+        """The answers that are there to messages ``numbers``, fetched ``together`` at a time and then let go."""
+        for start in range(0, len(numbers), together):
+            yield from self.grid.pull_messages(numbers[start : start + together])
 
     def _introduced(self, address: _Address, reply: Message) -> None:
         answer = _read(reply)
@@ -176,6 +184,10 @@ class Nodes:
             group_id=str(exchange.facts.get("round", "")),
         )  # fmt: skip
         return next(iter(self.grid.push_messages([message])), "") or ""
+
+
+def _size(exchange: Exchange) -> int:
+    return sum(len(array.data) for record in exchange.arrays.values() for array in record.values())
 
 
 def _read(reply: Message) -> Exchange | FedshiftError:

@@ -57,10 +57,11 @@ class Described:
         """Raise :class:`FedshiftError` where a site cannot be so: the coordinator makes room for what is said."""
         if not (0 < len(self.name) <= LONGEST_NAME and self.name.isprintable()):
             raise FedshiftError(f"a site calls itself {self.name[:LONGEST_NAME]!r}: give it a short name (--name)")
-        if "train" not in self.samples or not all(0 < number <= MOST_SAMPLES for number in self.samples.values()):
+        whole = {"train", "test"} <= self.samples.keys() <= {"train", "validation", "test"}
+        if not whole or not all(0 < number <= MOST_SAMPLES for number in self.samples.values()):
             raise FedshiftError(
-                f"site {self.name!r} says that it has {dict(self.samples)} samples: it needs some to train on, and at "
-                f"most {MOST_SAMPLES} in each part"
+                f"site {self.name!r} says that it has {dict(self.samples)} samples: it needs some to train on, some to "
+                f"test on, and at most {MOST_SAMPLES} of each"
             )
         if self.dtype not in NUMPY_TYPES or min(self.shape, default=1) < 1 or math.prod(self.shape) > MOST_VALUES:
             raise FedshiftError(
@@ -142,7 +143,7 @@ class Population:
         found = max(len(names), *(client.classes for client in self.clients))
         if classes is not None and classes < found:
             raise FedshiftError(f"classes={classes}, but the sites have {found}: ask for as many")
-        made = tuple(map(_client, self.clients))
+        made = tuple(_client(client, names) for client in self.clients)
         return Elsewhere(name="sites", clients=made, classes=classes or found, class_names=names)
 
     def _class_names(self) -> tuple[str, ...]:
@@ -150,12 +151,14 @@ class Population:
         return kinds.pop() if len(kinds) == 1 else in_order({name for kind in kinds for name in kind})
 
 
-def _client(described: Described) -> ClientData:
+def _client(described: Described, names: Sequence[str]) -> ClientData:
+    """As a client; its labels count among ``names``, as the site's own do (``local_data.meaning``)."""
+    own = torch.tensor([list(names).index(name) for name in described.class_names] or range(described.classes))
     zero = torch.zeros((1, *described.shape), dtype=getattr(torch, described.dtype))
 
     def split(part: str, number: int) -> Split:
         counted = part == "train" and described.labels
-        y = torch.repeat_interleave(torch.tensor(described.labels)) if counted else torch.zeros(number).long()
+        y = own.repeat_interleave(torch.tensor(described.labels)) if counted else torch.zeros(number).long()
         return Split(x=zero, y=y, rows=torch.zeros(number, dtype=torch.int64))
 
     return ClientData(name=described.name, **{part: split(part, n) for part, n in described.samples.items()})

@@ -26,7 +26,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
-from ..base.errors import FedshiftError
+from ..base.errors import FedshiftError, UsageError
 from .quiet import QUIET
 
 APP = Path(__file__).with_name("app")
@@ -38,7 +38,7 @@ PROGRAMS = {
     "flwr-clientapp": "fedshift.flower.forward:wait",
 }
 REFUSED = ("flwr-agentapp", "flwr-connector", "flwr-model", "flwr-simulation")
-COLOR = re.compile(r"\x1b\[[\d;]*m")
+COLOR, REASON = re.compile(r"\x1b\[[\d;]*m"), re.compile(r"Exit Code: \d+\n(.+(?:\n.+)*)")
 GRACE = 5.0
 """Seconds in which a program may end by itself."""
 HEARTBEAT = 10.0
@@ -57,6 +57,7 @@ class Program:
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as said:
+            self._began = said.tell()
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", "from fedshift.flower.programs import main; main()", name, *arguments],
                 stdin=subprocess.PIPE, stdout=said, stderr=subprocess.STDOUT, env=environment(home, more or {}),
@@ -91,13 +92,20 @@ class Program:
             os.killpg(self.pid, signal.SIGKILL)
 
     def said(self) -> str:
-        """The last line that it wrote."""
-        lines = COLOR.sub("", self.log.read_text(encoding="utf-8", errors="replace")).strip().splitlines()
-        return lines[-1].strip() if lines else "it said nothing"
+        """Why it ended, where Flower says so, else the last line that it wrote."""
+        with self.log.open("rb") as log:
+            log.seek(self._began)
+            text = COLOR.sub("", log.read().decode(errors="replace")).strip()
+        reasons = REASON.findall(text)
+        lines = reasons[-1].splitlines()[:2] if reasons else text.splitlines()[-1:]
+        return " ".join(line.strip() for line in lines) or "it said nothing"
 
 
 def environment(home: Path, more: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a program whose folder is ``home``; makes the folder and the programs that Flower starts."""
+    """The environment of a program whose folder is ``home``; makes the folder and the programs that Flower starts.
+
+    Raises :class:`UsageError` where these could not run, as Flower's own would then be started in their place.
+    """
     found = home / "bin"
     found.mkdir(parents=True, exist_ok=True)
     home.chmod(0o700)
@@ -112,6 +120,8 @@ def environment(home: Path, more: Mapping[str, str]) -> dict[str, str]:
         beside.write_text(f"#!/bin/sh\n{run}\n", encoding="utf-8")
         beside.chmod(0o700)
         beside.replace(found / name)
+        if not os.access(found / name, os.X_OK):  # the search would go on, and find Flower's own
+            raise UsageError(f"{home} does not let programs run (noexec): set TMPDIR to a folder that does")
     path = os.pathsep.join((str(found), str(Path(sys.executable).parent), os.environ.get("PATH", "")))
     return {
         **os.environ, **QUIET, "FLWR_HOME": str(home), "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1", "PATH": path,
@@ -172,8 +182,6 @@ def main() -> None:
     """What the child runs: the program that its arguments name, until it ends or nobody is left who wants it."""
     threading.Thread(target=end_with, args=(sys.stdin.fileno(),), daemon=True).start()
     del sys.argv[0]
-    if sys.argv[0] in ("flower-superlink", "flower-supernode"):
-        threading.Thread(target=_end_with_child, daemon=True).start()
     if sys.argv[0] == "flower-supernode":
         _beat_every(HEARTBEAT)
         if poll := os.environ.get("FEDSHIFT_POLL"):
@@ -189,18 +197,6 @@ def end_with(lifeline: int) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     threading.Event().wait(GRACE / 2)
     os._exit(1)
-
-
-def _end_with_child() -> None:
-    """End this process once one that it started has: without it nothing more would be carried out here."""
-    while True:
-        try:
-            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
-        except ChildProcessError:  # nothing is started yet
-            time.sleep(GRACE / 10)
-        else:
-            os.kill(os.getpid(), signal.SIGTERM)
-            return
 
 
 def _beat_every(seconds: float) -> None:

@@ -17,6 +17,7 @@ import torch
 from pydantic import ValidationError
 
 from .. import __version__
+from ..base.allocator import freed_memory_kept
 from ..base.errors import FedshiftError, UsageError
 from ..base.state import pick
 from ..build import methods_of, model_of, settings_of
@@ -103,7 +104,8 @@ class Site:
         trial = self._trial(asked.facts["trial"])
         server, base = self._broadcast(trial.plan, trial.plan.loaded, asked)
         round = server.round + 1
-        trained = trial.engine.work(server, trial.name, trial.kept.after(base))
+        with freed_memory_kept():
+            trained = trial.engine.work(server, trial.name, trial.kept.after(base))
         trial.kept.keep(trained.client, base, round)
         update = trained.update
         loss = trained.loss_sum / update.weight

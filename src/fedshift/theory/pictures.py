@@ -1,0 +1,174 @@
+"""The figures of ``fedshift theory``, in the reports' style."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, NullFormatter
+
+from ..report.figures import Panel, svg
+from ..report.style import INK, Look, canvas, drawing, key, legend
+from . import Findings
+from .toy import DEVIATIONS, TRUE
+from .training import METHODS
+
+_LOOKS = tuple(
+    Look(number=number, color=color, marker=marker, dashes=dashes, hatch="")
+    for number, (color, marker, dashes) in enumerate(
+        (("#0072b2", "o", "-"), ("#d55e00", "s", "--"), ("#009e73", "^", "-."))
+    )
+)
+
+
+def save(found: Findings, directory: Path) -> list[Path]:
+    """Write every figure as SVG and PNG; return the paths."""
+    directory.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for panel in panels(found):
+        vector, bitmap = directory / f"{panel.name}.svg", directory / f"{panel.name}.png"
+        vector.write_text(svg(panel.figure, background="white"), encoding="utf-8")
+        with drawing():
+            panel.figure.savefig(bitmap, dpi=200, metadata={"Software": None})
+        paths += [vector, bitmap]
+    return paths
+
+
+def panels(found: Findings) -> list[Panel]:
+    """Every figure with a description."""
+    with drawing():
+        return [_corollary(found), _closing(found), _training(found), _widths(found), *_toy(found)]
+
+
+def _corollary(found: Findings) -> Panel:
+    pairs = found.corollary.magnitude
+    count = len(pairs)
+    figure, axes = canvas("Corollary 4.6", "lambda_min of G_inf (FedAvg)", "lambda_min of G*_inf (FedBN)")
+    axes.scatter(pairs[:, 0], pairs[:, 1], s=4, color=_LOOKS[0].color, alpha=0.5, linewidth=0, rasterized=count > 2000)
+    ends = [pairs.min(), pairs.max()]
+    axes.plot(ends, ends, color=INK, linewidth=0.8)
+    _logarithmic(axes, "xy")
+    below = found.corollary.violations(pairs)
+    dot = Line2D([], [], color=_LOOKS[0].color, marker="o", linestyle="")
+    handles = {f"{count:,} random federations": dot, "equal": Line2D([], [], color=INK, linewidth=0.8)}
+    legend(figure, handles, f"{below} below the line")
+    return Panel(
+        name="corollary",
+        figure=figure,
+        description=f"Least eigenvalue of FedBN's expected Gram matrix against FedAvg's in {count:,} random "
+        f"federations: {below} of them lie below the diagonal.",
+    )
+
+
+def _closing(found: Findings) -> Panel:
+    turned = found.closing
+    figure, axes = canvas("An input turns towards another", "angle to another client's input (radians)", "lambda_min")
+    handles = {}
+    for name, values, look in (
+        ("FedBN, S proportional", turned.local, _LOOKS[2]),
+        ("FedAvg, S of other shape", turned.different, _LOOKS[1]),
+        ("FedAvg, S proportional", turned.full, _LOOKS[0]),
+    ):
+        axes.plot(turned.angle, values, **look.line, markevery=(look.number, 4))
+        handles[name] = key(look)
+    _logarithmic(axes, "xy")
+    legend(figure, handles, "both clients' other inputs stay")
+    description = (
+        f"As an input of one client turns to within {turned.angle[-1]:g} radians of one of another, FedAvg's least "
+        f"eigenvalue falls to {turned.full[-1]:.1e} where covariances are proportional and to "
+        f"{turned.different[-1]:.1e} where they are not; FedBN's stays at {turned.local[-1]:.1e}."
+    )
+    return Panel(name="parallel", figure=figure, description=description)
+
+
+def _training(found: Findings) -> Panel:
+    figure, axes = canvas(f"Training, {found.setting.width} neurons", "step", "squared residual, share of the start")
+    handles: dict[str, Any] = {}
+    steps = np.arange(found.setting.steps + 1)
+    every = max(1, len(steps) // 8)
+    for course, look in zip(found.courses, _LOOKS, strict=True):
+        axes.plot(steps, course.predicted, color=look.color, linewidth=1)
+        axes.plot(steps, course.measured, color=look.color, marker=look.marker, linestyle="", markevery=every)
+        handles[course.method] = Line2D([], [], color=look.color, marker=look.marker)
+    for course, look in zip(found.courses[:2], _LOOKS, strict=False):
+        axes.plot(steps, course.guarantee, color=look.color, linestyle=":", linewidth=1)
+    handles["guaranteed"] = Line2D([], [], color=INK, linestyle=":", linewidth=1)
+    _logarithmic(axes, "y")
+    legend(figure, handles, "marks: measured, lines: predicted from the start")
+    ends = "; ".join(f"{course.method} {course.measured[-1]:.1e}" for course in found.courses)
+    return Panel(
+        name="training",
+        figure=figure,
+        description=f"Share of the squared residual over {found.setting.steps} steps of gradient descent, measured and "
+        f"predicted from Lambda at the start. At the end: {ends}.",
+    )
+
+
+def _widths(found: Findings) -> Panel:
+    figure, axes = canvas("Wider networks follow the prediction", "neurons", "largest gap, share of the residual")
+    neurons = [width.neurons for width in found.widths]
+    handles = {}
+    for method, look in zip(METHODS, _LOOKS, strict=True):
+        axes.plot(neurons, [width.error[method] for width in found.widths], **look.line)
+        handles[method] = key(look)
+    _logarithmic(axes, "xy")
+    axes.set_xticks(neurons, [str(count) for count in neurons])
+    legend(figure, handles, "")
+    ends = "; ".join(f"{method} {found.widths[-1].error[method]:.1e}" for method in METHODS)
+    return Panel(
+        name="widths",
+        figure=figure,
+        description=f"Largest gap between measured and predicted residual. With {neurons[-1]} neurons: {ends}.",
+    )
+
+
+def _toy(found: Findings) -> Iterator[Panel]:
+    seen = found.toy
+    for name, title, losses in (
+        ("toy-raw", "Toy: as each client sees x", seen.raw),
+        ("toy-normalized", "Toy: x normalized on each client", seen.normalized),
+    ):
+        figure, axes = canvas(title, "w", "mean squared error")
+        handles: dict[str, Any] = {}
+        for deviation, row, look in zip(DEVIATIONS, losses, _LOOKS, strict=False):
+            (handles[f"client with deviation {deviation:g}"],) = axes.plot(seen.w, row, **look.line | {"marker": ""})
+        best, mean, left = seen.averaged(losses)
+        axes.axvline(mean, color=INK, linewidth=0.8, linestyle=":")
+        handles["mean of both best w"] = Line2D([], [], color=INK, linestyle=":", linewidth=0.8)
+        legend(figure, handles, "")
+        description = (
+            f"{title}: best w {best[0]:.2f} and {best[1]:.2f}; losses at their mean {left[0]:.3f}, {left[1]:.3f}."
+        )
+        yield Panel(name=name, figure=figure, description=description)
+    best, mean, own, averaged = seen.scales()
+    figure, axes = canvas(f"Toy: client with deviation {DEVIATIONS[1]:g}", "w", "gamma")
+    coarse = slice(None, None, 5)  # a file of a tenth of the size
+    shown = axes.contourf(
+        seen.w[coarse], seen.gamma[coarse], seen.surfaces[1][coarse, coarse], levels=12, cmap="cividis"
+    )
+    figure.colorbar(shown, ax=axes, label="mean squared error")
+    axes.grid(visible=False)
+    handles = {}
+    for name, gamma, look in (("own gamma", best[1], _LOOKS[0]), ("averaged gamma", mean, _LOOKS[1])):
+        axes.plot(TRUE, gamma, color="white", marker=look.marker, markersize=8, markeredgecolor=INK, linestyle="")
+        handles[name] = Line2D([], [], color="white", marker=look.marker, markeredgecolor=INK, linestyle="")
+    legend(figure, handles, "both at the true w")
+    yield Panel(
+        name="toy-surface",
+        figure=figure,
+        description=f"Error of one client over w and gamma. At the true w it is {own[1]:.3f} with the client's own "
+        f"gamma {best[1]:.2f} and {averaged[1]:.3f} with both clients' mean {mean:.2f}.",
+    )
+
+
+def _logarithmic(axes: Axes, which: str) -> None:
+    """Make axes logarithmic, "x", "y" or "xy", with plain numbers: in the reports' style text is never mathematics."""
+    for letter in which:
+        axes.set(**{f"{letter}scale": "log"})
+        axis = axes.xaxis if letter == "x" else axes.yaxis
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.set_minor_formatter(NullFormatter())

@@ -1,0 +1,234 @@
+"""``fedshift serve`` and ``join`` as processes of their own, in a network that has nothing but loopback.
+
+Where the system lets nobody make such a network the processes run in the machine's own; what they connect to is
+written down in either.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+
+from fedshift.flower.pki import make_authority
+from fedshift.flower.programs import free_port
+from fedshift.flower.quiet import QUIET
+from fedshift.rundir import toml
+from tests.flower.gated import GATE
+
+ROOT = Path(__file__).parents[2]
+PATIENCE = 900
+"""Seconds after which a test gives up; none takes near as long."""
+WATCH = "FEDSHIFT_TEST_WATCH"
+WATCHER = f"""
+import json, os, sys
+def heard(event, arguments):
+    if event == "socket.connect" and isinstance(arguments[1], tuple):
+        host = arguments[1][0]
+    elif event in ("socket.getaddrinfo", "socket.gethostbyname"):
+        host = arguments[0]
+    else:
+        return
+    with open(os.environ["{WATCH}"], "a") as said:
+        said.write(json.dumps([str(host), sys.argv[0]]) + "\\n")
+sys.addaudithook(heard)
+"""
+"""What each Python process runs first: it writes down to whom it connects, and of whom it asks the address."""
+
+
+class Process:
+    """A command whose output goes to the file ``log``."""
+
+    def __init__(self, command, log, environment, folder):
+        self.log = log
+        with log.open("ab") as said:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT, env=environment, cwd=folder
+            )
+        self.pid = self._process.pid
+
+    @property
+    def code(self):
+        return self._process.poll()
+
+    @property
+    def said(self):
+        return self.log.read_text()
+
+    def says(self, text, times=1):
+        """Return once it has said ``text`` so often."""
+        until(lambda: self.said.count(text) >= times or self.code is not None, f"{text!r} in", self)
+        assert self.said.count(text) >= times, self.said
+
+    def ends(self):
+        """Its exit code, once it has ended."""
+        until(lambda: self.code is not None, "the end of", self)
+        return self.code
+
+    def kill(self):
+        """Kill it alone, and return once nothing that it started is left."""
+        started = descendants(self.pid)
+        kill(self.pid)
+        self.ends()
+        gone(started)
+
+    def interrupt(self):
+        """What Ctrl-C sends."""
+        os.kill(self.pid, signal.SIGINT)
+
+    def child(self, name):
+        """The last of those that it, its children and theirs started, whose command names ``name``."""
+        return [process for process in descendants(self.pid) if name in command_of(process)][-1]
+
+
+class Machines:
+    """A coordinator and sites in ``folder``, started and killed at will; ``tls``: with keys, else in plain text."""
+
+    def __init__(self, folder, spec, before, *, tls=True):
+        self.folder, self.spec, self.tls = folder, spec, tls
+        self._before, self._port = before, free_port()
+        self.isolated = bool(before)
+        self.served = folder / "served"
+        self.watched = folder / "watched.jsonl"
+        self.names = spec.domains.split(",")
+        (folder / "watch").mkdir()
+        (folder / "watch" / "sitecustomize.py").write_text(WATCHER)
+        (folder / "config.toml").write_text(toml(asdict(spec)))
+        if tls:
+            make_authority(folder / "tls", [], self.names)
+
+    def serve(self, *arguments, resume=False):
+        what = ("--resume", self.served) if resume else (self.folder / "config.toml", "--out", self.served)
+        secured = ("--tls", self.folder / "tls") if self.tls else ("--insecure",)
+        return self.start("serve", "serve", *what, *secured, "--port", self._port, "--round-timeout", 120, *arguments)
+
+    def join(self, name):
+        keys = self.folder / "tls"
+        secured = ("--tls", keys, "--key", keys / "nodes" / f"{name}.key") if self.tls else ("--insecure",)
+        return self.start(
+            name, "join", f"localhost:{self._port}", "--data", "digits", "--name", name, *secured, "--state",
+            self.folder / name, "--poll", 0.1, "--threads", 1, "--code", "tests.flower.gated:network",
+        )  # fmt: skip
+
+    def start(self, called, *arguments):
+        """Start ``fedshift`` with ``arguments``; what it says goes to the file ``called``."""
+        environment = {
+            **{name: value for name, value in os.environ.items() if not (self.isolated and name in QUIET)},
+            "PYTHONPATH": os.pathsep.join([str(self.folder / "watch"), *filter(None, sys.path), str(ROOT)]),
+            WATCH: str(self.watched), GATE: str(self._gate(called)), "OMP_NUM_THREADS": "1",
+        }  # fmt: skip
+        command = [*self._before, sys.executable, "-m", "fedshift", *map(str, arguments)]
+        return Process(command, self.folder / f"{called}.log", environment, self.folder)
+
+    def hold(self, name, round):
+        """Let training at ``name`` stop in its process's round number ``round``, until :meth:`release`."""
+        self._gate(name).write_text(str(round))
+
+    def held(self, name, process):
+        """Return once ``name``, which is ``process``, is in the middle of its round."""
+        until(self._gate(name).with_suffix(".held").exists, "mid-round at", process)
+
+    def release(self, name):
+        self._gate(name).unlink()
+        self._gate(name).with_suffix(".held").unlink()
+
+    @property
+    def rounds(self):
+        """Who took part in each round that is done."""
+        (file,) = self.served.glob("trials/*/rounds.jsonl")
+        return [json.loads(line)["participants"] for line in file.read_text().splitlines()]
+
+    def _gate(self, name):
+        return self.folder / f"{name}.gate"
+
+
+@contextmanager
+def machines(folder, spec, **options):
+    """:class:`Machines`, of whose processes none outlives the block."""
+    with ExitStack() as stack:
+        made = Machines(folder, spec, stack.enter_context(_alone()), **options)
+        start, began = made.start, []
+
+        def kept(*arguments):
+            began.append(start(*arguments))
+            return began[-1]
+
+        made.start = kept
+        try:
+            yield made
+        finally:
+            for process in began:
+                if process.code is None:
+                    process.kill()
+
+
+@contextmanager
+def _alone():
+    """What stands before a command that is to run in a network of its own; nothing where there can be none."""
+    try:
+        holder = subprocess.Popen(
+            ["unshare", "--net", "--map-root-user", "sh", "-c", "ip link set lo up && echo up && exec cat"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        )  # fmt: skip
+    except FileNotFoundError:
+        yield []
+        return
+    with holder:
+        up = holder.stdout.readline() == "up\n"
+        enter = ["nsenter", "--target", str(holder.pid), "--user", "--net", "--preserve-credentials", "--"]
+        yield enter if up else []
+        holder.stdin.close()
+
+
+def until(condition, what, process):
+    """Return once ``condition`` holds."""
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end, f"waited in vain for {what} {process.log.name}, which said: {process.said}"
+        time.sleep(0.05)
+
+
+def gone(processes):
+    """Return once none of ``processes`` runs."""
+    end = time.monotonic() + PATIENCE
+    while left := [(process, command_of(process)) for process in processes if began(process) == processes[process]]:
+        assert time.monotonic() < end, f"still there: {left}"
+        time.sleep(0.05)
+
+
+def kill(process):
+    """Kill the process of this number, and no other."""
+    os.kill(process, signal.SIGKILL)
+
+
+def descendants(process):
+    """The processes that ``process`` started, and these in turn, each with its time of start."""
+    parents = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
+    found, ring = [], [process]
+    while ring:
+        ring = [child for child, parent in parents.items() if parent in ring]
+        found += ring
+    return {child: start for child in found if (start := began(child))}
+
+
+def began(process):
+    """When ``process`` started, which tells it from a later one of this number; None where there is none."""
+    try:
+        state, *rest = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if state == "Z" else rest[18]
+
+
+def command_of(process):
+    try:
+        return Path(f"/proc/{process}/cmdline").read_text().replace("\0", " ")
+    except OSError:
+        return ""

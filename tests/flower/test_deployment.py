@@ -1,0 +1,103 @@
+"""Real processes: a SuperLink and three SuperNodes with TLS and keys, what may be killed of them, and what is left."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.flower.processes import descendants, gone, kill, machines
+from tests.flower.sites import same_as_in_process, spec_for
+
+KILLED = {
+    "SuperNode": ("photo", "main() flower-supernode", "it is started again"),
+    "message": ("photo", "main() flwr-clientapp", ""),  # the copy of that process which waits for the answer
+    "SuperLink": ("coordinator", "main() flower-superlink", "they are started again"),
+}
+"""Whose child is killed, what its command names, and what is said then."""
+LOOPBACK = {"127.0.0.1", "::1", "localhost", "None"}
+
+
+def gated(**changes):
+    """An experiment whose rounds can be held up at a site."""
+    return spec_for(**{"model": "tests.flower.gated:network", "rounds": 3, "evaluate_every": 3} | changes)
+
+
+def test_three_sites_with_keys_are_one_process_bit_for_bit_and_talk_to_nobody_else(tmp_path):
+    spec = spec_for(rounds=3, evaluate_every=3)
+    with machines(tmp_path, spec) as three:
+        coordinator = three.serve("--min-clients", 3)
+        sites = [three.join(name) for name in three.names]
+        coordinator.says("round 1: pen, photo, print took part")
+        started = [descendants(process.pid) for process in (coordinator, *sites)]
+        if three.isolated:
+            interfaces = Path(f"/proc/{coordinator.pid}/net/dev").read_text().splitlines()[2:]
+            assert [line.split(":")[0].strip() for line in interfaces] == ["lo"]
+        assert coordinator.ends() == 0, coordinator.said
+        assert [site.ends() for site in sites] == [0, 0, 0]
+        for processes in started:
+            gone(processes)
+    same_as_in_process(spec, three.served, tmp_path, tmp_path / "reference")
+    connected = [json.loads(line) for line in three.watched.read_text().splitlines()]
+    assert {host for host, _ in connected} <= LOOPBACK
+    assert {Path(name).name for _, name in connected} >= {"flower-supernode", "flwr", "flower-superexec"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["site", *KILLED, "coordinator"])
+def test_what_is_killed_in_mid_round_goes_on_as_if_it_had_not_been(victim, tmp_path):
+    spec = gated()
+    with machines(tmp_path, spec) as three:
+        three.hold("photo", 2)
+        coordinator = three.serve("--min-clients", 3)
+        sites = {name: three.join(name) for name in three.names}
+        three.held("photo", sites["photo"])
+        if victim == "site":
+            sites["photo"].kill()
+            coordinator.says("photo has left")
+            three.release("photo")
+            sites["photo"] = three.join("photo")
+        elif victim == "coordinator":
+            coordinator.kill()
+            three.release("photo")
+            coordinator = three.serve("--min-clients", 3, resume=True)
+        else:
+            place, name, consequence = KILLED[victim]
+            whose = coordinator if place == "coordinator" else sites[place]
+            kill(whose.child(name))
+            whose.says(consequence)
+            three.release("photo")
+        assert coordinator.ends() == 0, coordinator.said
+        assert [site.ends() for site in sites.values()] == [0, 0, 0]
+        assert three.rounds == [three.names] * 3
+    same_as_in_process(spec, three.served, tmp_path, tmp_path / "reference")
+
+
+@pytest.mark.slow
+def test_a_site_that_is_gone_holds_nobody_up_and_takes_part_again_when_it_is_back(tmp_path):
+    spec = gated(rounds=5, evaluate_every=5)
+    with machines(tmp_path, spec) as three:
+        three.hold("pen", 1)
+        three.hold("photo", 2)
+        coordinator = three.serve("--min-clients", 2)
+        sites = {name: three.join(name) for name in ("pen", "photo")}
+        three.held("pen", sites["pen"])
+        sites["print"] = three.join("print")
+        coordinator.says("print is connected")
+        three.release("pen")
+        three.hold("pen", 4)
+        three.held("photo", sites["photo"])
+        sites["photo"].kill()
+        three.release("photo")
+        coordinator.says("round 2: photo is left out: it is gone")
+        three.held("pen", sites["pen"])
+        sites["photo"] = three.join("photo")
+        coordinator.says("photo is connected", times=2)
+        three.release("pen")
+        assert coordinator.ends() == 0, coordinator.said
+        assert [site.ends() for site in sites.values()] == [0, 0, 0]
+        assert "photo has left (2 connected)" in coordinator.said
+        others = ["pen", "print"]
+        assert three.rounds == [["pen", "photo"], others, others, others, ["pen", "photo", "print"]]
+    assert [file.name for file in sorted(tmp_path.glob("photo/*/*/state-*"))] == [
+        "state-1.safetensors", "state-5.safetensors",
+    ]  # fmt: skip

@@ -1,0 +1,277 @@
+"""Who is behind a grid, by which key, and what is asked of whom until when: time goes on only where someone sleeps."""
+
+from itertools import count
+from types import SimpleNamespace
+
+import pytest
+from flwr.app import Error, Message, RecordDict
+from flwr.common.constant import ErrorCode
+
+from fedshift.base.errors import FedshiftError
+from fedshift.flower.exchange import Exchange
+from fedshift.flower.nodes import Nodes
+from tests.flower.sites import as_sent
+
+HELLO = Exchange(kind="describe")
+ASKED = Exchange(kind="train", facts={"round": 4})
+ANSWER = Exchange(kind="trained")
+FIRST = "2026-01-01"
+"""When nodes that did not restart were activated."""
+
+
+def described(name, **changes):
+    facts = {
+        "name": name, "version": "1", "shape": [3, 8, 8], "dtype": "uint8", "classes": 2, "class_names": [],
+        "samples": {"train": 6, "test": 4}, "labels": None,
+    }  # fmt: skip
+    return Exchange(kind="described", facts=facts | changes)
+
+
+class Grid:
+    """``here``: the nodes that are connected. ``answers(node, question)`` is what each answers: an exchange, a reply's
+    content, the code of an error, or None for nothing. ``sent``: what was sent to which node."""
+
+    def __init__(self):
+        self.here, self.sent, self.taken = {}, [], lambda node: True
+        self._replies, self._numbers = {}, count(1)
+
+    def join(self, node, name, *, at=FIRST, key=None, **changes):
+        self.here[node] = SimpleNamespace(
+            node_id=node, last_activated_at=at, public_key=key or f"key of {name}".encode()
+        )
+        self.here[node].introduction = described(name, **changes)
+
+    def answers(self, node, question):
+        return ANSWER
+
+    def get_nodes(self):
+        return list(self.here.values())
+
+    def push_messages(self, messages):
+        (message,) = messages
+        node, question = message.metadata.dst_node_id, Exchange.of(message.content)
+        if not self.taken(node):
+            return [None]
+        number = f"message {next(self._numbers)}"
+        message.metadata.__dict__["_message_id"] = number
+        self.sent.append((node, question.kind))
+        answer = self.here[node].introduction if question.kind == "describe" else self.answers(node, question)
+        if isinstance(answer, Exchange):
+            answer = answer.content()
+        if answer is not None:
+            content = answer if isinstance(answer, RecordDict) else Error(answer, "made to order")
+            self._replies[number] = as_sent(Message(content, reply_to=as_sent(message)))
+        return [number]
+
+    def pull_messages(self, numbers):
+        return [self._replies.pop(number) for number in list(numbers) if number in self._replies]
+
+
+@pytest.fixture
+def clock(machine, monkeypatch):
+    now = SimpleNamespace(seconds=0.0, then=[])
+
+    def sleep(seconds):
+        now.seconds += seconds
+        if now.then and seconds:
+            now.then.pop(0)()
+
+    monkeypatch.setattr("fedshift.flower.nodes.time", SimpleNamespace(monotonic=lambda: now.seconds, sleep=sleep))
+    monkeypatch.setattr("fedshift.flower.nodes.POLL", 0.25)
+    return now
+
+
+@pytest.fixture
+def grid(clock):
+    made = Grid()
+    made.join(1, "ann")
+    made.join(2, "bob")
+    return made
+
+
+@pytest.fixture
+def heard():
+    return []
+
+
+@pytest.fixture
+def nodes(grid, heard):
+    return Nodes(grid, HELLO, heard.append)
+
+
+def asked(nodes, *names, enough=2, seconds=10.0):
+    """What each of ``names`` answered: the kind, or why there is none."""
+    found = nodes.ask(dict.fromkeys(names, ASKED), enough, seconds)
+    return {name: answer.kind if isinstance(answer, Exchange) else str(answer) for name, answer in found}
+
+
+def test_nodes_introduce_themselves_once(nodes, grid, heard):
+    changes = []
+    nodes.changed = lambda: changes.append(sorted(nodes.online))
+    nodes.refresh()
+    nodes.refresh()
+    assert nodes.online == {"ann", "bob"}
+    assert sorted(grid.sent) == [(1, "describe"), (2, "describe")]
+    assert sorted(heard)[0].startswith("ann is connected, 6 training samples (")
+    assert changes[-1] == ["ann", "bob"]
+    assert nodes.known["ann"].shape == (3, 8, 8)
+
+
+def test_a_name_belongs_to_a_key(grid, heard):
+    grid.join(3, "ann", key=b"key of cid")  # who has a key of the federation, but not ann's
+    grid.join(4, "dan", key=b"key of dan")  # whom the coordinator does not know
+    keys = {name: f"key of {name}".encode() for name in ("ann", "bob", "cid")}
+    nodes = Nodes(grid, HELLO, heard.append, keys=lambda: keys)
+    nodes.refresh()
+    assert asked(nodes, "ann", "bob") == {"ann": "trained", "bob": "trained"}
+    assert [node for node, kind in grid.sent if kind == "train"] == [1, 2]
+    assert nodes.online == {"ann", "bob"}
+    for node, name in ((3, "ann"), (4, "dan")):
+        assert f"a node (number {node}) says that it is {name!r}, but does not hold its key: refused" in heard
+    keys["dan"] = b"key of dan"
+    grid.join(4, "dan", at="2026-01-02", key=b"key of dan")
+    nodes.refresh()
+    assert nodes.online == {"ann", "bob", "dan"}
+
+
+def test_who_left_before_its_name_was_heard_is_nobody(grid, heard, clock):
+    grid.join(3, "dan", key=b"")
+    nodes = Nodes(grid, HELLO, heard.append, keys=dict)
+    pull = grid.pull_messages
+    grid.pull_messages = lambda numbers: []
+    nodes.refresh()
+    grid.here.clear()
+    grid.pull_messages = pull
+    nodes.refresh()
+    assert not nodes.known
+
+
+def test_of_two_that_say_they_are_one_the_later_is_asked(nodes, grid):
+    grid.join(7, "ann", at="2026-01-03")
+    grid.join(5, "ann", at="2026-01-02")
+    nodes.refresh()
+    assert asked(nodes, "ann", "bob") == {"ann": "trained", "bob": "trained"}
+    assert {node for node, kind in grid.sent if kind == "train"} == {2, 7}
+
+
+@pytest.mark.parametrize("changes", [{"samples": {"train": 7, "test": 4}}, {"version": "2"}, {"shape": [1, 8, 8]}])
+def test_who_comes_back_as_another_is_refused(nodes, grid, heard, changes):
+    nodes.refresh()
+    grid.join(1, "ann", at="2026-01-02", **changes)
+    nodes.refresh()
+    assert nodes.online == {"bob"}
+    assert heard[-2:] == [
+        "ann is back with other data or another version than it began with: refused",
+        "ann has left (1 connected)",
+    ]
+
+
+def test_one_that_leaves_is_not_asked_and_not_waited_for(nodes, grid, heard, clock):
+    nodes.refresh()
+    del grid.here[1]
+    assert asked(nodes, "ann", "bob", enough=1) == {"bob": "trained", "ann": "it is gone"}
+    assert "ann has left (1 connected)" in heard
+    assert (1, "train") not in grid.sent
+    assert clock.seconds == 0.0
+
+
+def test_where_too_few_answer_one_that_is_gone_is_waited_for(nodes, grid, clock):
+    nodes.refresh()
+    del grid.here[1]
+    clock.then = [lambda: None, lambda: grid.join(8, "ann")]
+    assert asked(nodes, "ann", "bob") == {"bob": "trained", "ann": "trained"}
+    assert [node for node, kind in grid.sent if kind == "train"] == [2, 8]
+    assert 0.5 <= clock.seconds <= 1.0
+
+
+def test_one_that_restarts_is_asked_again_at_its_new_place(nodes, grid, clock):
+    grid.answers = lambda node, question: (
+        ANSWER if node != 1 or grid.here[1].last_activated_at != "2026-01-01" else None
+    )
+    clock.then = [lambda: grid.join(1, "ann", at="2026-01-02")]
+    nodes.refresh()
+    assert asked(nodes, "ann", "bob") == {"bob": "trained", "ann": "trained"}
+    assert [node for node, kind in grid.sent if kind == "train"] == [1, 2, 1]
+
+
+@pytest.mark.parametrize("lost", [ErrorCode.NODE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE, "not taken"])
+def test_a_question_that_got_lost_is_asked_again_when_its_node_is_back(lost, nodes, grid, clock):
+    nodes.refresh()
+
+    def first(node):
+        return node == 1 and grid.here[1].last_activated_at == FIRST
+
+    if lost == "not taken":
+        grid.taken = lambda node: not first(node)
+    else:
+        grid.answers = lambda node, question: lost if first(node) else ANSWER
+    assert asked(nodes, "ann", "bob", enough=1) == {"bob": "trained", "ann": "it did not answer in time"}
+    assert clock.seconds == 0.0  # nobody who counts is missing
+    clock.then = [lambda: grid.join(1, "ann", at="2026-01-02")]
+    assert asked(nodes, "ann", "bob") == {"bob": "trained", "ann": "trained"}
+    assert clock.seconds <= 1.0
+
+
+def test_who_does_not_answer_is_waited_for_until_the_deadline(nodes, grid, clock):
+    nodes.refresh()
+    grid.answers = lambda node, question: ANSWER if node == 2 else None
+    assert asked(nodes, "ann", "bob", enough=1) == {"bob": "trained", "ann": "it did not answer in time"}
+    assert clock.seconds == 10.0
+    del grid.here[2]
+    assert asked(nodes, "bob", enough=1) == {"bob": "it is gone"}
+    assert clock.seconds == 20.0
+    assert asked(nodes, "ann", seconds=0.0) == {"ann": "it did not answer in time"}
+    assert clock.seconds == 20.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        (ErrorCode.CLIENT_APP_RAISED_EXCEPTION, "its app failed (made to order)"),
+        (ErrorCode.LOAD_CLIENT_APP_EXCEPTION, "its app failed (made to order)"),
+        (Exchange(kind="refused", facts={"why": "no data"}), "no data"),
+        (Exchange(kind="refused"), "None"),
+        (RecordDict(), "it sent a message that is not fedshift's (KeyError: 'config')"),
+    ],
+)
+def test_one_that_fails_says_why_and_is_not_asked_again(answer, why, nodes, grid, clock):
+    nodes.refresh()
+    grid.answers = lambda node, question: answer if node == 1 else ANSWER
+    assert asked(nodes, "ann", "bob") == {"ann": why, "bob": "trained"}
+    assert [node for node, kind in grid.sent if kind == "train"] == [1, 2]
+    assert clock.seconds == 0.0
+
+
+def test_one_whose_introduction_fails_takes_no_part(nodes, grid, heard):
+    grid.here[1].introduction = Exchange(kind="refused", facts={"why": "no such folder"})
+    grid.here[2].introduction = RecordDict()
+    nodes.refresh()
+    nodes.refresh()
+    assert nodes.online == frozenset()
+    assert sorted(heard) == [
+        "a node (number 1) does not take part: no such folder",
+        "a node (number 2) does not take part: it sent a message that is not fedshift's (KeyError: 'config')",
+    ]
+    assert len(grid.sent) == 2
+
+
+def test_the_first_are_waited_for_no_longer_than_told(nodes, grid, clock):
+    nodes.wait(2, 60.0)
+    assert clock.seconds == 0.0
+    clock.then = [lambda: grid.join(3, "cid")]
+    nodes.wait(3, 60.0)
+    assert clock.seconds == 0.25
+    with pytest.raises(FedshiftError, match=r"2 sites .* after 60 seconds there are 1: cid. Start the others"):
+        nodes.wait(2, 60.0, frozenset({"cid", "dan"}))
+    assert 60.0 <= clock.seconds <= 61.0
+
+
+def test_everything_that_is_sent_is_signed_and_says_its_round(grid, heard):
+    nodes = Nodes(grid, HELLO, heard.append, signed=lambda exchange: Exchange(kind=exchange.kind, facts={"proof": 1}))
+    seen, push = [], grid.push_messages
+    grid.push_messages = lambda messages: seen.extend(messages) or push(messages)
+    nodes.refresh()
+    asked(nodes, "ann", "bob", seconds=30.0)
+    assert all(Exchange.of(message.content).facts == {"proof": 1} for message in seen)
+    trained = [message.metadata for message in seen if message.metadata.message_type == "train"]
+    assert [(data.group_id, data.ttl) for data in trained] == [("4", 30.0)] * 2

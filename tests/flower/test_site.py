@@ -1,0 +1,218 @@
+"""What a site refuses: code that nobody there allowed, states that are not its own, questions that nobody signed."""
+
+import shutil
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
+
+import pytest
+import torch
+
+from fedshift import __version__
+from fedshift.checkpoint import load_checkpoint, save_checkpoint
+from fedshift.flower.arrays import Refused, from_record, to_record
+from fedshift.flower.exchange import Exchange
+from fedshift.flower.pki import make_authority
+from fedshift.flower.proof import Signer, Verifier
+from fedshift.flower.site import Site
+from tests.flower.sites import RUN, Heard, SiteGrid, coordinator, sites_of, spec_for
+
+NETWORK = "tests.flower.gated:network"
+ALLOWED = frozenset({NETWORK})
+
+
+@dataclass
+class Asked:
+    """A site that took part in two rounds of an experiment, in ``folder``, and what it was asked there."""
+
+    folder: object
+    questions: dict
+
+    def site(self, name="photo", **named):
+        return Site("digits", name, self.folder / name, **{"code": ALLOWED} | named)
+
+    def again(self, kind="train", base=None, **facts):
+        """The last question of this kind; ``base``, ``facts``: what is said otherwise."""
+        asked = self.questions[kind]
+        return replace(asked, facts={**asked.facts, **facts, **({} if base is None else {"base": base})})
+
+    def states(self, name="photo"):
+        return sorted(path.name for path in (self.folder / name).glob("*/*/state-*"))
+
+
+@pytest.fixture
+def asked(tmp_path, machine):
+    spec = spec_for(model=NETWORK, rounds=2, evaluate_every=2)
+    grid = SiteGrid(sites_of(spec, tmp_path, code=ALLOWED))
+    assert coordinator(spec, grid, tmp_path / "served", Heard()).run()
+    return Asked(tmp_path, {question.kind: question for node, question in grid.asked if node == 2})
+
+
+def why(answer):
+    assert answer.kind == "refused"
+    assert not answer.arrays
+    return answer.facts["why"]
+
+
+def test_a_round_that_is_asked_again_is_answered_alike(asked):
+    once, twice = asked.site().answer(asked.again()), asked.site().answer(asked.again())
+    assert once.kind == "trained"
+    assert once.facts == twice.facts
+    for kind in ("shared", "memory"):
+        assert once.arrays[kind] == twice.arrays[kind]
+    assert asked.states() == ["state-1.safetensors", "state-2.safetensors"]
+
+
+def test_code_that_the_site_did_not_allow_is_not_run(asked):
+    assert why(asked.site(code=frozenset()).answer(asked.again())) == (
+        f"model {NETWORK!r} is a function of this machine that nobody allowed: allow it (--code {NETWORK})"
+    )
+    trial = asked.questions["train"].facts["trial"]
+    plugged = {**trial, "spec": {**trial["spec"], "method": "os.path:join"}}
+    assert "nobody allowed" in why(asked.site().answer(asked.again(trial=plugged)))
+
+
+def test_a_lost_state_is_not_made_anew(asked):
+    for file in asked.folder.glob("photo/*/*/state-1.safetensors"):
+        file.unlink()
+    said = why(asked.site().answer(asked.again()))
+    assert said.startswith("client 'photo' has lost its state after round 1 (in ")
+    assert "there are those after rounds: 2): bring the folder back from a copy" in said
+    shutil.rmtree(asked.folder / "photo")
+    said = why(asked.site().answer(asked.again()))
+    assert "there are those after rounds: none)" in said
+    assert asked.states() == []
+
+
+@pytest.mark.parametrize("kind", ["train", "evaluate"])
+def test_a_damaged_state_is_refused(kind, asked):
+    for file in asked.folder.glob("photo/*/*/state-*.safetensors"):
+        file.write_bytes(file.read_bytes()[:-1])
+    said = why(asked.site().answer(asked.again(kind)))
+    assert said.startswith("the state of client 'photo' in ")
+    assert "cannot be read: bring the file back from a copy" in said
+
+
+def test_the_state_of_other_data_is_refused(asked):
+    (place,) = asked.folder.glob("print/*/*")
+    for file in asked.folder.glob("photo/*/*/state-*.safetensors"):
+        shutil.copy(file, place)
+    said = why(asked.site("print").answer(asked.again()))
+    assert said.startswith("the data of client 'print' are not those of round 1: give it the data that it began with")
+
+
+def test_the_state_of_another_model_is_refused(asked):
+    (file,) = asked.folder.glob("photo/*/*/state-1.safetensors")
+    tensors, facts = load_checkpoint(file)
+    for changed, said in (
+        ({"personal/2.weight": torch.ones(8)}, "has shape (8,) in place of (16,)"),
+        ({"personal/9.weight": torch.ones(8)}, "has an entry '9.weight', which does not belong there"),
+        ({"memory/2.weight": torch.ones(8)}, "has an entry '2.weight', which does not belong there"),
+    ):
+        save_checkpoint(file, tensors | changed, facts)
+        found = why(asked.site().answer(asked.again()))
+        assert said in found
+        assert f"state of client 'photo' in {file}" in found
+    save_checkpoint(file, tensors, facts)
+    assert asked.site().answer(asked.again()).kind == "trained"
+
+
+def test_a_broadcast_that_does_not_fit_is_refused(asked):
+    question = asked.again()
+    for change, said in (
+        (lambda x: x[:-1], "entry '1.weight' of the broadcast has shape"),
+        (lambda x: x * torch.nan, "entry '1.weight' of the broadcast holds NaN or infinity"),
+        (lambda x: x.double(), "entry '1.weight' of the broadcast has type torch.float64"),
+    ):
+        shared = from_record(question.arrays["shared"])
+        shared["1.weight"] = change(shared["1.weight"])
+        wrong = replace(question, arrays={**question.arrays, "shared": to_record(shared)})
+        assert why(asked.site().answer(wrong)).startswith(said)
+    assert "shared" in why(asked.site().answer(replace(question, arrays={})))
+
+
+def test_settings_that_are_not_known_here_are_refused_with_the_version(asked):
+    spec = {**asked.questions["describe"].facts["spec"], "telepathy": True}
+    said = why(asked.site().answer(asked.again("describe", spec=spec)))
+    assert said.startswith(f"the coordinator's settings are not understood by fedshift {__version__} here: ")
+    assert "telepathy" in said
+
+
+def test_a_question_that_is_not_known_here_is_refused(asked):
+    heard = []
+    assert "dance" in why(asked.site(say=heard.append).answer(Exchange(kind="dance")))
+    assert len(heard) == 1
+
+
+@pytest.fixture
+def keys(tmp_path):
+    make_authority(tmp_path / "tls", [], ["photo"])
+    make_authority(tmp_path / "others", [], ["photo"])
+    return tmp_path
+
+
+def test_questions_are_answered_where_the_coordinator_signed_them(asked, keys):
+    site = asked.site(checked=Verifier(keys / "tls" / "ca.crt"))
+    question = replace(asked.again(), run=RUN)
+    signed = Signer(keys / "tls", RUN)(question)
+    assert site.answer(Exchange.of(signed.content())).kind == "refused"  # it came in run 0
+    assert site.answer(replace(signed, run=RUN)).kind == "trained"
+    assert asked.site().answer(replace(signed, run=RUN)).kind == "trained"
+
+
+def forged(name, signed, keys):
+    """The question ``signed`` as someone changed it who has not the coordinator's key."""
+    facts, proof = signed.facts, signed.facts["proof"]
+    if name == "unsigned":
+        return replace(signed, facts={key: value for key, value in facts.items() if key != "proof"})
+    if name == "other facts":
+        return replace(signed, facts={**facts, "base": 0})
+    if name == "other kind":
+        return replace(signed, kind="evaluate")
+    if name == "other run":
+        return replace(signed, run=RUN + 1)
+    if name == "other arrays":
+        shared = from_record(signed.arrays["shared"])
+        shared["1.weight"][0, 0] += 1
+        return replace(signed, arrays={**signed.arrays, "shared": to_record(shared)})
+    if name == "entries exchanged":
+        return replace(signed, arrays={"shared": signed.arrays["memory"], "memory": signed.arrays["shared"]})
+    if name == "other authority":
+        plain = replace(signed, facts={key: value for key, value in facts.items() if key != "proof"})
+        return Signer(keys / "others", RUN)(plain)
+    if name == "authority's certificate":
+        shown = (keys / "tls" / "ca.crt").read_text()
+        return replace(signed, facts={**facts, "proof": {**proof, "certificate": shown}})
+    return replace(signed, facts={**facts, "proof": {"certificate": "none", "signature": "no"}})
+
+
+FORGED = (
+    "unsigned", "other facts", "other kind", "other run", "other arrays", "entries exchanged", "other authority",
+    "authority's certificate", "nonsense",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_a_question_that_the_coordinator_did_not_sign_is_refused_before_anything_is_done(name, asked, keys):
+    site = asked.site(checked=Verifier(keys / "tls" / "ca.crt"))
+    before = asked.states()
+    signed = Signer(keys / "tls", RUN)(replace(asked.again(), run=RUN))
+    assert why(site.answer(forged(name, signed, keys))).startswith(
+        "a question that the coordinator did not sign for this run ("
+    )
+    assert asked.states() == before
+    assert not site._trials
+
+
+def test_a_certificate_that_has_ended_proves_nothing(keys, monkeypatch):
+    question = Exchange(kind="end", facts={"say": "over"}, run=RUN)
+    signed, verifier = Signer(keys / "tls", RUN)(question), Verifier(keys / "tls" / "ca.crt")
+    assert verifier(signed, RUN) == question
+
+    class Later(datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return datetime.now(UTC) + timedelta(days=4000)
+
+    monkeypatch.setattr("fedshift.flower.proof.datetime", Later)
+    with pytest.raises(Refused, match="the coordinator's certificate is not valid now"):
+        verifier(signed, RUN)

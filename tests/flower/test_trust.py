@@ -1,0 +1,53 @@
+"""What the network says is not believed: settings that nobody submitted here, functions that nobody allowed."""
+
+import json
+from dataclasses import asdict
+
+import pytest
+
+from fedshift.base.errors import FedshiftError, UsageError
+from fedshift.config import RunSpec
+from fedshift.flower import programs
+from fedshift.flower.coordinator import PRIVATE, submitted
+from fedshift.flower.exchange import Exchange
+from fedshift.flower.site import Site
+
+CALLED = []
+NAME = "tests.flower.test_trust.called"
+
+
+def called(*given):
+    CALLED.append(given)
+
+
+def test_a_run_has_the_settings_that_serve_submitted():
+    settings = json.dumps(asdict(RunSpec(rounds=3)))
+    assert submitted(settings, settings) == RunSpec(rounds=3)
+
+
+def test_a_run_with_other_settings_is_refused_before_they_are_read():
+    with pytest.raises(FedshiftError, match="other settings than those of `fedshift serve`"):
+        submitted("no settings at all", json.dumps(asdict(RunSpec())))
+
+
+@pytest.mark.parametrize("setting", ["method", "model", "augment"])
+def test_a_site_calls_no_function_of_its_machine_that_nobody_allowed(setting, tmp_path):
+    spec = RunSpec(**{"method": "fedavg", "model": "small-cnn", "samples": 24} | {setting: NAME})
+    trial = {
+        "spec": asdict(spec) | PRIVATE, "classes": 10, "class_names": [], "seed": 0, "method": 0, "labels": None,
+        "clients": 1, "experiment": "e1",
+    }  # fmt: skip
+    asked = Exchange(kind="train", facts={"trial": trial, "round": 0, "base": 0})
+    CALLED.clear()
+    answer = Site("digits", "pen", tmp_path).answer(asked)
+    assert answer.kind == "refused"
+    assert f"nobody allowed: allow it (--code {NAME})" in answer.facts["why"]
+    assert CALLED == []
+    Site("digits", "pen", tmp_path, code=frozenset({NAME})).answer(asked)
+    assert CALLED != []
+
+
+def test_nothing_starts_where_flowers_own_programs_would_run_in_place_of_the_stand_ins(tmp_path, monkeypatch):
+    monkeypatch.setattr(programs.os, "access", lambda path, mode: False)
+    with pytest.raises(UsageError, match="does not let programs run"):
+        programs.environment(tmp_path, {})

@@ -1,0 +1,154 @@
+"""``fedshift theory``: the corollary on a thousand federations, the lemma's cases, what is told, drawn and written."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedshift.analysis.ntk import smallest
+from fedshift.base.errors import UsageError
+from fedshift.cli import app, main
+from fedshift.theory import Setting, study
+from fedshift.theory.corollary import Corollary, try_corollary
+from fedshift.theory.lemma import cases, closing
+from fedshift.theory.pictures import panels
+from fedshift.theory.setting import clients_of
+from fedshift.theory.toy import DEVIATIONS, toy
+
+SMALL = {"clients": 2, "samples": 4, "dimension": 4, "width": 64, "steps": 30, "draws": 20, "monte_carlo": 2000}
+PAGE = Path(__file__).parents[2] / "docs" / "theory.md"
+
+
+@pytest.fixture(scope="module")
+def found():
+    return study(Setting(**SMALL))
+
+
+def test_corollary_4_6_holds_on_a_thousand_federations_and_for_algorithm_1_of_all_of_lambda():
+    corollary = try_corollary(Setting(draws=1000))
+    assert corollary.magnitude.shape == (1000, 2)
+    assert corollary.violations(corollary.magnitude) == 0
+    assert corollary.violations(corollary.run) == 0
+    assert corollary.violations(corollary.joint) > 0  # which the paper does not claim
+    assert (corollary.magnitude > 0).all()
+    assert np.median(corollary.magnitude[:, 1] / corollary.magnitude[:, 0]) > 1.5
+
+
+def test_a_violation_is_counted():
+    pairs = np.array([[0.1, 0.2], [0.2, 0.1], [0.1, 0.1], [0.1, 0.1 - 1e-15]])
+    assert Corollary.violations(pairs) == 1
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_lemma_4_3_and_what_happens_where_its_assumption_fails(seed):
+    zero = {case.name: (abs(case.full) < 1e-12, abs(case.local) < 1e-12) for case in cases(seed)}
+    assert zero == {
+        "no two inputs parallel": (False, False),
+        "x and 2x on one client": (True, True),
+        "x and 2x on two clients, S proportional": (True, False),
+        "x and 2x on two clients, S of other shape": (False, False),
+        "x and -x on one client": (False, False),
+        "5 pairs x and -x on one client": (True, True),
+    }
+    assert all(case.full > -1e-12 and case.local > -1e-12 for case in cases(seed))
+    assert [case.assumes for case in cases(seed)] == [True, *[False] * 5]
+
+
+def test_fedavgs_eigenvalue_vanishes_as_two_clients_inputs_close_and_fedbns_does_not():
+    turned = closing(0)
+    assert turned.full[-1] < 1e-7 < 1e-3 < turned.local[-1]
+    assert turned.different[-1] > 1e-3
+    near = np.log(turned.full[-6:])
+    assert np.polyfit(np.log(turned.angle[-6:]), near, 1)[0] == pytest.approx(2, abs=0.1)  # as the angle's square
+
+
+def test_averaging_w_fails_on_raw_inputs_and_not_on_normalized_ones():
+    shown = toy(0)
+    best, _, losses = shown.averaged(shown.raw)
+    np.testing.assert_allclose(best * DEVIATIONS, [1, 1], atol=0.05)
+    assert losses.max() > 10 * shown.raw.min()
+    _, _, losses = shown.averaged(shown.normalized)
+    assert losses.max() < 0.02
+    best, mean, own, averaged = shown.scales()
+    np.testing.assert_allclose(best, DEVIATIONS, rtol=0.1)
+    assert mean == pytest.approx(best.mean())
+    assert own.max() < 0.02 < 0.1 < averaged.min()
+
+
+def test_covariances_are_what_was_asked_for():
+    alike, _ = clients_of(Setting(heterogeneity=0.0, samples=4000, dimension=3))
+    np.testing.assert_allclose(alike.covariance, np.broadcast_to(np.eye(3), (4, 3, 3)), atol=0.1)
+    samples, targets = clients_of(Setting(heterogeneity=3.0, samples=4000, dimension=3))
+    values = np.linalg.eigvalsh(samples.covariance)
+    assert values.min() > 0.9 * np.exp(-3) < 1.1 * np.exp(3) > values.max()
+    assert (values.max(axis=1) / values.min(axis=1)).max() > 10
+    assert targets.shape == (16000,)
+    assert np.abs(targets).max() <= 1
+
+
+def test_the_study_is_its_seeds_alone(found):
+    again, other = study(Setting(**SMALL)), study(Setting(**SMALL, seed=1))
+    np.testing.assert_array_equal(again.limits.full, found.limits.full)
+    np.testing.assert_array_equal(again.courses[2].measured, found.courses[2].measured)
+    assert not np.array_equal(other.limits.full, found.limits.full)
+    assert smallest(found.limits.local) == pytest.approx(found.limits.own.min())
+
+
+def test_steps_to_a_share_are_counted(found):
+    course = found.courses[0]
+    reached, expected = course.steps_to(0.5)
+    assert course.measured[reached] <= 0.5 < course.measured[reached - 1]
+    assert course.predicted[expected] <= 0.5 < course.predicted[expected - 1]
+    assert course.steps_to(0.0) == (None, None)
+
+
+def test_figures_show_the_numbers(found):
+    shown = {panel.name: panel for panel in panels(found)}
+    assert list(shown) == ["corollary", "parallel", "training", "widths", "toy-raw", "toy-normalized", "toy-surface"]
+    points = shown["corollary"].figure.axes[0].collections[0].get_offsets()
+    np.testing.assert_allclose(points, found.corollary.magnitude)
+    lines = shown["training"].figure.axes[0].lines
+    np.testing.assert_allclose(lines[0].get_ydata(), found.courses[0].predicted)
+    np.testing.assert_allclose(lines[1].get_ydata(), found.courses[0].measured)
+    assert "0 of them lie below" in shown["corollary"].description
+
+
+def test_the_command_prints_and_writes(tmp_path, capsys):
+    flags = [word for name, value in SMALL.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    with pytest.raises(SystemExit) as ended:
+        main(["theory", *flags, "--out", str(tmp_path / "made")])
+    assert ended.value.code == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"G_inf \(the corollary\) +0 ", printed)
+    assert re.search(r"x and 2x on two clients, S proportional +no +0 +0\.\d", printed)
+    assert printed.count("kept") == 3
+    told = json.loads((tmp_path / "made" / "theory.json").read_text())
+    assert told["setting"]["clients"] == 2
+    assert f"{told['limits']['lambda_min']['G_inf']:.5f}" in printed
+    assert len(list((tmp_path / "made").glob("*.svg"))) == len(list((tmp_path / "made").glob("*.png"))) == 7
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("--clients", "1"), ("--samples", "1"), ("--dimension", "1"), ("--width", "15"), ("--steps", "0"),
+     ("--draws", "0"), ("--monte-carlo", "1"), ("--alpha", "0"), ("--heterogeneity", "9"), ("--seed", "-1")],
+)  # fmt: skip
+def test_what_cannot_be_asked_is_refused(flag, value, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["theory", flag, value])
+    assert ended.value.code == 2
+    assert f"{flag.removeprefix('--')}={value}" in capsys.readouterr().err
+    with pytest.raises(UsageError):
+        Setting(**{flag.removeprefix("--").replace("-", "_"): float(value)})
+
+
+def test_the_page_on_theory_names_commands_that_exist():
+    blocks = re.findall(r"^```sh\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    lines = [line for block in blocks for line in block.splitlines() if line]
+    assert lines
+    for line in lines:
+        command, _, _ = app.parse_args(shlex.split(line)[1:], exit_on_error=False, print_error=False)
+        assert command.__module__ == "fedshift.cli_theory"
