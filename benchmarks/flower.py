@@ -1,22 +1,22 @@
 """What going across machines costs: seconds of a round beyond the work, bytes on the wire, memory of the coordinator.
 
 The real programs, in plain text on loopback: ``fedshift serve``, and ``fedshift join`` for each site, which reach the
-coordinator through a proxy that counts bytes. All of it runs in a network namespace of its own where the system allows
-that. Three works on the embedded digits, one step a round on 32 samples: a tiny network, the digit CNN (57 MB) and
-AlexNet (228 MB). Each second round ends with an evaluation; the first two rounds are left out; medians of the others.
+coordinator through a proxy that counts bytes; in a network namespace of its own where the system allows that. Works on
+the embedded digits, one step of FedAvg a round on 32 samples. Each second round ends with an evaluation; the first two
+rounds are left out; medians of the others.
 
 Time is compared with the same experiment in one process (``fedshift run``, sequential engine, one thread), for one
-site, so that what is beyond is what Flower, its programs and the copying take. Rounds are timed from one line of
-``rounds.jsonl`` to the next. The two take turns as whole runs, since a run cannot wait for another.
+site, so that what is beyond is what Flower, its programs and the copying take. A round lasts from one line of
+``rounds.jsonl`` to the next. Such runs and those across machines take turns.
 
-Memory is VmHWM of /proc: the most resident memory that a process ever had. Thirty real sites would need more than 20 GB,
-so a crowd of nodes that one process plays (``flower_crowd.py``) joins in their place: each introduces itself, fetches
-every broadcast and sends as many bytes as a site would, of its own values. Uploads come in the order of the sites'
-names, in which they are folded, or in the opposite one, in which all wait for the last: the worst case.
+Memory is VmHWM of /proc: the most resident memory that a process ever had. Many real sites do not fit one machine, so a
+crowd of nodes that one process plays (``flower_crowd.py``) joins in their place: each introduces itself, fetches every
+broadcast and sends as many bytes as a site would, of its own values. Uploads come in the order of the sites' names, in
+which they are folded, or in the opposite one, in which all wait for the last: the worst case.
 
     python benchmarks/flower.py [--parts time memory] [--works tiny digits alexnet] [--rounds 8]
 
-Prints Markdown. Takes about 15 minutes, 6 GB of memory and 3 GB of temporary disk, on Linux.
+Prints Markdown. Runs on Linux.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -135,11 +135,12 @@ class Proxy:
 
 
 def below(pid: int) -> Iterator[int]:
-    """A process and all that it started."""
+    """A process and all that it started, as far as they are still there."""
     yield pid
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in task.read_text().split():
-            yield from below(int(child))
+    with suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            for child in (task / "children").read_text().split():
+                yield from below(int(child))
 
 
 def peaks(pid: int) -> dict[str, int]:

@@ -43,10 +43,11 @@ def test_every_fedshift_command_is_understood(commands, monkeypatch):
     for words in spoken:
         if words and words[0] == "fedshift":
             command, bound, _ = app.parse_args(words[1:], exit_on_error=False, print_error=False)
-            assert command.__module__ in ("fedshift.cli", "fedshift.cli_data", "fedshift.cli_flower")
+            assert command.__module__ in ("fedshift.cli", *(f"fedshift.cli_{part}" for part in ("data", "flower", "papers", "theory")))
             known = "spec place directory model method what where name out json"
             across = "address config data days host key min_clients names nodes port resume tls"
-            assert set(bound.arguments) <= {*known.split(), *across.split()}
+            papers = "table seeds scale version clients samples dimension width heterogeneity seed steps"
+            assert set(bound.arguments) <= {*known.split(), *across.split(), *papers.split()}
 
 
 def test_the_method_of_the_contributing_guide_runs_composed_from_the_command_line(tmp_path):

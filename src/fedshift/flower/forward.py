@@ -22,7 +22,7 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
 from .exchange import Exchange
-from .programs import end_with, is_own
+from .programs import end_with, is_own, look_again_soon
 
 SITE = "FEDSHIFT_SITE"
 """Names the socket on which ``fedshift join`` listens."""
@@ -48,6 +48,7 @@ def wait() -> None:
 
     They come through the pipe that :data:`PIPE` names. A copy ends with the process itself.
     """
+    look_again_soon()
     runtime = import_module("flwr.supernode.runtime.run_clientapp")
     _replace(runtime, "install_from_fab", lambda *_, **__: None)
     _replace(runtime, "get_load_client_app_fn", lambda *_, **__: lambda *_, **__: app)
@@ -68,6 +69,7 @@ def serverapp() -> None:
     """``flwr-serverapp``, but refusing every app but fedshift's own."""
     from flwr.superlink.cli import flwr_serverapp
 
+    look_again_soon()
     runtime = import_module("flwr.superlink.runtime.run_serverapp")
     install = runtime.install_from_fab
 

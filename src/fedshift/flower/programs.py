@@ -182,8 +182,11 @@ def main() -> None:
     """What the child runs: the program that its arguments name, until it ends or nobody is left who wants it."""
     threading.Thread(target=end_with, args=(sys.stdin.fileno(),), daemon=True).start()
     del sys.argv[0]
+    if sys.argv[0] == "flower-superlink":
+        importlib.import_module("fedshift.flower.guard").guard_port()
     if sys.argv[0] == "flower-supernode":
         _beat_every(HEARTBEAT)
+        look_again_soon()
         if poll := os.environ.get("FEDSHIFT_POLL"):
             _poll_every(float(poll))
     module, _, name = PROGRAMS[sys.argv[0]].partition(":")
@@ -197,6 +200,16 @@ def end_with(lifeline: int) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     threading.Event().wait(GRACE / 2)
     os._exit(1)
+
+
+def look_again_soon() -> None:
+    """Let this process look after 0.05 seconds for what of a message is still on its way, then ever less often.
+
+    Flower begins with one second, whatever the size; it has no setting.
+    """
+    utils = importlib.import_module("flwr.supercore.inflatable.inflatable_utils")
+    for function in (utils.pull_objects, utils.pull_and_inflate_object_from_tree):
+        function.__kwdefaults__["initial_backoff"] = 0.05
 
 
 def _beat_every(seconds: float) -> None:

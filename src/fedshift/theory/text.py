@@ -120,8 +120,8 @@ def _corollary(found: Findings) -> Iterator[tuple[str, ...]]:
     corollary = found.corollary
     for name, pairs in (
         ("G_inf (the corollary)", corollary.magnitude),
-        ("V + G, all on one loss", corollary.joint),
-        ("V + N G, Algorithm 1", corollary.run),
+        ("V + G*, all on one loss", corollary.joint),
+        ("V + N G*, Algorithm 1", corollary.run),
     ):
         ratio = pairs[:, 1] / pairs[:, 0]
         yield name, str(corollary.violations(pairs)), f"{ratio.min():.4f}", f"{np.median(ratio):.3f}"
