@@ -47,12 +47,14 @@ guide: setup
 	OMP_NUM_THREADS=1 $(BIN)/python examples/guide.py
 
 # Measurements, some minutes each: memory of loading, how often the diagnosis names the right shift, each engine against the
-# plain loop, and time and memory against the number of clients. Run them on a machine that does nothing else.
+# plain loop, time and memory against the number of clients, and what Flower costs. Run them on a machine that does nothing
+# else.
 benchmark: setup
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/loading.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/diagnose.py 10
 	$(BIN)/python benchmarks/engines.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/scale.py
+	$(BIN)/python benchmarks/flower.py
 
 # The same work on other simulators, in a virtual environment of its own that is made from PyPI: about ten minutes.
 peers: setup

@@ -46,6 +46,7 @@ ALONE = "FEDSHIFT_BENCHMARK_ALONE"
 FEDSHIFT = str(Path(sys.executable).with_name("fedshift"))
 SITES = ("pen", "photo", "print")
 CROWDS = {"tiny": (), "digits": (3, 30), "alexnet": (3, 6, 12)}
+ORDERS = {"forward": "in order", "backward": "the first last"}
 SAMPLES = 32
 LOOK, PATIENCE = 0.02, 300.0
 """Seconds between two looks at a run, and without a new round after which it has failed."""
@@ -173,8 +174,8 @@ def watch(process: subprocess.Popen[bytes], folder: Path, rounds: int, proxy: Pr
                 seen.wire.append(tuple(proxy.bytes) if proxy else (0, 0))
         if ended and len(seen.ends) < rounds:
             raise SystemExit(f"a run ended after {len(seen.ends)} of {rounds} rounds:\n{log.read_text()}")
-        seen.peaks |= peaks(process.pid)
-        time.sleep(LOOK)
+        seen.peaks |= peaks(process.pid) if proxy else {}
+        time.sleep(LOOK if proxy else LOOK / 10)
     return seen
 
 
@@ -259,16 +260,12 @@ def remembered(names: Sequence[str]) -> None:
     print("| | sites | uploads come | `serve` | its app | SuperLink |")
     print("|---|---|---|---:|---:|---:|", flush=True)
     for name in names:
-        show(WORKS[name], "3", "as they are ready", across(WORKS[name], 3, 4, poll=0.1))
-        for sites in CROWDS[name]:
-            for order, how in (("forward", "in order"), ("backward", "the first last")):
-                show(WORKS[name], f"crowd of {sites}", how, across(WORKS[name], sites, 2, order=order))
-
-
-def show(work: Work, who: str, how: str, seen: Seen) -> None:
-    """A line of :func:`remembered`."""
-    sizes = [f"{seen.peaks[what] / MEGABYTE:.0f} MB" for what in ("serve", "serverapp", "flower-superlink")]
-    print(f"| {' | '.join((work.title, who, how, *sizes))} |", flush=True)
+        crowds = [(sites, *order) for sites in CROWDS[name] for order in ORDERS.items()]
+        for sites, order, how in ((3, None, "as they are ready"), *crowds):
+            seen = across(WORKS[name], sites, 2 if order else 4, poll=0.1, order=order)
+            sizes = [f"{seen.peaks[what] / MEGABYTE:.0f} MB" for what in ("serve", "serverapp", "flower-superlink")]
+            who = f"crowd of {sites}" if order else f"{sites}"
+            print(f"| {' | '.join((WORKS[name].title, who, how, *sizes))} |", flush=True)
 
 
 def in_namespace() -> None:

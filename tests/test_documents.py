@@ -43,7 +43,8 @@ def test_every_fedshift_command_is_understood(commands, monkeypatch):
     for words in spoken:
         if words and words[0] == "fedshift":
             command, bound, _ = app.parse_args(words[1:], exit_on_error=False, print_error=False)
-            assert command.__module__ in ("fedshift.cli", *(f"fedshift.cli_{part}" for part in ("data", "flower", "papers", "theory")))
+            parts = ("data", "flower", "papers", "theory")
+            assert command.__module__ in ("fedshift.cli", *(f"fedshift.cli_{part}" for part in parts))
             known = "spec place directory model method what where name out json"
             across = "address config data days host key min_clients names nodes port resume tls"
             papers = "table seeds scale version clients samples dimension width heterogeneity seed steps"

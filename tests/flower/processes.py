@@ -102,9 +102,21 @@ class Machines:
             make_authority(folder / "tls", [], self.names)
 
     def serve(self, *arguments, resume=False):
+        """Start the coordinator, and return once it knows the keys of all: sites that come earlier come twice."""
         what = ("--resume", self.served) if resume else (self.folder / "config.toml", "--out", self.served)
         secured = ("--tls", self.folder / "tls") if self.tls else ("--insecure",)
-        return self.start("serve", "serve", *what, *secured, "--port", self._port, "--round-timeout", 120, *arguments)
+        before = self._submitted
+        process = self.start(
+            "serve", "serve", *what, *secured, "--port", self._port, "--round-timeout", 120, *arguments
+        )
+        until(lambda: self._submitted > before or process.code is not None, "the start of", process)
+        return process
+
+    @property
+    def _submitted(self):
+        """How many runs Flower has begun."""
+        log = self.served / "machines" / "flwr.log"
+        return log.read_text().count("Successfully started run") if log.exists() else 0
 
     def join(self, name):
         keys = self.folder / "tls"

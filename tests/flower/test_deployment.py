@@ -14,7 +14,7 @@ KILLED = {
     "SuperLink": ("coordinator", "main() flower-superlink", "they are started again"),
 }
 """Whose child is killed, what its command names, and what is said then."""
-LOOPBACK = {"127.0.0.1", "::1", "localhost", "None"}
+LOOPBACK = {"127.0.0.1", "::1", "localhost"}
 
 
 def gated(**changes):

@@ -36,7 +36,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests over Ray are one process's, which starts it once (``--dist loadgroup``); most methods' are slow."""
     for item in items:
         given = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
-        if "ray" in given.values():
+        if "ray" in (value for value in given.values() if isinstance(value, str)):
             item.add_marker(pytest.mark.xdist_group("ray"))
             if any(isinstance(value, Method) and value.name not in OVER_RAY for value in given.values()):
                 item.add_marker(pytest.mark.slow)
