@@ -45,12 +45,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 ALONE = "FEDSHIFT_BENCHMARK_ALONE"
 FEDSHIFT = str(Path(sys.executable).with_name("fedshift"))
 SITES = ("pen", "photo", "print")
-CROWDS = {"tiny": (), "digits": (3, 30), "alexnet": (3, 6, 12)}
+CROWDS = {"tiny": (), "digits": (3, 30), "alexnet": (3, 12)}
 ORDERS = {"forward": "in order", "backward": "the first last"}
-SAMPLES = 32
-LOOK, PATIENCE = 0.02, 300.0
+SAMPLES, MEGABYTE = 32, 1e6
+LOOK, PATIENCE = 0.02, 600.0
 """Seconds between two looks at a run, and without a new round after which it has failed."""
-MEGABYTE = 1e6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,8 +78,8 @@ WORKS = {
 
 @dataclass
 class Seen:
-    """What a run did, by round: ``ends`` (seconds), ``down`` and ``up`` as it counted them, ``wire``, both ways, at its
-    end; and ``peaks``, bytes by program."""
+    """What a run did, by round: ``ends`` (seconds), ``down`` and ``up`` as it says, ``wire`` (bytes both ways, so far);
+    and ``peaks``, bytes by program."""
 
     ends: list[float] = field(default_factory=list)
     down: list[int] = field(default_factory=list)
@@ -97,7 +96,7 @@ class Seen:
         return median(self.wire[r][way] - self.wire[r - 1][way] for r in self._rounds(evaluated))
 
     def _rounds(self, evaluated: bool) -> range:
-        return range(3 if evaluated else 2, len(self.ends), 2)
+        return range(2 + evaluated, len(self.ends), 2)
 
 
 class Proxy:
@@ -264,8 +263,8 @@ def remembered(names: Sequence[str]) -> None:
         for sites, order, how in ((3, None, "as they are ready"), *crowds):
             seen = across(WORKS[name], sites, 2 if order else 4, poll=0.1, order=order)
             sizes = [f"{seen.peaks[what] / MEGABYTE:.0f} MB" for what in ("serve", "serverapp", "flower-superlink")]
-            who = f"crowd of {sites}" if order else f"{sites}"
-            print(f"| {' | '.join((WORKS[name].title, who, how, *sizes))} |", flush=True)
+            cells = (WORKS[name].title, f"crowd of {sites}" if order else f"{sites}", how, *sizes)
+            print(f"| {' | '.join(cells)} |", flush=True)
 
 
 def in_namespace() -> None:
