@@ -60,17 +60,24 @@ def execute(spec: RunSpec | CompareSpec, command: str, place: Place) -> int:
             failure = None
     if seconds:
         _say_profile(console, seconds, time.perf_counter() - began, spec.device)
-    if (directory / "study.json").exists():
-        from .experiment import read_study
-        from .report.publish import publish
-
-        try:
-            publish(read_study(directory), directory, console)
-        except (FedshiftError, OSError) as error:
-            failure = failure or error
+    unpublished = published(directory, console)
+    failure = failure or unpublished
     if failure:
         raise failure
     return 0 if finished else stopped(console, command, directory)
+
+
+def published(directory: Path, console: Console) -> FedshiftError | OSError | None:
+    """Show and write what the run in ``directory`` has left so far, if anything; what kept that from being done."""
+    from .experiment import read_study
+    from .report.publish import publish
+
+    if (directory / "study.json").exists():
+        try:
+            publish(read_study(directory), directory, console)
+        except (FedshiftError, OSError) as error:
+            return error
+    return None
 
 
 @contextmanager

@@ -25,9 +25,8 @@ from rich.console import Console
 
 from ..base.errors import FedshiftError, UsageError
 from ..config import CompareSpec, RunSpec
-from ..experiment import Observer, read_study
-from ..launch import display, interruptible, new_directory, stopped
-from ..report.publish import publish
+from ..experiment import Observer
+from ..launch import display, interruptible, new_directory, published, stopped
 from ..rundir import MACHINES
 from ..trial import RoundDone
 from .coordinator import COORDINATOR
@@ -116,11 +115,8 @@ def serve(spec: RunSpec | CompareSpec, reach: Reach, out: Path | None, resume: P
             failure = error
         except KeyboardInterrupt:
             pass
-    if (directory / "study.json").exists():
-        try:
-            publish(read_study(directory), directory, console)
-        except (FedshiftError, OSError) as error:
-            failure = failure or error
+    unpublished = published(directory, console)
+    failure = failure or unpublished
     if failure:
         raise failure
     return 0 if finished else stopped(console, f"serve {reach.flags}", directory)
