@@ -21,7 +21,7 @@ from fedshift.rundir import toml
 from tests.flower.gated import GATE
 
 ROOT = Path(__file__).parents[2]
-PATIENCE = 900
+PATIENCE = 3600
 """Seconds after which a test gives up; none takes near as long."""
 WATCH = "FEDSHIFT_TEST_WATCH"
 WATCHER = f"""

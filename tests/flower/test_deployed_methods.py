@@ -20,7 +20,7 @@ def test_every_method_is_what_it_is_in_one_process(tmp_path):
         evaluate_every=2,
         lr=0.05,
     )
-    with machines(tmp_path, spec) as five:
+    with machines(tmp_path, spec, tls=False) as five:
         coordinator = five.serve("--min-clients", 5)
         sites = [five.join(name) for name in five.names]
         assert coordinator.ends() == 0, coordinator.said
