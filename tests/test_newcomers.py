@@ -6,15 +6,21 @@ import torch
 from torch import nn
 
 from fedshift.base.errors import UsageError
+from fedshift.base.state import clone, equal
+from fedshift.base.streams import stream
+from fedshift.build import methods
 from fedshift.core.aggregate import weighted_mean
-from fedshift.core.optimizer import SGD
+from fedshift.core.optimizer import SGD, Cosine
 from fedshift.core.work import Work
 from fedshift.data.federation import federation
+from fedshift.data.split import as_split
+from fedshift.evaluate import evaluate
 from fedshift.methods.ditto import ditto
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedbn import fedbn
 from fedshift.methods.fedper import fedper
 from fedshift.methods.single import single
+from fedshift.newcomers import reestimated
 from fedshift.settings import Settings
 from fedshift.trial import Trial
 
@@ -35,18 +41,19 @@ def network(shape, classes):
     return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, classes)).double()
 
 
-def trial(method, unseen, rounds=3, newcomers=("new",), model=network, **changes):
-    settings = Settings(
-        rounds=rounds, work=Work(batch_size=8, epochs=1), optimizer=SGD(lr=0.1), newcomers=newcomers, unseen=unseen,
-        evaluate_every=rounds, **changes,
-    )  # fmt: skip
-    made = Trial(method, model, data(), settings, 0)
+def trial(method, unseen, rounds=3, newcomers=("new",), model=network, seed=0, **changes):
+    settings = Settings(**{
+        "rounds": rounds, "work": Work(batch_size=8, epochs=1), "optimizer": SGD(lr=0.1), "newcomers": newcomers,
+        "unseen": unseen, "evaluate_every": rounds, **changes,
+    })  # fmt: skip
+    made = Trial(method, model, data(), settings, seed)
     rows = [made.advance().rows for _ in range(rounds)][-1]
     return made, {row["client"] for row in rows if row["split"] == "test" and row["model"] == "personal"}
 
 
-def test_a_newcomer_takes_no_part_in_training_whatever_is_asked_of_it_later():
-    with_it, _ = trial(fedbn(), "average")
+@pytest.mark.parametrize("policy", ["average", "nearest", "reestimate", "finetune"])
+def test_a_newcomer_takes_no_part_in_training_whatever_is_asked_of_it(policy):
+    with_it, _ = trial(fedbn(), policy, evaluate_every=1)
     without, _ = trial(fedbn(), "skip")
     alone = Trial(fedbn(), network, data().only(["a", "b"]), without.settings.__class__(
         rounds=3, work=Work(batch_size=8, epochs=1), optimizer=SGD(lr=0.1)), 0)  # fmt: skip
@@ -56,6 +63,18 @@ def test_a_newcomer_takes_no_part_in_training_whatever_is_asked_of_it_later():
         assert torch.equal(with_it.server.shared[name], tensor)
         assert torch.equal(without.server.shared[name], tensor)
     assert with_it.clients.seen == ("a", "b")
+    for name in ("a", "b"):
+        assert equal(with_it.clients[name].personal, alone.clients[name].personal)
+    assert torch.equal(with_it.plan.initial["1.running_mean"], torch.zeros(6).double())
+
+
+def test_a_newcomers_validation_data_have_no_say_in_which_round_is_the_best():
+    held_out = data().hold_out(0.25)
+    settings = Settings(rounds=1, work=Work(epochs=1), newcomers=("new",), unseen="average", select="best")
+    for method in (fedavg(), fedbn()):
+        rows = Trial(method, network, held_out, settings, 0).advance().rows
+        assert {row["client"] for row in rows if row["split"] == "validation"} == {"a", "b"}
+        assert {row["client"] for row in rows if row["split"] == "test"} == set(SIZES)
 
 
 def test_skip_measures_only_clients_that_have_a_model_and_says_so():
@@ -65,7 +84,7 @@ def test_skip_measures_only_clients_that_have_a_model_and_says_so():
         made.state_of("new")
 
 
-@pytest.mark.parametrize("policy", ["skip", "average", "nearest", "reestimate"])
+@pytest.mark.parametrize("policy", ["skip", "average", "nearest", "reestimate", "finetune"])
 def test_a_method_with_one_global_model_measures_everyone_on_it(policy):
     made, measured = trial(fedavg(), policy)
     assert measured == set(SIZES)
@@ -91,7 +110,7 @@ def test_average_is_the_aggregations_mean_bit_for_bit_and_made_once_whoever_asks
     assert not torch.equal(made.state_of("new")["1.weight"], state["1.weight"])
 
 
-@pytest.mark.parametrize("policy", ["average", "nearest", "reestimate"])
+@pytest.mark.parametrize("policy", ["average", "nearest", "reestimate", "finetune"])
 def test_models_for_newcomers_do_not_depend_on_what_is_held_in_memory(policy):
     made, _ = trial(fedbn(), policy)
     poor = Trial(fedbn(), network, data(), made.settings, 0, client_memory=0)
@@ -120,6 +139,94 @@ def test_reestimated_statistics_are_those_of_the_newcomers_inputs_and_need_no_la
     assert made.plan.module[1].momentum == 0.1
 
 
+def convolving(shape, classes):
+    return nn.Sequential(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(12, classes)).double()
+
+
+@pytest.mark.parametrize("order", ["mixed", "by class"])
+def test_statistics_of_many_batches_are_those_of_all_inputs_at_once_whatever_their_order(order):
+    random = np.random.default_rng(1)
+    y = np.arange(501) % 2 if order == "mixed" else np.sort(np.arange(501) % 2)  # the last batch would hold one
+    x = random.normal(0, 1, (501, 4, 4)) + 5 * y[:, None, None]
+    images = as_split(x, y)
+    plan = Trial(fedbn(), convolving, federation({"a": (x, y, x, y)}), Settings(rounds=1), 0).plan
+    state = reestimated(plan, plan.initial, images)
+    hidden = nn.functional.conv2d(images.x, state["0.weight"], state["0.bias"])
+    assert (state["1.running_mean"] - hidden.mean((0, 2, 3))).abs().max() <= 1e-12
+    assert (state["1.running_var"] - hidden.var((0, 2, 3))).abs().max() <= 1e-12
+    assert all(torch.equal(state[name], plan.initial[name]) for name in ("0.weight", "1.weight", "3.bias"))
+    without_labels = reestimated(plan, plan.initial, as_split(x, 0 * y))
+    assert equal(state, without_labels)
+
+
+def test_one_sample_has_no_statistics_and_leaves_the_average():
+    plan = trial(fedbn(), "average")[0].plan
+    assert equal(reestimated(plan, plan.initial, data().client("new").train.take(torch.tensor([0]))), plan.initial)
+
+
+def by_hand(made, state, rounds, lr):
+    """The newcomer's data in the run's batches, with torch's own layers and optimizer, from ``state``."""
+    net, train = network((4,), 2), data().client("new").train
+    net[2] = nn.Identity()
+    net.load_state_dict(state)
+    for number in range(rounds):
+        optimizer = torch.optim.SGD(net.train().parameters(), lr=lr, momentum=0.9, weight_decay=0.01)
+        order = stream(0, "order", "new", number).permutation(len(train))
+        for batch in torch.from_numpy(order).split(8):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(net(train.x[batch].double()), train.y[batch]).backward()
+            optimizer.step()
+    return net.state_dict()
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+@pytest.mark.parametrize("method", [fedavg(), fedbn(), single()], ids=lambda method: method.name)
+def test_finetune_is_a_plain_loop_from_the_average_at_the_rate_of_the_last_round(method, rounds):
+    def without_dropout(shape, classes):
+        net = network(shape, classes)
+        net[2] = nn.Identity()
+        return net
+
+    optimizer = SGD(lr=0.1, momentum=0.9, weight_decay=0.01, schedule=Cosine(rounds=3))
+    made, _ = trial(method, "finetune", model=without_dropout, optimizer=optimizer)
+    train = data().client("new").train
+    average = made.newcomers.state("average", "new", train)
+    before = clone(average)
+    state = made.newcomers.state("finetune", "new", train, rounds)
+    plain = by_hand(made, average, rounds, optimizer.rate(2))
+    assert optimizer.rate(3) == 0 < optimizer.rate(2)
+    assert max(float((state[name] - tensor).abs().max()) for name, tensor in plain.items()) <= 1e-12
+    assert not torch.equal(state["0.weight"], average["0.weight"])
+    assert not torch.equal(state["1.running_var"], average["1.running_var"])
+    assert equal(average, before)
+    assert equal(state, made.newcomers.state("finetune", "new", train, rounds))
+
+
+def test_finetune_draws_from_the_trials_own_streams():
+    states = [trial(fedbn(), "finetune", seed=seed)[0] for seed in (0, 0, 1)]
+    start, other = states[0].newcomers, data().client("new").train
+    assert equal(states[0].state_of("new"), states[1].state_of("new"))
+    named = start.state("finetune", "elsewhere", other)
+    assert not torch.equal(named["0.weight"], states[0].state_of("new")["0.weight"])
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["ditto", "fedper", "fedrep", "partialfed_adaptive", "partialfed_fix", "scaffold", "fixbn", "fedprox(mu=0.1)",
+     "silobn+fedadam", "centralized"],
+)  # fmt: skip
+def test_finetune_trains_the_whole_model_under_every_kind_of_method(text):
+    made, _ = trial(methods(text)[0], "finetune")
+    new = data().client("new").train
+    average, tuned = (made.newcomers.state(policy, "new", new, 3) for policy in ("average", "finetune"))
+    assert tuned.keys() == average.keys()
+    trained = [name for name in average if made.plan.trained >= {name}]
+    assert trained
+    assert not any(torch.equal(tuned[name], average[name]) for name in trained)
+    fitted, before = (evaluate(made.plan, state, new, 2)["loss_sum"] for state in (tuned, average))
+    assert fitted < before
+
+
 def test_nearest_is_the_model_that_fits_the_newcomers_training_data_best():
     made, _ = trial(fedbn(), "nearest")
     new = data().client("new").train
@@ -142,6 +249,9 @@ def test_clients_that_were_never_drawn_are_newcomers_until_they_are():
 def test_what_cannot_work_is_refused_before_anything_starts():
     with pytest.raises(UsageError, match="estimates BatchNorm statistics, of which the model has none under fedper"):
         trial(fedper(), "reestimate", model=lambda shape, classes: nn.Linear(4, classes).double())
+    few = data().limit({"a": 24, "b": 12, "new": 1})
+    with pytest.raises(UsageError, match="client 'new' has one training sample, over which batch normalization has no"):
+        Trial(fedbn(), network, few, Settings(newcomers=("new",), unseen="finetune"), 0)
     with pytest.raises(UsageError, match="newcomers names every client"):
         trial(fedbn(), "average", newcomers=tuple(SIZES))
     with pytest.raises(UsageError, match="'nobody'"):

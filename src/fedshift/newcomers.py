@@ -2,35 +2,53 @@
 
 ``average``: what the server holds, with the seen clients' own entries averaged by samples (FedWon, arXiv:2306.05879,
 table 12). ``reestimate``: the same, but BatchNorm statistics are estimated on the newcomer's own training inputs,
-without labels (FedBN, arXiv:2102.07623, appendix G). ``nearest``: the model of the seen client that fits the newcomer's
-training data best. Averaging and trying models needs sight of all clients' entries, which a simulation has.
+without labels (FedBN, arXiv:2102.07623, appendix G). ``finetune``: the average, trained on the newcomer's labeled data
+by the trial's own local work. ``nearest``: the model of the seen client that fits the newcomer's training data best.
+Averaging and trying models needs sight of all clients' entries, which a simulation has.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 
 import torch
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from .base.errors import UsageError
 from .base.state import State, clone, pick
+from .base.streams import stream
 from .core.aggregate import Mean
-from .core.kernel import Client, Server, global_state, personal_state
+from .core.kernel import Client, Server, global_state, init_client, personal_state
 from .core.plan import Plan, outputs
+from .core.prepare import with_own
 from .core.select import norm_statistics
+from .core.work import Work
 from .data.split import Split
+from .engines.sequential import Sequential
 from .evaluate import BATCH, evaluate
 
 
-def check_policy(plan: Plan, policy: str) -> None:
-    """Raise :class:`UsageError` where ``policy`` cannot work under ``plan``."""
-    if policy == "reestimate" and not any(map(norm_statistics, plan.entries)):
+def estimable(plan: Plan) -> bool:
+    """Whether the model has BatchNorm statistics under ``plan``, which ``reestimate`` needs."""
+    return any(map(norm_statistics, plan.entries))
+
+
+def check_policy(plan: Plan, policy: str, training: Mapping[str, Split]) -> None:
+    """Raise :class:`UsageError` where ``policy`` cannot work under ``plan`` for newcomers with ``training`` data."""
+    if policy == "reestimate" and not estimable(plan):
         raise UsageError(
             f"unseen='reestimate' estimates BatchNorm statistics, of which the model has none under "
-            f"{plan.method.name}: use 'average' or 'nearest'"
+            f"{plan.method.name}: use 'average', 'nearest' or 'finetune'"
         )
+    for name, split in training.items() if policy == "finetune" else ():
+        if len(split) < plan.smallest_batch:
+            raise UsageError(
+                f"client {name!r} has one training sample, over which batch normalization has no variance: it cannot "
+                "be trained on ('finetune'); leave the client out, or use 'average' or 'nearest'"
+            )
 
 
 class Newcomers:
@@ -40,21 +58,41 @@ class Newcomers:
     time and never held together.
     """
 
-    def __init__(
-        self, plan: Plan, server: Server, clients: Mapping[str, Client], samples: Mapping[str, int], policy: str
-    ) -> None:
-        self.plan, self.server, self.policy = plan, server, policy
+    def __init__(self, plan: Plan, server: Server, clients: Mapping[str, Client], samples: Mapping[str, int]) -> None:
+        self.plan, self.server = plan, server
         self._clients, self._samples = clients, samples
 
-    def state(self, train: Split) -> State | None:
-        """The model for a client with training data ``train``; None under ``skip``, or where no client has trained."""
-        if self.policy == "skip" or not self._samples:
+    def state(self, policy: str, name: str, train: Split, rounds: int = 1) -> State | None:
+        """The model of client ``name`` with training data ``train``; None under ``skip``, or where nobody has trained.
+
+        ``rounds``: how many rounds of local work ``finetune`` does. Under a method with one global model ``average`` is
+        that model. Raises ``Diverged`` where fine-tuning does.
+        """
+        if policy == "skip" or not self._samples:
             return None
-        if self.policy == "nearest":
-            models = (personal_state(self.plan, self._clients[name], self.server) for name in sorted(self._samples))
-            classes = int(train.y.max()) + 1
-            return min(models, key=lambda state: evaluate(self.plan, state, train, classes)["loss_sum"])
-        return _reestimated(self.plan, self._average, train) if self.policy == "reestimate" else self._average
+        if policy == "nearest":
+            return self._nearest(train)
+        if policy == "finetune":
+            return self._finetuned(name, train, rounds)
+        return reestimated(self.plan, self._average, train) if policy == "reestimate" else self._average
+
+    def _nearest(self, train: Split) -> State:
+        models = (personal_state(self.plan, self._clients[name], self.server) for name in sorted(self._samples))
+        classes = int(train.y.max()) + 1
+        return min(models, key=lambda state: evaluate(self.plan, state, train, classes)["loss_sum"])
+
+    def _finetuned(self, name: str, train: Split, rounds: int) -> State:
+        """The average after local work as a client's first rounds have it, at the learning rate of the last round.
+
+        What the client would upload is what it loads next, as in a federation of one.
+        """
+        client = init_client(with_own(replace(self.plan, initial=self._average)))
+        server = replace(self.server, round=max(0, self.server.round - 1))
+        engine = Sequential(self.plan, {name: train}, self.plan.seed)
+        for _ in range(rounds):
+            trained = engine.work(server, name, client)
+            client, server = trained.client, replace(server, shared=trained.update.shared)
+        return personal_state(self.plan, client, server)
 
     @cached_property
     def _average(self) -> State:
@@ -72,23 +110,48 @@ class Newcomers:
         return mean.result()
 
 
+class _Moments:
+    """Mean and variance of each channel over batches ``[B, C, ...]``, as if all had come at once (Chan et al. 1979)."""
+
+    def __init__(self) -> None:
+        self.count, self.mean, self.squares = 0, torch.zeros(()), torch.zeros(())
+
+    def __call__(self, _: nn.Module, given: tuple[Tensor, ...]) -> None:
+        x = given[0].double()
+        count, together = x.numel() // x.shape[1], self.count + x.numel() // x.shape[1]
+        variance, mean = torch.var_mean(x, dim=[0, *range(2, x.ndim)], correction=0)
+        gap = mean - self.mean
+        self.squares = self.squares + variance * count + gap.square() * (self.count * count / together)
+        self.mean, self.count = self.mean + gap * (count / together), together
+
+
 @torch.no_grad()
-def _reestimated(plan: Plan, state: State, train: Split) -> State:
-    """``state`` with BatchNorm statistics that are the mean over the batches of ``train``, by their samples."""
-    state, layers = clone(state), [layer for layer in plan.module.modules() if isinstance(layer, _BatchNorm)]
-    momenta = [layer.momentum for layer in layers]
+def reestimated(plan: Plan, state: State, data: Split) -> State:
+    """``state`` with BatchNorm statistics that are mean and variance of each such layer's inputs over ``data``.
+
+    Labels are not looked at. Layers normalize by the batch, of 250 samples in an order of its own, so that beyond that
+    many the inputs of a second BatchNorm layer depend on which samples met. Fewer samples than the model can be
+    trained on leave ``state`` as it is.
+    """
+    state = clone(state)
+    layers = {name: layer for name, layer in plan.module.named_modules() if isinstance(layer, _BatchNorm)}
+    layers = {name: layer for name, layer in layers.items() if layer.running_mean is not None}
+    if len(data) < plan.smallest_batch or not layers:
+        return state
+    order = torch.from_numpy(stream(plan.seed, "reestimate").permutation(len(data))).to(data.y.device)
+    found = {name: _Moments() for name in layers}
     plan.module.eval()
-    for layer in layers:
+    for layer in layers.values():
         layer.train()
+    hooks = [layer.register_forward_pre_hook(found[name]) for name, layer in layers.items()]
     try:
-        for start in range(0, len(train), BATCH):
-            x = train.inputs(slice(start, start + BATCH), plan.dtype)
-            if len(x) < plan.smallest_batch:
-                continue
-            for layer in layers:
-                layer.momentum = len(x) / (start + len(x))  # a mean of the batches, whatever the statistics were
-            outputs(plan, state, x)
+        for start, stop in Work(batch_size=BATCH, epochs=1).bounds(len(data), plan.smallest_batch):
+            outputs(plan, state, data.inputs(order[start:stop], plan.dtype))
     finally:
-        for layer, momentum in zip(layers, momenta, strict=True):
-            layer.momentum = momentum
+        for hook in hooks:
+            hook.remove()
+    for name, moments in found.items():
+        mean, variance = f"{name}.running_mean".lstrip("."), f"{name}.running_var".lstrip(".")
+        state[mean] = moments.mean.to(state[mean])
+        state[variance] = (moments.squares / (moments.count - 1)).to(state[variance])
     return state

@@ -106,7 +106,7 @@ class Trial:
         if check := getattr(method.aggregate, "check", None):
             check(self.plan, len(settings.participants(seed, 1, trained_on.names)))
         if self.plan.personalizes:
-            check_policy(self.plan, settings.unseen)
+            check_policy(self.plan, settings.unseen, {client.name: client.train for client in data.clients})
         self.measured = data.to(device)
         measured = (client for client in self.measured.clients if client.name not in newcomers)
         self.train = {
@@ -228,9 +228,13 @@ class Trial:
         return RoundDone(round=number, participants=took_part, down=down, up=up, seconds=seconds, rows=rows)
 
     def evaluate(self) -> list[Row]:
-        """Rows for every client's test data, and validation data where all have some."""
+        """Rows for every client's test data, and validation data where all have some.
+
+        Newcomers' validation data are left alone, so that they have no say in which round is the best.
+        """
         splits = ("test", "validation") if all(client.validation for client in self.data.clients) else ("test",)
-        return evaluate_clients(self.plan, self.server, self.measured, splits, self.personal_state)
+        rows = evaluate_clients(self.plan, self.server, self.measured, splits, self.personal_state)
+        return [row for row in rows if row["split"] == "test" or row["client"] not in self.settings.newcomers]
 
     def _down(self) -> int:
         return 0 if self.plan.method.pooled else downlink(self.plan, self.server)
@@ -253,10 +257,15 @@ class Trial:
             return global_state(self.plan, self.server)
         if self.clients.trained(client.name):
             return personal_state(self.plan, self.clients[client.name], self.server)
+        return self.newcomers.state(self.settings.unseen, client.name, client.train)
+
+    @property
+    def newcomers(self) -> Newcomers:
+        """What makes models for clients that never trained."""
         if self._newcomers is None or self._newcomers.server is not self.server:
             samples = {name: len(self.train[name]) for name in self.clients.seen}
-            self._newcomers = Newcomers(self.plan, self.server, self.clients, samples, self.settings.unseen)
-        return self._newcomers.state(client.train)
+            self._newcomers = Newcomers(self.plan, self.server, self.clients, samples)
+        return self._newcomers
 
     def network(self) -> nn.Module:
         """A network of the trial's kind, after the method's surgery, with weights of no meaning."""

@@ -98,7 +98,7 @@ def prepare(
         optimizer=_changed(optimizer, method.optimizer, method),
         loss=loss, augment=augment, smallest_batch=1, precision=precision, seed=seed,
     )  # fmt: skip
-    plan = _with_own(plan)
+    plan = with_own(plan)
     if method.freeze:
         norm_statistics.names(found)
         plan = replace(plan, freeze_from=method.freeze.rounds(rounds))
@@ -130,7 +130,8 @@ def _changed(settings: Settings, changes: Mapping[str, Any], method: Method) -> 
     return replace(settings, **changes)
 
 
-def _with_own(plan: Plan) -> Plan:
+def with_own(plan: Plan) -> Plan:
+    """``plan`` with what its rules add on a client that starts from ``plan.initial``."""
     params, rest = pick(plan.initial, plan.trained), pick(plan.initial, frozenset(plan.initial) - plan.trained)
     own: State = {}
     trained: frozenset[str] = frozenset()
