@@ -1,0 +1,117 @@
+"""The models that are compared: each client's own after local work, and the server's that it set out from.
+
+Under a method with one global model, clients hold the same after aggregation; what tells them apart is what local work
+makes of it. So under every method each client is trained one round further than the checkpoint, with the learning rate
+of the last round (a schedule may end at 0), and its model is taken before aggregation. This is a function of the run
+alone, by the sequential engine, and nothing of it is written down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ..base.errors import UsageError
+from ..base.state import State
+from ..checkpoint import load_facts
+from ..config import CompareSpec
+from ..core.kernel import personal_state
+from ..data.partition import matching
+from ..engines.engine import Diverged
+from ..experiment import CHECKPOINT, Experiment
+from ..records import PICTURED
+from ..rundir import trial_folder
+from ..trained import experiment_in, restored
+from ..trial import Trial
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Models:
+    """The ``server``'s model and each client's ``local`` one, of one method under one seed; ``trial`` has the plan.
+
+    ``local`` is empty where all data are in one place.
+    """
+
+    trial: Trial
+    server: State
+    local: Mapping[str, State]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Run:
+    """A finished run, and the ``clients`` of it that are looked at; ``threads`` are those that it was asked to use."""
+
+    directory: Path
+    experiment: Experiment
+    clients: tuple[str, ...]
+    threads: int | None
+
+    def trials(self) -> Iterator[Trial]:
+        """Every trial as the run reports it, method by method and seed by seed, to be run by the sequential engine."""
+        experiment = self.experiment
+        for method in experiment.methods:
+            for seed in experiment.seeds:
+                yield restored(experiment, self.directory, method.name, seed)
+
+
+def run_in(directory: Path, clients: str | Sequence[str] | None = None) -> Run:
+    """The run in ``directory``, without training or writing; ``clients`` are names, or a pattern such as ``"usps-*"``.
+
+    Without them, the first :data:`~fedshift.records.PICTURED` that train. Raises :class:`UsageError` where there is no
+    run of the command line, it is not finished, or a client is unknown or never trained.
+    """
+    spec, experiment = experiment_in(directory)
+    for method in experiment.methods:
+        for seed in experiment.seeds:
+            done = load_facts(trial_folder(directory, method.name, seed) / CHECKPOINT)["round"]
+            if done < experiment.settings.rounds:
+                command = "compare" if isinstance(spec, CompareSpec) else "run"
+                raise UsageError(
+                    f"{directory} is not finished: {method.name} with seed {seed} has done {done} of "
+                    f"{experiment.settings.rounds} rounds; go on with it: fedshift {command} --resume {directory}"
+                )
+    return Run(directory=directory, experiment=experiment, clients=_chosen(experiment, clients), threads=spec.threads)
+
+
+def _chosen(experiment: Experiment, clients: str | Sequence[str] | None) -> tuple[str, ...]:
+    names = experiment.data.names
+    training = tuple(name for name in names if name not in experiment.settings.newcomers)
+    if clients is None:
+        return training[:PICTURED]
+    asked = matching(clients, names) if isinstance(clients, str) else tuple(dict.fromkeys(clients))
+    if not asked:
+        raise UsageError("clients: name at least one, or leave it out for all")
+    for name in asked:
+        if experiment.data.client(name).name not in training:
+            raise UsageError(f"client {name!r} is a newcomer, which never trains: choose from {', '.join(training)}")
+    return asked
+
+
+def models_of(trial: Trial, clients: Sequence[str]) -> Models:
+    """The models of ``trial`` as it stands and of ``clients``; raises ``Diverged`` where a client's further round does.
+
+    A client's is what it would use if the server held its upload alone: under Ditto its personal model.
+    """
+    plan, last = trial.plan, replace(trial.server, round=trial.server.round - 1)
+    kept = {} if plan.method.pooled else {name: trial.clients[name] for name in clients}
+    try:
+        local = {
+            name: personal_state(plan, done.client, replace(last, shared=done.update.shared))
+            for name, done in trial.engine.train(last, kept)
+        }
+    except Diverged as error:
+        raise Diverged(f"{plan.method.name}, seed {trial.seed}, one round further than the run: {error}") from error
+    return Models(trial=trial, server=_server_model(trial), local=local)
+
+
+def _server_model(trial: Trial) -> State:
+    """What the server of ``trial`` holds, made a whole model as ``unseen="average"`` does.
+
+    Where it holds a part only (FedBN), the clients' own entries are averaged by samples, of which a real server has no
+    sight.
+    """
+    client = trial.data.clients[0]  # whose data are not looked at
+    made = trial.newcomers.state("average", client.name, client.train)
+    assert made is not None  # of a run that is finished, some client has trained
+    return made

@@ -1,0 +1,111 @@
+"""What ``fedshift features`` says: tables of similarities and distances, mean (std) over seeds, and what lacks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pandas as pd
+from rich.console import RenderableType
+
+from ..analysis.statistics import mean_and_std
+from ..base.files import write_atomically
+from ..report.text import MISSING, Cell, TextTable, csv, latex, markdown, terminal
+from .findings import DISTANCES, Findings
+
+PAIRS = ("client-client", "server-client")
+
+
+def render(found: Findings) -> Iterator[RenderableType]:
+    """Sentences and tables, in order."""
+    over = f"mean (std) over {len(found.seeds)} seeds" if len(found.seeds) > 1 else "one seed"
+    some = f", {len(found.clients)} of {found.of} clients" if len(found.clients) < found.of else ""
+    images = f"up to {found.samples} test images of each client"
+    yield f"Cosine similarity of the feature maps of {_layers(found)}, {images}{some}, {over}"
+    yield terminal(similarity_table(found))
+    if len(found.distances):
+        yield (
+            "BatchNorm's running statistics, between clients and between the server and a client. Means: distance in "
+            "pooled standard deviations; variances: absolute log ratio; mean over channels"
+        )
+        yield terminal(distance_table(found))
+    yield from notes(found)
+
+
+def notes(found: Findings) -> Iterator[str]:
+    """What lacks, a sentence each."""
+    pooled = [method for method, drawn in found.drawn.items() if not drawn.maps]
+    plain = [method for method, drawn in found.drawn.items() if drawn.maps and not drawn.server]
+    if pooled:
+        yield f"All data are in one place, so that there are no clients' models: {', '.join(pooled)}."
+    broken = [
+        f"{method} with seed {seed}"
+        for method, several in found.similarity.items()
+        for seed, own in zip(found.seeds, several, strict=True)
+        if method not in pooled and math.isnan(own.server_client)
+    ]
+    if broken:
+        yield f"Feature maps are not finite, and similarities left out: {', '.join(broken)}."
+    if plain:
+        yield f"No BatchNorm layer that keeps statistics: {', '.join(plain)}."
+
+
+def write(found: Findings, directory: Path) -> list[Path]:
+    """Write both tables as Markdown, LaTeX and CSV (a line for each seed) into ``directory``; return the paths."""
+    directory.mkdir(parents=True, exist_ok=True)
+    content = {
+        "similarity.md": markdown(similarity_table(found)),
+        "similarity.tex": latex(similarity_table(found)),
+        "similarity.csv": csv(similarity_frame(found)),
+    }
+    if len(found.distances):
+        content |= {
+            "batchnorm.md": markdown(distance_table(found)),
+            "batchnorm.tex": latex(distance_table(found)),
+            "batchnorm.csv": csv(found.distances.set_index(["method", "seed", "layer"])),
+        }
+    for name, text in content.items():
+        write_atomically(directory / name, text.encode())
+    return [directory / name for name in content]
+
+
+def similarity_frame(found: Findings) -> pd.DataFrame:
+    """A row for each method and seed: ``layer``, ``client_client`` and ``server_client``."""
+    rows = [
+        (method, seed, found.layers[method], own.client_client, own.server_client)
+        for method, several in found.similarity.items()
+        for seed, own in zip(found.seeds, several, strict=True)
+    ]
+    columns = ["method", "seed", "layer", "client_client", "server_client"]
+    return pd.DataFrame(rows, columns=columns).set_index(["method", "seed"])
+
+
+def similarity_table(found: Findings) -> TextTable:
+    """A row for each method."""
+    rows = [
+        (method, *(_cell(getattr(own, pair.replace("-", "_")) for own in several) for pair in PAIRS))
+        for method, several in found.similarity.items()
+    ]
+    return _table((f"maps of {_layers(found)}", *PAIRS), rows)
+
+
+def distance_table(found: Findings) -> TextTable:
+    """A row for each method and BatchNorm layer."""
+    groups = found.distances.groupby(["method", "layer"], sort=False)
+    rows = [(" ".join(map(str, names)), *(_cell(rows[column]) for column in DISTANCES)) for names, rows in groups]
+    columns = (f"{whose}: {what}" for whose in ("clients", "server") for what in ("means", "variances"))
+    return _table(("running statistics of", *columns), rows)
+
+
+def _layers(found: Findings) -> str:
+    return ", ".join(dict.fromkeys(found.layers.values()))
+
+
+def _cell(values: Iterable[float]) -> str:
+    mean, std = mean_and_std(values)
+    return MISSING if math.isnan(mean) else f"{mean:.3f}" + ("" if math.isnan(std) else f" ({std:.3f})")
+
+
+def _table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> TextTable:
+    return TextTable(header=header, rows=tuple(tuple(Cell(text=text) for text in row) for row in rows))
