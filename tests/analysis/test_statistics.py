@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from fedshift.analysis.statistics import mean_and_std, paired_difference
+from fedshift.analysis.statistics import holm, mean_and_std, paired_difference
 from fedshift.base.errors import UsageError
 
 
@@ -63,3 +63,32 @@ def test_wrong_use_is_refused():
         paired_difference([1.0], [1.0, 2.0])
     with pytest.raises(UsageError, match="confidence level"):
         paired_difference([1.0, 2.0], [1.0, 2.0], level=95)
+
+
+def test_holm_by_hand():
+    # Sorted: 0.005 x 4, 0.01 x 3, 0.03 x 2, and 0.04 x 1, which must not be below the one before it.
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.6, 0.4]) == pytest.approx([0.8, 0.8])
+    assert holm([0.9, 0.9]) == [1, 1]
+    assert holm([0.03]) == [0.03]
+    assert holm([]) == []
+
+
+def test_holm_leaves_what_was_not_tested_out():
+    first, missing, second = holm([0.01, math.nan, 0.02])
+    assert (first, second) == pytest.approx((0.02, 0.02))
+    assert math.isnan(missing)
+
+
+@pytest.mark.parametrize("level", [0.01, 0.05, 0.2])
+def test_holm_rejects_step_by_step(level):
+    """Holm's own words: reject the smallest below level / n, the next below level / (n - 1), until one is not."""
+    random = np.random.default_rng(3)
+    for _ in range(100):
+        values = (random.random(6) ** 4).tolist()
+        rejected: set[float] = set()
+        for step, value in enumerate(sorted(values)):
+            if value > level / (6 - step):
+                break
+            rejected.add(value)
+        assert {value for value, p in zip(values, holm(values), strict=True) if p <= level} == rejected

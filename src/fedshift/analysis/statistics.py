@@ -2,7 +2,8 @@
 
 A comparison over seeds is paired: both methods saw the same initial network, split and batch order under one seed, so
 the difference is taken within each seed and its interval is the paired t-interval (Student 1908, "The Probable Error of
-a Mean", Biometrika 6(1)).
+a Mean", Biometrika 6(1)). Where several differences are claimed at once, p-values are corrected for their number (Holm
+1979, "A Simple Sequentially Rejective Multiple Test Procedure", Scandinavian Journal of Statistics 6(2)).
 """
 
 from __future__ import annotations
@@ -63,3 +64,16 @@ def paired_difference(ours: Sequence[float], theirs: Sequence[float], level: flo
     half = float(stats.t.ppf((1 + level) / 2, pairs - 1)) * error
     p = float(2 * stats.t.sf(abs(mean) / error, pairs - 1)) if error > 0 else float(mean == 0)
     return PairedDifference(pairs=pairs, mean=mean, std=std, low=mean - half, high=mean + half, p=p, level=level)
+
+
+def holm(values: Sequence[float]) -> list[float]:
+    """p-values corrected for their number: those below a level are claims of which all hold, with that probability.
+
+    The k-th smallest of n is multiplied by ``n - k + 1``, is at least the corrected one before it, and at most 1. NaN
+    stays NaN and counts as no claim.
+    """
+    claims = sorted((value, place) for place, value in enumerate(values) if not math.isnan(value))
+    corrected, least = [math.nan] * len(values), 0.0
+    for rank, (value, place) in enumerate(claims):
+        corrected[place] = least = max(least, min(1.0, (len(claims) - rank) * value))
+    return corrected

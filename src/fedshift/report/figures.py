@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from io import StringIO
 from itertools import zip_longest
@@ -48,9 +48,14 @@ def figures(study: Study) -> dict[str, Figure]:
 
 def save_figures(study: Study, directory: Path) -> list[Path]:
     """Write every figure as SVG (the same bytes for the same records) and as PNG at 200 dpi; return the paths."""
+    return save_each(figures(study), directory)
+
+
+def save_each(figures: Mapping[str, Figure], directory: Path) -> list[Path]:
+    """Write each figure under its name, as SVG and as PNG at 200 dpi; return the paths."""
     directory.mkdir(parents=True, exist_ok=True)
     paths = []
-    for name, figure in figures(study).items():
+    for name, figure in figures.items():
         vector, bitmap = directory / f"{name}.svg", directory / f"{name}.png"
         vector.write_text(svg(figure, background="white"), encoding="utf-8")
         with drawing():
@@ -70,7 +75,8 @@ def svg(figure: Figure, background: str = "none") -> str:
 def panels(study: Study) -> list[Panel]:
     """All panels: macro accuracy, differences, training loss, traffic, one for each client, and bars for all.
 
-    Of more than :data:`~fedshift.report.tables.ONE_BY_ONE` clients, the last two show the distribution instead.
+    Of more than :data:`~fedshift.report.tables.ONE_BY_ONE` clients, the last two show the distribution instead. Where a
+    method pools all data (see ``report.concordance``), the macro test loss is drawn too.
     """
     with drawing():
         return list(_panels(study))
@@ -88,6 +94,8 @@ def _panels(study: Study) -> Iterator[Panel]:
         yield from _differences(study)
     if len(trained):
         yield _curves(study, "training-loss", "Training loss (macro)", _macro(trained), "cross-entropy (nats)", 1)
+    if any(facts.pooled for facts in study.methods.values()) and len(tested):
+        yield _curves(study, "test-loss", "Test loss (macro)", _macro(history(study, "loss")), "test loss (nats)", 1)
     if len(tested) and len(study.traffic):
         yield _exchange(study, _macro(tested))
     for number, client in enumerate(clients, start=1):

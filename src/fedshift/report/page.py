@@ -13,8 +13,10 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from .. import __version__
 from ..base.files import write_atomically
 from ..records import METRICS, PICTURED, Study
+from .concordance import concordance_cells, concordance_table, concordance_title
 from .figures import panels, svg
 from .inline import contact_strip, inline_svg
+from .orders import order_sentences
 from .tables import (
     ONE_BY_ONE,
     QUANTILES,
@@ -24,6 +26,7 @@ from .tables import (
     shortfalls,
     traffic_table,
 )
+from .target import target_cells, target_table, target_title
 from .text import (
     DAGGER,
     MISSING,
@@ -65,7 +68,7 @@ def render_page(study: Study) -> str:
     )
     many = len(study.clients) > ONE_BY_ONE
     headline = metric_cells(accuracy_table(study), one_by_one=not many)
-    differences = difference_table(study)
+    differences, concordance = difference_table(study), concordance_table(study)
     pictured = list(study.samples.items())[:PICTURED]
     drawn = {p.name: inline_svg(svg(p.figure), p.name, p.description) for p in panels(study)}
     return environment.get_template("page.html.j2").render(
@@ -75,6 +78,11 @@ def render_page(study: Study) -> str:
         headline=headline,
         spread="mean (standard deviation) over seeds" if len(study.seeds) > 1 else "one seed",
         differences=difference_cells(differences),
+        target=None if study.reach is None else target_cells(target_table(study, study.reach)),
+        target_title="" if study.reach is None else target_title(study, study.reach),
+        concordance=concordance_cells(concordance),
+        concordance_title=concordance_title(study, concordance),
+        orders=order_sentences(study),
         readings=[reading(str(method), row) for method, row in differences.iterrows()],
         others=list(_other_metrics(study)),
         figures=drawn,

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pandas as pd
 from rich.console import Console
 
 from ..base.files import write_atomically
 from ..records import Study
+from .concordance import concordance_cells, concordance_table, concordance_title
 from .figures import save_figures
+from .orders import order_sentences
 from .page import write_page
 from .tables import ONE_BY_ONE, accuracy_table, difference_table, shortfalls
-from .text import csv, difference_cells, latex, markdown, metric_cells, reading, terminal
+from .target import target_cells, target_table, target_title
+from .text import TextTable, csv, difference_cells, latex, markdown, metric_cells, reading, terminal
+
+
+def forms(name: str, table: pd.DataFrame, cells: TextTable) -> list[tuple[str, str]]:
+    """File names and contents of a table as CSV, Markdown and LaTeX."""
+    return [(f"{name}.csv", csv(table)), (f"{name}.md", markdown(cells)), (f"{name}.tex", latex(cells))]
 
 
 def publish(study: Study, directory: Path, console: Console) -> None:
@@ -38,16 +47,25 @@ def publish(study: Study, directory: Path, console: Console) -> None:
         baseline = differences["baseline"].iloc[0]
         console.print(f"Macro {study.metric_name} minus {baseline}'s, in points", markup=False)
         console.print(terminal(difference_cells(differences)))
-    for line in [*(reading(str(name), row) for name, row in differences.iterrows()), *shortfalls(study)]:
+    readings = [reading(str(name), row) for name, row in differences.iterrows()]
+    for line in [*readings, *order_sentences(study), *shortfalls(study)]:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
+    to_target = None if study.reach is None else target_table(study, study.reach)
+    if to_target is not None and study.reach is not None:
+        console.print(target_title(study, study.reach), markup=False, highlight=False, soft_wrap=True)
+        console.print(terminal(target_cells(to_target)))
+    concordance = concordance_table(study)
+    if len(concordance):
+        console.print(concordance_title(study, concordance), markup=False, highlight=False, soft_wrap=True)
+        console.print(terminal(concordance_cells(concordance)))
     tables = directory / "tables"
     tables.mkdir(exist_ok=True)
     for name, content in (
-        (f"{study.metric}.csv", csv(accuracy)),
-        (f"{study.metric}.md", markdown(cells)),
-        (f"{study.metric}.tex", latex(cells)),
+        *forms(study.metric, accuracy, cells),
         ("differences.csv", csv(differences)),
         *([("validation.csv", csv(validation))] if validation is not None else []),
+        *(forms("target", to_target, target_cells(to_target)) if to_target is not None else []),
+        *(forms("concordance", concordance, concordance_cells(concordance)) if len(concordance) else []),
     ):
         write_atomically(tables / name, content.encode())
     save_figures(study, directory / "figures")

@@ -6,7 +6,7 @@ yellow is left out because it vanishes on white. Markers and line styles differ 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -75,15 +75,20 @@ class Look:
 
 def looks(study: Study) -> dict[str, Look]:
     """Each method's look: the same in every figure; no two of the first 28 share color and line style."""
+    return looks_of(study.methods)
+
+
+def looks_of(names: Iterable[str]) -> dict[str, Look]:
+    """A look for each of ``names``, by its place among them."""
     return {
-        method: Look(
+        name: Look(
             number=number,
             color=_COLORS[number % len(_COLORS)],
             marker=_MARKERS[number % len(_MARKERS)],
             dashes=_DASHES[number % len(_DASHES)],
             hatch="" if number < len(_COLORS) else "//////",
         )
-        for number, method in enumerate(study.methods)
+        for number, name in enumerate(names)
     }
 
 

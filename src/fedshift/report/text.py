@@ -59,15 +59,13 @@ def metric_cells(table: pd.DataFrame, metric: str = "accuracy", *, one_by_one: b
     lacks a client which another method has is marked with a dagger and never the best.
     """
     methods = list(table.columns.get_level_values("method").unique())
-    means, stds, seeds = (table.to_numpy()[:, kind::3] for kind in range(3))
-    rule = len(table) - 1 - list(table.index)[::-1].index("macro")
-    lacking, begun = seeds[:rule] < seeds[rule], seeds[rule] > 0
-    unequal = (lacking & ~lacking[:, begun].all(axis=1, keepdims=True)).any(axis=0)
+    means, stds = (table.to_numpy()[:, kind::3] for kind in range(2))
+    rule, lacks = _macro_row(table), list(lacking(table).values())
     scale, digits = (1, 3) if metric == "loss" else (100, 2)
     rows = []
     first = 0 if one_by_one else rule
     for number, name in enumerate(table.index[first:], start=first):
-        marked = unequal & (number >= rule)
+        marked = [lack and number >= rule for lack in lacks]
         values = [round(scale * mean, digits) for mean in means[number]]
         compared = [value for value, mark in zip(values, marked, strict=True) if not (mark or math.isnan(value))]
         best = (min if metric == "loss" else max)(compared) if len(compared) > 1 else None
@@ -78,6 +76,14 @@ def metric_cells(table: pd.DataFrame, metric: str = "accuracy", *, one_by_one: b
         rows.append((Cell(text=str(name)), *cells))
     head = "client" if one_by_one else f"{rule:,} clients"
     return TextTable(header=(head, *methods), rows=tuple(rows), rule=rule - first)
+
+
+def lacking(table: pd.DataFrame) -> dict[str, bool]:
+    """Which methods of an accuracy table have aggregates without a client that another method has."""
+    rule, seeds = _macro_row(table), table.to_numpy()[:, 2::3]
+    missing, begun = seeds[:rule] < seeds[rule], seeds[rule] > 0
+    unequal = (missing & ~missing[:, begun].all(axis=1, keepdims=True)).any(axis=0)
+    return dict(zip(table.columns.get_level_values("method").unique(), unequal.tolist(), strict=True))
 
 
 def difference_cells(table: pd.DataFrame, metric: str = "accuracy") -> TextTable:
@@ -181,6 +187,11 @@ def flatten(tree: Any, prefix: str = "") -> list[tuple[str, str]]:
             return [pair for number, value in enumerate(tree) for pair in flatten(value, f"{prefix}[{number}]")]
         return [(prefix, ", ".join(map(str, tree)) or MISSING)]
     return [(prefix, MISSING if tree is None or isinstance(tree, Mapping) else str(tree))]
+
+
+def _macro_row(table: pd.DataFrame) -> int:
+    """The row of the mean over clients, below all clients, of which one may have its name."""
+    return len(table) - 1 - list(table.index)[::-1].index("macro")
 
 
 def _value(mean: float, std: float, digits: int) -> str:

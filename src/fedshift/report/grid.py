@@ -1,0 +1,181 @@
+"""A sweep made public: one table of all combinations, rounds and bytes to a target, curves, and one page.
+
+Rows are the combinations, columns the methods; a cell is the macro test metric at the reported round, mean (std) over
+seeds. CSV holds the same at full scale, a line for each combination and method.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from matplotlib.figure import Figure
+from rich.console import Console
+
+from .. import __version__
+from ..analysis.statistics import mean_and_std
+from ..base.files import write_atomically
+from .curves import TRAIN_LOSS, Point, by_round, by_setting, final, said
+from .figures import save_each, svg
+from .inline import inline_svg
+from .publish import forms
+from .tables import accuracy_table, shortfalls
+from .target import bytes_text, rounds_text, target_table, target_title
+from .text import DAGGER, Cell, TextTable, flatten, latex, markdown, metric_cells, terminal
+
+PANELS = 9
+"""Values of a setting up to which each has a panel."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """The combinations of a sweep that were evaluated, which all compare the same methods; there is one at least.
+
+    ``folders``: the directory of each, within the sweep's.
+    """
+
+    points: tuple[Point, ...]
+    folders: tuple[str, ...]
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The swept settings."""
+        return tuple(self.points[0].keys)
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """The methods, in the order of the columns."""
+        return tuple(self.points[0].study.methods)
+
+    @property
+    def caption(self) -> str:
+        """What the table of the metric shows."""
+        study = self.points[0].study
+        over = f"mean (std) over {len(study.seeds)} seeds" if len(study.seeds) > 1 else "one seed"
+        return f"Macro test {study.metric_name} in percent, {over}, {study.select} round"
+
+
+def publish_grid(grid: Grid, directory: Path, console: Console, config: object) -> None:
+    """Print the tables of ``grid``, and write tables, figures and ``sweep.html`` into ``directory``.
+
+    ``config``: the sweep's settings, for the page.
+    """
+    tables, figures = grid_tables(grid), grid_figures(grid)
+    for title, table in tables.values():
+        console.print(title, markup=False, highlight=False, soft_wrap=True)
+        console.print(terminal(table))
+    remarks = grid_remarks(grid)
+    for line in remarks:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    (directory / "tables").mkdir(exist_ok=True)
+    frame = grid_frame(grid)
+    for name, (_, table) in tables.items():
+        for file, content in forms(name, frame, table):
+            if name == "sweep" or not file.endswith(".csv"):
+                write_atomically(directory / "tables" / file, content.encode())
+    save_each(figures, directory / "figures")
+    environment = Environment(
+        loader=PackageLoader("fedshift", "report"), autoescape=True, undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    page = environment.get_template("grid.html.j2").render(
+        name=grid.points[0].study.name,
+        keys=grid.keys,
+        methods=grid.methods,
+        tables=tables,
+        figures={name: inline_svg(svg(figure), name, _described(name, grid)) for name, figure in figures.items()},
+        remarks=remarks,
+        dagger=DAGGER if any(DAGGER in text for text in tables["sweep"][1].values) else "",
+        folders=grid.folders,
+        config=flatten(config),
+        version=__version__,
+        latex=latex,
+        markdown=markdown,
+    )
+    write_atomically(directory / "sweep.html", page.encode())
+    console.print(f"Page: {directory / 'sweep.html'}", markup=False, highlight=False, soft_wrap=True)
+
+
+def grid_frame(grid: Grid) -> pd.DataFrame:
+    """One row for each combination and method: macro mean and std, and rounds and bytes to the target, if there is one.
+
+    The index holds the swept settings and the method; shares and bytes are at full scale.
+    """
+    rows = []
+    for point in grid.points:
+        study = point.study
+        macro = final(study)
+        counted = None if study.reach is None else target_table(study, study.reach)
+        for method in grid.methods:
+            mean, std = mean_and_std(macro[method])
+            row = {key: said(key, value) for key, value in point.keys.items()} | {"method": method}
+            more = {} if counted is None else counted.loc[method].to_dict()
+            rows.append(row | {"mean": mean, "std": std, "seeds": int(macro[method].notna().sum())} | more)
+    return pd.DataFrame(rows).set_index([*grid.keys, "method"])
+
+
+def grid_tables(grid: Grid) -> dict[str, tuple[str, TextTable]]:
+    """Tables by file name, each with its caption: ``sweep``, and with a target ``rounds`` and ``bytes``."""
+    metric = [
+        metric_cells(accuracy_table(point.study), point.study.metric, one_by_one=False).rows[0][1:]
+        for point in grid.points
+    ]
+    made = {"sweep": (grid.caption, _table(grid, metric))}
+    study = grid.points[0].study
+    if study.reach is None:
+        return made
+    counted = [target_table(point.study, study.reach) for point in grid.points]
+    shown: dict[str, tuple[str, Callable[[pd.Series], str]]] = {
+        "rounds": ("Rounds", rounds_text),
+        "bytes": ("Bytes (all clients, down and up)", bytes_text),
+    }
+    for name, (what, text) in shown.items():
+        cells = [tuple(Cell(text=_partly(text(row), row)) for _, row in table.iterrows()) for table in counted]
+        made[name] = target_title(study, study.reach, what), _table(grid, cells)
+    return made
+
+
+def grid_figures(grid: Grid) -> dict[str, Figure]:
+    """Figures by file name: the metric over rounds, the training loss, and the metric against each swept setting."""
+    metric = grid.points[0].study.metric
+    values = {key: len({said(key, point.keys[key]) for point in grid.points}) for key in grid.keys}
+    apart = [key for key in grid.keys if 1 < values[key] <= PANELS]
+    first = apart[0] if len(apart) > 1 else None
+    made = {"rounds": by_round(grid.points, metric, panel=first)}
+    if any((point.study.rows["moment"] == "trained").any() for point in grid.points):
+        made["training-loss"] = by_round(grid.points, TRAIN_LOSS, panel=first)
+    for key in grid.keys:
+        other = next((name for name in apart if name != key), None)
+        made[f"over-{key.replace('_', '-')}"] = by_setting(grid.points, key, metric, panel=other)
+    return made
+
+
+def grid_remarks(grid: Grid) -> list[str]:
+    """What a reader must know of single combinations, each under its name."""
+    return [
+        f"{folder}: {line}"
+        for folder, point in zip(grid.folders, grid.points, strict=True)
+        for line in shortfalls(point.study)
+    ]
+
+
+def _table(grid: Grid, cells: Sequence[tuple[Cell, ...]]) -> TextTable:
+    rows = [
+        (*(Cell(text=said(key, value)) for key, value in point.keys.items()), *row)
+        for point, row in zip(grid.points, cells, strict=True)
+    ]
+    return TextTable(header=(*grid.keys, *grid.methods), rows=tuple(rows))
+
+
+def _partly(text: str, row: pd.Series) -> str:
+    """``text``, and of how many seeds it tells where those are not all."""
+    return text if row["reached"] in (0, row["seeds"]) else f"{text}; {row['reached']:.0f} of {row['seeds']:.0f} seeds"
+
+
+def _described(name: str, grid: Grid) -> str:
+    """The figure in words, for those who do not see it; its numbers are in the table."""
+    what = {"rounds": "over rounds", "training-loss": "training loss over rounds"}.get(name, name.replace("-", " "))
+    return f"{grid.caption}: {what}, a line for each combination and method."

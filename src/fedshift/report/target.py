@@ -1,0 +1,123 @@
+"""How soon a method was good enough: rounds and bytes to a target, and the best round of a run.
+
+Both go by evaluated rounds and by the macro test metric of the personal model, just after aggregation. FedMMB
+(arXiv:2511.21761) reports them in its tables 4 and 5.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from ..analysis.statistics import mean_and_std
+from ..records import Study
+from .tables import history
+from .text import Cell, TextTable, size
+
+NEVER = "never"
+ROUNDING = 1e-9
+"""What a mean may lack of a target that it is equal to."""
+
+
+def reached(study: Study, target: float, metric: str | None = None) -> pd.DataFrame:
+    """When each run first was at least as good as ``target``: index (method, seed), columns round, bytes, share.
+
+    ``round`` is the first evaluated round whose macro test ``metric`` (of the personal model, just after aggregation)
+    is at least ``target``, a share (loss: at most, in nats); ``bytes`` is what all clients moved up to it, down and up;
+    ``share`` is the round as a share of the rounds planned. All are NaN where it was never reached. Rounds that
+    measured fewer clients than the run ever did do not count.
+    """
+    found = _macro(study, metric)
+    good = found <= target + ROUNDING if (metric or study.metric) == "loss" else found >= target - ROUNDING
+    first = good[good].reset_index().groupby(["method", "seed"])["round"].min()
+    rounds = first.reindex(_runs(study)).astype(float)
+    moved = [_moved(study, run, number) for run, number in rounds.items()]
+    return pd.DataFrame({"round": rounds, "bytes": moved, "share": rounds / study.rounds})
+
+
+def best(study: Study, metric: str | None = None) -> pd.DataFrame:
+    """The best macro test ``metric`` of each run over evaluated rounds: index (method, seed), columns value, round.
+
+    ``round`` is the first that reached it. To choose a round by test data is to report what nobody could have known:
+    this is the papers' own figure (FedMMB's tables 4 and 5), to stand beside theirs, and never a result to select by.
+    """
+    found = _macro(study, metric).groupby(["method", "seed"])
+    where = (found.idxmin() if (metric or study.metric) == "loss" else found.idxmax()).reindex(_runs(study))
+    values = found.min() if (metric or study.metric) == "loss" else found.max()
+    rounds = [math.nan if isinstance(place, float) else float(place[2]) for place in where]
+    return pd.DataFrame({"value": values.reindex(where.index), "round": rounds}, dtype=float)
+
+
+def target_table(study: Study, target: float) -> pd.DataFrame:
+    """:func:`reached` over seeds: index method; rounds and bytes (mean and std over seeds that reached it), how many.
+
+    Columns: rounds mean, rounds std, bytes mean, bytes std, reached (seeds that did), seeds (those evaluated).
+    """
+    found, evaluated = reached(study, target), _macro(study).groupby(["method", "seed"]).size()
+    rows = {}
+    for method in study.methods:
+        runs = found.loc[method]
+        rows[method] = [
+            *mean_and_std(runs["round"]),
+            *mean_and_std(runs["bytes"]),
+            int(runs["round"].notna().sum()),
+            sum((method, seed) in evaluated.index for seed in study.seeds),
+        ]
+    columns = ["rounds mean", "rounds std", "bytes mean", "bytes std", "reached", "seeds"]
+    return pd.DataFrame.from_dict(rows, orient="index", columns=columns).rename_axis("method")
+
+
+def target_cells(table: pd.DataFrame) -> TextTable:
+    """A target table as text: ``12.0 (1.0)`` rounds, ``1.2 MB (0.1 MB)``, ``2 of 3`` seeds; ``never`` for none."""
+    rows = []
+    for method, row in table.iterrows():
+        rounds, moved = rounds_text(row), bytes_text(row)
+        texts = (str(method), rounds, moved, f"{row['reached']:.0f} of {row['seeds']:.0f}")
+        rows.append(tuple(Cell(text=text) for text in texts))
+    return TextTable(header=("method", "rounds", "bytes", "seeds that reached it"), rows=tuple(rows))
+
+
+def rounds_text(row: pd.Series) -> str:
+    """The rounds of one row of a target table."""
+    mean, std = row["rounds mean"], row["rounds std"]
+    return NEVER if math.isnan(mean) else f"{mean:g}" if math.isnan(std) else f"{mean:.1f} ({std:.1f})"
+
+
+def bytes_text(row: pd.Series) -> str:
+    """The bytes of one row of a target table."""
+    mean, std = row["bytes mean"], row["bytes std"]
+    return NEVER if math.isnan(mean) else size(mean) if math.isnan(std) else f"{size(mean)} ({size(std)})"
+
+
+def target_title(study: Study, target: float, what: str = "Rounds and bytes (all clients, down and up)") -> str:
+    """What a target table counts, and how finely, as a sentence says it."""
+    rounds = [0, *sorted(set(history(study)["round"]))]
+    spacing = int(max(np.diff(rounds), default=1))
+    every = "every round" if spacing == 1 else f"every {spacing} rounds, --evaluate-every 1 finds the very one"
+    return (
+        f"{what} to a macro test {study.metric_name} of {100 * target:g} %, over seeds that reached it; "
+        f"evaluated {every}"
+    )
+
+
+def _macro(study: Study, metric: str | None = None) -> pd.Series:
+    """Macro test metric over (method, seed, round), of the rounds that measured as many clients as the run ever did."""
+    values = history(study, metric).groupby(["method", "seed", "round"])["value"].agg(["mean", "count"])
+    most = values.groupby(["method", "seed"])["count"].transform("max")
+    return values.loc[values["count"] == most, "mean"].dropna()
+
+
+def _runs(study: Study) -> pd.MultiIndex:
+    return pd.MultiIndex.from_product([list(study.methods), study.seeds], names=["method", "seed"])
+
+
+def _moved(study: Study, run: Any, number: float) -> float:
+    """Bytes that all clients of a run moved up to and including a round; NaN where there is no such round."""
+    if math.isnan(number):
+        return math.nan
+    rows = study.traffic
+    rows = rows[(rows["method"] == run[0]) & (rows["seed"] == run[1]) & (rows["round"] <= number)]
+    return float(rows["down"].sum() + rows["up"].sum())

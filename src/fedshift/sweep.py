@@ -1,0 +1,213 @@
+"""A sweep: one comparison for each combination of settings' values, each in a run directory of its own.
+
+Every combination is checked before the first is run: its settings, its data, and whether methods, model and what an
+earlier run left fit them. A combination is what `fedshift compare` runs with the same settings, bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from itertools import count, product
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import torch
+
+from .base.errors import UsageError, unknown
+from .base.files import write_atomically
+from .base.processors import processors
+from .build import experiment_of, methods, methods_of, settings_of
+from .config import CompareSpec, SweepSpec
+from .data.files.reading import Progress
+from .engines.engine import Diverged
+from .experiment import Observer, read_study
+from .report.curves import Point, said
+from .rundir import slug
+from .sources import changes_of
+
+DONE = "done.json"
+"""The settings under which a combination was run to its end, in its directory."""
+NONE = "none"
+"""How it is written that a setting is not given."""
+LONGEST = 80
+"""Characters of a value in the name of a directory."""
+WHOLE = {
+    "methods": "every combination compares all methods: list them with --methods",
+    **dict.fromkeys(("metric", "select", "reach", "seeds", "first_seed"), "a sweep's table is over one such for all"),
+}
+"""Settings that belong to the sweep as a whole, and why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Combination:
+    """``values`` of the swept settings, the comparison that they make, and its directory within the sweep's."""
+
+    values: Mapping[str, object]
+    spec: CompareSpec
+    folder: str
+
+    def done(self, path: Path) -> bool:
+        """Whether the sweep in ``path`` has run it to its end, under these settings."""
+        kept = path / self.folder / DONE
+        return kept.exists() and json.loads(kept.read_text(encoding="utf-8")) == asdict(self.spec)
+
+
+def combinations(spec: SweepSpec) -> list[Combination]:
+    """All combinations, the first setting slowest.
+
+    Raises :class:`UsageError`, or pydantic's ``ValidationError``, naming the value that cannot be.
+    """
+    over = swept(spec.over)
+    if not over:
+        raise UsageError("a sweep needs settings and their values: --over epochs=1,4,16, once for each setting")
+    common = {field.name: getattr(spec, field.name) for field in fields(CompareSpec)}
+    found: list[Combination] = []
+    for texts in product(*over.values()):
+        given = {name: _written(name, text) for name, text in zip(over, texts, strict=True)}
+        made = CompareSpec(**common | given)
+        values = {name: getattr(made, name) for name in over}
+        if values in [other.values for other in found]:
+            raise UsageError(
+                f"over {', '.join(over)}: {' '.join(texts)} stands for the same as another value; drop one"
+            )
+        found.append(Combination(values=values, spec=made, folder=_folder(values, [c.folder for c in found])))
+        _parsed(found[-1])
+    return found
+
+
+def swept(texts: Sequence[str]) -> dict[str, list[str]]:
+    """Settings and their values as written: ``["epochs=1,4"]`` and ``["epochs=1,4,lr=0.1"]`` are understood.
+
+    Commas inside of brackets or quotes part nothing; a value in square brackets is what stands in them.
+    """
+    allowed = [field.name for field in fields(CompareSpec) if field.name not in WHOLE]
+    found: dict[str, list[str]] = {}
+    for text in texts:
+        name = None
+        for part in _parts(text):
+            if begun := re.match(r"([A-Za-z][\w-]*)\s*=\s*(.*)", part, re.DOTALL):
+                name, part = begun[1].replace("-", "_"), begun[2]
+                if name in WHOLE:
+                    raise UsageError(f"over {name}: {WHOLE[name]}")
+                if name not in allowed:
+                    raise unknown("setting", name, allowed)
+                if name in found:
+                    raise UsageError(f"over {name}: it is given twice; write all of its values after one {name}=")
+                found[name] = []
+            if name is None:
+                raise UsageError(f"over {text!r}: write a setting and its values, such as epochs=1,4,16")
+            value = part[1:-1] if part.startswith("[") and part.endswith("]") else part
+            if not value or value in found[name]:
+                raise UsageError(f"over {text!r}: {name} has {f'{value} twice' if value else 'an empty value'}")
+            found[name].append(value)
+    return found
+
+
+def check(combination: Combination, path: Path, progress: Progress | None = None) -> None:
+    """Raise :class:`UsageError`, naming the combination, unless it can be run, or gone on with, in sweep ``path``."""
+    try:
+        experiment_of(combination.spec, progress).accept(path / combination.folder)
+    except UsageError as error:
+        raise UsageError(f"{combination.folder}: {error}") from error
+
+
+def run(
+    wanted: Sequence[Combination],
+    path: Path,
+    *,
+    observer: Observer,
+    stop: Event,
+    begin: Callable[[int, Combination], None] = lambda *_: None,
+    end: Callable[[Combination], None] = lambda _: None,
+) -> tuple[bool, list[str]]:
+    """Run what is unfinished of ``wanted`` in sweep ``path``; whether all was got to, and which diverged, in sentences.
+
+    ``begin`` and ``end`` hear of each that is run. A combination that diverges keeps the others from nothing. Raises
+    what :meth:`~fedshift.experiment.Experiment.run` raises otherwise.
+    """
+    threads = min(torch.get_num_threads(), processors())
+    diverged: list[str] = []
+    for number, combination in enumerate(wanted, 1):
+        if combination.done(path):
+            continue
+        begin(number, combination)
+        torch.set_num_threads(combination.spec.threads or threads)
+        folder = path / combination.folder
+        resume = (folder / "config.toml").exists()
+        try:
+            if not experiment_of(combination.spec).run(folder, resume=resume, observer=observer, stop=stop):
+                return False, diverged
+        except Diverged as error:
+            diverged.append(f"{combination.folder}: {error}")
+            end(combination)
+        else:
+            end(combination)
+            write_atomically(folder / DONE, (json.dumps(asdict(combination.spec), indent=1) + "\n").encode())
+    return True, diverged
+
+
+def points(wanted: Sequence[Combination], path: Path) -> Iterator[tuple[Combination, Point]]:
+    """What the combinations of sweep ``path`` have left so far, those that were begun.
+
+    Methods are named alike in all of them: as they are written, without what swept settings add to their names.
+    """
+    for combination in wanted:
+        folder = path / combination.folder
+        if (folder / "study.json").exists():
+            study = read_study(folder)
+            names = dict(zip(study.methods, (m.name for m in methods(combination.spec.methods)), strict=True))
+            renamed = replace(
+                study,
+                rows=study.rows.assign(method=study.rows["method"].map(names)),
+                traffic=study.traffic.assign(method=study.traffic["method"].map(names)),
+                methods={names[name]: facts for name, facts in study.methods.items()},
+            )
+            yield combination, Point(combination.values, renamed)
+
+
+def _parsed(combination: Combination) -> None:
+    """Refuse expressions that cannot be read, before any data are."""
+    spec = combination.spec
+    try:
+        methods_of(spec)
+        changes_of(spec)
+        settings_of(replace(spec, newcomers=None), ())
+    except UsageError as error:
+        raise UsageError(f"{combination.folder}: {error}") from error
+
+
+def _parts(text: str) -> list[str]:
+    """``text`` at its commas outside of brackets and quotes."""
+    parts, depth, quote = [""], 0, ""
+    for sign in text:
+        if quote:
+            quote = "" if sign == quote else quote
+        elif sign in "'\"":
+            quote = sign
+        elif sign in "([{":
+            depth += 1
+        elif sign in ")]}":
+            depth -= 1
+        if sign == "," and not depth and not quote:
+            parts.append("")
+        else:
+            parts[-1] += sign
+    if depth or quote:
+        raise UsageError(f"over {text!r}: a bracket or a quotation mark is not closed")
+    return [part.strip() for part in parts]
+
+
+def _written(name: str, text: str) -> Any:
+    """The value that ``text`` stands for before it is checked: none is a setting's not being given."""
+    default = next(field.default for field in fields(CompareSpec) if field.name == name)
+    return None if text == NONE and default is None else text
+
+
+def _folder(values: Mapping[str, object], taken: Sequence[str]) -> str:
+    """``epochs=1,batch_size=10``: a name for a directory, with a number where another has it."""
+    name = ",".join(f"{key}={slug(said(key, value))[:LONGEST]}" for key, value in values.items())
+    return next(free for n in count(1) if (free := name if n == 1 else f"{name}-{n}") not in taken)

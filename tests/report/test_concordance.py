@@ -1,0 +1,110 @@
+"""Discordance from records, by hand, and where it is shown."""
+
+import io
+import math
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from fedshift.report.concordance import concordance_cells, concordance_table, concordance_title
+from fedshift.report.figures import panels
+from fedshift.report.page import render_page
+from fedshift.report.publish import publish
+
+# The mean loss of a client is 1 - accuracy, and half as many are right in the first of two rounds.
+SCORES = {
+    "fedsmb": [{"a": 50, "b": 240}, {"a": 40, "b": 240}],
+    "fedavg": [{"a": 90, "b": 240}, {"a": 90, "b": 240}],
+    "centralized": [{"a": 60, "b": 240}, {"a": 60, "b": 240}],
+}
+
+
+@pytest.fixture
+def pooling(make_study):
+    """A study in which the methods of these names pool all data."""
+
+    def make(*pooled, scores=SCORES, **changes):
+        made = make_study(scores, **changes)
+        facts = {name: replace(fact, pooled=name in pooled) for name, fact in made.methods.items()}
+        return replace(made, methods=facts)
+
+    return make
+
+
+def test_discordance_is_over_rounds_and_then_over_seeds(pooling):
+    table = concordance_table(pooling("centralized"))
+    assert list(table.index) == [("fedsmb", "centralized"), ("fedavg", "centralized")]
+    # Macro losses differ by 0.05 and 0.025 under the first seed, by 0.1 and 0.05 under the second.
+    first, second = (0.05**2 + 0.025**2) / 2, (0.1**2 + 0.05**2) / 2
+    row = table.loc[("fedsmb", "centralized")]
+    assert row["delta mean"] == pytest.approx((first + second) / 2)
+    assert row["delta std"] == pytest.approx((second - first) / math.sqrt(2))
+    assert (row["rounds"], row["seeds"]) == (2, 2)
+    assert table.loc[("fedavg", "centralized"), "delta mean"] == pytest.approx((0.15**2 + 0.075**2) / 2)
+
+
+def test_verdicts_and_how_numbers_are_written(pooling):
+    rows = [[cell.text for cell in row] for row in concordance_cells(concordance_table(pooling("centralized"))).rows]
+    assert rows == [
+        ["fedsmb", "centralized", "3.9e-03 (3.3e-03)", "2", "2", "concordant"],
+        ["fedavg", "centralized", "1.4e-02 (0.0e+00)", "2", "2", "not concordant"],
+    ]
+    single = pooling("centralized", scores={name: runs[:1] for name, runs in SCORES.items()})
+    assert concordance_cells(concordance_table(single)).rows[0][2].text == "1.6e-03"
+
+
+def test_only_rounds_and_clients_that_both_measured_count(pooling):
+    study = pooling("centralized", keep=lambda row: (row["method"], row["round"]) != ("fedsmb", 1))
+    row = concordance_table(study).loc[("fedsmb", "centralized")]
+    assert (row["rounds"], row["delta mean"]) == (1, pytest.approx((0.05**2 + 0.1**2) / 2))
+    assert "--evaluate-every 1" in concordance_title(study, concordance_table(study))
+    study = pooling("centralized", keep=lambda row: (row["method"], row["client"]) != ("centralized", "b"))
+    assert concordance_table(study).loc[("fedavg", "centralized"), "delta mean"] == pytest.approx(
+        (0.3**2 + 0.15**2) / 2
+    )
+
+
+def test_what_was_not_measured_has_no_verdict(pooling):
+    study = pooling("centralized", keep=lambda row: row["method"] != "centralized")
+    table = concordance_table(study)
+    assert table["delta mean"].isna().all()
+    assert [cell.text for cell in concordance_cells(table).rows[0]] == ["fedsmb", "centralized", "-", "0", "0", "-"]
+
+
+@pytest.mark.parametrize("pooled", [(), tuple(SCORES)])
+def test_there_is_none_without_both_kinds_of_methods(pooled, pooling):
+    assert concordance_table(pooling(*pooled)).empty
+
+
+def test_each_is_put_beside_every_pooled_method(pooling):
+    assert list(concordance_table(pooling("centralized", "fedavg")).index) == [
+        ("fedsmb", "fedavg"), ("fedsmb", "centralized"),
+    ]  # fmt: skip
+
+
+def published(study, folder, monkeypatch):
+    monkeypatch.setattr("fedshift.report.publish.save_figures", lambda *_: None)
+    console = Console(file=io.StringIO(), width=120)
+    publish(study, folder, console)
+    return console.file.getvalue(), {path.name: path.read_text() for path in (folder / "tables").iterdir()}
+
+
+def test_it_is_printed_written_shown_and_drawn(pooling, tmp_path, monkeypatch):
+    study = pooling("centralized")
+    said, tables = published(study, tmp_path, monkeypatch)
+    assert "that both evaluated; concordant below 0.01" in said
+    assert "not concordant" in said
+    assert tables["concordance.csv"].splitlines()[1] == "fedsmb,centralized,0.00390625,0.00331456,2,2"
+    assert "| fedsmb | centralized | 3.9e-03 (3.3e-03) |" in tables["concordance.md"]
+    assert "fedsmb & centralized & 3.9e-03 (3.3e-03) &" in tables["concordance.tex"]
+    page = render_page(study)
+    assert '<figcaption id="concordance">Concordance with centralized training' in page
+    assert "Test loss (macro): test loss (nats) over rounds" in page
+    assert "fedsmb 0.38 after round 2" in {panel.name: panel.description for panel in panels(study)}["test-loss"]
+
+
+def test_nothing_of_it_is_shown_without_a_pooled_method(pooling, tmp_path, monkeypatch):
+    said, tables = published(pooling(), tmp_path, monkeypatch)
+    assert "oncordan" not in said + render_page(pooling())
+    assert not any("concordance" in name for name in tables)
