@@ -1,37 +1,53 @@
-"""The command ``fedshift reproduce``: the papers' tables, run here and put beside what is printed there."""
+"""The command ``fedshift reproduce``: the papers' tables and figures, run here and put beside what is printed there."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated
 
+from cyclopts import Parameter
 from rich.console import Console
 from rich.table import Table as Grid
 
-from .base.errors import UsageError
-from .config import DataSpec
+from .base.errors import FedshiftError, UsageError
+from .base.files import write_atomically
+from .config import DataSpec, RunSpec
 from .launch import display, interruptible, wide
 
 if TYPE_CHECKING:
     from .papers.recipe import Way
-    from .papers.tables import Block, Table
+    from .papers.reproduce import Finished
+    from .papers.tables import Table
 
 
 def reproduce(
     table: str | None = None,
     *,
+    all: Annotated[bool, Parameter(negative=())] = False,
+    present: Annotated[bool, Parameter(negative=())] = False,
+    hours: float | None = None,
+    light: Annotated[bool, Parameter(negative=())] = False,
     seeds: int = 1,
     scale: float = 1.0,
     version: str | None = None,
     root: Path | None = None,
     out: Path = Path("reproduced"),
 ) -> int:
-    """Run a table of the papers and put what comes out beside what they print; without a name, list all of them.
+    """Run tables and figures of the papers beside what they print; without a name, list all and what each takes.
 
     Parameters
     ----------
     table
         Which, for example fedbn/table11.
+    all
+        All that have a recipe, those that take least first.
+    present
+        With --all, leave out those whose data are not here, nor others that stand in for them.
+    hours
+        With --all, the time for all together on this machine: each is run with the share of its rounds that fits.
+    light
+        Train small networks in place of the papers', for a look in a small part of the time; outputs say so.
     seeds
         Seeds of each run; 3 or more give standard deviations.
     scale
@@ -41,93 +57,153 @@ def reproduce(
     root
         Directory of the data; without it the one that FEDSHIFT_DATA names, else data.
     out
-        Directory of the runs, which tables share, and of the results.
+        Directory of the runs, which tables share, of the results and of the page.
 
     """
     from .papers.recipe import Way
     from .papers.tables import table as found
     from .sources import root_of
 
-    way = Way(root=root_of(DataSpec(root=str(root) if root else None)).resolve(), scale=scale, seeds=seeds)
-    return _run(found(table), way, version, out) if table else _list(way, out)
+    if (present or hours is not None) and not all:
+        raise UsageError("--present and --hours belong to --all: give it too, or leave them out")
+    if hours is not None and (hours <= 0 or scale < 1):
+        raise UsageError(f"--hours {hours:g} chooses the share of the rounds: give more than 0, and no --scale")
+    if table and all:
+        raise UsageError(f"--all runs every table: leave {table} out, or --all")
+    way = Way(root=root_of(DataSpec(root=str(root) if root else None)).resolve(), scale=scale, seeds=seeds, light=light)
+    if not table and not all:
+        return _list(way, out)
+    return _run([found(table)] if table else _wanted(way, present), way, version, hours, out)
 
 
 def _list(way: Way, out: Path) -> int:
-    from .papers.recipe import planned, recipe_of
-    from .papers.reproduce import last_verdicts
+    from .papers.estimate import Estimates
+    from .papers.plan import plans_of
+    from .papers.recipe import recipe_of
+    from .papers.reproduce import last_verdicts, left
     from .papers.tables import tables
 
+    estimates = Estimates()
+    console = Console(stderr=True)
     grid = Grid(box=None)
-    for title in ("table or figure", "what", "runs", "data", "last result"):
+    for title in ("table or figure", "what", "needs", "data", "runs", "time here", "last result"):
         grid.add_column(title, overflow="fold")
-    for key, table in tables().items():
-        runs, data = "", "no recipe" if table.blocks else "drawn, no numbers"
-        if recipe_of(table) is not None:
-            plans = [planned(table, block, way) for block in _blocks(table, None)]
-            runs = str(len({cell.run for plan in plans for cell in plan.cells}))
+    with console.status("timing a step of each network"):
+        for key, table in tables().items():
+            if recipe_of(table) is None:
+                grid.add_row(key, table.title, "", "no recipe", "", "", "")
+                continue
+            plans = [plan for _, plan in plans_of(table, way)]
             missing = sorted({name for plan in plans for name in plan.missing})
             notes = sorted({note for plan in plans for note in plan.notes})
             said = [*(f"lacks {name}" for name in missing), *(f"stand-in: {note}" for note in notes)]
-            data = "; ".join(said) or "here"
-        grid.add_row(key, table.title, runs, data, "; ".join(last_verdicts(table, out)))
+            specs = list(dict.fromkeys(spec for plan in plans for spec in plan.specs))
+            spent = _time(estimates.of(left(specs, out))) if specs else ""
+            grid.add_row(
+                key, table.title, _needs(specs), "; ".join(said) or "here", str(len(specs)), spent,
+                "; ".join(last_verdicts(table, out)),
+            )  # fmt: skip
     wide().print(grid)
     return 0
 
 
-def _run(table: Table, way: Way, version: str | None, out: Path) -> int:
-    from .papers.recipe import planned
-    from .papers.reproduce import reproduce as run
+def _needs(specs: Sequence[RunSpec]) -> str:
+    """Networks and methods of runs."""
+    models = dict.fromkeys(spec.model for spec in specs)
+    methods = dict.fromkeys(spec.method.partition("(")[0] for spec in specs)
+    return f"{', '.join(models)}: {', '.join(methods)}" if specs else ""
+
+
+def _time(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def _wanted(way: Way, present: bool) -> list[Table]:
+    """All tables with a recipe, of which those without data are left out, or refused."""
+    from .papers.plan import plans_of, runnable
+    from .papers.tables import table
+
+    found, lacking = [], {}
+    for key in runnable():
+        plans = [plan for _, plan in plans_of(table(key), way)]
+        missing = [name for plan in plans for name in plan.missing]
+        if missing and not any(plan.specs for plan in plans):
+            lacking[key] = missing[0]
+        else:
+            found.append(table(key))
+    if lacking and not present:
+        said = ", ".join(f"{key} needs {data}" for key, data in lacking.items())
+        raise UsageError(f"{said}, which is not under {way.root}: add --present to leave these out")
+    return found
+
+
+def _run(wanted: Sequence[Table], way: Way, version: str | None, hours: float | None, out: Path) -> int:
+    from .papers.budget import Budget
+    from .papers.page import write
+    from .papers.reproduce import finish
+
+    console, failed = Console(), []
+    with interruptible(console) as stop, Budget(hours, stop) as budget, display(console) as observer:
+        if len(wanted) > 1:
+            _say(
+                console,
+                f"{len(wanted)} tables and figures, those that take least first; steps are timed.",
+            )
+            wanted = budget.ordered(wanted, way, out)
+        for number, table in enumerate(wanted):
+            chosen = budget.fitting(table, way, out, len(wanted) - number)
+            try:
+                done = finish(table, chosen, out, version=version, observer=observer, stop=stop)
+            except FedshiftError as error:
+                if len(wanted) == 1:
+                    raise
+                failed.append(f"{table.key}: {error}")
+                _say(console, f"Failed: {failed[-1]}")
+                continue
+            if done is None:
+                why = "Time is up" if budget.over else "Stopped"
+                _say(console, f"{why}. What was done is kept; go on with the same command.")
+                return 0 if budget.over else 130
+            _show(table, done, out, console)
+            write(out)
+    _say(console, f"Page: {out / 'index.html'}")
+    for line in failed:
+        _say(console, f"Failed: {line}")
+    return 1 if failed else 0
+
+
+def _show(table: Table, done: Finished, out: Path, console: Console) -> None:
+    """Print what came out of a table, and write it as Markdown and LaTeX."""
     from .papers.reproduce import side_by_side
     from .papers.tables import PAPERS
     from .report.text import latex, markdown, terminal
 
-    console, text = Console(), wide()
-    plans = [(block, planned(table, block, way)) for block in _blocks(table, version)]
-    if not any(plan.cells for _, plan in plans):
-        missing = ", ".join(sorted({name for _, plan in plans for name in plan.missing}))
-        raise UsageError(f"{table.key} needs {missing}, which is not under {way.root}: see `fedshift data show`")
-    with interruptible(console) as stop, display(console) as observer:
-        made = []
-        for block, plan in plans:
-            if not plan.cells:
-                continue
-            done = run(table, block, way, plan, out, observer=lambda *_: observer, stop=stop)
-            if done is None:
-                _say(console, "Stopped. What was done is kept; go on with the same command.")
-                return 130
-            made.append(done)
+    text = wide()
     _say(console, f"{PAPERS[table.paper]}, {table.name}: {table.title}")
     content: dict[str, list[str]] = {"md": [], "tex": []}
-    for done in made:
-        shown = side_by_side(done)
+    for made in done.compared:
+        notes = [f"{'Data' if made.own else 'Stand-in'}: {note}." for note in made.notes]
+        shown = side_by_side(made)
         text.print(terminal(shown))
-        close, judged = done.within
-        for note in done.notes:
-            _say(console, f"Stand-in: {note}.")
-        _say(console, _summary(done.block, way, done.verdict, close, judged))
-        content["md"].append(markdown(shown))
-        content["tex"].append(latex(shown))
+        for line in (*notes, made.summary):
+            _say(console, line)
+        content["md"] += [markdown(shown), *(f"{line}\n" for line in (*notes, made.summary))]
+        content["tex"] += [*(f"% {line}" for line in (*notes, made.summary)), latex(shown)]
+    for drawn in done.drawn:
+        _say(console, f"Drawn: {out / 'results' / table.paper / drawn.picture.name}.svg")
+        if drawn.numbers:
+            text.print(terminal(drawn.numbers))
+            content["md"] += [markdown(drawn.numbers)]
+            content["tex"] += [latex(drawn.numbers)]
+    for note in dict.fromkeys(done.notes):
+        _say(console, f"Stand-in: {note}.")
+        content["md"] += [f"Stand-in: {note}.\n"]
+        content["tex"] += [f"% Stand-in: {note}."]
     for kind, parts in content.items():
-        (out / "results" / table.paper / f"{table.name}.{kind}").write_text("\n".join(parts), encoding="utf-8")
-    return 0
+        write_atomically(out / "results" / table.paper / f"{table.name}.{kind}", "\n".join(parts).encode())
 
 
-def _summary(block: Block, way: Way, verdict: str, close: int, judged: int) -> str:
-    share = f", {way.scale:g} of the rounds" if way.scale < 1 else ""
-    spread = f"; {close} of {judged} cells within the paper's spread" if judged else ""
-    version = f"version {block.version}, " if block.version else ""
-    return f"Verdict ({version}{way.seeds} seed{'s' * (way.seeds > 1)}{share}): {verdict}{spread}."
-
-
-def _blocks(table: Table, version: str | None) -> list[Block]:
-    """The blocks of one version of the table, by default the last."""
-    versions = list(dict.fromkeys(block.version for block in table.blocks))
-    if version is not None and version not in versions:
-        known = ", ".join(filter(None, versions)) or "one version only"
-        raise UsageError(f"version={version!r}: {table.key} has {known}")
-    wanted = version if version is not None else next(reversed(versions), "")
-    return [block for block in table.blocks if block.version == wanted]
-
-
-def _say(console: Console, said: Any) -> None:
+def _say(console: Console, said: str) -> None:
     console.print(said, markup=False, highlight=False, soft_wrap=True)

@@ -1,154 +1,151 @@
-"""Tables of the papers run here: which runs they need, what is put beside what, and what follows from it."""
+"""Tables of the papers run here: what is put beside what, what follows from it, and what is left when it is stopped."""
 
+import json
 import math
+from dataclasses import replace
 from pathlib import Path
+from threading import Event
 
-import numpy as np
+import pandas as pd
 import pytest
 
+from fedshift.analysis.concordance import discordance
 from fedshift.base.errors import UsageError
-from fedshift.papers import recipe, reproduce
-from fedshift.papers.recipe import Plan, Way, planned, recipe_of, runnable
-from fedshift.papers.reproduce import Reproduced, last_verdicts, side_by_side
-from fedshift.papers.tables import Block, Printed, Table, table, tables
+from fedshift.experiment import read_study
+from fedshift.papers import budget, page, pictures, recipe, reproduce, tables
+from fedshift.papers.budget import Budget
+from fedshift.papers.plan import plans_of
+from fedshift.papers.recipe import Way, run_name
+from fedshift.papers.reproduce import Reproduced, finish, kept, last_verdicts, left, side_by_side
+from fedshift.papers.tables import Block, Printed, Table
+from fedshift.report.tables import history
+
+SETTINGS = {"rounds": 2, "samples": 16, "lr": 0.05, "model": "small-cnn", "domains": "pen,photo", "data": "digits"}
 
 
-def small(cells=("50.0 (5.0)", "40.0", "45.0"), columns=("pen", "photo", "average"), **changes):
-    rows = tuple(({"method": name, **changes}, tuple(map(Printed.of, cells))) for name in ("fedavg", "fedbn"))
-    block = Block(version="", page=0, by="client", columns=columns, keys={"data": "digits"}, rows=rows)
+def small(
+    cells=("50.0 (5.0)", "40.0", "45.0"), columns=("pen", "photo", "average"), methods=("fedavg", "fedbn"), **keys
+):
+    by = keys.pop("by", "client")
+    rows = tuple(({"method": name, **keys}, tuple(map(Printed.of, cells))) for name in methods)
+    block = Block(version="", page=0, by=by, columns=columns, keys={"data": "digits"}, rows=rows)
     return Table(
         paper="fedbn", name="table99", title="Tiny", where="", metric="accuracy", unit="percent", seeds=0, note="",
-        drawn="", claims=(), blocks=(block,),
+        drawn="", claims=("It is <small>",), blocks=(block,),
     )  # fmt: skip
 
 
 @pytest.fixture
-def tiny_recipe(monkeypatch):
-    settings = {"rounds": 2, "samples": 16, "lr": 0.05, "model": "small-cnn", "domains": "pen,photo"}
-    known = {"fedbn": {"all": settings, "table99": {}}, "stand_in": {}}
+def tiny(monkeypatch):
+    """A table of two methods on two clients, with a recipe that a test may add to."""
+    own = {}
+    known = {"fedbn": {"all": SETTINGS, "table99": own}, "stand_in": {}, "light": {}, "published": {}}
     monkeypatch.setattr(recipe, "recipes", lambda: known)
-    return known
+    monkeypatch.setattr(reproduce, "recipes", lambda: known)
+    made = small()
+    monkeypatch.setattr(tables, "tables", lambda: {made.key: made})
+    monkeypatch.setattr(page, "tables", lambda: {made.key: made})
+    return own
 
 
-@pytest.mark.parametrize("key", [key for key in tables() if recipe_of(tables()[key]) is not None])
-def test_every_recipe_makes_runs_of_every_cell_whose_data_are_here(key, tmp_path, monkeypatch):
-    monkeypatch.setattr(recipe, "present", lambda data, root: True)
-    found = table(key)
-    for block in found.blocks:
-        plan = planned(found, block, Way(root=tmp_path))
-        printed = sum(
-            number is not None
-            for _, numbers in block.rows
-            for name, number in zip(block.columns, numbers, strict=True)
-            if block.by != "metric" or name == found.metric
-        )
-        assert len(plan.cells) == printed > 0
-        assert not plan.missing
-        assert {cell.spec.seeds for cell in plan.cells} == {1}
-
-
-def test_keys_of_rows_and_columns_are_settings(tmp_path, monkeypatch):
-    monkeypatch.setattr(recipe, "present", lambda data, root: True)
-    grid, sizes = table("fedbn/table13"), table("fedbn/table14")
-    specs = {
-        (c.spec.method, c.spec.epochs, c.spec.batch_size)
-        for c in planned(grid, grid.blocks[0], Way(root=tmp_path)).cells
-    }
-    assert specs == {(m, e, b) for m in ("fedavg", "fedbn") for e in (1, 4, 16) for b in (10, 50, 0)}
-    cells = planned(sizes, sizes.blocks[0], Way(root=tmp_path)).cells
-    assert {(cell.spec.samples, cell.client) for cell in cells} == {
-        (n, c)
-        for n in (7438, 4462, 2975, 1487, 743, 371, 74)
-        for c in ("mnist", "svhn", "usps", "synthdigits", "mnistm")
-    }
-
-
-def test_tables_share_runs(tmp_path, monkeypatch):
-    monkeypatch.setattr(recipe, "present", lambda data, root: True)
-
-    def runs(key, **way):
-        return {cell.run for cell in planned(table(key), table(key).blocks[-1], Way(root=tmp_path, **way)).cells}
-
-    assert len(runs("fedbn/table11") & runs("fedbn/table12")) == 1  # FedBN's
-    assert not runs("fedbn/table11") & runs("fedbn/table11", scale=0.5)
-
-
-def test_what_is_not_here_is_said_and_what_stands_in_for_it_too(tmp_path):
-    found = table("fedbn/table11")
-    block = found.blocks[-1]
-    recipe.present.cache_clear()
-    recipe.stand_in.cache_clear()
-    assert planned(found, block, Way(root=tmp_path)) == Plan(cells=(), missing=("digits-five",), notes=())
-    recipe.stand_in.cache_clear()
-    for name in ("mnist", "mnistm", "usps", "svhn_subset", "chars74k_fnt"):
-        np.savez(tmp_path / f"{name}.npz", x=np.zeros(1))
-    plan = planned(found, block, Way(root=tmp_path))
-    recipe.stand_in.cache_clear()
-    assert not plan.missing
-    assert plan.notes == (recipe.recipes()["stand_in"]["digits-five"]["note"],)
-    assert {cell.client for cell in plan.cells} == {"mnist", "mnistm", "usps", "chars74k_fnt"}  # SVHN's are too few
-    assert {cell.spec.data for cell in plan.cells} == {str(tmp_path)}
-
-
-def test_a_table_is_run_and_kept_and_not_run_again(tiny_recipe, tmp_path, monkeypatch):
+def test_a_table_is_run_and_kept_and_not_run_again(tiny, tmp_path, monkeypatch):
     made, way = small(), Way(root=tmp_path, seeds=2)
-    plan = planned(made, made.blocks[0], way)
-    assert len({cell.run for cell in plan.cells}) == 2
-    found = reproduce.reproduce(made, made.blocks[0], way, plan, tmp_path)
+    (found,) = finish(made, way, tmp_path).compared
     for row in (0, 1):
         pen, photo, average = (found.ours[row, column] for column in range(3))
         assert average.mean == pytest.approx((pen.mean + photo.mean) / 2)
         assert 0 <= pen.mean <= 100
         assert pen.std >= 0
     assert last_verdicts(made, tmp_path) == [f"{found.verdict} (scale 1)"]
+    assert kept(made, tmp_path) == [found]
     monkeypatch.setattr(reproduce, "experiment_of", None)
-    again = reproduce.reproduce(made, made.blocks[0], way, plan, tmp_path)
-    assert again.ours == found.ours
+    assert finish(made, way, tmp_path).compared == [found]
 
 
-def test_a_run_that_is_stopped_goes_on(tiny_recipe, tmp_path):
-    from threading import Event
-
+def test_a_run_that_is_stopped_goes_on(tiny, tmp_path):
     made, way, stop = small(), Way(root=tmp_path), Event()
-    plan = planned(made, made.blocks[0], way)
+    specs = next(plans_of(made, way))[1].specs
     stop.set()
-    assert reproduce.reproduce(made, made.blocks[0], way, plan, tmp_path, stop=stop) is None
+    assert finish(made, way, tmp_path, stop=stop) is None
     assert not last_verdicts(made, tmp_path)
-    assert reproduce.reproduce(made, made.blocks[0], way, plan, tmp_path)
+    assert left(specs, tmp_path) == list(specs)
+    assert finish(made, way, tmp_path)
+    assert not left(specs, tmp_path)
 
 
-def compared(theirs, ours, **changes):
-    made = small(columns=("pen",), cells=("0",))
-    rows = tuple(({"method": f"m{n}", **changes}, (Printed.of(text),)) for n, text in enumerate(theirs))
-    block = Block(version="", page=0, by="client", columns=("pen",), keys={}, rows=rows)
+def test_a_run_that_diverges_leaves_the_others(tiny, tmp_path):
+    tiny["of"] = {"fedavg": {"lr": 1e20}}
+    (found,) = finish(small(), Way(root=tmp_path), tmp_path).compared
+    assert {row for row, _ in found.ours} == {1}
+    specs = next(plans_of(small(), Way(root=tmp_path)))[1].specs
+    facts = [json.loads((tmp_path / "runs" / run_name(spec) / "done.json").read_text()) for spec in specs]
+    assert ["diverged" in fact for fact in facts] == [True, False]
+
+
+def test_best_and_rounds_and_discordance_come_from_the_records(tiny, tmp_path):
+    tiny |= {
+        "rounds": 4, "evaluations": 4, "batches": 1, "domains": "pen",
+        "measures": {"accuracy": "best", "rounds": "rounds", "discordance": "discordance"},
+    }  # fmt: skip
+    made = small(("0.9", "0.1", "3"), ("accuracy", "discordance", "rounds"), ("centralized", "fedsmb"), by="metric")
+    block = replace(made.blocks[0], keys={"data": "digits", "model": "small-cnn"})
+    made = replace(made, blocks=(block,), unit="fraction")
+    (found,) = finish(made, Way(root=tmp_path), tmp_path).compared
+    central, federated = (
+        read_study(tmp_path / "runs" / run_name(spec)) for spec in next(plans_of(made, Way(root=tmp_path)))[1].specs
+    )
+    accuracy = history(federated).groupby("round")["value"].mean()
+    assert found.ours[1, 0].mean == pytest.approx(accuracy.max())
+    assert found.ours[1, 2].mean == accuracy.idxmax()
+    losses = [history(study, "loss").groupby("round")["value"].mean().tolist() for study in (federated, central)]
+    assert found.ours[1, 1].mean == pytest.approx(discordance(*losses))
+    assert found.ours[0, 1].mean == 0
+    assert found.concordant == (2, 2)
+
+
+def compared(theirs, ours, by="client", columns=("pen",), own=True, **keys):
+    made = small(columns=columns, cells=("0",), by=by)
+    rows = tuple(({"method": f"m{n}", **keys}, (Printed.of(text),)) for n, text in enumerate(theirs))
+    block = Block(version="", page=0, by=by, columns=columns, keys={}, rows=rows)
     numbers = {(row, 0): Printed.of(text) for row, text in enumerate(ours)}
-    return Reproduced(table=made, block=block, way=Way(root="."), ours=numbers, notes=())
+    return Reproduced(table=made, block=block, scale=1, seeds=1, ours=numbers, shown={}, own=own)
 
 
 @pytest.mark.parametrize(
-    ("theirs", "ours", "verdict"),
+    ("theirs", "ours", "own", "verdict"),
     [
-        (["50.0 (1.0)", "60.0 (1.0)"], ["51.9", "58.1"], "within the paper's spread"),
-        (["50.0 (1.0)", "60.0 (1.0)"], ["52.1", "60.0"], "same order of methods"),
-        (["50.0 (1.0)", "60.0 (1.0)"], ["60.0", "50.0"], "neither"),
-        (["50.0", "60.0"], ["50.0", "60.0"], "same order of methods"),  # no spread, so nothing can be within it
-        (["50.0 (1.0)"], ["60.0"], "one method, outside the paper's spread"),
-        (["50.0 (3.0)"], ["60.0 (4.0)"], "within the paper's spread"),  # 2 sqrt(3^2 + 4^2) = 10
-        (["50.0 (3.0)"], ["60.1 (4.0)"], "one method, outside the paper's spread"),
+        (["50.0 (1.0)", "60.0 (1.0)"], ["51.9", "58.1"], True, "within the paper's spread"),
+        (["50.0 (1.0)", "60.0 (1.0)"], ["51.9", "58.1"], False, "same order of methods"),  # other data
+        (["50.0 (1.0)", "60.0 (1.0)"], ["52.1", "60.0"], True, "same order of methods"),
+        (["50.0 (1.0)", "60.0 (1.0)"], ["60.0", "50.0"], True, "neither"),
+        (["50.0", "60.0"], ["50.0", "60.0"], True, "same order of methods"),  # no spread, so nothing can be within it
+        (["50.0", "60.0"], ["50.0", "50.0"], True, "neither"),
+        (["50.0 (1.0)"], ["60.0"], True, "nothing to compare"),
+        (["50.0 (3.0)"], ["60.0 (4.0)"], True, "within the paper's spread"),  # 2 sqrt(3^2 + 4^2) = 10
+        (["50.0 (3.0)"], ["60.1 (4.0)"], True, "nothing to compare"),
     ],
 )
-def test_verdicts(theirs, ours, verdict):
-    assert compared(theirs, ours).verdict == verdict
+def test_verdicts(theirs, ours, own, verdict):
+    assert compared(theirs, ours, own=own).verdict == verdict
 
 
-def test_methods_are_ordered_where_all_else_is_equal():
+def test_pairs_in_the_papers_order_are_counted():
+    assert compared(["1", "2", "3", "3"], ["1", "3", "2", "5"]).order == (4, 5)  # the level pair does not count
+    assert compared(["1", "2"], ["5", "5"]).order == (0, 1)
+    assert compared(["1"], ["5"]).order == (0, 0)
+
+
+def test_methods_are_ordered_where_all_else_is_equal(tiny):
     made = small(columns=("pen",), cells=("0",))
     keys = [{"method": "a", "epochs": 1}, {"method": "b", "epochs": 1}, {"method": "a", "epochs": 4}]
     theirs, ours = ("1", "2", "9"), ("1", "2", "0")
     rows = tuple((key, (Printed.of(text),)) for key, text in zip(keys, theirs, strict=True))
     block = Block(version="", page=0, by="client", columns=("pen",), keys={}, rows=rows)
     numbers = {(row, 0): Printed.of(text) for row, text in enumerate(ours)}
-    assert Reproduced(table=made, block=block, way=Way(root="."), ours=numbers, notes=()).same_order
+    found = Reproduced(table=made, block=block, scale=1, seeds=1, ours=numbers, shown={})
+    assert found.order == (1, 1)
+    tiny["within"] = []
+    assert found.order == (1, 3)
 
 
 def test_ours_stand_beside_theirs():
@@ -161,6 +158,10 @@ def test_ours_stand_beside_theirs():
         "within",
     ]
     assert [cell.text for cell in shown.rows[1]] == ["m1, epochs 4: pen", "58.00", "60.00", "\N{MINUS SIGN}2.00", ""]
+    assert len(side_by_side(compared(["50.0 (1.0)"], ["51.5"], own=False)).header) == 4
+    small_numbers = side_by_side(compared(["0.0000003"], ["0.0000004"]))
+    assert [cell.text for cell in small_numbers.rows[0]][1:] == ["0.00000040", "0.00000030", "+0.00000010"]
+    assert [cell.text for cell in side_by_side(compared(["2471"], ["20"])).rows[0]][1:3] == ["20", "2471"]
 
 
 def test_numbers_are_read_as_they_are_printed():
@@ -169,37 +170,116 @@ def test_numbers_are_read_as_they_are_printed():
     assert Printed.of("") is None
 
 
-@pytest.mark.parametrize("wrong", [{"scale": 0.0}, {"scale": 1.5}, {"seeds": 0}])
-def test_a_way_that_cannot_be_is_refused(wrong, tmp_path):
-    with pytest.raises(UsageError, match=next(iter(wrong))):
-        Way(root=tmp_path, **wrong)
+def test_panels_are_drawn_and_come_to_the_page(tiny, tmp_path):
+    tiny |= {
+        "panels": [
+            {"name": "a", "x": "round", "y": "train_loss", "over": {"method": ["fedavg", "fedbn"]}},
+            {"name": "b", "x": "samples", "y": "accuracy", "over": {"method": ["fedbn"], "samples": [16, 32]}},
+            {"name": "c", "x": "client", "y": "accuracy", "over": {"method": ["fedavg", "fedbn"]}},
+            {"name": "d", "x": "theory", "y": "toy-raw"},
+            {"name": "e", "x": "features", "y": "maps-01", "over": {"method": ["fedavg", "fedbn"]}},
+        ]
+    }
+    made, way = replace(small(), blocks=()), Way(root=tmp_path)
+    done = finish(made, way, tmp_path)
+    names = [drawn.picture.name for drawn in done.drawn]
+    assert names == ["table99-a", "table99-b", "table99-c", "table99-d-toy-raw", "table99-e-maps-01-pen"]
+    curves, sizes, bars, *pictured = done.drawn
+    (_, plan), *_ = plans_of(made, way)
+    study = read_study(tmp_path / "runs" / run_name(plan.panels[1].points[0][1]))
+    accuracy = history(study)["value"].mean()
+    assert [row[0].text for row in sizes.numbers.rows] == ["fedbn, samples 16", "fedbn, samples 32"]
+    assert float(sizes.numbers.rows[0][1].text) == pytest.approx(100 * accuracy, abs=0.01)
+    assert [row[0].text for row in bars.numbers.rows] == ["fedavg", "fedbn"]
+    assert len(curves.picture.figure.axes[0].lines) == 2
+    assert all(drawn.numbers is None for drawn in pictured)
+    for name in names:
+        assert (tmp_path / "results" / "fedbn" / f"{name}.png").stat().st_size > 1000
+    text = page.write(tmp_path).read_text()
+    assert text.count("<svg") == len(names)
+    assert "It is &lt;small&gt;" in text
 
 
-def test_the_command_lists_runs_and_refuses(cli, tiny_recipe, monkeypatch):
-    listed = cli("reproduce")
-    assert listed.code == 0
-    assert "fedwon/table22" in listed.out
+def test_the_page_has_every_table_with_its_verdict(tiny, tmp_path):
+    (found,) = finish(small(), Way(root=tmp_path), tmp_path).compared
+    text = page.write(tmp_path).read_text()
+    assert 'href="#fedbn-table99"' in text
+    assert found.verdict in text
+    assert "fedbn: photo" in text
+    assert "://" not in text
+
+
+def test_a_budget_gives_each_table_a_share_of_the_rounds(tiny, tmp_path, monkeypatch):
+    class Fixed:
+        def of(self, specs):
+            return sum(spec.rounds for spec in specs) * 90.0
+
+    monkeypatch.setattr(budget, "Estimates", Fixed)
+    tiny["rounds"] = 64  # two runs: 3.2 hours
+    made, way = small(), Way(root=tmp_path)
+    with Budget(2.0, Event()) as whole:
+        assert whole.fitting(made, way, tmp_path, 1).scale == 0.5
+        assert whole.fitting(made, way, tmp_path, 4).scale == 0.125
+    with Budget(None, Event()) as endless:
+        assert endless.fitting(made, way, tmp_path, 4) == way
+    for spec in next(plans_of(made, way))[1].specs:
+        folder = tmp_path / "runs" / run_name(spec)
+        folder.mkdir(parents=True)
+        (folder / "done.json").write_text("{}")
+    with Budget(0.01, Event()) as spent:  # what is done costs nothing
+        assert spent.fitting(made, way, tmp_path, 1).scale == 1
+
+
+def test_a_budget_ends_what_runs(tmp_path):
+    stop = Event()
+    with Budget(1e-9, stop) as spent:
+        assert stop.wait(60)
+        assert spent.over
+
+
+def test_the_command_runs_one_table_or_all(cli, tiny, monkeypatch):
     made = small()
     monkeypatch.setattr("fedshift.papers.tables.table", lambda key: made)
+    monkeypatch.setattr("fedshift.papers.plan.tables", lambda: {made.key: made})
     ran = cli("reproduce", "fedbn/table99", "--out", "here")
     assert ran.code == 0, ran.err
     assert "fedbn: photo" in ran.out
     assert "Verdict (1 seed): " in ran.out
     assert "| fedbn: photo |" in Path("here/results/fedbn/table99.md").read_text()
     assert "fedbn: photo &" in Path("here/results/fedbn/table99.tex").read_text()
+    every = cli("reproduce", "--all", "--out", "here", "--seeds", "2", "--hours", "1")
+    assert every.code == 0, every.err
+    assert "Verdict (2 seeds): " in every.out
+    assert Path("here/index.html").exists()
+    assert pd.read_json("here/results/fedbn/table99-0.json", typ="series")["seeds"] == 2
+    listed = cli("reproduce", "--out", "here")
+    assert listed.code == 0, listed.err
+    assert "small-cnn: fedavg, fedbn" in " ".join(listed.out.split())
 
 
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
         (["fedbn/tabel11"], "fedbn/table11"),
-        (["fedbn/table15"], "has no recipe"),
-        (["fedbn/table11", "--root", "."], "fedbn/table11 needs digits-five"),
+        (["fedmmb/table2", "--root", "."], "fedmmb/table2 needs mnist, fashion-mnist"),
         (["fedbn/table11", "--version", "v9"], "fedbn/table11 has v1, final"),
+        (["fedbn/table11", "--hours", "2"], "--hours belong to --all"),
+        (["--present"], "--present and --hours belong to --all"),
+        (["--all", "--hours", "0"], "--hours 0"),
+        (["fedbn/table11", "--all"], "leave fedbn/table11 out"),
+        (["--all", "--root", "."], "fedmmb/table2 needs mnist"),
     ],
 )
 def test_what_cannot_be_reproduced_is_said(arguments, why, cli):
+    recipe.present.cache_clear()
+    recipe.stand_in.cache_clear()
     outcome = cli("reproduce", *arguments)
     assert outcome.code == 2
     assert why in outcome.err
-    assert set(runnable()) <= tables().keys()
+
+
+def test_missing_data_are_named(tmp_path):
+    recipe.present.cache_clear()
+    with pytest.raises(UsageError, match="fedwon/table11 needs fed-isic2019, which is not under"):
+        finish(tables.table("fedwon/table11"), Way(root=tmp_path), tmp_path)
+    assert pictures.drawn_before(tables.table("fedwon/table11"), tmp_path) is None

@@ -1,7 +1,6 @@
-"""From a paper's table to the runs that give its numbers: each cell is a setting of ``fedshift run`` and a client.
+"""From what a paper's table is keyed by to settings of ``fedshift run``: the recipes, and what stands in for data.
 
-A cell is keyed by its row, its column and its block; a key with a setting's name is that setting. Cells with equal
-settings share a run, within a table and between tables.
+How a recipe is written is said in ``recipes.toml``. Runs with equal settings are one run, within and between tables.
 """
 
 from __future__ import annotations
@@ -21,42 +20,55 @@ from ..base.errors import UsageError
 from ..config import RunSpec
 from ..names import catalog
 from ..sources import EMBEDDED
-from .tables import Block, Printed, Table, tables
+from .tables import Table
 
 SETTINGS = frozenset(field.name for field in fields(RunSpec))
-OWN = ("methods", "keys")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cell:
-    """A number of a table, ``printed``, and the run ``spec`` that gives it at ``client`` (None: the mean of all)."""
-
-    row: int
-    column: int
-    printed: Printed
-    spec: RunSpec
-    client: str | None
-
-    @property
-    def run(self) -> str:
-        """A name for the run, the same wherever the same settings are asked for."""
-        text = json.dumps({**asdict(self.spec), "root": None}, sort_keys=True)
-        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+NESTED = ("methods", "keys", "on", "of", "measures")
+"""What a table adds to its paper's, entry by entry."""
+LARGE = 4
+"""Batches above which FedWon clips gradients where a table does not say (arXiv:2306.05879, section 4)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """How a table is run here: ``root`` holds the data; ``scale`` shortens runs; ``seeds`` are how many."""
+    """How tables are run here: ``root`` holds the data; ``scale`` shortens runs; ``seeds`` are how many.
+
+    ``light``: on the networks that ``recipes.toml`` names in place of the papers'.
+    """
 
     root: Path
     scale: float = 1.0
     seeds: int = 1
+    light: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < self.scale <= 1:
             raise UsageError(f"scale={self.scale:g}: give a share of the rounds, above 0 and at most 1")
         if self.seeds < 1:
             raise UsageError(f"seeds={self.seeds}: must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stand:
+    """Data in place of a paper's: settings that differ, what ``columns`` (clients) become, and a ``note`` on it.
+
+    ``most``: training samples of a client at most; ``least``: of single columns' clients, which are left out of runs
+    that ask for more.
+    """
+
+    note: str
+    data: str
+    columns: Mapping[str, str]
+    most: int | None = None
+    least: Mapping[str, int]
+    models: Mapping[str, str]
+    settings: Mapping[str, Any]
+
+
+def run_name(spec: RunSpec) -> str:
+    """A name for a run, the same wherever the same settings are asked for."""
+    text = json.dumps({**asdict(spec), "root": None}, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 @cache
@@ -68,91 +80,85 @@ def recipes() -> Mapping[str, Any]:
 def recipe_of(table: Table) -> Mapping[str, Any] | None:
     """The settings of ``table``, its paper's among them; None where there is no recipe."""
     of_paper = recipes().get(table.paper, {})
-    if table.name not in of_paper:
-        return None
-    whole: dict[str, Any] = dict(of_paper["all"])
-    for key, value in of_paper[table.name].items():
-        whole[key] = {**whole.get(key, {}), **value} if key in OWN else value
-    return whole
+    return _over(of_paper["all"], of_paper[table.name]) if table.name in of_paper else None
 
 
 @cache
 def present(data: str, root: Path) -> bool:
     """Whether the data of this name are under ``root``, or come with fedshift."""
-    made = catalog("data.benchmarks").get(data)
-    return data in EMBEDDED or (made is not None and import_module(made.__module__).CARD.present(data, root))
+    made = catalog("data.benchmarks").get(data.partition("(")[0])
+    return data in EMBEDDED or (made is not None and import_module(made.__module__).CARD.present(_plain(data), root))
 
 
 @cache
-def stand_in(data: str, root: Path) -> Mapping[str, Any] | None:
-    """What is used in place of ``data`` where it is not under ``root``; None where nothing is."""
-    other = recipes()["stand_in"].get(data)
-    if other is None or not all((root / f"{name}.npz").is_file() for name in other["columns"].values()):
-        return None
-    return other  # type: ignore[no-any-return]
+def stand_in(data: str, root: Path) -> Stand | None:
+    """What is used in place of ``data`` where they are not under ``root``; None where nothing is."""
+    for other in recipes()["stand_in"].get(data, ()):
+        files = other.get("files", False)
+        if all((root / f"{name}.npz").is_file() for name in other["columns"].values() if files):
+            known = {key: value for key, value in other.items() if key != "files"}
+            named = str(other["data"]).format(root=root)
+            if files or present(named, root):
+                return Stand(**{"least": {}, "models": {}, "settings": {}, **known, "data": named})
+    return None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What of a block can be run: ``cells``; data that are ``missing``; ``notes`` on what stands in for what."""
-
-    cells: tuple[Cell, ...]
-    missing: tuple[str, ...]
-    notes: tuple[str, ...]
-
-
-def planned(table: Table, block: Block, way: Way) -> Plan:
-    """The runs that ``table``'s recipe makes of ``block``. Raises :class:`UsageError` where there is no recipe."""
-    recipe = recipe_of(table)
-    if recipe is None:
-        raise UsageError(f"{table.key} has no recipe: {', '.join(runnable())} have one")
-    found: list[Cell] = []
-    missing: dict[str, None] = {}
-    notes: dict[str, None] = {}
-    for row, (keys, numbers) in enumerate(block.rows):
-        for column, (name, printed) in enumerate(zip(block.columns, numbers, strict=True)):
-            if printed is None or (block.by == "metric" and name != table.metric):
-                continue
-            coordinates = {**block.keys, **keys, block.by: name}
-            data = str(coordinates["data"])
-            spec, client = _spec(recipe, coordinates, way), coordinates.get("client", "average")
-            if not present(data, way.root):
-                other = stand_in(data, way.root)
-                if other is None:
-                    missing[data] = None
-                    continue
-                notes[other["note"]] = None
-                spec = _elsewhere(spec, other, way.root)
-                if client != "average":
-                    client = other["columns"].get(client)
-                    if client not in str(spec.domains).split(","):
-                        continue
-            who = None if client == "average" else str(client)
-            found.append(Cell(row=row, column=column, printed=printed, spec=spec, client=who))
-    return Plan(cells=tuple(found), missing=tuple(missing), notes=tuple(notes))
-
-
-def runnable() -> tuple[str, ...]:
-    """Keys of the tables that have a recipe."""
-    return tuple(key for key, table in tables().items() if recipe_of(table) is not None)
-
-
-def _spec(recipe: Mapping[str, Any], coordinates: Mapping[str, Any], way: Way) -> RunSpec:
-    """The run that ``coordinates`` name."""
-    settings = {key: value for key, value in recipe.items() if key not in OWN}
-    method = str(coordinates["method"])
-    settings["method"] = recipe.get("methods", {}).get(method, method).format(**coordinates)
+def spec_of(recipe: Mapping[str, Any], coordinates: Mapping[str, Any], way: Way) -> RunSpec:
+    """The run that ``coordinates`` (``method``, ``data`` and whatever else a row is keyed by) name under ``recipe``."""
+    recipe = _over(recipe, recipe.get("on", {}).get(coordinates.get("data", recipe.get("data")), {}))
+    recipe = _over(recipe, recipe.get("of", {}).get(coordinates.get("method"), {}))
+    settings = {key: value for key, value in recipe.items() if key in SETTINGS}
     for key, value in coordinates.items():
-        for setting, template in recipe.get("keys", {}).get(key, {key: value} if key in SETTINGS else {}).items():
-            text = template.format(value=value, **coordinates) if isinstance(template, str) else template
-            settings[setting] = _number(text)
+        if key in SETTINGS and key != "agc":
+            settings[key] = value
+        made = recipe.get("keys", {}).get(key, {})
+        if made and all(isinstance(each, Mapping) for each in made.values()):
+            made = made.get(str(value), {})
+        known = {**coordinates, "last": value - 1 if isinstance(value, int) else value}
+        settings |= {name: _number(_filled(template, known)) for name, template in made.items()}
+    clip = coordinates.get("agc", settings.get("batch_size", 0) > LARGE)
+    clip = recipe.get("clip") if clip is True else None if clip is False else clip
+    method = str(settings["method"])
+    settings["method"] = _filled(recipe.get("methods", {}).get(method, method), {**coordinates, "clip": clip})
+    if "agc" in coordinates and method != "fedwon":
+        settings["agc"] = clip
     if "batches" in settings:
         settings.pop("epochs", None)
         if method == "fedmmb":
             settings.pop("batches")
     rounds = max(1, math.floor(settings["rounds"] * way.scale + 0.5))
-    settings |= {"rounds": rounds, "seeds": way.seeds, "root": str(way.root), "evaluate_every": rounds}
+    settings |= {"rounds": rounds, "seeds": way.seeds, "root": str(way.root)}
+    settings["allow_single_class"] = bool(settings.get("split"))
+    settings["evaluate_every"] = max(1, rounds // recipe.get("evaluations", 1))
     return RunSpec(**{key: value for key, value in settings.items() if value not in ("", None)})
+
+
+def elsewhere(spec: RunSpec, stand: Stand) -> RunSpec:
+    """``spec`` on the data that stand in, without clients that have fewer samples than it asks for."""
+    names = [name for column, name in stand.columns.items() if (spec.samples or 0) <= stand.least.get(column, math.inf)]
+    newcomers = stand.columns[spec.newcomers] if spec.newcomers else None
+    settings: dict[str, Any] = {"data": stand.data, "domains": ",".join(names), "newcomers": newcomers}
+    if spec.samples and stand.most:
+        settings["samples"] = min(spec.samples, stand.most)
+    settings["model"] = stand.models.get(spec.model, spec.model)
+    settings |= {key: value or None for key, value in stand.settings.items()}
+    return replace(spec, **settings)
+
+
+def _over(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """``base`` with what ``own`` says in place of it, entry by entry where that is nested."""
+    whole = dict(base)
+    for key, value in own.items():
+        whole[key] = {**whole.get(key, {}), **value} if key in NESTED else value
+    return whole
+
+
+def _plain(data: str) -> str:
+    return data.partition("(")[0]
+
+
+def _filled(template: Any, values: Mapping[str, Any]) -> Any:
+    return template.format(**values) if isinstance(template, str) else template
 
 
 def _number(value: Any) -> Any:
@@ -164,13 +170,3 @@ def _number(value: Any) -> Any:
             except ValueError:
                 continue
     return value
-
-
-def _elsewhere(spec: RunSpec, other: Mapping[str, Any], root: Path) -> RunSpec:
-    """``spec`` on the data that stand in, without clients that have fewer samples than it asks for."""
-    names = [
-        file
-        for column, file in other["columns"].items()
-        if (spec.samples or math.inf) <= other["least"].get(column, math.inf)
-    ]
-    return replace(spec, data=str(other["data"]).format(root=root), domains=",".join(names), image_size=28)

@@ -1,0 +1,72 @@
+"""So many hours for all tables: each runs the share of its rounds that fits; what is left over goes to later ones."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from threading import Event, Timer
+from types import TracebackType
+from typing import Self
+
+from .estimate import Estimates
+from .plan import plans_of
+from .recipe import Way
+from .reproduce import left
+from .tables import Table
+
+LEAST = 2**-12
+"""The smallest share of rounds that is tried; a run does at least one."""
+
+
+class Budget:
+    """Time for a number of tables: ``hours`` from when it is entered, after which it sets ``stop``; None: no end.
+
+    Shares of the rounds are powers of one half, so that tables are likely to share their runs.
+    """
+
+    def __init__(self, hours: float | None, stop: Event) -> None:
+        self._seconds, self._stop = None if hours is None else 3600 * hours, stop
+        self._timer: Timer | None = None
+        self.over = False
+        """Whether the time is up."""
+
+    def __enter__(self) -> Self:
+        self._began = time.monotonic()
+        if self._seconds is not None:
+            self._timer = Timer(self._seconds, self._end)
+            self._timer.daemon = True
+            self._timer.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._timer:
+            self._timer.cancel()
+
+    def ordered(self, tables: Sequence[Table], way: Way, place: Path) -> list[Table]:
+        """``tables`` by the time that what is left of them takes."""
+        return sorted(tables, key=lambda table: self._cost(table, way, place))
+
+    def fitting(self, table: Table, way: Way, place: Path, of: int) -> Way:
+        """``way`` with the scale at which ``table`` takes one of ``of`` parts of the time that is left."""
+        if self._seconds is None:
+            return way
+        share = max(0.0, self._began + self._seconds - time.monotonic()) / of
+        scale = 1.0
+        while scale > LEAST and self._cost(table, replace(way, scale=scale), place) > share:
+            scale /= 2
+        return replace(way, scale=scale)
+
+    def _end(self) -> None:
+        self.over = True
+        self._stop.set()
+
+    @cached_property
+    def _estimates(self) -> Estimates:
+        return Estimates()
+
+    def _cost(self, table: Table, way: Way, place: Path) -> float:
+        specs = {spec: None for _, plan in plans_of(table, way) for spec in plan.specs}
+        return self._estimates.of(left(list(specs), place))

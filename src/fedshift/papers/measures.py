@@ -1,0 +1,121 @@
+"""From finished runs to the numbers that a paper's table prints: at the end, at best, against a twin and others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from ..adaptation.policies import measured_on, models
+from ..adaptation.site import site
+from ..analysis.concordance import discordance
+from ..analysis.statistics import mean_and_std
+from ..data.federation import ClientData
+from ..experiment import read_study
+from ..features import similarities
+from ..records import Study, frame, measured
+from ..report.tables import history, seed_table
+from ..report.target import best
+from ..trained import experiment_in, restored
+from .plan import ADAPTED, DISCORDANCE, FINAL, Cell
+from .recipe import run_name
+from .tables import Printed, Table
+
+SIMILARITIES = ("client_client", "server_client")
+
+
+class Runs:
+    """Finished runs in the directory ``place``, each read once."""
+
+    def __init__(self, place: Path) -> None:
+        self._place = place
+        self.study: Callable[[Path], Study] = cache(read_study)
+        self._newcomers: dict[tuple[object, ...], ClientData] = {}
+
+    def numbers(self, table: Table, cells: Sequence[Cell]) -> dict[tuple[int, int], Printed]:
+        """Mean and std over seeds of each cell by row and column; a client that the data lack has none."""
+        found = {}
+        for cell in cells:
+            values = [value for value in self._values(table, cell) if not math.isnan(value)]
+            if values:
+                found[cell.row, cell.column] = Printed(*mean_and_std(values))
+        return found
+
+    def trained_on(self, cells: Sequence[Cell]) -> Mapping[str, int]:
+        """Training samples of all clients together in the largest run on each data set."""
+        sizes: dict[str, int] = {}
+        for cell in cells:
+            study = self.study(self._folder(cell))
+            count = sum(parts["train"] for parts in study.clients.values())
+            sizes[cell.spec.data] = max(count, sizes.get(cell.spec.data, 0))
+        return sizes
+
+    def _folder(self, cell: Cell) -> Path:
+        return self._place / "runs" / run_name(cell.spec)
+
+    def _values(self, table: Table, cell: Cell) -> list[float]:
+        factor = 100.0 if table.unit == "percent" else 1.0
+        study = self.study(self._folder(cell))
+        if not (study.rows["moment"] == "loaded").any():  # it diverged before it was measured
+            return []
+        if cell.measure == FINAL:
+            return [factor * value for value in _final(study, table.metric, cell.client)]
+        if cell.measure == "best":
+            return [factor * value for value in best(study)["value"]]
+        if cell.measure == "rounds":
+            return best(study)["round"].tolist()
+        if cell.measure == DISCORDANCE and cell.twin:
+            twin = self.study(self._place / "runs" / run_name(cell.twin))
+            return [discordance(*pair) for pair in _losses(study, twin)]
+        if cell.measure == ADAPTED and cell.newcomer:
+            return [factor * value for value in self._adapted(cell, cell.newcomer, table.metric)]
+        return _similar(self._folder(cell), cell.measure)
+
+    def _adapted(self, cell: Cell, data: str, metric: str) -> list[float]:
+        """The metric on a client of ``data``, which never trained, by seed.
+
+        A method whose clients keep BatchNorm gets its statistics estimated on the newcomer's inputs (appendix G).
+        """
+        spec, experiment = experiment_in(self._folder(cell))
+        (method,), name = experiment.methods, str(cell.client)
+        key = name, data, experiment.data.sample_shape
+        if key not in self._newcomers:
+            self._newcomers[key] = site(data, spec, experiment.data, name).client(name)
+        newcomer = self._newcomers[key]
+        rows = []
+        for seed in experiment.seeds:
+            trial = restored(experiment, self._folder(cell), method.name, seed)
+            wanted = ("reestimate",) if trial.plan.personalizes else ()
+            (model,) = models(trial, {name: newcomer.train}, wanted)
+            rows.append(measured_on(trial, model, newcomer))
+        return [float(value) for value in measured(frame(rows), metric)]
+
+
+def _final(study: Study, metric: str, client: str | None) -> list[float]:
+    """The metric of ``client`` at the end by seed; of a data set dealt to several clients, their mean."""
+    values = seed_table(study, metric)
+    if client is None:
+        return _floats(values.loc["macro"])
+    rows = [name for name in study.clients if name == client or name.startswith(f"{client}-")]
+    return _floats(values.loc[rows].mean()) if rows else []
+
+
+def _floats(values: Any) -> list[float]:
+    return [float(value) for value in values]
+
+
+def _losses(federated: Study, centralized: Study) -> list[tuple[list[float], list[float]]]:
+    """Macro test losses of both by seed, over the rounds that both measured."""
+    both = [history(study, "loss").groupby(["seed", "round"])["value"].mean() for study in (federated, centralized)]
+    common = pd.concat(both, axis=1, join="inner", keys=["federated", "centralized"])
+    return [(_floats(rows["federated"]), _floats(rows["centralized"])) for _, rows in common.groupby(level="seed")]
+
+
+@cache
+def _similar(folder: Path, which: str) -> list[float]:
+    (found,) = similarities(folder).values()
+    return [float(getattr(each, which)) for each in found]

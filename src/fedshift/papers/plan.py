@@ -1,0 +1,204 @@
+"""What of a table or figure can be run here: a run for each cell, and for each point of a curve."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..base.errors import UsageError
+from ..config import RunSpec
+from .recipe import Stand, Way, elsewhere, present, recipe_of, recipes, spec_of, stand_in
+from .tables import Block, Printed, Table, tables
+
+FINAL, DISCORDANCE, ADAPTED = "final", "discordance", "adapted"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """A number of a table, ``printed``, and the run ``spec`` that gives it at ``client`` (None: the mean of all).
+
+    ``measure`` says which of the run's numbers it is (see ``recipes.toml``); ``twin`` is the centralized run that it
+    is measured against, and ``newcomer`` the data whose clients a finished run's model is adapted to.
+    """
+
+    row: int
+    column: int
+    printed: Printed
+    spec: RunSpec
+    client: str | None
+    measure: str = FINAL
+    twin: RunSpec | None = None
+    newcomer: str | None = None
+
+    @property
+    def specs(self) -> tuple[RunSpec, ...]:
+        """The runs that the number takes."""
+        return (self.spec, self.twin) if self.twin else (self.spec,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Panel:
+    """A panel of a figure: ``y`` against ``x`` for ``points``, each with its keys; small panels ``by`` a key."""
+
+    name: str
+    x: str
+    y: str
+    by: str | None
+    points: tuple[tuple[Mapping[str, Any], RunSpec], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What can be run: ``cells`` of a block, ``panels`` of a figure; data that are ``missing``; ``notes`` on stand-ins.
+
+    ``shown``: what stands in the place of clients' names, by these.
+    """
+
+    cells: tuple[Cell, ...] = ()
+    panels: tuple[Panel, ...] = ()
+    missing: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    shown: Mapping[str, str]
+
+    @property
+    def specs(self) -> tuple[RunSpec, ...]:
+        """All runs, each once, in the order of cells and points."""
+        of_cells = (spec for cell in self.cells for spec in cell.specs)
+        of_panels = (spec for panel in self.panels for _, spec in panel.points)
+        return tuple(dict.fromkeys(itertools.chain(of_cells, of_panels)))
+
+
+def runnable() -> tuple[str, ...]:
+    """Keys of the tables and figures that have a recipe."""
+    return tuple(key for key, table in tables().items() if recipe_of(table) is not None)
+
+
+def planned(table: Table, block: Block, way: Way) -> Plan:
+    """The runs that ``table``'s recipe makes of ``block``. Raises :class:`UsageError` where there is no recipe."""
+    recipe, found = _recipe(table), _Found(way)
+    cells, twins = [], _twins(recipe, block)
+    for row, (keys, numbers) in enumerate(block.rows):
+        coordinates = {**block.keys, **keys}
+        for column, (name, printed) in enumerate(zip(block.columns, numbers, strict=True)):
+            if printed is None:
+                continue
+            whole = {**coordinates, block.by: name} if block.by not in ("metric", "pair", "client") else coordinates
+            measure = recipe.get("measures", {}).get(name, FINAL)
+            spec, stand = found.placed(spec_of(recipe, whole, way), sized=block.by == "samples")
+            client = name if block.by == "client" else coordinates.get("client", "average")
+            client = None if client == "average" else str(client)
+            if spec is None:
+                continue
+            if stand and client and measure != ADAPTED:
+                client = stand.columns.get(client)
+                if client not in str(spec.domains).split(","):
+                    continue
+            cell = Cell(row=row, column=column, printed=printed, spec=spec, client=client, measure=measure)
+            if measure == ADAPTED:
+                cell = replace(cell, newcomer=recipe["adapted"])
+            if measure == DISCORDANCE:
+                twin, _ = found.placed(spec_of(recipe, twins[_pair(coordinates)], way))
+                cell = replace(cell, twin=twin)
+            cells.append(cell)
+    return Plan(cells=tuple(cells), missing=found.missing, notes=found.notes, shown=found.shown)
+
+
+def drawn(table: Table, way: Way) -> Plan:
+    """The runs that the panels of ``table``'s recipe take; no panels where it has none. Raises as :func:`planned`."""
+    recipe, found = _recipe(table), _Found(way)
+    panels = []
+    for panel in recipe.get("panels", ()):
+        points: list[tuple[Mapping[str, Any], RunSpec]] = []
+        over = panel.get("over", {})
+        for values in itertools.product(*over.values()) if over else ():
+            keys = dict(zip(over, values, strict=True))
+            many = {**recipe, "evaluations": 30} if panel["x"] == "round" and "evaluations" not in recipe else recipe
+            spec, _ = found.placed(spec_of(many, keys, way), sized="samples" in keys)
+            if spec is not None:
+                points.append((keys, spec))
+        if points or not over:
+            name = "-".join(filter(None, (table.name, panel.get("name"))))
+            panels.append(Panel(name=name, x=panel["x"], y=panel["y"], by=panel.get("by"), points=tuple(points)))
+    return Plan(panels=tuple(panels), missing=found.missing, notes=found.notes, shown=found.shown)
+
+
+def blocks_of(table: Table, version: str | None = None) -> list[Block]:
+    """The blocks of one version of the table, by default the last; :class:`UsageError` where it has no such."""
+    versions = list(dict.fromkeys(block.version for block in table.blocks))
+    if version is not None and version not in versions:
+        known = ", ".join(filter(None, versions)) or "one version only"
+        raise UsageError(f"version={version!r}: {table.key} has {known}")
+    wanted = version if version is not None else next(reversed(versions), "")
+    return [block for block in table.blocks if block.version == wanted]
+
+
+def plans_of(table: Table, way: Way, version: str | None = None) -> Iterator[tuple[Block | None, Plan]]:
+    """What is run of a table: a plan for each block, and for what is drawn (block None)."""
+    for block in blocks_of(table, version):
+        yield block, planned(table, block, way)
+    if _recipe(table).get("panels"):
+        yield None, drawn(table, way)
+
+
+class _Found:
+    """Where data are, gathered over the runs of a plan: here, in place of others, or nowhere."""
+
+    def __init__(self, way: Way) -> None:
+        self._way = way
+        self._missing: dict[str, None] = {}
+        self._notes: dict[str, None] = {}
+        self.shown: dict[str, str] = {}
+
+    def placed(self, spec: RunSpec, *, sized: bool = False) -> tuple[RunSpec | None, Stand | None]:
+        """``spec`` on data that are here, None where there are none; and what they are in place of its own.
+
+        ``sized``: it is about the number of samples, so that fewer do not do.
+        """
+        if present(spec.data, self._way.root):
+            return self._lighter(spec), None
+        stand = stand_in(spec.data, self._way.root)
+        if stand and sized and (spec.samples or 0) > (stand.most or math.inf):
+            return None, None
+        if stand is None:
+            self._missing[spec.data] = None
+            return None, None
+        self._notes[stand.note] = None
+        self.shown |= stand.columns
+        return self._lighter(elsewhere(spec, stand)), stand
+
+    def _lighter(self, spec: RunSpec) -> RunSpec:
+        other = recipes()["light"].get(spec.model) if self._way.light else None
+        if other is None:
+            return spec
+        self._notes[f"{other} in place of {spec.model}"] = None
+        return replace(spec, model=other)
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        return tuple(self._missing)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return tuple(self._notes)
+
+
+def _recipe(table: Table) -> Mapping[str, Any]:
+    recipe = recipe_of(table)
+    if recipe is None:
+        raise UsageError(f"{table.key} has no recipe: {', '.join(runnable())} have one")
+    return recipe
+
+
+def _pair(coordinates: Mapping[str, Any]) -> tuple[object, object]:
+    return coordinates["data"], coordinates["model"]
+
+
+def _twins(recipe: Mapping[str, Any], block: Block) -> Mapping[tuple[object, object], Mapping[str, Any]]:
+    """The row of centralized training for each data set and model, where the block has a discordance."""
+    rows: Iterable[Mapping[str, Any]] = ({**block.keys, **keys} for keys, _ in block.rows)
+    if DISCORDANCE not in recipe.get("measures", {}):
+        return {}
+    return {_pair(row): row for row in rows if row["method"] == "centralized"}

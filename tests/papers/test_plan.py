@@ -1,0 +1,179 @@
+"""Which runs a table or figure of the papers takes, on which data, and with which settings."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedshift.base.errors import UsageError
+from fedshift.build import methods_of
+from fedshift.papers import plan, recipe
+from fedshift.papers.plan import Plan, blocks_of, drawn, planned, plans_of, runnable
+from fedshift.papers.recipe import Way, recipe_of, run_name
+from fedshift.papers.tables import table, tables
+
+
+@pytest.fixture
+def everything(monkeypatch):
+    """All data are here."""
+    monkeypatch.setattr(plan, "present", lambda data, root: True)
+    return Way(root=Path("data"))
+
+
+@pytest.fixture
+def nothing(tmp_path):
+    """No data are here but those that come with fedshift."""
+    for cached in (recipe.present, recipe.stand_in):
+        cached.cache_clear()
+    yield Way(root=tmp_path)
+    for cached in (recipe.present, recipe.stand_in):
+        cached.cache_clear()
+
+
+def specs(key, way, version=None):
+    return [spec for _, found in plans_of(table(key), way, version) for spec in found.specs]
+
+
+def test_every_table_and_figure_has_a_recipe():
+    assert set(runnable()) == set(tables())
+
+
+@pytest.mark.parametrize("key", tables())
+def test_a_recipe_makes_runs_of_every_cell_and_panel(key, everything):
+    found = table(key)
+    for block in found.blocks:
+        made = planned(found, block, everything)
+        assert len(made.cells) == sum(number is not None for _, numbers in block.rows for number in numbers) > 0
+        assert not made.missing
+    pictures = drawn(found, everything)
+    assert len(pictures.panels) == len(recipe_of(found).get("panels", ()))
+    assert found.blocks or pictures.panels
+    for spec in specs(key, everything):
+        methods_of(spec)
+        assert spec.seeds == 1
+
+
+@pytest.mark.parametrize("key", [key for key in tables() if not key.startswith("fedmmb")])
+def test_without_any_data_the_embedded_digits_stand_in(key, nothing):
+    lacking = {"abide", "fed-isic2019", "cifar10"}
+    for _, made in plans_of(table(key), nothing):
+        assert set(made.missing) <= lacking
+        assert all(spec.data in ("digits", "gaussians") for spec in made.specs)
+        assert made.specs or made.missing or made.panels  # the toy needs no run
+        assert bool(made.notes) == ("digits" in {spec.data for spec in made.specs})
+
+
+def test_keys_of_rows_and_columns_are_settings(everything):
+    grid = {(c.method, c.epochs, c.batch_size, c.samples) for c in specs("fedbn/table13", everything)}
+    assert grid == {(m, e, b, 743) for m in ("fedavg", "fedbn") for e in (1, 4, 16) for b in (10, 50, 0)}
+    cells = planned(table("fedbn/table14"), table("fedbn/table14").blocks[0], everything).cells
+    assert {(cell.spec.samples, cell.client) for cell in cells} == {
+        (n, c)
+        for n in (7438, 4462, 2975, 1487, 743, 371, 74)
+        for c in ("mnist", "svhn", "usps", "synthdigits", "mnistm")
+    }
+
+
+@pytest.mark.parametrize(
+    ("key", "settings"),
+    [
+        ("fedbn/table1", {"method": "fedprox(mu=0.2)", "data": "abide", "rounds": 50, "batch_size": 100}),
+        ("fedbn/table1", {"method": "fedprox(mu=0.01)", "data": "domainnet", "rounds": 300, "samples": 105}),
+        ("fedbn/table15", {"split": "sample(fraction=0.1), repeat()", "samples": None}),
+        ("fedbn/table16", {"split": "repeat()", "samples": None}),
+        ("fedbn/table17", {"data": "digits-five", "samples": 743, "method": "fedbn"}),
+        ("fedbn/figure4", {"split": "iid(clients=10, within='domain', test='same'), only(clients='*-[0-3]')"}),
+        ("fedbn/figure8", {"epochs": 16, "batch_size": 0, "evaluate_every": 10, "rounds": 300}),
+        ("fedmmb/table2", {"method": "fedsmb", "batches": 1, "split": "iid(clients=100)", "batch_size": 5}),
+        ("fedmmb/table4", {"method": "fedmmb(batches=20)", "batches": None, "data": "cifar10(doubled=True)"}),
+        ("fedmmb/table5", {"method": "fedavg", "data": "ham10000", "rounds": 250, "epochs": 1, "metric": "auc"}),
+        ("fedmmb/figure3", {"method": "fedmmb(batches=50)", "lr": 0.02}),
+        ("fedmmb/figure4", {"method": "fedavg", "batch_size": 500, "lr": 0.05}),
+        ("fedwon/table1", {"method": "fedwon(agc=0.64)", "data": "digits-five", "rounds": 100, "samples": 743}),
+        ("fedwon/table1", {"method": "fedwon(agc=1.28)", "data": "office-caltech10", "rounds": 300, "samples": 62}),
+        ("fedwon/table2", {"method": "fedwon(agc=None)", "batch_size": 1}),
+        ("fedwon/table3", {"participation": 0.1, "split": "iid(clients=20, within='domain')", "samples": None}),
+        ("fedwon/table11", {"metric": "balanced_accuracy", "loss": "focal(gamma=2.0, weights='balanced')"}),
+        ("fedwon/table12", {"newcomers": "webcam", "unseen": "average", "method": "fedbn"}),
+        ("fedwon/table15", {"split": "dirichlet(clients=10, alpha=0.1)", "rounds": 200, "method": "fedwon(agc=0.64)"}),
+        ("fedwon/table16", {"split": "iid(clients=200, within='domain')", "participation": 0.1, "batch_size": 2}),
+        ("fedwon/table18", {"method": "nonorm", "agc": 1.28, "batch_size": 2}),
+        ("fedwon/table18", {"method": "nonorm", "agc": None, "batch_size": 32}),
+        ("fedwon/table18", {"method": "fedwon(agc=None)", "agc": None, "batch_size": 32}),
+        ("fedwon/table19", {"method": "silobn", "agc": 1.28}),
+        ("fedwon/figure3", {"method": "nonorm+single"}),
+        ("fedwon/figure4", {"method": "fedwon(agc=None)", "batch_size": 4, "lr": 0.04}),
+        ("fedwon/figure6", {"split": "dirichlet(clients=100, alpha=0.5)", "participation": 0.1, "evaluate_every": 10}),
+        ("fedwon/figure11", {"method": "fedwon(agc=2.56)", "batch_size": 2, "lr": 0.01}),
+    ],
+)  # fmt: skip
+def test_tables_are_run_as_the_papers_say(key, settings, everything):
+    found = [{name: getattr(spec, name) for name in settings} for spec in specs(key, everything)]
+    assert settings in found
+
+
+def test_tables_share_runs(everything):
+    def runs(key, **way):
+        return {run_name(spec) for spec in specs(key, Way(root=Path("data"), **way))}
+
+    assert len(runs("fedbn/table11") & runs("fedbn/table12")) == 1  # FedBN's
+    assert runs("fedbn/table17") < runs("fedbn/table11")
+    assert runs("fedwon/table1") == runs("fedwon/table22")
+    assert not runs("fedbn/table11") & runs("fedbn/table11", scale=0.5)
+    assert run_name(specs("fedbn/table11", everything)[0]) == run_name(specs("fedbn/table11", Way(root=Path("b")))[0])
+
+
+def test_discordance_is_measured_against_the_centralized_row(everything):
+    block = table("fedmmb/table2").blocks[0]
+    cells = planned(table("fedmmb/table2"), block, everything).cells
+    twins = [cell for cell in cells if cell.measure == "discordance"]
+    assert len(twins) == 16
+    for cell in twins:
+        assert (cell.twin.method, cell.twin.batch_size, cell.twin.split) == ("centralized", 500, None)
+        assert (cell.twin.model, cell.twin.data) == (cell.spec.model, cell.spec.data)
+
+
+def test_lighter_networks_are_said(everything):
+    plain, light = (specs("fedwon/table13", Way(root=Path("data"), light=light)) for light in (False, True))
+    assert ({spec.model for spec in plain}, {spec.model for spec in light}) == ({"resnet20"}, {"small-cnn"})
+    (made,) = [found for _, found in plans_of(table("fedwon/table13"), Way(root=Path("data"), light=True))]
+    assert made.notes == ("small-cnn in place of resnet20",)
+    (kept,) = {spec.model for spec in specs("fedmmb/figure1", Way(root=Path("data"), light=True))}
+    assert kept == "fnn2"
+
+
+def test_what_stands_in_is_said(nothing):
+    for name in ("mnist", "mnistm", "usps", "svhn_subset", "chars74k_fnt"):
+        np.savez(nothing.root / f"{name}.npz", x=np.zeros(1))
+    (made,) = [found for _, found in plans_of(table("fedbn/table11"), nothing)]
+    assert made.notes == (recipe.recipes()["stand_in"]["digits-five"][0]["note"],)
+    assert {cell.client for cell in made.cells} == {"mnist", "mnistm", "usps", "chars74k_fnt"}  # SVHN's are too few
+    assert {cell.spec.data for cell in made.cells} == {str(nothing.root)}
+    sizes = planned(table("fedbn/table14"), blocks_of(table("fedbn/table14"))[0], nothing)
+    small = {cell.client for cell in sizes.cells if cell.spec.samples == 371}
+    assert small == {"mnist", "mnistm", "usps", "chars74k_fnt", "svhn_subset"}
+    assert sizes.shown["svhn"] == "svhn_subset"
+
+
+def test_fewer_samples_stand_in_for_more_but_not_where_their_number_is_the_matter(nothing):
+    assert {spec.samples for spec in specs("fedbn/table11", nothing)} == {300}
+    assert {spec.samples for spec in specs("fedbn/table14", nothing)} == {74}
+
+
+def test_what_is_nowhere_is_missing(nothing):
+    found = table("fedmmb/table2")
+    made = planned(found, found.blocks[0], nothing)
+    assert made == Plan(missing=("mnist", "fashion-mnist"), shown={})
+
+
+def test_a_version_that_there_is_not_is_refused():
+    with pytest.raises(UsageError, match="fedbn/table11 has v1, final"):
+        blocks_of(table("fedbn/table11"), "v9")
+    with pytest.raises(UsageError, match="fedwon/table1 has one version only"):
+        blocks_of(table("fedwon/table1"), "v1")
+
+
+@pytest.mark.parametrize("wrong", [{"scale": 0.0}, {"scale": 1.5}, {"seeds": 0}])
+def test_a_way_that_cannot_be_is_refused(wrong, tmp_path):
+    with pytest.raises(UsageError, match=next(iter(wrong))):
+        Way(root=tmp_path, **wrong)
