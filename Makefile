@@ -34,13 +34,17 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# The README's pictures, from the records of a demo run, and that of the page on data.
+# The README's pictures, from the records of a demo run, and those of the pages on data and on feature maps.
 picture: setup
 	rm -rf runs/picture
 	$(BIN)/fedshift compare --config examples/demo.toml --out runs/picture
 	cp $(addprefix runs/picture/figures/,samples.png accuracy-macro.svg accuracy-bars.svg) docs/images/
 	$(BIN)/fedshift data show digits --split "dirichlet(clients=8, alpha=0.3)" --out runs/picture/data
 	cp runs/picture/data/classes.svg docs/images/
+	rm -rf runs/seen
+	$(BIN)/fedshift compare --config examples/demo.toml --methods fedavg,fedbn,fedwon,nonorm --out runs/seen
+	$(BIN)/fedshift features runs/seen
+	cp $(addprefix runs/seen/features/,maps-04-faded.png batchnorm-bn1.png) docs/images/features/
 
 # The figures of docs/methods, about four minutes on one core.
 guide: setup

@@ -21,7 +21,7 @@ OTHER = {
     "schedule": "step(every=3, gamma=0.5)", "keep_optimizer": True, "participation": 0.5, "seeds": 3, "first_seed": 5,
     "agc": 0.64, "agc_skip_classifier": True, "newcomers": "cleo", "unseen": "average",
     "engine": "other", "workers": 3, "precision": "bfloat16", "device": "cuda:1", "threads": 3,
-    "evaluate_every": 2, "select": "best",
+    "evaluate_every": 2, "select": "best", "reach": 0.9,
 }  # fmt: skip
 """A value for every setting that both commands have, other than its default."""
 RUN = {**OTHER, "method": 'fedbn+fedprox(mu=0.1), "x"'}
@@ -156,6 +156,7 @@ def test_a_single_runs_settings_are_not_for_compare(resolved, tmp_path):
         (["--validation", "1"], "--validation 1: should be less than 1"),
         (["--participation", "0"], "--participation 0: should be greater than 0"),
         (["--seeds", "0"], "--seeds 0: should be greater than or equal to 1"),
+        (["--reach", "90"], "--reach 90: should be less than or equal to 1"),
         (["--optimizer", "adam"], "--optimizer adam: should be 'sgd' or 'adamw'"),
         (["--lrr", "1"], 'Unknown option: --lrr. Did you mean --lr?'),
         (["--no-nesterov"], "Unknown option: --no-nesterov. Did you mean --nesterov?"),

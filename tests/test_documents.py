@@ -43,12 +43,13 @@ def test_every_fedshift_command_is_understood(commands, monkeypatch):
     for words in spoken:
         if words and words[0] == "fedshift":
             command, bound, _ = app.parse_args(words[1:], exit_on_error=False, print_error=False)
-            parts = ("data", "flower", "papers", "theory")
+            parts = ("adapt", "data", "features", "flower", "papers", "sweep", "theory")
             assert command.__module__ in ("fedshift.cli", *(f"fedshift.cli_{part}" for part in parts))
-            known = "spec place directory model method what where name out json"
+            known = "spec place directory model method what where name out json leave_out"
+            adapting = "run data clients policies rounds unlabeled save"
             across = "address config data days host key min_clients names nodes port resume tls"
-            papers = "table seeds scale version clients samples dimension width heterogeneity seed steps"
-            assert set(bound.arguments) <= {*known.split(), *across.split(), *papers.split()}
+            papers = "table seeds scale version clients samples dimension width heterogeneity seed steps layer"
+            assert set(bound.arguments) <= {*known.split(), *adapting.split(), *across.split(), *papers.split()}
 
 
 def test_the_method_of_the_contributing_guide_runs_composed_from_the_command_line(tmp_path):

@@ -23,9 +23,8 @@ from weakref import finalize
 import pandas as pd
 from torch import nn
 
-from .base.errors import UsageError, unknown
+from .base.errors import UsageError
 from .build import model_of
-from .checkpoint import load_checkpoint
 from .core.loss import Loss, parse_loss
 from .core.method import Method
 from .core.optimizer import SGD, Optimizer
@@ -34,15 +33,14 @@ from .data.augment import parse
 from .data.federation import Federation
 from .data.partition import matching
 from .data.transforms import Augmentation
-from .experiment import BEST, CHECKPOINT, Experiment, Observer, read_study
+from .experiment import Experiment, Observer, read_study
 from .models._making import ModelFactory
 from .records import Study
 from .report.figures import figures
 from .report.page import write_page
 from .report.tables import accuracy_table, difference_table
-from .rundir import trial_folder
 from .settings import Settings
-from .trial import Trial
+from .trained import restored
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -94,23 +92,13 @@ class Comparison:
         """
         if seed is not None and seed not in self.experiment.seeds:
             raise UsageError(f"no seed {seed} here: there are {', '.join(map(str, self.experiment.seeds))}")
-        trial = self._trial(method, self.experiment.seeds[0] if seed is None else seed)
+        trial = restored(self.experiment, self.directory, method, self.experiment.seeds[0] if seed is None else seed)
         state = trial.state_of(client)
         if state is None:
             raise UsageError(f"{method} has no global model: name a client, one of {', '.join(trial.data.names)}")
         network = trial.network()
         network.load_state_dict(state, strict=False)  # a tied parameter stands once in the state
         return network.eval()
-
-    def _trial(self, name: str, seed: int) -> Trial:
-        for method in self.experiment.methods:
-            if method.name == name:
-                trial = Trial(method, self.experiment.model, self.experiment.data, self.experiment.settings, seed)
-                kept = BEST if self.experiment.settings.select == "best" else CHECKPOINT
-                folder = trial_folder(self.directory, name, seed)
-                trial.restore(*load_checkpoint(folder / kept), folder)
-                return trial
-        raise unknown("method", name, [method.name for method in self.experiment.methods])
 
 
 def compare(
@@ -132,7 +120,7 @@ def compare(
     select: Literal["last", "best"] = "last",
     metric: Literal["accuracy", "balanced_accuracy", "auc"] = "accuracy",
     newcomers: str | Sequence[str] = (),
-    unseen: Literal["skip", "average", "nearest", "reestimate"] = "skip",
+    unseen: Literal["skip", "average", "nearest", "reestimate", "finetune"] = "skip",
     engine: str = "auto",
     workers: int | None = None,
     precision: Literal["float32", "bfloat16"] = "float32",

@@ -105,6 +105,7 @@ def settings_of(spec: Spec, names: tuple[str, ...]) -> Settings:
         loss=parse_loss(spec.loss),
         augment=parse(spec.augment) if spec.augment else None,
         metric=spec.metric,
+        reach=spec.reach,
     )
 
 

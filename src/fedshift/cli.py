@@ -19,12 +19,16 @@ from rich.console import Console
 
 from . import __version__
 from .base.errors import FedshiftError, UsageError
+from .cli_adapt import adapt
 from .cli_data import data, diagnose
+from .cli_features import features
 from .cli_flower import join, pki, serve
 from .cli_papers import reproduce
+from .cli_sweep import sweep
 from .cli_theory import theory
-from .config import CompareSpec, Place, RunSpec, read_settings
+from .config import TRAINING, CompareSpec, Place, RunSpec, read_settings
 from .launch import execute, wide
+from .leave_out import execute_without
 
 
 def _settings_from_file(app: App, commands: tuple[str, ...], arguments: cyclopts.ArgumentCollection) -> None:
@@ -57,8 +61,17 @@ app.command(diagnose)
 app.command(pki)
 app.command(serve)
 app.command(join)
+app.command(adapt)
 app.command(reproduce)
 app.command(theory)
+app.command(sweep)
+app.command(features)
+
+
+WITHOUT = (
+    "Clients, comma-separated, or all: for each in turn a comparison in which it never trains, then one table of what "
+    "every policy gives a client that the run never saw."
+)
 
 
 @app.command
@@ -74,9 +87,11 @@ def run(
 def compare(
     spec: Annotated[CompareSpec, Parameter(name="*")] = CompareSpec(),
     place: Annotated[Place, Parameter(name="*")] = Place(),
+    *,
+    leave_out: Annotated[str | None, Parameter(group=TRAINING, help=WITHOUT)] = None,
 ) -> int:
     """Train several methods with several seeds, and put them side by side."""
-    return execute(spec, "compare", place)
+    return execute_without(spec, leave_out, place) if leave_out else execute(spec, "compare", place)
 
 
 @app.command

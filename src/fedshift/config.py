@@ -23,14 +23,21 @@ MODEL = Group("Model and methods", sort_key=4)
 TRAINING = Group("Training", sort_key=5)
 MEASURING = Group("Measuring", sort_key=6)
 DIRECTORY = Group("Run directory", sort_key=7)
+OVER = Group("Sweep", sort_key=0)
 
 
 def _joined(value: Any) -> Any:
     return ",".join(map(str, value)) if isinstance(value, list | tuple) else value
 
 
+def _listed(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else value
+
+
 Names = Annotated[str, BeforeValidator(_joined)]
+Texts = Annotated[tuple[str, ...], BeforeValidator(_listed)]
 Positive = Annotated[int, Field(ge=1)]
+Unseen = Literal["skip", "average", "nearest", "reestimate", "finetune"]
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
@@ -158,10 +165,11 @@ class Spec(DataSpec):
     newcomers: Annotated[Names | None, Parameter(group=TRAINING)] = None
     """Clients, comma-separated, that never take part in training and are only measured; usps-* names all that fit."""
 
-    unseen: Annotated[Literal["skip", "average", "nearest", "reestimate"], Parameter(group=MEASURING)] = "skip"
+    unseen: Annotated[Unseen, Parameter(group=MEASURING)] = "skip"
     """How a client that never trained is measured by a method that keeps state on clients: not at all; with the average
-    of the others' entries; with the model of the client that fits its training data best; or with the average and
-    BatchNorm statistics estimated on its own training inputs. Methods with one global model measure it on that."""
+    of the others' entries; with the model of the client that fits its training data best; with the average and
+    BatchNorm statistics estimated on its own training inputs; or with the average after a round of training on its
+    data. Methods with one global model measure it on that."""
 
     seeds: Annotated[Positive, Parameter(group=TRAINING)] = 1
     """Number of seeds, run from --first-seed on; 3 or more give standard deviations and intervals."""
@@ -199,6 +207,10 @@ class Spec(DataSpec):
     select: Annotated[Literal["last", "best"], Parameter(group=MEASURING)] = "last"
     """The round that tables report: the last, or the best on validation data; never the best on test data."""
 
+    reach: Annotated[float | None, Field(gt=0, le=1), Parameter(group=MEASURING)] = None
+    """Value of the metric to reach, 0.9 for 90 %: the report says after how many rounds and bytes each method did. It
+    goes by evaluated rounds: --evaluate-every 1 finds the very one."""
+
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class RunSpec(Spec):
@@ -218,8 +230,18 @@ class CompareSpec(Spec):
     fedbn+fedprox, and may be your own, package.module:function."""
 
 
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+class SweepSpec(CompareSpec):
+    """A comparison under each combination of some settings' values."""
+
+    over: Annotated[Texts, Parameter(group=OVER, negative=(), show_default=False)] = ()
+    """Setting and its values, once for each setting: --over epochs=1,4,16 --over batch_size=10,50,0. Every combination
+    is a comparison of its own; commas inside of brackets part no values, and none takes a setting away. As TOML:
+    over = ["epochs=1,4,16", "batch_size=10,50,0"]."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class Folder:
     """Where settings come from and results go; no part of the experiment."""
 
     config: Annotated[Path | None, Parameter(group=DIRECTORY)] = None
@@ -230,6 +252,11 @@ class Place:
 
     resume: Annotated[Path | None, Parameter(group=DIRECTORY)] = None
     """Directory of an interrupted run to go on with, bit for bit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place(Folder):
+    """The same, and what else is said of one run."""
 
     profile: Annotated[bool, Parameter(group=DIRECTORY, negative=())] = False
     """Say at the end where the time went, and what share of this machine's measured peak training reached."""

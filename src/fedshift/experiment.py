@@ -121,7 +121,7 @@ class Experiment:
         facts = {method.name: method_facts(self._trial(method, self.seeds[0]).plan) for method in self.methods}
         with _opened(path, resume=resume) as directory:
             if resume:
-                self._accept(path)
+                self.accept(path)
             self._describe(directory, facts)
             observer.begin([m.name for m in self.methods], self.seeds, self.settings.rounds, self.data.names)
             notices = _Notices(directory, observer)
@@ -143,8 +143,11 @@ class Experiment:
     def _trial(self, method: Method, seed: int) -> Trial:
         return Trial(method, self.model, self.data, self.settings, seed)
 
-    def _accept(self, path: Path) -> None:
-        """Refuse checkpoints of other settings before anything in ``path`` is changed."""
+    def accept(self, path: Path) -> None:
+        """Refuse methods that do not fit model and data, and what ``path`` holds where it is of other settings.
+
+        Raises :class:`UsageError`; nothing is trained, and nothing in ``path`` is changed.
+        """
         for method in self.methods:
             trial = self._trial(method, self.seeds[0])
             for seed in self.seeds:
@@ -176,7 +179,7 @@ class Experiment:
         if trial.plan.personalizes and self.settings.unseen == "skip" and self.settings.leaves_out(self.data.names):
             notices.say(
                 f"{method.name} keeps models on its clients, and not all take part in every round: one that never did "
-                "has none and is not measured. --unseen average, nearest or reestimate gives it one"
+                "has none and is not measured. --unseen average, nearest, reestimate or finetune gives it one"
             )
         with closing(trial), freed_memory_kept():
             if self.settings.engine == "auto" and trial.server.round < self.settings.rounds:
@@ -199,7 +202,7 @@ class Experiment:
             more = f" and {len(untrained) - NAMED} more" if len(untrained) > NAMED else ""
             which = f"{', '.join(untrained[:NAMED])}{more}"
             fate = (
-                "are not counted (--unseen average, nearest or reestimate gives them a model)"
+                "are not counted (--unseen average, nearest, reestimate or finetune gives them a model)"
                 if self.settings.unseen == "skip"
                 else f"are measured by the policy unseen={self.settings.unseen}"
             )
@@ -249,6 +252,7 @@ class Experiment:
                 "rounds": self.settings.rounds,
                 "select": self.settings.select,
                 "metric": self.settings.metric,
+                "reach": self.settings.reach,
                 "clients": {c.name: {split: len(part) for split, part in c.splits.items()} for c in self.data.clients},
                 "samples": list(images),
                 "config": dict(self.config),

@@ -53,6 +53,7 @@ def method_facts(plan: Plan) -> MethodFacts:
         down=0 if pooled else downlink(plan, server),
         up=0 if pooled else uplink(update),
         has_global=plan.has_global,
+        pooled=bool(pooled),
     )
 
 

@@ -36,15 +36,12 @@ def execute(spec: RunSpec | CompareSpec, command: str, place: Place) -> int:
         raise UsageError(f"--out {out} and --resume {resume}: a resumed run stays in its directory; give one of them")
     console = Console()
     with loading(console) as progress:
-        import torch
-
         from .build import experiment_of
 
-        if (threads := spec.threads or min(torch.get_num_threads(), processors())) != torch.get_num_threads():
-            torch.set_num_threads(threads)
+        use_threads(spec.threads)
         experiment = experiment_of(spec, progress)
     directory = resume or out or new_directory(command)
-    console.print(f"{directory}: {_summary(experiment)}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"{directory}: {summary(experiment)}", markup=False, highlight=False, soft_wrap=True)
     began = time.perf_counter()
     with interruptible(console) as stop, display(console) as observer, _profiled(place.profile) as seconds:
         try:
@@ -98,10 +95,15 @@ def loading(console: Console) -> Iterator[Callable[[str, int, int], None]]:
         yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
 
 
-def wide() -> Console:
-    """A console for tables: as wide as the terminal, and wide enough for a file or a pipe."""
+def wide(width: int = 120) -> Console:
+    """A console for tables: as wide as the terminal, and ``width`` where it is a file or a pipe."""
     console = Console()
-    return console if console.is_terminal else Console(width=120)
+    return console if console.is_terminal else Console(width=width)
+
+
+def say(console: Console, text: str) -> None:
+    """Print ``text`` as it is, in one line however long."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def stopped(console: Console, command: str, directory: Path) -> int:
@@ -113,7 +115,16 @@ def stopped(console: Console, command: str, directory: Path) -> int:
     return 130
 
 
-def _summary(experiment: Experiment) -> str:
+def use_threads(asked: int | None) -> None:
+    """Let torch use as many threads as were ``asked`` for; None: its own choice, but no more than processors."""
+    import torch
+
+    if (threads := asked or min(torch.get_num_threads(), processors())) != torch.get_num_threads():
+        torch.set_num_threads(threads)
+
+
+def summary(experiment: Experiment) -> str:
+    """An experiment in a line: methods, data, rounds and seeds."""
     data, names = experiment.data, ", ".join(method.name for method in experiment.methods)
     rounds, seeds = experiment.settings.rounds, len(experiment.seeds)
     return (

@@ -103,7 +103,7 @@ class MethodFacts:
 
     ``entries``: one mapping for each named entry with ``name``, ``type`` (of the owning module), ``shape``, ``bytes``,
     ``buffer``, ``load``, ``send``, ``trained`` (bools). ``down``/``up``: bytes for one client in one round.
-    ``has_global``: whether the server holds a whole model.
+    ``has_global``: whether the server holds a whole model. ``pooled``: whether all data train together in one place.
     """
 
     text: str
@@ -111,13 +111,15 @@ class MethodFacts:
     down: int
     up: int
     has_global: bool
+    pooled: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Study:
     """All that a finished or interrupted comparison left behind; tables, figures and the page are made from it alone.
 
-    ``methods`` in the order asked for; ``rounds`` planned; ``metric`` is what tables report; ``select`` is ``last`` or
+    ``methods`` in the order asked for; ``rounds`` planned; ``metric`` is what tables report, ``reach`` the share
+    of it that rounds and bytes are counted to (None: to none); ``select`` is ``last`` or
     ``best`` (round of the best macro metric on validation data, never on test data); ``clients`` maps each name to the
     sizes of its splits; ``samples`` maps it to a few images, uint8 ``[n, H, W, C]`` with C 1 or 3; ``traffic`` has the
     columns ``method``, ``seed``, ``round``, ``down``, ``up`` (bytes that all clients together moved in that round).
@@ -138,6 +140,7 @@ class Study:
     note: str = ""
     notices: tuple[str, ...] = ()
     metric: str = "accuracy"
+    reach: float | None = None
 
     @property
     def metric_name(self) -> str:

@@ -17,7 +17,7 @@ from .data.transforms import Augmentation
 from .engines.catalog import ENGINES
 from .records import METRICS
 
-POLICIES = ("skip", "average", "nearest", "reestimate")
+POLICIES = ("skip", "average", "nearest", "reestimate", "finetune")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,10 +27,11 @@ class Settings:
     ``participation``: clients that take part in a round, a number, or a fraction of them (float in (0, 1]).
     ``evaluate_every``: rounds between evaluations (the last is always evaluated); None: about ten in all. ``select``:
     the round that tables report, ``last``, or ``best`` on validation data. ``metric``: what they report, and what best
-    goes by. ``loss``: what is trained on. ``augment``: what is done to training images. ``newcomers``: clients that
-    never take part in training. ``unseen``: how a client that never trained is measured by a method that keeps state on
-    clients (see ``fedshift.newcomers``). ``engine``: how clients are run (``auto`` chooses); ``workers``: processes at
-    most where it uses some; ``precision``: what layers compute in.
+    goes by. ``reach``: the share of it to which rounds and bytes are reported. ``loss``: what is trained on.
+    ``augment``: what is done to training images. ``newcomers``: clients that never take part in training. ``unseen``:
+    how a client that never trained is measured by a method that keeps state on clients (see ``fedshift.newcomers``).
+    ``engine``: how clients are run (``auto`` chooses); ``workers``: processes at most where it uses some;
+    ``precision``: what layers compute in.
     """
 
     rounds: int = 20
@@ -40,10 +41,11 @@ class Settings:
     evaluate_every: int | None = None
     select: Literal["last", "best"] = "last"
     newcomers: tuple[str, ...] = ()
-    unseen: Literal["skip", "average", "nearest", "reestimate"] = "skip"
+    unseen: Literal["skip", "average", "nearest", "reestimate", "finetune"] = "skip"
     loss: Loss = field(default_factory=cross_entropy)
     augment: Augmentation | None = None
     metric: str = "accuracy"
+    reach: float | None = None
     engine: str = "auto"
     workers: int | None = None
     precision: Precision = "float32"
@@ -58,6 +60,8 @@ class Settings:
             raise unknown("selection", self.select, ("last", "best"))
         if self.metric not in METRICS or self.metric == "loss":
             raise unknown("metric", self.metric, (name for name in METRICS if name != "loss"))
+        if self.reach is not None and not 0 < self.reach <= 1:
+            raise UsageError(f"reach={self.reach}: give a share above 0 and at most 1, such as 0.9")
         if self.unseen not in POLICIES:
             raise unknown("policy for unseen clients", self.unseen, POLICIES)
         if self.engine not in (*ENGINES, "auto"):

@@ -116,6 +116,36 @@ def test_figures_show_the_numbers(found):
     assert "0 of them lie below" in shown["corollary"].description
 
 
+def marked(axes, marker):
+    return [tuple(map(float, line.get_xydata()[0])) for line in axes.lines if line.get_marker() == marker]
+
+
+def test_figure_1_marks_each_clients_best_w_and_what_is_left_at_their_mean(found):
+    shown = {panel.name: panel for panel in panels(found)}
+    for name, losses in (("toy-raw", found.toy.raw), ("toy-normalized", found.toy.normalized)):
+        axes = shown[name].figure.axes[0]
+        best, mean, left = found.toy.averaged(losses)
+        for client, marker in enumerate("os"):
+            assert marked(axes, marker) == [(best[client], losses[client].min()), (mean, left[client])]
+        assert axes.get_ylim()[1] > losses.max()
+    assert shown["toy-raw"].figure.axes[0].get_ylim() == shown["toy-normalized"].figure.axes[0].get_ylim()
+
+
+def test_figure_2_marks_the_averaged_w_under_both_gammas_on_the_clients_errors(found):
+    panel = next(panel for panel in panels(found) if panel.name == "toy-surface")
+    axes = panel.figure.axes[0]
+    best, mean, own, averaged = found.toy.scales()
+    assert marked(axes, "o") == [(1, best[1])]
+    assert marked(axes, "s") == [(1, mean)]
+    told = [text.get_text() for text in panel.figure.legends[0].get_texts()]
+    assert told == [
+        f"own gamma {best[1]:.2f}: error {own[1]:.3f}", f"averaged gamma {mean:.2f}: error {averaged[1]:.3f}",
+    ]  # fmt: skip
+    levels = axes.collections[0].levels
+    assert levels[0] <= found.toy.surfaces[1].min()
+    assert levels[-1] >= found.toy.surfaces[1].max()
+
+
 def test_the_command_prints_and_writes(tmp_path, capsys):
     flags = [word for name, value in SMALL.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     with pytest.raises(SystemExit) as ended:

@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.colors import BoundaryNorm
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from ..report.figures import Panel, svg
 from ..report.style import INK, Look, canvas, drawing, key, legend
 from . import Findings
-from .toy import DEVIATIONS, TRUE
+from .toy import DEVIATIONS, TRUE, Toy
 from .training import METHODS
 
 _LOOKS = tuple(
@@ -23,6 +24,9 @@ _LOOKS = tuple(
         (("#0072b2", "o", "-"), ("#d55e00", "s", "--"), ("#009e73", "^", "-."))
     )
 )
+
+_ERRORS = (0, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 1.6)
+"""Mean squared errors between which figure 2 changes its color: closer where the model is good."""
 
 
 def save(found: Findings, directory: Path) -> list[Path]:
@@ -41,7 +45,7 @@ def save(found: Findings, directory: Path) -> list[Path]:
 def panels(found: Findings) -> list[Panel]:
     """Every figure with a description."""
     with drawing():
-        return [_corollary(found), _closing(found), _training(found), _widths(found), *_toy(found)]
+        return [_corollary(found), _closing(found), _training(found), _widths(found), *toy_panels(found.toy)]
 
 
 def _corollary(found: Findings) -> Panel:
@@ -126,8 +130,8 @@ def _widths(found: Findings) -> Panel:
     )
 
 
-def _toy(found: Findings) -> Iterator[Panel]:
-    seen = found.toy
+def toy_panels(seen: Toy) -> Iterator[Panel]:
+    """FedBN's figures 1 (both clients' losses over w, raw and normalized) and 2 (one client's over w and gamma)."""
     for name, title, losses in (
         ("toy-raw", "Toy: as each client sees x", seen.raw),
         ("toy-normalized", "Toy: x normalized on each client", seen.normalized),
@@ -138,25 +142,34 @@ def _toy(found: Findings) -> Iterator[Panel]:
             (handles[f"client with deviation {deviation:g}"],) = axes.plot(seen.w, row, **look.line | {"marker": ""})
         best, mean, left = seen.averaged(losses)
         axes.axvline(mean, color=INK, linewidth=0.8, linestyle=":")
+        for row, best_w, at_mean, look in zip(losses, best, left, _LOOKS, strict=False):
+            axes.plot(best_w, row.min(), color=look.color, marker=look.marker)
+            axes.plot(mean, at_mean, color="white", marker=look.marker, markeredgecolor=look.color)
+        axes.set_ylim(-0.04, 1.05 * max(seen.raw.max(), seen.normalized.max()))  # the same in both
         handles["mean of both best w"] = Line2D([], [], color=INK, linestyle=":", linewidth=0.8)
-        legend(figure, handles, "")
+        legend(figure, handles, "marks: at the best w, hollow: at the mean")
         description = (
             f"{title}: best w {best[0]:.2f} and {best[1]:.2f}; losses at their mean {left[0]:.3f}, {left[1]:.3f}."
         )
         yield Panel(name=name, figure=figure, description=description)
     best, mean, own, averaged = seen.scales()
     figure, axes = canvas(f"Toy: client with deviation {DEVIATIONS[1]:g}", "w", "gamma")
-    coarse = slice(None, None, 5)  # a file of a tenth of the size
-    shown = axes.contourf(
-        seen.w[coarse], seen.gamma[coarse], seen.surfaces[1][coarse, coarse], levels=12, cmap="cividis"
-    )
-    figure.colorbar(shown, ax=axes, label="mean squared error")
+    coarse = slice(None, None, 3)  # a smaller file
+    grid = seen.w[coarse], seen.gamma[coarse], seen.surfaces[1][coarse, coarse]
+    shown = axes.contourf(*grid, levels=_ERRORS, norm=BoundaryNorm(_ERRORS, 256), cmap="cividis")
+    axes.contour(*grid, levels=_ERRORS, colors="white", linewidths=0.5)
+    figure.colorbar(shown, ax=axes, label="mean squared error", ticks=_ERRORS, format="%g")
     axes.grid(visible=False)
     handles = {}
-    for name, gamma, look in (("own gamma", best[1], _LOOKS[0]), ("averaged gamma", mean, _LOOKS[1])):
+    for name, gamma, left, look in (
+        ("own gamma", best[1], own[1], _LOOKS[0]),
+        ("averaged gamma", mean, averaged[1], _LOOKS[1]),
+    ):
         axes.plot(TRUE, gamma, color="white", marker=look.marker, markersize=8, markeredgecolor=INK, linestyle="")
-        handles[name] = Line2D([], [], color="white", marker=look.marker, markeredgecolor=INK, linestyle="")
-    legend(figure, handles, "both at the true w")
+        handles[f"{name} {gamma:.2f}: error {left:.3f}"] = Line2D(
+            [], [], color="white", marker=look.marker, markeredgecolor=INK, linestyle=""
+        )
+    legend(figure, handles, f"at w = {TRUE:g}, that of both clients and of their mean")
     yield Panel(
         name="toy-surface",
         figure=figure,
