@@ -286,7 +286,7 @@ def test_an_unfinished_run_is_refused_with_the_command_that_goes_on(tmp_path):
 
 def test_a_run_made_from_python_has_no_settings_to_read(tmp_path):
     compare([fedavg()], data=digits().only(["pen"]).limit(16), rounds=1, out=tmp_path / "run")
-    with pytest.raises(UsageError, match=r"does not say on which data it was run, as after `fedshift serve` and runs from Python"):
+    with pytest.raises(UsageError, match="does not say on which data it was run, as after"):
         study(tmp_path / "run")
 
 

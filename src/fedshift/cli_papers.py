@@ -176,8 +176,8 @@ def _run(wanted: Sequence[Table], way: Way, version: str | None, hours: float | 
 
 def _show(table: Table, done: Finished, out: Path, console: Console) -> None:
     """Print what came out of a table, and write it as Markdown and LaTeX."""
-    from .papers.reproduce import side_by_side
     from .papers.tables import PAPERS
+    from .papers.verdict import side_by_side
     from .report.text import latex, markdown, terminal
 
     text = wide()

@@ -8,6 +8,7 @@ from threading import Event
 
 import pandas as pd
 import pytest
+from scipy import stats
 
 from fedshift.analysis.concordance import discordance
 from fedshift.base.errors import UsageError
@@ -16,8 +17,9 @@ from fedshift.papers import budget, page, pictures, recipe, reproduce, tables
 from fedshift.papers.budget import Budget
 from fedshift.papers.plan import plans_of
 from fedshift.papers.recipe import Way, run_name
-from fedshift.papers.reproduce import Reproduced, finish, kept, last_verdicts, left, side_by_side
+from fedshift.papers.reproduce import finish, kept, last_verdicts, left
 from fedshift.papers.tables import Block, Printed, Table
+from fedshift.papers.verdict import Reproduced, side_by_side
 from fedshift.report.tables import history
 
 SETTINGS = {"rounds": 2, "samples": 16, "lr": 0.05, "model": "small-cnn", "domains": "pen,photo", "data": "digits"}
@@ -104,25 +106,27 @@ def test_best_and_rounds_and_discordance_come_from_the_records(tiny, tmp_path):
 
 
 def compared(theirs, ours, by="client", columns=("pen",), own=True, **keys):
+    """A block of one column whose rows the paper and we have; ours as numbers, or one a seed."""
     made = small(columns=columns, cells=("0",), by=by)
     rows = tuple(({"method": f"m{n}", **keys}, (Printed.of(text),)) for n, text in enumerate(theirs))
     block = Block(version="", page=0, by=by, columns=columns, keys={}, rows=rows)
-    numbers = {(row, 0): Printed.of(text) for row, text in enumerate(ours)}
-    return Reproduced(table=made, block=block, scale=1, seeds=1, ours=numbers, shown={}, own=own)
+    values = {(row, 0): found if isinstance(found, tuple) else (found,) for row, found in enumerate(ours)}
+    seeds = max(map(len, values.values()))
+    return Reproduced(table=made, block=block, scale=1, seeds=seeds, values=values, shown={}, own=own)
 
 
 @pytest.mark.parametrize(
     ("theirs", "ours", "own", "verdict"),
     [
-        (["50.0 (1.0)", "60.0 (1.0)"], ["51.9", "58.1"], True, "within the paper's spread"),
-        (["50.0 (1.0)", "60.0 (1.0)"], ["51.9", "58.1"], False, "same order of methods"),  # other data
-        (["50.0 (1.0)", "60.0 (1.0)"], ["52.1", "60.0"], True, "same order of methods"),
-        (["50.0 (1.0)", "60.0 (1.0)"], ["60.0", "50.0"], True, "neither"),
-        (["50.0", "60.0"], ["50.0", "60.0"], True, "same order of methods"),  # no spread, so nothing can be within it
-        (["50.0", "60.0"], ["50.0", "50.0"], True, "neither"),
-        (["50.0 (1.0)"], ["60.0"], True, "nothing to compare"),
-        (["50.0 (3.0)"], ["60.0 (4.0)"], True, "within the paper's spread"),  # 2 sqrt(3^2 + 4^2) = 10
-        (["50.0 (3.0)"], ["60.1 (4.0)"], True, "nothing to compare"),
+        (["50.0 (1.0)", "60.0 (1.0)"], [51.9, 58.1], True, "within the paper's spread"),
+        (["50.0 (1.0)", "60.0 (1.0)"], [51.9, 58.1], False, "same order of methods"),  # other data
+        (["50.0 (1.0)", "60.0 (1.0)"], [52.1, 60.0], True, "same order of methods"),
+        (["50.0 (1.0)", "60.0 (1.0)"], [60.0, 50.0], True, "neither"),
+        (["50.0", "60.0"], [50.0, 60.0], True, "same order of methods"),  # no spread, so nothing can be within it
+        (["50.0", "60.0"], [50.0, 50.0], True, "neither"),
+        (["50.0 (1.0)"], [60.0], True, "nothing to compare"),
+        (["50.0 (3.0)"], [(56.0, 64.0)], True, "within the paper's spread"),  # 2 sqrt(3^2 + 32) = 12.8
+        (["50.0 (3.0)"], [(59.0, 67.0)], True, "nothing to compare"),
     ],
 )
 def test_verdicts(theirs, ours, own, verdict):
@@ -130,26 +134,43 @@ def test_verdicts(theirs, ours, own, verdict):
 
 
 def test_pairs_in_the_papers_order_are_counted():
-    assert compared(["1", "2", "3", "3"], ["1", "3", "2", "5"]).order == (4, 5)  # the level pair does not count
-    assert compared(["1", "2"], ["5", "5"]).order == (0, 1)
-    assert compared(["1"], ["5"]).order == (0, 0)
+    assert compared(["1", "2", "3", "3"], [1, 3, 2, 5]).order == (4, 5)  # the level pair does not count
+    assert compared(["1", "2"], [5, 5]).order == (0, 1)
+    assert compared(["1"], [5]).order == (0, 0)
+
+
+def test_an_order_is_claimed_where_seeds_bear_it_out():
+    clear, even = (50.0, 51.0, 52.0), (60.1, 61.0, 61.9)
+    assert compared(["1", "2"], [clear, even]).claims == (1, 0)
+    assert compared(["2", "1"], [clear, even]).claims == (0, 1)
+    assert "1 pairs are significant in the paper's order" in compared(["1", "2"], [clear, even]).summary
+    wide = (40.0, 70.0, 71.0)
+    assert compared(["1", "2"], [clear, wide]).claims == (0, 0)
+    assert 2 * stats.t.sf(4 * math.sqrt(3), 2) == pytest.approx(0.02, abs=1e-3)  # gaps 3, 4, 5: mean 4, std 1
+    assert compared(["1", "2"], [(0.0, 0.0, 0.0), (3.0, 4.0, 5.0)]).claims == (1, 0)
+    three = compared(["1", "2", "3"], [(0.0, 0.0, 0.0), (3.0, 4.0, 5.0), (6.0, 8.0, 10.0)])
+    assert three.claims == (0, 0)  # three pairs of p 0.02 each: 0.06 when corrected
+    few = compared(["1", "2"], [clear[:2], even[:2]])
+    assert few.claims == (0, 0)
+    assert "do not claim any order" in few.summary
 
 
 def test_methods_are_ordered_where_all_else_is_equal(tiny):
     made = small(columns=("pen",), cells=("0",))
     keys = [{"method": "a", "epochs": 1}, {"method": "b", "epochs": 1}, {"method": "a", "epochs": 4}]
-    theirs, ours = ("1", "2", "9"), ("1", "2", "0")
+    theirs, ours = ("1", "2", "9"), (1.0, 2.0, 0.0)
     rows = tuple((key, (Printed.of(text),)) for key, text in zip(keys, theirs, strict=True))
     block = Block(version="", page=0, by="client", columns=("pen",), keys={}, rows=rows)
-    numbers = {(row, 0): Printed.of(text) for row, text in enumerate(ours)}
-    found = Reproduced(table=made, block=block, scale=1, seeds=1, ours=numbers, shown={})
+    values = {(row, 0): (value,) for row, value in enumerate(ours)}
+    found = Reproduced(table=made, block=block, scale=1, seeds=1, values=values, shown={})
     assert found.order == (1, 1)
     tiny["within"] = []
     assert found.order == (1, 3)
 
 
 def test_ours_stand_beside_theirs():
-    shown = side_by_side(compared(["50.0 (1.0)", "60.0"], ["51.5 (0.5)", "58.0"], epochs=4))
+    half = math.sqrt(0.125)  # values so far apart on both sides have a deviation of 0.5
+    shown = side_by_side(compared(["50.0 (1.0)", "60.0"], [(51.5 - half, 51.5 + half), 58.0], epochs=4))
     assert [cell.text for cell in shown.rows[0]] == [
         "m0, epochs 4: pen",
         "51.50 (0.50)",
@@ -158,10 +179,10 @@ def test_ours_stand_beside_theirs():
         "within",
     ]
     assert [cell.text for cell in shown.rows[1]] == ["m1, epochs 4: pen", "58.00", "60.00", "\N{MINUS SIGN}2.00", ""]
-    assert len(side_by_side(compared(["50.0 (1.0)"], ["51.5"], own=False)).header) == 4
-    small_numbers = side_by_side(compared(["0.0000003"], ["0.0000004"]))
+    assert len(side_by_side(compared(["50.0 (1.0)"], [51.5], own=False)).header) == 4
+    small_numbers = side_by_side(compared(["0.0000003"], [0.0000004]))
     assert [cell.text for cell in small_numbers.rows[0]][1:] == ["0.00000040", "0.00000030", "+0.00000010"]
-    assert [cell.text for cell in side_by_side(compared(["2471"], ["20"])).rows[0]][1:3] == ["20", "2471"]
+    assert [cell.text for cell in side_by_side(compared(["2471"], [20.0])).rows[0]][1:3] == ["20", "2471"]
 
 
 def test_numbers_are_read_as_they_are_printed():

@@ -13,7 +13,6 @@ import pandas as pd
 from ..adaptation.policies import measured_on, models
 from ..adaptation.site import site
 from ..analysis.concordance import discordance
-from ..analysis.statistics import mean_and_std
 from ..data.federation import ClientData
 from ..experiment import read_study
 from ..features import similarities
@@ -23,7 +22,7 @@ from ..report.target import best
 from ..trained import experiment_in, restored
 from .plan import ADAPTED, DISCORDANCE, FINAL, Cell
 from .recipe import run_name
-from .tables import Printed, Table
+from .tables import Table
 
 SIMILARITIES = ("client_client", "server_client")
 
@@ -36,13 +35,13 @@ class Runs:
         self.study: Callable[[Path], Study] = cache(read_study)
         self._newcomers: dict[tuple[object, ...], ClientData] = {}
 
-    def numbers(self, table: Table, cells: Sequence[Cell]) -> dict[tuple[int, int], Printed]:
-        """Mean and std over seeds of each cell by row and column; a client that the data lack has none."""
+    def numbers(self, table: Table, cells: Sequence[Cell]) -> dict[tuple[int, int], tuple[float, ...]]:
+        """Each cell under each seed, by row and column; a client that the data lack has none."""
         found = {}
         for cell in cells:
             values = [value for value in self._values(table, cell) if not math.isnan(value)]
             if values:
-                found[cell.row, cell.column] = Printed(*mean_and_std(values))
+                found[cell.row, cell.column] = tuple(values)
         return found
 
     def trained_on(self, cells: Sequence[Cell]) -> Mapping[str, int]:

@@ -12,8 +12,9 @@ from ..base.files import write_atomically
 from ..report.inline import inline_svg
 from ..report.text import latex, markdown
 from .pictures import drawn_before
-from .reproduce import kept, side_by_side
+from .reproduce import kept
 from .tables import PAPERS, Table, tables
+from .verdict import side_by_side
 
 
 def write(place: Path) -> Path:

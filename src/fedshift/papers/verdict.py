@@ -1,0 +1,197 @@
+"""What follows from a table that was run: is ours within the paper's spread, are methods in the paper's order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations
+
+from ..analysis.concordance import CONCORDANT
+from ..analysis.statistics import holm, mean_and_std, paired_difference
+from ..report.orders import FEWEST
+from ..report.text import Cell, TextTable, signed
+from .plan import DISCORDANCE, FINAL
+from .recipe import recipe_of
+from .tables import Block, Printed, Table
+
+MARGIN = 2.0
+"""Standard deviations of the difference within which two means count as the same."""
+APART = ("method", "lr", "seeds")
+"""What rows may differ in to be compared, where a recipe does not say."""
+LEVEL = 0.05
+"""Corrected p-value below which an order may be claimed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reproduced:
+    """A block of a table: for each cell that was run, what came out here under each seed.
+
+    ``scale`` and ``seeds`` say how it was run, ``notes`` what stood in for the paper's data and network, which are then
+    not ``own``; ``shown`` is whose place other clients take.
+    """
+
+    table: Table
+    block: Block
+    scale: float
+    seeds: int
+    values: Mapping[tuple[int, int], tuple[float, ...]]
+    notes: tuple[str, ...] = ()
+    shown: Mapping[str, str]
+    own: bool = True
+
+    @cached_property
+    def ours(self) -> Mapping[tuple[int, int], Printed]:
+        """Mean and standard deviation over seeds, by row and column."""
+        return {where: Printed(*mean_and_std(values)) for where, values in self.values.items()}
+
+    def theirs(self, row: int, column: int) -> Printed | None:
+        """What the paper prints there."""
+        return self.block.rows[row][1][column]
+
+    def measure(self, column: int) -> str:
+        """What the column shows."""
+        recipe = recipe_of(self.table) or {}
+        return str(recipe.get("measures", {}).get(self.block.columns[column], FINAL))
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Of the pairs of methods with all else in their rows equal, how many are in the paper's order, and all.
+
+        Methods go by their means over columns. Pairs that the paper has level are not counted.
+        """
+        gaps = [(theirs, mean_and_std(ours)[0]) for theirs, ours in self._gaps()]
+        return sum(theirs * ours > 0 for theirs, ours in gaps), len(gaps)
+
+    @property
+    def claims(self) -> tuple[int, int]:
+        """How many of these pairs are told apart, in the paper's order and against it.
+
+        Paired over seeds, by Holm's correction for the number of pairs; none with fewer than three seeds.
+        """
+        gaps = [(theirs, ours) for theirs, ours in self._gaps() if len(ours) >= FEWEST]
+        found = [paired_difference(ours, [0.0] * len(ours)) for _, ours in gaps]
+        told = [
+            theirs * each.mean > 0
+            for (theirs, _), each, p in zip(gaps, found, holm([each.p for each in found]), strict=True)
+            if p < LEVEL
+        ]
+        return sum(told), len(told) - sum(told)
+
+    @property
+    def within(self) -> tuple[int, int]:
+        """Of the cells whose spread the paper prints, how many of ours are within it, and how many there are.
+
+        On other data than the paper's, or with another network, there is none to be within.
+        """
+        if not self.own:
+            return 0, 0
+        judged = [
+            self.close(*where) for where in self.ours if (paper := self.theirs(*where)) and not math.isnan(paper.std)
+        ]
+        return sum(judged), len(judged)
+
+    @property
+    def concordant(self) -> tuple[int, int]:
+        """Of the discordances, how many are below FedMMB's threshold, and how many there are."""
+        deltas = [number.mean for (_, column), number in self.ours.items() if self.measure(column) == DISCORDANCE]
+        return sum(delta < CONCORDANT for delta in deltas), len(deltas)
+
+    def close(self, row: int, column: int) -> bool:
+        """Whether ours is within :data:`MARGIN` standard deviations of the paper's, both spreads taken together."""
+        ours, paper = self.ours[row, column], self.theirs(row, column)
+        if paper is None or math.isnan(paper.std):
+            return False
+        spread = math.hypot(paper.std, 0.0 if math.isnan(ours.std) else ours.std)
+        return abs(ours.mean - paper.mean) <= MARGIN * spread
+
+    @property
+    def verdict(self) -> str:
+        """One of: within the paper's spread, same order of methods, neither; or why none of them can be said."""
+        (close, judged), (same, pairs), (below, deltas) = self.within, self.order, self.concordant
+        if judged and close == judged:
+            return "within the paper's spread"
+        if pairs and same == pairs:
+            return "same order of methods"
+        if deltas:
+            return "concordant throughout" if below == deltas else f"concordant in {below} of {deltas}"
+        return "neither" if pairs else "nothing to compare"
+
+    @property
+    def summary(self) -> str:
+        """How it was run and what came of it, in a sentence or two."""
+        version = f"version {self.block.version}, " if self.block.version else ""
+        share = f", {self.scale:.2g} of the rounds" if self.scale < 1 else ""
+        (close, judged), (same, pairs), (below, deltas) = self.within, self.order, self.concordant
+        said = [self.verdict]
+        said += [f"{same} of {pairs} pairs of methods in the paper's order"] if pairs else []
+        said += [f"{close} of {judged} cells within the paper's spread"] if judged else []
+        said += [f"{below} of {deltas} discordances below {CONCORDANT:g}"] if deltas else []
+        verdict = f"Verdict ({version}{self.seeds} seed{'s' * (self.seeds > 1)}{share}): {'; '.join(said)}."
+        if not pairs:
+            return verdict
+        if self.seeds < FEWEST:
+            return f"{verdict} Fewer than {FEWEST} seeds: do not claim any order from ours (--seeds 5)."
+        for_it, against = self.claims
+        told = f"{for_it} pairs are significant in the paper's order, {against} against it"
+        return f"{verdict} Paired over seeds and corrected for their number, {told}."
+
+    def _gaps(self) -> Iterator[tuple[float, tuple[float, ...]]]:
+        """The differences of pairs that can be compared: the paper's, and ours under each seed."""
+        groups: dict[str, list[int]] = {}
+        recipe = recipe_of(self.table) or {}
+        for row in sorted({row for row, column in self.values if self._ranks(column)}):
+            keys = {**self.block.keys, **self.block.rows[row][0]}
+            of = recipe.get("within", [key for key in keys if key not in APART])
+            groups.setdefault(repr([keys.get(key) for key in of]), []).append(row)
+        for one, other in (pair for rows in groups.values() for pair in combinations(rows, 2)):
+            columns = [column for column in range(len(self.block.columns)) if self._both(one, other, column)]
+            theirs = self._paper(one, columns) - self._paper(other, columns)
+            if columns and theirs:
+                seeds = min(len(self.values[row, column]) for row in (one, other) for column in columns)
+                yield theirs, tuple(self._mean(one, columns, n) - self._mean(other, columns, n) for n in range(seeds))
+
+    def _ranks(self, column: int) -> bool:
+        return self.measure(column) not in (DISCORDANCE, "rounds")
+
+    def _both(self, one: int, other: int, column: int) -> bool:
+        return (one, column) in self.values and (other, column) in self.values and self._ranks(column)
+
+    def _paper(self, row: int, columns: Sequence[int]) -> float:
+        return sum(number.mean for column in columns if (number := self.theirs(row, column))) / max(1, len(columns))
+
+    def _mean(self, row: int, columns: Sequence[int], seed: int) -> float:
+        return sum(self.values[row, column][seed] for column in columns) / len(columns)
+
+
+def side_by_side(made: Reproduced) -> TextTable:
+    """Each cell that was run: ours, the paper's, the difference, and whether it is within the paper's spread."""
+    rows = []
+    judged = made.within[1] > 0
+    for (row, column), ours in sorted(made.ours.items()):
+        paper = made.theirs(row, column)
+        assert paper
+        keys, name = made.block.rows[row][0], made.block.columns[column]
+        others = [f"{key} {value}" for key, value in keys.items() if key not in ("method", "seeds")]
+        place = f"{name} (here {made.shown[name]})" if name in made.shown else name
+        where = f"{', '.join([str(keys['method']), *others])}: {place}"
+        said = "" if not judged or math.isnan(paper.std) else "within" if made.close(row, column) else "outside"
+        gap = signed(ours.mean - paper.mean, _digits(paper))
+        texts = (where, _text(ours, paper), _text(paper, paper), gap, *([said] if judged else []))
+        rows.append(tuple(Cell(text=text) for text in texts))
+    header = ("", "ours", "paper", "difference", *(["paper's spread"] if judged else []))
+    return TextTable(header=header, rows=tuple(rows))
+
+
+def _digits(paper: Printed) -> int:
+    """Digits after the point that tell the paper's number from others."""
+    if paper.mean >= 1:
+        return 2 if paper.mean <= 100 else 0
+    return min(8, 3 - math.floor(math.log10(paper.mean))) if paper.mean > 0 else 4
+
+
+def _text(number: Printed, paper: Printed) -> str:
+    digits = _digits(paper)
+    spread = "" if math.isnan(number.std) else f" ({number.std:.{digits}f})"
+    return f"{number.mean:.{digits}f}{spread}"
