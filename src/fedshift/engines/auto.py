@@ -6,18 +6,13 @@ same engine again, and with it the same rounding.
 
 from __future__ import annotations
 
-import json
-from contextlib import suppress
 from dataclasses import dataclass
-from hashlib import blake2b
 from math import ceil
-from pathlib import Path
 
 import torch
 
-from ..base.errors import FedshiftError
-from ..base.files import cache_directory, write_atomically
 from ..base.processors import processors
+from ..base.remembered import remembered
 from ..base.state import nbytes, pick
 from ..core.kernel import begin, init_client, init_server, step
 from ..core.plan import Plan
@@ -84,27 +79,11 @@ def _calibrated(plan: Plan, data: Data, batch: int, clients: int, workers: int |
     """Seconds of a client's step on each engine that can run the plan, measured here or remembered."""
     hands = min(workers or processors(), clients)
     split = next(iter(data.values()))
-    machine = _processor(), torch.__version__, torch.get_num_threads(), hands, str(split.y.device)
+    machine = torch.__version__, torch.get_num_threads(), hands, str(split.y.device)
     shapes = [tuple(tensor.shape) for tensor in plan.initial.values()]
     work = batch, lanes_at_once(plan, data, clients), split.shape, plan.optimizer, plan.loss, plan.augment
     facts = machine, plan.method.text, str(plan.module), shapes, str(plan.dtype), plan.precision, str(work)
-    key = blake2b(repr(facts).encode(), digest_size=12).hexdigest()
-    place = cache_directory() / "engines.json"
-    known = _remembered(place)
-    if key not in known:
-        known[key] = _timed(plan, data, batch, clients, hands)
-        with suppress(OSError, FedshiftError):  # nothing is remembered where nothing can be written
-            place.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(place, json.dumps(known, indent=1).encode())
-    return known[key]
-
-
-def _remembered(place: Path) -> dict[str, dict[str, float]]:
-    try:
-        known = json.loads(place.read_text(encoding="utf-8"))
-        return {key: {name: float(value) for name, value in found.items()} for key, found in known.items()}
-    except (OSError, ValueError, AttributeError, TypeError):  # none, or damaged
-        return {}
+    return remembered("engines.json", facts, lambda: _timed(plan, data, batch, clients, hands))
 
 
 def _timed(plan: Plan, data: Data, batch: int, clients: int, hands: int) -> dict[str, float]:
@@ -124,11 +103,3 @@ def _timed(plan: Plan, data: Data, batch: int, clients: int, hands: int) -> dict
     if hands > 1 and Pool.refusal(plan, data) is None:
         found["pool"] = found.get(f"sequential{ALONE}", found["sequential"])
     return found
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return "unknown"
-    return " ".join(sorted({line for line in lines if line.startswith(("model name", "vendor_id", "model\t"))}))
