@@ -1,7 +1,7 @@
 """How soon a method was good enough: rounds and bytes to a target, and the best round of a run.
 
 Both go by evaluated rounds and by the macro test metric of the personal model, just after aggregation. FedMMB
-(arXiv:2511.21761) reports them in its tables 4 and 5.
+(arXiv:2011.07006) reports them in its tables 4 and 5.
 """
 
 from __future__ import annotations
