@@ -1,6 +1,6 @@
 """The identity engine: where each client does one plain gradient step, the round is one step on all their batches.
 
-FedSMB (Nasirigerdeh et al., arXiv:2011.06892): clients that start from one model, do one step of SGD each and are
+FedSMB (Nasirigerdeh et al., arXiv:2011.07006): clients that start from one model, do one step of SGD each and are
 averaged arrive where one step of the weighted mean of their losses leads. So no client's own model is ever computed;
 what each "uploads" here is the model that all uploads average to.
 """
