@@ -224,3 +224,10 @@ def test_what_cannot_be_drawn_is_named(course):
         by_round(points, "acuracy")
     with pytest.raises(UsageError, match="no runs"):
         by_round([], "accuracy")
+
+
+@pytest.mark.parametrize(("best", "scale"), [(90, "linear"), (99.5, "log")])
+def test_losses_far_apart_have_a_logarithmic_axis(course, best, scale):
+    study = course({"fedavg": [[(0, 0), (best, best)]]})  # macro losses 1 and 1 - best / 100
+    assert by_round([Point({}, study)], "loss").axes[0].get_yscale() == scale
+    assert by_round([Point({}, study)], "accuracy").axes[0].get_yscale() == "linear"

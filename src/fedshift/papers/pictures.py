@@ -97,7 +97,8 @@ def _drawn(table: Table, panel: Panel, place: Path) -> Iterator[Drawn]:
 def _looked(panel: Panel, place: Path) -> Iterator[Picture]:
     """Pictures of the theory's toy, or of what the runs' networks hold, all methods side by side."""
     if panel.x == "theory":
-        found = toy_panels(toy(0))
+        with drawing():
+            found = iter([*toy_panels(toy(0))])
     else:
         runs = [features(place / "runs" / run_name(spec)) for _, spec in panel.points]
         found = panels(replace(runs[0], drawn={name: drawn for run in runs for name, drawn in run.drawn.items()}))

@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from ..analysis.statistics import mean_and_std
 from ..base.errors import UsageError, unknown
@@ -29,6 +29,8 @@ TRAIN_LOSS = "train_loss"
 """The name here of the training loss, which is measured during local work."""
 ACROSS = 3
 """Panels side by side at most."""
+FAR = 100
+"""Ratio of the largest to the smallest loss from which its axis is logarithmic."""
 WIDE = 10
 """Ratio of the largest to the smallest value of a setting from which its axis is logarithmic."""
 
@@ -53,18 +55,25 @@ def by_round(points: Sequence[Point], metric: str, *, panel: str | None = None, 
     lines = list(_lines(points))
     with drawing():
         drawn = _Panels(lines, panel, "round", _label(metric, split))
+        shown: list[float] = []
         for axes, look, line in drawn:
             rows = _history(line.study, metric, split)
             macro = rows[rows["method"] == line.method].groupby(["seed", "round"])["value"].mean().dropna()
             values = _scale(metric) * macro.groupby("round").agg(["mean", "min", "max"])
             if values.empty:
                 continue
+            shown += values["mean"].tolist()
             rounds = values.index.to_numpy()
             every = max(1, len(rounds) // 7)
             axes.plot(rounds, values["mean"], **look.line, markevery=(look.number % every, every))
             axes.fill_between(rounds, values["min"], values["max"], color=look.color, alpha=0.14, linewidth=0)
         for axes in drawn.axes:
             axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7, min_n_ticks=1))
+        if metric in ("loss", TRAIN_LOSS) and shown and 0 < min(shown) * FAR < max(shown) < math.inf:
+            for axes in drawn.axes:
+                axes.set_yscale("log")
+                axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+                axes.yaxis.set_minor_formatter(NullFormatter())
         return drawn.finished("mean, band: lowest to highest")
 
 
