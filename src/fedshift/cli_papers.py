@@ -12,7 +12,7 @@ from rich.table import Table as Grid
 
 from .base.errors import FedshiftError, UsageError
 from .base.files import write_atomically
-from .config import DataSpec, RunSpec
+from .config import DataSpec
 from .launch import display, interruptible, wide
 
 if TYPE_CHECKING:
@@ -79,39 +79,38 @@ def reproduce(
 def _list(way: Way, out: Path) -> int:
     from .papers.estimate import Estimates
     from .papers.plan import plans_of
-    from .papers.recipe import recipe_of
+    from .papers.recipe import plain, present, stand_in
     from .papers.reproduce import last_verdicts, left
     from .papers.tables import tables
 
-    estimates = Estimates()
-    console = Console(stderr=True)
-    grid = Grid(box=None)
-    for title in ("table or figure", "what", "needs", "data", "runs", "time here", "last result"):
+    estimates, console, grid = Estimates(), Console(stderr=True), Grid(box=None)
+    for title in ("table or figure", "what", "data", "networks and methods", "runs", "time here", "last result"):
         grid.add_column(title, overflow="fold")
+    notes: dict[str, int] = {}
     with console.status("timing a step of each network"):
         for key, table in tables().items():
-            if recipe_of(table) is None:
-                grid.add_row(key, table.title, "", "no recipe", "", "", "")
-                continue
             plans = [plan for _, plan in plans_of(table, way)]
-            missing = sorted({name for plan in plans for name in plan.missing})
-            notes = sorted({note for plan in plans for note in plan.notes})
-            said = [*(f"lacks {name}" for name in missing), *(f"stand-in: {note}" for note in notes)]
+            asked = [spec for plan in plans for spec in plan.asked]
             specs = list(dict.fromkeys(spec for plan in plans for spec in plan.specs))
+            where = []
+            for data in dict.fromkeys(spec.data for spec in asked):
+                stand = stand_in(data, way.root)
+                if present(data, way.root):
+                    where.append(f"{plain(data)}: here")
+                elif stand:
+                    where.append(f"{plain(data)}: stand-in {notes.setdefault(stand.note, len(notes) + 1)}")
+                else:
+                    where.append(f"{plain(data)}: missing")
+            models = dict.fromkeys(spec.model for spec in asked)
+            methods = dict.fromkeys(spec.method.partition("(")[0] for spec in asked)
+            needs = f"{', '.join(models)}: {', '.join(methods)}" if asked else ""
             spent = _time(estimates.of(left(specs, out))) if specs else ""
-            grid.add_row(
-                key, table.title, _needs(specs), "; ".join(said) or "here", str(len(specs)), spent,
-                "; ".join(last_verdicts(table, out)),
-            )  # fmt: skip
+            last = "; ".join(last_verdicts(table, out))
+            grid.add_row(key, table.title, "\n".join(where), needs, str(len(specs)), spent, last)
     wide().print(grid)
+    for note, number in notes.items():
+        _say(Console(), f"stand-in {number}: {note}")
     return 0
-
-
-def _needs(specs: Sequence[RunSpec]) -> str:
-    """Networks and methods of runs."""
-    models = dict.fromkeys(spec.model for spec in specs)
-    methods = dict.fromkeys(spec.method.partition("(")[0] for spec in specs)
-    return f"{', '.join(models)}: {', '.join(methods)}" if specs else ""
 
 
 def _time(seconds: float) -> str:

@@ -275,7 +275,7 @@ def test_the_command_runs_one_table_or_all(cli, tiny, monkeypatch):
     assert pd.read_json("here/results/fedbn/table99-0.json", typ="series")["seeds"] == 2
     listed = cli("reproduce", "--out", "here")
     assert listed.code == 0, listed.err
-    assert "small-cnn: fedavg, fedbn" in " ".join(listed.out.split())
+    assert "digits: here small-cnn: fedavg, fedbn 2" in " ".join(listed.out.split())
 
 
 @pytest.mark.parametrize(

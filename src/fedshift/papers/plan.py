@@ -10,7 +10,7 @@ from typing import Any
 
 from ..base.errors import UsageError
 from ..config import RunSpec
-from .recipe import Stand, Way, elsewhere, present, recipe_of, recipes, spec_of, stand_in
+from .recipe import Stand, Way, elsewhere, plain, present, recipe_of, recipes, spec_of, stand_in
 from .tables import Block, Printed, Table, tables
 
 FINAL, DISCORDANCE, ADAPTED = "final", "discordance", "adapted"
@@ -54,7 +54,7 @@ class Panel:
 class Plan:
     """What can be run: ``cells`` of a block, ``panels`` of a figure; data that are ``missing``; ``notes`` on stand-ins.
 
-    ``shown``: what stands in the place of clients' names, by these.
+    ``shown``: what stands in the place of clients' names, by these. ``asked``: the runs as the paper has them.
     """
 
     cells: tuple[Cell, ...] = ()
@@ -62,6 +62,7 @@ class Plan:
     missing: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     shown: Mapping[str, str]
+    asked: tuple[RunSpec, ...] = ()
 
     @property
     def specs(self) -> tuple[RunSpec, ...]:
@@ -103,7 +104,7 @@ def planned(table: Table, block: Block, way: Way) -> Plan:
                 twin, _ = found.placed(spec_of(recipe, twins[_pair(coordinates)], way))
                 cell = replace(cell, twin=twin)
             cells.append(cell)
-    return Plan(cells=tuple(cells), missing=found.missing, notes=found.notes, shown=found.shown)
+    return Plan(cells=tuple(cells), **found.facts)
 
 
 def drawn(table: Table, way: Way) -> Plan:
@@ -122,7 +123,7 @@ def drawn(table: Table, way: Way) -> Plan:
         if points or not over:
             name = "-".join(filter(None, (table.name, panel.get("name"))))
             panels.append(Panel(name=name, x=panel["x"], y=panel["y"], by=panel.get("by"), points=tuple(points)))
-    return Plan(panels=tuple(panels), missing=found.missing, notes=found.notes, shown=found.shown)
+    return Plan(panels=tuple(panels), **found.facts)
 
 
 def blocks_of(table: Table, version: str | None = None) -> list[Block]:
@@ -150,23 +151,25 @@ class _Found:
         self._way = way
         self._missing: dict[str, None] = {}
         self._notes: dict[str, None] = {}
-        self.shown: dict[str, str] = {}
+        self._asked: dict[RunSpec, None] = {}
+        self._shown: dict[str, str] = {}
 
     def placed(self, spec: RunSpec, *, sized: bool = False) -> tuple[RunSpec | None, Stand | None]:
         """``spec`` on data that are here, None where there are none; and what they are in place of its own.
 
         ``sized``: it is about the number of samples, so that fewer do not do.
         """
+        self._asked[spec] = None
         if present(spec.data, self._way.root):
             return self._lighter(spec), None
         stand = stand_in(spec.data, self._way.root)
         if stand and sized and (spec.samples or 0) > (stand.most or math.inf):
             return None, None
         if stand is None:
-            self._missing[spec.data] = None
+            self._missing[plain(spec.data)] = None
             return None, None
         self._notes[stand.note] = None
-        self.shown |= stand.columns
+        self._shown |= stand.columns
         return self._lighter(elsewhere(spec, stand)), stand
 
     def _lighter(self, spec: RunSpec) -> RunSpec:
@@ -177,12 +180,12 @@ class _Found:
         return replace(spec, model=other)
 
     @property
-    def missing(self) -> tuple[str, ...]:
-        return tuple(self._missing)
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        return tuple(self._notes)
+    def facts(self) -> dict[str, Any]:
+        """What a :class:`Plan` says beside its runs."""
+        return {
+            "missing": tuple(self._missing), "notes": tuple(self._notes), "shown": self._shown,
+            "asked": tuple(self._asked),
+        }  # fmt: skip
 
 
 def _recipe(table: Table) -> Mapping[str, Any]:

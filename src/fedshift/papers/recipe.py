@@ -86,8 +86,8 @@ def recipe_of(table: Table) -> Mapping[str, Any] | None:
 @cache
 def present(data: str, root: Path) -> bool:
     """Whether the data of this name are under ``root``, or come with fedshift."""
-    made = catalog("data.benchmarks").get(data.partition("(")[0])
-    return data in EMBEDDED or (made is not None and import_module(made.__module__).CARD.present(_plain(data), root))
+    made = catalog("data.benchmarks").get(plain(data))
+    return data in EMBEDDED or (made is not None and import_module(made.__module__).CARD.present(plain(data), root))
 
 
 @cache
@@ -153,7 +153,8 @@ def _over(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     return whole
 
 
-def _plain(data: str) -> str:
+def plain(data: str) -> str:
+    """The name of data without its arguments."""
     return data.partition("(")[0]
 
 

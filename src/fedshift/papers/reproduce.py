@@ -21,7 +21,7 @@ from ..experiment import Observer
 from .measures import Runs
 from .pictures import Drawn, draw
 from .plan import Plan, plans_of
-from .recipe import Way, recipes, run_name
+from .recipe import Way, plain, recipes, run_name
 from .tables import Block, Table
 from .verdict import Reproduced
 
@@ -130,9 +130,9 @@ def kept(table: Table, place: Path) -> list[Reproduced]:
 
 def _fewer(sizes: Mapping[str, int]) -> list[str]:
     """A word on data sets of which fewer samples are here than were published."""
-    published = {data: recipes().get("published", {}).get(data.partition("(")[0], 0) for data in sizes}
+    published = {data: recipes().get("published", {}).get(plain(data), 0) for data in sizes}
     return [
-        f"{size:,} training samples of {data.partition('(')[0]}'s {published[data]:,}"
+        f"{size:,} training samples of {plain(data)}'s {published[data]:,}"
         for data, size in sizes.items()
         if size < published[data]
     ]
