@@ -96,7 +96,7 @@ def test_keys_of_rows_and_columns_are_settings(everything):
         ("fedwon/table3", {"participation": 0.1, "split": "iid(clients=20, within='domain')", "samples": None}),
         ("fedwon/table11", {"metric": "balanced_accuracy", "loss": "focal(gamma=2.0, weights='balanced')"}),
         ("fedwon/table12", {"newcomers": "webcam", "unseen": "average", "method": "fedbn"}),
-        ("fedwon/table15", {"split": "dirichlet(clients=10, alpha=0.1)", "rounds": 200, "method": "fedwon(agc=0.64)"}),
+        ("fedwon/table15", {"split": "dirichlet(clients=10, alpha=0.1, minimum=10)", "rounds": 200}),
         ("fedwon/table16", {"split": "iid(clients=200, within='domain')", "participation": 0.1, "batch_size": 2}),
         ("fedwon/table18", {"method": "nonorm", "agc": 1.28, "batch_size": 2}),
         ("fedwon/table18", {"method": "nonorm", "agc": None, "batch_size": 32}),
@@ -104,7 +104,7 @@ def test_keys_of_rows_and_columns_are_settings(everything):
         ("fedwon/table19", {"method": "silobn", "agc": 1.28}),
         ("fedwon/figure3", {"method": "nonorm+single"}),
         ("fedwon/figure4", {"method": "fedwon(agc=None)", "batch_size": 4, "lr": 0.04}),
-        ("fedwon/figure6", {"split": "dirichlet(clients=100, alpha=0.5)", "participation": 0.1, "evaluate_every": 10}),
+        ("fedwon/figure6", {"split": "dirichlet(clients=100, alpha=0.5, minimum=10)", "evaluate_every": 10}),
         ("fedwon/figure11", {"method": "fedwon(agc=2.56)", "batch_size": 2, "lr": 0.01}),
     ],
 )  # fmt: skip
