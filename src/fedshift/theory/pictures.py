@@ -12,7 +12,7 @@ from matplotlib.colors import BoundaryNorm
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from ..report.figures import Panel, svg
+from ..report.figures import Panel, save_each
 from ..report.style import INK, Look, canvas, drawing, key, legend
 from . import Findings
 from .toy import DEVIATIONS, TRUE, Toy
@@ -31,15 +31,7 @@ _ERRORS = (0, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 1.6)
 
 def save(found: Findings, directory: Path) -> list[Path]:
     """Write every figure as SVG and PNG; return the paths."""
-    directory.mkdir(parents=True, exist_ok=True)
-    paths = []
-    for panel in panels(found):
-        vector, bitmap = directory / f"{panel.name}.svg", directory / f"{panel.name}.png"
-        vector.write_text(svg(panel.figure, background="white"), encoding="utf-8")
-        with drawing():
-            panel.figure.savefig(bitmap, dpi=200, metadata={"Software": None})
-        paths += [vector, bitmap]
-    return paths
+    return save_each({panel.name: panel.figure for panel in panels(found)}, directory)
 
 
 def panels(found: Findings) -> list[Panel]:
