@@ -13,7 +13,7 @@ from rich.table import Table as Grid
 from .base.errors import FedshiftError, UsageError
 from .base.files import write_atomically
 from .config import DataSpec
-from .launch import display, interruptible, wide
+from .launch import display, interruptible, say, wide
 
 if TYPE_CHECKING:
     from .papers.recipe import Way
@@ -104,12 +104,15 @@ def _list(way: Way, out: Path) -> int:
             models = dict.fromkeys(spec.model for spec in asked)
             methods = dict.fromkeys(spec.method.partition("(")[0] for spec in asked)
             needs = f"{', '.join(models)}: {', '.join(methods)}" if asked else ""
-            spent = _time(estimates.of(left(specs, out))) if specs else ""
+            try:
+                spent = _time(estimates.of(left(specs, out))) if specs else ""
+            except UsageError as error:
+                spent = f"cannot run: {error}"
             last = "; ".join(last_verdicts(table, out))
             grid.add_row(key, table.title, "\n".join(where), needs, str(len(specs)), spent, last)
     wide().print(grid)
     for note, number in notes.items():
-        _say(Console(), f"stand-in {number}: {note}")
+        say(Console(), f"stand-in {number}: {note}")
     return 0
 
 
@@ -143,13 +146,10 @@ def _run(wanted: Sequence[Table], way: Way, version: str | None, hours: float | 
     from .papers.page import write
     from .papers.reproduce import finish
 
-    console, failed = Console(), []
+    console, failed, page = Console(), [], None
     with interruptible(console) as stop, Budget(hours, stop) as budget, display(console) as observer:
         if len(wanted) > 1:
-            _say(
-                console,
-                f"{len(wanted)} tables and figures, those that take least first; steps are timed.",
-            )
+            say(console, f"{len(wanted)} tables and figures, those that take least first; steps are timed.")
             wanted = budget.ordered(wanted, way, out)
         for number, table in enumerate(wanted):
             chosen = budget.fitting(table, way, out, len(wanted) - number)
@@ -159,17 +159,18 @@ def _run(wanted: Sequence[Table], way: Way, version: str | None, hours: float | 
                 if len(wanted) == 1:
                     raise
                 failed.append(f"{table.key}: {error}")
-                _say(console, f"Failed: {failed[-1]}")
+                say(console, f"Failed: {failed[-1]}")
                 continue
             if done is None:
                 why = "Time is up" if budget.over else "Stopped"
-                _say(console, f"{why}. What was done is kept; go on with the same command.")
+                say(console, f"{why}. What was done is kept; go on with the same command.")
                 return 0 if budget.over else 130
             _show(table, done, out, console)
-            write(out)
-    _say(console, f"Page: {out / 'index.html'}")
+            page = write(out)
+    if page:
+        say(console, f"Page: {page}")
     for line in failed:
-        _say(console, f"Failed: {line}")
+        say(console, f"Failed: {line}")
     return 1 if failed else 0
 
 
@@ -180,29 +181,25 @@ def _show(table: Table, done: Finished, out: Path, console: Console) -> None:
     from .report.text import latex, markdown, terminal
 
     text = wide()
-    _say(console, f"{PAPERS[table.paper]}, {table.name}: {table.title}")
+    say(console, f"{PAPERS[table.paper]}, {table.name}: {table.title}")
     content: dict[str, list[str]] = {"md": [], "tex": []}
     for made in done.compared:
         notes = [f"{'Data' if made.own else 'Stand-in'}: {note}." for note in made.notes]
         shown = side_by_side(made)
         text.print(terminal(shown))
         for line in (*notes, made.summary):
-            _say(console, line)
+            say(console, line)
         content["md"] += [markdown(shown), *(f"{line}\n" for line in (*notes, made.summary))]
         content["tex"] += [*(f"% {line}" for line in (*notes, made.summary)), latex(shown)]
     for drawn in done.drawn:
-        _say(console, f"Drawn: {out / 'results' / table.paper / drawn.picture.name}.svg")
+        say(console, f"Drawn: {out / 'results' / table.paper / drawn.picture.name}.svg")
         if drawn.numbers:
             text.print(terminal(drawn.numbers))
             content["md"] += [markdown(drawn.numbers)]
             content["tex"] += [latex(drawn.numbers)]
     for note in dict.fromkeys(done.notes):
-        _say(console, f"Stand-in: {note}.")
+        say(console, f"Stand-in: {note}.")
         content["md"] += [f"Stand-in: {note}.\n"]
         content["tex"] += [f"% Stand-in: {note}."]
     for kind, parts in content.items():
         write_atomically(out / "results" / table.paper / f"{table.name}.{kind}", "\n".join(parts).encode())
-
-
-def _say(console: Console, said: str) -> None:
-    console.print(said, markup=False, highlight=False, soft_wrap=True)

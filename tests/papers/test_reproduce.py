@@ -143,7 +143,14 @@ def test_an_order_is_claimed_where_seeds_bear_it_out():
     clear, even = (50.0, 51.0, 52.0), (60.1, 61.0, 61.9)
     assert compared(["1", "2"], [clear, even]).claims == (1, 0)
     assert compared(["2", "1"], [clear, even]).claims == (0, 1)
-    assert "1 pairs are significant in the paper's order" in compared(["1", "2"], [clear, even]).summary
+    assert (
+        "corrected for their number: 1 in the paper's order, 0 against it"
+        in compared(["1", "2"], [clear, even]).summary
+    )
+    gone = (math.nan, 51.0, 52.0, 53.0)  # a seed that diverged is left out of both
+    paired = compared(["1", "2"], [gone, (0.0, 61.1, 62.0, 62.9)])
+    assert paired.claims == (1, 0)
+    assert paired.ours[0, 0].mean == 52
     wide = (40.0, 70.0, 71.0)
     assert compared(["1", "2"], [clear, wide]).claims == (0, 0)
     assert 2 * stats.t.sf(4 * math.sqrt(3), 2) == pytest.approx(0.02, abs=1e-3)  # gaps 3, 4, 5: mean 4, std 1

@@ -11,6 +11,7 @@ from threading import Event, Timer
 from types import TracebackType
 from typing import Self
 
+from ..base.errors import UsageError
 from .estimate import Estimates
 from .plan import plans_of
 from .recipe import Way
@@ -69,4 +70,7 @@ class Budget:
 
     def _cost(self, table: Table, way: Way, place: Path) -> float:
         specs = {spec: None for _, plan in plans_of(table, way) for spec in plan.specs}
-        return self._estimates.of(left(list(specs), place))
+        try:
+            return self._estimates.of(left(list(specs), place))
+        except UsageError:  # which running the table says
+            return 0.0

@@ -24,8 +24,6 @@ from .plan import ADAPTED, DISCORDANCE, FINAL, Cell
 from .recipe import run_name
 from .tables import Table
 
-SIMILARITIES = ("client_client", "server_client")
-
 
 class Runs:
     """Finished runs in the directory ``place``, each read once."""
@@ -33,16 +31,13 @@ class Runs:
     def __init__(self, place: Path) -> None:
         self._place = place
         self.study: Callable[[Path], Study] = cache(read_study)
+        self._similarities = cache(similarities)
         self._newcomers: dict[tuple[object, ...], ClientData] = {}
 
     def numbers(self, table: Table, cells: Sequence[Cell]) -> dict[tuple[int, int], tuple[float, ...]]:
-        """Each cell under each seed, by row and column; a client that the data lack has none."""
-        found = {}
-        for cell in cells:
-            values = [value for value in self._values(table, cell) if not math.isnan(value)]
-            if values:
-                found[cell.row, cell.column] = tuple(values)
-        return found
+        """Each cell under each seed, by row and column, NaN where a seed has none; without cells that no seed has."""
+        found = {(cell.row, cell.column): tuple(self._values(table, cell)) for cell in cells}
+        return {where: values for where, values in found.items() if not all(map(math.isnan, values))}
 
     def trained_on(self, cells: Sequence[Cell]) -> Mapping[str, int]:
         """Training samples of all clients together in the largest run on each data set."""
@@ -72,7 +67,8 @@ class Runs:
             return [discordance(*pair) for pair in _losses(study, twin)]
         if cell.measure == ADAPTED and cell.newcomer:
             return [factor * value for value in self._adapted(cell, cell.newcomer, table.metric)]
-        return _similar(self._folder(cell), cell.measure)
+        (similar,) = self._similarities(self._folder(cell)).values()
+        return [float(getattr(each, cell.measure)) for each in similar]
 
     def _adapted(self, cell: Cell, data: str, metric: str) -> list[float]:
         """The metric on a client of ``data``, which never trained, by seed.
@@ -112,9 +108,3 @@ def _losses(federated: Study, centralized: Study) -> list[tuple[list[float], lis
     both = [history(study, "loss").groupby(["seed", "round"])["value"].mean() for study in (federated, centralized)]
     common = pd.concat(both, axis=1, join="inner", keys=["federated", "centralized"])
     return [(_floats(rows["federated"]), _floats(rows["centralized"])) for _, rows in common.groupby(level="seed")]
-
-
-@cache
-def _similar(folder: Path, which: str) -> list[float]:
-    (found,) = similarities(folder).values()
-    return [float(getattr(each, which)) for each in found]

@@ -82,6 +82,8 @@ def _drawn(table: Table, panel: Panel, place: Path) -> Iterator[Drawn]:
         return
     points = [Point(keys, read_study(place / "runs" / run_name(spec))) for keys, spec in panel.points]
     points = [point for point in points if (point.study.rows["moment"] == "loaded").any()]
+    if not points:  # all of them diverged before they were measured
+        return
     if panel.x == "round":
         figure = by_round(points, panel.y, panel=panel.by)
     elif panel.x == "client":

@@ -6,6 +6,7 @@ Runs are kept one by one in a directory, so that what was interrupted goes on an
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,7 +106,8 @@ def compared(table: Table, block: Block, way: Way, plan: Plan, place: Path) -> R
         "verdict": made.verdict, "scale": made.scale, "seeds": made.seeds, "notes": list(made.notes),
         "shown": dict(made.shown), "own": made.own,
         "cells": [
-            {"row": row, "column": column, "values": values} for (row, column), values in sorted(made.values.items())
+            {"row": row, "column": column, "values": [None if math.isnan(value) else value for value in values]}
+            for (row, column), values in sorted(made.values.items())
         ],
     }  # fmt: skip
     path = _result(table, table.blocks.index(block), place)
@@ -121,7 +123,10 @@ def kept(table: Table, place: Path) -> list[Reproduced]:
         path = _result(table, number, place)
         if path.exists():
             content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            values = {(cell["row"], cell["column"]): tuple(cell["values"]) for cell in content["cells"]}
+            values = {
+                (cell["row"], cell["column"]): tuple(math.nan if value is None else value for value in cell["values"])
+                for cell in content["cells"]
+            }
             facts = {name: content[name] for name in ("scale", "seeds", "shown", "own")}
             made = Reproduced(table=table, block=block, values=values, notes=tuple(content["notes"]), **facts)
             found.append(made)
@@ -130,7 +135,8 @@ def kept(table: Table, place: Path) -> list[Reproduced]:
 
 def _fewer(sizes: Mapping[str, int]) -> list[str]:
     """A word on data sets of which fewer samples are here than were published."""
-    published = {data: recipes().get("published", {}).get(plain(data), 0) for data in sizes}
+    known = recipes().get("published", {})
+    published = {data: known.get(data, known.get(plain(data), 0)) for data in sizes}
     return [
         f"{size:,} training samples of {plain(data)}'s {published[data]:,}"
         for data, size in sizes.items()

@@ -26,7 +26,7 @@ LEVEL = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class Reproduced:
-    """A block of a table: for each cell that was run, what came out here under each seed.
+    """A block of a table: for each cell that was run, what came out here under each seed, NaN for a seed that has none.
 
     ``scale`` and ``seeds`` say how it was run, ``notes`` what stood in for the paper's data and network, which are then
     not ``own``; ``shown`` is whose place other clients take.
@@ -61,7 +61,7 @@ class Reproduced:
 
         Methods go by their means over columns. Pairs that the paper has level are not counted.
         """
-        gaps = [(theirs, mean_and_std(ours)[0]) for theirs, ours in self._gaps()]
+        gaps = [(theirs, mean_and_std(ours)[0]) for theirs, ours in self._gaps() if ours]
         return sum(theirs * ours > 0 for theirs, ours in gaps), len(gaps)
 
     @property
@@ -134,8 +134,8 @@ class Reproduced:
         if self.seeds < FEWEST:
             return f"{verdict} Fewer than {FEWEST} seeds: do not claim any order from ours (--seeds 5)."
         for_it, against = self.claims
-        told = f"{for_it} pairs are significant in the paper's order, {against} against it"
-        return f"{verdict} Paired over seeds and corrected for their number, {told}."
+        told = f"{for_it} in the paper's order, {against} against it"
+        return f"{verdict} Significant pairs, by differences over seeds, corrected for their number: {told}."
 
     def _gaps(self) -> Iterator[tuple[float, tuple[float, ...]]]:
         """The differences of pairs that can be compared: the paper's, and ours under each seed."""
@@ -150,7 +150,8 @@ class Reproduced:
             theirs = self._paper(one, columns) - self._paper(other, columns)
             if columns and theirs:
                 seeds = min(len(self.values[row, column]) for row in (one, other) for column in columns)
-                yield theirs, tuple(self._mean(one, columns, n) - self._mean(other, columns, n) for n in range(seeds))
+                gaps = (self._mean(one, columns, n) - self._mean(other, columns, n) for n in range(seeds))
+                yield theirs, tuple(gap for gap in gaps if not math.isnan(gap))
 
     def _ranks(self, column: int) -> bool:
         return self.measure(column) not in (DISCORDANCE, "rounds")
