@@ -171,9 +171,8 @@ class _Door:
                 try:
                     asked = Exchange.receive(talk)
                     answer = self.site.answer(asked)
+                    if answer.kind == "ended":
+                        self.over = str(answer.facts["say"])
                     answer.send(talk)
                 except (EOFError, OSError, ValueError):
                     self.broken.set()
-                    continue
-                if answer.kind == "ended":
-                    self.over = str(answer.facts["say"])
