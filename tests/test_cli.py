@@ -13,7 +13,7 @@ import torch
 from fedshift import __version__
 from fedshift.checkpoint import load_checkpoint
 from fedshift.engines import sequential
-from fedshift.experiment import read_study
+from fedshift.study import read_study
 
 CHECKPOINT = "trials/fedbn-seed0/checkpoint.safetensors"
 

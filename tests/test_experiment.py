@@ -14,9 +14,9 @@ from fedshift.base.errors import FedshiftError, UsageError
 from fedshift.checkpoint import load_checkpoint
 from fedshift.engines.engine import Diverged
 from fedshift.engines.sequential import step_
-from fedshift.experiment import read_study
 from fedshift.records import COLUMNS, read_rows
 from fedshift.report.tables import reported_rounds
+from fedshift.study import read_study
 
 
 def rows_of(path: Path, trial: str):

@@ -10,8 +10,8 @@ from torch import nn
 
 from fedshift.base.errors import FedshiftError, UsageError
 from fedshift.checkpoint import load_checkpoint, save_checkpoint
-from fedshift.experiment import read_study
 from fedshift.records import read_rows
+from fedshift.study import read_study
 
 MANY = {
     "fedavg": {"method": "fedavg"},

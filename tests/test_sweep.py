@@ -12,9 +12,10 @@ from pydantic import ValidationError
 from fedshift.base.errors import UsageError
 from fedshift.config import CompareSpec, SweepSpec, read_settings
 from fedshift.engines.engine import Diverged
-from fedshift.experiment import Experiment, read_study
+from fedshift.experiment import Experiment
 from fedshift.report.tables import seed_table
 from fedshift.settings import Settings
+from fedshift.study import read_study
 from fedshift.sweep import combinations, swept
 
 EXAMPLES = Path(__file__).parents[1] / "examples" / "sweeps"

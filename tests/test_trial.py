@@ -9,9 +9,9 @@ from torch import nn
 
 from fedshift.base.errors import UsageError
 from fedshift.checkpoint import load_checkpoint
-from fedshift.experiment import read_study
 from fedshift.records import read_rows
 from fedshift.settings import Settings
+from fedshift.study import read_study
 
 
 def rows_of(path: Path, trial: str):

@@ -33,13 +33,14 @@ from .data.augment import parse
 from .data.federation import Federation
 from .data.partition import matching
 from .data.transforms import Augmentation
-from .experiment import Experiment, Observer, read_study
+from .experiment import Experiment, Observer
 from .models._making import ModelFactory
 from .records import Study
 from .report.figures import figures
 from .report.page import write_page
 from .report.tables import accuracy_table, difference_table
 from .settings import Settings
+from .study import read_study
 from .trained import restored
 
 if TYPE_CHECKING:

@@ -104,8 +104,8 @@ def report(directory: Path) -> int:
         A run directory, finished or not.
 
     """
-    from .experiment import read_study
     from .report.publish import publish
+    from .study import read_study
 
     publish(read_study(directory), directory, Console())
     return 0

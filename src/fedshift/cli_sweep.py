@@ -42,9 +42,9 @@ def sweep(
 
 
 def _run(spec: SweepSpec, wanted: Sequence[Combination], directory: Path, *, resume: bool, console: Console) -> int:
-    from .experiment import read_study
     from .report.publish import publish
     from .rundir import RunDirectory, toml
+    from .study import read_study
     from .sweep import run
 
     def begin(number: int, combination: Combination) -> None:

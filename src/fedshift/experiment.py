@@ -6,10 +6,8 @@ compared. Methods of one seed start from the same weights and see the same order
 
 from __future__ import annotations
 
-import io
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -17,11 +15,10 @@ from threading import Event
 from typing import Any
 
 import numpy as np
-import pandas as pd
 
 from .analysis.privacy import Mechanism, promise
 from .base.allocator import freed_memory_kept
-from .base.errors import FedshiftError, UsageError
+from .base.errors import UsageError
 from .base.profiling import part
 from .checkpoint import load_checkpoint, load_facts
 from .core.method import Method
@@ -30,12 +27,13 @@ from .engines.auto import Choice
 from .engines.engine import Diverged
 from .facts import method_facts
 from .models._making import ModelFactory
-from .records import PICTURED, MethodFacts, Row, Study, frame, measured, read_rows, stream_rows
-from .rundir import RunDirectory, append_rows, cut_rows, environment, slug, toml, trial_folder
+from .records import PICTURED, MethodFacts, Row, frame, measured, read_rows
+from .rundir import METRICS, ROUNDS, RunDirectory, append_rows, cut_rows, slug, toml, trial_folder
 from .settings import Settings
+from .study import write_study
 from .trial import RoundDone, Trial
 
-CHECKPOINT, BEST, METRICS, ROUNDS = "checkpoint.safetensors", "best.safetensors", "metrics.jsonl", "rounds.jsonl"
+CHECKPOINT, BEST = "checkpoint.safetensors", "best.safetensors"
 SAMPLES = 8
 """Images of each client that a run keeps to show."""
 NAMED = 5
@@ -119,7 +117,7 @@ class Experiment:
         """
         observer, stop = observer or Observer(), stop or Event()
         facts = {method.name: method_facts(self._trial(method, self.seeds[0]).plan) for method in self.methods}
-        with _opened(path, resume=resume) as directory:
+        with closing(RunDirectory(path, resume=resume)) as directory:
             if resume:
                 self.accept(path)
             self._describe(directory, facts)
@@ -233,41 +231,24 @@ class Experiment:
         shown = {client.name: _shown(client.test.at(slice(0, SAMPLES)).cpu().numpy()) for client in pictured}
         return {name: image for name, image in shown.items() if image is not None}
 
-    def _describe(self, directory: RunDirectory, facts: Mapping[str, MethodFacts]) -> None:
-        images = self._images()
-        packed = io.BytesIO()
-        np.savez_compressed(packed, **{str(i): image for i, image in enumerate(images.values())})  # type: ignore[arg-type]
+    def _describe(self, directory: RunDirectory, methods: Mapping[str, MethodFacts]) -> None:
         directory.write("config.toml", toml(self.config))
         for name, content in self.files.items():
             directory.write(name, content)
-        directory.write("samples.npz", packed.getvalue())
-        directory.write_json("environment.json", environment())
-        directory.write_json(
-            "study.json",
-            {
-                "name": self.data.name,
-                "note": self.data.note,
-                "classes": self.data.classes,
-                "seeds": self.seeds,
-                "rounds": self.settings.rounds,
-                "select": self.settings.select,
-                "metric": self.settings.metric,
-                "reach": self.settings.reach,
-                "clients": {c.name: {split: len(part) for split, part in c.splits.items()} for c in self.data.clients},
-                "samples": list(images),
-                "config": dict(self.config),
-                "methods": {name: asdict(fact) for name, fact in facts.items()},
-            },
-        )
-
-
-@contextmanager
-def _opened(path: Path, *, resume: bool) -> Iterator[RunDirectory]:
-    directory = RunDirectory(path, resume=resume)
-    try:
-        yield directory
-    finally:
-        directory.close()
+        facts = {
+            "name": self.data.name,
+            "note": self.data.note,
+            "classes": self.data.classes,
+            "seeds": self.seeds,
+            "rounds": self.settings.rounds,
+            "select": self.settings.select,
+            "metric": self.settings.metric,
+            "reach": self.settings.reach,
+            "clients": {c.name: {split: len(part) for split, part in c.splits.items()} for c in self.data.clients},
+            "config": dict(self.config),
+            "methods": {name: asdict(fact) for name, fact in methods.items()},
+        }
+        write_study(directory, facts, self._images())
 
 
 class _Notices:
@@ -292,37 +273,3 @@ def _shown(x: np.ndarray) -> np.ndarray | None:
         low, high = float(x.min()), float(x.max())
         x = ((x - low) / (high - low or 1.0) * 255).round().astype(np.uint8)
     return np.ascontiguousarray(x.transpose(0, 2, 3, 1))
-
-
-def read_study(path: Path) -> Study:
-    """What the run in directory ``path`` has left so far; :class:`UsageError` where there is none."""
-    try:
-        facts = json.loads((path / "study.json").read_text(encoding="utf-8"))
-        machine = json.loads((path / "environment.json").read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise UsageError(f"{path} holds no run: give a directory that `fedshift run` or `compare` wrote") from error
-    except json.JSONDecodeError as error:
-        raise FedshiftError(f"{path}: study.json or environment.json is damaged ({error})") from error
-    runs = [(method, seed) for method in facts["methods"] for seed in facts["seeds"]]
-    trials = [(*run, trial_folder(path, *run)) for run in runs]
-    moved = ("round", "down", "up", "seconds")
-    traffic = [
-        {"method": method, "seed": seed, **{name: row[name] for name in moved}}
-        for method, seed, folder in trials
-        for row in stream_rows(folder / ROUNDS)
-    ]
-    with np.load(path / "samples.npz") as packed:
-        samples = {name: packed[str(i)] for i, name in enumerate(facts.pop("samples"))}
-    notices = path / "notices.json"
-    return Study(
-        **{**facts, "seeds": tuple(facts["seeds"]), "methods": _facts(facts["methods"])},
-        rows=frame(row for *_, folder in trials for row in stream_rows(folder / METRICS)),
-        traffic=pd.DataFrame(traffic, columns=["method", "seed", *moved]),
-        environment=machine,
-        samples=samples,
-        notices=tuple(json.loads(notices.read_text(encoding="utf-8"))) if notices.exists() else (),
-    )
-
-
-def _facts(methods: Mapping[str, Any]) -> dict[str, MethodFacts]:
-    return {name: MethodFacts(**{**fact, "entries": tuple(fact["entries"])}) for name, fact in methods.items()}

@@ -66,8 +66,8 @@ def execute(spec: RunSpec | CompareSpec, command: str, place: Place) -> int:
 
 def published(directory: Path, console: Console) -> FedshiftError | OSError | None:
     """Show and write what the run in ``directory`` has left so far, if anything; what kept that from being done."""
-    from .experiment import read_study
     from .report.publish import publish
+    from .study import read_study
 
     if (directory / "study.json").exists():
         try:

@@ -30,6 +30,8 @@ from .records import Row, read_rows
 
 LOCK, OWNER = ".lock", ".owner"
 """The lock file, which the operating system frees when its process dies, and the number of that process."""
+METRICS, ROUNDS = "metrics.jsonl", "rounds.jsonl"
+"""Files of a trial: what was measured, and what each round took."""
 MACHINES = "machines"
 """Folder of a run across machines: who takes part, and what the programs said that connect them."""
 

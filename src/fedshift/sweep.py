@@ -24,10 +24,11 @@ from .build import experiment_of, methods, methods_of, settings_of
 from .config import CompareSpec, SweepSpec
 from .data.files.reading import Progress
 from .engines.engine import Diverged
-from .experiment import Observer, read_study
+from .experiment import Observer
 from .report.curves import Point, said
 from .rundir import slug
 from .sources import changes_of
+from .study import read_study
 
 DONE = "done.json"
 """The settings under which a combination was run to its end, in its directory."""

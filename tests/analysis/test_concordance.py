@@ -10,8 +10,8 @@ from fedshift.analysis.concordance import CONCORDANT, discordance, is_concordant
 from fedshift.base.errors import UsageError
 from fedshift.build import experiment_of
 from fedshift.config import CompareSpec
-from fedshift.experiment import read_study
 from fedshift.report.concordance import concordance_table
+from fedshift.study import read_study
 
 DATA = Path(os.environ.get("FEDSHIFT_DATA", ""))
 

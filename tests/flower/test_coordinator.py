@@ -6,9 +6,9 @@ import pytest
 
 from fedshift.base.errors import FedshiftError, UsageError
 from fedshift.data.federation import label_counts
-from fedshift.experiment import read_study
 from fedshift.flower.local_data import meaning
 from fedshift.flower.population import Described, Population
+from fedshift.study import read_study
 from tests.flower.sites import Heard, SiteGrid, coordinator, in_process, same_as_in_process, sites_of, spec_for
 
 FIVE = "pen,photo,print,faded,worn"

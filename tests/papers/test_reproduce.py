@@ -12,7 +12,6 @@ from scipy import stats
 
 from fedshift.analysis.concordance import discordance
 from fedshift.base.errors import UsageError
-from fedshift.experiment import read_study
 from fedshift.papers import budget, page, pictures, recipe, reproduce, tables
 from fedshift.papers.budget import Budget
 from fedshift.papers.plan import plans_of
@@ -21,6 +20,7 @@ from fedshift.papers.reproduce import finish, kept, last_verdicts, left
 from fedshift.papers.tables import Block, Printed, Table
 from fedshift.papers.verdict import Reproduced, side_by_side
 from fedshift.report.tables import history
+from fedshift.study import read_study
 
 SETTINGS = {"rounds": 2, "samples": 16, "lr": 0.05, "model": "small-cnn", "domains": "pen,photo", "data": "digits"}
 

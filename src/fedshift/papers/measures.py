@@ -14,11 +14,11 @@ from ..adaptation.policies import measured_on, models
 from ..adaptation.site import site
 from ..analysis.concordance import discordance
 from ..data.federation import ClientData
-from ..experiment import read_study
 from ..features import similarities
 from ..records import Study, frame, measured
 from ..report.tables import history, seed_table
 from ..report.target import best
+from ..study import read_study
 from ..trained import experiment_in, restored
 from .plan import ADAPTED, DISCORDANCE, FINAL, Cell
 from .recipe import run_name

@@ -14,7 +14,6 @@ from matplotlib.figure import Figure
 
 from ..analysis.statistics import mean_and_std
 from ..base.files import write_atomically
-from ..experiment import read_study
 from ..features import study as features
 from ..features.pictures import panels
 from ..report.curves import TRAIN_LOSS, Point, by_round, by_setting, said
@@ -23,6 +22,7 @@ from ..report.figures import svg
 from ..report.style import canvas, drawing, legend, looks_of
 from ..report.tables import history, seed_table
 from ..report.text import MISSING, Cell, TextTable
+from ..study import read_study
 from ..theory.pictures import toy_panels
 from ..theory.toy import toy
 from .plan import Panel, Plan
