@@ -57,13 +57,30 @@ def test_the_accuracy_shown_is_the_macro_accuracy_of_the_personal_models(experim
     assert f"loss {trained[0]['loss_sum'] / trained[0]['samples']:.4f}" in last
 
 
+@pytest.mark.parametrize(("metric", "said"), [("balanced_accuracy", "balanced accuracy 75.00"), ("auc", "AUC 90.00")])
+def test_the_metric_of_the_tables_is_shown_of_the_clients_that_define_it(metric, said):
+    row = {"split": "test", "model": "personal", "samples": 4, "hits": [3, 0], "support": [3, 1], "auc": 0.9}
+    rows = [{**row, "client": "a"}, {**row, "client": "b", "hits": [2, 2], "support": [2, 2], "auc": None}]
+    console, screen = Console(file=io.StringIO(), width=200), terminal()
+    with LiveDisplay(screen) as display:
+        for watch in (PlainLines(console), display):
+            watch.begin(["m"], [0], 1, ["a", "b"], metric)
+            watch.trial("m", 0, 0)
+            watch.round(RoundDone(round=1, participants=("a", "b"), down=0, up=0, seconds=0.1, rows=rows))
+        frame = terminal()
+        frame.print(display.live.renderable)
+    assert f"{said} % (a " in console.file.getvalue()
+    assert ("b 100.0" in console.file.getvalue()) == (metric != "auc")
+    assert f"test {said.rpartition(' ')[0]}" in frame.file.getvalue()
+
+
 def test_names_are_shown_as_they_are(tmp_path):
     console = Console(file=io.StringIO(), width=200)
     lines = PlainLines(console)
-    lines.begin(["m"], [0], 1, ["[red]"])
+    lines.begin(["m"], [0], 1, ["[red]"], "accuracy")
     lines.trial("[bold]m", 0, 0)
     lines.client("[red]", 0.5)
-    row = {"client": "[red]", "split": "test", "model": "personal", "hits": [1, 0], "samples": 2}
+    row = {"client": "[red]", "split": "test", "model": "personal", "hits": [1, 0], "support": [1, 1], "samples": 2}
     others = [{**row, "model": "global", "hits": [2, 0]}, {**row, "split": "validation", "hits": [0, 0]}]
     lines.round(RoundDone(round=1, participants=("[red]",), down=0, up=0, seconds=0.1, rows=[row, *others]))
     lines.notice("[link]x")
@@ -74,7 +91,7 @@ def test_names_are_shown_as_they_are(tmp_path):
 def test_a_round_in_which_nobody_has_a_model_yet_is_a_line_too():
     console = Console(file=io.StringIO(), width=200)
     lines = PlainLines(console)
-    lines.begin(["m"], [0], 2, ["a"])
+    lines.begin(["m"], [0], 2, ["a"], "accuracy")
     lines.trial("m", 0, 0)
     lines.client("a", 0.5)
     lines.round(
@@ -89,11 +106,11 @@ def test_of_many_clients_a_line_says_the_mean_and_the_worst():
     console = Console(file=io.StringIO(), width=400)
     lines = PlainLines(console)
     names = [f"client{number}" for number in range(21)]
-    lines.begin(["m"], [0], 1, names)
+    lines.begin(["m"], [0], 1, names, "accuracy")
     lines.trial("m", 0, 0)
     for name in names:
         lines.client(name, 0.5)
-    tested = {"split": "test", "model": "personal", "samples": 4}
+    tested = {"split": "test", "model": "personal", "samples": 4, "support": [2, 2]}
     rows = [{**tested, "client": name, "hits": [2, 1 if number == 7 else 2]} for number, name in enumerate(names)]
     lines.round(RoundDone(round=1, participants=tuple(names), down=0, up=0, seconds=0.1, rows=rows))
     assert console.file.getvalue() == (
@@ -132,7 +149,7 @@ def test_the_live_display_shows_each_client_and_leaves_the_terminal_clean(experi
 def test_the_live_display_of_many_clients_stays_on_one_screen():
     with LiveDisplay(terminal()) as display:
         names = [f"client{number}" for number in range(500)]
-        display.begin(["m"], [0], 3, names)
+        display.begin(["m"], [0], 3, names, "accuracy")
         display.trial("m", 0, 0)
         for number, name in enumerate(names, start=1):
             display.client(name, number)
@@ -148,7 +165,7 @@ def test_the_live_display_of_many_clients_stays_on_one_screen():
 
 def test_a_resumed_trial_starts_where_it_stopped():
     with LiveDisplay(terminal()) as display:
-        display.begin(["m"], [0], 5, ["a"])
+        display.begin(["m"], [0], 5, ["a"], "accuracy")
         display.trial("m", 0, 3)
         assert display.bar.tasks[0].completed == 3
         assert display.bar.tasks[0].total == 5

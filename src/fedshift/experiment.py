@@ -44,8 +44,10 @@ NOTHING = (0, 0.0)
 class Observer:
     """Hears what happens while an experiment runs; every method is a no-op to override."""
 
-    def begin(self, methods: Sequence[str], seeds: Sequence[int], rounds: int, clients: Sequence[str]) -> None:
-        """The experiment starts."""
+    def begin(
+        self, methods: Sequence[str], seeds: Sequence[int], rounds: int, clients: Sequence[str], metric: str
+    ) -> None:
+        """The experiment starts; ``metric`` is what its tables will report."""
 
     def trial(self, method: str, seed: int, done: int) -> None:
         """A trial starts, or goes on after ``done`` rounds."""
@@ -121,7 +123,8 @@ class Experiment:
             if resume:
                 self.accept(path)
             self._describe(directory, facts)
-            observer.begin([m.name for m in self.methods], self.seeds, self.settings.rounds, self.data.names)
+            names, settings = [method.name for method in self.methods], self.settings
+            observer.begin(names, self.seeds, settings.rounds, self.data.names, settings.metric)
             notices = _Notices(directory, observer)
             for notice in self.data.notices:
                 notices.say(notice)

@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from .engines.auto import Choice
 from .experiment import Observer
+from .records import METRICS, frame, measured
 from .trial import RoundDone
 
 SHOWN = 20
@@ -26,13 +27,20 @@ class _Watch(Observer):
         self.console = console
         self.method, self.seed, self.rounds, self.number = "", 0, 0, 0
         self.loss: dict[str, float] = {}
-        self.accuracy: dict[str, float] = {}
+        self.metric = "accuracy"
+        self.figure: dict[str, float] = {}
         self.engines: set[tuple[str, str]] = set()
+
+    @override
+    def begin(
+        self, methods: Sequence[str], seeds: Sequence[int], rounds: int, clients: Sequence[str], metric: str
+    ) -> None:
+        self.rounds, self.metric = rounds, metric
 
     @override
     def trial(self, method: str, seed: int, done: int) -> None:
         self.method, self.seed, self.number = method, seed, done
-        self.loss, self.accuracy = {}, {}
+        self.loss, self.figure = {}, {}
 
     @override
     def client(self, client: str, loss: float) -> None:
@@ -41,9 +49,9 @@ class _Watch(Observer):
     @override
     def round(self, done: RoundDone) -> None:
         self.number = done.round
-        for row in done.rows:
-            if (row["split"], row["model"]) == ("test", "personal"):
-                self.accuracy[row["client"]] = 100 * sum(row["hits"]) / row["samples"]
+        tested = frame(row for row in done.rows if (row["split"], row["model"]) == ("test", "personal"))
+        defined = 100 * measured(tested.set_index("client"), self.metric).dropna()
+        self.figure |= {str(client): float(value) for client, value in defined.items()}
 
     @override
     def engine(self, method: str, choice: Choice) -> None:
@@ -61,8 +69,11 @@ class PlainLines(_Watch):
     """One line for each evaluated round; what a log file or a pipe gets."""
 
     @override
-    def begin(self, methods: Sequence[str], seeds: Sequence[int], rounds: int, clients: Sequence[str]) -> None:
-        self.rounds, self.left = rounds, len(methods) * len(seeds) * rounds
+    def begin(
+        self, methods: Sequence[str], seeds: Sequence[int], rounds: int, clients: Sequence[str], metric: str
+    ) -> None:
+        super().begin(methods, seeds, rounds, clients, metric)
+        self.left = len(methods) * len(seeds) * rounds
         self.began, self.run = time.monotonic(), 0
 
     @override
@@ -76,14 +87,14 @@ class PlainLines(_Watch):
         self.run, self.left = self.run + 1, self.left - 1
         if all(row["split"] == "train" for row in done.rows):
             return
-        many = len(self.accuracy) > SHOWN
-        named = [min(self.accuracy, key=self.accuracy.__getitem__)] if many else self.accuracy
-        each = " ".join(f"{client} {self.accuracy[client]:.1f}" for client in named)
+        many = len(self.figure) > SHOWN
+        named = [min(self.figure, key=self.figure.__getitem__)] if many else list(self.figure)
+        each = " ".join(f"{client} {self.figure[client]:.1f}" for client in named)
         left = (time.monotonic() - self.began) / self.run * self.left
+        figure = f"{METRICS[self.metric]} {_mean(self.figure):.2f} % ({'worst: ' if many else ''}{each})"
         self.console.print(
             f"{self.method} seed {self.seed} round {done.round}/{self.rounds}: "
-            f"loss {_mean(self.loss):.4f}, accuracy {_mean(self.accuracy):.2f} % ({'worst: ' if many else ''}{each}), "
-            f"{_clock(left)} left",
+            f"loss {_mean(self.loss):.4f}, {figure}, {_clock(left)} left",
             markup=False, highlight=False, soft_wrap=True,
         )  # fmt: skip
 
@@ -111,8 +122,11 @@ class LiveDisplay(_Watch):
         self.live.stop()
 
     @override
-    def begin(self, methods: Sequence[str], seeds: Sequence[int], rounds: int, clients: Sequence[str]) -> None:
-        self.rounds, self.clients = rounds, dict.fromkeys(clients)
+    def begin(
+        self, methods: Sequence[str], seeds: Sequence[int], rounds: int, clients: Sequence[str], metric: str
+    ) -> None:
+        super().begin(methods, seeds, rounds, clients, metric)
+        self.clients = dict.fromkeys(clients)
         self.bar.reset(self.task, total=len(methods) * len(seeds) * rounds)
 
     @override
@@ -138,19 +152,19 @@ class LiveDisplay(_Watch):
     def _drawn(self) -> Group:
         """The bar and the table as they are now; the display asks for it a few times a second."""
         names, table = list(self.names), Table(box=None, padding=(0, 2))
-        for title in ("client", "training loss", "test accuracy"):
+        for title in ("client", "training loss", f"test {METRICS[self.metric]}"):
             table.add_column(title, justify="left" if title == "client" else "right")
         for name in names[:SHOWN]:
-            table.add_row(name, *_shown(self.loss.get(name), self.accuracy.get(name)))
+            table.add_row(name, *_shown(self.loss.get(name), self.figure.get(name)))
         if len(names) > SHOWN:
             table.add_row(f"and {len(names) - SHOWN:,} more", "", "")
-            means = (_mean(figures) if figures else None for figures in (self.loss, self.accuracy))
+            means = (_mean(figures) if figures else None for figures in (self.loss, self.figure))
             table.add_row("mean of all", *_shown(*means))
         return Group(self.bar, table)
 
 
-def _shown(loss: float | None, accuracy: float | None) -> tuple[str, str]:
-    return "" if loss is None else f"{loss:.4f}", "" if accuracy is None else f"{accuracy:.2f} %"
+def _shown(loss: float | None, figure: float | None) -> tuple[str, str]:
+    return "" if loss is None else f"{loss:.4f}", "" if figure is None else f"{figure:.2f} %"
 
 
 def _mean(figures: Mapping[str, float]) -> float:

@@ -95,8 +95,10 @@ class Report(Observer):
         self.changed.set()
 
     @override
-    def begin(self, methods: Sequence[str], seeds: Sequence[int], rounds: int, clients: Sequence[str]) -> None:
-        self.tell("begin", list(methods), list(seeds), rounds, list(clients))
+    def begin(
+        self, methods: Sequence[str], seeds: Sequence[int], rounds: int, clients: Sequence[str], metric: str
+    ) -> None:
+        self.tell("begin", list(methods), list(seeds), rounds, list(clients), metric)
 
     @override
     def trial(self, method: str, seed: int, done: int) -> None:
