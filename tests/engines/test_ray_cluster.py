@@ -13,9 +13,11 @@ import torch
 from torch import nn
 
 from fedshift.base.errors import UsageError
+from fedshift.core.kernel import init_server
 from fedshift.core.optimizer import SGD
 from fedshift.core.prepare import prepare
 from fedshift.data.split import Split
+from fedshift.engines import ray
 from fedshift.engines.ray import OWN, Ray, _connected
 from fedshift.methods.fedavg import fedavg
 
@@ -42,6 +44,9 @@ class Known:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if self.error:
             raise self.error
+
+    def put(self, value):
+        return value
 
     def cluster_resources(self):
         return {"memory": 1.0}
@@ -104,9 +109,10 @@ def test_what_ray_refuses_is_told_and_signals_stay(known, error):
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_a_cluster_without_processors_is_refused():
+def test_a_cluster_without_processors_is_refused(monkeypatch):
+    monkeypatch.setattr(ray, "_connected", lambda workers: Known())
     with pytest.raises(UsageError, match="has no processors: add a host to it by `ray start --address`"):
-        Ray(plan_of(), DATA, 0)._at_once(Known())
+        next(Ray(plan_of(), DATA, 0).train(init_server(plan_of()), {}))
 
 
 def test_what_cannot_be_sent_other_devices_and_a_missing_package_are_refused(monkeypatch):

@@ -17,7 +17,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from itertools import count
 from multiprocessing.connection import Connection, wait
@@ -30,8 +29,9 @@ from ..base.processors import processors
 from ..base.profiling import add, part
 from ..core.kernel import Client, Server
 from ..core.plan import Plan
-from .engine import Data, Engine, Trained
-from .shelf import Shelf, copied, packed_apart
+from .engine import Data, Trained
+from .shelf import Shelf, copied
+from .spread import GO_ON, Spread
 from .worker import send_shelf
 
 START = (
@@ -40,7 +40,7 @@ START = (
 )
 
 
-class Pool(Engine):
+class Pool(Spread):
     """Runs what can be sent to another process, on the CPU."""
 
     _numbers = count()
@@ -50,56 +50,16 @@ class Pool(Engine):
         self._number = next(self._numbers)
         self._shelves: tuple[Shelf, Shelf] | None = None
         self._told: list[_Hand] = []
+        self._hands: list[_Hand] = []
+        self._free: list[_Hand] = []
         self._trial = b""
 
     @override
     @classmethod
     def refusal(cls, plan: Plan, data: Data) -> str | None:
-        device = next(iter(data.values())).y.device.type
-        if device != "cpu":
-            return f"uses processors, but the device is {device}"
         if os.name != "posix":
             return "shares memory in a way that this operating system does not have"
-        try:
-            packed_apart(plan)
-        except Exception as error:
-            return f"cannot send {plan.method.name} or the model to another process ({error})"
-        return None
-
-    @override
-    def train(self, server: Server, clients: Mapping[str, Client]) -> Iterator[tuple[str, Trained]]:
-        hands = _hired(min(self.workers or processors(), len(clients)))
-        try:
-            with part("hand over"):
-                self._tell(hands, server)
-        except BaseException:  # what they have heard of it cannot be told
-            for hand in hands:
-                hand.end()
-            raise
-        waiting = sorted(clients, key=self._work_of(clients), reverse=True)
-        free, busy, failed = list(hands), dict[Connection, tuple[_Hand, str]](), None
-        try:
-            while busy or (waiting and not failed):
-                while waiting and free and not failed:
-                    hand, name = free.pop(0), waiting.pop(0)
-                    busy[hand.talk] = hand, name
-                    hand.send("work", self._number, name, hand.shelf.lay(clients[name]))
-                for talk in wait(list(busy)):
-                    hand, name = busy[talk]  # type: ignore[index]
-                    found = hand.receive(name, server.round + 1)
-                    del busy[talk]  # type: ignore[arg-type]
-                    free.append(hand)
-                    if isinstance(found, BaseException):
-                        failed = failed or found
-                    else:
-                        trained: Trained = hand.shelf.take(found)
-                        client, update = copied(trained.client), copied(trained.update)
-                        yield name, Trained(client=client, update=update, loss_sum=trained.loss_sum)
-        finally:
-            for hand, _ in busy.values():  # stopped on the way: what they compute is of no use
-                hand.end()
-        if failed:
-            raise failed
+        return super().refusal(plan, data)
 
     @override
     def close(self) -> None:
@@ -108,6 +68,46 @@ class Pool(Engine):
         for shelf in self._shelves or ():
             shelf.close()
         self._told, self._shelves = [], None
+
+    @override
+    def _ready(self, server: Server, clients: int) -> int:
+        hands = _hired(min(self.workers or processors(), clients))
+        try:
+            with part("hand over"):
+                self._tell(hands, server)
+        except BaseException:  # what they have heard of it cannot be told
+            for hand in hands:
+                hand.end()
+            raise
+        self._hands, self._free = hands, list(hands)
+        return len(hands)
+
+    @override
+    def _start(self, name: str, client: Client) -> _Hand:
+        hand = self._free.pop(0)
+        hand.send("work", self._number, name, hand.shelf.lay(client))
+        return hand
+
+    @override
+    def _ended(self, tasks: list[_Hand]) -> list[_Hand]:
+        heard = wait([hand.talk for hand in tasks])
+        return [hand for hand in tasks if hand.talk in heard]
+
+    @override
+    def _outcome(self, task: _Hand, client: str, round: int) -> Trained | BaseException:
+        found = task.receive(client, round)
+        self._free.append(task)
+        if isinstance(found, BaseException):
+            return found
+        trained: Trained = task.shelf.take(found)
+        state, update = copied(trained.client), copied(trained.update)
+        return Trained(client=state, update=update, loss_sum=trained.loss_sum)
+
+    @override
+    def _abandon(self, tasks: list[_Hand]) -> None:
+        for hand in self._hands:
+            if hand not in self._free:  # one may have been told to begin and not be among ``tasks`` yet
+                hand.end()
 
     def _tell(self, hands: list[_Hand], server: Server) -> None:
         """Let ``hands`` know the trial, if they do not, and what the server broadcasts."""
@@ -124,10 +124,6 @@ class Pool(Engine):
                     hand.lend(shelf)
                 self._told.append(hand)
             hand.send("server", self._number, laid)
-
-    def _work_of(self, clients: Mapping[str, Client]) -> Any:
-        """How many samples a client has before it: the longest first, so that all end at about the same time."""
-        return lambda name: len(self.coming(name, clients[name])[1]) * len(self.data[name])
 
 
 class _Hand:
@@ -168,8 +164,7 @@ class _Hand:
             self.end()
             return FedshiftError(
                 f"the worker process that trained client {client!r} in round {round} {_cause(self.process.returncode)}"
-                f"{f': {said[-1]}' if said else ''}. What was saved before is intact: go on with --resume, with fewer "
-                "--workers, or with --engine sequential"
+                f"{f': {said[-1]}' if said else ''}. {GO_ON}"
             )
         add(seconds)
         return found  # type: ignore[no-any-return]

@@ -15,8 +15,6 @@ import signal
 import socket
 import sys
 import threading
-import traceback
-from collections.abc import Iterator, Mapping
 from functools import cache, lru_cache
 from importlib.util import find_spec
 from typing import Any
@@ -31,10 +29,10 @@ from ..base.profiling import Seconds, add, part, recording
 from ..core.kernel import Client, Server
 from ..core.plan import Plan
 from ..data.split import Split
-from .engine import Data, Engine, Trained
+from .engine import Data, Trained
 from .parcel import Parcel, opened, wrapped
 from .sequential import Sequential
-from .shelf import packed_apart
+from .spread import GO_ON, Spread, attempted
 
 OWN = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # off, every port is of the loopback, on any operating system
@@ -45,76 +43,72 @@ PATIENCE = 10.0
 """Seconds for the host of ``RAY_ADDRESS`` to answer; Ray itself tries for minutes."""
 
 
-class Ray(Engine):
+class Ray(Spread):
     """Runs what can be sent to another process, on CPUs, where the package ``ray`` is installed."""
 
     def __init__(self, plan: Plan, data: Data, seed: int, workers: int | None = None) -> None:
         super().__init__(plan, data, seed, workers)
+        self._ray: Any = None
         self._plan: Any = None
+        self._known: list[Any] = []
         self._samples: dict[str, Any] = {}
 
     @override
     @classmethod
     def refusal(cls, plan: Plan, data: Data) -> str | None:
-        device = next(iter(data.values())).y.device.type
-        if device != "cpu":
-            return f"uses processors, but the device is {device}"
         if find_spec("ray") is None:
             return "needs the package ray (pip install 'fedshift[ray]')"
-        try:
-            packed_apart(plan)
-        except Exception as error:
-            return f"cannot send {plan.method.name} or the model to another process ({error})"
-        return None
-
-    @override
-    def train(self, server: Server, clients: Mapping[str, Client]) -> Iterator[tuple[str, Trained]]:
-        with part("start"):
-            ray = _connected(self.workers)
-        with part("hand over"):
-            self._plan = self._plan or ray.put(wrapped(self.plan))
-            known = [self._plan, ray.put(wrapped(server))]  # in a list: fetched by a worker that has them not yet
-        waiting = sorted(clients, key=self._work_of(clients))
-        at_once, busy, failed = self._at_once(ray), dict[Any, str](), None
-        try:
-            while busy or (waiting and not failed):
-                while waiting and len(busy) < at_once and not failed:
-                    name = waiting.pop()
-                    busy[self._start(ray, known, name, clients[name])] = name
-                (done,), _ = ray.wait(list(busy))
-                name = busy.pop(done)
-                found = _received(ray, done, name, server.round + 1)
-                if isinstance(found, BaseException):
-                    failed = failed or found
-                else:
-                    yield name, found
-        finally:
-            for task in busy:  # stopped on the way: what they compute is of no use
-                ray.cancel(task, force=True)
-        if failed:
-            raise failed
+        return super().refusal(plan, data)
 
     @override
     def close(self) -> None:
-        self._plan, self._samples = None, {}
+        self._plan, self._known, self._samples = None, [], {}
 
-    def _start(self, ray: Any, known: list[Any], name: str, client: Client) -> Any:
+    @override
+    def _ready(self, server: Server, clients: int) -> int:
+        with part("start"):
+            self._ray = _connected(self.workers)
         with part("hand over"):
-            if name not in self._samples:
-                data = self.data[name]  # its own rows, of what may be one array of all clients
-                own = Split(x=data.x, y=data.y, normalization=data.normalization)
-                self._samples[name] = ray.put(wrapped(own))
-            return _task().remote(known, self._samples[name], self.seed, name, wrapped(client))
-
-    def _at_once(self, ray: Any) -> int:
-        there = int(ray.cluster_resources().get("CPU", 0))
+            self._plan = self._plan or self._ray.put(wrapped(self.plan))
+            self._known = [self._plan, self._ray.put(wrapped(server))]  # in a list: fetched by who has them not yet
+        there = int(self._ray.cluster_resources().get("CPU", 0))
         if not there:
             raise UsageError("the Ray cluster has no processors: add a host to it by `ray start --address`")
         return self.workers or there
 
-    def _work_of(self, clients: Mapping[str, Client]) -> Any:
-        """How many samples a client has before it: who has most begins, so that all end at about the same time."""
-        return lambda name: len(self.coming(name, clients[name])[1]) * len(self.data[name])
+    @override
+    def _start(self, name: str, client: Client) -> Any:
+        with part("hand over"):
+            if name not in self._samples:
+                data = self.data[name]  # its own rows, of what may be one array of all clients
+                own = Split(x=data.x, y=data.y, normalization=data.normalization)
+                self._samples[name] = self._ray.put(wrapped(own))
+            return _task().remote(self._known, self._samples[name], self.seed, name, wrapped(client))
+
+    @override
+    def _ended(self, tasks: list[Any]) -> list[Any]:
+        ended, _ = self._ray.wait(tasks)
+        return list(ended)
+
+    @override
+    def _outcome(self, task: Any, client: str, round: int) -> Trained | BaseException:
+        try:
+            found, seconds = self._ray.get(task)
+        except self._ray.exceptions.RayError as error:
+            *_, last = str(error).strip().splitlines() or [""]
+            lost = FedshiftError(
+                f"the Ray worker that trained client {client!r} in round {round} was lost "
+                f"({type(error).__name__}: {last}). {GO_ON}"
+            )
+            lost.__cause__ = error
+            return lost
+        add(seconds)
+        return opened(found)  # type: ignore[no-any-return]
+
+    @override
+    def _abandon(self, tasks: list[Any]) -> None:
+        for task in tasks:
+            self._ray.cancel(task, force=True)
 
 
 def work(known: list[Any], samples: Parcel, seed: int, name: str, client: Parcel) -> tuple[Parcel, Seconds]:
@@ -123,16 +117,13 @@ def work(known: list[Any], samples: Parcel, seed: int, name: str, client: Parcel
     ``known``: where plan and broadcast lie.
     """
     torch.set_num_threads(1)
-    done: Any
+
+    def trained() -> Trained:
+        plan, server = map(_fetched, known)
+        return Sequential(plan, {name: opened(samples)}, seed).work(server, name, opened(client))
+
     with freed_memory_kept(), recording() as seconds:
-        try:
-            plan, server = map(_fetched, known)
-            done = Sequential(plan, {name: opened(samples)}, seed).work(server, name, opened(client))
-        except FedshiftError as error:
-            done = error
-        except BaseException as error:  # of a type that may be unknown over there, or refuse to be made again
-            done = RuntimeError(f"{type(error).__name__}: {error}")
-            done.add_note(f"In the worker process:\n{traceback.format_exc()}")
+        done = attempted(trained)
     return wrapped(done), seconds
 
 
@@ -150,23 +141,6 @@ def _task() -> Any:
     import ray
 
     return ray.remote(num_cpus=1, max_retries=0)(work)
-
-
-def _received(ray: Any, task: Any, client: str, round: int) -> Any:
-    """A task's outcome, or the error that there was instead."""
-    try:
-        found, seconds = ray.get(task)
-    except ray.exceptions.RayError as error:
-        *_, last = str(error).strip().splitlines() or [""]
-        lost = FedshiftError(
-            f"the Ray worker that trained client {client!r} in round {round} was lost "
-            f"({type(error).__name__}: {last}). What was saved before is intact: go on with --resume, with fewer "
-            "--workers, or with --engine sequential"
-        )
-        lost.__cause__ = error
-        return lost
-    add(seconds)
-    return opened(found)
 
 
 def _connected(workers: int | None) -> Any:

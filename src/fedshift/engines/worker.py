@@ -10,19 +10,17 @@ import os
 import pickle
 import socket
 import threading
-import traceback
 from multiprocessing.connection import Connection
-from typing import Any
 
 import cloudpickle
 import torch
 
 from ..base.allocator import freed_memory_kept
-from ..base.errors import FedshiftError
 from ..base.profiling import recording
 from ..core.kernel import Server
 from .sequential import Sequential
 from .shelf import Shelf, copied
+from .spread import attempted
 
 
 class Worker:
@@ -62,17 +60,13 @@ class Worker:
 
     def _work(self, number: int, name: str, laid: bytes) -> bytes:
         """The outcome for one client, or the error that there was instead; and the seconds that the parts took."""
-        done: Any
+
+        def trained() -> bytes:
+            client = copied(self.own.take(laid))  # the outcome will lie where the client lies now
+            return self.own.lay(self.engines[number].work(self.servers[number], name, client))
+
         with recording() as seconds:
-            try:
-                client = copied(self.own.take(laid))  # the outcome will lie where the client lies now
-                trained = self.engines[number].work(self.servers[number], name, client)
-                done = self.own.lay(trained)
-            except FedshiftError as error:
-                done = error
-            except BaseException as error:  # of a type that may be unknown over there, or refuse to be made again
-                done = RuntimeError(f"{type(error).__name__}: {error}")
-                done.add_note(f"In the worker process:\n{traceback.format_exc()}")
+            done = attempted(trained)
         return cloudpickle.dumps((done, seconds))  # type: ignore[no-any-return]
 
 
