@@ -103,8 +103,11 @@ def test_a_client_that_comes_later_is_admitted_after_the_round(tmp_path, machine
 def test_only_those_whom_the_settings_name_take_part(tmp_path, machine):
     spec = spec_for()
     grid = SiteGrid(sites_of(spec_for(domains=FIVE), tmp_path))
-    assert coordinator(spec, grid, tmp_path / "served", Heard(), clients=3).run()
+    heard = Heard()
+    assert coordinator(spec, grid, tmp_path / "served", heard, clients=3).run()
     same_as_in_process(spec, tmp_path / "served", tmp_path, tmp_path / "reference")
+    left_out = [f"{name} takes no part: the settings name pen, photo, print (domains)" for name in ("faded", "worn")]
+    assert sorted(said for said in heard.notices if "takes no part" in said) == left_out
     assert {node for node, question in grid.asked if question.kind == "train"} == {1, 2, 3}
 
 

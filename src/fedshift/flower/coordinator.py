@@ -211,7 +211,10 @@ class Coordinator:
         return [self.nodes.known[name] for name in names if not self.order or name in self.order]
 
     def _came(self) -> None:
-        """A client that is new is admitted after the round in progress."""
+        """A client that is new is admitted after the round in progress, where the settings do not leave it out."""
+        for name in sorted(self.nodes.online - self.turned_away - set(self.order) if self.order else ()):
+            self.turned_away.add(name)
+            self.report.notice(f"{name} takes no part: the settings name {', '.join(self.order)} (domains)")
         if self.population.clients and self._new():
             self.report.changed.set()
 
