@@ -12,6 +12,9 @@ import pytest
 
 from fedshift import papers
 from fedshift.names import expressions, resolve
+from fedshift.papers import plan
+from fedshift.papers.recipe import Way
+from fedshift.papers.tables import table
 from fedshift.sources import SPLITS
 
 FILES = {path.stem: path for path in sorted((Path(papers.__file__).parent / "values" / "fedmmb").glob("*.toml"))}
@@ -43,6 +46,12 @@ def cells(name, column, **where):
     place = block["columns"].index(column)
     chosen = (row for row in block["rows"] if where.items() <= row.items())
     return [float(row["cells"][place]) for row in chosen if row["cells"][place]]
+
+
+def runs(key, monkeypatch):
+    """The runs that a table or figure takes where all data are at hand."""
+    monkeypatch.setattr(plan, "present", lambda data, root: True)
+    return {spec for _, made in plan.plans_of(table(key), Way(root=Path("data"))) for spec in made.specs}
 
 
 def test_tables_2_to_5_and_figures_1_to_4_are_there():
@@ -179,3 +188,21 @@ def test_numbers_of_three_digits_in_a_claim_are_cells_of_its_table(name):
     claimed = set(re.findall(r"\b0\.\d{3,}", " ".join(READ[name]["claims"])))
     assert claimed
     assert claimed <= printed
+
+
+@pytest.mark.parametrize("number", range(1, 5))
+def test_a_figure_is_drawn_from_the_runs_of_the_table_that_has_its_numbers(number, monkeypatch):
+    drawn, tabled = (runs(f"fedmmb/{name}", monkeypatch) for name in (f"figure{number}", f"table{number + 1}"))
+    assert len(drawn) == (20, 7, 9, 6)[number - 1]
+    assert drawn == tabled
+
+
+@pytest.mark.parametrize("name", ["table4", "table5"])
+def test_runs_are_as_long_as_the_printed_rounds_and_measured_as_often(name, monkeypatch):
+    monkeypatch.setattr(plan, "present", lambda data, root: True)
+    (made,) = [found for _, found in plan.plans_of(table(f"fedmmb/{name}"), Way(root=Path("data")))]
+    found = [(cell.printed.mean, cell.spec) for cell in made.cells if cell.measure == "rounds"]
+    assert len(found) == len(READ[name]["values"][0]["rows"])
+    for printed, spec in found:
+        assert printed <= spec.rounds
+        assert (printed - 1) % spec.evaluate_every == 0  # the first round was measured too

@@ -9,6 +9,9 @@ import pytest
 
 from fedshift import papers
 from fedshift.names import expressions, resolve
+from fedshift.papers import plan
+from fedshift.papers.recipe import Way
+from fedshift.papers.tables import table
 from fedshift.sources import SPLITS
 
 FILES = {path.stem: path for path in sorted((Path(papers.__file__).parent / "values" / "fedwon").glob("*.toml"))}
@@ -37,6 +40,12 @@ CLIENTS = {
 }
 IN_ROUNDING = 0.1 + 1e-9  # half a digit of the mean's and half a digit of the average
 TEST_IMAGES = (192, 225, 32, 59)  # a fifth of each client of Office-Caltech10
+
+
+def runs(key, monkeypatch):
+    """The runs that a table or figure takes where all data are at hand."""
+    monkeypatch.setattr(plan, "present", lambda data, root: True)
+    return {spec for _, made in plan.plans_of(table(key), Way(root=Path("data"))) for spec in made.specs}
 
 
 def typed(found, needed, allowed=()):
@@ -205,3 +214,25 @@ def test_some_spreads_as_printed():
     sketch = {row["method"]: row["cells"][5] for row in READ["table22"]["values"][2]["rows"]}
     assert (sketch["fedbn"], sketch["fedwon"], sketch["single"]) == ("38.2 (6.7)", "51.9 (1.9)", "33.5 (1.1)")
     assert READ["table21"]["values"][0]["rows"][1]["cells"][-1] == "93.7 (0.0)"
+
+
+TABLE_9 = {("fedavg", 2): 0.005, ("fedavg", 4): 0.01, ("fedwon", 1): 0.01, ("fedwon", 2): 0.01, ("fedwon", 4): 0.04}
+"""Learning rates by method and batch on the digits, with a fraction of 100 clients."""
+
+
+@pytest.mark.parametrize(
+    ("name", "batches"), [("table3", {4}), ("table21", {4}), ("figure4", {1, 2, 4}), ("figure14", {1, 2, 4})]
+)
+def test_small_batches_on_the_digits_have_table_9s_learning_rates(name, batches, monkeypatch):
+    found = runs(f"fedwon/{name}", monkeypatch)
+    assert {spec.batch_size for spec in found} == batches
+    for spec in found:
+        assert spec.lr == TABLE_9[spec.method.partition("(")[0], spec.batch_size]
+        assert "agc=None" in spec.method or spec.method == "fedavg"
+
+
+def test_what_is_seen_of_features_is_of_table_1s_runs(monkeypatch):
+    of_table = runs("fedwon/table1", monkeypatch)
+    assert runs("fedwon/figure13", monkeypatch) < of_table
+    assert {spec.method for spec in runs("fedwon/figure5", monkeypatch) - of_table} == {"nonorm"}
+    assert runs("fedwon/figure14", monkeypatch) < runs("fedwon/figure4", monkeypatch)

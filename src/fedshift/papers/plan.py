@@ -88,6 +88,8 @@ def planned(table: Table, block: Block, way: Way) -> Plan:
                 continue
             whole = {**coordinates, block.by: name} if block.by not in ("metric", "pair", "client") else coordinates
             measure = recipe.get("measures", {}).get(name, FINAL)
+            if measure == ADAPTED and not found.here(recipe["adapted"]):
+                continue
             spec, stand = found.placed(spec_of(recipe, whole, way), sized=block.by == "samples")
             client = name if block.by == "client" else coordinates.get("client", "average")
             client = None if client == "average" else str(client)
@@ -171,6 +173,12 @@ class _Found:
         self._notes[stand.note] = None
         self._shown |= stand.columns
         return self._lighter(elsewhere(spec, stand)), stand
+
+    def here(self, data: str) -> bool:
+        """Whether ``data`` are here, for which nothing stands in."""
+        there = present(data, self._way.root)
+        self._missing |= {} if there else {plain(data): None}
+        return there
 
     def _lighter(self, spec: RunSpec) -> RunSpec:
         other = recipes()["light"].get(spec.model) if self._way.light else None

@@ -5,6 +5,7 @@ How a recipe is written is said in ``recipes.toml``. Runs with equal settings ar
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 import math
@@ -66,8 +67,9 @@ class Stand:
 
 
 def run_name(spec: RunSpec) -> str:
-    """A name for a run, the same wherever the same settings are asked for."""
-    text = json.dumps({**asdict(spec), "root": None}, sort_keys=True)
+    """A name for a run, the same wherever the same settings are asked for, and wherever the data lie."""
+    data = spec.data.removeprefix(str(spec.root))
+    text = json.dumps({**asdict(spec), "data": data, "root": None}, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
@@ -87,13 +89,17 @@ def recipe_of(table: Table) -> Mapping[str, Any] | None:
 def present(data: str, root: Path) -> bool:
     """Whether the data of this name are under ``root``, or come with fedshift."""
     made = catalog("data.benchmarks").get(plain(data))
-    return data in EMBEDDED or (made is not None and import_module(made.__module__).CARD.present(plain(data), root))
+    if data in EMBEDDED or made is None:
+        return data in EMBEDDED
+    written = ast.parse(data, mode="eval").body if data != plain(data) else None
+    arguments = frozenset(each.arg for each in written.keywords if each.arg) if isinstance(written, ast.Call) else ()
+    return bool(import_module(made.__module__).CARD.present(plain(data), root, frozenset(arguments)))
 
 
 @cache
 def stand_in(data: str, root: Path) -> Stand | None:
     """What is used in place of ``data`` where they are not under ``root``; None where nothing is."""
-    for other in recipes()["stand_in"].get(data, ()):
+    for other in recipes()["stand_in"].get(plain(data), ()):
         files = other.get("files", False)
         if all((root / f"{name}.npz").is_file() for name in other["columns"].values() if files):
             known = {key: value for key, value in other.items() if key != "files"}
@@ -126,6 +132,8 @@ def spec_of(recipe: Mapping[str, Any], coordinates: Mapping[str, Any], way: Way)
         settings.pop("epochs", None)
         if method == "fedmmb":
             settings.pop("batches")
+    if settings.get("epochs") == 1:  # as where nothing is said, so that both are one run
+        settings.pop("epochs")
     rounds = max(1, math.floor(settings["rounds"] * way.scale + 0.5))
     settings |= {"rounds": rounds, "seeds": way.seeds, "root": str(way.root)}
     settings["allow_single_class"] = bool(settings.get("split"))

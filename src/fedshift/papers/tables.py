@@ -25,10 +25,11 @@ PAPERS = {
 
 @dataclass(frozen=True)
 class Printed:
-    """A number as a paper prints it: mean, and standard deviation where there is one."""
+    """A number as a paper prints it: mean, standard deviation if there is one, and ``unit``, one of its last digit."""
 
     mean: float
     std: float = math.nan
+    unit: float = 0.0
 
     @staticmethod
     def of(text: str) -> Printed | None:
@@ -36,7 +37,8 @@ class Printed:
         if not text:
             return None
         mean, _, std = text.partition(" (")
-        return Printed(float(mean), float(std.removesuffix(")")) if std else math.nan)
+        unit = 10.0 ** -len(mean.partition(".")[2])
+        return Printed(float(mean), float(std.removesuffix(")")) if std else math.nan, unit)
 
 
 @dataclass(frozen=True, kw_only=True)

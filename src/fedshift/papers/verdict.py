@@ -29,7 +29,7 @@ class Reproduced:
     """A block of a table: for each cell that was run, what came out here under each seed, NaN for a seed that has none.
 
     ``scale`` and ``seeds`` say how it was run, ``notes`` what stood in for the paper's data and network, which are then
-    not ``own``; ``shown`` is whose place other clients take.
+    not ``own``; ``shown`` is whose place other clients take. ``part``: from how many runs, where not all are done.
     """
 
     table: Table
@@ -40,6 +40,7 @@ class Reproduced:
     notes: tuple[str, ...] = ()
     shown: Mapping[str, str]
     own: bool = True
+    part: str = ""
 
     @cached_property
     def ours(self) -> Mapping[tuple[int, int], Printed]:
@@ -59,7 +60,8 @@ class Reproduced:
     def order(self) -> tuple[int, int]:
         """Of the pairs of methods with all else in their rows equal, how many are in the paper's order, and all.
 
-        Methods go by their means over columns. Pairs that the paper has level are not counted.
+        Methods go by their means over columns. Pairs that the paper has level, less than half of a printed digit apart,
+        are not counted.
         """
         gaps = [(theirs, mean_and_std(ours)[0]) for theirs, ours in self._gaps() if ours]
         return sum(theirs * ours > 0 for theirs, ours in gaps), len(gaps)
@@ -99,11 +101,14 @@ class Reproduced:
         return sum(delta < CONCORDANT for delta in deltas), len(deltas)
 
     def close(self, row: int, column: int) -> bool:
-        """Whether ours is within :data:`MARGIN` standard deviations of the paper's, both spreads taken together."""
+        """Whether ours is within :data:`MARGIN` standard deviations of the paper's, both spreads taken together.
+
+        The paper's is at least what rounding hides, half of the last digit.
+        """
         ours, paper = self.ours[row, column], self.theirs(row, column)
         if paper is None or math.isnan(paper.std):
             return False
-        spread = math.hypot(paper.std, 0.0 if math.isnan(ours.std) else ours.std)
+        spread = math.hypot(max(paper.std, paper.unit / 2), 0.0 if math.isnan(ours.std) else ours.std)
         return abs(ours.mean - paper.mean) <= MARGIN * spread
 
     @property
@@ -123,12 +128,13 @@ class Reproduced:
         """How it was run and what came of it, in a sentence or two."""
         version = f"version {self.block.version}, " if self.block.version else ""
         share = f", {self.scale:.2g} of the rounds" if self.scale < 1 else ""
+        part = f", {self.part}" if self.part else ""
         (close, judged), (same, pairs), (below, deltas) = self.within, self.order, self.concordant
         said = [self.verdict]
         said += [f"{same} of {pairs} pairs of methods in the paper's order"] if pairs else []
         said += [f"{close} of {judged} cells within the paper's spread"] if judged else []
         said += [f"{below} of {deltas} discordances below {CONCORDANT:g}"] if deltas else []
-        verdict = f"Verdict ({version}{self.seeds} seed{'s' * (self.seeds > 1)}{share}): {'; '.join(said)}."
+        verdict = f"Verdict ({version}{self.seeds} seed{'s' * (self.seeds > 1)}{share}{part}): {'; '.join(said)}."
         if not pairs:
             return verdict
         if self.seeds < FEWEST:
@@ -147,20 +153,29 @@ class Reproduced:
             groups.setdefault(repr([keys.get(key) for key in of]), []).append(row)
         for one, other in (pair for rows in groups.values() for pair in combinations(rows, 2)):
             columns = [column for column in range(len(self.block.columns)) if self._both(one, other, column)]
+            clients = [column for column in columns if self.block.columns[column] != "average"]
+            columns = clients or columns  # the paper's average may be over clients that are not here
             theirs = self._paper(one, columns) - self._paper(other, columns)
-            if columns and theirs:
+            if columns and abs(theirs) > self._half(one, other, columns):
                 seeds = min(len(self.values[row, column]) for row in (one, other) for column in columns)
                 gaps = (self._mean(one, columns, n) - self._mean(other, columns, n) for n in range(seeds))
                 yield theirs, tuple(gap for gap in gaps if not math.isnan(gap))
 
     def _ranks(self, column: int) -> bool:
-        return self.measure(column) not in (DISCORDANCE, "rounds")
+        ranked = (recipe_of(self.table) or {}).get("ranked")
+        measure = self.measure(column)
+        return measure == ranked if ranked else measure not in (DISCORDANCE, "rounds")
 
     def _both(self, one: int, other: int, column: int) -> bool:
         return (one, column) in self.values and (other, column) in self.values and self._ranks(column)
 
     def _paper(self, row: int, columns: Sequence[int]) -> float:
         return sum(number.mean for column in columns if (number := self.theirs(row, column))) / max(1, len(columns))
+
+    def _half(self, one: int, other: int, columns: Sequence[int]) -> float:
+        """Half of the paper's last digit, and what floating point makes of it."""
+        printed = (self.theirs(row, column) for row in (one, other) for column in columns)
+        return 0.5 * max(number.unit for number in printed if number) * (1 + 1e-9)
 
     def _mean(self, row: int, columns: Sequence[int], seed: int) -> float:
         return sum(self.values[row, column][seed] for column in columns) / len(columns)
@@ -175,13 +190,19 @@ def side_by_side(made: Reproduced) -> TextTable:
         assert paper
         keys, name = made.block.rows[row][0], made.block.columns[column]
         others = [f"{key} {value}" for key, value in keys.items() if key not in ("method", "seeds")]
-        place = f"{name} (here {made.shown[name]})" if name in made.shown else name
+        place = name if made.shown.get(name, name) == name else f"{name} (here {made.shown[name]})"
         where = f"{', '.join([str(keys['method']), *others])}: {place}"
         said = "" if not judged or math.isnan(paper.std) else "within" if made.close(row, column) else "outside"
         gap = signed(ours.mean - paper.mean, _digits(paper))
         texts = (where, _text(ours, paper), _text(paper, paper), gap, *([said] if judged else []))
         rows.append(tuple(Cell(text=text) for text in texts))
-    header = ("", "ours", "paper", "difference", *(["paper's spread"] if judged else []))
+    header = (
+        "",
+        "ours" if made.own else "ours (stand-in)",
+        "paper",
+        "difference",
+        *(["paper's spread"] if judged else []),
+    )
     return TextTable(header=header, rows=tuple(rows))
 
 

@@ -29,8 +29,9 @@ class Card:
 
     ``samples``: sizes in words, with what the papers use. ``license``: as the publisher states it. ``layout``: the
     files that are looked for, in words. ``find(folder)`` gives what of them is in a folder, None where they are not
-    all there. ``remotes`` can be fetched with no account; ``hub``: the data set at huggingface.co, empty if none.
-    ``generated``: made by fedshift, so that no file is needed.
+    all there; ``lacks(found)`` the benchmark's arguments that these cannot serve. ``remotes`` can be fetched with no
+    account; ``hub``: the data set at huggingface.co, empty if none. ``generated``: made by fedshift, so that no file is
+    needed.
     """
 
     title: str
@@ -42,13 +43,15 @@ class Card:
     source: str
     layout: str = ""
     find: Callable[[Path], Any | None] = field(default=lambda _: None)
+    lacks: Callable[[Any], frozenset[str]] = field(default=lambda _: frozenset())
     remotes: tuple[Remote, ...] = ()
     hub: str = ""
     generated: bool = False
 
-    def present(self, name: str, root: Path | None) -> bool:
-        """Whether the files of benchmark ``name`` are under ``root``."""
-        return self.generated or (root is not None and any(self.find(f) is not None for f in _folders(name, root)))
+    def present(self, name: str, root: Path | None, arguments: frozenset[str] = frozenset()) -> bool:
+        """Whether files of benchmark ``name`` that serve ``arguments`` are under ``root``."""
+        found = (self.find(folder) for folder in _folders(name, root)) if root else ()
+        return self.generated or any(each is not None and not self.lacks(each) & arguments for each in found)
 
     def locate(self, name: str, root: Path) -> Any:
         """What :attr:`find` gives in ``root/<name>`` or ``root``; :class:`UsageError` saying what to put where."""

@@ -69,6 +69,7 @@ CARD = Card(
         "cpac), or abide_ho.npz with their correlations"
     ),
     find=_find,
+    lacks=lambda found: frozenset({"window"} if found.suffix == ".npz" else ()),
 )
 
 
