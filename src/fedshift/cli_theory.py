@@ -51,6 +51,7 @@ def theory(
         Directory for the figures (SVG and PNG) and theory.json; without it nothing is written.
 
     """
+    from .base.errors import UsageError
     from .theory import Setting, study
     from .theory.text import numbers, render
 
@@ -58,6 +59,11 @@ def theory(
         clients=clients, samples=samples, dimension=dimension, width=width, heterogeneity=heterogeneity, alpha=alpha,
         seed=seed, steps=steps, draws=draws, monte_carlo=monte_carlo,
     )  # fmt: skip
+    if out:
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"out={out}: {error.strerror}: name a directory that can be written") from error
     console = wide()
     with console.status("computing"):
         found = study(setting)

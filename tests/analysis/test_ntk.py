@@ -177,6 +177,18 @@ def test_the_standard_error_is_that_of_many_repetitions():
     assert np.median(spread / told) == pytest.approx(1, abs=0.1)
 
 
+def test_without_the_length_below_parallel_inputs_of_two_clients_are_singular_whatever_their_covariances():
+    """Appendix B.2 proves lemma 4.3 for relu(v.x), equation 7's expectation has relu(v.x) / |v|_S."""
+    rng = np.random.default_rng(0)
+    x, _, moments = inputs_of(2, 3, 4, 2.0, rng)
+    x[1, 0] = 2 * x[0, 0]
+    samples = Samples(x=x.reshape(-1, 4), client=np.repeat([0, 1], 3), covariance=moments)
+    square = np.square(samples.x).sum(axis=1)
+    _, plain = arc_cosine(samples.x @ samples.x.T, square[:, None], square)
+    assert abs(smallest(plain)) < 1e-12 < 1e-3 < smallest(block_diagonal(samples, plain))
+    assert 1e-3 < smallest(magnitude_limit(samples)) < smallest(block_diagonal(samples, magnitude_limit(samples)))
+
+
 def test_fewer_rows_have_no_smaller_least_eigenvalue():
     samples = federation()
     full = magnitude_limit(samples)

@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from fedshift.theory.corollary import Corollary, try_corollary
 from fedshift.theory.lemma import cases, closing
 from fedshift.theory.pictures import panels
 from fedshift.theory.setting import clients_of
+from fedshift.theory.text import render
 from fedshift.theory.toy import DEVIATIONS, toy
 
 SMALL = {"clients": 2, "samples": 4, "dimension": 4, "width": 64, "steps": 30, "draws": 20, "monte_carlo": 2000}
@@ -79,9 +81,9 @@ def test_averaging_w_fails_on_raw_inputs_and_not_on_normalized_ones():
 
 
 def test_covariances_are_what_was_asked_for():
-    alike, _ = clients_of(Setting(heterogeneity=0.0, samples=4000, dimension=3))
+    alike, _ = clients_of(Setting(heterogeneity=0.0, samples=4000, dimension=3, width=16))
     np.testing.assert_allclose(alike.covariance, np.broadcast_to(np.eye(3), (4, 3, 3)), atol=0.1)
-    samples, targets = clients_of(Setting(heterogeneity=3.0, samples=4000, dimension=3))
+    samples, targets = clients_of(Setting(heterogeneity=3.0, samples=4000, dimension=3, width=16))
     values = np.linalg.eigvalsh(samples.covariance)
     assert values.min() > 0.9 * np.exp(-3) < 1.1 * np.exp(3) > values.max()
     assert (values.max(axis=1) / values.min(axis=1)).max() > 10
@@ -164,7 +166,8 @@ def test_the_command_prints_and_writes(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flag", "value"),
     [("--clients", "1"), ("--samples", "1"), ("--dimension", "1"), ("--width", "15"), ("--steps", "0"),
-     ("--draws", "0"), ("--monte-carlo", "1"), ("--alpha", "0"), ("--heterogeneity", "9"), ("--seed", "-1")],
+     ("--draws", "0"), ("--monte-carlo", "1"), ("--alpha", "0"), ("--heterogeneity", "9"), ("--seed", "-1"),
+     ("--alpha", "nan"), ("--alpha", "1e+200"), ("--heterogeneity", "nan"), ("--width", "10000000")],
 )  # fmt: skip
 def test_what_cannot_be_asked_is_refused(flag, value, capsys):
     with pytest.raises(SystemExit) as ended:
@@ -173,6 +176,24 @@ def test_what_cannot_be_asked_is_refused(flag, value, capsys):
     assert f"{flag.removeprefix('--')}={value}" in capsys.readouterr().err
     with pytest.raises(UsageError):
         Setting(**{flag.removeprefix("--").replace("-", "_"): float(value)})
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_anything_is_computed(tmp_path, capsys, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("fedshift.theory.study", None)
+    with pytest.raises(SystemExit) as ended:
+        main(["theory", "--out", str(tmp_path / "file" / "made")])
+    assert ended.value.code == 2
+    assert "Not a directory: name a directory" in capsys.readouterr().err
+
+
+def test_small_eigenvalues_are_told_from_none(found):
+    limits = replace(found.limits, own=np.array([0.5, 1.2e-9, 2e-13, -1e-16]))
+    told = [part for part in render(replace(found, limits=limits)) if isinstance(part, str)]
+    assert any(part.endswith("block of G_inf: 0.50000 1.2e-09 0 0") for part in told)
+    assert any("30 steps with 64 neurons" in part for part in told)
+    once = replace(found, setting=replace(found.setting, steps=1))
+    assert any("1 step with 64 neurons" in part for part in render(once) if isinstance(part, str))
 
 
 def test_the_page_on_theory_names_commands_that_exist():

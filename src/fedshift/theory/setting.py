@@ -14,13 +14,16 @@ from ..analysis.ntk import Floats, Samples, measured
 from ..base.errors import UsageError
 from ..base.streams import stream
 
+_LARGEST = 25_000_000  # a Jacobian of the widest network is four times as many numbers, 0.8 GB
+
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
     """``heterogeneity`` h: a client's covariance has eigenvalues e^(h u), u uniform in [-1, 1]; 0: all clients alike.
 
     ``alpha``: standard deviation of v at the start; the larger, the more of the fitting is done by gamma.
-    ``draws``: random federations for corollary 4.6. ``monte_carlo``: neurons of the sampled G_inf.
+    ``draws``: random federations for corollary 4.6. ``monte_carlo``: neurons of the sampled G_inf. Raises
+    :class:`UsageError` for what cannot be computed in numbers or memory.
     """
 
     clients: int = 4
@@ -41,11 +44,16 @@ class Setting:
             if value < least.get(field.name, 0):
                 flag = field.name.replace("_", "-")
                 raise UsageError(f"{flag}={value}: must be at least {least.get(field.name, 0)}")
-        if not 0 < self.alpha < np.inf:
-            raise UsageError(f"alpha={self.alpha:g}: must be a number above 0")
+        if not 1e-6 <= self.alpha <= 1e6:
+            raise UsageError(f"alpha={self.alpha:g}: must lie between 0.000001 and 1000000")
         if not self.heterogeneity <= 8:
             raise UsageError(
-                f"heterogeneity={self.heterogeneity:g}: must be at most 8, a factor of 9 million in variance"
+                f"heterogeneity={self.heterogeneity:g}: must lie between 0 and 8, a factor of 9 million in variance"
+            )
+        if self.clients * self.samples * self.dimension * self.width > _LARGEST:
+            raise UsageError(
+                f"clients={self.clients}, samples={self.samples}, dimension={self.dimension}, width={self.width}: "
+                f"their product must be at most {_LARGEST:,}, for want of memory"
             )
 
 

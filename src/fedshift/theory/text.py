@@ -13,6 +13,7 @@ from ..report.text import Cell, TextTable, terminal
 from . import Findings
 from .training import METHODS
 
+_ROUNDING = 1e-12  # of eigenvalues about 1
 SHARES = (0.1, 0.01, 0.001)
 """Shares of the squared residual at the start, steps to which are counted."""
 
@@ -27,17 +28,20 @@ def render(found: Findings) -> Iterator[RenderableType]:
     yield _table(
         ("expected Gram matrix", "lambda_min", "lambda_max", "max / min"),
         [
-            (name, f"{least:.5f}", f"{most:.3f}", f"{most / least:.0f}" if least > 0 else "-")
+            (name, _eigenvalue(least), f"{most:.3f}", _ratio(most, least))
             for name, least, most in zip(("G_inf, FedAvg", "G*_inf, FedBN"), limits.least, limits.most, strict=True)
         ],
     )
-    yield f"lambda_min of each client's block of G_inf: {' '.join(f'{least:.5f}' for least in limits.own)}"
+    yield f"lambda_min of each client's block of G_inf: {' '.join(map(_eigenvalue, limits.own))}"
     yield (
         f"Arc-cosine kernels, integrated, against {setting.monte_carlo:,} sampled neurons: {limits.difference:.1e} of "
         f"the norm apart (Frobenius), by entry {limits.spread:.2f} standard errors (root mean square), at most "
         f"{limits.worst:.1f}."
     )
-    yield f"Corollary 4.6 on {setting.draws:,} random federations: is FedBN's lambda_min ever the smaller?"
+    yield (
+        f"Corollary 4.6 on {setting.draws:,} random federations of 2 to 4 clients with 2 to 4 samples (V of 256 "
+        "neurons, alpha 1): is FedBN's lambda_min ever the smaller?"
+    )
     yield _table(("matrix", "federations where it is", "FedBN / FedAvg, least", "median"), list(_corollary(found)))
     yield "Lemma 4.3: lambda_min where inputs are parallel, and where they are not."
     yield _table(
@@ -52,15 +56,15 @@ def render(found: Findings) -> Iterator[RenderableType]:
         ("neurons", "|G - G_inf| / |G_inf|", "lambda_min G", "G*", *METHODS),
         [
             (
-                str(width.neurons), f"{width.distance:.4f}", f"{width.full:.5f}", f"{width.local:.5f}",
+                str(width.neurons), f"{width.distance:.4f}", _eigenvalue(width.full), _eigenvalue(width.local),
                 *(f"{width.error[method]:.1e}" for method in METHODS),
             )
             for width in found.widths
         ],
     )  # fmt: skip
     yield (
-        f"{setting.steps} steps of gradient descent with {setting.width} neurons, alpha {setting.alpha:g}: share of "
-        "the squared residual that is left, and steps to a share; measured (predicted)."
+        f"Gradient descent, {setting.steps} step{'s' * (setting.steps > 1)} with {setting.width} neurons, alpha "
+        f"{setting.alpha:g}: share of the squared residual that is left, and steps to a share; measured (predicted)."
     )
     early = max(1, setting.steps // 20)
     header = ("method", "lambda_min", f"after {early}", f"after {setting.steps}", *(f"to {s:g}" for s in SHARES))
@@ -135,7 +139,7 @@ def _courses(found: Findings, early: int) -> Iterator[tuple[str, ...]]:
         )
         kept = bool(np.all(course.measured <= course.guarantee * (1 + 1e-12)))
         left = (f"{course.measured[at]:.4f} ({course.predicted[at]:.4f})" for at in (early, found.setting.steps))
-        yield course.method, f"{course.least:.5f}", *left, *steps, "kept" if kept else "broken"
+        yield course.method, _eigenvalue(course.least), *left, *steps, "kept" if kept else "broken"
 
 
 def _toy(found: Findings) -> Iterator[str]:
@@ -153,7 +157,13 @@ def _toy(found: Findings) -> Iterator[str]:
 
 
 def _eigenvalue(value: float) -> str:
-    return "0" if abs(value) < 1e-12 else f"{value:.5f}"
+    return "0" if abs(value) < _ROUNDING else f"{value:.5f}" if value >= 1e-4 else f"{value:.1e}"
+
+
+def _ratio(most: float, least: float) -> str:
+    if least < _ROUNDING * most:
+        return "-"
+    return f"{most / least:.0f}" if most < 1e6 * least else f"{most / least:.0e}"
 
 
 def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> RenderableType:
