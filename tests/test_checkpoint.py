@@ -149,6 +149,16 @@ def test_a_disk_that_fails_later_is_told_too(checkpoint, monkeypatch, call):
         write_atomically(checkpoint, b"new")
 
 
+def test_a_disk_that_only_reads_is_told(tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    for call in ("open", "unlink"):
+        monkeypatch.setattr(Path, call, refuse)
+    with pytest.raises(FedshiftError, match=r"Read-only file system. What was saved before is intact: make the place"):
+        write_atomically(tmp_path / "file", b"new")
+
+
 def test_content_is_on_disk_before_it_takes_the_old_files_place(tmp_path, monkeypatch):
     happened = []
     fsync, replace = os.fsync, Path.replace

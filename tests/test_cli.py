@@ -230,6 +230,23 @@ def test_a_report_of_a_run_without_rounds_says_so(cli, tiny_folder):
     assert "No round was evaluated yet, so there is nothing to report." in outcome.out
 
 
+@pytest.mark.parametrize("where", ["empty", "other", "begun"])
+def test_a_report_of_what_no_command_wrote_is_refused(cli, tmp_path, where):
+    for folder, file in (("empty", None), ("other", "results/a.txt"), ("begun", "config.toml")):
+        (tmp_path / folder / "results").mkdir(parents=True)
+        if file:
+            (tmp_path / folder / file).touch()
+    outcome = cli("report", where)
+    assert (outcome.code, outcome.out) == (2, "")
+    assert f"{where} holds no run: give a directory that `fedshift run`, `compare`, `sweep` or" in outcome.err
+
+
+def test_a_report_names_settings_that_are_damaged(cli, tmp_path):
+    (tmp_path / "config.toml").write_text("over = [")
+    outcome = cli("report", ".")
+    assert (outcome.code, "config.toml is damaged (" in outcome.err) == (2, True)
+
+
 def test_a_profile_says_where_the_time_went_and_how_near_to_the_peak_training_came(cli, unpublished, tiny_folder):
     said = " ".join(cli("run", "--data", tiny_folder, "--rounds", 2, "--profile").out.split())
     for part in ("forward and backward", "update", "data", "aggregation", "evaluation", "checkpoint"):

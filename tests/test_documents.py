@@ -46,7 +46,7 @@ def test_every_fedshift_command_is_understood(commands, monkeypatch):
             parts = ("adapt", "data", "features", "flower", "papers", "sweep", "theory")
             assert command.__module__ in ("fedshift.cli", *(f"fedshift.cli_{part}" for part in parts))
             known = "spec place directory model method what where name out json leave_out"
-            adapting = "run data clients policies rounds unlabeled save"
+            adapting = "run data clients policies rounds unlabeled save methods seeds device"
             across = "address config data days host key min_clients names nodes port resume tls"
             papers = "table seeds scale version clients samples dimension width heterogeneity seed steps layer"
             assert set(bound.arguments) <= {*known.split(), *adapting.split(), *across.split(), *papers.split()}

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 from contextlib import contextmanager
 
@@ -11,6 +12,7 @@ import pytest
 
 from fedshift import leave_out
 from fedshift.checkpoint import load_facts
+from fedshift.experiment import Experiment
 from fedshift.records import read_rows
 
 WORDS = ("--methods", "fedavg,fedbn", "--rounds", 2, "--batch-size", 8, "--lr", 0.05)
@@ -52,6 +54,13 @@ def test_each_client_is_left_out_in_turn_as_newcomers_does_it_bit_for_bit(cli, t
         for file in ("accuracy", "differences"):
             assert (tmp_path / "all" / "tables" / f"{file}.{kind}").stat().st_size > 0
     assert "Minus fedavg: as it is, in points, paired over clients" in outcome.out
+    assert "never" not in outcome.out  # no notice says of who is left out that nobody measures it
+    made = {file.name: file.read_bytes() for file in (tmp_path / "all" / "tables").iterdir()}
+    shutil.rmtree(tmp_path / "all" / "tables")
+    again = cli("report", "all")
+    assert (again.code, again.err) == (0, "")
+    assert again.out.splitlines()[-5:] == outcome.out.splitlines()[-5:]
+    assert {file.name: file.read_bytes() for file in (tmp_path / "all" / "tables").iterdir()} == made
     first = (tmp_path / "all" / "tables" / "accuracy.md").read_text().splitlines()[0]
     assert [cell.strip() for cell in first.strip("|").split("|")] == ["client", *titles]
 
@@ -76,7 +85,9 @@ def test_stopped_by_ctrl_c_it_goes_on_where_it_was_and_does_nothing_again(
     outcome = cli(*told, "--out", "stopped")
     assert (outcome.code, len(heard)) == (130, 6)
     assert "go on with: fedshift compare --resume stopped" in outcome.out
-    assert not (tmp_path / "stopped" / "tables").exists()
+    assert "note: without-ann has not ended under these settings: it is not in the table" in outcome.out
+    partly = pd.read_csv(tmp_path / "stopped" / "tables" / "accuracy.csv", index_col=0)
+    assert list(partly.index) == ["cid", "macro"]
     first = written(tmp_path / "stopped" / "without-cid" / "trials")
     steps = {file: load_facts(file)["round"] for file in first if file.suffix == ".safetensors"}
     assert set(steps.values()) == {2}
@@ -86,8 +97,10 @@ def test_stopped_by_ctrl_c_it_goes_on_where_it_was_and_does_nothing_again(
         assert_same(tmp_path / "stopped" / f"without-{name}", tmp_path / "whole" / f"without-{name}")
     tables = [(tmp_path / run / "tables" / "accuracy.csv").read_text() for run in ("stopped", "whole")]
     assert tables[0] == tables[1]
+    monkeypatch.setattr(Experiment, "run", None)
     assert cli("compare", "--resume", "stopped").code == 0
-    assert len(heard) == 8
+    other = cli("compare", "--resume", "stopped", "--lr", 0.5)
+    assert (other.code, "without-cid: this run was begun with another optimizer" in other.err) == (2, True)
 
 
 def test_one_client_pairs_seeds_and_one_seed_pairs_nothing(cli, tiny_folder, tmp_path):
@@ -105,13 +118,14 @@ def test_where_one_diverges_the_others_are_done_and_the_exit_code_says_so(cli, t
     assert "training diverged" in outcome.err
     assert {path.name for path in (tmp_path / "d").glob("without-*")} == {"without-ann", "without-bob"}
     assert "note: without bob: " in outcome.out
+    assert cli("compare", "--resume", "d").err == outcome.err
 
 
 def test_a_settings_file_may_say_it_and_belongs_to_compare(cli, tiny_folder, tmp_path):
     (tmp_path / "s.toml").write_text(f"data = {json.dumps(str(tiny_folder))}\nleave-out = ['ann', 'bob']\nrounds = 1\n")
     assert cli("compare", "--config", "s.toml", "--out", "out", "--methods", "fedavg").code == 0
     assert {path.name for path in (tmp_path / "out").glob("without-*")} == {"without-ann", "without-bob"}
-    assert "unknown setting 'leave-out'" in cli("run", "--config", "s.toml").err
+    assert "s.toml has 'leave_out': use it with `fedshift compare`" in cli("run", "--config", "s.toml").err
 
 
 @pytest.mark.parametrize(
@@ -120,6 +134,7 @@ def test_a_settings_file_may_say_it_and_belongs_to_compare(cli, tiny_folder, tmp
         (("--leave-out", "all", "--newcomers", "ann"), "leave out --newcomers ann"),
         (("--leave-out", "all", "--profile"), "--profile times one comparison, and --leave-out makes several"),
         (("--leave-out", "dan"), "unknown client 'dan': did you mean"),
+        (("--leave-out", ""), "unknown client '': allowed are ann, bob, cid"),
         (("--leave-out", "all", "--domains", "ann"), "tiny has one client: without it none is left to train"),
         (("--leave-out", "all", "--participation", 3), "participation=3: only 2 clients train"),
         (("--leave-out", "ann", "--unseen", "reestimate", "--methods", "fedper+gn"), "of which the model has none"),

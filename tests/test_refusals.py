@@ -101,7 +101,7 @@ def test_bad_data_is_one_message_and_exit_code_2(cli, tiny_folder, rewrite, tmp_
         ("run --out a --resume b", "no run to resume at b/config.toml"),
         ("run --resume tiny", "no run to resume at tiny/config.toml"),
         ("run --data tiny --out tiny", "tiny holds other files: choose a directory that is new or empty"),
-        ("report tiny", "tiny holds no run: give a directory that `fedshift run` or `compare` wrote"),
+        ("report tiny", "tiny holds no run: give a directory that `fedshift run`, `compare`, `sweep` or `reproduce`"),
         ("report nowhere", "nowhere holds no run"),
         ("report tiny/ann.npz", "tiny/ann.npz holds no run"),
         ("inspect --method fedavg,fedbn", "inspect takes one method, not 'fedavg,fedbn'"),

@@ -46,6 +46,10 @@ def test_a_directory_that_holds_a_run_is_not_overwritten(tmp_path):
 
 
 def test_a_directory_that_holds_something_else_is_not_written_into(tmp_path):
+    (tmp_path / "config.toml.tmp").touch()  # of a run that was killed as it wrote its first file
+    RunDirectory(tmp_path, resume=False).close()
+    for entry in tmp_path.iterdir():
+        entry.unlink()
     (tmp_path / "thesis.tex").touch()
     with pytest.raises(UsageError, match="holds other files: choose a directory that is new or empty"):
         RunDirectory(tmp_path, resume=False)

@@ -1,6 +1,8 @@
 """Sweeps: every combination is the comparison of the same settings, what is done is never done again."""
 
+import json
 import re
+import shutil
 import tomllib
 from dataclasses import asdict
 from pathlib import Path
@@ -16,7 +18,7 @@ from fedshift.experiment import Experiment
 from fedshift.report.tables import seed_table
 from fedshift.settings import Settings
 from fedshift.study import read_study
-from fedshift.sweep import combinations, swept
+from fedshift.sweep import apart, combinations, swept
 
 EXAMPLES = Path(__file__).parents[1] / "examples" / "sweeps"
 LOCAL = ("epochs=1,batch_size=8", "epochs=1,batch_size=full", "epochs=2,batch_size=8", "epochs=2,batch_size=full")
@@ -52,11 +54,14 @@ def pageless(monkeypatch, unpublished):
             {"split": ["iid(clients=10)", "dirichlet(clients=10, alpha=0.1)"]},
         ),
         (["domains=[ann,bob],cid"], {"domains": ["ann,bob", "cid"]}),
+        (["loss=[[1,2]],[3]"], {"loss": ["[1,2]", "3"]}),
         (["split=only(clients='a,b'),repeat()"], {"split": ["only(clients='a,b')", "repeat()"]}),
     ],
 )
 def test_settings_and_their_values_are_read(written, meant):
     assert swept(written) == meant
+    assert swept(apart(written)) == meant
+    assert len(apart(written)) == len(meant)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +171,7 @@ def test_every_combination_is_the_comparison_of_the_same_settings_bit_for_bit(
 def test_stopped_after_every_round_and_resumed_equals_uninterrupted(
     sweep, cli, monkeypatch, tmp_path, pageless, assert_same
 ):
-    over = ("--over", "epochs=1,2")
+    over = ("--over", "epochs=1,2", "--over", "batch_size=8")
     assert sweep(*over, "--out", "whole").code == 0
     run, trained = Experiment.run, []
 
@@ -189,8 +194,9 @@ def test_stopped_after_every_round_and_resumed_equals_uninterrupted(
         assert calls < 20
     assert outcome.code == 0
     assert len(trained) == len(set(trained)) * 2 == 2 * 2 * 2  # each round of either method once
-    for folder in ("epochs=1", "epochs=2"):
+    for folder in LOCAL[::2]:
         assert_same(tmp_path / "whole" / folder, tmp_path / "stopped" / folder)
+    assert (tmp_path / "whole" / "config.toml").read_text() == (tmp_path / "stopped" / "config.toml").read_text()
 
 
 def test_what_is_done_is_not_run_again_and_more_may_be_asked_for(sweep, cli, monkeypatch, tmp_path, pageless):
@@ -231,13 +237,16 @@ def test_other_settings_are_refused_for_what_was_begun(sweep, cli, tmp_path, pag
     assert (tmp_path / "out" / "config.toml").read_text() == before
     outcome = sweep("--over", "epochs=1,2", "--out", "out", methods="fedavg", rounds=1)
     assert (outcome.code, "out already holds a run: go on with it (--resume out)" in outcome.err) == (2, True)
+    for over in ((), ("--over", "epochs=1,2")):
+        outcome = cli("sweep", "--resume", "out/epochs=1", *over)
+        assert (outcome.code, "out/epochs=1 holds no sweep: give the directory of one" in outcome.err) == (2, True)
     outcome = cli("sweep", "--resume", "out", "--out", "there")
     assert "--out there and --resume out: a resumed sweep stays in its directory" in outcome.err
     outcome = cli("compare", "--resume", "out")
-    assert (outcome.code, "unknown setting 'over'" in outcome.err) == (2, True)
+    assert (outcome.code, outcome.err) == (2, "fedshift: out/config.toml has 'over': use it with `fedshift sweep`\n")
 
 
-def test_a_combination_that_diverges_keeps_the_others_from_nothing(sweep, monkeypatch, tmp_path, pageless):
+def test_a_combination_that_diverges_keeps_the_others_from_nothing(sweep, cli, monkeypatch, tmp_path, pageless):
     run = Experiment.run
 
     def diverging(experiment, path, **options):
@@ -249,8 +258,10 @@ def test_a_combination_that_diverges_keeps_the_others_from_nothing(sweep, monkey
     monkeypatch.setattr(Experiment, "run", diverging)
     outcome = sweep("--over", "epochs=1,2", "--out", "out", methods="fedavg", rounds=1)
     assert (outcome.code, outcome.err) == (1, "fedshift: epochs=1: client 'ann', round 1, step 0: the loss is nan\n")
-    done = [(tmp_path / "out" / folder / "done.json").exists() for folder in ("epochs=1", "epochs=2")]
-    assert done == [False, True]
+    kept = [json.loads((tmp_path / "out" / folder / "done.json").read_text()) for folder in ("epochs=1", "epochs=2")]
+    assert [("diverged" in each, each["rounds"]) for each in kept] == [(True, 1), (False, 1)]
+    monkeypatch.setattr(Experiment, "run", None)  # it is said again, and not run again
+    assert cli("sweep", "--resume", "out").err == outcome.err
 
 
 # What is shown
@@ -286,6 +297,24 @@ def test_a_sweep_shows_and_writes_one_table_figures_and_a_page(sweep, tmp_path, 
     assert page.count("<svg") == 4
     assert 'href="epochs%3D1%2Cbatch_size%3Dfull/report.html"' in page
     assert "<script" not in page
+
+
+def test_a_report_of_a_sweep_is_the_sweeps_own_of_what_is_there(sweep, cli, monkeypatch, tmp_path, unpublished):
+    made = []
+    monkeypatch.setattr("fedshift.report.grid.publish_grid", lambda grid, *rest: made.append((grid, rest[0], rest[2])))
+    over = ("--over", "epochs=1,2", "--over", "batch_size=8,[0]")
+    assert sweep(*over, "--out", "out", methods="fedavg", rounds=1).code == 0
+    shutil.rmtree(tmp_path / "out" / LOCAL[2] / "trials")  # as if killed before its first round
+    shutil.rmtree(tmp_path / "out" / LOCAL[3])  # as if killed before it
+    monkeypatch.setattr(Experiment, "run", None)
+    for path in (Path("out"), tmp_path / "out"):
+        assert cli("report", path).code == 0
+    (whole, _, config), (part, path, again), _ = made
+    assert (path, again) == (Path("out"), config)
+    assert part.folders == whole.folders[:2] == LOCAL[:2]
+    for one, other in zip(part.points, whole.points, strict=False):
+        assert one.keys == other.keys
+        pd.testing.assert_frame_equal(one.study.rows, other.study.rows)
 
 
 def test_methods_keep_their_names_where_a_swept_setting_adds_to_them(sweep, tmp_path, unpublished):

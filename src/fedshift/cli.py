@@ -23,12 +23,12 @@ from .cli_adapt import adapt
 from .cli_data import data, diagnose
 from .cli_features import features
 from .cli_flower import join, pki, serve
-from .cli_papers import reproduce
-from .cli_sweep import sweep
+from .cli_papers import remake_papers, reproduce
+from .cli_sweep import remake_sweep, sweep
 from .cli_theory import theory
 from .config import TRAINING, CompareSpec, Place, RunSpec, read_settings
-from .launch import execute, wide
-from .leave_out import execute_without
+from .launch import contents, execute, remake_run, wide
+from .leave_out import execute_without, remake_without
 
 
 def _settings_from_file(app: App, commands: tuple[str, ...], arguments: cyclopts.ArgumentCollection) -> None:
@@ -68,6 +68,8 @@ app.command(sweep)
 app.command(features)
 
 
+REMAKE = {"run": remake_run, "sweep": remake_sweep, "leave-out": remake_without, "reproduce": remake_papers}
+"""How tables and pages are made again, by what wrote the directory."""
 WITHOUT = (
     "Clients, comma-separated, or all: for each in turn a comparison in which it never trains, then one table of what "
     "every policy gives a client that the run never saw."
@@ -91,23 +93,27 @@ def compare(
     leave_out: Annotated[str | None, Parameter(group=TRAINING, help=WITHOUT)] = None,
 ) -> int:
     """Train several methods with several seeds, and put them side by side."""
-    return execute_without(spec, leave_out, place) if leave_out else execute(spec, "compare", place)
+    if leave_out is None:
+        return execute(spec, "compare", place)
+    return execute_without(spec, leave_out, place)
 
 
 @app.command
 def report(directory: Path) -> int:
-    """Make the tables, figures and page of a run again from its records.
+    """Make tables, figures and pages again from what a directory holds; nothing is trained.
 
     Parameters
     ----------
     directory
-        A run directory, finished or not.
+        What run, compare, sweep or reproduce wrote, finished or not.
 
     """
-    from .report.publish import publish
-    from .study import read_study
-
-    publish(read_study(directory), directory, Console())
+    remake = REMAKE.get(contents(directory) or "")
+    if remake is None:
+        raise UsageError(
+            f"{directory} holds no run: give a directory that `fedshift run`, `compare`, `sweep` or `reproduce` wrote"
+        )
+    remake(directory, Console())
     return 0
 
 

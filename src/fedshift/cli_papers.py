@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,12 +17,14 @@ from rich.table import Table as Grid
 from .base.errors import FedshiftError, UsageError
 from .base.files import write_atomically
 from .config import DataSpec
-from .launch import display, interruptible, say, wide
+from .launch import contents, display, interruptible, say, use_threads, wide
 
 if TYPE_CHECKING:
+    from .config import RunSpec
     from .papers.recipe import Way
     from .papers.reproduce import Finished
     from .papers.tables import Table
+    from .report.text import TextTable
 
 
 def reproduce(
@@ -60,60 +66,94 @@ def reproduce(
         Directory of the runs, which tables share, of the results and of the page.
 
     """
+    from .papers.place import held
+    from .papers.plan import blocks_of
     from .papers.recipe import Way
     from .papers.tables import table as found
     from .sources import root_of
 
     if (present or hours is not None) and not all:
         raise UsageError("--present and --hours belong to --all: give it too, or leave them out")
-    if hours is not None and (hours <= 0 or scale < 1):
+    if hours is not None and (not 0 < hours < math.inf or scale < 1):
         raise UsageError(f"--hours {hours:g} chooses the share of the rounds: give more than 0, and no --scale")
     if table and all:
         raise UsageError(f"--all runs every table: leave {table} out, or --all")
-    way = Way(root=root_of(DataSpec(root=str(root) if root else None)).resolve(), scale=scale, seeds=seeds, light=light)
+    if version and not table:
+        raise UsageError(f"--version {version} is one of a single table: name the table, or leave it out")
+    data = root_of(DataSpec(root=str(root) if root else None))
+    named = "--root " if root else "FEDSHIFT_DATA=" if os.environ.get("FEDSHIFT_DATA") else ""
+    if named and not data.is_dir():
+        raise UsageError(f"{named}{data}: there is no such directory; give that of the data, or leave it out")
+    _refuse(out)
+    use_threads(None)
+    way = Way(root=data.resolve(), scale=scale, seeds=seeds, light=light)
     if not table and not all:
         return _list(way, out)
-    return _run([found(table)] if table else _wanted(way, present), way, version, hours, out)
+    wanted = [found(table)] if table else _wanted(way, present)
+    if version:
+        blocks_of(wanted[0], version)  # refused before anything is made where there is none
+    with held(out):
+        return _run(wanted, way, version, hours, out)
+
+
+def _refuse(out: Path) -> None:
+    """Raise :class:`UsageError` where ``out`` holds other things than tables that were run."""
+    from .papers.place import KNOWN
+
+    kind = contents(out) if out.is_dir() else None
+    others = out.is_dir() and {path.name for path in out.iterdir()} - KNOWN
+    if (out.exists() and not out.is_dir()) or kind not in (None, "reproduce") or (kind is None and others):
+        raise UsageError(f"--out {out} holds something else: give a directory of runs of tables, or a new one")
 
 
 def _list(way: Way, out: Path) -> int:
+    from rich.text import Text
+
     from .papers.estimate import Estimates
     from .papers.plan import plans_of
-    from .papers.recipe import plain, present, stand_in
-    from .papers.reproduce import last_verdicts, left
+    from .papers.results import last_verdicts, left
     from .papers.tables import tables
 
-    estimates, console, grid = Estimates(), Console(stderr=True), Grid(box=None)
-    for title in ("table or figure", "what", "data", "networks and methods", "runs", "time here", "last result"):
-        grid.add_column(title, overflow="fold")
+    estimates, console, grid = Estimates(), Console(stderr=True), Grid(box=None, padding=(0, 2, 1, 0))
+    for title in ("table or figure", "runs", "time here"):
+        grid.add_column(title, no_wrap=True, justify="left" if title == "table or figure" else "right")
+    grid.add_column("what", overflow="fold")
     notes: dict[str, int] = {}
-    with console.status("timing a step of each network"):
+    with console.status("looking at the data, and timing a step of each network"):
+        plans = {key: [plan for _, plan in plans_of(table, way)] for key, table in tables().items()}
+        specs = {key: list(dict.fromkeys(spec for plan in of for spec in plan.specs)) for key, of in plans.items()}
+        todo = {key: left(runs, out) for key, runs in specs.items()}
+        estimates.look_at(itertools.chain.from_iterable(todo.values()))
         for key, table in tables().items():
-            plans = [plan for _, plan in plans_of(table, way)]
-            asked = [spec for plan in plans for spec in plan.asked]
-            specs = list(dict.fromkeys(spec for plan in plans for spec in plan.specs))
-            where = []
-            for data in dict.fromkeys(spec.data for spec in asked):
-                stand = stand_in(data, way.root)
-                if present(data, way.root):
-                    where.append(f"{plain(data)}: here")
-                elif stand:
-                    where.append(f"{plain(data)}: stand-in {notes.setdefault(stand.note, len(notes) + 1)}")
-                else:
-                    where.append(f"{plain(data)}: missing")
-            models = dict.fromkeys(spec.model for spec in asked)
-            methods = dict.fromkeys(spec.method.partition("(")[0] for spec in asked)
-            needs = f"{', '.join(models)}: {', '.join(methods)}" if asked else ""
+            asked = list(dict.fromkeys(spec for plan in plans[key] for spec in plan.asked))
+            lines = [table.title, *_needs(asked, way, notes), *(f"last: {said}" for said in last_verdicts(table, out))]
             try:
-                spent = _time(estimates.of(left(specs, out))) if specs else ""
+                spent = _time(estimates.of(todo[key])) if todo[key] else "done" if specs[key] else ""
             except UsageError as error:
-                spent = f"cannot run: {error}"
-            last = "; ".join(last_verdicts(table, out))
-            grid.add_row(key, table.title, "\n".join(where), needs, str(len(specs)), spent, last)
+                spent = "?"
+                lines.append(f"cannot run: {error}")
+            grid.add_row(key, str(len(specs[key])) if asked else "", spent, Text("\n".join(lines)))
     wide().print(grid)
     for note, number in notes.items():
         say(Console(), f"stand-in {number}: {note}")
     return 0
+
+
+def _needs(asked: Sequence[RunSpec], way: Way, notes: dict[str, int]) -> list[str]:
+    """Lines on the data, networks and methods of runs; what stands in is numbered in ``notes``."""
+    from .papers.recipe import plain, present, stand_in
+
+    where = []
+    for data in dict.fromkeys(spec.data for spec in asked):
+        stand = stand_in(data, way.root)
+        if present(data, way.root):
+            found = "here"
+        else:
+            found = f"stand-in {notes.setdefault(stand.note, len(notes) + 1)}" if stand else "missing"
+        where.append(f"{plain(data)}: {found}")
+    models = dict.fromkeys(spec.model for spec in asked)
+    methods = dict.fromkeys(re.sub(r"\([^()]*\)|\+fedavg", "", spec.method) for spec in asked)
+    return ["; ".join(dict.fromkeys(where)), f"{', '.join(models)}: {', '.join(methods)}"] if asked else []
 
 
 def _time(seconds: float) -> str:
@@ -153,8 +193,10 @@ def _run(wanted: Sequence[Table], way: Way, version: str | None, hours: float | 
             wanted = budget.ordered(wanted, way, out)
         for number, table in enumerate(wanted):
             chosen = budget.fitting(table, way, out, len(wanted) - number)
+            done = None
             try:
-                done = finish(table, chosen, out, version=version, observer=observer, stop=stop)
+                if not stop.is_set():
+                    done = finish(table, chosen, out, version=version, observer=observer, stop=stop)
             except FedshiftError as error:
                 if len(wanted) == 1:
                     raise
@@ -174,32 +216,45 @@ def _run(wanted: Sequence[Table], way: Way, version: str | None, hours: float | 
     return 1 if failed else 0
 
 
+def remake_papers(place: Path, console: Console) -> None:
+    """Show and write again what the ended runs in ``place`` make of each table that was begun there."""
+    from .papers.page import write
+    from .papers.reproduce import remade
+    from .papers.tables import tables
+
+    for table in tables().values():
+        if done := remade(table, place):
+            _show(table, done, place, console)
+    say(console, f"Page: {write(place)}")
+
+
 def _show(table: Table, done: Finished, out: Path, console: Console) -> None:
     """Print what came out of a table, and write it as Markdown and LaTeX."""
     from .papers.tables import PAPERS
     from .papers.verdict import side_by_side
-    from .report.text import latex, markdown, terminal
+    from .report.text import escape_latex, latex, markdown, terminal
 
     text = wide()
-    say(console, f"{PAPERS[table.paper]}, {table.name}: {table.title}")
-    content: dict[str, list[str]] = {"md": [], "tex": []}
+    title = f"{PAPERS[table.paper]}, {table.name}: {table.title}"
+    say(console, title)
+    content = {"md": [f"**{title}**\n"], "tex": [f"% {title}"]}
+
+    def put(shown: TextTable | None, lines: Sequence[str]) -> None:
+        if shown:
+            text.print(terminal(shown))
+            content["md"].append(markdown(shown))
+            content["tex"].append(latex(shown))
+        for line in lines:
+            say(console, line)
+            content["md"].append(f"{line}\n")
+            content["tex"].append(f"\\par{{\\footnotesize {escape_latex(line)}}}\n")
+
     for made in done.compared:
         notes = [f"{'Data' if made.own else 'Stand-in'}: {note}." for note in made.notes]
-        shown = side_by_side(made)
-        text.print(terminal(shown))
-        for line in (*notes, made.summary):
-            say(console, line)
-        content["md"] += [markdown(shown), *(f"{line}\n" for line in (*notes, made.summary))]
-        content["tex"] += [*(f"% {line}" for line in (*notes, made.summary)), latex(shown)]
+        put(side_by_side(made), [*notes, made.summary])
     for drawn in done.drawn:
         say(console, f"Drawn: {out / 'results' / table.paper / drawn.picture.name}.svg")
-        if drawn.numbers:
-            text.print(terminal(drawn.numbers))
-            content["md"] += [markdown(drawn.numbers)]
-            content["tex"] += [latex(drawn.numbers)]
-    for note in dict.fromkeys(done.notes):
-        say(console, f"Stand-in: {note}.")
-        content["md"] += [f"Stand-in: {note}.\n"]
-        content["tex"] += [f"% Stand-in: {note}."]
+        put(drawn.numbers, [])
+    put(None, [f"Stand-in: {note}." for note in dict.fromkeys(done.notes)])
     for kind, parts in content.items():
         write_atomically(out / "results" / table.paper / f"{table.name}.{kind}", "\n".join(parts).encode())

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Sequence
-from dataclasses import asdict
+from contextlib import closing
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,9 +14,10 @@ from rich.console import Console
 
 from .base.errors import FedshiftError, UsageError
 from .config import Folder, SweepSpec
-from .launch import display, interruptible, loading, new_directory, say, stopped
+from .launch import contents, display, interruptible, loading, new_directory, remake_run, say, stopped
 
 if TYPE_CHECKING:
+    from .series import Part
     from .sweep import Combination
 
 
@@ -23,16 +26,19 @@ def sweep(
     place: Annotated[Folder, Parameter(name="*")] = Folder(),
 ) -> int:
     """Compare methods under each combination of some settings' values, and put all of them into one table."""
-    from .sweep import check, combinations
+    from .sweep import apart, check, combinations
 
     if place.out and place.resume:
         raise UsageError(
             f"--out {place.out} and --resume {place.resume}: a resumed sweep stays in its directory; give one of them"
         )
+    if place.resume and contents(place.resume) != "sweep":
+        raise UsageError(f"{place.resume} holds no sweep: give the directory of one, or start anew (--out)")
     console = Console()
+    spec = replace(spec, over=apart(spec.over))
     wanted = combinations(spec)
     directory = place.resume or place.out or new_directory("sweep")
-    left = [combination for combination in wanted if not combination.done(directory)]
+    left = [combination for combination in wanted if combination.ending(directory) is None]
     with loading(console) as progress:
         for number, combination in enumerate(left):
             progress("checking combinations", number, len(left))
@@ -41,33 +47,39 @@ def sweep(
     return _run(spec, wanted, directory, resume=place.resume is not None, console=console)
 
 
+def remake_sweep(directory: Path, console: Console) -> None:
+    """Show and write again what the sweep in ``directory``, and each of its comparisons, has left so far."""
+    from .sweep import combinations
+
+    spec = SweepSpec(**tomllib.loads((directory / "config.toml").read_text(encoding="utf-8")))
+    wanted = combinations(spec)
+    for combination in wanted:
+        remake_run(directory / combination.folder, Console(quiet=True))
+    _publish(spec, wanted, directory, console)
+
+
 def _run(spec: SweepSpec, wanted: Sequence[Combination], directory: Path, *, resume: bool, console: Console) -> int:
-    from .report.publish import publish
     from .rundir import RunDirectory, toml
-    from .study import read_study
-    from .sweep import run
+    from .series import go_through
 
-    def begin(number: int, combination: Combination) -> None:
-        say(console, f"[{number}/{len(wanted)}] {combination.folder}")
+    def begin(number: int, part: Part) -> None:
+        say(console, f"[{number}/{len(wanted)}] {part.folder.name}")
 
-    def end(combination: Combination) -> None:
-        folder = directory / combination.folder
-        publish(read_study(folder), folder, Console(quiet=True))
+    def end(part: Part, _: bool) -> None:
+        remake_run(part.folder, Console(quiet=True))
 
-    kept = RunDirectory(directory, resume=resume)
-    try:
+    parts = [combination.part(directory) for combination in wanted]
+    with closing(RunDirectory(directory, resume=resume)) as kept:
         kept.write("config.toml", toml(asdict(spec)))
         with interruptible(console) as stop, display(console) as observer:
             try:
-                finished, diverged = run(wanted, directory, observer=observer, stop=stop, begin=begin, end=end)
+                finished = go_through(parts, observer=observer, stop=stop, begin=begin, end=end)
             except KeyboardInterrupt:
                 return stopped(console, "sweep", directory)
         _publish(spec, wanted, directory, console)
-    finally:
-        kept.close()
     if not finished:
         return stopped(console, "sweep", directory)
-    if diverged:
+    if diverged := [said for combination in wanted if (said := combination.ending(directory))]:
         raise FedshiftError("; ".join(diverged))
     return 0
 

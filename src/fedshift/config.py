@@ -38,6 +38,8 @@ Names = Annotated[str, BeforeValidator(_joined)]
 Texts = Annotated[tuple[str, ...], BeforeValidator(_listed)]
 Positive = Annotated[int, Field(ge=1)]
 Unseen = Literal["skip", "average", "nearest", "reestimate", "finetune"]
+OF_ONE = {"over": "sweep", "leave_out": "compare", "method": "run", "methods": "compare"}
+"""Settings that tell for which command a file was written."""
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
@@ -271,10 +273,11 @@ def read_settings(path: Path, allowed: Sequence[str]) -> dict[str, Any]:
             f'{path} is no valid TOML: {error}. Write lines such as lr = 0.01 or model = "name"'
         ) from error
     settings: dict[str, Any] = {}
+    for name, command in OF_ONE.items():
+        if name not in allowed and {name, name.replace("_", "-")} & values.keys():
+            raise UsageError(f"{path} has {name!r}: use it with `fedshift {command}`")
     for key, value in values.items():
         name = key.replace("-", "_")
-        if name in ("method", "methods") and name not in allowed:
-            raise UsageError(f"{path} has {key!r}: use it with `fedshift {'run' if name == 'method' else 'compare'}`")
         if isinstance(value, dict):
             raise UsageError(f"{path}: {key!r} is a table; write settings at the top, key = value, without [tables]")
         if name not in allowed:

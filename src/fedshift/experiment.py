@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from threading import Event
@@ -70,7 +70,8 @@ class Experiment:
     """What is to be run: methods and seeds, on which data, with which model and settings.
 
     ``model(sample_shape, classes)`` makes a network; ``config`` is how a person wrote all this, for the record, and
-    ``files`` are more files for it, by name.
+    ``files`` are more files for it, by name. ``measured_later``: clients that who runs it measures when it has ended,
+    so that no notice need say that they are not.
     """
 
     methods: tuple[Method, ...]
@@ -80,6 +81,7 @@ class Experiment:
     seeds: tuple[int, ...]
     config: Mapping[str, Any] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
+    measured_later: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         names = [method.name for method in self.methods]
@@ -177,7 +179,7 @@ class Experiment:
                 f"{who}: the last batch would hold one sample, over which batch normalization has no variance; it "
                 "joins the batch before it"
             )
-        if trial.plan.personalizes and self.settings.unseen == "skip" and self.settings.leaves_out(self.data.names):
+        if trial.plan.personalizes and self.settings.unseen == "skip" and self._leaves_out:
             notices.say(
                 f"{method.name} keeps models on its clients, and not all take part in every round: one that never did "
                 "has none and is not measured. --unseen average, nearest, reestimate or finetune gives it one"
@@ -198,7 +200,7 @@ class Experiment:
                     reached = max(now, reached)
                     trial.save(folder, CHECKPOINT, *((BEST,) if better else ()))
                 observer.round(outcome)
-        untrained = [name for name in self.data.names if not trial.clients.trained(name)]
+        untrained = [name for name in self._told_of(self.data.names) if not trial.clients.trained(name)]
         if untrained and trial.plan.personalizes:
             more = f" and {len(untrained) - NAMED} more" if len(untrained) > NAMED else ""
             which = f"{', '.join(untrained[:NAMED])}{more}"
@@ -212,6 +214,15 @@ class Experiment:
             share = len(self.settings.participants(seed, 1, trial.clients.names)) / len(trial.clients)
             notices.say(f"{method.name}: {promise(mechanism, share, trial.server.round)}")
         return True
+
+    def _told_of(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(name for name in names if name not in self.measured_later)
+
+    @property
+    def _leaves_out(self) -> bool:
+        """Whether a client that a person is to be told of may have no model."""
+        settings = replace(self.settings, newcomers=self._told_of(self.settings.newcomers))
+        return settings.leaves_out(self._told_of(self.data.names))
 
     def _reached(self, rows: list[Row]) -> tuple[int, float]:
         """How good a round is: clients with validation rows, so that none is left out, then their macro metric."""

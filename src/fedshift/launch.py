@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shlex
 import time
+import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -64,17 +65,37 @@ def execute(spec: RunSpec | CompareSpec, command: str, place: Place) -> int:
     return 0 if finished else stopped(console, command, directory)
 
 
-def published(directory: Path, console: Console) -> FedshiftError | OSError | None:
-    """Show and write what the run in ``directory`` has left so far, if anything; what kept that from being done."""
+def remake_run(directory: Path, console: Console) -> None:
+    """Show and write what the run in ``directory`` has left so far, if it has begun."""
     from .report.publish import publish
     from .study import read_study
 
     if (directory / "study.json").exists():
-        try:
-            publish(read_study(directory), directory, console)
-        except (FedshiftError, OSError) as error:
-            return error
+        publish(read_study(directory), directory, console)
+
+
+def published(directory: Path, console: Console) -> FedshiftError | OSError | None:
+    """:func:`remake_run` of a run that may have failed already; what kept it from being done."""
+    try:
+        remake_run(directory, console)
+    except (FedshiftError, OSError) as error:
+        return error
     return None
+
+
+def contents(directory: Path) -> str | None:
+    """What wrote ``directory``: ``run`` (or ``compare``), ``sweep``, ``leave-out`` or ``reproduce``; None: nothing."""
+    if (directory / "study.json").is_file():
+        return "run"
+    written = directory / "config.toml"
+    if written.is_file():
+        try:
+            settings = tomllib.loads(written.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise UsageError(f"{written} is damaged ({error}): give the directory of another run") from error
+        return "sweep" if "over" in settings else "leave-out" if "leave_out" in settings else None
+    found = directory.glob("results/*/*.json"), directory.glob(f"runs/{'[0-9a-f]' * 16}/config.toml")
+    return "reproduce" if any(map(any, found)) else None
 
 
 @contextmanager

@@ -1,28 +1,32 @@
 """``fedshift compare --leave-out``: for each client in turn a comparison in which it never trains, then one table.
 
 The directory holds a run for each, ``without-<client>/``, which is that of ``--newcomers <client>`` with the same
-settings, and ``tables/``, in which every policy for unknown clients is measured from their checkpoints. Leave-one-out
-over domains is how FedWon measures unseen domains (arXiv:2306.05879, table 12).
+settings, and in it ``policies.json``: what every policy for unknown clients gets right there. ``tables/`` has all of
+them. Leave-one-out over domains is how FedWon measures unseen domains (arXiv:2306.05879, table 12).
 """
 
 from __future__ import annotations
 
+import json
+import tomllib
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from .base.errors import FedshiftError, UsageError
+from .base.files import write_atomically
 from .config import CompareSpec, Place
 from .launch import (
+    contents,
     display,
     interruptible,
     loading,
     new_directory,
-    published,
+    remake_run,
     say,
     stopped,
     summary,
@@ -33,44 +37,66 @@ from .launch import (
 if TYPE_CHECKING:
     from .experiment import Experiment
     from .records import Row
+    from .series import Part
 
 ALL = "all"
+MEASURED = "policies.json"
+"""What each policy got right on the client that a run left out, in the run's directory."""
 
 
 def execute_without(spec: CompareSpec, leave_out: str, place: Place) -> int:
     """Run a comparison without each of the clients that ``leave_out`` names, or go on with them; the exit code.
 
-    ``leave_out``: names or patterns with commas, or ``all``. Raises :class:`FedshiftError` where one fails, after the
-    others are done and what there is has been published.
+    ``leave_out``: names or patterns with commas, or ``all``. Raises :class:`FedshiftError` where one diverges, after
+    the others are done and what there is has been published.
     """
     _check(spec, place)
     console = Console()
     with loading(console) as progress:
         from .build import experiment_of
         from .rundir import RunDirectory, toml
+        from .series import ending, go_through
 
         use_threads(spec.threads)
         experiment = experiment_of(spec, progress)
     directory = place.resume or place.out or new_directory("compare")
-    parts = _parts(experiment, leave_out, directory)
-    _refuse(next(iter(parts.values())))
+    without = _without(experiment, leave_out, directory)
+    parts = {client: _part(spec, client, directory, each) for client, each in without.items()}
+    _refuse(without, parts)
+
+    def begin(number: int, part: Part) -> None:
+        (part.folder / MEASURED).unlink(missing_ok=True)
+        say(console, f"Without {list(parts)[number - 1]} ({number} of {len(parts)}): {part.folder}")
+
+    def end(part: Part, finished: bool) -> None:
+        remake_run(part.folder, Console(quiet=True))
+        if finished:
+            _measure(part.experiment(), part.folder)
+
     with closing(RunDirectory(directory, resume=place.resume is not None)) as kept:
         kept.write("config.toml", toml({**asdict(spec), "leave_out": leave_out}))
-        say(console, f"{directory}: {summary(experiment)}, without each of {', '.join(parts)}")
-        failures: list[FedshiftError | OSError] = []
-        done: list[str] = []
+        say(console, f"{directory}: {summary(experiment)}, without each of {', '.join(parts)}, which is then measured")
         try:
-            for number, (client, part) in enumerate(parts.items(), start=1):
-                say(console, f"Without {client} ({number} of {len(parts)}): {_folder(directory, client)}")
-                if not _run(part, _folder(directory, client), console, failures):
-                    return stopped(console, "compare", directory)
-                done.append(client)
+            with interruptible(console) as stop, display(console) as observer:
+                finished = go_through(parts.values(), observer=observer, stop=stop, begin=begin, end=end)
         except KeyboardInterrupt:
             return stopped(console, "compare", directory)
-        _publish({client: parts[client] for client in done}, directory, console)
-    if failures:
-        raise failures[0]
+        _publish(spec, directory, console)
+    if not finished:
+        return stopped(console, "compare", directory)
+    endings = {client: ending(part.folder, part.settings) for client, part in parts.items()}
+    if diverged := [f"without {client}: {error}" for client, error in endings.items() if error]:
+        raise FedshiftError("; ".join(diverged))
     return 0
+
+
+def remake_without(directory: Path, console: Console) -> None:
+    """Show and write again what the comparisons without each client in ``directory`` have left so far."""
+    settings = tomllib.loads((directory / "config.toml").read_text(encoding="utf-8"))
+    del settings["leave_out"]
+    for folder in sorted(directory.glob("without-*")):
+        remake_run(folder, Console(quiet=True))
+    _publish(CompareSpec(**settings), directory, console)
 
 
 def _check(spec: CompareSpec, place: Place) -> None:
@@ -82,11 +108,11 @@ def _check(spec: CompareSpec, place: Place) -> None:
         raise UsageError("--profile times one comparison, and --leave-out makes several: give one of the two")
     if place.out and place.resume:
         raise UsageError(f"--out {place.out} and --resume {place.resume}: a resumed run stays in its directory")
-    if place.resume and (place.resume / "study.json").exists():
+    if place.resume and contents(place.resume) == "run":
         raise UsageError(f"{place.resume} holds one comparison and none without clients: start anew (--out)")
 
 
-def _parts(experiment: Experiment, leave_out: str, directory: Path) -> Mapping[str, Experiment]:
+def _without(experiment: Experiment, leave_out: str, directory: Path) -> Mapping[str, Experiment]:
     """The comparison without each client, by its name; refused before any starts where one makes no sense."""
     from .data.partition import matching
 
@@ -102,17 +128,39 @@ def _parts(experiment: Experiment, leave_out: str, directory: Path) -> Mapping[s
             experiment,
             settings=replace(experiment.settings, newcomers=(name,)),
             config={**experiment.config, "newcomers": name},
+            measured_later=(name,),
         )
         for name in names
     }
 
 
-def _refuse(part: Experiment) -> None:
-    """Raise :class:`UsageError`, before anything is written, where a method, the model and the data do not fit."""
+def _part(spec: CompareSpec, client: str, directory: Path, experiment: Experiment) -> Part:
+    from .series import Part
+
+    settings = {**asdict(spec), "newcomers": client}
+    return Part(folder=_folder(directory, client), settings=settings, experiment=lambda: experiment)
+
+
+def _refuse(without: Mapping[str, Experiment], parts: Mapping[str, Part]) -> None:
+    """Raise :class:`UsageError`, before anything is written, where a method, the model and the data do not fit.
+
+    And where a policy cannot work for a client, or what is there already is of other settings.
+    """
+    from .adaptation.policies import POLICIES, policies_of
+    from .newcomers import check_policy
     from .trial import Trial
 
-    for method in part.methods:
-        Trial(method, part.model, part.data, part.settings, part.seeds[0]).close()
+    some = next(iter(without.values()))
+    training = {client: some.data.client(client).train for client in without}
+    for method in some.methods:
+        with closing(Trial(method, some.model, some.data, some.settings, some.seeds[0])) as trial:
+            for policy in policies_of(trial.plan, POLICIES):
+                check_policy(trial.plan, policy, training)
+    for client, part in parts.items():
+        try:
+            without[client].accept(part.folder)
+        except UsageError as error:
+            raise UsageError(f"{part.folder.name}: {error}") from error
 
 
 def _folder(directory: Path, client: str) -> Path:
@@ -121,23 +169,46 @@ def _folder(directory: Path, client: str) -> Path:
     return directory / f"without-{slug(client)}"
 
 
-def _run(part: Experiment, folder: Path, console: Console, failures: list[FedshiftError | OSError]) -> bool:
-    """Run one comparison or go on with it, and make its page; whether it was not stopped."""
-    with interruptible(console) as stop, display(console) as observer:
-        try:
-            finished = part.run(folder, resume=(folder / "config.toml").exists(), observer=observer, stop=stop)
-        except UsageError:
-            raise
-        except FedshiftError as error:
-            failures.append(error)
-            finished = True
-    if finished and (unpublished := published(folder, Console(quiet=True))):
-        failures.append(unpublished)
-    return finished
+def _measure(part: Experiment, folder: Path) -> None:
+    """Write down what every policy gets right on the client that ``part`` left out, from checkpoints in ``folder``."""
+    from .adaptation.policies import POLICIES, measured_on, models
+    from .trained import restored
+
+    settled = replace(part, settings=replace(part.settings, engine="sequential"))
+    (client,) = part.settings.newcomers
+    rows: list[Row] = []
+    notices: list[str] = []
+    for seed in part.seeds:
+        for method in part.methods:
+            try:
+                trial = restored(settled, folder, method.name, seed)
+                found = trial.measured.client(client)
+                for model in models(trial, {client: found.train}, POLICIES, say=notices):
+                    rows.append(measured_on(trial, model, found))
+            except UsageError:
+                raise
+            except FedshiftError as error:
+                notices.append(f"without {client}: {error}")
+    content = {"client": client, "place": part.data.names.index(client), "rows": rows, "notices": notices}
+    write_atomically(folder / MEASURED, (json.dumps(content) + "\n").encode())
 
 
-def _publish(parts: Mapping[str, Experiment], directory: Path, console: Console) -> None:
-    """Measure every policy on each client that was left out, print one table and write it."""
+def _measured(spec: CompareSpec, directory: Path) -> list[dict[str, Any]]:
+    """What :func:`_measure` wrote of those comparisons that ended under ``spec``, in the order of the clients."""
+    from .series import ending
+
+    found = [json.loads(file.read_text(encoding="utf-8")) for file in directory.glob(f"without-*/{MEASURED}")]
+    settings = asdict(spec)
+    ended = [
+        each
+        for each in found
+        if ending(_folder(directory, each["client"]), {**settings, "newcomers": each["client"]}) is not None
+    ]
+    return sorted(ended, key=lambda each: int(each["place"]))
+
+
+def _publish(spec: CompareSpec, directory: Path, console: Console) -> None:
+    """Print and write one table of what every policy gets right on each client that was left out so far."""
     from .adaptation.tables import (
         by_policy,
         difference_text,
@@ -151,25 +222,20 @@ def _publish(parts: Mapping[str, Experiment], directory: Path, console: Console)
     from .records import METRICS
     from .report.text import metric_cells, terminal
 
-    text = wide(60 + 17 * len(parts))
-    rows: list[Row] = []
-    notices: list[str] = []
-    with console.status("measuring the policies"):
-        for client, part in parts.items():
-            rows += _measured(part, client, _folder(directory, client), notices)
+    measured = _measured(spec, directory)
+    rows = [row for each in measured for row in each["rows"]]
     if not rows:
-        say(console, "No model could be measured.")
+        say(console, "No client that was left out is measured yet, so there is nothing to report.")
         return
-    some = next(iter(parts.values()))
-    metric, count = some.settings.metric, len(some.seeds)
+    text, metric = wide(60 + 17 * len(measured)), spec.metric
     seeds = seed_table(rows, metric)
     table = over_seeds(seeds)
     needs = needs_of(rows)
-    over = f"{count} seeds" if count > 1 else "one seed"
+    over = f"{spec.seeds} seeds" if spec.seeds > 1 else "one seed"
     say(
         console,
         f"Test {METRICS[metric]} in percent of the client that was left out, mean (std) over {over}, "
-        f"{some.settings.select} round",
+        f"{spec.select} round",
     )
     text.print(terminal(by_policy(table, metric, needs)))
     say(console, legend(needs.values()))
@@ -181,27 +247,10 @@ def _publish(parts: Mapping[str, Experiment], directory: Path, console: Console)
         say(console, f"Minus {gaps['baseline'].iloc[0]}, in points, paired over {pairs}")
         text.print(terminal(shown))
         write_table(directory / "tables", "differences", shown, gaps)
-    for notice in notices:
-        say(console, f"note: {notice}")
+    counted = {_folder(directory, each["client"]) for each in measured}
+    for folder in sorted(set(directory.glob("without-*")) - counted):
+        say(console, f"note: {folder.name} has not ended under these settings: it is not in the table")
+    for each in measured:
+        for notice in each["notices"]:
+            say(console, f"note: {notice}")
     say(console, f"Tables: {directory / 'tables'}; pages: {directory}/without-*/report.html")
-
-
-def _measured(part: Experiment, client: str, folder: Path, notices: list[str]) -> list[Row]:
-    """What every policy gets right on the client that ``part`` left out, from its checkpoints in ``folder``."""
-    from .adaptation.policies import POLICIES, measured_on, models
-    from .trained import restored
-
-    settled = replace(part, settings=replace(part.settings, engine="sequential"))
-    rows = []
-    for seed in part.seeds:
-        for method in part.methods:
-            try:
-                trial = restored(settled, folder, method.name, seed)
-                found = trial.measured.client(client)
-                for model in models(trial, {client: found.train}, POLICIES, say=notices):
-                    rows.append(measured_on(trial, model, found))
-            except UsageError:
-                raise
-            except FedshiftError as error:
-                notices.append(f"without {client}: {error}")
-    return rows

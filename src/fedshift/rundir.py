@@ -34,6 +34,8 @@ METRICS, ROUNDS = "metrics.jsonl", "rounds.jsonl"
 """Files of a trial: what was measured, and what each round took."""
 MACHINES = "machines"
 """Folder of a run across machines: who takes part, and what the programs said that connect them."""
+BEFORE = frozenset((LOCK, OWNER, MACHINES, "config.toml.tmp"))
+"""What there may be before a run's settings are written, the last where that was cut short."""
 
 
 class RunDirectory:
@@ -50,7 +52,7 @@ class RunDirectory:
             raise UsageError(
                 f"{path} already holds a run: go on with it (--resume {path}), or choose another directory (--out)"
             )
-        if path.is_dir() and not resume and any(entry.name not in (LOCK, OWNER, MACHINES) for entry in path.iterdir()):
+        if path.is_dir() and not resume and any(entry.name not in BEFORE for entry in path.iterdir()):
             raise UsageError(f"{path} holds other files: choose a directory that is new or empty (--out)")
         try:
             path.mkdir(parents=True, exist_ok=True)

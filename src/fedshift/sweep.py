@@ -6,39 +6,33 @@ earlier run left fit them. A combination is what `fedshift compare` runs with th
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from itertools import count, product
 from pathlib import Path
-from threading import Event
 from typing import Any
 
-import torch
-
 from .base.errors import UsageError, unknown
-from .base.files import write_atomically
-from .base.processors import processors
 from .build import experiment_of, methods, methods_of, settings_of
 from .config import CompareSpec, SweepSpec
 from .data.files.reading import Progress
-from .engines.engine import Diverged
-from .experiment import Observer
 from .report.curves import Point, said
 from .rundir import slug
+from .series import Part, ending
 from .sources import changes_of
 from .study import read_study
 
-DONE = "done.json"
-"""The settings under which a combination was run to its end, in its directory."""
 NONE = "none"
 """How it is written that a setting is not given."""
 LONGEST = 80
 """Characters of a value in the name of a directory."""
 WHOLE = {
     "methods": "every combination compares all methods: list them with --methods",
-    **dict.fromkeys(("metric", "select", "reach", "seeds", "first_seed"), "a sweep's table is over one such for all"),
+    **dict.fromkeys(
+        ("metric", "select", "reach", "seeds", "first_seed"), "a sweep's table is over one such for all: give it alone"
+    ),
 }
 """Settings that belong to the sweep as a whole, and why."""
 
@@ -51,10 +45,15 @@ class Combination:
     spec: CompareSpec
     folder: str
 
-    def done(self, path: Path) -> bool:
-        """Whether the sweep in ``path`` has run it to its end, under these settings."""
-        kept = path / self.folder / DONE
-        return kept.exists() and json.loads(kept.read_text(encoding="utf-8")) == asdict(self.spec)
+    def part(self, path: Path) -> Part:
+        """The run that it is of the sweep in ``path``."""
+        settings = asdict(self.spec)
+        return Part(folder=path / self.folder, settings=settings, experiment=partial(experiment_of, self.spec))
+
+    def ending(self, path: Path) -> str | None:
+        """What diverged in it, in a sentence, ``""`` for nothing; None where sweep ``path`` has not ended it."""
+        diverged = ending(path / self.folder, asdict(self.spec))
+        return f"{self.folder}: {diverged}" if diverged else diverged
 
 
 def combinations(spec: SweepSpec) -> list[Combination]:
@@ -103,9 +102,19 @@ def swept(texts: Sequence[str]) -> dict[str, list[str]]:
                 raise UsageError(f"over {text!r}: write a setting and its values, such as epochs=1,4,16")
             value = part[1:-1] if part.startswith("[") and part.endswith("]") else part
             if not value or value in found[name]:
-                raise UsageError(f"over {text!r}: {name} has {f'{value} twice' if value else 'an empty value'}")
+                what = f"{value} twice" if value else "an empty value"
+                raise UsageError(f"over {text!r}: {name} has {what}; drop one")
             found[name].append(value)
     return found
+
+
+def apart(over: Sequence[str]) -> tuple[str, ...]:
+    """``over`` with each setting in a text of its own, as it is kept however it was written."""
+    quoted = {
+        name: [f"[{value}]" if value.startswith("[") or len(_parts(value)) > 1 else value for value in values]
+        for name, values in swept(over).items()
+    }
+    return tuple(f"{name}={','.join(values)}" for name, values in quoted.items())
 
 
 def check(combination: Combination, path: Path, progress: Progress | None = None) -> None:
@@ -114,41 +123,6 @@ def check(combination: Combination, path: Path, progress: Progress | None = None
         experiment_of(combination.spec, progress).accept(path / combination.folder)
     except UsageError as error:
         raise UsageError(f"{combination.folder}: {error}") from error
-
-
-def run(
-    wanted: Sequence[Combination],
-    path: Path,
-    *,
-    observer: Observer,
-    stop: Event,
-    begin: Callable[[int, Combination], None] = lambda *_: None,
-    end: Callable[[Combination], None] = lambda _: None,
-) -> tuple[bool, list[str]]:
-    """Run what is unfinished of ``wanted`` in sweep ``path``; whether all was got to, and which diverged, in sentences.
-
-    ``begin`` and ``end`` hear of each that is run. A combination that diverges keeps the others from nothing. Raises
-    what :meth:`~fedshift.experiment.Experiment.run` raises otherwise.
-    """
-    threads = min(torch.get_num_threads(), processors())
-    diverged: list[str] = []
-    for number, combination in enumerate(wanted, 1):
-        if combination.done(path):
-            continue
-        begin(number, combination)
-        torch.set_num_threads(combination.spec.threads or threads)
-        folder = path / combination.folder
-        resume = (folder / "config.toml").exists()
-        try:
-            if not experiment_of(combination.spec).run(folder, resume=resume, observer=observer, stop=stop):
-                return False, diverged
-        except Diverged as error:
-            diverged.append(f"{combination.folder}: {error}")
-            end(combination)
-        else:
-            end(combination)
-            write_atomically(folder / DONE, (json.dumps(asdict(combination.spec), indent=1) + "\n").encode())
-    return True, diverged
 
 
 def points(wanted: Sequence[Combination], path: Path) -> Iterator[tuple[Combination, Point]]:

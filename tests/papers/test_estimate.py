@@ -1,16 +1,20 @@
 """How long runs will take: counted by hand, with parts whose costs are given."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 
+import numpy as np
 import pytest
+import torch
 
 from fedshift.base import remembered
+from fedshift.base.errors import UsageError
 from fedshift.config import RunSpec
-from fedshift.papers import estimate
-from fedshift.papers.estimate import Costs, Estimates, measured
+from fedshift.papers import costs, estimate
+from fedshift.papers.costs import Moves, Steps
+from fedshift.papers.estimate import Estimates
 
-NOTHING = Costs(step=0.0, sample=0.0, visit=0.0, save=0.0, apart=0.0)
 RUN = RunSpec(data="gaussians(samples=80, test_samples=40)", model="synthetic-mlp", batch_size=32, rounds=6)
 
 
@@ -20,15 +24,19 @@ def cache(monkeypatch, tmp_path):
     return tmp_path
 
 
-def costing(**costs):
-    """Estimates where parts cost so much, and the batches that were timed."""
-    timed = []
+def costing(step=0.0, sample=0.0, look=0.0, apart=False, visit=0.0, save=0.0):
+    """Estimates where parts cost so much, and the surgeries on the networks whose steps and moves were timed."""
+    timed, moved = [], []
 
-    def measure(plan, split, batch):
-        timed.append(batch)
-        return replace(NOTHING, **costs)
+    def steps(plan, shape, *, pixels, classes):
+        timed.append(plan.method.surgery)
+        return Steps(step=step, sample=sample, look=look, apart=apart)
 
-    return Estimates(measure), timed
+    def moves(plan):
+        moved.append(plan.method.surgery)
+        return Moves(visit=visit, save=save)
+
+    return Estimates(steps, moves), timed, moved
 
 
 @pytest.mark.parametrize(
@@ -50,8 +58,24 @@ def costing(**costs):
     ],
 )
 def test_steps_are_counted(changes, steps):
-    found, _ = costing(step=1.0)
+    found, *_ = costing(step=1.0)
     assert found.of([replace(RUN, **{"method": "fedavg"} | changes)]) == pytest.approx(steps)
+
+
+@pytest.mark.parametrize(
+    ("changes", "samples"),
+    [
+        ({}, 160),
+        ({"epochs": 4}, 4 * 160),
+        ({"batches": 2}, 160 / 2),  # two rounds a pass
+        ({"batch_size": 0}, 160),
+        ({"participation": 1}, 80),
+        ({"method": "centralized"}, 160),
+    ],
+)
+def test_samples_of_steps_are_counted(changes, samples):
+    found, *_ = costing(sample=1.0)
+    assert found.of([replace(RUN, **{"method": "fedavg"} | changes)]) == pytest.approx(6 * samples)
 
 
 @pytest.mark.parametrize(
@@ -67,33 +91,23 @@ def test_steps_are_counted(changes, steps):
     ],
 )
 def test_samples_of_evaluation_are_counted(changes, samples):
-    found, _ = costing(sample=1.0)
+    found, *_ = costing(look=1.0)
     assert found.of([replace(RUN, **changes)]) == samples
 
 
 def test_clients_are_visited_and_rounds_saved():
-    found, _ = costing(visit=1.0, save=10.0)
+    found, *_ = costing(visit=1.0, save=10.0)
     assert found.of([RUN, replace(RUN, participation=1)]) == 6 * (2 + 10) + 6 * (1 + 10)
 
 
-def test_single_steps_of_clients_are_one_where_samples_do_not_meet():
+def test_single_steps_of_clients_are_one_where_samples_do_not_meet(cache):
     once = replace(RUN, method="fedsmb", batch_size=8, model="fnn2")
-    found, timed = costing(step=1.0)
-    assert found.of([once]) == 2 * 6
-    together, others = costing(step=1.0, apart=1.0)
-    remembered_elsewhere = replace(once, lr=0.5, batch_size=16)
-    assert together.of([remembered_elsewhere]) == 6
-    assert (timed, others) == ([8], [16, 32])
-    assert together.of([replace(remembered_elsewhere, method="fedprox+fedsmb")]) == 2 * 6
-
-
-def test_of_a_large_batch_a_part_is_timed(monkeypatch):
-    monkeypatch.setattr(estimate, "MOST", 20)
-    found, timed = costing(step=1.0)
-    assert found.of([replace(RUN, method="fedavg", batch_size=40)]) == 2 * 2 * 6 * 2
-    monkeypatch.setattr(estimate, "NUMBERS", 100)  # ten samples of ten numbers
-    assert found.of([replace(RUN, method="fedavg", batch_size=40)]) == 4 * 2 * 2 * 6
-    assert timed == [20, 10]
+    found, *_ = costing(step=1.0, sample=0.1)
+    assert found.of([once]) == pytest.approx(6 * (2 + 0.1 * 16))
+    (cache / "steps.json").unlink()
+    together, *_ = costing(step=1.0, sample=0.1, apart=True)
+    assert together.of([once]) == pytest.approx(6 * (1 + 0.1 * 16))
+    assert together.of([replace(once, method="fedprox+fedsmb")]) == pytest.approx(6 * (2 + 0.1 * 16))
 
 
 def test_methods_share_what_was_measured_and_data_are_read_once(monkeypatch, cache):
@@ -105,47 +119,79 @@ def test_methods_share_what_was_measured_and_data_are_read_once(monkeypatch, cac
         for method in ("fedavg", "fedbn", "fedprox", "gn", "scaffold")
         for lr in (0.1, 0.2)
     ]
-    found, timed = costing(step=1.0)
+    found, timed, moved = costing(step=1.0)
     elsewhere = replace(RUN, data="gaussians(samples=40)")
+    found.look_at([*specs[:10], elsewhere, *specs[10:]])
     whole = found.of([*specs[:10], elsewhere, *specs[10:]])
     assert whole == 10 * 2 * (3 + 2) * 6 + 2 * 2 * 6
-    assert timed == [32, 32]  # with BatchNorm, and with group normalization in its place
+    assert len(timed) == 2  # with BatchNorm, and with group normalization in its place
+    assert len(moved) == 1
     assert len(read) == 2
-    again, none = costing(step=2.0)
+    again, none, neither = costing(step=2.0)
     assert again.of([*specs, elsewhere]) == whole
     assert not none
+    assert not neither
+    assert len(read) == 2  # sizes are remembered too
     assert len(json.loads((cache / "steps.json").read_text())) == 2
 
 
+def test_data_that_change_are_looked_at_again(tiny_folder, rewrite):
+    spec = RunSpec(data=str(tiny_folder), root=str(tiny_folder), batch_size=1, rounds=1, method="fedavg", model="fnn2")
+    assert costing(step=1.0)[0].of([spec]) == 26 + 17 + 33
+    rewrite("bob", x_train=np.zeros((3, 8, 8, 3), np.uint8), y_train=np.arange(3))
+    assert costing(step=1.0)[0].of([spec]) == 26 + 3 + 33
+
+
+def test_what_cannot_be_read_is_said_of_its_own_runs_alone():
+    found, *_ = costing(step=1.0)
+    wrong = replace(RUN, data="gausians")
+    found.look_at([wrong, RUN])
+    assert found.of([RUN]) == 36
+    with pytest.raises(UsageError, match="gausians"):
+        found.of([wrong])
+
+
 def test_another_machine_measures_for_itself(monkeypatch):
-    first, _ = costing(step=1.0)
+    first, *_ = costing(step=1.0)
     first.of([RUN])
     monkeypatch.setattr(remembered, "machine", lambda: "another")
-    second, timed = costing(step=1.0)
+    second, timed, _ = costing(step=1.0)
     second.of([RUN])
-    assert timed == [32]
+    assert len(timed) == 1
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"x": 1', "\x00"])
 def test_a_damaged_memory_is_made_again(cache, content):
     (cache / "steps.json").write_text(content)
-    found, timed = costing(step=1.0)
+    found, timed, _ = costing(step=1.0)
     found.of([RUN])
-    assert timed == [32]
+    assert len(timed) == 1
     assert json.loads((cache / "steps.json").read_text())
 
 
 def test_a_place_that_cannot_be_written_costs_only_the_memory(cache, monkeypatch):
     (cache / "file").write_text("")
     monkeypatch.setenv("FEDSHIFT_CACHE", str(cache / "file" / "below"))
-    found, timed = costing(step=1.0)
+    found, timed, _ = costing(step=1.0)
     assert found.of([RUN, RUN]) == 2 * 2 * 3 * 6
-    assert timed == [32]
+    assert len(timed) == 1
 
 
 @pytest.mark.parametrize(("model", "apart"), [("synthetic-mlp", False), ("fnn2", True)])
 def test_parts_are_timed_for_real(model, apart, cache):
-    assert Estimates(measured).of([replace(RUN, method="fedavg", model=model)]) > 0
+    assert Estimates().of([replace(RUN, method="fedavg", model=model)]) > 0
+    (steps,), (moves,) = (json.loads((cache / name).read_text()).values() for name in ("steps.json", "moves.json"))
+    assert min(steps["sample"], steps["look"], moves["visit"], moves["save"]) > 0
+    assert steps["step"] >= 0
+    assert steps["sample"] >= steps["look"]
+    assert steps["apart"] == apart
+
+
+def test_a_step_is_told_from_its_samples(cache, monkeypatch):
+    given = iter([0.5 + 2 * 0.1, 0.5 + 16 * 0.1, 16 * 0.04])  # a small batch, a larger one, looks at the latter
+    monkeypatch.setattr(costs, "_quickest", lambda work, clock: next(given))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    monkeypatch.setattr(costs, "at_most", lambda threads: nullcontext())
+    Estimates(moves=lambda plan: Moves(visit=0.0, save=0.0)).of([RUN])
     (found,) = json.loads((cache / "steps.json").read_text()).values()
-    assert min(found[name] for name in ("step", "sample", "visit", "save")) > 0
-    assert found["apart"] == apart
+    assert (found["step"], found["sample"], found["look"]) == pytest.approx((0.5, 0.1, 0.04))

@@ -12,11 +12,12 @@ from scipy import stats
 
 from fedshift.analysis.concordance import discordance
 from fedshift.base.errors import UsageError
-from fedshift.papers import budget, page, pictures, recipe, reproduce, tables
+from fedshift.papers import budget, page, pictures, recipe, reproduce, results, tables
 from fedshift.papers.budget import Budget
 from fedshift.papers.plan import plans_of
 from fedshift.papers.recipe import Way, run_name
-from fedshift.papers.reproduce import finish, kept, last_verdicts, left
+from fedshift.papers.reproduce import finish, remade
+from fedshift.papers.results import kept, last_verdicts, left
 from fedshift.papers.tables import Block, Printed, Table
 from fedshift.papers.verdict import Reproduced, side_by_side
 from fedshift.report.tables import history
@@ -43,7 +44,7 @@ def tiny(monkeypatch):
     own = {}
     known = {"fedbn": {"all": SETTINGS, "table99": own}, "stand_in": {}, "light": {}, "published": {}}
     monkeypatch.setattr(recipe, "recipes", lambda: known)
-    monkeypatch.setattr(reproduce, "recipes", lambda: known)
+    monkeypatch.setattr(results, "recipes", lambda: known)
     made = small()
     monkeypatch.setattr(tables, "tables", lambda: {made.key: made})
     monkeypatch.setattr(page, "tables", lambda: {made.key: made})
@@ -62,17 +63,54 @@ def test_a_table_is_run_and_kept_and_not_run_again(tiny, tmp_path, monkeypatch):
     assert kept(made, tmp_path) == [found]
     monkeypatch.setattr(reproduce, "experiment_of", None)
     assert finish(made, way, tmp_path).compared == [found]
+    assert remade(made, tmp_path).compared == [found]
+    kept_as = tmp_path / "results" / "fedbn" / "table99-0.json"
+    content = json.loads(kept_as.read_text())
+    kept_as.write_text(json.dumps({key: value for key, value in content.items() if key not in ("way", "part")}))
+    assert remade(made, tmp_path) is None  # an earlier fedshift did not say how
+    assert kept(made, tmp_path) == [found]
 
 
-def test_a_run_that_is_stopped_goes_on(tiny, tmp_path):
+def test_a_run_that_is_stopped_goes_on(tiny, tmp_path, Listener):
     made, way, stop = small(), Way(root=tmp_path), Event()
     specs = next(plans_of(made, way))[1].specs
     stop.set()
     assert finish(made, way, tmp_path, stop=stop) is None
     assert not last_verdicts(made, tmp_path)
+    assert remade(made, tmp_path) is None
     assert left(specs, tmp_path) == list(specs)
-    assert finish(made, way, tmp_path)
+    heard = []
+    second = Listener(lambda done: heard.append(done.round) or (len(heard) == 3 and stop.set()))
+    stop.clear()
+    assert finish(made, way, tmp_path, observer=second, stop=stop) is None
+    assert left(specs, tmp_path) == [specs[1]]
+    (part,) = remade(made, tmp_path).compared
+    assert {row for row, _ in part.values} == {0}
+    assert "Verdict (1 seed, 1 of 2 runs): " in part.summary
+    (found,) = finish(made, way, tmp_path).compared
     assert not left(specs, tmp_path)
+    assert {row for row, _ in found.values} == {0, 1}
+    (tmp_path / "runs" / run_name(specs[1]) / "done.json").unlink()
+    assert remade(made, tmp_path) is None  # less than is there
+    assert kept(made, tmp_path) == [found]
+
+
+def test_figures_are_drawn_again_from_the_runs_that_have_ended(tiny, tmp_path, monkeypatch):
+    over = {"method": ["fedavg"], "samples": [16, 32]}
+    tiny["panels"] = [{"name": "b", "x": "samples", "y": "accuracy", "over": over}]
+    made, way, shown = replace(small(), blocks=()), Way(root=tmp_path), []
+    monkeypatch.setattr(pictures, "_drawn", lambda _, panel, __: iter(shown.append(len(panel.points)) or ()))
+    stop = Event()
+    stop.set()
+    assert finish(made, way, tmp_path, stop=stop) is None
+    (_, plan), *_ = plans_of(made, way)
+    folder = tmp_path / "runs" / run_name(plan.specs[1])
+    folder.mkdir(parents=True)
+    (folder / "done.json").write_text('{"diverged": "as earlier ones wrote it"}')
+    remade(made, tmp_path)
+    assert shown == [1]
+    facts = json.loads((tmp_path / "results" / "fedbn" / "table99-pictures.json").read_text())
+    assert facts["ended"] is False
 
 
 def test_a_run_that_diverges_leaves_the_others(tiny, tmp_path):
@@ -127,6 +165,8 @@ def compared(theirs, ours, by="client", columns=("pen",), own=True, **keys):
         (["50.0 (1.0)"], [60.0], True, "nothing to compare"),
         (["50.0 (3.0)"], [(56.0, 64.0)], True, "within the paper's spread"),  # 2 sqrt(3^2 + 32) = 12.8
         (["50.0 (3.0)"], [(59.0, 67.0)], True, "nothing to compare"),
+        (["50.0 (0.0)"], [50.09], True, "within the paper's spread"),  # within twice half of the last digit
+        (["50.0 (0.0)"], [50.11], True, "nothing to compare"),
     ],
 )
 def test_verdicts(theirs, ours, own, verdict):
@@ -137,6 +177,37 @@ def test_pairs_in_the_papers_order_are_counted():
     assert compared(["1", "2", "3", "3"], [1, 3, 2, 5]).order == (4, 5)  # the level pair does not count
     assert compared(["1", "2"], [5, 5]).order == (0, 1)
     assert compared(["1"], [5]).order == (0, 0)
+
+
+def several(theirs, ours, columns, **keys):
+    """A block of two methods and several columns, of which ``ours`` may lack some (None)."""
+    rows = tuple(({"method": f"m{n}"}, tuple(map(Printed.of, row))) for n, row in enumerate(theirs))
+    block = Block(version="", page=0, by="client", columns=columns, keys={}, rows=rows)
+    cells = {(r, c): (value,) for r, row in enumerate(ours) for c, value in enumerate(row) if value is not None}
+    return Reproduced(table=small(), block=block, scale=1, seeds=1, values=cells, shown={}, **keys)
+
+
+def test_means_closer_than_half_a_printed_digit_are_level():
+    columns = ("a", "b", "c")
+    for third, pairs in (("50.1", 0), ("50.2", 1)):  # means 0.03 and 0.07 apart
+        found = several([["50.0", "50.0", "50.0"], ["50.0", "50.0", third]], [[1, 1, 1], [2, 2, 2]], columns)
+        assert found.order == (pairs, pairs)
+    sums = [["66.6", "55.5", "84.3", "84.3"], ["84.3", "66.6", "55.5", "84.3"]]  # equal but for floating point
+    assert several(sums, [[1] * 4, [2] * 4], ("a", "b", "c", "d")).order == (0, 0)
+
+
+def test_the_papers_average_has_no_say_where_clients_have():
+    theirs = [["50.0", "90.0", "70.0"], ["60.0", "20.0", "40.0"]]
+    assert several(theirs, [[50, None, 50], [60, None, 60]], ("a", "b", "average")).order == (1, 1)
+    assert several(theirs, [[None, None, 50], [None, None, 60]], ("a", "b", "average")).order == (0, 1)
+
+
+def test_rows_are_compared_by_the_measure_that_a_recipe_names(tiny):
+    tiny |= {"measures": {"rounds": "rounds", "accuracy": "best"}}
+    made = several([["300", "70.0"], ["200", "60.0"]], [[30, 60], [20, 70]], ("rounds", "accuracy"))
+    assert made.order == (0, 1)
+    tiny["ranked"] = "rounds"
+    assert made.order == (1, 1)
 
 
 def test_an_order_is_claimed_where_seeds_bear_it_out():
@@ -193,7 +264,8 @@ def test_ours_stand_beside_theirs():
 
 
 def test_numbers_are_read_as_they_are_printed():
-    assert Printed.of("62.87 (1.49)") == Printed(62.87, 1.49)
+    assert Printed.of("62.87 (1.49)") == Printed(62.87, 1.49, 0.01)
+    assert Printed.of("2471").unit == 1
     assert math.isnan(Printed.of("62.87").std)
     assert Printed.of("") is None
 
@@ -278,18 +350,25 @@ def test_the_command_runs_one_table_or_all(cli, tiny, monkeypatch):
     every = cli("reproduce", "--all", "--out", "here", "--seeds", "2", "--hours", "1")
     assert every.code == 0, every.err
     assert "Verdict (2 seeds): " in every.out
-    assert Path("here/index.html").exists()
+    made_by = {path: path.read_bytes() for path in (Path("here/index.html"), *Path("here/results").rglob("*.*"))}
+    for path in made_by:
+        if path.suffix != ".json":
+            path.unlink()
+    again = cli("report", "here")
+    assert again.code == 0, again.err
+    assert "Verdict (2 seeds): " in again.out
+    assert {path: path.read_bytes() for path in made_by} == made_by
     assert pd.read_json("here/results/fedbn/table99-0.json", typ="series")["seeds"] == 2
     listed = cli("reproduce", "--out", "here")
     assert listed.code == 0, listed.err
-    assert "digits: here small-cnn: fedavg, fedbn 2" in " ".join(listed.out.split())
+    assert "digits: here small-cnn: fedavg, fedbn" in " ".join(listed.out.split())
 
 
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
         (["fedbn/tabel11"], "fedbn/table11"),
-        (["fedmmb/table2", "--root", "."], "fedmmb/table2 needs mnist, fashion-mnist"),
+        (["fedmmb/table2", "--root", "."], "fedmmb/table2 needs mnist and fashion-mnist"),
         (["fedbn/table11", "--version", "v9"], "fedbn/table11 has v1, final"),
         (["fedbn/table11", "--hours", "2"], "--hours belong to --all"),
         (["--present"], "--present and --hours belong to --all"),
@@ -308,6 +387,6 @@ def test_what_cannot_be_reproduced_is_said(arguments, why, cli):
 
 def test_missing_data_are_named(tmp_path):
     recipe.present.cache_clear()
-    with pytest.raises(UsageError, match="fedwon/table11 needs fed-isic2019, which is not under"):
+    with pytest.raises(UsageError, match="fedwon/table11 needs fed-isic2019, not to be found under"):
         finish(tables.table("fedwon/table11"), Way(root=tmp_path), tmp_path)
     assert pictures.drawn_before(tables.table("fedwon/table11"), tmp_path) is None

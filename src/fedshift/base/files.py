@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from .errors import FedshiftError
@@ -34,7 +35,8 @@ def write_atomically(path: Path, content: bytes) -> None:
             finally:
                 os.close(directory)
     except OSError as error:
-        beside.unlink(missing_ok=True)
+        with suppress(OSError):  # a disk that only reads refuses this too
+            beside.unlink()
         raise disk_error(path, error) from error
 
 

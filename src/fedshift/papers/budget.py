@@ -12,10 +12,11 @@ from types import TracebackType
 from typing import Self
 
 from ..base.errors import UsageError
+from ..config import RunSpec
 from .estimate import Estimates
 from .plan import plans_of
 from .recipe import Way
-from .reproduce import left
+from .results import left
 from .tables import Table
 
 LEAST = 2**-12
@@ -48,6 +49,7 @@ class Budget:
 
     def ordered(self, tables: Sequence[Table], way: Way, place: Path) -> list[Table]:
         """``tables`` by the time that what is left of them takes."""
+        self._estimates.look_at(spec for table in tables for spec in _left(table, way, place))
         return sorted(tables, key=lambda table: self._cost(table, way, place))
 
     def fitting(self, table: Table, way: Way, place: Path, of: int) -> Way:
@@ -69,8 +71,13 @@ class Budget:
         return Estimates()
 
     def _cost(self, table: Table, way: Way, place: Path) -> float:
-        specs = {spec: None for _, plan in plans_of(table, way) for spec in plan.specs}
+        if self._stop.is_set():  # nothing will be run
+            return 0.0
         try:
-            return self._estimates.of(left(list(specs), place))
+            return self._estimates.of(_left(table, way, place))
         except UsageError:  # which running the table says
             return 0.0
+
+
+def _left(table: Table, way: Way, place: Path) -> list[RunSpec]:
+    return left([spec for _, plan in plans_of(table, way) for spec in plan.specs], place)

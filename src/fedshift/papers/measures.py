@@ -13,16 +13,24 @@ import pandas as pd
 from ..adaptation.policies import measured_on, models
 from ..adaptation.site import site
 from ..analysis.concordance import discordance
+from ..build import experiment_of
+from ..config import RunSpec
 from ..data.federation import ClientData
 from ..features import similarities
 from ..records import Study, frame, measured
+from ..report.concordance import paired
 from ..report.tables import history, seed_table
 from ..report.target import best
 from ..study import read_study
-from ..trained import experiment_in, restored
+from ..trained import narrowed, restored
 from .plan import ADAPTED, DISCORDANCE, FINAL, Cell
 from .recipe import run_name
 from .tables import Table
+
+
+def run_folder(spec: RunSpec, place: Path) -> Path:
+    """Where the run of ``spec`` is kept among those in ``place``."""
+    return place / "runs" / run_name(spec)
 
 
 class Runs:
@@ -43,17 +51,15 @@ class Runs:
         """Training samples of all clients together in the largest run on each data set."""
         sizes: dict[str, int] = {}
         for cell in cells:
-            study = self.study(self._folder(cell))
+            study = self.study(run_folder(cell.spec, self._place))
             count = sum(parts["train"] for parts in study.clients.values())
             sizes[cell.spec.data] = max(count, sizes.get(cell.spec.data, 0))
         return sizes
 
-    def _folder(self, cell: Cell) -> Path:
-        return self._place / "runs" / run_name(cell.spec)
-
     def _values(self, table: Table, cell: Cell) -> list[float]:
         factor = 100.0 if table.unit == "percent" else 1.0
-        study = self.study(self._folder(cell))
+        folder = run_folder(cell.spec, self._place)
+        study = self.study(folder)
         if not (study.rows["moment"] == "loaded").any():  # it diverged before it was measured
             return []
         if cell.measure == FINAL:
@@ -63,11 +69,11 @@ class Runs:
         if cell.measure == "rounds":
             return best(study)["round"].tolist()
         if cell.measure == DISCORDANCE and cell.twin:
-            twin = self.study(self._place / "runs" / run_name(cell.twin))
-            return [discordance(*pair) for pair in _losses(study, twin)]
+            twin = self.study(run_folder(cell.twin, self._place))
+            return [discordance(*losses) for losses in paired(_macro_loss(study), _macro_loss(twin))]
         if cell.measure == ADAPTED and cell.newcomer:
             return [factor * value for value in self._adapted(cell, cell.newcomer, table.metric)]
-        (similar,) = self._similarities(self._folder(cell)).values()
+        (similar,) = self._similarities(folder).values()
         return [float(getattr(each, cell.measure)) for each in similar]
 
     def _adapted(self, cell: Cell, data: str, metric: str) -> list[float]:
@@ -75,7 +81,8 @@ class Runs:
 
         A method whose clients keep BatchNorm gets its statistics estimated on the newcomer's inputs (appendix G).
         """
-        spec, experiment = experiment_in(self._folder(cell))
+        folder = run_folder(cell.spec, self._place)
+        spec, experiment = cell.spec, narrowed(experiment_of(cell.spec))
         (method,), name = experiment.methods, str(cell.client)
         key = name, data, experiment.data.sample_shape
         if key not in self._newcomers:
@@ -83,7 +90,7 @@ class Runs:
         newcomer = self._newcomers[key]
         rows = []
         for seed in experiment.seeds:
-            trial = restored(experiment, self._folder(cell), method.name, seed)
+            trial = restored(experiment, folder, method.name, seed)
             wanted = ("reestimate",) if trial.plan.personalizes else ()
             (model,) = models(trial, {name: newcomer.train}, wanted)
             rows.append(measured_on(trial, model, newcomer))
@@ -103,8 +110,6 @@ def _floats(values: Any) -> list[float]:
     return [float(value) for value in values]
 
 
-def _losses(federated: Study, centralized: Study) -> list[tuple[list[float], list[float]]]:
-    """Macro test losses of both by seed, over the rounds that both measured."""
-    both = [history(study, "loss").groupby(["seed", "round"])["value"].mean() for study in (federated, centralized)]
-    common = pd.concat(both, axis=1, join="inner", keys=["federated", "centralized"])
-    return [(_floats(rows["federated"]), _floats(rows["centralized"])) for _, rows in common.groupby(level="seed")]
+def _macro_loss(study: Study) -> pd.Series:
+    """The macro test loss by seed and round: the clients of two runs may have different names."""
+    return history(study, "loss").groupby(["seed", "round"])["value"].mean()

@@ -12,7 +12,7 @@ from ..base.files import write_atomically
 from ..report.inline import inline_svg
 from ..report.text import latex, markdown
 from .pictures import drawn_before
-from .reproduce import kept
+from .results import kept
 from .tables import PAPERS, Table, tables
 from .verdict import side_by_side
 
@@ -37,7 +37,7 @@ def write(place: Path) -> Path:
 def _shown(table: Table, place: Path) -> dict[str, Any] | None:
     """What the page has of a table; None where nothing was run."""
     blocks, drawn = kept(table, place), drawn_before(table, place)
-    if not blocks and not drawn:
+    if not blocks and not (drawn and drawn["pictures"]):
         return None
     return {
         "paper": table.paper,

@@ -25,8 +25,10 @@ from ..report.text import MISSING, Cell, TextTable
 from ..study import read_study
 from ..theory.pictures import toy_panels
 from ..theory.toy import toy
+from .measures import run_folder
 from .plan import Panel, Plan
-from .recipe import Way, run_name
+from .recipe import Way
+from .results import there, written
 from .tables import Table
 
 LOOKS = ("theory", "features")
@@ -42,10 +44,11 @@ class Drawn:
 
 
 def draw(table: Table, plan: Plan, way: Way, place: Path) -> list[Drawn]:
-    """What ``plan``'s panels show, from its finished runs in ``place``; written there as SVG and PNG."""
+    """What ``plan``'s panels show, from its ended runs in ``place``; written there as SVG and PNG."""
     folder = place / "results" / table.paper
     folder.mkdir(parents=True, exist_ok=True)
-    made = [drawn for panel in plan.panels for drawn in _drawn(table, panel, place)]
+    panels = there(plan, place).panels
+    made = [drawn for panel in panels for drawn in _drawn(table, panel, place)]
     for drawn in made:
         figure = drawn.picture.figure
         with drawing():
@@ -54,7 +57,8 @@ def draw(table: Table, plan: Plan, way: Way, place: Path) -> list[Drawn]:
             figure.savefig(folder / f"{drawn.picture.name}.png", dpi=200, metadata={"Software": None})
         write_atomically(folder / f"{drawn.picture.name}.svg", svg(figure).encode())
     facts = {
-        "scale": way.scale, "seeds": way.seeds, "notes": list(plan.notes),
+        "scale": way.scale, "seeds": way.seeds, "notes": list(plan.notes), "ended": panels == plan.panels,
+        "way": written(way),
         "pictures": [{"name": drawn.picture.name, "description": drawn.picture.description} for drawn in made],
     }  # fmt: skip
     write_atomically(_facts(table, place), (json.dumps(facts, indent=1) + "\n").encode())
@@ -80,7 +84,7 @@ def _drawn(table: Table, panel: Panel, place: Path) -> Iterator[Drawn]:
     if panel.x in LOOKS:
         yield from (Drawn(picture=picture) for picture in _looked(panel, place))
         return
-    points = [Point(keys, read_study(place / "runs" / run_name(spec))) for keys, spec in panel.points]
+    points = [Point(keys, read_study(run_folder(spec, place))) for keys, spec in panel.points]
     points = [point for point in points if (point.study.rows["moment"] == "loaded").any()]
     if not points:  # all of them diverged before they were measured
         return
@@ -102,7 +106,7 @@ def _looked(panel: Panel, place: Path) -> Iterator[Picture]:
         with drawing():
             found = iter([*toy_panels(toy(0))])
     else:
-        runs = [features(place / "runs" / run_name(spec)) for _, spec in panel.points]
+        runs = [features(run_folder(spec, place)) for _, spec in panel.points]
         found = panels(replace(runs[0], drawn={name: drawn for run in runs for name, drawn in run.drawn.items()}))
     for picture in found:
         if picture.name.startswith(panel.y):

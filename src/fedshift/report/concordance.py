@@ -32,13 +32,22 @@ def concordance_table(study: Study) -> pd.DataFrame:
     losses = history(study, "loss").dropna(subset="value").set_index(["seed", "round", "client"])
     rows = []
     for method, twin in product(federated, pooled):
-        both = {name: losses.loc[losses["method"] == name, "value"] for name in (method, twin)}
-        macro = pd.concat(both, axis=1, join="inner").groupby(["seed", "round"]).mean()
-        seeds = [rounds for _, rounds in macro.groupby("seed")]
-        found = mean_and_std(discordance(rounds[method].tolist(), rounds[twin].tolist()) for rounds in seeds)
-        rows.append([*found, min(map(len, seeds), default=0), len(seeds)])
+        seeds = paired(*(losses.loc[losses["method"] == name, "value"] for name in (method, twin)))
+        found = mean_and_std(discordance(*pair) for pair in seeds)
+        rows.append([*found, min((len(rounds) for rounds, _ in seeds), default=0), len(seeds)])
     index = pd.MultiIndex.from_product([federated, pooled], names=["method", "centralized"])
     return pd.DataFrame(rows, index=index, columns=list(COLUMNS))
+
+
+def paired(federated: pd.Series, centralized: pd.Series) -> list[tuple[list[float], list[float]]]:
+    """The macro losses of both under each seed that both have, round by round.
+
+    Given are losses over the same index, of which seed and round are levels; what both have counts, and of that the
+    mean in each round.
+    """
+    common = pd.concat([federated, centralized], axis=1, join="inner", keys=["federated", "centralized"])
+    seeds = common.groupby(["seed", "round"]).mean().groupby("seed")
+    return [(rounds["federated"].tolist(), rounds["centralized"].tolist()) for _, rounds in seeds]
 
 
 def concordance_cells(table: pd.DataFrame) -> TextTable:

@@ -125,12 +125,17 @@ def markdown(table: TextTable) -> str:
 def latex(table: TextTable) -> str:
     r"""A LaTeX ``tabular``; it needs ``\usepackage{booktabs}``."""
     lines = [r"\begin{tabular}{l" + "r" * (len(table.header) - 1) + "}", r"\toprule"]
-    lines += [" & ".join(map(_escape_latex, table.header)) + r" \\", r"\midrule"]
+    lines += [" & ".join(map(escape_latex, table.header)) + r" \\", r"\midrule"]
     for number, row in enumerate(table.rows):
         if number and number == table.rule:
             lines.append(r"\midrule")
-        lines.append(" & ".join(_bold(_escape_latex(cell.text), cell, r"\textbf{{{}}}") for cell in row) + r" \\")
+        lines.append(" & ".join(_bold(escape_latex(cell.text), cell, r"\textbf{{{}}}") for cell in row) + r" \\")
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
+
+
+def escape_latex(text: str) -> str:
+    """``text`` as LaTeX prints it."""
+    return "".join(_LATEX.get(sign, sign) for sign in text)
 
 
 def csv(table: pd.DataFrame) -> str:
@@ -206,7 +211,3 @@ def _bold(text: str, cell: Cell, form: str) -> str:
 
 def _escape_markdown(text: str) -> str:
     return re.sub(r"([\\|*_<>\[\]`])", r"\\\1", text).replace("\n", " ")
-
-
-def _escape_latex(text: str) -> str:
-    return "".join(_LATEX.get(sign, sign) for sign in text)
