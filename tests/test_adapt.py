@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 from pathlib import Path
+from shutil import copytree
 
 import numpy as np
 import pandas as pd
@@ -12,15 +13,15 @@ from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from fedshift.adaptation.every import adapted
+from fedshift.adaptation.known import met
 from fedshift.adaptation.policies import AS_IT_IS, measured_on, models, needs, policies_of
-from fedshift.adaptation.site import site, unlabeled
+from fedshift.adaptation.site import site
 from fedshift.adaptation.tables import differences, over_seeds, seed_table
 from fedshift.base.errors import FedshiftError, UsageError
 from fedshift.base.state import equal
 from fedshift.build import methods
-from fedshift.config import RunSpec
 from fedshift.data.federation import federation
-from fedshift.data.split import IMAGENET, UNIT
 from fedshift.records import measured, read_rows
 from fedshift.settings import Settings
 from fedshift.trained import experiment_in, restored
@@ -36,26 +37,24 @@ def cached(tmp_path, monkeypatch):
     monkeypatch.setenv("FEDSHIFT_CACHE", str(tmp_path / "cache"))
 
 
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    return tmp_path_factory.mktemp("kept") / "run"
+
+
 @pytest.fixture
-def run(make, tmp_path):
-    """A run of three methods on two of the tiny clients, in its directory."""
-    make(methods="fedavg,fedbn,fedwon", **LEFT).run(tmp_path / "run")
+def run(make, kept, tiny_folder, tmp_path):
+    """A run of three methods on two of the tiny clients, trained once, in a directory of the test's own."""
+    if not kept.exists():
+        make(methods="fedavg,fedbn,fedwon", **LEFT).run(kept)
+    copytree(kept, tmp_path / "run")
+    settings = tmp_path / "run" / "config.toml"
+    settings.write_text(re.sub(r"(?m)^data = .*$", f'data = "{tiny_folder}"', settings.read_text()))
     return tmp_path / "run"
 
 
 def shot(folder):
     return {path.relative_to(folder): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
-
-
-def pictures(folder, sizes, shade=0, mode="RGB", **options):
-    """Images in ``folder``/<class>/ (or in it, where the class is ""), ``sizes``: class -> number."""
-    random = np.random.default_rng(3)
-    for category, count in sizes.items():
-        (folder / category).mkdir(parents=True, exist_ok=True)
-        for number in range(count):
-            pixels = random.integers(shade, 200, (8, 8, 3) if mode == "RGB" else (8, 8)).astype(np.uint8)
-            image = Image.fromarray(pixels).resize(options.get("size", (8, 8)), Image.Resampling.NEAREST)
-            image.save(folder / category / f"{number}.png")
 
 
 # What a policy gives is what the run itself would have measured
@@ -99,6 +98,96 @@ def test_a_client_whose_samples_the_run_has_is_called_known(cli, run, tiny_folde
     assert "note: client 'ann' is not unknown: the run has its samples, as client 'ann'" in outcome.out
     assert "client 'cid' is not" not in outcome.out
     assert "reestimate" not in outcome.out.replace("--", "")
+
+
+def test_samples_that_the_run_has_are_counted_whatever_part_they_were_in_and_label_they_have(run, tiny):
+    _, experiment = experiment_in(run)
+    ann, cid = tiny.client("ann"), tiny.client("cid")
+    halves = [torch.cat([split.x[:6], other.x[:6]]) for split, other in ((ann.test, cid.test), (ann.train, cid.train))]
+    mixed = federation({"new": (halves[0].numpy(), np.zeros(12, int), halves[1].numpy(), np.arange(12) % 2)})
+    assert met(mixed, experiment) == ["client 'new' is not unknown: the run has 12 of its 24 samples, as client 'ann'"]
+
+
+def test_policies_that_make_no_sense_are_told_by_method_and_one_named_twice_counts_once(cli, run, tiny_folder):
+    words = ("adapt", run, "--data", tiny_folder, "--clients", "cid", "--policies")
+    said = cli(*words, "nearest, reestimate,nearest").out
+    assert "note: nearest: the one global model, shown as it is, under fedavg, fedwon\n" in said
+    assert "note: reestimate: there are no BatchNorm statistics under fedwon\n" in said
+    assert said.count("fedbn: nearest") == 1
+    assert "note" not in cli(*words, "finetune").out
+
+
+def test_some_of_the_methods_and_seeds_alone(cli, make, tiny_folder, tmp_path):
+    make(methods="fedbn,fedprox(mu=0.1),gn", seeds=2, **{**LEFT, "rounds": 1}).run(tmp_path / "run")
+    words = ("adapt", tmp_path / "run", "--data", tiny_folder, "--clients", "cid", "--policies", "average")
+    lines = cli(*words, "--methods", "fedprox*,gn", "--seeds", 1, "--save", "saved").out.splitlines()
+    assert lines[0] == "Test accuracy in percent of new clients, one seed, last round"
+    titles = [line.split()[0] for line in lines if "as it is" in line and "note" not in line]
+    assert titles == ["fedprox(mu=0.1):", "fedavg+gn:"]
+    assert {path.name for path in (tmp_path / "saved").iterdir() if path.is_dir()} == {"fedprox-mu=0.1", "fedavg+gn"}
+    assert "mean (std) over 2 seeds" in cli(*words, "--methods", "fedprox(mu=0.1)").out
+    for asked, said in (
+        (("--methods", "fedbm"), "unknown method 'fedbm': did you mean 'fedbn'? allowed are fedavg+gn, fedbn, fedprox"),
+        (("--methods", "fedavg"), "unknown method 'fedavg': did you mean 'fedavg+gn'?"),
+        (("--seeds", 3), "seeds=3: the run has 2; give a number from 1 to that"),
+    ):
+        outcome = cli(*words, *asked)
+        assert (outcome.code, said in outcome.err) == (2, True), outcome.err
+
+
+def test_a_run_of_a_device_that_is_not_here_is_adapted_on_the_processor_and_that_is_said(cli, run, tiny_folder):
+    words = ("adapt", run, "--data", tiny_folder, "--clients", "cid", "--policies", "average", "--methods", "fedbn")
+    plain = cli(*words).out
+    settings = run / "config.toml"
+    settings.write_text(settings.read_text().replace('device = "cpu"', 'device = "cuda:99"'))
+    said = "note: the run was made on cuda:99, which cannot be used here: computed on cpu (--device)\n"
+    assert cli(*words).out == plain + said
+    assert cli(*words, "--device", "cpu").out == plain
+    outcome = cli(*words, "--device", "cuda:99")
+    assert (outcome.code, outcome.err.startswith("fedshift: device 'cuda:99' cannot be used here")) == (2, True)
+
+
+def test_a_trial_that_is_damaged_or_not_there_stops_no_other(cli, run, tiny_folder):
+    words = ("adapt", run, "--data", tiny_folder, "--clients", "cid", "--policies", "average")
+    checkpoint = run / "trials" / "fedbn-seed0" / "checkpoint.safetensors"
+    whole = checkpoint.read_bytes()
+    (states,) = checkpoint.parent.glob("*.states")
+    flipped = bytearray(kept := states.read_bytes())
+    flipped[len(kept) // 2] ^= 255
+    for file, damaged, said in (
+        (states, bytes(flipped), "is corrupt: what it holds of client"),
+        (checkpoint, whole[:-9], "is corrupt or truncated"),
+        (checkpoint, whole.replace(b'"format":"2"', b'"format":"1"'), "was written by another version of fedshift"),
+        (checkpoint, None, "no checkpoint at"),
+    ):
+        file.unlink()
+        if damaged is not None:
+            file.write_bytes(damaged)
+        outcome = cli(*words)
+        assert (outcome.code, said in outcome.err) == (1, True), outcome.err
+        assert outcome.err.startswith("fedshift: fedbn, seed 0, is left out: ")
+        assert [f"{method}: as it is" in outcome.out for method in ("fedavg", "fedwon")] == [True, True]
+        states.write_bytes(kept)
+    (run / "config.toml").unlink()
+    assert "config.toml is missing, which says what was run: restore" in cli(*words).err
+
+
+def test_rounds_that_a_run_has_not_done_are_told(cli, run, tiny_folder):
+    settings = run / "config.toml"
+    settings.write_text(settings.read_text().replace("rounds = 2", "rounds = 5"))
+    outcome = cli("adapt", run, "--data", tiny_folder, "--policies", "average", "--methods", "fedbn")
+    assert "note: fedbn, seed 0: 2 of 5 rounds are done" in outcome.out
+
+
+def test_a_client_of_one_sample_lacks_what_needs_several_and_the_others_have_it(run, tiny):
+    _, experiment = experiment_in(run)
+    trial, said = restored(experiment, run, "fedbn", 0), []
+    training = {"lone": tiny.client("cid").train.take(torch.tensor([0])), "cid": tiny.client("cid").train}
+    made = {(model.client, model.policy) for model in models(trial, training, POLICIES, say=said)}
+    assert made == {("lone", "average"), ("lone", "nearest"), *(("cid", policy) for policy in POLICIES)}
+    assert said == ["client 'lone': one sample has no variance to normalize by, so without reestimate and finetune"]
+    with pytest.raises(UsageError, match="client 'lone' has one training sample"):
+        next(models(trial, training, POLICIES))
 
 
 def test_more_rounds_of_finetuning_and_each_seed(cli, make, tiny_folder, tmp_path):
@@ -180,51 +269,6 @@ def test_tables_are_means_over_seeds_and_pairs_are_clients():
     assert (alone["difference"], alone["seeds"], alone["std"]) == pytest.approx((0.3, 2, np.std([0.5, 0.1], ddof=1)))
 
 
-# The new site's data
-
-
-def test_a_site_is_brought_to_the_runs_size_channels_scale_and_classes(tiny, tmp_path):
-    run = replace(tiny, class_names=("cat", "dog", "owl"), classes=3).normalized(IMAGENET)
-    pictures(tmp_path / "new" / "north", {"dog": 5, "owl": 5}, mode="L", size=(16, 16))
-    new = site(str(tmp_path / "new"), RunSpec(data="elsewhere", samples=3, domains="ann"), run)
-    north = new.client("north")
-    assert (new.sample_shape, new.classes, new.class_names) == ((3, 8, 8), 3, ("cat", "dog", "owl"))
-    assert sorted(set(north.train.y.tolist())) == [1, 2]
-    assert north.train.normalization == IMAGENET
-    assert torch.equal(north.train.x[:, 0], north.train.x[:, 2])
-    own = site(str(tmp_path / "new"), RunSpec(normalize="unit"), run.normalized(UNIT)).client("north")
-    assert own.train.normalization == UNIT
-    alone = site(str(tmp_path / "new"), RunSpec(normalize="client"), run).client("north").train
-    assert alone.inputs(slice(None)).mean((0, 2, 3)).abs().max() < 1e-5
-
-
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        ({"class_names": ("cat", "dog", "owl")}, "new has a class 'yak', which the run's data, tiny, have not: theirs"),
-        ({"classes": 1}, "new has labels up to 1, but the run's data, tiny, have 1 classes"),
-    ],
-)
-def test_classes_that_the_run_has_not_are_refused_naming_both(tiny, tmp_path, changed, said):
-    pictures(tmp_path / "new" / "north", {"dog": 5, "yak": 5})
-    with pytest.raises(UsageError, match=re.escape(said)):
-        site(str(tmp_path / "new"), RunSpec(), replace(tiny, **changed))
-
-
-def test_samples_of_another_shape_are_refused_naming_both(tiny, tmp_path):
-    random = np.random.default_rng(0)
-    rows = random.normal(size=(6, 4)), np.arange(6) % 2
-    run = federation({"a": (*rows, *rows)}, name="a table")
-    (tmp_path / "new").mkdir()
-    x = random.normal(size=(6, 5))
-    np.savez(tmp_path / "new" / "north.npz", x_train=x, y_train=rows[1], x_test=x, y_test=rows[1])
-    said = r"new, client 'north', train data: samples of shape \(5,\), but the run was trained on a table with samples"
-    with pytest.raises(UsageError, match=said):
-        site(str(tmp_path / "new"), RunSpec(), run)
-    with pytest.raises(UsageError, match=r"shape \(5,\), .* on tiny with samples of shape \(3, 8, 8\)"):
-        site(str(tmp_path / "new"), RunSpec(), tiny)
-
-
 # Data without labels
 
 
@@ -257,43 +301,15 @@ def test_unlabeled_data_take_the_place_of_the_clients_own_for_reestimate_alone(r
     assert all(equal(given[name], plain[name]) for name in ("average", "nearest", "finetune"))
 
 
-@pytest.mark.parametrize(("mode", "size"), [("RGB", (8, 8)), ("L", (8, 8)), ("RGB", (20, 20))])
-def test_a_flat_folder_is_read_as_class_folders_are(tiny, tmp_path, mode, size):
-    pictures(tmp_path / "tree" / "north" / "train", {"0": 7}, mode=mode, size=size)
-    pictures(tmp_path / "tree" / "north" / "test", {"0": 1}, mode=mode, size=size)
-    pictures(tmp_path / "flat", {"": 7}, mode=mode, size=size)
-    with_labels = site(str(tmp_path / "tree"), RunSpec(), tiny).client("north").train
-    without = unlabeled(tmp_path / "flat", RunSpec(), tiny)
-    assert torch.equal(without.inputs(slice(None)), with_labels.inputs(slice(None)))
-    again = unlabeled(tmp_path / "flat", RunSpec(), tiny)  # from the cache
-    assert torch.equal(again.x, without.x)
-
-
-def test_broken_images_of_a_flat_folder_are_refused_or_skipped(tiny, tmp_path):
-    pictures(tmp_path / "flat", {"": 4})
+def test_whether_broken_images_are_skipped_is_said_of_the_new_ones(cli, run, tmp_path):
+    (tmp_path / "flat").mkdir()
+    for shade in (0, 90, 180):
+        Image.new("RGB", (8, 8), (shade, 60, shade)).save(tmp_path / "flat" / f"{shade}.png")
     (tmp_path / "flat" / "2.png").write_bytes(b"no image")
-    with pytest.raises(UsageError, match=r"1 of 4 images in .*flat cannot be read: 2\.png: is no image"):
-        unlabeled(tmp_path / "flat", RunSpec(), tiny)
-    assert len(unlabeled(tmp_path / "flat", RunSpec(broken="skip"), tiny)) == 3
-
-
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("empty", "holds no image (.bmp,"),
-        ("nowhere", "is no folder: give a folder in which images lie side by side, or an .npz file with an array x"),
-        ("y.npz", "has no array 'x' (it has y)"),
-        ("broken.npz", "cannot be read as arrays"),
-        ("wide.npz", "samples of shape (5,), but the run was trained on tiny with samples of shape (3, 8, 8)"),
-    ],
-)
-def test_unlabeled_data_that_cannot_be_used_are_refused(tiny, tmp_path, name, said):
-    (tmp_path / "empty").mkdir()
-    np.savez(tmp_path / "y.npz", y=np.zeros(3))
-    np.savez(tmp_path / "wide.npz", x=np.zeros((3, 5)))
-    (tmp_path / "broken.npz").write_bytes(b"PK but no more")
-    with pytest.raises(UsageError, match=re.escape(said)):
-        unlabeled(tmp_path / name, RunSpec(), tiny)
+    words = ("adapt", run, "--unlabeled", "flat", "--methods", "fedbn", "--policies", "reestimate", "--save", "saved")
+    assert "remove them, or leave them out (--broken skip)" in cli(*words).err
+    assert "note: 1 of 4 images in flat cannot be read" in cli(*words, "--broken", "skip").out
+    assert (tmp_path / "saved" / "fedbn" / "reestimate" / "flat.safetensors").exists()
 
 
 # Models as files
@@ -310,6 +326,20 @@ def test_saved_models_say_whose_they_are_and_load_as_the_page_says(cli, run, tin
     assert not network.training
     state = load_file(file)
     assert all(torch.equal(tensor, state[name]) for name, tensor in network.state_dict().items())
+
+
+def test_where_no_policy_gives_a_model_that_is_said(cli, make, tiny_folder, tmp_path):
+    make(methods="fedper+gn", rounds=1, newcomers="cid").run(tmp_path / "run")
+    outcome = cli("adapt", tmp_path / "run", "--data", tiny_folder, "--clients", "cid", "--policies", "reestimate")
+    assert (outcome.code, outcome.out) == (2, "")
+    assert "no policy gives a model: reestimate: there are no BatchNorm statistics under fedper+gn" in outcome.err
+
+
+def test_two_clients_of_one_file_are_refused(run, tiny, tmp_path):
+    _, experiment = experiment_in(run)
+    training = {"a b": tiny.client("ann").train, "a-b": tiny.client("cid").train}
+    with pytest.raises(UsageError, match=r"client 'a b' and another would share the file a-b\.safetensors: rename one"):
+        adapted(experiment, run, training, POLICIES, save=tmp_path / "saved")
 
 
 # What is refused

@@ -16,6 +16,7 @@ from fedshift import api
 from fedshift.base.errors import FedshiftError, UsageError
 from fedshift.checkpoint import load_checkpoint
 from fedshift.experiment import Observer
+from fedshift.features import study
 
 
 def test_the_example_of_the_module_is_true():
@@ -114,6 +115,52 @@ def test_models_that_do_not_exist_are_refused(compared, asked, said):
     with pytest.raises(UsageError) as refused:
         compared.model(**asked)
     assert str(refused.value) == said
+
+
+def test_each_policy_is_measured_on_a_client_that_comes_later_as_the_run_itself_would(tiny):
+    new, settings = tiny.only(["cid"]), {"rounds": 1, "seeds": 2, "batch_size": 8}
+    both = [fedshift.fedavg(), fedshift.fedbn()]
+    result = fedshift.compare(both, data=tiny.only(["ann", "bob"]), **settings)
+    table = result.adapt(new)
+    assert list(table.index) == ["cid", "macro"]
+    assert list(table.columns.unique(0)) == [
+        *(f"fedavg: {policy}" for policy in ("as it is", "reestimate", "finetune")),
+        *(f"fedbn: {policy}" for policy in ("average", "reestimate", "nearest", "finetune")),
+    ]
+    within = fedshift.compare(both, data=tiny, newcomers=["cid"], unseen="nearest", **settings).table()
+    for title, method in (("fedavg: as it is", "fedavg"), ("fedbn: nearest", "fedbn")):
+        assert table.loc["cid", title].tolist() == within.loc["cid", method].tolist()
+    again = fedshift.Comparison(result.experiment, result.directory).adapt(new, "reestimate", methods="fedbn")
+    pd.testing.assert_frame_equal(again, table[["fedbn: reestimate"]])
+
+
+def test_what_a_person_should_know_of_a_new_client_is_a_warning(compared, tiny):
+    with pytest.warns(UserWarning, match="client 'bob' is not unknown: the run has its samples, as client 'bob'"):
+        compared.adapt(tiny.only(["bob"]), ["average"], methods="fedbn")
+    few = tiny.only(["cid"]).each(lambda split: split.changed(255 - split.store)).limit(1)
+    with pytest.warns(UserWarning, match="client 'cid': one sample has no variance to normalize by, so without reest"):
+        table = compared.adapt(few, methods="fedbn", rounds=2)
+    assert list(table.columns.unique(0)) == ["fedbn: average", "fedbn: nearest"]
+    for asked, said in (
+        ({"policies": "nearst"}, "unknown policy for new clients 'nearst': did you mean 'nearest'"),
+        ({"methods": ["fedbm"]}, "unknown method 'fedbm': did you mean 'fedbn'"),
+        ({"rounds": 0}, "rounds=0: must be at least 1"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            compared.adapt(few, **asked)
+    (compared.directory / "trials" / "fedbn-seed1" / "checkpoint.safetensors").unlink()
+    with pytest.raises(FedshiftError, match="fedbn, seed 1, is left out: no checkpoint at"):
+        compared.adapt(few, "average", methods="fedbn")
+
+
+def test_what_clients_and_server_see_is_that_of_the_command_line(compared, make, tmp_path):
+    make(methods="fedavg,fedbn", seeds=2, rounds=2).run(tmp_path / "run")
+    from_disk, ours = study(tmp_path / "run", samples=4), compared.features(samples=4)
+    assert ours.similarity == from_disk.similarity
+    pd.testing.assert_frame_equal(ours.distances, from_disk.distances)
+    one = compared.features(samples=4, clients=["ann", "bob"], methods="fedbn", seeds=1)
+    assert {name: len(several) for name, several in one.similarity.items()} == {"fedbn": 1}
+    assert one.clients == ("ann", "bob")
 
 
 def test_the_model_of_a_selected_run_is_that_of_the_reported_round(tiny, tmp_path):

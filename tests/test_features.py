@@ -19,10 +19,11 @@ from fedshift.config import CompareSpec, RunSpec
 from fedshift.experiment import Observer
 from fedshift.features import Similarity, similarities, study
 from fedshift.features.maps import inputs
-from fedshift.features.models import models_of, run_in
+from fedshift.features.models import models_of
 from fedshift.features.pictures import mosaic, panels
 from fedshift.features.text import distance_table, notes, render, similarity_table
 from fedshift.methods.fedavg import fedavg
+from fedshift.trained import experiment_in, restored
 
 pytestmark = pytest.mark.xdist_group("features")  # one run is looked at by most
 THREE = {
@@ -46,6 +47,11 @@ def found(run):
     return study(run, samples=6)
 
 
+def trials_of(directory):
+    _, experiment = experiment_in(directory)
+    return (restored(experiment, directory, method.name, seed) for method in experiment.methods for seed in (0, 1))
+
+
 def bytes_of(directory):
     return {file: file.read_bytes() for file in sorted(directory.rglob("*")) if file.is_file()}
 
@@ -54,11 +60,10 @@ def bytes_of(directory):
 
 
 def test_similarities_are_those_of_networks_run_one_by_one(run, found):
-    directory = run_in(run)
-    for trial in directory.trials():
+    for trial in trials_of(run):
         if (method := trial.plan.method.name) == "centralized":
             continue
-        held = models_of(trial, directory.clients)
+        held = models_of(trial, found.clients)
 
         def maps(state, client, trial=trial):
             network = trial.network().eval()
@@ -97,6 +102,14 @@ def test_similarities_for_the_papers_are_those_of_the_study_and_repeat_themselve
     assert similarities(run, samples=3) != again
 
 
+def test_some_methods_and_seeds_are_those_of_the_whole(run, found):
+    some = study(run, samples=6, methods=["fedwon", "fedbn"], seeds=[1])
+    assert (some.seeds, list(some.similarity)) == ((1,), ["fedbn", "fedwon"])
+    assert all(several == found.similarity[name][1:] for name, several in some.similarity.items())
+    both = found.distances.query("method == 'fedbn' and seed == 1").reset_index(drop=True)
+    pd.testing.assert_frame_equal(some.distances, both)
+
+
 def test_one_client_has_no_pair_and_pooled_data_no_clients(run, found):
     alone = study(run, samples=4, clients=["photo"])
     assert math.isnan(alone.similarity["fedbn"][0].client_client)
@@ -119,7 +132,7 @@ def test_a_seed_whose_maps_are_not_finite_is_left_out_and_named(found):
 
 def test_the_reported_round_is_the_one_that_is_looked_at(tmp_path):
     run = trained(tmp_path / "run", methods="fedavg", select="best", validation=0.25, rounds=4, lr=3.0)
-    trial = next(run_in(run).trials())
+    trial = next(trials_of(run))
     rows = pd.read_json(run / "trials" / "fedavg-seed0" / "metrics.jsonl", lines=True)
     rows = rows[rows["split"] == "validation"].assign(hits=lambda r: r["hits"].map(sum))
     by_round = rows.groupby("round")["hits"].sum()
@@ -130,9 +143,8 @@ def test_the_reported_round_is_the_one_that_is_looked_at(tmp_path):
 
 
 def test_distances_of_statistics_are_by_formula(run, found):
-    directory = run_in(run)
-    trial = next(trial for trial in directory.trials() if trial.plan.method.name == "fedbn" and trial.seed == 1)
-    held = models_of(trial, directory.clients)
+    trial = next(trial for trial in trials_of(run) if trial.plan.method.name == "fedbn" and trial.seed == 1)
+    held = models_of(trial, found.clients)
     row = found.distances.set_index(["method", "seed", "layer"]).loc[("fedbn", 1, "bn2")]
 
     def apart(one, other):
@@ -205,15 +217,19 @@ def test_pictures_show_rows_of_methods_and_one_dot_a_channel(found):
 
 def test_the_command_writes_tables_and_pictures_and_leaves_the_run_as_it_is(run, cli, tmp_path):
     before = bytes_of(run)
-    done = cli("features", run, "--samples", 6, "--clients", "pen,fad*", "--out", tmp_path / "seen")
+    done = cli(
+        "features", run, "--samples", 6, "--clients", "pen,fad*", "--methods", "fedbn,fedw*", "--out", tmp_path / "seen"
+    )
     assert done.code == 0, done.err
     assert bytes_of(run) == before
     assert "maps of conv2" in done.out
     assert "fedbn bn3" in done.out
+    assert "fedavg" not in done.out
     written = {file.name for file in (tmp_path / "seen").iterdir()}
     assert written == {
         *(f"{name}.{kind}" for name in ("similarity", "batchnorm") for kind in ("md", "tex", "csv")),
-        "maps-01-pen.png", "maps-02-faded.png", *(f"batchnorm-bn{number}.png" for number in (1, 2, 3)),
+        *(f"maps-{name}.{kind}" for name in ("01-pen", "02-faded") for kind in ("png", "svg")),
+        *(f"batchnorm-bn{number}.{kind}" for number in (1, 2, 3) for kind in ("png", "svg")),
     }  # fmt: skip
     for file in (tmp_path / "seen").glob("*.png"):
         with Image.open(file) as image:
@@ -225,7 +241,7 @@ def test_the_command_writes_tables_and_pictures_and_leaves_the_run_as_it_is(run,
 
 
 def test_by_default_results_stand_beside_the_run_in_a_folder_of_their_own(tmp_path, cli):
-    run = trained(tmp_path / "run", RunSpec, method="fedbn", rounds=1, domains="pen,photo")
+    run = trained(tmp_path / "run", RunSpec, method="gn", rounds=1, domains="pen")
     before = bytes_of(run)
     assert cli("features", run, "--samples", 3).code == 0
     after = bytes_of(run)
@@ -252,6 +268,14 @@ def test_what_cannot_be_looked_at_is_said(run, tmp_path):
         ({"clients": ["pne"]}, r"unknown client 'pne'"),
         ({"clients": []}, r"name at least one"),
         ({"samples": 0}, r"samples=0: must be at least 1"),
+        (
+            {"methods": "fedbm"},
+            r"unknown method 'fedbm': did you mean 'fedbn'\? allowed are centralized, fedavg, f",
+        ),
+        ({"methods": []}, r"unknown method '': allowed are centralized"),
+        ({"seeds": [2]}, r"no seed 2 here: there are 0, 1"),
+        ({"seeds": []}, r"seeds=\[\]: the run has 2; give a number from 1 to that"),
+        ({"device": "cuda:99"}, r"device 'cuda:99' cannot be used here"),
     ):
         with pytest.raises(UsageError, match=said):
             study(run, **asked)
@@ -276,7 +300,7 @@ def test_newcomers_are_left_out_and_refused_by_name(tmp_path):
 def test_an_unfinished_run_is_refused_with_the_command_that_goes_on(tmp_path):
     run, stop = tmp_path / "run", Event()
     experiment_of(RunSpec(**THREE, method="fedbn")).run(run, observer=Stopping(stop), stop=stop)
-    said = r"run is not finished: fedbn with seed 0 has done 1 of 2 rounds; go on with it: fedshift run --resume .*run$"
+    said = r"fedbn with seed 0 has done 1 of 2 rounds; leave it out .*, or go on with it: fedshift run --resume .*run$"
     with pytest.raises(UsageError, match=said):
         study(run)
     (run / "trials" / "fedbn-seed0" / "checkpoint.safetensors").unlink()
@@ -284,10 +308,24 @@ def test_an_unfinished_run_is_refused_with_the_command_that_goes_on(tmp_path):
         study(run)
 
 
-def test_a_run_made_from_python_has_no_settings_to_read(tmp_path):
-    compare([fedavg()], data=digits().only(["pen"]).limit(16), rounds=1, out=tmp_path / "run")
-    with pytest.raises(UsageError, match="does not say on which data it was run, as after"):
+def test_a_run_of_a_device_that_is_not_here_is_looked_at_on_the_processor_and_that_is_said(tmp_path, cli, monkeypatch):
+    monkeypatch.setattr("fedshift.features.pictures.save", lambda *_: [])
+    run = trained(tmp_path / "run", RunSpec, method="fedbn", rounds=1, domains="pen,photo")
+    plain = cli("features", run, "--samples", 3).out
+    settings = run / "config.toml"
+    settings.write_text(settings.read_text().replace('device = "cpu"', 'device = "cuda:99"'))
+    said = cli("features", run, "--samples", 3).out
+    note = "note: the run was made on cuda:99, which cannot be used here: computed on cpu (--device)\n"
+    assert note in said
+    assert said.replace(note, "") == plain
+    assert cli("features", run, "--device", "cuda:99").code == 2
+
+
+def test_a_run_made_from_python_is_looked_at_there_alone(tmp_path):
+    result = compare([fedavg()], data=digits().only(["pen"]).limit(16), rounds=1, out=tmp_path / "run")
+    with pytest.raises(UsageError, match=r"does not say on which data it was run, .* in Python use adapt\(\) and feat"):
         study(tmp_path / "run")
+    assert list(result.features(samples=2).similarity) == ["fedavg"]
 
 
 def test_of_many_clients_the_first_are_looked_at_and_that_is_said(run, monkeypatch):

@@ -26,8 +26,8 @@ def printed(*parts):
 def drawn(monkeypatch):
     """The figures that were saved, by name."""
     figures = {}
-    save = inspect_data.save
-    monkeypatch.setattr(inspect_data, "save", lambda *given: figures.setdefault(given[2], given[0]) and save(*given))
+    save = inspect_data.save_each
+    monkeypatch.setattr(inspect_data, "save_each", lambda made, place: figures.update(made) or save(made, place))
     return figures
 
 

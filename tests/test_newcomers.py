@@ -1,5 +1,7 @@
 """Clients that never trained: what they are measured on under each policy, against formulas written out."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -159,6 +161,31 @@ def test_statistics_of_many_batches_are_those_of_all_inputs_at_once_whatever_the
     assert equal(state, without_labels)
 
 
+def test_statistics_of_every_layer_are_those_of_all_inputs_one_layer_after_another():
+    def deep(shape, classes):
+        return nn.Sequential(
+            nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Conv2d(3, 4, 2), nn.BatchNorm2d(4), nn.ReLU(),
+            nn.Flatten(), nn.Linear(36, 5), nn.BatchNorm1d(5), nn.Linear(5, classes),
+        ).double()  # fmt: skip
+
+    random = np.random.default_rng(2)
+    x, y = random.normal(0.3, 2, (60, 6, 6)), np.arange(60) % 2
+    plan = Trial(fedbn(), deep, federation({"a": (x, y, x, y)}), Settings(rounds=1), 0).plan
+    state = reestimated(plan, plan.initial, as_split(x, y))
+    hidden = as_split(x, y).x
+    for number, layer in enumerate(plan.module):
+        if isinstance(layer, (nn.BatchNorm1d, nn.BatchNorm2d)):
+            flat = hidden.transpose(0, 1).flatten(1)
+            assert (state[f"{number}.running_mean"] - flat.mean(1)).abs().max() <= 1e-12
+            assert (state[f"{number}.running_var"] - flat.var(1)).abs().max() <= 1e-12
+            flat = (flat - flat.mean(1, keepdim=True)) / (flat.var(1, correction=0, keepdim=True) + layer.eps).sqrt()
+            hidden = flat.reshape(hidden.transpose(0, 1).shape).transpose(0, 1)  # affine parameters are 1 and 0
+        else:
+            hidden = layer(hidden)
+    moved = {name for name, tensor in state.items() if not torch.equal(tensor, plan.initial[name])}
+    assert moved == {f"{number}.running_{kind}" for number in (1, 4, 8) for kind in ("mean", "var")}
+
+
 def test_one_sample_has_no_statistics_and_leaves_the_average():
     plan = trial(fedbn(), "average")[0].plan
     assert equal(reestimated(plan, plan.initial, data().client("new").train.take(torch.tensor([0]))), plan.initial)
@@ -238,6 +265,14 @@ def test_nearest_is_the_model_that_fits_the_newcomers_training_data_best():
     best = min(losses, key=losses.get)
     assert all(torch.equal(tensor, made.state_of(best)[name]) for name, tensor in made.state_of("new").items())
     assert abs(losses["a"] - losses["b"]) > 1e-3
+
+
+def test_a_model_whose_loss_is_no_number_is_not_the_nearest():
+    made, _ = trial(fedbn(), "nearest")
+    own = made.clients["a"]
+    made.clients.put({"a": replace(own, personal=own.personal | {"1.weight": own.personal["1.weight"] * np.nan})})
+    found = made.newcomers.state("nearest", "new", data().client("new").train)
+    assert equal(found, made.state_of("b"))
 
 
 def test_clients_that_were_never_drawn_are_newcomers_until_they_are():

@@ -18,12 +18,19 @@ from shutil import rmtree
 from tempfile import mkdtemp
 from threading import Event
 from typing import TYPE_CHECKING, Literal
+from warnings import warn
 from weakref import finalize
 
 import pandas as pd
+import torch
 from torch import nn
 
-from .base.errors import UsageError
+from .adaptation.every import adapted
+from .adaptation.known import met
+from .adaptation.policies import chosen
+from .adaptation.site import prepared
+from .adaptation.tables import over_seeds, seed_table
+from .base.errors import FedshiftError, UsageError
 from .build import model_of
 from .core.loss import Loss, parse_loss
 from .core.method import Method
@@ -34,6 +41,7 @@ from .data.federation import Federation
 from .data.partition import matching
 from .data.transforms import Augmentation
 from .experiment import Experiment, Observer
+from .features import Findings, findings
 from .models._making import ModelFactory
 from .records import Study
 from .report.figures import figures
@@ -41,7 +49,7 @@ from .report.page import write_page
 from .report.tables import accuracy_table, difference_table
 from .settings import Settings
 from .study import read_study
-from .trained import restored
+from .trained import narrowed, restored
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -100,6 +108,44 @@ class Comparison:
         network = trial.network()
         network.load_state_dict(state, strict=False)  # a tied parameter stands once in the state
         return network.eval()
+
+    def adapt(
+        self, data: Federation, policies: str | Sequence[str] | None = None, *, rounds: int = 1,
+        methods: str | Sequence[str] | None = None,
+    ) -> pd.DataFrame:  # fmt: skip
+        """What each policy for new clients gets right on the test data of those of ``data``, which took no part.
+
+        Rows are clients and their mean, ``macro``; columns are method and policy with mean, std and number of seeds, of
+        the comparison's metric. ``data`` are brought to the comparison's shape, scale and classes; ``policies``:
+        average, reestimate, nearest, finetune, by default those that make sense; ``rounds`` of local work that finetune
+        does; ``methods``: some alone. Warns where a client is known, or a model could not be made. Raises
+        :class:`UsageError` where data do not fit, and :class:`FedshiftError` where files are damaged.
+        """
+        wanted, experiment = chosen(policies), narrowed(self.experiment, methods)
+        if rounds < 1:
+            raise UsageError(f"rounds={rounds}: must be at least 1")
+        new = prepared(data, experiment.data).to(torch.device(experiment.settings.device))
+        training = {client.name: client.train for client in new.clients}
+        made = adapted(experiment, self.directory, training, wanted, data=new, rounds=rounds)
+        for notice in (*met(new, experiment), *made.notices, *(made.senseless if policies else ())):
+            warn(notice, stacklevel=2)
+        if made.failures:
+            raise FedshiftError("; ".join(made.failures))
+        return over_seeds(seed_table(made.rows, experiment.settings.metric))
+
+    def features(
+        self,
+        *,
+        samples: int = 64,
+        clients: str | Sequence[str] | None = None,
+        layer: str | None = None,
+        methods: str | Sequence[str] | None = None,
+        seeds: int | Sequence[int] | None = None,
+    ) -> Findings:
+        """How alike feature maps of clients and server are, and their BatchNorm; arguments of ``features.study``."""
+        go_on = "compare(..., out=..., resume=True)"
+        experiment = narrowed(self.experiment, methods, seeds)
+        return findings(experiment, self.directory, go_on, samples=samples, clients=clients, layer=layer)
 
 
 def compare(

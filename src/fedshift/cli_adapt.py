@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from rich.console import Console
 
-from .base.errors import UsageError
+from .base.errors import FedshiftError, UsageError
 from .launch import loading, say, use_threads, wide
 
 if TYPE_CHECKING:
@@ -23,6 +24,10 @@ def adapt(
     policies: str | None = None,
     rounds: int = 1,
     unlabeled: Path | None = None,
+    broken: Literal["refuse", "skip"] | None = None,
+    methods: str | None = None,
+    seeds: int | None = None,
+    device: str | None = None,
     save: Path | None = None,
 ) -> int:
     """Bring a run's models to clients that it never saw, by every policy, and measure each.
@@ -30,7 +35,7 @@ def adapt(
     Parameters
     ----------
     run
-        Directory that `fedshift run` or `compare` wrote; all its methods and seeds take part.
+        Directory that `fedshift run` or `compare` wrote.
     data
         The new clients: a directory, a benchmark or digits, as --data of a run. They are read and scaled as the run's.
     clients
@@ -42,15 +47,20 @@ def adapt(
     unlabeled
         Folder of images, or .npz file with an array x, from which reestimate takes its statistics; no labels are
         needed. Without --data models are made and saved, and nothing is measured.
+    broken
+        What becomes of new images that cannot be read: refuse or skip; without it as in the run.
+    methods
+        Which of the run's methods, comma-separated, by name, as patterns such as fedbn*, or as it was given them;
+        without it all.
+    seeds
+        Number of the run's seeds, the first ones; without it all.
+    device
+        Torch device to compute on; without it the run's, or cpu where this machine has none such.
     save
         New directory for the models of the first seed (safetensors) and the table.
 
     """
-    from .adaptation.policies import LABELED, chosen, measured_on, models, require_no_labels
-    from .adaptation.site import met, site
-    from .adaptation.site import unlabeled as unlabeled_in
-    from .adaptation.tables import write_model
-    from .trained import experiment_in, restored, spec_in
+    from .adaptation.policies import LABELED, chosen, require_no_labels
 
     wanted = chosen(policies)
     if data is None and unlabeled is None:
@@ -63,42 +73,46 @@ def adapt(
         require_no_labels(wanted)
     if rounds < 1:
         raise UsageError(f"rounds={rounds}: must be at least 1")
-    if save and save.exists() and any(save.iterdir()):
+    if save and save.exists() and (not save.is_dir() or any(save.iterdir())):
         raise UsageError(f"{save} holds other files: choose a directory that is new or empty (--save)")
+    from torch import device as torch_device
+
+    from .adaptation.every import adapted
+    from .adaptation.known import met
+    from .adaptation.site import name_of, site
+    from .adaptation.site import unlabeled as unlabeled_in
+    from .trained import device_here, experiment_in, narrowed, spec_in
+
     console = Console()
     use_threads(spec_in(run).threads)
+    device, notices = device_here(spec_in(run), device)
+    place = torch_device(device)
     with loading(console) as progress:
-        spec, experiment = experiment_in(run, progress)
-        federation = site(data, spec, experiment.data, clients, progress) if data else None
-        inputs = unlabeled_in(unlabeled, spec, experiment.data, progress) if unlabeled else None
-    if federation is None:
+        spec, experiment = experiment_in(run, progress, device)
+        experiment = narrowed(experiment, methods, seeds)
+        spec = replace(spec, broken=broken or spec.broken)
+        new = site(data, spec, experiment.data, clients, progress).to(place) if data else None
+        inputs = unlabeled_in(unlabeled, spec, experiment.data, progress, notices).to(place) if unlabeled else None
+    if new:
+        training = {client.name: client.train for client in new.clients}
+        notices += [*new.notices, *met(new, experiment)]
+    else:
         assert unlabeled is not None
         assert inputs is not None
-        training = {unlabeled.stem: inputs}
+        training = {name_of(unlabeled): inputs}
         wanted = tuple(name for name in wanted if name not in LABELED)
-    else:
-        import torch
-
-        federation = federation.to(torch.device(spec.device))
-        inputs = inputs and inputs.to(torch.device(spec.device))
-        training = {client.name: client.train for client in federation.clients}
-    rows: list[Row] = []
-    notices = met(federation, experiment) if federation else []
-    with console.status("adapting"):
-        for seed in experiment.seeds:
-            for method in experiment.methods:
-                trial = restored(experiment, run, method.name, seed)
-                for model in models(trial, training, wanted, rounds=rounds, inputs=inputs, say=notices):
-                    if save and seed == experiment.seeds[0]:
-                        write_model(save, model)
-                    if federation:
-                        rows.append(measured_on(trial, model, federation.client(model.client)))
-    if rows:
-        _show(console, rows, experiment, rounds, save)
-    for notice in notices:
+    with loading(console) as progress:
+        made = adapted(
+            experiment, run, training, wanted, data=new, rounds=rounds, inputs=inputs, save=save, progress=progress
+        )
+    if made.rows:
+        _show(console, made.rows, experiment, rounds, save)
+    for notice in (*notices, *made.notices, *made.senseless):
         say(console, f"note: {notice}")
-    if save:
+    if save and save.exists():
         say(console, f"Models: {save}, of seed {experiment.seeds[0]}, as METHOD/POLICY/CLIENT.safetensors")
+    if made.failures:
+        raise FedshiftError("; ".join(made.failures))
     return 0
 
 
@@ -112,11 +126,11 @@ def _show(console: Console, rows: list[Row], experiment: Experiment, rounds: int
     needs = needs_of(rows)
     table = over_seeds(seed_table(rows, metric))
     cells = by_policy(table, metric, needs)
-    over = f"{count} seeds" if count > 1 else "one seed"
+    over = f"mean (std) over {count} seeds" if count > 1 else "one seed"
     tuned = f"; finetune: {rounds} round{'s' * (rounds > 1)} of the run's local work"
     say(
         console,
-        f"Test {METRICS[metric]} in percent of new clients, mean (std) over {over}, {experiment.settings.select} round"
+        f"Test {METRICS[metric]} in percent of new clients, {over}, {experiment.settings.select} round"
         f"{tuned if any(row['policy'] == 'finetune' for row in rows) else ''}",
     )
     wide(60 + 17 * len(table)).print(terminal(cells))

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from .launch import wide
+from rich.console import Console
+
+from .launch import loading, say, wide
 
 
 def features(
     directory: Path,
     *,
+    methods: str | None = None,
+    seeds: int | None = None,
     clients: str | None = None,
     samples: int = 64,
     layer: str | None = None,
+    device: str | None = None,
     out: Path | None = None,
 ) -> int:
     """Compare what clients' and the server's models see: feature maps and BatchNorm's statistics of a run.
@@ -23,12 +28,19 @@ def features(
     ----------
     directory
         The directory of a run that is finished.
+    methods
+        Which of its methods, comma-separated, by name, as patterns such as fedbn*, or as it was given them; without it
+        all.
+    seeds
+        Number of its seeds, the first ones; without it all. Pictures show the first.
     clients
         Clients to look at, comma-separated, also as patterns such as usps-*; without it the first 24 that train.
     samples
         Test images of each client.
     layer
         Name of the convolution whose maps are compared and drawn; without it the last is compared, and all are drawn.
+    device
+        Torch device to compute on; without it the run's, or cpu where this machine has none such.
     out
         Directory for tables and pictures; without it features in the run's directory.
 
@@ -36,13 +48,20 @@ def features(
     from .features import study
     from .features.pictures import save
     from .features.text import render, write
+    from .trained import device_here, spec_in
 
     console = wide()
-    with console.status("computing"):
-        found = study(directory, samples=samples, clients=clients, layer=layer)
+    device, notices = device_here(spec_in(directory), device)
+    with loading(Console()) as progress:
+        found = study(
+            directory, samples=samples, clients=clients, layer=layer, methods=methods, seeds=seeds, device=device,
+            progress=progress,
+        )  # fmt: skip
     for part in render(found):
         console.print(part, markup=False, highlight=False, soft_wrap=isinstance(part, str))
+    for notice in notices:
+        say(console, f"note: {notice}")
     place = out or directory / "features"
     for file in (*write(found, place), *save(found, place)):
-        console.print(f"Written: {file}", markup=False, highlight=False, soft_wrap=True)
+        say(console, f"Written: {file}")
     return 0

@@ -6,7 +6,7 @@ compared. Methods of one seed start from the same weights and see the same order
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
@@ -173,17 +173,8 @@ class Experiment:
         # Had the program been killed before this round was kept as the best, or files that none needs were removed:
         trial.save(folder, *((BEST,) if best == done > 0 else ()))
         observer.trial(method.name, seed, done)
-        merged = trial.merged_batches()
-        for who in [f"client {name!r}" for name in merged] if len(merged) <= NAMED else [f"{len(merged)} clients"]:
-            notices.say(
-                f"{who}: the last batch would hold one sample, over which batch normalization has no variance; it "
-                "joins the batch before it"
-            )
-        if trial.plan.personalizes and self.settings.unseen == "skip" and self._leaves_out:
-            notices.say(
-                f"{method.name} keeps models on its clients, and not all take part in every round: one that never did "
-                "has none and is not measured. --unseen average, nearest, reestimate or finetune gives it one"
-            )
+        for text in self._said_before(trial):
+            notices.say(text)
         with closing(trial), freed_memory_kept():
             if self.settings.engine == "auto" and trial.server.round < self.settings.rounds:
                 observer.engine(method.name, trial.chosen)
@@ -200,6 +191,27 @@ class Experiment:
                     reached = max(now, reached)
                     trial.save(folder, CHECKPOINT, *((BEST,) if better else ()))
                 observer.round(outcome)
+        for text in self._said_after(trial):
+            notices.say(text)
+        return True
+
+    def _said_before(self, trial: Trial) -> Iterator[str]:
+        """What a person should know of a trial that begins."""
+        merged = trial.merged_batches()
+        for who in [f"client {name!r}" for name in merged] if len(merged) <= NAMED else [f"{len(merged)} clients"]:
+            yield (
+                f"{who}: the last batch would hold one sample, over which batch normalization has no variance; it "
+                "joins the batch before it"
+            )
+        if trial.plan.personalizes and self.settings.unseen == "skip" and self._leaves_out:
+            yield (
+                f"{trial.plan.method.name} keeps models on its clients, and not all take part in every round: one that "
+                "never did has none and is not measured. --unseen average, nearest, reestimate or finetune gives it one"
+            )
+
+    def _said_after(self, trial: Trial) -> Iterator[str]:
+        """What a person should know of a trial that has ended."""
+        method = trial.plan.method
         untrained = [name for name in self._told_of(self.data.names) if not trial.clients.trained(name)]
         if untrained and trial.plan.personalizes:
             more = f" and {len(untrained) - NAMED} more" if len(untrained) > NAMED else ""
@@ -209,11 +221,10 @@ class Experiment:
                 if self.settings.unseen == "skip"
                 else f"are measured by the policy unseen={self.settings.unseen}"
             )
-            notices.say(f"{method.name}, seed {seed}: clients that never took part {fate}: {which}")
+            yield f"{method.name}, seed {trial.seed}: clients that never took part {fate}: {which}"
         if isinstance(mechanism := method.aggregate, Mechanism):
-            share = len(self.settings.participants(seed, 1, trial.clients.names)) / len(trial.clients)
-            notices.say(f"{method.name}: {promise(mechanism, share, trial.server.round)}")
-        return True
+            share = len(self.settings.participants(trial.seed, 1, trial.clients.names)) / len(trial.clients)
+            yield f"{method.name}: {promise(mechanism, share, trial.server.round)}"
 
     def _told_of(self, names: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(name for name in names if name not in self.measured_later)

@@ -19,7 +19,8 @@ from .base.streams import stream
 from .data.federation import ClientData, Federation
 from .data.quality import Finding, Quality, Severity, measure
 from .data.split import Split
-from .report.gallery import COLUMNS, class_chart, contact_sheet, feature_chart, pick, save
+from .report.figures import save_each
+from .report.gallery import COLUMNS, class_chart, contact_sheet, feature_chart, pick
 
 SHOWN = 20
 """Clients that tables and sheets show one by one."""
@@ -86,17 +87,16 @@ def show(data: Federation, directory: Path) -> list[Path]:
     ``samples``: for images, a sheet of some of each client's; for vectors ``features``, where clients differ most.
     ``classes``: how many samples of each class each client has.
     """
-    directory.mkdir(parents=True, exist_ok=True)
     classes = list(data.class_names) or [str(number) for number in range(data.classes)]
     counts = pd.DataFrame(
         [_counts(client, data.classes) for client in data.clients],
         index=list(data.names),
         columns=classes,
     )
-    paths = save(class_chart(counts, f"{data.name}: training samples of each class"), directory, "classes")
+    figures: dict[str, Figure] = {}
     dimensions = len(data.clients[0].train.shape)
     if dimensions == 3:
-        return save(_sheet(data, classes), directory, "samples") + paths
+        figures["samples"] = _sheet(data, classes)
     if dimensions == 1:
         trained = [part for part in measure(data) if part.split == "train"]
         means, stds = (
@@ -105,10 +105,9 @@ def show(data: Federation, directory: Path) -> list[Path]:
             )
             for name in ("mean", "std")
         )
-        return (
-            save(feature_chart(means, stds, f"{data.name}: where clients differ most"), directory, "features") + paths
-        )
-    return paths
+        figures["features"] = feature_chart(means, stds, f"{data.name}: where clients differ most")
+    figures["classes"] = class_chart(counts, f"{data.name}: training samples of each class")
+    return save_each(figures, directory)
 
 
 def _sheet(data: Federation, classes: list[str]) -> Figure:

@@ -9,6 +9,7 @@ Averaging and trying models needs sight of all clients' entries, which a simulat
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -79,7 +80,12 @@ class Newcomers:
     def _nearest(self, train: Split) -> State:
         models = (personal_state(self.plan, self._clients[name], self.server) for name in sorted(self._samples))
         classes = int(train.y.max()) + 1
-        return min(models, key=lambda state: evaluate(self.plan, state, train, classes)["loss_sum"])
+
+        def loss(state: State) -> float:
+            found = float(evaluate(self.plan, state, train, classes)["loss_sum"])
+            return math.inf if math.isnan(found) else found
+
+        return min(models, key=loss)
 
     def _finetuned(self, name: str, train: Split, rounds: int) -> State:
         """The average after local work as a client's first rounds have it, at the learning rate of the last round.
@@ -133,7 +139,7 @@ def reestimated(plan: Plan, state: State, data: Split) -> State:
     many the inputs of a second BatchNorm layer depend on which samples met. Fewer samples than the model can be
     trained on leave ``state`` as it is.
     """
-    state = clone(state)
+    state, scratch = dict(state), clone(state)  # layers in training mode write into what they are given
     layers = {name: layer for name, layer in plan.module.named_modules() if isinstance(layer, _BatchNorm)}
     layers = {name: layer for name, layer in layers.items() if layer.running_mean is not None}
     if len(data) < plan.smallest_batch or not layers:
@@ -146,7 +152,7 @@ def reestimated(plan: Plan, state: State, data: Split) -> State:
     hooks = [layer.register_forward_pre_hook(found[name]) for name, layer in layers.items()]
     try:
         for start, stop in Work(batch_size=BATCH, epochs=1).bounds(len(data), plan.smallest_batch):
-            outputs(plan, state, data.inputs(order[start:stop], plan.dtype))
+            outputs(plan, scratch, data.inputs(order[start:stop], plan.dtype))
     finally:
         for hook in hooks:
             hook.remove()

@@ -57,14 +57,23 @@ def root_of(spec: DataSpec) -> Path:
     return Path(spec.root or os.environ.get("FEDSHIFT_DATA") or "data")
 
 
-def source_of(data: str, spec: DataSpec, progress: Progress | None = None, differing: int | None = None) -> Federation:
-    """The clients of ``data`` as they are kept; ``differing``: pixels to which images of several sizes are brought."""
+def source_of(
+    data: str,
+    spec: DataSpec,
+    progress: Progress | None = None,
+    differing: int | None = None,
+    like: Federation | None = None,
+) -> Federation:
+    """The clients of ``data`` as they are kept; ``differing``: pixels to which images of several sizes are brought.
+
+    ``like``: the federation to which a person's own clients come, see :class:`~fedshift.data.files.reading.Reading`.
+    """
     if data in EMBEDDED:
         _refuse(spec, READ, data)
         made: Federation = resolve("data", EMBEDDED[data])()
     elif Path(data).exists():
         try:
-            made = _read(Path(data), spec, progress, differing)
+            made = _read(Path(data), spec, progress, differing, like)
         except UsageError as error:
             if data not in catalog("data.benchmarks"):
                 raise
@@ -91,9 +100,11 @@ def _exact(domains: str | None) -> tuple[str, ...] | None:
     return tuple(name.strip() for name in domains.split(","))
 
 
-def _read(path: Path, spec: DataSpec, progress: Progress | None, differing: int | None) -> Federation:
+def _read(
+    path: Path, spec: DataSpec, progress: Progress | None, differing: int | None, like: Federation | None
+) -> Federation:
     reading = Reading(
-        domains=_exact(spec.domains), classes=spec.classes, image_size=spec.image_size, progress=progress,
+        domains=_exact(spec.domains), classes=spec.classes, image_size=spec.image_size, progress=progress, like=like,
         **{name: getattr(spec, name) for name in READ},
     )  # fmt: skip
     try:

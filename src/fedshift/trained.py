@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from .base.errors import UsageError, unknown
 from .build import experiment_of
-from .checkpoint import load_checkpoint
+from .build import methods as parsed
+from .checkpoint import load_checkpoint, load_facts
 from .config import CompareSpec, RunSpec, read_settings
 from .data.files.reading import Progress
 from .experiment import BEST, CHECKPOINT, Experiment
 from .rundir import trial_folder
+from .settings import Settings
 from .trial import Trial
 
 
@@ -21,21 +26,87 @@ def spec_in(directory: Path) -> RunSpec | CompareSpec:
         inner = next((path.parent for path in sorted(directory.glob("*/study.json"))), None)
         hint = f", such as {inner}" if inner else ""
         raise UsageError(f"{directory} holds no run: give a directory that `fedshift run` or `compare` wrote{hint}")
-    known = [*(field.name for field in fields(RunSpec)), "methods"]
-    values = read_settings(directory / "config.toml", known)
+    settings = directory / "config.toml"
+    if not settings.is_file():
+        raise UsageError(f"{settings} is missing, which says what was run: restore the file from a copy")
+    values = read_settings(settings, [*(field.name for field in fields(RunSpec)), "methods"])
     if not values.get("data"):
         raise UsageError(
             f"{directory} does not say on which data it was run, as after `fedshift serve` and runs from Python: what "
-            "clients keep is needed here; give a directory that `fedshift run` or `compare` wrote"
+            "clients keep is needed here; give a directory that `fedshift run` or `compare` wrote, or in Python use "
+            "adapt() and features() of the Comparison"
         )
     return CompareSpec(**values) if "methods" in values else RunSpec(**values)
 
 
-def experiment_in(directory: Path, progress: Progress | None = None) -> tuple[RunSpec | CompareSpec, Experiment]:
-    """The settings and the experiment of the run in ``directory``; its trials can be restored, and need no engine."""
+def device_here(spec: RunSpec | CompareSpec, asked: str | None = None) -> tuple[str, list[str]]:
+    """The device that is ``asked`` for, else the run's, or cpu with a sentence on that where it is not to be had.
+
+    Raises :class:`UsageError` where the device that is asked for cannot be used here.
+    """
+    try:
+        return Settings(device=asked or spec.device).device, []
+    except UsageError:
+        if asked:
+            raise
+        return "cpu", [f"the run was made on {spec.device}, which cannot be used here: computed on cpu (--device)"]
+
+
+def experiment_in(
+    directory: Path, progress: Progress | None = None, device: str | None = None
+) -> tuple[RunSpec | CompareSpec, Experiment]:
+    """The settings and the experiment of the run in ``directory``; its trials can be restored, and need no engine.
+
+    ``device``: where they compute; see :func:`device_here`.
+    """
     spec = spec_in(directory)
-    experiment = experiment_of(spec, progress)
-    return spec, replace(experiment, settings=replace(experiment.settings, engine="sequential"))
+    return spec, narrowed(experiment_of(replace(spec, device=device_here(spec, device)[0]), progress))
+
+
+def narrowed(
+    experiment: Experiment, methods: str | Sequence[str] | None = None, seeds: int | Sequence[int] | None = None
+) -> Experiment:
+    """``experiment`` with some of its ``methods`` and ``seeds`` alone, for trials that are restored and need no engine.
+
+    ``methods``: names, patterns such as ``"fed*"``, or expressions as the run was given, a text with commas; None: all.
+    ``seeds``: how many, the first ones, or which; None: all. Raises :class:`UsageError` for one that it has not.
+    """
+    names = [method.name for method in experiment.methods]
+    asked = names if methods is None else [methods] if isinstance(methods, str) and methods in names else methods
+    parts = re.split(r",(?![^()]*\))", asked) if isinstance(asked, str) else asked
+    found = {name for part in parts for name in _named(part.strip(), names)}
+    if not found:
+        raise unknown("method", "", names)
+    chosen = experiment.seeds[:seeds] if isinstance(seeds, int) else experiment.seeds if seeds is None else tuple(seeds)
+    if not chosen or (isinstance(seeds, int) and not 1 <= seeds <= len(experiment.seeds)):
+        raise UsageError(f"seeds={seeds}: the run has {len(experiment.seeds)}; give a number from 1 to that")
+    for seed in chosen:
+        if seed not in experiment.seeds:
+            raise UsageError(f"no seed {seed} here: there are {', '.join(map(str, experiment.seeds))}")
+    return replace(
+        experiment,
+        methods=tuple(method for method in experiment.methods if method.name in found),
+        seeds=chosen,
+        settings=replace(experiment.settings, engine="sequential"),
+    )
+
+
+def _named(text: str, names: Sequence[str]) -> list[str]:
+    """Those of ``names`` that ``text`` says or fits, or that the method has which it makes."""
+    if found := [name for name in names if name == text or fnmatchcase(name, text)]:
+        return found
+    try:
+        (made,) = parsed(text)
+    except ValueError:  # it makes none, or several
+        made = None
+    if made is None or made.name not in names:
+        raise unknown("method", text, names)
+    return [made.name]
+
+
+def rounds_done(directory: Path, name: str, seed: int) -> int:
+    """How many rounds a trial in ``directory`` has done; :class:`FedshiftError` where it left no checkpoint."""
+    return int(load_facts(trial_folder(directory, name, seed) / CHECKPOINT)["round"])
 
 
 def restored(experiment: Experiment, directory: Path, name: str, seed: int) -> Trial:
@@ -52,3 +123,8 @@ def restored(experiment: Experiment, directory: Path, name: str, seed: int) -> T
             trial.restore(*load_checkpoint(folder / kept), folder)
             return trial
     raise unknown("method", name, [method.name for method in experiment.methods])
+
+
+def in_turn(experiment: Experiment) -> Iterator[tuple[str, int]]:
+    """Method and seed of every trial, method by method."""
+    return ((method.name, seed) for method in experiment.methods for seed in experiment.seeds)

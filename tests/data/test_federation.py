@@ -86,6 +86,8 @@ def test_hold_out_leaves_every_client_a_training_sample(tiny):
 def test_only_chooses_and_orders(tiny):
     assert tiny.only(["cid", "ann"]).names == ("cid", "ann")
     assert tiny.only(["cid"]).clients[0] is tiny.client("cid")
+    said = replace(tiny, notices=("client 'ann': one file left out", "client 'bob': two", "column 'a' is constant"))
+    assert said.only(["cid", "bob"]).notices == said.notices[1:]
     with pytest.raises(UsageError, match="unknown client 'bobby': did you mean 'bob'\\? allowed are ann, bob, cid"):
         tiny.only(["bobby"])
 

@@ -8,6 +8,7 @@ import pytest
 from matplotlib.image import AxesImage
 from matplotlib.text import Text
 
+from fedshift.report.figures import save_each
 from fedshift.report.gallery import (
     COLUMNS,
     FEATURES,
@@ -18,7 +19,6 @@ from fedshift.report.gallery import (
     effect,
     feature_chart,
     pick,
-    save,
 )
 
 
@@ -165,16 +165,15 @@ def test_many_clients_features_are_ascending_lines():
 def test_charts_of_every_size_are_saved_within_page_width(clients, classes, tmp_path):
     figure = class_chart(table(clients, classes), "Counts of a federation")
     assert figure.get_figwidth() < 8.5
-    assert [path.name for path in save(figure, tmp_path, "classes")] == ["classes.svg", "classes.png"]
+    assert [path.name for path in save_each({"classes": figure}, tmp_path)] == ["classes.svg", "classes.png"]
 
 
 def test_saved_twice_gives_the_same_bytes_and_text_stays_text(tmp_path):
     written = []
     for name in ("one", "two"):
-        (tmp_path / name).mkdir()
         image = np.random.default_rng(0).integers(0, 256, (1, 5, 5, 3)).astype(np.uint8)
         figure = contact_sheet({"名 <b>": image}, {"名 <b>": ["$x$"]}, ["$x$"], "A $title")
-        written.append([path.read_bytes() for path in save(figure, tmp_path / name, "sheet")])
+        written.append([path.read_bytes() for path in save_each({"sheet": figure}, tmp_path / name)])
     assert written[0] == written[1]
     assert b">$x$</text>" in written[0][0]
 

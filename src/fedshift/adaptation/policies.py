@@ -6,7 +6,7 @@ FedBN compares its own in appendix G (arXiv:2102.07623), FedWon one global model
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..base.errors import FedshiftError, UsageError, unknown
@@ -25,6 +25,7 @@ AS_IT_IS = "as it is"
 """What a method with one global model gives an unknown client: that model."""
 POLICIES = ("average", "reestimate", "nearest", "finetune")
 LABELED = frozenset({"nearest", "finetune"})
+ESTIMATED = frozenset({"reestimate", "finetune"})  # which take statistics of the client's samples
 
 NEEDS = {
     "inputs": "the new client's training inputs, without labels",
@@ -53,9 +54,10 @@ class Model:
         return f"{self.method}: {self.policy}"
 
 
-def chosen(text: str | None) -> tuple[str, ...]:
-    """The policies that a person names with commas, all without a text; :class:`UsageError` for an unknown one."""
-    wanted = POLICIES if text is None else tuple(part.strip() for part in text.split(","))
+def chosen(asked: str | Sequence[str] | None) -> tuple[str, ...]:
+    """The policies that a person names, a text with commas; None: all. :class:`UsageError` for an unknown one."""
+    named = asked.split(",") if isinstance(asked, str) else POLICIES if asked is None else asked
+    wanted = tuple(dict.fromkeys(name.strip() for name in named))
     for name in wanted:
         if name not in POLICIES:
             raise unknown("policy for new clients", name, POLICIES)
@@ -70,6 +72,18 @@ def policies_of(plan: Plan, wanted: Collection[str]) -> tuple[str, ...]:
     if not plan.personalizes:
         wanted = (AS_IT_IS, *(name for name in wanted if name in ("reestimate", "finetune")))
     return tuple(name for name in wanted if name != "reestimate" or estimable(plan))
+
+
+def senseless(plans: Iterable[Plan], wanted: Collection[str]) -> list[str]:
+    """Which of the policies ``wanted`` make no sense under which methods, in sentences."""
+    plans = list(plans)
+    whole = [plan.method.name for plan in plans if not plan.personalizes]
+    plain = [plan.method.name for plan in plans if not estimable(plan)]
+    same = " and ".join(name for name in ("average", "nearest") if name in wanted)
+    said = [f"{same}: the one global model, shown as it is, under {', '.join(whole)}"] if same and whole else []
+    if plain and "reestimate" in wanted:
+        said.append(f"reestimate: there are no BatchNorm statistics under {', '.join(plain)}")
+    return said
 
 
 def needs(plan: Plan, policy: str) -> tuple[str, ...]:
@@ -93,29 +107,41 @@ def models(
     """A model of ``trial`` for each client with ``training`` data by each of the policies ``wanted`` that makes sense.
 
     ``rounds``: rounds of local work that ``finetune`` does. ``inputs``: what ``reestimate`` goes by instead of the
-    client's training data. ``say``: takes a sentence where fine-tuning diverges, which leaves that model out. The trial
-    is not changed. Raises :class:`UsageError` where a client's data are too few for a policy.
+    client's training data. ``say``: takes a sentence for each model that is left out, where fine-tuning diverges or a
+    client has too few samples for a policy. The trial is not changed. Without ``say``, raises :class:`UsageError` where
+    a client's data are too few to fine-tune on.
     """
     plan = trial.plan
     policies = policies_of(plan, wanted)
     if trial.server.round == 0:
         raise FedshiftError(f"{plan.method.name}, seed {trial.seed}, has done no round: go on with the run first")
-    for policy in policies:
+    for policy in policies if say is None else ():
         check_policy(plan, policy, training)
     for name, split in training.items():
-        for policy in policies:
-            data = inputs if inputs is not None and policy == "reestimate" else split
+        data = dict.fromkeys(policies, split)
+        if inputs is not None and "reestimate" in data:
+            data["reestimate"] = inputs
+        few = [policy for policy in data if policy in ESTIMATED and len(data[policy]) < plan.smallest_batch]
+        if few and say is not None:
+            _once(say, f"client {name!r}: one sample has no variance to normalize by, so without {' and '.join(few)}")
+            data = {policy: data[policy] for policy in data if policy not in few}
+        for policy in data:
             try:
-                state = trial.newcomers.state("average" if policy == AS_IT_IS else policy, name, data, rounds)
+                state = trial.newcomers.state("average" if policy == AS_IT_IS else policy, name, data[policy], rounds)
             except Diverged as error:
                 if say is not None:
-                    say.append(f"{plan.method.name}, seed {trial.seed}: {error}. Fine-tuned there, it has no model.")
+                    _once(say, f"{plan.method.name}, seed {trial.seed}: {error}. Fine-tuned there, it has no model.")
                 continue
             assert state is not None  # a round was done
             yield Model(
                 method=plan.method.name, seed=trial.seed, policy=policy, client=name, needs=needs(plan, policy),
                 state=state,
             )  # fmt: skip
+
+
+def _once(said: list[str], text: str) -> None:
+    if text not in said:
+        said.append(text)
 
 
 def measured_on(trial: Trial, model: Model, client: ClientData) -> Row:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import zipfile
 import zlib
 from dataclasses import fields, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,21 @@ from ..base.errors import UsageError
 from ..base.files import cache_directory
 from ..config import DataSpec
 from ..data.federation import ClientData, Federation
+from ..data.files.columns import Column
 from ..data.files.decode import SUFFIXES
 from ..data.files.image_store import Facts, ImageFile, decode_all, entry, inspect_all, kept
+from ..data.files.images import SizesDiffer
 from ..data.files.reading import Progress
-from ..data.split import Split, as_split, digest
-from ..experiment import Experiment
+from ..data.split import CHUNK, HALF, Split, as_split
 from ..sources import READ, normalized, source_of
 
 
 def site(
-    data: str, spec: DataSpec, run: Federation, clients: str | None = None, progress: Progress | None = None
+    data: str,
+    spec: DataSpec,
+    run: Federation,
+    clients: str | None = None,
+    progress: Progress | None = None,
 ) -> Federation:
     """The clients of ``data``, which is what ``--data`` takes, as samples of the run's kind.
 
@@ -35,33 +41,43 @@ def site(
     if not Path(data).exists():  # what was said of the run's files is not meant for data by name
         own = {field.name: field.default for field in fields(DataSpec) if field.name in READ}
     asked = replace(spec, domains=clients, split=None, samples=None, validation=0.0, classes=None, **own)
-    size = run.sample_shape[-1] if len(run.sample_shape) == 3 else None
-    return _prepared(source_of(data, asked, progress, size), spec, run)
+    try:
+        found = source_of(data, asked, progress, like=run)
+    except SizesDiffer:
+        if len(run.sample_shape) != 3:
+            raise
+        size = run.sample_shape[-1]
+        found = source_of(data, replace(asked, image_size=size), progress, like=run)
+        said = f"images of several sizes are brought to the run's {size} x {size} pixels"
+        found = replace(found, notices=(*found.notices, said))
+    return prepared(found, run, own_scale=spec.normalize == "client")
 
 
-def unlabeled(path: Path, spec: DataSpec, run: Federation, progress: Progress | None = None) -> Split:
+def unlabeled(
+    path: Path, spec: DataSpec, run: Federation, progress: Progress | None = None, say: list[str] | None = None
+) -> Split:
     """Samples without labels as samples of the run's kind: a folder of images, or an .npz file with an array ``x``.
 
-    Every label of the split is 0 and means nothing. Raises :class:`UsageError` as :func:`site` does.
+    Images may lie in folders of the folder. Every label of the split is 0 and means nothing. ``say`` takes a sentence
+    where images cannot be read and are left out. Raises :class:`UsageError` as :func:`site` does.
     """
-    x = _array(path) if path.suffix == ".npz" else _images(path, spec, run, progress)
-    client = ClientData(name=path.stem, train=x, test=x)
-    return _prepared(Federation(name=str(path), clients=(client,), classes=run.classes), spec, run).clients[0].train
+    x = _array(path) if path.suffix == ".npz" else _images(path, spec, run, progress, say)
+    data = Federation(name=str(path), clients=(ClientData(name=name_of(path), train=x, test=x),), classes=run.classes)
+    return prepared(data, run, own_scale=spec.normalize == "client").clients[0].train
 
 
-def met(data: Federation, experiment: Experiment) -> list[str]:
-    """Sentences on the clients of ``data`` whose samples are those of a client that took part in training."""
-    trained = [client for client in experiment.data.clients if client.name not in experiment.settings.newcomers]
-    known = {digest(split): client.name for client in trained for split in client.splits.values()}
-    shared = {c.name: known[digest(s)] for c in data.clients for s in c.splits.values() if digest(s) in known}
-    return [
-        f"client {name!r} is not unknown: the run has its samples, as client {other!r}"
-        for name, other in shared.items()
-    ]
+def name_of(path: Path) -> str:
+    """What a client is called whose samples without labels are in ``path``."""
+    return path.stem if path.suffix == ".npz" else path.resolve().name
 
 
-def _prepared(data: Federation, spec: DataSpec, run: Federation) -> Federation:
-    """``data`` in the run's shape, with the run's scale and labels, checked."""
+def prepared(data: Federation, run: Federation, *, own_scale: bool = False) -> Federation:
+    """``data`` in the shape of the ``run``'s data, with their scale and labels, checked.
+
+    ``own_scale``: each client of the run was scaled by its own training images, and so are these. Raises
+    :class:`UsageError` naming both where shapes, classes or scales do not go together.
+    """
+    _require_columns(data, run)
     shape, square = run.sample_shape, run.sample_shape[1:2] == run.sample_shape[2:]
     data = data.fitted(shape[1] if len(shape) == 3 and square else None)
     if (data.sample_shape[:1], shape[:1], len(shape)) == ((1,), (3,), 3):
@@ -74,24 +90,58 @@ def _prepared(data: Federation, spec: DataSpec, run: Federation) -> Federation:
                     f"was trained on {run.name} with samples of shape {shape}: bring them to that shape"
                 )
     data = _labeled(data, run)
+    if len(shape) == 3:
+        _require_range(data, run)
     scales = {client.train.normalization for client in run.clients}
-    if spec.normalize == "client":
-        data = normalized(data, "client")
-    elif len(scales) == 1:
-        data = data.normalized(scales.pop())
+    data = normalized(data, "client") if own_scale or len(scales) > 1 else data.normalized(scales.pop())
     return data.check(allow_single_class=True)
+
+
+def _require_columns(data: Federation, run: Federation) -> None:
+    """Refuse tables of other columns or categories than the run's, or in another order."""
+    if data.columns and run.columns and data.columns != run.columns:
+        pairs = zip_longest(data.columns, run.columns)
+        ours, theirs = next((ours, theirs) for ours, theirs in pairs if ours != theirs)
+        raise UsageError(
+            f"{data.name} has not the columns and categories of the run's data, {run.name}, in their order: first "
+            f"{_inputs(ours)} where the run has {_inputs(theirs)}. Read it by those of the run: read_folder(..., "
+            "like=data of the run)"
+        )
+
+
+def _inputs(column: Column | None) -> str:
+    """What errors call a column, with its categories."""
+    if column is None:
+        return "nothing"
+    return repr(column.name) if column.categories is None else f"{column.name!r} ({', '.join(column.categories)})"
+
+
+def _require_range(data: Federation, run: Federation) -> None:
+    """Refuse images of 8 bits beside floating-point ones, which are used as they are, unless both come to [-1, 1]."""
+    ours, scale = run.clients[0].train, run.clients[0].train.normalization
+    words = {True: "of 8 bits", False: "floating-point numbers"}
+    for client in data.clients:
+        kinds = {split.store.dtype == torch.uint8: split for split in (ours, client.train)}
+        if len(kinds) == 2 and (scale != HALF or kinds[False].at(slice(0, CHUNK)).min() >= 0):
+            own = kinds[True] is ours
+            fix = "images of 8 bits" if own else "the run's kind"
+            raise UsageError(
+                f"{data.name}, client {client.name!r}: its images are {words[not own]} and the run's {words[own]}, so "
+                f"that their scales differ: give {fix}{', or numbers from -1 to 1' * (own and scale == HALF)}"
+            )
 
 
 def _labeled(data: Federation, run: Federation) -> Federation:
     """``data`` with labels that count the run's classes: by name where both name theirs, else as numbers."""
-    if data.class_names and run.class_names:
-        for name in data.class_names:
-            if name not in run.class_names:
+    ours, theirs = _meanings(data), _meanings(run)
+    if ours and theirs:
+        for name in ours:
+            if name not in theirs:
                 raise UsageError(
                     f"{data.name} has a class {name!r}, which the run's data, {run.name}, have not: theirs are "
-                    f"{', '.join(run.class_names)}. Leave it out, or rename it"
+                    f"{', '.join(theirs)}. Leave it out, or rename it"
                 )
-        place = torch.tensor([run.class_names.index(name) for name in data.class_names])
+        place = torch.tensor([theirs.index(name) for name in ours])
 
         def counted(split: Split) -> Split:
             y = place.to(split.y.device)[split.y]
@@ -104,6 +154,11 @@ def _labeled(data: Federation, run: Federation) -> Federation:
             "classes: leave the others out, or number them alike"
         )
     return replace(data, classes=run.classes, class_names=run.class_names)
+
+
+def _meanings(data: Federation) -> tuple[str, ...]:
+    """What the labels 0, 1, ... mean; those of a table without names of classes stand for themselves."""
+    return data.class_names or (tuple(map(str, range(data.classes))) if data.columns else ())
 
 
 def _array(path: Path) -> Split:
@@ -120,17 +175,18 @@ def _array(path: Path) -> Split:
         ) from error
 
 
-def _images(path: Path, spec: DataSpec, run: Federation, progress: Progress | None) -> Split:
-    """The images that lie in folder ``path``, decoded once as those of clients are."""
-    wanted = "give a folder in which images lie side by side, or an .npz file with an array x"
+def _images(path: Path, spec: DataSpec, run: Federation, progress: Progress | None, say: list[str] | None) -> Split:
+    """The images that lie in folder ``path`` and below it, decoded once as those of clients are."""
+    wanted = "give a folder of images, or an .npz file with an array x"
     if not path.is_dir():
         raise UsageError(f"{path} is no folder: {wanted}")
     if len(run.sample_shape) != 3:
         raise UsageError(f"{path}: the run was trained on samples of shape {run.sample_shape}, not on images: {wanted}")
-    found = sorted(file for file in path.iterdir() if file.suffix.lower() in SUFFIXES and file.name[0] != ".")
+    below = {file.relative_to(path): file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES}
+    found = {name: below[name] for name in sorted(below) if not any(part[0] == "." for part in name.parts)}
     if not found:
         raise UsageError(f"{path} holds no image ({', '.join(sorted(SUFFIXES))}): {wanted}")
-    files = [ImageFile(file.name, "", "", file.stat().st_size, file.stat().st_mtime_ns) for file in found]
+    files = [ImageFile(str(n), "", "", f.stat().st_size, f.stat().st_mtime_ns) for n, f in found.items()]
     names = [file.path for file in files]
     headers, broken = inspect_all(path, names, "headers", progress)
     kinds = sorted({header.kind for header in headers.values()})
@@ -149,8 +205,12 @@ def _images(path: Path, spec: DataSpec, run: Federation, progress: Progress | No
 
     store = kept(place) or decode_all(path, names, facts, place, usable, "images", progress)
     unread = store.facts.broken
-    if unread and (spec.broken == "refuse" or len(unread) == len(names)):
+    if unread:
         file, why = next(iter(unread.items()))
-        raise UsageError(f"{len(unread)} of {len(names)} images in {path} cannot be read: {file}: {why}; remove them")
+        said = f"{len(unread)} of {len(names)} images in {path} cannot be read: {file}: {why}"
+        if spec.broken == "refuse" or len(unread) == len(names):
+            raise UsageError(f"{said}; remove them, or leave them out (--broken skip)")
+        if say is not None:
+            say.append(f"{said}; left out")
     rows = torch.tensor(usable(frozenset(unread)))
     return Split(x=torch.from_numpy(store.pixels), y=torch.zeros(len(rows), dtype=torch.int64), rows=rows)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
+from typing import TYPE_CHECKING
 
 import torch
 from numpy.typing import ArrayLike
@@ -19,6 +20,9 @@ from torch import Tensor
 from ..base.errors import UsageError, unknown
 from ..base.streams import stream
 from .split import CHUNK, Normalization, Split, as_split, digest, join, resized
+
+if TYPE_CHECKING:
+    from .files.columns import Column
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -57,7 +61,8 @@ class Federation:
     """Named clients that share one task of ``classes`` classes.
 
     ``note`` says in a sentence what the data are; ``class_names`` what labels 0, 1, ... mean, empty where unknown;
-    ``notices`` are what a person should know of how they were read.
+    ``notices`` are what a person should know of how they were read; those of one client begin ``client 'name':``.
+    ``columns``: of tables, what the inputs of a sample are, in their order; empty where unknown.
     """
 
     name: str
@@ -66,6 +71,7 @@ class Federation:
     note: str = ""
     class_names: tuple[str, ...] = ()
     notices: tuple[str, ...] = ()
+    columns: tuple[Column, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -85,8 +91,12 @@ class Federation:
         raise unknown("client", name, self.names)
 
     def only(self, names: Iterable[str]) -> Federation:
-        """The named clients, in the given order."""
-        return replace(self, clients=tuple(self.client(name) for name in names))
+        """The named clients, in the given order, without the notices of others."""
+        clients = tuple(self.client(name) for name in names)
+        left_out = set(self.names).difference(client.name for client in clients)
+        theirs = tuple(f"client {name!r}:" for name in left_out)
+        notices = tuple(notice for notice in self.notices if not notice.startswith(theirs))
+        return replace(self, clients=clients, notices=notices)
 
     def limit(self, samples: int | Mapping[str, int]) -> Federation:
         """Each client with ``samples`` training samples, drawn once without replacement (the same in every run)."""

@@ -4,6 +4,6 @@ FedWon (Zhuang & Lyu 2024, arXiv:2306.05879), section 4.2 and figures 5, 12, 13.
 images and pairs it took; what is taken here stands in ``models``, ``maps`` and ``findings``.
 """
 
-from .findings import Findings, Similarity, similarities, study
+from .findings import Findings, Similarity, findings, similarities, study
 
-__all__ = ["Findings", "Similarity", "similarities", "study"]
+__all__ = ["Findings", "Similarity", "findings", "similarities", "study"]

@@ -23,9 +23,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ..analysis.similarity import Reals, cosine, mean_distance, variance_distance
 from ..base.errors import UsageError
 from ..base.state import State
+from ..config import CompareSpec
+from ..data.files.reading import Progress
 from ..engines.cost import at_most
+from ..experiment import Experiment
+from ..trained import experiment_in, in_turn, narrowed, restored
 from .maps import caught, convolutions, inputs, layer_of, places
-from .models import Models, models_of, run_in
+from .models import Models, clients_of, models_of, require_finished
 
 DISTANCES = ("mean_client_client", "variance_client_client", "mean_server_client", "variance_server_client")
 
@@ -94,48 +98,86 @@ def similarities(
 
 
 def study(
-    directory: Path, *, samples: int = 64, clients: str | Sequence[str] | None = None, layer: str | None = None
+    directory: Path,
+    *,
+    samples: int = 64,
+    clients: str | Sequence[str] | None = None,
+    layer: str | None = None,
+    methods: str | Sequence[str] | None = None,
+    seeds: int | Sequence[int] | None = None,
+    device: str | None = None,
+    progress: Progress | None = None,
 ) -> Findings:
-    """Look at every trial of the finished run in ``directory``, which is left as it is.
+    """Look at the finished run that the command line left in ``directory``, which is left as it is.
 
     ``samples``: test images of each client, or all where it has fewer; ``clients``: names, or a pattern such as
     ``"usps-*"``, by default the first :data:`~fedshift.records.PICTURED` that train; ``layer``: the convolution whose
-    maps are compared and drawn, by default the last and all. Raises :class:`UsageError` where one of them does not
-    exist, the run is not finished or the network has no convolution, and :class:`FedshiftError` where files of the run
-    are damaged or a client's further round diverges.
+    maps are compared and drawn, by default the last and all; ``methods``, ``seeds``: some of the run's alone, as
+    :func:`~fedshift.trained.narrowed` takes them; ``device``: where it computes, by default where the run did if that
+    is here, else the CPU; ``progress`` hears of what is read, and of trials.
+
+    Raises :class:`UsageError` where one of them does not exist, the run is not finished or the network has no
+    convolution, and :class:`FedshiftError` where files of the run are damaged or a client's further round diverges.
+    """
+    spec, experiment = experiment_in(directory, progress, device)
+    go_on = f"fedshift {'compare' if isinstance(spec, CompareSpec) else 'run'} --resume {directory}"
+    with at_most(spec.threads):
+        return findings(
+            narrowed(experiment, methods, seeds), directory, go_on,
+            samples=samples, clients=clients, layer=layer, progress=progress,
+        )  # fmt: skip
+
+
+def findings(
+    experiment: Experiment,
+    directory: Path,
+    go_on: str,
+    *,
+    samples: int = 64,
+    clients: str | Sequence[str] | None = None,
+    layer: str | None = None,
+    progress: Progress | None = None,
+) -> Findings:
+    """What is found in every trial that ``experiment`` left in ``directory``; arguments and errors as of :func:`study`.
+
+    ``experiment`` is to run its trials by the sequential engine; ``go_on`` says how a run is gone on with.
     """
     if samples < 1:
         raise UsageError(f"samples={samples}: must be at least 1")
-    run = run_in(directory, clients)
+    clients = clients_of(experiment, clients)
+    require_finished(experiment, directory, go_on)
+    trials = [*in_turn(experiment)]
     layers: dict[str, str] = {}
     similarity: dict[str, list[Similarity]] = {}
     rows: list[dict[str, Any]] = []
     drawn: dict[str, Drawn] = {}
-    with at_most(run.threads):
-        for trial in run.trials():
-            plan, method = trial.plan, trial.plan.method.name
-            x = {name: inputs(plan, trial.measured.client(name), samples) for name in run.clients}
-            first = next(iter(x.values()))[:1]
-            layers[method] = layer_of(plan, first, layer)
-            models = models_of(trial, run.clients)
-            similarity.setdefault(method, []).append(_similarity(models, x, layers[method]))
-            kept = [*_statistics(models)]
-            of = {"method": method, "seed": trial.seed}
-            rows += [{**of, "layer": name, **_distances(server, own)} for name, server, own in kept]
-            if method not in drawn:
-                shown = (layer,) if layer else convolutions(plan, first)
-                seen = ((name, caught(plan, state, x[name][:1], shown)) for name, state in models.local.items())
-                drawn[method] = Drawn(
-                    maps={who: {n: maps[0] for n, maps in found.items() if maps.ndim == 4} for who, found in seen},
-                    server={name: server for name, server, _ in kept},
-                    clients={name: own for name, _, own in kept},
-                )
-    data, newcomers = run.experiment.data, run.experiment.settings.newcomers
-    tests = {name: data.client(name) for name in run.clients}
+    for number, (method, seed) in enumerate(trials):
+        if progress:
+            progress(f"{method}, seed {seed}", number, len(trials))
+        trial = restored(experiment, directory, method, seed)
+        plan = trial.plan
+        x = {name: inputs(plan, trial.measured.client(name), samples) for name in clients}
+        first = next(iter(x.values()))[:1]
+        layers[method] = layer_of(plan, first, layer)
+        models = models_of(trial, clients)
+        similarity.setdefault(method, []).append(_similarity(models, x, layers[method]))
+        kept = [*_statistics(models)]
+        of = {"method": method, "seed": seed}
+        rows += [{**of, "layer": name, **_distances(server, own)} for name, server, own in kept]
+        if method not in drawn:
+            shown = (layer,) if layer else convolutions(plan, first)
+            seen = ((name, caught(plan, state, x[name][:1], shown)) for name, state in models.local.items())
+            drawn[method] = Drawn(
+                maps={who: {n: maps[0] for n, maps in found.items() if maps.ndim == 4} for who, found in seen},
+                server={name: server for name, server, _ in kept},
+                clients={name: own for name, _, own in kept},
+            )
+    data, newcomers = experiment.data, experiment.settings.newcomers
+    tests = {name: data.client(name) for name in clients}
     return Findings(
-        clients=run.clients,
+        clients=clients,
         of=len(data.clients) - len(newcomers),
-        seeds=run.experiment.seeds,
+        seeds=experiment.seeds,
         samples=samples,
         layers=layers,
         similarity=similarity,

@@ -8,21 +8,18 @@ alone, by the sequential engine, and nothing of it is written down.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..base.errors import UsageError
 from ..base.state import State
-from ..checkpoint import load_facts
-from ..config import CompareSpec
 from ..core.kernel import personal_state
 from ..data.partition import matching
 from ..engines.engine import Diverged
-from ..experiment import CHECKPOINT, Experiment
+from ..experiment import Experiment
 from ..records import PICTURED
-from ..rundir import trial_folder
-from ..trained import experiment_in, restored
+from ..trained import in_turn, rounds_done
 from ..trial import Trial
 
 
@@ -38,43 +35,25 @@ class Models:
     local: Mapping[str, State]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Run:
-    """A finished run, and the ``clients`` of it that are looked at; ``threads`` are those that it was asked to use."""
+def require_finished(experiment: Experiment, directory: Path, go_on: str) -> None:
+    """Raise :class:`UsageError` unless ``directory`` has all rounds of every trial; ``go_on``: how to get the others.
 
-    directory: Path
-    experiment: Experiment
-    clients: tuple[str, ...]
-    threads: int | None
-
-    def trials(self) -> Iterator[Trial]:
-        """Every trial as the run reports it, method by method and seed by seed, to be run by the sequential engine."""
-        experiment = self.experiment
-        for method in experiment.methods:
-            for seed in experiment.seeds:
-                yield restored(experiment, self.directory, method.name, seed)
-
-
-def run_in(directory: Path, clients: str | Sequence[str] | None = None) -> Run:
-    """The run in ``directory``, without training or writing; ``clients`` are names, or a pattern such as ``"usps-*"``.
-
-    Without them, the first :data:`~fedshift.records.PICTURED` that train. Raises :class:`UsageError` where there is no
-    run of the command line, it is not finished, or a client is unknown or never trained.
+    :class:`FedshiftError` where one left no checkpoint.
     """
-    spec, experiment = experiment_in(directory)
-    for method in experiment.methods:
-        for seed in experiment.seeds:
-            done = load_facts(trial_folder(directory, method.name, seed) / CHECKPOINT)["round"]
-            if done < experiment.settings.rounds:
-                command = "compare" if isinstance(spec, CompareSpec) else "run"
-                raise UsageError(
-                    f"{directory} is not finished: {method.name} with seed {seed} has done {done} of "
-                    f"{experiment.settings.rounds} rounds; go on with it: fedshift {command} --resume {directory}"
-                )
-    return Run(directory=directory, experiment=experiment, clients=_chosen(experiment, clients), threads=spec.threads)
+    for name, seed in in_turn(experiment):
+        done = rounds_done(directory, name, seed)
+        if done < experiment.settings.rounds:
+            raise UsageError(
+                f"{directory} is not finished: {name} with seed {seed} has done {done} of "
+                f"{experiment.settings.rounds} rounds; leave it out (methods, seeds), or go on with it: {go_on}"
+            )
 
 
-def _chosen(experiment: Experiment, clients: str | Sequence[str] | None) -> tuple[str, ...]:
+def clients_of(experiment: Experiment, clients: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Those that are looked at: names, or a pattern such as ``"usps-*"``; None: the first :data:`PICTURED` that train.
+
+    Raises :class:`UsageError` where a client is unknown or never trained.
+    """
     names = experiment.data.names
     training = tuple(name for name in names if name not in experiment.settings.newcomers)
     if clients is None:

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from ..analysis.similarity import Reals
-from ..report.figures import Panel
+from ..report.figures import Panel, save_each
 from ..report.gallery import BLUE
 from ..report.style import INK, drawing, short
 from ..rundir import slug
@@ -27,14 +27,8 @@ _GAP = 2  # pixels between maps
 
 
 def save(found: Findings, directory: Path) -> list[Path]:
-    """Write every picture as PNG at 200 dpi; return the paths."""
-    directory.mkdir(parents=True, exist_ok=True)
-    paths = []
-    for panel in panels(found):
-        paths.append(directory / f"{panel.name}.png")
-        with drawing():
-            panel.figure.savefig(paths[-1], dpi=200, facecolor="white", metadata={"Software": None})
-    return paths
+    """Write every picture as SVG and as PNG at 200 dpi; return the paths."""
+    return [path for panel in panels(found) for path in save_each({panel.name: panel.figure}, directory)]
 
 
 def panels(found: Findings) -> Iterator[Panel]:
@@ -60,10 +54,10 @@ def _maps(found: Findings, client: str, name: str, image: NDArray[np.generic]) -
         axes.set_title(short(title, 18), fontsize=8, fontweight="normal", loc="center")
     for line, (method, maps) in zip(grid, rows.items(), strict=True):
         line[0].text(-0.1, 0.5, short(method, 16), transform=line[0].transAxes, ha="right", va="center")
-        line[0].imshow(_picture(image), cmap="gray", vmin=0, vmax=1, interpolation="nearest")
+        line[0].imshow(_picture(image), cmap="gray", vmin=0, vmax=1, interpolation="none")
         for axes, layer in zip(line[1:], layers, strict=True):
             if layer in maps:
-                axes.imshow(mosaic(maps[layer]), cmap="cividis", interpolation="nearest")
+                axes.imshow(mosaic(maps[layer]), cmap="cividis", interpolation="none")
     return Panel(
         name=name,
         figure=figure,

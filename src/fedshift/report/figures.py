@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from io import StringIO
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pandas as pd
 from matplotlib.figure import Figure
@@ -57,18 +57,18 @@ def save_each(figures: Mapping[str, Figure], directory: Path) -> list[Path]:
     paths = []
     for name, figure in figures.items():
         vector, bitmap = directory / f"{name}.svg", directory / f"{name}.png"
-        vector.write_text(svg(figure, background="white"), encoding="utf-8")
+        vector.write_text(svg(figure, background="white", dpi=200), encoding="utf-8")
         with drawing():
             figure.savefig(bitmap, dpi=200, metadata={"Software": None})
         paths += [vector, bitmap]
     return paths
 
 
-def svg(figure: Figure, background: str = "none") -> str:
-    """The figure as SVG text, without date; text stays text."""
+def svg(figure: Figure, background: str = "none", dpi: float | Literal["figure"] = "figure") -> str:
+    """The figure as SVG text, without date; text stays text; ``dpi``: of images in it."""
     buffer = StringIO()
     with drawing():
-        figure.savefig(buffer, format="svg", facecolor=background, metadata=_METADATA)
+        figure.savefig(buffer, format="svg", facecolor=background, dpi=dpi, metadata=_METADATA)
     return buffer.getvalue()
 
 

@@ -8,7 +8,6 @@ Analysis for the Behavioral Sciences", equation 8.2.1.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -275,12 +274,3 @@ def effect(means: pd.DataFrame, stds: pd.DataFrame) -> pd.Series:
     between, within = means.std(ddof=0), np.sqrt((stds**2).mean())
     f: pd.Series = (between / within).where(between > 0, 0.0)
     return f
-
-
-def save(figure: Figure, directory: Path, name: str) -> list[Path]:
-    """Write ``figure`` as SVG and as PNG at 200 dpi, without a date; return the paths."""
-    vector, bitmap = directory / f"{name}.svg", directory / f"{name}.png"
-    with drawing():
-        figure.savefig(vector, dpi=200, facecolor="white", metadata={"Date": None, "Creator": None})
-        figure.savefig(bitmap, dpi=200, facecolor="white", metadata={"Software": None})
-    return [vector, bitmap]

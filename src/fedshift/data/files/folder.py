@@ -39,7 +39,7 @@ def read_folder(
 def read(path: Path, reading: Reading) -> Federation:
     """:func:`read_folder` with its choices as one value."""
     found = {
-        ".npz files": path.is_dir() and any(path.glob("*.npz")),
+        ".npz files": bool(_arrays_in(path, reading)),
         "tables": holds_tables(path),
         "images": path.is_dir() and any(file.suffix.lower() in SUFFIXES for file in path.glob("*/*/*")),
     }
@@ -63,7 +63,7 @@ def read_arrays(path: Path, reading: Reading) -> Federation:
 
     Arrays are read without pickle, so a file cannot run code; shapes as in :func:`fedshift.data.split.as_split`.
     """
-    files = {file.stem: file for file in sorted(path.glob("*.npz"))}
+    files = {file.stem: file for file in _arrays_in(path, reading)}
     wanted = list(files) if reading.domains is None else list(reading.domains)
     for name in wanted:
         if name not in files:
@@ -76,6 +76,13 @@ def read_arrays(path: Path, reading: Reading) -> Federation:
     classes = class_count(clients) if reading.classes is None else reading.classes
     note = f"{len(clients)} files of .npz"
     return Federation(name=path.resolve().name, clients=tuple(clients), classes=classes, note=note)
+
+
+def _arrays_in(path: Path, reading: Reading) -> list[Path]:
+    """The ``.npz`` files in directory ``path``, by name; the file itself where it is a client that comes to others."""
+    if path.is_dir():
+        return sorted(path.glob("*.npz"))
+    return [path] if reading.like is not None and path.suffix == ".npz" else []
 
 
 def _read(name: str, file: Path) -> ClientData:

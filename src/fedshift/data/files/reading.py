@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from ...base.files import cache_directory
+from ..federation import Federation
 
 Progress = Callable[[str, int, int], None]
 """Hears ``(what is read, done, of how many)``."""
@@ -23,7 +24,8 @@ class Reading:
     hold no such split. ``client_column``, ``target``, ``split_column`` (train, validation or test), ``group_column``
     (samples of one group, such as a patient, stay on one side): columns of a table. ``missing`` values are imputed on
     the client's own training part or refused. ``scaling`` of numeric columns by the client's own training part, or
-    none. ``cache``: where decoded images are kept; None: the user's cache directory.
+    none. ``like``: the federation to which these clients come, by whose columns tables are read; a single file is then
+    one client. ``cache``: where decoded images are kept; None: the user's cache directory.
     """
 
     domains: tuple[str, ...] | None = None
@@ -37,6 +39,7 @@ class Reading:
     group_column: str | None = None
     missing: Literal["impute", "refuse"] = "impute"
     scaling: Literal["client", "none"] = "client"
+    like: Federation | None = None
     cache: Path | None = None
     progress: Progress | None = None
 

@@ -8,7 +8,7 @@ as large as they will be. So little more is held than the result.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from ...base.errors import UsageError, unknown
 from ..federation import ClientData, Federation
 from ..split import Split
 from .columns import Column, Floats, Ints, Seen, column_of, impute, is_number, is_text, no_date, scale, starts
+from .joining import as_theirs, by_file, in_their_order
 from .reading import Progress, Reading
 from .table_files import SUFFIXES, TableFile, is_table, open_table, table_files
 from .table_rows import SPLITS, Labels, Roles, Rows, classes_of, listed, says_split, scan, sides
@@ -47,22 +48,26 @@ def read_tables(path: Path, reading: Reading) -> Federation:
     values); without one, ``reading.test_fraction`` of each client's rows are drawn for testing, the same in every run:
     as many of each class, or whole groups of ``reading.group_column``.
 
+    Clients that come to the federation ``reading.like`` are read by its columns and categories; of them, one table may
+    be one client, and files without the client column are a client each.
+
     Samples are float32 ``[N, D]``. Raises :class:`UsageError` naming file, column, client or rows for what cannot be
     used, among it infinite values, dates, and labels that are missing or continuous.
     """
+    reading = by_file(table_files(path), reading)
     tables = _open(path, reading)
     roles, notices = _roles(tables, reading)
     features = [name for name in tables[0].types if name not in roles.names]
     if not features:
         raise UsageError(f"{tables[0].path} has no column beside {', '.join(roles.names)}: a table needs features")
+    features = in_their_order(tables[0], features, reading.like) if reading.like else features
     rows, seen = scan(tables, roles, {name: _typed(name, tables) for name in features}, reading.domains)
-    encoded = [column_of(name, seen[name]) for name in features]
-    columns = [column for column, _ in encoded]
+    columns, remarks = _encoded(features, seen, reading)
     classes, label, class_names = classes_of(rows, roles.target, reading.classes)
     y, ends, place = _arrange(rows, label, roles, reading)
     x = [np.empty((len(labels), starts(columns)[-1]), dtype=np.float32) for labels in y]
     _fill(x, place, rows, columns, reading.progress)
-    notices += [notice for _, notice in encoded if notice]
+    notices += remarks
     constant = _constant(x, columns)
     if constant:
         notices.append(f"the same in all rows, so nothing can be learned from it: {listed(map(repr, constant))}")
@@ -82,6 +87,7 @@ def read_tables(path: Path, reading: Reading) -> Federation:
         note=f"{sum(map(len, y))} rows of {len(clients)} clients, {len(columns)} columns",
         class_names=class_names,
         notices=tuple(notices),
+        columns=tuple(columns),
     )
 
 
@@ -90,7 +96,7 @@ def _open(path: Path, reading: Reading) -> list[TableFile]:
     files = table_files(path)
     if not files:
         raise UsageError(f"{path} is no table and no directory with one: give files of {', '.join(SUFFIXES)}")
-    if reading.client_column is None and len(files) == 1:
+    if reading.client_column is None and len(files) == 1 and reading.like is None:
         names = list(open_table(files[0]).types)
         raise UsageError(
             f"{files[0]} is a single table: say which column holds the client of each row (--client-column), or give "
@@ -124,6 +130,11 @@ def _roles(tables: Sequence[TableFile], reading: Reading) -> tuple[Roles, list[s
         target=reading.target, client=reading.client_column, split=reading.split_column, group=reading.group_column
     )
     for name, count in Counter(roles.names).items():
+        if name not in names and reading.like:
+            raise UsageError(
+                f"{tables[0].path} has no column {name!r}, by which {reading.like.name!r}, the data that it joins, was "
+                f"read: call it so; columns are {', '.join(names)}"
+            )
         if name not in names:
             raise unknown("column", name, names)
         if count > 1:
@@ -156,6 +167,14 @@ def _typed(name: str, tables: Sequence[TableFile]) -> Seen:
         typed=any(is_number(kind) and not pa.types.is_null(kind) for kind in types),
         declared=any(pa.types.is_dictionary(kind) for kind in types),
     )
+
+
+def _encoded(features: Sequence[str], seen: Mapping[str, Seen], reading: Reading) -> tuple[list[Column], list[str]]:
+    """How each column becomes features, and notices; as those of ``reading.like`` do, where it has columns."""
+    if reading.like and reading.like.columns:
+        return [as_theirs(column, seen[column.name], reading.like) for column in reading.like.columns], []
+    found = [column_of(name, seen[name]) for name in features]
+    return [column for column, _ in found], [notice for _, notice in found if notice]
 
 
 def _arrange(rows: Rows, label: Labels, roles: Roles, reading: Reading) -> tuple[list[Labels], list[list[int]], Ints]:
