@@ -24,7 +24,7 @@ from fedshift.build import methods
 from fedshift.data.federation import federation
 from fedshift.records import measured, read_rows
 from fedshift.settings import Settings
-from fedshift.trained import experiment_in, restored
+from fedshift.trained import experiment_in, narrowed, restored
 from fedshift.trial import Trial
 
 ROOT = Path(__file__).parents[1]
@@ -133,6 +133,14 @@ def test_some_of_the_methods_and_seeds_alone(cli, make, tiny_folder, tmp_path):
     ):
         outcome = cli(*words, *asked)
         assert (outcome.code, said in outcome.err) == (2, True), outcome.err
+
+
+def test_a_method_is_found_as_it_was_given_whatever_is_in_its_brackets(make):
+    given = "fedprox(fedavg(weighting='uniform'), mu=0.1)"
+    whole = make(methods=f"{given},fedbn,gn")
+    assert [method.name for method in narrowed(whole, f"{given}, gn").methods] == [
+        method.name for method in whole.methods[::2]
+    ]
 
 
 def test_a_run_of_a_device_that_is_not_here_is_adapted_on_the_processor_and_that_is_said(cli, run, tiny_folder):

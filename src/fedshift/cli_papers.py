@@ -206,7 +206,7 @@ def _run(wanted: Sequence[Table], way: Way, version: str | None, hours: float | 
             if done is None:
                 why = "Time is up" if budget.over else "Stopped"
                 say(console, f"{why}. What was done is kept; go on with the same command.")
-                return 0 if budget.over else 130
+                return int(bool(failed)) if budget.over else 130
             _show(table, done, out, console)
             page = write(out)
     if page:
@@ -219,13 +219,15 @@ def _run(wanted: Sequence[Table], way: Way, version: str | None, hours: float | 
 def remake_papers(place: Path, console: Console) -> None:
     """Show and write again what the ended runs in ``place`` make of each table that was begun there."""
     from .papers.page import write
+    from .papers.place import held
     from .papers.reproduce import remade
     from .papers.tables import tables
 
-    for table in tables().values():
-        if done := remade(table, place):
-            _show(table, done, place, console)
-    say(console, f"Page: {write(place)}")
+    with held(place):
+        for table in tables().values():
+            if done := remade(table, place):
+                _show(table, done, place, console)
+        say(console, f"Page: {write(place)}")
 
 
 def _show(table: Table, done: Finished, out: Path, console: Console) -> None:

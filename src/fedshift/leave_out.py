@@ -172,9 +172,9 @@ def _folder(directory: Path, client: str) -> Path:
 def _measure(part: Experiment, folder: Path) -> None:
     """Write down what every policy gets right on the client that ``part`` left out, from checkpoints in ``folder``."""
     from .adaptation.policies import POLICIES, measured_on, models
-    from .trained import restored
+    from .trained import narrowed, restored
 
-    settled = replace(part, settings=replace(part.settings, engine="sequential"))
+    settled = narrowed(part)
     (client,) = part.settings.newcomers
     rows: list[Row] = []
     notices: list[str] = []

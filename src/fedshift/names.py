@@ -93,6 +93,27 @@ def expressions(kind: str, text: str, lookup: Callable[[str], Callable[..., Any]
     return [_value(kind, node, lookup) for node in tree.elts]
 
 
+def parts(kind: str, text: str) -> list[str]:
+    """``text`` at its commas outside of brackets and quotes; :class:`UsageError` where one of these is not closed."""
+    found, depth, quote = [""], 0, ""
+    for sign in text:
+        if quote:
+            quote = "" if sign == quote else quote
+        elif sign in "'\"":
+            quote = sign
+        elif sign in "([{":
+            depth += 1
+        elif sign in ")]}":
+            depth -= 1
+        if sign == "," and not depth and not quote:
+            found.append("")
+        else:
+            found[-1] += sign
+    if depth or quote:
+        raise UsageError(f"{kind} {text!r}: a bracket or a quotation mark is not closed")
+    return [part.strip() for part in found]
+
+
 def _value(kind: str, node: ast.expr, lookup: Callable[[str], Callable[..., Any]], *inner: Any) -> Any:
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         return _value(kind, node.left, lookup, _value(kind, node.right, lookup, *inner))

@@ -41,7 +41,7 @@ def ending(folder: Path, settings: Mapping[str, Any]) -> str | None:
         kept = json.loads((folder / DONE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    diverged = kept.pop(DIVERGED, "")
+    diverged = kept.pop(DIVERGED, "") if isinstance(kept, dict) else ""
     return str(diverged) if kept == settings else None
 
 

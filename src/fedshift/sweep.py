@@ -18,6 +18,7 @@ from .base.errors import UsageError, unknown
 from .build import experiment_of, methods, methods_of, settings_of
 from .config import CompareSpec, SweepSpec
 from .data.files.reading import Progress
+from .names import parts
 from .report.curves import Point, said
 from .rundir import slug
 from .series import Part, ending
@@ -88,7 +89,7 @@ def swept(texts: Sequence[str]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for text in texts:
         name = None
-        for part in _parts(text):
+        for part in parts("over", text):
             if begun := re.match(r"([A-Za-z][\w-]*)\s*=\s*(.*)", part, re.DOTALL):
                 name, part = begun[1].replace("-", "_"), begun[2]
                 if name in WHOLE:
@@ -111,7 +112,7 @@ def swept(texts: Sequence[str]) -> dict[str, list[str]]:
 def apart(over: Sequence[str]) -> tuple[str, ...]:
     """``over`` with each setting in a text of its own, as it is kept however it was written."""
     quoted = {
-        name: [f"[{value}]" if value.startswith("[") or len(_parts(value)) > 1 else value for value in values]
+        name: [f"[{value}]" if value.startswith("[") or len(parts("over", value)) > 1 else value for value in values]
         for name, values in swept(over).items()
     }
     return tuple(f"{name}={','.join(values)}" for name, values in quoted.items())
@@ -153,27 +154,6 @@ def _parsed(combination: Combination) -> None:
         settings_of(replace(spec, newcomers=None), ())
     except UsageError as error:
         raise UsageError(f"{combination.folder}: {error}") from error
-
-
-def _parts(text: str) -> list[str]:
-    """``text`` at its commas outside of brackets and quotes."""
-    parts, depth, quote = [""], 0, ""
-    for sign in text:
-        if quote:
-            quote = "" if sign == quote else quote
-        elif sign in "'\"":
-            quote = sign
-        elif sign in "([{":
-            depth += 1
-        elif sign in ")]}":
-            depth -= 1
-        if sign == "," and not depth and not quote:
-            parts.append("")
-        else:
-            parts[-1] += sign
-    if depth or quote:
-        raise UsageError(f"over {text!r}: a bracket or a quotation mark is not closed")
-    return [part.strip() for part in parts]
 
 
 def _written(name: str, text: str) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from fnmatch import fnmatchcase
@@ -15,6 +14,7 @@ from .checkpoint import load_checkpoint, load_facts
 from .config import CompareSpec, RunSpec, read_settings
 from .data.files.reading import Progress
 from .experiment import BEST, CHECKPOINT, Experiment
+from .names import parts
 from .rundir import trial_folder
 from .settings import Settings
 from .trial import Trial
@@ -73,8 +73,8 @@ def narrowed(
     """
     names = [method.name for method in experiment.methods]
     asked = names if methods is None else [methods] if isinstance(methods, str) and methods in names else methods
-    parts = re.split(r",(?![^()]*\))", asked) if isinstance(asked, str) else asked
-    found = {name for part in parts for name in _named(part.strip(), names)}
+    texts = parts("methods", asked) if isinstance(asked, str) else asked
+    found = {name for text in texts for name in _named(text.strip(), names)}
     if not found:
         raise unknown("method", "", names)
     chosen = experiment.seeds[:seeds] if isinstance(seeds, int) else experiment.seeds if seeds is None else tuple(seeds)

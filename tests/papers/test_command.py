@@ -86,6 +86,9 @@ def test_a_directory_is_held_by_one_program(cli, tmp_path):
         assert outcome.code == 1
         assert "here is in use by process" in outcome.err
         assert not (place / "results").exists()
+        (place / "results" / "fedbn").mkdir(parents=True)
+        (place / "results" / "fedbn" / "figure1-pictures.json").write_text("{}")
+        assert "here is in use by process" in cli("report", "here").err
     with pytest.raises(ZeroDivisionError), held(place):
         1 / 0  # noqa: B018
     with held(place):
@@ -163,6 +166,21 @@ def test_when_the_time_is_up_all_is_kept(cli, hour, monkeypatch):
     assert outcome.out == "Time is up. What was done is kept; go on with the same command.\n"
 
 
+def test_a_table_that_failed_makes_the_exit_code_1_when_the_time_is_up_too(cli, hour, monkeypatch):
+    def finish(made, *_, stop, **__):
+        if made.key == "fedbn/table12":
+            raise FedshiftError("the disk is full")
+        stop.set()
+
+    monkeypatch.setattr(Budget, "over", property(lambda self: self._stop.is_set(), lambda *_: None), raising=False)
+    monkeypatch.setattr("fedshift.papers.reproduce.finish", finish)
+    wanted = [table(f"fedbn/{name}") for name in ("table11", "table12")]
+    monkeypatch.setattr("fedshift.cli_papers._wanted", lambda way, present: wanted)
+    outcome = cli("reproduce", "--all", "--hours", "8760")
+    assert outcome.code == 1, outcome.err
+    assert outcome.out.splitlines()[-1].startswith("Time is up.")
+
+
 def test_what_cannot_be_estimated_is_said_in_its_row(cli, fresh, hour, monkeypatch):
     def refuse(self, specs):
         raise UsageError("no such network")
@@ -178,7 +196,7 @@ def test_what_cannot_be_estimated_is_said_in_its_row(cli, fresh, hour, monkeypat
 def test_a_budget_that_was_stopped_estimates_nothing(hour):
     stop = Event()
     stop.set()
-    wanted = [table("fedbn/table12"), table("fedbn/table11")]
+    wanted = [table("fedbn/table11"), table("fedbn/table12")]  # of which the second has fewer runs
     way = Way(root=Path("data"))
     with Budget(1.0, stop) as spent:
         assert spent.ordered(wanted, way, Path("nowhere")) == wanted

@@ -4,15 +4,11 @@ import re
 import tomllib
 from importlib.resources import files
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 
 from fedshift.explore import card_of
 from fedshift.names import resolve
-from fedshift.papers import plan
-from fedshift.papers.recipe import Way
-from fedshift.papers.tables import table
 
 FOLDER = files("fedshift.papers") / "values" / "fedbn"
 FILES = {
@@ -27,12 +23,6 @@ FIGURES = {f"figure{number}" for number in (1, 2, 3, 4, 5, 7, 8, 9)}
 COMMON = {"title", "where", "data", "model", "metric", "unit", "seeds", "note"}
 CELL = re.compile(r"^-?\d+(\.\d+)?( \(\d+(\.\d+)?\))?$")
 DIGITS = ["svhn", "usps", "synthdigits", "mnistm", "mnist"]
-
-
-def runs(key, monkeypatch):
-    """The runs that a table or figure takes where all data are at hand."""
-    monkeypatch.setattr(plan, "present", lambda data, root: True)
-    return {spec for _, made in plan.plans_of(table(key), Way(root=Path("data"))) for spec in made.specs}
 
 
 def mean(cell):
@@ -262,18 +252,18 @@ def test_sizes_of_clients_are_those_of_the_tables():
     assert FILES["table16"]["values"][1]["samples"] == [79430, 7430, 391160, 56000, 56000]
 
 
-def test_clients_of_unequal_size_have_all_that_the_sets_have(monkeypatch):
-    found = runs("fedbn/table15", monkeypatch) | runs("fedbn/table16", monkeypatch)
+def test_clients_of_unequal_size_have_all_that_the_sets_have(runs):
+    found = runs("fedbn/table15") | runs("fedbn/table16")
     assert {spec.data for spec in found} == {"digits-five(samples=None)"}  # without it all have 7438
     assert {spec.split for spec in found} == {"sample(fraction=0.1), repeat()", "repeat()"}
 
 
-def test_centralized_training_has_batches_of_32_and_not_32_a_client(monkeypatch):
-    assert {(spec.method, spec.batch_size) for spec in runs("fedbn/table12", monkeypatch)} == {
+def test_centralized_training_has_batches_of_32_and_not_32_a_client(runs):
+    assert {(spec.method, spec.batch_size) for spec in runs("fedbn/table12")} == {
         ("centralized(scaled=False)", 32), ("fedbn", 32),
     }  # fmt: skip
 
 
-def test_one_to_ten_clients_of_each_set_take_part(monkeypatch):
-    counts = [spec.split[-4] for spec in runs("fedbn/figure4", monkeypatch) if spec.split]
+def test_one_to_ten_clients_of_each_set_take_part(runs):
+    counts = [spec.split[-4] for spec in runs("fedbn/figure4") if spec.split]
     assert sorted(counts) == sorted("0123456789" * 2)  # of two methods, the last client's number

@@ -48,12 +48,6 @@ def cells(name, column, **where):
     return [float(row["cells"][place]) for row in chosen if row["cells"][place]]
 
 
-def runs(key, monkeypatch):
-    """The runs that a table or figure takes where all data are at hand."""
-    monkeypatch.setattr(plan, "present", lambda data, root: True)
-    return {spec for _, made in plan.plans_of(table(key), Way(root=Path("data"))) for spec in made.specs}
-
-
 def test_tables_2_to_5_and_figures_1_to_4_are_there():
     assert list(FILES) == [*(f"figure{n}" for n in range(1, 5)), *(f"table{n}" for n in range(2, 6))]
 
@@ -191,8 +185,8 @@ def test_numbers_of_three_digits_in_a_claim_are_cells_of_its_table(name):
 
 
 @pytest.mark.parametrize("number", range(1, 5))
-def test_a_figure_is_drawn_from_the_runs_of_the_table_that_has_its_numbers(number, monkeypatch):
-    drawn, tabled = (runs(f"fedmmb/{name}", monkeypatch) for name in (f"figure{number}", f"table{number + 1}"))
+def test_a_figure_is_drawn_from_the_runs_of_the_table_that_has_its_numbers(number, runs):
+    drawn, tabled = (runs(f"fedmmb/{name}") for name in (f"figure{number}", f"table{number + 1}"))
     assert len(drawn) == (20, 7, 9, 6)[number - 1]
     assert drawn == tabled
 

@@ -9,9 +9,6 @@ import pytest
 
 from fedshift import papers
 from fedshift.names import expressions, resolve
-from fedshift.papers import plan
-from fedshift.papers.recipe import Way
-from fedshift.papers.tables import table
 from fedshift.sources import SPLITS
 
 FILES = {path.stem: path for path in sorted((Path(papers.__file__).parent / "values" / "fedwon").glob("*.toml"))}
@@ -40,12 +37,6 @@ CLIENTS = {
 }
 IN_ROUNDING = 0.1 + 1e-9  # half a digit of the mean's and half a digit of the average
 TEST_IMAGES = (192, 225, 32, 59)  # a fifth of each client of Office-Caltech10
-
-
-def runs(key, monkeypatch):
-    """The runs that a table or figure takes where all data are at hand."""
-    monkeypatch.setattr(plan, "present", lambda data, root: True)
-    return {spec for _, made in plan.plans_of(table(key), Way(root=Path("data"))) for spec in made.specs}
 
 
 def typed(found, needed, allowed=()):
@@ -223,16 +214,16 @@ TABLE_9 = {("fedavg", 2): 0.005, ("fedavg", 4): 0.01, ("fedwon", 1): 0.01, ("fed
 @pytest.mark.parametrize(
     ("name", "batches"), [("table3", {4}), ("table21", {4}), ("figure4", {1, 2, 4}), ("figure14", {1, 2, 4})]
 )
-def test_small_batches_on_the_digits_have_table_9s_learning_rates(name, batches, monkeypatch):
-    found = runs(f"fedwon/{name}", monkeypatch)
+def test_small_batches_on_the_digits_have_table_9s_learning_rates(name, batches, runs):
+    found = runs(f"fedwon/{name}")
     assert {spec.batch_size for spec in found} == batches
     for spec in found:
         assert spec.lr == TABLE_9[spec.method.partition("(")[0], spec.batch_size]
         assert "agc=None" in spec.method or spec.method == "fedavg"
 
 
-def test_what_is_seen_of_features_is_of_table_1s_runs(monkeypatch):
-    of_table = runs("fedwon/table1", monkeypatch)
-    assert runs("fedwon/figure13", monkeypatch) < of_table
-    assert {spec.method for spec in runs("fedwon/figure5", monkeypatch) - of_table} == {"nonorm"}
-    assert runs("fedwon/figure14", monkeypatch) < runs("fedwon/figure4", monkeypatch)
+def test_what_is_seen_of_features_is_of_table_1s_runs(runs):
+    of_table = runs("fedwon/table1")
+    assert runs("fedwon/figure13") < of_table
+    assert {spec.method for spec in runs("fedwon/figure5") - of_table} == {"nonorm"}
+    assert runs("fedwon/figure14") < runs("fedwon/figure4")

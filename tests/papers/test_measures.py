@@ -1,4 +1,4 @@
-"""What a table shows of clients that never trained: the same as a run that leaves them out measures on them."""
+"""What a table shows of an ended run beside its records: of clients that never trained, and of what networks see."""
 
 from dataclasses import replace
 
@@ -6,10 +6,12 @@ import pytest
 
 from fedshift.build import experiment_of
 from fedshift.config import RunSpec
-from fedshift.papers.measures import Runs, run_folder
+from fedshift.features import similarities
+from fedshift.papers.measures import Runs, features_of, run_folder
 from fedshift.papers.plan import Cell
 from fedshift.papers.tables import Printed, Table
 from fedshift.report.tables import seed_table
+from fedshift.series import DONE
 from fedshift.study import read_study
 
 TABLE = Table(
@@ -34,3 +36,18 @@ def test_a_newcomer_gets_the_servers_model_and_statistics_of_its_own_where_clien
     measured = seed_table(read_study(run_folder(whole, tmp_path)), "loss").loc["cid"]
     assert found == pytest.approx(measured.tolist())
     assert len(set(found)) == 2  # of two seeds
+
+
+def test_feature_maps_are_compared_where_the_data_are_now_and_not_of_a_run_that_diverged(tiny_folder, tmp_path):
+    there = str(tiny_folder)
+    spec = RunSpec(data=there, root=there, model="small-cnn", method="fedbn", rounds=1, batch_size=8, seeds=2)
+    folder = run_folder(spec, tmp_path)
+    experiment_of(spec).run(folder)
+    (several,) = similarities(folder).values()
+    here = str(tiny_folder.rename(tmp_path / "moved"))
+    moved = replace(spec, data=here, root=here)
+    cell = Cell(row=0, column=0, printed=Printed(0.5), spec=moved, client=None, measure="server_client")
+    assert Runs(tmp_path).numbers(TABLE, [cell]) == {(0, 0): tuple(each.server_client for each in several)}
+    (folder / DONE).write_text('{"diverged": "client ann, round 2, step 0: the loss is nan"}')
+    assert features_of(moved, tmp_path) is None
+    assert not Runs(tmp_path).numbers(TABLE, [cell])

@@ -49,7 +49,8 @@ class Budget:
 
     def ordered(self, tables: Sequence[Table], way: Way, place: Path) -> list[Table]:
         """``tables`` by the time that what is left of them takes."""
-        self._estimates.look_at(spec for table in tables for spec in _left(table, way, place))
+        if not self._stop.is_set():
+            self._estimates.look_at(spec for table in tables for spec in _left(table, way, place))
         return sorted(tables, key=lambda table: self._cost(table, way, place))
 
     def fitting(self, table: Table, way: Way, place: Path, of: int) -> Way:

@@ -107,7 +107,7 @@ class Estimates:
     def _costs_of(self, spec: RunSpec, method: Method, settings: Settings, sizes: _Sizes) -> tuple[Steps, Moves]:
         """What the parts cost. Methods that change the network alike share it."""
         shape, classes = tuple(sizes.shape), len(sizes.labels)
-        network = spec.model, shape, classes, torch.__version__, torch.get_num_threads()
+        network = spec.model, shape, classes, __version__, torch.__version__, torch.get_num_threads()
         form = str(method.surgery), sizes.pixels, spec.loss, spec.augment, spec.optimizer, spec.precision
 
         @cache

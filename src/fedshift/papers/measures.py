@@ -16,11 +16,13 @@ from ..analysis.concordance import discordance
 from ..build import experiment_of
 from ..config import RunSpec
 from ..data.federation import ClientData
-from ..features import similarities
+from ..engines.cost import at_most
+from ..features import Findings, findings
 from ..records import Study, frame, measured
 from ..report.concordance import paired
 from ..report.tables import history, seed_table
 from ..report.target import best
+from ..series import ending
 from ..study import read_study
 from ..trained import narrowed, restored
 from .plan import ADAPTED, DISCORDANCE, FINAL, Cell
@@ -33,13 +35,25 @@ def run_folder(spec: RunSpec, place: Path) -> Path:
     return place / "runs" / run_name(spec)
 
 
+def features_of(spec: RunSpec, place: Path) -> Findings | None:
+    """What clients and server see in the ended run of ``spec`` in ``place``; None where it diverged.
+
+    The data are read where ``spec`` says, which need not be where they were when it was run.
+    """
+    folder = run_folder(spec, place)
+    if ending(folder, {}):
+        return None
+    with at_most(spec.threads):
+        return findings(narrowed(experiment_of(spec)), folder, "give the same command again")
+
+
 class Runs:
     """Finished runs in the directory ``place``, each read once."""
 
     def __init__(self, place: Path) -> None:
         self._place = place
         self.study: Callable[[Path], Study] = cache(read_study)
-        self._similarities = cache(similarities)
+        self._features = cache(features_of)
         self._newcomers: dict[tuple[object, ...], ClientData] = {}
 
     def numbers(self, table: Table, cells: Sequence[Cell]) -> dict[tuple[int, int], tuple[float, ...]]:
@@ -73,8 +87,9 @@ class Runs:
             return [discordance(*losses) for losses in paired(_macro_loss(study), _macro_loss(twin))]
         if cell.measure == ADAPTED and cell.newcomer:
             return [factor * value for value in self._adapted(cell, cell.newcomer, table.metric)]
-        (similar,) = self._similarities(folder).values()
-        return [float(getattr(each, cell.measure)) for each in similar]
+        seen = self._features(cell.spec, self._place)
+        (several,) = seen.similarity.values() if seen else ([],)
+        return [float(getattr(each, cell.measure)) for each in several]
 
     def _adapted(self, cell: Cell, data: str, metric: str) -> list[float]:
         """The metric on a client of ``data``, which never trained, by seed.

@@ -14,7 +14,6 @@ from matplotlib.figure import Figure
 
 from ..analysis.statistics import mean_and_std
 from ..base.files import write_atomically
-from ..features import study as features
 from ..features.pictures import panels
 from ..report.curves import TRAIN_LOSS, Point, by_round, by_setting, said
 from ..report.figures import Panel as Picture
@@ -25,7 +24,7 @@ from ..report.text import MISSING, Cell, TextTable
 from ..study import read_study
 from ..theory.pictures import toy_panels
 from ..theory.toy import toy
-from .measures import run_folder
+from .measures import features_of, run_folder
 from .plan import Panel, Plan
 from .recipe import Way
 from .results import there, written
@@ -106,7 +105,9 @@ def _looked(panel: Panel, place: Path) -> Iterator[Picture]:
         with drawing():
             found = iter([*toy_panels(toy(0))])
     else:
-        runs = [features(run_folder(spec, place)) for _, spec in panel.points]
+        runs = [run for _, spec in panel.points if (run := features_of(spec, place))]
+        if not runs:  # all of them diverged
+            return
         found = panels(replace(runs[0], drawn={name: drawn for run in runs for name, drawn in run.drawn.items()}))
     for picture in found:
         if picture.name.startswith(panel.y):

@@ -29,7 +29,7 @@ def held(place: Path) -> Iterator[None]:
         owner.write_text(str(os.getpid()), encoding="utf-8")
     except Timeout as error:
         who = owner.read_text(encoding="utf-8") if owner.exists() else "unknown"
-        raise FedshiftError(f"{place} is in use by process {who}: wait for it, or choose another --out") from error
+        raise FedshiftError(f"{place} is in use by process {who}: wait for it, or name another directory") from error
     except OSError as error:
         raise UsageError(f"--out {place}: {error.strerror}; give a directory that can be written") from error
     try:

@@ -193,6 +193,8 @@ def test_a_compact_file_gives_the_same_as_the_series(published, tmp_path):
                 assert torch.allclose(one.splits[part].x, other.splits[part].x, atol=1e-6)
     with pytest.raises(UsageError, match="windows need the time series"):
         abide(tmp_path / "packed", sites=("NYU",), window=32)
+    assert CARD.present("abide", tmp_path / "packed")
+    assert not CARD.present("abide", tmp_path / "packed", frozenset({"window"}))
     with pytest.raises(UsageError, match="unknown site 'YALE'"):
         abide(tmp_path / "packed", sites=("YALE",))
 

@@ -53,12 +53,14 @@ class Card:
         found = (self.find(folder) for folder in _folders(name, root)) if root else ()
         return self.generated or any(each is not None and not self.lacks(each) & arguments for each in found)
 
-    def locate(self, name: str, root: Path) -> Any:
-        """What :attr:`find` gives in ``root/<name>`` or ``root``; :class:`UsageError` saying what to put where."""
-        for folder in _folders(name, root):
-            found = self.find(folder)
-            if found is not None:
-                return found
+    def locate(self, name: str, root: Path, arguments: frozenset[str] = frozenset()) -> Any:
+        """What :attr:`find` gives in ``root/<name>`` or ``root``, if it can what serves ``arguments``.
+
+        Raises :class:`UsageError` saying what to put where.
+        """
+        places = [found for folder in _folders(name, root) if (found := self.find(folder)) is not None]
+        if places:
+            return min(places, key=lambda found: len(self.lacks(found) & arguments))
         how = f"`fedshift data fetch {name}` fetches it" if self.remotes or self.hub else f"get it from {self.homepage}"
         raise UsageError(
             f"benchmark {name!r} is not in {root / name} nor in {root}: {how}, or put there {self.layout} "

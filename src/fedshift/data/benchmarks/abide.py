@@ -97,7 +97,7 @@ def abide(
         raise UsageError(f"window={window} frames: must be at least 3, the paper's is 32")
     if not sites:
         raise UsageError("sites=() names no site")
-    found: Path = CARD.locate("abide", root)
+    found: Path = CARD.locate("abide", root, frozenset({"window"} if window is not None else ()))
     if found.suffix == ".npz" and window is not None:
         raise UsageError(f"window={window}: {found} holds correlations of whole series; windows need the time series")
     source = _Connectomes(found) if found.suffix == ".npz" else _TimeSeries(found)
