@@ -6,12 +6,14 @@ import pytest
 
 from fedshift.base.errors import FedshiftError, UsageError
 from fedshift.data.federation import label_counts
+from fedshift.data.files.columns import Column
 from fedshift.flower.local_data import meaning
 from fedshift.flower.population import Described, Population
 from fedshift.study import read_study
 from tests.flower.sites import Heard, SiteGrid, coordinator, in_process, same_as_in_process, sites_of, spec_for
 
 FIVE = "pen,photo,print,faded,worn"
+COLUMNS = (Column(name="age"), Column(name="ward", categories=("A", "B")))
 
 
 def described(name, **changes):
@@ -160,7 +162,9 @@ def test_labels_count_among_the_classes_of_all_sites():
 
 
 def test_a_population_is_read_as_it_was_written(tmp_path):
-    population = Population.new().with_clients([described("a", labels=(2, 4)), described("b")])
+    population = Population.new().with_clients(
+        [described("a", labels=(2, 4)), described("b", columns=COLUMNS, shape=(3,))]
+    )
     population.write(tmp_path / "machines" / "population.json")
     assert Population.read(tmp_path / "machines" / "population.json") == population
 

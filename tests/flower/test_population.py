@@ -9,6 +9,8 @@ SOUND = {
     "name": "photo", "version": "1", "shape": [3, 28, 28], "dtype": "uint8", "classes": 10, "class_names": [],
     "samples": {"train": 24, "test": 9}, "labels": [24, *[0] * 9],
 }  # fmt: skip
+AGE, WARD = {"name": "age", "categories": None}, {"name": "ward", "categories": ["A"]}
+COLUMNS = "site 'photo' says that it has {} columns: its samples of shape"
 SELF = {
     "nothing": ({"samples": {}}, "site 'photo' says that it has {} samples"),
     "no samples": ({"samples": {"train": 0}}, "site 'photo' says that it has {'train': 0} samples"),
@@ -22,6 +24,15 @@ SELF = {
     "many classes": ({"classes": 10**12}, "site 'photo' says that it has 1000000000000 classes"),
     "too few labels": ({"labels": [1] * 10}, "site 'photo' says that it has 10 classes: its labels do not fit"),
     "labels below zero": ({"labels": [-1, *[0] * 8, 25]}, "site 'photo' says that it has 10 classes: its labels"),
+    "columns of another width": ({"columns": [AGE, {**WARD, "categories": ["A", "B"]}]}, COLUMNS.format(2)),
+    "a column twice": ({"columns": [AGE] * 3, "shape": [3]}, COLUMNS.format(3)),
+    "categories twice": ({"columns": [{**WARD, "categories": ["A", "A"]}], "shape": [2]}, COLUMNS.format(1)),
+    "a list of patients": (
+        {"columns": [{**WARD, "categories": sorted(map(str, range(51)))}], "shape": [51]},
+        COLUMNS.format(1),
+    ),
+    "columns in words": ({"columns": ["age"]}, "a site describes itself in a way that is not understood"),
+    "more names than classes": ({"class_names": ["a"] * 11}, "site 'photo' says that it has 10 classes: its labels"),
     "words": ({"shape": "wide"}, "a site describes itself in a way that is not understood"),
     "no name": ({"name": ""}, "a site calls itself ''"),
 }

@@ -133,7 +133,7 @@ def _require_range(data: Federation, run: Federation) -> None:
 
 def _labeled(data: Federation, run: Federation) -> Federation:
     """``data`` with labels that count the run's classes: by name where both name theirs, else as numbers."""
-    ours, theirs = _meanings(data), _meanings(run)
+    ours, theirs = data.meanings, run.meanings
     if ours and theirs:
         for name in ours:
             if name not in theirs:
@@ -154,11 +154,6 @@ def _labeled(data: Federation, run: Federation) -> Federation:
             "classes: leave the others out, or number them alike"
         )
     return replace(data, classes=run.classes, class_names=run.class_names)
-
-
-def _meanings(data: Federation) -> tuple[str, ...]:
-    """What the labels 0, 1, ... mean; those of a table without names of classes stand for themselves."""
-    return data.class_names or (tuple(map(str, range(data.classes))) if data.columns else ())
 
 
 def _array(path: Path) -> Split:

@@ -83,6 +83,11 @@ class Federation:
         """Shape of one sample, ``(C, H, W)`` for images."""
         return self.clients[0].train.shape
 
+    @property
+    def meanings(self) -> tuple[str, ...]:
+        """What the labels 0, 1, ... mean; those of a table without names of classes stand for themselves."""
+        return self.class_names or (tuple(map(str, range(self.classes))) if self.columns else ())
+
     def client(self, name: str) -> ClientData:
         """The client of this name, or a :class:`UsageError` that lists the names."""
         for client in self.clients:

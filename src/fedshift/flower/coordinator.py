@@ -174,7 +174,7 @@ class Coordinator:
     def _experiment(self, data: Elsewhere) -> ExperimentAcross:
         facts = {
             "experiment": self.population.experiment, "spec": self.sent, "classes": data.classes,
-            "class_names": data.class_names, "labels": self._labels(data),
+            "class_names": data.meanings, "columns": list(map(asdict, data.columns)), "labels": self._labels(data),
         }  # fmt: skip
         return ExperimentAcross(
             methods=methods_of(self.spec), data=data, model=model_of(self.spec.model, data.sample_shape),
@@ -193,6 +193,8 @@ class Coordinator:
                 try:
                     wider = grown.with_clients([new], self.order)
                     found = wider.federation(self.spec.classes)
+                    if found.columns != data.columns:
+                        raise FedshiftError(f"{new.name!r} has {_further(found, data)}, which the others lack")
                     if found.fingerprint != data.fingerprint:
                         raise FedshiftError(f"{new.name!r} has classes that the others lack")
                 except FedshiftError as error:
@@ -227,6 +229,16 @@ class Coordinator:
         end = Exchange(kind="end", facts={"say": "the experiment is finished"})
         for _ in self.nodes.ask(dict.fromkeys(self.nodes.online, end), 0, 30.0):
             pass
+
+
+def _further(found: Elsewhere, data: Elsewhere) -> str:
+    """The categories that ``found`` has and ``data``, of the same columns, has not."""
+    return ", ".join(
+        f"{value!r} in column {wide.name!r}"
+        for wide, column in zip(found.columns, data.columns, strict=True)
+        for value in wide.categories or ()
+        if value not in (column.categories or ())
+    )
 
 
 def _secured(tls: Path, run: int) -> dict[str, Any]:

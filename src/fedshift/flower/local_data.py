@@ -11,38 +11,72 @@ import torch
 from ..base.errors import UsageError
 from ..config import DataSpec
 from ..data.federation import ClientData, Federation
+from ..data.files.columns import Column
+from ..data.files.image_tree import holds_images
+from ..data.files.table_files import is_table, table_files
 from ..data.split import Split
 from ..sources import source_of
+from .agreement import require_repeating
 
 
-def local(data: str, name: str | None, spec: DataSpec, place: Path) -> Federation:
+class TableRefused(UsageError):
+    """Why a table here cannot be used. It may show cells, so it is for this site's eyes alone."""
+
+
+def local(data: str, name: str | None, spec: DataSpec, place: Path, columns: tuple[Column, ...] = ()) -> Federation:
     """The client in ``data``, read as ``spec`` says, as a federation of one.
 
-    ``data``: a directory of class folders (or of train and test folders of these), an .npz file or a table: one
-    client's. Or any data of several clients by name (digits, a benchmark), of which ``name`` is one. ``place``: a
-    folder to work in. Raises :class:`UsageError` as reading does.
+    ``data``: a directory of class folders (or of train and test folders of these), an .npz file, a table or a directory
+    with one: one client's. Or any data of several clients by name (digits, a benchmark), of which ``name`` is one.
+    ``place``: a folder to work in. ``columns``: those that the tables of all sites have together, by which a table is
+    read; without them, by its own. Raises :class:`UsageError` as reading does.
     """
     path = Path(data)
     if not path.exists():
         if name is None:
             raise UsageError(f"data {data!r} is no file or directory here; of data by name say which client (--name)")
-        return source_of(data, spec).only([name]).fitted(spec.image_size)
+        made = source_of(data, spec).only([name]).fitted(spec.image_size)
+        if columns and columns != made.columns:
+            raise UsageError(
+                f"{data} has not the columns and categories of all sites, which it must have in their order"
+            )
+        return made
     alone = place / "data"
     alone.mkdir(parents=True, exist_ok=True)
     called = name or (path.resolve().name if path.is_dir() else path.stem)
+    path = _table_in(path)
     link = alone / (called + ("" if path.is_dir() else path.suffix))
     for other in alone.iterdir():
         if other.is_symlink():
             other.unlink()
     link.symlink_to(path.resolve())  # a directory that holds this client and no other
-    return source_of(str(alone), spec).only([called]).fitted(spec.image_size)
+    if not is_table(link):
+        return source_of(str(alone), spec).only([called]).fitted(spec.image_size)
+    like = Federation(name="all sites", clients=(), classes=0, columns=columns)
+    try:
+        made = source_of(str(alone), replace(spec, domains=called), like=like)
+        if not columns:
+            require_repeating(made.columns, sum(map(len, made.clients[0].splits.values())))
+    except UsageError as error:
+        raise TableRefused(str(error)) from error
+    return made
+
+
+def _table_in(path: Path) -> Path:
+    """The one table in directory ``path``; ``path`` itself where it is a file, or holds no table or images too."""
+    tables = table_files(path) if path.is_dir() and not holds_images(path) else []
+    if len(tables) > 1:
+        few = ", ".join(table.name for table in tables[:3])
+        raise UsageError(f"{path} holds {len(tables)} tables ({few}), but a site is one client: give it one")
+    return tables[0] if tables else path
 
 
 def meaning(data: Federation, classes: int, names: Sequence[str]) -> Federation:
     """``data`` with labels that count among ``names``, those of all sites; where there are none, as they are."""
-    if not names or not data.class_names:
+    own = data.meanings
+    if not names or not own:
         return replace(data, classes=classes)
-    place = torch.tensor([list(names).index(name) for name in data.class_names])
+    place = torch.tensor([list(names).index(name) for name in own])
 
     def counted(split: Split) -> Split:
         return Split(x=split.store, y=place[split.y], rows=split.rows, normalization=split.normalization)

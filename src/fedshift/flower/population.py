@@ -16,8 +16,11 @@ from typing_extensions import override
 from ..base.errors import FedshiftError
 from ..base.files import write_atomically
 from ..data.federation import ClientData, Federation
+from ..data.files.columns import Column, starts
 from ..data.files.image_tree import in_order
+from ..data.files.table_rows import numbered
 from ..data.split import Split
+from .agreement import columns_of, possible, united
 from .arrays import NUMPY_TYPES
 
 MOST_SAMPLES, MOST_VALUES, MOST_CLASSES, LONGEST_NAME = 10**8, 2**30, 10**6, 200
@@ -36,6 +39,7 @@ class Described:
     class_names: tuple[str, ...]
     samples: Mapping[str, int]
     labels: tuple[int, ...] | None
+    columns: tuple[Column, ...] = ()
 
     @staticmethod
     def of(facts: Mapping[str, Any]) -> Described:
@@ -47,6 +51,7 @@ class Described:
                 class_names=tuple(map(str, facts["class_names"])),
                 samples={str(part): int(number) for part, number in facts["samples"].items()},
                 labels=None if facts["labels"] is None else tuple(map(int, facts["labels"])),
+                columns=columns_of(facts.get("columns", ())),
             )  # fmt: skip
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise FedshiftError(f"a site describes itself in a way that is not understood ({error!r})") from error
@@ -68,8 +73,14 @@ class Described:
                 f"site {self.name!r} says that its samples are {self.dtype} of shape {self.shape}: they must be of a "
                 f"type that travels, and of at most {MOST_VALUES} values each"
             )
+        if not possible(self.columns, self.shape):
+            raise FedshiftError(
+                f"site {self.name!r} says that it has {len(self.columns)} columns: its samples of shape {self.shape} "
+                "do not fit them, or their names or categories are not what a table's are"
+            )
         labels = self.labels
         counted = labels is None or (len(labels) == self.classes and sum(labels) == self.samples["train"])
+        counted = counted and len(self.class_names) in (0, self.classes)
         if not (0 < self.classes <= MOST_CLASSES and counted and min(labels or (0,)) >= 0):
             raise FedshiftError(
                 f"site {self.name!r} says that it has {self.classes} classes: its labels do not fit them"
@@ -84,7 +95,8 @@ class Elsewhere(Federation):
     def fingerprint(self) -> str:
         """What samples are: each site knows for itself whether its data are those that it began with."""
         dtype = self.clients[0].train.store.dtype
-        return f"{self.sample_shape} {dtype}, {self.classes} classes {' '.join(self.class_names)}"
+        columns = "".join(f", {column.name} {column.categories or ''}" for column in self.columns)
+        return f"{self.sample_shape} {dtype}, {self.classes} classes {' '.join(self.class_names)}{columns}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,11 +136,16 @@ class Population:
     def federation(self, classes: int | None) -> Elsewhere:
         """The clients as a federation; ``classes``: how many there are, where the experiment says.
 
-        Raises :class:`FedshiftError` naming two sites whose samples or classes do not go together.
+        Raises :class:`FedshiftError` naming two sites whose samples, columns or classes do not go together.
         """
         first = self.clients[0]
         for other in self.clients[1:]:
-            if (other.shape, other.dtype) != (first.shape, first.dtype):
+            if bool(other.columns) != bool(first.columns):
+                raise FedshiftError(
+                    f"of {first.name!r} and {other.name!r} only one has a table: give the data of all sites in the "
+                    "same way"
+                )
+            if (not first.columns and other.shape != first.shape) or other.dtype != first.dtype:
                 raise FedshiftError(
                     f"samples of {first.name!r} are {first.dtype} of shape {first.shape}, those of {other.name!r} "
                     f"{other.dtype} of shape {other.shape}: bring all to one shape (image_size in the settings, or "
@@ -139,22 +156,33 @@ class Population:
                     f"of {first.name!r} and {other.name!r} only one has classes with names: give the data of all sites "
                     "in the same way"
                 )
-        names = self._class_names()
+        columns = united({client.name: client.columns for client in self.clients})
+        names, alike = self._class_names()
         found = max(len(names), *(client.classes for client in self.clients))
+        if columns and (not alike or all(map(str.isdecimal, names))):
+            found, _, names = numbered(names, "the label", classes)
         if classes is not None and classes < found:
             raise FedshiftError(f"classes={classes}, but the sites have {found}: ask for as many")
-        made = tuple(_client(client, names) for client in self.clients)
-        return Elsewhere(name="sites", clients=made, classes=classes or found, class_names=names)
+        whole = Elsewhere(name="sites", clients=(), classes=classes or found, class_names=names, columns=columns)
+        return replace(whole, clients=tuple(_client(client, whole) for client in self.clients))
 
-    def _class_names(self) -> tuple[str, ...]:
+    def _class_names(self) -> tuple[tuple[str, ...], bool]:
+        """Names of the classes of all sites, and whether each site has them all."""
         kinds = {client.class_names for client in self.clients}
-        return kinds.pop() if len(kinds) == 1 else in_order({name for kind in kinds for name in kind})
+        alike = len(kinds) == 1
+        return (kinds.pop() if alike else in_order({name for kind in kinds for name in kind})), alike
 
 
-def _client(described: Described, names: Sequence[str]) -> ClientData:
-    """As a client; its labels count among ``names``, as the site's own do (``local_data.meaning``)."""
-    own = torch.tensor([list(names).index(name) for name in described.class_names] or range(described.classes))
-    zero = torch.zeros((1, *described.shape), dtype=getattr(torch, described.dtype))
+def _client(described: Described, data: Federation) -> ClientData:
+    """As a client; its labels count among those of all ``data``, as the site's own do (``local_data.meaning``)."""
+    names, shape = data.meanings, (starts(data.columns)[-1],) if data.columns else described.shape
+    strange = set(described.class_names).difference(names)
+    if strange:
+        raise FedshiftError(
+            f"site {described.name!r} has a class {min(strange)!r}, which is not how labels are written"
+        )
+    own = torch.tensor([names.index(name) for name in described.class_names] or range(described.classes))
+    zero = torch.zeros((1, *shape), dtype=getattr(torch, described.dtype))
 
     def split(part: str, number: int) -> Split:
         counted = part == "train" and described.labels

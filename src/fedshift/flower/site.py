@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from ..config import CompareSpec, DataSpec, RunSpec
 from ..core.kernel import Server, personal_state
 from ..core.plan import Plan
 from ..data.federation import Federation, label_counts
+from ..data.files.columns import Column
 from ..engines.engine import Diverged
 from ..engines.sequential import Sequential
 from ..evaluate import evaluate_clients
@@ -32,9 +33,10 @@ from ..names import trusting
 from ..planning import plan_of
 from ..rundir import slug
 from ..sources import split_of
+from .agreement import columns_of
 from .arrays import Refused, check_state, from_record, to_record
 from .exchange import Exchange
-from .local_data import local, meaning
+from .local_data import TableRefused, local, meaning
 from .site_state import SiteState
 
 Say = Callable[[str], None]
@@ -79,6 +81,9 @@ class Site:
         answers = {"describe": self._describe, "train": self._train, "evaluate": self._evaluate, "end": self._end}
         try:
             return answers[asked.kind](self.checked(asked, asked.run))
+        except TableRefused as error:
+            self.say(f"refused: {error}")
+            return Exchange(kind="refused", facts={"why": "its table cannot be used: its own log says why"})
         except (FedshiftError, OSError) as error:
             self.say(f"refused: {error}")
             return Exchange(kind="refused", facts={"why": str(error), "diverged": isinstance(error, Diverged)})
@@ -94,9 +99,13 @@ class Site:
         facts = {
             "name": client.name, "version": __version__, "shape": data.sample_shape,
             "dtype": str(client.train.store.dtype).removeprefix("torch."), "classes": data.classes,
-            "class_names": source.class_names, "samples": {name: len(split) for name, split in client.splits.items()},
+            "class_names": source.meanings, "columns": list(map(asdict, source.columns)),
+            "samples": {name: len(split) for name, split in client.splits.items()},
             "labels": label_counts(data).tolist() if asked.facts["labels"] else None,
         }  # fmt: skip
+        texts = [f"{column.name} ({', '.join(column.categories)})" for column in source.columns if column.categories]
+        if texts:
+            self.say(f"the coordinator is told the columns' names, and the categories of {'; '.join(texts)}")
         self.say(f"in touch with the coordinator as {client.name!r}, {len(client.train)} training samples")
         return Exchange(kind="described", facts=facts)
 
@@ -151,7 +160,8 @@ class Site:
     def _made(self, asked: Mapping[str, Any]) -> _Trial:
         spec = self._spec(asked["spec"])
         classes = int(asked["classes"])
-        data = split_of(meaning(self._source(spec), classes, asked["class_names"]), spec).to(torch.device(self.device))
+        source = meaning(self._source(spec, columns_of(asked["columns"])), classes, asked["class_names"])
+        data = split_of(source, spec).to(torch.device(self.device))
         client, seed = data.clients[0], int(asked["seed"])
         with trusting(self.code):
             method, model = methods_of(spec)[int(asked["method"])], model_of(spec.model, data.sample_shape)
@@ -168,10 +178,11 @@ class Site:
             kept=SiteState(folder, client.name, plan, data.fingerprint),
         )  # fmt: skip
 
-    def _source(self, spec: DataSpec) -> Federation:
-        key = json.dumps({name: getattr(spec, name) for name in DATA}, sort_keys=True)
+    def _source(self, spec: DataSpec, columns: tuple[Column, ...] = ()) -> Federation:
+        """The data, a table read by ``columns`` where there are some: see :func:`local_data.local`."""
+        key = json.dumps({name: getattr(spec, name) for name in DATA}, sort_keys=True) + repr(columns)
         if key not in self._sources:
-            self._sources = {key: local(self.data, self.name, spec, self.folder)}
+            self._sources = {key: local(self.data, self.name, spec, self.folder, columns)}
         return self._sources[key]
 
     def _spec(self, given: Mapping[str, Any]) -> RunSpec | CompareSpec:

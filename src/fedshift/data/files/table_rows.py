@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -158,23 +159,29 @@ def says_split(tables: Sequence[TableFile]) -> bool:
 def classes_of(rows: Rows, target: str, least: int | None) -> tuple[int, Labels, tuple[str, ...]]:
     """How many classes there are, the class that each code of column ``target`` means, and the classes' names.
 
+    See :func:`numbered`.
+    """
+    used = np.unique(rows.codes[target][rows.codes[target] >= 0])  # of clients that are not chosen too
+    label = np.full(len(rows.values[target]), -1, dtype=np.int64)
+    classes, label[used], names = numbered([rows.values[target][code] for code in used], target, least)
+    return classes, label, names
+
+
+def numbered(values: Sequence[str], target: str, least: int | None) -> tuple[int, list[int], tuple[str, ...]]:
+    """How many classes the different ``values`` of column ``target`` make, the class of each, and the classes' names.
+
     Whole numbers that are 0..K-1, or within 0..``least``-1, stand for themselves and have no names; other values are
     numbered in order. There are ``least`` classes or more. Raises :class:`UsageError` for numbers that are not whole.
     """
-    used = np.unique(rows.codes[target][rows.codes[target] >= 0])  # of clients that are not chosen too
-    values = [rows.values[target][code] for code in used]
-    meaning: Sequence[str | int] = values
+    meaning: Sequence[Any] = values
     if all(map(_is_number, values)):
         meaning = [_whole(value, target) for value in values]
     distinct = sorted(set(meaning))
     classes = max(len(distinct), least or 0)
-    label = np.full(len(rows.values[target]), -1, dtype=np.int64)
     if set(meaning) <= set(range(classes)):
-        label[used] = meaning
-        return classes, label, ()
-    label[used] = [distinct.index(value) for value in meaning]
+        return classes, list(meaning), ()
     unseen = [f"unseen {k}" for k in range(len(distinct), classes)]
-    return classes, label, (*map(str, distinct), *unseen)
+    return classes, [distinct.index(value) for value in meaning], (*map(str, distinct), *unseen)
 
 
 def _is_number(value: str) -> bool:
