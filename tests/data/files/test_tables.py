@@ -305,6 +305,20 @@ def test_domains_choose_and_order_clients_whose_rows_alone_count(read, tmp_path)
         read(frame, domains=("olso",))
 
 
+def test_columns_come_in_the_order_of_the_first_client_that_is_chosen(tmp_path):
+    frame = patients().drop(columns="site")
+    write(frame, tmp_path / "bonn.csv")
+    write(frame[["ill", "pain", "part", "chol", "smokes", "age"]], tmp_path / "oslo.csv")
+    orders = {
+        domains: [
+            column.name for column in read_tables(tmp_path, replace(RAW, client_column=None, domains=domains)).columns
+        ]
+        for domains in (None, ("bonn", "oslo"), ("oslo", "bonn"))
+    }
+    assert orders[None] == orders["bonn", "oslo"] == ["age", "chol", "smokes", "pain"]
+    assert orders["oslo", "bonn"] == ["pain", "chol", "smokes", "age"]  # as across machines
+
+
 def test_files_that_are_not_chosen_need_not_be_readable(tmp_path):
     for site, rows in patients().groupby("site"):
         write(rows.drop(columns="site"), tmp_path / f"{site}.csv")

@@ -92,7 +92,7 @@ def read_tables(path: Path, reading: Reading) -> Federation:
 
 
 def _open(path: Path, reading: Reading) -> list[TableFile]:
-    """The tables at ``path``, of the clients wanted where each has one, by name; all have the same columns."""
+    """The tables at ``path``, of the clients wanted in their order where each has one; all have the same columns."""
     files = table_files(path)
     if not files:
         raise UsageError(f"{path} is no table and no directory with one: give files of {', '.join(SUFFIXES)}")
@@ -110,7 +110,7 @@ def _open(path: Path, reading: Reading) -> list[TableFile]:
         for name in reading.domains or ():
             if name not in by_stem:
                 raise unknown("domain", name, by_stem)
-        files = [file for file in files if reading.domains is None or file.stem in reading.domains]
+        files = [by_stem[name] for name in reading.domains] if reading.domains else files
     tables = [open_table(file) for file in files]
     for table in tables:
         for one, other in ((table, tables[0]), (tables[0], table)):
