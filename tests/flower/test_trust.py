@@ -34,8 +34,8 @@ def test_a_run_with_other_settings_is_refused_before_they_are_read():
 def test_a_site_calls_no_function_of_its_machine_that_nobody_allowed(setting, tmp_path):
     spec = RunSpec(**{"method": "fedavg", "model": "small-cnn", "samples": 24} | {setting: NAME})
     trial = {
-        "spec": asdict(spec) | PRIVATE, "classes": 10, "class_names": [], "columns": [], "seed": 0, "method": 0, "labels": None,
-        "clients": 1, "experiment": "e1",
+        "spec": asdict(spec) | PRIVATE, "classes": 10, "class_names": [], "columns": [], "seed": 0, "method": 0,
+        "labels": None, "clients": 1, "experiment": "e1",
     }  # fmt: skip
     asked = Exchange(kind="train", facts={"trial": trial, "round": 0, "base": 0})
     CALLED.clear()

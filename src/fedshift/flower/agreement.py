@@ -44,7 +44,7 @@ def require_repeating(columns: Iterable[Column], rows: int) -> None:
 
 
 def united(sites: Mapping[str, Sequence[Column]]) -> tuple[Column, ...]:
-    """The columns of all ``sites``, by the site's name: in the order of the first (as in one process), with the categories of all.
+    """The columns of all ``sites``, by the site's name: in the order of the first, with the categories of all.
 
     Raises :class:`FedshiftError` naming two sites and the column in which they differ, by name or by kind, and where
     categories become too many.
