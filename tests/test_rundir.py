@@ -17,7 +17,7 @@ from fedshift.rundir import RunDirectory, append_rows, cut_rows, environment, sl
 def test_a_new_directory_is_made_with_its_parents_and_locked(tmp_path):
     directory = RunDirectory(tmp_path / "a" / "b", resume=False)
     directory.write("config.toml", "")
-    with pytest.raises(FedshiftError, match=r"is in use by process \d+: wait for it, or choose another --out"):
+    with pytest.raises(FedshiftError, match=r"is in use by process \d+: wait for it, or name another directory"):
         RunDirectory(directory.path, resume=True)
     directory.close()
     RunDirectory(directory.path, resume=True).close()

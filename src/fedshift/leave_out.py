@@ -36,7 +36,6 @@ from .launch import (
 
 if TYPE_CHECKING:
     from .experiment import Experiment
-    from .records import Row
     from .series import Part
 
 ALL = "all"
@@ -171,25 +170,17 @@ def _folder(directory: Path, client: str) -> Path:
 
 def _measure(part: Experiment, folder: Path) -> None:
     """Write down what every policy gets right on the client that ``part`` left out, from checkpoints in ``folder``."""
-    from .adaptation.policies import POLICIES, measured_on, models
-    from .trained import narrowed, restored
+    import torch
 
-    settled = narrowed(part)
+    from .adaptation.every import adapted
+    from .adaptation.policies import POLICIES
+    from .trained import narrowed
+
     (client,) = part.settings.newcomers
-    rows: list[Row] = []
-    notices: list[str] = []
-    for seed in part.seeds:
-        for method in part.methods:
-            try:
-                trial = restored(settled, folder, method.name, seed)
-                found = trial.measured.client(client)
-                for model in models(trial, {client: found.train}, POLICIES, say=notices):
-                    rows.append(measured_on(trial, model, found))
-            except UsageError:
-                raise
-            except FedshiftError as error:
-                notices.append(f"without {client}: {error}")
-    content = {"client": client, "place": part.data.names.index(client), "rows": rows, "notices": notices}
+    data = part.data.only([client]).to(torch.device(part.settings.device))
+    made = adapted(narrowed(part), folder, {client: data.client(client).train}, POLICIES, data=data)
+    notices = [*made.notices, *(f"without {client}: {failure}" for failure in made.failures)]
+    content = {"client": client, "place": part.data.names.index(client), "rows": made.rows, "notices": notices}
     write_atomically(folder / MEASURED, (json.dumps(content) + "\n").encode())
 
 

@@ -55,13 +55,7 @@ class RunDirectory:
         if path.is_dir() and not resume and any(entry.name not in BEFORE for entry in path.iterdir()):
             raise UsageError(f"{path} holds other files: choose a directory that is new or empty (--out)")
         try:
-            path.mkdir(parents=True, exist_ok=True)
-            self._lock = FileLock(path / LOCK)
-            self._lock.acquire(blocking=False)
-            (path / OWNER).write_text(str(os.getpid()), encoding="utf-8")
-        except Timeout as error:
-            owner = (path / OWNER).read_text(encoding="utf-8") if (path / OWNER).exists() else "unknown"
-            raise FedshiftError(f"{path} is in use by process {owner}: wait for it, or choose another --out") from error
+            self._lock = locked(path)
         except OSError as error:
             raise disk_error(path, error) from error
 
@@ -84,6 +78,22 @@ class RunDirectory:
         folder = trial_folder(self.path, method, seed)
         folder.mkdir(parents=True, exist_ok=True)
         return folder
+
+
+def locked(path: Path) -> FileLock:
+    """The lock of directory ``path``, made if need be, until it is released or the process ends.
+
+    Raises :class:`FedshiftError` naming the process that has it, and ``OSError`` where nothing can be written.
+    """
+    lock, owner = FileLock(path / LOCK), path / OWNER
+    path.mkdir(parents=True, exist_ok=True)
+    try:
+        lock.acquire(blocking=False)
+    except Timeout as error:
+        who = owner.read_text(encoding="utf-8") if owner.exists() else "unknown"
+        raise FedshiftError(f"{path} is in use by process {who}: wait for it, or name another directory") from error
+    owner.write_text(str(os.getpid()), encoding="utf-8")
+    return lock
 
 
 def trial_folder(path: Path, method: str, seed: int) -> Path:
