@@ -55,8 +55,8 @@ class DataSpec:
     split: Annotated[str | None, Parameter(group=PREPARING)] = None
     """Who gets which samples, one change or several in turn: iid(clients=10), dirichlet(clients=10, alpha=0.3),
     labels(clients=100, per_client=2), quantity(clients=10), ham_non_iid(), sample(size=743), truncate(), repeat(),
-    validation(fraction=0.1), only(clients='usps-*') or saved(path='split.csv'); within='domain' deals out the samples
-    of each client apart."""
+    validation(fraction=0.1) or validation(size=50), only(clients='usps-*') or saved(path='split.csv'); within='domain'
+    deals out the samples of each client apart."""
 
     samples: Annotated[Positive | None, Parameter(group=PREPARING)] = None
     """Training samples of each client, drawn once; without it all."""
@@ -122,7 +122,7 @@ class Spec(DataSpec):
 
     loss: Annotated[str, Parameter(group=TRAINING)] = "cross_entropy"
     """Training loss: cross_entropy or focal(gamma=2.0), either with weights='balanced', by the classes of all training
-    data, or weights=(1.0, 2.5), one a class."""
+    data, weights='inverse_frequency', these times the number of classes, or weights=(1.0, 2.5), one a class."""
 
     augment: Annotated[str | None, Parameter(group=TRAINING)] = None
     """What is done to training images, one or several of flip(), rotate(degrees=30), crop(padding=4), color_jitter(),

@@ -93,10 +93,10 @@ class Experiment:
         if not self.seeds or len(set(self.seeds)) != len(self.seeds):
             raise UsageError(f"seeds {list(self.seeds)}: give at least one, each once")
         private = [method.name for method in self.methods if isinstance(method.aggregate, Mechanism)]
-        if private and self.settings.loss.weights == "balanced":
+        if private and self.settings.loss.counted:
             raise UsageError(
-                f"method {private[0]!r}: balanced weights come from all clients' label counts, which noise does not "
-                "hide: give the weights of the classes as numbers"
+                f"method {private[0]!r}: {self.settings.loss.weights} weights come from all clients' label counts, "
+                "which noise does not hide: give the weights of the classes as numbers"
             )
         if self.settings.select == "best" and any(client.validation is None for client in self.data.clients):
             raise UsageError(

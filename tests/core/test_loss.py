@@ -1,5 +1,7 @@
 """Losses: against their formulas in NumPy, scikit-learn's weights, and torch's own derivatives."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -113,11 +115,28 @@ def test_a_class_without_samples_has_no_weight_and_the_others_are_balanced_among
     assert loss(*batch()).isfinite()
 
 
-def test_flambys_weights_for_fed_isic2019_are_eight_times_the_balanced_ones():
+def test_weights_by_inverse_frequency_are_flambys_for_fed_isic2019():
     alpha = np.array([5.5813, 2.0472, 7.0204, 26.1194, 9.5369, 101.0707, 92.5224, 38.3443])
     counts = torch.from_numpy((18_597 / alpha).round()).long()
-    balanced = focal(weights="balanced").resolved(counts).weights
-    assert 8 * np.array(balanced) == pytest.approx(alpha, rel=1e-3)
+    found, balanced = (focal(weights=name).resolved(counts).weights for name in ("inverse_frequency", "balanced"))
+    assert found == pytest.approx(alpha, rel=1e-3)
+    assert np.array(found) == pytest.approx(8 * np.array(balanced), rel=1e-14)
+
+
+def test_weights_by_inverse_frequency_are_all_samples_over_those_of_a_class():
+    n, counts = np.array([5, 0, 30, 14]), torch.tensor([5, 0, 30, 14])
+    loss = focal(weights="inverse_frequency", gamma=2).resolved(counts)
+    assert loss.weights == pytest.approx((49 / 5, 0, 49 / 30, 49 / 14), rel=1e-14)
+    logits, y = batch()
+    p = np.exp(logits.numpy()) / np.exp(logits.numpy()).sum(axis=1, keepdims=True)
+    terms = [
+        49 / n[k] * (1 - row[k]) ** 2 * -math.log(row[k]) if n[k] else 0.0 for row, k in zip(p, y.tolist(), strict=True)
+    ]
+    assert loss(logits, y).item() == pytest.approx(sum(terms) / len(terms), rel=1e-12)
+    divided = cross_entropy(weights="inverse_frequency").resolved(counts)
+    assert divided(logits, y).item() == pytest.approx(
+        cross_entropy(weights="balanced").resolved(counts)(logits, y).item(), rel=1e-14
+    )
 
 
 def test_a_batch_of_classes_without_weight_counts_nothing():
@@ -135,7 +154,9 @@ def test_other_losses_stay_as_they_are_when_resolved():
 
 
 @pytest.mark.parametrize(
-    "loss", [*EVERY, cross_entropy(weights="balanced"), focal(gamma=1, weights="balanced")], ids=str
+    "loss",
+    [*EVERY, cross_entropy(weights="balanced"), focal(gamma=1, weights="inverse_frequency")],
+    ids=str,
 )
 def test_a_loss_is_read_back_from_its_text(loss):
     assert parse_loss(str(loss)) == loss
@@ -174,7 +195,7 @@ def test_a_wrong_number_of_weights_is_named_when_resolved():
         ("cross_entropy(weights=(1, -2))", "cross_entropy: weights=(1.0, -2.0): they must be 0 or more"),
         ("cross_entropy(weights=(0, 0))", "one of them above 0"),
         ("cross_entropy(weights=())", "one of them above 0"),
-        ("focal(weights='equal')", "focal: weights='equal' is unknown: give 'balanced' or a number for each class"),
+        ("focal(weights='equal')", "weights='equal' is unknown: give 'balanced', 'inverse_frequency' or a number for"),
         ("focal(weights=3)", "focal takes (*, gamma:"),
         ("focal(alpha=3)", "unexpected keyword argument 'alpha'; focal takes (*, gamma:"),
     ],

@@ -199,6 +199,9 @@ def test_sizes_are_swept_truncated_and_filled_up_by_repeating():
         assert times.max() - times.min() <= 1
         assert set(held_by(after)) == set(held_by(before))
     assert [len(client.validation) for client in validation(fraction=0.1)(data).clients] == [10, 7, 3]
+    fixed = validation(size=20)(data)
+    assert [(len(client.train), len(client.validation)) for client in fixed.clients] == [(80, 20), (50, 20), (10, 20)]
+    assert sorted(held(fixed) + held(fixed, "validation")) == sorted(held(data))
 
 
 def test_changes_compose_and_leave_their_input_as_it_is():
@@ -280,6 +283,13 @@ def test_a_saved_split_of_other_data_is_refused(tmp_path):
         (lambda: only(clients=3), "clients=3"),
         (lambda: saved(path=3), "path=3"),
         (lambda: validation(fraction="x"), "fraction='x'"),
+        (lambda: validation(), "exactly one"),
+        (lambda: validation(size=5, fraction=0.1), "exactly one"),
+        (lambda: validation(size=0), "size=0"),
+        (
+            lambda: validation(size=70)(numbered(100, 70)),
+            r"validation\(size=70\) leaves client 'd1' no training sample",
+        ),
     ],
 )
 def test_what_cannot_be_split_so_is_refused(make, said):

@@ -136,7 +136,7 @@ def test_pooling_is_refused_across_machines(tmp_path, machine):
 
 
 def test_label_counts_are_asked_for_only_where_the_loss_goes_by_them(tmp_path, machine):
-    for loss, known in (("cross_entropy", False), ("cross_entropy(weights='balanced')", True)):
+    for loss, known in (("cross_entropy", False), ("focal(weights='inverse_frequency')", True)):
         spec, folder = spec_for(loss=loss, rounds=1), tmp_path / str(known)
         assert coordinator(spec, SiteGrid(sites_of(spec, folder)), folder / "served", Heard()).run()
         (client, *_) = json.loads((folder / "served/machines/population.json").read_text())["clients"]

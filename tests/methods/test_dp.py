@@ -213,8 +213,9 @@ def test_weights_of_classes_that_come_from_all_clients_are_refused():
         settings = Settings(loss=cross_entropy(weights=weights))
         return Experiment(methods=(fedavg(), fedbn(dp())), data=data(), model=network, settings=settings, seeds=(0,))
 
-    with pytest.raises(UsageError, match=r"'fedbn\+dp': balanced weights come from all clients' label counts"):
-        experiment("balanced")
+    for name in ("balanced", "inverse_frequency"):
+        with pytest.raises(UsageError, match=rf"'fedbn\+dp': {name} weights come from all clients' label counts"):
+            experiment(name)
     experiment((1.0, 2.0))
 
 

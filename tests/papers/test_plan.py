@@ -65,11 +65,11 @@ def test_without_any_data_the_embedded_digits_stand_in(key, nothing):
 
 
 def test_keys_of_rows_and_columns_are_settings(everything):
-    grid = {(c.method, c.epochs, c.batch_size, c.samples) for c in specs("fedbn/table13", everything)}
-    assert grid == {(m, e, b, 743) for m in ("fedavg", "fedbn") for e in (None, 4, 16) for b in (10, 50, 0)}
+    grid = {(c.method, c.epochs, c.batch_size) for c in specs("fedbn/table13", everything)}
+    assert grid == {(m, e, b) for m in ("fedavg", "fedbn") for e in (None, 4, 16) for b in (10, 50, 0)}
     cells = planned(table("fedbn/table14"), table("fedbn/table14").blocks[0], everything).cells
-    assert {(cell.spec.samples, cell.client) for cell in cells} == {
-        (n, c)
+    assert {(cell.spec.data, cell.client) for cell in cells} == {
+        (f"digits-five(samples={n})", c)
         for n in (7438, 4462, 2975, 1487, 743, 371, 74)
         for c in ("mnist", "svhn", "usps", "synthdigits", "mnistm")
     }
@@ -79,10 +79,12 @@ def test_keys_of_rows_and_columns_are_settings(everything):
     ("key", "settings"),
     [
         ("fedbn/table1", {"method": "fedbn+fedavg(weighting='uniform')", "data": "abide(window=32)", "rounds": 50}),
-        ("fedbn/table1", {"method": "fedprox(mu=0.01)", "data": "domainnet", "rounds": 300, "samples": 105}),
+        ("fedbn/table1", {"method": "fedprox(mu=0.01)", "rounds": 300, "select": "best", "evaluate_every": 1}),
+        ("fedbn/table1", {"data": "domainnet(samples=105, validation=105)", "normalize": "unit", "split": None}),
+        ("fedbn/table11", {"data": "digits-five(samples=743)", "normalize": None, "select": "last", "samples": None}),
         ("fedbn/table15", {"split": "sample(fraction=0.1), repeat()", "samples": None}),
         ("fedbn/table16", {"split": "repeat()", "samples": None}),
-        ("fedbn/table17", {"data": "digits-five", "samples": 743, "method": "fedbn"}),
+        ("fedbn/table17", {"data": "digits-five(samples=743)", "method": "fedbn"}),
         ("fedbn/figure4", {"split": "iid(clients=10, within='domain', test='same'), only(clients='*-[0-3]')"}),
         ("fedbn/figure8", {"epochs": 16, "batch_size": 0, "evaluate_every": 10, "rounds": 300}),
         ("fedmmb/table2", {"method": "fedsmb", "batches": 1, "split": "iid(clients=100)", "batch_size": 5}),
@@ -90,11 +92,12 @@ def test_keys_of_rows_and_columns_are_settings(everything):
         ("fedmmb/table5", {"method": "fedavg", "data": "ham10000(by_lesion=False)", "rounds": 250, "metric": "auc"}),
         ("fedmmb/figure3", {"method": "fedmmb(batches=50)", "lr": 0.02}),
         ("fedmmb/figure4", {"method": "fedavg", "batch_size": 500, "lr": 0.05}),
-        ("fedwon/table1", {"method": "fedwon(agc=0.64)", "data": "digits-five", "rounds": 100, "samples": 743}),
-        ("fedwon/table1", {"method": "fedwon(agc=1.28)", "data": "office-caltech10", "rounds": 300, "samples": 62}),
+        ("fedwon/table1", {"method": "fedwon(agc=0.64)", "data": "digits-five(samples=743)", "rounds": 100}),
+        ("fedwon/table1", {"method": "fedwon(agc=1.28)", "rounds": 300, "select": "best", "normalize": "unit"}),
+        ("fedwon/table2", {"data": "office-caltech10(samples=62, validation=50)", "samples": None, "split": None}),
         ("fedwon/table2", {"method": "fedwon(agc=None)", "batch_size": 1}),
         ("fedwon/table3", {"participation": 0.1, "split": "iid(clients=20, within='domain')", "samples": None}),
-        ("fedwon/table11", {"metric": "balanced_accuracy", "loss": "focal(gamma=2.0, weights='balanced')"}),
+        ("fedwon/table11", {"metric": "balanced_accuracy", "loss": "focal(gamma=2.0, weights='inverse_frequency')"}),
         ("fedwon/table12", {"newcomers": "webcam", "unseen": "average", "method": "fedbn"}),
         ("fedwon/table15", {"split": "dirichlet(clients=10, alpha=0.1, minimum=10)", "rounds": 200}),
         ("fedwon/table16", {"split": "iid(clients=200, within='domain')", "participation": 0.1, "batch_size": 2}),
@@ -168,6 +171,17 @@ def test_a_run_is_called_the_same_wherever_its_data_lie(nothing, tmp_path):
         names.append([run_name(spec) for spec in found])
     assert names[0] == names[1]
     assert set(names[0]).isdisjoint(run_name(spec) for spec in specs("fedbn/table11", nothing))
+
+
+@pytest.mark.parametrize(("scale", "every"), [(1.0, 30), (0.5, 15), (1 / 16, 1)])
+def test_where_other_digits_stand_in_fewer_rounds_are_measured_to_choose_from(nothing, scale, every):
+    for name in ("mnist", "mnistm", "usps", "chars74k_fnt"):
+        np.savez(nothing.root / f"{name}.npz", x=np.zeros(1))
+    found = {spec for spec in specs("fedwon/table2", replace(nothing, scale=scale)) if spec.batch_size == 2}
+    assert {(spec.select, spec.split, spec.samples, spec.normalize) for spec in found} == {
+        ("best", "validation(size=50)", 62, "unit")
+    }
+    assert {spec.evaluate_every for spec in found} == {every}
 
 
 def test_fewer_samples_stand_in_for_more_but_not_where_their_number_is_the_matter(nothing):

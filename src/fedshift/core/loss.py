@@ -1,6 +1,6 @@
 """Training losses by name: cross-entropy and the focal loss, with weights of classes that all clients share.
 
-Weights are part of the task, not of a client: ``balanced`` ones come from the label counts of the whole federation
+Weights are part of the task, not of a client: those with a name come from the label counts of the whole federation
 (:meth:`Loss.resolved`), the one thing that clients must tell each other before they start.
 
 Focal loss: Lin et al. 2017, arXiv:1708.02002, equation 5, over the softmax of all classes as in FLamby's baseline of
@@ -13,7 +13,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import ClassVar, Literal, TypeVar
+from typing import ClassVar, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +22,10 @@ from typing_extensions import override
 from ..base.errors import UsageError, unknown
 from ..names import expressions
 
-Weights = tuple[float, ...] | Literal["balanced"] | None
-"""One number a class, ``balanced`` for those that :meth:`Loss.resolved` finds, or None: every class counts the same."""
+Counted = Literal["balanced", "inverse_frequency"]
+"""Weights that :meth:`Loss.resolved` finds from label counts, by name."""
+Weights = tuple[float, ...] | Counted | None
+"""One number a class, the name of weights from label counts, or None: every class counts the same."""
 
 Own = TypeVar("Own", bound="Loss")
 
@@ -39,16 +41,22 @@ class Loss(ABC):
     weights: Weights = None
 
     def __post_init__(self) -> None:
-        if self.weights is None or self.weights == "balanced":
+        if self.weights is None or self.counted:
             return
         if isinstance(self.weights, str):
+            known = ", ".join(map(repr, get_args(Counted)))
             raise UsageError(
-                f"{self.name}: weights={self.weights!r} is unknown: give 'balanced' or a number for each class"
+                f"{self.name}: weights={self.weights!r} is unknown: give {known} or a number for each class"
             )
         weights = tuple(float(weight) for weight in self.weights)
         if not all(0 <= weight < math.inf for weight in weights) or not any(weights):
             raise UsageError(f"{self.name}: weights={weights}: they must be 0 or more, and one of them above 0")
         object.__setattr__(self, "weights", weights)
+
+    @property
+    def counted(self) -> bool:
+        """Whether the weights come from all clients' label counts."""
+        return self.weights in get_args(Counted)
 
     @abstractmethod
     def __call__(self, logits: Tensor, y: Tensor) -> Tensor:
@@ -57,26 +65,26 @@ class Loss(ABC):
     def resolved(self: Own, counts: Tensor) -> Own:
         """The same loss with its weights as numbers, ``counts`` ``[K]`` being all clients' training samples by class.
 
-        ``balanced`` weights are N / (K' n_k) for the K' classes that occur (King and Zeng 2001; as scikit-learn's), so
-        that the mean weight of a training sample is 1; a class without samples has weight 0. FLamby's weights for
-        Fed-ISIC2019 are N / n_k, eight times these. Raises :class:`UsageError` unless there is one weight a class.
+        ``inverse_frequency`` weights are N / n_k, FLamby's for Fed-ISIC2019. ``balanced`` ones are these over the
+        number of classes that occur (King and Zeng 2001; as scikit-learn's), so that the mean weight of a training
+        sample is 1. A class without samples has weight 0. Raises :class:`UsageError` unless each class has one weight.
         """
         if self.weights is None:
             return self
-        if self.weights != "balanced":
+        if not self.counted:
             if len(self.weights) != len(counts):
                 raise UsageError(
                     f"{self.name}: {len(self.weights)} weights for {len(counts)} classes: give a number for each class"
                 )
             return self
         n_K = [int(count) for count in counts]
-        occurring = sum(count > 0 for count in n_K)
-        return replace(self, weights=tuple(sum(n_K) / (occurring * count) if count else 0.0 for count in n_K))
+        parts = sum(count > 0 for count in n_K) if self.weights == "balanced" else 1
+        return replace(self, weights=tuple(sum(n_K) / (parts * count) if count else 0.0 for count in n_K))
 
     def _weights(self, logits: Tensor) -> Tensor | None:
         """Weights ``[K]`` of the kind of ``logits``."""
-        if self.weights == "balanced":
-            raise UsageError(f"{self}: balanced weights come from label counts: call resolved(counts) first")
+        if self.counted:
+            raise UsageError(f"{self}: {self.weights} weights come from label counts: call resolved(counts) first")
         return None if self.weights is None else torch.tensor(self.weights, dtype=logits.dtype, device=logits.device)
 
     @override
@@ -133,9 +141,10 @@ class Focal(Loss):
 
 
 def cross_entropy(*, weights: Weights = None, smoothing: float = 0.0) -> Loss:
-    """Cross-entropy; ``weights``: a number for each class, or ``balanced``; label ``smoothing`` in [0, 1).
+    """Cross-entropy; ``weights``: a number for each class, or a name of :data:`Counted`; ``smoothing`` in [0, 1).
 
-    With weights it is torch's mean, divided by the sum of the batch's weights; a batch without weight counts 0.
+    With weights it is torch's mean, divided by the sum of the batch's weights, so that ``balanced`` and
+    ``inverse_frequency`` are the same here; a batch without weight counts 0.
     Smoothing: Szegedy et al. 2016, arXiv:1512.00567, section 7.
     """
     return CrossEntropy(weights=weights, smoothing=float(smoothing))
@@ -144,7 +153,8 @@ def cross_entropy(*, weights: Weights = None, smoothing: float = 0.0) -> Loss:
 def focal(*, gamma: float = 2.0, weights: Weights = None) -> Loss:
     """Focal loss: samples that are told rightly count less, by (1 - p)^``gamma``; ``weights`` as in cross-entropy.
 
-    It is the plain mean over the batch, as FLamby's, so that the scale of weights is one of the learning rate.
+    It is the plain mean over the batch, as FLamby's, so that the scale of weights is one of the learning rate:
+    ``inverse_frequency`` weights are FLamby's, ``balanced`` ones have a mean of 1 over training samples.
     """
     return Focal(weights=weights, gamma=float(gamma))
 

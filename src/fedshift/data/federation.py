@@ -119,24 +119,26 @@ class Federation:
             clients.append(replace(client, train=client.train.take(torch.from_numpy(index))))
         return replace(self, clients=tuple(clients))
 
-    def hold_out(self, fraction: float) -> Federation:
-        """Each client with ``fraction`` of its training samples moved to validation (the same samples in every run)."""
-        if not 0 < fraction < 1:
+    def hold_out(self, fraction: float | None = None, *, size: int | None = None) -> Federation:
+        """Each client with training samples moved to validation (the same in every run): ``size`` or ``fraction``."""
+        if (fraction is None) == (size is None):
+            raise UsageError(f"validation={fraction}, size={size}: give exactly one of the two")
+        if fraction is not None and not 0 < fraction < 1:
             raise UsageError(f"validation={fraction:g}: must lie between 0 and 1")
+        asked = f"validation={fraction:g}" if fraction is not None else f"validation(size={size})"
         clients = []
         for client in self.clients:
             if client.validation is not None:
                 raise UsageError(
-                    f"client {client.name!r} has {len(client.validation)} validation samples already: leave "
-                    f"validation={fraction:g} out"
+                    f"client {client.name!r} has {len(client.validation)} validation samples already: leave {asked} out"
                 )
             sample = client.train.distinct
             order = torch.from_numpy(stream(0, "validation", client.name).permutation(int(sample.max()) + 1))
-            count = max(1, round(fraction * len(order)))
+            count = max(1, round(fraction * len(order))) if fraction is not None else size or 0
             if count >= len(order):
                 raise UsageError(
-                    f"validation={fraction:g} leaves client {client.name!r} no training sample of {len(order)}: "
-                    "ask for a smaller fraction"
+                    f"{asked} leaves client {client.name!r} no training sample of {len(order)}: "
+                    f"ask for {'a smaller fraction' if fraction is not None else 'fewer'}"
                 )
             place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
             index = place[sample].argsort(stable=True)  # copies of a sample one after another, on one side

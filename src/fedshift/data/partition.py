@@ -186,10 +186,15 @@ def repeat(*, seed: int = 0) -> Change:
     return change
 
 
-def validation(*, fraction: float) -> Change:
-    """A ``fraction`` of each client's training samples held out to select on."""
-    _positive(fraction=fraction)
-    return lambda data: data.hold_out(fraction)
+def validation(*, fraction: float | None = None, size: int | None = None) -> Change:
+    """``size`` training samples of each client held out to select on, or a ``fraction`` of them."""
+    if (size is None) == (fraction is None):
+        raise UsageError(f"validation(size={size}, fraction={fraction}): give exactly one of the two")
+    if fraction is not None:
+        _positive(fraction=fraction)
+    else:
+        _whole("validation", size=size)  # type: ignore[arg-type]
+    return lambda data: data.hold_out(fraction, size=size)
 
 
 def matching(patterns: str, names: Sequence[str]) -> tuple[str, ...]:

@@ -139,7 +139,7 @@ class Coordinator:
         self.terms = Terms(clients=int(order["clients"]), seconds=float(order["seconds"]))
         self.sent = {**asdict(self.spec), **PRIVATE}
         self.turned_away: set[str] = set()
-        labels = settings_of(replace(self.spec, newcomers=None), ()).loss.weights == "balanced"
+        labels = settings_of(replace(self.spec, newcomers=None), ()).loss.counted
         hello = Exchange(kind="describe", facts={"spec": self.sent, "labels": labels})
         self.path = self.directory / MACHINES / "population.json"
         self.population = Population.read(self.path) if self.path.exists() else Population.new()

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..base.errors import UsageError
 from ..config import RunSpec
-from .recipe import Stand, Way, elsewhere, plain, present, recipe_of, recipes, spec_of, stand_in
+from .recipe import Stand, Way, elsewhere, exact, plain, present, recipe_of, recipes, spec_of, stand_in
 from .tables import Block, Printed, Table, tables
 
 FINAL, DISCORDANCE, ADAPTED = "final", "discordance", "adapted"
@@ -163,7 +163,7 @@ class _Found:
         """
         self._asked[spec] = None
         if present(spec.data, self._way.root):
-            return self._lighter(spec), None
+            return self._lighter(exact(spec)), None
         stand = stand_in(spec.data, self._way.root)
         if stand and sized and (spec.samples or 0) > (stand.most or math.inf):
             return None, None

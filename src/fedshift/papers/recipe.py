@@ -54,13 +54,14 @@ class Stand:
     """Data in place of a paper's: settings that differ, what ``columns`` (clients) become, and a ``note`` on it.
 
     ``most``: training samples of a client at most; ``least``: of single columns' clients, which are left out of runs
-    that ask for more.
+    that ask for more. ``evaluations``: how often a run is measured at most, where its clients have many test samples.
     """
 
     note: str
     data: str
     columns: Mapping[str, str]
     most: int | None = None
+    evaluations: int | None = None
     least: Mapping[str, int]
     models: Mapping[str, str]
     settings: Mapping[str, Any]
@@ -141,6 +142,13 @@ def spec_of(recipe: Mapping[str, Any], coordinates: Mapping[str, Any], way: Way)
     return RunSpec(**{key: value for key, value in settings.items() if value not in ("", None)})
 
 
+def exact(spec: RunSpec) -> RunSpec:
+    """``spec``, whose data are here, with the very samples that the papers' authors take of them."""
+    own = recipes()["subset"].get(spec.data, {}) if spec.samples else {}
+    settings: dict[str, Any] = {key: _filled(value, {"samples": spec.samples}) or None for key, value in own.items()}
+    return replace(spec, **settings)
+
+
 def elsewhere(spec: RunSpec, stand: Stand) -> RunSpec:
     """``spec`` on the data that stand in, without clients that have fewer samples than it asks for."""
     names = [name for column, name in stand.columns.items() if (spec.samples or 0) <= stand.least.get(column, math.inf)]
@@ -148,6 +156,8 @@ def elsewhere(spec: RunSpec, stand: Stand) -> RunSpec:
     settings: dict[str, Any] = {"data": stand.data, "domains": ",".join(names), "newcomers": newcomers}
     if spec.samples and stand.most:
         settings["samples"] = min(spec.samples, stand.most)
+    if stand.evaluations:
+        settings["evaluate_every"] = max(spec.evaluate_every or 1, spec.rounds // stand.evaluations)
     settings["model"] = stand.models.get(spec.model, spec.model)
     settings |= {key: value or None for key, value in stand.settings.items()}
     return replace(spec, **settings)

@@ -9,6 +9,7 @@ from PIL import Image
 
 from fedshift.base.errors import UsageError
 from fedshift.data.benchmarks.domainnet import CARD, domainnet
+from fedshift.data.split import UNIT
 
 CLIENTS = ("clipart", "infograph", "painting", "quickdraw", "real", "sketch")
 TEN = ("bird", "feather", "headphones", "ice_cream", "teapot", "tiger", "whale", "windmill", "wine_glass", "zebra")
@@ -80,6 +81,9 @@ def test_fedbn_s_lists_go_before_the_publisher_s(archives):
     wanted = [10 * NUMBERS[name] for name in TEN]
     assert np.abs(np.subtract(brightness(client.train), np.add(wanted, 6))).max() <= 1
     assert np.abs(np.subtract(brightness(client.test), wanted)).max() <= 1
+    first = domainnet(archives.parent, size=6, samples=3, validation=2).client("sketch")
+    assert (first.train.y.tolist(), first.validation.y.tolist()) == ([0, 1, 2], [8, 9])
+    assert first.train.normalization == UNIT
     others = domainnet(archives.parent, classes=("The_Eiffel_Tower", "bird"), size=6)
     assert "the publisher's split" in others.note  # FedBN's lists know its ten classes alone
 

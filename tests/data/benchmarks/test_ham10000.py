@@ -11,6 +11,7 @@ from PIL import Image
 
 from fedshift.base.errors import UsageError
 from fedshift.data.benchmarks.ham10000 import CARD, ham10000
+from fedshift.models.vgg import vgg16_fedmmb
 
 CLASSES = ("akiec", "bcc", "bkl", "df", "mel", "nv", "vasc")
 SITES = ("rosendahl", "vidir_modern", "vidir_molemax", "vienna_dias")
@@ -76,6 +77,16 @@ def test_a_fifth_of_the_lesions_of_every_class_and_site_is_for_testing(published
     train, test = lesions(client.train), lesions(client.test)
     assert not train & test
     assert len(train | test) == 4 * 7 * 5
+
+
+def test_images_have_the_size_of_fedmmb_and_its_network_the_parameters_of_the_paper(published):
+    data = ham10000(published.parent)
+    assert data.sample_shape == (3, 150, 200)
+    with torch.device("meta"):
+        network = vgg16_fedmmb(data.sample_shape, data.classes)
+    assert sum(each.numel() for each in network.parameters()) == pytest.approx(82e6, rel=0.005)  # section 4.3
+    with pytest.raises(UsageError, match="size=0 pixels"):
+        ham10000(published.parent, size=0)
 
 
 def test_sites_are_clients_with_the_same_split(published):

@@ -85,6 +85,30 @@ def test_the_lists_of_fedbn_say_which_image_is_for_what(published):
     assert "FedBN's split" in data.note
 
 
+def test_fedbns_authors_train_on_the_first_of_their_lists_and_select_on_the_last(published):
+    write_lists(published)
+    whole, data = (office_caltech10(published.parent, size=6, **k) for k in ({}, {"samples": 7, "validation": 4}))
+    for all_of, some in zip(whole.clients, data.clients, strict=True):
+        assert torch.equal(some.train.x, all_of.train.x[:7])
+        assert torch.equal(some.validation.x, all_of.train.x[-4:])
+        assert torch.equal(some.test.x, all_of.test.x)
+        assert (some.train.y.tolist(), some.validation.y.tolist()) == ([9, 8, 7, 6, 5, 4, 3], [3, 2, 1, 0])
+    assert float(data.clients[0].train.inputs(slice(None)).min()) >= 0  # their ToTensor: pixels in [0, 1]
+    with pytest.raises(UsageError, match="client 'amazon' has 20 training images, too few for samples=17 and validat"):
+        office_caltech10(published.parent, size=6, samples=17, validation=4)
+    with pytest.raises(UsageError, match="validation=0: must be at least 1"):
+        office_caltech10(published.parent, size=6, validation=0)
+
+
+def test_without_lists_the_first_are_drawn_from_all_classes(published):
+    data = office_caltech10(published.parent, size=6, samples=15, validation=10)
+    for client in data.clients:
+        assert (len(client.train), len(client.validation), len(client.test)) == (15, 10, 10)
+        assert len(set(client.train.y.tolist())) > 5
+        seen = [tuple(image.flatten().tolist()) for split in client.splits.values() for image in split.x]
+        assert len(set(seen)) == 35
+
+
 def test_the_default_is_the_size_of_the_paper(published):
     write_lists(published)
     assert office_caltech10(published.parent).sample_shape == (3, 256, 256)

@@ -1,13 +1,13 @@
 """Images whose files, labels and sides of the split are known beforehand, from a publisher's list or from folders.
 
 They are decoded once into the cache of images (:mod:`fedshift.data.files.image_store`), always in color, resized to
-squares.
+one size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 import numpy as np
@@ -118,18 +118,52 @@ def draw_test(client: str, listed: Sequence[Listed], fraction: float) -> list[Li
     ]
 
 
+def mixed(lists: Mapping[str, Sequence[Listed]]) -> dict[str, list[Listed]]:
+    """The same images of each client in an order drawn by its name, for lists that go class by class."""
+    return {
+        client: [listed[row] for row in stream(0, "listed", client).permutation(len(listed))]
+        for client, listed in lists.items()
+    }
+
+
+def ends(lists: Mapping[str, Sequence[Listed]], samples: int | None, validation: int | None) -> dict[str, list[Listed]]:
+    """Each client with its first ``samples`` training images, None for all, and its last ``validation`` to select on.
+
+    So FedBN's loaders choose from the training images that its lists name. Images for testing stay; the other training
+    images are left out. Raises :class:`UsageError` where a client has fewer.
+    """
+    for name, number in (("samples", samples), ("validation", validation)):
+        if number is not None and number < 1:
+            raise UsageError(f"{name}={number}: must be at least 1, or None")
+    held, made = validation or 0, {}
+    for client, listed in lists.items():
+        train = [image for image in listed if image.part == "train"]
+        kept = len(train) - held if samples is None else samples
+        if not 0 < kept <= len(train) - held:
+            raise UsageError(
+                f"client {client!r} has {len(train)} training images, too few for samples={samples} and "
+                f"validation={validation}: ask for fewer"
+            )
+        last = [replace(image, part="validation") for image in train[len(train) - held :]]
+        made[client] = [*train[:kept], *last, *(image for image in listed if image.part != "train")]
+    return made
+
+
 def read_listed(
     root: Path,
     clients: Mapping[str, Sequence[Listed]],
     *,
     name: str,
     class_names: Sequence[str],
-    size: int,
+    size: int | tuple[int, int],
     note: str,
     progress: Progress | None,
 ) -> Federation:
-    """Clients with uint8 images ``[N, 3, size, size]``; :class:`UsageError` for files that are missing or damaged."""
-    if size < 1:
+    """Clients with uint8 images ``[N, 3, H, W]`` of ``size`` pixels: the side of a square, or height and width.
+
+    Raises :class:`UsageError` for files that are missing or damaged.
+    """
+    if min(size if isinstance(size, tuple) else (size,)) < 1:
         raise UsageError(f"size={size} pixels: must be at least 1")
     return Federation(
         name=name,
@@ -140,7 +174,9 @@ def read_listed(
     )
 
 
-def _client(root: Path, client: str, listed: Sequence[Listed], size: int, progress: Progress | None) -> ClientData:
+def _client(
+    root: Path, client: str, listed: Sequence[Listed], size: int | tuple[int, int], progress: Progress | None
+) -> ClientData:
     files, missing = [], []
     for image in listed:
         try:
@@ -162,7 +198,8 @@ def _client(root: Path, client: str, listed: Sequence[Listed], size: int, progre
     place = entry(Reading().cache_directory, root, files, "listed", client, size)
     store = kept(place)
     if store is None:
-        facts = Facts(kind="byte", channels=3, height=size, width=size)
+        height, width = size if isinstance(size, tuple) else (size, size)
+        facts = Facts(kind="byte", channels=3, height=height, width=width)
         paths = [image.path for image in listed]
         store = decode_all(root, paths, facts, place, lambda _: (), f"images of {client}", progress)
     if store.facts.broken:

@@ -2,7 +2,8 @@
 
 The publisher lists the images for training and testing of each domain, ``<domain>_train.txt`` and ``<domain>_test.txt``
 with lines ``<domain>/<class>/<file> <label>``. FedBN takes ten of the 345 classes and publishes a split of those (Li et
-al. 2021, arXiv:2102.07623, appendix D.3; https://github.com/med-air/FedBN), which is used where it is there.
+al. 2021, arXiv:2102.07623, appendix D.3; https://github.com/med-air/FedBN), which is used where it is there. As in
+their loaders (federated/fed_domainnet.py) pixels lie in [0, 1].
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from ...base.errors import UsageError, unknown
 from ..federation import Federation
 from ..files.image_tree import categories
 from ..files.reading import Progress
+from ..split import UNIT
 from ._card import Card
 from ._fedbn_lists import find_fedbn_lists, read_fedbn_list
-from ._listed import Domains, find_domains, from_folders, from_lists, read_listed, read_text_lists
+from ._listed import Domains, ends, find_domains, from_folders, from_lists, mixed, read_listed, read_text_lists
 
 _CLIENTS = ("clipart", "infograph", "painting", "quickdraw", "real", "sketch")
 _TEN = ("bird", "feather", "headphones", "ice_cream", "teapot", "tiger", "whale", "windmill", "wine_glass", "zebra")
@@ -31,7 +33,7 @@ CARD = Card(
     classes=10,
     samples=(
         "48,129, 51,605, 72,266, 172,500, 172,947 and 69,128 images of 345 classes in the cleaned version; FedBN uses "
-        "ten classes and trains on 105 images of each client (Federation.limit)"
+        "ten classes, trains on 105 images of each client and selects on 105 others"
     ),
     license=(
         "fair use notice: made available without profit for non-commercial research and education; it holds "
@@ -52,14 +54,18 @@ def domainnet(
     *,
     classes: tuple[str, ...] = _TEN,
     size: int = 256,
+    samples: int | None = None,
+    validation: int | None = None,
     test_fraction: float = 0.2,
     progress: Progress | None = None,
 ) -> Federation:
     """Six clients with images uint8 ``[N, 3, size, size]``, squashed to squares as in FedBN, of the named ``classes``.
 
     Labels are places in ``classes``, by default the ten of FedBN. FedBN's split comes first, then the publisher's
-    lists; without either, ``test_fraction`` of every class is for testing. Raises :class:`UsageError` for an unknown
-    class, and where files are missing or cannot be read.
+    lists; without either, ``test_fraction`` of every class is for testing. ``samples`` and ``validation``: a client's
+    first training images to train on and its last to select on, in the order of FedBN's lists (105 and 105 are what its
+    authors' loaders take of all); of other lists in one drawn at random. Raises :class:`UsageError` for an unknown
+    class, where files are missing or cannot be read, and for larger numbers.
     """
     domains: Domains = CARD.locate("domainnet", root)
     there = categories(domains.folders.values())
@@ -77,7 +83,9 @@ def domainnet(
         clients, split = from_lists(domains, own, labels), "the publisher's split"
     else:
         clients, split = from_folders(domains, labels, test_fraction), f"{test_fraction:g} of every class for testing"
+    if samples is not None or validation is not None:
+        clients = ends(clients if fedbn is not None else mixed(clients), samples, validation)
     note = f"DomainNet, {len(classes)} classes, {size} x {size} pixels, {split}"
     return read_listed(
         domains.root, clients, name="domainnet", class_names=classes, size=size, note=note, progress=progress
-    )
+    ).normalized(UNIT)

@@ -2,7 +2,7 @@
 
 Many lesions were photographed more than once (7,470 lesions), so that a random split of images, as in FedMMB
 (Nasirigerdeh et al., arXiv:2011.07006, section 4.3: 8,012 and 2,003), has the same lesions on both sides. Here lesions
-are split. FedMMB's images have 200 x 150 pixels; here they are squashed to squares.
+are split. The images are 600 pixels wide and 450 high; FedMMB's, and these, 200 and 150.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from ._card import Card
 from ._dermoscopy import SITES, find_compact, find_metadata, read_compact, split_by_lesion
 from ._listed import Listed, read_listed
 
+HEIGHT, WIDTH = 150, 200
+"""Pixels of FedMMB's images (section 4.3)."""
 _CLASSES = ("akiec", "bcc", "bkl", "df", "mel", "nv", "vasc")
 
 
@@ -80,9 +82,10 @@ def ham10000(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Federation:
-    """One client with all images, or one for each of the four sites; uint8 ``[N, 3, size, size]``, seven classes.
+    """One client with all images, or one for each of the four sites; uint8 ``[N, 3, H, W]``, seven classes.
 
-    ``size`` in pixels is by default 150 for the published images and what the compact files hold (32) for those.
+    ``size``: pixels of a side, to which images are squashed; without it the published ones are 150 high and 200 wide,
+    and the compact ones as their files have them (32 x 32).
     ``test_fraction`` is for testing, of the lesions of each class and site with all of their images, or with
     ``by_lesion=False`` of the images at random. Raises :class:`UsageError` for other choices and files.
     """
@@ -113,7 +116,7 @@ def ham10000(
             for name, parts in clients.items()
         }
         return read_listed(
-            found.folder, listed, name="ham10000", class_names=_CLASSES, size=150 if size is None else size,
+            found.folder, listed, name="ham10000", class_names=_CLASSES, size=size or (HEIGHT, WIDTH),
             note=note, progress=progress,
         )  # fmt: skip
     store = torch.from_numpy(images.x)
