@@ -1,5 +1,6 @@
 """Which runs a table or figure of the papers takes, on which data, and with which settings."""
 
+import pickle
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from fedshift.papers import plan, recipe
 from fedshift.papers.plan import Plan, blocks_of, drawn, planned, plans_of, runnable
 from fedshift.papers.recipe import Way, recipe_of, run_name
 from fedshift.papers.tables import table, tables
+from fedshift.sources import federation_of
 
 
 @pytest.fixture
@@ -114,6 +116,20 @@ def test_keys_of_rows_and_columns_are_settings(everything):
 def test_tables_are_run_as_the_papers_say(key, settings, everything):
     found = [{name: getattr(spec, name) for name in settings} for spec in specs(key, everything)]
     assert settings in found
+
+
+def test_the_authors_first_part_is_trained_on_where_their_files_are(nothing):
+    drawn = np.random.default_rng(0)
+    for home in ("MNIST", "SVHN", "USPS", "SynthDigits", "MNIST_M"):
+        (nothing.root / home / "partitions").mkdir(parents=True)
+        for name in ("test.pkl", *(f"partitions/train_part{number}.pkl" for number in range(10))):
+            part = drawn.integers(0, 256, (743, 4, 4), dtype=np.uint8), np.arange(743) % 10
+            (nothing.root / home / name).write_bytes(pickle.dumps(part))
+    (spec, *_) = specs("fedbn/table11", nothing)
+    for home, client in zip(("MNIST", "SVHN"), federation_of(spec.data, spec).clients, strict=False):
+        x, y = pickle.loads((nothing.root / home / "partitions" / "train_part0.pkl").read_bytes())
+        assert np.array_equal(client.train.x[:, 0], x)
+        assert np.array_equal(client.train.y, y)
 
 
 def test_tables_share_runs(everything):

@@ -42,7 +42,7 @@ def small(
 def tiny(monkeypatch):
     """A table of two methods on two clients, with a recipe that a test may add to."""
     own = {}
-    known = {"fedbn": {"all": SETTINGS, "table99": own}, "stand_in": {}, "light": {}, "published": {}}
+    known = {"fedbn": {"all": SETTINGS, "table99": own}, "stand_in": {}, "subset": {}, "light": {}, "published": {}}
     monkeypatch.setattr(recipe, "recipes", lambda: known)
     monkeypatch.setattr(results, "recipes", lambda: known)
     made = small()
