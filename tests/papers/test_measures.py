@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pandas as pd
 import pytest
 
 from fedshift.build import experiment_of
@@ -10,6 +11,7 @@ from fedshift.features import similarities
 from fedshift.papers.measures import Runs, features_of, run_folder
 from fedshift.papers.plan import Cell
 from fedshift.papers.tables import Printed, Table
+from fedshift.records import MethodFacts, Study, frame
 from fedshift.report.tables import seed_table
 from fedshift.series import DONE
 from fedshift.study import read_study
@@ -36,6 +38,40 @@ def test_a_newcomer_gets_the_servers_model_and_statistics_of_its_own_where_clien
     measured = seed_table(read_study(run_folder(whole, tmp_path)), "loss").loc["cid"]
     assert found == pytest.approx(measured.tolist())
     assert len(set(found)) == 2  # of two seeds
+
+
+def test_clients_that_train_may_be_measured_after_their_work_in_the_reported_round_and_newcomers_cannot(tmp_path):
+    right = {  # of 100 by (seed, moment, split): rounds 1, 2, 3
+        (0, "loaded", "validation"): (40, 60, 50), (1, "loaded", "validation"): (70, 60, 50),
+        (0, "loaded", "test"): (10, 20, 30), (1, "loaded", "test"): (40, 50, 60),
+        (0, "trained", "test"): (11, 22, 33), (1, "trained", "test"): (44, 55, 66),
+    }  # fmt: skip
+    rows = [
+        {
+            "method": "fedbn", "seed": seed, "round": number, "client": client, "split": split, "model": "personal",
+            "moment": moment, "samples": 100, "loss_sum": 1.0, "hits": [count + 5 * (client == "b"), 0],
+            "support": [50, 50], "auc": None,
+        }
+        for (seed, moment, split), counts in right.items()
+        for number, count in enumerate(counts, 1)
+        for client in ("a", "b", "new")
+        if client != "new" or (moment, split) == ("loaded", "test")
+    ]  # fmt: skip
+    study = Study(
+        name="", methods={"fedbn": MethodFacts(text="fedbn", entries=(), down=0, up=0, has_global=False)}, seeds=(0, 1),
+        rounds=3, select="best", clients={"a": {}, "b": {}, "new": {}}, classes=2, rows=frame(rows),
+        traffic=pd.DataFrame(),
+    )  # fmt: skip
+    runs, cell = Runs(tmp_path), Cell(row=0, column=0, printed=Printed(1.0), spec=RunSpec(), client="a")
+    runs.study = lambda folder: study
+    cells = [
+        replace(cell, moment="trained"), replace(cell, column=1, client="b", moment="trained"),
+        replace(cell, column=2, client="new"), replace(cell, column=3, client=None, moment="trained"),
+        replace(cell, column=4, client="new", moment="trained"), replace(cell, column=5, client="b"),
+    ]  # fmt: skip
+    assert runs.numbers(replace(TABLE, metric="accuracy", unit="percent"), cells) == {
+        (0, 0): (22, 44), (0, 1): (27, 49), (0, 2): (20, 40), (0, 3): (24.5, 46.5), (0, 5): (25, 45),
+    }  # fmt: skip
 
 
 def test_feature_maps_are_compared_where_the_data_are_now_and_not_of_a_run_that_diverged(tiny_folder, tmp_path):

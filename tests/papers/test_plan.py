@@ -132,6 +132,15 @@ def test_the_authors_first_part_is_trained_on_where_their_files_are(nothing):
         assert np.array_equal(client.train.y, y)
 
 
+def test_seen_clients_of_table_12_are_measured_after_their_work_and_the_unseen_one_with_the_servers_model(everything):
+    found = table("fedwon/table12")
+    moments = {(cell.client, cell.moment) for cell in planned(found, found.blocks[0], everything).cells}
+    assert moments == {("amazon", "trained"), ("caltech", "trained"), ("dslr", "trained"), ("webcam", "loaded")}
+    assert recipe_of(found)["moments"] == "loaded,trained"
+    other = table("fedwon/table2")
+    assert {cell.moment for cell in planned(other, other.blocks[0], everything).cells} == {"loaded"}
+
+
 def test_tables_share_runs(everything):
     def runs(key, **way):
         return {run_name(spec) for spec in specs(key, Way(root=Path("data"), **way))}

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
@@ -20,7 +19,7 @@ from ..engines.cost import at_most
 from ..features import Findings, findings
 from ..records import Study, frame, measured
 from ..report.concordance import paired
-from ..report.tables import history, seed_table
+from ..report.tables import history, reported_rounds
 from ..report.target import best
 from ..series import ending
 from ..study import read_study
@@ -77,7 +76,7 @@ class Runs:
         if not (study.rows["moment"] == "loaded").any():  # it diverged before it was measured
             return []
         if cell.measure == FINAL:
-            return [factor * value for value in _final(study, table.metric, cell.client)]
+            return [factor * value for value in _final(study, table.metric, cell.client, cell.moment)]
         if cell.measure == "best":
             return [factor * value for value in best(study)["value"]]
         if cell.measure == "rounds":
@@ -112,17 +111,16 @@ class Runs:
         return [float(value) for value in measured(frame(rows), metric)]
 
 
-def _final(study: Study, metric: str, client: str | None) -> list[float]:
-    """The metric of ``client`` at the end by seed; of a data set dealt to several clients, their mean."""
-    values = seed_table(study, metric)
-    if client is None:
-        return _floats(values.loc["macro"])
-    rows = [name for name in study.clients if name == client or name.startswith(f"{client}-")]
-    return _floats(values.loc[rows].mean()) if rows else []
+def _final(study: Study, metric: str, client: str | None, moment: str) -> list[float]:
+    """The metric in the reported round by seed, measured at ``moment``, NaN where it was not.
 
-
-def _floats(values: Any) -> list[float]:
-    return [float(value) for value in values]
+    It is that of ``client``, or where this is a data set dealt to several clients their mean, or (None) that of all.
+    """
+    rows = history(study, metric, moment=moment).join(reported_rounds(study).rename("reported"), on=["method", "seed"])
+    rows = rows[rows["round"] == rows["reported"]]
+    if client is not None:
+        rows = rows[(rows["client"] == client) | rows["client"].str.startswith(f"{client}-")]
+    return rows.groupby("seed")["value"].mean().reindex(study.seeds).tolist()
 
 
 def _macro_loss(study: Study) -> pd.Series:

@@ -14,14 +14,16 @@ from .recipe import Stand, Way, elsewhere, exact, plain, present, recipe_of, rec
 from .tables import Block, Printed, Table, tables
 
 FINAL, DISCORDANCE, ADAPTED = "final", "discordance", "adapted"
+LOADED = "loaded"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
     """A number of a table, ``printed``, and the run ``spec`` that gives it at ``client`` (None: the mean of all).
 
-    ``measure`` says which of the run's numbers it is (see ``recipes.toml``); ``twin`` is the centralized run that it
-    is measured against, and ``newcomer`` the data whose clients a finished run's model is adapted to.
+    ``measure`` says which of the run's numbers it is and ``moment`` when it is measured (see ``recipes.toml``);
+    ``twin`` is the centralized run that it is measured against, and ``newcomer`` the data whose clients a finished
+    run's model is adapted to.
     """
 
     row: int
@@ -30,6 +32,7 @@ class Cell:
     spec: RunSpec
     client: str | None
     measure: str = FINAL
+    moment: str = LOADED
     twin: RunSpec | None = None
     newcomer: str | None = None
 
@@ -99,7 +102,10 @@ def planned(table: Table, block: Block, way: Way) -> Plan:
                 client = stand.columns.get(client)
                 if client not in str(spec.domains).split(","):
                     continue
-            cell = Cell(row=row, column=column, printed=printed, spec=spec, client=client, measure=measure)
+            moment = LOADED if client and client == spec.newcomers else recipe.get("moment", LOADED)
+            cell = Cell(
+                row=row, column=column, printed=printed, spec=spec, client=client, measure=measure, moment=moment
+            )
             if measure == ADAPTED:
                 cell = replace(cell, newcomer=recipe["adapted"])
             if measure == DISCORDANCE:
