@@ -45,7 +45,7 @@ def fold(method, uploads, weights=None):
     names = frozenset({"w", "b"} & uploads[0].keys())
     return method.aggregate(
         Uploads(
-            states=uploads, weights=weights, steps=[1] * len(uploads), previous=uploads[0],
+            states=uploads, weights=weights, sizes=weights, steps=[1] * len(uploads), previous=uploads[0],
             trained=names, loaded=names,
         )
     )  # fmt: skip
