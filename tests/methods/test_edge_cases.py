@@ -153,7 +153,8 @@ def test_group_norm_over_single_values_is_refused_in_words():
 def test_what_clients_send_but_do_not_load_is_averaged_by_fednova():
     states = [{"shared": torch.ones(1), "head": torch.full((1,), value)} for value in (1.0, 3.0)]
     uploads = Uploads(
-        states=states, weights=[0.5, 0.5], sizes=[8, 8], steps=[10, 1], previous={"shared": torch.zeros(1), "head": torch.zeros(1)},
+        states=states, weights=[0.5, 0.5], sizes=[8, 8], steps=[10, 1],
+        previous={"shared": torch.zeros(1), "head": torch.zeros(1)},
         trained=frozenset({"shared", "head"}), loaded=frozenset({"shared"}),
     )  # fmt: skip
     folded = Normalized()(uploads)
