@@ -102,6 +102,15 @@ def test_average_is_the_shared_part_with_the_others_entries_weighted_by_samples(
     assert torch.equal(state["0.weight"], made.server.shared["0.weight"])
 
 
+@pytest.mark.parametrize("policy", ["average", "reestimate"])
+def test_average_counts_clients_equally_where_the_method_does(policy):
+    made, _ = trial(fedbn(fedavg(weighting="uniform")), policy)
+    state, a, b = (made.state_of(name) for name in ("new", "a", "b"))
+    for entry in ("1.weight", "1.bias"):
+        assert (a[entry] - b[entry]).abs().max() > 1e-3
+        assert (state[entry] - (a[entry] + b[entry]) / 2).abs().max() <= 1e-14
+
+
 def test_average_is_the_aggregations_mean_bit_for_bit_and_made_once_whoever_asks():
     made, _ = trial(fedbn(), "average")
     state, again = made.state_of("new"), made.state_of("new")

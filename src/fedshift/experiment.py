@@ -197,6 +197,8 @@ class Experiment:
 
     def _said_before(self, trial: Trial) -> Iterator[str]:
         """What a person should know of a trial that begins."""
+        for rule in trial.plan.method.rules:
+            yield from rule.notices(trial.plan)
         merged = trial.merged_batches()
         for who in [f"client {name!r}" for name in merged] if len(merged) <= NAMED else [f"{len(merged)} clients"]:
             yield (

@@ -1,10 +1,10 @@
 """Models for clients that never trained, under methods that keep state on clients.
 
-``average``: what the server holds, with the seen clients' own entries averaged by samples (FedWon, arXiv:2306.05879,
-table 12). ``reestimate``: the same, but BatchNorm statistics are estimated on the newcomer's own training inputs,
-without labels (FedBN, arXiv:2102.07623, appendix G). ``finetune``: the average, trained on the newcomer's labeled data
-by the trial's own local work. ``nearest``: the model of the seen client that fits the newcomer's training data best.
-Averaging and trying models needs sight of all clients' entries, which a simulation has.
+``average``: what the server holds, with the seen clients' own entries averaged by the method's weighting (FedWon,
+arXiv:2306.05879, table 12). ``reestimate``: the same, but BatchNorm statistics are estimated on the newcomer's own
+training inputs, without labels (FedBN, arXiv:2102.07623, appendix G). ``finetune``: the average, trained on the
+newcomer's labeled data by the trial's own local work. ``nearest``: the model of the seen client that fits the
+newcomer's training data best. Averaging and trying models needs sight of all clients' entries, which a simulation has.
 """
 
 from __future__ import annotations
@@ -109,10 +109,10 @@ class Newcomers:
         return {name: averaged[name] for name in self.plan.initial}
 
     def _averaged_entries(self) -> State:
-        """The mean of the clients' own entries by samples, of which one client's are in memory at a time."""
+        """The mean of the clients' own entries, of which one client's are in memory at a time."""
         mean = Mean()
         for name in sorted(self._samples):
-            mean.add(self._clients[name].personal, self._samples[name])
+            mean.add(self._clients[name].personal, self.plan.method.weigh(self._samples[name]))
         return mean.result()
 
 

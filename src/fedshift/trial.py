@@ -149,6 +149,10 @@ class Trial:
             yield from self.engine.train(self.server, working)
 
     @cached_property
+    def _sizes(self) -> dict[str, int]:
+        return {name: len(split) for name, split in self.train.items()}
+
+    @cached_property
     def _operations(self) -> int:
         return operations(self.plan, self.train)
 
@@ -194,7 +198,7 @@ class Trial:
         self.clients.spill(self.server.round)
         number = self.server.round + 1
         names = self._asked(number)
-        folding = Folding(self.plan, self.server, names)
+        folding = Folding(self.plan, self.server, names, self._sizes)
         after: dict[str, Client] = {}
         rows: list[Row] = []
         down, up = len(names) * self._down(), 0
@@ -213,7 +217,7 @@ class Trial:
             if progress:
                 progress(name, trained.loss_sum / used)
         with part("aggregation"):
-            self.server = folding.close(len(self.clients))
+            self.server = folding.close()
         self.clients.put(after)
         if is_recording():
             add({OPERATIONS: sum(row["samples"] for row in rows) * self._operations})

@@ -60,7 +60,7 @@ def federated(method, model, x, targets):
             job, _ = step_(plan, begin(plan, clients[name], server), x[int(name)], y[int(name)], torch.tensor(number))
             clients[name], updates[name] = finish(plan, job)
         residuals.append(torch.cat(now).numpy())
-        server = server_round(plan, server, updates, CLIENTS)
+        server = server_round(plan, server, updates, dict.fromkeys(clients, COUNT))
     return np.stack(residuals)
 
 

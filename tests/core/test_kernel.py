@@ -141,9 +141,9 @@ class Counting(Rule):
     def finish(self, params, local):
         return {"seen": local.memory["seen"] + self.by}, {"new": local.memory["seen"] + self.by}
 
-    def fold(self, memory, uploads, weights, population):
-        mean = sum(weight * upload["new"] for weight, upload in zip(weights, uploads, strict=True))
-        return {"total": memory["total"] + mean * population}
+    def fold(self, memory, uploads, shares):
+        part = sum(share * upload["new"] for share, upload in zip(shares, uploads, strict=True))
+        return {"total": memory["total"] + part}
 
 
 def test_rules_chain_in_order_and_never_meet():
@@ -162,13 +162,13 @@ def test_rules_chain_in_order_and_never_meet():
     for _ in range(2):
         job, _ = step(plan, begin(plan, client, server), x, y, KEY)
         client, update = finish(plan, job)
-        server = server_round(plan, server, {"a": update}, population=3)
+        server = server_round(plan, server, {"a": update}, {"a": 4, "b": 12})
     assert {name: float(tensor) for name, tensor in client.memory.items()} == {
         "0.counting/seen": 4.0, "1.counting/seen": 20.0,
     }  # fmt: skip
     assert {name: float(tensor) for name, tensor in server.memory.items()} == {
-        "0.counting/total": 18.0, "1.counting/total": 90.0,
-    }  # fmt: skip
+        "0.counting/total": 1.5, "1.counting/total": 7.5,
+    }  # fmt: skip  # a quarter of what this client, who has a quarter of the samples, uploaded
 
 
 def test_a_rule_decides_what_is_trained():
@@ -193,7 +193,7 @@ def test_loading_less_than_is_sent_gives_each_client_its_own_part_and_the_server
     for number, name in enumerate(clients):
         job, _ = step(plan, begin(plan, clients[name], server), *batch(number), KEY)
         clients[name], updates[name] = finish(plan, job)
-    server = server_round(plan, server, updates, 2)
+    server = server_round(plan, server, updates, {"a": 4, "b": 4})
     mean = (clients["a"].personal["5.weight"] + clients["b"].personal["5.weight"]) / 2
     assert (global_state(plan, server)["5.weight"] - mean).abs().max() <= 1e-15
     assert torch.equal(personal_state(plan, clients["a"], server)["5.weight"], clients["a"].personal["5.weight"])

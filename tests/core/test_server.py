@@ -65,7 +65,7 @@ def rounds(method, count=ROUNDS):
             for name in server.shared
         }
         changes.append({name: mean[name] - server.shared[name].double().numpy() for name in mean})
-        server = server_round(plan, server, updates, len(SAMPLES))
+        server = server_round(plan, server, updates, SAMPLES)
         servers.append(server)
     return plan, servers, changes
 
@@ -143,7 +143,7 @@ def test_a_round_changes_nothing_that_it_is_given(method):
     plan, servers, _ = rounds(method, 2)
     server = servers[-1]
     kept = Server(round=2, shared=clone(server.shared), optimizer=clone(server.optimizer))
-    after = server_round(plan, server, uploads(server.shared, 9), 3)
+    after = server_round(plan, server, uploads(server.shared, 9), SAMPLES)
     assert equal(kept.shared, server.shared)
     assert equal(kept.optimizer, server.optimizer)
     assert not equal(after.optimizer, server.optimizer)

@@ -124,7 +124,9 @@ def test_uploads_fold_alike_in_whatever_order_they_arrive(trial, federated):
     running = trial(federated)
     updates = updates_of(running)
     shuffled = {name: updates[name] for name in ("b", "c", "a")}
-    first, second = (server_round(running.plan, running.server, each, 3) for each in (updates, shuffled))
+    first, second = (
+        server_round(running.plan, running.server, each, dict.fromkeys("abc", 1)) for each in (updates, shuffled)
+    )
     assert equal(first.shared, second.shared)
     assert equal(first.memory, second.memory)
 

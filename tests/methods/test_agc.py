@@ -1,5 +1,6 @@
 """Adaptive gradient clipping against FedWon's equation 4, unit by unit in plain Python, on autograd's gradients."""
 
+import json
 import math
 
 import pytest
@@ -11,6 +12,7 @@ from fedshift.base.state import equal
 from fedshift.core.kernel import begin, gradients, init_client, init_server, step
 from fedshift.core.optimizer import SGD
 from fedshift.core.prepare import operate, prepare
+from fedshift.core.work import Work
 from fedshift.methods.agc import agc
 from fedshift.methods.ditto import ditto
 from fedshift.methods.fedavg import fedavg
@@ -144,6 +146,48 @@ def test_it_takes_the_place_of_clipping_that_is_there():
     assert [rule.clip for rule in (*agc(fedwon(), clip=0.05).rules, *fedwon(agc(clip=0.05)).rules)] == [0.05, 0.05]
     assert fedwon().rules[0].clip == 0.64
     assert fedwon(agc=None).rules == ()
+
+
+def bare(shape=(3, 8, 8), classes=3):
+    """A convolution that leaves its bias to BatchNorm, and one that has a bias."""
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.Conv2d(4, 5, 3), nn.Flatten(), nn.Linear(80, classes)
+    )
+
+
+def notices(method, size=32):
+    plan = prepare(method, bare(), work=Work(batch_size=size, epochs=1), optimizer=SGD(lr=0.1))
+    return [text for rule in plan.method.rules for text in rule.notices(plan)]
+
+
+def test_parameters_that_start_at_zero_hardly_move_and_are_named():
+    [said] = notices(fedwon())
+    assert said.startswith("fedwon clips the gradients of 0.bias, which start at zero, to a norm of 0.00064 (clip *")
+    [said] = notices(agc(clip=1.0))
+    assert "1.bias" in said
+    assert not notices(fedwon(agc=None))
+    x, y = torch.randn(8, 3, 8, 8, dtype=torch.float64), torch.arange(8) % 3
+    plan = prepare(fedwon(), bare().double(), optimizer=SGD(lr=0.1))
+    job = begin(plan, init_client(plan), init_server(plan))
+    for _ in range(10):
+        job, _ = step(plan, job, x, y, KEY)
+    assert 0 < job.params["0.bias"].norm() <= 10 * 0.1 * 0.64 * 1e-3
+    assert (job.params["2.bias"] - plan.initial["2.bias"]).norm() > 10 * job.params["0.bias"].norm()
+
+
+@pytest.mark.parametrize(("size", "said"), [(1, True), (4, True), (5, False), (None, False)])
+def test_clipping_of_small_batches_which_the_paper_leaves_out_is_said(size, said):
+    found = [text for text in notices(fedwon(), size) if "where FedWon's authors leave clipping out" in text]
+    assert [text.partition(",")[0] for text in found] == [f"fedwon clips gradients of batches of {size}"] * said
+    assert not notices(fedwon(agc=None), size)
+
+
+def test_a_run_says_what_its_rules_have_to_say(make, tmp_path, Listener, unpublished):
+    heard = Listener()
+    make("fedwon", rounds=1, batch_size=4, seeds=2).run(tmp_path / "run", observer=heard)
+    kept = json.loads((tmp_path / "run" / "notices.json").read_text())
+    assert heard.notices == kept
+    assert [text.partition(", ")[0] for text in kept].count("fedwon clips gradients of batches of 4") == 1
 
 
 @pytest.mark.parametrize("clip", [0.0, -1.0, float("nan")])

@@ -64,21 +64,25 @@ def test_a_minority_by_weight_drags_the_geometric_median_nowhere(values, weights
     states = [{"w": torch.tensor([value], dtype=torch.float64)} for value in values]
     names = frozenset("w")
     uploads = Uploads(
-        states=states, weights=weights, steps=[1] * len(values), previous=states[0], trained=names, loaded=names
-    )
+        states=states, weights=weights, sizes=weights, steps=[1] * len(values), previous=states[0], trained=names,
+        loaded=names,
+    )  # fmt: skip
     assert -1e-3 <= geometric_median().aggregate(uploads)["w"].item() <= highest + 1e-3
 
 
-def test_multi_krum_takes_as_many_as_its_bound_allows():
-    states = [{"w": torch.tensor([value], dtype=torch.float64)} for value in (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 99.0)]
+def test_multi_krum_takes_all_but_the_faulty_and_two():
+    values = (0.0, 0.1, 0.3, 0.6, 1.0, 1.5, 99.0)
+    states = [{"w": torch.tensor([value], dtype=torch.float64)} for value in values]
     names = frozenset("w")
     uploads = Uploads(
-        states=states, weights=[1 / 7] * 7, steps=[1] * 7, previous=states[0], trained=names, loaded=names
-    )
-    assert multi_krum(faulty=1).aggregate(uploads)["w"].item() == pytest.approx(
-        0.25
-    )  # 7 > 2 * 1 + 2 + 2: the middle two
-    assert multi_krum().aggregate(uploads)["w"].item() == pytest.approx(0.25)  # 7 - 3 = 4: the middle four
+        states=states, weights=[1 / 7] * 7, sizes=[1] * 7, steps=[1] * 7, previous=states[0], trained=names,
+        loaded=names,
+    )  # fmt: skip
+    for faulty in (0, 1, 2):  # scores and the 7 - f - 2 that win them, written out
+        near = {a: sum(sorted((a - b) ** 2 for b in values)[1 : 7 - faulty - 1]) for a in values}
+        best = sorted(values, key=near.__getitem__)[: 5 - faulty]
+        found = multi_krum(faulty=faulty).aggregate(uploads)["w"].item()
+        assert found == pytest.approx(sum(best) / (5 - faulty), abs=1e-12)
 
 
 def test_centralized_scales_a_batch_size_that_the_method_sets():
@@ -110,7 +114,7 @@ def test_the_gates_are_as_much_faster_as_asked_under_every_optimizer():
         job, _ = step(plan, begin(plan, client, server, planned=1), *batch(), KEY)
         client, update = finish(plan, job)
         other = replace(update, shared={name: tensor + 1 for name, tensor in update.shared.items()})
-        server = server_round(plan, server, {"a": update, "b": other}, 2)
+        server = server_round(plan, server, {"a": update, "b": other}, {"a": 1, "b": 1})
         job, _ = step(plan, begin(plan, client, server, planned=1), *batch(), KEY)
         moved.append(job.params["0.gates/logits"].abs().max().item())
     assert moved[1] == pytest.approx(10 * moved[0], rel=1e-6)
@@ -149,7 +153,8 @@ def test_group_norm_over_single_values_is_refused_in_words():
 def test_what_clients_send_but_do_not_load_is_averaged_by_fednova():
     states = [{"shared": torch.ones(1), "head": torch.full((1,), value)} for value in (1.0, 3.0)]
     uploads = Uploads(
-        states=states, weights=[0.5, 0.5], steps=[10, 1], previous={"shared": torch.zeros(1), "head": torch.zeros(1)},
+        states=states, weights=[0.5, 0.5], sizes=[8, 8], steps=[10, 1],
+        previous={"shared": torch.zeros(1), "head": torch.zeros(1)},
         trained=frozenset({"shared", "head"}), loaded=frozenset({"shared"}),
     )  # fmt: skip
     folded = Normalized()(uploads)

@@ -1,5 +1,6 @@
 """Robust aggregations against brute force in NumPy and known answers; one arbitrary client moves none of them."""
 
+from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
@@ -10,6 +11,7 @@ from torch import nn
 
 from fedshift.base.errors import UsageError
 from fedshift.core.aggregate import Uploads
+from fedshift.core.folding import server_round
 from fedshift.core.optimizer import SGD
 from fedshift.core.work import Work
 from fedshift.data.federation import federation
@@ -18,6 +20,7 @@ from fedshift.methods.geometric_median import geometric_median
 from fedshift.methods.krum import krum
 from fedshift.methods.median import median
 from fedshift.methods.multi_krum import multi_krum
+from fedshift.methods.scaffold import scaffold
 from fedshift.methods.trimmed_mean import trimmed_mean
 from fedshift.settings import Settings
 from fedshift.trial import Trial
@@ -45,7 +48,7 @@ def fold(method, uploads, weights=None):
     names = frozenset({"w", "b"} & uploads[0].keys())
     return method.aggregate(
         Uploads(
-            states=uploads, weights=weights, steps=[1] * len(uploads), previous=uploads[0],
+            states=uploads, weights=weights, sizes=weights, steps=[1] * len(uploads), previous=uploads[0],
             trained=names, loaded=names,
         )
     )  # fmt: skip
@@ -205,6 +208,41 @@ def test_too_few_clients_are_refused(method, message):
             Trial(method, lambda shape, classes: nn.Linear(2, classes), data.only(clients), settings, seed=0)
     enough = Settings(work=Work(batch_size=2, epochs=1), participation=5)
     Trial(method, lambda shape, classes: nn.Linear(2, classes), data, enough, seed=0)
+
+
+@EACH
+@pytest.mark.parametrize("order", ["outside", "inside"])
+def test_what_a_rule_sends_beside_the_entries_cannot_get_around_the_aggregation(method, order):
+    x, y = np.random.default_rng(0).normal(size=(8, 2)), np.arange(8) % 2
+    data = federation(dict.fromkeys("abcdefg", (x, y, x, y)))
+    both = scaffold(method) if order == "outside" else replace(method, rules=scaffold().rules)
+
+    def network(shape, classes):
+        return nn.Linear(2, classes)
+
+    settings = Settings(work=Work(batch_size=4, epochs=1), optimizer=SGD(lr=0.1))
+    with pytest.raises(UsageError, match="scaffold sends more than the entries that robust aggregation protects"):
+        poisoned(Trial(both, network, data, settings, seed=0))
+
+
+def poisoned(trial):
+    """Fails where one client that adds 1e6 to all that it sends moves what the server holds."""
+    server, clients = trial.server, {name: trial.clients[name] for name in trial.train}
+    updates = {name: trained.update for name, trained in trial.engine.train(server, clients)}
+    wild = {kind: {n: t + 1e6 for n, t in getattr(updates["a"], kind).items()} for kind in ("shared", "memory")}
+    after = server_round(
+        trial.plan, server, updates | {"a": replace(updates["a"], **wild)}, dict.fromkeys(trial.train, 8)
+    )
+    held = [*after.shared.values(), *after.memory.values()]
+    assert max(float(tensor.abs().max()) for tensor in held) < 10
+
+
+def test_an_aggregation_alone_is_not_moved_by_a_client_that_adds_a_million():
+    x, y = np.random.default_rng(0).normal(size=(8, 2)), np.arange(8) % 2
+    data = federation(dict.fromkeys("abcdefg", (x, y, x, y)))
+    settings = Settings(work=Work(batch_size=4, epochs=1), optimizer=SGD(lr=0.1))
+    for method in ROBUST:
+        poisoned(Trial(method, lambda shape, classes: nn.Linear(2, classes), data, settings, seed=0))
 
 
 @pytest.mark.parametrize(

@@ -4,16 +4,24 @@ Client i minimizes c_i / 2 * (w - t_i)^2 by K gradient steps a round. The sum is
 fixed point instead weighs t_i by 1 - (1 - lr c_i)^K (closed form of K steps of gradient descent).
 """
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from fedshift.base.errors import UsageError
 from fedshift.core.folding import server_round
 from fedshift.core.kernel import begin, finish, init_client, init_server, step
 from fedshift.core.optimizer import SGD
 from fedshift.core.prepare import prepare
+from fedshift.core.work import Work
+from fedshift.data.federation import federation
+from fedshift.methods.fedadam import fedadam
 from fedshift.methods.fedavg import fedavg
+from fedshift.methods.fedmmb import fedmmb
 from fedshift.methods.scaffold import scaffold
+from fedshift.settings import Settings
+from fedshift.trial import Trial
 
 CURVES, TARGETS, LR, STEPS = {"a": 1.0, "b": 10.0}, {"a": 0.0, "b": 1.0}, 0.05, 10
 OPTIMUM = sum(CURVES[k] * TARGETS[k] for k in CURVES) / sum(CURVES.values())
@@ -39,7 +47,7 @@ def federated(method, rounds, clients=("a", "b")):
             for _ in range(STEPS):
                 job, _ = step(plan, job, x, torch.zeros(1), torch.tensor(0))
             kept[name], updates[name] = finish(plan, job)
-        server = server_round(plan, server, updates, len(CURVES))
+        server = server_round(plan, server, updates, dict.fromkeys(CURVES, 1))
     return float(server.shared["w"]), plan, kept, server
 
 
@@ -77,3 +85,108 @@ def test_a_round_without_movement_changes_no_variate():
     job, _ = step(plan, job, torch.ones(1, 2, dtype=torch.float64), torch.zeros(1), torch.tensor(0))
     client, update = finish(plan, job)
     assert float(client.memory["0.controlvariates/w"]) == float(update.memory["0.controlvariates/w"]) == 0.0
+
+
+SIZES = {"large": 40, "small": 5}
+
+
+def regression():
+    """Two clients of very different size whose labels follow the first input in opposite directions."""
+    rng, data = np.random.default_rng(0), {}
+    for name, (size, slope) in zip(SIZES, ((40, 1.0), (5, -2.0)), strict=True):
+        x = rng.normal(size=(size, 2))
+        y = (slope * x[:, 0] + 0.3 * rng.normal(size=size) > 0).astype(np.int64)
+        data[name] = (x, y, x, y)
+    return federation(data)
+
+
+def squares(scores, labels):
+    return (scores - nn.functional.one_hot(labels, 2).to(scores.dtype)).square().sum(1).mean()
+
+
+class Squares:
+    """Mean squared distance to one-hot labels, as an experiment's loss."""
+
+    weights = None
+
+    def resolved(self, counts):
+        return squares
+
+
+def linear(shape, classes):
+    return nn.Linear(2, classes, bias=False).double()
+
+
+def optimum(shares):
+    """The weights [2, 2] that minimize the clients' mean squares under these shares, by the normal equations."""
+    left, right = np.zeros((2, 2)), np.zeros((2, 2))
+    for client in regression().clients:
+        x, y = client.train.x.double().numpy(), np.eye(2)[client.train.y.numpy()]
+        left += shares[client.name] * x.T @ x / len(x)
+        right += shares[client.name] * x.T @ y / len(x)
+    return np.linalg.solve(left, right).T
+
+
+def trial(method, engine="sequential", **settings):
+    settings = {"work": Work(batch_size=None, epochs=10), "optimizer": SGD(lr=0.15), "rounds": 200} | settings
+    return Trial(
+        method, linear, regression(), Settings(loss=Squares(), engine=engine, evaluate_every=200, **settings), 0
+    )
+
+
+SHARES = {"samples": {"large": 40 / 45, "small": 5 / 45}, "uniform": {"large": 0.5, "small": 0.5}}
+
+
+def invariant(running, shares):
+    """How far c is from the mean of the c_i under ``shares``."""
+    [name] = running.server.memory
+    mean = sum(share * running.clients[client].memory[name] for client, share in shares.items())
+    return float((running.server.memory[name] - mean).abs().max())
+
+
+@pytest.mark.parametrize("engine", ["sequential", "stacked"])
+@pytest.mark.parametrize("weighting", SHARES)
+def test_it_minimizes_the_objective_of_the_weighting(weighting, engine):
+    running, shares = trial(scaffold(fedavg(weighting=weighting)), engine), SHARES[weighting]
+    for _ in range(60):
+        running.advance()
+    found = running.server.shared["weight"].numpy()
+    assert np.abs(found - optimum(shares)).max() <= 1e-10
+    assert np.abs(optimum(SHARES["samples"]) - optimum(SHARES["uniform"])).max() > 0.1
+    assert invariant(running, shares) <= 1e-14
+
+
+@pytest.mark.parametrize("method", [scaffold(), scaffold(fedmmb(batches=2, batch_size=4))], ids=["epochs", "fedmmb"])
+@pytest.mark.parametrize("weighting", SHARES)
+def test_the_servers_variate_is_the_weighted_mean_of_the_clients_whoever_takes_part(weighting, method):
+    running = trial(fedavg(method, weighting=weighting), participation=1)
+    took_part = set()
+    for _ in range(8):
+        took_part |= set(running.advance().participants)
+        clients = {name: share for name, share in SHARES[weighting].items() if name in took_part}
+        assert invariant(running, clients) <= 1e-15  # of the others c_i is zero
+    assert took_part == set(SIZES)
+    assert all(variate.any() for variate in running.server.memory.values())
+
+
+def test_the_servers_step_size_stretches_the_mean_change_of_the_models_alone():
+    whole, half = trial(scaffold()), trial(scaffold(server_lr=0.5))
+    for running in (whole, half):
+        running.advance()
+    start = whole.plan.initial["weight"]
+    moved, less = (running.server.shared["weight"] - start for running in (whole, half))
+    assert (less - 0.5 * moved).abs().max() <= 1e-15
+    assert torch.equal(*(next(iter(running.server.memory.values())) for running in (whole, half)))
+    for _ in range(90):
+        half.advance()
+    assert np.abs(half.server.shared["weight"].numpy() - optimum(SHARES["samples"])).max() <= 1e-9
+
+
+@pytest.mark.parametrize("make", [lambda: fedadam(scaffold(server_lr=0.5)), lambda: scaffold(fedadam(), server_lr=0.5)])
+def test_a_step_size_and_a_server_optimizer_are_refused(make):
+    with pytest.raises(UsageError, match="has a server optimizer already; choose one of the two"):
+        make()
+    assert scaffold(server_lr=1.0).name == "scaffold"
+    assert scaffold(fedadam()).server is not None
+    with pytest.raises(UsageError, match="server learning rate lr=0: it must be a number above 0"):
+        scaffold(server_lr=0.0)

@@ -27,7 +27,7 @@ class Mechanism(Protocol):
     """An aggregation that hides each client in Gaussian noise.
 
     ``noise``: standard deviation over the most that one client can change (norm). ``delta``: chance with which epsilon
-    may fail. ``secret``: whether nobody can draw the noise again, not even who knows the seed.
+    may fail. ``secret``: whether nobody can draw the noise again; otherwise it follows from the seed and the method.
     """
 
     @property
@@ -59,17 +59,23 @@ def promise(mechanism: Mechanism, sampling: float, rounds: int) -> str:
     """What ``mechanism`` promises after ``rounds`` in words, and to whom; ``sampling`` as in :func:`epsilon`."""
     if not mechanism.noise:
         return "noise=0, so there is no differential privacy"
+    said = "differentially private at the level of clients"
     try:
         spent = epsilon(mechanism.noise, sampling, rounds, mechanism.delta)
     except UsageError as error:
-        return f"differentially private at the level of clients, but {error}"
-    shown = float(UPWARD.create_decimal_from_float(spent))
-    said = (
-        f"(epsilon = {shown:g}, delta = {mechanism.delta:g})-differentially private at the level of clients after "
-        f"{rounds} round{'s' * (rounds > 1)} (RDP accountant of Opacus)"
+        said += f", but {error}"
+    else:
+        shown = float(UPWARD.create_decimal_from_float(spent))
+        said = (
+            f"(epsilon = {shown:g}, delta = {mechanism.delta:g})-{said} after {rounds} round{'s' * (rounds > 1)} (RDP "
+            "accountant of Opacus)"
+        )
+        if sampling < 1:
+            said += "; this counts on nobody knowing who took part in which round"
+    if mechanism.secret:
+        return said
+    return (
+        "not differentially private, since its noise is a function of the seed and the method, both of which the run "
+        "directory holds: whoever has that can subtract the noise. It is for experiments that can be repeated; with "
+        f"secret=True it would be {said}"
     )
-    if not mechanism.secret:
-        said += ", but only against those who do not know the seed, from which noise is drawn unless secret=True"
-    if sampling < 1:
-        said += "; this counts on nobody knowing who took part in which round"
-    return said

@@ -24,25 +24,33 @@ if TYPE_CHECKING:
 class Uploads:
     """What an aggregation folds: the clients' entries in client order, and what is known about each client's round.
 
-    ``weights``: sum to one. ``steps``: local steps of each client. ``previous``: the server's entries before the round.
-    ``trained``: names of the entries that were trained; the others are buffers and frozen parameters. ``loaded``: names
-    of those from which clients started. ``fixed``: names of those that local work could not change. ``seed`` and
-    ``round`` (from 0): what an aggregation that draws keys its streams with.
+    ``weights``: sum to one, by the samples that each client used this round. ``sizes``: training samples that each
+    client has. Both are equal where the method weighs clients equally. ``steps``: local steps of each client.
+    ``previous``: the server's entries before the round. ``trained``: names of the entries that were trained; the others
+    are buffers and frozen parameters. ``loaded``: names of those from which clients started. ``fixed``: names of those
+    that local work could not change. ``seed``, ``method`` (its text) and ``round`` (from 0): what an aggregation that
+    draws keys its streams with.
     """
 
     states: Sequence[State]
     weights: Sequence[float]
+    sizes: Sequence[float]
     steps: Sequence[int]
     previous: State
     trained: frozenset[str]
     loaded: frozenset[str]
     fixed: frozenset[str] = frozenset()
     seed: int = 0
+    method: str = ""
     round: int = 0
 
 
 class Aggregate(Protocol):
-    """A function of :class:`Uploads`; one with a method ``check(plan, clients)`` may refuse beforehand."""
+    """A function of :class:`Uploads`.
+
+    One with a method ``bind(plan)`` is replaced, before anything starts, by what that returns. One with a method
+    ``check(plan, clients)`` may refuse a number of clients a round.
+    """
 
     def __call__(self, uploads: Uploads) -> State:
         """The server's entries after the round, each in its own dtype."""
@@ -151,7 +159,8 @@ class Robust:
     least: int = 1
 
     def check(self, plan: Plan, clients: int) -> None:
-        """Raise :class:`UsageError` where ``clients`` a round are too few."""
+        """Raise :class:`UsageError` where ``clients`` a round are too few, or send what is not aggregated robustly."""
+        plan.require_entries_alone("robust aggregation protects, so that one faulty client could move the rest at will")
         if clients < self.least:
             raise UsageError(
                 f"{self!r} needs at least {self.least} clients in a round, but {clients} take part: let more take "

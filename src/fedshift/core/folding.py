@@ -12,55 +12,62 @@ from .plan import Plan
 
 
 class Folding:
-    """The uploads of one round, folded into ``server`` as they arrive, in whatever order; ``names``: whose they are.
+    """The uploads of one round, folded into ``server`` as they arrive, in whatever order.
 
-    They are taken in the order of the clients' names, so that the result does not depend on that of arrival. Where the
-    method averages entries, an upload is let go as soon as those before it have come.
+    ``names``: the clients that are to upload. ``sizes``: training samples of every client that trains, also of those
+    that sit the round out. Uploads are taken in the order of the clients' names, so that the result does not depend on
+    that of arrival. Where the method averages entries, an upload is let go as soon as those before it have come.
     """
 
-    def __init__(self, plan: Plan, server: Server, names: Iterable[str]) -> None:
+    def __init__(self, plan: Plan, server: Server, names: Iterable[str], sizes: Mapping[str, int]) -> None:
         self._plan, self._server, self._coming = plan, server, sorted(names, reverse=True)
+        self._sizes = sizes
         self._arrived: dict[str, Update] = {}
-        self._folded: list[Update] = []
+        self._folded: list[tuple[str, Update]] = []
         self._mean = Mean() if plan.method.aggregate is average and plan.sent else None
 
     def add(self, name: str, update: Update) -> None:
         """Take the upload of one client."""
         self._arrived[name] = update
         while self._coming and self._coming[-1] in self._arrived:
-            self._fold(self._arrived.pop(self._coming.pop()))
+            self._fold(self._coming.pop())
 
-    def _fold(self, update: Update) -> None:
+    def _fold(self, name: str) -> None:
+        update = self._arrived.pop(name)
         if self._mean:
-            self._mean.add(update.shared, self._weight(update))
+            self._mean.add(update.shared, self._plan.method.weigh(update.weight))
             update = replace(update, shared={})
-        self._folded.append(update)
+        self._folded.append((name, update))
 
-    def close(self, population: int) -> Server:
-        """The server after the round, of the uploads that came; ``population``: how many clients train in all."""
+    def close(self) -> Server:
+        """The server after the round, of the uploads that came."""
         for name in sorted(self._arrived):  # those behind one that did not come
-            self._fold(self._arrived.pop(name))
-        plan, server, ordered = self._plan, self._server, self._folded
-        raw = [self._weight(update) for update in ordered]
-        weights = [weight / sum(raw) for weight in raw]
+            self._fold(name)
+        plan, server, ordered = self._plan, self._server, [update for _, update in self._folded]
+        raw = [plan.method.weigh(update.weight) for update in ordered]
+        sizes = [plan.method.weigh(self._sizes[name]) for name, _ in self._folded]
+        everyone = sum(map(plan.method.weigh, self._sizes.values()))
         memory: State = {}
         for index, rule in enumerate(plan.method.rules):
             prefix = plan.rule_memory(index)
             uploads = [under(prefix, update.memory) for update in ordered]
-            memory |= prefixed(prefix, rule.fold(under(prefix, server.memory), uploads, weights, population))
+            shares = [size / everyone for size in sizes]
+            memory |= prefixed(prefix, rule.fold(under(prefix, server.memory), uploads, shares))
         trained = plan.trained & plan.sent
         if self._mean:
             shared = self._mean.result()
         else:
             uploaded = Uploads(
                 states=[update.shared for update in ordered],
-                weights=weights,
+                weights=[weight / sum(raw) for weight in raw],
+                sizes=sizes,
                 steps=[update.steps for update in ordered],
                 previous=server.shared,
                 trained=trained,
                 loaded=plan.loaded,
                 fixed=plan.fixed(server.round),
                 seed=plan.seed,
+                method=plan.method.text,
                 round=server.round,
             )
             shared = plan.method.aggregate(uploaded)
@@ -72,13 +79,10 @@ class Folding:
             shared |= stepped
         return Server(round=server.round + 1, shared=shared, memory=memory, optimizer=optimizer)
 
-    def _weight(self, update: Update) -> float:
-        return update.weight if self._plan.method.weighting == "samples" else 1.0
 
-
-def server_round(plan: Plan, server: Server, updates: Mapping[str, Update], population: int) -> Server:
+def server_round(plan: Plan, server: Server, updates: Mapping[str, Update], sizes: Mapping[str, int]) -> Server:
     """:class:`Folding` of uploads that have all come, by client name."""
-    folding = Folding(plan, server, updates)
+    folding = Folding(plan, server, updates, sizes)
     for name, update in updates.items():
         folding.add(name, update)
-    return folding.close(population)
+    return folding.close()

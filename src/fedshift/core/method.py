@@ -78,6 +78,10 @@ class Method:
             + "".join(f", {name} {value}" for name, value in parts.items() if value)
         )
 
+    def weigh(self, samples: float) -> float:
+        """The weight of a client that counts for ``samples`` samples, relative to those of others."""
+        return float(samples) if self.weighting == "samples" else 1.0
+
     def titled(self, function: Callable[..., Method], **arguments: Any) -> str:
         """Name of the method ``function(self, **arguments)``: ``fedbn`` on FedAvg, else ``fedbn+fedprox(mu=0.1)``.
 

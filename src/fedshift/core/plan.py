@@ -151,13 +151,31 @@ class Plan:
         if sum(type(other) is type(rule) for other in self.method.rules) > 1:
             raise UsageError(f"method {self.method.name!r} has {rule.origin} twice: leave one of the two out")
 
-    def require_plain_path(self, what: str) -> None:
-        """Raise :class:`UsageError` unless each local step moves every parameter along its gradient."""
-        if not isinstance(self.optimizer, SGD) or self.optimizer.momentum:
-            raise UsageError(
-                f"{what} holds for SGD without momentum, not for {self.optimizer}: use sgd with "
-                "momentum=0, or another method"
+    def require_entries_alone(self, why: str) -> None:
+        """Raise :class:`UsageError` where clients send a rule's memory, too, which the server adds up unseen.
+
+        ``why``: what the method does with entries and not with that memory, as the end of a sentence.
+        """
+        for rule in self.method.rules:
+            if type(rule).fold is not Rule.fold:
+                raise UsageError(
+                    f"method {self.method.name!r}: {rule.origin} sends more than the entries that {why}: leave one of "
+                    "the two out"
+                )
+
+    def require_plain_path(self, what: str, *, momentum: bool = False) -> None:
+        """Raise :class:`UsageError` unless each local step moves every parameter along its gradient.
+
+        ``momentum``: whether along those of the round's earlier steps, too.
+        """
+        optimizer = self.optimizer
+        if not isinstance(optimizer, SGD) or (optimizer.momentum and (optimizer.keep or not momentum)):
+            which, fix = (
+                ("SGD whose momentum starts anew each round", "sgd, and momentum that is not kept")
+                if momentum
+                else ("SGD without momentum", "sgd with momentum=0")
             )
+            raise UsageError(f"{what} holds for {which}, not for {optimizer}: use {fix}, or another method")
         for rule in self.method.rules:
             if type(rule).start is not Rule.start or type(rule).active is not Rule.active:
                 raise UsageError(

@@ -103,6 +103,8 @@ def prepare(
         norm_statistics.names(found)
         plan = replace(plan, freeze_from=method.freeze.rounds(rounds))
     _check(plan)
+    if bind := getattr(method.aggregate, "bind", None):
+        plan = replace(plan, method=replace(plan.method, aggregate=bind(plan)))
     plan = replace(plan, smallest_batch=_smallest_batch(plan, sample)) if sample is not None else plan
     if plan.work.batch_size is not None and plan.work.batch_size < plan.smallest_batch:
         raise UsageError(

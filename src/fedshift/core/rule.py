@@ -6,7 +6,7 @@ before made of a value, and each has memories and entries of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
 
@@ -110,6 +110,14 @@ class Rule:
         """After local work: the client's new memory, and what it uploads beside its entries."""
         return local.memory, {}
 
-    def fold(self, memory: State, uploads: Sequence[State], weights: Sequence[float], population: int) -> State:
-        """The server's new memory from the clients' uploads (in client order, weights that sum to one)."""
+    def fold(self, memory: State, uploads: Sequence[State], shares: Sequence[float]) -> State:
+        """The server's new memory from the clients' uploads, in client order.
+
+        ``shares``: each uploading client's share of the weight of all clients that train, by the method's weighting.
+        They sum to one where all take part, and to less where some do not.
+        """
         return memory
+
+    def notices(self, plan: Plan) -> Iterator[str]:
+        """What users should know of the rule on ``plan`` before it runs, a sentence each."""
+        yield from ()

@@ -37,6 +37,19 @@ class ServerOptimizer(ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Scaled(ServerOptimizer):
+    """``x = x + lr delta``: the aggregated change made longer or shorter."""
+
+    @override
+    def init(self, params: State) -> State:
+        return {}
+
+    @override
+    def step(self, params: State, delta: State, state: State) -> tuple[State, State]:
+        return {name: param + self.lr * delta[name] for name, param in params.items()}, state
+
+
+@dataclass(frozen=True, kw_only=True)
 class Momentum(ServerOptimizer):
     """``v = beta v + delta; x = x + lr v``, which is ``torch.optim.SGD`` with momentum on the gradient ``-delta``."""
 

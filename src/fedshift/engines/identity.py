@@ -58,7 +58,7 @@ class Identity(Engine):
                     y.append(data.y[index])
             sizes = [len(labels) for labels in y]
             together = torch.cat(x)
-        raw = [float(size) for size in sizes] if plan.method.weighting == "samples" else [1.0] * len(sizes)
+        raw = [plan.method.weigh(size) for size in sizes]
         weights = torch.tensor(raw, dtype=torch.float64) / sum(raw)
         job = begin(plan, next(iter(clients.values())), server, planned=1)
         with part("forward and backward"):

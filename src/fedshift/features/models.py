@@ -87,8 +87,8 @@ def models_of(trial: Trial, clients: Sequence[str]) -> Models:
 def _server_model(trial: Trial) -> State:
     """What the server of ``trial`` holds, made a whole model as ``unseen="average"`` does.
 
-    Where it holds a part only (FedBN), the clients' own entries are averaged by samples, of which a real server has no
-    sight.
+    Where it holds a part only (FedBN), the clients' own entries are averaged by the method's weighting, of which a
+    real server has no sight.
     """
     client = trial.data.clients[0]  # whose data are not looked at
     made = trial.newcomers.state("average", client.name, client.train)

@@ -143,7 +143,7 @@ class MethodStrategy(Strategy):
             )  # fmt: skip
             return to_record(self.server.shared), None
         updates: dict[str, Update] = {str(node): update for node, (update, _) in taken.items()}
-        after = folded(self.plan, self.server, updates, len(updates))
+        after = folded(self.plan, self.server, updates, {node: int(update.weight) for node, update in updates.items()})
         try:
             check_state(after.shared, self.server.shared, "the server's model")
         except Refused as error:

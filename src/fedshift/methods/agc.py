@@ -6,6 +6,7 @@ gradient of an output unit i is scaled to clip * max(||W_i||, 1e-3) where it is 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Self
 
@@ -16,11 +17,17 @@ from typing_extensions import override
 from ..base.errors import UsageError
 from ..base.state import State
 from ..core.method import Method
+from ..core.plan import Plan
 from ..core.rule import Local, Rule
 from ..core.select import Entry, last
 from .fedavg import fedavg
 
 EPS = 1e-3
+"""The least norm of weights that equation 4 takes for a unit."""
+SMALL_BATCH = 4
+"""Batches of so many samples, or fewer, are not clipped in FedWon's experiments (appendix A.3)."""
+NAMED = 3
+"""Entries that a notice names."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +42,24 @@ class Clipping(Rule):
     def bind(self, entries: tuple[Entry, ...]) -> Self:
         left_out = frozenset() if self.classifier else last(1).names(entries)
         return replace(self, names=frozenset(entry.name for entry in entries) - left_out)
+
+    @override
+    def notices(self, plan: Plan) -> Iterator[str]:
+        size, name = plan.work.batch_size, plan.method.name
+        if size is not None and size <= SMALL_BATCH:
+            yield (
+                f"{name} clips gradients of batches of {size}, where FedWon's authors leave clipping out (batches of "
+                f"{SMALL_BATCH} or fewer): fedwon(agc=None) does, as do methods without agc"
+            )
+        clipped = sorted(plan.trained & self.names)
+        pinned = [entry for entry in clipped if not plan.initial[entry].any()]
+        if pinned:
+            more = f" and {len(pinned) - NAMED} more" if len(pinned) > NAMED else ""
+            yield (
+                f"{name} clips the gradients of {', '.join(pinned[:NAMED])}{more}, which start at zero, to a norm of "
+                f"{self.clip * EPS:.3g} (clip * {EPS:g}) each until their own norm is above {EPS:g}: they hardly move "
+                "in a short run"
+            )
 
     @override
     def grads(self, grads: State, params: State, local: Local) -> State:

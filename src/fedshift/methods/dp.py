@@ -5,6 +5,9 @@ Of the changes d_k that a round's m clients send, over all entries together, the
 (1/m) (sum_k d_k min(1, C / |d_k|) + N(0, (z C)^2)). Clients count equally and counters, which are integers, stay what
 they are on the server, since both would tell how many samples a client has. A running variance that the noise makes
 negative stays as it was before the round.
+
+The promise holds for noise that nobody can draw again (``secret=True``). Otherwise noise is a function of seed, method,
+round and entry, all of which a run directory holds: that is for experiments that can be repeated, and hides nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +26,6 @@ from ..base.streams import stream
 from ..core.aggregate import Mean, Uploads, as_dtype
 from ..core.method import Method
 from ..core.plan import Plan
-from ..core.rule import Rule
 from ..core.select import norm_layers
 from .fedavg import fedavg
 
@@ -32,7 +34,8 @@ from .fedavg import fedavg
 class Private:
     """The mean of changes of norm ``clip`` at most, with noise of ``noise`` times that norm on their sum.
 
-    ``delta``: for which epsilon is accounted. ``secret``: noise by the operating system in place of the trial's seed.
+    ``delta``: for which epsilon is accounted. ``secret``: noise by the operating system in place of what follows from
+    the trial's seed and method.
     """
 
     clip: float
@@ -69,12 +72,7 @@ class Private:
 
     def check(self, plan: Plan, clients: int) -> None:
         """Refuse what noise does not hide, and buffers that noise would spoil."""
-        for rule in plan.method.rules:
-            if type(rule).fold is not Rule.fold:
-                raise UsageError(
-                    f"method {plan.method.name!r}: {rule.origin} sends more than the entries that dp clips, which "
-                    "noise does not hide: leave one of the two out"
-                )
+        plan.require_entries_alone("dp clips, which noise does not hide")
         for entry in plan.entries:
             sent = entry.name in plan.sent and plan.initial[entry.name].is_floating_point()
             if sent and entry.is_buffer and not norm_layers(entry):
@@ -91,7 +89,8 @@ class Private:
             bits = np.frombuffer(os.urandom(8 * shape.numel()), np.uint64) >> 12  # 52: k + 1/2 is exact
             drawn: Tensor = torch.special.ndtri(torch.from_numpy((bits + 0.5) / 2**52))
         else:
-            drawn = torch.from_numpy(stream(uploads.seed, "dp", uploads.round, name).standard_normal(shape.numel()))
+            draws = stream(uploads.seed, "dp", uploads.method, uploads.round, name)
+            drawn = torch.from_numpy(draws.standard_normal(shape.numel()))
         return drawn.reshape(shape)
 
 
@@ -111,8 +110,8 @@ def dp(
 ) -> Method:
     """``base`` (FedAvg) with clipped changes and noise of standard deviation ``noise * clip`` on their sum.
 
-    ``delta``: for which epsilon is printed. ``secret``: noise by the operating system, which nobody can draw again, in
-    place of the seed.
+    ``delta``: for which epsilon is printed. ``secret``: noise by the operating system, which nobody can draw again.
+    Only then does epsilon hold; without it, whoever has the run directory can subtract the noise.
     """
     base = base or fedavg()
     name = base.titled(dp, clip=clip, noise=noise, delta=delta, secret=secret)

@@ -1,17 +1,23 @@
-"""FedNova: each client's change is divided by its number of local steps, so that more steps weigh no more.
+"""FedNova: each client's change is divided by the length of its path, so that more local work weighs no more.
 
-Wang et al. 2020, arXiv:2007.07481, equation 6 for plain SGD: w + tau sum_i p_i (w_i - w) / tau_i, where client i took
-tau_i local steps and tau = sum_i p_i tau_i. Entries that clients do not train, or do not load, are averaged.
+Wang et al. 2020, arXiv:2007.07481. Client i's change after tau_i steps is -lr G_i a_i: its gradients, one a column of
+G_i, each as often as its optimizer takes it. The server moves by tau_eff sum_i p_i (w_i - w) / |a_i|_1 (equation 6),
+tau_eff = sum_i p_i |a_i|_1, where p_i is the client's share of the training samples. |a_i|_1 is tau_i for plain SGD,
+(tau_i - rho (1 - rho^tau_i) / (1 - rho)) / (1 - rho) with momentum rho, and (1 - (1 - lr mu)^tau_i) / (lr mu) with a
+proximal term mu (section 4). Entries that clients do not train, or do not load, are averaged.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Self, cast
 
 from ..base.errors import UsageError
 from ..base.state import State
 from ..core.aggregate import Uploads, as_dtype, average, stacked
 from ..core.method import Method
+from ..core.optimizer import SGD
 from ..core.plan import Plan
 from .fedavg import fedavg
 from .fedprox import Proximal
@@ -19,37 +25,63 @@ from .fedprox import Proximal
 
 @dataclass(frozen=True)
 class Normalized:
-    """The aggregation of FedNova."""
+    """The aggregation of FedNova, for steps of ``optimizer`` under a proximal term of strength ``mu``."""
 
-    def __call__(self, uploads: Uploads) -> State:
-        """The server's entries after the round."""
-        folded = average(uploads)
-        tau = sum(weight * steps for weight, steps in zip(uploads.weights, uploads.steps, strict=True))
-        for name in sorted(uploads.trained & uploads.loaded):
-            before = uploads.previous[name].double()
-            pairs = zip(uploads.weights, uploads.steps, stacked(uploads.states, name), strict=True)
-            folded[name] = as_dtype(
-                before + tau * sum(weight / steps * (after - before) for weight, steps, after in pairs),
-                uploads.previous[name].dtype,
-            )
-        return folded
+    optimizer: SGD = field(default_factory=lambda: SGD(lr=0.0), repr=False)
+    mu: float = field(default=0.0, repr=False)
 
-    def check(self, plan: Plan, clients: int) -> None:
-        """Refuse local work that is not plain steps of all parameters, or where there is nothing to normalize."""
-        plan.require_plain_path("FedNova's normalization by the number of steps")
-        if any(isinstance(rule, Proximal) for rule in plan.method.rules):
+    def bind(self, plan: Plan) -> Self:
+        """The aggregation for the local steps of ``plan``.
+
+        Refuses local work whose change is not a known sum of gradients, or where there is nothing to normalize.
+        """
+        plan.require_plain_path("FedNova's normalization by the number of steps", momentum=True)
+        optimizer = cast("SGD", plan.optimizer)
+        mu = sum(rule.mu for rule in plan.method.rules if isinstance(rule, Proximal))
+        if optimizer.lr * mu >= 1:
             raise UsageError(
-                f"method {plan.method.name!r}: FedNova's normalization by the number of steps does not hold under "
-                "FedProx, whose later steps undo earlier ones: leave one of the two out"
+                f"method {plan.method.name!r}: FedNova's normalization holds where no step overshoots the proximal "
+                f"term, lr * mu < 1, not for lr={optimizer.lr:g} and mu={mu:g}: lower one of the two"
             )
         if plan.method.work.get("batches") == 1:
             raise UsageError(
                 f"method {plan.method.name!r}: FedNova makes up for different numbers of local steps, but every client "
                 "takes one: leave it out"
             )
+        return replace(self, optimizer=optimizer, mu=mu)
+
+    def __call__(self, uploads: Uploads) -> State:
+        """The server's entries after the round."""
+        folded = average(uploads)
+        shares = [size / sum(uploads.sizes) for size in uploads.sizes]
+        sgd, pull = self.optimizer, self.optimizer.rate(uploads.round) * self.mu
+        lengths = [path_length(steps, sgd.momentum, sgd.nesterov, pull) for steps in uploads.steps]
+        effective = sum(share * length for share, length in zip(shares, lengths, strict=True))
+        for name in sorted(uploads.trained & uploads.loaded):
+            before = uploads.previous[name].double()
+            parts = zip(shares, lengths, stacked(uploads.states, name), strict=True)
+            folded[name] = as_dtype(
+                before + effective * sum(share / length * (after - before) for share, length, after in parts),
+                uploads.previous[name].dtype,
+            )
+        return folded
+
+
+@lru_cache(maxsize=4096)
+def path_length(steps: int, momentum: float, nesterov: bool, pull: float) -> float:
+    """How far ``steps`` steps of SGD go along a gradient that is 1 everywhere, over the learning rate.
+
+    ``pull``: learning rate times the strength of the proximal term.
+    """
+    gone = velocity = 0.0
+    for _ in range(steps):
+        gradient = 1.0 - pull * gone
+        velocity = momentum * velocity + gradient
+        gone += gradient + momentum * velocity if nesterov else velocity
+    return gone
 
 
 def fednova(base: Method | None = None) -> Method:
-    """``base`` (FedAvg) with normalized averaging; needs SGD without momentum."""
+    """``base`` (FedAvg) with normalized averaging; needs SGD, whose momentum may be local to a round."""
     base = base or fedavg()
     return base.folding(base.titled(fednova), Normalized())

@@ -54,7 +54,8 @@ class GeometricMedian(Robust):
             moved, share = float((after - share).abs().max()), after
             if moved < TOLERANCE:
                 break
-        return weighted_mean(uploads.states, share.tolist())
+        order = sorted(range(len(share)), key=lambda client: client != center)  # sums of deviations from a sane upload
+        return weighted_mean([uploads.states[client] for client in order], share[order].tolist())
 
 
 def geometric_median(base: Method | None = None, *, steps: int = 10_000, nu: float = 1e-6) -> Method:

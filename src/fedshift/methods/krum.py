@@ -19,7 +19,7 @@ from .fedavg import fedavg
 class Krum(Robust):
     """The mean of the ``chosen`` uploads of least score, where ``faulty`` clients may be arbitrary.
 
-    ``chosen=None`` takes as many as the paper's bound n - m > 2 f + 2 allows, 1 at least.
+    ``chosen=None`` takes n - f - 2 of n clients, as many as a score sums over.
     """
 
     faulty: int
@@ -34,7 +34,7 @@ class Krum(Robust):
         """The server's entries after the round."""
         clients = len(uploads.states)
         near = squared_distances(uploads).sort(dim=1).values[:, 1 : clients - self.faulty - 1]  # the first is itself
-        chosen = self.chosen or max(1, clients - 2 * self.faulty - 3)
+        chosen = self.chosen or clients - self.faulty - 2
         best = sorted(near.sum(dim=1).argsort(stable=True)[:chosen].tolist())
         states = [uploads.states[index] for index in best]
         return clone(states[0]) if len(states) == 1 else weighted_mean(states, [1 / len(states)] * len(states))

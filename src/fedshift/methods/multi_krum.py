@@ -1,6 +1,8 @@
 """Multi-Krum: the mean of the several clients whose uploads lie nearest to those of most others.
 
-Blanchard et al. 2017, arXiv:1703.02757, section 5. Scores as in ``krum``; the chosen clients count equally.
+Blanchard et al. 2017, arXiv:1703.02757, section 5. Scores as in ``krum``; the chosen clients count equally. The paper
+leaves their number m open; its guarantee asks for m < n - 2 f - 2. Libraries take n - f - 2 or n - f; the default here
+is n - f - 2.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from .krum import Krum
 def multi_krum(base: Method | None = None, *, faulty: int = 0, chosen: int | None = None) -> Method:
     """``base`` (FedAvg) with the mean of the ``chosen`` clients of least score, ``faulty`` of all being arbitrary.
 
-    Without ``chosen``, all but 2 faulty + 3 of the clients of a round, and 1 at least.
+    Without ``chosen``, all but faulty + 2 of the clients of a round.
     """
     base = base or fedavg()
     return base.folding(base.titled(multi_krum, faulty=faulty, chosen=chosen), Krum(faulty, chosen))

@@ -1,9 +1,12 @@
 """SCAFFOLD: control variates take out of each local step the client's drift from the federation's direction.
 
 Karimireddy et al. 2020, arXiv:1910.06378, Algorithm 1 with option II: a local step follows g - c_i + c; afterwards
-c_i+ = c_i - c + (x - y_i) / (K * lr), and the server adds the sum of the changes over N to c. Server step size 1. The
-formula for c_i+ reads the mean gradient off the path, so it holds for plain SGD. It runs over the entries that the
-client loaded: an entry kept on the client has no common direction.
+c_i+ = c_i - c + (x - y_i) / (K * lr), and the server steps by x + eta_g sum_i w_i (y_i - x) and c + sum_i p_i (c_i+ -
+c_i). Algorithm 1 counts clients equally: that is ``weighting="uniform"``, p_i = 1/N for all N clients. Otherwise p_i is
+client i's share of all training samples, so that c = sum_i p_i c_i is the gradient of the objective sum_i p_i f_i that
+averaging by samples minimizes, whoever takes part. The formula for c_i+ reads the mean gradient off the path, so it
+holds for plain SGD. It runs over the entries that the client loaded: an entry kept on the client has no common
+direction.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from ..base.state import State
 from ..core.method import Method
 from ..core.plan import Plan
 from ..core.rule import Local, Rule
+from ..core.server import Scaled
 from .fedavg import fedavg
 
 
@@ -57,12 +61,20 @@ class ControlVariates(Rule):
         return {name: c + change[name] if name in change else c for name, c in local.memory.items()}, change
 
     @override
-    def fold(self, memory: State, uploads: Sequence[State], weights: Sequence[float], population: int) -> State:
-        changes = {name: torch.stack([upload[name].double() for upload in uploads]).sum(0) for name in memory}
-        return {name: (c.double() + changes[name] / population).to(c.dtype) for name, c in memory.items()}
+    def fold(self, memory: State, uploads: Sequence[State], shares: Sequence[float]) -> State:
+        after = {name: c.double() for name, c in memory.items()}
+        for upload, share in zip(uploads, shares, strict=True):
+            after = {name: c + share * upload[name].double() for name, c in after.items()}
+        return {name: c.to(memory[name].dtype) for name, c in after.items()}
 
 
-def scaffold(base: Method | None = None) -> Method:
-    """``base`` (FedAvg) with control variates; needs clients that keep state, and SGD without momentum."""
+def scaffold(base: Method | None = None, *, server_lr: float = 1.0) -> Method:
+    """``base`` (FedAvg) with control variates; needs clients that keep state, and SGD without momentum.
+
+    ``server_lr``: the server's step size eta_g along the mean change of the models; other than 1 it takes the place of
+    a server optimizer.
+    """
     base = base or fedavg()
-    return replace(base, name=base.titled(scaffold), rules=(*base.rules, ControlVariates()))
+    name = base.titled(scaffold, server_lr=float(server_lr))
+    stepped = base if server_lr == 1 else base.stepping(name, Scaled(lr=float(server_lr)))
+    return replace(stepped, name=name, rules=(*base.rules, ControlVariates()))

@@ -82,9 +82,9 @@ def moves(plan: Plan) -> Moves:
 
     def visit() -> None:
         _, update = finish(plan, begin(plan, client, server, planned=1))
-        folding = Folding(plan, server, ("client",))
+        folding = Folding(plan, server, ("client",), {"client": 1})
         folding.add("client", replace(update, weight=1.0))
-        folding.close(1)
+        folding.close()
 
     with TemporaryDirectory() as folder, freed_memory_kept():
         state = prefixed("server", plan.initial)
