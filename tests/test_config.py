@@ -21,7 +21,7 @@ OTHER = {
     "schedule": "step(every=3, gamma=0.5)", "keep_optimizer": True, "participation": 0.5, "seeds": 3, "first_seed": 5,
     "agc": 0.64, "agc_skip_classifier": True, "newcomers": "cleo", "unseen": "average",
     "engine": "other", "workers": 3, "precision": "bfloat16", "device": "cuda:1", "threads": 3,
-    "evaluate_every": 2, "select": "best", "reach": 0.9,
+    "evaluate_every": 2, "moments": "loaded,trained", "select": "best", "reach": 0.9,
 }  # fmt: skip
 """A value for every setting that both commands have, other than its default."""
 RUN = {**OTHER, "method": 'fedbn+fedprox(mu=0.1), "x"'}

@@ -2,10 +2,13 @@
 
 import json
 import math
+import threading
 from collections import Counter
+from itertools import product
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from torch import nn
@@ -14,8 +17,9 @@ from fedshift.base.errors import FedshiftError, UsageError
 from fedshift.checkpoint import load_checkpoint
 from fedshift.engines.engine import Diverged
 from fedshift.engines.sequential import step_
+from fedshift.methods.fedsmb import fedsmb
 from fedshift.records import COLUMNS, read_rows
-from fedshift.report.tables import reported_rounds
+from fedshift.report.tables import reported_rounds, seed_table
 from fedshift.study import read_study
 
 
@@ -148,6 +152,64 @@ def test_records_have_the_columns_and_counts_they_promise(make, tmp_path):
     trained = study.rows[study.rows["moment"] == "trained"]
     assert Counter(trained["round"]) == dict.fromkeys(range(1, 6), 2 * (3 + 3 + 1))
     assert set(trained[trained["method"] == "centralized"]["client"]) == {"pooled"}
+
+
+TRAINED = {"moments": "loaded,trained"}
+
+
+def test_models_after_local_work_are_measured_where_asked_for_and_change_nothing_else(make, tmp_path):
+    asked = {"methods": "fedavg,fedbn,ditto,single,centralized", "rounds": 4, "evaluate_every": 2, "validation": 0.3}
+    asked |= {"select": "best", "newcomers": "cid", "lr": 0.1}
+    for name, more in (("plain", {}), ("both", TRAINED)):
+        make(**asked, **more).run(tmp_path / name)
+    plain, both = (read_study(tmp_path / name) for name in ("plain", "both"))
+    after = (both.rows["moment"] == "trained") & (both.rows["split"] != "train")
+    pd.testing.assert_frame_equal(both.rows[~after].reset_index(drop=True), plain.rows)
+    assert reported_rounds(both).equals(reported_rounds(plain))
+    pd.testing.assert_frame_equal(seed_table(both), seed_table(plain))
+    found = both.rows[after].set_index(["method", "round", "client", "split"])
+    assert set(found["model"]) == {"personal"}
+    clients = ("ann", "bob")  # newcomers do no work
+    assert set(found.index) == set(product(both.methods, (2, 4), clients, ("test", "validation")))
+    loaded = both.rows[(both.rows["moment"] == "loaded") & (both.rows["model"] == "personal")]
+    loaded = loaded.set_index(["method", "round", "client", "split"]).loc[found.index, "loss_sum"]
+    moved = (found["loss_sum"] - loaded).abs().groupby("method").max()
+    assert (moved[["ditto", "single"]] == 0).all()  # what these clients use is not aggregated
+    assert moved["centralized"] < 1e-3 < moved[["fedavg", "fedbn"]].min()
+    best = [load_checkpoint(tmp_path / name / "trials/fedbn-seed0/best.safetensors")[1] for name in ("plain", "both")]
+    assert best[0] == best[1]
+
+
+def test_a_resumed_run_measures_after_local_work_as_an_uninterrupted_one(make, tmp_path, assert_same, Listener):
+    asked = {"method": "fedbn", "evaluate_every": 1, "participation": 2, **TRAINED}
+    make(**asked).run(tmp_path / "whole")
+    stop = threading.Event()
+    assert not make(**asked).run(tmp_path / "cut", observer=Listener(lambda done: stop.set()), stop=stop)
+    make(**asked).run(tmp_path / "cut", resume=True)
+    assert_same(tmp_path / "whole", tmp_path / "cut")
+    rows = [row for row in rows_of(tmp_path / "whole", "fedbn-seed0") if row["split"] == "test"]
+    assert [row["round"] for row in rows if row["moment"] == "trained"] == [1, 1, 2, 2, 3, 3]
+
+
+def test_auto_takes_an_engine_that_knows_clients_apart_where_they_are_measured(make, tmp_path):
+    one_step = {"method": "fedsmb", "batches": 1, "rounds": 1, "model": "fnn2"}
+    chosen = [make(**one_step, **more)._trial(fedsmb(), 0).chosen.engine for more in ({}, TRAINED)]
+    assert chosen == ["identity", "sequential"]
+    with pytest.raises(UsageError, match=r"moments='trained' measures .* the identity engine never computes: use the"):
+        make(**one_step, **TRAINED, engine="identity").run(tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("moments", "said"),
+    [
+        ("trained", "moments=trained: tables report models just after aggregation: give loaded as well"),
+        ("loaded,train", "unknown moment 'train'"),
+    ],
+)
+def test_unknown_moments_are_refused(make, moments, said):
+    with pytest.raises(UsageError, match=said):
+        make(moments=moments)
 
 
 def test_methods_of_one_seed_start_from_the_same_weights_and_seeds_do_not(make):

@@ -11,6 +11,8 @@ from fedshift.config import CompareSpec
 from fedshift.progress import LiveDisplay, PlainLines, _clock
 from fedshift.trial import RoundDone
 
+TESTED = {"split": "test", "model": "personal", "moment": "loaded"}
+
 
 @pytest.fixture
 def experiment(tiny_folder):
@@ -59,7 +61,7 @@ def test_the_accuracy_shown_is_the_macro_accuracy_of_the_personal_models(experim
 
 @pytest.mark.parametrize(("metric", "said"), [("balanced_accuracy", "balanced accuracy 75.00"), ("auc", "AUC 90.00")])
 def test_the_metric_of_the_tables_is_shown_of_the_clients_that_define_it(metric, said):
-    row = {"split": "test", "model": "personal", "samples": 4, "hits": [3, 0], "support": [3, 1], "auc": 0.9}
+    row = {**TESTED, "samples": 4, "hits": [3, 0], "support": [3, 1], "auc": 0.9}
     rows = [{**row, "client": "a"}, {**row, "client": "b", "hits": [2, 2], "support": [2, 2], "auc": None}]
     console, screen = Console(file=io.StringIO(), width=200), terminal()
     with LiveDisplay(screen) as display:
@@ -80,8 +82,11 @@ def test_names_are_shown_as_they_are(tmp_path):
     lines.begin(["m"], [0], 1, ["[red]"], "accuracy")
     lines.trial("[bold]m", 0, 0)
     lines.client("[red]", 0.5)
-    row = {"client": "[red]", "split": "test", "model": "personal", "hits": [1, 0], "support": [1, 1], "samples": 2}
-    others = [{**row, "model": "global", "hits": [2, 0]}, {**row, "split": "validation", "hits": [0, 0]}]
+    row = {"client": "[red]", **TESTED, "hits": [1, 0], "support": [1, 1], "samples": 2}
+    others = [
+        {**row, "model": "global", "hits": [2, 0]}, {**row, "split": "validation", "hits": [0, 0]},
+        {**row, "moment": "trained", "hits": [0, 0]},
+    ]  # fmt: skip
     lines.round(RoundDone(round=1, participants=("[red]",), down=0, up=0, seconds=0.1, rows=[row, *others]))
     lines.notice("[link]x")
     assert "[bold]m seed 0 round 1/1: loss 0.5000, accuracy 50.00 % ([red] 50.0), 0:00 left" in console.file.getvalue()
@@ -96,7 +101,12 @@ def test_a_round_in_which_nobody_has_a_model_yet_is_a_line_too():
     lines.client("a", 0.5)
     lines.round(
         RoundDone(
-            round=1, participants=("a",), down=0, up=0, seconds=0.1, rows=[{"split": "train", "model": "personal"}]
+            round=1,
+            participants=("a",),
+            down=0,
+            up=0,
+            seconds=0.1,
+            rows=[{**TESTED, "split": "train", "moment": "trained"}],
         )
     )
     assert console.file.getvalue() == ""
@@ -110,7 +120,7 @@ def test_of_many_clients_a_line_says_the_mean_and_the_worst():
     lines.trial("m", 0, 0)
     for name in names:
         lines.client(name, 0.5)
-    tested = {"split": "test", "model": "personal", "samples": 4, "support": [2, 2]}
+    tested = {**TESTED, "samples": 4, "support": [2, 2]}
     rows = [{**tested, "client": name, "hits": [2, 1 if number == 7 else 2]} for number, name in enumerate(names)]
     lines.round(RoundDone(round=1, participants=tuple(names), down=0, up=0, seconds=0.1, rows=rows))
     assert console.file.getvalue() == (

@@ -31,7 +31,7 @@ from .adaptation.policies import chosen
 from .adaptation.site import prepared
 from .adaptation.tables import over_seeds, seed_table
 from .base.errors import FedshiftError, UsageError
-from .build import model_of
+from .build import model_of, moments_of
 from .core.loss import Loss, parse_loss
 from .core.method import Method
 from .core.optimizer import SGD, Optimizer
@@ -71,13 +71,14 @@ class Comparison:
         metric: str | None = None,
         model: Literal["personal", "global"] = "personal",
         split: Literal["test", "validation"] = "test",
+        moment: Literal["loaded", "trained"] = "loaded",
     ) -> pd.DataFrame:
         """Clients and their aggregates against methods, mean and std over seeds, at the reported round.
 
-        ``metric`` defaults to the comparison's own.
+        ``metric`` defaults to the comparison's own; ``moment="trained"`` is there with ``moments="loaded,trained"``.
         Choose learning rates and methods by ``split="validation"``, which is there where some data were held out.
         """
-        return accuracy_table(self.study, metric, model, split)
+        return accuracy_table(self.study, metric, model, split, moment)
 
     def differences(self, baseline: str | None = None) -> pd.DataFrame:
         """Macro metric of each method minus the baseline's (FedAvg, else the first), paired over seeds."""
@@ -162,6 +163,7 @@ def compare(
     optimizer: Optimizer | None = None,
     participation: int | float | None = None,
     evaluate_every: int | None = None,
+    moments: str | Sequence[str] = "loaded",
     loss: str | Loss = "cross_entropy",
     augment: str | Augmentation | None = None,
     select: Literal["last", "best"] = "last",
@@ -194,6 +196,8 @@ def compare(
         optimizer: for example ``SGD(lr=0.01, momentum=0.9)`` or ``AdamW(lr=1e-3)``.
         participation: clients in a round, a number or a fraction; None: all.
         evaluate_every: rounds between evaluations; None: about ten in all. The last round is always evaluated.
+        moments: when clients' models are measured in an evaluated round: ``"loaded"``, just after aggregation, or
+            ``"loaded,trained"``, just after local work as well.
         loss: what is trained on, an expression such as ``"focal(gamma=2.0, weights='balanced')"`` or its value.
         augment: what is done to training images, an expression such as ``"flip(), rotate(degrees=30)"`` or its value.
         select: the reported round, ``last`` or ``best`` (on validation data, see ``Federation.hold_out``).
@@ -232,6 +236,7 @@ def compare(
             optimizer=optimizer or SGD(lr=lr),
             participation=participation,
             evaluate_every=evaluate_every,
+            moments=moments_of(moments),
             loss=parse_loss(loss) if isinstance(loss, str) else loss,
             augment=parse(augment) if isinstance(augment, str) else augment,
             select=select,

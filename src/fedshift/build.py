@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -95,6 +95,7 @@ def settings_of(spec: Spec, names: tuple[str, ...]) -> Settings:
         optimizer=_optimizer(spec),
         participation=share if share is None or share < 1 else int(share),
         evaluate_every=spec.evaluate_every,
+        moments=moments_of(spec.moments),
         select=spec.select,
         newcomers=matching(spec.newcomers, names) if spec.newcomers else (),
         unseen=spec.unseen,
@@ -107,6 +108,11 @@ def settings_of(spec: Spec, names: tuple[str, ...]) -> Settings:
         metric=spec.metric,
         reach=spec.reach,
     )
+
+
+def moments_of(asked: str | Sequence[str]) -> tuple[str, ...]:
+    """The moments of a round that ``asked`` names, a text with commas or a sequence, each once."""
+    return tuple(dict.fromkeys(name.strip() for name in (asked.split(",") if isinstance(asked, str) else asked)))
 
 
 def seeds_of(spec: Spec) -> tuple[int, ...]:

@@ -202,6 +202,10 @@ class Spec(DataSpec):
     evaluate_every: Annotated[Positive | None, Parameter(group=MEASURING)] = None
     """Rounds between evaluations; the last is always evaluated. Without it, about ten evaluations in all."""
 
+    moments: Annotated[Names, Parameter(group=MEASURING)] = "loaded"
+    """When clients' models are measured in an evaluated round, comma-separated: loaded (just after aggregation; what
+    tables report, always) and trained (just after local work, before aggregation; shown in a further table)."""
+
     metric: Annotated[Literal["accuracy", "balanced_accuracy", "auc"], Parameter(group=MEASURING)] = "accuracy"
     """What tables report and --select best goes by: accuracy; balanced accuracy, the mean over classes; or the area
     under the ROC curve, one class against the rest. The report page has all of them."""

@@ -106,6 +106,18 @@ def _areas(score_KN: Tensor, positive_KN: Tensor) -> list[float]:
     return areas
 
 
+def evaluate_trained(
+    plan: Plan, state: State, clients: Iterable[ClientData], splits: tuple[str, ...], classes: int
+) -> list[Row]:
+    """One row for each of ``clients`` and splits of the model under ``state`` after local work (moment ``trained``)."""
+    key = {"model": "personal", "moment": "trained"}
+    return [
+        {"client": client.name, "split": split, **key, **evaluate(plan, state, client.splits[split], classes)}
+        for client in clients
+        for split in splits
+    ]
+
+
 def evaluate_clients(
     plan: Plan,
     server: Server,

@@ -241,7 +241,9 @@ class Experiment:
         """How good a round is: clients with validation rows, so that none is left out, then their macro metric."""
         if self.settings.select != "best":
             return NOTHING
-        chosen = frame(row for row in rows if (row["split"], row["model"]) == ("validation", "personal"))
+        chosen = frame(
+            row for row in rows if (row["split"], row["model"], row["moment"]) == ("validation", "personal", "loaded")
+        )
         found = measured(chosen, self.settings.metric)
         return (int(found.count()), float(found.mean())) if found.count() else NOTHING
 

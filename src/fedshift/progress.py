@@ -49,7 +49,9 @@ class _Watch(Observer):
     @override
     def round(self, done: RoundDone) -> None:
         self.number = done.round
-        tested = frame(row for row in done.rows if (row["split"], row["model"]) == ("test", "personal"))
+        tested = frame(
+            row for row in done.rows if (row["split"], row["model"], row["moment"]) == ("test", "personal", "loaded")
+        )
         defined = 100 * measured(tested.set_index("client"), self.metric).dropna()
         self.figure |= {str(client): float(value) for client, value in defined.items()}
 

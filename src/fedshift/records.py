@@ -10,7 +10,7 @@ Rows live in a data frame and, on disk, in ``metrics.jsonl`` (one JSON object a 
 | `client`   | str         | client's name |
 | `split`    | str         | `train`, `validation` or `test` |
 | `model`    | str         | `global` (what the server holds) or `personal` (what the client would use) |
-| `moment`   | str         | `loaded` (just after aggregation) or `trained` (during local work: the training loss) |
+| `moment`   | str         | `loaded` (just after aggregation) or `trained` (after local work; training loss: in it) |
 | `samples`  | int         | samples measured |
 | `loss_sum` | float       | sum of the cross-entropy over them, in nats; training loss: of what is trained on |
 | `hits`     | list of int | correctly classified samples of each true class; null in rows of training loss |
@@ -36,6 +36,9 @@ COLUMNS = (
 )  # fmt: skip
 METRICS = {"accuracy": "accuracy", "balanced_accuracy": "balanced accuracy", "auc": "AUC", "loss": "loss"}
 """Metrics, and what they are called in a sentence."""
+
+MOMENTS = ("loaded", "trained")
+"""Moments of a round at which models are measured on test and validation data."""
 
 PICTURED = 24
 """Clients of which a run keeps images, and a report has pictures of each."""

@@ -15,7 +15,7 @@ from .core.plan import Precision
 from .core.work import Work
 from .data.transforms import Augmentation
 from .engines.catalog import ENGINES
-from .records import METRICS
+from .records import METRICS, MOMENTS
 
 POLICIES = ("skip", "average", "nearest", "reestimate", "finetune")
 
@@ -25,13 +25,14 @@ class Settings:
     """What all methods of a comparison share.
 
     ``participation``: clients that take part in a round, a number, or a fraction of them (float in (0, 1]).
-    ``evaluate_every``: rounds between evaluations (the last is always evaluated); None: about ten in all. ``select``:
-    the round that tables report, ``last``, or ``best`` on validation data. ``metric``: what they report, and what best
-    goes by. ``reach``: the share of it to which rounds and bytes are reported. ``loss``: what is trained on.
-    ``augment``: what is done to training images. ``newcomers``: clients that never take part in training. ``unseen``:
-    how a client that never trained is measured by a method that keeps state on clients (see ``fedshift.newcomers``).
-    ``engine``: how clients are run (``auto`` chooses); ``workers``: processes at most where it uses some;
-    ``precision``: what layers compute in.
+    ``evaluate_every``: rounds between evaluations (the last is always evaluated); None: about ten in all. ``moments``:
+    when clients' models are measured, ``loaded`` (just after aggregation, always) and ``trained`` (just after their
+    local work, before aggregation). ``select``: the round that tables report, ``last``, or ``best`` on validation data.
+    ``metric``: what they report, and what best is chosen by. ``reach``: the share of it to which rounds and bytes are
+    reported. ``loss``: what is trained on. ``augment``: what is done to training images. ``newcomers``: clients that
+    never take part in training. ``unseen``: how a client that never trained is measured by a method that keeps state on
+    clients (see ``fedshift.newcomers``). ``engine``: how clients are run (``auto`` chooses); ``workers``: processes at
+    most where it uses some; ``precision``: what layers compute in.
     """
 
     rounds: int = 20
@@ -39,6 +40,7 @@ class Settings:
     optimizer: Optimizer = field(default_factory=lambda: SGD(lr=0.01))
     participation: int | float | None = None
     evaluate_every: int | None = None
+    moments: tuple[str, ...] = ("loaded",)
     select: Literal["last", "best"] = "last"
     newcomers: tuple[str, ...] = ()
     unseen: Literal["skip", "average", "nearest", "reestimate", "finetune"] = "skip"
@@ -56,6 +58,13 @@ class Settings:
             raise UsageError(f"rounds={self.rounds}: must be at least 1")
         if self.evaluate_every is not None and self.evaluate_every < 1:
             raise UsageError(f"evaluate_every={self.evaluate_every}: must be at least 1")
+        for moment in self.moments:
+            if moment not in MOMENTS:
+                raise unknown("moment", moment, MOMENTS)
+        if "loaded" not in self.moments:
+            raise UsageError(
+                f"moments={','.join(self.moments)}: tables report models just after aggregation: give loaded as well"
+            )
         if self.select not in ("last", "best"):
             raise unknown("selection", self.select, ("last", "best"))
         if self.metric not in METRICS or self.metric == "loss":

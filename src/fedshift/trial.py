@@ -23,7 +23,7 @@ from .base.state import State, prefixed, under
 from .checkpoint import load_facts, refuse_other, save_checkpoint
 from .client_store import MEMORY, ClientStore, sweep
 from .core.folding import Folding
-from .core.kernel import Client, Server, global_state, init_client, init_server, personal_state
+from .core.kernel import Client, Server, global_state, init_client, init_server, personal_state, trained_state
 from .core.method import Method
 from .core.prepare import operate
 from .data.augment import check_augmentable
@@ -32,7 +32,7 @@ from .engines.auto import Choice, choose
 from .engines.catalog import ENGINES
 from .engines.cost import at_most, operations
 from .engines.engine import Engine, Trained
-from .evaluate import evaluate_clients
+from .evaluate import evaluate_clients, evaluate_trained
 from .facts import downlink, uplink
 from .models._making import ModelFactory, make_network
 from .newcomers import Newcomers, check_policy
@@ -124,8 +124,9 @@ class Trial:
         if self.choice is None:
             settings, clients = self.settings, len(self.settings.participants(self.seed, 1, self.clients.names))
             self.choice = choose(
-                self.plan, self.train, clients=clients, rounds=settings.rounds, workers=settings.workers
-            )
+                self.plan, self.train, clients=clients, rounds=settings.rounds, workers=settings.workers,
+                apart="trained" in settings.moments,
+            )  # fmt: skip
         return self.choice
 
     @property
@@ -136,6 +137,11 @@ class Trial:
         return self._engine
 
     def _made(self, choice: Choice) -> Engine:
+        if choice.engine == "identity" and "trained" in self.settings.moments:
+            raise UsageError(
+                "moments='trained' measures clients' models after local work, which the identity engine never "
+                "computes: use the sequential engine, or auto"
+            )
         return ENGINES[choice.engine](self.plan, self.train, self.seed, self.settings.workers)
 
     def _asked(self, number: int) -> tuple[str, ...]:
@@ -201,6 +207,8 @@ class Trial:
         folding = Folding(self.plan, self.server, names, self._sizes)
         after: dict[str, Client] = {}
         rows: list[Row] = []
+        after_work: list[Row] = []
+        measures, measuring = self._measures_trained(number), 0.0
         down, up = len(names) * self._down(), 0
         for name, trained in self._train(names):
             with part("aggregation"):
@@ -214,6 +222,11 @@ class Trial:
                     "loss_sum": trained.loss_sum, "hits": None, "support": None, "auc": None,
                 }
             )  # fmt: skip
+            if measures:
+                paused = time.perf_counter()
+                with part("evaluation"):
+                    after_work += self._evaluate_trained(name, trained)
+                measuring += time.perf_counter() - paused
             if progress:
                 progress(name, trained.loss_sum / used)
         with part("aggregation"):
@@ -221,9 +234,10 @@ class Trial:
         self.clients.put(after)
         if is_recording():
             add({OPERATIONS: sum(row["samples"] for row in rows) * self._operations})
-        seconds = time.perf_counter() - began
-        place = {name: index for index, name in enumerate(names)}
+        seconds = time.perf_counter() - began - measuring
+        place = {name: index for index, name in enumerate((*self.data.names, *names))}
         rows.sort(key=lambda row: place[row["client"]])
+        rows += sorted(after_work, key=lambda row: place[row["client"]])
         if self.settings.evaluates(number):
             with part("evaluation"):
                 rows += self.evaluate()
@@ -236,9 +250,25 @@ class Trial:
 
         Newcomers' validation data are left alone, so that they have no say in which round is the best.
         """
-        splits = ("test", "validation") if all(client.validation for client in self.data.clients) else ("test",)
-        rows = evaluate_clients(self.plan, self.server, self.measured, splits, self.personal_state)
+        rows = evaluate_clients(self.plan, self.server, self.measured, self._splits, self.personal_state)
         return [row for row in rows if row["split"] == "test" or row["client"] not in self.settings.newcomers]
+
+    @property
+    def _splits(self) -> tuple[str, ...]:
+        """The splits that are measured."""
+        return ("test", "validation") if all(client.validation for client in self.data.clients) else ("test",)
+
+    def _measures_trained(self, number: int) -> bool:
+        """Whether clients are measured just after their work of round ``number``."""
+        return "trained" in self.settings.moments and self.settings.evaluates(number)
+
+    def _evaluate_trained(self, name: str, trained: Trained) -> list[Row]:
+        """Rows of the model that client ``name`` has just after its work; of all clients, where that has their data."""
+        plan = self.plan
+        state = trained_state(plan, trained.client, trained.update, self.server)
+        names = [n for n in self.data.names if n not in self.settings.newcomers] if plan.method.pooled else [name]
+        owners = map(self.measured.client, names)
+        return evaluate_trained(plan, state, owners, self._splits, self.data.classes)
 
     def _down(self) -> int:
         return 0 if self.plan.method.pooled else downlink(self.plan, self.server)

@@ -5,6 +5,7 @@ the order of samples is taken from fedshift.
 """
 
 import copy
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -40,8 +41,8 @@ def data():
     return federation(clients)
 
 
-def plain_rounds(federation_, initial, rounds, dtype, keep_batch_norm_local):
-    """Federated training in plain PyTorch; the clients' models after the last aggregation."""
+def plain_rounds(federation_, initial, rounds, dtype, keep_batch_norm_local, *, aggregate_last=True):
+    """Federated training in plain PyTorch; the clients' models after the last aggregation, or just before it."""
     models = {client.name: copy.deepcopy(initial) for client in federation_.clients}
     inputs = {c.name: (c.train.x.to(dtype) / 127.5 - 1.0, c.train.y) for c in federation_.clients}
     local = set()
@@ -50,7 +51,7 @@ def plain_rounds(federation_, initial, rounds, dtype, keep_batch_norm_local):
             if isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d):
                 local |= {f"{prefix}.{name}" for name in layer.state_dict()}
     steps = dict.fromkeys(models, 0)
-    for _ in range(rounds):
+    for number in range(rounds):
         for name, network in models.items():
             x, y = inputs[name]
             network.train()
@@ -61,6 +62,8 @@ def plain_rounds(federation_, initial, rounds, dtype, keep_batch_norm_local):
                 nn.functional.cross_entropy(network(x[index]), y[index]).backward()
                 sgd.step()
             steps[name] += len(bounds)
+        if number == rounds - 1 and not aggregate_last:
+            break
         total = sum(SIZES.values())
         for key, value in initial.state_dict().items():
             if key in local:
@@ -97,6 +100,33 @@ def test_rounds_equal_a_plain_pytorch_loop(method, dtype, rounds, tolerance):
         for entry, tensor in network.state_dict().items():
             assert state[entry].dtype == tensor.dtype
             assert (state[entry].double() - tensor.double()).abs().max() <= tolerance, (name, entry)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "stacked", "pool", "ray"])
+@pytest.mark.parametrize("method", [fedavg(), fedbn()], ids=lambda method: method.name)
+def test_models_just_after_local_work_are_those_of_a_plain_pytorch_loop_before_it_averages(method, engine):
+    settings = Settings(
+        rounds=3, work=Work(batch_size=BATCH, epochs=1), engine=engine, workers=2, evaluate_every=3,
+        optimizer=SGD(lr=LR, momentum=MOMENTUM, weight_decay=DECAY), moments=("loaded", "trained"),
+    )  # fmt: skip
+    trial = Trial(method, lambda shape, classes: model(shape, classes).double(), data(), settings, SEED)
+    initial = model((3, 8, 8), 4).double()
+    initial.load_state_dict(trial.plan.initial)
+    keep = method.name == "fedbn"
+    expected = plain_rounds(trial.data, initial, 3, torch.float64, keep, aggregate_last=False)
+    with closing(trial):
+        rows = [row for _ in range(3) for row in trial.advance().rows]
+    found = [row for row in rows if (row["split"], row["moment"]) == ("test", "trained")]
+    assert [(row["round"], row["client"], row["model"]) for row in found] == [(3, name, "personal") for name in SIZES]
+    loaded = {row["client"]: row for row in rows if (row["model"], row["moment"]) == ("personal", "loaded")}
+    for row in found:
+        split = trial.data.client(row["client"]).test
+        with torch.no_grad():
+            logits = expected[row["client"]].eval()(split.x.double() / 127.5 - 1.0)
+        assert sum(row["hits"]) == int((logits.argmax(1) == split.y).sum())
+        total = float(nn.functional.cross_entropy(logits, split.y, reduction="sum"))
+        assert row["loss_sum"] == pytest.approx(total, rel=1e-9)
+        assert row["loss_sum"] != pytest.approx(loaded[row["client"]]["loss_sum"], rel=1e-3)
 
 
 def test_reported_loss_and_accuracy_are_those_of_the_plain_models():

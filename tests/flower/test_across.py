@@ -4,6 +4,8 @@ import pytest
 
 from fedshift.core.kernel import begin, finish, init_client
 from fedshift.names import catalog
+from fedshift.records import read_rows
+from fedshift.rundir import METRICS, slug
 from tests.flower.sites import Heard, SiteGrid, coordinator, same_as_in_process, sites_of, spec_for
 
 POOLED = ("centralized",)
@@ -13,7 +15,9 @@ FEDERATED = (*(name for name in catalog("methods") if name not in POOLED), *COMP
 
 @pytest.mark.parametrize("method", FEDERATED)
 def test_every_method_is_what_it_is_in_one_process_and_sends_only_its_scope(method, tmp_path, machine):
-    spec = spec_for(method, domains="pen,photo,print,faded,worn", samples=16, rounds=3, evaluate_every=3)
+    spec = spec_for(
+        method, domains="pen,photo,print,faded,worn", samples=16, rounds=3, evaluate_every=3, moments="loaded,trained"
+    )
     grid, came, left = SiteGrid(sites_of(spec, tmp_path)), [], []
 
     def watched(node, question, answer):
@@ -25,6 +29,12 @@ def test_every_method_is_what_it_is_in_one_process_and_sends_only_its_scope(meth
     grid.tamper = watched
     assert coordinator(spec, grid, tmp_path / "served", Heard()).run()
     (trial,) = same_as_in_process(spec, tmp_path / "served", tmp_path, tmp_path / "reference")
+    rows, same = (
+        read_rows(folder / "trials" / f"{slug(trial.plan.method.name)}-seed0" / METRICS)
+        for folder in (tmp_path / "served", tmp_path / "reference")
+    )
+    assert rows == same
+    assert sum((row["split"], row["moment"]) == ("test", "trained") for row in rows) == 5
     _, update = finish(trial.plan, begin(trial.plan, init_client(trial.plan), trial.server))
     assert left == [{"shared": trial.plan.sent, "memory": update.memory.keys()}] * 15
     assert came == [{"shared": trial.plan.loaded, "memory": trial.server.memory.keys()}] * 15

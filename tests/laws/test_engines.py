@@ -13,12 +13,15 @@ def distance(a, b):
 
 
 def test_every_engine_equals_the_loop_over_rounds_in_float64(trial, method, engine):
-    reference, other = trial(method, "sequential"), trial(method, engine)
+    both = {"moments": ("loaded", "trained"), "evaluate_every": 3}
+    reference, other = trial(method, "sequential", **both), trial(method, engine, **both)
     for _ in range(3):
         expected, found = reference.advance(), other.advance()
-        assert [row["client"] for row in expected.rows] == [row["client"] for row in found.rows]
+        places = [[(row["client"], row["model"], row["moment"]) for row in done.rows] for done in (expected, found)]
+        assert places[0] == places[1]
         for row, same in zip(expected.rows, found.rows, strict=True):
             assert abs(row["loss_sum"] - same["loss_sum"]) <= 1e-9
+    assert [row["moment"] for row in found.rows if row["split"] == "test"].count("trained") == 3
     assert distance(reference.tensors()[0], other.tensors()[0]) <= 1e-9
     assert reference.tensors()[1] == other.tensors()[1]
 

@@ -123,6 +123,11 @@ def personal_state(plan: Plan, client: Client, server: Server) -> State:
     return state
 
 
+def trained_state(plan: Plan, client: Client, update: Update, server: Server) -> State:
+    """The client's model just after local work, before aggregation; ``server``: what its work began from."""
+    return personal_state(plan, client, replace(server, shared=update.shared))
+
+
 def global_state(plan: Plan, server: Server) -> State | None:
     """The server's model, or None where it holds none."""
     return {name: server.shared[name] for name in plan.initial} if plan.has_global else None

@@ -43,9 +43,14 @@ class Choice:
     threads: int | None = None
 
 
-def choose(plan: Plan, data: Data, *, clients: int, rounds: int, workers: int | None = None) -> Choice:
-    """The engine for ``rounds`` rounds in which ``clients`` of those in ``data`` take part."""
-    if Identity.refusal(plan, data) is None:
+def choose(
+    plan: Plan, data: Data, *, clients: int, rounds: int, workers: int | None = None, apart: bool = False
+) -> Choice:
+    """The engine for ``rounds`` rounds in which ``clients`` of those in ``data`` take part.
+
+    ``apart``: each client's model after its work is needed, not only what they average to.
+    """
+    if not apart and Identity.refusal(plan, data) is None:
         return Choice(engine="identity", why="each client does one plain step, so a round is one step on all batches")
     samples = sum(map(len, data.values())) / len(data)
     bounds = plan.work.bounds(ceil(samples), plan.smallest_batch)

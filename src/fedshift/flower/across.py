@@ -60,6 +60,7 @@ class TrialAcross(Trial):
             check(self.plan, least)
         _, update = finish(self.plan, begin(self.plan, init_client(self.plan), self.server))
         self._memory = update.memory
+        self._after_work: dict[str, list[Row]] = {}
 
     @override
     def _asked(self, number: int) -> tuple[str, ...]:
@@ -74,9 +75,13 @@ class TrialAcross(Trial):
         round, enough = self.server.round + 1, min(self.terms.clients, len(names))
         done: list[str] = []
         diverged: FedshiftError | None = None
-        for name, answer in self._ask("train", names, self.plan.loaded, enough):
+        measures = self._measures_trained(round)
+        for name, answer in self._ask("train", names, self.plan.loaded, enough, self._splits if measures else ()):
             try:
                 trained = self._checked(name, answer)
+                if measures:
+                    facts, _ = self._answered(name, answer, "trained", round)
+                    self._after_work[name] = self._rows(name, facts, "trained")
             except FedshiftError as error:
                 self.nodes.say(f"round {round}: {name} is left out: {error}")
                 diverged = error if isinstance(error, Diverged) else diverged
@@ -101,26 +106,28 @@ class TrialAcross(Trial):
             name for name in self.data.names if name in self.nodes.online and (plan.has_global or name in self.bases)
         )
         rows: dict[str, list[Row]] = {}
-        for name, answer in self._ask("evaluate", names, asked, min(self.terms.clients, len(names))):
+        for name, answer in self._ask("evaluate", names, asked, min(self.terms.clients, len(names)), self._splits):
             try:
-                rows[name] = self._rows(name, answer)
+                facts, _ = self._answered(name, answer, "evaluated", self.server.round)
+                rows[name] = self._rows(name, facts, "loaded")
             except FedshiftError as error:
                 self.nodes.say(f"round {self.server.round}: {name} is not measured: {error}")
         return [row for name in self.data.names for row in rows.get(name, [])]
 
+    @override
+    def _evaluate_trained(self, name: str, trained: Trained) -> list[Row]:
+        """What the site measured and sent with its upload."""
+        return self._after_work.pop(name)
+
     def _ask(
-        self, kind: str, names: tuple[str, ...], entries: frozenset[str], enough: int
+        self, kind: str, names: tuple[str, ...], entries: frozenset[str], enough: int, splits: tuple[str, ...]
     ) -> Iterator[tuple[str, Exchange | FedshiftError]]:
         arrays = {"shared": to_record(pick(self.server.shared, entries)), "memory": to_record(self.server.memory)}
-        facts = {"trial": self.facts, "round": self.server.round, "splits": self._splits}
+        facts = {"trial": self.facts, "round": self.server.round, "splits": splits}
         asked = {
             name: Exchange(kind=kind, facts={**facts, "base": self.bases.get(name, 0)}, arrays=arrays) for name in names
         }
         return self.nodes.ask(asked, enough, self.terms.seconds)
-
-    @property
-    def _splits(self) -> tuple[str, ...]:
-        return ("test", "validation") if all(client.validation for client in self.data.clients) else ("test",)
 
     def _checked(self, name: str, answer: Exchange | FedshiftError) -> Trained:
         """The upload of client ``name``; raises :class:`FedshiftError` saying why it cannot be used."""
@@ -144,13 +151,12 @@ class TrialAcross(Trial):
         update = update_of(self.plan, self.server, shared, memory, weight, count, self._memory, used)
         return Trained(client=Client(personal={}, steps=client.steps + count), update=update, loss_sum=loss)
 
-    def _rows(self, name: str, answer: Exchange | FedshiftError) -> list[Row]:
-        facts, _ = self._answered(name, answer, "evaluated", self.server.round)
-        splits = self.data.client(name).splits
+    def _rows(self, name: str, facts: Mapping[str, Any], moment: str) -> list[Row]:
+        splits, models = self.data.client(name).splits, ("global", "personal") if moment == "loaded" else ("personal",)
         try:
             rows = [
                 {
-                    "client": name, "split": row["split"], "model": row["model"], "moment": "loaded",
+                    "client": name, "split": row["split"], "model": row["model"], "moment": moment,
                     **{key: row[key] for key in ROWS},
                 }
                 for row in facts["rows"]
@@ -159,7 +165,7 @@ class TrialAcross(Trial):
                 counts = len(row["hits"]), len(row["support"]), sum(row["support"]), row["samples"]
                 size = len(splits[row["split"]])
                 sound = counts == (self.data.classes, self.data.classes, size, size)
-                if not sound or not math.isfinite(row["loss_sum"]) or row["model"] not in ("global", "personal"):
+                if not sound or not math.isfinite(row["loss_sum"]) or row["model"] not in models:
                     raise Refused(f"its counts do not fit its {size} samples: {row}")
         except (KeyError, TypeError) as error:
             raise Refused(f"it does not say what it measured ({error!r})") from error

@@ -22,13 +22,13 @@ from ..base.errors import FedshiftError, UsageError
 from ..base.state import pick
 from ..build import methods_of, model_of, settings_of
 from ..config import CompareSpec, DataSpec, RunSpec
-from ..core.kernel import Server, personal_state
+from ..core.kernel import Server, personal_state, trained_state
 from ..core.plan import Plan
 from ..data.federation import Federation, label_counts
 from ..data.files.columns import Column
 from ..engines.engine import Diverged
 from ..engines.sequential import Sequential
-from ..evaluate import evaluate_clients
+from ..evaluate import evaluate_clients, evaluate_trained
 from ..names import trusting
 from ..planning import plan_of
 from ..rundir import slug
@@ -123,6 +123,9 @@ class Site:
             "name": trial.name, "round": round, "weight": update.weight, "steps": update.steps,
             "loss_sum": trained.loss_sum,
         }  # fmt: skip
+        if splits := tuple(asked.facts["splits"]):  # on which the model is to be measured before it is aggregated
+            state = trained_state(trial.plan, trained.client, update, server)
+            facts["rows"] = evaluate_trained(trial.plan, state, trial.data.clients, splits, trial.data.classes)
         arrays = {"shared": to_record(update.shared), "memory": to_record(update.memory)}
         return Exchange(kind="trained", facts=facts, arrays=arrays)
 

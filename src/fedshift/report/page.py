@@ -18,10 +18,12 @@ from .figures import panels, svg
 from .inline import contact_strip, inline_svg
 from .orders import order_sentences
 from .tables import (
+    AFTER_WORK,
     ONE_BY_ONE,
     QUANTILES,
     accuracy_table,
     difference_table,
+    measures_trained,
     reported_rounds,
     shortfalls,
     traffic_table,
@@ -68,6 +70,9 @@ def render_page(study: Study) -> str:
     )
     many = len(study.clients) > ONE_BY_ONE
     headline = metric_cells(accuracy_table(study), one_by_one=not many)
+    trained = None
+    if measures_trained(study):
+        trained = metric_cells(accuracy_table(study, moment="trained"), one_by_one=not many)
     differences, concordance = difference_table(study), concordance_table(study)
     pictured = list(study.samples.items())[:PICTURED]
     drawn = {p.name: inline_svg(svg(p.figure), p.name, p.description) for p in panels(study)}
@@ -76,6 +81,8 @@ def render_page(study: Study) -> str:
         version=__version__,
         leaders=_leaders(headline.rows[headline.rule][1:], study.methods),
         headline=headline,
+        trained=trained,
+        after_work=AFTER_WORK,
         spread="mean (standard deviation) over seeds" if len(study.seeds) > 1 else "one seed",
         differences=difference_cells(differences),
         target=None if study.reach is None else target_cells(target_table(study, study.reach)),
@@ -96,7 +103,7 @@ def render_page(study: Study) -> str:
         environment=flatten(study.environment),
         notices=[*study.notices, *shortfalls(study)],
         evaluated=any(text != MISSING for text in headline.values),
-        dagger=DAGGER if any(DAGGER in text for text in headline.values) else "",
+        dagger=DAGGER if any(DAGGER in t for table in (headline, trained) if table for t in table.values) else "",
         latex=latex,
         markdown=markdown,
     )
@@ -113,15 +120,17 @@ def _leaders(macro: tuple[Cell, ...], methods: Iterable[str]) -> list[str]:
 
 
 def _other_metrics(study: Study) -> Iterator[tuple[str, str, TextTable]]:
-    """Title, unit and table of every other metric and model that has values."""
-    for model in ("personal", "global"):
+    """Title, unit and table of every other metric, model and moment that has values."""
+    for model, moment in (("personal", "loaded"), ("personal", "trained"), ("global", "loaded")):
         for metric, name in METRICS.items():
             if (model, metric) == ("personal", study.metric):
                 continue
             one_by_one = len(study.clients) <= ONE_BY_ONE
-            table = metric_cells(accuracy_table(study, metric, model), metric, one_by_one=one_by_one)
+            table = metric_cells(accuracy_table(study, metric, model, moment=moment), metric, one_by_one=one_by_one)
             if any(text != MISSING for text in table.values):
-                yield f"{name[0].upper()}{name[1:]}, {model} model", _UNITS.get(metric, "in percent"), table
+                title = f"{name[0].upper()}{name[1:]}, {model} model"
+                title += f" {AFTER_WORK}" if moment == "trained" else ""
+                yield title, _UNITS.get(metric, "in percent"), table
 
 
 def _methods(study: Study) -> TextTable:

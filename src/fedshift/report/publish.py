@@ -13,7 +13,7 @@ from .concordance import concordance_cells, concordance_table, concordance_title
 from .figures import save_figures
 from .orders import order_sentences
 from .page import write_page
-from .tables import ONE_BY_ONE, accuracy_table, difference_table, shortfalls
+from .tables import AFTER_WORK, ONE_BY_ONE, accuracy_table, difference_table, measures_trained, shortfalls
 from .target import target_cells, target_table, target_title
 from .text import TextTable, csv, difference_cells, latex, markdown, metric_cells, reading, terminal
 
@@ -35,6 +35,11 @@ def publish(study: Study, directory: Path, console: Console) -> None:
     over = f"{len(study.seeds)} seeds" if len(study.seeds) > 1 else "one seed"
     console.print(f"Test {study.metric_name} in percent, mean (std) over {over}, {study.select} round")
     console.print(terminal(cells))
+    trained = accuracy_table(study, moment="trained") if measures_trained(study) else None
+    trained_cells = None if trained is None else metric_cells(trained, study.metric, one_by_one=not many)
+    if trained_cells is not None:
+        console.print(f"The same {AFTER_WORK}", markup=False)
+        console.print(terminal(trained_cells))
     if many:
         where = directory / "tables" / f"{study.metric}.csv"
         console.print(f"Each client is in {where}.", markup=False, highlight=False, soft_wrap=True)
@@ -63,6 +68,7 @@ def publish(study: Study, directory: Path, console: Console) -> None:
     for name, content in (
         *forms(study.metric, accuracy, cells),
         ("differences.csv", csv(differences)),
+        *(forms(f"{study.metric}-trained", trained, trained_cells) if trained is not None and trained_cells else []),
         *([("validation.csv", csv(validation))] if validation is not None else []),
         *(forms("target", to_target, target_cells(to_target)) if to_target is not None else []),
         *(forms("concordance", concordance, concordance_cells(concordance)) if len(concordance) else []),

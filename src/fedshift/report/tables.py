@@ -14,13 +14,15 @@ import pandas as pd
 
 from ..analysis.statistics import paired_difference
 from ..base.errors import UsageError, unknown
-from ..records import METRICS, Study, measured
+from ..records import METRICS, MOMENTS, Study, measured
 
 MODELS = ("personal", "global")
 ONE_BY_ONE = 50
 """Clients that a page names one by one; of more it shows how they are distributed, and data frames and CSV hold all."""
 QUANTILES = {"5 % quantile": 0.05, "25 % quantile": 0.25, "median": 0.5, "75 % quantile": 0.75, "95 % quantile": 0.95}
 """What tells of many clients, with the share of them that has a lower value."""
+AFTER_WORK = "just after local work, before aggregation, of clients that took part in the round"
+"""Of what a table with ``moment="trained"`` is."""
 NAMED = 10
 """Clients that a remark names."""
 
@@ -63,21 +65,26 @@ def reported_rounds(study: Study) -> pd.Series:
     return pd.Series(chosen, index=tested.index, name="round", dtype=int)
 
 
-def seed_table(study: Study, metric: str | None = None, model: str = "personal", split: str = "test") -> pd.DataFrame:
+def seed_table(
+    study: Study, metric: str | None = None, model: str = "personal", split: str = "test", moment: str = "loaded"
+) -> pd.DataFrame:
     """``metric`` on ``split`` at the reported round: clients and aggregates x (method, seed); NaN where missing.
 
     ``macro`` is the mean over clients; ``pooled`` takes all test samples together (absent for ``auc``); ``worst
     client`` is the lowest value (highest loss). Each is over the clients that were measured; beyond :data:`ONE_BY_ONE`
-    clients come :data:`QUANTILES` and the best. The global model's table holds only methods that have one.
+    clients come :data:`QUANTILES` and the best. ``moment="trained"``: the clients' models just after their local work
+    of that round, of those that took part in it. The global model's table holds only methods that have one.
     """
     metric = _chosen(study, metric)
     if model not in MODELS:
         raise unknown("model", model, MODELS)
     if split not in ("test", "validation"):
         raise unknown("split", split, ("test", "validation"))
+    if moment not in MOMENTS:
+        raise unknown("moment", moment, MOMENTS)
     methods = [name for name, facts in study.methods.items() if model == "personal" or facts.has_global]
     runs = pd.MultiIndex.from_product([methods, study.seeds], names=["method", "seed"])
-    rows = _select(study, model, split, "loaded")
+    rows = _select(study, model, split, moment)
     rows = rows.join(reported_rounds(study).rename("reported"), on=["method", "seed"])
     rows = rows[rows["round"] == rows["reported"]]
     rows = rows.assign(value=measured(rows, metric).astype(float))
@@ -94,13 +101,13 @@ def seed_table(study: Study, metric: str | None = None, model: str = "personal",
 
 
 def accuracy_table(
-    study: Study, metric: str | None = None, model: str = "personal", split: str = "test"
+    study: Study, metric: str | None = None, model: str = "personal", split: str = "test", moment: str = "loaded"
 ) -> pd.DataFrame:
     """:func:`seed_table` over seeds: clients and aggregates x (method, mean | std | seeds).
 
     ``std`` is the sample standard deviation; ``seeds`` says how many seeds the two are over.
     """
-    seeds = seed_table(study, metric, model, split)
+    seeds = seed_table(study, metric, model, split, moment)
     methods = seeds.columns.get_level_values("method").unique()
     columns = pd.MultiIndex.from_product([methods, ["mean", "std", "seeds"]], names=["method", "statistic"])
     cells: dict[tuple[str, str], np.ndarray] = {}
@@ -149,6 +156,11 @@ def difference_table(
             }
     columns = ["baseline", "seeds", "difference", "std", "low", "high", "p", "level"]
     return pd.DataFrame.from_dict(rows, orient="index", columns=columns).rename_axis("method")
+
+
+def measures_trained(study: Study) -> bool:
+    """Whether clients' models were measured just after their local work too."""
+    return len(_select(study, "personal", "test", "trained")) > 0
 
 
 def traffic_table(study: Study) -> pd.DataFrame:
