@@ -10,18 +10,34 @@ Vectors: clusters of 2 to 6 classes in 5 to 29 dimensions, 3 to 6 clients of 100
 
 The diagonal should be all seeds, the rest none: "any" counts federations in which something is named that was not made.
 
-Run ``OMP_NUM_THREADS=1 python benchmarks/diagnose.py [SEEDS]``: about five minutes for 20 seeds on one core.
+A second table asks whether looks pass for labels. Four clients have up to three looks (negative, gray, gamma, tint,
+shear, mirrored, upside down, blurred), or two and two share one, at a tenth, a quarter, a half or all of their
+strength. What a class is called is the same everywhere, or client 1 has classes 0 and 1, 2 and 3, ... for each other.
+Rows are by the largest AUC, below that from which nothing is judged, of a client against the others within a class.
+Concept shift may be named in at most 5 % of the federations of the first kind, and should be in most of the second
+where looks differ little: the more they do, the more other labels they may explain. Photographs are CIFAR-10, if it is
+where ``FEDSHIFT_DATA`` says.
+
+Run ``OMP_NUM_THREADS=1 python benchmarks/diagnose.py [SEEDS]``: about ten minutes for 20 seeds on one core.
 """
 
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
+from collections.abc import Callable
 
 import numpy as np
+from scipy.ndimage import uniform_filter
 from sklearn.datasets import load_digits
 
+from fedshift.analysis.concept_shift import SEPARABLE
+from fedshift.base.errors import FedshiftError
+from fedshift.config import DataSpec
+from fedshift.data.benchmarks.cifar10 import cifar10
 from fedshift.data.federation import Federation, federation
 from fedshift.diagnose import diagnose
+from fedshift.sources import root_of
 
 KINDS = ("label skew", "feature shift", "quantity skew", "concept shift")
 PERMUTATIONS = 199
@@ -93,6 +109,62 @@ def made(kind: str, make: object, seed: int) -> Federation:
     return federation({f"client{i}": (x, y, x[:1], y[:1]) for i, (x, y) in enumerate(parts)}, classes=classes)
 
 
+LOOKS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "negative": lambda x: 1 - x,
+    "gray": lambda x: np.broadcast_to(x.mean(axis=3, keepdims=True), x.shape),
+    "gamma": lambda x: x**2.5,
+    "tint": lambda x: x * np.linspace(1, 0.4, x.shape[3]),
+    "shear": lambda x: np.stack([np.roll(x[:, row], row // 4, axis=1) for row in range(x.shape[1])], axis=1),
+    "mirrored": lambda x: x[:, :, ::-1],
+    "upside down": lambda x: x[:, ::-1, ::-1],
+    "blurred": lambda x: uniform_filter(x, (0, 3, 3, 0)),
+}
+STRENGTHS, BANDS, SAMPLES = (0.1, 0.25, 0.5, 1.0), (0.0, 0.6, 0.7, 0.8, SEPARABLE), 300
+
+
+def looking(pixels: np.ndarray, labels: np.ndarray, strength: float, swap: bool, seed: int) -> Federation:
+    """Four clients whose looks differ, ``pixels`` ``[N, H, W, C]`` from 0 to 1; with ``swap`` the labels of one too."""
+    rng = np.random.default_rng([seed, round(100 * strength)])
+    chosen = list(rng.choice(list(LOOKS), 3, replace=False))
+    looks = [None, chosen[0], None, chosen[0]] if seed % 2 else [None, *chosen]
+    dealt = rng.permutation(len(labels))[: 4 * SAMPLES].reshape(4, -1)
+    parts = {}
+    for place, (look, rows) in enumerate(zip(looks, dealt, strict=True)):
+        x, y = pixels[rows], labels[rows]
+        x = x if look is None else (1 - strength) * x + strength * LOOKS[look](x)
+        x = (255 * x.clip(0, 1)).round().astype(int)
+        y = _swapped(y, int(labels.max()) + 1) if swap and place == 1 else y
+        parts[f"client{place}"] = (x, y, x[:1], y[:1])
+    return federation(parts, classes=int(labels.max()) + 1)
+
+
+def photographs() -> tuple[np.ndarray, np.ndarray] | None:
+    """Pixels and labels of CIFAR-10's training images, None where it is not at hand."""
+    try:
+        train = cifar10(root_of(DataSpec())).clients[0].train
+    except FedshiftError:
+        return None
+    return train.x.permute(0, 2, 3, 1).numpy() / 255, train.y.numpy()
+
+
+def judge_looks(name: str, pixels: np.ndarray, labels: np.ndarray, seeds: int) -> None:
+    """Print how often concept shift is named where only looks differ, and where labels do too, by how far looks do."""
+    counts: dict[int, list[tuple[bool, bool]]] = defaultdict(list)
+    for seed in range(seeds):
+        for strength in STRENGTHS:
+            alike, other = (
+                diagnose(looking(pixels, labels, strength, swap, seed), seed=seed, permutations=PERMUTATIONS)
+                for swap in (False, True)
+            )
+            aucs = [auc for auc in alike["feature shift"].evidence.clients if auc is not None and auc < SEPARABLE]
+            band = int(np.searchsorted(BANDS, max(aucs, default=SEPARABLE), side="right")) - 1
+            counts[band].append(("concept shift" in alike.named, "concept shift" in other.named))
+    for band, found in sorted(counts.items()):
+        high = f"{BANDS[band]:.2f} to {BANDS[band + 1]:.2f}" if band + 1 < len(BANDS) else "not judged"
+        false, true = (sum(each) for each in zip(*found, strict=True))
+        print(f"| {name} | {high} | {len(found)} | {false} | {true} |", flush=True)
+
+
 def main(seeds: int) -> None:
     print(f"{seeds} seeds, {PERMUTATIONS} permutations; named, of {seeds}\n")
     print("| data | made with | " + " | ".join(KINDS) + " | any false |")
@@ -105,6 +177,12 @@ def main(seeds: int) -> None:
             counts = [sum(each in found for found in named) for each in KINDS]
             false = sum(bool(set(found) - {kind}) for found in named)
             print(f"| {make.__name__} | {kind} | " + " | ".join(map(str, counts)) + f" | {false} |", flush=True)
+    print("\n| data | AUC of looks | federations | concept shift named: labels alike | labels of client 1 swapped |")
+    print("|---|---|---:|---:|---:|")
+    source = load_digits()
+    judge_looks("digits", source.images[..., None] / 16, source.target, seeds)
+    if (found := photographs()) is not None:
+        judge_looks("photographs", *found, seeds)
 
 
 if __name__ == "__main__":

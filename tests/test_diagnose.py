@@ -1,6 +1,8 @@
 """Federations made with one known shift, or with none, and what the diagnosis says of them."""
 
 import json
+import shlex
+from dataclasses import replace
 from io import StringIO
 
 import numpy as np
@@ -12,6 +14,7 @@ from fedshift.base.errors import UsageError
 from fedshift.data.digits import digits
 from fedshift.data.federation import federation
 from fedshift.diagnose import diagnose, render
+from fedshift.diagnose.text import command
 
 KINDS = ("label skew", "feature shift", "quantity skew", "concept shift")
 
@@ -73,6 +76,25 @@ def test_five_looks_of_digits_are_feature_shift_whose_concepts_cannot_be_judged(
     assert "fedbn" in [each.method for each in found.advice.methods]
 
 
+def test_negatives_that_lie_among_other_classes_are_no_concept_shift_and_other_labels_still_are():
+    source = load_digits()
+    rows = np.random.default_rng(0).permutation(1760).reshape(4, -1)
+
+    def named(swapped):
+        parts = {}
+        for place, own in enumerate(rows):
+            x, y = (source.images[own] * 15.9).astype(np.uint8), source.target[own]
+            y = y ^ 1 if swapped and place == 0 else y
+            parts[f"c{place}"] = (255 - x if place % 2 else x, y, x[:1], y[:1])
+        return diagnose(federation(parts, classes=10), permutations=99)
+
+    alike, other = named(False), named(True)
+    assert 0.8 < alike["feature shift"].evidence.statistic < 0.9  # below what counts as not overlapping
+    assert alike["concept shift"].evidence.p is not None  # so that labels are compared
+    assert alike.named == ("feature shift",)
+    assert "concept shift" in other.named
+
+
 def test_features_of_a_network_do_as_well():
     data = images("feature shift", 5)
     assert diagnose(data, permutations=99, features="network").named == ("feature shift",)
@@ -96,8 +118,23 @@ def test_the_text_names_the_client_and_gives_the_command():
     text = printed(diagnose(vectors("concept shift", 8), permutations=99), data="'my sites'")
     assert "Concept shift, strong: among like inputs, a label of c0 is" in text
     assert "Feature shift is not found" in text
-    assert "fedshift compare --data 'my sites' --methods fedavg,ditto" in text
+    assert "fedshift sweep --data 'my sites' --methods fedavg,ditto" in text
     assert "within classes predicted from inputs" in text
+
+
+def test_the_command_runs_and_gives_each_method_a_learning_rate_chosen_on_validation_data(
+    cli, tiny, tiny_folder, monkeypatch, tmp_path, unpublished
+):
+    found = diagnose(tiny, permutations=99)
+    found = replace(found, advice=replace(found.advice, methods=found.advice.methods[:3]))
+    assert [each.method for each in found.advice.methods] == ["fedavg", "fedbn", "fedwon"]
+    monkeypatch.setattr("fedshift.diagnose.text.RATES", (0.0, 0.1))
+    name, *arguments = shlex.split(command(found, data=str(tiny_folder)))
+    outcome = cli(*arguments, "--rounds", 3, "--out", "out")
+    assert (name, outcome.code, outcome.err) == ("fedshift", 0, "")
+    header, _, *rows = (tmp_path / "out" / "tables" / "chosen.md").read_text().splitlines()
+    assert header == "| method | lr | validation | test |"
+    assert [row.split(" | ")[:2] for row in rows] == [["| fedavg", "0.1"], ["| fedbn", "0.1"], ["| fedwon", "0.1"]]
 
 
 def test_what_cannot_be_tested_is_said():

@@ -299,6 +299,31 @@ def test_a_sweep_shows_and_writes_one_table_figures_and_a_page(sweep, tmp_path, 
     assert "<script" not in page
 
 
+def test_each_method_is_shown_where_its_validation_data_are_best(sweep, tmp_path, unpublished):
+    rates = ("0", "0.1", "0.001")
+    outcome = sweep("--over", f"lr={','.join(rates)}", "--validation", 0.4, "--seeds", 2, "--out", "out", rounds=3)
+    assert (outcome.code, outcome.err) == (0, "")
+    cells = (tmp_path / "out" / "tables" / "chosen.md").read_text().splitlines()[2:]
+    for line, method in zip(cells, ("fedavg", "fedbn"), strict=True):
+        macro = {}
+        for rate in rates:
+            rows = read_study(tmp_path / "out" / f"lr={rate}").rows
+            rows = rows[(rows["method"] == method) & (rows["round"] == 3) & (rows["model"] == "personal")]
+            rows = rows[rows["moment"] == "loaded"].assign(share=lambda each: each["correct"] / each["count"])
+            macro[rate] = rows.groupby("split")["share"].mean()  # each seed and client counts alike
+        best = max(rates, key=lambda rate: macro[rate]["validation"])
+        shown = line.strip("| ").split(" | ")
+        assert shown[:2] == [method, best]
+        for split, text in zip(("validation", "test"), shown[2:], strict=True):
+            assert text.split()[0] == f"{100 * macro[best][split]:.2f}"
+        assert (f"{method}: best on validation data at the largest lr" in outcome.out) == (best == "0.1")
+
+
+def test_without_validation_data_nothing_is_chosen(sweep, tmp_path, unpublished):
+    assert sweep("--over", "lr=0.01,0.1", "--out", "out", rounds=1).code == 0
+    assert not (tmp_path / "out" / "tables" / "chosen.md").exists()
+
+
 def test_a_report_of_a_sweep_is_the_sweeps_own_of_what_is_there(sweep, cli, monkeypatch, tmp_path, unpublished):
     made = []
     monkeypatch.setattr("fedshift.report.grid.publish_grid", lambda grid, *rest: made.append((grid, rest[0], rest[2])))

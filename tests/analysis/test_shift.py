@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 from scipy.spatial.distance import jensenshannon
+from scipy.stats import norm
 from sklearn.metrics import mutual_info_score
 from torch.distributions import Normal, kl_divergence
 
 from fedshift.analysis.advice import advise
-from fedshift.analysis.concept_shift import concept_shift, predicted
+from fedshift.analysis.concept_shift import concept_shift, explained, predicted
 from fedshift.analysis.feature_shift import feature_shift
 from fedshift.analysis.layer_shift import Moments, layer_shift
 from fedshift.analysis.shift import Evidence, gini, holm, judge, label_skew, quantity_skew, strength_of
@@ -221,6 +222,28 @@ def test_clients_that_do_not_overlap_are_not_judged():
     assert "overlap" in found.why
     x[client == 0] += 50
     assert concepts(x, y, client).clients[0] is None
+
+
+@pytest.mark.parametrize("shift", [0.1, 0.5, 1.0, 2.0])
+def test_what_looks_may_explain_is_no_less_than_the_total_variation_of_two_normals(shift):
+    auc, variation = norm.cdf(shift / np.sqrt(2)), 2 * norm.cdf(shift / 2) - 1
+    assert variation <= explained(auc) <= 1.5 * variation
+
+
+def test_what_looks_may_explain_at_its_ends():
+    assert [explained(auc) for auc in (None, 0.4, 0.5, 1.0)] == [0, 0, 0, 1]
+
+
+def test_labels_that_differ_no_more_than_looks_may_explain_are_not_held_against_a_client():
+    x, y, client = clusters(9, size=150)
+    y = np.where((client == 1) & (y < 2), 1 - y, y)
+    alike, apart = (
+        concept_shift(x, y, predicted(x, y), client, (auc, auc, auc), False, rng(), 99) for auc in (0.5, 0.85)
+    )
+    agreement = (alike.statistic - apart.statistic) / 0.7
+    assert alike.p == 0.01
+    assert 0.8 < agreement <= 1  # of these classes a client's own neighbors nearly always have the label
+    assert (apart.p, apart.statistic < 0.05) == (1.0, True)
 
 
 def test_the_class_is_predicted_by_vote_of_neighbors():

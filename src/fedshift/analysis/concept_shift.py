@@ -10,6 +10,13 @@ average, however few the neighbors. Three things that are no concept shift are t
   inputs are brought to the pooled mean and total variance, over classes as predicted from inputs, in equal shares.
 * Inputs that do not overlap: a client that a classifier tells from the others nearly always, or whose samples have few
   others about them, is not judged, since there other labels and other looks cannot be told apart.
+* Looks that carry samples of one class to where another's are, as a negative does with bright and dark scenes. A
+  classifier whose area under the curve is A has found clients' inputs to differ in at most a share 2 A - 1 of samples:
+  the curve of the best classifier is concave, so twice the area between it and the diagonal is no less than the
+  greatest distance of the two, which is their total variation. Were all of these among other labels, others' agreement
+  would fall by that share of the client's agreement with itself. Only what the gap has beyond that counts. Matching
+  neighbors by propensity does not replace this: inverted photographs that a classifier takes for upright ones disagree
+  with their neighbors just as much.
 
 The null redraws every label from those of the neighbors, of all clients together and weighted as above: a local
 bootstrap (Paparoditis and Politis 2000).
@@ -61,7 +68,8 @@ def concept_shift(
     """Whether labels ``y`` ``[N]`` of like inputs ``x`` ``[N, D]`` differ between clients (``client`` ``[N]`` from 0).
 
     ``strata``: classes as :func:`predicted`; ``separation``: AUC of each client's inputs against the others' within
-    these. The statistic is the largest gap of a client, in probability; clients that cannot be judged have None.
+    these. The statistic is the largest gap of a client beyond what its inputs explain, in probability; clients that
+    cannot be judged have None.
     """
     clients = len(separation)
     alike = [
@@ -100,7 +108,10 @@ def concept_shift(
     if not judged:
         return nobody
     observed = gap(y, mine, theirs)
-    gaps: dict[int, float] = {c: float(observed[rows].mean()) for c, rows in judged}
+    agreement = mine[np.arange(len(y)), y] / np.maximum(mine.sum(axis=1), 1e-9)
+    gaps = {
+        c: float(observed[rows].mean() - explained(separation[c]) * agreement[rows].mean()) for c, rows in judged
+    }  # fmt: skip
     mixed = np.cumsum(mine + theirs * met[:, None], axis=1)
     null = np.empty(permutations)
     for draw in range(permutations):
@@ -113,6 +124,11 @@ def concept_shift(
         p=exceedance(max(gaps.values()), null),
         clients=tuple(gaps.get(c) for c in range(clients)),
     )
+
+
+def explained(auc: float | None) -> float:
+    """The most that the total variation of inputs of this ``auc`` can be: a share of samples."""
+    return max(0.0, 2 * (auc or 0.5) - 1)
 
 
 def _aligned(x: Floats, strata: Ints, client: Ints) -> Floats:

@@ -22,8 +22,10 @@ MEASURES = {
     "label skew": "Jensen-Shannon divergence, bits",
     "feature shift": "AUC of a client against the others",
     "quantity skew": "Gini of training samples",
-    "concept shift": "labels of neighbors, own - others",
+    "concept shift": "labels of neighbors, own - others - looks",
 }
+RATES = (0.003, 0.01, 0.03, 0.1, 0.3)
+"""Learning rates that the command tries for each method."""
 SHOWN = 10
 """Clients up to which pairs are printed as a matrix."""
 
@@ -43,16 +45,18 @@ def render(diagnosis: Diagnosis, data: str | None = None) -> Iterator[Renderable
         yield Text.assemble("- ", (each.method, "bold"), f": {each.reason}.")
     for caution in diagnosis.advice.cautions:
         yield Text(f"- {caution}")
+    yield Text("To compare them, each at the learning rate that is best for it on validation data:")
     yield command(diagnosis, data)  # text that is not to be broken into lines
 
 
 def command(diagnosis: Diagnosis, data: str | None = None) -> str:
-    """The command line that compares the recommended methods."""
+    """The command line that compares the recommended methods, each at the learning rate best on validation data."""
     methods = ",".join(each.method for each in diagnosis.advice.methods)
     single = " --allow-single-class" if diagnosis.single_class else ""
     held = "" if diagnosis.validation else " --validation 0.2"
     place = data or quote(diagnosis.federation)
-    return f"fedshift compare --data {place}{single} --methods {quote(methods)}{held} --seeds 3"
+    rates = ",".join(f"{rate:g}" for rate in RATES)
+    return f"fedshift sweep --data {place}{single} --methods {quote(methods)} --over lr={rates}{held} --seeds 3"
 
 
 def reading(diagnosis: Diagnosis) -> Iterator[str]:
@@ -94,7 +98,7 @@ def _sentence(finding: Finding, diagnosis: Diagnosis) -> str:
         "quantity skew": f"Gini {found.statistic:.2f}, from {min(diagnosis.sizes):,} to {max(diagnosis.sizes):,} "
         "training samples",
         "concept shift": f"among like inputs, a label of {strongest} is {100 * found.statistic:.0f} points less "
-        "frequent at other clients than at home",
+        "frequent at other clients than at home, beyond what looks explain",
     }[finding.kind]
     return f"{kind}, {finding.strength}: {what}, {chance}."
 

@@ -1,12 +1,14 @@
 """A sweep made public: one table of all combinations, rounds and bytes to a target, curves, and one page.
 
 Rows are the combinations, columns the methods; a cell is the macro test metric at the reported round, mean (std) over
-seeds. CSV holds the same at full scale, a line for each combination and method.
+seeds. CSV holds the same at full scale, a line for each combination and method. Where validation data are held out,
+another table has each method at the combination that is best for it there, so that a sweep over the learning rate
+compares methods that are tuned alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +24,7 @@ from .curves import TRAIN_LOSS, Point, by_round, by_setting, final, said
 from .figures import save_each, svg
 from .inline import inline_svg
 from .publish import forms
-from .tables import accuracy_table, shortfalls
+from .tables import accuracy_table, seed_table, shortfalls
 from .target import bytes_text, rounds_text, target_table, target_title
 from .text import DAGGER, Cell, TextTable, flatten, latex, markdown, metric_cells, terminal
 
@@ -125,6 +127,8 @@ def grid_tables(grid: Grid) -> dict[str, tuple[str, TextTable]]:
     ]
     made = {"sweep": (grid.caption, _table(grid, metric))}
     study = grid.points[0].study
+    if chosen := best_on_validation(grid):
+        made["chosen"] = "Each method where its validation data are best, in percent", _chosen_table(grid, chosen)
     if study.reach is None:
         return made
     counted = [target_table(point.study, study.reach) for point in grid.points]
@@ -136,6 +140,50 @@ def grid_tables(grid: Grid) -> dict[str, tuple[str, TextTable]]:
         cells = [tuple(Cell(text=_partly(text(row), row)) for _, row in table.iterrows()) for table in counted]
         made[name] = target_title(study, study.reach, what), _table(grid, cells)
     return made
+
+
+def best_on_validation(grid: Grid) -> dict[str, int]:
+    """The combination, by its place, at which each method's macro validation metric is best, mean over seeds.
+
+    Nothing where a combination has no validation data, or where there is one alone to choose from. A method that no
+    combination has measured under all of its seeds is left out, and so are combinations that diverged under a seed.
+    """
+    studies = [point.study for point in grid.points]
+    if len(studies) < 2 or not all((study.rows["split"] == "validation").any() for study in studies):
+        return {}
+    macro = [seed_table(study, split="validation").loc["macro"].unstack("seed") for study in studies]
+    means = pd.DataFrame([table.mean(axis=1, skipna=False) for table in macro]).reset_index(drop=True)
+    return {method: int(means[method].idxmax()) for method in grid.methods if means[method].notna().any()}
+
+
+def _chosen_table(grid: Grid, chosen: Mapping[str, int]) -> TextTable:
+    rows = []
+    for method, place in chosen.items():
+        point = grid.points[place]
+        metric = point.study.metric
+        cells = [
+            metric_cells(accuracy_table(point.study, split=split)[[method]], metric, one_by_one=False).rows[0][1]
+            for split in ("validation", "test")
+        ]
+        values = [Cell(text=said(key, value)) for key, value in point.keys.items()]
+        rows.append((Cell(text=method), *values, *(Cell(text=cell.text) for cell in cells)))
+    return TextTable(header=("method", *grid.keys, "validation", "test"), rows=tuple(rows))
+
+
+def _at_the_end(grid: Grid) -> Iterator[str]:
+    """Say which methods are best at the least or largest value of a number swept: there may be a better one beyond."""
+    chosen = best_on_validation(grid)
+    for key in grid.keys:
+        values = [point.keys[key] for point in grid.points]
+        numbers = [value for value in values if isinstance(value, float)]
+        if len(numbers) < len(values) or len(set(numbers)) < 2:
+            continue
+        for end, bound in (("smallest", min(numbers)), ("largest", max(numbers))):
+            if methods := [method for method, place in chosen.items() if numbers[place] == bound]:
+                yield (
+                    f"{', '.join(methods)}: best on validation data at the {end} {key} of the sweep, "
+                    f"{said(key, bound)}; one beyond it may be better."
+                )
 
 
 def grid_figures(grid: Grid) -> dict[str, Figure]:
@@ -154,12 +202,13 @@ def grid_figures(grid: Grid) -> dict[str, Figure]:
 
 
 def grid_remarks(grid: Grid) -> list[str]:
-    """What a reader must know of single combinations, each under its name."""
-    return [
+    """What a reader must know of single combinations, each under its name, and of values chosen at a sweep's end."""
+    single = [
         f"{folder}: {line}"
         for folder, point in zip(grid.folders, grid.points, strict=True)
         for line in shortfalls(point.study)
     ]
+    return [*single, *_at_the_end(grid)]
 
 
 def _table(grid: Grid, cells: Sequence[tuple[Cell, ...]]) -> TextTable:
