@@ -68,9 +68,10 @@ def _text(value: Any) -> str:
         return repr(value)
     if isinstance(value, Enum):
         return str(value)
-    for number in (int, float, complex):
-        if isinstance(value, number):
-            return repr(number(value))
+    if isinstance(value, int):
+        return repr(int(value))
+    if isinstance(value, float):
+        return repr(float(value))
     if isinstance(value, list | tuple):
         return f"({', '.join(map(_text, value))})"
     if isinstance(value, set | frozenset):
