@@ -201,7 +201,7 @@ def test_an_order_says_nothing_where_rounds_were_cut_to_less_than_a_quarter():
 
 def test_a_concordance_of_too_few_rounds_is_no_verdict(tiny):
     tiny["measures"] = {"discordance": "discordance"}
-    found = compared(["0.1", "0.1"], [0.0, 0.01], by="metric", columns=("discordance",))
+    found = compared(["0.1", "0.1"], [0.0, 1e-6], by="metric", columns=("discordance",))
     assert (found.verdict, found.concordant) == ("concordant throughout", (2, 2))
     assert (replace(found, scale=0.01).verdict, replace(found, scale=0.01).concordant) == ("too short to judge", (0, 0))
 
