@@ -197,3 +197,24 @@ def test_groups_are_not_cut_by_validation(cli, tmp_path):
     asked = ("--client-column", "site", "--target", "outcome", "--group-column", "patient", "--validation", 0.2)
     done = cli("compare", "--data", tmp_path / "stays.csv", *asked)
     assert (done.code, "validation=0.2 would cut groups of column 'patient'" in done.err) == (2, True)
+
+
+def test_what_decoding_adds_to_the_cache_is_said_once_and_can_be_cleared(cli, photos, tmp_path, monkeypatch):
+    images = tmp_path / "cache" / "images"
+    first = cli("data", "check", photos)
+    held = sum(path.stat().st_size for path in images.rglob("*.*"))
+    kept = f"{held / 1000:.3g} kB"
+    said = [line for line in first.out.splitlines() if line.startswith("Decoded images are kept")]
+    assert said == [
+        f"Decoded images are kept for the next time: {kept} in {images}, in all {kept} of at most 20 GB "
+        "(FEDSHIFT_CACHE_LIMIT); `fedshift data cache --clear` removes them."
+    ]
+    assert "Decoded images" not in cli("data", "check", photos).out
+    assert cli("data", "cache").out == f"{images}: {kept} of at most 20 GB (FEDSHIFT_CACHE_LIMIT)\n"
+    cleared = cli("data", "cache", "--clear").out
+    assert cleared == f"{images}: {kept} of at most 20 GB (FEDSHIFT_CACHE_LIMIT), now 0 B\n"
+    assert list(images.iterdir()) == []
+    monkeypatch.setenv("FEDSHIFT_CACHE_LIMIT", "inf")
+    assert cli("data", "cache").out == f"{images}: 0 B without a limit (FEDSHIFT_CACHE_LIMIT)\n"
+    monkeypatch.setenv("FEDSHIFT_CACHE_LIMIT", "none")
+    assert "FEDSHIFT_CACHE_LIMIT=none: give gigabytes" in cli("data", "check", photos).err

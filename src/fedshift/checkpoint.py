@@ -2,7 +2,8 @@
 
 A checkpoint is written beside its place, flushed to disk and moved over the old one, so a crash at any moment leaves
 either the old or the new one whole. A checksum over all tensors refuses one that was damaged afterwards. It holds the
-server's state and where clients' states are (``client_store``).
+server's state and where clients' states are (``client_store``). Equal contents give equal bytes: what is not a tensor
+is one entry of the header with sorted keys, since safetensors writes several in random order.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from .base.errors import FedshiftError, UsageError
 from .base.files import write_atomically
 from .base.state import State
 
-FORMAT = 2
+FORMAT = 3
+ENTRY = "fedshift"
+"""Name of the header's one entry, JSON with the format, the checksum and the facts."""
 
 
 def _checksum(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> str:
@@ -36,12 +39,15 @@ def _checksum(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> str:
 
 
 def save_checkpoint(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-    """Write tensors and facts (JSON values) atomically. Raises :class:`FedshiftError` where the disk refuses."""
+    """Write tensors and facts (JSON values) atomically: the same bytes for the same contents.
+
+    Raises :class:`FedshiftError` where the disk refuses.
+    """
     owned = {
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()
     }
-    header = {"format": str(FORMAT), "checksum": _checksum(owned, facts), "facts": json.dumps(facts)}
-    write_atomically(path, save(owned, metadata=header))
+    header = {"format": FORMAT, "checksum": _checksum(owned, facts), "facts": facts}
+    write_atomically(path, save(owned, metadata={ENTRY: json.dumps(header, sort_keys=True)}))
 
 
 def load_checkpoint(path: Path) -> tuple[State, dict[str, Any]]:
@@ -50,7 +56,7 @@ def load_checkpoint(path: Path) -> tuple[State, dict[str, Any]]:
     Raises :class:`FedshiftError` where it is missing, truncated, damaged or of another format.
     """
     with _opened(path) as (file, header):
-        facts: dict[str, Any] = json.loads(header["facts"])
+        facts: dict[str, Any] = header["facts"]
         tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118  (else: the file's memory)
         if header["checksum"] != _checksum(tensors, facts):
             raise ValueError("its checksum does not match")
@@ -60,7 +66,7 @@ def load_checkpoint(path: Path) -> tuple[State, dict[str, Any]]:
 def load_facts(path: Path) -> dict[str, Any]:
     """The facts alone, without reading the tensors; errors as :func:`load_checkpoint`, but for damaged tensors."""
     with _opened(path) as (_, header):
-        facts: dict[str, Any] = json.loads(header["facts"])
+        facts: dict[str, Any] = header["facts"]
     return facts
 
 
@@ -78,19 +84,20 @@ def refuse_other(then: Mapping[str, str], now: Mapping[str, str]) -> None:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[tuple[Any, Mapping[str, str]]]:
+def _opened(path: Path) -> Iterator[tuple[Any, Mapping[str, Any]]]:
     """The open file and its header; what goes wrong inside is told as a damaged checkpoint."""
     try:
         with safe_open(path, framework="pt") as file:
-            header = file.metadata() or {}
-            if header["format"] != str(FORMAT):
+            entries = file.metadata() or {}
+            header: dict[str, Any] = entries if "format" in entries else json.loads(entries[ENTRY])
+            if header["format"] != FORMAT:
                 raise FedshiftError(f"checkpoint {path} was written by another version of fedshift: {_RESTART}")
             yield file, header
     except FileNotFoundError as error:
         raise FedshiftError(
             f"no checkpoint at {path}: the run has not got that far; start it, or go on with it"
         ) from error
-    except (SafetensorError, KeyError, ValueError, OSError) as error:
+    except (SafetensorError, KeyError, TypeError, ValueError, OSError) as error:
         raise FedshiftError(f"checkpoint {path} is corrupt or truncated ({error}): {_RESTART}") from error
 
 

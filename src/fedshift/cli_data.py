@@ -1,4 +1,4 @@
-"""The commands that look at data: ``fedshift data list|fetch|check|show`` and ``fedshift diagnose``."""
+"""The commands that look at data: ``fedshift data list|fetch|check|show|cache`` and ``fedshift diagnose``."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from rich.console import Console
 
 from .base.files import write_atomically
 from .config import DataSpec
-from .launch import loading, wide
+from .launch import cache_use, loading, wide
 
-data = App(name="data", help="List, fetch, check and show data.")
+data = App(name="data", help="List, fetch, check and show data, and the cache of decoded images.")
 
 
 @data.command(name="list")
@@ -106,6 +106,28 @@ def show(where: str, spec: Annotated[DataSpec, Parameter(name="*")] = DataSpec()
     for file in files:
         console.print(str(file), markup=False, highlight=False, soft_wrap=True)
     return 0
+
+
+@data.command
+def cache(*, clear: Annotated[bool, Parameter(negative=())] = False) -> int:
+    """Say how many bytes of decoded images are kept, where, and how many may be (FEDSHIFT_CACHE_LIMIT, in gigabytes).
+
+    Parameters
+    ----------
+    clear
+        Remove them all. Programs that use some go on; later ones decode the files again.
+
+    """
+    from .base.files import cache_directory
+    from .data.files import image_cache
+    from .report.text import size
+
+    images = image_cache.images_in(cache_directory())
+    before = cache_use(images)
+    if clear:
+        image_cache.clear(images)
+        before = f"{before}, now {size(image_cache.taken(images))}"
+    return _printed(Console(), [f"{images}: {before}"])
 
 
 def diagnose(

@@ -6,7 +6,8 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,10 +18,12 @@ from rich.table import Table as Grid
 from .base.errors import FedshiftError, UsageError
 from .base.files import write_atomically
 from .config import DataSpec
-from .launch import contents, display, interruptible, say, use_threads, wide
+from .launch import announced_cache, contents, display, interruptible, loading, say, use_threads, wide
 
 if TYPE_CHECKING:
     from .config import RunSpec
+    from .data.files.reading import Progress
+    from .papers.plan import Plan
     from .papers.recipe import Way
     from .papers.reproduce import Finished
     from .papers.tables import Table
@@ -109,24 +112,29 @@ def _refuse(out: Path) -> None:
 def _list(way: Way, out: Path) -> int:
     from rich.text import Text
 
-    from .papers.estimate import Estimates
+    from .papers.estimate import TIMING, Estimates
     from .papers.plan import plans_of
     from .papers.results import last_verdicts, left
     from .papers.tables import tables
 
-    estimates, console, grid = Estimates(), Console(stderr=True), Grid(box=None, padding=(0, 2, 1, 0))
+    estimates, grid = Estimates(), Grid(box=None, padding=(0, 2, 1, 0))
     for title in ("table or figure", "runs", "time here"):
         grid.add_column(title, no_wrap=True, justify="left" if title == "table or figure" else "right")
     grid.add_column("what", overflow="fold")
     notes: dict[str, int] = {}
-    with console.status("looking at the data, and timing a step of each network"):
+    with _counted(Console(stderr=True)) as progress:
         plans = {key: [plan for _, plan in plans_of(table, way)] for key, table in tables().items()}
         specs = {key: list(dict.fromkeys(spec for plan in of for spec in plan.specs)) for key, of in plans.items()}
         todo = {key: left(runs, out) for key, runs in specs.items()}
-        estimates.look_at(itertools.chain.from_iterable(todo.values()))
-        for key, table in tables().items():
+        estimates.look_at(itertools.chain.from_iterable(todo.values()), progress)
+        for done, (key, table) in enumerate(tables().items()):
+            progress(TIMING, done, len(todo))
             asked = list(dict.fromkeys(spec for plan in plans[key] for spec in plan.asked))
-            lines = [table.title, *_needs(asked, way, notes), *(f"last: {said}" for said in last_verdicts(table, out))]
+            lines = [
+                table.title,
+                *_needs(asked, plans[key], way, notes),
+                *(f"last: {said}" for said in last_verdicts(table, out)),
+            ]
             try:
                 spent = _time(estimates.of(todo[key])) if todo[key] else "done" if specs[key] else ""
             except UsageError as error:
@@ -139,18 +147,30 @@ def _list(way: Way, out: Path) -> int:
     return 0
 
 
-def _needs(asked: Sequence[RunSpec], way: Way, notes: dict[str, int]) -> list[str]:
+@contextmanager
+def _counted(console: Console) -> Iterator[Progress]:
+    """Progress of what takes up to a minute: a bar on a terminal, elsewhere a plain line for each tenth of it."""
+    said = set()
+
+    def line(what: str, done: int, total: int) -> None:
+        if (tenth := (what, 10 * done // total)) not in said:
+            said.add(tenth)
+            say(console, f"{what}: {done} of {total}")
+
+    with loading(console) as bar:
+        yield bar if console.is_terminal else line
+
+
+def _needs(asked: Sequence[RunSpec], plans: Sequence[Plan], way: Way, notes: dict[str, int]) -> list[str]:
     """Lines on the data, networks and methods of runs; what stands in is numbered in ``notes``."""
-    from .papers.recipe import plain, present, stand_in
+    from .papers.recipe import plain, present
 
     where = []
     for data in dict.fromkeys(spec.data for spec in asked):
-        stand = stand_in(data, way.root)
-        if present(data, way.root):
-            found = "here"
-        else:
-            found = f"stand-in {notes.setdefault(stand.note, len(notes) + 1)}" if stand else "missing"
-        where.append(f"{plain(data)}: {found}")
+        found = dict.fromkeys(plan.stood[plain(data)] for plan in plans if plain(data) in plan.stood)
+        numbers = " and ".join(str(notes.setdefault(note, len(notes) + 1)) for note in found)
+        said = "here" if present(data, way.root) else f"stand-in {numbers}" if found else "missing"
+        where.append(f"{plain(data)}: {said}")
     models = dict.fromkeys(spec.model for spec in asked)
     methods = dict.fromkeys(re.sub(r"\([^()]*\)|\+fedavg", "", spec.method) for spec in asked)
     return ["; ".join(dict.fromkeys(where)), f"{', '.join(models)}: {', '.join(methods)}"] if asked else []
@@ -187,10 +207,13 @@ def _run(wanted: Sequence[Table], way: Way, version: str | None, hours: float | 
     from .papers.reproduce import finish
 
     console, failed, page = Console(), [], None
-    with interruptible(console) as stop, Budget(hours, stop) as budget, display(console) as observer:
+    with interruptible(console) as stop, Budget(hours, stop) as budget, ExitStack() as shown:
         if len(wanted) > 1:
             say(console, f"{len(wanted)} tables and figures, those that take least first; steps are timed.")
-            wanted = budget.ordered(wanted, way, out)
+            with _counted(Console(stderr=True)) as progress:
+                wanted = budget.ordered(wanted, way, out, progress)
+        shown.enter_context(announced_cache(console))
+        observer = shown.enter_context(display(console))
         for number, table in enumerate(wanted):
             chosen = budget.fitting(table, way, out, len(wanted) - number)
             done = None
@@ -252,11 +275,10 @@ def _show(table: Table, done: Finished, out: Path, console: Console) -> None:
             content["tex"].append(f"\\par{{\\footnotesize {escape_latex(line)}}}\n")
 
     for made in done.compared:
-        notes = [f"{'Data' if made.own else 'Stand-in'}: {note}." for note in made.notes]
-        put(side_by_side(made), [*notes, made.summary])
+        put(side_by_side(made), [*made.remarks, made.summary])
     for drawn in done.drawn:
         say(console, f"Drawn: {out / 'results' / table.paper / drawn.picture.name}.svg")
         put(drawn.numbers, [])
-    put(None, [f"Stand-in: {note}." for note in dict.fromkeys(done.notes)])
+    put(None, done.remarks)
     for kind, parts in content.items():
         write_atomically(out / "results" / table.paper / f"{table.name}.{kind}", "\n".join(parts).encode())

@@ -5,6 +5,7 @@ Heavy modules are imported when it starts, so that the command line answers at o
 
 from __future__ import annotations
 
+import math
 import shlex
 import time
 import tomllib
@@ -100,7 +101,46 @@ def contents(directory: Path) -> str | None:
 
 @contextmanager
 def loading(console: Console) -> Iterator[Callable[[str, int, int], None]]:
-    """On a terminal, a line that says what is loaded and how far it is."""
+    """On a terminal, a line that says what is loaded and how far it is; then what the cache of images has grown by."""
+    with announced_cache(console), _shown_progress(console) as progress:
+        yield progress
+
+
+@contextmanager
+def announced_cache(console: Console) -> Iterator[None]:
+    """Say after the block how many bytes of decoded images it added to the cache, where, and how to be rid of them."""
+    from .base.files import cache_directory
+    from .data.files.image_cache import BEGUN, entries, images_in, limit
+
+    images = images_in(cache_directory())
+    before = {entry.place for entry in entries(images)}
+    limit()  # refused before anything is read where it is no number
+    try:
+        yield
+    finally:
+        new = [entry for entry in entries(images) if entry.place not in before and entry.place.suffix != BEGUN]
+        if new:
+            from .report.text import size
+
+            added = size(sum(entry.size for entry in new))
+            say(
+                console,
+                f"Decoded images are kept for the next time: {added} in {images}, in all {cache_use(images)}; "
+                "`fedshift data cache --clear` removes them.",
+            )
+
+
+def cache_use(images: Path) -> str:
+    """Bytes in the directory of decoded images, and how many there may be."""
+    from .data.files.image_cache import VARIABLE, limit, taken
+    from .report.text import size
+
+    most = f"of at most {size(limit())}" if math.isfinite(limit()) else "without a limit"
+    return f"{size(taken(images))} {most} ({VARIABLE})"
+
+
+@contextmanager
+def _shown_progress(console: Console) -> Iterator[Callable[[str, int, int], None]]:
     if not console.is_terminal:
         yield lambda *_: None
         return

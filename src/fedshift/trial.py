@@ -22,6 +22,7 @@ from .base.profiling import OPERATIONS, add, is_recording, part
 from .base.state import State, prefixed, under
 from .checkpoint import load_facts, refuse_other, save_checkpoint
 from .client_store import MEMORY, ClientStore, sweep
+from .core.architecture import architecture
 from .core.folding import Folding
 from .core.kernel import Client, Server, global_state, init_client, init_server, personal_state, trained_state
 from .core.method import Method
@@ -97,6 +98,7 @@ class Trial:
             labels=label_counts(training),
             clients=len(members),
         )
+        self._architecture = architecture(self.plan.module)  # now, before a layer that counts its calls has counted
         for client in trained_on.clients:
             if len(client.train) < self.plan.smallest_batch:
                 raise UsageError(
@@ -176,11 +178,10 @@ class Trial:
     @property
     def identity(self) -> dict[str, str]:
         """What must be the same for a checkpoint to be continued, by setting."""
-        shapes = " ".join(f"{name}{tuple(tensor.shape)}" for name, tensor in self.plan.initial.items())
         return {
             "method": self.plan.method.text,
             "seed": str(self.seed),
-            "model": f"{shapes} {self.plan.module}",
+            "model": self._architecture,
             "data": self.data.fingerprint,
             "work": str(self.plan.work),
             "freeze": str(self.plan.freeze_from),

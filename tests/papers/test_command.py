@@ -1,5 +1,6 @@
 """`fedshift reproduce` as a person meets it: what is refused before work, the list, and what is written of a table."""
 
+import io
 from pathlib import Path
 from threading import Event
 
@@ -7,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from fedshift.base.errors import FedshiftError, UsageError
-from fedshift.cli_papers import _show
+from fedshift.cli_papers import _list, _show
 from fedshift.papers import budget, estimate, recipe
 from fedshift.papers.budget import Budget
 from fedshift.papers.place import held
@@ -33,8 +34,10 @@ def hour(monkeypatch):
     seen = []
 
     class Hour:
-        def look_at(self, specs):
-            seen.extend(specs)
+        def look_at(self, specs, progress=None):
+            for done, spec in enumerate(specs := list(specs)):
+                seen.append(spec)
+                progress(estimate.LOOKING, done, len(specs))
 
         def of(self, specs):
             return 3600.0 * len(list(specs))
@@ -110,6 +113,22 @@ def test_the_list_says_what_each_takes_and_whether_it_is_here(cli, fresh, hour, 
     assert any(line.strip().startswith("mnist: missing") for line in lines)
     assert [key for key in tables() if not any(line.split(" ")[0] == key for line in lines)] == []
     assert not list(tmp_path.iterdir())
+    told = listed.err.splitlines()
+    assert told[0] == f"looking at the data of runs: 0 of {len(hour)}"
+    assert told[10] == f"timing a step of the networks of tables: 0 of {len(tables())}"
+    assert len(told) == 20  # a line for each tenth
+
+
+def test_on_a_terminal_a_bar_counts(fresh, hour, tmp_path, monkeypatch):
+    drawn, one = io.StringIO(), {"fedbn/table12": table("fedbn/table12")}
+    monkeypatch.setattr("fedshift.papers.tables.tables", lambda: one)
+    monkeypatch.setattr(
+        "fedshift.cli_papers.Console", lambda stderr=False: Console(file=drawn, force_terminal=True, width=100)
+    )
+    monkeypatch.setattr(estimate.Estimates, "of", lambda self, specs: 1.0)
+    assert _list(Way(root=tmp_path), tmp_path) == 0
+    assert "timing a step of the networks of tables" in drawn.getvalue()
+    assert "0/1" in drawn.getvalue()
 
 
 def test_a_table_is_written_with_its_verdict_and_what_stands_in(tmp_path, capsys):
@@ -117,10 +136,10 @@ def test_a_table_is_written_with_its_verdict_and_what_stands_in(tmp_path, capsys
     block = made.blocks[-1]
     found = Reproduced(
         table=made, block=block, scale=0.5, seeds=1, values={(0, 0): (50.0,), (1, 0): (60.0,)}, own=False,
-        notes=("100 % other digits",), shown={block.columns[0]: "pen"},
+        notes=("100 % other digits; svhn is left out",), missing=("abide",), shown={block.columns[0]: "pen"},
     )  # fmt: skip
     (tmp_path / "results" / "fedbn").mkdir(parents=True)
-    _show(made, Finished(compared=[found], notes=("a small network",)), tmp_path, Console())
+    _show(made, Finished(compared=[found], remarks=("Stand-in: a small network.",)), tmp_path, Console())
     text, tex = ((tmp_path / "results" / "fedbn" / f"table12.{kind}").read_text() for kind in ("md", "tex"))
     said = " ".join(capsys.readouterr().out.split())
     for shown in (said, text, tex):
@@ -128,8 +147,26 @@ def test_a_table_is_written_with_its_verdict_and_what_stands_in(tmp_path, capsys
         assert f"{block.columns[0]} (here pen)" in shown
         assert "Verdict (version final, 1 seed, 0.5 of the rounds)" in shown
         assert "Stand-in: a small network." in shown
-    assert "Stand-in: 100 % other digits." in said
-    assert r"\footnotesize Stand-in: 100 \% other digits." in tex
+        assert "Left out: abide, which is not here and for which nothing stands in." in shown
+        assert "svhn is left out." in shown
+        assert "difference" not in shown
+    assert "Stand-in: 100 % other digits; " in said
+    assert r"\footnotesize Stand-in: 100 \% other digits; " in tex
+
+
+def test_a_table_that_was_cut_short_has_no_verdict_where_it_is_shown(tmp_path, capsys):
+    made = table("fedbn/table12")
+    found = Reproduced(
+        table=made, block=made.blocks[-1], scale=0.1, seeds=5, values={(0, 0): (50.0,) * 5, (1, 0): (60.0,) * 5},
+        shown={},
+    )  # fmt: skip
+    (tmp_path / "results" / "fedbn").mkdir(parents=True)
+    _show(made, Finished(compared=[found]), tmp_path, Console())
+    text, tex = ((tmp_path / "results" / "fedbn" / f"table12.{kind}").read_text() for kind in ("md", "tex"))
+    for shown in (" ".join(capsys.readouterr().out.split()), text, tex):
+        assert "5 seeds, 0.1 of the rounds): too short to judge; " in shown
+        assert "order of methods says nothing below 0.25 of the rounds." in shown
+        assert not any(word in shown for word in ("paper's order", "Significant", "neither", "difference"))
 
 
 @pytest.mark.parametrize(

@@ -175,13 +175,31 @@ def test_what_stands_in_is_said(nothing):
     for name in ("mnist", "mnistm", "usps", "svhn_subset", "chars74k_fnt"):
         np.savez(nothing.root / f"{name}.npz", x=np.zeros(1))
     (made,) = [found for _, found in plans_of(table("fedbn/table11"), nothing)]
-    assert made.notes == (recipe.recipes()["stand_in"]["digits-five"][0]["note"],)
+    assert made.notes == (
+        "mnist, usps, chars74k_fnt, mnistm in place of Digits-Five; svhn is left out: svhn_subset has 554 training "
+        "samples of the 743 asked for",
+    )
+    assert made.stood == {"digits-five": made.notes[0]}
+    assert made.shown == {"mnist": "mnist", "usps": "usps", "synthdigits": "chars74k_fnt", "mnistm": "mnistm"}
     assert {cell.client for cell in made.cells} == {"mnist", "mnistm", "usps", "chars74k_fnt"}  # SVHN's are too few
     assert {cell.spec.data for cell in made.cells} == {str(nothing.root)}
     sizes = planned(table("fedbn/table14"), blocks_of(table("fedbn/table14"))[0], nothing)
     small = {cell.client for cell in sizes.cells if cell.spec.samples == 371}
     assert small == {"mnist", "mnistm", "usps", "chars74k_fnt", "svhn_subset"}
     assert sizes.shown["svhn"] == "svhn_subset"
+    (said,) = sizes.notes
+    assert "svhn is left out of some runs: svhn_subset has 554 training samples of the 743 to 7,438 asked for" in said
+    assert "usps is left out of some runs: usps has 7,291 training samples of the 7,438 asked for" in said
+
+
+def test_clients_for_which_nothing_stands_in_and_sizes_that_are_not_here_are_said(nothing):
+    of_domains = [made for _, made in plans_of(table("fedbn/table1"), nothing) if "domainnet" in made.stood]
+    assert of_domains
+    for made in of_domains:
+        assert made.stood["domainnet"].endswith("; sketch is left out: nothing stands in for it")
+        assert "sketch" not in made.shown
+    (sizes,) = [made for block, made in plans_of(table("fedbn/table14"), nothing) if block]
+    assert sizes.notes[0].endswith("; 371 to 7,438 samples a client are left out: there are 300 at most")
 
 
 def test_a_run_is_called_the_same_wherever_its_data_lie(nothing, tmp_path):

@@ -173,6 +173,39 @@ def test_verdicts(theirs, ours, own, verdict):
     assert compared(theirs, ours, own=own).verdict == verdict
 
 
+@pytest.mark.parametrize(
+    ("changes", "numbers"),
+    [
+        ({}, True), ({"own": False}, False), ({"scale": 0.5}, False),
+        ({"notes": ("59,000 training samples of mnist's 60,000",)}, False),
+    ],
+)  # fmt: skip
+def test_numbers_are_compared_where_network_data_and_rounds_are_the_papers(changes, numbers):
+    found = replace(compared(["50.0 (1.0)", "60.0 (1.0)"], [51.0, 61.0]), **changes)
+    assert (("difference" in side_by_side(found).header), found.within[1] > 0) == (numbers, numbers)
+    assert found.verdict == ("within the paper's spread" if numbers else "same order of methods")
+    assert found.order == (1, 1)
+
+
+def test_an_order_says_nothing_where_rounds_were_cut_to_less_than_a_quarter():
+    clear = compared(["1", "2"], [(50.0, 51.0, 52.0), (60.1, 61.0, 61.9)])
+    judged, short = (replace(clear, scale=scale) for scale in (0.25, 0.2499))
+    assert (judged.verdict, judged.order, judged.claims) == ("same order of methods", (1, 1), (1, 0))
+    assert (short.verdict, short.order, short.claims) == ("too short to judge", (0, 0), (0, 0))
+    assert short.summary == (
+        "Verdict (3 seeds, 0.25 of the rounds): too short to judge; an order of methods says nothing below 0.25 of the "
+        "rounds."
+    )
+    assert len(side_by_side(short).rows) == 2  # the numbers stand there all the same
+
+
+def test_a_concordance_of_too_few_rounds_is_no_verdict(tiny):
+    tiny["measures"] = {"discordance": "discordance"}
+    found = compared(["0.1", "0.1"], [0.0, 1e-6], by="metric", columns=("discordance",))
+    assert (found.verdict, found.concordant) == ("concordant throughout", (2, 2))
+    assert (replace(found, scale=0.01).verdict, replace(found, scale=0.01).concordant) == ("too short to judge", (0, 0))
+
+
 def test_pairs_in_the_papers_order_are_counted():
     assert compared(["1", "2", "3", "3"], [1, 3, 2, 5]).order == (4, 5)  # the level pair does not count
     assert compared(["1", "2"], [5, 5]).order == (0, 1)
@@ -257,7 +290,7 @@ def test_ours_stand_beside_theirs():
         "within",
     ]
     assert [cell.text for cell in shown.rows[1]] == ["m1, epochs 4: pen", "58.00", "60.00", "\N{MINUS SIGN}2.00", ""]
-    assert len(side_by_side(compared(["50.0 (1.0)"], [51.5], own=False)).header) == 4
+    assert side_by_side(compared(["50.0 (1.0)"], [51.5], own=False)).header == ("", "ours (stand-in)", "paper")
     small_numbers = side_by_side(compared(["0.0000003"], [0.0000004]))
     assert [cell.text for cell in small_numbers.rows[0]][1:] == ["0.00000040", "0.00000030", "+0.00000010"]
     assert [cell.text for cell in side_by_side(compared(["2471"], [20.0])).rows[0]][1:3] == ["20", "2471"]
@@ -305,8 +338,22 @@ def test_the_page_has_every_table_with_its_verdict(tiny, tmp_path):
     text = page.write(tmp_path).read_text()
     assert 'href="#fedbn-table99"' in text
     assert found.verdict in text
+    assert "Left out" not in text
     assert "fedbn: photo" in text
     assert "://" not in text
+
+
+def test_a_table_that_was_cut_short_or_lacks_data_is_said_to_be_on_page_and_list(tiny, tmp_path):
+    tiny |= {"rounds": 8, "keys": {"data": {"away": {"data": "usps"}}}}
+    first = small()
+    rows = tuple(({**keys, "data": data}, cells) for keys, cells in first.blocks[0].rows for data in ("digits", "away"))
+    made, way = replace(first, blocks=(replace(first.blocks[0], rows=rows),)), Way(root=tmp_path, scale=0.125)
+    (found,) = finish(made, way, tmp_path).compared
+    assert found.missing == ("usps",)
+    assert kept(made, tmp_path) == [found]
+    assert last_verdicts(made, tmp_path) == ["too short to judge (scale 0.12)"]
+    shown = page._shown(made, tmp_path)
+    assert shown["blocks"][0][0].remarks == ["Left out: usps, which is not here and for which nothing stands in."]
 
 
 def test_a_budget_gives_each_table_a_share_of_the_rounds(tiny, tmp_path, monkeypatch):

@@ -13,7 +13,8 @@ from typing import Self
 
 from ..base.errors import UsageError
 from ..config import RunSpec
-from .estimate import Estimates
+from ..data.files.reading import Progress
+from .estimate import TIMING, Estimates
 from .plan import plans_of
 from .recipe import Way
 from .results import left
@@ -47,11 +48,16 @@ class Budget:
         if self._timer:
             self._timer.cancel()
 
-    def ordered(self, tables: Sequence[Table], way: Way, place: Path) -> list[Table]:
-        """``tables`` by the time that what is left of them takes."""
+    def ordered(self, tables: Sequence[Table], way: Way, place: Path, progress: Progress | None = None) -> list[Table]:
+        """``tables`` by the time that what is left of them takes; ``progress`` is called as that is found out."""
         if not self._stop.is_set():
-            self._estimates.look_at(spec for table in tables for spec in _left(table, way, place))
-        return sorted(tables, key=lambda table: self._cost(table, way, place))
+            self._estimates.look_at((spec for table in tables for spec in _left(table, way, place)), progress)
+        costs: dict[str, float] = {}
+        for done, table in enumerate(tables):
+            if progress:
+                progress(TIMING, done, len(tables))
+            costs[table.key] = self._cost(table, way, place)
+        return sorted(tables, key=lambda table: costs[table.key])
 
     def fitting(self, table: Table, way: Way, place: Path, of: int) -> Way:
         """``way`` with the scale at which ``table`` takes one of ``of`` parts of the time that is left."""

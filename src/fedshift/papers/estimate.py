@@ -29,12 +29,15 @@ from ..core.plan import Plan
 from ..core.select import Scope
 from ..core.work import Work
 from ..data.federation import Federation, label_counts
+from ..data.files.reading import Progress
 from ..planning import plan_of
 from ..settings import Settings
 from ..sources import root_of, source_of, split_of
 from . import costs
 from .costs import Moves, Steps
 
+LOOKING, TIMING = "looking at the data of runs", "timing a step of the networks of tables"
+"""What takes the time that an estimate takes."""
 DEALING = frozenset(("split", "samples", "validation", "allow_single_class", "normalize"))
 """Settings that say who has which samples, of which none need be read again."""
 
@@ -65,9 +68,15 @@ class Estimates:
         self._steps: dict[str, Steps] = {}
         self._moves: dict[str, Moves] = {}
 
-    def look_at(self, specs: Iterable[RunSpec]) -> None:
-        """Find the sizes of clients of ``specs``, in an order in which no data are read twice."""
-        for spec in sorted(specs, key=lambda spec: repr(_reading(spec))):
+    def look_at(self, specs: Iterable[RunSpec], progress: Progress | None = None) -> None:
+        """Find the sizes of clients of ``specs``, in an order in which no data are read twice.
+
+        ``progress`` is called with what is read, how many data sets are done, and of how many.
+        """
+        ordered = sorted(specs, key=lambda spec: repr(_reading(spec)))
+        for done, spec in enumerate(ordered):
+            if progress:
+                progress(LOOKING, done, len(ordered))
             with suppress(UsageError):  # which :meth:`of` raises
                 self._sizes_of(spec)
 

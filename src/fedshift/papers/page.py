@@ -14,7 +14,7 @@ from ..report.text import latex, markdown
 from .pictures import drawn_before
 from .results import kept
 from .tables import PAPERS, Table, tables
-from .verdict import side_by_side
+from .verdict import remarks, side_by_side
 
 
 def write(place: Path) -> Path:
@@ -45,5 +45,6 @@ def _shown(table: Table, place: Path) -> dict[str, Any] | None:
         "table": table,
         "blocks": [(made, side_by_side(made)) for made in blocks],
         "drawn": drawn,
+        "remarks": remarks(drawn["notes"], drawn.get("missing", ())) if drawn else [],
         "pictures": [inline_svg(p["svg"], p["name"], p["description"]) for p in drawn["pictures"]] if drawn else [],
     }

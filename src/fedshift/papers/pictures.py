@@ -56,7 +56,8 @@ def draw(table: Table, plan: Plan, way: Way, place: Path) -> list[Drawn]:
             figure.savefig(folder / f"{drawn.picture.name}.png", dpi=200, metadata={"Software": None})
         write_atomically(folder / f"{drawn.picture.name}.svg", svg(figure).encode())
     facts = {
-        "scale": way.scale, "seeds": way.seeds, "notes": list(plan.notes), "ended": panels == plan.panels,
+        "scale": way.scale, "seeds": way.seeds, "notes": list(plan.notes),
+        "missing": list(plan.missing), "ended": panels == plan.panels,
         "way": written(way),
         "pictures": [{"name": drawn.picture.name, "description": drawn.picture.description} for drawn in made],
     }  # fmt: skip

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..base.errors import UsageError
@@ -57,13 +57,16 @@ class Panel:
 class Plan:
     """What can be run: ``cells`` of a block, ``panels`` of a figure; data that are ``missing``; ``notes`` on stand-ins.
 
-    ``shown``: what stands in the place of clients' names, by these. ``asked``: the runs as the paper has them.
+    ``stood``: those of the notes that are on data, by the data in whose place others stand; each says which clients are
+    left out and why. ``shown``: what stands in the place of clients' names, by these. ``asked``: the runs as the paper
+    has them.
     """
 
     cells: tuple[Cell, ...] = ()
     panels: tuple[Panel, ...] = ()
     missing: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    stood: Mapping[str, str] = field(default_factory=dict)
     shown: Mapping[str, str]
     asked: tuple[RunSpec, ...] = ()
 
@@ -93,12 +96,15 @@ def planned(table: Table, block: Block, way: Way) -> Plan:
             measure = recipe.get("measures", {}).get(name, FINAL)
             if measure == ADAPTED and not found.here(recipe["adapted"]):
                 continue
-            spec, stand = found.placed(spec_of(recipe, whole, way), sized=block.by == "samples")
+            asked = spec_of(recipe, whole, way)
+            spec, stand = found.placed(asked, sized=block.by == "samples")
             client = name if block.by == "client" else coordinates.get("client", "average")
             client = None if client == "average" else str(client)
             if spec is None:
                 continue
             if stand and client and measure != ADAPTED:
+                if client not in stand.columns:
+                    found.without(asked.data, client)
                 client = stand.columns.get(client)
                 if client not in str(spec.domains).split(","):
                     continue
@@ -158,9 +164,9 @@ class _Found:
     def __init__(self, way: Way) -> None:
         self._way = way
         self._missing: dict[str, None] = {}
-        self._notes: dict[str, None] = {}
+        self._stood: dict[str, _Stood] = {}
+        self._lighter_notes: dict[str, None] = {}
         self._asked: dict[RunSpec, None] = {}
-        self._shown: dict[str, str] = {}
 
     def placed(self, spec: RunSpec, *, sized: bool = False) -> tuple[RunSpec | None, Stand | None]:
         """``spec`` on data that are here, None where there are none; and what they are in place of its own.
@@ -171,14 +177,19 @@ class _Found:
         if present(spec.data, self._way.root):
             return self._lighter(exact(spec)), None
         stand = stand_in(spec.data, self._way.root)
-        if stand and sized and (spec.samples or 0) > (stand.most or math.inf):
-            return None, None
         if stand is None:
             self._missing[plain(spec.data)] = None
             return None, None
-        self._notes[stand.note] = None
-        self._shown |= stand.columns
+        stood = self._stood.setdefault(plain(spec.data), _Stood(stand))
+        if sized and (spec.samples or 0) > (stand.most or math.inf):
+            stood.too_few.add(spec.samples or 0)
+            return None, None
+        stood.ask(spec.samples)
         return self._lighter(elsewhere(spec, stand)), stand
+
+    def without(self, data: str, client: str) -> None:
+        """Note that nothing stands in for ``client`` of ``data``."""
+        self._stood[plain(data)].nobody[client] = None
 
     def here(self, data: str) -> bool:
         """Whether ``data`` are here, for which nothing stands in."""
@@ -190,16 +201,65 @@ class _Found:
         other = recipes()["light"].get(spec.model) if self._way.light else None
         if other is None:
             return spec
-        self._notes[f"{other} in place of {spec.model}"] = None
+        self._lighter_notes[f"{other} in place of {spec.model}"] = None
         return replace(spec, model=other)
 
     @property
     def facts(self) -> dict[str, Any]:
         """What a :class:`Plan` says beside its runs."""
+        stood = {data: found.note for data, found in self._stood.items()}
         return {
-            "missing": tuple(self._missing), "notes": tuple(self._notes), "shown": self._shown,
+            "missing": tuple(self._missing), "notes": (*dict.fromkeys(stood.values()), *self._lighter_notes),
+            "stood": stood, "shown": {key: name for found in self._stood.values() for key, name in found.shown.items()},
             "asked": tuple(self._asked),
         }  # fmt: skip
+
+
+class _Stood:
+    """Data that stand in for a paper's, over the runs of a plan: who takes part in some, who is left out, and why.
+
+    ``too_few``: samples a client that columns were to have, and that no client here has; ``nobody``: clients of the
+    paper's that no other stands in for.
+    """
+
+    def __init__(self, stand: Stand) -> None:
+        self.too_few: set[int] = set()
+        self.nobody: dict[str, None] = {}
+        self._stand = stand
+        self._used: set[str] = set()
+        self._lacking: dict[str, set[int]] = {}
+
+    def ask(self, samples: int | None) -> None:
+        """Enter a run with so many training samples of each client."""
+        enough = self._stand.enough(samples)
+        self._used.update(enough)
+        for column in self._stand.columns.keys() - enough:
+            self._lacking.setdefault(column, set()).add(samples or 0)
+
+    @property
+    def shown(self) -> dict[str, str]:
+        """The clients that take part, by whose place they take."""
+        return {column: name for column, name in self._stand.columns.items() if column in self._used}
+
+    @property
+    def note(self) -> str:
+        """What stands in for the paper's data, and what is left out of it."""
+        stand = self._stand
+        said = [stand.note.format(clients=", ".join(self.shown.values()))]
+        for column, asked in sorted(self._lacking.items()):
+            have = (
+                f"{stand.columns[column]} has {stand.least[column]:,} training samples of the {_range(asked)} asked for"
+            )
+            said.append(f"{column} is left out{' of some runs' if column in self._used else ''}: {have}")
+        said += [f"{client} is left out: nothing stands in for it" for client in self.nobody]
+        if self.too_few:
+            said.append(f"{_range(self.too_few)} samples a client are left out: there are {stand.most:,} at most")
+        return "; ".join(said)
+
+
+def _range(numbers: Collection[int]) -> str:
+    """The least and the largest of ``numbers``, or the one that there is."""
+    return " to ".join(f"{number:,}" for number in dict.fromkeys((min(numbers), max(numbers))))
 
 
 def _recipe(table: Table) -> Mapping[str, Any]:

@@ -53,8 +53,9 @@ class Way:
 class Stand:
     """Data in place of a paper's: settings that differ, what ``columns`` (clients) become, and a ``note`` on it.
 
-    ``most``: training samples of a client at most; ``least``: of single columns' clients, which are left out of runs
-    that ask for more. ``evaluations``: how often a run is measured at most, where its clients have many test samples.
+    ``{clients}`` in the note stands for those that take part. ``most``: training samples of a client at most;
+    ``least``: of single columns' clients, which are left out of runs that ask for more. ``evaluations``: how often a
+    run is measured at most, where its clients have many test samples.
     """
 
     note: str
@@ -65,6 +66,10 @@ class Stand:
     least: Mapping[str, int]
     models: Mapping[str, str]
     settings: Mapping[str, Any]
+
+    def enough(self, samples: int | None) -> list[str]:
+        """Columns whose clients here have so many training samples (None: as many as there are)."""
+        return [column for column in self.columns if (samples or 0) <= self.least.get(column, math.inf)]
 
 
 def run_name(spec: RunSpec) -> str:
@@ -151,7 +156,7 @@ def exact(spec: RunSpec) -> RunSpec:
 
 def elsewhere(spec: RunSpec, stand: Stand) -> RunSpec:
     """``spec`` on the data that stand in, without clients that have fewer samples than it asks for."""
-    names = [name for column, name in stand.columns.items() if (spec.samples or 0) <= stand.least.get(column, math.inf)]
+    names = [stand.columns[column] for column in stand.enough(spec.samples)]
     newcomers = stand.columns[spec.newcomers] if spec.newcomers else None
     settings: dict[str, Any] = {"data": stand.data, "domains": ",".join(names), "newcomers": newcomers}
     if spec.samples and stand.most:

@@ -23,16 +23,16 @@ from .plan import Plan, drawn, planned, plans_of
 from .recipe import Way
 from .results import begin, compared, left, record, there, way_of
 from .tables import Block, Table
-from .verdict import Reproduced
+from .verdict import Reproduced, remarks
 
 
 @dataclass(kw_only=True)
 class Finished:
-    """A table that was run: its blocks ``compared``, its panels ``drawn``, and ``notes`` on data of the latter."""
+    """A table that was run: its blocks ``compared``, its panels ``drawn``, and ``remarks`` on data of the latter."""
 
     compared: list[Reproduced] = field(default_factory=list)
     drawn: list[Drawn] = field(default_factory=list)
-    notes: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
 
     def add(self, table: Table, block: Block | None, way: Way, plan: Plan, place: Path) -> None:
         """Add what the ended runs of ``plan`` in ``place`` make of ``block``, or of the panels (None)."""
@@ -40,7 +40,7 @@ class Finished:
             self.compared.append(compared(table, block, way, plan, place))
         else:
             self.drawn += draw(table, plan, way, place)
-            self.notes = plan.notes
+            self.remarks = tuple(remarks(plan.notes, plan.missing))
 
 
 def finish(

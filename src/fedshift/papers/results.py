@@ -58,7 +58,7 @@ def begin(table: Table, block: Block, way: Way, plan: Plan, place: Path) -> None
     if not record(table, block, place):
         nothing = Reproduced(
             table=table, block=block, scale=way.scale, seeds=way.seeds, values={}, shown=plan.shown,
-            part=_part(plan, place),
+            missing=plan.missing, part=_part(plan, place),
         )  # fmt: skip
         _keep(nothing, way, place)
 
@@ -69,7 +69,7 @@ def compared(table: Table, block: Block, way: Way, plan: Plan, place: Path) -> R
     made = Reproduced(
         table=table, block=block, scale=way.scale, seeds=way.seeds, values=runs.numbers(table, cells),
         notes=(*plan.notes, *_fewer(runs.trained_on(cells))), shown=plan.shown, own=not plan.notes,
-        part=_part(plan, place),
+        missing=plan.missing, part=_part(plan, place),
     )  # fmt: skip
     _keep(made, way, place)
     return made
@@ -92,8 +92,9 @@ def kept(table: Table, place: Path) -> list[Reproduced]:
                 for cell in content["cells"]
             }
             facts = {name: content[name] for name in ("scale", "seeds", "shown", "own")}
-            notes, part = tuple(content["notes"]), content.get("part", "")
-            found.append(Reproduced(table=table, block=block, values=values, notes=notes, part=part, **facts))
+            facts |= {name: tuple(content.get(name, ())) for name in ("notes", "missing")}
+            facts |= {"table": table, "block": block, "values": values, "part": content.get("part", "")}
+            found.append(Reproduced(**facts))
     return found
 
 
@@ -114,7 +115,8 @@ def _part(plan: Plan, place: Path) -> str:
 def _keep(made: Reproduced, way: Way, place: Path) -> None:
     content = {
         "verdict": made.verdict, "scale": made.scale, "seeds": made.seeds, "notes": list(made.notes),
-        "shown": dict(made.shown), "own": made.own, "part": made.part, "way": written(way),
+        "missing": list(made.missing), "shown": dict(made.shown), "own": made.own, "part": made.part,
+        "way": written(way),
         "cells": [
             {"row": row, "column": column, "values": [None if math.isnan(value) else value for value in values]}
             for (row, column), values in sorted(made.values.items())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
@@ -22,6 +22,13 @@ APART = ("method", "lr", "seeds")
 """What rows may differ in to be compared, where a recipe does not say."""
 LEVEL = 0.05
 """Corrected p-value below which an order may be claimed."""
+SHORTEST = 0.25
+"""Share of the paper's rounds below which a table is not judged.
+
+Methods are compared where the paper leaves them, at the end of training. Early in training their order is that of
+their speed, and it turns: training alone leads FedBN at first, which has to bring its clients together (measured in
+``docs/papers.md``).
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +36,8 @@ class Reproduced:
     """A block of a table: for each cell that was run, what came out here under each seed, NaN for a seed that has none.
 
     ``scale`` and ``seeds`` say how it was run, ``notes`` what stood in for the paper's data and network, which are then
-    not ``own``; ``shown`` is whose place other clients take. ``part``: from how many runs, where not all are done.
+    not ``own``, and who is left out; ``missing`` are data that nothing stood in for. ``shown`` is whose place other
+    clients take. ``part``: from how many runs, where not all are done.
     """
 
     table: Table
@@ -38,6 +46,7 @@ class Reproduced:
     seeds: int
     values: Mapping[tuple[int, int], tuple[float, ...]]
     notes: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
     shown: Mapping[str, str]
     own: bool = True
     part: str = ""
@@ -57,11 +66,26 @@ class Reproduced:
         return str(recipe.get("measures", {}).get(self.block.columns[column], FINAL))
 
     @property
+    def remarks(self) -> list[str]:
+        """Sentences on data and networks that a reader must know."""
+        return remarks(self.notes, self.missing, own=self.own)
+
+    @property
+    def alike(self) -> bool:
+        """Whether network, data and rounds are the paper's, so that numbers can be compared, not methods alone."""
+        return self.own and not self.notes and self.scale == 1
+
+    @property
+    def short(self) -> bool:
+        """Whether too few rounds were run for any verdict: a share below :data:`SHORTEST`."""
+        return self.scale < SHORTEST
+
+    @property
     def order(self) -> tuple[int, int]:
         """Of the pairs of methods with all else in their rows equal, how many are in the paper's order, and all.
 
         Methods go by their means over columns. Pairs that the paper has level, less than half of a printed digit apart,
-        are not counted.
+        are not counted; none is where too few rounds were run.
         """
         gaps = [(theirs, mean_and_std(ours)[0]) for theirs, ours in self._gaps() if ours]
         return sum(theirs * ours > 0 for theirs, ours in gaps), len(gaps)
@@ -85,9 +109,9 @@ class Reproduced:
     def within(self) -> tuple[int, int]:
         """Of the cells whose spread the paper prints, how many of ours are within it, and how many there are.
 
-        On other data than the paper's, or with another network, there is none to be within.
+        With other data, another network or other rounds than the paper's there is none to be within.
         """
-        if not self.own:
+        if not self.alike:
             return 0, 0
         judged = [
             self.close(*where) for where in self.ours if (paper := self.theirs(*where)) and not math.isnan(paper.std)
@@ -96,7 +120,12 @@ class Reproduced:
 
     @property
     def concordant(self) -> tuple[int, int]:
-        """Of the discordances, how many are below FedMMB's threshold, and how many there are."""
+        """Of the discordances, how many are below FedMMB's threshold, and how many there are.
+
+        None is counted where too few rounds were run.
+        """
+        if self.short:
+            return 0, 0
         deltas = [number.mean for (_, column), number in self.ours.items() if self.measure(column) == DISCORDANCE]
         return sum(delta < CONCORDANT for delta in deltas), len(deltas)
 
@@ -114,6 +143,8 @@ class Reproduced:
     @property
     def verdict(self) -> str:
         """One of: within the paper's spread, same order of methods, neither; or why none of them can be said."""
+        if self.short:
+            return "too short to judge"
         (close, judged), (same, pairs), (below, deltas) = self.within, self.order, self.concordant
         if judged and close == judged:
             return "within the paper's spread"
@@ -125,12 +156,13 @@ class Reproduced:
 
     @property
     def summary(self) -> str:
-        """How it was run and what came of it, in a sentence or two."""
+        """How it was run and what came of it, in a sentence or two; why not, where too few rounds were run."""
         version = f"version {self.block.version}, " if self.block.version else ""
         share = f", {self.scale:.2g} of the rounds" if self.scale < 1 else ""
         part = f", {self.part}" if self.part else ""
         (close, judged), (same, pairs), (below, deltas) = self.within, self.order, self.concordant
         said = [self.verdict]
+        said += [f"an order of methods says nothing below {SHORTEST:g} of the rounds"] if self.short else []
         said += [f"{same} of {pairs} pairs of methods in the paper's order"] if pairs else []
         said += [f"{close} of {judged} cells within the paper's spread"] if judged else []
         said += [f"{below} of {deltas} discordances below {CONCORDANT:g}"] if deltas else []
@@ -145,6 +177,8 @@ class Reproduced:
 
     def _gaps(self) -> Iterator[tuple[float, tuple[float, ...]]]:
         """The differences of pairs that can be compared: the paper's, and ours under each seed."""
+        if self.short:
+            return
         groups: dict[str, list[int]] = {}
         recipe = recipe_of(self.table) or {}
         for row in sorted({row for row, column in self.values if self._ranks(column)}):
@@ -181,8 +215,17 @@ class Reproduced:
         return sum(self.values[row, column][seed] for column in columns) / len(columns)
 
 
+def remarks(notes: Iterable[str], missing: Iterable[str], *, own: bool = False) -> list[str]:
+    """Sentences on what stood in, or is ``own`` but smaller, and on data that were not here."""
+    said = [f"{'Data' if own else 'Stand-in'}: {note}." for note in notes]
+    return [*said, *(f"Left out: {data}, which is not here and for which nothing stands in." for data in missing)]
+
+
 def side_by_side(made: Reproduced) -> TextTable:
-    """Each cell that was run: ours, the paper's, the difference, and whether it is within the paper's spread."""
+    """Each cell that was run: ours and the paper's.
+
+    Where network, data and rounds are the paper's also the difference, and whether it is within the paper's spread.
+    """
     rows = []
     judged = made.within[1] > 0
     for (row, column), ours in sorted(made.ours.items()):
@@ -192,17 +235,15 @@ def side_by_side(made: Reproduced) -> TextTable:
         others = [f"{key} {value}" for key, value in keys.items() if key not in ("method", "seeds")]
         place = name if made.shown.get(name, name) == name else f"{name} (here {made.shown[name]})"
         where = f"{', '.join([str(keys['method']), *others])}: {place}"
-        said = "" if not judged or math.isnan(paper.std) else "within" if made.close(row, column) else "outside"
-        gap = signed(ours.mean - paper.mean, _digits(paper))
-        texts = (where, _text(ours, paper), _text(paper, paper), gap, *([said] if judged else []))
+        texts = [where, _text(ours, paper), _text(paper, paper)]
+        if made.alike:
+            texts.append(signed(ours.mean - paper.mean, _digits(paper)))
+        if judged:
+            texts.append("" if math.isnan(paper.std) else "within" if made.close(row, column) else "outside")
         rows.append(tuple(Cell(text=text) for text in texts))
-    header = (
-        "",
-        "ours" if made.own else "ours (stand-in)",
-        "paper",
-        "difference",
-        *(["paper's spread"] if judged else []),
-    )
+    ours_here = "ours" if made.own else "ours (stand-in)"
+    more = (("difference", made.alike), ("paper's spread", judged))
+    header = ("", ours_here, "paper", *(title for title, shown in more if shown))
     return TextTable(header=header, rows=tuple(rows))
 
 

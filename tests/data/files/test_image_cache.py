@@ -14,6 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
+import fedshift.data.files.image_cache as image_cache
 import fedshift.data.files.image_store as image_store
 from fedshift.base.errors import UsageError
 from fedshift.data.files.images import read_images
@@ -350,3 +351,122 @@ def test_a_file_that_cannot_be_opened_now_is_no_broken_file_and_is_not_remembere
         with pytest.raises(UsageError, match=r"2\.png cannot be read now: Permission denied"):
             read_images(tmp_path / "own", reading)
     assert sum(len(split) for split in read_images(tmp_path / "own", reading).clients[0].splits.values()) == 8
+
+
+# How much the cache may hold
+
+
+@pytest.fixture
+def images(tmp_path) -> Path:
+    """The directory of decoded images of what `read` reads."""
+    return tmp_path / "cache" / "images"
+
+
+@pytest.fixture
+def one_program(monkeypatch):
+    """Call it to begin another program, which has mapped nothing yet."""
+
+    def begin():
+        monkeypatch.setattr(image_cache, "_mapped", set())
+
+    begin()
+    return begin
+
+
+def used(images: Path, *names: str) -> None:
+    """Make the entries ``names`` the most recently used ones of the directory, in this order."""
+    for second, name in enumerate(names, start=1):
+        os.utime(images / name, (second, second))
+
+
+def test_entries_least_recently_used_make_room_for_a_new_one(read, root, tmp_path, images, monkeypatch, one_program):
+    first, second = (entry.place.name for _ in [read()] for entry in image_cache.entries(images))
+    used(images, second, first)
+    one_program()
+    sizes = {entry.place.name: entry.size for entry in image_cache.entries(images)}
+    new = write(tmp_path / "new" / "a" / "x" / "0.png", noise(6, 6)).parent
+    for number in range(1, 4):
+        write(new / f"{number}.png", noise(6, 6, key=number))
+    monkeypatch.setenv(image_cache.VARIABLE, str((sizes[first] + 4 * 36) / 1e9))
+    read(tmp_path / "new")
+    left = [entry.place.name for entry in image_cache.entries(images)]
+    assert left[0] == first
+    assert second not in left
+    assert len(left) == 2
+
+
+def test_reading_from_the_cache_makes_an_entry_the_last_used(read, images):
+    read()
+    place = image_cache.entries(images)[0].place
+    used(images, *(entry.place.name for entry in image_cache.entries(images)))
+    read(domains=("gray",))
+    read(domains=("color",))
+    assert [entry.used > 10**12 for entry in image_cache.entries(images)] == [True, True]
+    used(images, place.name)
+    assert image_cache.entries(images)[0].place == place
+
+
+def test_what_the_program_itself_uses_is_not_removed(read, root, images, monkeypatch, one_program, decoded):
+    monkeypatch.setenv(image_cache.VARIABLE, "0")
+    fingerprint = read().fingerprint
+    assert len(image_cache.entries(images)) == 2
+    assert read().fingerprint == fingerprint
+    assert len(decoded) == 22
+    one_program()
+    read(image_size=5)
+    assert len(image_cache.entries(images)) == 2  # of the other size alone
+
+
+def test_an_entry_that_another_program_has_mapped_stays_readable_when_it_is_removed(read, tmp_path, root, images):
+    code = f"""
+import sys
+from pathlib import Path
+from fedshift.data.files.images import read_images
+from fedshift.data.files.reading import Reading
+data = read_images(Path({str(root)!r}), Reading(cache=Path({str(images.parent)!r})))
+print("mapped", flush=True)
+sys.stdin.readline()
+print(data.fingerprint, flush=True)
+"""
+    fingerprint = read().fingerprint
+    other = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert other.stdout.readline() == "mapped\n"
+    image_cache.clear(images)
+    assert list(images.iterdir()) == []
+    assert other.communicate("go on\n")[0] == f"{fingerprint}\n"
+
+
+def test_what_a_crash_left_is_removed_after_a_day_and_what_is_being_written_is_not(read, images, monkeypatch):
+    for name in ("old", "young"):
+        (images / f"{name}.0.tmp").mkdir(parents=True)
+        (images / f"{name}.0.tmp" / "pixels.npy").write_bytes(b"0")
+    for path in (images / "old.0.tmp", images / "old.0.tmp" / "pixels.npy"):
+        os.utime(path, (0, 0))
+    os.utime(images / "young.0.tmp", (0, 0))  # a file in it was written a moment ago
+    read()
+    assert [path.name for path in images.iterdir() if path.suffix == ".tmp"] == ["young.0.tmp"]
+
+
+def test_an_entry_that_is_removed_while_it_is_written_leaves_the_images_in_memory(read, images):
+    fingerprint = read().fingerprint
+    image_cache.clear(images)
+    data = read(progress=lambda what, *_: what.startswith("images") and image_cache.clear(images))
+    assert data.fingerprint == fingerprint
+
+
+@pytest.mark.parametrize("given", ["-1", "nan", "much"])
+def test_a_limit_that_is_no_number_is_refused(read, given, monkeypatch):
+    monkeypatch.setenv(image_cache.VARIABLE, given)
+    assert refused(read) == f"FEDSHIFT_CACHE_LIMIT={given}: give gigabytes, 0 or more, or inf for no limit"
+
+
+def test_an_entry_that_cannot_be_renamed_stays(read, images, monkeypatch):
+    read()
+
+    def refuse(*_):
+        raise PermissionError(13, "in use")
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    image_cache.clear(images)
+    assert len(image_cache.entries(images)) == 2
+    assert image_cache.remove(images / "gone") is False

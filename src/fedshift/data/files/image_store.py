@@ -5,6 +5,7 @@ what was asked for. It is written under a name of its own and then renamed, so t
 and of two processes that decode the same files at the same time each finds a whole one. Pixels are written to it as
 they are decoded, so that memory never holds more than an image a thread. The array is mapped copy-on-write
 (NumPy's mode "c"): its pages are read when they are needed, and writing to them does not reach the file.
+How much is kept is in :mod:`fedshift.data.files.image_cache`.
 
 Gray integers of more than 8 bits become ``value / (2^bits - 1) * 2 - 1`` with ``bits`` the smallest of 8, 10, 12, 14
 and 16 that holds the client's largest training value, as cameras and scanners fill 12 bits of 16; floats in [0, 1]
@@ -14,6 +15,7 @@ become ``2 value - 1``.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Sequence
@@ -29,6 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .decode import Header, Kind, Unreadable, decode, inspect, quiet
+from .image_cache import BEGUN, images_in, make_room, mark_used, remove
 from .reading import Progress
 
 Pixels = NDArray[np.generic]
@@ -82,7 +85,7 @@ def entry(cache: Path, root: Path, files: Iterable[ImageFile], *choices: object)
     digest = blake2b(repr((_VERSION, str(root.resolve()), *choices)).encode(), digest_size=16)
     for file in files:
         digest.update(repr(tuple(file)).encode())
-    return cache / "images" / digest.hexdigest()
+    return images_in(cache) / digest.hexdigest()
 
 
 def kept(place: Path) -> Store | None:
@@ -91,10 +94,12 @@ def kept(place: Path) -> Store | None:
         return None
     try:
         facts = Facts(**json.loads((place / "facts.json").read_text("utf-8")))
-        return Store(facts=facts, pixels=np.load(place / "pixels.npy", mmap_mode="c"))
+        store = Store(facts=facts, pixels=np.load(place / "pixels.npy", mmap_mode="c"))
     except (OSError, ValueError, TypeError, EOFError):
-        shutil.rmtree(place, ignore_errors=True)
+        remove(place)
         return None
+    mark_used(place)
+    return store
 
 
 def inspect_all(
@@ -165,7 +170,8 @@ def _on_disk(
     place: Path, shape: tuple[int, ...], dtype: np.dtype[Any], fill: Callable[..., tuple[Facts, dict[int, float]]]
 ) -> Store:
     """Fill an entry beside ``place`` and rename it to that; raises :class:`OSError` where the disk refuses."""
-    beside = place.with_name(f"{place.name}.{uuid4().hex}.tmp")
+    beside = place.with_name(f"{place.name}.{uuid4().hex}{BEGUN}")
+    make_room(place.parent, math.prod(shape) * dtype.itemsize)
     beside.mkdir(parents=True)
     try:
         array = beside / "pixels.npy"

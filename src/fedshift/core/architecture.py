@@ -1,0 +1,92 @@
+"""A network in words that only change when the network does: layers' types and settings, tensors' shapes and types.
+
+A checkpoint is continued by a network of the same description. How a layer prints itself is not part of it, since that
+changes between releases of torch; nor are default settings of layers of torch and torchvision, to which releases add.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from enum import Enum
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..nn.linear import QuickLinear
+
+LIBRARIES = ("torch", "torchvision")
+
+
+def architecture(module: nn.Module) -> str:
+    """Describe ``module``, a line for each layer: name, type, settings and tensors.
+
+    A setting is a public attribute of the layer with a plain value (number, text, function, or a collection of these):
+    a dropout rate, a stride, eps, momentum, an activation function. A tensor has its type and shape, or the name under
+    which it came before where layers share it. Not described are the code of layers, private attributes, and the
+    training mode.
+    """
+    names: dict[int, str] = {}
+    lines = []
+    for path, layer in module.named_modules(remove_duplicate=False):
+        kind = nn.Linear if isinstance(layer, QuickLinear) else type(layer)  # which of them depends on the machine
+        settings = (f"{name}={value}" for name, value in sorted(_settings(layer, kind).items()))
+        tensors = {**layer._parameters, **layer._buffers}
+        shapes = (f"{name}: {_shape(path, name, tensors[name], names)}" for name in sorted(tensors))
+        lines.append(f"{path} {_name(kind)}({', '.join(settings)}) {', '.join(shapes)}".strip())
+    return "\n".join(lines)
+
+
+def _settings(layer: nn.Module, kind: type) -> dict[str, str]:
+    defaults = _defaults(kind)
+    public = {name: value for name, value in vars(layer).items() if name[0] != "_" and name != "training"}
+    return {name: text for name, value in public.items() if (text := _text(value)) != defaults.get(name)}
+
+
+def _shape(path: str, name: str, tensor: Tensor | None, names: dict[int, str]) -> str:
+    """The type and shape of a tensor, or the name under which ``names`` has it; it is entered there."""
+    if tensor is None:
+        return "none"
+    own = f"{path}.{name}".lstrip(".")
+    first = names.setdefault(id(tensor), own)
+    return f"{tensor.dtype}{tuple(tensor.shape)}" if first == own else first
+
+
+@cache
+def _defaults(kind: type) -> Mapping[str, str]:
+    """Default settings, as text, of the constructors that ``kind`` has from torch or torchvision."""
+    library = [parent for parent in reversed(kind.__mro__) if parent.__module__.partition(".")[0] in LIBRARIES]
+    parameters = (inspect.signature(parent).parameters.values() for parent in library)
+    return {one.name: _text(one.default) for many in parameters for one in many if one.default is not one.empty}
+
+
+def _text(value: Any) -> str:
+    """``value`` in words that are the same in every process, and for equal values of NumPy and Python."""
+    if value is None or isinstance(value, str | bool | torch.dtype):
+        return repr(value)
+    if isinstance(value, Enum):
+        return str(value)
+    if isinstance(value, int):
+        return repr(int(value))
+    if isinstance(value, float):
+        return repr(float(value))
+    if isinstance(value, list | tuple):
+        return f"({', '.join(map(_text, value))})"
+    if isinstance(value, set | frozenset):
+        return f"{{{', '.join(sorted(map(_text, value)))}}}"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{_text(key)}: {_text(each)}' for key, each in value.items())}}}"
+    if isinstance(value, partial):
+        return f"{_text(value.func)}({_text(value.args)}, {_text(value.keywords)})"
+    if isinstance(value, type):
+        return _name(value)
+    if callable(value) and not isinstance(value, nn.Module):
+        return str(getattr(value, "__name__", _name(type(value))))
+    return _name(type(value))
+
+
+def _name(kind: type) -> str:
+    """The package and name of a type, which may move within its package."""
+    return f"{kind.__module__.partition('.')[0]}.{kind.__qualname__}"
