@@ -124,8 +124,8 @@ def test_each_policy_is_measured_on_a_client_that_comes_later_as_the_run_itself_
     table = result.adapt(new)
     assert list(table.index) == ["cid", "macro"]
     assert list(table.columns.unique(0)) == [
-        *(f"fedavg: {policy}" for policy in ("as it is", "reestimate", "finetune")),
-        *(f"fedbn: {policy}" for policy in ("average", "reestimate", "nearest", "finetune")),
+        *(f"fedavg: {policy}" for policy in ("as it is", "reestimate", "finetune", "finetune_bn")),
+        *(f"fedbn: {policy}" for policy in ("average", "reestimate", "nearest", "finetune", "finetune_bn")),
     ]
     within = fedshift.compare(both, data=tiny, newcomers=["cid"], unseen="nearest", **settings).table()
     for title, method in (("fedavg: as it is", "fedavg"), ("fedbn: nearest", "fedbn")):

@@ -53,7 +53,7 @@ def trial(method, unseen, rounds=3, newcomers=("new",), model=network, seed=0, *
     return made, {row["client"] for row in rows if row["split"] == "test" and row["model"] == "personal"}
 
 
-@pytest.mark.parametrize("policy", ["average", "nearest", "reestimate", "finetune"])
+@pytest.mark.parametrize("policy", ["average", "nearest", "reestimate", "finetune", "finetune_bn"])
 def test_a_newcomer_takes_no_part_in_training_whatever_is_asked_of_it(policy):
     with_it, _ = trial(fedbn(), policy, evaluate_every=1)
     without, _ = trial(fedbn(), "skip")
@@ -121,7 +121,7 @@ def test_average_is_the_aggregations_mean_bit_for_bit_and_made_once_whoever_asks
     assert not torch.equal(made.state_of("new")["1.weight"], state["1.weight"])
 
 
-@pytest.mark.parametrize("policy", ["average", "nearest", "reestimate", "finetune"])
+@pytest.mark.parametrize("policy", ["average", "nearest", "reestimate", "finetune", "finetune_bn"])
 def test_models_for_newcomers_do_not_depend_on_what_is_held_in_memory(policy):
     made, _ = trial(fedbn(), policy)
     poor = Trial(fedbn(), network, data(), made.settings, 0, client_memory=0)
@@ -218,13 +218,13 @@ def by_hand(made, state, rounds, lr):
 @pytest.mark.parametrize("rounds", [1, 3])
 @pytest.mark.parametrize("method", [fedavg(), fedbn(), single()], ids=lambda method: method.name)
 def test_finetune_is_a_plain_loop_from_the_average_at_the_rate_of_the_last_round(method, rounds):
-    def without_dropout(shape, classes):
+    def bare(shape, classes):
         net = network(shape, classes)
         net[2] = nn.Identity()
         return net
 
     optimizer = SGD(lr=0.1, momentum=0.9, weight_decay=0.01, schedule=Cosine(rounds=3))
-    made, _ = trial(method, "finetune", model=without_dropout, optimizer=optimizer)
+    made, _ = trial(method, "finetune", model=bare, optimizer=optimizer)
     train = data().client("new").train
     average = made.newcomers.state("average", "new", train)
     before = clone(average)
@@ -263,6 +263,52 @@ def test_finetune_trains_the_whole_model_under_every_kind_of_method(text):
     assert fitted < before
 
 
+def without_dropout(shape, classes):
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, classes)).double()
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+@pytest.mark.parametrize(
+    ("text", "affine", "body"),
+    [
+        ("fedbn", "first", "shared"),
+        ("fedbn+fedprox(mu=0.1)", "first", "shared"),
+        ("fedbn+fedper", "first", "averaged"),
+        ("silobn", "shared", "shared"),
+        ("fedavg", "shared", "shared"),
+        ("ditto", "shared", "shared"),
+    ],
+)
+def test_finetune_bn_is_a_plain_loop_in_which_batch_norm_alone_requires_gradients(text, affine, body, rounds):
+    optimizer = SGD(lr=0.1, momentum=0.9, weight_decay=0.01, schedule=Cosine(rounds=3))
+    made, _ = trial(methods(text)[0], "finetune_bn", model=without_dropout, optimizer=optimizer)
+    train = data().client("new").train
+    net, x = without_dropout((4,), 2), train.x.double()
+    head = made.newcomers.state("average", "new", train) if body == "averaged" else made.server.shared
+    first = {**made.plan.initial, **(made.server.shared if affine == "shared" else {})}
+    begin = {name: (first if name.startswith("1.") else head)[name] for name in net.state_dict()}
+    hidden = x @ begin["0.weight"].T + begin["0.bias"]
+    begin |= {"1.running_mean": hidden.mean(0), "1.running_var": hidden.var(0)}
+    net.load_state_dict(begin)
+    for name, parameter in net.named_parameters():
+        parameter.requires_grad_(name.startswith("1."))
+    for number in range(rounds):
+        learned = [parameter for parameter in net.train().parameters() if parameter.requires_grad]
+        plain = torch.optim.SGD(learned, lr=optimizer.rate(2), momentum=0.9, weight_decay=0.01)
+        for batch in torch.from_numpy(stream(0, "order", "new", number).permutation(len(train))).split(8):
+            plain.zero_grad()
+            nn.functional.cross_entropy(net(x[batch]), train.y[batch]).backward()
+            plain.step()
+    before = clone(made.server.shared)
+    state = made.newcomers.state("finetune_bn", "new", train, rounds)
+    for name, tensor in net.state_dict().items():
+        assert (state[name] - tensor).abs().max() <= 1e-9, name
+        assert torch.equal(state[name], begin[name]) == (not name.startswith("1.")), name
+    assert equal(made.server.shared, before)
+    if rounds == 1:
+        assert equal(state, made.state_of("new")) == (text != "fedavg")  # which has a model for everyone
+
+
 def test_nearest_is_the_model_that_fits_the_newcomers_training_data_best():
     made, _ = trial(fedbn(), "nearest")
     new = data().client("new").train
@@ -293,6 +339,8 @@ def test_clients_that_were_never_drawn_are_newcomers_until_they_are():
 def test_what_cannot_work_is_refused_before_anything_starts():
     with pytest.raises(UsageError, match="estimates BatchNorm statistics, of which the model has none under fedper"):
         trial(fedper(), "reestimate", model=lambda shape, classes: nn.Linear(4, classes).double())
+    with pytest.raises(UsageError, match="'finetune_bn' learns weight and bias of BatchNorm layers, of which the"):
+        trial(fedper(), "finetune_bn", model=lambda shape, classes: nn.Linear(4, classes).double())
     few = data().limit({"a": 24, "b": 12, "new": 1})
     with pytest.raises(UsageError, match="client 'new' has one training sample, over which batch normalization has no"):
         Trial(fedbn(), network, few, Settings(newcomers=("new",), unseen="finetune"), 0)

@@ -117,10 +117,11 @@ class Comparison:
         """What each policy for new clients gets right on the test data of those of ``data``, which took no part.
 
         Rows are clients and their mean, ``macro``; columns are method and policy with mean, std and number of seeds, of
-        the comparison's metric. ``data`` are brought to the comparison's shape, scale and classes; ``policies``:
-        average, reestimate, nearest, finetune, by default those that make sense; ``rounds`` of local work that finetune
-        does; ``methods``: some alone. Warns where a client is known, or a model could not be made. Raises
-        :class:`UsageError` where data do not fit, and :class:`FedshiftError` where files are damaged.
+        the comparison's metric. ``data`` are brought to the comparison's shape, scale and classes;
+        ``policies``: average, reestimate, nearest, finetune, finetune_bn, by default those that make sense;
+        ``rounds`` of local work that the last two do; ``methods``: some alone. Warns where a client is known,
+        or a model could not be made. Raises :class:`UsageError` where data do not fit, and
+        :class:`FedshiftError` where files are damaged.
         """
         wanted, experiment = chosen(policies), narrowed(self.experiment, methods)
         if rounds < 1:
@@ -169,7 +170,7 @@ def compare(
     select: Literal["last", "best"] = "last",
     metric: Literal["accuracy", "balanced_accuracy", "auc"] = "accuracy",
     newcomers: str | Sequence[str] = (),
-    unseen: Literal["skip", "average", "nearest", "reestimate", "finetune"] = "skip",
+    unseen: Literal["skip", "average", "nearest", "reestimate", "finetune", "finetune_bn"] = "skip",
     engine: str = "auto",
     workers: int | None = None,
     precision: Literal["float32", "bfloat16"] = "float32",

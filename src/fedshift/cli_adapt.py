@@ -41,9 +41,10 @@ def adapt(
     clients
         Which of them, comma-separated; usps-* names all that fit. Without it all.
     policies
-        Which policies, comma-separated: average, reestimate, nearest, finetune. Without it all that make sense.
+        Which policies, comma-separated: average, reestimate, nearest, finetune, finetune_bn. Without it all
+        that make sense.
     rounds
-        Rounds of the run's local work that finetune does.
+        Rounds of the run's local work that finetune and finetune_bn do.
     unlabeled
         Folder of images, or .npz file with an array x, from which reestimate takes its statistics; no labels are
         needed. Without --data models are made and saved, and nothing is measured.
@@ -127,11 +128,11 @@ def _show(console: Console, rows: list[Row], experiment: Experiment, rounds: int
     table = over_seeds(seed_table(rows, metric))
     cells = by_policy(table, metric, needs)
     over = f"mean (std) over {count} seeds" if count > 1 else "one seed"
-    tuned = f"; finetune: {rounds} round{'s' * (rounds > 1)} of the run's local work"
+    trained = [name for name in ("finetune", "finetune_bn") if any(row["policy"] == name for row in rows)]
+    tuned = f"; {' and '.join(trained)}: {rounds} round{'s' * (rounds > 1)} of the run's local work" if trained else ""
     say(
         console,
-        f"Test {METRICS[metric]} in percent of new clients, {over}, {experiment.settings.select} round"
-        f"{tuned if any(row['policy'] == 'finetune' for row in rows) else ''}",
+        f"Test {METRICS[metric]} in percent of new clients, {over}, {experiment.settings.select} round{tuned}",
     )
     wide(60 + 17 * len(table)).print(terminal(cells))
     say(console, legend(needs.values()))

@@ -37,7 +37,7 @@ def _listed(value: Any) -> Any:
 Names = Annotated[str, BeforeValidator(_joined)]
 Texts = Annotated[tuple[str, ...], BeforeValidator(_listed)]
 Positive = Annotated[int, Field(ge=1)]
-Unseen = Literal["skip", "average", "nearest", "reestimate", "finetune"]
+Unseen = Literal["skip", "average", "nearest", "reestimate", "finetune", "finetune_bn"]
 OF_ONE = {"over": "sweep", "leave_out": "compare", "method": "run", "methods": "compare"}
 """Settings that tell for which command a file was written."""
 
@@ -170,8 +170,9 @@ class Spec(DataSpec):
     unseen: Annotated[Unseen, Parameter(group=MEASURING)] = "skip"
     """How a client that never trained is measured by a method that keeps state on clients: not at all; with the average
     of the others' entries; with the model of the client that fits its training data best; with the average and
-    BatchNorm statistics estimated on its own training inputs; or with the average after a round of training on its
-    data. Methods with one global model measure it on that."""
+    BatchNorm statistics estimated on its own training inputs; with the average after a round of training on its
+    data; or (finetune_bn) with the shared layers as they are and BatchNorm alone trained on its data. Methods
+    with one global model measure it on that."""
 
     seeds: Annotated[Positive, Parameter(group=TRAINING)] = 1
     """Number of seeds, run from --first-seed on; 3 or more give standard deviations and intervals."""

@@ -29,7 +29,7 @@ from .facts import method_facts
 from .models._making import ModelFactory
 from .records import PICTURED, MethodFacts, Row, frame, measured, read_rows
 from .rundir import METRICS, ROUNDS, RunDirectory, append_rows, cut_rows, slug, toml, trial_folder
-from .settings import Settings
+from .settings import POLICIES, Settings
 from .study import write_study
 from .trial import RoundDone, Trial
 
@@ -39,6 +39,8 @@ SAMPLES = 8
 NAMED = 5
 """Clients that a notice names."""
 NOTHING = (0, 0.0)
+MAKING = f"{', '.join(POLICIES[1:-1])} or {POLICIES[-1]}"
+"""The policies that give a client a model."""
 
 
 class Observer:
@@ -208,7 +210,7 @@ class Experiment:
         if trial.plan.personalizes and self.settings.unseen == "skip" and self._leaves_out:
             yield (
                 f"{trial.plan.method.name} keeps models on its clients, and not all take part in every round: one that "
-                "never did has none and is not measured. --unseen average, nearest, reestimate or finetune gives it one"
+                f"never did has none and is not measured. --unseen {MAKING} gives it one"
             )
 
     def _said_after(self, trial: Trial) -> Iterator[str]:
@@ -219,7 +221,7 @@ class Experiment:
             more = f" and {len(untrained) - NAMED} more" if len(untrained) > NAMED else ""
             which = f"{', '.join(untrained[:NAMED])}{more}"
             fate = (
-                "are not counted (--unseen average, nearest, reestimate or finetune gives them a model)"
+                f"are not counted (--unseen {MAKING} gives them a model)"
                 if self.settings.unseen == "skip"
                 else f"are measured by the policy unseen={self.settings.unseen}"
             )

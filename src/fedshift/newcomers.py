@@ -3,7 +3,8 @@
 ``average``: what the server holds, with the seen clients' own entries averaged by the method's weighting (FedWon,
 arXiv:2306.05879, table 12). ``reestimate``: the same, but BatchNorm statistics are estimated on the newcomer's own
 training inputs, without labels (FedBN, arXiv:2102.07623, appendix G). ``finetune``: the average, trained on the
-newcomer's labeled data by the trial's own local work. ``nearest``: the model of the seen client that fits the
+newcomer's labeled data by the trial's own local work. ``finetune_bn``: the shared layers unchanged, and BatchNorm alone
+learned on that data (FedBN's appendix G, for a client that joins during training). ``nearest``: the model of the seen client that fits the
 newcomer's training data best. Averaging and trying models needs sight of all clients' entries, which a simulation has.
 """
 
@@ -25,7 +26,7 @@ from .core.aggregate import Mean
 from .core.kernel import Client, Server, global_state, init_client, personal_state
 from .core.plan import Plan, outputs
 from .core.prepare import with_own
-from .core.select import norm_statistics
+from .core.select import batch_norm, norm_statistics
 from .core.work import Work
 from .data.split import Split
 from .engines.sequential import Sequential
@@ -37,6 +38,11 @@ def estimable(plan: Plan) -> bool:
     return any(map(norm_statistics, plan.entries))
 
 
+def tunable(plan: Plan) -> frozenset[str]:
+    """The parameters of BatchNorm layers that are trained under ``plan``, which ``finetune_bn`` learns."""
+    return frozenset(entry.name for entry in plan.entries if batch_norm(entry)) & plan.trained
+
+
 def check_policy(plan: Plan, policy: str, training: Mapping[str, Split]) -> None:
     """Raise :class:`UsageError` where ``policy`` cannot work under ``plan`` for newcomers with ``training`` data."""
     if policy == "reestimate" and not estimable(plan):
@@ -44,11 +50,16 @@ def check_policy(plan: Plan, policy: str, training: Mapping[str, Split]) -> None
             f"unseen='reestimate' estimates BatchNorm statistics, of which the model has none under "
             f"{plan.method.name}: use 'average', 'nearest' or 'finetune'"
         )
-    for name, split in training.items() if policy == "finetune" else ():
+    if policy == "finetune_bn" and not tunable(plan):
+        raise UsageError(
+            f"unseen='finetune_bn' learns weight and bias of BatchNorm layers, of which the model has none under "
+            f"{plan.method.name}: use 'average', 'nearest' or 'finetune'"
+        )
+    for name, split in training.items() if policy in ("finetune", "finetune_bn") else ():
         if len(split) < plan.smallest_batch:
             raise UsageError(
                 f"client {name!r} has one training sample, over which batch normalization has no variance: it cannot "
-                "be trained on ('finetune'); leave the client out, or use 'average' or 'nearest'"
+                f"be trained on ({policy!r}); leave the client out, or use 'average' or 'nearest'"
             )
 
 
@@ -66,15 +77,17 @@ class Newcomers:
     def state(self, policy: str, name: str, train: Split, rounds: int = 1) -> State | None:
         """The model of client ``name`` with training data ``train``; None under ``skip``, or where nobody has trained.
 
-        ``rounds``: how many rounds of local work ``finetune`` does. Under a method with one global model ``average`` is
-        that model. Raises ``Diverged`` where fine-tuning does.
+        ``rounds``: how many rounds of local work ``finetune`` and ``finetune_bn`` do. Under a method with one global
+        model ``average`` is that model. Raises ``Diverged`` where fine-tuning does.
         """
         if policy == "skip" or not self._samples:
             return None
         if policy == "nearest":
             return self._nearest(train)
         if policy == "finetune":
-            return self._finetuned(name, train, rounds)
+            return self._worked(self.plan, self._average, name, train, rounds)
+        if policy == "finetune_bn":
+            return self._with_learned_batch_norm(name, train, rounds)
         return reestimated(self.plan, self._average, train) if policy == "reestimate" else self._average
 
     def _nearest(self, train: Split) -> State:
@@ -87,18 +100,32 @@ class Newcomers:
 
         return min(models, key=loss)
 
-    def _finetuned(self, name: str, train: Split, rounds: int) -> State:
-        """The average after local work as a client's first rounds have it, at the learning rate of the last round.
+    def _worked(self, plan: Plan, start: State, name: str, train: Split, rounds: int) -> State:
+        """``start`` after local work as a client's first rounds have it, at the learning rate of the last round.
 
         What the client would upload is what it loads next, as in a federation of one.
         """
-        client = init_client(with_own(replace(self.plan, initial=self._average)))
-        server = replace(self.server, round=max(0, self.server.round - 1))
-        engine = Sequential(self.plan, {name: train}, self.plan.seed)
+        client = init_client(with_own(replace(plan, initial=start)))
+        server = replace(self.server, round=max(0, self.server.round - 1), shared=pick(start, plan.sent))
+        engine = Sequential(plan, {name: train}, plan.seed)
         for _ in range(rounds):
             trained = engine.work(server, name, client)
             client, server = trained.client, replace(server, shared=trained.update.shared)
-        return personal_state(self.plan, client, server)
+        return personal_state(plan, client, server)
+
+    def _with_learned_batch_norm(self, name: str, train: Split, rounds: int) -> State:
+        """The model of a client that joins now, with BatchNorm learned on its data and every other entry unchanged.
+
+        What a client keeps of BatchNorm begins as each client's did, what it loads as the server has it. Statistics are
+        estimated on its inputs; then weight and bias are trained by the run's batches, optimizer and loss, and the
+        statistics follow as in training. The method's rules take no part.
+        """
+        plan = self.plan
+        own = frozenset(entry.name for entry in plan.entries if batch_norm(entry))
+        start = reestimated(plan, {**self._average, **pick(plan.initial, own & plan.personal)}, train)
+        method = replace(plan.method, rules=())
+        alone = replace(plan, method=method, trained=tunable(plan), own={}, own_trained=frozenset())
+        return {**start, **pick(self._worked(alone, start, name, train, rounds), own)}
 
     @cached_property
     def _average(self) -> State:

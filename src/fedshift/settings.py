@@ -17,7 +17,7 @@ from .data.transforms import Augmentation
 from .engines.catalog import ENGINES
 from .records import METRICS, MOMENTS
 
-POLICIES = ("skip", "average", "nearest", "reestimate", "finetune")
+POLICIES = ("skip", "average", "nearest", "reestimate", "finetune", "finetune_bn")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class Settings:
     moments: tuple[str, ...] = ("loaded",)
     select: Literal["last", "best"] = "last"
     newcomers: tuple[str, ...] = ()
-    unseen: Literal["skip", "average", "nearest", "reestimate", "finetune"] = "skip"
+    unseen: Literal["skip", "average", "nearest", "reestimate", "finetune", "finetune_bn"] = "skip"
     loss: Loss = field(default_factory=cross_entropy)
     augment: Augmentation | None = None
     metric: str = "accuracy"

@@ -12,20 +12,20 @@ from dataclasses import dataclass
 from ..base.errors import FedshiftError, UsageError, unknown
 from ..base.state import State
 from ..core.plan import Plan
-from ..core.select import norm_statistics
+from ..core.select import batch_norm, norm_statistics
 from ..data.federation import ClientData
 from ..data.split import Split
 from ..engines.engine import Diverged
 from ..evaluate import evaluate
-from ..newcomers import check_policy, estimable
+from ..newcomers import check_policy, estimable, tunable
 from ..records import Row
 from ..trial import Trial
 
 AS_IT_IS = "as it is"
 """What a method with one global model gives an unknown client: that model."""
-POLICIES = ("average", "reestimate", "nearest", "finetune")
-LABELED = frozenset({"nearest", "finetune"})
-ESTIMATED = frozenset({"reestimate", "finetune"})  # which take statistics of the client's samples
+POLICIES = ("average", "reestimate", "nearest", "finetune", "finetune_bn")
+LABELED = frozenset({"nearest", "finetune", "finetune_bn"})
+ESTIMATED = frozenset({"reestimate", "finetune", "finetune_bn"})  # which take statistics of the client's samples
 
 NEEDS = {
     "inputs": "the new client's training inputs, without labels",
@@ -70,8 +70,9 @@ def policies_of(plan: Plan, wanted: Collection[str]) -> tuple[str, ...]:
     A method with one global model has that model, always shown; what is averaged and nearest has no meaning there.
     """
     if not plan.personalizes:
-        wanted = (AS_IT_IS, *(name for name in wanted if name in ("reestimate", "finetune")))
-    return tuple(name for name in wanted if name != "reestimate" or estimable(plan))
+        wanted = (AS_IT_IS, *(name for name in wanted if name in ESTIMATED))
+    possible = {"reestimate": estimable(plan), "finetune_bn": bool(tunable(plan))}
+    return tuple(name for name in wanted if possible.get(name, True))
 
 
 def senseless(plans: Iterable[Plan], wanted: Collection[str]) -> list[str]:
@@ -83,6 +84,9 @@ def senseless(plans: Iterable[Plan], wanted: Collection[str]) -> list[str]:
     said = [f"{same}: the one global model, shown as it is, under {', '.join(whole)}"] if same and whole else []
     if plain and "reestimate" in wanted:
         said.append(f"reestimate: there are no BatchNorm statistics under {', '.join(plain)}")
+    fixed = [plan.method.name for plan in plans if not tunable(plan)]
+    if fixed and "finetune_bn" in wanted:
+        said.append(f"finetune_bn: there is no BatchNorm to train under {', '.join(fixed)}")
     return said
 
 
@@ -91,8 +95,10 @@ def needs(plan: Plan, policy: str) -> tuple[str, ...]:
     lacking = [entry for entry in plan.entries if entry.name not in plan.sent]  # averaged over clients' own
     if policy == "reestimate":
         lacking = [entry for entry in lacking if not norm_statistics(entry)]
-    data = {"reestimate": ("inputs",), "finetune": ("labels",), "nearest": ("labels",)}.get(policy, ())
-    return (*data, "entries") if lacking or policy == "nearest" else data
+    if policy == "finetune_bn":
+        lacking = [entry for entry in lacking if not batch_norm(entry)]
+    data = {"reestimate": ("inputs",)} | dict.fromkeys(LABELED, ("labels",))
+    return (*data.get(policy, ()), *(("entries",) if lacking or policy == "nearest" else ()))
 
 
 def models(
@@ -106,10 +112,10 @@ def models(
 ) -> Iterator[Model]:
     """A model of ``trial`` for each client with ``training`` data by each of the policies ``wanted`` that makes sense.
 
-    ``rounds``: rounds of local work that ``finetune`` does. ``inputs``: what ``reestimate`` goes by instead of the
-    client's training data. ``say``: takes a sentence for each model that is left out, where fine-tuning diverges or a
-    client has too few samples for a policy. The trial is not changed. Without ``say``, raises :class:`UsageError` where
-    a client's data are too few to fine-tune on.
+    ``rounds``: rounds of local work that ``finetune`` and ``finetune_bn`` do. ``inputs``: what ``reestimate`` measures
+    instead of the client's training data. ``say``: takes a sentence for each model that is left out, where
+    fine-tuning diverges or a client has too few samples for a policy. The trial is not changed. Without ``say``,
+    raises :class:`UsageError` where a client's data are too few to fine-tune on.
     """
     plan = trial.plan
     policies = policies_of(plan, wanted)
@@ -123,7 +129,7 @@ def models(
             data["reestimate"] = inputs
         few = [policy for policy in data if policy in ESTIMATED and len(data[policy]) < plan.smallest_batch]
         if few and say is not None:
-            _once(say, f"client {name!r}: one sample has no variance to normalize by, so without {' and '.join(few)}")
+            _once(say, f"client {name!r}: one sample has no variance to normalize by, so without {', '.join(few)}")
             data = {policy: data[policy] for policy in data if policy not in few}
         for policy in data:
             try:
