@@ -235,7 +235,7 @@ def test_what_looks_may_explain_at_its_ends():
 
 
 def test_labels_that_differ_no_more_than_looks_may_explain_are_not_held_against_a_client():
-    x, y, client = clusters(9, size=150)
+    x, y, client = clusters(9, size=150, gap=4)
     y = np.where((client == 1) & (y < 2), 1 - y, y)
     alike, apart = (
         concept_shift(x, y, predicted(x, y), client, (auc, auc, auc), False, rng(), 99) for auc in (0.5, 0.85)

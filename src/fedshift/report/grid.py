@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from matplotlib.figure import Figure
@@ -151,9 +152,13 @@ def best_on_validation(grid: Grid) -> dict[str, int]:
     studies = [point.study for point in grid.points]
     if len(studies) < 2 or not all((study.rows["split"] == "validation").any() for study in studies):
         return {}
-    macro = [seed_table(study, split="validation").loc["macro"].unstack("seed") for study in studies]
-    means = pd.DataFrame([table.mean(axis=1, skipna=False) for table in macro]).reset_index(drop=True)
-    return {method: int(means[method].idxmax()) for method in grid.methods if means[method].notna().any()}
+    macro = [seed_table(study, split="validation").loc["macro"] for study in studies]
+    found = {}
+    for method in grid.methods:
+        means = np.array([table[method].mean(skipna=False) for table in macro], dtype=float)
+        if np.isfinite(means).any():
+            found[method] = int(np.nanargmax(means))
+    return found
 
 
 def _chosen_table(grid: Grid, chosen: Mapping[str, int]) -> TextTable:
