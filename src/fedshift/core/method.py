@@ -79,7 +79,7 @@ class Method:
         )
 
     def weigh(self, samples: float) -> float:
-        """The weight of a client that counts for ``samples`` samples, relative to those of others."""
+        """Return the weight of a client that counts for ``samples`` samples, relative to those of others."""
         return float(samples) if self.weighting == "samples" else 1.0
 
     def titled(self, function: Callable[..., Method], **arguments: Any) -> str:

@@ -119,5 +119,5 @@ class Rule:
         return memory
 
     def notices(self, plan: Plan) -> Iterator[str]:
-        """What users should know of the rule on ``plan`` before it runs, a sentence each."""
+        """Yield what users should know of the rule on ``plan`` before it runs, a sentence each."""
         yield from ()

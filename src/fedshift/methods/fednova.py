@@ -31,7 +31,7 @@ class Normalized:
     mu: float = field(default=0.0, repr=False)
 
     def bind(self, plan: Plan) -> Self:
-        """The aggregation for the local steps of ``plan``.
+        """Return the aggregation for the local steps of ``plan``.
 
         Refuses local work whose change is not a known sum of gradients, or where there is nothing to normalize.
         """
@@ -69,7 +69,7 @@ class Normalized:
 
 @lru_cache(maxsize=4096)
 def path_length(steps: int, momentum: float, nesterov: bool, pull: float) -> float:
-    """How far ``steps`` steps of SGD go along a gradient that is 1 everywhere, over the learning rate.
+    """Return how far ``steps`` steps of SGD go along a gradient that is 1 everywhere, over the learning rate.
 
     ``pull``: learning rate times the strength of the proximal term.
     """
