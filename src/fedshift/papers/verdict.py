@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations
 
 from ..analysis.concordance import CONCORDANT
-from ..analysis.statistics import holm, mean_and_std, paired_difference
-from ..report.orders import FEWEST
-from ..report.text import Cell, TextTable, signed
+from ..analysis.statistics import FEWEST, corrected, mean_and_std, paired_difference
+from ..report.text import Cell, TextTable, signed, spread_note
 from .plan import DISCORDANCE, FINAL
 from .recipe import recipe_of
 from .tables import Block, Printed, Table
@@ -20,8 +19,6 @@ MARGIN = 2.0
 """Standard deviations of the difference within which two means count as the same."""
 APART = ("method", "lr", "seeds")
 """What rows may differ in to be compared, where a recipe does not say."""
-LEVEL = 0.05
-"""Corrected p-value below which an order may be claimed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +26,8 @@ class Reproduced:
     """A block of a table: for each cell that was run, what came out here under each seed, NaN for a seed that has none.
 
     ``scale`` and ``seeds`` say how it was run, ``notes`` what stood in for the paper's data and network, which are then
-    not ``own``; ``shown`` is whose place other clients take. ``part``: from how many runs, where not all are done.
+    not ``own``; ``shown`` is whose place other clients take. ``part``: from how many runs, where not all are done. ``grid``
+    is the variance that the grid of a cell's counts hides (:func:`~fedshift.report.precision.grid_variance`).
     """
 
     table: Table
@@ -41,6 +39,7 @@ class Reproduced:
     shown: Mapping[str, str]
     own: bool = True
     part: str = ""
+    grid: Mapping[tuple[int, int], float] = field(default_factory=dict)
 
     @cached_property
     def ours(self) -> Mapping[tuple[int, int], Printed]:
@@ -63,22 +62,19 @@ class Reproduced:
         Methods go by their means over columns. Pairs that the paper has level, less than half of a printed digit apart,
         are not counted.
         """
-        gaps = [(theirs, mean_and_std(ours)[0]) for theirs, ours in self._gaps() if ours]
+        gaps = [(theirs, mean_and_std(ours)[0]) for theirs, ours, _ in self._gaps() if ours]
         return sum(theirs * ours > 0 for theirs, ours in gaps), len(gaps)
 
     @property
     def claims(self) -> tuple[int, int]:
         """How many of these pairs are told apart, in the paper's order and against it.
 
-        Paired over seeds, by Holm's correction for the number of pairs; none with fewer than three seeds.
+        By the rule of every report (:mod:`fedshift.analysis.statistics`): paired over three seeds or more, corrected for
+        the number of pairs.
         """
-        gaps = [(theirs, ours) for theirs, ours in self._gaps() if len(ours) >= FEWEST]
-        found = [paired_difference(ours, [0.0] * len(ours)) for _, ours in gaps]
-        told = [
-            theirs * each.mean > 0
-            for (theirs, _), each, p in zip(gaps, found, holm([each.p for each in found]), strict=True)
-            if p < LEVEL
-        ]
+        gaps = list(self._gaps())
+        found = corrected([paired_difference(ours, [0.0] * len(ours), grid=grid) for _, ours, grid in gaps])
+        told = [theirs * each.mean > 0 for (theirs, *_), each in zip(gaps, found, strict=True) if each.told_apart]
         return sum(told), len(told) - sum(told)
 
     @property
@@ -141,10 +137,10 @@ class Reproduced:
             return f"{verdict} Fewer than {FEWEST} seeds: do not claim any order from ours (--seeds 5)."
         for_it, against = self.claims
         told = f"{for_it} in the paper's order, {against} against it"
-        return f"{verdict} Significant pairs, by differences over seeds, corrected for their number: {told}."
+        return f"{verdict} Pairs told apart over seeds, corrected for their number: {told}."
 
-    def _gaps(self) -> Iterator[tuple[float, tuple[float, ...]]]:
-        """The differences of pairs that can be compared: the paper's, and ours under each seed."""
+    def _gaps(self) -> Iterator[tuple[float, tuple[float, ...], float]]:
+        """The differences of pairs that can be compared: the paper's, ours under each seed, and the error of the grid."""
         groups: dict[str, list[int]] = {}
         recipe = recipe_of(self.table) or {}
         for row in sorted({row for row, column in self.values if self._ranks(column)}):
@@ -159,7 +155,8 @@ class Reproduced:
             if columns and abs(theirs) > self._half(one, other, columns):
                 seeds = min(len(self.values[row, column]) for row in (one, other) for column in columns)
                 gaps = (self._mean(one, columns, n) - self._mean(other, columns, n) for n in range(seeds))
-                yield theirs, tuple(gap for gap in gaps if not math.isnan(gap))
+                steps = sum(self.grid.get((row, column), 0.0) for row in (one, other) for column in columns)
+                yield theirs, tuple(gap for gap in gaps if not math.isnan(gap)), math.sqrt(steps) / len(columns)
 
     def _ranks(self, column: int) -> bool:
         ranked = (recipe_of(self.table) or {}).get("ranked")
@@ -203,7 +200,7 @@ def side_by_side(made: Reproduced) -> TextTable:
         "difference",
         *(["paper's spread"] if judged else []),
     )
-    return TextTable(header=header, rows=tuple(rows))
+    return TextTable(header=header, rows=tuple(rows), note=spread_note(made.seeds))
 
 
 def _digits(paper: Printed) -> int:
