@@ -26,8 +26,8 @@ class Reproduced:
     """A block of a table: for each cell that was run, what came out here under each seed, NaN for a seed that has none.
 
     ``scale`` and ``seeds`` say how it was run, ``notes`` what stood in for the paper's data and network, which are then
-    not ``own``; ``shown`` is whose place other clients take. ``part``: from how many runs, where not all are done. ``grid``
-    is the variance that the grid of a cell's counts hides (:func:`~fedshift.report.precision.grid_variance`).
+    not ``own``; ``shown`` is whose place other clients take. ``part``: from how many runs, where not all are done.
+    ``grid`` is the variance that the grid of a cell's counts hides (:mod:`fedshift.report.precision`).
     """
 
     table: Table
@@ -69,8 +69,8 @@ class Reproduced:
     def claims(self) -> tuple[int, int]:
         """How many of these pairs are told apart, in the paper's order and against it.
 
-        By the rule of every report (:mod:`fedshift.analysis.statistics`): paired over three seeds or more, corrected for
-        the number of pairs.
+        By the rule of every report (:mod:`fedshift.analysis.statistics`): paired over three seeds or more, corrected
+        for the number of pairs.
         """
         gaps = list(self._gaps())
         found = corrected([paired_difference(ours, [0.0] * len(ours), grid=grid) for _, ours, grid in gaps])
@@ -140,7 +140,7 @@ class Reproduced:
         return f"{verdict} Pairs told apart over seeds, corrected for their number: {told}."
 
     def _gaps(self) -> Iterator[tuple[float, tuple[float, ...], float]]:
-        """The differences of pairs that can be compared: the paper's, ours under each seed, and the error of the grid."""
+        """The differences of pairs that can be compared: the paper's, ours by seed, and the error of the grid."""
         groups: dict[str, list[int]] = {}
         recipe = recipe_of(self.table) or {}
         for row in sorted({row for row, column in self.values if self._ranks(column)}):

@@ -2,8 +2,8 @@
 
 A table invites the reader to compare any two of its methods, and which two are neighbors the data decide. The family is
 therefore all pairs of methods, by macro metric and paired over seeds, and with a pooled method all discordances against
-the threshold. p-values and intervals are corrected for its size (:mod:`fedshift.analysis.statistics`), so that reports of
-methods that do not differ claim anything at all in at most 5 of 100 cases. Nothing else in a report is a claim: means and
+the threshold. p-values and intervals are corrected for its size (:mod:`fedshift.analysis.statistics`), so that of
+reports on methods that do not differ at most 5 in 100 claim anything. Nothing else in a report is a claim: means and
 standard deviations describe the seeds that were run, and bold is the best mean as printed.
 """
 
@@ -84,10 +84,10 @@ def claims(study: Study, metric: str | None = None, model: str = "personal", lev
     for one, other in combinations(methods, 2):
         both_CS = np.isfinite(values_[one]) & np.isfinite(values_[other])
         count_S = np.where(both_CS.any(axis=0), both_CS.sum(axis=0), math.nan)
-        macros = [np.where(both_CS, values_[name], 0).sum(axis=0) / count_S for name in (one, other)]
+        ours_S, theirs_S = (np.where(both_CS, values_[name], 0).sum(axis=0) / count_S for name in (one, other))
         steps_S = np.where(both_CS, grid_[one] + grid_[other], 0).sum(axis=0) / count_S**2
         step = math.sqrt(np.nanmean(steps_S)) if both_CS.any() else 0.0
-        found[one, other] = paired_difference(*macros, level, grid=step)
+        found[one, other] = paired_difference(ours_S.tolist(), theirs_S.tolist(), level, grid=step)
         drawn[one, other] = sum(_macro_variance(sampling_[name], both_CS, owners) for name in (one, other))
     against = {
         pair: paired_difference(deltas, [CONCORDANT] * len(deltas), level)

@@ -27,8 +27,8 @@ from .target import bytes_text, rounds_text, target_table, target_title
 from .text import BOLD, DAGGER, Cell, TextTable, flatten, latex, markdown, metric_cells, spread_note, terminal
 
 CLAIMS = (
-    "Which methods are told apart is on the page of each comparison, corrected for its own pairs, not for the number of "
-    "combinations."
+    "Which methods are told apart is on the page of each comparison, corrected for its own pairs, not for the number "
+    "of combinations."
 )
 PANELS = 9
 """Values of a setting up to which each has a panel."""

@@ -22,7 +22,7 @@ def grid_variance(rows: pd.DataFrame, metric: str) -> np.ndarray:
     support_NK = np.array(rows["support"].tolist(), dtype=float)
     n_N1 = support_NK.sum(axis=1, keepdims=True)
     if metric == "accuracy":
-        return 1 / (12 * n_N1[:, 0] ** 2)
+        return np.asarray(1 / (12 * n_N1[:, 0] ** 2))
     present_NK = support_NK > 0
     rest_NK = n_N1 - support_NK if metric == "auc" else np.ones_like(support_NK)
     squares_NK = (
