@@ -66,6 +66,8 @@ def test_a_verdict_is_a_claim_as_every_other(pooling):
     far = {"far": [{"a": 60 + gap, "b": 240} for gap in (36, 38, 40, 36)]}
     middle = {"middle": [{"a": 60 + gap, "b": 240} for gap in (16, 38, 30, 16)]}
     said = {row[0]: row[-1] for row in cells(pooling("centralized", scores=twin | near | far | middle))}
+    same = cells(pooling("centralized", scores=twin | {"same": twin["centralized"]}))
+    assert same == [["same", "centralized", "0.0e+00 (0.0e+00)", "2", "4", "concordant (p <0.001)"]]
     assert said["near"] == "concordant (p <0.001)"
     assert said["far"].startswith("not concordant (p 0.0")
     assert said["middle"].startswith("not told apart (p ")

@@ -31,6 +31,8 @@ COLUMNS = (
     "baseline", "seeds", "difference", "std", "low", "high", "p", "level", "comparisons", "test_low", "test_high",
 )  # fmt: skip
 """Columns of a table of differences."""
+EVEN = CONCORDANT / 1000
+"""Standard error of a discordance at least, in squared nats: with less spread, seeds agree as far as losses tell."""
 NAMED = 4
 """Methods that the headline names as not told apart."""
 
@@ -90,7 +92,7 @@ def claims(study: Study, metric: str | None = None, model: str = "personal", lev
         found[one, other] = paired_difference(ours_S.tolist(), theirs_S.tolist(), level, grid=step)
         drawn[one, other] = sum(_macro_variance(sampling_[name], both_CS, owners) for name in (one, other))
     against = {
-        pair: paired_difference(deltas, [CONCORDANT] * len(deltas), level)
+        pair: paired_difference(deltas, [CONCORDANT] * len(deltas), level, grid=EVEN)
         for pair, deltas in discordances(study).items()
     }
     tested = corrected([*found.values(), *against.values()])

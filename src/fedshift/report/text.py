@@ -126,7 +126,7 @@ def difference_cells(table: pd.DataFrame, metric: str = "accuracy", covered: str
         )  # fmt: skip
         rows.append(tuple(Cell(text=text) for text in texts))
     count = int(table["comparisons"].max()) if len(table) else 0
-    number = f", corrected for {count} comparisons (Holm)" if count > 1 else ""
+    number = f", corrected for {count} comparisons (Holm)," if count > 1 else ""
     note = f"Intervals and p{number} cover {covered}."
     if drawn:
         note += (
