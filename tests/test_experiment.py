@@ -27,6 +27,14 @@ def rows_of(path: Path, trial: str):
     return read_rows(path / "trials" / trial / "metrics.jsonl")
 
 
+def test_a_study_says_which_clients_share_test_samples(make, tmp_path):
+    for split, expected in ((None, {}), ("iid(clients=3, test='shared')", {"1": "0", "2": "0"})):
+        folder = tmp_path / str(split)
+        make(rounds=1, split=split).run(folder)
+        shared = read_study(folder).same_test
+        assert {name[-1]: owner[-1] for name, owner in shared.items()} == expected
+
+
 # Before anything starts
 
 

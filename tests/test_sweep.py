@@ -349,4 +349,5 @@ def test_methods_keep_their_names_where_a_swept_setting_adds_to_them(sweep, tmp_
     assert list(read_study(tmp_path / "out" / "agc=0.01").methods) == ["fedavg+agc(clip=0.01)", "fedbn+agc(clip=0.01)"]
     lines = (tmp_path / "out" / "tables" / "sweep.md").read_text().splitlines()
     assert lines[0] == "| agc | fedavg | fedbn |"
-    assert [line.split(" | ")[0] for line in lines[2:]] == ["| none", "| 0.01"]
+    assert [line.split(" | ")[0] for line in lines[2:4]] == ["| none", "| 0.01"]
+    assert "by itself is no claim. Which methods are told apart is on the page of each comparison" in lines[-1]

@@ -44,9 +44,10 @@ from .experiment import Experiment, Observer
 from .features import Findings, findings
 from .models._making import ModelFactory
 from .records import Study
+from .report.claims import difference_table
 from .report.figures import figures
 from .report.page import write_page
-from .report.tables import accuracy_table, difference_table
+from .report.tables import accuracy_table
 from .settings import Settings
 from .study import read_study
 from .trained import narrowed, restored

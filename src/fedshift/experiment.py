@@ -266,6 +266,8 @@ class Experiment:
         directory.write("config.toml", toml(self.config))
         for name, content in self.files.items():
             directory.write(name, content)
+        first: dict[int, str] = {}
+        owners = {client.name: first.setdefault(id(client.test), client.name) for client in self.data.clients}
         facts = {
             "name": self.data.name,
             "note": self.data.note,
@@ -276,6 +278,7 @@ class Experiment:
             "metric": self.settings.metric,
             "reach": self.settings.reach,
             "clients": {c.name: {split: len(part) for split, part in c.splits.items()} for c in self.data.clients},
+            "same_test": {name: owner for name, owner in owners.items() if name != owner},
             "config": dict(self.config),
             "methods": {name: asdict(fact) for name, fact in methods.items()},
         }

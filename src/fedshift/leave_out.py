@@ -234,7 +234,7 @@ def _publish(spec: CompareSpec, directory: Path, console: Console) -> None:
     gaps = differences(seeds)
     if len(gaps):
         pairs = "clients" if len(seeds) > 1 else "seeds"
-        shown = difference_text(gaps, metric)
+        shown = difference_text(gaps, metric, len(seeds))
         say(console, f"Minus {gaps['baseline'].iloc[0]}, in points, paired over {pairs}")
         text.print(terminal(shown))
         write_table(directory / "tables", "differences", shown, gaps)

@@ -3,9 +3,10 @@
 ``average``: what the server holds, with the seen clients' own entries averaged by the method's weighting (FedWon,
 arXiv:2306.05879, table 12). ``reestimate``: the same, but BatchNorm statistics are estimated on the newcomer's own
 training inputs, without labels (FedBN, arXiv:2102.07623, appendix G). ``finetune``: the average, trained on the
-newcomer's labeled data by the trial's own local work. ``finetune_bn``: the shared layers unchanged, and BatchNorm alone
-learned on that data (FedBN's appendix G, for a client that joins during training). ``nearest``: the model of the seen client that fits the
-newcomer's training data best. Averaging and trying models needs sight of all clients' entries, which a simulation has.
+newcomer's labeled data by the trial's own local work. ``finetune_bn``: the shared layers unchanged, and BatchNorm
+alone learned on that data (FedBN's appendix G, for a client that joins during training). ``nearest``: the model of the
+seen client that fits the newcomer's training data best. Averaging and trying models needs sight of all clients'
+entries, which a simulation has.
 """
 
 from __future__ import annotations

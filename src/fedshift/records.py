@@ -125,7 +125,8 @@ class Study:
     of it that rounds and bytes are counted to (None: to none); ``select`` is ``last`` or
     ``best`` (round of the best macro metric on validation data, never on test data); ``clients`` maps each name to the
     sizes of its splits; ``samples`` maps it to a few images, uint8 ``[n, H, W, C]`` with C 1 or 3; ``traffic`` has the
-    columns ``method``, ``seed``, ``round``, ``down``, ``up`` (bytes that all clients together moved in that round).
+    columns ``method``, ``seed``, ``round``, ``down``, ``up`` (bytes that all clients together moved in that round);
+    ``same_test`` maps a client whose test samples are those of an earlier client to that one.
     """
 
     name: str
@@ -144,6 +145,7 @@ class Study:
     notices: tuple[str, ...] = ()
     metric: str = "accuracy"
     reach: float | None = None
+    same_test: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def metric_name(self) -> str:

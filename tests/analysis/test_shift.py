@@ -14,7 +14,7 @@ from fedshift.analysis.advice import advise
 from fedshift.analysis.concept_shift import concept_shift, explained, predicted
 from fedshift.analysis.feature_shift import feature_shift
 from fedshift.analysis.layer_shift import Moments, layer_shift
-from fedshift.analysis.shift import Evidence, gini, holm, judge, label_skew, quantity_skew, strength_of
+from fedshift.analysis.shift import Evidence, gini, judge, label_skew, quantity_skew, strength_of
 from fedshift.build import methods
 from fedshift.core.optimizer import SGD
 from fedshift.core.prepare import prepare
@@ -79,9 +79,10 @@ def test_sizes_are_judged_against_chance():
     assert quantity_skew([98, 102], rng(), 99).p > 0.3
 
 
-def test_holm_by_hand():
-    assert holm([0.04, 0.01, None, 0.03]) == pytest.approx([0.06, 0.03, None, 0.06], abs=1e-12)
-    assert holm([0.9, 0.5]) == [1.0, 1.0]
+def test_what_was_not_tested_does_not_count_among_the_p_values():
+    kinds = zip(KINDS, (0.04, 0.01, None, 0.03), strict=True)
+    found = judge({kind: Evidence(statistic=0.9, p=p) for kind, p in kinds})
+    assert [each.corrected for each in found] == pytest.approx([0.06, 0.03, None, 0.06], abs=1e-12)
 
 
 def test_a_shift_is_named_if_it_is_both_significant_and_large_enough():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from fedshift.analysis.statistics import holm, mean_and_std, paired_difference
+from fedshift.analysis.statistics import corrected, holm, mean_and_std, paired_difference, paired_tests
 from fedshift.base.errors import UsageError
 
 
@@ -34,7 +34,7 @@ def test_paired_difference_by_hand():
 
 
 @pytest.mark.parametrize("level", [0.8, 0.95, 0.99])
-@pytest.mark.parametrize("pairs", [2, 3, 10])
+@pytest.mark.parametrize("pairs", [3, 5, 10])
 def test_paired_difference_equals_scipy(pairs, level):
     random = np.random.default_rng(pairs)
     ours, theirs = random.normal(0.8, 0.02, pairs), random.normal(0.79, 0.02, pairs)
@@ -45,17 +45,65 @@ def test_paired_difference_equals_scipy(pairs, level):
     assert (found.low, found.high) == pytest.approx((interval.low, interval.high))
 
 
-@pytest.mark.parametrize("pairs", [0, 1])
-def test_fewer_than_two_pairs_have_no_interval(pairs):
-    found = paired_difference([0.5] * pairs, [0.25] * pairs)
+@pytest.mark.parametrize("pairs", [0, 1, 2])
+def test_fewer_than_three_pairs_have_no_interval(pairs):
+    found = paired_difference([0.5, 0.75][:pairs], [0.25, 0.3][:pairs])
     assert found.pairs == pairs
     assert all(map(math.isnan, (found.low, found.high, found.p)))
+    assert not found.told_apart
 
 
-def test_equal_differences():
-    same, shifted = paired_difference([1.0, 2.0], [1.0, 2.0]), paired_difference([1.5, 2.5], [1.0, 2.0])
-    assert (same.p, same.low, same.high) == (1, 0, 0)
-    assert (shifted.p, shifted.low, shifted.high) == (0, 0.5, 0.5)
+def test_a_pair_of_which_one_is_missing_is_no_pair():
+    full = paired_difference([0.70, 0.73, 0.76], [0.65, 0.67, 0.69])
+    assert paired_difference([0.70, math.nan, 0.73, 0.76, 0.5], [0.65, 0.6, 0.67, 0.69, math.nan]) == full
+    assert math.isnan(paired_difference([0.5, 0.6, math.nan], [0.1, 0.1, 0.1]).p)
+
+
+def test_equal_differences_are_tested_by_what_the_grid_can_resolve():
+    """k of 20 under each of five seeds: the error of the difference is uniform, sqrt(2 / 12) of a twentieth."""
+    ours, theirs = [0.5, 0.6, 0.55, 0.7, 0.65], [0.35, 0.45, 0.4, 0.55, 0.5]
+    grid = math.sqrt(2 / 12) / 20
+    found = paired_difference(ours, theirs, grid=grid)
+    assert found.error == grid
+    assert found.p == pytest.approx(2 * stats.t.sf(0.15 / grid, 4))
+    assert found.high - found.low == pytest.approx(2 * stats.t.ppf(0.975, 4) * grid)
+    unknown = paired_difference(ours, theirs)  # nor does 0.15 - 1e-17 make a spread
+    assert (unknown.pairs, unknown.mean) == (5, pytest.approx(0.15))
+    assert math.isnan(unknown.p)
+    assert not unknown.told_apart
+    assert paired_difference(ours, ours).p == 1
+    wide = paired_difference(ours, [0.1, 0.6, 0.3, 0.2, 0.5], grid=1e-3)
+    assert wide == paired_difference(ours, [0.1, 0.6, 0.3, 0.2, 0.5])
+
+
+def test_many_comparisons_at_once_are_those_one_by_one():
+    values = np.random.default_rng(1).integers(0, 4, (2, 60, 4)) / 3
+    mean, error, p = paired_tests(*values, grid=0.1)
+    alone = [paired_difference(*pair, grid=0.1) for pair in values.transpose(1, 0, 2).tolist()]
+    assert mean.tolist() == pytest.approx([each.mean for each in alone])
+    assert error.tolist() == [each.error for each in alone]
+    assert p.tolist() == [each.p for each in alone]
+
+
+def test_intervals_exclude_zero_exactly_where_holm_claims():
+    random = np.random.default_rng(2)
+    for _ in range(200):
+        gaps = random.normal(random.choice([0, 1, 3], (6, 1)), 1, (6, 4)).tolist()
+        raw = [paired_difference(gap, [0.0] * 4) for gap in gaps]
+        found = corrected(raw)
+        assert [each.p for each in found] == holm([each.p for each in raw])
+        for one, each in zip(raw, found, strict=True):
+            assert each.told_apart == (each.low > 0 or each.high < 0)
+            assert each.low <= one.low
+            assert each.comparisons == 6
+            assert each.own_level >= 0.95
+
+
+def test_the_smallest_p_has_bonferronis_interval():
+    found = corrected([paired_difference(gaps, [0.0] * 3) for gaps in ([1.0, 1.1, 1.2], [0.1, -0.2, 0.3])])
+    half = stats.t.ppf(1 - 0.05 / 4, 2) * 0.1 / math.sqrt(3)
+    assert (found[0].low, found[0].high) == pytest.approx((1.1 - half, 1.1 + half))
+    assert found[1].own_level == 0.95
 
 
 def test_wrong_use_is_refused():

@@ -261,6 +261,10 @@ def test_an_order_is_claimed_where_seeds_bear_it_out():
     assert compared(["1", "2"], [(0.0, 0.0, 0.0), (3.0, 4.0, 5.0)]).claims == (1, 0)
     three = compared(["1", "2", "3"], [(0.0, 0.0, 0.0), (3.0, 4.0, 5.0), (6.0, 8.0, 10.0)])
     assert three.claims == (0, 0)  # three pairs of p 0.02 each: 0.06 when corrected
+    same = compared(["1", "2"], [clear, (51.0, 52.0, 53.0)])
+    assert same.claims == (0, 0)  # equal differences, of unknown resolution
+    assert replace(same, grid={(0, 0): 1e-3, (1, 0): 1e-3}).claims == (1, 0)
+    assert replace(same, grid={(0, 0): 0.1, (1, 0): 0.1}).claims == (0, 0)
     few = compared(["1", "2"], [clear[:2], even[:2]])
     assert few.claims == (0, 0)
     assert "do not claim any order" in few.summary

@@ -118,6 +118,22 @@ def make_crowd(make_study):
     return make
 
 
+@pytest.fixture
+def make_counted(make_study):
+    """A study of one round in which method m has ``hits[m, s, c]`` of ``sizes[c]`` right at client c with seed s."""
+
+    def make(hits, sizes, **fields):
+        rows = [
+            evaluation(f"method {m}", s, 1, f"client {c}", "test", "personal", int(right), (int(sizes[c]), 0))
+            for (m, s, c), right in np.ndenumerate(hits)
+        ]
+        none = {f"method {m}": [{}] * hits.shape[1] for m in range(hits.shape[0])}
+        clients = {f"client {c}": {"train": 9, "test": int(size)} for c, size in enumerate(sizes)}
+        return make_study(none, rounds=1, **{"rows": frame(rows), "clients": clients, "samples": {}} | fields)
+
+    return make
+
+
 EDGE_CASES = {
     "ten methods": {"scores": {f"fedbn+fedprox+method_{number}": LAST["fedbn"] for number in range(10)}},
     "one method": {"scores": {"fedbn": LAST["fedbn"]}},

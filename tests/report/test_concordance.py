@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from fedshift.report.claims import claims
 from fedshift.report.concordance import concordance_cells, concordance_table, concordance_title
 from fedshift.report.figures import panels
 from fedshift.report.page import render_page
@@ -44,14 +45,32 @@ def test_discordance_is_over_rounds_and_then_over_seeds(pooling):
     assert table.loc[("fedavg", "centralized"), "delta mean"] == pytest.approx((0.15**2 + 0.075**2) / 2)
 
 
-def test_verdicts_and_how_numbers_are_written(pooling):
-    rows = [[cell.text for cell in row] for row in concordance_cells(concordance_table(pooling("centralized"))).rows]
-    assert rows == [
-        ["fedsmb", "centralized", "3.9e-03 (3.3e-03)", "2", "2", "concordant"],
-        ["fedavg", "centralized", "1.4e-02 (0.0e+00)", "2", "2", "not concordant"],
+def cells(study):
+    table = concordance_cells(concordance_table(study), claims(study).concordance)
+    return [[cell.text for cell in row] for row in table.rows]
+
+
+def test_how_numbers_are_written(pooling):
+    assert cells(pooling("centralized")) == [
+        ["fedsmb", "centralized", "3.9e-03 (3.3e-03)", "2", "2", "too few seeds"],
+        ["fedavg", "centralized", "1.4e-02 (0.0e+00)", "2", "2", "too few seeds"],
     ]
     single = pooling("centralized", scores={name: runs[:1] for name, runs in SCORES.items()})
-    assert concordance_cells(concordance_table(single)).rows[0][2].text == "1.6e-03"
+    assert cells(single)[0][2] == "1.6e-03"
+
+
+def test_a_verdict_is_a_claim_as_every_other(pooling):
+    """Discordances (x^2 + x^2 / 4) / 2 of a macro difference of x, tested against 0.01 with the three pairs."""
+    twin = {"centralized": [{"a": 60, "b": 240}] * 4}
+    near = {"near": [{"a": 60 + gap, "b": 240} for gap in (2, 2, 4, 2)]}
+    far = {"far": [{"a": 60 + gap, "b": 240} for gap in (36, 38, 40, 36)]}
+    middle = {"middle": [{"a": 60 + gap, "b": 240} for gap in (16, 38, 30, 16)]}
+    said = {row[0]: row[-1] for row in cells(pooling("centralized", scores=twin | near | far | middle))}
+    same = cells(pooling("centralized", scores=twin | {"same": twin["centralized"]}))
+    assert same == [["same", "centralized", "0.0e+00 (0.0e+00)", "2", "4", "concordant (p <0.001)"]]
+    assert said["near"] == "concordant (p <0.001)"
+    assert said["far"].startswith("not concordant (p 0.0")
+    assert said["middle"].startswith("not told apart (p ")
 
 
 def test_only_rounds_and_clients_that_both_measured_count(pooling):
@@ -69,7 +88,7 @@ def test_what_was_not_measured_has_no_verdict(pooling):
     study = pooling("centralized", keep=lambda row: row["method"] != "centralized")
     table = concordance_table(study)
     assert table["delta mean"].isna().all()
-    assert [cell.text for cell in concordance_cells(table).rows[0]] == ["fedsmb", "centralized", "-", "0", "0", "-"]
+    assert cells(study)[0] == ["fedsmb", "centralized", "-", "0", "0", "-"]
 
 
 @pytest.mark.parametrize("pooled", [(), tuple(SCORES)])
@@ -94,7 +113,7 @@ def test_it_is_printed_written_shown_and_drawn(pooling, tmp_path, monkeypatch):
     study = pooling("centralized")
     said, tables = published(study, tmp_path, monkeypatch)
     assert "that both evaluated; concordant below 0.01" in said
-    assert "not concordant" in said
+    assert "too few seeds" in said
     assert tables["concordance.csv"].splitlines()[1] == "fedsmb,centralized,0.00390625,0.00331456,2,2"
     assert "| fedsmb | centralized | 3.9e-03 (3.3e-03) |" in tables["concordance.md"]
     assert "fedsmb & centralized & 3.9e-03 (3.3e-03) &" in tables["concordance.tex"]

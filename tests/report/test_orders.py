@@ -1,9 +1,11 @@
-"""Which orders of methods may be claimed: neighbors by their macro mean, paired over seeds, corrected by Holm."""
+"""Which orders of methods may be claimed: neighbors by their macro mean, tested among all pairs, corrected by Holm."""
 
 import pytest
 from scipy import stats
 
-from fedshift.report.orders import order_sentences, orders
+from fedshift.analysis.statistics import holm
+from fedshift.report.claims import claims
+from fedshift.report.orders import order_sentences, ranked
 from fedshift.report.page import render_page
 
 MINUS = "\N{MINUS SIGN}"
@@ -18,56 +20,54 @@ CLEAR = {"low": macro(50, 51, 52), "high": macro(70, 71, 73), "middle": macro(60
 
 
 def test_neighbors_are_compared_best_first(make_study):
-    high, low = orders(make_study(CLEAR))
-    assert [(each.better, each.worse) for each in (high, low)] == [("high", "middle"), ("middle", "low")]
-    expected = [
-        stats.ttest_rel([0.70, 0.71, 0.73], [0.60, 0.61, 0.64]).pvalue,
-        stats.ttest_rel([0.60, 0.61, 0.64], [0.50, 0.51, 0.52]).pvalue,
-    ]
-    assert [high.found.p, low.found.p] == pytest.approx(expected)
-    assert [high.p, low.p] == pytest.approx([2 * min(expected), max(2 * min(expected), max(expected))])
-    assert high.significant
-    assert low.significant
+    study = make_study(CLEAR)
+    assert ranked(study) == ["high", "middle", "low"]
+    values = {"high": [0.70, 0.71, 0.73], "middle": [0.60, 0.61, 0.64], "low": [0.50, 0.51, 0.52]}
+    pairs = [("high", "middle"), ("middle", "low"), ("high", "low")]
+    expected = [stats.ttest_rel(values[one], values[other]).pvalue for one, other in pairs]
+    made = claims(study)
+    assert [made.between(*pair).p for pair in pairs] == pytest.approx(holm(expected))
+    assert [sentence.split(" by ")[0] for sentence in order_sentences(study)] == [
+        "high is above middle", "middle is above low",
+    ]  # fmt: skip
 
 
-def test_an_order_that_is_not_significant_is_warned_of(make_study):
+def test_an_order_that_is_not_significant_is_no_claim(make_study):
     study = make_study({"fedavg": macro(60, 62, 64), "fedbn": macro(61, 65, 63)})
-    assert order_sentences(study) == [
-        f"fedbn is 1.00 points above fedavg, [{MINUS}3.97, +5.97] over 3 seeds: not significant, do not claim this "
-        "order (p 0.478)."
-    ]
-    assert order_sentences(study)[0] in render_page(study).replace("&#39;", "'")
+    support = f"95% interval {MINUS}3.97 to +5.97 over 3 seeds, p 0.478"
+    said = f"fedbn is not told apart from fedavg: difference +1.00 points ({support})."
+    assert order_sentences(study) == [said]
+    page = render_page(study).replace("&#39;", "'")
+    assert order_sentences(study)[0] in page
+    assert "</strong> percent, not told apart from fedavg." in page
 
 
-def test_several_orders_are_corrected_for_their_number(make_study):
-    said = order_sentences(make_study({**CLEAR, "odd": macro(50, 49, 54)}))
-    assert said[0] == (
-        "high is 9.67 points above middle, [+8.23, +11.10] over 3 seeds: significant (p 0.004, corrected for 3 orders)."
-    )
-    assert len(said) == 3
-    assert "do not claim this order" in said[2]
+def test_the_headline_says_what_the_best_is_told_apart_from(make_study):
+    assert "</strong> percent, told apart from every other method." in render_page(make_study(CLEAR))
+    few = make_study({name: runs[:2] for name, runs in CLEAR.items()})
+    assert "</strong> percent, too few seeds to tell it apart, 3 at least." in render_page(few)
 
 
 def test_a_correction_can_take_an_order_away(make_study):
     pair = {"one": macro(60, 61, 62), "two": macro(65, 67, 70)}
-    alone = orders(make_study(pair))[0]
-    assert alone.significant
+    alone = claims(make_study(pair)).between("two", "one")
+    assert alone.told_apart
     crowd = {f"method {number}": macro(20 + number, 23 - number, 20) for number in range(3)}
-    among = {(each.better, each.worse): each for each in orders(make_study({**pair, **crowd}))}["two", "one"]
-    assert among.found == alone.found
+    among = claims(make_study({**pair, **crowd})).between("two", "one")
+    assert (among.mean, among.error, among.comparisons) == (alone.mean, alone.error, 10)
     assert alone.p < 0.05 < among.p
-    assert not among.significant
+    assert not among.told_apart
+    assert among.low < 0
 
 
 def test_of_many_orders_those_that_are_not_significant_are_named(make_study):
-    steps = {f"step {number}": macro(*(50 + 5 * number + noise for noise in (0, 1, number % 2))) for number in range(8)}
-    close = {"near": macro(85, 84, 86)}
-    said = order_sentences(make_study({**steps, **close}, rounds=1))
-    named = [each for each in orders(make_study({**steps, **close}, rounds=1)) if not each.significant]
-    assert len(named) < 8
-    assert said[:-1] == [sentence for sentence in said if "do not claim" in sentence]
-    assert len(said) == len(named) + 1
-    assert said[-1] == f"Significant: the other {8 - len(named)} orders of neighbors by macro accuracy."
+    noise = [(0, 1, 0, 1, 1), (1, 0, 0, 1, 0)]
+    steps = {f"step {n}": macro(*(20 + 8 * n + more for more in noise[n % 2])) for n in range(8)}
+    study = make_study({**steps, "near": macro(77, 76, 76, 77, 77)}, rounds=1)
+    *named, last = order_sentences(study)
+    assert len(named) == 1
+    assert all("not told apart" in sentence for sentence in named)
+    assert last == "Told apart: the other 7 pairs of neighbors by macro accuracy."
 
 
 @pytest.mark.parametrize(("seeds", "told"), [(1, "one seed says"), (2, "2 seeds say")])
@@ -78,26 +78,24 @@ def test_one_or_two_seeds_tell_no_order(seeds, told, make_study):
     ]
 
 
-def test_a_pair_that_shares_too_few_seeds_is_warned_of(make_study):
+def test_a_pair_that_shares_too_few_seeds_is_no_claim(make_study):
     study = make_study(CLEAR, keep=lambda row: (row["method"], row["seed"]) != ("low", 2))
-    assert (
-        order_sentences(study)[1] == "middle is 10.00 points above low over 2 seeds: too few, do not claim this order."
-    )
-    assert "corrected" not in order_sentences(study)[0].replace("corrected for 2 orders", "")
+    first, second = order_sentences(study)
+    assert second == "middle lies 10.00 points above low over 2 seeds: too few to tell them apart."
+    assert "corrected" not in first  # nothing else could be tested
 
 
 def test_methods_over_unequal_clients_or_not_measured_have_no_place(make_study):
     study = make_study(CLEAR, keep=lambda row: (row["method"], row["client"]) != ("middle", "a"))
-    assert [(each.better, each.worse) for each in orders(study)] == [("high", "low")]
-    assert not orders(make_study(CLEAR, keep=lambda row: row["method"] == "high"))
+    assert ranked(study) == ["high", "low"]
+    assert not order_sentences(make_study(CLEAR, keep=lambda row: row["method"] == "high"))
     assert not order_sentences(make_study({"fedbn": CLEAR["low"]}))
 
 
-def test_an_order_that_common_seeds_turn_is_never_claimed(make_study):
+def test_an_order_that_common_seeds_turn_is_said_as_they_have_it(make_study):
     study = make_study(
         {"a": macro(50, 50, 50, 90), "b": macro(52, 52, 53, 53)},
         keep=lambda row: (row["method"], row["seed"]) != ("b", 3),
     )
-    (order,) = orders(study)
-    assert (order.better, order.significant) == ("a", False)
-    assert f"a is {MINUS}2.33 points above b" in order_sentences(study)[0]
+    assert ranked(study) == ["a", "b"]
+    assert order_sentences(study)[0].startswith("b is above a by 2.33 points (")

@@ -68,7 +68,7 @@ def test_numbers_and_best_in_bold(study):
     text = render_page(study)
     assert "<strong>63.00 (3.00)</strong>" in text
     assert "<strong>fedbn with 73.00 (3.00)</strong>" in text
-    assert "fedbn is above fedavg by 6.00 points (95% interval +3.52 to +8.48, 3 seeds)." in text
+    assert "fedbn is above fedavg by 6.00 points (95% interval +3.52 to +8.48 over 3 seeds, p 0.009)." in text
     assert "1 shared (432 B), 2 kept local (24 B)" in text
     assert "Accuracy, global model" in text
     assert "AUC" not in text

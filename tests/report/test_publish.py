@@ -28,7 +28,7 @@ def test_few_clients_are_printed_one_by_one(published, make_crowd):
     said, tables = published(make_crowd(ONE_BY_ONE))
     assert all(f" client {number} " in said for number in range(ONE_BY_ONE))
     assert len(tables["accuracy.csv"]) == 1 + ONE_BY_ONE + 3
-    assert len(tables["accuracy.md"]) == 2 + ONE_BY_ONE + 3
+    assert len(tables["accuracy.md"]) == 2 + ONE_BY_ONE + 3 + 2
 
 
 def test_models_after_local_work_have_a_table_of_their_own_in_terminal_files_and_page(published, study, tmp_path):
@@ -56,4 +56,4 @@ def test_of_many_clients_the_distribution_is_printed_and_each_is_in_the_csv(publ
     assert f"Each client is in {tmp_path / 'tables' / 'accuracy.csv'}." in said
     assert [line.split(",")[0] for line in tables["accuracy.csv"][1:4]] == ["client 0", "client 1", "client 2"]
     assert len(tables["accuracy.csv"]) == 1 + ONE_BY_ONE + 1 + 9
-    assert len(tables["accuracy.md"]) == 2 + 9
+    assert len(tables["accuracy.md"]) == 2 + 9 + 2

@@ -7,6 +7,7 @@ import pytest
 from rich.console import Console
 
 from fedshift.report import accuracy_table, difference_table
+from fedshift.report.claims import claims, sentence
 from fedshift.report.text import (
     csv,
     difference_cells,
@@ -15,11 +16,16 @@ from fedshift.report.text import (
     markdown,
     metric_cells,
     p_value,
-    reading,
     signed,
     size,
     terminal,
 )
+
+MINUS = "\N{MINUS SIGN}"
+LAST = {
+    "fedavg": [{"a": 50, "b": 240}, {"a": 52, "b": 246}, {"a": 54, "b": 252}],
+    "fedbn": [{"a": 60, "b": 240}, {"a": 63, "b": 249}, {"a": 66, "b": 258}],
+}
 
 
 def texts(table):
@@ -94,26 +100,59 @@ def test_a_client_that_no_method_has_marks_nothing(make_study):
 
 def test_difference_cells(study):
     table = difference_cells(difference_table(study))
-    assert table.header == ("method", "difference", "95% interval", "p", "seeds")
-    assert texts(table) == [["fedbn", "+6.00", "+3.52 to +8.48", "0.009", "3"]]
+    assert table.header == ("method", "difference", "95% interval", "p", "seeds", "with test samples")
+    assert texts(table) == [["fedbn", "+6.00", "+3.52 to +8.48", "0.009", "3", f"{MINUS}1.86 to +13.86"]]
 
 
 def test_readings(make_study):
     def read(scores):
-        return reading("fedbn", difference_table(make_study(scores)).loc["fedbn"])
+        return sentence("fedbn", "fedavg", claims(make_study(scores)).between("fedbn", "fedavg"))
 
-    low = [{"a": 50, "b": 240}, {"a": 52, "b": 246}]
+    low = [{"a": 50, "b": 240}, {"a": 52, "b": 246}, {"a": 60, "b": 246}]
     high = [{"a": 60, "b": 240}, {"a": 63, "b": 249}]
-    above = make_study()
-    sentence = "fedbn is above fedavg by 6.00 points (95% interval +3.52 to +8.48, 3 seeds)."
-    assert reading("fedbn", difference_table(above).loc["fedbn"]) == sentence
-    assert read({"fedavg": low, "fedbn": low[::-1]}).startswith("fedbn is not told apart from fedavg: difference +0.00")
-    assert "lies 5.00 points above fedavg under the one seed" in read({"fedavg": low[:1], "fedbn": high[:1]})
+    support = "95% interval +3.52 to +8.48 over 3 seeds, p 0.009"
+    assert read(LAST) == f"fedbn is above fedavg by 6.00 points ({support})."
+    few = "too few to tell them apart."
+    assert read({"fedavg": low, "fedbn": low[:1]}) == f"fedbn is level with fedavg over one seed: {few}"
+    assert read({"fedavg": low[:1], "fedbn": high[:1]}) == f"fedbn lies 5.00 points above fedavg over one seed: {few}"
+    assert read({"fedavg": low[:2], "fedbn": high}) == f"fedbn lies 5.50 points above fedavg over 2 seeds: {few}"
     assert read({"fedavg": low, "fedbn": []}) == "fedbn and fedavg have no evaluated seed in common."
 
 
+def test_ties_are_level(make_study):
+    runs = [{"a": 50, "b": 240}, {"a": 52, "b": 246}, {"a": 60, "b": 246}]
+    same = claims(make_study({"fedavg": runs, "fedbn": runs})).between("fedbn", "fedavg")
+    assert sentence("fedbn", "fedavg", same).startswith(
+        "fedbn is level with fedavg as printed, 0.00 points (95% interval"
+    )
+    mixed = claims(make_study({"fedavg": runs, "fedbn": runs[::-1]})).between("fedbn", "fedavg")
+    assert "fedbn is level with fedavg as printed, 0.00 points (95% interval" in sentence("fedbn", "fedavg", mixed)
+    assert "p 1.000" in sentence("fedbn", "fedavg", mixed)
+    row = texts(difference_cells(difference_table(make_study({"fedavg": runs, "fedbn": runs}))))[0]
+    assert row[:2] == ["fedbn", "0.00"]
+
+
+def test_every_form_of_a_table_says_what_its_spread_covers(study):
+    console = Console(width=200)
+    for table in (metric_cells(accuracy_table(study)), difference_cells(difference_table(study))):
+        assert "initialization and order of samples, not the test samples and not the split" in table.note
+        assert table.note in markdown(table)
+        assert table.note in latex(table)
+        with console.capture() as capture:
+            console.print(terminal(table))
+        assert table.note in " ".join(capture.get().split())
+
+
+def test_one_seed_shows_no_spread(make_study):
+    note = metric_cells(accuracy_table(make_study({"fedbn": [{"a": 50, "b": 240}]}))).note
+    assert note == (
+        "One seed shows no spread, neither of initialization and order of samples nor of the test samples or the split."
+    )
+
+
 def test_markdown_has_one_width_and_bold(study):
-    lines = markdown(metric_cells(accuracy_table(study))).splitlines()
+    *lines, blank, _ = markdown(metric_cells(accuracy_table(study))).splitlines()
+    assert not blank
     assert lines[0] == "| client | fedavg | fedbn |"
     assert lines[2] == "| a | 52.00 (2.00) | **63.00 (3.00)** |"
     assert len({line.count("|") for line in lines}) == 1
@@ -158,7 +197,8 @@ def test_terminal_never_reads_names_as_markup(make_study):
 
 
 def test_small_texts():
-    assert [signed(1.234), signed(-1.234), signed(math.nan)] == ["+1.23", "\N{MINUS SIGN}1.23", "-"]
+    assert [signed(1.234), signed(-1.234), signed(math.nan)] == ["+1.23", f"{MINUS}1.23", "-"]
+    assert [signed(0.004), signed(-0.004), signed(0, 3)] == ["0.00", "0.00", "0.000"]
     assert [p_value(0.04999), p_value(0.0001), p_value(math.nan)] == ["0.050", "<0.001", "-"]
     assert [size(0), size(999), size(12_345), size(2.5e13), size(math.nan)] == ["0 B", "999 B", "12.3 kB", "25 TB", "-"]
 

@@ -12,9 +12,10 @@ import torch
 from rich.console import Console
 from safetensors.torch import save
 
-from ..analysis.statistics import paired_difference
+from ..analysis.statistics import corrected, paired_difference
 from ..base.files import write_atomically
 from ..records import Row, measured
+from ..report.claims import difference_frame
 from ..report.tables import ONE_BY_ONE
 from ..report.text import Cell, TextTable, csv, difference_cells, latex, markdown, metric_cells, terminal
 from ..rundir import slug
@@ -51,7 +52,7 @@ def by_policy(table: pd.DataFrame, metric: str, needs: dict[str, str]) -> TextTa
         (Cell(text=title), Cell(text=needs[title] or "nothing"), *column)
         for title, column in zip(cells.header[1:], columns[1:], strict=True)
     )
-    return TextTable(header=("method: policy", "needs", *names), rows=tuple(rows))
+    return TextTable(header=("method: policy", "needs", *names), rows=tuple(rows), note=cells.note)
 
 
 def needs_of(rows: Iterable[Row]) -> dict[str, str]:
@@ -70,7 +71,8 @@ def differences(seeds: pd.DataFrame, level: float = 0.95) -> pd.DataFrame:
     """Each method and policy minus the first of FedAvg or else of the table, paired over clients, or over seeds.
 
     Of several clients each counts once, with its mean over seeds, since seeds tell nothing new of a client; of one the
-    pairs are seeds. Columns as of ``report.tables.difference_table``, where ``seeds`` is the number of pairs.
+    pairs are seeds. Intervals and p-values are corrected for the number of rows, and NaN below three pairs. Columns as
+    of ``report.claims.difference_table``, where ``seeds`` is the number of pairs.
     """
     titles = list(seeds.columns.get_level_values(0).unique())
     baseline = f"fedavg: {AS_IT_IS}" if f"fedavg: {AS_IT_IS}" in titles else titles[0]
@@ -80,17 +82,14 @@ def differences(seeds: pd.DataFrame, level: float = 0.95) -> pd.DataFrame:
             gaps = seeds[title] - seeds[baseline]
             values = gaps.mean(axis=1) if len(gaps) > 1 else gaps.iloc[0]
             gap = paired_difference((values := values.dropna()).tolist(), [0.0] * len(values), level)
-            found[title] = {
-                "baseline": baseline, "seeds": gap.pairs, "difference": gap.mean, "std": gap.std, "low": gap.low,
-                "high": gap.high, "p": gap.p, "level": gap.level,
-            }  # fmt: skip
-    columns = ["baseline", "seeds", "difference", "std", "low", "high", "p", "level"]
-    return pd.DataFrame.from_dict(found, orient="index", columns=columns).rename_axis("method")
+            found[title] = gap
+    return difference_frame(baseline, dict(zip(found, corrected(list(found.values())), strict=True)))
 
 
-def difference_text(table: pd.DataFrame, metric: str) -> TextTable:
-    """:func:`differences` as text."""
-    cells = difference_cells(table, metric)
+def difference_text(table: pd.DataFrame, metric: str, clients: int) -> TextTable:
+    """:func:`differences` of so many clients as text."""
+    over = "which clients there are, each once with its mean over seeds, and nothing else"
+    cells = difference_cells(table, metric, *([over] if clients > 1 else []))
     return replace(cells, header=(*cells.header[:-1], "pairs"))
 
 

@@ -6,6 +6,7 @@ shift (P(y|x)) and quantity skew apart. The tests of features and concepts have 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -13,6 +14,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy import stats
+
+from .statistics import holm
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -63,9 +66,10 @@ class Finding:
 
 def judge(evidence: Mapping[Kind, Evidence]) -> tuple[Finding, ...]:
     """Findings in the order of ``evidence``, p-values corrected for the number of tests."""
-    corrected = holm([each.p for each in evidence.values()])
+    corrected = holm([math.nan if each.p is None else each.p for each in evidence.values()])
     found = []
-    for (kind, each), p in zip(evidence.items(), corrected, strict=True):
+    for (kind, each), value in zip(evidence.items(), corrected, strict=True):
+        p = None if math.isnan(value) else value
         strength = strength_of(kind, each)
         named = p is not None and p <= LEVEL and strength != "negligible"
         found.append(Finding(kind=kind, evidence=each, corrected=p, strength=strength, named=named))
@@ -79,17 +83,6 @@ def strength_of(kind: Kind, evidence: Evidence) -> Strength:
         effect -= evidence.chance or 0.0
     words: tuple[Strength, ...] = ("negligible", "weak", "moderate", "strong")
     return words[sum(effect >= bound for bound in SIZES[kind])]
-
-
-def holm(values: Sequence[float | None]) -> list[float | None]:
-    """P-values corrected for their number, step-down (Holm 1979); None stays None and does not count."""
-    ordered = sorted((p, place) for place, p in enumerate(values) if p is not None)
-    corrected: list[float | None] = [None] * len(values)
-    largest = 0.0
-    for rank, (p, place) in enumerate(ordered):
-        largest = max(largest, min(1.0, (len(ordered) - rank) * p))
-        corrected[place] = largest
-    return corrected
 
 
 def exceedance(observed: float, null: NDArray[np.floating]) -> float:

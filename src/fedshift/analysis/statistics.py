@@ -1,21 +1,36 @@
-"""Statistics over seeds: mean, sample standard deviation, and paired differences with Student's t.
+"""Statistics over seeds: mean, sample standard deviation, and paired differences that may be claimed.
 
 A comparison over seeds is paired: both methods saw the same initial network, split and batch order under one seed, so
 the difference is taken within each seed and its interval is the paired t-interval (Student 1908, "The Probable Error of
-a Mean", Biometrika 6(1)). Where several differences are claimed at once, p-values are corrected for their number (Holm
-1979, "A Simple Sequentially Rejective Multiple Test Procedure", Scandinavian Journal of Statistics 6(2)).
+a Mean", Biometrika 6(1)). The rule for every claim is one: at least :data:`FEWEST` pairs, a standard error that is not
+below what the measuring grid can resolve, and p-values and intervals corrected for the number of claims in the same
+report (Holm 1979, "A Simple Sequentially Rejective Multiple Test Procedure", Scandinavian Journal of Statistics 6(2)).
+
+Accuracies are counts, k of n, so that over a few seeds differences are often equal, and Student's formula then divides
+by a spread of zero. Readings on a grid of width h hide a uniform error of variance h^2 / 12, which repeating equal
+readings does not average away (JCGM 100:2008, "Guide to the Expression of Uncertainty in Measurement", F.2.2.1). The
+variance of the mean is therefore the larger of s^2 / n and that of the grid: where differences spread over several
+steps of the grid it is Student's, since their spread holds the grid's error already.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
-from scipy import stats
+from numpy.typing import ArrayLike, NDArray
+from scipy.special import stdtr, stdtrit
 
 from ..base.errors import UsageError
+
+Floats = NDArray[np.float64]
+
+FEWEST = 3
+"""Pairs below which nothing is claimed: Student's t would have one degree of freedom, or none."""
+ROUNDING = 1e-9
+"""Spread, as a share of the values, that floating point makes of equal differences."""
 
 
 def mean_and_std(values: Iterable[float]) -> tuple[float, float]:
@@ -31,39 +46,97 @@ def mean_and_std(values: Iterable[float]) -> tuple[float, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class PairedDifference:
-    """Mean of the differences within ``pairs`` pairs, its interval ``low`` to ``high`` at ``level``, and the p-value.
+    """Mean of the differences within ``pairs`` pairs, its interval ``low`` to ``high``, and the p-value.
 
-    ``std`` is the sample standard deviation of the differences; ``p`` is two-sided, for "the mean difference is 0".
-    Interval and p-value are NaN below two pairs.
+    ``std`` is the sample standard deviation of the differences, ``error`` the standard error of their mean; ``p`` is
+    two-sided, for "the mean difference is 0". ``level`` is that of all ``comparisons`` together, to whose number p and
+    interval are :func:`corrected`, ``own_level`` that of this interval by itself. Interval and p-value are NaN where
+    nothing can be tested: below :data:`FEWEST` pairs, and for equal differences of unknown resolution.
     """
 
     pairs: int
     mean: float
     std: float
+    error: float
     low: float
     high: float
     p: float
     level: float
+    own_level: float
+    comparisons: int = 1
+
+    @property
+    def told_apart(self) -> bool:
+        """Whether a difference may be claimed; the interval then excludes 0, and else holds it."""
+        return self.p < 1 - self.level
+
+    @property
+    def turned(self) -> PairedDifference:
+        """The same difference, theirs minus ours."""
+        return replace(self, mean=-self.mean, low=-self.high, high=-self.low)
 
 
-def paired_difference(ours: Sequence[float], theirs: Sequence[float], level: float = 0.95) -> PairedDifference:
-    """``ours - theirs`` over pairs: d_mean +- t(n - 1, (1 + level) / 2) * s_d / sqrt(n), and t = d_mean sqrt(n) / s_d.
+def paired_difference(
+    ours: Sequence[float], theirs: Sequence[float], level: float = 0.95, *, grid: float = 0.0
+) -> PairedDifference:
+    """``ours - theirs`` over pairs: d_mean +- t(n - 1, (1 + level) / 2) * error, and t = d_mean / error.
 
-    Where all differences are equal the interval has no width, and p is 1 for a difference of 0, else 0.
+    The error is the larger of s_d / sqrt(n) and ``grid``, the standard deviation of what rounding to the measuring grid
+    hides in one difference (see the head of this file); 0 where values are continuous. A pair of which one is NaN is no
+    pair. Of differences that are all 0 p is 1.
+
     Raises :class:`UsageError` for sequences of unequal length or a level outside 0..1.
     """
     if len(ours) != len(theirs):
         raise UsageError(f"{len(ours)} values cannot be paired with {len(theirs)}: give one of each for every seed")
     if not 0 < level < 1:
         raise UsageError(f"level={level:g} is no confidence level: give a number between 0 and 1, such as 0.95")
-    pairs = len(ours)
-    mean, std = mean_and_std(np.asarray(ours, dtype=float) - np.asarray(theirs, dtype=float))
-    if pairs < 2:
-        return PairedDifference(pairs=pairs, mean=mean, std=std, low=math.nan, high=math.nan, p=math.nan, level=level)
-    error = std / math.sqrt(pairs)
-    half = float(stats.t.ppf((1 + level) / 2, pairs - 1)) * error
-    p = float(2 * stats.t.sf(abs(mean) / error, pairs - 1)) if error > 0 else float(mean == 0)
-    return PairedDifference(pairs=pairs, mean=mean, std=std, low=mean - half, high=mean + half, p=p, level=level)
+    values = np.array([ours, theirs], dtype=float)
+    values = values[:, ~np.isnan(values).any(axis=0)]
+    pairs = values.shape[1]
+    mean, std = mean_and_std(values[0] - values[1])
+    error = p = math.nan
+    if pairs >= FEWEST:
+        _, error, p = (float(found) for found in paired_tests(values[0], values[1], grid))
+    low, high = _interval(mean, error, pairs, level)
+    return PairedDifference(
+        pairs=pairs, mean=mean, std=std, error=error, low=low, high=high, p=p, level=level, own_level=level
+    )
+
+
+def paired_tests(ours: ArrayLike, theirs: ArrayLike, grid: ArrayLike = 0.0) -> tuple[Floats, Floats, Floats]:
+    """Mean, standard error and p-value of the differences along the last axis, for many comparisons at once.
+
+    There must be :data:`FEWEST` pairs at least and no NaN. Error and p-value are as of :func:`paired_difference`.
+    """
+    values = np.asarray(ours, dtype=float), np.asarray(theirs, dtype=float)
+    gaps = values[0] - values[1]
+    pairs, mean = gaps.shape[-1], gaps.mean(axis=-1)
+    none = ROUNDING * np.maximum(*map(np.abs, values)).max(axis=-1)
+    std = gaps.std(axis=-1, ddof=1)
+    error = np.maximum(np.where(std <= none, 0.0, std / math.sqrt(pairs)), grid)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        p = 2 * stdtr(pairs - 1, -np.abs(mean) / error)
+    p = np.where(np.abs(mean) <= none, 1.0, np.where(error > 0, p, math.nan))
+    return mean, np.where(np.isnan(p), math.nan, error), p
+
+
+def corrected(found: Sequence[PairedDifference]) -> list[PairedDifference]:
+    """``found`` with p-values and intervals corrected for their number, so that no more than ``1 - level`` err at all.
+
+    p-values by :func:`holm`. The interval of the k-th smallest p of n is widened to the level that Holm tests it at,
+    ``1 - (1 - level) / (n - k + 1)``, and those that are not claimed to the level of the first of them. An interval
+    excludes 0 exactly where a difference is claimed, and each covers its own with at least ``level``.
+    """
+    tested = sorted((each.p, place) for place, each in enumerate(found) if not math.isnan(each.p))
+    several, divisor = list(found), len(tested)
+    for p, (_, place) in zip(holm([p for p, _ in tested]), tested, strict=True):
+        each = found[place]
+        own = 1 - (1 - each.level) / divisor
+        low, high = _interval(each.mean, each.error, each.pairs, own)
+        several[place] = replace(each, p=p, low=low, high=high, own_level=own, comparisons=len(tested))
+        divisor -= several[place].told_apart
+    return several
 
 
 def holm(values: Sequence[float]) -> list[float]:
@@ -77,3 +150,9 @@ def holm(values: Sequence[float]) -> list[float]:
     for rank, (value, place) in enumerate(claims):
         corrected[place] = least = max(least, min(1.0, (len(claims) - rank) * value))
     return corrected
+
+
+def _interval(mean: float, error: float, pairs: int, level: float) -> tuple[float, float]:
+    """Student's interval; NaN where the error is."""
+    half = math.nan if math.isnan(error) else float(stdtrit(pairs - 1, (1 + level) / 2)) * error
+    return mean - half, mean + half

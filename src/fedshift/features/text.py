@@ -11,7 +11,7 @@ from rich.console import RenderableType
 
 from ..analysis.statistics import mean_and_std
 from ..base.files import write_atomically
-from ..report.text import MISSING, Cell, TextTable, csv, latex, markdown, terminal
+from ..report.text import MISSING, Cell, TextTable, csv, latex, markdown, spread_note, terminal
 from .findings import DISTANCES, Findings
 
 PAIRS = ("client-client", "server-client")
@@ -87,7 +87,7 @@ def similarity_table(found: Findings) -> TextTable:
         (method, *(_cell(getattr(own, pair.replace("-", "_")) for own in several) for pair in PAIRS))
         for method, several in found.similarity.items()
     ]
-    return _table((f"maps of {_layers(found)}", *PAIRS), rows)
+    return _table((f"maps of {_layers(found)}", *PAIRS), rows, found)
 
 
 def distance_table(found: Findings) -> TextTable:
@@ -95,7 +95,7 @@ def distance_table(found: Findings) -> TextTable:
     groups = found.distances.groupby(["method", "layer"], sort=False)
     rows = [(" ".join(map(str, names)), *(_cell(rows[column]) for column in DISTANCES)) for names, rows in groups]
     columns = (f"{whose}: {what}" for whose in ("clients", "server") for what in ("means", "variances"))
-    return _table(("running statistics of", *columns), rows)
+    return _table(("running statistics of", *columns), rows, found)
 
 
 def _layers(found: Findings) -> str:
@@ -107,5 +107,6 @@ def _cell(values: Iterable[float]) -> str:
     return MISSING if math.isnan(mean) else f"{mean:.3f}" + ("" if math.isnan(std) else f" ({std:.3f})")
 
 
-def _table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> TextTable:
-    return TextTable(header=header, rows=tuple(tuple(Cell(text=text) for text in row) for row in rows))
+def _table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]], found: Findings) -> TextTable:
+    cells = tuple(tuple(Cell(text=text) for text in row) for row in rows)
+    return TextTable(header=header, rows=cells, note=spread_note(len(found.seeds)))

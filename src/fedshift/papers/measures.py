@@ -19,7 +19,8 @@ from ..engines.cost import at_most
 from ..features import Findings, findings
 from ..records import Study, frame, measured
 from ..report.concordance import paired
-from ..report.tables import history, reported_rounds
+from ..report.precision import grid_variance
+from ..report.tables import history, reported_rows, seed_table
 from ..report.target import best
 from ..series import ending
 from ..study import read_study
@@ -59,6 +60,20 @@ class Runs:
         """Each cell under each seed, by row and column, NaN where a seed has none; without cells that no seed has."""
         found = {(cell.row, cell.column): tuple(self._values(table, cell)) for cell in cells}
         return {where: values for where, values in found.items() if not all(map(math.isnan, values))}
+
+    def grids(self, table: Table, cells: Sequence[Cell]) -> dict[tuple[int, int], float]:
+        """The variance that the grid of counts hides in each cell, by row and column; without what is not counted."""
+        counted = (cell for cell in cells if cell.measure in (FINAL, "best"))
+        return {(cell.row, cell.column): self._grid(table, cell) for cell in counted}
+
+    def _grid(self, table: Table, cell: Cell) -> float:
+        study = self.study(run_folder(cell.spec, self._place))
+        metric, client = (table.metric, cell.client) if cell.measure == FINAL else (study.metric, None)
+        rows = reported_rows(study)
+        rows = rows[rows["client"].isin(_clients(study, client))] if client else rows
+        variances = rows.assign(grid=grid_variance(rows, metric)).groupby("seed")["grid"]
+        found = (variances.sum() / variances.count() ** 2).mean()
+        return 0.0 if math.isnan(found) else float(found) * (100.0**2 if table.unit == "percent" else 1.0)
 
     def trained_on(self, cells: Sequence[Cell]) -> Mapping[str, int]:
         """Training samples of all clients together in the largest run on each data set."""
@@ -112,15 +127,24 @@ class Runs:
 
 
 def _final(study: Study, metric: str, client: str | None, moment: str) -> list[float]:
-    """The metric in the reported round by seed, measured at ``moment``, NaN where it was not.
+    """The metric of ``client`` in the reported round by seed, measured at ``moment``.
 
-    It is that of ``client``, or where this is a data set dealt to several clients their mean, or (None) that of all.
+    It is the mean of the clients to which a data set was dealt, or (None) of all.
     """
-    rows = history(study, metric, moment=moment).join(reported_rounds(study).rename("reported"), on=["method", "seed"])
-    rows = rows[rows["round"] == rows["reported"]]
-    if client is not None:
-        rows = rows[(rows["client"] == client) | rows["client"].str.startswith(f"{client}-")]
-    return rows.groupby("seed")["value"].mean().reindex(study.seeds).tolist()
+    values = seed_table(study, metric, moment=moment)
+    if client is None:
+        return _floats(values.loc["macro"])
+    rows = _clients(study, client)
+    return _floats(values.loc[rows].mean()) if rows else []
+
+
+def _clients(study: Study, client: str) -> list[str]:
+    """The clients that ``client``, or the data set of that name, was dealt to."""
+    return [name for name in study.clients if name == client or name.startswith(f"{client}-")]
+
+
+def _floats(values: pd.Series) -> list[float]:
+    return [float(value) for value in values]
 
 
 def _macro_loss(study: Study) -> pd.Series:

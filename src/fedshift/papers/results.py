@@ -69,7 +69,7 @@ def compared(table: Table, block: Block, way: Way, plan: Plan, place: Path) -> R
     made = Reproduced(
         table=table, block=block, scale=way.scale, seeds=way.seeds, values=runs.numbers(table, cells),
         notes=(*plan.notes, *_fewer(runs.trained_on(cells))), shown=plan.shown, own=not plan.notes,
-        missing=plan.missing, part=_part(plan, place),
+        missing=plan.missing, part=_part(plan, place), grid=runs.grids(table, cells),
     )  # fmt: skip
     _keep(made, way, place)
     return made
@@ -91,9 +91,10 @@ def kept(table: Table, place: Path) -> list[Reproduced]:
                 (cell["row"], cell["column"]): tuple(math.nan if value is None else value for value in cell["values"])
                 for cell in content["cells"]
             }
+            grid = {(cell["row"], cell["column"]): cell.get("grid", 0.0) for cell in content["cells"]}
             facts = {name: content[name] for name in ("scale", "seeds", "shown", "own")}
             facts |= {name: tuple(content.get(name, ())) for name in ("notes", "missing")}
-            facts |= {"table": table, "block": block, "values": values, "part": content.get("part", "")}
+            facts |= {"table": table, "block": block, "values": values, "part": content.get("part", ""), "grid": grid}
             found.append(Reproduced(**facts))
     return found
 
@@ -118,7 +119,10 @@ def _keep(made: Reproduced, way: Way, place: Path) -> None:
         "missing": list(made.missing), "shown": dict(made.shown), "own": made.own, "part": made.part,
         "way": written(way),
         "cells": [
-            {"row": row, "column": column, "values": [None if math.isnan(value) else value for value in values]}
+            {
+                "row": row, "column": column, "values": [None if math.isnan(value) else value for value in values],
+                "grid": made.grid.get((row, column), 0.0),
+            }
             for (row, column), values in sorted(made.values.items())
         ],
     }  # fmt: skip

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations
 
 from ..analysis.concordance import CONCORDANT
-from ..analysis.statistics import holm, mean_and_std, paired_difference
-from ..report.orders import FEWEST
-from ..report.text import Cell, TextTable, signed
+from ..analysis.statistics import FEWEST, corrected, mean_and_std, paired_difference
+from ..report.text import Cell, TextTable, signed, spread_note
 from .plan import DISCORDANCE, FINAL
 from .recipe import recipe_of
 from .tables import Block, Printed, Table
@@ -20,8 +19,6 @@ MARGIN = 2.0
 """Standard deviations of the difference within which two means count as the same."""
 APART = ("method", "lr", "seeds")
 """What rows may differ in to be compared, where a recipe does not say."""
-LEVEL = 0.05
-"""Corrected p-value below which an order may be claimed."""
 SHORTEST = 0.25
 """Share of the paper's rounds below which a table is not judged.
 
@@ -37,7 +34,8 @@ class Reproduced:
 
     ``scale`` and ``seeds`` say how it was run, ``notes`` what stood in for the paper's data and network, which are then
     not ``own``, and who is left out; ``missing`` are data that nothing stood in for. ``shown`` is whose place other
-    clients take. ``part``: from how many runs, where not all are done.
+    clients take. ``part``: from how many runs, where not all are done. ``grid`` is the variance that the grid of a
+    cell's counts hides (:mod:`fedshift.report.precision`).
     """
 
     table: Table
@@ -50,6 +48,7 @@ class Reproduced:
     shown: Mapping[str, str]
     own: bool = True
     part: str = ""
+    grid: Mapping[tuple[int, int], float] = field(default_factory=dict)
 
     @cached_property
     def ours(self) -> Mapping[tuple[int, int], Printed]:
@@ -87,22 +86,19 @@ class Reproduced:
         Methods go by their means over columns. Pairs that the paper has level, less than half of a printed digit apart,
         are not counted; none is where too few rounds were run.
         """
-        gaps = [(theirs, mean_and_std(ours)[0]) for theirs, ours in self._gaps() if ours]
+        gaps = [(theirs, mean_and_std(ours)[0]) for theirs, ours, _ in self._gaps() if ours]
         return sum(theirs * ours > 0 for theirs, ours in gaps), len(gaps)
 
     @property
     def claims(self) -> tuple[int, int]:
         """How many of these pairs are told apart, in the paper's order and against it.
 
-        Paired over seeds, by Holm's correction for the number of pairs; none with fewer than three seeds.
+        By the rule of every report (:mod:`fedshift.analysis.statistics`): paired over three seeds or more, corrected
+        for the number of pairs.
         """
-        gaps = [(theirs, ours) for theirs, ours in self._gaps() if len(ours) >= FEWEST]
-        found = [paired_difference(ours, [0.0] * len(ours)) for _, ours in gaps]
-        told = [
-            theirs * each.mean > 0
-            for (theirs, _), each, p in zip(gaps, found, holm([each.p for each in found]), strict=True)
-            if p < LEVEL
-        ]
+        gaps = list(self._gaps())
+        found = corrected([paired_difference(ours, [0.0] * len(ours), grid=grid) for _, ours, grid in gaps])
+        told = [theirs * each.mean > 0 for (theirs, *_), each in zip(gaps, found, strict=True) if each.told_apart]
         return sum(told), len(told) - sum(told)
 
     @property
@@ -173,10 +169,10 @@ class Reproduced:
             return f"{verdict} Fewer than {FEWEST} seeds: do not claim any order from ours (--seeds 5)."
         for_it, against = self.claims
         told = f"{for_it} in the paper's order, {against} against it"
-        return f"{verdict} Significant pairs, by differences over seeds, corrected for their number: {told}."
+        return f"{verdict} Pairs told apart over seeds, corrected for their number: {told}."
 
-    def _gaps(self) -> Iterator[tuple[float, tuple[float, ...]]]:
-        """The differences of pairs that can be compared: the paper's, and ours under each seed."""
+    def _gaps(self) -> Iterator[tuple[float, tuple[float, ...], float]]:
+        """The differences of pairs that can be compared: the paper's, ours by seed, and the error of the grid."""
         if self.short:
             return
         groups: dict[str, list[int]] = {}
@@ -193,7 +189,8 @@ class Reproduced:
             if columns and abs(theirs) > self._half(one, other, columns):
                 seeds = min(len(self.values[row, column]) for row in (one, other) for column in columns)
                 gaps = (self._mean(one, columns, n) - self._mean(other, columns, n) for n in range(seeds))
-                yield theirs, tuple(gap for gap in gaps if not math.isnan(gap))
+                steps = sum(self.grid.get((row, column), 0.0) for row in (one, other) for column in columns)
+                yield theirs, tuple(gap for gap in gaps if not math.isnan(gap)), math.sqrt(steps) / len(columns)
 
     def _ranks(self, column: int) -> bool:
         ranked = (recipe_of(self.table) or {}).get("ranked")
@@ -244,7 +241,7 @@ def side_by_side(made: Reproduced) -> TextTable:
     ours_here = "ours" if made.own else "ours (stand-in)"
     more = (("difference", made.alike), ("paper's spread", judged))
     header = ("", ours_here, "paper", *(title for title, shown in more if shown))
-    return TextTable(header=header, rows=tuple(rows))
+    return TextTable(header=header, rows=tuple(rows), note=spread_note(made.seeds))
 
 
 def _digits(paper: Printed) -> int:

@@ -7,15 +7,16 @@ test set, and the method has one model for all, that is the server's model on th
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from itertools import product
 
 import pandas as pd
 
 from ..analysis.concordance import CONCORDANT, discordance, is_concordant
-from ..analysis.statistics import mean_and_std
+from ..analysis.statistics import FEWEST, PairedDifference, mean_and_std
 from ..records import Study
 from .tables import history
-from .text import MISSING, Cell, TextTable
+from .text import MISSING, Cell, TextTable, p_value, spread_note
 
 COLUMNS = ("delta mean", "delta std", "rounds", "seeds")
 
@@ -27,16 +28,17 @@ def concordance_table(study: Study) -> pd.DataFrame:
     has fewest), seeds (that both have). Each loss is the mean over the clients that both measured in that round. Empty
     where the study lacks either kind; delta is NaN where no round was evaluated by both.
     """
-    pooled = [name for name, facts in study.methods.items() if facts.pooled]
-    federated = [name for name in study.methods if name not in pooled]
-    losses = history(study, "loss").dropna(subset="value").set_index(["seed", "round", "client"])
-    rows = []
-    for method, twin in product(federated, pooled):
-        seeds = paired(*(losses.loc[losses["method"] == name, "value"] for name in (method, twin)))
-        found = mean_and_std(discordance(*pair) for pair in seeds)
-        rows.append([*found, min((len(rounds) for rounds, _ in seeds), default=0), len(seeds)])
-    index = pd.MultiIndex.from_product([federated, pooled], names=["method", "centralized"])
-    return pd.DataFrame(rows, index=index, columns=list(COLUMNS))
+    rows = {
+        pair: [*mean_and_std(discordance(*each) for each in seeds), min(map(_rounds, seeds), default=0), len(seeds)]
+        for pair, seeds in _losses(study).items()
+    }
+    index = pd.MultiIndex.from_tuples(list(rows), names=["method", "centralized"])
+    return pd.DataFrame(list(rows.values()), index=index, columns=list(COLUMNS))
+
+
+def discordances(study: Study) -> dict[tuple[str, str], list[float]]:
+    """The discordance of every federated method to every pooled one under each seed that both have."""
+    return {pair: [discordance(*each) for each in seeds] for pair, seeds in _losses(study).items()}
 
 
 def paired(federated: pd.Series, centralized: pd.Series) -> list[tuple[list[float], list[float]]]:
@@ -50,16 +52,19 @@ def paired(federated: pd.Series, centralized: pd.Series) -> list[tuple[list[floa
     return [(rounds["federated"].tolist(), rounds["centralized"].tolist()) for _, rounds in seeds]
 
 
-def concordance_cells(table: pd.DataFrame) -> TextTable:
-    """A concordance table as text: ``1.4e-05 (2.0e-06)``, and whether that is below the paper's threshold."""
+def concordance_cells(table: pd.DataFrame, tested: Mapping[tuple[str, str], PairedDifference]) -> TextTable:
+    """A concordance table as text: ``1.4e-05 (2.0e-06)``, and whether seeds tell that from the paper's threshold.
+
+    ``tested``: each discordance minus the threshold, as of :class:`~fedshift.report.claims.Claims`.
+    """
     rows = []
-    for row in table.reset_index().to_dict("records"):
+    for pair, row in zip(table.index, table.to_dict("records"), strict=True):
         mean, std = row["delta mean"], row["delta std"]
         delta = MISSING if math.isnan(mean) else f"{mean:.1e}" if math.isnan(std) else f"{mean:.1e} ({std:.1e})"
-        verdict = MISSING if math.isnan(mean) else "concordant" if is_concordant(mean) else "not concordant"
-        texts = (row["method"], row["centralized"], delta, str(row["rounds"]), str(row["seeds"]), verdict)
+        texts = (*pair, delta, str(row["rounds"]), str(row["seeds"]), _verdict(mean, tested[pair]))
         rows.append(tuple(Cell(text=text) for text in texts))
-    return TextTable(header=("method", "pooled", "discordance", "rounds", "seeds", "verdict"), rows=tuple(rows))
+    header = ("method", "pooled", "discordance", "rounds", "seeds", "verdict")
+    return TextTable(header=header, rows=tuple(rows), note=spread_note(max(table["seeds"], default=0)))
 
 
 def concordance_title(study: Study, table: pd.DataFrame) -> str:
@@ -69,3 +74,27 @@ def concordance_title(study: Study, table: pd.DataFrame) -> str:
         "Concordance with centralized training: mean squared difference of macro test losses (nats) over the rounds "
         f"that both evaluated{'' if every else ' (--evaluate-every 1 evaluates all)'}; concordant below {CONCORDANT:g}"
     )
+
+
+def _verdict(mean: float, tested: PairedDifference) -> str:
+    if math.isnan(mean):
+        return MISSING
+    if tested.pairs < FEWEST:
+        return "too few seeds"
+    side = "concordant" if is_concordant(mean) else "not concordant"
+    return f"{side} (p {p_value(tested.p)})" if tested.told_apart else f"not told apart (p {p_value(tested.p)})"
+
+
+def _losses(study: Study) -> dict[tuple[str, str], list[tuple[list[float], list[float]]]]:
+    """Macro test losses of every federated and every pooled method, see :func:`paired`."""
+    pooled = [name for name, facts in study.methods.items() if facts.pooled]
+    federated = [name for name in study.methods if name not in pooled]
+    losses = history(study, "loss").dropna(subset="value").set_index(["seed", "round", "client"])
+    return {
+        pair: paired(*(losses.loc[losses["method"] == name, "value"] for name in pair))
+        for pair in product(federated, pooled)
+    }
+
+
+def _rounds(losses: tuple[list[float], list[float]]) -> int:
+    return len(losses[0])

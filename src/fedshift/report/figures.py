@@ -22,8 +22,9 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from ..analysis.statistics import mean_and_std
 from ..records import PICTURED, Study
+from .claims import difference_table
 from .style import INK, canvas, drawing, key, legend, looks, short
-from .tables import ONE_BY_ONE, QUANTILES, accuracy_table, difference_table, history, reported_rounds
+from .tables import ONE_BY_ONE, QUANTILES, accuracy_table, history, reported_rounds
 from .text import signed, size
 
 LOW = 0.05
@@ -157,7 +158,7 @@ def _curves(study: Study, name: str, title: str, rows: pd.DataFrame, label: str,
 
 
 def _differences(study: Study) -> Iterator[Panel]:
-    """Macro difference of each method to the baseline with its interval, where there are two seeds or more."""
+    """Macro difference of each method to the baseline with its interval, where there are three seeds or more."""
     table = difference_table(study).dropna(subset=["low", "high"])
     if table.empty:
         return

@@ -27,8 +27,12 @@ from .inline import inline_svg
 from .publish import forms
 from .tables import accuracy_table, seed_table, shortfalls
 from .target import bytes_text, rounds_text, target_table, target_title
-from .text import DAGGER, Cell, TextTable, flatten, latex, markdown, metric_cells, terminal
+from .text import BOLD, DAGGER, Cell, TextTable, flatten, latex, markdown, metric_cells, spread_note, terminal
 
+CLAIMS = (
+    "Which methods are told apart is on the page of each comparison, corrected for its own pairs, not for the number "
+    "of combinations."
+)
 PANELS = 9
 """Values of a setting up to which each has a panel."""
 
@@ -221,7 +225,10 @@ def _table(grid: Grid, cells: Sequence[tuple[Cell, ...]]) -> TextTable:
         (*(Cell(text=said(key, value)) for key, value in point.keys.items()), *row)
         for point, row in zip(grid.points, cells, strict=True)
     ]
-    return TextTable(header=(*grid.keys, *grid.methods), rows=tuple(rows))
+    note = spread_note(len(grid.points[0].study.seeds))
+    if any(cell.best for row in rows for cell in row):
+        note = f"{note} {BOLD} {CLAIMS}"
+    return TextTable(header=(*grid.keys, *grid.methods), rows=tuple(rows), note=note)
 
 
 def _partly(text: str, row: pd.Series) -> str:

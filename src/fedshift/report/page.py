@@ -13,16 +13,16 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from .. import __version__
 from ..base.files import write_atomically
 from ..records import METRICS, PICTURED, Study
+from .claims import claims, differences, readings, standing
 from .concordance import concordance_cells, concordance_table, concordance_title
 from .figures import panels, svg
 from .inline import contact_strip, inline_svg
-from .orders import order_sentences
+from .orders import order_sentences, ranked
 from .tables import (
     AFTER_WORK,
     ONE_BY_ONE,
     QUANTILES,
     accuracy_table,
-    difference_table,
     measures_trained,
     reported_rounds,
     shortfalls,
@@ -39,7 +39,6 @@ from .text import (
     latex,
     markdown,
     metric_cells,
-    reading,
     size,
 )
 
@@ -73,24 +72,26 @@ def render_page(study: Study) -> str:
     trained = None
     if measures_trained(study):
         trained = metric_cells(accuracy_table(study, moment="trained"), one_by_one=not many)
-    differences, concordance = difference_table(study), concordance_table(study)
+    made, concordance = claims(study), concordance_table(study)
+    leaders = _leaders(headline.rows[headline.rule][1:], study.methods)
     pictured = list(study.samples.items())[:PICTURED]
     drawn = {p.name: inline_svg(svg(p.figure), p.name, p.description) for p in panels(study)}
     return environment.get_template("page.html.j2").render(
         study=study,
         version=__version__,
-        leaders=_leaders(headline.rows[headline.rule][1:], study.methods),
+        leaders=[f"{method} with {text}" for method, text in leaders.items()],
+        standing=standing(made, leaders, [method for method in ranked(study) if method not in leaders]),
         headline=headline,
         trained=trained,
         after_work=AFTER_WORK,
         spread="mean (standard deviation) over seeds" if len(study.seeds) > 1 else "one seed",
-        differences=difference_cells(differences),
+        differences=difference_cells(differences(made), study.metric),
         target=None if study.reach is None else target_cells(target_table(study, study.reach)),
         target_title="" if study.reach is None else target_title(study, study.reach),
-        concordance=concordance_cells(concordance),
+        concordance=concordance_cells(concordance, made.concordance),
         concordance_title=concordance_title(study, concordance),
-        orders=order_sentences(study),
-        readings=[reading(str(method), row) for method, row in differences.iterrows()],
+        orders=order_sentences(study, made),
+        readings=readings(study, made),
         others=list(_other_metrics(study)),
         figures=drawn,
         most=ONE_BY_ONE if many else 0,
@@ -109,14 +110,14 @@ def render_page(study: Study) -> str:
     )
 
 
-def _leaders(macro: tuple[Cell, ...], methods: Iterable[str]) -> list[str]:
-    """The method of the highest macro metric with its value; several where they tie as printed."""
+def _leaders(macro: tuple[Cell, ...], methods: Iterable[str]) -> dict[str, str]:
+    """The method of the highest macro metric and its value; several where they tie as printed."""
     measured = [cell for cell in macro if cell.text != MISSING]
-    return [
-        f"{method} with {cell.text}"
+    return {
+        method: cell.text
         for method, cell in zip(methods, macro, strict=True)
         if cell.best or (len(measured) == 1 and cell in measured)
-    ]
+    }
 
 
 def _other_metrics(study: Study) -> Iterator[tuple[str, str, TextTable]]:

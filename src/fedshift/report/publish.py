@@ -9,13 +9,14 @@ from rich.console import Console
 
 from ..base.files import write_atomically
 from ..records import Study
+from .claims import claims, differences, readings
 from .concordance import concordance_cells, concordance_table, concordance_title
 from .figures import save_figures
 from .orders import order_sentences
 from .page import write_page
-from .tables import AFTER_WORK, ONE_BY_ONE, accuracy_table, difference_table, measures_trained, shortfalls
+from .tables import AFTER_WORK, ONE_BY_ONE, accuracy_table, measures_trained, shortfalls
 from .target import target_cells, target_table, target_title
-from .text import TextTable, csv, difference_cells, latex, markdown, metric_cells, reading, terminal
+from .text import TextTable, csv, difference_cells, latex, markdown, metric_cells, terminal
 
 
 def forms(name: str, table: pd.DataFrame, cells: TextTable) -> list[tuple[str, str]]:
@@ -28,7 +29,8 @@ def publish(study: Study, directory: Path, console: Console) -> None:
     if not (study.rows["moment"] == "loaded").any():
         console.print("No round was evaluated yet, so there is nothing to report.")
         return
-    accuracy, differences = accuracy_table(study), difference_table(study)
+    accuracy, made = accuracy_table(study), claims(study)
+    gaps = differences(made)
     many = len(study.clients) > ONE_BY_ONE
     cells = metric_cells(accuracy, study.metric, one_by_one=not many)
     held_out = (study.rows["split"] == "validation").any()
@@ -48,12 +50,11 @@ def publish(study: Study, directory: Path, console: Console) -> None:
         means = validation.iloc[len(study.clients)].unstack()["mean"]
         said = ", ".join(f"{method} {100 * means[method]:.2f}" for method in accuracy.columns.unique("method"))
         console.print(f"Validation, macro: {said}. Choose by these.", markup=False, highlight=False, soft_wrap=True)
-    if len(differences):
-        baseline = differences["baseline"].iloc[0]
+    if len(gaps):
+        baseline = gaps["baseline"].iloc[0]
         console.print(f"Macro {study.metric_name} minus {baseline}'s, in points", markup=False)
-        console.print(terminal(difference_cells(differences)))
-    readings = [reading(str(name), row) for name, row in differences.iterrows()]
-    for line in [*readings, *order_sentences(study), *shortfalls(study)]:
+        console.print(terminal(difference_cells(gaps, study.metric)))
+    for line in dict.fromkeys([*readings(study, made), *order_sentences(study, made), *shortfalls(study)]):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     to_target = None if study.reach is None else target_table(study, study.reach)
     if to_target is not None and study.reach is not None:
@@ -62,16 +63,21 @@ def publish(study: Study, directory: Path, console: Console) -> None:
     concordance = concordance_table(study)
     if len(concordance):
         console.print(concordance_title(study, concordance), markup=False, highlight=False, soft_wrap=True)
-        console.print(terminal(concordance_cells(concordance)))
+        near = concordance_cells(concordance, made.concordance)
+        console.print(terminal(near))
     tables = directory / "tables"
     tables.mkdir(exist_ok=True)
     for name, content in (
         *forms(study.metric, accuracy, cells),
-        ("differences.csv", csv(differences)),
         *(forms(f"{study.metric}-trained", trained, trained_cells) if trained is not None and trained_cells else []),
+        *(
+            forms("differences", gaps, difference_cells(gaps, study.metric))
+            if len(gaps)
+            else [("differences.csv", csv(gaps))]
+        ),
         *([("validation.csv", csv(validation))] if validation is not None else []),
         *(forms("target", to_target, target_cells(to_target)) if to_target is not None else []),
-        *(forms("concordance", concordance, concordance_cells(concordance)) if len(concordance) else []),
+        *(forms("concordance", concordance, near) if len(concordance) else []),
     ):
         write_atomically(tables / name, content.encode())
     save_figures(study, directory / "figures")

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ..analysis.statistics import paired_difference
 from ..base.errors import UsageError, unknown
 from ..records import METRICS, MOMENTS, Study, measured
 
@@ -65,6 +64,19 @@ def reported_rounds(study: Study) -> pd.Series:
     return pd.Series(chosen, index=tested.index, name="round", dtype=int)
 
 
+def reported_rows(study: Study, model: str = "personal", split: str = "test", moment: str = "loaded") -> pd.DataFrame:
+    """The records of ``model`` on ``split`` at each run's reported round."""
+    if model not in MODELS:
+        raise unknown("model", model, MODELS)
+    if split not in ("test", "validation"):
+        raise unknown("split", split, ("test", "validation"))
+    if moment not in MOMENTS:
+        raise unknown("moment", moment, MOMENTS)
+    rows = _select(study, model, split, moment)
+    rows = rows.join(reported_rounds(study).rename("reported"), on=["method", "seed"])
+    return rows[rows["round"] == rows["reported"]]
+
+
 def seed_table(
     study: Study, metric: str | None = None, model: str = "personal", split: str = "test", moment: str = "loaded"
 ) -> pd.DataFrame:
@@ -76,17 +88,9 @@ def seed_table(
     of that round, of those that took part in it. The global model's table holds only methods that have one.
     """
     metric = _chosen(study, metric)
-    if model not in MODELS:
-        raise unknown("model", model, MODELS)
-    if split not in ("test", "validation"):
-        raise unknown("split", split, ("test", "validation"))
-    if moment not in MOMENTS:
-        raise unknown("moment", moment, MOMENTS)
+    rows = reported_rows(study, model, split, moment)
     methods = [name for name, facts in study.methods.items() if model == "personal" or facts.has_global]
     runs = pd.MultiIndex.from_product([methods, study.seeds], names=["method", "seed"])
-    rows = _select(study, model, split, moment)
-    rows = rows.join(reported_rounds(study).rename("reported"), on=["method", "seed"])
-    rows = rows[rows["round"] == rows["reported"]]
     rows = rows.assign(value=measured(rows, metric).astype(float))
     clients = rows.pivot(index="client", columns=["method", "seed"], values="value")
     clients = clients.reindex(index=list(study.clients)).reindex(columns=runs).astype(float)
@@ -116,46 +120,6 @@ def accuracy_table(
         cells[method, "mean"], cells[method, "std"] = runs.mean(axis=1).to_numpy(), runs.std(axis=1).to_numpy()
         cells[method, "seeds"] = np.isfinite(runs.to_numpy()).sum(axis=1)
     return pd.DataFrame(cells, index=seeds.index, columns=columns, dtype=float)
-
-
-def difference_table(
-    study: Study,
-    baseline: str | None = None,
-    metric: str | None = None,
-    model: str = "personal",
-    level: float = 0.95,
-) -> pd.DataFrame:
-    """Macro difference of every other method to ``baseline``, paired over the seeds that both have.
-
-    Index: method. Columns: baseline, seeds (how many pairs), difference, std, low, high (interval at ``level``), p,
-    level. Each macro figure is over the clients that both methods measured under that seed, so that the difference
-    compares like with like. The baseline is FedAvg where it takes part, else the first method.
-    """
-    table = seed_table(study, metric, model)
-    clients = table.iloc[: len(study.clients)]
-    methods = list(clients.columns.get_level_values("method").unique())
-    if baseline is None:
-        baseline = "fedavg" if "fedavg" in methods else next(iter(methods), "")
-    elif baseline not in methods:
-        raise unknown("baseline", baseline, methods)
-    rows: dict[str, dict[str, Any]] = {}
-    for method in methods:
-        if method != baseline:
-            both = clients[method].notna() & clients[baseline].notna()
-            pairs = pd.DataFrame({name: clients[name].where(both).mean() for name in (method, baseline)}).dropna()
-            found = paired_difference(pairs[method].tolist(), pairs[baseline].tolist(), level)
-            rows[method] = {
-                "baseline": baseline,
-                "seeds": found.pairs,
-                "difference": found.mean,
-                "std": found.std,
-                "low": found.low,
-                "high": found.high,
-                "p": found.p,
-                "level": found.level,
-            }
-    columns = ["baseline", "seeds", "difference", "std", "low", "high", "p", "level"]
-    return pd.DataFrame.from_dict(rows, orient="index", columns=columns).rename_axis("method")
 
 
 def measures_trained(study: Study) -> bool:

@@ -15,7 +15,7 @@ import pandas as pd
 from ..analysis.statistics import mean_and_std
 from ..records import Study
 from .tables import history
-from .text import Cell, TextTable, size
+from .text import Cell, TextTable, size, spread_note
 
 NEVER = "never"
 ROUNDING = 1e-9
@@ -77,7 +77,11 @@ def target_cells(table: pd.DataFrame) -> TextTable:
         rounds, moved = rounds_text(row), bytes_text(row)
         texts = (str(method), rounds, moved, f"{row['reached']:.0f} of {row['seeds']:.0f}")
         rows.append(tuple(Cell(text=text) for text in texts))
-    return TextTable(header=("method", "rounds", "bytes", "seeds that reached it"), rows=tuple(rows))
+    return TextTable(
+        header=("method", "rounds", "bytes", "seeds that reached it"),
+        rows=tuple(rows),
+        note=spread_note(table["reached"].max()),
+    )
 
 
 def rounds_text(row: pd.Series) -> str:

@@ -30,6 +30,11 @@ _LATEX = {
 _LATEX |= {sign: "\\" + sign for sign in "&%$#_{}"} | {"<": "$<$", ">": "$>$", "|": r"\textbar{}"}
 
 
+COVERED = "initialization and order of samples, not the test samples and not the split"
+"""What differs from seed to seed, and so what a spread over seeds covers."""
+BOLD = "Bold: the best mean as printed, which by itself is no claim."
+
+
 @dataclass(frozen=True, kw_only=True)
 class Cell:
     """One cell's text and whether it is the best of its row."""
@@ -40,16 +45,32 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class TextTable:
-    """Header, and rows whose first cell names the row; a line is drawn above row number ``rule`` (0: none)."""
+    """Header, and rows whose first cell names the row; a line is drawn above row number ``rule`` (0: none).
+
+    ``note`` stands below the table in every form but CSV: what spread and intervals cover.
+    """
 
     header: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
     rule: int = 0
+    note: str = ""
 
     @property
     def values(self) -> list[str]:
         """The text of every cell but the rows' names."""
         return [cell.text for row in self.rows for cell in row[1:]]
+
+
+def spread_note(seeds: float) -> str:
+    """What the standard deviations of a table over so many seeds cover, as a sentence."""
+    if seeds < 2:
+        return f"One seed shows no spread, neither of {COVERED.replace(', not', ' nor of').replace(' and not', ' or')}."
+    return f"(std) is over seeds: {COVERED}."
+
+
+def units(metric: str) -> tuple[int, int, str]:
+    """Factor, digits and name of the unit in which differences of ``metric`` are printed."""
+    return (1, 3, "nats") if metric == "loss" else (100, 2, "points")
 
 
 def metric_cells(table: pd.DataFrame, metric: str = "accuracy", *, one_by_one: bool = True) -> TextTable:
@@ -61,7 +82,7 @@ def metric_cells(table: pd.DataFrame, metric: str = "accuracy", *, one_by_one: b
     methods = list(table.columns.get_level_values("method").unique())
     means, stds = (table.to_numpy()[:, kind::3] for kind in range(2))
     rule, lacks = _macro_row(table), list(lacking(table).values())
-    scale, digits = (1, 3) if metric == "loss" else (100, 2)
+    scale, digits, _ = units(metric)
     rows = []
     first = 0 if one_by_one else rule
     for number, name in enumerate(table.index[first:], start=first):
@@ -75,7 +96,9 @@ def metric_cells(table: pd.DataFrame, metric: str = "accuracy", *, one_by_one: b
         ]
         rows.append((Cell(text=str(name)), *cells))
     head = "client" if one_by_one else f"{rule:,} clients"
-    return TextTable(header=(head, *methods), rows=tuple(rows), rule=rule - first)
+    seeds = max(table.to_numpy()[:, 2::3].max(initial=0), 0)
+    note = f"{spread_note(seeds)} {BOLD if any(cell.best for row in rows for cell in row) else ''}".strip()
+    return TextTable(header=(head, *methods), rows=tuple(rows), rule=rule - first, note=note)
 
 
 def lacking(table: pd.DataFrame) -> dict[str, bool]:
@@ -86,51 +109,52 @@ def lacking(table: pd.DataFrame) -> dict[str, bool]:
     return dict(zip(table.columns.get_level_values("method").unique(), unequal.tolist(), strict=True))
 
 
-def difference_cells(table: pd.DataFrame, metric: str = "accuracy") -> TextTable:
-    """A difference table as text, in percentage points (loss: nats)."""
-    scale, digits = (1, 3) if metric == "loss" else (100, 2)
+def difference_cells(table: pd.DataFrame, metric: str = "accuracy", covered: str = COVERED) -> TextTable:
+    """A difference table as text, in percentage points (loss: nats); ``covered`` says what its pairs vary.
+
+    The interval with test samples has a column where it is known.
+    """
+    scale, digits, _ = units(metric)
     level = f"{100 * table['level'].iloc[0]:g}% interval" if len(table) else "interval"
+    drawn = bool(table["test_low"].notna().any())
     rows = []
     for method, row in table.iterrows():
-        low, high = (signed(scale * row[bound], digits) for bound in ("low", "high"))
-        interval = MISSING if math.isnan(row["low"]) else f"{low} to {high}"
-        texts = (str(method), signed(scale * row["difference"], digits), interval, p_value(row["p"]), str(row["seeds"]))
+        intervals = [_interval(scale * row[f"{kind}low"], scale * row[f"{kind}high"], digits) for kind in ("", "test_")]
+        texts = (
+            str(method), signed(scale * row["difference"], digits), intervals[0], p_value(row["p"]), str(row["seeds"]),
+            *intervals[1:][:drawn],
+        )  # fmt: skip
         rows.append(tuple(Cell(text=text) for text in texts))
-    return TextTable(header=("method", "difference", level, "p", "seeds"), rows=tuple(rows))
-
-
-def reading(method: str, row: pd.Series, metric: str = "accuracy") -> str:
-    """One row of a difference table as a sentence."""
-    scale, digits, unit = (1, 3, "nats") if metric == "loss" else (100, 2, "points")
-    gap, baseline, seeds = scale * row["difference"], row["baseline"], row["seeds"]
-    size, side = f"{abs(gap):.{digits}f} {unit}", "above" if gap > 0 else "below"
-    if seeds == 0:
-        return f"{method} and {baseline} have no evaluated seed in common."
-    if seeds == 1:
-        return f"{method} lies {size} {side} {baseline} under the one seed they share; one seed gives no interval."
-    low, high = (signed(scale * row[bound], digits) for bound in ("low", "high"))
-    support = f"{100 * row['level']:g}% interval {low} to {high}, {seeds} seeds"
-    if row["low"] > 0 or row["high"] < 0:
-        return f"{method} is {side} {baseline} by {size} ({support})."
-    return f"{method} is not told apart from {baseline}: difference {signed(gap, digits)} {unit} ({support})."
+    count = int(table["comparisons"].max()) if len(table) else 0
+    number = f", corrected for {count} comparisons (Holm)," if count > 1 else ""
+    note = f"Intervals and p{number} cover {covered}."
+    if drawn:
+        note += (
+            " With test samples: what another test set of this size would change is added, each method's by itself; "
+            "that is too wide rather than too narrow where methods get the same samples wrong, which is not recorded."
+        )
+    header = ("method", "difference", level, "p", "seeds", *["with test samples"][:drawn])
+    return TextTable(header=header, rows=tuple(rows), note=note)
 
 
 def markdown(table: TextTable) -> str:
-    """A GitHub-flavored Markdown table."""
+    """A GitHub-flavored Markdown table, and its note as a paragraph."""
     body = [[_bold(_escape_markdown(cell.text), cell, "**{}**") for cell in row] for row in table.rows]
     lines = [[_escape_markdown(name) for name in table.header], ["---", *["---:"] * (len(table.header) - 1)], *body]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    note = f"\n{_escape_markdown(table.note)}\n" if table.note else ""
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines) + note
 
 
 def latex(table: TextTable) -> str:
-    r"""A LaTeX ``tabular``; it needs ``\usepackage{booktabs}``."""
+    r"""A LaTeX ``tabular`` and its note; it needs ``\usepackage{booktabs}``."""
     lines = [r"\begin{tabular}{l" + "r" * (len(table.header) - 1) + "}", r"\toprule"]
     lines += [" & ".join(map(escape_latex, table.header)) + r" \\", r"\midrule"]
     for number, row in enumerate(table.rows):
         if number and number == table.rule:
             lines.append(r"\midrule")
         lines.append(" & ".join(_bold(escape_latex(cell.text), cell, r"\textbf{{{}}}") for cell in row) + r" \\")
-    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
+    note = [rf"\par{{\footnotesize {escape_latex(table.note)}}}"] if table.note else []
+    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", *note, ""])
 
 
 def escape_latex(text: str) -> str:
@@ -146,12 +170,13 @@ def csv(table: pd.DataFrame) -> str:
 
 
 def terminal(table: TextTable) -> Table:
-    """A table that ``rich.print`` shows; names are printed as they are, never read as markup."""
+    """A table that ``rich.print`` shows, with its note; names are printed literally, never read as markup."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    shown = Table(box=box.SIMPLE_HEAD)
+    note = Text(table.note) if table.note else None
+    shown = Table(box=box.SIMPLE_HEAD, caption=note, caption_justify="left", caption_style="")
     for number, name in enumerate(table.header):
         shown.add_column(Text(name), justify="right" if number else "left", overflow="fold")
     for number, row in enumerate(table.rows, start=1):
@@ -161,8 +186,10 @@ def terminal(table: TextTable) -> Table:
 
 
 def signed(value: float, digits: int = 2) -> str:
-    """``+1.20`` or, with a true minus sign, ``-1.20``; ``-`` for NaN."""
-    return MISSING if math.isnan(value) else f"{value:+.{digits}f}".replace("-", MINUS)
+    """``+1.20`` or, with a true minus sign, ``-1.20``; ``0.00`` for what rounds to it, ``-`` for NaN."""
+    if math.isnan(value):
+        return MISSING
+    return f"{value:+.{digits}f}".replace("-", MINUS) if round(value, digits) else f"{0:.{digits}f}"
 
 
 def p_value(p: float) -> str:
@@ -203,6 +230,10 @@ def _value(mean: float, std: float, digits: int) -> str:
     if math.isnan(mean):
         return MISSING
     return f"{mean:.{digits}f}" if math.isnan(std) else f"{mean:.{digits}f} ({std:.{digits}f})"
+
+
+def _interval(low: float, high: float, digits: int) -> str:
+    return MISSING if math.isnan(low) else f"{signed(low, digits)} to {signed(high, digits)}"
 
 
 def _bold(text: str, cell: Cell, form: str) -> str:

@@ -1,0 +1,161 @@
+"""Reports on equal methods claim nothing, reports on others say how they differ, everywhere in the same words."""
+
+import io
+from dataclasses import replace
+from itertools import combinations
+
+import numpy as np
+import pandas as pd
+import pytest
+from rich.console import Console
+from scipy import stats
+
+from fedshift.analysis.statistics import paired_tests
+from fedshift.report import difference_table
+from fedshift.report.claims import claims, standing
+from fedshift.report.orders import order_sentences
+from fedshift.report.precision import grid_variance, sampling_variance
+from fedshift.report.publish import publish
+
+METHODS, SEEDS, REPORTS = 8, 5, 1000
+CLIENTS = {
+    "one of 20": [20],
+    "five of 20 to 100": [20, 40, 60, 80, 100],
+    "five of 20": [20] * 5,
+    "five of 140": [140] * 5,
+    "one of 1000": [1000],
+}
+
+
+def equal(sizes, right, seed, *, reports=REPORTS, seeds=SEEDS, methods=METHODS):
+    """Hits of equal methods ``[reports, methods, seeds, clients]``: runs differ by chance."""
+    random = np.random.default_rng(seed)
+    odds = np.log(right / (1 - right)) + random.normal(0, 0.5, (reports, 1, seeds, len(sizes)))
+    odds = odds + random.normal(0, 0.2, (reports, methods, seeds, 1))
+    return random.binomial(sizes, 1 / (1 + np.exp(-odds)))
+
+
+def said(study, folder, monkeypatch):
+    """Everything that a report says: terminal, tables, and the end of the page's headline."""
+    monkeypatch.setattr("fedshift.report.publish.save_figures", lambda *_: None)
+    monkeypatch.setattr("fedshift.report.publish.write_page", lambda *_: None)
+    console = Console(file=io.StringIO(), width=200)
+    publish(study, folder, console)
+    made = claims(study)
+    return console.file.getvalue() + standing(made, made.methods[:1], made.methods[1:]), made
+
+
+def smallest_p(hits, sizes):
+    """The smallest p-value of all pairs of methods in each report, corrected for their number."""
+    macro = (hits / sizes).mean(axis=-1)
+    grid = np.sqrt((2 / (12 * np.square(sizes, dtype=float))).sum()) / len(sizes)
+    pairs = list(combinations(range(hits.shape[1]), 2))
+    return len(pairs) * np.min([paired_tests(macro[:, i], macro[:, j], grid)[2] for i, j in pairs], axis=0)
+
+
+@pytest.mark.parametrize("right", [0.5, 0.8, 0.97])
+@pytest.mark.parametrize("sizes", CLIENTS.values(), ids=CLIENTS.keys())
+def test_of_1000_reports_on_eight_equal_methods_at_most_5_percent_claim_anything(sizes, right):
+    assert (smallest_p(equal(sizes, right, seed=1), sizes) < 0.05).mean() <= 0.05
+
+
+@pytest.mark.parametrize("seeds", [3, 5])
+@pytest.mark.parametrize("methods", [2, 3])
+def test_nor_do_those_on_few_methods_and_samples(methods, seeds):
+    hits = equal([20], 0.9, seed=2, seeds=seeds, methods=methods)
+    assert (smallest_p(hits, [20]) < 0.05).mean() <= 0.05
+
+
+def test_a_report_claims_exactly_where_its_smallest_p_does(make_counted, tmp_path, monkeypatch):
+    """Of the simulated reports the nearest ones on both sides of the level, in all their sentences and tables."""
+    sizes = CLIENTS["five of 20 to 100"]
+    hits = equal(sizes, 0.8, seed=1)
+    p = smallest_p(hits, sizes)
+    order = np.argsort(p)
+    first = int((p < 0.05).sum())
+    assert first > 1
+    for place in order[[0, first - 1, first, first + 1]]:
+        study = make_counted(hits[place], sizes)
+        text, made = said(study, tmp_path, monkeypatch)
+        assert min(each.p for each in made.pairs.values()) == pytest.approx(min(1, p[place]))
+        table = difference_table(study)
+        tables = any(table["p"] < 0.05), any((table["low"] > 0) | (table["high"] < 0))
+        claimed = [" is above " in text, " is below " in text, "Told apart" in text, ", told apart" in text, *tables]
+        if p[place] >= 0.05:
+            assert not any(claimed)
+        for one, other in made.pairs:
+            found = made.between(one, other)
+            assert found.told_apart == (found.low > 0 or found.high < 0)
+
+
+def test_a_clear_difference_is_claimed_in_all_places(make_counted, tmp_path, monkeypatch):
+    sizes = [100] * 5
+    hits = equal(sizes, 0.6, seed=3, reports=1)[0]
+    hits[0] = np.minimum(hits[0] + 30, 100)
+    text, made = said(make_counted(hits, sizes), tmp_path, monkeypatch)
+    assert all(made.between("method 0", f"method {other}").told_apart for other in range(1, METHODS))
+    assert text.endswith("told apart from every other method")
+    assert text.count("is below method 0 by") == METHODS - 1
+    rest = [pair for pair in made.pairs if "method 0" not in pair]
+    assert not any(made.pairs[pair].told_apart for pair in rest)
+
+
+def test_equal_differences_of_one_sample_are_no_claim(make_counted, tmp_path, monkeypatch):
+    """One more of 20 right under every seed: a spread of zero, and nothing that 20 samples can tell."""
+    text, made = said(make_counted(np.array([[[15]] * 5, [[16]] * 5]), [20]), tmp_path, monkeypatch)
+    (found,) = made.pairs.values()
+    assert found.high > found.low
+    assert found.p == pytest.approx(2 * stats.t.sf(np.sqrt(6), 4))
+    assert "method 1 is not told apart from method 0: difference +5.00 points (95% interval" in text
+
+
+@pytest.mark.parametrize("metric", ["accuracy", "balanced_accuracy"])
+def test_sampling_variance_is_that_of_the_bootstrap(metric):
+    hits, support = [62, 10, 0], [80, 20, 0]
+    rows = pd.DataFrame({"hits": [hits], "support": [support]})
+    random = np.random.default_rng(0)
+    if metric == "accuracy":
+        drawn = random.binomial(100, 72.5 / 101, 100_000) / 100
+    else:
+        each = [random.binomial(n, (k + 0.5) / (n + 1), 100_000) / n for k, n in ((62, 80), (10, 20))]
+        drawn = np.mean(each, axis=0)
+    assert sampling_variance(rows, metric)[0] == pytest.approx(drawn.var(), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("metric", "step"),
+    [("accuracy", [1 / 100]), ("balanced_accuracy", [1 / 160, 1 / 40]), ("auc", [1 / 3200] * 2), ("loss", [0])],
+)
+def test_grid_variance_is_that_of_uniform_errors_of_one_sample(metric, step):
+    rows = pd.DataFrame({"hits": [[62, 10, 0]], "support": [[80, 20, 0]]})
+    assert grid_variance(rows, metric)[0] == pytest.approx(np.square(step).sum() / 12)
+
+
+def test_the_interval_with_test_samples_by_hand(study):
+    row = difference_table(study).loc["fedbn"]
+    hits = {"fedavg": [(50, 240), (52, 246), (54, 252)], "fedbn": [(60, 240), (63, 249), (66, 258)]}
+    p = {name: (np.array(runs) + 0.5) / [101, 301] for name, runs in hits.items()}
+    variance = sum((share * (1 - share) / [100, 300]).sum(axis=1).mean() / 4 for share in p.values())
+    half = np.hypot(row["difference"] - row["low"], stats.norm.ppf(0.975) * np.sqrt(variance))
+    assert (row["test_low"], row["test_high"]) == pytest.approx((row["difference"] - half, row["difference"] + half))
+
+
+def test_clients_that_share_test_samples_do_not_count_as_two_samples(make_counted):
+    sizes, hits = [100] * 4, np.full((2, 3, 4), 50) + np.arange(3)[:, None]
+    alone, shared, one = (
+        make_counted(hits, sizes),
+        make_counted(hits, sizes, same_test={f"client {c}": "client 0" for c in (1, 2, 3)}),
+        make_counted(hits[:, :, :1], sizes[:1]),
+    )
+    variances = [claims(study).sampling_between("method 1", "method 0") for study in (alone, shared, one)]
+    assert variances[1] == pytest.approx(variances[2])
+    assert variances[0] == pytest.approx(variances[2] / 4)
+
+
+def test_discordances_are_of_the_same_family(make_study):
+    study = make_study({name: [{"a": 50, "b": 240}, {"a": 52, "b": 246}, {"a": 51, "b": 240}] for name in "xyz"})
+    pooled = replace(study, methods={n: replace(fact, pooled=n == "z") for n, fact in study.methods.items()})
+    assert {each.comparisons for each in claims(study).pairs.values()} == {3}
+    made = claims(pooled)
+    assert {each.comparisons for each in [*made.pairs.values(), *made.concordance.values()]} == {5}
+    assert order_sentences(pooled)[0].endswith("corrected for 5 comparisons).")
