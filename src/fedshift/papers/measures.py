@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -143,7 +144,7 @@ def _clients(study: Study, client: str) -> list[str]:
     return [name for name in study.clients if name == client or name.startswith(f"{client}-")]
 
 
-def _floats(values: pd.Series) -> list[float]:
+def _floats(values: Any) -> list[float]:
     return [float(value) for value in values]
 
 
