@@ -11,8 +11,9 @@ Vectors: clusters of 2 to 6 classes in 5 to 29 dimensions, 3 to 6 clients of 100
 The diagonal should be all seeds, the rest none: "any" counts federations in which something is named that was not made.
 
 A second table asks whether looks pass for labels. Three of four clients have a look each (negative, gray, gamma, tint,
-shear, mirrored, upside down, blurred), or two of them the same, at a tenth, a third or all of its strength. What a
-class is called is the same everywhere, or client 1 has classes 0 and 1, 2 and 3, ... for each other.
+shear, mirrored, upside down, blurred), or two of them are negatives, which is just below what counts as not
+overlapping; each at a tenth, a third or all of its strength. What a class is called is the same everywhere, or client 1
+has classes 0 and 1, 2 and 3, ... for each other.
 
 Rows are by the largest AUC, below that from which nothing is judged, of a client against the others within a class.
 Concept shift may be named in at most 5 % of the federations of the first kind, and should be in most of the second
@@ -126,8 +127,8 @@ STRENGTHS, BANDS, SAMPLES = (0.1, 0.3, 1.0), (0.0, 0.6, 0.7, 0.8, SEPARABLE), 25
 def looking(pixels: np.ndarray, labels: np.ndarray, strength: float, swap: bool, seed: int) -> Federation:
     """Four clients whose looks differ, ``pixels`` ``[N, H, W, C]`` from 0 to 1; with ``swap`` the labels of one too."""
     rng = np.random.default_rng([seed, round(100 * strength)])
-    chosen = list(rng.choice(list(LOOKS), 3, replace=False))
-    looks = [None, chosen[0], None, chosen[0]] if seed % 2 else [None, *chosen]
+    alike = [None, "negative", None, "negative"]
+    looks = alike if seed % 2 else [None, *rng.choice(list(LOOKS), 3, replace=False)]
     dealt = rng.permutation(len(labels))[: 4 * SAMPLES].reshape(4, -1)
     parts = {}
     for place, (look, rows) in enumerate(zip(looks, dealt, strict=True)):

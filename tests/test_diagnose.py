@@ -80,7 +80,7 @@ def test_negatives_that_lie_among_other_classes_are_no_concept_shift_and_other_l
     source = load_digits()
     rows = np.random.default_rng(0).permutation(1760).reshape(4, -1)
 
-    def named(swapped):
+    def found(swapped):
         parts = {}
         for place, own in enumerate(rows):
             x, y = (source.images[own] * 15.9).astype(np.uint8), source.target[own]
@@ -88,7 +88,7 @@ def test_negatives_that_lie_among_other_classes_are_no_concept_shift_and_other_l
             parts[f"c{place}"] = (255 - x if place % 2 else x, y, x[:1], y[:1])
         return diagnose(federation(parts, classes=10), permutations=99)
 
-    alike, other = named(False), named(True)
+    alike, other = found(False), found(True)
     assert 0.8 < alike["feature shift"].evidence.statistic < 0.9  # below what counts as not overlapping
     assert alike["concept shift"].evidence.p is not None  # so that labels are compared
     assert alike.named == ("feature shift",)

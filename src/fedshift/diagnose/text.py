@@ -85,9 +85,10 @@ def _sentence(finding: Finding, diagnosis: Diagnosis) -> str:
     chance = f"p {_bounded(finding.corrected)}"
     if not finding.named:
         small = finding.corrected <= LEVEL
+        beyond = " beyond what looks may explain" if finding.kind == "concept shift" else ""
         return (
             f"{kind} is too small to matter ({found.statistic:.3f}, {chance})." if small
-            else f"{kind} is not found ({found.statistic:.3f}, by chance {found.chance:.3f}, {chance})."
+            else f"{kind} is not found ({found.statistic:.3f}{beyond}, by chance {found.chance:.3f}, {chance})."
         )  # fmt: skip
     strongest = _strongest(finding, diagnosis)
     what = {
@@ -98,7 +99,7 @@ def _sentence(finding: Finding, diagnosis: Diagnosis) -> str:
         "quantity skew": f"Gini {found.statistic:.2f}, from {min(diagnosis.sizes):,} to {max(diagnosis.sizes):,} "
         "training samples",
         "concept shift": f"among like inputs, a label of {strongest} is {100 * found.statistic:.0f} points less "
-        "frequent at other clients than at home, beyond what looks explain",
+        "frequent at other clients than at home, beyond what looks may explain",
     }[finding.kind]
     return f"{kind}, {finding.strength}: {what}, {chance}."
 
