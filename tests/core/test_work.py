@@ -43,6 +43,14 @@ def test_groups_follow_fedmmbs_algorithm_1():
     assert groups == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9], [10, 11, 12, 13], [14, 15, 16, 17], [18, 19]]
 
 
+@given(per_pass=st.integers(1, 12), count=st.integers(1, 5), kind=st.sampled_from(["epochs", "batches"]))
+def test_rounds_are_told_from_the_steps_that_were_done(per_pass, count, kind):
+    work, done = Work(**{kind: count}), 0
+    for number in range(20):
+        assert work.rounds(done, per_pass) == number
+        done = work.steps(done, per_pass).stop
+
+
 @given(samples=st.integers(1, 40), size=st.integers(1, 9), passes=st.integers(1, 3))
 def test_every_pass_uses_every_sample_once_in_a_new_order(samples, size, passes):
     work = Work(batch_size=size, epochs=passes)

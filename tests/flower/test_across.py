@@ -9,7 +9,7 @@ from fedshift.rundir import METRICS, slug
 from tests.flower.sites import Heard, SiteGrid, coordinator, same_as_in_process, sites_of, spec_for
 
 POOLED = ("centralized",)
-COMPOSED = ("fedbn+fedprox(mu=0.1)", "silobn+scaffold", "fedbn+fedmmb(batches=1)+fedadam")
+COMPOSED = ("fedbn+fedprox(mu=0.1)", "silobn+scaffold", "fedbn+fedmmb(batches=1)+fedadam", "ditto(epochs=2)")
 FEDERATED = (*(name for name in catalog("methods") if name not in POOLED), *COMPOSED)
 
 

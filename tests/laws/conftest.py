@@ -12,9 +12,11 @@ from fedshift.core.optimizer import SGD
 from fedshift.core.work import Work
 from fedshift.data.federation import Federation, federation
 from fedshift.engines.catalog import ENGINES
+from fedshift.methods.ditto import ditto
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedbn import fedbn
 from fedshift.methods.fedprox import fedprox
+from fedshift.methods.fedrep import fedrep
 from fedshift.methods.scaffold import scaffold
 from fedshift.methods.silobn import silobn
 from fedshift.names import catalog
@@ -22,6 +24,7 @@ from fedshift.settings import Settings
 from fedshift.trial import Trial
 
 COMPOSED = [fedbn(fedprox(mu=0.1)), silobn(scaffold()), fedbn(fedavg(weighting="uniform")), scaffold(fedprox(mu=0.1))]
+COMPOSED += [ditto(scaffold(), epochs=2), fedrep(head_epochs=2, body_epochs=1)]
 METHODS = [make() for make in catalog("methods").values()] + COMPOSED
 FEDERATED = [method for method in METHODS if not method.pooled]
 

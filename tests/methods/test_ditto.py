@@ -14,6 +14,7 @@ from fedshift.data.federation import federation
 from fedshift.methods.ditto import ditto
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedbn import fedbn
+from fedshift.methods.fedmmb import fedmmb
 from fedshift.methods.fedprox import fedprox
 from fedshift.methods.single import single
 from fedshift.settings import Settings
@@ -52,18 +53,19 @@ def after_rounds(method, rounds=ROUNDS, **settings):
     return running
 
 
+@pytest.mark.parametrize("epochs", [None, 1, 3])
 @pytest.mark.parametrize("method", [fedavg(), fedbn(), fedprox(mu=0.5)], ids=lambda method: method.name)
-def test_what_the_server_holds_is_bit_for_bit_what_it_holds_without_ditto(method):
-    plain, personal = after_rounds(method), after_rounds(ditto(method, lam=0.7))
+def test_what_the_server_holds_is_bit_for_bit_what_it_holds_without_ditto(method, epochs):
+    plain, personal = after_rounds(method), after_rounds(ditto(method, lam=0.7, epochs=epochs))
     assert equal(plain.server.shared, personal.server.shared)
     assert all(equal(client.personal, personal.clients[name].personal) for name, client in plain.clients.items())
     assert not any(equal(plain.state_of(name), personal.state_of(name)) for name in SIZES)
 
 
-@pytest.mark.parametrize("lam", [0.0, 0.1, 3.0])
+@pytest.mark.parametrize(("lam", "epochs"), [(0.0, None), (0.1, None), (3.0, None), (0.1, 3)])
 @pytest.mark.parametrize(("base", "loaded"), [(fedavg(), ("",)), (fedbn(), ("0.", "4."))], ids=["fedavg", "fedbn"])
-def test_personal_models_equal_a_plain_loop_with_autograd_of_the_objective(base, loaded, lam):
-    running = trial(ditto(base, lam=lam))
+def test_personal_models_equal_a_plain_loop_with_autograd_of_the_objective(base, loaded, lam, epochs):
+    running = trial(ditto(base, lam=lam, epochs=epochs))
     models = {name: network() for name in SIZES}
     for model in models.values():
         model.load_state_dict(running.plan.initial)
@@ -73,7 +75,9 @@ def test_personal_models_equal_a_plain_loop_with_autograd_of_the_objective(base,
         for client in data().clients:
             v, x, y = models[client.name], client.train.x, client.train.y
             sgd = torch.optim.SGD(v.parameters(), lr=LR, momentum=0.9)
-            for batch in torch.from_numpy(stream(SEED, "order", client.name, number).permutation(len(y))).split(4):
+            passes = range(number * (epochs or 1), (number + 1) * (epochs or 1))
+            orders = [torch.from_numpy(stream(SEED, "order", client.name, p).permutation(len(y))) for p in passes]
+            for batch in (batch for order in orders for batch in order.split(4)):
                 sgd.zero_grad()
                 objective = nn.functional.cross_entropy(v(x[batch]), y[batch])
                 for name, parameter in v.named_parameters():
@@ -128,6 +132,25 @@ def test_a_client_that_sits_out_keeps_its_personal_model():
         for name in seen:
             assert equal(under("0.personalmodel", running.clients[name].memory), running.state_of(name))
     assert len(seen) > 1
+
+
+def test_as_many_epochs_as_the_round_has_are_the_rounds_own_batches():
+    together, apart = after_rounds(ditto()), after_rounds(ditto(epochs=1))
+    assert all(equal(together.state_of(name), apart.state_of(name)) for name in SIZES)
+
+
+def test_epochs_of_its_own_are_counted_where_a_round_is_a_group_of_batches():
+    """Each round is one of a pass's two or three batches; the personal model takes two passes a round."""
+    running = after_rounds(fedmmb(ditto(lam=0.0, epochs=2), batches=1), rounds=5, optimizer=SGD(lr=LR))
+    alone = after_rounds(single(), rounds=10, optimizer=SGD(lr=LR))
+    assert {name: client.steps for name, client in running.clients.items()} == dict.fromkeys(SIZES, 5)
+    assert all(equal(running.state_of(name), alone.state_of(name)) for name in SIZES)
+
+
+@pytest.mark.parametrize("epochs", [0, -1])
+def test_no_epochs_are_refused(epochs):
+    with pytest.raises(UsageError, match=f"ditto: epochs={epochs}: give 1 or more, or leave it out"):
+        ditto(epochs=epochs)
 
 
 def test_a_negative_strength_is_refused():

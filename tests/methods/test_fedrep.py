@@ -79,6 +79,49 @@ def test_rounds_equal_a_plain_loop_with_an_optimizer_for_each_part(arguments, he
             assert (running.state_of(name)[entry] - tensor).abs().max() <= 1e-12, (name, entry)
 
 
+def test_epochs_for_each_part_equal_a_plain_loop_of_as_many_passes():
+    epochs = 3, 2
+    settings = Settings(rounds=3, work=Work(batch_size=4, batches=1), evaluate_every=99, optimizer=SGD(lr=LR))
+    running = Trial(fedrep(head_epochs=3, body_epochs=2), network, data(), settings, SEED)
+    models = {name: network() for name in SIZES}
+    for model in models.values():
+        model.load_state_dict(running.plan.initial)
+    for number in range(3):
+        running.advance()
+        for client in data().clients:
+            model, x, y = models[client.name], client.train.x, client.train.y
+            for part, (begin_, end) in enumerate(((0, epochs[0]), (epochs[0], sum(epochs)))):
+                parameters = [p for name, p in model.named_parameters() if name.startswith("5.") == (part == 0)]
+                sgd = torch.optim.SGD(parameters, lr=LR)
+                for epoch in range(sum(epochs) * number + begin_, sum(epochs) * number + end):
+                    order = torch.from_numpy(stream(SEED, "order", client.name, epoch).permutation(len(y)))
+                    for batch in order.split(4):
+                        model.zero_grad()
+                        nn.functional.cross_entropy(model(x[batch]), y[batch]).backward()
+                        sgd.step()
+        for entry in running.server.shared:
+            total = sum(models[name].state_dict()[entry].double() * size / 20 for name, size in SIZES.items())
+            for model in models.values():
+                target = model.state_dict()[entry]
+                target.copy_(total if target.is_floating_point() else total.round())
+    for name, model in models.items():
+        for entry, tensor in model.state_dict().items():
+            assert (running.state_of(name)[entry] - tensor).abs().max() <= 1e-12, (name, entry)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"head_epochs": 3}, "head_epochs=3 and body_epochs=None: give 1 or more for each, or neither"),
+        ({"head_epochs": 0, "body_epochs": 1}, "head_epochs=0 and body_epochs=1: give 1 or more for each"),
+        ({"head": 2, "head_epochs": 2, "body_epochs": 1}, "head=2 and body=1 divide a round: leave them out"),
+    ],
+)
+def test_epochs_that_make_no_sense_are_refused(arguments, said):
+    with pytest.raises(UsageError, match=said):
+        fedrep(**arguments)
+
+
 @pytest.mark.parametrize(
     ("planned", "first"), [(1, None), (2, 1), (3, 2), (11, 10), (22, 20), (5, 4)], ids=lambda value: str(value)
 )

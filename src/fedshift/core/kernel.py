@@ -61,7 +61,8 @@ class Update:
 class Job:
     """Local work in flight; ``params`` and ``optimizer`` are its own, ``rest`` holds buffers and frozen parameters.
 
-    ``frozen``: whether BatchNorm's statistics are frozen. ``planned``: steps that the round will have.
+    ``frozen``: whether BatchNorm's statistics are frozen. ``planned``: steps that the round will have. ``apart``:
+    whether the steps are those that train the rules' own parameters apart (:attr:`Rule.epochs`), which do not count.
     """
 
     params: State
@@ -76,6 +77,7 @@ class Job:
     planned: int
     frozen: bool
     samples: int = 0
+    apart: bool = False
 
 
 def init_server(plan: Plan) -> Server:
@@ -180,7 +182,8 @@ def _local(plan: Plan, job: Job, index: int, key: Tensor | None = None) -> Local
 def objective(plan: Plan, job: Job, params: State, x: Tensor, y: Tensor, key: Tensor) -> tuple[Tensor, Tensor, State]:
     """What a step descends at ``params``, on one batch; with the data loss, and the state beside the parameters after.
 
-    ``x [B, ...]``, ``y [B]``; ``key``: int64 scalar from which dropout masks are drawn. Pure.
+    ``x [B, ...]``, ``y [B]``; ``key``: int64 scalar from which dropout masks are drawn. In steps ``apart`` the model is
+    not run, and the data loss is 0. Pure.
     """
     plan.switch(training=True, frozen=job.frozen)
     rest = clone(job.rest)
@@ -189,8 +192,13 @@ def objective(plan: Plan, job: Job, params: State, x: Tensor, y: Tensor, key: Te
         return plan.loss(outputs(plan, state, x), y)
 
     with dropout_key(key):
-        total = loss = data_loss(pick({**params, **rest}, plan.initial) if plan.own else {**params, **rest})
+        if job.apart:
+            total = loss = torch.zeros((), dtype=plan.dtype, device=x.device)
+        else:
+            total = loss = data_loss(pick({**params, **rest}, plan.initial) if plan.own else {**params, **rest})
         for index, rule in enumerate(plan.method.rules):
+            if bool(rule.epochs) != job.apart:
+                continue
             own = under(plan.rule_memory(index), {**params, **rest}) if plan.own else {}
             total = rule.loss(total, params, replace(_local(plan, job, index, key), own=own, data_loss=data_loss))
     return total, loss, rest
@@ -222,10 +230,15 @@ def update_(plan: Plan, job: Job, grads: State, rest: State, samples: int) -> Jo
     active = frozenset(job.params)
     for index, rule in enumerate(plan.method.rules):
         active = rule.active(active, _local(plan, job, index))
-    plan.optimizer.update_(pick(job.params, active & plan.trained), grads, job.optimizer, job.lr)
+    if not job.apart:
+        plan.optimizer.update_(pick(job.params, active & plan.trained), grads, job.optimizer, job.lr)
     for index, rule in enumerate(plan.method.rules if plan.own_trained else ()):
+        if bool(rule.epochs) != job.apart:
+            continue
         own = {name: tensor for name, tensor in job.params.items() if name.startswith(f"{plan.rule_memory(index)}/")}
         plan.optimizer.update_(pick(own, active), grads, job.optimizer, job.lr * rule.speed)
+    if job.apart:
+        return replace(job, rest=rest)
     return replace(job, rest=rest, done=job.done + 1, samples=job.samples + samples)
 
 

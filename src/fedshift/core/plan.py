@@ -73,6 +73,11 @@ class Plan:
         """Whether clients use models of their own, so that one that never trained has none."""
         return bool(self.personal) or any(rule.personalizes for rule in self.method.rules)
 
+    @cached_property
+    def own_epochs(self) -> int:
+        """Passes of a round over a client's data that train what the rules own apart from the model."""
+        return max((rule.epochs or 0 for rule in self.method.rules), default=0)
+
     def fixed(self, round: int) -> frozenset[str]:
         """Entries that no local work of ``round`` (from 0) changes: frozen parameters, and statistics once frozen."""
         frozen = round >= self.freeze_from

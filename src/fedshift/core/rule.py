@@ -48,12 +48,15 @@ class Rule:
 
     ``personalizes``: whether the client would use another model than the one it loads (:meth:`personal`). ``speed``:
     learning rate of the rule's own parameters over that of the model's. ``paced``: whether it goes by the number of
-    steps that the round will have, so that clients with other numbers cannot be stepped together.
+    steps that the round will have, so that clients with other numbers cannot be stepped together. ``epochs``: passes of
+    a round over the client's data that train the rule's own parameters apart from the model's, after its work; None:
+    they are trained with the model, on the same batches.
     """
 
     personalizes: bool = False
     speed: float = 1.0
     paced: bool = False
+    epochs: int | None = None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"

@@ -56,6 +56,14 @@ class Work:
         assert self.batches is not None
         return range(done, min(done + self.batches, (done // per_pass + 1) * per_pass))
 
+    def rounds(self, done: int, per_pass: int) -> int:
+        """After how many rounds a client has done ``done`` steps, ``per_pass`` batches a pass."""
+        if self.epochs is not None:
+            return done // (self.epochs * per_pass)
+        assert self.batches is not None
+        passes, rest = divmod(done, per_pass)
+        return passes * -(-per_pass // self.batches) + -(-rest // self.batches)
+
 
 @lru_cache(maxsize=1024)
 def _bounds(samples: int, size: int, smallest: int) -> Bounds:

@@ -71,6 +71,15 @@ class Engine(ABC):
         bounds = self.plan.work.bounds(len(self.data[name]), self.plan.smallest_batch)
         return bounds, self.plan.work.steps(client.steps, len(bounds))
 
+    def apart(self, client: Client, per_pass: int) -> range:
+        """The client's steps of this round that train what the rules own apart, ``per_pass`` batches a pass.
+
+        They are counted, and draw, as if the client did no others.
+        """
+        count = self.plan.own_epochs * per_pass
+        done = self.plan.work.rounds(client.steps, per_pass) * count
+        return range(done, done + count)
+
     def dropout_key(self, name: str, step: int, device: torch.device) -> Tensor:
         """The int64 scalar from which the client's step draws."""
         return torch.tensor(key_bits(self.seed, "dropout", name, step) >> 65, device=device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -35,14 +36,21 @@ class Sequential(Engine):
         losses: list[Tensor] = []
         sizes: list[int] = []
         for step, index in batches(self.seed, name, len(data), bounds, coming):
-            with part("data"):
-                index = index.to(data.y.device)
-                key = self.dropout_key(name, step, data.y.device)
-                x, y = plan.training_inputs(data, index, self.seed, name, step), data.y[index]
-            job, loss = step_(plan, job, x, y, key)
+            job, loss = step_(plan, job, *self._batch(name, step, index))
             losses.append(loss)
             sizes.append(len(index))
+        job = replace(job, apart=True)
+        for step, index in batches(self.seed, name, len(data), bounds, self.apart(client, len(bounds))):
+            job, _ = step_(plan, job, *self._batch(name, step, index))
         done, update = finish(plan, job)
         per_step = torch.stack(losses).double().cpu()
         refuse_divergence(per_step, {**done.personal, **update.shared}, name, server)
         return Trained(client=done, update=update, loss_sum=weighed(per_step, sizes))
+
+    def _batch(self, name: str, step: int, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Inputs, labels and dropout key of one step."""
+        data = self.data[name]
+        with part("data"):
+            index = index.to(data.y.device)
+            key = self.dropout_key(name, step, data.y.device)
+            return self.plan.training_inputs(data, index, self.seed, name, step), data.y[index], key

@@ -48,13 +48,21 @@ PARTS = ("params", "rest", "optimizer", "memory")
 """What each lane has of its own."""
 
 
+Batches = Sequence[tuple[int, Tensor]]
+"""Steps, each with its number and the indices of its samples."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Lane:
-    """A client's steps of the round: ``batches``, each with its number and the indices of its samples."""
+    """A client's steps of the round: ``batches``, each with its number and the indices of its samples.
+
+    ``apart``: those of the steps that train what the rules own apart, which come afterwards.
+    """
 
     name: str
     client: Client
-    batches: Sequence[tuple[int, Tensor]]
+    batches: Batches
+    apart: Batches
 
     @property
     def sizes(self) -> list[int]:
@@ -90,9 +98,11 @@ class Stacked(Engine):
         for name, client in clients.items():
             data = self.data[name]
             bounds, coming = self.coming(name, client)
-            lanes.append(
-                _Lane(name=name, client=client, batches=list(batches(self.seed, name, len(data), bounds, coming)))
+            taken, apart = (
+                list(batches(self.seed, name, len(data), bounds, steps))
+                for steps in (coming, self.apart(client, len(bounds)))
             )
+            lanes.append(_Lane(name=name, client=client, batches=taken, apart=apart))
         lanes.sort(key=lambda lane: (len(lane.batches), lane.sizes), reverse=True)
         width = min(self.width, len(lanes))
         for start in range(0, len(lanes), width):
@@ -101,27 +111,11 @@ class Stacked(Engine):
     def _chunk(self, server: Server, lanes: Sequence[_Lane]) -> Iterator[tuple[str, Trained]]:
         plan = self.plan
         jobs = [arrive(plan, lane.client, server, planned=len(lane.batches)) for lane in lanes]
-        paced = any(rule.paced for rule in plan.method.rules)
-        stack = _stacked(jobs)
-        losses: list[list[Tensor]] = [[] for _ in lanes]
-        for at in range(len(lanes[0].batches)):
-            working = [number for number, lane in enumerate(lanes) if at < len(lane.batches)]
-            together: dict[tuple[int, int], list[int]] = {}
-            for number in working:
-                kind = lanes[number].sizes[at], jobs[number].planned if paced else 0
-                together.setdefault(kind, []).append(number)
-            for members in together.values():
-                with part("data"):
-                    x, y, keys = self._batch([lanes[number] for number in members], at)
-                template = replace(jobs[members[0]], done=jobs[members[0]].start + at)
-                if len(members) == len(lanes):
-                    stack, loss = _step(plan, template, stack, x, y, keys)
-                else:
-                    index = torch.tensor(members, device=y.device)
-                    changed, loss = _step(plan, template, _rows(stack, index), x, y, keys)
-                    stack = _written(stack, changed, index)
-                for number, value in zip(members, loss.unbind(), strict=True):
-                    losses[number].append(value)
+        stack, losses = self._steps(lanes, [lane.batches for lane in lanes], jobs, _stacked(jobs))
+        if plan.own_epochs:
+            jobs = [replace(job, done=job.start + len(lane.batches)) for job, lane in zip(jobs, lanes, strict=True)]
+            turns = [lane.apart for lane in lanes]
+            stack, _ = self._steps(lanes, turns, [replace(job, apart=True) for job in jobs], stack)
         per_lane = [torch.stack(each).double().cpu() for each in losses]
         broken = not _finite(stack)
         for number, (lane, job) in enumerate(zip(lanes, jobs, strict=True)):
@@ -132,15 +126,43 @@ class Stacked(Engine):
             refuse_divergence(per_lane[number], doubtful, lane.name, server)
             yield lane.name, Trained(client=client, update=update, loss_sum=weighed(per_lane[number], lane.sizes))
 
-    def _batch(self, lanes: Sequence[_Lane], at: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _steps(
+        self, lanes: Sequence[_Lane], turns: Sequence[Batches], jobs: Sequence[Job], stack: Stack
+    ) -> tuple[Stack, list[list[Tensor]]]:
+        """The stack after each lane's steps in ``turns``, begun from ``jobs``, and the losses of each lane."""
+        plan = self.plan
+        paced = any(rule.paced for rule in plan.method.rules)
+        losses: list[list[Tensor]] = [[] for _ in lanes]
+        for at in range(max(map(len, turns))):
+            together: dict[tuple[int, int], list[int]] = {}
+            for number, turn in enumerate(turns):
+                if at < len(turn):
+                    kind = len(turn[at][1]), jobs[number].planned if paced else 0
+                    together.setdefault(kind, []).append(number)
+            for members in together.values():
+                with part("data"):
+                    x, y, keys = self._batch([(lanes[number].name, *turns[number][at]) for number in members])
+                first = jobs[members[0]]
+                template = first if first.apart else replace(first, done=first.start + at)
+                if len(members) == len(lanes):
+                    stack, loss = _step(plan, template, stack, x, y, keys)
+                else:
+                    index = torch.tensor(members, device=y.device)
+                    changed, loss = _step(plan, template, _rows(stack, index), x, y, keys)
+                    stack = _written(stack, changed, index)
+                for number, value in zip(members, loss.unbind(), strict=True):
+                    losses[number].append(value)
+        return stack, losses
+
+    def _batch(self, taken: Sequence[tuple[str, int, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
         """Inputs ``[lanes, B, ...]``, labels ``[lanes, B]`` and dropout keys ``[lanes]`` of one step."""
         x, y, keys = [], [], []
-        for lane in lanes:
-            data, (step, index) = self.data[lane.name], lane.batches[at]
+        for name, step, index in taken:
+            data = self.data[name]
             index = index.to(data.y.device)
-            x.append(self.plan.training_inputs(data, index, self.seed, lane.name, step))
+            x.append(self.plan.training_inputs(data, index, self.seed, name, step))
             y.append(data.y[index])
-            keys.append(self.dropout_key(lane.name, step, data.y.device))
+            keys.append(self.dropout_key(name, step, data.y.device))
         return torch.stack(x), torch.stack(y), torch.stack(keys)
 
 

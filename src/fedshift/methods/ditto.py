@@ -1,8 +1,8 @@
 """Ditto: beside the global model, each client trains one of its own that is held near it.
 
 Li et al. 2021, arXiv:2012.04221, Algorithm 1: v = v - lr (grad F(v) + lam (v - w_t)), on the same batches on which the
-client trains w for the server. The client uses v, normalization statistics included; w is trained and averaged as
-without it.
+client trains w for the server, or in ``epochs`` passes apart from it (the algorithm's s steps). The client uses v,
+normalization statistics included; w is trained and averaged as without it.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ class PersonalModel(Rule):
     """A whole model of the client's own, with a proximal term of strength ``lam`` to what it loads."""
 
     lam: float
+    epochs: int | None = None
     personalizes = True
 
     @override
@@ -46,9 +47,17 @@ class PersonalModel(Rule):
         return {name: local.own[name] for name in state}
 
 
-def ditto(base: Method | None = None, *, lam: float = 1.0) -> Method:
-    """``base`` (FedAvg) with a personal model on every client; ``lam``: how strongly it is held near the global one."""
+def ditto(base: Method | None = None, *, lam: float = 1.0, epochs: int | None = None) -> Method:
+    """``base`` (FedAvg) with a personal model on every client; ``lam``: how strongly it is held near the global one.
+
+    ``epochs``: passes of a round over the client's data for the personal model; None: it is trained on the batches of
+    the global one.
+    """
+    if epochs is not None and epochs < 1:
+        raise UsageError(f"ditto: epochs={epochs}: give 1 or more, or leave it out for the batches of the global model")
     if lam < 0:
         raise UsageError(f"ditto: lam={lam:g} is negative; it must be 0 (training alone) or more")
     base = base or fedavg()
-    return replace(base, name=base.titled(ditto, lam=lam), rules=(*base.rules, PersonalModel(lam)))
+    return replace(
+        base, name=base.titled(ditto, lam=lam, epochs=epochs), rules=(*base.rules, PersonalModel(lam, epochs))
+    )

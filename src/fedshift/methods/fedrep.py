@@ -1,7 +1,8 @@
 """FedRep: the head stays on the client and is trained first, then the shared body for the rest of the round.
 
 Collins et al. 2021, arXiv:2102.07078, Algorithm 1; its experiments take 10 local epochs for the head and 1 for the
-body. Here the steps of a round are divided in that ratio, so that FedRep gets the same budget as every other method.
+body. By default the steps of a round are divided in that ratio, so that FedRep gets the same budget as every other
+method; ``head_epochs`` and ``body_epochs`` are the paper's own.
 """
 
 from __future__ import annotations
@@ -41,15 +42,37 @@ class HeadThenBody(Rule):
         return names - (self.body if local.steps < first else self.head)
 
 
-def fedrep(base: Method | None = None, *, layers: int | str = 1, head: int = 10, body: int = 1) -> Method:
-    """``base`` (FedAvg) with the last ``layers`` layers (or a pattern) local; ``head : body`` divides a round."""
+def fedrep(
+    base: Method | None = None,
+    *,
+    layers: int | str = 1,
+    head: int = 10,
+    body: int = 1,
+    head_epochs: int | None = None,
+    body_epochs: int | None = None,
+) -> Method:
+    """``base`` (FedAvg) with the last ``layers`` layers (or a pattern) local; ``head : body`` divides a round.
+
+    ``head_epochs`` and ``body_epochs``: a round is that many passes for the head and then for the body, instead of the
+    experiment's epochs or batches.
+    """
     if head < 1 or body < 1:
         raise UsageError(f"fedrep: head={head} and body={body}: give 1 or more for each")
     base = base or fedavg()
+    name = base.titled(fedrep, layers=layers, head=head, body=body, head_epochs=head_epochs, body_epochs=body_epochs)
+    if head_epochs is not None or body_epochs is not None:
+        if (head, body) != (10, 1):
+            raise UsageError(f"fedrep: head={head} and body={body} divide a round: leave them out with epochs")
+        if not head_epochs or not body_epochs or head_epochs < 1 or body_epochs < 1:
+            raise UsageError(
+                f"fedrep: head_epochs={head_epochs} and body_epochs={body_epochs}: give 1 or more for each, or neither"
+            )
+        head, body = head_epochs, body_epochs
+        base = base.working(name, epochs=head + body, batches=None)
     kept = written(layers)
     return replace(
         base,
-        name=base.titled(fedrep, layers=layers, head=head, body=body),
+        name=name,
         scope=base.scope.without(kept),
         rules=(*base.rules, HeadThenBody(head / (head + body), layers)),
     )
