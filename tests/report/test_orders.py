@@ -30,7 +30,7 @@ def test_neighbors_are_compared_best_first(make_study):
     assert low.significant
 
 
-def test_an_order_that_is_not_significant_is_warned_of(make_study):
+def test_an_order_that_is_not_significant_is_warned_of(make_study, undrawn):
     study = make_study({"fedavg": macro(60, 62, 64), "fedbn": macro(61, 65, 63)})
     assert order_sentences(study) == [
         f"fedbn is 1.00 points above fedavg, [{MINUS}3.97, +5.97] over 3 seeds: not significant, do not claim this "
@@ -78,7 +78,7 @@ def test_one_or_two_seeds_tell_no_order(seeds, told, make_study):
     ]
 
 
-def test_a_pair_that_shares_too_few_seeds_is_warned_of(make_study):
+def test_a_pair_that_shares_too_few_seeds_is_warned_of(make_study, undrawn):
     study = make_study(CLEAR, keep=lambda row: (row["method"], row["seed"]) != ("low", 2))
     assert (
         order_sentences(study)[1] == "middle is 10.00 points above low over 2 seeds: too few, do not claim this order."
