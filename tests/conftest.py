@@ -104,6 +104,13 @@ def unpublished(monkeypatch):
 
 
 @pytest.fixture
+def undrawn(monkeypatch):
+    """Leave figures out of the run directory and the page, whose words and tables stay."""
+    monkeypatch.setattr("fedshift.report.publish.save_figures", lambda *_: [])
+    monkeypatch.setattr("fedshift.report.page.panels", lambda _: [])
+
+
+@pytest.fixture
 def program():
     """Start the program as a process of its own; ``before`` is Python that runs in it first."""
     started: list[subprocess.Popen[str]] = []

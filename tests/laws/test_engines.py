@@ -1,10 +1,12 @@
 """Law 1: every engine equals the loop, and repeats itself bit for bit."""
 
+import pytest
 import torch
 from torch import nn
 
 from fedshift.base.state import equal
 from fedshift.core.work import Work
+from tests.laws.course import ROUNDS, make_trial
 
 
 def distance(a, b):
@@ -12,47 +14,60 @@ def distance(a, b):
     return max(float((a[name].double() - b[name].double()).abs().max()) for name in a)
 
 
-def test_every_engine_equals_the_loop_over_rounds_in_float64(trial, method, engine):
-    both = {"moments": ("loaded", "trained"), "evaluate_every": 3}
-    reference, other = trial(method, "sequential", **both), trial(method, engine, **both)
-    for _ in range(3):
-        expected, found = reference.advance(), other.advance()
+def test_every_engine_equals_the_loop_over_rounds_in_float64(course, method, other_engine):
+    reference, other = course(method), course(method, other_engine)
+    for number in range(1, ROUNDS + 1):
+        expected, found = reference[number], other[number]
         places = [[(row["client"], row["model"], row["moment"]) for row in done.rows] for done in (expected, found)]
         assert places[0] == places[1]
         for row, same in zip(expected.rows, found.rows, strict=True):
             assert abs(row["loss_sum"] - same["loss_sum"]) <= 1e-9
+        assert distance(expected.tensors, found.tensors) <= 1e-9
+        assert expected.facts == found.facts
     assert [row["moment"] for row in found.rows if row["split"] == "test"].count("trained") == 3
-    assert distance(reference.tensors()[0], other.tensors()[0]) <= 1e-9
-    assert reference.tensors()[1] == other.tensors()[1]
 
 
-def test_every_engine_equals_the_loop_for_one_step_in_float32(trial, method, engine):
+def step_in_float32(method, engine):
+    """The state after one step of each client."""
+
     def network(shape, classes):
         return nn.Sequential(nn.Conv2d(shape[0], 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(36, classes))
 
-    reference, other = (
-        trial(method, name, model=network, work=Work(batch_size=8, batches=1)) for name in ("sequential", engine)
-    )
-    reference.advance()
-    other.advance()
-    assert reference.plan.dtype == torch.float32
-    assert distance(reference.tensors()[0], other.tensors()[0]) <= 1e-4
+    running = make_trial(method, engine, model=network, work=Work(batch_size=8, batches=1))
+    running.advance()
+    running.close()
+    assert running.plan.dtype == torch.float32
+    return running.tensors()[0]
 
 
-def test_every_engine_repeats_itself_bit_for_bit(trial, method, engine):
-    first, second = trial(method, engine), trial(method, engine)
+@pytest.fixture(scope="session")
+def loop_in_float32():
+    """:func:`step_in_float32` of the sequential engine, made once."""
+    known = {}
+
+    def step(method):
+        if method.text not in known:
+            known[method.text] = step_in_float32(method, "sequential")
+        return known[method.text]
+
+    return step
+
+
+def test_every_engine_equals_the_loop_for_one_step_in_float32(loop_in_float32, method, other_engine):
+    assert distance(loop_in_float32(method), step_in_float32(method, other_engine)) <= 1e-4
+
+
+def test_every_engine_repeats_itself_bit_for_bit(trial, course, method, engine):
+    again = trial(method, engine)
     for _ in range(2):
-        first.advance()
-        second.advance()
-    assert equal(first.tensors()[0], second.tensors()[0])
+        again.advance()
+    assert equal(again.tensors()[0], course(method, engine)[2].tensors)
 
 
-def test_training_moves_the_model_and_the_seed_matters(trial, method, engine):
-    first, second = trial(method, engine), trial(method, engine, seed=4)
-    before = first.plan.initial["stem.weight"]
-    first.advance()
-    second.advance()
-    name = first.data.names[0]
-    assert not torch.equal(first.state_of(name)["stem.weight"], before)
-    assert not torch.equal(first.state_of(name)["stem.weight"], second.state_of(name)["stem.weight"])
-    assert torch.equal(first.state_of(name)["scale"], first.plan.initial["scale"])
+def test_training_moves_the_model_and_the_seed_matters(trial, course, method, engine):
+    running, other = course(method, engine), trial(method, engine, seed=4)
+    initial, moved = running.plan.initial, running[1].states["a"]
+    other.advance()
+    assert not torch.equal(moved["stem.weight"], initial["stem.weight"])
+    assert not torch.equal(moved["stem.weight"], other.state_of("a")["stem.weight"])
+    assert torch.equal(moved["scale"], initial["scale"])

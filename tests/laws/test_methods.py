@@ -17,41 +17,29 @@ from fedshift.methods.fixbn import fixbn
 from fedshift.methods.scaffold import scaffold
 from fedshift.methods.silobn import silobn
 from fedshift.methods.single import single
+from tests.laws.course import unequal
 
 BATCH_NORM = {"first", "downsample.1", "second"}
 
 
-def updates_of(trial):
-    """The uploads of one round, and the server they were made from."""
-    working = {name: trial.clients[name] for name in trial.train}
-    return {name: done.update for name, done in trial.engine.train(trial.server, working)}
-
-
-def test_fedprox_without_its_term_is_fedavg(trial, engine):
-    plain, proximal = trial(fedavg(), engine), trial(fedprox(mu=0.0), engine)
+def test_fedprox_without_its_term_is_fedavg(trial, course, engine):
+    proximal = trial(fedprox(mu=0.0), engine)
     for _ in range(2):
-        plain.advance()
         proximal.advance()
-    assert equal(plain.server.shared, proximal.server.shared)
+    assert equal(course(fedavg(), engine)[2].server.shared, proximal.server.shared)
 
 
-def test_scaffolds_first_round_is_fedavgs(trial, engine):
-    plain, controlled = trial(fedavg(), engine), trial(scaffold(), engine)
-    plain.advance()
-    controlled.advance()
-    assert equal(plain.server.shared, controlled.server.shared)
-    plain.advance()
-    controlled.advance()
-    assert not equal(plain.server.shared, controlled.server.shared)
+def test_scaffolds_first_round_is_fedavgs(course, engine):
+    plain, controlled = course(fedavg(), engine), course(scaffold(), engine)
+    assert equal(plain[1].server.shared, controlled[1].server.shared)
+    assert not equal(plain[2].server.shared, controlled[2].server.shared)
 
 
-def test_a_group_of_all_batches_is_one_epoch(trial, engine):
-    both = (Work(batch_size=8, epochs=1), Work(batch_size=8, batches=99))
-    epochs, groups = (trial(fedbn(), engine, work=work) for work in both)
+def test_a_group_of_all_batches_is_one_epoch(trial, course, engine):
+    groups = trial(fedbn(), engine, work=Work(batch_size=8, batches=99))
     for _ in range(3):
-        epochs.advance()
         groups.advance()
-    assert equal(epochs.tensors()[0], groups.tensors()[0])
+    assert equal(course(fedbn(), engine)[3].tensors, groups.tensors()[0])
 
 
 def test_single_mini_batches_of_equal_clients_are_one_centralized_step_on_the_union(trial, any_engine):
@@ -77,24 +65,26 @@ def test_single_mini_batches_of_equal_clients_are_one_centralized_step_on_the_un
         assert (smb.server.shared[name] - expected).abs().max() <= 1e-12
 
 
-def test_what_leaves_a_client_is_what_the_scope_sends(trial, federated, engine):
-    running = trial(federated, engine)
-    running.advance()
+def test_what_leaves_a_client_is_what_the_scope_sends(course, federated, engine):
+    running = course(federated, engine)
     plan = running.plan
-    for update in updates_of(running).values():
-        assert update.shared.keys() == plan.sent
-        for name in update.memory:
-            entry = name.partition("/")[2]
-            assert name.partition("/")[0] in {plan.rule_memory(i) for i in range(len(plan.method.rules))}
-            assert entry not in plan.personal
-    assert running.server.shared.keys() == plan.sent
-    assert not {name.partition("/")[2] for name in running.server.memory} & plan.personal
+    for number in range(1, 5):
+        moment = running[number]
+        assert moment.updates.keys() == set("abc")
+        for update in moment.updates.values():
+            assert update.shared.keys() == plan.sent
+            for name in update.memory:
+                entry = name.partition("/")[2]
+                assert name.partition("/")[0] in {plan.rule_memory(i) for i in range(len(plan.method.rules))}
+                assert entry not in plan.personal
+        assert moment.server.shared.keys() == plan.sent
+        assert not {name.partition("/")[2] for name in moment.server.memory} & plan.personal
 
 
-def test_entries_are_kept_loaded_and_sent_as_declared(trial, federated):
-    running = trial(federated)
-    plan, client = running.plan, running.clients["a"]
-    job = begin(plan, client, running.server)
+def test_entries_are_kept_loaded_and_sent_as_declared(course, federated):
+    running = course(federated)
+    plan = running.plan
+    job = begin(plan, running.clients["a"], running.start)
     assert job.anchor.keys() == plan.loaded
     assert finish(plan, job)[0].personal.keys() == plan.personal == frozenset(plan.initial) - plan.loaded
 
@@ -109,58 +99,54 @@ def test_a_federation_of_one_client_is_that_clients_local_training(trial, engine
         assert equal(alone.state_of("a"), federated.state_of("a"))
 
 
-def test_the_order_of_clients_changes_nothing(trial, federated, engine):
-    forward = trial(federated, engine)
-    backward = trial(federated, engine, data=forward.data.only(["c", "a", "b"]))
+def test_the_order_of_clients_changes_nothing(trial, course, federated, engine):
+    forward = course(federated, engine)[2]
+    backward = trial(federated, engine, data=unequal().only(["c", "a", "b"]))
     for _ in range(2):
-        forward.advance()
         backward.advance()
     assert equal(forward.server.shared, backward.server.shared)
     assert equal(forward.server.memory, backward.server.memory)
-    assert all(equal(forward.state_of(name), backward.state_of(name)) for name in "abc")
+    assert all(equal(forward.states[name], backward.state_of(name)) for name in "abc")
 
 
-def test_uploads_fold_alike_in_whatever_order_they_arrive(trial, federated):
-    running = trial(federated)
-    updates = updates_of(running)
+def test_uploads_fold_alike_in_whatever_order_they_arrive(course, federated):
+    running = course(federated)
+    updates = running[1].updates
     shuffled = {name: updates[name] for name in ("b", "c", "a")}
     first, second = (
-        server_round(running.plan, running.server, each, dict.fromkeys("abc", 1)) for each in (updates, shuffled)
+        server_round(running.plan, running.start, each, dict.fromkeys("abc", 1)) for each in (updates, shuffled)
     )
     assert equal(first.shared, second.shared)
     assert equal(first.memory, second.memory)
 
 
-def test_fedbn_keeps_every_batch_norm_whatever_its_name(trial, engine):
-    running = trial(fedbn(), engine)
-    running.advance()
+def test_fedbn_keeps_every_batch_norm_whatever_its_name(course, engine):
+    running = course(fedbn(), engine)
+    shared, states = running[1].server.shared, list(running[1].states.values())
     assert {name.rpartition(".")[0] for name in running.plan.personal} == BATCH_NORM
-    assert not any(name.startswith(tuple(BATCH_NORM)) for name in running.server.shared)
-    assert "subnet.weight" in running.server.shared
-    states = [running.state_of(name) for name in "abc"]
+    assert not any(name.startswith(tuple(BATCH_NORM)) for name in shared)
+    assert "subnet.weight" in shared
     for entry in ("downsample.1.weight", "downsample.1.running_mean", "first.running_var"):
         assert not torch.equal(states[0][entry], states[1][entry])
         assert not torch.equal(states[1][entry], states[2][entry])
-    assert all(torch.equal(state["subnet.weight"], running.server.shared["subnet.weight"]) for state in states)
+    assert all(torch.equal(state["subnet.weight"], shared["subnet.weight"]) for state in states)
 
 
-def test_silobn_shares_affine_parameters_and_keeps_statistics(trial, engine):
-    running = trial(silobn(), engine)
-    running.advance()
+def test_silobn_shares_affine_parameters_and_keeps_statistics(course, engine):
+    running = course(silobn(), engine)
     kept = {"running_mean", "running_var", "num_batches_tracked"}
     assert {name.rpartition(".")[2] for name in running.plan.personal} == kept
     assert {name.rpartition(".")[0] for name in running.plan.personal} == BATCH_NORM
-    a, b = running.state_of("a"), running.state_of("b")
+    a, b = (running[1].states[name] for name in "ab")
     assert torch.equal(a["first.weight"], b["first.weight"])
     assert not torch.equal(a["first.running_mean"], b["first.running_mean"])
 
 
-def test_fixbns_statistics_do_not_move_once_frozen_and_normalize_in_training(trial, engine):
-    running, plain = trial(fixbn(switch=2), engine), trial(fedavg(), engine)
+def test_fixbns_statistics_do_not_move_once_frozen_and_normalize_in_training(trial, course, engine):
+    running, plain = trial(fixbn(switch=2), engine), course(fedavg(), engine)
     for _ in range(2):
         running.advance()
-        plain.advance()
-    assert equal(running.server.shared, plain.server.shared)
+    assert equal(running.server.shared, plain[2].server.shared)
     before = dict(running.server.shared)
     for _ in range(2):
         running.advance()
@@ -170,15 +156,13 @@ def test_fixbns_statistics_do_not_move_once_frozen_and_normalize_in_training(tri
     assert {name.rpartition(".")[0] for name in frozen} == BATCH_NORM
     assert all(torch.equal(before[name], running.server.shared[name]) for name in frozen)
     assert not torch.equal(before["first.weight"], running.server.shared["first.weight"])
-    plain.advance()
-    assert not torch.equal(plain.server.shared["first.running_mean"], before["first.running_mean"])
+    assert not torch.equal(plain[3].server.shared["first.running_mean"], before["first.running_mean"])
 
 
-def test_fedavg_shares_statistics_too_and_counters_stay_integers(trial, engine):
-    running = trial(fedavg(), engine)
-    running.advance()
+def test_fedavg_shares_statistics_too_and_counters_stay_integers(course, engine):
+    running = course(fedavg(), engine)
     assert not running.plan.personal
-    counters = [running.server.shared[f"{layer}.num_batches_tracked"] for layer in sorted(BATCH_NORM)]
+    counters = [running[1].server.shared[f"{layer}.num_batches_tracked"] for layer in sorted(BATCH_NORM)]
     # 3, 2 and 1 local batches (c's ninth sample joins its first eight), weighted 21 : 16 : 9.
     expected = round((3 * 21 + 2 * 16 + 1 * 9) / 46)
     assert all(counter.dtype == torch.int64 and counter == expected for counter in counters)

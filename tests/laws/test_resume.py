@@ -14,8 +14,7 @@ from fedshift.data.federation import federation
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedbn import fedbn
 from fedshift.trial import Trial
-
-ROUNDS = 4
+from tests.laws.course import ROUNDS
 
 
 def pixels():
@@ -38,23 +37,21 @@ def through_disk(trial, fresh, folder):
         *(pytest.param(engine, stop, marks=pytest.mark.slow) for engine in ("stacked", "pool") for stop in (1, 3)),
     ],
 )  # fmt: skip
-def test_resumed_equals_uninterrupted(trial, method, engine, stop, tmp_path):
-    whole, broken = trial(method, engine), trial(method, engine)
-    rows = [whole.advance().rows for _ in range(ROUNDS)]
-    for _ in range(stop):
-        broken.advance()
-    resumed = through_disk(broken, trial(method, engine), tmp_path)
-    assert [resumed.advance().rows for _ in range(ROUNDS - stop)] == rows[stop:]
-    assert equal(resumed.tensors()[0], whole.tensors()[0])
-    assert resumed.tensors()[1] == whole.tensors()[1]
+def test_resumed_equals_uninterrupted(trial, course, method, engine, stop):
+    whole, resumed = course(method, engine), trial(method, engine)
+    resumed.restore(*load_checkpoint(whole.folder / f"{stop}.safetensors"), whole.folder)
+    for number in range(stop + 1, ROUNDS + 1):
+        assert resumed.advance().rows == whole[number].rows
+    assert equal(resumed.tensors()[0], whole[ROUNDS].tensors)
+    assert resumed.tensors()[1] == whole[ROUNDS].facts
 
 
-def test_without_memory_for_clients_every_method_is_what_it_is_with(trial, method):
-    whole = trial(method)
-    poor = Trial(method, whole.model, whole.data, whole.settings, whole.seed, client_memory=0)
-    for _ in range(ROUNDS):
-        assert whole.advance().rows == poor.advance().rows
-    assert equal(poor.tensors()[0], whole.tensors()[0])
+def test_without_memory_for_clients_every_method_is_what_it_is_with(trial, course, method):
+    whole, fresh = course(method), trial(method)
+    poor = Trial(method, fresh.model, fresh.data, fresh.settings, fresh.seed, client_memory=0)
+    for number in range(1, ROUNDS + 1):
+        assert poor.advance().rows == whole[number].rows
+    assert equal(poor.tensors()[0], whole[ROUNDS].tensors)
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,14 @@
-"""Studies whose tables can be worked out by hand."""
+"""Studies whose tables can be worked out by hand, and their pages, which are drawn once."""
+
+from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
 import pytest
+from matplotlib.figure import Figure
 
 from fedshift.records import MethodFacts, Study, frame
+from fedshift.report import page
 
 SUPPORT = {"a": (80, 20), "b": (150, 150)}  # samples of each class in the test data and in the validation data
 # Correct classifications in the last of two rounds, by method, seed and client.
@@ -43,7 +47,7 @@ def facts(method):
     return MethodFacts(text=f"{method}()", entries=tuple(entries), down=size, up=size, has_global=not local)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_study():
     """A study from the hits of its last round; every earlier round has half of them.
 
@@ -151,6 +155,48 @@ EDGE_CASES = {
 }
 
 
-@pytest.fixture(params=EDGE_CASES.values(), ids=EDGE_CASES.keys())
+@dataclass(frozen=True, kw_only=True)
+class Shown:
+    """A study's page, and each figure of it with its SVG."""
+
+    page: str
+    drawn: list[tuple[Figure, str]]
+
+
+@pytest.fixture(scope="session")
+def show():
+    """The page of the study called ``name``, made once: drawing takes most of the time of these tests."""
+    known = {}
+
+    def rendered(name, study):
+        if name not in known:
+            drawn, svg = [], page.svg
+            with pytest.MonkeyPatch.context() as patched:
+                patched.setattr(page, "svg", lambda figure: drawn.append((figure, svg(figure))) or drawn[-1][1])
+                known[name] = Shown(page=page.render_page(study), drawn=drawn)
+        return known[name]
+
+    return rendered
+
+
+@pytest.fixture(params=EDGE_CASES)
 def edge_case(request, make_study):
-    return make_study(**request.param)
+    return make_study(**EDGE_CASES[request.param])
+
+
+@pytest.fixture
+def shown(request, edge_case, show):
+    """The page of the edge case."""
+    return show(request.node.callspec.params["edge_case"], edge_case)
+
+
+@pytest.fixture
+def plain(study, show):
+    return show("plain", study)
+
+
+def pytest_collection_modifyitems(items):
+    """Pages that are made once are one process's (``--dist loadgroup``)."""
+    for item in items:
+        if {"shown", "plain"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.xdist_group("pages"))

@@ -105,7 +105,7 @@ def test_it_is_said_how_finely_a_target_was_looked_for(course):
     assert target_title(every_two, 0.9).endswith("evaluated every 2 rounds, --evaluate-every 1 finds the very one")
 
 
-def test_a_report_has_the_target_in_words_files_and_page(course, tmp_path, capsys):
+def test_a_report_has_the_target_in_words_files_and_page(course, tmp_path, capsys, undrawn):
     from rich.console import Console
 
     publish(course({"fedavg": [CLIMB], "fedbn": [[(1, 1)] * 4]}, reach=0.9), tmp_path, Console())
@@ -118,7 +118,7 @@ def test_a_report_has_the_target_in_words_files_and_page(course, tmp_path, capsy
     assert "<td>66 B</td>" in (tmp_path / "report.html").read_text()
 
 
-def test_a_report_without_a_target_has_none(course, tmp_path, capsys):
+def test_a_report_without_a_target_has_none(course, tmp_path, capsys, undrawn):
     from rich.console import Console
 
     publish(course({"fedavg": [CLIMB]}), tmp_path, Console())

@@ -32,7 +32,7 @@ def test_neighbors_are_compared_best_first(make_study):
     ]  # fmt: skip
 
 
-def test_an_order_that_is_not_significant_is_no_claim(make_study):
+def test_an_order_that_is_not_significant_is_no_claim(make_study, undrawn):
     study = make_study({"fedavg": macro(60, 62, 64), "fedbn": macro(61, 65, 63)})
     support = f"95% interval {MINUS}3.97 to +5.97 over 3 seeds, p 0.478"
     said = f"fedbn is not told apart from fedavg: difference +1.00 points ({support})."

@@ -6,9 +6,9 @@ import pytest
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 
-from fedshift.report import write_page
+from fedshift.report.page import render_page
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("pages")]
 
 FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
@@ -37,11 +37,12 @@ def browser(tmp_path_factory):
 
 
 @pytest.fixture
-def show(browser, tmp_path):
-    """Opens a study's page at a width in pixels and unfolds it."""
+def opened(browser, tmp_path):
+    """Opens a page at a width in pixels and unfolds it."""
 
-    def show(study, width):
-        path = write_page(study, tmp_path / "report.html")
+    def show(page, width):
+        path = tmp_path / "report.html"
+        path.write_text(page, encoding="utf-8")
         metrics = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 600}
         browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
         browser.get(path.as_uri())
@@ -52,38 +53,38 @@ def show(browser, tmp_path):
 
 
 @pytest.mark.parametrize("width", [1280, 400])
-def test_page_fits_and_stays_quiet(show, edge_case, width):
-    page = show(edge_case, width)
+def test_page_fits_and_stays_quiet(opened, shown, width):
+    page = opened(shown.page, width)
     assert page.execute_script("return document.documentElement.scrollWidth <= window.innerWidth")
     assert [entry for entry in page.get_log("browser") if entry["level"] == "SEVERE"] == []
     assert page.execute_script("return performance.getEntriesByType('resource').map((entry) => entry.name)") == []
 
 
-def test_the_page_of_many_clients_fits_a_phone(show, make_crowd):
-    page = show(make_crowd(300, seeds=2), 400)
+def test_the_page_of_many_clients_fits_a_phone(opened, make_crowd):
+    page = opened(render_page(make_crowd(300, seeds=2)), 400)
     assert page.execute_script("return document.documentElement.scrollWidth <= window.innerWidth")
     assert page.execute_script(FONT_SIZES)[1] >= 9
 
 
-def test_text_is_legible_on_a_phone(show, study):
-    count, smallest_in_figures, smallest = show(study, 400).execute_script(FONT_SIZES)
+def test_text_is_legible_on_a_phone(opened, plain):
+    count, smallest_in_figures, smallest = opened(plain.page, 400).execute_script(FONT_SIZES)
     assert count > 50
     assert smallest_in_figures >= 9
     assert smallest >= 12
 
 
-def test_images_are_shown(show, study):
-    page = show(study, 1280)
+def test_images_are_shown(opened, plain):
+    page = opened(plain.page, 1280)
     assert page.execute_script("return [...document.images].every((image) => image.naturalWidth > 0)")
     assert page.execute_script("return document.images.length") == 2
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_text_contrast(show, study, browser, scheme):
+def test_text_contrast(opened, plain, browser, scheme):
     browser.execute_cdp_cmd(
         "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
     )
-    page = show(study, 1280)
+    page = opened(plain.page, 1280)
     for ink in ("--ink", "--muted", "--accent"):
         for ground in ("--paper", "--card", "--tint", "--warn"):
             assert contrast(*(color(page, name) for name in (ink, ground))) >= 4.5, (ink, ground)

@@ -12,9 +12,7 @@ from fedshift.report.tables import ONE_BY_ONE
 
 
 @pytest.fixture
-def published(tmp_path, monkeypatch):
-    monkeypatch.setattr("fedshift.report.publish.save_figures", lambda *_: None)
-
+def published(tmp_path, undrawn):
     def run(study):
         console = Console(file=io.StringIO(), width=100)
         publish(study, tmp_path, console)
