@@ -67,6 +67,7 @@ def make_trial(method: Method, engine: str = "sequential", **changes: Any) -> Tr
         "engine": engine,
         "workers": 2 if engine == "ray" else None,
         "evaluate_every": ROUNDS,
+        "moments": ("loaded", "trained"),
         **changes,
     }
     return Trial(method, model, data, Settings(**settings), seed)
@@ -89,7 +90,7 @@ class Course:
 
     def __init__(self, method: Method, engine: str, folder: Path) -> None:
         self.folder = folder
-        running = make_trial(method, engine, moments=("loaded", "trained"))
+        running = make_trial(method, engine)
         self.plan, self.start = running.plan, running.server
         self.clients = {name: running.clients[name] for name in running.train}
         train, sent = running.engine.train, {}
