@@ -24,7 +24,7 @@ from .inline import inline_svg
 from .publish import forms
 from .tables import accuracy_table, shortfalls
 from .target import bytes_text, rounds_text, target_table, target_title
-from .text import DAGGER, Cell, TextTable, flatten, latex, markdown, metric_cells, terminal
+from .text import Cell, TextTable, flatten, latex, markdown, metric_cells, terminal
 
 PANELS = 9
 """Values of a setting up to which each has a panel."""
@@ -88,7 +88,6 @@ def publish_grid(grid: Grid, directory: Path, console: Console, config: object) 
         tables=tables,
         figures={name: inline_svg(svg(figure), name, _described(name, grid)) for name, figure in figures.items()},
         remarks=remarks,
-        dagger=DAGGER if any(DAGGER in text for text in tables["sweep"][1].values) else "",
         folders=grid.folders,
         config=flatten(config),
         version=__version__,

@@ -13,7 +13,7 @@ from itertools import pairwise
 from ..analysis.statistics import PairedDifference, holm, paired_difference
 from ..records import Study
 from .tables import accuracy_table, seed_table
-from .text import lacking, p_value, signed
+from .text import p_value, signed
 
 FEWEST = 3
 """Seeds below which no order is claimed, whatever their differences: the t-test then has one degree of freedom."""
@@ -39,12 +39,11 @@ class Order:
 def orders(study: Study, level: float = 0.95) -> list[Order]:
     """The orders that the macro row of the study's table invites to claim, best method first.
 
-    Left out are methods that were not measured, and those whose mean lacks a client that another method has.
+    Left out are methods that were not measured.
     """
     table = accuracy_table(study)
     means = table.iloc[len(study.clients)].unstack()["mean"]
-    lacks = lacking(table)
-    ranked = [method for method in means.dropna().sort_values(ascending=False).index if not lacks[method]]
+    ranked = list(means.dropna().sort_values(ascending=False).index)
     macro = seed_table(study).iloc[len(study.clients)].unstack()
     pairs = list(pairwise(ranked))
     found = []
