@@ -92,11 +92,9 @@ def seed_table(
     clients = rows.pivot(index="client", columns=["method", "seed"], values="value")
     clients = clients.reindex(index=list(study.clients)).reindex(columns=runs).astype(float)
     common = comparable(clients)
-    places = (
-        common.index.get_indexer(pd.Index(rows["client"])),
-        runs.get_indexer(rows.set_index(["method", "seed"]).index),
-    )
-    pooled = _pooled(rows[~np.isnan(common.to_numpy()[places])], metric)
+    row = common.index.get_indexer(pd.Index(rows["client"]))
+    column = runs.get_indexer(rows.set_index(["method", "seed"]).index)
+    pooled = _pooled(rows[~np.isnan(common.to_numpy()[row, column])], metric)
     aggregates = {"macro": common.mean(), "pooled": pooled.reindex(runs)}
     worst, best = (common.max(), common.min()) if metric == "loss" else (common.min(), common.max())
     aggregates["worst client"] = worst
