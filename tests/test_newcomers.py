@@ -23,7 +23,9 @@ from fedshift.methods.fedbn import fedbn
 from fedshift.methods.fedper import fedper
 from fedshift.methods.single import single
 from fedshift.newcomers import reestimated
+from fedshift.report.tables import seed_table, shortfalls
 from fedshift.settings import Settings
+from fedshift.study import read_study
 from fedshift.trial import Trial
 
 SIZES = {"a": 24, "b": 12, "new": 16}
@@ -77,6 +79,16 @@ def test_a_newcomers_validation_data_have_no_say_in_which_round_is_the_best():
         rows = Trial(method, network, held_out, settings, 0).advance().rows
         assert {row["client"] for row in rows if row["split"] == "validation"} == {"a", "b"}
         assert {row["client"] for row in rows if row["split"] == "test"} == set(SIZES)
+
+
+def test_newcomers_that_one_method_cannot_measure_count_in_no_aggregate(make, tmp_path):
+    make(methods="fedavg,fedbn", newcomers="cid", rounds=1).run(tmp_path / "run")
+    study = read_study(tmp_path / "run")
+    table = seed_table(study)
+    assert table.loc["cid"].notna().tolist() == [True, False]
+    for method in ("fedavg", "fedbn"):
+        assert table.loc["macro", (method, 0)] == table.loc[["ann", "bob"], (method, 0)].mean()
+    assert "the same 2 of 3 clients" in shortfalls(study)[-1]
 
 
 def test_skip_measures_only_clients_that_have_a_model_and_says_so():

@@ -85,9 +85,9 @@ def test_a_pair_that_shares_too_few_seeds_is_no_claim(make_study):
     assert "corrected" not in first  # nothing else could be tested
 
 
-def test_methods_over_unequal_clients_or_not_measured_have_no_place(make_study):
+def test_methods_are_ordered_over_the_clients_that_all_have_and_those_not_measured_have_no_place(make_study):
     study = make_study(CLEAR, keep=lambda row: (row["method"], row["client"]) != ("middle", "a"))
-    assert ranked(study) == ["high", "low"]
+    assert ranked(study) == ["high", "middle", "low"]
     assert not order_sentences(make_study(CLEAR, keep=lambda row: row["method"] == "high"))
     assert not order_sentences(make_study({"fedbn": CLEAR["low"]}))
 

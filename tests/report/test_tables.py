@@ -83,7 +83,25 @@ def test_a_missing_client_is_nan_and_aggregates_are_over_the_rest(make_study):
     assert math.isnan(table.loc["a", ("fedbn", "mean")])
     assert table.loc["a", ("fedbn", "seeds")] == 0
     assert percent(table, "macro", "fedbn") == pytest.approx(percent(table, "b", "fedbn"))
-    assert any("fedbn, client a: not measured" in sentence for sentence in shortfalls(study))
+    for name in ("macro", "pooled", "worst client"):
+        assert percent(table, name, "fedavg") == pytest.approx(percent(table, "b", "fedavg")), name
+    assert not math.isnan(table.loc["a", ("fedavg", "mean")])
+    assert shortfalls(study) == [
+        "fedbn, client a: not measured at the reported round (seeds 0, 1, 2).",
+        "Aggregates of every method are over the same 1 of 2 clients, those that have a value under every method; "
+        "differences are over the clients that both methods have.",
+    ]
+
+
+def test_common_clients_are_those_of_each_seed_and_a_method_that_measured_nobody_takes_none_away(make_study):
+    lacking = {("fedbn", 0, "a"), ("fedavg", 1, "b"), ("fedbn", 2, "a"), ("fedbn", 2, "b")}
+    study = make_study(keep=lambda row: (row["method"], row["seed"], row["client"]) not in lacking)
+    seeds = seed_table(study)
+    assert math.isnan(seeds.loc["macro", ("fedbn", 2)])
+    assert (100 * seeds.loc["macro", "fedavg"]).tolist() == pytest.approx([80, 52, 69])
+    assert (100 * seeds.loc["pooled", "fedavg"]).tolist() == pytest.approx([80, 52, 76.5])
+    assert (100 * seeds.loc["macro", "fedbn"][:2]).tolist() == pytest.approx([80, 63])
+    assert any("over the same 1 to 2 (by seed) of 2 clients" in sentence for sentence in shortfalls(study))
 
 
 def test_a_metric_that_is_not_defined_is_not_called_unmeasured(make_study):

@@ -16,7 +16,7 @@ from ..analysis.statistics import corrected, paired_difference
 from ..base.files import write_atomically
 from ..records import Row, measured
 from ..report.claims import difference_frame
-from ..report.tables import ONE_BY_ONE
+from ..report.tables import ONE_BY_ONE, comparable
 from ..report.text import Cell, TextTable, csv, difference_cells, latex, markdown, metric_cells, terminal
 from ..rundir import slug
 from .policies import AS_IT_IS, NEEDS, Model
@@ -32,8 +32,11 @@ def seed_table(rows: Iterable[Row], metric: str) -> pd.DataFrame:
 
 
 def over_seeds(seeds: pd.DataFrame) -> pd.DataFrame:
-    """:func:`seed_table` and the mean over its clients, ``macro``, x (method and policy, mean | std | seeds)."""
-    whole = pd.concat([seeds, seeds.mean().to_frame("macro").T])
+    """:func:`seed_table` and the mean over its clients, ``macro``, x (method and policy, mean | std | seeds).
+
+    ``macro`` is over the clients that every policy has under a seed.
+    """
+    whole = pd.concat([seeds, comparable(seeds).mean().to_frame("macro").T])
     groups = whole.T.groupby(level=0, sort=False)
     parts = {"mean": groups.mean().T, "std": groups.std().T, "seeds": groups.count().T.astype(float)}
     table = pd.concat(parts, axis=1).swaplevel(axis=1)

@@ -24,7 +24,7 @@ from ..base.errors import unknown
 from ..records import Study
 from .concordance import discordances
 from .precision import grid_variance, sampling_variance
-from .tables import reported_rows, seed_table
+from .tables import comparable, reported_rows, seed_table
 from .text import p_value, signed, units
 
 COLUMNS = (
@@ -63,11 +63,11 @@ class Claims:
 def claims(study: Study, metric: str | None = None, model: str = "personal", level: float = 0.95) -> Claims:
     """Every comparison that a report of ``study`` makes by ``metric`` (the study's own) of ``model``.
 
-    Each macro figure is over the clients that both methods measured under that seed, so that a difference compares like
-    with like.
+    Each macro figure is that of the tables, over the clients that every method measured under that seed, so that a
+    difference compares like with like.
     """
     metric = metric or study.metric
-    table = seed_table(study, metric, model).iloc[: len(study.clients)]
+    table = comparable(seed_table(study, metric, model).iloc[: len(study.clients)])
     rows = reported_rows(study, model)
     rows = rows.assign(grid=grid_variance(rows, metric), sampling=sampling_variance(rows, metric))
     grid, sampling = (

@@ -27,7 +27,7 @@ from .inline import inline_svg
 from .publish import forms
 from .tables import accuracy_table, seed_table, shortfalls
 from .target import bytes_text, rounds_text, target_table, target_title
-from .text import BOLD, DAGGER, Cell, TextTable, flatten, latex, markdown, metric_cells, spread_note, terminal
+from .text import BOLD, Cell, TextTable, flatten, latex, markdown, metric_cells, spread_note, terminal
 
 CLAIMS = (
     "Which methods are told apart is on the page of each comparison, corrected for its own pairs, not for the number "
@@ -95,7 +95,6 @@ def publish_grid(grid: Grid, directory: Path, console: Console, config: object) 
         tables=tables,
         figures={name: inline_svg(svg(figure), name, _described(name, grid)) for name, figure in figures.items()},
         remarks=remarks,
-        dagger=DAGGER if any(DAGGER in text for text in tables["sweep"][1].values) else "",
         folders=grid.folders,
         config=flatten(config),
         version=__version__,

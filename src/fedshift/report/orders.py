@@ -11,7 +11,6 @@ from ..analysis.statistics import FEWEST
 from ..records import Study
 from .claims import Claims, baseline_of, claims, sentence
 from .tables import accuracy_table
-from .text import lacking
 
 FEW = 4
 """Orders up to which each has its sentence; of more, those that may be claimed are counted."""
@@ -20,13 +19,11 @@ FEW = 4
 def ranked(study: Study) -> list[str]:
     """Methods by the macro row of the study's table, best first.
 
-    Left out are methods that were not measured, and those whose mean lacks a client that another method has.
+    Left out are methods that were not measured.
     """
     table = accuracy_table(study)
     means = table.iloc[len(study.clients)].unstack()["mean"]
-    lacks = lacking(table)
-    order = means.dropna().sort_values(ascending=study.metric == "loss", kind="stable").index
-    return [method for method in order if not lacks[method]]
+    return list(means.dropna().sort_values(ascending=study.metric == "loss", kind="stable").index)
 
 
 def order_sentences(study: Study, made: Claims | None = None) -> list[str]:

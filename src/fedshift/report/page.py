@@ -30,7 +30,6 @@ from .tables import (
 )
 from .target import target_cells, target_table, target_title
 from .text import (
-    DAGGER,
     MISSING,
     Cell,
     TextTable,
@@ -104,7 +103,6 @@ def render_page(study: Study) -> str:
         environment=flatten(study.environment),
         notices=[*study.notices, *shortfalls(study)],
         evaluated=any(text != MISSING for text in headline.values),
-        dagger=DAGGER if any(DAGGER in t for table in (headline, trained) if table for t in table.values) else "",
         latex=latex,
         markdown=markdown,
     )

@@ -83,9 +83,10 @@ def seed_table(
     """``metric`` on ``split`` at the reported round: clients and aggregates x (method, seed); NaN where missing.
 
     ``macro`` is the mean over clients; ``pooled`` takes all test samples together (absent for ``auc``); ``worst
-    client`` is the lowest value (highest loss). Each is over the clients that were measured; beyond :data:`ONE_BY_ONE`
-    clients come :data:`QUANTILES` and the best. ``moment="trained"``: the clients' models just after their local work
-    of that round, of those that took part in it. The global model's table holds only methods that have one.
+    client`` is the lowest value (highest loss). Each is over the clients of :func:`comparable`; beyond
+    :data:`ONE_BY_ONE` clients come :data:`QUANTILES` and the best. ``moment="trained"``: the clients' models just after
+    their local work of that round, of those that took part in it. The global model's table holds only methods that have
+    one.
     """
     metric = _chosen(study, metric)
     rows = reported_rows(study, model, split, moment)
@@ -94,14 +95,31 @@ def seed_table(
     rows = rows.assign(value=measured(rows, metric).astype(float))
     clients = rows.pivot(index="client", columns=["method", "seed"], values="value")
     clients = clients.reindex(index=list(study.clients)).reindex(columns=runs).astype(float)
-    aggregates = {"macro": clients.mean(), "pooled": _pooled(rows, metric).reindex(runs)}
-    worst, best = (clients.max(), clients.min()) if metric == "loss" else (clients.min(), clients.max())
+    common = comparable(clients)
+    row = common.index.get_indexer(pd.Index(rows["client"]))
+    column = runs.get_indexer(rows.set_index(["method", "seed"]).index)
+    pooled = _pooled(rows[~np.isnan(common.to_numpy()[row, column])], metric)
+    aggregates = {"macro": common.mean(), "pooled": pooled.reindex(runs)}
+    worst, best = (common.max(), common.min()) if metric == "loss" else (common.min(), common.max())
     aggregates["worst client"] = worst
     if len(clients) > ONE_BY_ONE:
-        aggregates |= {name: clients.quantile(share) for name, share in QUANTILES.items()} | {"best client": best}
+        aggregates |= {name: common.quantile(share) for name, share in QUANTILES.items()} | {"best client": best}
     if metric == "auc":
         del aggregates["pooled"]
     return pd.concat([clients, pd.DataFrame(aggregates).T]).rename_axis("client")
+
+
+def comparable(clients: pd.DataFrame) -> pd.DataFrame:
+    """``clients`` x (method, seed) with NaN at clients that another method lacks under the same seed.
+
+    So aggregates of all methods are over the same clients. A method that measured nobody under a seed is left out.
+    """
+    begun, seeds = clients.notna().any(), clients.columns.get_level_values(1)
+    common = clients.copy()
+    for seed in seeds.unique():
+        runs = clients.columns[begun & (seeds == seed)]
+        common.loc[clients[runs].isna().any(axis=1), runs] = np.nan
+    return common
 
 
 def accuracy_table(
@@ -158,10 +176,14 @@ def shortfalls(study: Study) -> list[str]:
                 which = ", ".join(map(str, lacking.columns[lacking.any(axis=0)]))
                 more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
                 who = f"client{'s' * (len(names) > 1)} {', '.join(names[:NAMED])}{more}"
-                found.append(
-                    f"{method}, {who}: {fate} (seeds {which}); aggregates are over the other clients, differences over "
-                    "the clients that both methods have."
-                )
+                found.append(f"{method}, {who}: {fate} (seeds {which}).")
+    held = comparable(clients).notna().sum()[clients.notna().any()]
+    if held.any() and held.min() < len(clients):
+        count = f"{held.min()}" if held.min() == held.max() else f"{held.min()} to {held.max()} (by seed)"
+        found.append(
+            f"Aggregates of every method are over the same {count} of {len(clients)} clients, those that have a value "
+            "under every method; differences are over the clients that both methods have."
+        )
     return found
 
 

@@ -19,13 +19,11 @@ if TYPE_CHECKING:
 
 MISSING = "-"
 MINUS = "\N{MINUS SIGN}"
-DAGGER = "\N{DAGGER}"
 _LATEX = {
     "\\": r"\textbackslash{}",
     "~": r"\textasciitilde{}",
     "^": r"\textasciicircum{}",
     MINUS: "$-$",
-    DAGGER: r"$^\dagger$",
 }
 _LATEX |= {sign: "\\" + sign for sign in "&%$#_{}"} | {"<": "$<$", ">": "$>$", "|": r"\textbar{}"}
 
@@ -76,37 +74,27 @@ def units(metric: str) -> tuple[int, int, str]:
 def metric_cells(table: pd.DataFrame, metric: str = "accuracy", *, one_by_one: bool = True) -> TextTable:
     """An accuracy table as text: shares in percent with 2 decimals, loss in nats with 3; best as printed in bold.
 
-    Without ``one_by_one`` it begins with the aggregates, and its header says of how many clients. An aggregate that
-    lacks a client which another method has is marked with a dagger and never the best.
+    Without ``one_by_one`` it begins with the aggregates, and its header says of how many clients.
     """
     methods = list(table.columns.get_level_values("method").unique())
     means, stds = (table.to_numpy()[:, kind::3] for kind in range(2))
-    rule, lacks = _macro_row(table), list(lacking(table).values())
+    rule = _macro_row(table)
     scale, digits, _ = units(metric)
     rows = []
     first = 0 if one_by_one else rule
     for number, name in enumerate(table.index[first:], start=first):
-        marked = [lack and number >= rule for lack in lacks]
         values = [round(scale * mean, digits) for mean in means[number]]
-        compared = [value for value, mark in zip(values, marked, strict=True) if not (mark or math.isnan(value))]
+        compared = [value for value in values if not math.isnan(value)]
         best = (min if metric == "loss" else max)(compared) if len(compared) > 1 else None
         cells = [
-            Cell(text=_value(value, scale * std, digits) + DAGGER * bool(mark), best=value == best and not mark)
-            for value, std, mark in zip(values, stds[number], marked, strict=True)
+            Cell(text=_value(value, scale * std, digits), best=value == best)
+            for value, std in zip(values, stds[number], strict=True)
         ]
         rows.append((Cell(text=str(name)), *cells))
     head = "client" if one_by_one else f"{rule:,} clients"
     seeds = max(table.to_numpy()[:, 2::3].max(initial=0), 0)
     note = f"{spread_note(seeds)} {BOLD if any(cell.best for row in rows for cell in row) else ''}".strip()
     return TextTable(header=(head, *methods), rows=tuple(rows), rule=rule - first, note=note)
-
-
-def lacking(table: pd.DataFrame) -> dict[str, bool]:
-    """Which methods of an accuracy table have aggregates without a client that another method has."""
-    rule, seeds = _macro_row(table), table.to_numpy()[:, 2::3]
-    missing, begun = seeds[:rule] < seeds[rule], seeds[rule] > 0
-    unequal = (missing & ~missing[:, begun].all(axis=1, keepdims=True)).any(axis=0)
-    return dict(zip(table.columns.get_level_values("method").unique(), unequal.tolist(), strict=True))
 
 
 def difference_cells(table: pd.DataFrame, metric: str = "accuracy", covered: str = COVERED) -> TextTable:
