@@ -33,13 +33,13 @@ import numpy as np
 from scipy.ndimage import uniform_filter
 from sklearn.datasets import load_digits
 
-from fedshift.analysis.concept_shift import SEPARABLE
-from fedshift.base.errors import FedshiftError
-from fedshift.config import DataSpec
-from fedshift.data.benchmarks.cifar10 import cifar10
+from fedshift.config.spec import DataSpec
+from fedshift.data.datasets.cifar10 import cifar10
 from fedshift.data.federation import Federation, federation
-from fedshift.diagnose import diagnose
-from fedshift.sources import root_of
+from fedshift.data.sources import data_root
+from fedshift.diagnosis import diagnose
+from fedshift.diagnosis.concept_shift import SEPARABLE
+from fedshift.utils.errors import FedshiftError
 
 KINDS = ("label skew", "feature shift", "quantity skew", "concept shift")
 PERMUTATIONS = 199
@@ -143,7 +143,7 @@ def looking(pixels: np.ndarray, labels: np.ndarray, strength: float, swap: bool,
 def photographs() -> tuple[np.ndarray, np.ndarray] | None:
     """Pixels and labels of CIFAR-10's training images, None where it is not at hand."""
     try:
-        train = cifar10(root_of(DataSpec())).clients[0].train
+        train = cifar10(data_root(DataSpec())).clients[0].train
     except FedshiftError:
         return None
     return train.x.permute(0, 2, 3, 1).numpy() / 255, train.y.numpy()

@@ -29,16 +29,16 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from plain import PlainLoop, batch_norm_entries
 
-from fedshift.base.allocator import freed_memory_kept
+from fedshift.config.expressions import expressions, list_catalog, resolve
 from fedshift.core.optimizer import SGD
-from fedshift.core.prepare import operate
+from fedshift.core.preparation import apply_surgery
 from fedshift.core.work import Work
 from fedshift.data.federation import ClientData, Federation, federation
-from fedshift.data.split import Split
-from fedshift.engines.cost import operations, peak
-from fedshift.names import catalog, expressions, resolve
-from fedshift.settings import Settings
-from fedshift.trial import Trial
+from fedshift.data.samples import Samples
+from fedshift.engines.cost_model import count_operations, measure_peak
+from fedshift.experiments.settings import Settings
+from fedshift.experiments.trial import Trial
+from fedshift.utils.allocator import keep_freed_memory
 
 LR = 0.01
 
@@ -118,9 +118,9 @@ def data_of(work: Measured) -> Federation:
         y = np.arange(work.samples) % work.classes
         made[f"{number:04}"] = (x, y, x[:2], y[:2])
     found = federation(made, classes=work.classes)
-    if work.evaluates:
+    if work.is_evaluated:
         only = found.clients[0]
-        test: Split = only.train
+        test: Samples = only.train
         found = Federation(
             name="test", clients=(ClientData(name="0", train=only.train, test=test),), classes=work.classes
         )
@@ -134,13 +134,13 @@ def trial_of(work: Measured, engine: str, precision: str) -> Trial:
         rounds=10**6, work=Work(**work.work), optimizer=SGD(lr=LR), engine=engine, precision=precision,
         evaluate_every=10**6,
     )  # fmt: skip
-    return Trial(method, catalog("models")[work.model], data_of(work), settings, 0)
+    return Trial(method, list_catalog("models")[work.model], data_of(work), settings, 0)
 
 
 def plain_of(work: Measured) -> PlainLoop:
     """The plain loop on the same number of batches of the same sizes, as tensors already."""
     (method,) = expressions("method", work.method, lambda name: resolve("methods", name))
-    network = operate(method, catalog("models")[work.model](work.shape, work.classes))
+    network = apply_surgery(method, list_catalog("models")[work.model](work.shape, work.classes))
     size = work.work.get("batch_size", 32)
     clients = []
     for client in data_of(work).clients:
@@ -159,16 +159,16 @@ def contend(name: str, who: str, threads: int, precision: str) -> None:
         plain = plain_of(work)
         test = data_of(work).clients[0].test
         x, y = test.inputs(slice(None)), test.y
-        compete((lambda: plain.evaluate(x, y, 100)) if work.evaluates else plain.round, {})
+        compete((lambda: plain.evaluate(x, y, 100)) if work.is_evaluated else plain.round, {})
         return
     trial = trial_of(work, who, precision)
     samples = sum(len(client.train) for client in trial.data.clients)
     if "batches" in work.work:
         samples = work.clients * work.work["batches"] * work.work["batch_size"]
-    done = operations(trial.plan, trial.train) * samples / (3 if work.evaluates else 1)
-    with freed_memory_kept():  # as an experiment does
-        facts = {"engine": trial.chosen.engine, "operations": done}
-        compete(trial.evaluate if work.evaluates else trial.advance, facts)
+    done = count_operations(trial.plan, trial.train) * samples / (3 if work.is_evaluated else 1)
+    with keep_freed_memory():  # as an experiment does
+        facts = {"engine": trial.engine_choice.engine, "operations": done}
+        compete(trial.evaluate if work.is_evaluated else trial.advance, facts)
 
 
 def compete(one: Callable[[], object], facts: dict[str, object]) -> None:
@@ -234,7 +234,7 @@ def main() -> None:
     if given.contend:
         contend(*given.contend, given.threads, given.precision)
         return
-    best = peak(given.threads)
+    best = measure_peak(given.threads)
     print(
         f"{platform.machine()}, {given.threads} threads, torch {torch.__version__}, engines in {given.precision}; peak "
         f"{best['product'] / 1e9:.0f} GFLOP/s (products of matrices), {best['convolution'] / 1e9:.0f} (convolutions)\n"

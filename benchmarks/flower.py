@@ -206,7 +206,7 @@ def alone(work: Work, rounds: int) -> Seen:
 
 def across(work: Work, sites: int, rounds: int, *, poll: float | None = None, order: str | None = None) -> Seen:
     """The same behind Flower, with real sites, or (``order``) a crowd that sends uploads forward or backward."""
-    from fedshift.flower.programs import free_port
+    from fedshift.flower.transport.programs import free_port
 
     with tempfile.TemporaryDirectory() as place, ExitStack() as stack:
         folder, settings, port = Path(place, "run"), Path(place, "settings.toml"), free_port()
@@ -287,7 +287,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8, help="rounds of each run that is timed")
     options = parser.parse_args()
     in_namespace()
-    import fedshift.flower.quiet  # noqa: F401
+    import fedshift.flower.transport.no_telemetry  # noqa: F401
 
     print(f"{platform.machine()}, {os.cpu_count()} cores, flwr {version('flwr')}, torch {version('torch')}\n")
     if "time" in options.parts:

@@ -13,7 +13,7 @@ import time
 from contextlib import ExitStack
 from typing import Any
 
-import fedshift.flower.quiet  # noqa: F401  isort: skip  (before anything of flwr: it keeps Flower quiet)
+import fedshift.flower.transport.no_telemetry  # noqa: F401  isort: skip  (before anything of flwr: it keeps Flower quiet)
 
 from flwr.app import Message
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
@@ -22,8 +22,8 @@ from flwr.supercore.task_identity import TaskIdentity
 from flwr.supernode.fleet_http_connection import http_request_response
 
 from fedshift import __version__
-from fedshift.flower.arrays import from_record, to_record
-from fedshift.flower.exchange import Exchange
+from fedshift.flower.transport.arrays import from_record, to_record
+from fedshift.flower.transport.exchange import Exchange
 
 LOOK = 0.02
 

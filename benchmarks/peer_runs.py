@@ -84,9 +84,9 @@ def fedshift(options: Options) -> Outcome:
     from fedshift.core.optimizer import SGD
     from fedshift.core.work import Work
     from fedshift.data.federation import federation
+    from fedshift.experiments.settings import Settings
+    from fedshift.experiments.trial import Trial
     from fedshift.methods.fedavg import fedavg
-    from fedshift.settings import Settings
-    from fedshift.trial import Trial
 
     clients = {f"client{i}": (x, y, x[:1], y[:1]) for i, (x, y) in enumerate(data())}
     never = options.rounds + 1
@@ -96,7 +96,7 @@ def fedshift(options: Options) -> Outcome:
     )  # fmt: skip
     trial = Trial(fedavg(), lambda *_: network(), federation(clients, classes=10), settings, seed=0)
     seconds = timed(trial.advance, options.rounds)
-    return seconds, dict(trial.state_of() or {})
+    return seconds, dict(trial.model_state() or {})
 
 
 def plain(options: Options) -> Outcome:

@@ -67,20 +67,20 @@ def be(point: Point, folder: Path) -> None:
     import numpy as np
     import torch
 
-    from fedshift.base.allocator import freed_memory_kept
-    from fedshift.base.state import clone
-    from fedshift.client_store import MEMORY
+    from fedshift.config.expressions import list_catalog
     from fedshift.core.work import Work
     from fedshift.data.federation import ClientData, Federation
-    from fedshift.data.split import Split
-    from fedshift.names import catalog
-    from fedshift.settings import Settings
-    from fedshift.trial import Trial
+    from fedshift.data.samples import Samples
+    from fedshift.experiments.client_store import MEMORY
+    from fedshift.experiments.settings import Settings
+    from fedshift.experiments.trial import Trial
+    from fedshift.utils.allocator import keep_freed_memory
+    from fedshift.utils.state import clone
 
     imports = peak()
     count = SAMPLES * point.clients
     pixels = np.random.default_rng(0).integers(0, 256, (count, 1, 28, 28), np.uint8)
-    store = Split(x=torch.from_numpy(pixels), y=torch.arange(count) % 10)
+    store = Samples(x=torch.from_numpy(pixels), y=torch.arange(count) % 10)
     members = tuple(
         ClientData(
             name=f"{number:05}",
@@ -95,8 +95,8 @@ def be(point: Point, folder: Path) -> None:
         evaluate_every=10**6,
     )  # fmt: skip
     memory = point.client_memory or MEMORY
-    method, model = catalog("methods")[point.method](), catalog("models")[point.model]
-    with freed_memory_kept():  # as an experiment does
+    method, model = list_catalog("methods")[point.method](), list_catalog("models")[point.model]
+    with keep_freed_memory():  # as an experiment does
         trial = Trial(method, model, data, settings, 0, client_memory=memory)
 
         def round_() -> None:
@@ -223,7 +223,7 @@ def commanded(rounds: int) -> None:
 
 def command(words: Sequence[str]) -> None:
     """In a process of its own: be ``fedshift`` with these words, and print the peak memory at the end."""
-    from fedshift.cli import main
+    from fedshift.cli.app import main
 
     try:
         main(words)
@@ -237,21 +237,21 @@ def draw(found: Sequence[dict[str, Any]], path: Path) -> None:
     """Two panels, time and memory, a line for each method and engine."""
     from matplotlib.figure import Figure
 
-    from fedshift.report.figures import svg
-    from fedshift.report.style import drawing, key, legend, looks
+    from fedshift.report.figures import to_svg
+    from fedshift.report.style import add_legend, figure_settings, legend_entry, method_styles
 
     lines: dict[str, list[dict[str, Any]]] = {}
     for each in found:
         lines.setdefault(f"{each['point'].method}, {each['point'].engine}", []).append(each)
-    with drawing():
+    with figure_settings():
         figure = Figure(figsize=(8, 2.8), layout="constrained")
         time_, memory = figure.subplots(1, 2)
         handles = {}
-        for name, look in looks(SimpleNamespace(methods=lines)).items():  # type: ignore[arg-type]
+        for name, look in method_styles(SimpleNamespace(methods=lines)).items():  # type: ignore[arg-type]
             numbers = [each["point"].clients for each in lines[name]]
             time_.plot(numbers, [1000 * median(each["seconds"]) for each in lines[name]], **look.line)
             memory.plot(numbers, [each["peak"] / MEGABYTE for each in lines[name]], **look.line)
-            handles[name] = key(look)
+            handles[name] = legend_entry(look)
         images = {each["point"].clients: each["data"] / MEGABYTE for each in found}
         memory.fill_between([*images], [*images.values()], alpha=0.15, color="gray", linewidth=0)
         memory.annotate("the images, once", (CLIENTS[-1], images[CLIENTS[-1]]), (-4, -6), textcoords="offset points",
@@ -264,8 +264,8 @@ def draw(found: Sequence[dict[str, Any]], path: Path) -> None:
             axes.set_ylim(bottom=0)
             axes.set_xticks(CLIENTS, [f"{number:,}" for number in CLIENTS])
             axes.minorticks_off()
-        legend(figure, handles, "")
-    path.write_text(svg(figure, background="white"), encoding="utf-8")
+        add_legend(figure, handles, "")
+    path.write_text(to_svg(figure, background="white"), encoding="utf-8")
 
 
 def main() -> None:

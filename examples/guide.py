@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 
 import fedshift
-from fedshift.build import methods
-from fedshift.report.figures import figures, svg
+from fedshift.experiments.factory import parse_methods
+from fedshift.report.figures import make_figures, to_svg
 
 IMAGES = Path(__file__).parents[1] / "docs" / "methods" / "images"
 SETTINGS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
@@ -30,13 +30,13 @@ UNEQUAL = {"pen": 256, "photo": 128, "print": 64, "faded": 32, "worn": 32}
 def draw(pages: Iterable[str], data: fedshift.Federation) -> None:
     """Run the methods of these pages and FedAvg on ``data``, each once, and write the figure of each page."""
     shown = {page: [name for name in SPOKEN if name in ("fedavg", page, *BESIDE.get(page, ()))] for page in pages}
-    run = {name: methods(SPOKEN[name])[0] for name in SPOKEN if any(name in names for names in shown.values())}
+    run = {name: parse_methods(SPOKEN[name])[0] for name in SPOKEN if any(name in names for names in shown.values())}
     settings = {key: SETTINGS[key] for key in ("model", "batch_size", "rounds", "lr", "evaluate_every")}
-    study = fedshift.compare([*run.values()], data=data, **settings).study
+    study = fedshift.compare([*run.values()], data=data, **settings).summary
     IMAGES.mkdir(parents=True, exist_ok=True)
     for page, names in shown.items():
         part = replace(study, methods={run[name].name: study.methods[run[name].name] for name in names})
-        drawn = svg(figures(part)["accuracy-macro"], background="white")
+        drawn = to_svg(make_figures(part)["accuracy-macro"], background="white")
         (IMAGES / f"{page}.svg").write_text(drawn, encoding="utf-8")
 
 
@@ -48,9 +48,9 @@ def main(wanted: list[str]) -> None:
     torch.set_num_threads(SETTINGS["threads"])
     pages, digits = dict.fromkeys(wanted or SPOKEN), fedshift.digits()
     if equal := [page for page in pages if page != "fednova"]:
-        draw(equal, digits.limit(SETTINGS["samples"]))
+        draw(equal, digits.limit_samples(SETTINGS["samples"]))
     if "fednova" in pages:
-        clients = (digits.only([name]).limit(samples).clients[0] for name, samples in UNEQUAL.items())
+        clients = (digits.select_clients([name]).limit_samples(samples).clients[0] for name, samples in UNEQUAL.items())
         draw(["fednova"], replace(digits, clients=tuple(clients)))
 
 

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from fedshift.build import experiment_of
-from fedshift.cli import main
-from fedshift.config import CompareSpec, RunSpec
+from fedshift.cli.app import main
+from fedshift.config.spec import CompareSpec, RunSpec
 from fedshift.data.federation import Federation, federation
-from fedshift.experiment import Observer
+from fedshift.experiments.experiment import Observer
+from fedshift.experiments.factory import make_experiment
 
 SIZES = {"ann": 26, "bob": 17, "cid": 33}
 """Training samples of each client; each has 12 test samples."""
@@ -100,14 +100,14 @@ def cli(capsys, monkeypatch, tmp_path):
 @pytest.fixture
 def unpublished(monkeypatch):
     """Leave out tables, figures and page, which take most of the time of a tiny run."""
-    monkeypatch.setattr("fedshift.report.publish.publish", lambda *_: None)
+    monkeypatch.setattr("fedshift.report.publication.publish_summary", lambda *_: None)
 
 
 @pytest.fixture
 def undrawn(monkeypatch):
     """Leave figures out of the run directory and the page, whose words and tables stay."""
-    monkeypatch.setattr("fedshift.report.publish.save_figures", lambda *_: [])
-    monkeypatch.setattr("fedshift.report.page.panels", lambda _: [])
+    monkeypatch.setattr("fedshift.report.publication.save_figures", lambda *_: [])
+    monkeypatch.setattr("fedshift.report.page.make_panels", lambda _: [])
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def program():
     started: list[subprocess.Popen[str]] = []
 
     def start(*arguments: object, before: str = "", **options) -> subprocess.Popen[str]:
-        code = f"{before}\nfrom fedshift.cli import main\nmain()"
+        code = f"{before}\nfrom fedshift.cli.app import main\nmain()"
         process = subprocess.Popen(
             [sys.executable, "-P", "-W", "error", "-c", code, *map(str, arguments)],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options,
@@ -166,7 +166,7 @@ def make(tiny_folder: Path):
         several = "methods" in settings
         spec = CompareSpec if several else RunSpec
         chosen = {"data": str(tiny_folder), "rounds": 3, "batch_size": 8} | ({} if several else {"method": method})
-        return experiment_of(spec(**(chosen | settings)))
+        return make_experiment(spec(**(chosen | settings)))
 
     return experiment
 

@@ -13,10 +13,10 @@ from torch import nn
 
 import fedshift
 from fedshift import api
-from fedshift.base.errors import FedshiftError, UsageError
-from fedshift.checkpoint import load_checkpoint
-from fedshift.experiment import Observer
-from fedshift.features import study
+from fedshift.experiments.experiment import Observer
+from fedshift.representations import compare_representations
+from fedshift.results.checkpoint import load_checkpoint
+from fedshift.utils.errors import FedshiftError, UsageError
 
 
 def test_the_example_of_the_module_is_true():
@@ -118,9 +118,9 @@ def test_models_that_do_not_exist_are_refused(compared, asked, said):
 
 
 def test_each_policy_is_measured_on_a_client_that_comes_later_as_the_run_itself_would(tiny):
-    new, settings = tiny.only(["cid"]), {"rounds": 1, "seeds": 2, "batch_size": 8}
+    new, settings = tiny.select_clients(["cid"]), {"rounds": 1, "seeds": 2, "batch_size": 8}
     both = [fedshift.fedavg(), fedshift.fedbn()]
-    result = fedshift.compare(both, data=tiny.only(["ann", "bob"]), **settings)
+    result = fedshift.compare(both, data=tiny.select_clients(["ann", "bob"]), **settings)
     table = result.adapt(new)
     assert list(table.index) == ["cid", "macro"]
     assert list(table.columns.unique(0)) == [
@@ -136,8 +136,8 @@ def test_each_policy_is_measured_on_a_client_that_comes_later_as_the_run_itself_
 
 def test_what_a_person_should_know_of_a_new_client_is_a_warning(compared, tiny):
     with pytest.warns(UserWarning, match="client 'bob' is not unknown: the run has its samples, as client 'bob'"):
-        compared.adapt(tiny.only(["bob"]), ["average"], methods="fedbn")
-    few = tiny.only(["cid"]).each(lambda split: split.changed(255 - split.store)).limit(1)
+        compared.adapt(tiny.select_clients(["bob"]), ["average"], methods="fedbn")
+    few = tiny.select_clients(["cid"]).map_splits(lambda split: split.with_samples(255 - split.store)).limit_samples(1)
     with pytest.warns(UserWarning, match="client 'cid': one sample has no variance to normalize by, so without reest"):
         table = compared.adapt(few, methods="fedbn", rounds=2)
     assert list(table.columns.unique(0)) == ["fedbn: average", "fedbn: nearest"]
@@ -155,7 +155,7 @@ def test_what_a_person_should_know_of_a_new_client_is_a_warning(compared, tiny):
 
 def test_what_clients_and_server_see_is_that_of_the_command_line(compared, make, tmp_path):
     make(methods="fedavg,fedbn", seeds=2, rounds=2).run(tmp_path / "run")
-    from_disk, ours = study(tmp_path / "run", samples=4), compared.features(samples=4)
+    from_disk, ours = compare_representations(tmp_path / "run", samples=4), compared.features(samples=4)
     assert ours.similarity == from_disk.similarity
     pd.testing.assert_frame_equal(ours.distances, from_disk.distances)
     one = compared.features(samples=4, clients=["ann", "bob"], methods="fedbn", seeds=1)
@@ -202,7 +202,7 @@ def test_a_directory_of_ones_own_is_kept_and_resumed(tiny, tmp_path, assert_same
 def test_the_same_call_gives_the_same_numbers_and_leaves_torchs_generator_alone(tiny):
     before = torch.random.get_rng_state()
     first, second = (fedshift.compare([fedshift.fedbn()], data=tiny, rounds=1) for _ in range(2))
-    assert first.study.rows.equals(second.study.rows)
+    assert first.summary.rows.equals(second.summary.rows)
     assert torch.equal(before, torch.random.get_rng_state())
 
 
@@ -222,7 +222,7 @@ def test_arrays_of_ones_own_and_a_network_of_ones_own(tiny):
     )  # fmt: skip
     assert set(made) == {((4,), 2)}
     assert result.table().loc["macro", ("fedbn", "mean")] > 0.9
-    assert result.study.rows["auc"].max() > 0.9
+    assert result.summary.rows["auc"].max() > 0.9
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_what_cannot_be_done_is_refused(tiny, changed, said):
 
 def test_data_that_cannot_be_used_are_refused(tiny):
     with pytest.raises(UsageError, match="has no client: give it at least one"):
-        fedshift.compare([fedshift.fedavg()], data=tiny.only([]))
+        fedshift.compare([fedshift.fedavg()], data=tiny.select_clients([]))
     x, y = np.zeros((4, 8, 8), np.uint8), np.zeros(4, np.int64)
     lone = fedshift.federation({"a": (x, y, x, y)}, classes=2)
     with pytest.raises(UsageError, match="client 'a' has only class 0"):
@@ -270,7 +270,7 @@ def test_a_comparison_that_diverged_raises(tiny, tmp_path):
 
 def test_validation_accuracy_is_a_table_of_its_own_to_choose_by(tiny, tmp_path):
     result = fedshift.compare([fedshift.fedavg(), fedshift.single()], data=tiny.hold_out(0.25), rounds=2, out=tmp_path)
-    table, rows = result.table(split="validation"), result.study.rows
+    table, rows = result.table(split="validation"), result.summary.rows
     rows = rows[(rows["split"] == "validation") & (rows["round"] == 2) & (rows["model"] == "personal")]
     for method, found in rows.groupby("method"):
         shares = [sum(hits) / samples for hits, samples in zip(found["hits"], found["samples"], strict=True)]

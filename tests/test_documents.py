@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from fedshift.data.augment import CATALOG
-from fedshift.names import catalog
-from fedshift.sources import SPLITS
+from fedshift.config.expressions import list_catalog
+from fedshift.data.augmentation import CATALOG
+from fedshift.data.sources import SPLITS
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
@@ -36,16 +36,16 @@ def test_every_python_block_runs(code, tmp_path, monkeypatch):
 @pytest.mark.parametrize("commands", blocks("console"))
 def test_every_fedshift_command_is_understood(commands, monkeypatch):
     """The parser takes each command of the block; settings files and runs that it names need not exist."""
-    from fedshift.cli import app
+    from fedshift.cli.app import app
 
     monkeypatch.setattr(app, "config", ())
     spoken = [shlex.split(line, comments=True) for line in commands.splitlines()]
     for words in spoken:
         if words and words[0] == "fedshift":
             command, bound, _ = app.parse_args(words[1:], exit_on_error=False, print_error=False)
-            parts = ("adapt", "data", "features", "flower", "papers", "sweep", "theory")
-            assert command.__module__ in ("fedshift.cli", *(f"fedshift.cli_{part}" for part in parts))
-            known = "spec place directory model method what where name out json leave_out"
+            parts = ("adapt", "data", "deployment", "features", "reproduce", "sweep", "theory")
+            assert command.__module__ in ("fedshift.cli.app", *(f"fedshift.cli.{part}" for part in parts))
+            known = "spec output directory model method what where name out json leave_out"
             adapting = "run data clients policies rounds unlabeled save methods seeds device"
             across = "address config data days host key min_clients names nodes port resume tls"
             papers = "table seeds scale version clients samples dimension width heterogeneity seed steps layer"
@@ -70,13 +70,13 @@ def test_the_method_of_the_contributing_guide_runs_composed_from_the_command_lin
 
 
 def test_the_page_on_deployment_loads_the_model_that_a_site_left(tmp_path, monkeypatch):
-    from fedshift.flower.site_state import SiteState
+    from fedshift.flower.site.state import SiteState
     from fedshift.models.digits import small_cnn
 
     text, page = (ROOT / "docs" / "deployment.md").read_text(), {}
     exec(next(body for kind, body in BLOCK.findall(text) if "def model_of" in body), page)
     left = small_cnn((3, 28, 28), 10).state_dict()
-    SiteState(tmp_path / "sites" / "north" / "e1" / "fedbn-seed0", "north", None, "").leave_model(left, 3)
+    SiteState(tmp_path / "sites" / "north" / "e1" / "fedbn-seed0", "north", None, "").export_model(left, 3)
     monkeypatch.chdir(tmp_path)
     found = page["model_of"]("north")
     assert not found.training
@@ -100,5 +100,5 @@ def test_versions_agree():
 
 def test_the_page_on_data_names_every_benchmark_split_and_augmentation():
     text = (ROOT / "docs" / "data.md").read_text()
-    for name in (*catalog("data.benchmarks"), *SPLITS, *CATALOG):
+    for name in (*list_catalog("data.datasets"), *SPLITS, *CATALOG):
         assert re.search(rf"`{name}\b", text), name

@@ -11,16 +11,16 @@ from xml.etree import ElementTree
 
 import pytest
 
-from fedshift.base.errors import UsageError
-from fedshift.build import methods
-from fedshift.cli import app
-from fedshift.facts import Capabilities, capabilities
-from fedshift.names import catalog
-from fedshift.settings import POLICIES
+from fedshift.cli.app import app
+from fedshift.config.expressions import list_catalog
+from fedshift.evaluation.communication import Capabilities, find_capabilities
+from fedshift.experiments.factory import parse_methods
+from fedshift.experiments.settings import POLICIES
+from fedshift.utils.errors import UsageError
 
 ROOT = Path(__file__).parents[1]
 GUIDE = ROOT / "docs" / "methods"
-METHODS = catalog("methods")
+METHODS = list_catalog("methods")
 INDEX = (GUIDE / "README.md").read_text(encoding="utf-8")
 PAGES = {path.stem: path.read_text(encoding="utf-8") for path in sorted(GUIDE.glob("*.md")) if path.stem != "README"}
 DRAWN = tomllib.loads((ROOT / "examples" / "guide.toml").read_text(encoding="utf-8"))["methods"]
@@ -33,9 +33,9 @@ every_page = pytest.mark.parametrize("name", PAGES)
 @cache
 def capable(text: str) -> tuple[Capabilities, ...]:
     """What the methods of a list need and do; raises where one makes no sense on a network with BatchNorm."""
-    made = methods(text)
+    made = parse_methods(text)
     assert len({method.name for method in made}) == len(made), text
-    return tuple(map(capabilities, made))
+    return tuple(map(find_capabilities, made))
 
 
 def test_every_method_has_a_page_a_figure_and_a_line_of_the_index():
@@ -92,7 +92,7 @@ def test_a_figure_is_small_and_of_the_method_as_the_page_says(name):
     figure = GUIDE / "images" / f"{name}.svg"
     shown = {text.text for text in ElementTree.parse(figure).iter("{http://www.w3.org/2000/svg}text")}
     assert figure.stat().st_size < 60_000
-    assert {"fedavg", methods(DRAWN[name])[0].name} <= shown
+    assert {"fedavg", parse_methods(DRAWN[name])[0].name} <= shown
     assert DRAWN[name] == name or f"`{DRAWN[name]}`" in PAGES[name]
 
 

@@ -5,8 +5,8 @@ import resource
 import numpy as np
 import pytest
 
-from fedshift.checkpoint import load_checkpoint
-from fedshift.rundir import RunDirectory
+from fedshift.results.checkpoint import load_checkpoint
+from fedshift.results.run_directory import RunDirectory
 
 CHECKPOINT = "trials/fedbn-seed0/checkpoint.safetensors"
 

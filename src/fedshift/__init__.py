@@ -12,12 +12,21 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from .api import Comparison, compare
-    from .base.errors import FedshiftError, UsageError
-    from .core.aggregate import Uploads
+    from .core.aggregation import Uploads
     from .core.method import Freeze, Method
     from .core.optimizer import SGD, AdamW, Cosine, Exponential, StepDecay
-    from .core.rule import Local, Rule
-    from .core.select import Scope, batch_norm, everything, last, named, norm_layers, norm_statistics, nothing, of_type
+    from .core.rule import Rule, RuleContext
+    from .core.selection import (
+        Scope,
+        batch_norm,
+        everything,
+        last_layers,
+        name_matches,
+        norm_layers,
+        norm_statistics,
+        nothing,
+        of_type,
+    )
     from .core.work import Work
     from .data.digits import digits
     from .data.federation import Federation, federation
@@ -54,16 +63,17 @@ if TYPE_CHECKING:
     from .methods.single import single
     from .methods.trimmed_mean import trimmed_mean
     from .methods.tuned import tuned
+    from .utils.errors import FedshiftError, UsageError
 
 _HOME = {
     "api": ("Comparison", "compare"),
-    "base.errors": ("FedshiftError", "UsageError"),
-    "core.aggregate": ("Uploads",),
+    "utils.errors": ("FedshiftError", "UsageError"),
+    "core.aggregation": ("Uploads",),
     "core.method": ("Freeze", "Method"),
     "core.optimizer": ("SGD", "AdamW", "Cosine", "Exponential", "StepDecay"),
-    "core.rule": ("Local", "Rule"),
-    "core.select": (
-        "Scope", "batch_norm", "everything", "last", "named", "norm_layers", "norm_statistics", "nothing", "of_type",
+    "core.rule": ("RuleContext", "Rule"),
+    "core.selection": (
+        "Scope", "batch_norm", "everything", "last_layers", "name_matches", "norm_layers", "norm_statistics", "nothing", "of_type",
     ),
     "core.work": ("Work",),
     "data.digits": ("digits",),
@@ -82,12 +92,65 @@ _HOME = {
 _MODULE = {name: module for module, names in _HOME.items() for name in names}
 
 __all__ = [
-    "SGD", "AdamW", "Comparison", "Cosine", "Exponential", "Federation", "FedshiftError", "Freeze", "Local", "Method",
-    "Rule", "Scope", "StepDecay", "Uploads", "UsageError", "Work", "agc", "batch_norm", "centralized", "compare",
-    "digits", "ditto", "dp", "everything", "fedadagrad", "fedadam", "fedavg", "fedavgm", "fedbn", "federation",
-    "fedmmb", "fednova", "fedper", "fedprox", "fedrep", "fedsmb", "fedwon", "fedyogi", "fixbn", "geometric_median",
-    "gn", "krum", "last", "ln", "median", "multi_krum", "named", "nonorm", "norm_layers", "norm_statistics", "nothing",
-    "of_type", "partialfed_adaptive", "partialfed_fix", "read_folder", "scaffold", "silobn", "single", "trimmed_mean",
+    "SGD",
+    "AdamW",
+    "Comparison",
+    "Cosine",
+    "Exponential",
+    "Federation",
+    "FedshiftError",
+    "Freeze",
+    "Method",
+    "Rule",
+    "RuleContext",
+    "Scope",
+    "StepDecay",
+    "Uploads",
+    "UsageError",
+    "Work",
+    "agc",
+    "batch_norm",
+    "centralized",
+    "compare",
+    "digits",
+    "ditto",
+    "dp",
+    "everything",
+    "fedadagrad",
+    "fedadam",
+    "fedavg",
+    "fedavgm",
+    "fedbn",
+    "federation",
+    "fedmmb",
+    "fednova",
+    "fedper",
+    "fedprox",
+    "fedrep",
+    "fedsmb",
+    "fedwon",
+    "fedyogi",
+    "fixbn",
+    "geometric_median",
+    "gn",
+    "krum",
+    "last_layers",
+    "ln",
+    "median",
+    "multi_krum",
+    "name_matches",
+    "nonorm",
+    "norm_layers",
+    "norm_statistics",
+    "nothing",
+    "of_type",
+    "partialfed_adaptive",
+    "partialfed_fix",
+    "read_folder",
+    "scaffold",
+    "silobn",
+    "single",
+    "trimmed_mean",
     "tuned",
 ]  # fmt: skip
 

@@ -25,32 +25,32 @@ import pandas as pd
 import torch
 from torch import nn
 
-from .adaptation.every import adapted
-from .adaptation.known import met
-from .adaptation.policies import chosen
-from .adaptation.site import prepared
-from .adaptation.tables import over_seeds, seed_table
-from .base.errors import FedshiftError, UsageError
-from .build import model_of, moments_of
 from .core.loss import Loss, parse_loss
 from .core.method import Method
 from .core.optimizer import SGD, Optimizer
 from .core.work import Work
-from .data.augment import parse
+from .data.augmentation import parse_augmentation
 from .data.federation import Federation
-from .data.partition import matching
-from .data.transforms import Augmentation
-from .experiment import Experiment, Observer
-from .features import Findings, findings
-from .models._making import ModelFactory
-from .records import Study
+from .data.image_transforms import Augmentation
+from .data.partition import match_names
+from .experiments.experiment import Experiment, Observer
+from .experiments.factory import moments_of, resolve_model
+from .experiments.restoration import restore_trial, select_trials
+from .experiments.settings import Settings
+from .models._factory import ModelFactory
+from .new_clients.adaptation import adapt_all
+from .new_clients.overlap import find_overlap
+from .new_clients.policies import parse_policies
+from .new_clients.policy_tables import mean_over_seeds, seed_table
+from .new_clients.site_data import prepare_clients
 from .report.claims import difference_table
-from .report.figures import figures
+from .report.figures import make_figures
 from .report.page import write_page
 from .report.tables import accuracy_table
-from .settings import Settings
-from .study import read_study
-from .trained import narrowed, restored
+from .representations import RepresentationComparison, collect_comparison
+from .results.schema import RunSummary
+from .results.summary import read_summary
+from .utils.errors import FedshiftError, UsageError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -63,9 +63,9 @@ class Comparison:
         self.experiment, self.directory = experiment, directory
 
     @property
-    def study(self) -> Study:
+    def summary(self) -> RunSummary:
         """All records so far."""
-        return read_study(self.directory)
+        return read_summary(self.directory)
 
     def table(
         self,
@@ -79,20 +79,20 @@ class Comparison:
         ``metric`` defaults to the comparison's own; ``moment="trained"`` is there with ``moments="loaded,trained"``.
         Choose learning rates and methods by ``split="validation"``, which is there where some data were held out.
         """
-        return accuracy_table(self.study, metric, model, split, moment)
+        return accuracy_table(self.summary, metric, model, split, moment)
 
     def differences(self, baseline: str | None = None) -> pd.DataFrame:
         """Macro metric of each method minus the baseline's (FedAvg, else the first), paired over seeds."""
-        return difference_table(self.study, baseline)
+        return difference_table(self.summary, baseline)
 
     def figures(self) -> dict[str, Figure]:
         """Matplotlib figures by name."""
-        return figures(self.study)
+        return make_figures(self.summary)
 
     def report(self, path: str | Path | None = None) -> Path:
         """Write the self-contained page (default ``report.html`` in the run directory) and return its path."""
         target = Path(path) if path else self.directory / "report.html"
-        write_page(self.study, target)
+        write_page(self.summary, target)
         return target
 
     def model(self, method: str, client: str | None = None, seed: int | None = None) -> nn.Module:
@@ -103,11 +103,13 @@ class Comparison:
         """
         if seed is not None and seed not in self.experiment.seeds:
             raise UsageError(f"no seed {seed} here: there are {', '.join(map(str, self.experiment.seeds))}")
-        trial = restored(self.experiment, self.directory, method, self.experiment.seeds[0] if seed is None else seed)
-        state = trial.state_of(client)
+        trial = restore_trial(
+            self.experiment, self.directory, method, self.experiment.seeds[0] if seed is None else seed
+        )
+        state = trial.model_state(client)
         if state is None:
             raise UsageError(f"{method} has no global model: name a client, one of {', '.join(trial.data.names)}")
-        network = trial.network()
+        network = trial.make_network()
         network.load_state_dict(state, strict=False)  # a tied parameter stands once in the state
         return network.eval()
 
@@ -124,17 +126,17 @@ class Comparison:
         or a model could not be made. Raises :class:`UsageError` where data do not fit, and
         :class:`FedshiftError` where files are damaged.
         """
-        wanted, experiment = chosen(policies), narrowed(self.experiment, methods)
+        wanted, experiment = parse_policies(policies), select_trials(self.experiment, methods)
         if rounds < 1:
             raise UsageError(f"rounds={rounds}: must be at least 1")
-        new = prepared(data, experiment.data).to(torch.device(experiment.settings.device))
+        new = prepare_clients(data, experiment.data).to(torch.device(experiment.settings.device))
         training = {client.name: client.train for client in new.clients}
-        made = adapted(experiment, self.directory, training, wanted, data=new, rounds=rounds)
-        for notice in (*met(new, experiment), *made.notices, *(made.senseless if policies else ())):
+        made = adapt_all(experiment, self.directory, training, wanted, data=new, rounds=rounds)
+        for notice in (*find_overlap(new, experiment), *made.notices, *(made.inapplicable if policies else ())):
             warn(notice, stacklevel=2)
         if made.failures:
             raise FedshiftError("; ".join(made.failures))
-        return over_seeds(seed_table(made.rows, experiment.settings.metric))
+        return mean_over_seeds(seed_table(made.rows, experiment.settings.metric))
 
     def features(
         self,
@@ -144,11 +146,11 @@ class Comparison:
         layer: str | None = None,
         methods: str | Sequence[str] | None = None,
         seeds: int | Sequence[int] | None = None,
-    ) -> Findings:
+    ) -> RepresentationComparison:
         """How alike feature maps of clients and server are, and their BatchNorm; arguments of ``features.study``."""
         go_on = "compare(..., out=..., resume=True)"
-        experiment = narrowed(self.experiment, methods, seeds)
-        return findings(experiment, self.directory, go_on, samples=samples, clients=clients, layer=layer)
+        experiment = select_trials(self.experiment, methods, seeds)
+        return collect_comparison(experiment, self.directory, go_on, samples=samples, clients=clients, layer=layer)
 
 
 def compare(
@@ -206,7 +208,7 @@ def compare(
         metric: what tables report and ``best`` goes by.
         newcomers: clients that never take part in training, a list of names or a pattern such as ``"usps-*"``.
         unseen: how a client that never trained is measured by a method that keeps state on clients: not at all, or on
-            a model made by the policy (see ``fedshift.newcomers``).
+            a model made by the policy (see ``fedshift.evaluation.unseen_clients``).
         engine: how clients are run: ``sequential``, ``stacked``, ``pool``, ``ray``, ``identity`` or ``auto``, which
             chooses.
         workers: processes of the engines pool and ray at most; None: one for each free processor, or of the cluster.
@@ -228,8 +230,8 @@ def compare(
     """
     experiment = Experiment(
         methods=tuple(methods),
-        data=data.fitted().check(allow_single_class=allow_single_class),
-        model=model_of(model, data.sample_shape) if isinstance(model, str) else _factory(model),
+        data=data.fit_images().check(allow_single_class=allow_single_class),
+        model=resolve_model(model, data.sample_shape) if isinstance(model, str) else _resolve_model(model),
         settings=Settings(
             rounds=rounds,
             work=Work(
@@ -240,10 +242,10 @@ def compare(
             evaluate_every=evaluate_every,
             moments=moments_of(moments),
             loss=parse_loss(loss) if isinstance(loss, str) else loss,
-            augment=parse(augment) if isinstance(augment, str) else augment,
+            augment=parse_augmentation(augment) if isinstance(augment, str) else augment,
             select=select,
             metric=metric,
-            newcomers=matching(newcomers, data.names) if isinstance(newcomers, str) else tuple(newcomers),
+            newcomers=match_names(newcomers, data.names) if isinstance(newcomers, str) else tuple(newcomers),
             unseen=unseen,
             engine=engine,
             workers=workers,
@@ -259,7 +261,7 @@ def compare(
     return result
 
 
-def _factory(model: ModelFactory) -> ModelFactory:
+def _resolve_model(model: ModelFactory) -> ModelFactory:
     if isinstance(model, nn.Module) or not callable(model):
         raise UsageError(
             f"model is a {type(model).__name__}: give a name, or a function (sample_shape, classes) -> nn.Module, "

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from fedshift.analysis.concordance import CONCORDANT, discordance, is_concordant
-from fedshift.base.errors import UsageError
-from fedshift.build import experiment_of
-from fedshift.config import CompareSpec
+from fedshift.config.spec import CompareSpec
+from fedshift.experiments.factory import make_experiment
 from fedshift.report.concordance import concordance_table
-from fedshift.study import read_study
+from fedshift.results.summary import read_summary
+from fedshift.utils.errors import UsageError
 
 DATA = Path(os.environ.get("FEDSHIFT_DATA", ""))
 
@@ -39,8 +39,8 @@ def test_losses_that_do_not_belong_together_are_refused(losses):
 def deltas(tmp_path, **settings):
     """The discordance of each method to centralized training with batches as many times larger as there are clients."""
     spec = CompareSpec(model="fnn2", batches=1, evaluate_every=1, allow_single_class=True, **settings)
-    experiment_of(spec).run(tmp_path)
-    table = concordance_table(read_study(tmp_path))
+    make_experiment(spec).run(tmp_path)
+    table = concordance_table(read_summary(tmp_path))
     assert set(table["rounds"]) == {spec.rounds}
     return table["delta mean"].droplevel("centralized").to_dict()
 

@@ -8,8 +8,8 @@ from scipy.optimize import brentq
 from scipy.special import logsumexp
 from scipy.stats import norm
 
-from fedshift.analysis.privacy import epsilon, promise
-from fedshift.methods.dp import Private
+from fedshift.analysis.privacy import compute_epsilon, describe_guarantee
+from fedshift.methods.dp import PrivateMean
 
 DELTA = 1e-5
 
@@ -23,7 +23,7 @@ def converted(order, divergence, delta=DELTA):
 def test_at_full_participation_it_is_the_closed_form_of_the_gaussian_mechanism(noise, rounds):
     orders = 1 + np.geomspace(1e-3, 2e3, 200_000)
     best = converted(orders, rounds * orders / (2 * noise**2)).min()
-    assert best <= epsilon(noise, 1.0, rounds, DELTA) <= best * 1.01
+    assert best <= compute_epsilon(noise, 1.0, rounds, DELTA) <= best * 1.01
 
 
 @pytest.mark.parametrize(("noise", "rounds"), [(1.0, 1), (1.0, 10), (4.0, 100), (1.1, 1000)])
@@ -36,7 +36,7 @@ def test_it_bounds_the_exact_epsilon_of_the_gaussian_mechanism_from_above(noise,
         return norm.cdf(1 / (2 * sigma) - eps * sigma) - exp(eps + tail) - DELTA
 
     exact = brentq(excess, 0, 1e4)
-    assert exact <= epsilon(noise, 1.0, rounds, DELTA) <= 1.15 * exact
+    assert exact <= compute_epsilon(noise, 1.0, rounds, DELTA) <= 1.15 * exact
 
 
 @pytest.mark.parametrize(("noise", "sampling", "rounds"), [(1.0, 0.1, 20), (2.0, 0.5, 50), (1.0, 0.01, 1000)])
@@ -49,7 +49,7 @@ def test_with_sampling_it_is_what_numerical_integration_gives(noise, sampling, r
 
     orders = np.arange(2, 30)
     best = min(converted(order, rounds * divergence(order)) for order in orders)
-    found = epsilon(noise, sampling, rounds, DELTA)
+    found = compute_epsilon(noise, sampling, rounds, DELTA)
     assert found <= best * (1 + 1e-6)
     assert found >= best * 0.95  # orders between the integers are a little tighter
     order = 5  # the integral itself, by the binomial theorem
@@ -62,24 +62,26 @@ def test_with_sampling_it_is_what_numerical_integration_gives(noise, sampling, r
 
 def test_it_falls_with_noise_and_delta_and_grows_with_rounds_and_sampling():
     found = [
-        [epsilon(noise, 0.2, 10, DELTA) for noise in (8.0, 4.0, 2.0, 1.0, 0.5)],
-        [epsilon(1.0, 0.2, rounds, DELTA) for rounds in (1, 2, 10, 100)],
-        [epsilon(1.0, sampling, 10, DELTA) for sampling in (0.01, 0.1, 0.5, 1.0)],
-        [epsilon(1.0, 0.2, 10, delta) for delta in (1e-2, 1e-4, 1e-6, 1e-8)],
+        [compute_epsilon(noise, 0.2, 10, DELTA) for noise in (8.0, 4.0, 2.0, 1.0, 0.5)],
+        [compute_epsilon(1.0, 0.2, rounds, DELTA) for rounds in (1, 2, 10, 100)],
+        [compute_epsilon(1.0, sampling, 10, DELTA) for sampling in (0.01, 0.1, 0.5, 1.0)],
+        [compute_epsilon(1.0, 0.2, 10, delta) for delta in (1e-2, 1e-4, 1e-6, 1e-8)],
     ]
     for values in found:
         assert values == sorted(set(values))
-    assert epsilon(0.0, 1.0, 1, DELTA) == inf
-    assert epsilon(1e4, 1.0, 1, 0.1) == 0.0
+    assert compute_epsilon(0.0, 1.0, 1, DELTA) == inf
+    assert compute_epsilon(1e4, 1.0, 1, 0.1) == 0.0
 
 
 def test_the_promise_says_for_whom_it_holds():
-    public, secret = Private(1.0, 1.0, DELTA, secret=False), Private(1.0, 1.0, DELTA, secret=True)
-    assert promise(secret, 1.0, 1).endswith("after 1 round (RDP accountant of Opacus)")
-    assert 21.44 < epsilon(1.0, 1.0, 12, DELTA) < 21.45
-    assert promise(secret, 1.0, 12).startswith("(epsilon = 21.5, delta = 1e-05)-differentially private")  # rounded up
-    said = promise(public, 1.0, 3)
+    public, secret = PrivateMean(1.0, 1.0, DELTA, secret=False), PrivateMean(1.0, 1.0, DELTA, secret=True)
+    assert describe_guarantee(secret, 1.0, 1).endswith("after 1 round (RDP accountant of Opacus)")
+    assert 21.44 < compute_epsilon(1.0, 1.0, 12, DELTA) < 21.45
+    assert describe_guarantee(secret, 1.0, 12).startswith(
+        "(epsilon = 21.5, delta = 1e-05)-differentially private"
+    )  # rounded up
+    said = describe_guarantee(public, 1.0, 3)
     assert said.startswith("not differentially private, since its noise is a function of the seed and the method")
-    assert said.endswith(f"with secret=True it would be {promise(secret, 1.0, 3)}")
-    assert promise(secret, 0.5, 3).endswith("nobody knowing who took part in which round")
-    assert "no differential privacy" in promise(Private(1.0, 0.0, DELTA, secret=True), 1.0, 3)
+    assert said.endswith(f"with secret=True it would be {describe_guarantee(secret, 1.0, 3)}")
+    assert describe_guarantee(secret, 0.5, 3).endswith("nobody knowing who took part in which round")
+    assert "no differential privacy" in describe_guarantee(PrivateMean(1.0, 0.0, DELTA, secret=True), 1.0, 3)

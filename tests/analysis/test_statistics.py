@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from fedshift.analysis.statistics import corrected, holm, mean_and_std, paired_difference, paired_tests
-from fedshift.base.errors import UsageError
+from fedshift.analysis.statistics import corrected, holm_correction, mean_and_std, paired_difference, paired_tests
+from fedshift.utils.errors import UsageError
 
 
 def test_mean_and_std_by_hand():
@@ -91,7 +91,7 @@ def test_intervals_exclude_zero_exactly_where_holm_claims():
         gaps = random.normal(random.choice([0, 1, 3], (6, 1)), 1, (6, 4)).tolist()
         raw = [paired_difference(gap, [0.0] * 4) for gap in gaps]
         found = corrected(raw)
-        assert [each.p for each in found] == holm([each.p for each in raw])
+        assert [each.p for each in found] == holm_correction([each.p for each in raw])
         for one, each in zip(raw, found, strict=True):
             assert each.told_apart == (each.low > 0 or each.high < 0)
             assert each.low <= one.low
@@ -115,15 +115,15 @@ def test_wrong_use_is_refused():
 
 def test_holm_by_hand():
     # Sorted: 0.005 x 4, 0.01 x 3, 0.03 x 2, and 0.04 x 1, which must not be below the one before it.
-    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
-    assert holm([0.6, 0.4]) == pytest.approx([0.8, 0.8])
-    assert holm([0.9, 0.9]) == [1, 1]
-    assert holm([0.03]) == [0.03]
-    assert holm([]) == []
+    assert holm_correction([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm_correction([0.6, 0.4]) == pytest.approx([0.8, 0.8])
+    assert holm_correction([0.9, 0.9]) == [1, 1]
+    assert holm_correction([0.03]) == [0.03]
+    assert holm_correction([]) == []
 
 
 def test_holm_leaves_what_was_not_tested_out():
-    first, missing, second = holm([0.01, math.nan, 0.02])
+    first, missing, second = holm_correction([0.01, math.nan, 0.02])
     assert (first, second) == pytest.approx((0.02, 0.02))
     assert math.isnan(missing)
 
@@ -139,4 +139,4 @@ def test_holm_rejects_step_by_step(level):
             if value > level / (6 - step):
                 break
             rejected.add(value)
-        assert {value for value, p in zip(values, holm(values), strict=True) if p <= level} == rejected
+        assert {value for value, p in zip(values, holm_correction(values), strict=True) if p <= level} == rejected

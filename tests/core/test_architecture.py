@@ -7,13 +7,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fedshift.base.errors import UsageError
 from fedshift.core.architecture import architecture
 from fedshift.core.work import Work
+from fedshift.experiments.settings import Settings
+from fedshift.experiments.trial import Trial
 from fedshift.methods.fedavg import fedavg
-from fedshift.nn.linear import QuickLinear
-from fedshift.settings import Settings
-from fedshift.trial import Trial
+from fedshift.nn.linear import FastLinear
+from fedshift.utils.errors import UsageError
 
 
 class Counting(nn.Module):
@@ -55,16 +55,16 @@ def test_what_matters_to_results_and_is_no_shape_is_compared(tiny, changes, said
     before.advance()
     other = trial(tiny, **changes)
     with pytest.raises(UsageError, match="this run was begun with another model: then ") as refused:
-        other.accept(before.tensors()[1], 0)
+        other.check_compatible(before.to_tensors()[1], 0)
     assert said in str(refused.value)
-    trial(tiny).accept(before.tensors()[1], 0)
+    trial(tiny).check_compatible(before.to_tensors()[1], 0)
 
 
 def test_how_a_layer_prints_itself_is_not_compared(tiny, monkeypatch):
-    before = trial(tiny).tensors()[1]
+    before = trial(tiny).to_tensors()[1]
     for kind in (nn.Dropout, nn.BatchNorm2d, nn.Conv2d, nn.Linear):
         monkeypatch.setattr(kind, "extra_repr", lambda self: "as another release prints it")
-    trial(tiny).accept(before, 0)
+    trial(tiny).check_compatible(before, 0)
 
 
 def test_a_setting_that_a_release_of_torch_adds_is_not_compared_until_it_is_used():
@@ -91,5 +91,5 @@ def test_shapes_types_and_shared_tensors_are_named():
 
 def test_layers_that_multiply_by_another_library_are_the_same_network():
     usual, quick = nn.Linear(2, 2), nn.Linear(2, 2)
-    quick.__class__ = QuickLinear
+    quick.__class__ = FastLinear
     assert architecture(usual) == architecture(quick)

@@ -6,28 +6,26 @@ import pytest
 import torch
 from torch import nn
 
-from fedshift.base.errors import UsageError
-from fedshift.base.state import clone, equal
-from fedshift.core.folding import server_round
 from fedshift.core.kernel import (
-    begin,
-    corrected,
-    finish,
+    client_final,
+    client_init,
+    client_step,
+    client_step_,
+    compute_objective,
     global_state,
     init_client,
     init_server,
-    objective,
     personal_state,
-    step,
-    step_,
+    transform_gradients,
     update_,
 )
 from fedshift.core.method import Method
 from fedshift.core.optimizer import SGD, AdamW
 from fedshift.core.plan import forward
-from fedshift.core.prepare import prepare
+from fedshift.core.preparation import prepare
 from fedshift.core.rule import Rule
-from fedshift.core.select import Scope, everything, named
+from fedshift.core.selection import Scope, everything, name_matches
+from fedshift.core.server_round import server_round
 from fedshift.core.work import Work
 from fedshift.methods.centralized import centralized
 from fedshift.methods.ditto import ditto
@@ -38,6 +36,8 @@ from fedshift.methods.fedwon import fedwon
 from fedshift.methods.fixbn import fixbn
 from fedshift.methods.partialfed_adaptive import partialfed_adaptive
 from fedshift.methods.scaffold import scaffold
+from fedshift.utils.errors import UsageError
+from fedshift.utils.state import clone, is_equal
 
 KEY = torch.tensor(7)
 PURE = pytest.mark.parametrize(
@@ -76,34 +76,34 @@ def batch(seed, size=6):
 @PURE
 def test_the_pure_step_changes_nothing_it_is_given_and_equals_the_one_in_place(method, optimizer):
     plan = plan_of(method, optimizer=optimizer)
-    pure = begin(plan, init_client(plan), init_server(plan), planned=3)
-    owned = begin(plan, init_client(plan), init_server(plan), planned=3)
+    pure = client_init(plan, init_client(plan), init_server(plan), planned_steps=3)
+    owned = client_init(plan, init_client(plan), init_server(plan), planned_steps=3)
     for number in range(3):
         before = clone({**pure.params, **pure.rest, **{f"o/{k}": v for k, v in pure.optimizer.items()}})
         old = pure
-        pure, loss = step(plan, pure, *batch(number), KEY + number)
-        assert equal(before, {**old.params, **old.rest, **{f"o/{k}": v for k, v in old.optimizer.items()}})
-        owned, same = step_(plan, owned, *batch(number), KEY + number)
+        pure, loss = client_step(plan, pure, *batch(number), KEY + number)
+        assert is_equal(before, {**old.params, **old.rest, **{f"o/{k}": v for k, v in old.optimizer.items()}})
+        owned, same = client_step_(plan, owned, *batch(number), KEY + number)
         assert torch.equal(loss, same)
-    assert equal(pure.params, owned.params)
-    assert equal(pure.rest, owned.rest)
-    assert equal(pure.optimizer, owned.optimizer)
+    assert is_equal(pure.params, owned.params)
+    assert is_equal(pure.rest, owned.rest)
+    assert is_equal(pure.optimizer, owned.optimizer)
 
 
 @PURE
 def test_objective_and_update_run_under_vmap_and_equal_clients_one_by_one(method, optimizer):
     plan = plan_of(method, optimizer=optimizer)
-    job = begin(plan, init_client(plan), init_server(plan), planned=2)
+    job = client_init(plan, init_client(plan), init_server(plan), planned_steps=2)
     data = [batch(number) for number in range(3)]
     x, y = (torch.stack(parts) for parts in zip(*data, strict=True))
     keys = torch.arange(3) + 2**40
 
     def descended(params, rest, x, y, key):
-        return objective(plan, replace(job, rest=rest), params, x, y, key)
+        return compute_objective(plan, replace(job, rest=rest), params, x, y, key)
 
     def updated(params, optimizer, grads, rest, key):
         lane = replace(job, params=params, optimizer=optimizer)
-        after = update_(plan, lane, corrected(plan, lane, grads, key), rest, 6)
+        after = update_(plan, lane, transform_gradients(plan, lane, grads, key), rest, 6)
         return after.params, after.optimizer
 
     lanes = [{n: torch.stack([t] * 3) for n, t in part.items()} for part in (job.params, job.rest, job.optimizer)]
@@ -114,7 +114,7 @@ def test_objective_and_update_run_under_vmap_and_equal_clients_one_by_one(method
     grads = dict(zip(params, found, strict=True))
     params, _ = torch.vmap(updated)(params, lanes[2], grads, rest, keys)
     for lane in range(3):
-        alone, loss = step(plan, job, x[lane], y[lane], keys[lane])
+        alone, loss = client_step(plan, job, x[lane], y[lane], keys[lane])
         for name, tensor in (alone.params | alone.rest).items():
             assert ((params | rest)[name][lane] - tensor).abs().max() <= 1e-9, name
         assert abs(losses[lane] - loss) <= 1e-12
@@ -132,16 +132,16 @@ class Counting(Rule):
     def server_memory(self, initial):
         return {"total": torch.zeros(1)}
 
-    def loss(self, loss, params, local):
+    def transform_loss(self, loss, params, context):
         return loss * self.by
 
-    def grads(self, grads, params, local):
+    def transform_grads(self, grads, params, context):
         return {name: grad + self.by for name, grad in grads.items()}
 
-    def finish(self, params, local):
-        return {"seen": local.memory["seen"] + self.by}, {"new": local.memory["seen"] + self.by}
+    def finalize(self, params, context):
+        return {"seen": context.memory["seen"] + self.by}, {"new": context.memory["seen"] + self.by}
 
-    def fold(self, memory, uploads, shares):
+    def aggregate_memory(self, memory, uploads, shares):
         part = sum(share * upload["new"] for share, upload in zip(shares, uploads, strict=True))
         return {"total": memory["total"] + part}
 
@@ -154,14 +154,14 @@ def test_rules_chain_in_order_and_never_meet():
     x, y = torch.randn(4, 2, dtype=torch.float64), torch.tensor([0, 1, 0, 1])
     moved = []
     for each in (plan, plain):
-        job, _ = step(each, begin(each, init_client(each), init_server(each)), x, y, KEY)
+        job, _ = client_step(each, client_init(each, init_client(each), init_server(each)), x, y, KEY)
         moved.append(each.initial["weight"] - job.params["weight"])
     # Both losses are scaled (2 * 10), then both constants are added, in order.
     assert (moved[0] - (20 * moved[1] + 12)).abs().max() <= 1e-12
     client, server = init_client(plan), init_server(plan)
     for _ in range(2):
-        job, _ = step(plan, begin(plan, client, server), x, y, KEY)
-        client, update = finish(plan, job)
+        job, _ = client_step(plan, client_init(plan, client, server), x, y, KEY)
+        client, update = client_final(plan, job)
         server = server_round(plan, server, {"a": update}, {"a": 4, "b": 12})
     assert {name: float(tensor) for name, tensor in client.memory.items()} == {
         "0.counting/seen": 4.0, "1.counting/seen": 20.0,
@@ -179,20 +179,20 @@ def test_a_rule_decides_what_is_trained():
 
     plan = plan_of(replace(fedavg(), rules=(HeadOnly(),)))
     assert plan.trained == {"5.weight", "5.bias"}
-    job, _ = step(plan, begin(plan, init_client(plan), init_server(plan)), *batch(0), KEY)
-    client, update = finish(plan, job)
+    job, _ = client_step(plan, client_init(plan, init_client(plan), init_server(plan)), *batch(0), KEY)
+    client, update = client_final(plan, job)
     assert torch.equal(update.shared["0.weight"], plan.initial["0.weight"])
     assert not client.personal
 
 
 def test_loading_less_than_is_sent_gives_each_client_its_own_part_and_the_server_a_whole_model():
-    method = Method(name="partial", scope=Scope(load=~named("5.*"), send=everything))
+    method = Method(name="partial", scope=Scope(load=~name_matches("5.*"), send=everything))
     plan = plan_of(method)
     server, clients = init_server(plan), {name: init_client(plan) for name in "ab"}
     updates = {}
     for number, name in enumerate(clients):
-        job, _ = step(plan, begin(plan, clients[name], server), *batch(number), KEY)
-        clients[name], updates[name] = finish(plan, job)
+        job, _ = client_step(plan, client_init(plan, clients[name], server), *batch(number), KEY)
+        clients[name], updates[name] = client_final(plan, job)
     server = server_round(plan, server, updates, {"a": 4, "b": 4})
     mean = (clients["a"].personal["5.weight"] + clients["b"].personal["5.weight"]) / 2
     assert (global_state(plan, server)["5.weight"] - mean).abs().max() <= 1e-15
@@ -223,7 +223,7 @@ def test_evaluation_changes_nothing_and_hidden_buffers_do_not_leak():
     [
         (lambda: prepare(fedavg(), nn.Linear(2, 2)), "no optimizer"),
         (lambda: plan_of(fedbn(), nn.Linear(2, 2)), "batch_norm matches no entry.*Linear"),
-        (lambda: plan_of(Method(name="odd", scope=Scope(send=~named("0.*")))), "loads '0.bias', which no client sends"),
+        (lambda: plan_of(Method(name="odd", scope=Scope(send=~name_matches("0.*")))), "loads '0.bias', which no client sends"),
         (lambda: plan_of(fedbn(centralized())), "pools all data but keeps entries"),
         (lambda: plan_of(fedavg(), network().requires_grad_(False)), "trains no parameter"),
         (
@@ -262,9 +262,9 @@ def test_a_network_that_decides_itself_what_training_mode_means_is_asked():
             return self
 
     plan = plan_of(fedavg(), model=Stubborn(*network()).double())
-    job = begin(plan, init_client(plan), init_server(plan))
-    after, _ = step(plan, job, *batch(0), KEY)
+    job = client_init(plan, init_client(plan), init_server(plan))
+    after, _ = client_step(plan, job, *batch(0), KEY)
     assert torch.equal(after.rest["1.running_mean"], job.rest["1.running_mean"])
     plain = plan_of(fedavg())
-    moved, _ = step(plain, begin(plain, init_client(plain), init_server(plain)), *batch(0), KEY)
+    moved, _ = client_step(plain, client_init(plain, init_client(plain), init_server(plain)), *batch(0), KEY)
     assert not torch.equal(moved.rest["1.running_mean"], job.rest["1.running_mean"])

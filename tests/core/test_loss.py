@@ -8,8 +8,8 @@ import torch
 from sklearn.utils.class_weight import compute_class_weight
 from torch import nn
 
-from fedshift.base.errors import UsageError
 from fedshift.core.loss import cross_entropy, focal, parse_loss
+from fedshift.utils.errors import UsageError
 
 WEIGHTS = (0.5, 2.0, 1.0, 3.0)
 EVERY = (
@@ -101,13 +101,13 @@ def test_weights_are_made_where_the_logits_are(loss):
 
 def test_balanced_weights_are_scikit_learns():
     y = np.repeat(np.arange(4), [5, 1, 30, 14])
-    loss = cross_entropy(weights="balanced").resolved(torch.from_numpy(np.bincount(y)))
+    loss = cross_entropy(weights="balanced").resolve(torch.from_numpy(np.bincount(y)))
     assert loss.weights == pytest.approx(compute_class_weight("balanced", classes=np.arange(4), y=y))
 
 
 def test_a_class_without_samples_has_no_weight_and_the_others_are_balanced_among_themselves():
     y = np.repeat([0, 2, 3], [5, 30, 14])
-    loss = focal(weights="balanced", gamma=1).resolved(torch.tensor([5, 0, 30, 14]))
+    loss = focal(weights="balanced", gamma=1).resolve(torch.tensor([5, 0, 30, 14]))
     expected = compute_class_weight("balanced", classes=np.array([0, 2, 3]), y=y)
     assert loss.weights == pytest.approx((expected[0], 0, *expected[1:]))
     assert loss.gamma == 1
@@ -118,14 +118,14 @@ def test_a_class_without_samples_has_no_weight_and_the_others_are_balanced_among
 def test_weights_by_inverse_frequency_are_flambys_for_fed_isic2019():
     alpha = np.array([5.5813, 2.0472, 7.0204, 26.1194, 9.5369, 101.0707, 92.5224, 38.3443])
     counts = torch.from_numpy((18_597 / alpha).round()).long()
-    found, balanced = (focal(weights=name).resolved(counts).weights for name in ("inverse_frequency", "balanced"))
+    found, balanced = (focal(weights=name).resolve(counts).weights for name in ("inverse_frequency", "balanced"))
     assert found == pytest.approx(alpha, rel=1e-3)
     assert np.array(found) == pytest.approx(8 * np.array(balanced), rel=1e-14)
 
 
 def test_weights_by_inverse_frequency_are_all_samples_over_those_of_a_class():
     n, counts = np.array([5, 0, 30, 14]), torch.tensor([5, 0, 30, 14])
-    loss = focal(weights="inverse_frequency", gamma=2).resolved(counts)
+    loss = focal(weights="inverse_frequency", gamma=2).resolve(counts)
     assert loss.weights == pytest.approx((49 / 5, 0, 49 / 30, 49 / 14), rel=1e-14)
     logits, y = batch()
     p = np.exp(logits.numpy()) / np.exp(logits.numpy()).sum(axis=1, keepdims=True)
@@ -133,9 +133,9 @@ def test_weights_by_inverse_frequency_are_all_samples_over_those_of_a_class():
         49 / n[k] * (1 - row[k]) ** 2 * -math.log(row[k]) if n[k] else 0.0 for row, k in zip(p, y.tolist(), strict=True)
     ]
     assert loss(logits, y).item() == pytest.approx(sum(terms) / len(terms), rel=1e-12)
-    divided = cross_entropy(weights="inverse_frequency").resolved(counts)
+    divided = cross_entropy(weights="inverse_frequency").resolve(counts)
     assert divided(logits, y).item() == pytest.approx(
-        cross_entropy(weights="balanced").resolved(counts)(logits, y).item(), rel=1e-14
+        cross_entropy(weights="balanced").resolve(counts)(logits, y).item(), rel=1e-14
     )
 
 
@@ -150,7 +150,7 @@ def test_a_batch_of_classes_without_weight_counts_nothing():
 def test_other_losses_stay_as_they_are_when_resolved():
     counts = torch.tensor([4, 2, 9, 1])
     for loss in EVERY:
-        assert loss.resolved(counts) == loss
+        assert loss.resolve(counts) == loss
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_other_losses_stay_as_they_are_when_resolved():
 def test_a_loss_is_read_back_from_its_text(loss):
     assert parse_loss(str(loss)) == loss
     assert hash(parse_loss(str(loss))) == hash(loss)
-    resolved = loss.resolved(torch.tensor([3, 0, 7, 11]))
+    resolved = loss.resolve(torch.tensor([3, 0, 7, 11]))
     assert parse_loss(str(resolved)) == resolved
 
 
@@ -179,7 +179,7 @@ def test_balanced_weights_must_be_resolved_before_use():
 
 def test_a_wrong_number_of_weights_is_named_when_resolved():
     with pytest.raises(UsageError, match="focal: 2 weights for 3 classes: give a number for each class"):
-        focal(weights=(1, 2)).resolved(torch.tensor([4, 4, 4]))
+        focal(weights=(1, 2)).resolve(torch.tensor([4, 4, 4]))
 
 
 @pytest.mark.parametrize(

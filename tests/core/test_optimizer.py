@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from fedshift.base.errors import UsageError
 from fedshift.core.optimizer import SGD, AdamW, Cosine, Exponential, Schedule, StepDecay
+from fedshift.utils.errors import UsageError
 
 PAIRS = [
     (SGD(lr=0.1), lambda p: torch.optim.SGD(p, lr=0.1)),
@@ -35,7 +35,7 @@ def test_equals_torch_optim(ours, theirs):
         for parameter, grad in zip(modules, grads.values(), strict=True):
             parameter.grad = grad.clone()
         optimizer.step()
-        ours.update_(params, grads, state, ours.rate(0))
+        ours.update_(params, grads, state, ours.lr_in_round(0))
         for parameter, mine in zip(modules, params.values(), strict=True):
             assert (parameter - mine).abs().max() <= 1e-14
 
@@ -55,7 +55,7 @@ def test_schedules_equal_torchs(ours, theirs):
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.2)
     scheduler = theirs(optimizer)
     for round_ in range(9):
-        assert SGD(lr=0.2, schedule=ours).rate(round_) == pytest.approx(scheduler.get_last_lr()[0], rel=1e-12)
+        assert SGD(lr=0.2, schedule=ours).lr_in_round(round_) == pytest.approx(scheduler.get_last_lr()[0], rel=1e-12)
         optimizer.step()
         scheduler.step()
 

@@ -5,21 +5,23 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from fedshift.base.errors import UsageError
-from fedshift.core.kernel import begin, init_client, init_server, step
+from fedshift.core.kernel import client_init, client_step, init_client, init_server
 from fedshift.core.optimizer import SGD
-from fedshift.core.prepare import prepare
+from fedshift.core.preparation import prepare
+from fedshift.experiments.trial import make_network
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedbn import fedbn
 from fedshift.methods.gn import gn
-from fedshift.trial import make_network
+from fedshift.utils.errors import UsageError
 
 KEY = torch.tensor(0)
 
 
 def stepped(module, x, method=None):
     plan = prepare(method or fedavg(), module, optimizer=SGD(lr=0.1), sample=x[:1])
-    job, _ = step(plan, begin(plan, init_client(plan), init_server(plan)), x, torch.arange(len(x)) % 2, KEY)
+    job, _ = client_step(
+        plan, client_init(plan, init_client(plan), init_server(plan)), x, torch.arange(len(x)) % 2, KEY
+    )
     return plan, {**job.params, **job.rest}
 
 

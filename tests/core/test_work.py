@@ -4,13 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedshift.base.errors import UsageError
-from fedshift.core.work import Work, batches
+from fedshift.core.work import Work, iterate_batches
+from fedshift.utils.errors import UsageError
 
 
 @given(samples=st.integers(1, 200), size=st.integers(1, 50), smallest=st.integers(1, 2))
 def test_bounds_cover_every_sample_once(samples, size, smallest):
-    bounds = Work(batch_size=size, epochs=1).bounds(samples, smallest)
+    bounds = Work(batch_size=size, epochs=1).batch_bounds(samples, smallest)
     assert [start for start, _ in bounds] == [0, *(stop for _, stop in bounds[:-1])]
     assert bounds[-1][1] == samples
     assert all(stop - start <= size + smallest - 1 for start, stop in bounds)
@@ -20,24 +20,24 @@ def test_bounds_cover_every_sample_once(samples, size, smallest):
 
 def test_the_last_batch_is_kept_although_smaller():
     # FedBN's digits: 743 samples in batches of 32 make 24 batches, the last of 7.
-    bounds = Work(batch_size=32, epochs=1).bounds(743)
+    bounds = Work(batch_size=32, epochs=1).batch_bounds(743)
     assert (len(bounds), bounds[-1][1] - bounds[-1][0]) == (24, 7)
 
 
 def test_a_single_left_over_sample_joins_the_batch_before_it_only_where_it_must():
-    assert Work(batch_size=4, epochs=1).bounds(9) == ((0, 4), (4, 8), (8, 9))
-    assert Work(batch_size=4, epochs=1).bounds(9, smallest=2) == ((0, 4), (4, 9))
+    assert Work(batch_size=4, epochs=1).batch_bounds(9) == ((0, 4), (4, 8), (8, 9))
+    assert Work(batch_size=4, epochs=1).batch_bounds(9, smallest=2) == ((0, 4), (4, 9))
 
 
 def test_full_batch_is_all_samples():
-    assert Work(batch_size=None, epochs=1).bounds(17) == ((0, 17),)
+    assert Work(batch_size=None, epochs=1).batch_bounds(17) == ((0, 17),)
 
 
 def test_groups_follow_fedmmbs_algorithm_1():
     # Ten batches a pass in groups of four: 4, 4, 2, then the next pass begins.
     work, done, groups = Work(batch_size=1, batches=4), 0, []
     for _ in range(6):
-        steps = work.steps(done, 10)
+        steps = work.steps_of_round(done, 10)
         groups.append(list(steps))
         done = steps.stop
     assert groups == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9], [10, 11, 12, 13], [14, 15, 16, 17], [18, 19]]
@@ -48,14 +48,16 @@ def test_rounds_are_told_from_the_steps_that_were_done(per_pass, count, kind):
     work, done = Work(**{kind: count}), 0
     for number in range(20):
         assert work.rounds(done, per_pass) == number
-        done = work.steps(done, per_pass).stop
+        done = work.steps_of_round(done, per_pass).stop
 
 
 @given(samples=st.integers(1, 40), size=st.integers(1, 9), passes=st.integers(1, 3))
 def test_every_pass_uses_every_sample_once_in_a_new_order(samples, size, passes):
     work = Work(batch_size=size, epochs=passes)
-    bounds = work.bounds(samples)
-    drawn = [index.tolist() for _, index in batches(0, "c", samples, bounds, work.steps(0, len(bounds)))]
+    bounds = work.batch_bounds(samples)
+    drawn = [
+        index.tolist() for _, index in iterate_batches(0, "c", samples, bounds, work.steps_of_round(0, len(bounds)))
+    ]
     orders = []
     for number in range(passes):
         part = drawn[number * len(bounds) : (number + 1) * len(bounds)]
@@ -66,10 +68,10 @@ def test_every_pass_uses_every_sample_once_in_a_new_order(samples, size, passes)
 
 
 def test_the_order_depends_on_seed_and_client_and_on_the_step_alone():
-    bounds = Work(batch_size=5, epochs=1).bounds(20)
+    bounds = Work(batch_size=5, epochs=1).batch_bounds(20)
 
     def draw(seed, client, steps):
-        return {step: index.tolist() for step, index in batches(seed, client, 20, bounds, steps)}
+        return {step: index.tolist() for step, index in iterate_batches(seed, client, 20, bounds, steps)}
 
     whole = draw(1, "a", range(8))
     assert draw(1, "a", range(3, 6)) == {step: whole[step] for step in (3, 4, 5)}

@@ -16,8 +16,8 @@ from matplotlib.ft2font import FT2Font
 from PIL import ImageFont
 from sklearn.datasets import load_digits, load_sample_images
 
-from fedshift.base.errors import UsageError
-from fedshift.data.digits import CLIENTS, FONTS, digits, sources
+from fedshift.data.digits import CLIENTS, FONTS, digits, list_sources
+from fedshift.utils.errors import UsageError
 
 HANDWRITTEN = tuple(name for name in CLIENTS if name != "print")
 
@@ -46,12 +46,12 @@ def test_every_image_is_uint8_rgb_and_every_class_is_in_every_split() -> None:
 
 
 def test_no_handwritten_digit_stands_twice_and_none_is_left_out() -> None:
-    used = np.concatenate([part for name in HANDWRITTEN for part in sources()[name].values()])
+    used = np.concatenate([part for name in HANDWRITTEN for part in list_sources()[name].values()])
     assert sorted(used) == list(range(1797))
 
 
 def test_no_printed_digit_stands_in_both_splits() -> None:
-    train, test = (set(sources()["print"][split].tolist()) for split in ("train", "test"))
+    train, test = (set(list_sources()["print"][split].tolist()) for split in ("train", "test"))
     assert train.isdisjoint(test)
     assert {number // 10 for number in train} == set(range(len(FONTS["train"])))
     assert {number // 10 - len(FONTS["train"]) for number in test} == set(range(len(FONTS["test"])))
@@ -62,14 +62,14 @@ def test_no_printed_digit_stands_in_both_splits() -> None:
 def test_labels_are_those_of_the_sources(name: str) -> None:
     client = digits().client(name)
     for split in ("train", "test"):
-        source = sources()[name][split]
+        source = list_sources()[name][split]
         labels = source % 10 if name == "print" else load_digits().target[source]
         assert client.splits[split].y.tolist() == labels.tolist()
 
 
 @pytest.mark.parametrize("name", HANDWRITTEN)
 def test_images_resemble_the_digit_they_come_from_more_than_any_other(name: str) -> None:
-    split, source = digits().client(name).test, sources()[name]["test"]
+    split, source = digits().client(name).test, list_sources()[name]["test"]
     gray = split.x.float().mean(1).flatten(1).numpy()
     match = np.abs(np.corrcoef(gray, inks()[source].reshape(len(source), -1))[: len(gray), len(gray) :])
     right = (match.argmax(1) == np.arange(len(source))).mean()
@@ -78,7 +78,7 @@ def test_images_resemble_the_digit_they_come_from_more_than_any_other(name: str)
 
 
 def test_pen_is_the_handwriting_upright_and_unmirrored() -> None:
-    place, image = sources()["pen"]["train"][0], digits().client("pen").train.x[0].numpy()
+    place, image = list_sources()["pen"]["train"][0], digits().client("pen").train.x[0].numpy()
     for channel in image:
         np.testing.assert_array_equal(channel, np.round(255 * inks()[place]))
 
@@ -86,7 +86,7 @@ def test_pen_is_the_handwriting_upright_and_unmirrored() -> None:
 @pytest.mark.parametrize("split", ["train", "test"])
 def test_photo_is_the_absolute_difference_of_one_patch_and_the_digit(split: str) -> None:
     image = digits().client("photo").splits[split].x[0].numpy().transpose(1, 2, 0).astype(float)
-    ink = 255 * inks()[sources()["photo"][split][0]][..., None]
+    ink = 255 * inks()[list_sources()["photo"][split][0]][..., None]
     bare = ink[0, :, 0] == 0  # here the top row shows the photograph itself
     assert bare.sum() >= 8
     found = []
@@ -144,7 +144,7 @@ def test_the_five_looks_differ() -> None:
 def test_sources_have_a_known_digest() -> None:
     # Pixels depend on the versions of FreeType and the JPEG decoder; which digit goes where does not.
     digest = blake2b(digest_size=8)
-    for splits in sources().values():
+    for splits in list_sources().values():
         for part in splits.values():
             digest.update(part.astype("<i8").tobytes())
     assert digest.hexdigest() == "8aee92fe8400e1a1"
@@ -152,7 +152,7 @@ def test_sources_have_a_known_digest() -> None:
 
 def test_the_same_bytes_in_every_call_and_process() -> None:
     first = digits().fingerprint
-    sources.cache_clear()
+    list_sources.cache_clear()
     again = digits.__wrapped__()
     assert again is not digits()
     assert again.fingerprint == first

@@ -9,18 +9,18 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedshift.base.errors import UsageError
 from fedshift.data.digits import digits
 from fedshift.data.federation import ClientData, Federation, federation
 from fedshift.data.partition import dirichlet, repeat
-from fedshift.data.split import Split
+from fedshift.data.samples import Samples
+from fedshift.utils.errors import UsageError
 
 
-def split(count: int, shape: tuple[int, ...] = (3, 8, 8), classes: int = 3, key: int = 0, dtype=torch.uint8) -> Split:
+def split(count: int, shape: tuple[int, ...] = (3, 8, 8), classes: int = 3, key: int = 0, dtype=torch.uint8) -> Samples:
     random = np.random.default_rng([key, count])
     x = random.integers(0, 256, (count, *shape))
     x = torch.from_numpy(x).to(dtype)
-    return Split(x=x / 255 if x.is_floating_point() else x, y=torch.arange(count) % classes)
+    return Samples(x=x / 255 if x.is_floating_point() else x, y=torch.arange(count) % classes)
 
 
 def client(name: str, train: int = 10, shape: tuple[int, ...] = (3, 8, 8), **others) -> ClientData:
@@ -32,7 +32,7 @@ def of(*clients: ClientData, classes: int = 3) -> Federation:
     return Federation(name="test", clients=clients, classes=classes)
 
 
-def samples(part: Split) -> list[bytes]:
+def samples(part: Samples) -> list[bytes]:
     """Each sample with its label as bytes, so that sets of samples can be compared."""
     return [x.numpy().tobytes() + bytes([int(y)]) for x, y in zip(part.x, part.y, strict=True)]
 
@@ -41,7 +41,7 @@ def samples(part: Split) -> list[bytes]:
 
 
 def test_limit_draws_without_replacement_and_the_same_in_every_call(tiny, unchanged):
-    first, second = tiny.limit(15), tiny.limit(15)
+    first, second = tiny.limit_samples(15), tiny.limit_samples(15)
     assert first.fingerprint == second.fingerprint != tiny.fingerprint
     for whole, limited in zip(tiny.clients, first.clients, strict=True):
         assert len(limited.train) == 15
@@ -51,15 +51,15 @@ def test_limit_draws_without_replacement_and_the_same_in_every_call(tiny, unchan
 
 
 def test_limit_to_fewer_samples_takes_some_of_those_that_limit_to_more_takes(tiny):
-    for few, more in zip(tiny.limit(6).clients, tiny.limit(12).clients, strict=True):
+    for few, more in zip(tiny.limit_samples(6).clients, tiny.limit_samples(12).clients, strict=True):
         assert set(samples(few.train)) < set(samples(more.train))
 
 
 def test_limit_names_the_client_that_has_too_few_and_what_would_work(tiny):
     with pytest.raises(UsageError, match=r"client 'bob' has 17 training samples, fewer than samples=20: .* at most 17"):
-        tiny.limit(20)
+        tiny.limit_samples(20)
     with pytest.raises(UsageError, match="samples=0: must be at least 1"):
-        tiny.limit(0)
+        tiny.limit_samples(0)
 
 
 @pytest.mark.parametrize("fraction", [0.01, 0.2, 0.5])
@@ -84,16 +84,16 @@ def test_hold_out_leaves_every_client_a_training_sample(tiny):
 
 
 def test_only_chooses_and_orders(tiny):
-    assert tiny.only(["cid", "ann"]).names == ("cid", "ann")
-    assert tiny.only(["cid"]).clients[0] is tiny.client("cid")
+    assert tiny.select_clients(["cid", "ann"]).names == ("cid", "ann")
+    assert tiny.select_clients(["cid"]).clients[0] is tiny.client("cid")
     said = replace(tiny, notices=("client 'ann': one file left out", "client 'bob': two", "column 'a' is constant"))
-    assert said.only(["cid", "bob"]).notices == said.notices[1:]
+    assert said.select_clients(["cid", "bob"]).notices == said.notices[1:]
     with pytest.raises(UsageError, match="unknown client 'bobby': did you mean 'bob'\\? allowed are ann, bob, cid"):
-        tiny.only(["bobby"])
+        tiny.select_clients(["bobby"])
 
 
 def test_pooled_holds_every_sample_once(tiny, unchanged):
-    (pooled,) = tiny.hold_out(0.2).pooled().clients
+    (pooled,) = tiny.hold_out(0.2).pool().clients
     assert pooled.name == "pooled"
     for name, part in pooled.splits.items():
         separate = [sample for c in tiny.hold_out(0.2).clients for sample in samples(c.splits[name])]
@@ -102,16 +102,16 @@ def test_pooled_holds_every_sample_once(tiny, unchanged):
 
 def test_pooled_keeps_the_validation_samples_of_those_who_have_some(tiny):
     some = replace(tiny, clients=(tiny.clients[0], *tiny.hold_out(0.2).clients[1:]))
-    pooled = some.pooled().clients[0]
+    pooled = some.pool().clients[0]
     assert len(pooled.validation) == sum(len(client.validation) for client in some.clients[1:])
     assert len(pooled.train) + len(pooled.validation) == sum(len(client.train) for client in tiny.clients)
 
 
 def test_pooled_samples_are_scaled_as_each_clients_own_even_where_they_share_an_array():
     dealt = dirichlet(clients=3, alpha=0.1)(digits())
-    scaled = replace(dealt, clients=tuple(client.normalized() for client in dealt.clients))
+    scaled = replace(dealt, clients=tuple(client.normalize() for client in dealt.clients))
     own = torch.cat([client.train.inputs(slice(None)) for client in scaled.clients])
-    assert torch.equal(scaled.pooled().clients[0].train.inputs(slice(None)), own)
+    assert torch.equal(scaled.pool().clients[0].train.inputs(slice(None)), own)
 
 
 def test_copies_of_a_sample_stay_on_one_side_of_validation(tiny):
@@ -131,7 +131,7 @@ def test_validation_data_that_there_are_already_are_not_drawn_again(tiny):
 
 def test_images_of_two_sizes_are_brought_to_28():
     federation = of(client("a", shape=(3, 16, 16)), client("b", shape=(3, 32, 32)))
-    for before, after in zip(federation.clients, federation.fitted().check().clients, strict=True):
+    for before, after in zip(federation.clients, federation.fit_images().check().clients, strict=True):
         for name, part in after.splits.items():
             assert part.x.shape[1:] == (3, 28, 28)
             assert part.x.dtype == torch.uint8
@@ -143,24 +143,24 @@ def test_images_of_two_sizes_are_brought_to_28():
 
 
 def test_images_of_one_size_keep_it_and_their_memory(tiny, unchanged):
-    for before, after in zip(tiny.clients, tiny.fitted().clients, strict=True):
+    for before, after in zip(tiny.clients, tiny.fit_images().clients, strict=True):
         assert after.train.x.shape == before.train.x.shape
         assert torch.equal(after.train.x, before.train.x)
         assert after.train.x.data_ptr() == before.train.x.data_ptr()
 
 
 def test_a_size_asked_for_is_given(tiny, unchanged):
-    assert tiny.fitted(12).sample_shape == (3, 12, 12)
+    assert tiny.fit_images(12).sample_shape == (3, 12, 12)
 
 
 def test_a_test_set_of_another_size_is_fitted_too():
     odd = client("a", test=split(6, (3, 16, 16)))
-    assert {part.x.shape[1:] for part in of(odd).fitted(8).check().clients[0].splits.values()} == {(3, 8, 8)}
-    assert {part.x.shape[1:] for part in of(odd).fitted().check().clients[0].splits.values()} == {(3, 28, 28)}
+    assert {part.x.shape[1:] for part in of(odd).fit_images(8).check().clients[0].splits.values()} == {(3, 8, 8)}
+    assert {part.x.shape[1:] for part in of(odd).fit_images().check().clients[0].splits.values()} == {(3, 28, 28)}
 
 
 def test_gray_is_repeated_next_to_color():
-    gray, color = of(client("gray", shape=(1, 8, 8)), client("rgb")).fitted().check().clients
+    gray, color = of(client("gray", shape=(1, 8, 8)), client("rgb")).fit_images().check().clients
     assert gray.train.x.shape[1:] == color.train.x.shape[1:] == (3, 8, 8)
     assert torch.equal(gray.train.x[:, 0], gray.train.x[:, 1])
     assert torch.equal(gray.train.x[:, 0], gray.train.x[:, 2])
@@ -168,18 +168,18 @@ def test_gray_is_repeated_next_to_color():
 
 
 def test_gray_alone_stays_gray():
-    assert of(client("a", shape=(1, 8, 8)), client("b", shape=(1, 8, 8))).fitted().sample_shape == (1, 8, 8)
+    assert of(client("a", shape=(1, 8, 8)), client("b", shape=(1, 8, 8))).fit_images().sample_shape == (1, 8, 8)
 
 
 def test_gray_test_images_beside_color_training_images_are_repeated():
     odd = client("a", test=split(6, (1, 8, 8)))
-    assert of(odd).fitted().check().clients[0].test.x.shape[1:] == (3, 8, 8)
+    assert of(odd).fit_images().check().clients[0].test.x.shape[1:] == (3, 8, 8)
 
 
 def test_float_images_are_resized_but_never_rounded_or_cut():
     values = torch.randn(10, 3, 16, 16, generator=torch.Generator().manual_seed(0))
-    part = Split(x=values, y=torch.arange(10) % 3)
-    (fitted,) = of(ClientData(name="a", train=part, test=part)).fitted(8).clients
+    part = Samples(x=values, y=torch.arange(10) % 3)
+    (fitted,) = of(ClientData(name="a", train=part, test=part)).fit_images(8).clients
     exact = F.interpolate(values, size=(8, 8), mode="bilinear", antialias=True, align_corners=False)
     assert torch.equal(fitted.train.x, exact)
     assert exact.min() < 0
@@ -188,28 +188,28 @@ def test_float_images_are_resized_but_never_rounded_or_cut():
 def test_images_with_an_odd_number_of_channels_are_refused_by_name():
     data = of(client("a"), client("b"), client("four", shape=(4, 8, 8)))
     with pytest.raises(UsageError, match=r"client 'four', train data: 4 channels where others have 3: .* 3 channels"):
-        data.fitted()
+        data.fit_images()
 
 
 def test_features_and_images_do_not_mix():
     with pytest.raises(UsageError, match=r"client 'flat', train data: samples of shape \(5,\) where others are images"):
-        of(client("a"), client("flat", shape=(5,))).fitted()
+        of(client("a"), client("flat", shape=(5,))).fit_images()
 
 
 def test_features_must_agree():
     same = of(client("a", shape=(5,)), client("b", shape=(5,)))
-    assert same.fitted(28) is same
+    assert same.fit_images(28) is same
     with pytest.raises(UsageError, match=r"client 'odd', train data: samples of shape \(4,\) where others have \(5,\)"):
-        of(client("a", shape=(5,)), client("b", shape=(5,)), client("odd", shape=(4,))).fitted().check()
+        of(client("a", shape=(5,)), client("b", shape=(5,)), client("odd", shape=(4,))).fit_images().check()
 
 
 # Checks
 
 
-def nan_at(part: Split, index: int) -> Split:
+def nan_at(part: Samples, index: int) -> Samples:
     x = part.x.float()
     x[index, 0, 2, 2] = float("nan")
-    return Split(x=x, y=part.y)
+    return Samples(x=x, y=part.y)
 
 
 GOOD = split(6)
@@ -222,11 +222,11 @@ BAD = {
         of(client("a"), classes=2), "client 'a', train data: label 2 is out of range; labels must be 0..1",
     ),
     "a negative label": (
-        of(client("a", test=Split(x=GOOD.x, y=torch.tensor([0, 1, 2, 0, -1, 1])))),
+        of(client("a", test=Samples(x=GOOD.x, y=torch.tensor([0, 1, 2, 0, -1, 1])))),
         "client 'a', test data: label -1 is out of range; labels must be 0..2",
     ),
     "NaN": (of(client("a", test=nan_at(GOOD, 4))), "client 'a', test data: sample 4 has NaN or infinite values"),
-    "a label too few": (of(client("a", test=Split(x=GOOD.x, y=GOOD.y[:5]))), "6 samples but 5 labels"),
+    "a label too few": (of(client("a", test=Samples(x=GOOD.x, y=GOOD.y[:5]))), "6 samples but 5 labels"),
     "one class": (of(client("a", train=1)), "client 'a' has only class 0 in its 1 training samples"),
     "two shapes": (of(client("a"), client("b", shape=(3, 9, 9))), "where others have"),
 }  # fmt: skip
@@ -247,7 +247,7 @@ def test_a_single_class_may_be_allowed():
 @pytest.mark.parametrize("data", [of(), of(client("a", train=0), client("b", shape=(3, 9, 9)))])
 def test_fitting_leaves_what_is_wrong_to_the_check(data):
     with pytest.raises(UsageError):
-        data.fitted().check()
+        data.fit_images().check()
 
 
 def test_classes_default_to_one_more_than_the_largest_training_label_of_any_client():
@@ -264,15 +264,15 @@ def test_classes_default_to_one_more_than_the_largest_training_label_of_any_clie
 def test_the_fingerprint_changes_with_every_sample_label_name_order_and_split(tiny):
     def with_first(**changed: torch.Tensor) -> Federation:
         first = tiny.clients[0]
-        train = Split(**({"x": first.train.x.clone(), "y": first.train.y.clone()} | changed))
+        train = Samples(**({"x": first.train.x.clone(), "y": first.train.y.clone()} | changed))
         return replace(tiny, clients=(replace(first, train=train), *tiny.clients[1:]))
 
     x, y = tiny.clients[0].train.x.clone(), tiny.clients[0].train.y.clone()
     x[5, 2, 7, 7] ^= 1
     y[5] = (y[5] + 1) % 3
     others = [
-        with_first(x=x), with_first(y=y), tiny.only(["bob", "ann", "cid"]), tiny.only(["ann", "bob"]),
-        tiny.hold_out(0.1), tiny.limit(17), with_first(x=tiny.clients[0].train.x.float()),
+        with_first(x=x), with_first(y=y), tiny.select_clients(["bob", "ann", "cid"]), tiny.select_clients(["ann", "bob"]),
+        tiny.hold_out(0.1), tiny.limit_samples(17), with_first(x=tiny.clients[0].train.x.float()),
         replace(tiny, clients=(replace(tiny.clients[0], name="eve"), *tiny.clients[1:])),
     ]  # fmt: skip
     prints = [data.fingerprint for data in (tiny, *others)]
@@ -291,4 +291,4 @@ def test_choosing_loses_nothing_at_any_size(sizes, fraction, samples_each):
     for before, after in zip(data.clients, held.clients, strict=True):
         assert sorted(samples(after.train) + samples(after.validation)) == sorted(samples(before.train))
         assert len(after.train) >= 1
-    assert {len(c.train) for c in data.limit(samples_each).clients} == {samples_each}
+    assert {len(c.train) for c in data.limit_samples(samples_each).clients} == {samples_each}

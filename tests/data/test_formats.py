@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from scipy.io import savemat
 
-from fedshift.base.errors import UsageError
-from fedshift.data.formats import gray_levels, read_digits_mat, read_idx, read_libsvm, read_table
+from fedshift.data.formats import read_digits_mat, read_idx, read_libsvm, read_table, to_gray_levels
+from fedshift.utils.errors import UsageError
 
 IMAGES = struct.pack(">4B3I", 0, 0, 8, 3, 2, 2, 3) + bytes(range(12))
 LABELS = struct.pack(">4BI", 0, 0, 8, 1, 4) + bytes([7, 0, 9, 3])
@@ -107,6 +107,6 @@ def test_a_table_has_the_columns_that_are_expected(tmp_path):
 def test_fractions_become_the_nearest_gray_level():
     levels = np.arange(256)
     for dtype in (np.float32, np.float64):
-        assert np.array_equal(gray_levels((levels / 255).astype(dtype), "x"), levels)
+        assert np.array_equal(to_gray_levels((levels / 255).astype(dtype), "x"), levels)
     with pytest.raises(UsageError, match=r"usps.h5 holds pixels from 0 to 255, expected were 0 to 1"):
-        gray_levels(levels.astype(float), "usps.h5")
+        to_gray_levels(levels.astype(float), "usps.h5")

@@ -8,8 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedshift.base.errors import UsageError
-from fedshift.data.assignment import assignment, saved
+from fedshift.data.assignment import describe_assignment, saved
 from fedshift.data.federation import ClientData, Federation, federation
 from fedshift.data.partition import (
     dirichlet,
@@ -23,7 +22,8 @@ from fedshift.data.partition import (
     truncate,
     validation,
 )
-from fedshift.data.split import Split
+from fedshift.data.samples import Samples
+from fedshift.utils.errors import UsageError
 
 
 def numbered(*sizes: int, classes: int = 10, test: int = 40, imbalance: bool = False) -> Federation:
@@ -35,7 +35,7 @@ def numbered(*sizes: int, classes: int = 10, test: int = 40, imbalance: bool = F
             x = torch.arange(start, start + count, dtype=torch.float32)[:, None]
             y = torch.from_numpy(np.random.default_rng(start).integers(0, classes, count))
             y = y * torch.rand(count, generator=torch.Generator().manual_seed(start)).gt(0.6) if imbalance else y
-            parts[name] = Split(x=x, y=y)
+            parts[name] = Samples(x=x, y=y)
             start += count
         clients.append(ClientData(name=f"d{place}", **parts))
     return Federation(name="numbered", clients=tuple(clients), classes=classes)
@@ -162,7 +162,7 @@ def test_non_iid_l_is_fedmmbs(clients, per_client):
 def test_ham_non_iid_has_the_papers_sizes_and_numbers_of_classes():
     sizes = {"akiec": 262, "bcc": 411, "bkl": 879, "df": 92, "mel": 890, "nv": 5364, "vasc": 114}
     y = torch.cat([torch.full((count,), place) for place, count in enumerate(sizes.values())])
-    part = Split(x=torch.arange(len(y), dtype=torch.float32)[:, None], y=y)
+    part = Samples(x=torch.arange(len(y), dtype=torch.float32)[:, None], y=y)
     data = Federation(
         name="ham", clients=(ClientData(name="ham", train=part, test=part),), classes=7, class_names=tuple(sizes)
     )
@@ -220,7 +220,7 @@ def test_ten_thousand_clients_share_one_array():
     x, y = rng.integers(0, 256, (20_000, 4, 4), dtype=np.uint8), rng.integers(0, 10, 20_000)
     data = federation({"one": (x, y, x[:100], y[:100])})
     for change in (iid(clients=10_000), dirichlet(clients=10_000, alpha=0.1), labels(clients=10_000, per_client=1)):
-        made = change(data).fitted().check(allow_single_class=True)
+        made = change(data).fit_images().check(allow_single_class=True)
         assert len(made.clients) == 10_000
         assert len({client.train.store.data_ptr() for client in made.clients}) == 1
         assert made.clients[0].train.store.data_ptr() == data.clients[0].train.store.data_ptr()
@@ -232,7 +232,7 @@ def test_a_saved_split_is_read_back_sample_for_sample(tmp_path):
     made = data
     for change in changes:
         made = change(made)
-    table = assignment(data, changes)
+    table = describe_assignment(data, changes)
     assert list(table.columns) == ["client", "split", "domain", "source", "row"]
     assert (table["client"] == "client-*").sum() == 80  # test data, shared by all, stand once
     file = tmp_path / "split.csv"
@@ -250,7 +250,7 @@ def test_a_saved_split_is_read_back_sample_for_sample(tmp_path):
 
 def test_a_saved_split_of_other_data_is_refused(tmp_path):
     file = tmp_path / "split.csv"
-    assignment(numbered(120), [iid(clients=3)]).to_csv(file, index=False)
+    describe_assignment(numbered(120), [iid(clients=3)]).to_csv(file, index=False)
     with pytest.raises(UsageError, match="which has 60 samples here"):
         saved(path=str(file))(numbered(60))
     with pytest.raises(UsageError, match="cannot be read"):
@@ -300,7 +300,7 @@ def test_what_cannot_be_split_so_is_refused(make, said):
 def test_test_data_that_a_domains_clients_share_stand_once_in_a_saved_split(tmp_path):
     data = numbered(60, 50, test=30)
     changes = [iid(clients=4, within="domain")]
-    table = assignment(data, changes)
+    table = describe_assignment(data, changes)
     assert len(table) == 60 + 50 + 2 * 30
     assert set(table["client"][table["split"] == "test"]) == {"d0-*", "d1-*"}
     file = tmp_path / "split.csv"
@@ -316,7 +316,7 @@ def test_clients_may_be_called_what_a_table_takes_for_missing(tmp_path):
         data, clients=tuple(replace(c, name=n) for c, n in zip(data.clients, ("NA", "nan", ""), strict=True))
     )
     file = tmp_path / "split.csv"
-    assignment(named, [truncate()]).to_csv(file, index=False)
+    describe_assignment(named, [truncate()]).to_csv(file, index=False)
     assert saved(path=str(file))(named).names == ("NA", "nan", "")
 
 
@@ -329,7 +329,7 @@ def test_clients_may_be_called_what_a_table_takes_for_missing(tmp_path):
     ],
 )
 def test_a_saved_split_that_was_changed_by_hand_is_refused(tmp_path, old, new, said):
-    text = assignment(numbered(20), [iid(clients=2, test="same")]).to_csv(index=False)
+    text = describe_assignment(numbered(20), [iid(clients=2, test="same")]).to_csv(index=False)
     (tmp_path / "split.csv").write_text(text.replace(old, new))
     with pytest.raises(UsageError, match=said):
         saved(path=str(tmp_path / "split.csv"))(numbered(20))

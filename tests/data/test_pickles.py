@@ -11,8 +11,8 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from fedshift.base.errors import UsageError
 from fedshift.data.pickles import load_pickle, read_pickle
+from fedshift.utils.errors import UsageError
 
 RANDOM = np.random.default_rng(0)
 ARRAYS = {

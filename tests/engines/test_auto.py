@@ -10,16 +10,16 @@ from fedshift.core.optimizer import SGD
 from fedshift.core.work import Work
 from fedshift.data.digits import digits
 from fedshift.engines import auto
-from fedshift.engines.cost import operations, peak
+from fedshift.engines.cost_model import count_operations, measure_peak
+from fedshift.experiments.settings import Settings
+from fedshift.experiments.trial import Trial
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedbn import fedbn
-from fedshift.settings import Settings
-from fedshift.trial import Trial
 
 
 @pytest.fixture(scope="module")
 def data():
-    return digits().limit(20)
+    return digits().limit_samples(20)
 
 
 def network(shape, classes):
@@ -38,8 +38,8 @@ def timings(monkeypatch, tmp_path):
 
     def set_to(**seconds):
         monkeypatch.setenv("FEDSHIFT_CACHE", str(tmp_path))
-        monkeypatch.setattr(auto, "_timed", lambda *_: taken.append(1) or seconds)
-        monkeypatch.setattr(auto, "processors", lambda: 4)
+        monkeypatch.setattr(auto, "_time_engines", lambda *_: taken.append(1) or seconds)
+        monkeypatch.setattr(auto, "available_processors", lambda: 4)
         return taken
 
     return set_to
@@ -47,15 +47,15 @@ def timings(monkeypatch, tmp_path):
 
 def test_operations_are_three_forward_passes_of_products_and_convolutions(data):
     running = trial(data)
-    assert operations(running.plan, running.train) == 3 * 2 * (3 * 28 * 28 * 40 + 40 * 10)
+    assert count_operations(running.plan, running.train) == 3 * 2 * (3 * 28 * 28 * 40 + 40 * 10)
     kernels = trial(data, fedavg(), lambda s, c: nn.Sequential(nn.Conv2d(3, c, 28), nn.Flatten()))
-    assert operations(kernels.plan, kernels.train) == 3 * 2 * 3 * 28 * 28 * 10
+    assert count_operations(kernels.plan, kernels.train) == 3 * 2 * 3 * 28 * 28 * 10
 
 
 def test_little_work_runs_one_client_after_another_and_is_not_timed(data, timings):
     taken = timings(sequential=1.0, stacked=0.1)
-    assert trial(data, rounds=1).chosen.engine == "sequential"
-    assert "too few" in trial(data, rounds=1).chosen.why
+    assert trial(data, rounds=1).engine_choice.engine == "sequential"
+    assert "too few" in trial(data, rounds=1).engine_choice.reason
     assert not taken
 
 
@@ -64,9 +64,9 @@ def linear(shape, classes):
 
 
 def test_one_plain_step_a_round_is_one_big_batch(data):
-    choice = trial(data, fedavg(), linear, work=Work(batches=1)).chosen
+    choice = trial(data, fedavg(), linear, work=Work(batches=1)).engine_choice
     assert choice.engine == "identity"
-    assert "one step on all batches" in choice.why
+    assert "one step on all batches" in choice.reason
 
 
 @pytest.mark.parametrize(
@@ -82,26 +82,26 @@ def test_one_plain_step_a_round_is_one_big_batch(data):
 )
 def test_the_fastest_is_chosen_and_the_others_times_are_told(data, timings, seconds, engine):
     timings(**seconds)
-    choice = trial(data).chosen
+    choice = trial(data).engine_choice
     assert choice.engine == engine
-    assert all(f"{name} " in choice.why for name in seconds)
+    assert all(f"{name} " in choice.reason for name in seconds)
     assert choice.threads == (1 if len(seconds) == 3 and "pool" not in seconds else None)
-    assert "MFLOP a sample" in choice.why
+    assert "MFLOP a sample" in choice.reason
 
 
 def test_starting_processes_must_pay_for_a_run(data, timings, monkeypatch):
     timings(sequential=0.02, pool=0.02)
     monkeypatch.setattr(auto, "LITTLE", 1)
-    assert trial(data, rounds=100).chosen.engine == "pool"
-    assert trial(data, rounds=10).chosen.engine == "sequential"
+    assert trial(data, rounds=100).engine_choice.engine == "pool"
+    assert trial(data, rounds=10).engine_choice.engine == "sequential"
 
 
 def test_timings_are_remembered_by_what_they_depend_on(data, timings):
     taken = timings(sequential=0.003, stacked=0.001)
     for _ in range(2):
-        assert trial(data).chosen.engine == "stacked"
+        assert trial(data).engine_choice.engine == "stacked"
     assert len(taken) == 1
-    assert trial(data, work=Work(batch_size=5, epochs=1)).chosen.engine == "stacked"
+    assert trial(data, work=Work(batch_size=5, epochs=1)).engine_choice.engine == "stacked"
     assert len(taken) == 2
 
 
@@ -109,8 +109,8 @@ def test_timings_are_remembered_by_what_they_depend_on(data, timings):
 def test_a_damaged_memory_is_made_again(data, timings, tmp_path, content):
     taken = timings(sequential=0.003, stacked=0.001)
     (tmp_path / "engines.json").write_text(content)
-    assert trial(data).chosen.engine == "stacked"
-    assert trial(data).chosen.engine == "stacked"
+    assert trial(data).engine_choice.engine == "stacked"
+    assert trial(data).engine_choice.engine == "stacked"
     assert len(taken) == 1
     assert json.loads((tmp_path / "engines.json").read_text())
 
@@ -119,16 +119,16 @@ def test_a_place_that_cannot_be_written_costs_only_the_memory(data, timings, tmp
     timings(sequential=0.003, stacked=0.001)
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FEDSHIFT_CACHE", str(tmp_path / "file" / "below"))
-    assert trial(data).chosen.engine == "stacked"
+    assert trial(data).engine_choice.engine == "stacked"
 
 
 def test_engines_are_timed_for_real(data, monkeypatch, tmp_path):
     monkeypatch.setenv("FEDSHIFT_CACHE", str(tmp_path))
-    monkeypatch.setattr(auto, "processors", lambda: 2)
+    monkeypatch.setattr(auto, "available_processors", lambda: 2)
     threads = torch.get_num_threads()
     running = trial(data)
     before = running.plan.initial["1.weight"].clone()
-    assert running.chosen.engine in ("sequential", "stacked", "pool")
+    assert running.engine_choice.engine in ("sequential", "stacked", "pool")
     (found,) = json.loads((tmp_path / "engines.json").read_text()).values()
     assert found.keys() == {"sequential", "stacked", "pool"} | (
         {"sequential on one thread", "stacked on one thread"} if threads > 1 else set()
@@ -141,7 +141,9 @@ def test_engines_are_timed_for_real(data, monkeypatch, tmp_path):
 def test_threads_are_limited_while_clients_train_and_no_longer(data, timings, monkeypatch):
     timings(**{"sequential": 0.003, "sequential on one thread": 0.001})
     seen, before = [], torch.get_num_threads()
-    monkeypatch.setattr("fedshift.engines.sequential.step_", lambda *_: seen.append(torch.get_num_threads()) or 1 / 0)
+    monkeypatch.setattr(
+        "fedshift.engines.sequential.client_step_", lambda *_: seen.append(torch.get_num_threads()) or 1 / 0
+    )
     torch.set_num_threads(2)
     try:
         with pytest.raises(ZeroDivisionError):
@@ -157,18 +159,18 @@ def test_a_resumed_run_keeps_the_engine_that_it_began_with(data, timings, tmp_pa
     begun = trial(data)
     begun.advance()
     begun.save(tmp_path, "checkpoint.safetensors")
-    from fedshift.checkpoint import load_checkpoint
+    from fedshift.results.checkpoint import load_checkpoint
 
     timings(sequential=0.001, stacked=0.003)
     resumed = trial(data, work=Work(batch_size=10, epochs=1))
     resumed.restore(*load_checkpoint(tmp_path / "checkpoint.safetensors"), tmp_path)
-    chosen = resumed.chosen
-    assert (chosen.engine, chosen.threads, chosen.why) == ("stacked", 1, "as the run was begun")
+    chosen = resumed.engine_choice
+    assert (chosen.engine, chosen.threads, chosen.reason) == ("stacked", 1, "as the run was begun")
 
 
 def test_the_peak_is_measured_and_leaves_the_threads_alone():
     threads = torch.get_num_threads()
-    found = peak(1)
+    found = measure_peak(1)
     assert found.keys() == {"product", "convolution"}
     assert min(found.values()) > 1e8
     assert torch.get_num_threads() == threads

@@ -10,10 +10,10 @@ from fedshift.core.work import Work
 from fedshift.data.federation import federation
 from fedshift.engines.catalog import ENGINES
 from fedshift.engines.engine import Diverged
+from fedshift.experiments.settings import Settings
+from fedshift.experiments.trial import Trial
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.single import single
-from fedshift.settings import Settings
-from fedshift.trial import Trial
 
 GENERAL = sorted(ENGINES.keys() - {"identity"})
 

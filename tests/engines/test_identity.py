@@ -5,21 +5,21 @@ import pytest
 import torch
 from torch import nn
 
-from fedshift.base.errors import UsageError
-from fedshift.base.state import equal
 from fedshift.core.loss import parse_loss
 from fedshift.core.optimizer import SGD, AdamW
 from fedshift.core.work import Work
-from fedshift.data.augment import parse
+from fedshift.data.augmentation import parse_augmentation
 from fedshift.data.federation import federation
+from fedshift.experiments.settings import Settings
+from fedshift.experiments.trial import Trial
 from fedshift.methods.fedadam import fedadam
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedbn import fedbn
 from fedshift.methods.fedprox import fedprox
 from fedshift.methods.fedsmb import fedsmb
 from fedshift.methods.median import median
-from fedshift.settings import Settings
-from fedshift.trial import Trial
+from fedshift.utils.errors import UsageError
+from fedshift.utils.state import is_equal
 
 
 def plain(shape, classes):
@@ -59,7 +59,7 @@ def trial(engine, method=None, model=plain, **changes):
         (fedavg(), {"work": Work(batch_size=None, batches=1)}),
         (fedavg(), {"optimizer": SGD(lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01)}),
         (fedadam(), {}),
-        (fedavg(), {"participation": 2, "augment": parse("flip(), rotate(degrees=30)")}),
+        (fedavg(), {"participation": 2, "augment": parse_augmentation("flip(), rotate(degrees=30)")}),
         (fedavg(), {"loss": parse_loss("cross_entropy(weights='balanced')")}),
     ],
     ids=["groups", "fedsmb", "uniform", "unequal", "momentum", "fedadam", "augmented", "weighted loss"],
@@ -83,7 +83,7 @@ def test_it_repeats_itself_bit_for_bit():
     for _ in range(2):
         first.advance()
         second.advance()
-    assert equal(first.server.shared, second.server.shared)
+    assert is_equal(first.server.shared, second.server.shared)
 
 
 @pytest.mark.parametrize(

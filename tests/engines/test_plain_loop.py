@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from fedshift.core.optimizer import SGD
-from fedshift.core.work import Work, batches
+from fedshift.core.work import Work, iterate_batches
 from fedshift.data.federation import federation
+from fedshift.experiments.settings import Settings
+from fedshift.experiments.trial import Trial
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedbn import fedbn
-from fedshift.settings import Settings
-from fedshift.trial import Trial
 
 SIZES = {"x": 40, "y": 24, "z": 13}
 BATCH, SEED, LR, MOMENTUM, DECAY = 8, 11, 0.05, 0.9, 0.01
@@ -57,7 +57,7 @@ def plain_rounds(federation_, initial, rounds, dtype, keep_batch_norm_local, *, 
             network.train()
             sgd = torch.optim.SGD(network.parameters(), lr=LR, momentum=MOMENTUM, weight_decay=DECAY)
             bounds = tuple((start, min(start + BATCH, len(y))) for start in range(0, len(y), BATCH))
-            for _, index in batches(SEED, name, len(y), bounds, range(steps[name], steps[name] + len(bounds))):
+            for _, index in iterate_batches(SEED, name, len(y), bounds, range(steps[name], steps[name] + len(bounds))):
                 sgd.zero_grad()
                 nn.functional.cross_entropy(network(x[index]), y[index]).backward()
                 sgd.step()
@@ -95,7 +95,7 @@ def test_rounds_equal_a_plain_pytorch_loop(method, dtype, rounds, tolerance):
     for _ in range(rounds):
         trial.advance()
     for name, network in expected.items():
-        state = trial.state_of(name)
+        state = trial.model_state(name)
         assert state.keys() == network.state_dict().keys()
         for entry, tensor in network.state_dict().items():
             assert state[entry].dtype == tensor.dtype
@@ -134,7 +134,7 @@ def test_reported_loss_and_accuracy_are_those_of_the_plain_models():
     rows = trial.advance().rows
     for client in trial.data.clients:
         network = model((3, 8, 8), 4)
-        network.load_state_dict(trial.state_of(client.name))
+        network.load_state_dict(trial.model_state(client.name))
         network.eval()
         with torch.no_grad():
             logits = network(client.test.x / 127.5 - 1.0)

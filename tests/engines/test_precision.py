@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch import nn
 
-from fedshift.base.errors import UsageError
 from fedshift.core.optimizer import SGD
 from fedshift.core.work import Work
 from fedshift.data.digits import digits
+from fedshift.experiments.settings import Settings
+from fedshift.experiments.trial import Trial
 from fedshift.methods.fedbn import fedbn
-from fedshift.settings import Settings
-from fedshift.trial import Trial
+from fedshift.utils.errors import UsageError
 
 
 def network(shape, classes):
@@ -21,7 +21,7 @@ def network(shape, classes):
 def trial(precision, engine="sequential", **changes):
     settings = {"rounds": 2, "work": Work(batch_size=10, epochs=1), "optimizer": SGD(lr=0.05), "evaluate_every": 1}
     settings |= {"engine": engine, "precision": precision, **changes}
-    return Trial(fedbn(), network, digits().limit(20).only(["pen", "photo"]), Settings(**settings), 0)
+    return Trial(fedbn(), network, digits().limit_samples(20).select_clients(["pen", "photo"]), Settings(**settings), 0)
 
 
 @pytest.mark.parametrize("engine", ["sequential", "stacked"])
@@ -49,7 +49,7 @@ def test_a_run_is_not_resumed_in_another_precision():
     begun = trial("float32")
     begun.advance()
     with pytest.raises(UsageError, match="begun with another precision: then 'float32', now 'bfloat16'"):
-        trial("bfloat16").restore(*begun.tensors())
+        trial("bfloat16").restore(*begun.to_tensors())
 
 
 @pytest.mark.parametrize(

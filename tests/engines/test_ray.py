@@ -14,22 +14,22 @@ import pytest
 import torch
 from torch import nn
 
-from fedshift.base.errors import FedshiftError
-from fedshift.base.profiling import recording
-from fedshift.base.state import equal
 from fedshift.core.kernel import init_client, init_server
 from fedshift.core.optimizer import SGD
-from fedshift.core.prepare import prepare
+from fedshift.core.preparation import prepare
 from fedshift.core.work import Work
 from fedshift.data.federation import ClientData, Federation
-from fedshift.data.split import Split
+from fedshift.data.samples import Samples
 from fedshift.engines.engine import Diverged
 from fedshift.engines.ray import Ray
 from fedshift.engines.sequential import Sequential
+from fedshift.experiments.settings import Settings
+from fedshift.experiments.trial import Trial
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedbn import fedbn
-from fedshift.settings import Settings
-from fedshift.trial import Trial
+from fedshift.utils.errors import FedshiftError
+from fedshift.utils.profiling import record_seconds
+from fedshift.utils.state import is_equal
 
 pytestmark = pytest.mark.xdist_group("ray")
 
@@ -43,7 +43,7 @@ def everything():
     data, rows = {}, torch.arange(len(x)).split(list(SIZES.values()))
     for place, (name, size) in enumerate(SIZES.items()):
         x[rows[place], 0] = place
-        data[name] = Split(x=x, y=torch.arange(size) % 3, rows=rows[place])
+        data[name] = Samples(x=x, y=torch.arange(size) % 3, rows=rows[place])
     return data
 
 
@@ -105,8 +105,8 @@ def assert_rounds(found, count, **options):
     expected = trial("sequential", **options)
     for _ in range(count):
         expected.advance()
-    assert found.tensors()[1] == expected.tensors()[1]
-    assert equal(found.tensors()[0], expected.tensors()[0])
+    assert found.to_tensors()[1] == expected.to_tensors()[1]
+    assert is_equal(found.to_tensors()[0], expected.to_tensors()[0])
 
 
 def test_trials_that_take_turns_have_the_bits_of_the_sequential_engine():
@@ -138,7 +138,7 @@ def test_only_a_clients_own_samples_travel():
 
 def test_seconds_of_the_workers_count_for_whoever_records():
     engine = Ray(plan_of(), DATA, 0, workers=2)
-    with recording() as seconds:
+    with record_seconds() as seconds:
         outcomes(engine)
     assert {"hand over", "data", "forward and backward", "update"} <= seconds.keys()
     engine.close()
@@ -224,7 +224,7 @@ def test_a_task_that_ray_cannot_run_is_named_with_its_last_words(monkeypatch):
     engine = Ray(plan_of(), DATA, 0, workers=2)
     outcomes(engine)
     lacking = sys.modules["ray"].remote(max_retries=0)(elsewhere)
-    monkeypatch.setattr("fedshift.engines.ray._task", lambda: lacking)
+    monkeypatch.setattr("fedshift.engines.ray._remote_task", lambda: lacking)
     with pytest.raises(FedshiftError, match=r"client '...' in round 1 was lost .*No module named 'fedshift'"):
         outcomes(engine)
     engine.close()
@@ -234,7 +234,7 @@ ALONE = """
 import sys
 sys.path.insert(0, sys.argv[1])
 import test_ray as tests
-assert tests.trial("auto").chosen and "ray" not in sys.modules
+assert tests.trial("auto").engine_choice and "ray" not in sys.modules
 running = tests.trial()
 running.advance()
 tests.assert_rounds(running, 1)

@@ -5,15 +5,15 @@ import pytest
 import torch
 from torch import nn
 
-from fedshift.base.errors import UsageError
-from fedshift.base.state import clone, equal
 from fedshift.core.loss import parse_loss
 from fedshift.core.optimizer import SGD, AdamW
 from fedshift.core.work import Work
-from fedshift.data.augment import parse
+from fedshift.data.augmentation import parse_augmentation
 from fedshift.data.federation import federation
 from fedshift.engines import stacked
-from fedshift.engines.cost import activations
+from fedshift.engines.cost_model import measure_activations
+from fedshift.experiments.settings import Settings
+from fedshift.experiments.trial import Trial
 from fedshift.methods.agc import agc
 from fedshift.methods.ditto import ditto
 from fedshift.methods.fedavg import fedavg
@@ -21,8 +21,8 @@ from fedshift.methods.fedbn import fedbn
 from fedshift.methods.partialfed_adaptive import partialfed_adaptive
 from fedshift.methods.scaffold import scaffold
 from fedshift.methods.single import single
-from fedshift.settings import Settings
-from fedshift.trial import Trial
+from fedshift.utils.errors import UsageError
+from fedshift.utils.state import clone, is_equal
 
 
 def network(shape, classes):
@@ -57,7 +57,7 @@ def assert_equal_rounds(one, other, rounds=3):
     for _ in range(rounds):
         one.advance()
         other.advance()
-    expected, found = one.tensors()[0], other.tensors()[0]
+    expected, found = one.to_tensors()[0], other.to_tensors()[0]
     assert expected.keys() == found.keys()
     for name, tensor in expected.items():
         assert (tensor.double() - found[name].double()).abs().max() <= 1e-9, name
@@ -75,7 +75,7 @@ def assert_equal_rounds(one, other, rounds=3):
         (partialfed_adaptive(), {"optimizer": AdamW(lr=0.01)}),
         (fedbn(), {"work": Work(batch_size=4, batches=3)}),
         (fedbn(), {"work": Work(batch_size=None, epochs=2)}),
-        (fedbn(), {"augment": parse("flip(), rotate(degrees=40), crop(padding=1)")}),
+        (fedbn(), {"augment": parse_augmentation("flip(), rotate(degrees=40), crop(padding=1)")}),
         (fedbn(), {"loss": parse_loss("focal(weights='balanced')")}),
     ],
     ids=["nesterov", "momentum kept", "adamw kept", "agc", "scaffold sampled", "ditto", "partialfed", "groups",
@@ -90,14 +90,14 @@ def test_lanes_may_go_in_chunks(lanes, monkeypatch):
     running = trial("stacked")
     held = sum(running.plan.initial[name].nbytes for name in running.plan.trained)
     monkeypatch.setattr(stacked, "CACHE", lanes * held)
-    assert stacked.lanes_at_once(running.plan, running.train, 5) == lanes
+    assert stacked.count_lanes(running.plan, running.train, 5) == lanes
     assert_equal_rounds(trial("sequential"), trial("stacked"))
 
 
 def test_activations_bound_the_lanes_too(monkeypatch):
     running = trial("stacked", fedavg())
     # Of one sample, in float64: five layers of 64 values (4 x 4 x 4, then flat) and 3 scores.
-    assert activations(running.plan, running.train) == 8 * (5 * 64 + 3)
+    assert measure_activations(running.plan, running.train) == 8 * (5 * 64 + 3)
     monkeypatch.setattr(stacked, "ACTIVATIONS", 2 * 8 * 8 * (5 * 64 + 3))
     assert trial("stacked", fedavg()).engine.width == 2
     assert_equal_rounds(trial("sequential", fedavg()), trial("stacked", fedavg()))
@@ -108,8 +108,8 @@ def test_what_the_server_holds_is_not_written_to(sizes):
     running = trial("stacked", fedavg(), sizes=sizes)
     before, held = clone(running.server.shared), running.server.shared
     updates = [trained.update for _, trained in running.engine.train(running.server, dict(running.clients))]
-    assert equal(held, before)
-    assert not any(equal(update.shared, before) for update in updates)
+    assert is_equal(held, before)
+    assert not any(is_equal(update.shared, before) for update in updates)
 
 
 def test_a_client_keeps_no_memory_of_the_others():
@@ -126,11 +126,11 @@ def test_large_layers_multiply_lane_by_lane_to_the_same_gradients(monkeypatch):
 
     from fedshift.nn import linear
 
-    monkeypatch.setattr(linear, "available", lambda: True)
+    monkeypatch.setattr(linear, "is_available", lambda: True)
     monkeypatch.setattr(linear, "_product", nn.functional.linear)
     monkeypatch.setattr(linear, "WORTH", 1)
     one, other = (trial(engine, fedavg(), wide, sizes=(16, 8)) for engine in ("sequential", "stacked"))
-    assert type(one.plan.module[1]) is linear.QuickLinear
+    assert type(one.plan.module[1]) is linear.FastLinear
     one.advance()
     other.advance()
     for name, tensor in one.server.shared.items():

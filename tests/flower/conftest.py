@@ -85,4 +85,4 @@ def machine(monkeypatch):
     """A process that is what Flower's server process is, and looks for answers without waiting."""
     for number in ("_run_id", "_node_id", "_task_id"):
         monkeypatch.setattr(TaskIdentity, number, 1)
-    monkeypatch.setattr("fedshift.flower.nodes.POLL", 0.0)
+    monkeypatch.setattr("fedshift.flower.server.nodes.POLL", 0.0)

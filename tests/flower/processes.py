@@ -14,10 +14,10 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from fedshift.flower.pki import make_authority
-from fedshift.flower.programs import free_port
-from fedshift.flower.quiet import QUIET
-from fedshift.rundir import toml
+from fedshift.flower.transport.no_telemetry import QUIET
+from fedshift.flower.transport.pki import make_authority
+from fedshift.flower.transport.programs import free_port
+from fedshift.results.run_directory import to_toml
 from tests.flower.gated import GATE
 
 ROOT = Path(__file__).parents[2]
@@ -97,7 +97,7 @@ class Machines:
         self.names = spec.domains.split(",")
         (folder / "watch").mkdir()
         (folder / "watch" / "sitecustomize.py").write_text(WATCHER)
-        (folder / "config.toml").write_text(toml(asdict(spec)))
+        (folder / "config.toml").write_text(to_toml(asdict(spec)))
         if tls:
             make_authority(folder / "tls", [], self.names)
 

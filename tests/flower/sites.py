@@ -16,15 +16,15 @@ with warnings.catch_warnings():  # what Flower imports (typer, click) is no matt
     from flwr.proto.message_pb2 import Message as ProtoMessage
     from flwr.serverapp import Grid
 
-from fedshift.build import experiment_of
-from fedshift.checkpoint import load_checkpoint
-from fedshift.client_store import PARTS
-from fedshift.config import RunSpec
-from fedshift.experiment import Experiment, Observer
-from fedshift.flower.coordinator import Coordinator
-from fedshift.flower.exchange import Exchange
-from fedshift.flower.site import Site
-from fedshift.rundir import trial_folder
+from fedshift.config.spec import RunSpec
+from fedshift.experiments.client_store import PARTS
+from fedshift.experiments.experiment import Experiment, Observer
+from fedshift.experiments.factory import make_experiment
+from fedshift.flower.server.coordinator import Coordinator
+from fedshift.flower.site.site import Site
+from fedshift.flower.transport.exchange import Exchange
+from fedshift.results.checkpoint import load_checkpoint
+from fedshift.results.run_directory import trial_folder
 
 RUN = 7
 
@@ -115,7 +115,7 @@ def coordinator(spec, grid, directory, heard, **order):
 
 def in_process(spec, directory) -> Experiment:
     """The same experiment in one process."""
-    experiment = experiment_of(replace(spec, engine="sequential"))
+    experiment = make_experiment(replace(spec, engine="sequential"))
     experiment.run(directory)
     return experiment
 
@@ -127,7 +127,7 @@ def same_as_in_process(spec, directory, folder, reference):
     """
     experiment = in_process(spec, reference)
     return [
-        same_trial(experiment._trial(method, seed), trial_folder(directory, method.name, seed), folder, reference)
+        same_trial(experiment._make_trial(method, seed), trial_folder(directory, method.name, seed), folder, reference)
         for method in experiment.methods
         for seed in experiment.seeds
     ]

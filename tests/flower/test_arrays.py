@@ -11,9 +11,17 @@ from flwr.app import Array, ArrayRecord
 from torch import nn
 
 from fedshift import SGD, fedbn, scaffold
-from fedshift.core.kernel import arrive, finish, init_client, init_server
-from fedshift.core.prepare import prepare
-from fedshift.flower.arrays import NUMPY, RAW, Refused, check_state, from_record, to_record, update_of
+from fedshift.core.kernel import client_final, init_client, init_server, load_state
+from fedshift.core.preparation import prepare
+from fedshift.flower.transport.arrays import (
+    NUMPY,
+    RAW,
+    RefusedMessage,
+    check_state,
+    check_update,
+    from_record,
+    to_record,
+)
 
 TYPES = (
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool, torch.uint8, torch.int8, torch.int16,
@@ -78,7 +86,7 @@ GOOD = to_record({"w": torch.ones(2, 3)})["w"]
     ],
 )
 def test_arrays_that_lie_about_themselves_are_refused(array, why):
-    with pytest.raises(Refused, match=why):
+    with pytest.raises(RefusedMessage, match=why):
         from_record(ArrayRecord({"w": array}))
 
 
@@ -88,12 +96,12 @@ def test_pickled_objects_are_not_loaded():
         Array(data)
     file = BytesIO()
     np.save(file, data, allow_pickle=True)
-    with pytest.raises(Refused, match="declared as float32"):
+    with pytest.raises(RefusedMessage, match="declared as float32"):
         from_record(ArrayRecord({"w": Array("float32", (1,), NUMPY, file.getvalue())}))
 
 
 def test_types_that_cannot_travel_are_refused():
-    with pytest.raises(Refused, match="complex64"):
+    with pytest.raises(RefusedMessage, match="complex64"):
         to_record({"w": torch.ones(2, dtype=torch.complex64)})
 
 
@@ -110,7 +118,7 @@ def test_types_that_cannot_travel_are_refused():
 )
 def test_states_that_do_not_fit_are_refused_by_entry(found, why):
     check_state({"w": torch.zeros(2)}, {"w": torch.ones(2)}, "the upload")
-    with pytest.raises(Refused, match=why):
+    with pytest.raises(RefusedMessage, match=why):
         check_state(found, {"w": torch.ones(2)}, "the upload")
 
 
@@ -121,9 +129,9 @@ def plan():
 
 def test_an_upload_of_the_kernel_passes_in_the_servers_order(plan):
     server = init_server(plan)
-    update = finish(plan, arrive(plan, init_client(plan), server))[1]
+    update = client_final(plan, load_state(plan, init_client(plan), server))[1]
     backwards = dict(reversed(update.shared.items()))
-    taken = update_of(plan, server, backwards, update.memory, 12, 3, update.memory, most=12)
+    taken = check_update(plan, server, backwards, update.memory, 12, 3, update.memory, most=12)
     assert list(taken.shared) == list(server.shared) == ["0.weight", "0.bias"]
     assert (taken.weight, taken.steps, taken.memory) == (12.0, 3, update.memory)
 
@@ -131,19 +139,19 @@ def test_an_upload_of_the_kernel_passes_in_the_servers_order(plan):
 @pytest.mark.parametrize("weight", [0, -1, 0.5, 13, 1e30, 10**400, float("nan"), float("inf")])
 def test_weights_that_are_no_number_of_samples_are_refused(plan, weight):
     server = init_server(plan)
-    with pytest.raises(Refused, match="number of samples, whole and from 1 to 12"):
-        update_of(plan, server, server.shared, {}, weight, 1, most=12)
+    with pytest.raises(RefusedMessage, match="number of samples, whole and from 1 to 12"):
+        check_update(plan, server, server.shared, {}, weight, 1, most=12)
 
 
 def test_steps_memory_and_personal_entries_are_checked(plan):
     server = init_server(plan)
-    memory = finish(plan, arrive(plan, init_client(plan), server))[1].memory
+    memory = client_final(plan, load_state(plan, init_client(plan), server))[1].memory
     name = min(memory)
-    with pytest.raises(Refused, match="5 local steps on 4 samples"):
-        update_of(plan, server, server.shared, memory, 4, 5, memory)
-    with pytest.raises(Refused, match=f"rule memory lacks entry '{name}'"):
-        update_of(plan, server, server.shared, {n: x for n, x in memory.items() if n != name}, 4, 1, memory)
-    with pytest.raises(Refused, match=f"'{name}' of the upload's rule memory holds NaN"):
-        update_of(plan, server, server.shared, memory | {name: memory[name] * torch.nan}, 4, 1)
-    with pytest.raises(Refused, match=r"entry '1\.weight', which does not belong there"):
-        update_of(plan, server, server.shared | {"1.weight": torch.ones(3)}, memory, 4, 1)
+    with pytest.raises(RefusedMessage, match="5 local steps on 4 samples"):
+        check_update(plan, server, server.shared, memory, 4, 5, memory)
+    with pytest.raises(RefusedMessage, match=f"rule memory lacks entry '{name}'"):
+        check_update(plan, server, server.shared, {n: x for n, x in memory.items() if n != name}, 4, 1, memory)
+    with pytest.raises(RefusedMessage, match=f"'{name}' of the upload's rule memory holds NaN"):
+        check_update(plan, server, server.shared, memory | {name: memory[name] * torch.nan}, 4, 1)
+    with pytest.raises(RefusedMessage, match=r"entry '1\.weight', which does not belong there"):
+        check_update(plan, server, server.shared | {"1.weight": torch.ones(3)}, memory, 4, 1)

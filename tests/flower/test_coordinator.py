@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-from fedshift.base.errors import FedshiftError, UsageError
-from fedshift.data.federation import label_counts
-from fedshift.data.files.columns import Column
-from fedshift.flower.local_data import meaning
-from fedshift.flower.population import Described, Population
-from fedshift.study import read_study
+from fedshift.data.federation import count_labels
+from fedshift.data.files.table_columns import Column
+from fedshift.flower.server.registry import ClientRegistry, SiteDescription
+from fedshift.flower.site.local_data import relabel
+from fedshift.results.summary import read_summary
+from fedshift.utils.errors import FedshiftError, UsageError
 from tests.flower.sites import Heard, SiteGrid, coordinator, in_process, same_as_in_process, sites_of, spec_for
 
 FIVE = "pen,photo,print,faded,worn"
@@ -18,7 +18,7 @@ COLUMNS = (Column(name="age"), Column(name="ward", categories=("A", "B")))
 
 def described(name, **changes):
     facts = {"version": "1", "shape": (3, 8, 8), "dtype": "uint8", "classes": 2, "class_names": ("cat", "dog")}
-    return Described(**({"name": name, "samples": {"train": 6, "test": 4}, "labels": None} | facts | changes))
+    return SiteDescription(**({"name": name, "samples": {"train": 6, "test": 4}, "labels": None} | facts | changes))
 
 
 def said(folder):
@@ -40,7 +40,7 @@ def test_the_records_are_those_of_one_process_and_hold_no_sample(tmp_path, machi
     spec = spec_for(validation=0.25, evaluate_every=1)
     assert coordinator(spec, SiteGrid(sites_of(spec, tmp_path)), tmp_path / "served", Heard()).run()
     in_process(spec, tmp_path / "reference")
-    study, reference = read_study(tmp_path / "served"), read_study(tmp_path / "reference")
+    study, reference = read_summary(tmp_path / "served"), read_summary(tmp_path / "reference")
     assert study.rows.drop(columns="loss_sum").equals(reference.rows.drop(columns="loss_sum"))
     assert study.rows["loss_sum"].to_numpy() == pytest.approx(reference.rows["loss_sum"].to_numpy())
     assert study.clients == reference.clients
@@ -50,12 +50,12 @@ def test_the_records_are_those_of_one_process_and_hold_no_sample(tmp_path, machi
 
 def test_several_methods_and_seeds_are_compared(tmp_path, machine):
     spec = spec_for(rounds=1)
-    from fedshift.config import CompareSpec
+    from fedshift.config.spec import CompareSpec
 
     given = {name: value for name, value in vars(spec).items() if name not in ("method", "seeds")}
     many = CompareSpec(**given, methods="fedavg,fedbn", seeds=2)
     assert coordinator(many, SiteGrid(sites_of(spec, tmp_path)), tmp_path / "served", Heard()).run()
-    assert set(read_study(tmp_path / "served").rows.groupby(["method", "seed"]).groups) == {
+    assert set(read_summary(tmp_path / "served").rows.groupby(["method", "seed"]).groups) == {
         (method, seed) for method in ("fedavg", "fedbn") for seed in (0, 1)
     }
 
@@ -78,11 +78,11 @@ def test_a_round_that_was_done_but_not_saved_is_done_again_from_where_it_began(t
             raise KeyboardInterrupt
         return save(self, folder, *names)
 
-    from fedshift.flower.across import TrialAcross
+    from fedshift.flower.server.remote_trial import RemoteTrial
 
-    save = TrialAcross.save
+    save = RemoteTrial.save
     with monkeypatch.context() as patch:
-        patch.setattr(TrialAcross, "save", killed)
+        patch.setattr(RemoteTrial, "save", killed)
         with pytest.raises(KeyboardInterrupt):
             coordinator(spec, grid, tmp_path / "served", Heard()).run()
     assert coordinator(spec, grid, tmp_path / "served", Heard()).run()
@@ -97,7 +97,7 @@ def test_a_client_that_comes_later_is_admitted_after_the_round(tmp_path, machine
     assert coordinator(spec, grid, tmp_path / "served", heard, clients=4).run()
     assert [len(done.participants) for done in heard.rounds] == [4, 4, 5]  # it is greeted while a round goes on
     assert json.loads((tmp_path / "served/machines/population.json").read_text())["clients"][-1]["name"] == "worn"
-    study = read_study(tmp_path / "served")
+    study = read_summary(tmp_path / "served")
     assert set(study.rows.query("client == 'worn'")["round"]) == {3}
     assert "worn" in study.clients
 
@@ -145,49 +145,52 @@ def test_label_counts_are_asked_for_only_where_the_loss_goes_by_them(tmp_path, m
 
 
 def test_clients_are_in_the_order_of_the_settings_and_those_admitted_later_last():
-    first = Population.new().with_clients([described("c"), described("a"), described("b")], order=("b",))
-    grown = first.with_clients([described("a"), described("A")], order=("b",))
+    first = ClientRegistry.empty().add_clients([described("c"), described("a"), described("b")], order=("b",))
+    grown = first.add_clients([described("a"), described("A")], order=("b",))
     assert [client.name for client in grown.clients] == ["b", "a", "c", "A"]
-    assert grown.experiment == first.experiment != Population.new().experiment
+    assert grown.experiment == first.experiment != ClientRegistry.empty().experiment
 
 
 def test_labels_count_among_the_classes_of_all_sites():
     some = described("a", labels=(5, 1), samples={"train": 6, "test": 4})
     other = described("b", labels=(2, 7), samples={"train": 9, "test": 4}, class_names=("ant", "cat"))
-    data = Population.new().with_clients([some, other]).federation(4)
+    data = ClientRegistry.empty().add_clients([some, other]).to_federation(4)
     assert data.class_names == ("ant", "cat", "dog")
-    assert label_counts(data).tolist() == [2, 12, 1, 0]
+    assert count_labels(data).tolist() == [2, 12, 1, 0]
     unnamed = [described(name, labels=(2, 4), class_names=()) for name in "ab"]
-    assert label_counts(Population.new().with_clients(unnamed).federation(None)).tolist() == [4, 8]
+    assert count_labels(ClientRegistry.empty().add_clients(unnamed).to_federation(None)).tolist() == [4, 8]
 
 
 def test_a_population_is_read_as_it_was_written(tmp_path):
-    population = Population.new().with_clients(
+    population = ClientRegistry.empty().add_clients(
         [described("a", labels=(2, 4)), described("b", columns=COLUMNS, shape=(3,))]
     )
     population.write(tmp_path / "machines" / "population.json")
-    assert Population.read(tmp_path / "machines" / "population.json") == population
+    assert ClientRegistry.read(tmp_path / "machines" / "population.json") == population
 
 
 def test_classes_of_all_sites_are_counted_together():
     sites = [described("a", class_names=("10", "9")), described("b", class_names=("2", "9"))]
-    data = Population.new().with_clients(sites).federation(None)
+    data = ClientRegistry.empty().add_clients(sites).to_federation(None)
     assert (data.class_names, data.classes) == (("2", "9", "10"), 3)
     same = [described("a", class_names=("dog", "cat")), described("b", class_names=("dog", "cat"))]
-    assert Population.new().with_clients(same).federation(None).class_names == ("dog", "cat")  # as both have them
+    assert ClientRegistry.empty().add_clients(same).to_federation(None).class_names == (
+        "dog",
+        "cat",
+    )  # as both have them
 
 
 def test_labels_of_a_site_mean_what_they_mean_at_all():
     import torch
 
     from fedshift.data.federation import ClientData, Federation
-    from fedshift.data.split import Split
+    from fedshift.data.samples import Samples
 
-    split = Split(x=torch.zeros(3, 2), y=torch.tensor([0, 1, 0]))
+    split = Samples(x=torch.zeros(3, 2), y=torch.tensor([0, 1, 0]))
     own = Federation(
         name="own", clients=(ClientData(name="a", train=split, test=split),), classes=2, class_names=("10", "9")
     )
-    found = meaning(own, 3, ("2", "9", "10"))
+    found = relabel(own, 3, ("2", "9", "10"))
     assert found.clients[0].train.y.tolist() == [2, 1, 2]
     assert (found.classes, found.class_names) == (3, ("2", "9", "10"))
 
@@ -203,7 +206,7 @@ def test_labels_of_a_site_mean_what_they_mean_at_all():
 )
 def test_sites_whose_data_do_not_go_together_are_named(changes, classes, why):
     with pytest.raises(FedshiftError, match=why):
-        Population.new().with_clients([described("a"), described("b", **changes)]).federation(classes)
+        ClientRegistry.empty().add_clients([described("a"), described("b", **changes)]).to_federation(classes)
 
 
 @pytest.mark.parametrize(
@@ -213,4 +216,4 @@ def test_sites_whose_data_do_not_go_together_are_named(changes, classes, why):
 def test_a_site_that_describes_itself_wrongly_is_not_understood(wrong):
     facts = {"name": "a", "version": "1", "shape": [1], "dtype": "uint8", "classes": 2, "class_names": []}
     with pytest.raises(FedshiftError):
-        Described.of(facts | {"samples": {"train": 1, "test": 1}, "labels": None} | wrong)
+        SiteDescription.of(facts | {"samples": {"train": 1, "test": 1}, "labels": None} | wrong)

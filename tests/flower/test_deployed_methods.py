@@ -2,16 +2,16 @@
 
 import pytest
 
-from fedshift.build import methods
-from fedshift.config import CompareSpec
+from fedshift.config.spec import CompareSpec
+from fedshift.experiments.factory import parse_methods
 from tests.flower.processes import machines
 from tests.flower.sites import same_as_in_process
-from tests.flower.test_across import FEDERATED
+from tests.flower.test_remote_trial import FEDERATED
 
 
 @pytest.mark.slow
 def test_every_method_is_what_it_is_in_one_process(tmp_path):
-    different = {methods(text)[0].name: text for text in FEDERATED}  # `tuned` alone is FedAvg
+    different = {parse_methods(text)[0].name: text for text in FEDERATED}  # `tuned` alone is FedAvg
     spec = CompareSpec(
         methods=",".join(different.values()),
         domains="pen,photo,print,faded,worn",

@@ -8,8 +8,8 @@ import pytest
 import torch
 from flwr.app import ArrayRecord, Context, RecordDict
 
-from fedshift.checkpoint import load_checkpoint
-from fedshift.flower.arrays import from_record
+from fedshift.flower.transport.arrays import from_record
+from fedshift.results.checkpoint import load_checkpoint
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "flower_fedbn"
 ROUNDS, LR = 2, 0.03

@@ -10,9 +10,9 @@ import torch
 from flwr.app import Array, ArrayRecord
 from flwr.common.constant import ErrorCode
 
-from fedshift.base.errors import FedshiftError
-from fedshift.checkpoint import load_checkpoint
-from fedshift.flower.arrays import from_record, to_record
+from fedshift.flower.transport.arrays import from_record, to_record
+from fedshift.results.checkpoint import load_checkpoint
+from fedshift.utils.errors import FedshiftError
 from tests.flower.sites import Heard, SiteGrid, coordinator, same_as_in_process, sites_of, spec_for
 
 NETWORK = "tests.flower.gated:network"
@@ -62,8 +62,10 @@ def clock(monkeypatch):
     def sleep(seconds):
         now.seconds += seconds
 
-    monkeypatch.setattr("fedshift.flower.nodes.time", SimpleNamespace(monotonic=lambda: now.seconds, sleep=sleep))
-    monkeypatch.setattr("fedshift.flower.nodes.POLL", 0.25)
+    monkeypatch.setattr(
+        "fedshift.flower.server.nodes.time", SimpleNamespace(monotonic=lambda: now.seconds, sleep=sleep)
+    )
+    monkeypatch.setattr("fedshift.flower.server.nodes.POLL", 0.25)
     return now
 
 

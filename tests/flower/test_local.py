@@ -10,15 +10,15 @@ from flwr.serverapp.strategy import FedAvg
 from torch import nn
 
 from fedshift import FedshiftError, UsageError
-from fedshift.checkpoint import load_checkpoint
-from fedshift.flower import MethodStrategy, keep_local, local_entries
-from fedshift.flower.arrays import from_record, to_record
+from fedshift.flower import MethodStrategy, keep_local, list_local_entries
+from fedshift.flower.transport.arrays import from_record, to_record
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedbn import fedbn
 from fedshift.methods.fedper import fedper
 from fedshift.methods.fedprox import fedprox
 from fedshift.methods.partialfed_fix import partialfed_fix
 from fedshift.methods.silobn import silobn
+from fedshift.results.checkpoint import load_checkpoint
 
 BN = {"1.weight", "1.bias", "1.running_mean", "1.running_var", "1.num_batches_tracked"}
 
@@ -76,12 +76,12 @@ def asked(app, round, last=None, kind="train"):
 
 
 def test_names_are_found_by_type():
-    assert local_entries(network()) == BN
-    assert local_entries(network(), silobn()) == BN - {"1.weight", "1.bias"}
-    assert local_entries(network(), fedper()) == {"2.weight", "2.bias"}
-    assert local_entries(network(), fedavg()) == frozenset()
+    assert list_local_entries(network()) == BN
+    assert list_local_entries(network(), silobn()) == BN - {"1.weight", "1.bias"}
+    assert list_local_entries(network(), fedper()) == {"2.weight", "2.bias"}
+    assert list_local_entries(network(), fedavg()) == frozenset()
     with pytest.raises(UsageError, match="batch_norm matches no entry"):
-        local_entries(nn.Linear(2, 2))
+        list_local_entries(nn.Linear(2, 2))
     with pytest.raises(UsageError, match="fedprox"):
         keep_local(network(), fedbn(fedprox()))
 

@@ -7,9 +7,9 @@ import pytest
 from flwr.app import Error, Message, RecordDict
 from flwr.common.constant import ErrorCode
 
-from fedshift.base.errors import FedshiftError
-from fedshift.flower.exchange import Exchange
-from fedshift.flower.nodes import Nodes
+from fedshift.flower.server.nodes import Nodes
+from fedshift.flower.transport.exchange import Exchange
+from fedshift.utils.errors import FedshiftError
 from tests.flower.sites import as_sent
 
 HELLO = Exchange(kind="describe")
@@ -76,8 +76,10 @@ def clock(machine, monkeypatch):
         if now.then and seconds:
             now.then.pop(0)()
 
-    monkeypatch.setattr("fedshift.flower.nodes.time", SimpleNamespace(monotonic=lambda: now.seconds, sleep=sleep))
-    monkeypatch.setattr("fedshift.flower.nodes.POLL", 0.25)
+    monkeypatch.setattr(
+        "fedshift.flower.server.nodes.time", SimpleNamespace(monotonic=lambda: now.seconds, sleep=sleep)
+    )
+    monkeypatch.setattr("fedshift.flower.server.nodes.POLL", 0.25)
     return now
 
 

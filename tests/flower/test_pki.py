@@ -12,8 +12,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
-from fedshift.base.errors import FedshiftError, UsageError
-from fedshift.flower.pki import add_nodes, load_public_keys, make_authority
+from fedshift.flower.transport.pki import add_nodes, load_public_keys, make_authority
+from fedshift.utils.errors import FedshiftError, UsageError
 
 HOST, ADDRESS = "coordinator.example.org", "10.0.0.5"
 
@@ -283,6 +283,6 @@ def test_adding_nobody_is_refused(place, cli):
 
 def test_without_the_package_it_is_named(cli, monkeypatch):
     monkeypatch.setitem(sys.modules, "cryptography", None)
-    monkeypatch.delitem(sys.modules, "fedshift.flower.pki")
+    monkeypatch.delitem(sys.modules, "fedshift.flower.transport.pki")
     done = cli("pki", "init", "pki", "--host", HOST)
     assert (done.code, "pip install 'fedshift[flower]'" in done.err) == (2, True)

@@ -9,9 +9,9 @@ import zipfile
 
 import pytest
 
-from fedshift.base.errors import FedshiftError
-from fedshift.flower import programs
-from fedshift.flower.programs import APP, Program, connect, environment, free_port, is_own, submit
+from fedshift.flower.transport import programs
+from fedshift.flower.transport.programs import APP, Program, connect, free_port, is_own, make_environment, submit
+from fedshift.utils.errors import FedshiftError
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def stand_in(monkeypatch, tmp_path):
         (tmp_path / "modules" / "stand_in.py").write_text(f"import os, sys, time\ndef main():\n    {code}\n")
         path = os.pathsep.join((str(tmp_path / "modules"), os.environ.get("PYTHONPATH", "")))
         monkeypatch.setitem(programs.PROGRAMS, "flwr", "stand_in:main")
-        run = "import fedshift.flower.programs as p; p.PROGRAMS['flwr'] = 'stand_in:main'; p.main()"
+        run = "import fedshift.flower.transport.programs as p; p.PROGRAMS['flwr'] = 'stand_in:main'; p.main()"
         started = subprocess.Popen
 
         def other(command, **rest):
@@ -96,7 +96,7 @@ def test_a_program_ends_with_whoever_started_it():
 
 def test_programs_phone_nobody_and_install_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("FLWR_TELEMETRY_ENABLED", "1")
-    found = environment(tmp_path / "home", {"MORE": "1"})
+    found = make_environment(tmp_path / "home", {"MORE": "1"})
     assert found["FLWR_TELEMETRY_ENABLED"] == "0"
     assert found["FLWR_DISABLE_UPDATE_CHECK"] == "1"
     assert found["FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION"] == "1"
@@ -107,14 +107,14 @@ def test_programs_phone_nobody_and_install_nothing(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", programs.REFUSED)
 def test_what_runs_foreign_code_is_refused(name, tmp_path):
-    path = environment(tmp_path / "home", {})["PATH"].split(os.pathsep)[0]
+    path = make_environment(tmp_path / "home", {})["PATH"].split(os.pathsep)[0]
     ended = subprocess.run([f"{path}/{name}", "--token", "x"], capture_output=True, text=True, check=False)
     assert ended.returncode == 1
     assert ended.stdout == f"{name} is not for this machine\n"
 
 
 def test_flower_finds_the_stand_ins_before_its_own_programs(tmp_path):
-    found = environment(tmp_path / "home", {"FEDSHIFT_PIPE": str(tmp_path / "pipe")})
+    found = make_environment(tmp_path / "home", {"FEDSHIFT_PIPE": str(tmp_path / "pipe")})
     first, second, *_ = found["PATH"].split(os.pathsep)
     assert first == str(tmp_path / "home" / "bin")
     assert os.access(f"{second}/flower-superexec", os.X_OK)
@@ -150,8 +150,8 @@ def test_the_app_that_flower_packs_is_our_own():
         packed({"app.py": ""}),
         packed({"pyproject.toml": "not = = toml"}),
         packed({"pyproject.toml": "[project]\nname = 'other'"}),
-        packed({"pyproject.toml": OWN.replace("fedshift.flower.coordinator:app", "os:abort")}),
-        packed({"pyproject.toml": OWN, "fedshift/flower/coordinator.py": "app = None"}),
+        packed({"pyproject.toml": OWN.replace("fedshift.flower.server.coordinator:app", "os:abort")}),
+        packed({"pyproject.toml": OWN, "fedshift/flower/server/coordinator.py": "app = None"}),
         packed({"pyproject.toml": OWN, "torch.py": "raise SystemExit"}),
     ],
 )

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 from flwr.supercore.inflatable import inflatable_utils
 
-from fedshift.flower import nodes
-from fedshift.flower.programs import look_again_soon
+from fedshift.flower.server import nodes
+from fedshift.flower.transport.programs import poll_quickly
 from tests.flower.sites import Heard, SiteGrid, coordinator, same_as_in_process, sites_of, spec_for
 
 
@@ -35,7 +35,7 @@ def test_large_answers_are_fetched_one_at_a_time(together, most, tmp_path, machi
 def test_what_is_on_its_way_is_looked_for_soon_and_then_less_often(monkeypatch):
     for function in (inflatable_utils.pull_objects, inflatable_utils.pull_and_inflate_object_from_tree):
         monkeypatch.setitem(function.__kwdefaults__, "initial_backoff", 1)
-    look_again_soon()
+    poll_quickly()
     waits = []
     event = SimpleNamespace(is_set=lambda: False, set=lambda: None, wait=waits.append)
     monkeypatch.setattr(inflatable_utils, "threading", SimpleNamespace(Lock=Lock, Event=lambda: event))

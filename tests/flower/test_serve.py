@@ -9,25 +9,25 @@ from pathlib import Path
 
 import pytest
 
-from fedshift.base.errors import FedshiftError, UsageError
-from fedshift.config import RunSpec
-from fedshift.experiment import Observer
-from fedshift.flower import join as joining
-from fedshift.flower import serve as serving
-from fedshift.flower.exchange import Exchange
-from fedshift.flower.join import Link
-from fedshift.flower.programs import free_port
-from fedshift.flower.serve import Reach, _Coordination, _Shown
+from fedshift.config.spec import RunSpec
+from fedshift.experiments.experiment import Observer
+from fedshift.flower.server import serve as serving
+from fedshift.flower.server.serve import ListenOptions, _Coordination, _ProgressReceiver
+from fedshift.flower.site import join as joining
+from fedshift.flower.site.join import CoordinatorLink
+from fedshift.flower.transport.exchange import Exchange
+from fedshift.flower.transport.programs import free_port
+from fedshift.utils.errors import FedshiftError, UsageError
 
 
 def reach(**changes):
     given = {"host": "127.0.0.1", "port": free_port(), "tls": None, "clients": 2, "seconds": 1.0, "wait": 1.0}
-    return Reach(**(given | changes))
+    return ListenOptions(**(given | changes))
 
 
 @pytest.fixture
 def tls(tmp_path):
-    from fedshift.flower.pki import make_authority
+    from fedshift.flower.transport.pki import make_authority
 
     make_authority(tmp_path / "tls", ["localhost"], ["north"])
     return tmp_path / "tls"
@@ -79,7 +79,7 @@ def test_what_cannot_join_is_said_at_once(arguments, why, cli):
 
 def test_a_key_that_is_not_there_is_named(tls):
     with pytest.raises(UsageError, match=r"absent.key: no such file"):
-        Link(address="host:9091", tls=tls, key=tls / "absent.key", poll=None).check()
+        CoordinatorLink(address="host:9091", tls=tls, key=tls / "absent.key", poll=None).check()
 
 
 def test_a_port_that_is_taken_is_named():
@@ -107,7 +107,7 @@ def test_plain_text_to_other_machines_can_be_forced():
     [("0.0.0.0", "127.0.0.1:9"), ("::", "127.0.0.1:9"), ("10.0.0.5", "10.0.0.5:9"), ("fe80::1", "[fe80::1]:9")],
 )
 def test_the_coordinator_reaches_itself(host, here):
-    assert reach(host=host, port=9).here == here
+    assert reach(host=host, port=9).local_address == here
 
 
 class FakeProgram:
@@ -165,7 +165,7 @@ def coordination(monkeypatch, tmp_path):
         watched = Watched()
         try:
             with _Coordination(RunSpec(), reach(port=port), tmp_path / "run") as work:
-                return work.run(_Shown(watched), stop or threading.Event()), watched.heard
+                return work.run(_ProgressReceiver(watched), stop or threading.Event()), watched.heard
         finally:
             listening[0].close()
 
@@ -242,7 +242,7 @@ class Answering:
 
 @pytest.fixture
 def door(tmp_path):
-    made = joining._Door(Answering(), tmp_path / "talk")
+    made = joining._MessageSocket(Answering(), tmp_path / "talk")
     yield made
     made.close()
 
@@ -256,7 +256,7 @@ def ask(door, exchange):
 def test_a_message_that_is_handed_over_is_answered(door):
     import torch
 
-    from fedshift.flower.arrays import from_record, to_record
+    from fedshift.flower.transport.arrays import from_record, to_record
 
     state = {"w": torch.arange(6.0).reshape(2, 3), "n": torch.tensor(3)}
     answer = ask(door, Exchange(kind="train", facts={"round": 2}, arrays={"shared": to_record(state)}, run=5))
@@ -296,8 +296,8 @@ def test_a_supernode_that_ends_is_started_again_and_the_end_is_said(door, monkey
     monkeypatch.setattr(joining, "Program", node([lambda: 1, lambda: 0, over]))
     stop = threading.Event()
     monkeypatch.setattr(stop, "wait", lambda seconds: False)
-    link = Link(address="host:9091", tls=None, key=None, poll=0.5)
-    assert joining._watched(link, door, tmp_path, tmp_path / "log", stop) == 0
+    link = CoordinatorLink(address="host:9091", tls=None, key=None, poll=0.5)
+    assert joining._watch(link, door, tmp_path, tmp_path / "log", stop) == 0
     again = f"Flower's SuperNode ended (killed); it is started again (see {tmp_path / 'log'})"
     assert door.site.heard == [again, again, "finished"]
     pipe = str(tmp_path / "pipe")
@@ -307,8 +307,8 @@ def test_a_supernode_that_ends_is_started_again_and_the_end_is_said(door, monkey
 def test_ctrl_c_ends_a_site(door, monkeypatch, tmp_path):
     stop = threading.Event()
     monkeypatch.setattr(joining, "Program", node([stop.set]))
-    link = Link(address="host:9091", tls=None, key=None, poll=None)
-    assert joining._watched(link, door, tmp_path, tmp_path / "log", stop) == 130
+    link = CoordinatorLink(address="host:9091", tls=None, key=None, poll=None)
+    assert joining._watch(link, door, tmp_path, tmp_path / "log", stop) == 130
 
 
 def test_two_sites_do_not_work_in_one_folder(tmp_path):
@@ -316,4 +316,4 @@ def test_two_sites_do_not_work_in_one_folder(tmp_path):
 
     lock = FileLock(tmp_path / ".lock")
     with lock, pytest.raises(UsageError, match="in use by another"):
-        joining.join(Link(address="host:9091", tls=None, key=None, poll=None), Answering(), tmp_path, None)
+        joining.join(CoordinatorLink(address="host:9091", tls=None, key=None, poll=None), Answering(), tmp_path, None)

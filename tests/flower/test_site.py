@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from fedshift import __version__
-from fedshift.checkpoint import load_checkpoint, save_checkpoint
-from fedshift.flower.arrays import Refused, from_record, to_record
-from fedshift.flower.exchange import Exchange
-from fedshift.flower.pki import make_authority
-from fedshift.flower.proof import Signer, Verifier
-from fedshift.flower.site import Site
+from fedshift.flower.site.site import Site
+from fedshift.flower.transport.arrays import RefusedMessage, from_record, to_record
+from fedshift.flower.transport.exchange import Exchange
+from fedshift.flower.transport.pki import make_authority
+from fedshift.flower.transport.signatures import Signer, Verifier
+from fedshift.results.checkpoint import load_checkpoint, save_checkpoint
 from tests.flower.sites import RUN, Heard, SiteGrid, coordinator, sites_of, spec_for
 
 NETWORK = "tests.flower.gated:network"
@@ -213,6 +213,6 @@ def test_a_certificate_that_has_ended_proves_nothing(keys, monkeypatch):
         def now(cls, tz=None):
             return datetime.now(UTC) + timedelta(days=4000)
 
-    monkeypatch.setattr("fedshift.flower.proof.datetime", Later)
-    with pytest.raises(Refused, match="the coordinator's certificate is not valid now"):
+    monkeypatch.setattr("fedshift.flower.transport.signatures.datetime", Later)
+    with pytest.raises(RefusedMessage, match="the coordinator's certificate is not valid now"):
         verifier(signed, RUN)

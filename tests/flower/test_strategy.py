@@ -15,9 +15,9 @@ from torch import nn
 
 from fedshift import FedshiftError, UsageError, digits
 from fedshift.core.method import Freeze
-from fedshift.flower import MethodStrategy, clip_gradients_, operated
-from fedshift.flower.arrays import from_record, to_record
-from fedshift.methods.agc import _clipped, agc
+from fedshift.flower import MethodStrategy, clip_gradients_, prepare_model
+from fedshift.flower.transport.arrays import from_record, to_record
+from fedshift.methods.agc import _adaptive_clip_grad, agc
 from fedshift.methods.fedadam import fedadam
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedbn import fedbn
@@ -283,7 +283,7 @@ def test_initial_arrays_of_another_model_are_refused(local_grid):
         (replace(fedavg(), pooled="same"), "all data in one place"),
         (single(), "sends nothing"),
         (fedwon(), "differ in surgery"),
-        (krum(faulty=1), "needs at least 5 clients"),
+        (krum(num_malicious=1), "needs at least 5 clients"),
     ],
 )
 def test_methods_that_an_apps_own_loop_cannot_carry_out_are_refused(method, why):
@@ -303,7 +303,7 @@ def test_tied_entries_and_absurd_numbers_are_refused():
 
 
 def test_surgery_is_done_on_both_sides_by_one_function(local_grid, said):
-    model = operated(gn(), network())
+    model = prepare_model(gn(), network())
     assert [type(layer) for layer in model][1] is nn.GroupNorm
     with pytest.raises(UsageError, match="differ in surgery"):
         MethodStrategy(fedavg(), model)
@@ -316,13 +316,15 @@ def test_surgery_is_done_on_both_sides_by_one_function(local_grid, said):
 
 def test_fedwon_in_a_loop_of_ones_own_clips_as_the_kernel_does(said):
     method = fedwon(agc=0.01)
-    model = operated(method, network())
+    model = prepare_model(method, network())
     x = digits(size=8).clients[0].train.inputs(slice(0, 4), torch.float32)[:, :1, :4, :4]
     nn.functional.cross_entropy(model(x), torch.tensor([0, 1, 0, 1])).backward()
     before = {name: param.grad.clone() for name, param in model.named_parameters()}
     clip_gradients_(method, model)
     clipped = {name: param.grad for name, param in model.named_parameters()}
-    expected = {name: _clipped(grad, dict(model.named_parameters())[name], 0.01) for name, grad in before.items()}
+    expected = {
+        name: _adaptive_clip_grad(grad, dict(model.named_parameters())[name], 0.01) for name, grad in before.items()
+    }
     assert all(torch.equal(clipped[name], expected[name].detach()) for name in before)
     assert any(not torch.equal(clipped[name], before[name]) for name in before)
     MethodStrategy(method, model).summary()

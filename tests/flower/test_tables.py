@@ -5,12 +5,12 @@ import random
 
 import pytest
 
-from fedshift.base.errors import FedshiftError, UsageError
-from fedshift.data.files.columns import Column
-from fedshift.flower.exchange import Exchange
-from fedshift.flower.local_data import local
-from fedshift.flower.population import Described, Population
-from fedshift.flower.site import Site
+from fedshift.data.files.table_columns import Column
+from fedshift.flower.server.registry import ClientRegistry, SiteDescription
+from fedshift.flower.site.local_data import load_local
+from fedshift.flower.site.site import Site
+from fedshift.flower.transport.exchange import Exchange
+from fedshift.utils.errors import FedshiftError, UsageError
 from tests.flower.sites import Heard, SiteGrid, coordinator, same_as_in_process, spec_for
 
 WARDS = {"north": ("A", "B"), "rome": ("C", "A"), "west": ("B",)}
@@ -75,27 +75,27 @@ def test_tables_are_what_they_are_in_one_process(labels, classes, meaning, tmp_p
 def test_the_values_of_a_client_column_choose_the_site_s_rows_alone(tmp_path, machine):
     write(tmp_path, "north", clinic=("rome", "oslo"), wards=("A",))
     spec = tables(tmp_path, client_column="clinic")
-    found = local(str(tmp_path / "north.csv"), "rome", spec, tmp_path / "site")
+    found = load_local(str(tmp_path / "north.csv"), "rome", spec, tmp_path / "site")
     assert found.names == ("rome",)
     assert sum(map(len, found.clients[0].splits.values())) == 15
     with pytest.raises(UsageError, match="'paris'"):
-        local(str(tmp_path / "north.csv"), "paris", spec, tmp_path / "site")
+        load_local(str(tmp_path / "north.csv"), "paris", spec, tmp_path / "site")
 
 
 def test_a_table_alone_is_one_client_even_where_others_name_theirs_in_a_column(tmp_path):
     path, spec = write(tmp_path / "t", "rome"), tables(tmp_path, client_column="clinic")
     for given in (path, path.parent):
-        found = local(str(given), "roma", spec, tmp_path / "site")
+        found = load_local(str(given), "roma", spec, tmp_path / "site")
         assert found.names == ("roma",)
         assert found.columns[-1] == Column(name="ward", categories=("A", "C"))
-    assert local(str(path), None, spec, tmp_path / "site").names == ("rome",)
+    assert load_local(str(path), None, spec, tmp_path / "site").names == ("rome",)
 
 
 def test_a_directory_with_two_tables_is_not_one_client(tmp_path):
     for name in ("north", "rome"):
         write(tmp_path / "all", name)
     with pytest.raises(UsageError, match=r"holds 2 tables \(north.csv, rome.csv\), but a site is one client"):
-        local(str(tmp_path / "all"), "x", tables(tmp_path), tmp_path / "site")
+        load_local(str(tmp_path / "all"), "x", tables(tmp_path), tmp_path / "site")
 
 
 def test_a_table_beside_class_folders_is_not_the_data(tmp_path, machine):
@@ -106,7 +106,7 @@ def test_a_table_beside_class_folders_is_not_the_data(tmp_path, machine):
         folder = tmp_path / "images" / part / "ab"[k // 2]
         folder.mkdir(parents=True)
         Image.new("L", (8, 8), k).save(folder / "1.png")
-    found = local(str(tmp_path / "images"), "north", spec_for(data="", domains=None), tmp_path / "site")
+    found = load_local(str(tmp_path / "images"), "north", spec_for(data="", domains=None), tmp_path / "site")
     assert (found.sample_shape, found.columns, found.class_names) == ((1, 8, 8), (), ("a", "b"))
 
 
@@ -167,21 +167,21 @@ def test_a_table_that_has_changed_since_is_refused(tmp_path, machine):
     path = write(tmp_path / "all", "north")
     agreed = (Column(name="age"), Column(name="ward", categories=("A",)), Column(name="dose"))
     with pytest.raises(UsageError, match="column 'ward' holds 'B', but its categories in 'all sites'"):
-        local(str(path), "north", tables(tmp_path), tmp_path / "site", agreed)
+        load_local(str(path), "north", tables(tmp_path), tmp_path / "site", agreed)
     with pytest.raises(UsageError, match="digits has not the columns and categories of all sites"):
-        local("digits", "pen", spec_for(), tmp_path / "site", agreed)
+        load_local("digits", "pen", spec_for(), tmp_path / "site", agreed)
 
 
 def described(name, *columns, **changes):
     columns = columns or (Column(name="age"), Column(name="ward", categories=("A", "B")))
     facts = {"version": "1", "dtype": "float32", "classes": 2, "class_names": ("0", "1"), "labels": None}
     shape = (sum(column.width for column in columns),)
-    return Described(**facts, name=name, samples={"train": 6, "test": 4}, shape=shape, columns=columns, **changes)
+    return SiteDescription(**facts, name=name, samples={"train": 6, "test": 4}, shape=shape, columns=columns, **changes)
 
 
 def test_the_order_of_columns_is_the_first_site_s_and_categories_are_those_of_all():
     north, rome = described("north"), described("rome", Column(name="ward", categories=("0",)), Column(name="age"))
-    data = Population.new().with_clients([rome, north]).federation(None)
+    data = ClientRegistry.empty().add_clients([rome, north]).to_federation(None)
     assert data.columns == (Column(name="age"), Column(name="ward", categories=("0", "A", "B")))
     assert (data.sample_shape, data.classes, data.class_names) == ((4,), 2, ())
 
@@ -204,24 +204,24 @@ def test_the_order_of_columns_is_the_first_site_s_and_categories_are_those_of_al
 )
 def test_columns_that_do_not_go_together_are_named_with_both_sites(columns, why):
     with pytest.raises(FedshiftError, match=why):
-        Population.new().with_clients([described("a"), described("b", *columns)]).federation(None)
+        ClientRegistry.empty().add_clients([described("a"), described("b", *columns)]).to_federation(None)
 
 
 def test_a_table_does_not_go_with_other_data():
-    array = Described(**(vars(described("b")) | {"columns": (), "class_names": ()}))
+    array = SiteDescription(**(vars(described("b")) | {"columns": (), "class_names": ()}))
     with pytest.raises(FedshiftError, match="of 'a' and 'b' only one has a table"):
-        Population.new().with_clients([described("a"), array]).federation(None)
+        ClientRegistry.empty().add_clients([described("a"), array]).to_federation(None)
 
 
 def test_labels_that_no_table_has_are_refused():
-    odd = Described(**(vars(described("b")) | {"class_names": ("01", "2")}))
+    odd = SiteDescription(**(vars(described("b")) | {"class_names": ("01", "2")}))
     with pytest.raises(FedshiftError, match="site 'b' has a class '01', which is not how labels are written"):
-        Population.new().with_clients([described("a"), odd]).federation(None)
+        ClientRegistry.empty().add_clients([described("a"), odd]).to_federation(None)
 
 
 def test_what_all_sites_have_in_one_order_stays_in_it():
     columns = (Column(name="pain", categories=("none", "much")),)
     sites = [described(name, *columns) for name in "ab"]
-    sites = [Described(**(vars(site) | {"class_names": ("well", "ill")})) for site in sites]
-    data = Population.new().with_clients(sites).federation(None)
+    sites = [SiteDescription(**(vars(site) | {"class_names": ("well", "ill")})) for site in sites]
+    data = ClientRegistry.empty().add_clients(sites).to_federation(None)
     assert (data.columns, data.class_names) == (columns, ("well", "ill"))

@@ -5,12 +5,12 @@ from dataclasses import asdict
 
 import pytest
 
-from fedshift.base.errors import FedshiftError, UsageError
-from fedshift.config import RunSpec
-from fedshift.flower import programs
-from fedshift.flower.coordinator import PRIVATE, submitted
-from fedshift.flower.exchange import Exchange
-from fedshift.flower.site import Site
+from fedshift.config.spec import RunSpec
+from fedshift.flower.server.coordinator import PRIVATE, read_submission
+from fedshift.flower.site.site import Site
+from fedshift.flower.transport import programs
+from fedshift.flower.transport.exchange import Exchange
+from fedshift.utils.errors import FedshiftError, UsageError
 
 CALLED = []
 NAME = "tests.flower.test_trust.called"
@@ -22,12 +22,12 @@ def called(*given):
 
 def test_a_run_has_the_settings_that_serve_submitted():
     settings = json.dumps(asdict(RunSpec(rounds=3)))
-    assert submitted(settings, settings) == RunSpec(rounds=3)
+    assert read_submission(settings, settings) == RunSpec(rounds=3)
 
 
 def test_a_run_with_other_settings_is_refused_before_they_are_read():
     with pytest.raises(FedshiftError, match="other settings than those of `fedshift serve`"):
-        submitted("no settings at all", json.dumps(asdict(RunSpec())))
+        read_submission("no settings at all", json.dumps(asdict(RunSpec())))
 
 
 @pytest.mark.parametrize("setting", ["method", "model", "augment"])
@@ -50,4 +50,4 @@ def test_a_site_calls_no_function_of_its_machine_that_nobody_allowed(setting, tm
 def test_nothing_starts_where_flowers_own_programs_would_run_in_place_of_the_stand_ins(tmp_path, monkeypatch):
     monkeypatch.setattr(programs.os, "access", lambda path, mode: False)
     with pytest.raises(UsageError, match="does not let programs run"):
-        programs.environment(tmp_path, {})
+        programs.make_environment(tmp_path, {})

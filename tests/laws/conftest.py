@@ -4,8 +4,10 @@ from collections.abc import Callable
 
 import pytest
 
+from fedshift.config.expressions import list_catalog
 from fedshift.core.method import Method
 from fedshift.engines.catalog import ENGINES
+from fedshift.experiments.trial import Trial
 from fedshift.methods.ditto import ditto
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedbn import fedbn
@@ -13,13 +15,11 @@ from fedshift.methods.fedprox import fedprox
 from fedshift.methods.fedrep import fedrep
 from fedshift.methods.scaffold import scaffold
 from fedshift.methods.silobn import silobn
-from fedshift.names import catalog
-from fedshift.trial import Trial
 from tests.laws.course import Course, make_trial
 
 COMPOSED = [fedbn(fedprox(mu=0.1)), silobn(scaffold()), fedbn(fedavg(weighting="uniform")), scaffold(fedprox(mu=0.1))]
 COMPOSED += [ditto(scaffold(), epochs=2), fedrep(head_epochs=2, body_epochs=1)]
-METHODS = [make() for make in catalog("methods").values()] + COMPOSED
+METHODS = [make() for make in list_catalog("methods").values()] + COMPOSED
 FEDERATED = [method for method in METHODS if not method.pooled]
 
 OVER_RAY = {"fedbn", "scaffold", "partialfed_adaptive", "centralized"}

@@ -8,15 +8,15 @@ import numpy as np
 import torch
 from torch import nn
 
-from fedshift.base.state import State, clone
-from fedshift.core.kernel import Server, Update
+from fedshift.core.kernel import ServerState, Update
 from fedshift.core.method import Method
 from fedshift.core.optimizer import SGD
 from fedshift.core.work import Work
 from fedshift.data.federation import Federation, federation
-from fedshift.records import Row
-from fedshift.settings import Settings
-from fedshift.trial import Trial
+from fedshift.experiments.settings import Settings
+from fedshift.experiments.trial import Trial
+from fedshift.results.schema import Row
+from fedshift.utils.state import State, clone
 
 ROUNDS = 4
 
@@ -81,7 +81,7 @@ class Moment:
     updates: dict[str, Update]
     tensors: State
     facts: dict[str, Any]
-    server: Server
+    server: ServerState
     states: dict[str, State]
 
 
@@ -105,11 +105,11 @@ class Course:
         for number in range(1, ROUNDS + 1):
             sent.clear()
             rows = running.advance().rows
-            tensors, facts = running.tensors()
+            tensors, facts = running.to_tensors()
             self._moments.append(
                 Moment(
                     rows=rows, updates=dict(sent), tensors=clone(tensors), facts=facts, server=running.server,
-                    states={name: clone(running.state_of(name)) for name in running.data.names},
+                    states={name: clone(running.model_state(name)) for name in running.data.names},
                 )
             )  # fmt: skip
             running.save(folder, f"{number}.safetensors")

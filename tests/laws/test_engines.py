@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from fedshift.base.state import equal
 from fedshift.core.work import Work
+from fedshift.utils.state import is_equal
 from tests.laws.course import ROUNDS, make_trial
 
 
@@ -37,7 +37,7 @@ def step_in_float32(method, engine):
     running.advance()
     running.close()
     assert running.plan.dtype == torch.float32
-    return running.tensors()[0]
+    return running.to_tensors()[0]
 
 
 @pytest.fixture(scope="session")
@@ -61,7 +61,7 @@ def test_every_engine_repeats_itself_bit_for_bit(trial, course, method, engine):
     again = trial(method, engine)
     for _ in range(2):
         again.advance()
-    assert equal(again.tensors()[0], course(method, engine)[2].tensors)
+    assert is_equal(again.tensors()[0], course(method, engine)[2].tensors)
 
 
 def test_training_moves_the_model_and_the_seed_matters(trial, course, method, engine):
@@ -69,5 +69,5 @@ def test_training_moves_the_model_and_the_seed_matters(trial, course, method, en
     initial, moved = running.plan.initial, running[1].states["a"]
     other.advance()
     assert not torch.equal(moved["stem.weight"], initial["stem.weight"])
-    assert not torch.equal(moved["stem.weight"], other.state_of("a")["stem.weight"])
+    assert not torch.equal(moved["stem.weight"], other.model_state("a")["stem.weight"])
     assert torch.equal(moved["scale"], initial["scale"])

@@ -5,9 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from fedshift.base.state import equal
-from fedshift.core.folding import server_round
-from fedshift.core.kernel import begin, finish
+from fedshift.core.kernel import client_final, client_init
+from fedshift.core.server_round import server_round
 from fedshift.core.work import Work
 from fedshift.data.federation import federation
 from fedshift.methods.fedavg import fedavg
@@ -17,6 +16,7 @@ from fedshift.methods.fixbn import fixbn
 from fedshift.methods.scaffold import scaffold
 from fedshift.methods.silobn import silobn
 from fedshift.methods.single import single
+from fedshift.utils.state import is_equal
 from tests.laws.course import unequal
 
 BATCH_NORM = {"first", "downsample.1", "second"}
@@ -26,20 +26,20 @@ def test_fedprox_without_its_term_is_fedavg(trial, course, engine):
     proximal = trial(fedprox(mu=0.0), engine)
     for _ in range(2):
         proximal.advance()
-    assert equal(course(fedavg(), engine)[2].server.shared, proximal.server.shared)
+    assert is_equal(course(fedavg(), engine)[2].server.shared, proximal.server.shared)
 
 
 def test_scaffolds_first_round_is_fedavgs(course, engine):
     plain, controlled = course(fedavg(), engine), course(scaffold(), engine)
-    assert equal(plain[1].server.shared, controlled[1].server.shared)
-    assert not equal(plain[2].server.shared, controlled[2].server.shared)
+    assert is_equal(plain[1].server.shared, controlled[1].server.shared)
+    assert not is_equal(plain[2].server.shared, controlled[2].server.shared)
 
 
 def test_a_group_of_all_batches_is_one_epoch(trial, course, engine):
     groups = trial(fedbn(), engine, work=Work(batch_size=8, batches=99))
     for _ in range(3):
         groups.advance()
-    assert equal(course(fedbn(), engine)[3].tensors, groups.tensors()[0])
+    assert is_equal(course(fedbn(), engine)[3].tensors, groups.to_tensors()[0])
 
 
 def test_single_mini_batches_of_equal_clients_are_one_centralized_step_on_the_union(trial, any_engine):
@@ -75,7 +75,7 @@ def test_what_leaves_a_client_is_what_the_scope_sends(course, federated, engine)
             assert update.shared.keys() == plan.sent
             for name in update.memory:
                 entry = name.partition("/")[2]
-                assert name.partition("/")[0] in {plan.rule_memory(i) for i in range(len(plan.method.rules))}
+                assert name.partition("/")[0] in {plan.rule_prefix(i) for i in range(len(plan.method.rules))}
                 assert entry not in plan.personal
         assert moment.server.shared.keys() == plan.sent
         assert not {name.partition("/")[2] for name in moment.server.memory} & plan.personal
@@ -84,29 +84,29 @@ def test_what_leaves_a_client_is_what_the_scope_sends(course, federated, engine)
 def test_entries_are_kept_loaded_and_sent_as_declared(course, federated):
     running = course(federated)
     plan = running.plan
-    job = begin(plan, running.clients["a"], running.start)
-    assert job.anchor.keys() == plan.loaded
-    assert finish(plan, job)[0].personal.keys() == plan.personal == frozenset(plan.initial) - plan.loaded
+    job = client_init(plan, running.clients["a"], running.start)
+    assert job.global_params.keys() == plan.loaded
+    assert client_final(plan, job)[0].personal.keys() == plan.personal == frozenset(plan.initial) - plan.loaded
 
 
 def test_a_federation_of_one_client_is_that_clients_local_training(trial, engine):
-    data = trial(fedavg()).data.only(["a"])
+    data = trial(fedavg()).data.select_clients(["a"])
     for method in (fedavg(), fedbn(), silobn()):
         alone, federated = trial(single(), engine, data=data), trial(method, engine, data=data)
         for _ in range(3):
             alone.advance()
             federated.advance()
-        assert equal(alone.state_of("a"), federated.state_of("a"))
+        assert is_equal(alone.model_state("a"), federated.model_state("a"))
 
 
 def test_the_order_of_clients_changes_nothing(trial, course, federated, engine):
     forward = course(federated, engine)[2]
-    backward = trial(federated, engine, data=unequal().only(["c", "a", "b"]))
+    backward = trial(federated, engine, data=unequal().select_clients(["c", "a", "b"]))
     for _ in range(2):
         backward.advance()
-    assert equal(forward.server.shared, backward.server.shared)
-    assert equal(forward.server.memory, backward.server.memory)
-    assert all(equal(forward.states[name], backward.state_of(name)) for name in "abc")
+    assert is_equal(forward.server.shared, backward.server.shared)
+    assert is_equal(forward.server.memory, backward.server.memory)
+    assert all(is_equal(forward.states[name], backward.model_state(name)) for name in "abc")
 
 
 def test_uploads_fold_alike_in_whatever_order_they_arrive(course, federated):
@@ -116,8 +116,8 @@ def test_uploads_fold_alike_in_whatever_order_they_arrive(course, federated):
     first, second = (
         server_round(running.plan, running.start, each, dict.fromkeys("abc", 1)) for each in (updates, shuffled)
     )
-    assert equal(first.shared, second.shared)
-    assert equal(first.memory, second.memory)
+    assert is_equal(first.shared, second.shared)
+    assert is_equal(first.memory, second.memory)
 
 
 def test_fedbn_keeps_every_batch_norm_whatever_its_name(course, engine):
@@ -146,7 +146,7 @@ def test_fixbns_statistics_do_not_move_once_frozen_and_normalize_in_training(tri
     running, plain = trial(fixbn(switch=2), engine), course(fedavg(), engine)
     for _ in range(2):
         running.advance()
-    assert equal(running.server.shared, plain[2].server.shared)
+    assert is_equal(running.server.shared, plain[2].server.shared)
     before = dict(running.server.shared)
     for _ in range(2):
         running.advance()
@@ -172,7 +172,7 @@ def test_fedavg_shares_statistics_too_and_counters_stay_integers(course, engine)
 def test_personal_methods_have_no_global_model(trial, method):
     running = trial(method)
     running.advance()
-    assert running.state_of() is None
+    assert running.model_state() is None
 
 
 def test_training_alone_moves_nothing(trial):

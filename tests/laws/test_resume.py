@@ -3,17 +3,17 @@
 import numpy as np
 import pytest
 
-from fedshift.base.errors import UsageError
-from fedshift.base.state import equal
-from fedshift.checkpoint import load_checkpoint
 from fedshift.core.loss import parse_loss
 from fedshift.core.optimizer import SGD, AdamW, Cosine
 from fedshift.core.work import Work
-from fedshift.data.augment import parse
+from fedshift.data.augmentation import parse_augmentation
 from fedshift.data.federation import federation
+from fedshift.experiments.trial import Trial
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedbn import fedbn
-from fedshift.trial import Trial
+from fedshift.results.checkpoint import load_checkpoint
+from fedshift.utils.errors import UsageError
+from fedshift.utils.state import is_equal
 from tests.laws.course import ROUNDS
 
 
@@ -42,8 +42,8 @@ def test_resumed_equals_uninterrupted(trial, course, method, engine, stop):
     resumed.restore(*load_checkpoint(whole.folder / f"{stop}.safetensors"), whole.folder)
     for number in range(stop + 1, ROUNDS + 1):
         assert resumed.advance().rows == whole[number].rows
-    assert equal(resumed.tensors()[0], whole[ROUNDS].tensors)
-    assert resumed.tensors()[1] == whole[ROUNDS].facts
+    assert is_equal(resumed.to_tensors()[0], whole[ROUNDS].tensors)
+    assert resumed.to_tensors()[1] == whole[ROUNDS].facts
 
 
 def test_without_memory_for_clients_every_method_is_what_it_is_with(trial, course, method):
@@ -51,7 +51,7 @@ def test_without_memory_for_clients_every_method_is_what_it_is_with(trial, cours
     poor = Trial(method, fresh.model, fresh.data, fresh.settings, fresh.seed, client_memory=0)
     for number in range(1, ROUNDS + 1):
         assert poor.advance().rows == whole[number].rows
-    assert equal(poor.tensors()[0], whole[ROUNDS].tensors)
+    assert is_equal(poor.to_tensors()[0], whole[ROUNDS].tensors)
 
 
 @pytest.mark.parametrize(
@@ -62,8 +62,11 @@ def test_without_memory_for_clients_every_method_is_what_it_is_with(trial, cours
         {"work": Work(batch_size=4, batches=3)},
         {"work": Work(batch_size=None, epochs=2)},
         {"participation": 2},
-        {"augment": parse("flip(), rotate(degrees=40), crop(padding=1), erase(patches=1, size=2)"), "data": pixels()},
-        {"augment": parse("color_jitter(), scale(), shear()"), "data": pixels(), "participation": 2},
+        {
+            "augment": parse_augmentation("flip(), rotate(degrees=40), crop(padding=1), erase(patches=1, size=2)"),
+            "data": pixels(),
+        },
+        {"augment": parse_augmentation("color_jitter(), scale(), shear()"), "data": pixels(), "participation": 2},
         {"loss": parse_loss("focal(weights='balanced')")},
     ],
     ids=["momentum kept", "adamw kept", "batch groups", "full batch", "sampled clients", "moved", "colored", "focal"],
@@ -77,8 +80,8 @@ def test_resumed_equals_uninterrupted_whatever_the_settings(trial, changes, tmp_
     resumed = through_disk(broken, trial(fedbn(), **changes), tmp_path)
     for _ in range(ROUNDS - 2):
         resumed.advance()
-    assert equal(resumed.tensors()[0], whole.tensors()[0])
-    assert resumed.tensors()[1] == whole.tensors()[1]
+    assert is_equal(resumed.to_tensors()[0], whole.to_tensors()[0])
+    assert resumed.to_tensors()[1] == whole.to_tensors()[1]
 
 
 def test_momentum_kept_differs_from_momentum_reset(trial):
@@ -86,9 +89,9 @@ def test_momentum_kept_differs_from_momentum_reset(trial):
     for _ in range(2):
         kept.advance()
         reset.advance()
-    assert any("/optimizer/" in name for name in kept.tensors()[0])
-    assert not any("/optimizer/" in name for name in reset.tensors()[0])
-    assert not equal(kept.server.shared, reset.server.shared)
+    assert any("/optimizer/" in name for name in kept.to_tensors()[0])
+    assert not any("/optimizer/" in name for name in reset.to_tensors()[0])
+    assert not is_equal(kept.server.shared, reset.server.shared)
 
 
 def test_a_checkpoint_of_other_settings_is_refused_by_name(trial):
@@ -100,4 +103,4 @@ def test_a_checkpoint_of_other_settings_is_refused_by_name(trial):
         (trial(fedavg(), optimizer=SGD(lr=0.1)), "optimizer"),
     ):
         with pytest.raises(UsageError, match=f"begun with another {word}"):
-            changed.restore(*begun.tensors())
+            changed.restore(*begun.to_tensors())

@@ -7,17 +7,17 @@ import pytest
 import torch
 from torch import nn
 
-from fedshift.base.errors import UsageError
-from fedshift.base.state import equal
-from fedshift.core.kernel import begin, gradients, init_client, init_server, step
+from fedshift.core.kernel import client_init, client_step, compute_gradients, init_client, init_server
 from fedshift.core.optimizer import SGD
-from fedshift.core.prepare import operate, prepare
+from fedshift.core.preparation import apply_surgery, prepare
 from fedshift.core.work import Work
 from fedshift.methods.agc import agc
 from fedshift.methods.ditto import ditto
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedprox import fedprox
 from fedshift.methods.fedwon import fedwon
+from fedshift.utils.errors import UsageError
+from fedshift.utils.state import is_equal
 
 CLIP, KEY = 0.3, torch.tensor(0)
 HEAD = {"4.weight", "4.bias"}
@@ -29,7 +29,7 @@ def network():
     model = nn.Sequential(
         nn.Conv2d(2, 4, 3), nn.Conv2d(4, 4, 2, groups=2, bias=False), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3)
     ).double()
-    model = operate(fedwon(agc=None), model)
+    model = apply_surgery(fedwon(agc=None), model)
     with torch.no_grad():
         model[4].weight[1] = 0.0  # equation 4 then takes 1e-3 for the norm
         model[4].bias.mul_(3)
@@ -66,7 +66,7 @@ def equation_4(gradient, weight, clip):
 
 def found(method, model, seed):
     plan = prepare(method, model, optimizer=SGD(lr=0.1))
-    return gradients(plan, begin(plan, init_client(plan), init_server(plan)), *batch(seed), KEY)[0]
+    return compute_gradients(plan, client_init(plan, init_client(plan), init_server(plan)), *batch(seed), KEY)[0]
 
 
 def test_each_unit_is_clipped_as_equation_4_says():
@@ -86,7 +86,7 @@ def test_each_unit_is_clipped_as_equation_4_says():
 
 def test_a_threshold_that_is_never_reached_changes_nothing():
     model = network()
-    assert equal(found(agc(clip=1e9), model, 0), found(fedavg(), model, 0))
+    assert is_equal(found(agc(clip=1e9), model, 0), found(fedavg(), model, 0))
 
 
 def test_the_last_layer_can_be_left_out():
@@ -102,10 +102,10 @@ def test_the_last_layer_can_be_left_out():
 def test_clipping_comes_before_momentum_and_weight_decay(nesterov):
     model = network()
     plan = prepare(agc(clip=CLIP), model, optimizer=SGD(lr=0.3, momentum=0.9, weight_decay=0.01, nesterov=nesterov))
-    job = begin(plan, init_client(plan), init_server(plan))
+    job = client_init(plan, init_client(plan), init_server(plan))
     sgd = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9, weight_decay=0.01, nesterov=nesterov)
     for number in range(4):
-        job, _ = step(plan, job, *batch(number), KEY)
+        job, _ = client_step(plan, job, *batch(number), KEY)
         autograd(model, number)
         for parameter in model.parameters():
             parameter.grad, _ = equation_4(parameter.grad, parameter, CLIP)
@@ -117,13 +117,13 @@ def test_clipping_comes_before_momentum_and_weight_decay(nesterov):
 def test_the_whole_objective_is_clipped_its_proximal_term_too():
     model = network()
     plan = prepare(agc(fedprox(mu=50.0), clip=CLIP), model, optimizer=SGD(lr=0.3))
-    job = begin(plan, init_client(plan), init_server(plan))
-    job, _ = step(plan, job, *batch(0), KEY)
+    job = client_init(plan, init_client(plan), init_server(plan))
+    job, _ = client_step(plan, job, *batch(0), KEY)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(job.params[name])
     raw = autograd(model, 1)
-    clipped = gradients(plan, job, *batch(1), KEY)[0]
+    clipped = compute_gradients(plan, job, *batch(1), KEY)[0]
     for name, parameter in model.named_parameters():
         expected, _ = equation_4(raw[name] + 50.0 * (parameter - plan.initial[name]), parameter, CLIP)
         assert (clipped[name] - expected).abs().max() <= 1e-12, name
@@ -132,7 +132,7 @@ def test_the_whole_objective_is_clipped_its_proximal_term_too():
 def test_a_personal_model_is_clipped_by_its_own_weights():
     model = network()
     plan = prepare(agc(ditto(lam=0.0), clip=CLIP), model, optimizer=SGD(lr=0.3))
-    clipped = gradients(plan, begin(plan, init_client(plan), init_server(plan)), *batch(0), KEY)[0]
+    clipped = compute_gradients(plan, client_init(plan, init_client(plan), init_server(plan)), *batch(0), KEY)[0]
     assert len(clipped) == 2 * len(plan.trained)
     for name in plan.trained:
         assert torch.equal(clipped[f"0.personalmodel/{name}"], clipped[name])
@@ -141,7 +141,7 @@ def test_a_personal_model_is_clipped_by_its_own_weights():
 def test_it_takes_the_place_of_clipping_that_is_there():
     model = network()
     once, twice = found(agc(clip=0.05), model, 0), found(agc(agc(clip=0.001), clip=0.05), model, 0)
-    assert equal(once, twice)
+    assert is_equal(once, twice)
     assert len(agc(fedwon(), clip=0.05).rules) == len(fedwon(agc(clip=0.05)).rules) == 1
     assert [rule.clip for rule in (*agc(fedwon(), clip=0.05).rules, *fedwon(agc(clip=0.05)).rules)] == [0.05, 0.05]
     assert fedwon().rules[0].clip == 0.64
@@ -168,9 +168,9 @@ def test_parameters_that_start_at_zero_hardly_move_and_are_named():
     assert not notices(fedwon(agc=None))
     x, y = torch.randn(8, 3, 8, 8, dtype=torch.float64), torch.arange(8) % 3
     plan = prepare(fedwon(), bare().double(), optimizer=SGD(lr=0.1))
-    job = begin(plan, init_client(plan), init_server(plan))
+    job = client_init(plan, init_client(plan), init_server(plan))
     for _ in range(10):
-        job, _ = step(plan, job, x, y, KEY)
+        job, _ = client_step(plan, job, x, y, KEY)
     assert 0 < job.params["0.bias"].norm() <= 10 * 0.1 * 0.64 * 1e-3
     assert (job.params["2.bias"] - plan.initial["2.bias"]).norm() > 10 * job.params["0.bias"].norm()
 

@@ -5,16 +5,16 @@ import pytest
 import torch
 from torch import nn
 
-from fedshift.base.streams import stream
 from fedshift.core.optimizer import SGD
 from fedshift.core.work import Work
 from fedshift.data.federation import federation
+from fedshift.experiments.settings import Settings
+from fedshift.experiments.trial import Trial
 from fedshift.methods.agc import agc
 from fedshift.methods.centralized import centralized
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedmmb import fedmmb
-from fedshift.settings import Settings
-from fedshift.trial import Trial
+from fedshift.utils.random_streams import stream
 
 SEED, B, LR = 3, 4, 0.1
 
@@ -59,7 +59,7 @@ def test_a_round_is_plain_training_on_the_union(scaled, size, sizes):
                 sgd.step()
     for name, tensor in model.state_dict().items():
         assert (running.server.shared[name] - tensor).abs().max() <= 1e-12, name
-        assert all(torch.equal(running.state_of(client)[name], running.server.shared[name]) for client in "abc")
+        assert all(torch.equal(running.model_state(client)[name], running.server.shared[name]) for client in "abc")
 
 
 def test_scaled_batches_take_the_steps_of_one_client_over_the_samples_of_all():

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 from torch import nn
 
-from fedshift.base.errors import UsageError
+from fedshift.config.expressions import list_catalog
 from fedshift.core.optimizer import SGD
 from fedshift.core.work import Work
 from fedshift.data.federation import federation
-from fedshift.names import catalog
-from fedshift.settings import Settings
-from fedshift.trial import Trial
+from fedshift.experiments.settings import Settings
+from fedshift.experiments.trial import Trial
+from fedshift.utils.errors import UsageError
 
-METHODS = catalog("methods")
+METHODS = list_catalog("methods")
 
 ROBUST = ["krum", "multi_krum", "median", "trimmed_mean", "geometric_median"]
 FOLDS = ["fednova", *ROBUST, "dp"]
@@ -118,7 +118,7 @@ def test_every_pair_runs_a_round_or_is_refused_for_its_reason(outer):
             continue
         if expected is not None:
             wrong.append(f"{outer}({inner}()) runs, but the table says: {expected}")
-        state = running.state_of("a")
+        state = running.model_state("a")
         if not all(tensor.isfinite().all() for tensor in state.values()):
             wrong.append(f"{outer}({inner}()) gives values that are not finite")
         if all((tensor == running.plan.initial[name]).all() for name, tensor in state.items()):
@@ -153,5 +153,5 @@ def test_four_at_once_run_or_are_refused(names):
     running = trial(method)
     for _ in range(2):
         running.advance()
-    assert all(tensor.isfinite().all() for tensor in running.state_of("b").values())
+    assert all(tensor.isfinite().all() for tensor in running.model_state("b").values())
     assert all(name in running.plan.method.name for name in names if name != "tuned")

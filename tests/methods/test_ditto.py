@@ -5,20 +5,20 @@ import pytest
 import torch
 from torch import nn
 
-from fedshift.base.errors import UsageError
-from fedshift.base.state import equal, under
-from fedshift.base.streams import stream
 from fedshift.core.optimizer import SGD
 from fedshift.core.work import Work
 from fedshift.data.federation import federation
+from fedshift.experiments.settings import Settings
+from fedshift.experiments.trial import Trial
 from fedshift.methods.ditto import ditto
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedbn import fedbn
 from fedshift.methods.fedmmb import fedmmb
 from fedshift.methods.fedprox import fedprox
 from fedshift.methods.single import single
-from fedshift.settings import Settings
-from fedshift.trial import Trial
+from fedshift.utils.errors import UsageError
+from fedshift.utils.random_streams import stream
+from fedshift.utils.state import entries_under, is_equal
 
 SIZES, SEED, LR, ROUNDS = {"a": 12, "b": 8, "c": 9}, 6, 0.1, 3
 
@@ -57,9 +57,9 @@ def after_rounds(method, rounds=ROUNDS, **settings):
 @pytest.mark.parametrize("method", [fedavg(), fedbn(), fedprox(mu=0.5)], ids=lambda method: method.name)
 def test_what_the_server_holds_is_bit_for_bit_what_it_holds_without_ditto(method, epochs):
     plain, personal = after_rounds(method), after_rounds(ditto(method, lam=0.7, epochs=epochs))
-    assert equal(plain.server.shared, personal.server.shared)
-    assert all(equal(client.personal, personal.clients[name].personal) for name, client in plain.clients.items())
-    assert not any(equal(plain.state_of(name), personal.state_of(name)) for name in SIZES)
+    assert is_equal(plain.server.shared, personal.server.shared)
+    assert all(is_equal(client.personal, personal.clients[name].personal) for name, client in plain.clients.items())
+    assert not any(is_equal(plain.model_state(name), personal.model_state(name)) for name in SIZES)
 
 
 @pytest.mark.parametrize(("lam", "epochs"), [(0.0, None), (0.1, None), (3.0, None), (0.1, 3)])
@@ -86,7 +86,7 @@ def test_personal_models_equal_a_plain_loop_with_autograd_of_the_objective(base,
                 objective.backward()
                 sgd.step()
     for name, model in models.items():
-        found = running.state_of(name)
+        found = running.model_state(name)
         assert found.keys() == model.state_dict().keys()
         for entry, tensor in model.state_dict().items():
             assert found[entry].dtype == tensor.dtype
@@ -95,7 +95,7 @@ def test_personal_models_equal_a_plain_loop_with_autograd_of_the_objective(base,
 
 def test_without_its_term_each_client_trains_alone():
     personal, alone = after_rounds(ditto(lam=0.0)), after_rounds(single())
-    assert all(equal(personal.state_of(name), alone.state_of(name)) for name in SIZES)
+    assert all(is_equal(personal.model_state(name), alone.model_state(name)) for name in SIZES)
 
 
 def test_a_strong_term_holds_personal_models_near_the_global_one():
@@ -103,7 +103,7 @@ def test_a_strong_term_holds_personal_models_near_the_global_one():
         running = after_rounds(ditto(lam=lam), 1, optimizer=SGD(lr=0.01))
         start = running.plan.initial
         return sum(
-            float((running.state_of(name)[entry] - start[entry]).square().sum())
+            float((running.model_state(name)[entry] - start[entry]).square().sum())
             for name in SIZES
             for entry in running.plan.trained
         )
@@ -116,7 +116,7 @@ def test_nothing_of_the_personal_model_travels_and_the_global_one_is_still_there
     for _ in range(2):
         done, without = personal.advance(), plain.advance()
         assert (done.down, done.up) == (without.down, without.up)
-    assert equal(personal.state_of(), plain.state_of())
+    assert is_equal(personal.model_state(), plain.model_state())
     assert personal.server.memory == {}
 
 
@@ -128,15 +128,15 @@ def test_a_client_that_sits_out_keeps_its_personal_model():
         (took_part,) = running.advance().participants
         seen.add(took_part)
         for name, client in running.clients.items():
-            assert equal(client.memory, before[name]) == (name != took_part)
+            assert is_equal(client.memory, before[name]) == (name != took_part)
         for name in seen:
-            assert equal(under("0.personalmodel", running.clients[name].memory), running.state_of(name))
+            assert is_equal(entries_under("0.personalmodel", running.clients[name].memory), running.model_state(name))
     assert len(seen) > 1
 
 
 def test_as_many_epochs_as_the_round_has_are_the_rounds_own_batches():
     together, apart = after_rounds(ditto()), after_rounds(ditto(epochs=1))
-    assert all(equal(together.state_of(name), apart.state_of(name)) for name in SIZES)
+    assert all(is_equal(together.model_state(name), apart.model_state(name)) for name in SIZES)
 
 
 def test_epochs_of_its_own_are_counted_where_a_round_is_a_group_of_batches():
@@ -144,7 +144,7 @@ def test_epochs_of_its_own_are_counted_where_a_round_is_a_group_of_batches():
     running = after_rounds(fedmmb(ditto(lam=0.0, epochs=2), batches=1), rounds=5, optimizer=SGD(lr=LR))
     alone = after_rounds(single(), rounds=10, optimizer=SGD(lr=LR))
     assert {name: client.steps for name, client in running.clients.items()} == dict.fromkeys(SIZES, 5)
-    assert all(equal(running.state_of(name), alone.state_of(name)) for name in SIZES)
+    assert all(is_equal(running.model_state(name), alone.model_state(name)) for name in SIZES)
 
 
 @pytest.mark.parametrize("epochs", [0, -1])

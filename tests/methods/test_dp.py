@@ -10,22 +10,22 @@ import torch
 from scipy.stats import kstest
 from torch import nn
 
-from fedshift.base.errors import UsageError
-from fedshift.base.state import equal
-from fedshift.core.aggregate import Uploads
+from fedshift.core.aggregation import Uploads
 from fedshift.core.loss import cross_entropy
 from fedshift.core.optimizer import SGD
 from fedshift.core.work import Work
 from fedshift.data.federation import federation
-from fedshift.experiment import Experiment
+from fedshift.experiments.experiment import Experiment
+from fedshift.experiments.settings import Settings
+from fedshift.experiments.trial import Trial
 from fedshift.methods.dp import dp
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedbn import fedbn
 from fedshift.methods.fixbn import fixbn
 from fedshift.methods.median import median
 from fedshift.methods.scaffold import scaffold
-from fedshift.settings import Settings
-from fedshift.trial import Trial
+from fedshift.utils.errors import UsageError
+from fedshift.utils.state import is_equal
 
 INF = float("inf")
 BEFORE = {
@@ -49,7 +49,7 @@ def moved(w=0.0, mean=0.0, var=0.0, count=0):
 
 def test_changes_are_clipped_over_all_entries_together_and_counted_equally():
     changes = [(0.1, 0.2, 0.3), (2.0, -1.0, 0.5), (-30.0, 0.0, 0.0), (0.0, 0.0, 0.0)]
-    folded = fold(dp(clip=1.5, noise=0.0), [moved(*change, count=9) for change in changes])
+    folded = fold(dp(clipping_norm=1.5, noise_multiplier=0.0), [moved(*change, count=9) for change in changes])
     norms = [(6 * w**2 + 2 * mean**2 + 2 * var**2) ** 0.5 for w, mean, var in changes]
     assert sorted(norm > 1.5 for norm in norms) == [False, False, True, True]
     scaled = np.array([np.array(c) * min(1.0, 1.5 / n) if n else c for c, n in zip(changes, norms, strict=True)])
@@ -62,7 +62,7 @@ def test_changes_are_clipped_over_all_entries_together_and_counted_equally():
 def test_no_client_moves_the_mean_further_than_its_share_of_the_clip(seed):
     rng = np.random.default_rng(seed)
     states = [moved(*rng.normal(scale=10.0 ** rng.integers(-3, 6), size=3)) for _ in range(5)]
-    method = dp(clip=0.7, noise=0.0)
+    method = dp(clipping_norm=0.7, noise_multiplier=0.0)
     with_it, without = fold(method, states), fold(method, [*states[:4], BEFORE])
     floats = ("w", "bn.running_mean", "bn.running_var")
     distance = sum(float((with_it[name] - without[name]).square().sum()) for name in floats) ** 0.5
@@ -79,7 +79,7 @@ def noise_of(method, clients=4, size=100_000, **known):
 @pytest.mark.parametrize("secret", [False, True])
 def test_noise_is_normal_with_the_standard_deviation_of_the_paper(secret, monkeypatch):
     monkeypatch.setattr("os.urandom", random.Random(0).randbytes)
-    drawn = noise_of(dp(clip=3.0, noise=0.5, secret=secret), clients=4)
+    drawn = noise_of(dp(clipping_norm=3.0, noise_multiplier=0.5, secret=secret), clients=4)
     scaled = drawn / (0.5 * 3.0 / 4)
     assert abs(scaled.std() - 1) < 0.01
     assert abs(scaled.mean()) < 0.01
@@ -89,7 +89,7 @@ def test_noise_is_normal_with_the_standard_deviation_of_the_paper(secret, monkey
 
 def test_noise_comes_again_with_seed_and_round_unless_it_is_secret():
     for secret in (False, True):
-        method = dp(noise=1.0, secret=secret)
+        method = dp(noise_multiplier=1.0, secret=secret)
         first = noise_of(method, size=10, seed=1, round=2)
         assert (noise_of(method, size=10, seed=1, round=2) == first).all() == (not secret)
         assert not (noise_of(method, size=10, seed=2, round=2) == first).any()
@@ -97,22 +97,22 @@ def test_noise_comes_again_with_seed_and_round_unless_it_is_secret():
 
 
 def test_noise_of_published_trials_cannot_be_combined_into_the_mean_without_noise():
-    one, two = (trial(dp(clip=0.5, noise=noise), rounds=1) for noise in (1.0, 2.0))
-    clean = trial(dp(clip=0.5, noise=0.0), rounds=1)
+    one, two = (trial(dp(clipping_norm=0.5, noise_multiplier=noise), rounds=1) for noise in (1.0, 2.0))
+    clean = trial(dp(clipping_norm=0.5, noise_multiplier=0.0), rounds=1)
     for each in (one, two, clean):
         each.advance()
     weights = [each.server.shared["0.weight"] for each in (one, two, clean)]
     noise, twice = weights[0] - weights[2], weights[1] - weights[2]
     assert (2 * weights[0] - weights[1] - weights[2]).abs().max() > 0.1 * noise.abs().max()
     assert abs(torch.corrcoef(torch.stack([noise.ravel(), twice.ravel()]))[0, 1]) < 0.9
-    again = trial(dp(clip=0.5, noise=1.0), rounds=1)
+    again = trial(dp(clipping_norm=0.5, noise_multiplier=1.0), rounds=1)
     again.advance()
     assert torch.equal(again.server.shared["0.weight"], weights[0])
 
 
 def test_a_variance_that_noise_makes_negative_stays_and_what_is_fixed_has_no_noise():
     before = {name: torch.full((1000,), 0.1) for name in ("bn.running_var", "bn.running_mean", "frozen")}
-    folded = fold(dp(noise=1.0), [before] * 2, before, fixed=frozenset({"frozen"}))
+    folded = fold(dp(noise_multiplier=1.0), [before] * 2, before, fixed=frozenset({"frozen"}))
     stayed = folded["bn.running_var"] == before["bn.running_var"]
     assert 0.3 < stayed.float().mean() < 0.55  # P(0.1 + 0.5 z < 0) = 0.42
     assert (folded["bn.running_var"] > 0).all()
@@ -140,7 +140,7 @@ def trial(method, model=network, seed=0, **settings):
 
 
 def test_without_noise_and_clip_it_is_fedavg_of_clients_that_count_equally():
-    plain, private = trial(fedavg(weighting="uniform")), trial(dp(clip=INF, noise=0.0))
+    plain, private = trial(fedavg(weighting="uniform")), trial(dp(clipping_norm=INF, noise_multiplier=0.0))
     for _ in range(3):
         plain.advance()
         private.advance()
@@ -154,7 +154,9 @@ def test_without_noise_and_clip_it_is_fedavg_of_clients_that_count_equally():
 def test_the_noise_of_a_trial_differs_by_seed_and_round():
     found = []
     for seed in (0, 1):
-        still = trial(dp(clip=1e-9, noise=1e9), seed=seed, optimizer=SGD(lr=0.0))  # noise alone: nobody learns
+        still = trial(
+            dp(clipping_norm=1e-9, noise_multiplier=1e9), seed=seed, optimizer=SGD(lr=0.0)
+        )  # noise alone: nobody learns
         states = [still.plan.initial]
         for _ in range(2):
             still.advance()
@@ -166,21 +168,21 @@ def test_the_noise_of_a_trial_differs_by_seed_and_round():
 
 
 def test_statistics_that_are_frozen_get_no_noise():
-    running = trial(fixbn(dp(noise=0.1), switch=2))
+    running = trial(fixbn(dp(noise_multiplier=0.1), switch=2))
     states = []
     for _ in range(4):
         running.advance()
         states.append({name: running.server.shared[name] for name in ("1.running_mean", "1.running_var")})
-    assert not equal(states[0], states[1])
-    assert equal(states[1], states[2])
-    assert equal(states[2], states[3])
+    assert not is_equal(states[0], states[1])
+    assert is_equal(states[1], states[2])
+    assert is_equal(states[2], states[3])
 
 
 def test_what_stays_on_clients_is_neither_clipped_nor_blurred():
-    running = trial(fedbn(dp(noise=1.0)))
+    running = trial(fedbn(dp(noise_multiplier=1.0)))
     running.advance()
     assert not [name for name in running.server.shared if name.startswith("1.")]
-    assert int(running.state_of("a")["1.num_batches_tracked"]) == 6
+    assert int(running.model_state("a")["1.num_batches_tracked"]) == 6
 
 
 class Constant(nn.Module):
@@ -205,12 +207,12 @@ def test_a_buffer_that_may_be_a_constant_is_refused_by_name():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: dp(clip=0.0), "clip=0, noise=1, delta=1e-05: give a clip above 0"),
-        (lambda: dp(noise=-1.0), "noise=-1"),
-        (lambda: dp(noise=INF), "noise=inf"),
+        (lambda: dp(clipping_norm=0.0), "clipping_norm=0, noise_multiplier=1, delta=1e-05: give a clip above 0"),
+        (lambda: dp(noise_multiplier=-1.0), "noise_multiplier=-1"),
+        (lambda: dp(noise_multiplier=INF), "noise_multiplier=inf"),
         (lambda: dp(delta=1.0), "delta=1: give"),
-        (lambda: dp(clip=float("nan")), "clip=nan"),
-        (lambda: dp(clip=INF), "clip=inf bounds nothing"),
+        (lambda: dp(clipping_norm=float("nan")), "clipping_norm=nan"),
+        (lambda: dp(clipping_norm=INF), "clipping_norm=inf bounds nothing"),
         (lambda: dp(median()), "median folds uploads in a way of its own already"),
         (lambda: trial(dp(scaffold())), r"'dp\+scaffold': scaffold sends more than the entries that dp clips"),
         (lambda: trial(scaffold(dp())), r"'scaffold\+dp': scaffold sends more than the entries that dp clips"),
@@ -245,13 +247,13 @@ REPEATABLE = (
 
 def test_a_run_says_what_privacy_it_spent(make, tmp_path, Listener):
     heard = Listener()
-    chosen = "fedavg, fedbn+dp(noise=2.0), dp(noise=2.0, secret=True), dp(noise=0.0)"
+    chosen = "fedavg, fedbn+dp(noise_multiplier=2.0), dp(noise_multiplier=2.0, secret=True), dp(noise_multiplier=0.0)"
     make(methods=chosen, rounds=2, seeds=2).run(tmp_path / "run", observer=heard)
     said = [notice for notice in heard.notices if "privacy" in notice or "private" in notice]
     assert said == [
-        f"fedbn+dp(noise=2): {REPEATABLE}{SPENT}",
-        f"dp(noise=2, secret=True): {SPENT}",
-        "dp(noise=0): noise=0, so there is no differential privacy",
+        f"fedbn+dp(noise_multiplier=2): {REPEATABLE}{SPENT}",
+        f"dp(noise_multiplier=2, secret=True): {SPENT}",
+        "dp(noise_multiplier=0): noise_multiplier=0, so there is no differential privacy",
     ]
 
 

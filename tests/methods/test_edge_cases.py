@@ -7,17 +7,18 @@ import pytest
 import torch
 from torch import nn
 
-from fedshift.base.errors import UsageError
-from fedshift.core.aggregate import Uploads
-from fedshift.core.folding import server_round
-from fedshift.core.kernel import Update, begin, finish, init_client, init_server, step
+from fedshift.core.aggregation import Uploads
+from fedshift.core.kernel import Update, client_final, client_init, client_step, init_client, init_server
 from fedshift.core.optimizer import AdamW
-from fedshift.core.prepare import operate, prepare
+from fedshift.core.preparation import apply_surgery, prepare
+from fedshift.core.server_round import server_round
 from fedshift.core.work import Work
 from fedshift.data.federation import federation
+from fedshift.experiments.settings import Settings
+from fedshift.experiments.trial import Trial
 from fedshift.methods.centralized import centralized
 from fedshift.methods.fedmmb import fedmmb
-from fedshift.methods.fednova import Normalized
+from fedshift.methods.fednova import NormalizedAveraging
 from fedshift.methods.fedper import fedper
 from fedshift.methods.fedrep import fedrep
 from fedshift.methods.fedwon import fedwon
@@ -27,8 +28,7 @@ from fedshift.methods.krum import krum
 from fedshift.methods.multi_krum import multi_krum
 from fedshift.methods.nonorm import nonorm
 from fedshift.methods.partialfed_adaptive import partialfed_adaptive
-from fedshift.settings import Settings
-from fedshift.trial import Trial
+from fedshift.utils.errors import UsageError
 
 KEY = torch.tensor(0)
 
@@ -81,7 +81,7 @@ def test_multi_krum_takes_all_but_the_faulty_and_two():
     for faulty in (0, 1, 2):  # scores and the 7 - f - 2 that win them, written out
         near = {a: sum(sorted((a - b) ** 2 for b in values)[1 : 7 - faulty - 1]) for a in values}
         best = sorted(values, key=near.__getitem__)[: 5 - faulty]
-        found = multi_krum(faulty=faulty).aggregate(uploads)["w"].item()
+        found = multi_krum(num_malicious=faulty).aggregate(uploads)["w"].item()
         assert found == pytest.approx(sum(best) / (5 - faulty), abs=1e-12)
 
 
@@ -99,10 +99,10 @@ def test_distances_without_trained_entries_are_refused_in_words(make):
 
 def test_fedreps_body_under_adamw_begins_like_torchs():
     plan = prepare(fedrep(), mlp(), optimizer=AdamW(lr=0.01, weight_decay=0.0))
-    job = begin(plan, init_client(plan), init_server(plan), planned=11)
+    job = client_init(plan, init_client(plan), init_server(plan), planned_steps=11)
     for _ in range(11):  # ten for the head, one for the body
         before = job.params["0.weight"]
-        job, _ = step(plan, job, *batch(), KEY)
+        job, _ = client_step(plan, job, *batch(), KEY)
     assert ((job.params["0.weight"] - before).abs() / 0.01 - 1).abs().max() <= 1e-3  # Adam's first step is lr
 
 
@@ -111,11 +111,11 @@ def test_the_gates_are_as_much_faster_as_asked_under_every_optimizer():
     for rate in (1.0, 10.0):
         plan = prepare(partialfed_adaptive(rate=rate), mlp(), optimizer=AdamW(lr=0.01, weight_decay=0.0))
         server, client = init_server(plan), init_client(plan)
-        job, _ = step(plan, begin(plan, client, server, planned=1), *batch(), KEY)
-        client, update = finish(plan, job)
+        job, _ = client_step(plan, client_init(plan, client, server, planned_steps=1), *batch(), KEY)
+        client, update = client_final(plan, job)
         other = replace(update, shared={name: tensor + 1 for name, tensor in update.shared.items()})
         server = server_round(plan, server, {"a": update, "b": other}, {"a": 1, "b": 1})
-        job, _ = step(plan, begin(plan, client, server, planned=1), *batch(), KEY)
+        job, _ = client_step(plan, client_init(plan, client, server, planned_steps=1), *batch(), KEY)
         moved.append(job.params["0.gates/logits"].abs().max().item())
     assert moved[1] == pytest.approx(10 * moved[0], rel=1e-6)
 
@@ -123,7 +123,7 @@ def test_the_gates_are_as_much_faster_as_asked_under_every_optimizer():
 def test_normalization_is_not_taken_from_a_layer_that_reads_it():
     encoder = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), nn.Flatten(), nn.Linear(16, 3))
     with pytest.raises(UsageError, match="layer '0' is a TransformerEncoderLayer, which reads its normalization"):
-        operate(nonorm(), encoder)
+        apply_surgery(nonorm(), encoder)
 
 
 def test_tied_weights_stay_tied_under_surgery():
@@ -134,14 +134,14 @@ def test_tied_weights_stay_tied_under_surgery():
             self.first, self.second = nn.BatchNorm2d(4), nn.BatchNorm2d(4)
             self.b.weight, self.second.bias = self.a.weight, self.first.bias
 
-    standardized, grouped = operate(fedwon(), Net()), operate(gn(), Net())
+    standardized, grouped = apply_surgery(fedwon(), Net()), apply_surgery(gn(), Net())
     assert standardized.a.weight is standardized.b.weight
     assert grouped.first.bias is grouped.second.bias
 
 
 def test_standardizing_nothing_is_refused():
     with pytest.raises(UsageError, match="convolutions of a fan-in above 1, of which the model has none"):
-        operate(fedwon(), nn.Sequential(nn.Conv2d(4, 4, 1, groups=4), nn.BatchNorm2d(4)))
+        apply_surgery(fedwon(), nn.Sequential(nn.Conv2d(4, 4, 1, groups=4), nn.BatchNorm2d(4)))
 
 
 def test_group_norm_over_single_values_is_refused_in_words():
@@ -157,7 +157,7 @@ def test_what_clients_send_but_do_not_load_is_averaged_by_fednova():
         previous={"shared": torch.zeros(1), "head": torch.zeros(1)},
         trained=frozenset({"shared", "head"}), loaded=frozenset({"shared"}),
     )  # fmt: skip
-    folded = Normalized()(uploads)
+    folded = NormalizedAveraging()(uploads)
     assert folded["head"].item() == 2.0
     assert folded["shared"].item() == pytest.approx(5.5 * (0.5 / 10 + 0.5 / 1))  # tau = 5.5
 
@@ -165,9 +165,9 @@ def test_what_clients_send_but_do_not_load_is_averaged_by_fednova():
 def test_an_update_says_how_many_steps_it_took():
     plan = prepare(fedwon(wsconv=False), nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5), nn.Linear(5, 3)).double(),
                    optimizer=AdamW(lr=0.01))  # fmt: skip
-    job = begin(plan, init_client(plan), init_server(plan), planned=3)
+    job = client_init(plan, init_client(plan), init_server(plan), planned_steps=3)
     for _ in range(3):
-        job, _ = step(plan, job, *batch(), KEY)
-    update = finish(plan, job)[1]
+        job, _ = client_step(plan, job, *batch(), KEY)
+    update = client_final(plan, job)[1]
     assert isinstance(update, Update)
     assert (update.steps, update.weight) == (3, 18.0)

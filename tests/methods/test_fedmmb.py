@@ -5,17 +5,17 @@ import pytest
 import torch
 from torch import nn
 
-from fedshift.base.errors import UsageError
-from fedshift.base.state import equal
-from fedshift.base.streams import stream
 from fedshift.core.optimizer import SGD
 from fedshift.core.work import Work
 from fedshift.data.federation import federation
+from fedshift.experiments.settings import Settings
+from fedshift.experiments.trial import Trial
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedmmb import fedmmb
 from fedshift.methods.fedsmb import fedsmb
-from fedshift.settings import Settings
-from fedshift.trial import Trial
+from fedshift.utils.errors import UsageError
+from fedshift.utils.random_streams import stream
+from fedshift.utils.state import is_equal
 
 SIZES, B, LR, SEED = {"a": 13, "b": 8, "c": 22}, 4, 0.3, 5
 RNG = np.random.default_rng(1)
@@ -103,7 +103,7 @@ def test_one_batch_a_round_is_fedsmb():
     for _ in range(5):
         one.advance()
         other.advance()
-    assert equal(one.server.shared, other.server.shared)
+    assert is_equal(one.server.shared, other.server.shared)
 
 
 @pytest.mark.parametrize("method", [fedsmb(batch_size=0), fedmmb(batches=5, batch_size=0)], ids=lambda m: m.name)
@@ -127,8 +127,8 @@ def test_a_batch_size_of_its_own_comes_before_the_experiments():
     own, same = trial(fedmmb(batches=2, batch_size=3)), trial(fedavg(), work=Work(batch_size=3, batches=2))
     own.advance()
     same.advance()
-    assert equal(own.server.shared, same.server.shared)
-    assert not equal(own.server.shared, trial(fedmmb(batches=2)).server.shared)
+    assert is_equal(own.server.shared, same.server.shared)
+    assert not is_equal(own.server.shared, trial(fedmmb(batches=2)).server.shared)
 
 
 @pytest.mark.parametrize(

@@ -11,22 +11,22 @@ import pytest
 import torch
 from torch import nn
 
-from fedshift.base.errors import UsageError
-from fedshift.base.streams import stream
-from fedshift.core.folding import server_round
-from fedshift.core.kernel import Update, begin, finish, init_client, init_server, step
+from fedshift.core.kernel import Update, client_final, client_init, client_step, init_client, init_server
 from fedshift.core.optimizer import SGD, AdamW, StepDecay
-from fedshift.core.prepare import prepare
+from fedshift.core.preparation import prepare
+from fedshift.core.server_round import server_round
 from fedshift.core.work import Work
 from fedshift.data.federation import federation
+from fedshift.experiments.settings import Settings
+from fedshift.experiments.trial import Trial
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedbn import fedbn
 from fedshift.methods.fedmmb import fedmmb
 from fedshift.methods.fednova import fednova
 from fedshift.methods.fedprox import fedprox
 from fedshift.methods.fixbn import fixbn
-from fedshift.settings import Settings
-from fedshift.trial import Trial
+from fedshift.utils.errors import UsageError
+from fedshift.utils.random_streams import stream
 
 CURVES, TARGETS = {"a": 1.0, "b": 4.0, "c": 2.0}, {"a": 0.0, "b": 1.0, "c": -2.0}
 STEPS, SHARES = {"a": 12, "b": 2, "c": 5}, {"a": 0.3, "b": 0.5, "c": 0.2}
@@ -49,12 +49,12 @@ def federated(method, rounds, lr, steps=STEPS, start=START):
     for _ in range(rounds):
         updates = {}
         for name, curve in CURVES.items():
-            job = begin(plan, init_client(plan), server, planned=steps[name])
+            job = client_init(plan, init_client(plan), server, planned_steps=steps[name])
             size = round(600 * SHARES[name]) // steps[name]  # samples of a step, so that all weigh as they should
             x = torch.tensor([[curve, TARGETS[name]]], dtype=torch.float64).expand(size, 2)
             for _ in range(steps[name]):
-                job, _ = step(plan, job, x, torch.zeros(size), torch.tensor(0))
-            updates[name] = finish(plan, job)[1]
+                job, _ = client_step(plan, job, x, torch.zeros(size), torch.tensor(0))
+            updates[name] = client_final(plan, job)[1]
         assert {name: update.weight / 600 for name, update in updates.items()} == SHARES
         server = server_round(plan, server, updates, {name: round(600 * share) for name, share in SHARES.items()})
         path.append(float(server.shared["w"]))

@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch import nn
 
-from fedshift.base.errors import UsageError
-from fedshift.core.kernel import begin, gradients, init_client, init_server, step
+from fedshift.core.kernel import client_init, client_step, compute_gradients, init_client, init_server
 from fedshift.core.optimizer import SGD
-from fedshift.core.prepare import prepare
+from fedshift.core.preparation import prepare
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedbn import fedbn
 from fedshift.methods.fedprox import fedprox
+from fedshift.utils.errors import UsageError
 
 MU = 0.3
 
@@ -25,11 +25,11 @@ def test_gradients_are_those_of_the_proximal_objective(method):
     model = network()
     plan = prepare(method, model, optimizer=SGD(lr=0.5))
     server = init_server(plan)
-    job = begin(plan, init_client(plan), server)
+    job = client_init(plan, init_client(plan), server)
     x, y = torch.randn(8, 3, dtype=torch.float64), torch.arange(8) % 2
     for _ in range(3):
-        job, _ = step(plan, job, x, y, torch.tensor(0))
-    found, _, _ = gradients(plan, job, x, y, torch.tensor(0))
+        job, _ = client_step(plan, job, x, y, torch.tensor(0))
+    found, _, _ = compute_gradients(plan, job, x, y, torch.tensor(0))
 
     model.load_state_dict({**job.params, **job.rest})
     model.train()
@@ -46,10 +46,10 @@ def test_gradients_are_those_of_the_proximal_objective(method):
 def test_a_strong_term_holds_clients_near_the_server():
     def distance(method):
         plan = prepare(method, network(), optimizer=SGD(lr=0.05))
-        job = begin(plan, init_client(plan), init_server(plan))
+        job = client_init(plan, init_client(plan), init_server(plan))
         x, y = torch.randn(8, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 2
         for _ in range(30):
-            job, _ = step(plan, job, x, y, torch.tensor(0))
+            job, _ = client_step(plan, job, x, y, torch.tensor(0))
         return sum(float((job.params[name] - plan.initial[name]).square().sum()) for name in job.params)
 
     assert distance(fedprox(mu=5.0)) < 0.5 * distance(fedavg())

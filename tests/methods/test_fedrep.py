@@ -7,16 +7,16 @@ import pytest
 import torch
 from torch import nn
 
-from fedshift.base.errors import UsageError
-from fedshift.base.streams import stream
-from fedshift.core.kernel import begin, init_client, init_server, step
+from fedshift.core.kernel import client_init, client_step, init_client, init_server
 from fedshift.core.optimizer import SGD
-from fedshift.core.prepare import prepare
+from fedshift.core.preparation import prepare
 from fedshift.core.work import Work
 from fedshift.data.federation import federation
+from fedshift.experiments.settings import Settings
+from fedshift.experiments.trial import Trial
 from fedshift.methods.fedrep import fedrep
-from fedshift.settings import Settings
-from fedshift.trial import Trial
+from fedshift.utils.errors import UsageError
+from fedshift.utils.random_streams import stream
 
 SIZES, SEED, LR = {"a": 12, "b": 8}, 6, 0.1
 
@@ -76,7 +76,7 @@ def test_rounds_equal_a_plain_loop_with_an_optimizer_for_each_part(arguments, he
     assert running.plan.personal == {name for name in running.plan.initial if name.startswith(head)}
     for name, model in models.items():
         for entry, tensor in model.state_dict().items():
-            assert (running.state_of(name)[entry] - tensor).abs().max() <= 1e-12, (name, entry)
+            assert (running.model_state(name)[entry] - tensor).abs().max() <= 1e-12, (name, entry)
 
 
 def test_epochs_for_each_part_equal_a_plain_loop_of_as_many_passes():
@@ -106,7 +106,7 @@ def test_epochs_for_each_part_equal_a_plain_loop_of_as_many_passes():
                 target.copy_(total if target.is_floating_point() else total.round())
     for name, model in models.items():
         for entry, tensor in model.state_dict().items():
-            assert (running.state_of(name)[entry] - tensor).abs().max() <= 1e-12, (name, entry)
+            assert (running.model_state(name)[entry] - tensor).abs().max() <= 1e-12, (name, entry)
 
 
 @pytest.mark.parametrize(
@@ -128,12 +128,12 @@ def test_epochs_that_make_no_sense_are_refused(arguments, said):
 def test_only_the_head_moves_first_and_only_the_body_afterwards(planned, first):
     torch.manual_seed(0)
     plan = prepare(fedrep(), network(), optimizer=SGD(lr=LR))
-    job = begin(plan, init_client(plan), init_server(plan), planned=planned)
+    job = client_init(plan, init_client(plan), init_server(plan), planned_steps=planned)
     head = {"5.weight", "5.bias"}
     x, y = torch.randn(6, 4, dtype=torch.float64), torch.arange(6) % 3
     for number in range(planned):
         before = job.params
-        job, _ = step(plan, job, x, y, torch.tensor(0))
+        job, _ = client_step(plan, job, x, y, torch.tensor(0))
         moved = {name for name, tensor in job.params.items() if not torch.equal(tensor, before[name])}
         moved.discard("0.bias")  # before BatchNorm: no gradient but rounding
         if first is None:  # a single step trains both

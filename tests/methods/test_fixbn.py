@@ -7,19 +7,19 @@ import pytest
 import torch
 from torch import nn
 
-from fedshift.base.errors import UsageError
-from fedshift.base.state import equal
-from fedshift.core.kernel import begin, gradients, init_client, init_server, step
+from fedshift.core.kernel import client_init, client_step, compute_gradients, init_client, init_server
 from fedshift.core.optimizer import SGD
-from fedshift.core.prepare import prepare
+from fedshift.core.preparation import prepare
 from fedshift.core.work import Work
 from fedshift.data.federation import federation
+from fedshift.experiments.settings import Settings
+from fedshift.experiments.trial import Trial
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedbn import fedbn
 from fedshift.methods.fixbn import fixbn
 from fedshift.methods.gn import gn
-from fedshift.settings import Settings
-from fedshift.trial import Trial
+from fedshift.utils.errors import UsageError
+from fedshift.utils.state import is_equal
 
 STATISTICS = {f"{layer}.{name}" for layer in (1, 5) for name in ("running_mean", "running_var", "num_batches_tracked")}
 AFFINE = {f"{layer}.{name}" for layer in (1, 5) for name in ("weight", "bias")}
@@ -52,7 +52,7 @@ def test_before_the_switch_it_is_fedavg_bit_for_bit_and_after_it_is_not():
     for number in range(1, 6):
         fixed.advance()
         plain.advance()
-        assert equal(fixed.server.shared, plain.server.shared) == (number <= 3)
+        assert is_equal(fixed.server.shared, plain.server.shared) == (number <= 3)
 
 
 def test_after_the_switch_statistics_stand_still_and_everything_else_trains():
@@ -92,13 +92,13 @@ def test_gradients_are_those_of_torch_with_batch_norm_in_evaluation_mode(frozen)
         nn.init.uniform_(layer.running_var, 0.5, 2.0)
         nn.init.normal_(layer.weight)
     plan = prepare(fixbn(switch=0 if frozen else 1), model, optimizer=SGD(lr=0.1, momentum=0.9))
-    job = begin(plan, init_client(plan), init_server(plan))
+    job = client_init(plan, init_client(plan), init_server(plan))
     sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for number in range(3):
         generator = torch.Generator().manual_seed(number)
         x, y = torch.randn(4, 1, 5, 5, generator=generator, dtype=torch.float64), torch.tensor([0, 1, 2, number % 3])
-        found = gradients(plan, job, x, y, torch.tensor(0))[0]
-        job, loss = step(plan, job, x, y, torch.tensor(0))
+        found = compute_gradients(plan, job, x, y, torch.tensor(0))[0]
+        job, loss = client_step(plan, job, x, y, torch.tensor(0))
         model.train()
         if frozen:
             model[1].eval()
@@ -118,10 +118,10 @@ def test_gradients_are_those_of_torch_with_batch_norm_in_evaluation_mode(frozen)
 def test_a_sample_no_longer_depends_on_its_batch():
     model = network().double()
     plan = prepare(fixbn(switch=0), model, optimizer=SGD(lr=0.1))
-    job = begin(plan, init_client(plan), init_server(plan))
+    job = client_init(plan, init_client(plan), init_server(plan))
     x, y = torch.randn(6, 1, 5, 5, dtype=torch.float64), torch.arange(6) % 3
-    whole = gradients(plan, job, x, y, torch.tensor(0))[0]
-    parts = [gradients(plan, job, x[i : i + 1], y[i : i + 1], torch.tensor(0))[0] for i in range(6)]
+    whole = compute_gradients(plan, job, x, y, torch.tensor(0))[0]
+    parts = [compute_gradients(plan, job, x[i : i + 1], y[i : i + 1], torch.tensor(0))[0] for i in range(6)]
     for name, gradient in whole.items():
         assert (sum(part[name] for part in parts) / 6 - gradient).abs().max() <= 1e-12, name
 
@@ -146,8 +146,8 @@ def test_momentum_is_kept_from_round_to_round_where_asked():
     for each in (reset, kept, same):
         for _ in range(2):
             each.advance()
-    assert equal(kept.server.shared, same.server.shared)
-    assert not equal(kept.server.shared, reset.server.shared)
+    assert is_equal(kept.server.shared, same.server.shared)
+    assert not is_equal(kept.server.shared, reset.server.shared)
     assert {name: bool(client.optimizer) for name, client in kept.clients.items()} == dict.fromkeys("abc", True)
     assert not any(client.optimizer for client in reset.clients.values())
 

@@ -6,11 +6,11 @@ import pkgutil
 import pytest
 
 import fedshift.methods
+from fedshift.config.expressions import list_catalog
 from fedshift.core.method import Method
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedbn import fedbn
 from fedshift.methods.silobn import silobn
-from fedshift.names import catalog
 
 FILES = [module.name for module in pkgutil.iter_modules(fedshift.methods.__path__)]
 
@@ -19,7 +19,7 @@ FILES = [module.name for module in pkgutil.iter_modules(fedshift.methods.__path_
 def test_a_method_is_one_function_named_like_its_file_with_a_described_source(name):
     module = importlib.import_module(f"fedshift.methods.{name}")
     assert isinstance(getattr(module, name)(), Method)
-    assert name in catalog("methods")
+    assert name in list_catalog("methods")
     assert len(module.__doc__.splitlines()) >= 1
     assert any(word in module.__doc__ for word in ("arXiv:", "table"))
 

@@ -9,6 +9,8 @@ from torch import nn
 from fedshift.core.optimizer import SGD
 from fedshift.core.work import Work
 from fedshift.data.federation import federation
+from fedshift.experiments.settings import Settings
+from fedshift.experiments.trial import Trial
 from fedshift.methods.agc import agc
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedwon import fedwon
@@ -16,8 +18,6 @@ from fedshift.methods.gn import gn
 from fedshift.methods.ln import ln
 from fedshift.methods.nonorm import nonorm
 from fedshift.methods.scaffold import scaffold
-from fedshift.settings import Settings
-from fedshift.trial import Trial
 
 
 class WSConv(nn.Conv2d):
@@ -129,4 +129,4 @@ def test_clients_need_no_state_and_there_is_one_global_model():
         running.advance()
         assert not running.plan.personal
         assert all(not client.personal and not client.memory for client in running.clients.values())
-        assert running.state_of().keys() == running.plan.initial.keys()
+        assert running.model_state().keys() == running.plan.initial.keys()

@@ -7,23 +7,31 @@ import pytest
 import torch
 from torch import nn
 
-from fedshift.base.errors import UsageError
-from fedshift.base.state import equal, under
-from fedshift.core.folding import server_round
-from fedshift.core.kernel import begin, finish, gradients, init_client, init_server, personal_state, step
+from fedshift.core.kernel import (
+    client_final,
+    client_init,
+    client_step,
+    compute_gradients,
+    init_client,
+    init_server,
+    personal_state,
+)
 from fedshift.core.optimizer import SGD
-from fedshift.core.prepare import prepare
-from fedshift.core.rule import Local
+from fedshift.core.preparation import prepare
+from fedshift.core.rule import RuleContext
+from fedshift.core.server_round import server_round
 from fedshift.core.work import Work
 from fedshift.data.federation import federation
+from fedshift.experiments.settings import Settings
+from fedshift.experiments.trial import Trial
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedbn import fedbn
 from fedshift.methods.partialfed_adaptive import DRAW, Gates, partialfed_adaptive
 from fedshift.methods.partialfed_fix import partialfed_fix
 from fedshift.methods.single import single
-from fedshift.nn.dropout import keyed_bits
-from fedshift.settings import Settings
-from fedshift.trial import Trial
+from fedshift.nn.dropout import draw_bits
+from fedshift.utils.errors import UsageError
+from fedshift.utils.state import entries_under, is_equal
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 LAYERS = ("0.", "1.", "4.")
@@ -75,9 +83,9 @@ def test_choices_that_are_forced_give_other_methods_bit_for_bit(keeps, same):
         other.advance()
         forced(adaptive, *keeps)
         for name in "abc":
-            assert equal(adaptive.state_of(name), other.state_of(name))
+            assert is_equal(adaptive.model_state(name), other.model_state(name))
         shared = other.server.shared
-        assert equal({name: adaptive.server.shared[name] for name in shared}, shared)
+        assert is_equal({name: adaptive.server.shared[name] for name in shared}, shared)
     assert adaptive.server.shared.keys() == adaptive.plan.initial.keys()
 
 
@@ -85,7 +93,7 @@ def test_the_first_round_has_nothing_to_choose_and_is_fedavgs():
     adaptive, plain = trial(partialfed_adaptive()), trial(fedavg())
     adaptive.advance()
     plain.advance()
-    assert equal(adaptive.server.shared, plain.server.shared)
+    assert is_equal(adaptive.server.shared, plain.server.shared)
     assert not any(client.memory[LOGITS].any() for client in adaptive.clients.values())
     adaptive.advance()
     assert all(client.memory[LOGITS].all() for client in adaptive.clients.values())
@@ -96,10 +104,10 @@ def one_round(method, model, seeds=("a", "b")):
     plan = prepare(method, model, optimizer=SGD(lr=0.3))
     server, clients, updates = init_server(plan), {}, {}
     for number, name in enumerate(seeds):
-        job = begin(plan, init_client(plan), server, planned=2)
+        job = client_init(plan, init_client(plan), server, planned_steps=2)
         for at in range(2):
-            job, _ = step(plan, job, *batch(10 * number + at), torch.tensor(at))
-        clients[name], updates[name] = finish(plan, job)
+            job, _ = client_step(plan, job, *batch(10 * number + at), torch.tensor(at))
+        clients[name], updates[name] = client_final(plan, job)
     return plan, server_round(plan, server, updates, dict.fromkeys("ab", 1)), clients["a"], updates["a"]
 
 
@@ -110,7 +118,7 @@ def batch(seed):
 
 def test_what_is_remembered_is_the_clients_last_own_model():
     plan, server, client, update = one_round(partialfed_adaptive(), network())
-    assert equal(under(LAST, client.memory), update.shared)
+    assert is_equal(entries_under(LAST, client.memory), update.shared)
     assert client.memory.keys() == {LOGITS, *(f"{LAST}/{name}" for name in plan.initial)}
     assert not update.memory
     statistics = {name: tensor for name, tensor in update.shared.items() if name.rpartition(".")[2] in STATISTICS}
@@ -118,26 +126,26 @@ def test_what_is_remembered_is_the_clients_last_own_model():
     for choice, expected in ((-1.0, loaded), (0.0, loaded), (1.0, update.shared)):  # a tie loads
         logits = torch.tensor([[0.0, choice]] * 3, dtype=torch.float64)
         chosen = replace(client, memory={**client.memory, LOGITS: logits})
-        assert equal(personal_state(plan, chosen, server), expected)
-        job = begin(plan, chosen, server)
-        assert equal({name: {**job.params, **job.rest}[name] for name in plan.initial}, expected)
+        assert is_equal(personal_state(plan, chosen, server), expected)
+        job = client_init(plan, chosen, server)
+        assert is_equal({name: {**job.params, **job.rest}[name] for name in plan.initial}, expected)
 
 
 @pytest.mark.parametrize(("tau", "rate"), [(1.0, 10.0), (0.3, 2.0)])
 def test_the_gradient_of_the_logits_is_that_of_the_straight_through_estimator(tau, rate):
     torch.manual_seed(0)
     plan, server, client, _ = one_round(partialfed_adaptive(tau=tau, rate=rate), network())
-    kept, model = under(LAST, client.memory), network()
+    kept, model = entries_under(LAST, client.memory), network()
     x, y = batch(3)
     choices = set()
     for number in range(6):
         logits = torch.tensor(np.random.default_rng(number).normal(size=(3, 2)))
         client = replace(client, memory={**client.memory, LOGITS: logits})
-        job = begin(plan, client, server)
+        job = client_init(plan, client, server)
         key = torch.tensor(1000 + number)
-        found = gradients(plan, job, x, y, key)[0]
+        found = compute_gradients(plan, job, x, y, key)[0]
 
-        uniform = (keyed_bits(key, DRAW, 6).double() + 0.5) / 2**32
+        uniform = (draw_bits(key, DRAW, 6).double() + 0.5) / 2**32
         scores = np.exp((logits.numpy() - np.log(-np.log(uniform.numpy().reshape(3, 2)))) / tau)
         soft = scores / scores.sum(1, keepdims=True)
         load = soft[:, 0] > soft[:, 1]
@@ -166,12 +174,12 @@ def test_the_gradient_of_the_logits_is_that_of_the_straight_through_estimator(ta
 
 def test_the_weights_gradients_are_those_of_plain_training():
     plan, server, client, _ = one_round(partialfed_adaptive(), network())
-    job = begin(plan, client, server)
+    job = client_init(plan, client, server)
     model = network()
     model.load_state_dict({name: {**job.params, **job.rest}[name] for name in plan.initial})
     x, y = batch(4)
     nn.functional.cross_entropy(model.train()(x), y).backward()
-    found, rest, _ = gradients(plan, job, x, y, torch.tensor(0))
+    found, rest, _ = compute_gradients(plan, job, x, y, torch.tensor(0))
     for name, parameter in model.named_parameters():
         assert (found[name] - parameter.grad).abs().max() <= 1e-12
     for name, buffer in model.named_buffers():  # moved once: the pass for the logits leaves statistics alone
@@ -182,14 +190,14 @@ def test_a_layer_is_drawn_as_often_as_its_logits_say():
     gates = Gates(1.0, 10.0, layers=(("w",), ("v",)))
     drawn = []
     for key in range(2000):
-        local = Local(
-            anchor={"w": torch.tensor(1.0), "v": torch.tensor(1.0)},
+        local = RuleContext(
+            global_params={"w": torch.tensor(1.0), "v": torch.tensor(1.0)},
             memory={"last/w": torch.tensor(0.0), "last/v": torch.tensor(0.0)},
-            own={"logits": torch.tensor([[np.log(3.0), 0.0], [0.0, np.log(4.0)]])},
+            extra_entries={"logits": torch.tensor([[np.log(3.0), 0.0], [0.0, np.log(4.0)]])},
             key=torch.tensor(key),
             data_loss=lambda state: drawn.append((float(state["w"]), float(state["v"]))) or torch.tensor(0.0),
         )
-        gates.loss(torch.tensor(0.0), {"w": torch.tensor(0.5), "v": torch.tensor(0.5)}, local)
+        gates.transform_loss(torch.tensor(0.0), {"w": torch.tensor(0.5), "v": torch.tensor(0.5)}, local)
     w, v = np.array(drawn).T
     assert set(np.round(w, 6)) == set(np.round(v, 6)) == {0.0, 1.0}
     assert w.mean() == pytest.approx(3 / 4, abs=0.04)  # four standard deviations

@@ -9,12 +9,13 @@ import torch
 from scipy.optimize import minimize
 from torch import nn
 
-from fedshift.base.errors import UsageError
-from fedshift.core.aggregate import Uploads
-from fedshift.core.folding import server_round
+from fedshift.core.aggregation import Uploads
 from fedshift.core.optimizer import SGD
+from fedshift.core.server_round import server_round
 from fedshift.core.work import Work
 from fedshift.data.federation import federation
+from fedshift.experiments.settings import Settings
+from fedshift.experiments.trial import Trial
 from fedshift.methods.fedbn import fedbn
 from fedshift.methods.geometric_median import geometric_median
 from fedshift.methods.krum import krum
@@ -22,10 +23,15 @@ from fedshift.methods.median import median
 from fedshift.methods.multi_krum import multi_krum
 from fedshift.methods.scaffold import scaffold
 from fedshift.methods.trimmed_mean import trimmed_mean
-from fedshift.settings import Settings
-from fedshift.trial import Trial
+from fedshift.utils.errors import UsageError
 
-ROBUST = [median(), trimmed_mean(trim=2), krum(faulty=1), multi_krum(faulty=1, chosen=3), geometric_median()]
+ROBUST = [
+    median(),
+    trimmed_mean(trim=2),
+    krum(num_malicious=1),
+    multi_krum(num_malicious=1, num_selected=3),
+    geometric_median(),
+]
 EACH = pytest.mark.parametrize("method", ROBUST, ids=lambda method: method.name)
 
 
@@ -97,7 +103,7 @@ def scores(uploads, faulty):
 def test_krum_takes_over_the_client_of_least_score(clients, faulty, seed):
     uploads = states(clients, seed)
     best = uploads[int(np.argmin(scores(uploads, faulty)))]
-    folded = fold(krum(faulty=faulty), uploads)
+    folded = fold(krum(num_malicious=faulty), uploads)
     assert all(torch.equal(folded[name], best[name]) for name in best)
     assert folded["w"] is not best["w"]
 
@@ -106,7 +112,9 @@ def test_krum_takes_over_the_client_of_least_score(clients, faulty, seed):
 def test_multi_krum_is_the_plain_mean_of_the_clients_of_least_score(clients, faulty, chosen):
     uploads = states(clients, 1)
     best = np.argsort(scores(uploads, faulty))[:chosen]
-    folded = fold(multi_krum(faulty=faulty, chosen=chosen), uploads, [0.9] + [0.1 / (clients - 1)] * (clients - 1))
+    folded = fold(
+        multi_krum(num_malicious=faulty, num_selected=chosen), uploads, [0.9] + [0.1 / (clients - 1)] * (clients - 1)
+    )
     for name in ("w", "b", "mean"):
         assert np.abs(folded[name].numpy() - columns(uploads, name)[best].mean(0)).max() <= 1e-15
     assert int(folded["count"]) == round(columns(uploads, "count")[best].mean())
@@ -193,8 +201,11 @@ def test_what_is_kept_on_clients_takes_no_part():
 @pytest.mark.parametrize(
     ("method", "message"),
     [
-        (krum(faulty=1), r"Krum\(faulty=1, chosen=1.*needs at least 5 clients in a round, but 4 take part"),
-        (multi_krum(chosen=3), "needs at least 5 clients in a round, but 4 take part"),
+        (
+            krum(num_malicious=1),
+            r"Krum\(num_malicious=1, num_selected=1.*needs at least 5 clients in a round, but 4 take part",
+        ),
+        (multi_krum(num_selected=3), "needs at least 5 clients in a round, but 4 take part"),
         (trimmed_mean(trim=2), "needs at least 5 clients in a round, but 4 take part"),
     ],
     ids=["krum", "multi-krum", "trimmed mean"],
@@ -205,7 +216,7 @@ def test_too_few_clients_are_refused(method, message):
     for participation, clients in ((4, "abcdefgh"), (0.5, "abcdefgh"), (None, "abcd")):
         settings = Settings(work=Work(batch_size=2, epochs=1), participation=participation)
         with pytest.raises(UsageError, match=message):
-            Trial(method, lambda shape, classes: nn.Linear(2, classes), data.only(clients), settings, seed=0)
+            Trial(method, lambda shape, classes: nn.Linear(2, classes), data.select_clients(clients), settings, seed=0)
     enough = Settings(work=Work(batch_size=2, epochs=1), participation=5)
     Trial(method, lambda shape, classes: nn.Linear(2, classes), data, enough, seed=0)
 
@@ -249,8 +260,8 @@ def test_an_aggregation_alone_is_not_moved_by_a_client_that_adds_a_million():
     ("make", "message"),
     [
         (lambda: trimmed_mean(trim=0), "trim=0: give 1 or more; 0 would be the mean"),
-        (lambda: krum(faulty=-1), "faulty=-1"),
-        (lambda: multi_krum(chosen=0), "chosen=0"),
+        (lambda: krum(num_malicious=-1), "num_malicious=-1"),
+        (lambda: multi_krum(num_selected=0), "num_selected=0"),
         (lambda: geometric_median(steps=0), "steps=0"),
         (lambda: geometric_median(nu=0.0), "nu=0"),
         (lambda: median(krum()), "median.krum: krum folds uploads in a way of its own already"),

@@ -9,19 +9,19 @@ import pytest
 import torch
 from torch import nn
 
-from fedshift.base.errors import UsageError
-from fedshift.core.folding import server_round
-from fedshift.core.kernel import begin, finish, init_client, init_server, step
+from fedshift.core.kernel import client_final, client_init, client_step, init_client, init_server
 from fedshift.core.optimizer import SGD
-from fedshift.core.prepare import prepare
+from fedshift.core.preparation import prepare
+from fedshift.core.server_round import server_round
 from fedshift.core.work import Work
 from fedshift.data.federation import federation
+from fedshift.experiments.settings import Settings
+from fedshift.experiments.trial import Trial
 from fedshift.methods.fedadam import fedadam
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedmmb import fedmmb
 from fedshift.methods.scaffold import scaffold
-from fedshift.settings import Settings
-from fedshift.trial import Trial
+from fedshift.utils.errors import UsageError
 
 CURVES, TARGETS, LR, STEPS = {"a": 1.0, "b": 10.0}, {"a": 0.0, "b": 1.0}, 0.05, 10
 OPTIMUM = sum(CURVES[k] * TARGETS[k] for k in CURVES) / sum(CURVES.values())
@@ -42,11 +42,11 @@ def federated(method, rounds, clients=("a", "b")):
     for number in range(rounds):
         updates = {}
         for name in clients if isinstance(clients, tuple) else clients(number):
-            job = begin(plan, kept[name], server)
+            job = client_init(plan, kept[name], server)
             x = torch.tensor([[CURVES[name], TARGETS[name]]], dtype=torch.float64)
             for _ in range(STEPS):
-                job, _ = step(plan, job, x, torch.zeros(1), torch.tensor(0))
-            kept[name], updates[name] = finish(plan, job)
+                job, _ = client_step(plan, job, x, torch.zeros(1), torch.tensor(0))
+            kept[name], updates[name] = client_final(plan, job)
         server = server_round(plan, server, updates, dict.fromkeys(CURVES, 1))
     return float(server.shared["w"]), plan, kept, server
 
@@ -81,9 +81,9 @@ def test_at_the_optimum_each_variate_is_its_clients_gradient():
 
 def test_a_round_without_movement_changes_no_variate():
     plan = prepare(scaffold(), Point(), optimizer=SGD(lr=0.0), loss=lambda outputs, _: outputs.mean())
-    job = begin(plan, init_client(plan), init_server(plan))
-    job, _ = step(plan, job, torch.ones(1, 2, dtype=torch.float64), torch.zeros(1), torch.tensor(0))
-    client, update = finish(plan, job)
+    job = client_init(plan, init_client(plan), init_server(plan))
+    job, _ = client_step(plan, job, torch.ones(1, 2, dtype=torch.float64), torch.zeros(1), torch.tensor(0))
+    client, update = client_final(plan, job)
     assert float(client.memory["0.controlvariates/w"]) == float(update.memory["0.controlvariates/w"]) == 0.0
 
 

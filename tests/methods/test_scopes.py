@@ -7,21 +7,21 @@ import pytest
 import torch
 from torch import nn
 
-from fedshift.base.errors import UsageError
-from fedshift.base.state import equal
-from fedshift.base.streams import stream
 from fedshift.core.optimizer import SGD
-from fedshift.core.prepare import prepare
+from fedshift.core.preparation import prepare
 from fedshift.core.work import Work
 from fedshift.data.federation import federation
+from fedshift.experiments.settings import Settings
+from fedshift.experiments.trial import Trial
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedbn import fedbn
 from fedshift.methods.fedper import fedper
 from fedshift.methods.partialfed_fix import partialfed_fix
 from fedshift.methods.silobn import silobn
 from fedshift.methods.single import single
-from fedshift.settings import Settings
-from fedshift.trial import Trial
+from fedshift.utils.errors import UsageError
+from fedshift.utils.random_streams import stream
+from fedshift.utils.state import is_equal
 
 SIZES, SEED, LR = {"a": 14, "b": 8, "c": 10}, 4, 0.1
 STATISTICS = ("1.running_mean", "1.running_var", "1.num_batches_tracked")
@@ -105,10 +105,10 @@ def test_three_rounds_equal_a_plain_loop_that_keeps_these_entries(method, local)
     sends_all = method.name.startswith(SENDS_ALL)
     assert running.plan.sent == running.plan.initial.keys() - (set() if sends_all else kept)
     for name, model in models.items():
-        state = running.state_of(name)
+        state = running.model_state(name)
         for entry, tensor in model.state_dict().items():
             assert (state[entry] - tensor).abs().max() <= 1e-12, (name, entry)
-    assert (running.state_of() is not None) == sends_all
+    assert (running.model_state() is not None) == sends_all
     for entry, tensor in running.server.shared.items():
         assert tensor.dtype == mean[entry].dtype
         assert (tensor - mean[entry]).abs().max() <= 1e-12, entry
@@ -133,16 +133,16 @@ def test_clients_get_the_same_model_bit_for_bit(one, other):
         first.advance()
         second.advance()
     for name in SIZES:
-        assert equal(first.state_of(name), second.state_of(name))
+        assert is_equal(first.model_state(name), second.model_state(name))
     shared = second.server.shared
-    assert equal({name: first.server.shared[name] for name in shared}, shared)
+    assert is_equal({name: first.server.shared[name] for name in shared}, shared)
 
 
 def test_partialfed_fix_alone_has_a_global_model_whose_kept_layers_no_client_loads():
     running = trial(partialfed_fix())
     running.advance()
-    head = running.state_of()["9.weight"]
-    assert not any(torch.equal(running.state_of(name)["9.weight"], head) for name in SIZES)
+    head = running.model_state()["9.weight"]
+    assert not any(torch.equal(running.model_state(name)["9.weight"], head) for name in SIZES)
 
 
 @pytest.mark.parametrize(

@@ -5,17 +5,17 @@ import pytest
 import torch
 from torch import nn
 
-from fedshift.base.errors import UsageError
-from fedshift.base.state import equal
-from fedshift.base.streams import stream
 from fedshift.core.optimizer import SGD, AdamW
 from fedshift.core.work import Work
 from fedshift.data.federation import federation
+from fedshift.experiments.settings import Settings
+from fedshift.experiments.trial import Trial
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedbn import fedbn
 from fedshift.methods.tuned import tuned
-from fedshift.settings import Settings
-from fedshift.trial import Trial
+from fedshift.utils.errors import UsageError
+from fedshift.utils.random_streams import stream
+from fedshift.utils.state import is_equal
 
 SIZES = {"a": 10, "b": 6}
 
@@ -76,7 +76,7 @@ def test_other_settings_stay_the_experiments():
     one, other = trial(tuned(lr=0.01), AdamW(lr=0.5, beta1=0.7)), trial(fedavg(), AdamW(lr=0.01, beta1=0.7))
     for each in (one, other):
         each.advance()
-    assert equal(one.server.shared, other.server.shared)
+    assert is_equal(one.server.shared, other.server.shared)
 
 
 def test_nothing_given_changes_nothing():

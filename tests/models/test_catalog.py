@@ -6,10 +6,10 @@ import re
 import pytest
 import torch
 
-from fedshift.base.errors import UsageError
-from fedshift.names import catalog
+from fedshift.config.expressions import list_catalog
+from fedshift.utils.errors import UsageError
 
-MODELS = catalog("models")
+MODELS = list_catalog("models")
 SMALLEST = {
     "alexnet-bn": 63, "alexnet-dropout": 63, "cfnn3": 4, "cfnn4": 8, "digit-cnn-bn": 4, "digit-cnn-dropout": 4,
     "mobilenet-v2": 1, "resnet18": 1, "resnet20": 1, "small-cnn": 4, "vgg16": 32, "vgg16-bn": 32,

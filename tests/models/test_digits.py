@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from fedshift.base.errors import UsageError
 from fedshift.models.digits import digit_cnn_bn, digit_cnn_dropout, small_cnn
+from fedshift.utils.errors import UsageError
 
 
 def count(model):

@@ -7,8 +7,8 @@ from torch import nn
 from torch.func import functional_call
 
 from fedshift.core.optimizer import SGD
-from fedshift.core.prepare import prepare
-from fedshift.core.select import batch_norm, entries
+from fedshift.core.preparation import prepare
+from fedshift.core.selection import batch_norm, entries
 from fedshift.methods.fedbn import fedbn
 from fedshift.models.theory import ScaleNorm, cosine, two_layer
 

@@ -5,17 +5,17 @@ import torch
 from scipy.stats import chisquare
 from torch import nn
 
-from fedshift.nn.dropout import KeyedDropout, dropout_key, key_dropouts, keyed_bits
+from fedshift.nn.dropout import KeyedDropout, draw_bits, dropout_key, key_dropouts
 
 
 def test_bits_are_uniform_and_uncorrelated_between_keys_calls_and_neighbors():
-    bits = keyed_bits(torch.tensor(12345), 0, 200_000)
+    bits = draw_bits(torch.tensor(12345), 0, 200_000)
     assert bits.min() >= 0
     assert bits.max() < 2**32
     counts = torch.bincount(bits >> 26, minlength=64)
     assert chisquare(counts.numpy()).pvalue > 1e-4
-    others = [keyed_bits(torch.tensor(12346), 0, 200_000), keyed_bits(torch.tensor(12345), 1, 200_000), bits.roll(1)]
-    others.append(keyed_bits(torch.tensor(12345 + 2**40), 0, 200_000))
+    others = [draw_bits(torch.tensor(12346), 0, 200_000), draw_bits(torch.tensor(12345), 1, 200_000), bits.roll(1)]
+    others.append(draw_bits(torch.tensor(12345 + 2**40), 0, 200_000))
     for other in others:
         correlation = torch.corrcoef(torch.stack([bits.double(), other.double()]))[0, 1]
         assert abs(correlation) < 0.012

@@ -15,7 +15,7 @@ from torch.func import functional_call, vmap
 from torch.nn.utils import parametrizations
 
 from fedshift.nn import linear
-from fedshift.nn.linear import LEAST, WORTH, QuickLinear, quicken, side_by_side, torch_linear
+from fedshift.nn.linear import LEAST, WORTH, FastLinear, use_fast_linear, use_torch_linear, vmapped_lanes
 
 INPUTS, OUTPUTS = 256, 160
 SHAPES = [(INPUTS,), (1, INPUTS), (37, INPUTS), (5, 7, INPUTS)]
@@ -24,10 +24,10 @@ SHAPES = [(INPUTS,), (1, INPUTS), (37, INPUTS), (5, 7, INPUTS)]
 @pytest.fixture(autouse=True)
 def products(monkeypatch):
     """How many products went by oneDNN, as a list of them."""
-    product = linear._product if linear.available() else F.linear
+    product = linear._product if linear.is_available() else F.linear
     made = []
     monkeypatch.setattr(linear, "_product", lambda x, w, b: made.append(x.shape) or product(x, w, b))
-    monkeypatch.setattr(linear, "available", lambda: True)
+    monkeypatch.setattr(linear, "is_available", lambda: True)
     return made
 
 
@@ -62,8 +62,8 @@ def differentiated(module, x):
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_value_and_both_derivatives_are_those_of_float64(products, shape, bias):
-    quick = quicken(layer(bias))
-    assert type(quick) is QuickLinear
+    quick = use_fast_linear(layer(bias))
+    assert type(quick) is FastLinear
     for found, expected in zip(
         differentiated(quick, inputs(shape)), differentiated(layer(bias).double(), inputs(shape).double()), strict=True
     ):
@@ -73,7 +73,7 @@ def test_value_and_both_derivatives_are_those_of_float64(products, shape, bias):
 
 
 def test_inputs_may_lie_in_memory_as_they_like():
-    plain, quick = layer(), quicken(layer())
+    plain, quick = layer(), use_fast_linear(layer())
     wide = inputs((INPUTS, 12))
     for x in (wide.t(), inputs((12, 2 * INPUTS))[:, ::2], inputs((1, INPUTS)).expand(4, INPUTS)):
         assert not x.is_contiguous()
@@ -85,13 +85,13 @@ def test_inputs_of_another_shape_are_refused_in_torchs_words(shape):
     with pytest.raises(RuntimeError) as expected:
         layer()(inputs(shape))
     with pytest.raises(RuntimeError) as found:
-        quicken(layer())(inputs(shape))
+        use_fast_linear(layer())(inputs(shape))
     assert str(found.value) == str(expected.value)
 
 
 @pytest.mark.parametrize("shape", [(0, INPUTS), (3, 0, INPUTS)], ids=str)
 def test_no_samples_give_no_outputs(shape):
-    quick = quicken(layer())
+    quick = use_fast_linear(layer())
     x = inputs(shape).requires_grad_()
     assert quick(x).shape == (*shape[:-1], OUTPUTS)
     found = torch.autograd.grad(quick(x).sum(), [x, quick.weight, quick.bias])
@@ -100,7 +100,7 @@ def test_no_samples_give_no_outputs(shape):
 
 
 def test_only_what_is_wanted_is_differentiated(products):
-    quick = quicken(layer())
+    quick = use_fast_linear(layer())
     quick.weight.requires_grad_(False)
     quick.bias.requires_grad_(False)
     x = inputs((3, INPUTS)).requires_grad_()
@@ -114,7 +114,7 @@ def test_only_what_is_wanted_is_differentiated(products):
 
 def test_without_gradients_nothing_is_recorded():
     with torch.no_grad():
-        made = quicken(layer())(inputs((3, INPUTS)))
+        made = use_fast_linear(layer())(inputs((3, INPUTS)))
     assert made.grad_fn is None
     assert not made.requires_grad
 
@@ -141,20 +141,20 @@ def left_alone():
 def test_other_layers_stay_as_they_are(kind):
     module = nn.Sequential(left_alone()[kind])
     before = [type(each) for each in module.modules()]
-    assert quicken(module) is module
+    assert use_fast_linear(module) is module
     assert [type(each) for each in module.modules()] == before
 
 
 def test_the_least_size_counts():
-    assert type(quicken(nn.Linear(INPUTS, LEAST // INPUTS))) is QuickLinear
+    assert type(use_fast_linear(nn.Linear(INPUTS, LEAST // INPUTS))) is FastLinear
 
 
 def test_names_ties_and_appearance_stay():
     net = nn.Sequential(layer(), nn.ReLU(), nn.Linear(OUTPUTS, INPUTS), layer())
     net[3].weight = net[0].weight
     before, text = copy.deepcopy(net), str(net)
-    assert quicken(net) is net
-    assert [type(each) for each in net] == [QuickLinear, nn.ReLU, QuickLinear, QuickLinear]
+    assert use_fast_linear(net) is net
+    assert [type(each) for each in net] == [FastLinear, nn.ReLU, FastLinear, FastLinear]
     assert net[3].weight is net[0].weight
     assert list(net.state_dict()) == list(before.state_dict())
     assert [name for name, _ in net.named_parameters()] == [name for name, _ in before.named_parameters()]
@@ -165,23 +165,23 @@ def test_names_ties_and_appearance_stay():
 
 
 def test_a_quick_layer_can_be_copied_and_stored():
-    quick, x = quicken(layer()), inputs((3, INPUTS))
+    quick, x = use_fast_linear(layer()), inputs((3, INPUTS))
     file = io.BytesIO()
     torch.save(quick, file)
     file.seek(0)
     for other in (copy.deepcopy(quick), torch.load(file, weights_only=False)):
-        assert type(other) is QuickLinear
+        assert type(other) is FastLinear
         assert torch.equal(other(x), quick(x))
 
 
 def test_torchs_own_product_inside_torch_linear(products):
-    plain, quick, x = layer(), quicken(layer()), inputs((3, INPUTS))
-    with torch_linear():
-        with torch_linear():
+    plain, quick, x = layer(), use_fast_linear(layer()), inputs((3, INPUTS))
+    with use_torch_linear():
+        with use_torch_linear():
             pass
         assert torch.equal(quick(x), plain(x))
     assert not products
-    with pytest.raises(ZeroDivisionError), torch_linear():
+    with pytest.raises(ZeroDivisionError), use_torch_linear():
         raise ZeroDivisionError
     quick(x)
     assert products == [(3, INPUTS)]
@@ -197,8 +197,8 @@ def run_together(module, state, x, x_dim=0):
 
 
 def test_clients_side_by_side_inside_torch_linear(products):
-    quick, x_KBI = quicken(layer()), inputs((4, 6, INPUTS))
-    with torch_linear():
+    quick, x_KBI = use_fast_linear(layer()), inputs((4, 6, INPUTS))
+    with use_torch_linear():
         together = run_together(quick, lanes(quick), x_KBI)
     assert not products
     for k, made in enumerate(together):
@@ -209,27 +209,27 @@ def test_clients_side_by_side_inside_torch_linear(products):
 @pytest.mark.parametrize(("shape", "x_dim"), [((4, 32, INPUTS), 0), ((32, 4, INPUTS), 1), ((2, 16, INPUTS), None)])
 def test_clients_side_by_side_have_the_values_and_gradients_of_float64(products, bias, shape, x_dim):
     found = {}
-    for module in (quicken(layer(bias)), layer(bias).double()):
+    for module in (use_fast_linear(layer(bias)), layer(bias).double()):
         leaves = {name: each.requires_grad_() for name, each in lanes(module).items()}
         x = inputs(shape).to(module.weight.dtype).requires_grad_()
-        with side_by_side():
+        with vmapped_lanes():
             made = run_together(module, leaves, x, x_dim)
         grads = torch.autograd.grad((made * made.detach().cos()).sum(), [x, *leaves.values()])
         found[type(module)] = [made, *grads]
-    for quick, expected in zip(found[QuickLinear], found[nn.Linear], strict=True):
+    for quick, expected in zip(found[FastLinear], found[nn.Linear], strict=True):
         assert_near(quick, expected)
     assert len(products) == 3 * 4  # of each lane one forward and two backward
 
 
 def test_small_products_side_by_side_are_torchs(products):
-    quick, x_KBI = quicken(layer()), inputs((4, WORTH // (INPUTS * OUTPUTS), INPUTS))
-    with side_by_side():
+    quick, x_KBI = use_fast_linear(layer()), inputs((4, WORTH // (INPUTS * OUTPUTS), INPUTS))
+    with vmapped_lanes():
         assert torch.equal(run_together(quick, lanes(quick), x_KBI), run_together(layer(), lanes(quick), x_KBI))
     assert not products
 
 
 def test_low_precision_is_torchs(products):
-    plain, quick, x = layer(), quicken(layer()), inputs((3, INPUTS))
+    plain, quick, x = layer(), use_fast_linear(layer()), inputs((3, INPUTS))
     with torch.autocast("cpu", torch.bfloat16):
         found, expected = quick(x), plain(x)
     assert found.dtype == torch.bfloat16
@@ -238,15 +238,15 @@ def test_low_precision_is_torchs(products):
 
 
 def test_a_layer_made_float64_afterwards_is_torchs(products):
-    quick, plain = quicken(layer()).double(), layer().double()
+    quick, plain = use_fast_linear(layer()).double(), layer().double()
     assert torch.equal(quick(inputs((3, INPUTS)).double()), plain(inputs((3, INPUTS)).double()))
     assert not products
 
 
 def test_where_there_is_no_such_product_nothing_changes(monkeypatch):
-    monkeypatch.setattr(linear, "available", lambda: False)
+    monkeypatch.setattr(linear, "is_available", lambda: False)
     net = nn.Sequential(layer(), nn.ReLU())
-    assert quicken(net) is net
+    assert use_fast_linear(net) is net
     assert type(net[0]) is nn.Linear
 
 
@@ -288,4 +288,4 @@ def test_the_product_is_used_where_it_is_faster_and_right(monkeypatch, processor
     monkeypatch.undo()  # the machine's own answer is the one that is tried here
     monkeypatch.setattr(linear, "Path", lambda _: SimpleNamespace(read_text=read))
     monkeypatch.setattr(linear, "_product", product)
-    assert linear.available.__wrapped__() is expected
+    assert linear.is_available.__wrapped__() is expected

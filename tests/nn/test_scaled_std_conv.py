@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedshift.core.prepare import operate
+from fedshift.core.preparation import apply_surgery
 from fedshift.methods.fedwon import fedwon
 from fedshift.nn.scaled_std_conv import ScaledStd
 
@@ -58,7 +58,7 @@ def convolved(layer, x, weight, bias):
 def changed(layer, init="keep"):
     """``layer`` standardized, in float64, with a gain that is not one and a bias that is not zero."""
     torch.manual_seed(0)
-    made = operate(fedwon(init=init), nn.Sequential(layer))[0].double()
+    made = apply_surgery(fedwon(init=init), nn.Sequential(layer))[0].double()
     assert isinstance(made, ScaledStd)
     assert torch.equal(made.gain, torch.ones(layer.out_channels, 1, *[1] * len(layer.kernel_size), dtype=torch.float64))
     nn.init.normal_(made.gain)
@@ -143,7 +143,7 @@ def test_drawn_weights_follow_torchs_seed():
     def drawn(seed):
         model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Conv2d(4, 4, 3))
         torch.manual_seed(seed)
-        return [layer.weight for layer in operate(fedwon(), model)]
+        return [layer.weight for layer in apply_surgery(fedwon(), model)]
 
     first, again, other = drawn(1), drawn(1), drawn(2)
     assert all(map(torch.equal, first, again))
@@ -153,7 +153,7 @@ def test_drawn_weights_follow_torchs_seed():
 def test_keeping_takes_the_weights_of_the_model_and_draws_nothing():
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Conv2d(4, 4, 3, bias=False))
     state = torch.get_rng_state()
-    made = operate(fedwon(init="keep"), model)
+    made = apply_surgery(fedwon(init="keep"), model)
     assert torch.equal(torch.get_rng_state(), state)
     for old, new in zip(model, made, strict=True):
         assert torch.equal(old.weight, new.weight)

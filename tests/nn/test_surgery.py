@@ -6,9 +6,8 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from fedshift.base.errors import UsageError
 from fedshift.core.optimizer import SGD
-from fedshift.core.prepare import operate, prepare
+from fedshift.core.preparation import apply_surgery, prepare
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedwon import fedwon
 from fedshift.methods.gn import gn
@@ -19,6 +18,7 @@ from fedshift.models.digits import digit_cnn_dropout
 from fedshift.models.mobilenet import mobilenet_v2
 from fedshift.models.resnet import resnet18, resnet20
 from fedshift.nn.scaled_std_conv import ScaledStd
+from fedshift.utils.errors import UsageError
 
 NORMS = (
     nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm,
@@ -30,7 +30,7 @@ def groups_of(method, make):
     """``(groups, channels)`` of each GroupNorm, without any memory for weights."""
     with torch.device("meta"):
         model = make()
-    changed = operate(method, model)
+    changed = apply_surgery(method, model)
     assert not any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in changed.modules())
     return [(layer.num_groups, layer.num_channels) for layer in changed.modules() if isinstance(layer, nn.GroupNorm)]
 
@@ -58,7 +58,7 @@ class Everything(nn.Module):
 def test_no_normalization_of_any_type_is_left_and_biases_come_back():
     model = Everything().double()
     assert all(any(isinstance(layer, kind) for layer in model.modules()) for kind in NORMS)
-    made = operate(nonorm(), model)
+    made = apply_surgery(nonorm(), model)
     assert not any(isinstance(layer, NORMS) for layer in made.modules())
     assert any(isinstance(layer, nn.BatchNorm2d) for layer in model.modules())  # the model given is left alone
     biases = {name: layer.bias for name, layer in made.named_modules() if isinstance(layer, nn.Conv1d | nn.Conv2d)}
@@ -82,7 +82,7 @@ def test_no_normalization_of_any_type_is_left_and_biases_come_back():
 
 def test_a_residual_network_without_normalization_is_the_one_written_by_hand():
     torch.manual_seed(0)
-    made = operate(fedwon(init="keep"), resnet20().double())
+    made = apply_surgery(fedwon(init="keep"), resnet20().double())
     convolutions = [layer for layer in made.modules() if isinstance(layer, nn.Conv2d)]
     assert len(convolutions) == 19
     assert all(isinstance(layer, ScaledStd) and layer.bias is not None for layer in convolutions)
@@ -115,13 +115,13 @@ def test_group_norm_equals_its_formula_and_starts_from_batch_norms_parameters():
                 normal = (part - part.mean()) / np.sqrt(part.var() + 0.01)
                 expected[sample, start : start + 6 // groups] = normal
         weight, bias = (entry.detach().numpy().reshape(6, 1, 1) for entry in (old.weight, old.bias))
-        found = operate(method, nn.Sequential(old)).train()(x).detach().numpy()
+        found = apply_surgery(method, nn.Sequential(old)).train()(x).detach().numpy()
         assert np.abs(found - (expected * weight + bias)).max() <= 1e-12
 
 
 def test_group_norm_without_affine_parameters_or_with_frozen_ones_stays_so():
     model = nn.Sequential(nn.BatchNorm2d(8, affine=False), nn.BatchNorm2d(8).requires_grad_(False))
-    made = operate(gn(), model)
+    made = apply_surgery(gn(), model)
     assert made[0].weight is None
     assert not any(parameter.requires_grad for parameter in made.parameters())
 
@@ -147,14 +147,14 @@ def test_numbers_of_groups_are_those_of_fedwons_tables_and_appendix():
     [(31, None, 1), (20, None, 5), (6, None, 6), (48, None, 24), (33, None, 11), (100, 32, 25), (4, 9, 4), (7, 3, 1)],
 )
 def test_where_channels_do_not_divide_the_next_smaller_number_that_divides_is_taken(channels, wanted, groups):
-    made = operate(gn(groups=wanted), nn.Sequential(nn.BatchNorm2d(channels)))
+    made = apply_surgery(gn(groups=wanted), nn.Sequential(nn.BatchNorm2d(channels)))
     assert made[0].num_groups == groups
 
 
 def test_flat_features_get_groups_of_eight_or_more_and_so_a_variance():
     model = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.BatchNorm1d(5), nn.BatchNorm1d(2048))
-    assert [layer.num_groups for layer in operate(gn(), model)[1:3]] == [2, 1]
-    assert operate(gn(), model)[3].num_groups == 32
+    assert [layer.num_groups for layer in apply_surgery(gn(), model)[1:3]] == [2, 1]
+    assert apply_surgery(gn(), model)[3].num_groups == 32
 
 
 def test_a_layer_that_stands_in_two_places_stays_one_layer():
@@ -165,22 +165,22 @@ def test_a_layer_that_stands_in_two_places_stays_one_layer():
             self.again = nn.ModuleList([self.conv, self.norm])
 
     for method in (gn(), fedwon(), nonorm()):
-        made = operate(method, Twice())
+        made = apply_surgery(method, Twice())
         assert made.again[0] is made.conv
         assert made.again[1] is made.norm
         assert not isinstance(made.norm, nn.BatchNorm2d)
 
 
 def test_a_model_that_is_itself_a_normalization_layer_is_replaced_too():
-    assert type(operate(nonorm(), nn.LayerNorm(3))) is nn.Identity
-    made = operate(ln(), nn.BatchNorm1d(3))
+    assert type(apply_surgery(nonorm(), nn.LayerNorm(3))) is nn.Identity
+    made = apply_surgery(ln(), nn.BatchNorm1d(3))
     assert (type(made), made.num_groups) == (nn.GroupNorm, 1)
-    assert isinstance(operate(fedwon(), nn.Conv2d(1, 2, 3)), ScaledStd)
+    assert isinstance(apply_surgery(fedwon(), nn.Conv2d(1, 2, 3)), ScaledStd)
 
 
 def test_convolutions_over_one_value_have_no_variance_and_stay_plain():
     model = nn.Sequential(nn.Conv2d(4, 4, 1, groups=4), nn.Conv2d(4, 4, 3, groups=4), nn.Conv2d(4, 4, 1))
-    made = operate(fedwon(), model)
+    made = apply_surgery(fedwon(), model)
     assert type(made[0]) is nn.Conv2d
     assert torch.equal(made[0].weight, model[0].weight)
     assert all(isinstance(layer, ScaledStd) for layer in made[1:])
@@ -188,7 +188,7 @@ def test_convolutions_over_one_value_have_no_variance_and_stay_plain():
 
 def test_without_standardized_convolutions_fedwon_only_removes_normalization():
     model = resnet20()
-    bare, plain = operate(fedwon(wsconv=False), model), operate(nonorm(), model)
+    bare, plain = apply_surgery(fedwon(wsconv=False), model), apply_surgery(nonorm(), model)
     assert not any(isinstance(layer, ScaledStd) for layer in bare.modules())
     assert str(bare) == str(plain)
 
@@ -213,7 +213,7 @@ class OwnConv(nn.Conv2d):
 )  # fmt: skip
 def test_what_cannot_be_changed_is_refused_by_name(method, model, message):
     with pytest.raises(UsageError, match=message):
-        operate(method, model)
+        apply_surgery(method, model)
 
 
 def test_what_no_surgery_could_mean_is_refused():

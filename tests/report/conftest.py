@@ -7,8 +7,8 @@ import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
-from fedshift.records import MethodFacts, Study, frame
 from fedshift.report import page
+from fedshift.results.schema import MethodSummary, RunSummary, rows_to_frame
 
 SUPPORT = {"a": (80, 20), "b": (150, 150)}  # samples of each class in the test data and in the validation data
 # Correct classifications in the last of two rounds, by method, seed and client.
@@ -44,7 +44,7 @@ def facts(method):
     entries += [{**norm, "load": not local, "send": not local, "trained": True}]
     entries += [{**count, "load": not local, "send": not local, "trained": False}]
     size = sum(entry["bytes"] for entry in entries if entry["load"])
-    return MethodFacts(text=f"{method}()", entries=tuple(entries), down=size, up=size, has_global=not local)
+    return MethodSummary(text=f"{method}()", entries=tuple(entries), down=size, up=size, has_global=not local)
 
 
 @pytest.fixture(scope="session")
@@ -81,7 +81,7 @@ def make_study():
             "select": select,
             "clients": {names[name]: {"train": 700, "test": sum(support)} for name, support in SUPPORT.items()},
             "classes": 2,
-            "rows": frame(kept),
+            "rows": rows_to_frame(kept),
             "traffic": pd.DataFrame(traffic, columns=["method", "seed", "round", "down", "up"]),
             "config": {"training": {"epochs": 1, "batch_size": 32}, "seeds": list(seeds)},
             "environment": {"python": "3.12"},
@@ -90,7 +90,7 @@ def make_study():
                 names["b"]: np.full((2, 200, 100, 3), 9, np.uint8),
             },
         }
-        return Study(**(defaults | fields))
+        return RunSummary(**(defaults | fields))
 
     return make
 
@@ -117,7 +117,7 @@ def make_crowd(make_study):
         sizes = {name: {"train": 10 + place, "test": 100} for place, name in enumerate(names)}
         images = {name: np.zeros((1, 4, 4, 1), np.uint8) for name in names}
         none = dict.fromkeys(("fedavg", "fedbn"), [{}] * seeds)
-        return make_study(none, **{"rows": frame(rows), "clients": sizes, "samples": images} | fields)
+        return make_study(none, **{"rows": rows_to_frame(rows), "clients": sizes, "samples": images} | fields)
 
     return make
 
@@ -133,7 +133,7 @@ def make_counted(make_study):
         ]
         none = {f"method {m}": [{}] * hits.shape[1] for m in range(hits.shape[0])}
         clients = {f"client {c}": {"train": 9, "test": int(size)} for c, size in enumerate(sizes)}
-        return make_study(none, rounds=1, **{"rows": frame(rows), "clients": clients, "samples": {}} | fields)
+        return make_study(none, rounds=1, **{"rows": rows_to_frame(rows), "clients": clients, "samples": {}} | fields)
 
     return make
 
@@ -170,9 +170,9 @@ def show():
 
     def rendered(name, study):
         if name not in known:
-            drawn, svg = [], page.svg
+            drawn, svg = [], page.to_svg
             with pytest.MonkeyPatch.context() as patched:
-                patched.setattr(page, "svg", lambda figure: drawn.append((figure, svg(figure))) or drawn[-1][1])
+                patched.setattr(page, "to_svg", lambda figure: drawn.append((figure, svg(figure))) or drawn[-1][1])
                 known[name] = Shown(page=page.render_page(study), drawn=drawn)
         return known[name]
 

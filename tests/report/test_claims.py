@@ -13,9 +13,9 @@ from scipy import stats
 from fedshift.analysis.statistics import paired_tests
 from fedshift.report import difference_table
 from fedshift.report.claims import claims, standing
-from fedshift.report.orders import order_sentences
 from fedshift.report.precision import grid_variance, sampling_variance
-from fedshift.report.publish import publish
+from fedshift.report.publication import publish_summary
+from fedshift.report.rankings import ranking_sentences
 
 METHODS, SEEDS, REPORTS = 8, 5, 1000
 CLIENTS = {
@@ -37,10 +37,10 @@ def equal(sizes, right, seed, *, reports=REPORTS, seeds=SEEDS, methods=METHODS):
 
 def said(study, folder, monkeypatch):
     """Everything that a report says: terminal, tables, and the end of the page's headline."""
-    monkeypatch.setattr("fedshift.report.publish.save_figures", lambda *_: None)
-    monkeypatch.setattr("fedshift.report.publish.write_page", lambda *_: None)
+    monkeypatch.setattr("fedshift.report.publication.save_figures", lambda *_: None)
+    monkeypatch.setattr("fedshift.report.publication.write_page", lambda *_: None)
     console = Console(file=io.StringIO(), width=200)
-    publish(study, folder, console)
+    publish_summary(study, folder, console)
     made = claims(study)
     return console.file.getvalue() + standing(made, made.methods[:1], made.methods[1:]), made
 
@@ -158,4 +158,4 @@ def test_discordances_are_of_the_same_family(make_study):
     assert {each.comparisons for each in claims(study).pairs.values()} == {3}
     made = claims(pooled)
     assert {each.comparisons for each in [*made.pairs.values(), *made.concordance.values()]} == {5}
-    assert order_sentences(pooled)[0].endswith("corrected for 5 comparisons).")
+    assert ranking_sentences(pooled)[0].endswith("corrected for 5 comparisons).")

@@ -9,8 +9,8 @@ from rich.console import Console
 
 from fedshift.report.claims import claims
 from fedshift.report.concordance import concordance_cells, concordance_table, concordance_title
-from fedshift.report.figures import panels
-from fedshift.report.publish import publish
+from fedshift.report.figures import make_panels
+from fedshift.report.publication import publish_summary
 
 # The mean loss of a client is 1 - accuracy, and half as many are right in the first of two rounds.
 SCORES = {
@@ -102,9 +102,9 @@ def test_each_is_put_beside_every_pooled_method(pooling):
 
 
 def published(study, folder, monkeypatch):
-    monkeypatch.setattr("fedshift.report.publish.save_figures", lambda *_: None)
+    monkeypatch.setattr("fedshift.report.publication.save_figures", lambda *_: None)
     console = Console(file=io.StringIO(), width=120)
-    publish(study, folder, console)
+    publish_summary(study, folder, console)
     return console.file.getvalue(), {path.name: path.read_text() for path in (folder / "tables").iterdir()}
 
 
@@ -119,7 +119,7 @@ def test_it_is_printed_written_shown_and_drawn(pooling, tmp_path, monkeypatch):
     page = (tmp_path / "report.html").read_text()
     assert '<figcaption id="concordance">Concordance with centralized training' in page
     assert "Test loss (macro): test loss (nats) over rounds" in page
-    assert "fedsmb 0.38 after round 2" in {panel.name: panel.description for panel in panels(study)}["test-loss"]
+    assert "fedsmb 0.38 after round 2" in {panel.name: panel.description for panel in make_panels(study)}["test-loss"]
 
 
 def test_nothing_of_it_is_shown_without_a_pooled_method(pooling, tmp_path, monkeypatch):

@@ -5,11 +5,11 @@ import math
 import pandas as pd
 import pytest
 
-from fedshift.base.errors import UsageError
-from fedshift.records import frame
-from fedshift.report.curves import Point, by_round, by_setting
-from fedshift.report.publish import publish
-from fedshift.report.target import best, reached, target_cells, target_table, target_title
+from fedshift.report.curves import CurvePoint, plot_by_round, plot_by_setting
+from fedshift.report.publication import publish_summary
+from fedshift.report.target_metric import find_best, find_reached, target_cells, target_table, target_title
+from fedshift.results.schema import rows_to_frame
+from fedshift.utils.errors import UsageError
 
 
 @pytest.fixture
@@ -36,7 +36,9 @@ def course(make_study):
         longest = max(len(rounds) for runs in hits.values() for rounds in runs)
         moved = pd.DataFrame(traffic, columns=["method", "seed", "round", "down", "up"])
         none = {method: [{}] * len(runs) for method, runs in hits.items()}
-        return make_study(none, rounds=longest, **{"rows": frame(rows), "traffic": moved, "samples": {}} | fields)
+        return make_study(
+            none, rounds=longest, **{"rows": rows_to_frame(rows), "traffic": moved, "samples": {}} | fields
+        )
 
     return make
 
@@ -49,9 +51,9 @@ CLIMB = [(40, 50), (60, 70), (80, 100), (70, 60)]  # macro 0.45, 0.65, 0.9, 0.65
 
 def test_a_target_is_reached_at_the_first_round_that_is_as_good(course):
     study = course({"fedavg": [CLIMB, [None, (64, 66), None, (95, 95)]], "fedbn": [CLIMB, [(90, 89)] * 4]})
-    found = reached(study, 0.65)
+    found = find_reached(study, 0.65)
     assert found["round"].to_dict() == {("fedavg", 0): 2, ("fedavg", 1): 2, ("fedbn", 0): 2, ("fedbn", 1): 1}
-    found = reached(study, 0.9)
+    found = find_reached(study, 0.9)
     assert found.loc[("fedavg", 0)].tolist() == [3, 11 * (1 + 2 + 3), 0.75]
     assert found.loc[("fedavg", 1)].tolist() == [4, 11 * (1 + 2 + 3 + 4), 1.0]
     assert found.loc[("fedbn", 1)].isna().all()
@@ -60,25 +62,25 @@ def test_a_target_is_reached_at_the_first_round_that_is_as_good(course):
 def test_bytes_to_a_target_are_the_traffic_of_the_run_up_to_there(course):
     study = course({"fedavg": [CLIMB], "fedbn": [CLIMB]})
     rows = study.traffic[(study.traffic["method"] == "fedbn") & (study.traffic["round"] <= 3)]
-    assert reached(study, 0.9).loc[("fedbn", 0), "bytes"] == rows["down"].sum() + rows["up"].sum()
+    assert find_reached(study, 0.9).loc[("fedbn", 0), "bytes"] == rows["down"].sum() + rows["up"].sum()
 
 
 def test_the_metric_of_a_target_may_be_another_and_loss_is_reached_from_above(course):
     study = course({"fedavg": [CLIMB]})
-    assert reached(study, 0.3, "balanced_accuracy")["round"].tolist() == [1]  # all hits are of one of two classes
-    assert reached(study, 0.35, "loss")["round"].tolist() == [2]
-    assert best(study, "loss").loc[("fedavg", 0)].tolist() == pytest.approx([0.1, 3])
+    assert find_reached(study, 0.3, "balanced_accuracy")["round"].tolist() == [1]  # all hits are of one of two classes
+    assert find_reached(study, 0.35, "loss")["round"].tolist() == [2]
+    assert find_best(study, "loss").loc[("fedavg", 0)].tolist() == pytest.approx([0.1, 3])
 
 
 def test_a_round_that_measured_fewer_clients_reaches_nothing(course):
     study = course({"fedbn": [[(99, None), (60, 60), (70, 70)]]})
-    assert reached(study, 0.7)["round"].tolist() == [3]
-    assert best(study).loc[("fedbn", 0)].tolist() == pytest.approx([0.7, 3])
+    assert find_reached(study, 0.7)["round"].tolist() == [3]
+    assert find_best(study).loc[("fedbn", 0)].tolist() == pytest.approx([0.7, 3])
 
 
 def test_the_best_round_is_the_first_of_the_best_value_and_a_run_without_one_has_none(course):
     study = course({"fedavg": [CLIMB, [(90, 90), (95, 85), (50, 50), (60, 60)]], "fedbn": [CLIMB, [None] * 4]})
-    found = best(study)
+    found = find_best(study)
     assert found["value"].to_dict() == pytest.approx(
         {("fedavg", 0): 0.9, ("fedavg", 1): 0.9, ("fedbn", 0): 0.9, ("fedbn", 1): math.nan}, nan_ok=True
     )
@@ -108,7 +110,7 @@ def test_it_is_said_how_finely_a_target_was_looked_for(course):
 def test_a_report_has_the_target_in_words_files_and_page(course, tmp_path, capsys, undrawn):
     from rich.console import Console
 
-    publish(course({"fedavg": [CLIMB], "fedbn": [[(1, 1)] * 4]}, reach=0.9), tmp_path, Console())
+    publish_summary(course({"fedavg": [CLIMB], "fedbn": [[(1, 1)] * 4]}, reach=0.9), tmp_path, Console())
     said = capsys.readouterr().out
     assert "Rounds and bytes (all clients, down and up) to a macro test accuracy of 90 %" in " ".join(said.split())
     table = pd.read_csv(tmp_path / "tables" / "target.csv", index_col="method")
@@ -121,7 +123,7 @@ def test_a_report_has_the_target_in_words_files_and_page(course, tmp_path, capsy
 def test_a_report_without_a_target_has_none(course, tmp_path, capsys, undrawn):
     from rich.console import Console
 
-    publish(course({"fedavg": [CLIMB]}), tmp_path, Console())
+    publish_summary(course({"fedavg": [CLIMB]}), tmp_path, Console())
     assert not (tmp_path / "tables" / "target.csv").exists()
     assert "never" not in (tmp_path / "report.html").read_text()
 
@@ -140,7 +142,7 @@ def legend_of(figure):
 
 def test_curves_over_rounds_are_means_over_seeds_of_means_over_clients(course):
     study = course({"fedavg": [[(10, 20), (30, 50)], [(20, 30), (50, 70)]]})
-    figure = by_round([Point({}, study)], "accuracy")
+    figure = plot_by_round([CurvePoint({}, study)], "accuracy")
     assert drawn(figure.axes[0]) == [([1, 2], pytest.approx([20, 50]))]
     low, high = figure.axes[0].collections[0].get_datalim(figure.axes[0].transData).intervaly
     assert (low, high) == pytest.approx((15, 60))
@@ -148,15 +150,15 @@ def test_curves_over_rounds_are_means_over_seeds_of_means_over_clients(course):
 
 
 def test_training_loss_is_drawn_in_nats(course):
-    figure = by_round([Point({}, course({"fedavg": [CLIMB]}))], "train_loss")
+    figure = plot_by_round([CurvePoint({}, course({"fedavg": [CLIMB]}))], "train_loss")
     assert drawn(figure.axes[0]) == [([1, 2, 3, 4], pytest.approx([2, 1, 2 / 3, 0.5]))]
     assert figure.axes[0].get_ylabel() == "training loss (nats)"
 
 
 def test_lines_are_named_by_what_tells_them_apart_and_look_alike_in_all_panels(course):
     study = course({"fedavg": [CLIMB], "fedbn": [CLIMB]})
-    points = [Point({"epochs": e, "batch_size": b, "lr": 0.1}, study) for e in (1, 4) for b in (10, 0)]
-    figure = by_round(points, "accuracy", panel="batch_size")
+    points = [CurvePoint({"epochs": e, "batch_size": b, "lr": 0.1}, study) for e in (1, 4) for b in (10, 0)]
+    figure = plot_by_round(points, "accuracy", panel="batch_size")
     assert legend_of(figure) == ["fedavg, epochs=1", "fedbn, epochs=1", "fedavg, epochs=4", "fedbn, epochs=4"]
     assert [axes.get_title(loc="left") for axes in figure.axes] == ["batch_size: 10", "batch_size: full"]
     colors = [[line.get_color() for line in axes.lines] for axes in figure.axes]
@@ -165,14 +167,14 @@ def test_lines_are_named_by_what_tells_them_apart_and_look_alike_in_all_panels(c
 
 
 def test_points_may_name_their_method_and_be_of_one_each(course):
-    points = [Point({"method": name}, course({"fedavg": [CLIMB]})) for name in ("plain", "with momentum")]
-    assert legend_of(by_round(points, "accuracy")) == ["plain", "with momentum"]
+    points = [CurvePoint({"method": name}, course({"fedavg": [CLIMB]})) for name in ("plain", "with momentum")]
+    assert legend_of(plot_by_round(points, "accuracy")) == ["plain", "with momentum"]
 
 
 def ends(course, key, values, runs=1):
     """Points whose last round has 10, 20, ... percent."""
     return [
-        Point(
+        CurvePoint(
             {key: value}, course({"fedavg": [[(10 * place + seed, 10 * place) for _ in "12"] for seed in range(runs)]})
         )
         for place, value in enumerate(values, start=1)
@@ -192,7 +194,7 @@ def ends(course, key, values, runs=1):
     ],
 )
 def test_numbers_lie_where_they_belong(course, key, values, places, labels):
-    axes = by_setting(ends(course, key, values), key, "accuracy").axes[0]
+    axes = plot_by_setting(ends(course, key, values), key, "accuracy").axes[0]
     ordered = sorted(values, key=lambda value: (key == "batch_size" and value == 0, value))
     heights = [10 * (values.index(value) + 1) for value in ordered]
     assert drawn(axes)[0] == (pytest.approx(places), pytest.approx(heights))
@@ -201,14 +203,16 @@ def test_numbers_lie_where_they_belong(course, key, values, places, labels):
 
 
 def test_words_stand_side_by_side_unconnected(course):
-    axes = by_setting(ends(course, "split", ["iid(clients=10)", "dirichlet(clients=10)"]), "split", "accuracy").axes[0]
+    axes = plot_by_setting(
+        ends(course, "split", ["iid(clients=10)", "dirichlet(clients=10)"]), "split", "accuracy"
+    ).axes[0]
     assert drawn(axes)[0] == ([0, 1], pytest.approx([10, 20]))
     assert axes.lines[0].get_linestyle() == "None"
     assert [tick.get_text() for tick in axes.get_xticklabels()] == ["iid(clients=10)", "dirichlet(clien…"]
 
 
 def test_error_bars_are_one_deviation_over_seeds(course):
-    figure = by_setting(ends(course, "lr", [1.0], runs=3), "lr", "accuracy")
+    figure = plot_by_setting(ends(course, "lr", [1.0], runs=3), "lr", "accuracy")
     (segment,) = figure.axes[0].collections[0].get_segments()
     assert segment[:, 1].tolist() == pytest.approx([10.5 - 0.5, 10.5 + 0.5])  # macro 10, 10.5, 11
     assert figure.legends[0].get_title().get_text() == "mean, line: ± std of 3 seeds"
@@ -217,17 +221,17 @@ def test_error_bars_are_one_deviation_over_seeds(course):
 def test_what_cannot_be_drawn_is_named(course):
     points = ends(course, "lr", [0.1, 0.2])
     with pytest.raises(UsageError, match="unknown key 'epochs': allowed are lr, method"):
-        by_setting(points, "epochs", "accuracy")
+        plot_by_setting(points, "epochs", "accuracy")
     with pytest.raises(UsageError, match="unknown key 'epochs'"):
-        by_round(points, "accuracy", panel="epochs")
+        plot_by_round(points, "accuracy", panel="epochs")
     with pytest.raises(UsageError, match="unknown metric 'acuracy'"):
-        by_round(points, "acuracy")
+        plot_by_round(points, "acuracy")
     with pytest.raises(UsageError, match="no runs"):
-        by_round([], "accuracy")
+        plot_by_round([], "accuracy")
 
 
 @pytest.mark.parametrize(("best", "scale"), [(90, "linear"), (99.5, "log")])
 def test_losses_far_apart_have_a_logarithmic_axis(course, best, scale):
     study = course({"fedavg": [[(0, 0), (best, best)]]})  # macro losses 1 and 1 - best / 100
-    assert by_round([Point({}, study)], "loss").axes[0].get_yscale() == scale
-    assert by_round([Point({}, study)], "accuracy").axes[0].get_yscale() == "linear"
+    assert plot_by_round([CurvePoint({}, study)], "loss").axes[0].get_yscale() == scale
+    assert plot_by_round([CurvePoint({}, study)], "accuracy").axes[0].get_yscale() == "linear"

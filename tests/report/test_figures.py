@@ -6,16 +6,16 @@ from itertools import combinations
 
 import pytest
 
-from fedshift.records import PICTURED
-from fedshift.report import figures, save_figures
-from fedshift.report.figures import panels, svg
-from fedshift.report.style import looks
+from fedshift.report import make_figures, save_figures
+from fedshift.report.figures import make_panels, to_svg
+from fedshift.report.style import method_styles
 from fedshift.report.tables import ONE_BY_ONE
+from fedshift.results.schema import PICTURED
 
 
 @pytest.fixture(scope="module")
 def drawn(make_study):
-    return figures(make_study())
+    return make_figures(make_study())
 
 
 def test_names(drawn):
@@ -46,7 +46,7 @@ def test_samples_show_every_clients_images(study, drawn):
 
 
 def test_descriptions_hold_the_numbers(study):
-    texts = {panel.name: panel.description for panel in panels(study)}
+    texts = {panel.name: panel.description for panel in make_panels(study)}
     assert "fedavg 67.00 after round 2; fedbn 73.00" in texts["accuracy-macro"]
     assert "fedbn +6.00" in texts["difference"]
     assert "fedavg 67.00 at 3 kB" in texts["traffic"]
@@ -54,14 +54,14 @@ def test_descriptions_hold_the_numbers(study):
 
 def test_no_two_methods_look_alike(make_study):
     study = make_study({f"method{number}": [] for number in range(28)})
-    for first, second in combinations(looks(study).values(), 2):
+    for first, second in combinations(method_styles(study).values(), 2):
         assert (first.color, first.dashes) != (second.color, second.dashes)
 
 
 def test_a_method_keeps_its_look_when_others_have_no_data(make_study):
     study = make_study(keep=lambda row: row["method"] != "fedavg")
-    line = figures(study)["accuracy-macro"].axes[0].lines[0]
-    assert line.get_color() == looks(study)["fedbn"].color
+    line = make_figures(study)["accuracy-macro"].axes[0].lines[0]
+    assert line.get_color() == method_styles(study)["fedbn"].color
 
 
 def test_saved_twice_gives_the_same_bytes(study, tmp_path):
@@ -71,21 +71,21 @@ def test_saved_twice_gives_the_same_bytes(study, tmp_path):
 
 
 def test_edge_cases_draw_without_warnings(edge_case, shown, monkeypatch):
-    monkeypatch.setattr(sys.modules[figures.__module__], "panels", lambda _: [])  # which the page has drawn
-    beside = [(figure, svg(figure)) for figure in figures(edge_case).values()]
+    monkeypatch.setattr(sys.modules[make_figures.__module__], "panels", lambda _: [])  # which the page has drawn
+    beside = [(figure, to_svg(figure)) for figure in make_figures(edge_case).values()]
     for figure, text in shown.drawn + beside:
         assert figure.get_figwidth() == 4
         assert "<text" in text
 
 
 def test_many_clients_get_panels_up_to_a_limit(make_crowd):
-    drawn = figures(make_crowd(PICTURED + 3))
+    drawn = make_figures(make_crowd(PICTURED + 3))
     assert sum("-client-" in name for name in drawn) == PICTURED
     assert len(drawn["samples"].axes) == PICTURED
 
 
 def test_more_clients_are_drawn_as_a_distribution(make_crowd):
-    drawn = figures(make_crowd(202))
+    drawn = make_figures(make_crowd(202))
     assert list(drawn) == [
         "accuracy-macro", "training-loss", "traffic", "accuracy-low", "accuracy-clients", "samples",
     ]  # fmt: skip
@@ -94,7 +94,7 @@ def test_more_clients_are_drawn_as_a_distribution(make_crowd):
     spans = [tuple(path.vertices[:, 0]) for lines in axes.collections for path in lines.get_paths()]
     assert spans == [pytest.approx((5, 95)), pytest.approx((25, 75))] * 2
     assert [line.get_xdata() for line in axes.lines] == [pytest.approx([50]), pytest.approx([0, 100])] * 2
-    said = {panel.name: panel.description for panel in panels(make_crowd(202, seeds=2))}["accuracy-clients"]
+    said = {panel.name: panel.description for panel in make_panels(make_crowd(202, seeds=2))}["accuracy-clients"]
     assert said.endswith(
         "of 202 clients at the reported round (means over seeds). "
         "fedavg from 0.00 to 100.00, median 50.00; fedbn from 0.00 to 100.00, median 50.00."
@@ -103,7 +103,7 @@ def test_more_clients_are_drawn_as_a_distribution(make_crowd):
 
 def test_figures_of_many_clients_stay_small(make_crowd):
     few, many = (
-        sum(len(svg(panel.figure)) for panel in panels(make_crowd(count)))
+        sum(len(to_svg(panel.figure)) for panel in make_panels(make_crowd(count)))
         for count in (ONE_BY_ONE + 1, 20 * ONE_BY_ONE)
     )
     assert many < 1.1 * few
@@ -112,5 +112,5 @@ def test_figures_of_many_clients_stay_small(make_crowd):
 def test_unmeasured_methods_leave_their_row_empty(make_crowd):
     crowd = make_crowd(60)
     crowd = replace(crowd, rows=crowd.rows[crowd.rows["method"] != "fedavg"])
-    axes = figures(crowd)["accuracy-clients"].axes[0]
+    axes = make_figures(crowd)["accuracy-clients"].axes[0]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["fedavg", "fedbn"]

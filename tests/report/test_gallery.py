@@ -16,9 +16,9 @@ from fedshift.report.gallery import (
     NAMED,
     class_chart,
     contact_sheet,
-    effect,
+    effect_size,
     feature_chart,
-    pick,
+    pick_samples,
 )
 
 
@@ -35,19 +35,23 @@ def texts(figure):
 
 def test_classes_are_picked_evenly_and_as_far_as_they_go():
     y = np.random.default_rng(0).permutation([0] * 50 + [3] * 2 + [5] * 20)
-    chosen = pick(y, per_class=9, total=12, rng=np.random.default_rng(1))
+    chosen = pick_samples(y, per_class=9, total=12, rng=np.random.default_rng(1))
     assert len(set(chosen.tolist())) == 12
     assert y[chosen].tolist() == [0] * 5 + [3] * 2 + [5] * 5
-    assert Counter(y[pick(y, per_class=4, total=99, rng=np.random.default_rng(1))].tolist()) == {0: 4, 3: 2, 5: 4}
-    assert sorted(pick(y, per_class=99, total=99, rng=np.random.default_rng(1))) == list(range(72))
+    assert Counter(y[pick_samples(y, per_class=4, total=99, rng=np.random.default_rng(1))].tolist()) == {
+        0: 4,
+        3: 2,
+        5: 4,
+    }
+    assert sorted(pick_samples(y, per_class=99, total=99, rng=np.random.default_rng(1))) == list(range(72))
 
 
 def test_picking_is_a_draw_that_its_key_repeats():
     y = np.arange(600) % 6
-    one, again, other = (pick(y, per_class=3, total=18, rng=np.random.default_rng(key)) for key in (1, 1, 2))
+    one, again, other = (pick_samples(y, per_class=3, total=18, rng=np.random.default_rng(key)) for key in (1, 1, 2))
     assert (one == again).all()
     assert (one != other).any()
-    seen = {pick(y, per_class=1, total=2, rng=np.random.default_rng(key)).tolist()[0] % 6 for key in range(40)}
+    seen = {pick_samples(y, per_class=1, total=2, rng=np.random.default_rng(key)).tolist()[0] % 6 for key in range(40)}
     assert len(seen) > 3  # where not all classes have room, it is not always the same that have
 
 
@@ -134,7 +138,7 @@ def test_many_clients_are_sorted_by_main_class_and_share_lines(clients):
 def test_effect_is_cohens_f():
     means = pd.DataFrame({"same": [1.0, 1.0], "apart": [0.0, 4.0], "flat": [2.0, 2.0], "split": [0.0, 1.0]})
     stds = pd.DataFrame({"same": [1.0, 2.0], "apart": [1.0, 1.0], "flat": [0.0, 0.0], "split": [0.0, 0.0]})
-    assert effect(means, stds).to_dict() == {"same": 0, "apart": 2, "flat": 0, "split": np.inf}
+    assert effect_size(means, stds).to_dict() == {"same": 0, "apart": 2, "flat": 0, "split": np.inf}
 
 
 def test_the_features_shown_are_those_that_differ_most():

@@ -6,10 +6,10 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
-from fedshift.records import PICTURED
 from fedshift.report import write_page
-from fedshift.report.inline import contact_strip, inline_svg
+from fedshift.report.inline_images import embed_svg, encode_strip
 from fedshift.report.page import render_page
+from fedshift.results.schema import PICTURED
 
 VOID = {"meta", "link", "img", "wbr", "br", "path", "use", "rect"}
 
@@ -127,13 +127,13 @@ def test_a_failed_write_keeps_the_old_page(study, tmp_path, monkeypatch):
 
 
 def test_contact_strip_reduces_large_images():
-    url, width, height = contact_strip(np.zeros((3, 28, 20, 1), np.uint8))
+    url, width, height = encode_strip(np.zeros((3, 28, 20, 1), np.uint8))
     assert (width, height) == (3 * 20 + 2 * 2, 28)
     assert url.startswith("data:image/png;base64,")
-    assert contact_strip(np.zeros((2, 224, 100, 3), np.uint8))[1:] == (2 * 33 + 2, 74)
+    assert encode_strip(np.zeros((2, 224, 100, 3), np.uint8))[1:] == (2 * 33 + 2, 74)
 
 
 def test_inline_svg_prefixes_ids_and_follows_the_page_colors():
     source = '<?xml?><svg width="1pt" height="2pt" xmlns="x"><path id="m" style="fill: #1f2733"/></svg>'
     expected = '<svg role="img" aria-label="a &lt; b"><path id="p-m" style="fill: currentColor"/></svg>'
-    assert inline_svg(source, "p", "a < b") == expected
+    assert embed_svg(source, "p", "a < b") == expected

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pandas as pd
 import pytest
 
-from fedshift.base.errors import UsageError
-from fedshift.report import accuracy_table, difference_table, reported_rounds
-from fedshift.report.tables import ONE_BY_ONE, QUANTILES, history, seed_table, shortfalls, traffic_table
+from fedshift.report import accuracy_table, difference_table, find_reported_rounds
+from fedshift.report.tables import ONE_BY_ONE, QUANTILES, list_shortfalls, metric_history, seed_table, traffic_table
+from fedshift.utils.errors import UsageError
 
 
 def percent(table, row, method):
@@ -86,7 +86,7 @@ def test_a_missing_client_is_nan_and_aggregates_are_over_the_rest(make_study):
     for name in ("macro", "pooled", "worst client"):
         assert percent(table, name, "fedavg") == pytest.approx(percent(table, "b", "fedavg")), name
     assert not math.isnan(table.loc["a", ("fedavg", "mean")])
-    assert shortfalls(study) == [
+    assert list_shortfalls(study) == [
         "fedbn, client a: not measured at the reported round (seeds 0, 1, 2).",
         "Aggregates of every method are over the same 1 of 2 clients, those that have a value under every method; "
         "differences are over the clients that both methods have.",
@@ -101,13 +101,13 @@ def test_common_clients_are_those_of_each_seed_and_a_method_that_measured_nobody
     assert (100 * seeds.loc["macro", "fedavg"]).tolist() == pytest.approx([80, 52, 69])
     assert (100 * seeds.loc["pooled", "fedavg"]).tolist() == pytest.approx([80, 52, 76.5])
     assert (100 * seeds.loc["macro", "fedbn"][:2]).tolist() == pytest.approx([80, 63])
-    assert any("over the same 1 to 2 (by seed) of 2 clients" in sentence for sentence in shortfalls(study))
+    assert any("over the same 1 to 2 (by seed) of 2 clients" in sentence for sentence in list_shortfalls(study))
 
 
 def test_a_metric_that_is_not_defined_is_not_called_unmeasured(make_study):
     study = replace(make_study(), metric="auc")
     study.rows.loc[study.rows["client"] == "a", "auc"] = None
-    said = shortfalls(study)
+    said = list_shortfalls(study)
     assert any("AUC is not defined there" in sentence for sentence in said)
     assert not any("not measured" in sentence for sentence in said)
 
@@ -142,10 +142,10 @@ def test_baseline(make_study):
 
 def test_last_round_is_each_run_s_own(make_study):
     study = make_study(keep=lambda row: (row["method"], row["seed"]) != ("fedbn", 2) or row["round"] == 1)
-    rounds = reported_rounds(study)
+    rounds = find_reported_rounds(study)
     assert rounds["fedavg"].tolist() == [2, 2, 2]
     assert rounds["fedbn"].tolist() == [2, 2, 1]
-    assert shortfalls(study) == ["fedbn, seed 2: evaluated up to round 1 of 2."]
+    assert list_shortfalls(study) == ["fedbn, seed 2: evaluated up to round 1 of 2."]
     assert 100 * seed_table(study).loc["a", ("fedbn", 2)] == pytest.approx(33)
 
 
@@ -154,16 +154,16 @@ BEST = {"a": [10, 20, 20], "b": [30, 60, 60]}  # rounds 2 and 3 tie
 
 def test_best_is_the_earliest_round_of_the_best_validation_accuracy(make_study):
     study = make_study({"fedavg": [{"a": 50, "b": 240}]}, rounds=3, select="best", validation={"fedavg": [BEST]})
-    assert reported_rounds(study).to_dict() == {("fedavg", 0): 2}
+    assert find_reported_rounds(study).to_dict() == {("fedavg", 0): 2}
 
 
 def test_best_never_looks_at_test_data(make_study):
     study = make_study({"fedavg": [{"a": 50, "b": 240}]}, rounds=3, select="best", validation={"fedavg": [BEST]})
-    before = reported_rounds(study)
+    before = find_reported_rounds(study)
     tested = study.rows["split"] == "test"
     study.rows.loc[tested, "hits"] = pd.Series([[0, 0]] * tested.sum(), index=study.rows.index[tested])
     study.rows.loc[tested & (study.rows["round"] == 1), "hits"] = study.rows["support"]
-    pd.testing.assert_series_equal(reported_rounds(study), before)
+    pd.testing.assert_series_equal(find_reported_rounds(study), before)
     assert seed_table(study).loc["macro", ("fedavg", 0)] == 0
 
 
@@ -175,16 +175,16 @@ def test_best_is_chosen_among_rounds_that_measured_every_client(make_study):
         validation={"fedavg": [{"a": [10, 11, 12], "b": [300, 30, 33]}]},
         keep=lambda row: (row["client"], row["round"]) != ("a", 1),
     )
-    assert reported_rounds(study).to_dict() == {("fedavg", 0): 3}
+    assert find_reported_rounds(study).to_dict() == {("fedavg", 0): 3}
 
 
 def test_best_without_validation_data_is_refused(make_study):
     with pytest.raises(UsageError, match="needs validation data"):
-        reported_rounds(make_study(select="best", keep=lambda row: row["split"] != "validation"))
+        find_reported_rounds(make_study(select="best", keep=lambda row: row["split"] != "validation"))
 
 
 def test_history_and_traffic(study):
-    loss = history(study, "loss", model=None, split="train", moment="trained")
+    loss = metric_history(study, "loss", model=None, split="train", moment="trained")
     assert loss.groupby("round")["value"].mean().to_dict() == pytest.approx({1: 1, 2: 0.5})
     totals = traffic_table(study).loc["fedavg"]
     assert totals[["down per round", "up in total", "both in total"]].tolist() == [1000, 1000, 3000]
@@ -198,13 +198,13 @@ def test_unknown_choices_are_refused(study, wrong):
 
 def test_unknown_metric_and_rule_are_refused(make_study):
     with pytest.raises(UsageError, match="unknown metric"):
-        history(make_study(), "f1")
+        metric_history(make_study(), "f1")
     with pytest.raises(UsageError, match="unknown select"):
-        reported_rounds(make_study(select="first"))
+        find_reported_rounds(make_study(select="first"))
 
 
 def test_edge_cases(edge_case):
     table = accuracy_table(edge_case)
     assert len(table) == 5
     assert len(difference_table(edge_case)) == len(edge_case.methods) - 1
-    assert all(isinstance(sentence, str) for sentence in shortfalls(edge_case))
+    assert all(isinstance(sentence, str) for sentence in list_shortfalls(edge_case))

@@ -9,16 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedshift.analysis.ntk import smallest
-from fedshift.base.errors import UsageError
-from fedshift.cli import app, main
-from fedshift.theory import Setting, study
-from fedshift.theory.corollary import Corollary, try_corollary
-from fedshift.theory.lemma import cases, closing
-from fedshift.theory.pictures import panels
-from fedshift.theory.setting import clients_of
-from fedshift.theory.text import render
-from fedshift.theory.toy import DEVIATIONS, toy
+from fedshift.cli.app import app, main
+from fedshift.theory import TheorySettings, check_theory
+from fedshift.theory.corollary import CorollaryCheck, try_corollary
+from fedshift.theory.figures import draw_panels
+from fedshift.theory.lemma import close_angle, make_cases
+from fedshift.theory.ntk import smallest_eigenvalue
+from fedshift.theory.rendering import render_theory
+from fedshift.theory.settings import make_clients
+from fedshift.theory.toy_example import DEVIATIONS, compute_toy
+from fedshift.utils.errors import UsageError
 
 SMALL = {"clients": 2, "samples": 4, "dimension": 4, "width": 64, "steps": 30, "draws": 20, "monte_carlo": 2000}
 PAGE = Path(__file__).parents[2] / "docs" / "theory.md"
@@ -26,27 +26,27 @@ PAGE = Path(__file__).parents[2] / "docs" / "theory.md"
 
 @pytest.fixture(scope="module")
 def found():
-    return study(Setting(**SMALL))
+    return check_theory(TheorySettings(**SMALL))
 
 
 def test_corollary_4_6_holds_on_a_thousand_federations_and_for_algorithm_1_of_all_of_lambda():
-    corollary = try_corollary(Setting(draws=1000))
+    corollary = try_corollary(TheorySettings(draws=1000))
     assert corollary.magnitude.shape == (1000, 2)
-    assert corollary.violations(corollary.magnitude) == 0
-    assert corollary.violations(corollary.run) == 0
-    assert corollary.violations(corollary.joint) > 0  # which the paper does not claim
+    assert corollary.count_violations(corollary.magnitude) == 0
+    assert corollary.count_violations(corollary.run) == 0
+    assert corollary.count_violations(corollary.joint) > 0  # which the paper does not claim
     assert (corollary.magnitude > 0).all()
     assert np.median(corollary.magnitude[:, 1] / corollary.magnitude[:, 0]) > 1.5
 
 
 def test_a_violation_is_counted():
     pairs = np.array([[0.1, 0.2], [0.2, 0.1], [0.1, 0.1], [0.1, 0.1 - 1e-15]])
-    assert Corollary.violations(pairs) == 1
+    assert CorollaryCheck.count_violations(pairs) == 1
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_lemma_4_3_and_what_happens_where_its_assumption_fails(seed):
-    zero = {case.name: (abs(case.full) < 1e-12, abs(case.local) < 1e-12) for case in cases(seed)}
+    zero = {case.name: (abs(case.full) < 1e-12, abs(case.local) < 1e-12) for case in make_cases(seed)}
     assert zero == {
         "no two inputs parallel": (False, False),
         "x and 2x on one client": (True, True),
@@ -55,12 +55,12 @@ def test_lemma_4_3_and_what_happens_where_its_assumption_fails(seed):
         "x and -x on one client": (False, False),
         "5 pairs x and -x on one client": (True, True),
     }
-    assert all(case.full > -1e-12 and case.local > -1e-12 for case in cases(seed))
-    assert [case.assumes for case in cases(seed)] == [True, *[False] * 5]
+    assert all(case.full > -1e-12 and case.local > -1e-12 for case in make_cases(seed))
+    assert [case.assumes for case in make_cases(seed)] == [True, *[False] * 5]
 
 
 def test_fedavgs_eigenvalue_vanishes_as_two_clients_inputs_close_and_fedbns_does_not():
-    turned = closing(0)
+    turned = close_angle(0)
     assert turned.full[-1] < 1e-7 < 1e-3 < turned.local[-1]
     assert turned.different[-1] > 1e-3
     near = np.log(turned.full[-6:])
@@ -68,22 +68,22 @@ def test_fedavgs_eigenvalue_vanishes_as_two_clients_inputs_close_and_fedbns_does
 
 
 def test_averaging_w_fails_on_raw_inputs_and_not_on_normalized_ones():
-    shown = toy(0)
-    best, _, losses = shown.averaged(shown.raw)
+    shown = compute_toy(0)
+    best, _, losses = shown.best_frequencies(shown.raw)
     np.testing.assert_allclose(best * DEVIATIONS, [1, 1], atol=0.05)
     assert losses.max() > 10 * shown.raw.min()
-    _, _, losses = shown.averaged(shown.normalized)
+    _, _, losses = shown.best_frequencies(shown.normalized)
     assert losses.max() < 0.02
-    best, mean, own, averaged = shown.scales()
+    best, mean, own, averaged = shown.best_scales()
     np.testing.assert_allclose(best, DEVIATIONS, rtol=0.1)
     assert mean == pytest.approx(best.mean())
     assert own.max() < 0.02 < 0.1 < averaged.min()
 
 
 def test_covariances_are_what_was_asked_for():
-    alike, _ = clients_of(Setting(heterogeneity=0.0, samples=4000, dimension=3, width=16))
+    alike, _ = make_clients(TheorySettings(heterogeneity=0.0, samples=4000, dimension=3, width=16))
     np.testing.assert_allclose(alike.covariance, np.broadcast_to(np.eye(3), (4, 3, 3)), atol=0.1)
-    samples, targets = clients_of(Setting(heterogeneity=3.0, samples=4000, dimension=3, width=16))
+    samples, targets = make_clients(TheorySettings(heterogeneity=3.0, samples=4000, dimension=3, width=16))
     values = np.linalg.eigvalsh(samples.covariance)
     assert values.min() > 0.9 * np.exp(-3) < 1.1 * np.exp(3) > values.max()
     assert (values.max(axis=1) / values.min(axis=1)).max() > 10
@@ -92,11 +92,11 @@ def test_covariances_are_what_was_asked_for():
 
 
 def test_the_study_is_its_seeds_alone(found):
-    again, other = study(Setting(**SMALL)), study(Setting(**SMALL, seed=1))
+    again, other = check_theory(TheorySettings(**SMALL)), check_theory(TheorySettings(**SMALL, seed=1))
     np.testing.assert_array_equal(again.limits.full, found.limits.full)
     np.testing.assert_array_equal(again.courses[2].measured, found.courses[2].measured)
     assert not np.array_equal(other.limits.full, found.limits.full)
-    assert smallest(found.limits.local) == pytest.approx(found.limits.own.min())
+    assert smallest_eigenvalue(found.limits.local) == pytest.approx(found.limits.own.min())
 
 
 def test_steps_to_a_share_are_counted(found):
@@ -108,7 +108,7 @@ def test_steps_to_a_share_are_counted(found):
 
 
 def test_figures_show_the_numbers(found):
-    shown = {panel.name: panel for panel in panels(found)}
+    shown = {panel.name: panel for panel in draw_panels(found)}
     assert list(shown) == ["corollary", "parallel", "training", "widths", "toy-raw", "toy-normalized", "toy-surface"]
     points = shown["corollary"].figure.axes[0].collections[0].get_offsets()
     np.testing.assert_allclose(points, found.corollary.magnitude)
@@ -123,10 +123,10 @@ def marked(axes, marker):
 
 
 def test_figure_1_marks_each_clients_best_w_and_what_is_left_at_their_mean(found):
-    shown = {panel.name: panel for panel in panels(found)}
+    shown = {panel.name: panel for panel in draw_panels(found)}
     for name, losses in (("toy-raw", found.toy.raw), ("toy-normalized", found.toy.normalized)):
         axes = shown[name].figure.axes[0]
-        best, mean, left = found.toy.averaged(losses)
+        best, mean, left = found.toy.best_frequencies(losses)
         for client, marker in enumerate("os"):
             assert marked(axes, marker) == [(best[client], losses[client].min()), (mean, left[client])]
         assert axes.get_ylim()[1] > losses.max()
@@ -134,9 +134,9 @@ def test_figure_1_marks_each_clients_best_w_and_what_is_left_at_their_mean(found
 
 
 def test_figure_2_marks_the_averaged_w_under_both_gammas_on_the_clients_errors(found):
-    panel = next(panel for panel in panels(found) if panel.name == "toy-surface")
+    panel = next(panel for panel in draw_panels(found) if panel.name == "toy-surface")
     axes = panel.figure.axes[0]
-    best, mean, own, averaged = found.toy.scales()
+    best, mean, own, averaged = found.toy.best_scales()
     assert marked(axes, "o") == [(1, best[1])]
     assert marked(axes, "s") == [(1, mean)]
     told = [text.get_text() for text in panel.figure.legends[0].get_texts()]
@@ -175,12 +175,12 @@ def test_what_cannot_be_asked_is_refused(flag, value, capsys):
     assert ended.value.code == 2
     assert f"{flag.removeprefix('--')}={value}" in capsys.readouterr().err
     with pytest.raises(UsageError):
-        Setting(**{flag.removeprefix("--").replace("-", "_"): float(value)})
+        TheorySettings(**{flag.removeprefix("--").replace("-", "_"): float(value)})
 
 
 def test_a_place_that_cannot_be_written_is_refused_before_anything_is_computed(tmp_path, capsys, monkeypatch):
     (tmp_path / "file").touch()
-    monkeypatch.setattr("fedshift.theory.study", None)
+    monkeypatch.setattr("fedshift.theory.check_theory", None)
     with pytest.raises(SystemExit) as ended:
         main(["theory", "--out", str(tmp_path / "file" / "made")])
     assert ended.value.code == 2
@@ -189,11 +189,11 @@ def test_a_place_that_cannot_be_written_is_refused_before_anything_is_computed(t
 
 def test_small_eigenvalues_are_told_from_none(found):
     limits = replace(found.limits, own=np.array([0.5, 1.2e-9, 2e-13, -1e-16]))
-    told = [part for part in render(replace(found, limits=limits)) if isinstance(part, str)]
+    told = [part for part in render_theory(replace(found, limits=limits)) if isinstance(part, str)]
     assert any(part.endswith("block of G_inf: 0.50000 1.2e-09 0 0") for part in told)
     assert any("30 steps with 64 neurons" in part for part in told)
     once = replace(found, setting=replace(found.setting, steps=1))
-    assert any("1 step with 64 neurons" in part for part in render(once) if isinstance(part, str))
+    assert any("1 step with 64 neurons" in part for part in render_theory(once) if isinstance(part, str))
 
 
 def test_the_page_on_theory_names_commands_that_exist():
@@ -202,4 +202,4 @@ def test_the_page_on_theory_names_commands_that_exist():
     assert lines
     for line in lines:
         command, _, _ = app.parse_args(shlex.split(line)[1:], exit_on_error=False, print_error=False)
-        assert command.__module__ == "fedshift.cli_theory"
+        assert command.__module__ == "fedshift.cli.theory"

@@ -4,7 +4,7 @@ Li et al. 2021 (arXiv:2102.07623), Algorithm 1: every entry outside batch normal
 entries weighted by their numbers of samples (McMahan et al. 2017, arXiv:1602.05629); normalization never leaves its
 client. The global result therefore holds no normalization at all, and each client gets its own back.
 
-fedshift itself chooses entries by the type of their layer (:mod:`fedshift.core.select`). Here there are names alone, so
+fedshift itself chooses entries by the type of their layer (:mod:`fedshift.core.selection`). Here there are names alone, so
 they are read as whole words ("bn" is in ``conv_bn.gamma``, not in ``subnet.weight``), and a layer that owns running
 statistics is batch normalization whatever its name. torch is used where tensors are given, and never imported.
 """
@@ -21,9 +21,18 @@ from typing import Generic
 
 import numpy as np
 
-from ..base.errors import UsageError
-from .checks import Array, Client, Models, checked, facts_of, is_float, wide
-from .wording import BATCH_NORM, LAYER_NORM, RUNNING, STATISTICS, normalization, said, unclear, words
+from ..utils.errors import UsageError
+from .checks import Array, Client, Models, check_models, describe_array, is_float, to_float64
+from .name_matching import (
+    BATCH_NORM,
+    LAYER_NORM,
+    RUNNING,
+    STATISTICS,
+    find_normalization,
+    find_pattern,
+    find_unclear,
+    split_words,
+)
 
 __all__ = [
     "BATCH_NORM", "LAYER_NORM", "RUNNING", "STATISTICS", "Aggregated", "Array", "FedBNAggregation", "weighted_mean",
@@ -71,7 +80,7 @@ class FedBNAggregation:
             object.__setattr__(self, "local", frozenset(self.local))
         object.__setattr__(self, "patterns", tuple(self.patterns))
         for pattern in self.patterns:
-            if not re.fullmatch(r"[\w./:-]+", pattern) or not words(pattern):
+            if not re.fullmatch(r"[\w./:-]+", pattern) or not split_words(pattern):
                 raise UsageError(f"pattern {pattern!r} is not made of words: give whole words, as 'head'; no wildcards")
 
     @property
@@ -93,12 +102,14 @@ class FedBNAggregation:
         Raises :class:`UsageError` where a local name, a pattern or an option matches no entry, where nothing stays
         local, and where a model without any statistics has layers of which names do not tell what they are.
         """
-        shapes = {name: facts_of(f"entry {name!r}", value)[2] for name, value in model.items()}
-        found = normalization(shapes, self._layers(), not self.statistics_only) if self.local is None else frozenset()
+        shapes = {name: describe_array(f"entry {name!r}", value)[2] for name, value in model.items()}
+        found = (
+            find_normalization(shapes, self._layers(), not self.statistics_only) if self.local is None else frozenset()
+        )
         claims = {name: {name} & shapes.keys() for name in sorted(self.local or ())}
-        claims |= {pattern: {name for name in shapes if said(name, [pattern])} for pattern in self.patterns}
+        claims |= {pattern: {name for name in shapes if find_pattern(name, [pattern])} for pattern in self.patterns}
         if self.include_layer_norm:
-            claims["layer_norm"] = {name for name in found if said(name, LAYER_NORM)}
+            claims["layer_norm"] = {name for name in found if find_pattern(name, LAYER_NORM)}
         for claim, names in claims.items():
             if not names:
                 near = ", ".join(get_close_matches(claim, shapes, n=3, cutoff=0.3)) or "none"
@@ -110,7 +121,7 @@ class FedBNAggregation:
                 "normalization. Give local=[names], patterns=[words] or include_layer_norm=True; for FedAvg call "
                 "weighted_mean"
             )
-        if self.local is None and (doubtful := unclear(shapes, local)):
+        if self.local is None and (doubtful := find_unclear(shapes, local)):
             raise UsageError(
                 f"the models hold no running statistics, so it is unclear whether {', '.join(doubtful[:4])} are batch "
                 "normalization. Give the statistics too (torch: state_dict(), not parameters()), or local=[names]"
@@ -123,7 +134,7 @@ class FedBNAggregation:
         ``client_models`` are alike in names, kinds, dtypes and shapes, which may be any; ``client_weights`` are the
         clients' numbers of samples. Raises :class:`UsageError` as :func:`weighted_mean` and :meth:`local_names` do.
         """
-        models, shares = checked(client_models, client_weights)
+        models, shares = check_models(client_models, client_weights)
         local = self.local_names(next(iter(models.values())))
         shared = _means(models, shares, leave=local)
         clients = {
@@ -143,14 +154,14 @@ def weighted_mean(client_models: Models[Client], client_weights: Mapping[Client,
     or shape; for complex and object arrays, NaN, infinity, and integers from 2**53 on, which float64 cannot hold; for
     weights that are missing, extra, negative, not finite, or all zero; for no clients, and keys that do not sort.
     """
-    return _means(*checked(client_models, client_weights), leave=frozenset())
+    return _means(*check_models(client_models, client_weights), leave=frozenset())
 
 
 def _means(models: Models[Client], shares: Sequence[float], *, leave: frozenset[str]) -> dict[str, Array]:
     folded: dict[str, Array] = {}
     for name, first in next(iter(models.values())).items():
         if name not in leave:
-            total = reduce(add, (share * wide(m[name]) for m, share in zip(models.values(), shares, strict=True)))
+            total = reduce(add, (share * to_float64(m[name]) for m, share in zip(models.values(), shares, strict=True)))
             if isinstance(first, np.ndarray):
                 folded[name] = np.asarray(total if is_float(first) else np.rint(total)).astype(first.dtype)
             else:

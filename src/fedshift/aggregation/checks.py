@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 
-from ..base.errors import UsageError
+from ..utils.errors import UsageError
 
 if TYPE_CHECKING:
     import torch
@@ -22,14 +22,14 @@ Facts: TypeAlias = tuple[str, str, tuple[int, ...]]
 _FACTS = ("kind", "dtype", "shape")
 
 
-def wide(value: Array) -> Any:
+def to_float64(value: Array) -> Any:
     """The same numbers in float64."""
     if isinstance(value, np.ndarray):
         return np.asarray(value, np.float64)
     return value.detach().to("cpu" if value.device.type == "mps" else value.device).double()  # MPS has no float64
 
 
-def facts_of(where: str, value: object) -> Facts:
+def describe_array(where: str, value: object) -> Facts:
     """Kind, dtype and shape of an array; :class:`UsageError` beginning with ``where`` for what cannot be averaged."""
     torch = sys.modules.get("torch")  # where nobody has imported it, nothing is a tensor
     if torch is not None and isinstance(value, torch.Tensor):
@@ -51,7 +51,7 @@ def is_float(value: Array) -> bool:
     return value.dtype.kind == "f" if isinstance(value, np.ndarray) else value.is_floating_point()
 
 
-def checked(
+def check_models(
     models: Models[Client], weights: Mapping[Client, float]
 ) -> tuple[dict[Client, Mapping[str, Array]], list[float]]:
     """The models in the order of their sorted keys, and their shares of the weight; refuses what cannot be averaged."""
@@ -87,13 +87,13 @@ def _check_entries(
         if (name in model) != (name in expected):
             lacks, has = (client, first) if name in expected else (first, client)
             raise UsageError(f"client {lacks!r} has no entry {name!r}, but client {has!r} has: add or remove it there")
-    facts = {name: facts_of(f"entry {name!r} of client {client!r}", value) for name, value in model.items()}
+    facts = {name: describe_array(f"entry {name!r} of client {client!r}", value) for name, value in model.items()}
     for name, value in model.items():
         where = f"entry {name!r} of client {client!r}"
         for part, mine, theirs in zip(_FACTS, facts[name], expected.get(name, facts[name]), strict=True):
             if mine != theirs:
                 raise UsageError(f"{where} has {part} {mine}, but client {first!r} has {theirs}: make them alike")
-        if not bool((abs(wide(value)) < (math.inf if is_float(value) else 2**53)).all()):
+        if not bool((abs(to_float64(value)) < (math.inf if is_float(value) else 2**53)).all()):
             fault = "NaN or infinity" if is_float(value) else "integers of 2**53 or more, which float64 cannot hold"
             raise UsageError(f"{where} holds {fault}: leave this client out of the round, or repair its model")
     return facts

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..base.errors import UsageError
+from ..utils.errors import UsageError
 
 CONCORDANT = 0.01
 """Discordance, in squared nats, below which the paper calls a federated model concordant with the centralized one."""

@@ -12,7 +12,7 @@ import warnings
 from decimal import ROUND_CEILING, Context
 from typing import Protocol, runtime_checkable
 
-from ..base.errors import UsageError
+from ..utils.errors import UsageError
 
 ORDERS = [1 + k / 100 for k in range(1, 10)] + [1 + k / 10 for k in range(1, 110)]
 ORDERS += [*range(12, 64), *range(64, 256, 16), *range(256, 1025, 64)]
@@ -26,20 +26,20 @@ UPWARD = Context(prec=3, rounding=ROUND_CEILING)
 class Mechanism(Protocol):
     """An aggregation that hides each client in Gaussian noise.
 
-    ``noise``: standard deviation over the most that one client can change (norm). ``delta``: chance with which epsilon
+    ``noise_multiplier``: standard deviation over the most that one client can change (norm). ``delta``: chance with which epsilon
     may fail. ``secret``: whether nobody can draw the noise again; otherwise it follows from the seed and the method.
     """
 
     @property
-    def noise(self) -> float: ...  # noqa: D102
+    def noise_multiplier(self) -> float: ...  # noqa: D102
     @property
     def delta(self) -> float: ...  # noqa: D102
     @property
     def secret(self) -> bool: ...  # noqa: D102
 
 
-def epsilon(noise: float, sampling: float, rounds: int, delta: float) -> float:
-    """Epsilon at ``delta`` after ``rounds`` with ``noise``; ``sampling``: share of all clients that takes part.
+def compute_epsilon(noise_multiplier: float, sampling: float, rounds: int, delta: float) -> float:
+    """Epsilon at ``delta`` after ``rounds`` with ``noise_multiplier``; ``sampling``: share of all clients that takes part.
 
     Infinite without noise. Raises :class:`UsageError` where Opacus is not installed.
     """
@@ -49,19 +49,19 @@ def epsilon(noise: float, sampling: float, rounds: int, delta: float) -> float:
         raise UsageError("epsilon takes Opacus, which is not installed: pip install 'fedshift[privacy]'") from error
     accountant = RDPAccountant()
     for _ in range(rounds):
-        accountant.step(noise_multiplier=noise, sample_rate=sampling)
+        accountant.step(noise_multiplier=noise_multiplier, sample_rate=sampling)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # an order at the end of the list is a looser bound, but a bound
         return max(0.0, float(accountant.get_epsilon(delta, alphas=ORDERS)))
 
 
-def promise(mechanism: Mechanism, sampling: float, rounds: int) -> str:
-    """What ``mechanism`` promises after ``rounds`` in words, and to whom; ``sampling`` as in :func:`epsilon`."""
-    if not mechanism.noise:
-        return "noise=0, so there is no differential privacy"
+def describe_guarantee(mechanism: Mechanism, sampling: float, rounds: int) -> str:
+    """What ``mechanism`` promises after ``rounds`` in words, and to whom; ``sampling`` as in :func:`compute_epsilon`."""
+    if not mechanism.noise_multiplier:
+        return "noise_multiplier=0, so there is no differential privacy"
     said = "differentially private at the level of clients"
     try:
-        spent = epsilon(mechanism.noise, sampling, rounds, mechanism.delta)
+        spent = compute_epsilon(mechanism.noise_multiplier, sampling, rounds, mechanism.delta)
     except UsageError as error:
         said += f", but {error}"
     else:

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.special import stdtr, stdtrit
 
-from ..base.errors import UsageError
+from ..utils.errors import UsageError
 
 Floats = NDArray[np.float64]
 
@@ -124,13 +124,13 @@ def paired_tests(ours: ArrayLike, theirs: ArrayLike, grid: ArrayLike = 0.0) -> t
 def corrected(found: Sequence[PairedDifference]) -> list[PairedDifference]:
     """``found`` with p-values and intervals corrected for their number, so that no more than ``1 - level`` err at all.
 
-    p-values by :func:`holm`. The interval of the k-th smallest p of n is widened to the level that Holm tests it at,
+    p-values by :func:`holm_correction`. The interval of the k-th smallest p of n is widened to the level that Holm tests it at,
     ``1 - (1 - level) / (n - k + 1)``, and those that are not claimed to the level of the first of them. An interval
     excludes 0 exactly where a difference is claimed, and each covers its own with at least ``level``.
     """
     tested = sorted((each.p, place) for place, each in enumerate(found) if not math.isnan(each.p))
     several, divisor = list(found), len(tested)
-    for p, (_, place) in zip(holm([p for p, _ in tested]), tested, strict=True):
+    for p, (_, place) in zip(holm_correction([p for p, _ in tested]), tested, strict=True):
         each = found[place]
         own = 1 - (1 - each.level) / divisor
         low, high = _interval(each.mean, each.error, each.pairs, own)
@@ -139,7 +139,7 @@ def corrected(found: Sequence[PairedDifference]) -> list[PairedDifference]:
     return several
 
 
-def holm(values: Sequence[float]) -> list[float]:
+def holm_correction(values: Sequence[float]) -> list[float]:
     """p-values corrected for their number: those below a level are claims of which all hold, with that probability.
 
     The k-th smallest of n is multiplied by ``n - k + 1``, is at least the corrected one before it, and at most 1. NaN

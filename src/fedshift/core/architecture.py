@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..nn.linear import QuickLinear
+from ..nn.linear import FastLinear
 
 LIBRARIES = ("torch", "torchvision")
 
@@ -31,7 +31,7 @@ def architecture(module: nn.Module) -> str:
     names: dict[int, str] = {}
     lines = []
     for path, layer in module.named_modules(remove_duplicate=False):
-        kind = nn.Linear if isinstance(layer, QuickLinear) else type(layer)  # which of them depends on the machine
+        kind = nn.Linear if isinstance(layer, FastLinear) else type(layer)  # which of them depends on the machine
         settings = (f"{name}={value}" for name, value in sorted(_settings(layer, kind).items()))
         tensors = {**layer._parameters, **layer._buffers}
         shapes = (f"{name}: {_shape(path, name, tensors[name], names)}" for name in sorted(tensors))

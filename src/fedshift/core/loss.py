@@ -1,7 +1,7 @@
 """Training losses by name: cross-entropy and the focal loss, with weights of classes that all clients share.
 
 Weights are part of the task, not of a client: those with a name come from the label counts of the whole federation
-(:meth:`Loss.resolved`), the one thing that clients must tell each other before they start.
+(:meth:`Loss.resolve`), the one thing that clients must tell each other before they start.
 
 Focal loss: Lin et al. 2017, arXiv:1708.02002, equation 5, over the softmax of all classes as in FLamby's baseline of
 Fed-ISIC2019 (Ogier du Terrail et al. 2022, arXiv:2210.04620).
@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from ..base.errors import UsageError, unknown
-from ..names import expressions
+from ..config.expressions import expressions
+from ..utils.errors import UsageError, unknown_name
 
 Counted = Literal["balanced", "inverse_frequency"]
-"""Weights that :meth:`Loss.resolved` finds from label counts, by name."""
+"""Weights that :meth:`Loss.resolve` finds from label counts, by name."""
 Weights = tuple[float, ...] | Counted | None
 """One number a class, the name of weights from label counts, or None: every class counts the same."""
 
@@ -62,7 +62,7 @@ class Loss(ABC):
     def __call__(self, logits: Tensor, y: Tensor) -> Tensor:
         """The loss of a batch, without dimensions."""
 
-    def resolved(self: Own, counts: Tensor) -> Own:
+    def resolve(self: Own, counts: Tensor) -> Own:
         """The same loss with its weights as numbers, ``counts`` ``[K]`` being all clients' training samples by class.
 
         ``inverse_frequency`` weights are N / n_k, FLamby's for Fed-ISIC2019. ``balanced`` ones are these over the
@@ -176,5 +176,5 @@ def parse_loss(text: str) -> Loss:
 
 def _lookup(name: str) -> Callable[..., Loss]:
     if name not in CATALOG:
-        raise unknown("loss", name, CATALOG)
+        raise unknown_name("loss", name, CATALOG)
     return CATALOG[name]

@@ -13,11 +13,11 @@ from typing import Any, Literal, Self
 
 from torch import nn
 
-from ..base.errors import UsageError
-from .aggregate import Aggregate, average
+from ..utils.errors import UsageError
+from .aggregation import Aggregation, average_uploads
 from .rule import Rule
-from .select import Scope
-from .server import ServerOptimizer
+from .selection import Scope
+from .server_optimizer import ServerOptimizer
 
 Surgery = Callable[[nn.Module], nn.Module]
 """Changes a copy of the model before entries are named; the repr says what it does."""
@@ -58,7 +58,7 @@ class Method:
     scope: Scope = field(default_factory=Scope)
     rules: tuple[Rule, ...] = ()
     freeze: Freeze | None = None
-    aggregate: Aggregate = average
+    aggregate: Aggregation = average_uploads
     weighting: Literal["samples", "uniform"] = "samples"
     server: ServerOptimizer | None = None
     pooled: Literal[False, "same", "scaled"] = False
@@ -82,7 +82,7 @@ class Method:
         """Return the weight of a client that counts for ``samples`` samples, relative to those of others."""
         return float(samples) if self.weighting == "samples" else 1.0
 
-    def titled(self, function: Callable[..., Method], **arguments: Any) -> str:
+    def compose_name(self, function: Callable[..., Method], **arguments: Any) -> str:
         """Name of the method ``function(self, **arguments)``: ``fedbn`` on FedAvg, else ``fedbn+fedprox(mu=0.1)``.
 
         Arguments that have their defaults are left out.
@@ -91,23 +91,23 @@ class Method:
         rest = self.name.removeprefix("fedavg").removeprefix("+") if plain else self.name
         return f"{_title(function, arguments)}+{rest}" if rest else _title(function, arguments)
 
-    def extended(self, function: Callable[..., Method], **arguments: Any) -> str:
+    def extend_name(self, function: Callable[..., Method], **arguments: Any) -> str:
         """Name of what ``function`` adds to this method: ``fedavg+gn``."""
         return f"{self.name}+{_title(function, arguments)}"
 
-    def folding(self, name: str, aggregate: Aggregate) -> Self:
+    def with_aggregation(self, name: str, aggregate: Aggregation) -> Self:
         """The method with another aggregation; :class:`UsageError` where it has one already."""
-        if self.aggregate is not average:
+        if self.aggregate is not average_uploads:
             raise UsageError(f"{name}: {self.name} folds uploads in a way of its own already; choose one of the two")
         return replace(self, name=name, aggregate=aggregate)
 
-    def stepping(self, name: str, server: ServerOptimizer) -> Self:
+    def with_server_optimizer(self, name: str, server: ServerOptimizer) -> Self:
         """The method with a server optimizer; :class:`UsageError` where it has one already."""
         if self.server is not None:
             raise UsageError(f"{name}: {self.name} has a server optimizer already; choose one of the two")
         return replace(self, name=name, server=server)
 
-    def working(self, name: str, **work: Any) -> Self:
+    def with_work(self, name: str, **work: Any) -> Self:
         """The method with other local work; :class:`UsageError` where it sets its own already."""
         if self.work:
             raise UsageError(f"{name}: {self.name} sets the local work already; choose one of the two")

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from typing_extensions import override
 
-from ..base.errors import UsageError
-from ..base.state import State, under
+from ..utils.errors import UsageError
+from ..utils.state import State, entries_under
 
 
 def _require(holds: bool, message: str) -> None:
@@ -88,7 +88,7 @@ class Optimizer(ABC):
         _require(0 <= self.lr < 1e30, f"learning rate lr={self.lr:g}: it must be a number of 0 or more, say 0.01")
         _require(self.weight_decay >= 0, f"weight_decay={self.weight_decay:g} is negative: it must be 0 or more")
 
-    def rate(self, round: int) -> float:
+    def lr_in_round(self, round: int) -> float:
         """Learning rate in round ``round``, counted from 0."""
         return self.lr * self.schedule.factor(round)
 
@@ -152,7 +152,7 @@ class AdamW(Optimizer):
 
     @override
     def update_(self, params: State, grads: State, state: State, lr: float) -> None:
-        means, squares = under("mean", state), under("square", state)
+        means, squares = entries_under("mean", state), entries_under("square", state)
         for name, param in params.items():
             grad, count = grads[name], state[f"count/{name}"].add_(1)
             correction1, correction2 = 1 - self.beta1**count, 1 - self.beta2**count

@@ -1,4 +1,4 @@
-"""Plans: a method resolved against one model (by :func:`fedshift.core.prepare.prepare`), and its forward pass."""
+"""Plans: a method resolved against one model (by :func:`fedshift.core.preparation.prepare`), and its forward pass."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..base.errors import UsageError
-from ..base.state import State, clone
-from ..base.streams import stream
-from ..data.split import Split
-from ..data.transforms import Augmentation
+from ..data.image_transforms import Augmentation
+from ..data.samples import Samples
 from ..nn.dropout import dropout_key
+from ..utils.errors import UsageError
+from ..utils.random_streams import stream
+from ..utils.state import State, clone
 from .method import Method
 from .optimizer import SGD, Optimizer
 from .rule import Rule
-from .select import Entry, norm_statistics
+from .selection import Entry, norm_statistics
 from .work import Work
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -33,7 +33,7 @@ class Plan:
     """A method resolved against one model: which entries do what. Made by :func:`prepare`.
 
     ``module`` is a stateless template, after surgery; ``initial`` the state that server and clients start from;
-    ``loaded``, ``sent`` and ``trained`` are sets of entry names; ``own`` and ``own_trained`` what the rules add on each
+    ``loaded``, ``sent`` and ``trained`` are sets of entry names; ``extra_entries`` and ``extra_trained`` what the rules add on each
     client, by prefixed name; ``freeze_from`` the round (from 0) from which statistics are frozen; ``smallest_batch`` is
     2 where the model cannot train on one sample; ``augment`` is what is done to training images; ``precision`` is what
     layers compute in, while parameters, statistics, losses and updates keep their types; ``seed`` is that of the trial,
@@ -47,8 +47,8 @@ class Plan:
     loaded: frozenset[str]
     sent: frozenset[str]
     trained: frozenset[str]
-    own: State
-    own_trained: frozenset[str]
+    extra_entries: State
+    extra_trained: frozenset[str]
     freeze_from: float
     work: Work
     optimizer: Optimizer
@@ -78,7 +78,7 @@ class Plan:
         """Passes of a round over a client's data that train what the rules own apart from the model."""
         return max((rule.epochs or 0 for rule in self.method.rules), default=0)
 
-    def fixed(self, round: int) -> frozenset[str]:
+    def entries_fixed_in(self, round: int) -> frozenset[str]:
         """Entries that no local work of ``round`` (from 0) changes: frozen parameters, and statistics once frozen."""
         frozen = round >= self.freeze_from
         return frozenset(
@@ -121,7 +121,7 @@ class Plan:
             if tensor is not None
         )
 
-    def switch(self, *, training: bool, frozen: bool = False) -> None:
+    def set_mode(self, *, training: bool, frozen: bool = False) -> None:
         """Put the template in training or evaluation mode; ``frozen``: its BatchNorm layers in the latter."""
         if any(type(layer).train is not nn.Module.train for layer in self.layers):  # a network with a mind of its own
             self.module.train(training)
@@ -132,13 +132,13 @@ class Plan:
             if isinstance(layer, _BatchNorm):
                 layer.eval()
 
-    def owned(self, state: State) -> State:
+    def clone_for_training(self, state: State) -> State:
         """A copy of ``state`` as local work wants it; the same bits however ``state`` lies in memory."""
         if self.image_format == torch.contiguous_format:
             return clone(state)
-        return {name: laid(tensor.clone(), self.image_format) for name, tensor in state.items()}
+        return {name: to_memory_format(tensor.clone(), self.image_format) for name, tensor in state.items()}
 
-    def training_inputs(self, data: Split, index: Tensor, seed: int, client: str, step: int) -> Tensor:
+    def training_inputs(self, data: Samples, index: Tensor, seed: int, client: str, step: int) -> Tensor:
         """Inputs of one local step, augmented as a function of ``(seed, client, step)`` alone."""
         change = self.augment
         if change is None:
@@ -151,10 +151,10 @@ class Plan:
             where = "with all data in one place" if self.method.pooled else "here"
             raise UsageError(f"method {self.method.name!r}: {purpose}, of which there is none {where}: leave it out")
 
-    def require_once(self, rule: Rule) -> None:
+    def require_unique(self, rule: Rule) -> None:
         """Raise :class:`UsageError` where the method has another rule of the same kind."""
         if sum(type(other) is type(rule) for other in self.method.rules) > 1:
-            raise UsageError(f"method {self.method.name!r} has {rule.origin} twice: leave one of the two out")
+            raise UsageError(f"method {self.method.name!r} has {rule.source_method} twice: leave one of the two out")
 
     def require_entries_alone(self, why: str) -> None:
         """Raise :class:`UsageError` where clients send a rule's memory, too, which the server adds up unseen.
@@ -162,9 +162,9 @@ class Plan:
         ``why``: what the method does with entries and not with that memory, as the end of a sentence.
         """
         for rule in self.method.rules:
-            if type(rule).fold is not Rule.fold:
+            if type(rule).aggregate_memory is not Rule.aggregate_memory:
                 raise UsageError(
-                    f"method {self.method.name!r}: {rule.origin} sends more than the entries that {why}: leave one of "
+                    f"method {self.method.name!r}: {rule.source_method} sends more than the entries that {why}: leave one of "
                     "the two out"
                 )
 
@@ -182,18 +182,21 @@ class Plan:
             )
             raise UsageError(f"{what} holds for {which}, not for {optimizer}: use {fix}, or another method")
         for rule in self.method.rules:
-            if type(rule).start is not Rule.start or type(rule).active is not Rule.active:
+            if (
+                type(rule).init_local is not Rule.init_local
+                or type(rule).trainable_at_step is not Rule.trainable_at_step
+            ):
                 raise UsageError(
                     f"method {self.method.name!r}: {what} holds where every step moves every parameter from what was "
-                    f"loaded, which {rule.origin} changes: leave one of the two out"
+                    f"loaded, which {rule.source_method} changes: leave one of the two out"
                 )
 
-    def rule_memory(self, index: int) -> str:
+    def rule_prefix(self, index: int) -> str:
         """Prefix under which the rule at ``index`` keeps its memories, so that chained rules never meet."""
         return f"{index}.{type(self.method.rules[index]).__name__.lower()}"
 
 
-def outputs(plan: Plan, state: State, x: Tensor) -> Tensor:
+def compute_outputs(plan: Plan, state: State, x: Tensor) -> Tensor:
     """Outputs of the template under ``state``, in the model's own type, for inputs ``x [B, ...]``.
 
     The template's tensors are exchanged for those of ``state`` and put back, as ``torch.func.functional_call`` does
@@ -215,11 +218,11 @@ def outputs(plan: Plan, state: State, x: Tensor) -> Tensor:
 @torch.no_grad()
 def forward(plan: Plan, state: State, x: Tensor, *, training: bool = False) -> Tensor:
     """Outputs of the model under ``state`` for inputs ``x``; in training mode BatchNorm updates ``state`` in place."""
-    plan.switch(training=training)
+    plan.set_mode(training=training)
     with dropout_key(torch.zeros((), dtype=torch.int64, device=x.device)):
-        return outputs(plan, state, laid(x, plan.image_format))
+        return compute_outputs(plan, state, to_memory_format(x, plan.image_format))
 
 
-def laid(tensor: Tensor, layout: torch.memory_format) -> Tensor:
+def to_memory_format(tensor: Tensor, layout: torch.memory_format) -> Tensor:
     """``tensor`` with its images ``[N, C, H, W]`` in ``layout``; others as they are."""
     return tensor.contiguous(memory_format=layout) if tensor.ndim == 4 else tensor

@@ -16,8 +16,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ..base.errors import UsageError
-from ..base.streams import stream
+from ..utils.errors import UsageError
+from ..utils.random_streams import stream
 
 Bounds = tuple[tuple[int, int], ...]
 
@@ -41,7 +41,7 @@ class Work:
             if value is not None and value < 1:
                 raise UsageError(f"{name}={value}: must be at least 1")
 
-    def bounds(self, samples: int, smallest: int = 1) -> Bounds:
+    def batch_bounds(self, samples: int, smallest: int = 1) -> Bounds:
         """Where each batch of one pass begins and ends in the permuted samples.
 
         The last batch is kept although smaller; where it would hold fewer than ``smallest`` samples (one sample under
@@ -49,7 +49,7 @@ class Work:
         """
         return _bounds(samples, min(self.batch_size or samples, samples), smallest)
 
-    def steps(self, done: int, per_pass: int) -> range:
+    def steps_of_round(self, done: int, per_pass: int) -> range:
         """The steps of the coming round for a client that has done ``done`` steps, ``per_pass`` batches a pass."""
         if self.epochs is not None:
             return range(done, done + self.epochs * per_pass)
@@ -73,10 +73,10 @@ def _bounds(samples: int, size: int, smallest: int) -> Bounds:
     return tuple(pairwise(edges))
 
 
-def batches(seed: int, client: str, samples: int, bounds: Bounds, steps: range) -> Iterator[tuple[int, Tensor]]:
+def iterate_batches(seed: int, client: str, samples: int, bounds: Bounds, steps: range) -> Iterator[tuple[int, Tensor]]:
     """Each step of ``steps`` with the indices (int64) of its samples among ``samples``."""
     taken_again = len(steps) < len(bounds) and samples <= KEPT_SAMPLES
-    draw = _kept_order if taken_again else _order
+    draw = _kept_order if taken_again else _draw_order
     order, current = torch.empty(0, dtype=torch.int64), -1
     for step in steps:
         number, position = divmod(step, len(bounds))
@@ -90,8 +90,8 @@ KEPT_SAMPLES = 10_000
 """Samples of a client up to which the order of a pass is kept for the next round."""
 
 
-def _order(seed: int, client: str, number: int, samples: int) -> Tensor:
+def _draw_order(seed: int, client: str, number: int, samples: int) -> Tensor:
     return torch.from_numpy(stream(seed, "order", client, number).permutation(samples))
 
 
-_kept_order = lru_cache(maxsize=1024)(_order)
+_kept_order = lru_cache(maxsize=1024)(_draw_order)

@@ -11,27 +11,27 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from ..base.errors import UsageError
+from ..utils.errors import UsageError
 from .federation import ClientData, Federation
 from .partition import Change
-from .split import Split, join
+from .samples import Samples, join_samples
 
 COLUMNS = ["client", "split", "domain", "source", "row"]
 SPLITS = ("train", "validation", "test")
 
 
 def saved(*, path: str) -> Change:
-    """The split that :func:`assignment` described in a CSV file, of the same data."""
+    """The split that :func:`describe_assignment` described in a CSV file, of the same data."""
     if not isinstance(path, str):
         raise UsageError(f"saved(path={path!r}): give the path of a CSV file as text")
 
     def change(data: Federation) -> Federation:
-        return _assigned(data, Path(path))
+        return _read_assignment(data, Path(path))
 
     return change
 
 
-def assignment(data: Federation, changes: Sequence[Change]) -> pd.DataFrame:
+def describe_assignment(data: Federation, changes: Sequence[Change]) -> pd.DataFrame:
     """Where every sample goes: one row each with ``client split domain source row`` (see :func:`saved`).
 
     ``domain`` and ``source`` name the client and split of ``data`` that the sample comes from, ``row`` its place there;
@@ -46,7 +46,7 @@ def assignment(data: Federation, changes: Sequence[Change]) -> pd.DataFrame:
         for name, split in client.splits.items():
             origins.append((client.name, name))
             numbers = torch.arange(starts[-1], starts[-1] + len(split))[:, None]
-            parts[name] = Split(x=numbers, y=split.y)
+            parts[name] = Samples(x=numbers, y=split.y)
             starts.append(starts[-1] + len(split))
         return ClientData(name=client.name, **parts)
 
@@ -57,7 +57,7 @@ def assignment(data: Federation, changes: Sequence[Change]) -> pd.DataFrame:
     for client in shadow.clients:
         for split in client.splits.values():
             users.setdefault(id(split), []).append(client.name)
-    stands_for = {key: _together(names, shadow.names) for key, names in users.items()}
+    stands_for = {key: _abbreviate(names, shadow.names) for key, names in users.items()}
     blocks: dict[tuple[str, str], Tensor] = {}
     for client in shadow.clients:
         for name, split in client.splits.items():
@@ -80,7 +80,7 @@ def assignment(data: Federation, changes: Sequence[Change]) -> pd.DataFrame:
     return table
 
 
-def _together(names: Sequence[str], known: Sequence[str]) -> str | None:
+def _abbreviate(names: Sequence[str], known: Sequence[str]) -> str | None:
     """What stands for ``names`` and no others of ``known``: their beginning and a star; None where nothing does."""
     low, high = min(names), max(names)  # what these two begin with, all begin with
     start = low[
@@ -89,7 +89,7 @@ def _together(names: Sequence[str], known: Sequence[str]) -> str | None:
     return f"{start}*" if 1 < len(names) == sum(name.startswith(start) for name in known) else None
 
 
-def _assigned(data: Federation, path: Path) -> Federation:
+def _read_assignment(data: Federation, path: Path) -> Federation:
     try:
         table = pd.read_csv(path, dtype=dict.fromkeys(COLUMNS[:4], str), keep_default_na=False)
     except (OSError, ValueError) as error:
@@ -98,9 +98,9 @@ def _assigned(data: Federation, path: Path) -> Federation:
         raise UsageError(f"{path} has columns {', '.join(table.columns)}: a saved split has {', '.join(COLUMNS)}")
     if table["row"].dtype.kind != "i" or not set(table["split"]) <= set(SPLITS):
         raise UsageError(f"{path}: rows must be whole numbers, and splits one of {', '.join(SPLITS)}")
-    own: dict[str, dict[str, Split]] = {}
+    own: dict[str, dict[str, Samples]] = {}
     for (client, split), wanted in table.groupby(COLUMNS[:2], sort=False):
-        own.setdefault(str(client), {})[str(split)] = _gathered(data, wanted, path)
+        own.setdefault(str(client), {})[str(split)] = _gather(data, wanted, path)
     shared = {name.removesuffix("*"): own.pop(name) for name in list(own) if name.endswith("*")}
     clients = []
     for name, parts in own.items():
@@ -112,7 +112,7 @@ def _assigned(data: Federation, path: Path) -> Federation:
     return replace(data, clients=tuple(clients))
 
 
-def _gathered(data: Federation, wanted: pd.DataFrame, path: Path) -> Split:
+def _gather(data: Federation, wanted: pd.DataFrame, path: Path) -> Samples:
     """The samples that the rows of ``wanted`` name, in their order."""
     parts, places = [], []
     for (domain, source), group in wanted.reset_index().groupby(COLUMNS[2:4], sort=False):
@@ -125,4 +125,4 @@ def _gathered(data: Federation, wanted: pd.DataFrame, path: Path) -> Split:
             )
         parts.append(origin.take(torch.tensor(group["row"].to_list())))
         places.append(group.index.to_numpy())
-    return join(parts).take(torch.from_numpy(np.argsort(np.concatenate(places))))
+    return join_samples(parts).take(torch.from_numpy(np.argsort(np.concatenate(places))))

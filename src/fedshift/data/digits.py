@@ -33,10 +33,10 @@ from PIL import Image, ImageDraw, ImageFilter, ImageFont
 from scipy.ndimage import gaussian_filter
 from sklearn.datasets import load_digits, load_sample_image
 
-from ..base.errors import UsageError
-from ..base.streams import stream
+from ..utils.errors import UsageError
+from ..utils.random_streams import stream
 from .federation import ClientData, Federation
-from .split import Split
+from .samples import Samples
 
 CLIENTS = ("pen", "photo", "print", "faded", "worn")
 NOTE = (
@@ -67,23 +67,23 @@ def digits(size: int = 28) -> Federation:
     """
     if not 8 <= size <= 128:
         raise UsageError(f"size={size} pixels: the embedded digits are made in sizes 8 to 128; ask for one of those")
-    x_pen, y_pen = _pen(size)
+    x_pen, y_pen = _load_handwriting(size)
     clients = []
     for name in CLIENTS:
         splits = {}
-        for split, source in sources()[name].items():
+        for split, source in list_sources()[name].items():
             if name == "print":
-                x, y = _printed(source, split, size), source % 10
+                x, y = _print_digits(source, split, size), source % 10
             else:
-                x, y = _look(name, x_pen[source], split), y_pen[source]
+                x, y = _apply_look(name, x_pen[source], split), y_pen[source]
             pixels = torch.from_numpy((255 * x.clip(0, 1)).round().astype(np.uint8))
-            splits[split] = Split(x=pixels, y=torch.from_numpy(y))
+            splits[split] = Samples(x=pixels, y=torch.from_numpy(y))
         clients.append(ClientData(name=name, train=splits["train"], test=splits["test"]))
     return Federation(name="digits", clients=tuple(clients), classes=10, note=NOTE).check()
 
 
 @cache
-def sources() -> dict[str, dict[str, Ints]]:
+def list_sources() -> dict[str, dict[str, Ints]]:
     """Where each image comes from, ``{client: {split: int64 [N]}}``, in the order of the images.
 
     A number is the digit's place in scikit-learn's data, or for ``print`` ten times the font's place in
@@ -110,7 +110,7 @@ def sources() -> dict[str, dict[str, Ints]]:
     }
 
 
-def _pen(size: int) -> tuple[Floats, Ints]:
+def _load_handwriting(size: int) -> tuple[Floats, Ints]:
     """All handwritten digits as ink from 0 to 1, ``[1797, size, size]`` with a margin as in MNIST, and labels."""
     data = load_digits()
     ink = torch.from_numpy(np.pad(data.images / 16, ((0, 0), (1, 1), (1, 1))))
@@ -118,13 +118,13 @@ def _pen(size: int) -> tuple[Floats, Ints]:
     return smooth[:, 0].clamp(0, 1).numpy(), data.target
 
 
-def _look(name: str, ink_NHW: Floats, split: str) -> Floats:
+def _apply_look(name: str, ink_NHW: Floats, split: str) -> Floats:
     """Handwriting as client ``name`` sees it, ``[N, 3, H, W]`` around 0 to 1."""
     rng = stream(0, "digits/look", name, split)
     size = ink_NHW.shape[-1]
     match name:
         case "photo":
-            return np.abs(_patches(len(ink_NHW), split, size, rng) - ink_NHW[:, None])
+            return np.abs(_draw_patches(len(ink_NHW), split, size, rng) - ink_NHW[:, None])
         case "faded":
             gray = 0.85 - 0.35 * ink_NHW
         case "worn":
@@ -135,7 +135,7 @@ def _look(name: str, ink_NHW: Floats, split: str) -> Floats:
     return np.repeat(gray[:, None], 3, axis=1)
 
 
-def _patches(count: int, split: str, size: int, rng: np.random.Generator) -> Floats:
+def _draw_patches(count: int, split: str, size: int, rng: np.random.Generator) -> Floats:
     """Random photo patches ``[count, 3, size, size]``; the left 60 % of a photo is for training, the rest for test."""
     photos = np.stack([load_sample_image(name) for name in ("china.jpg", "flower.jpg")]).transpose(0, 3, 1, 2) / 255
     border = photos.shape[3] * 3 // 5
@@ -145,16 +145,16 @@ def _patches(count: int, split: str, size: int, rng: np.random.Generator) -> Flo
     return windows[which, :, top, left]
 
 
-def _printed(source: Ints, split: str, size: int) -> Floats:
+def _print_digits(source: Ints, split: str, size: int) -> Floats:
     """Printed digits ``[N, 3, size, size]``: in each color, ink is 0.4 to 0.6 of the range away from paper."""
     rng = stream(0, "digits/look", "print", split)
-    ink = np.stack([_glyph(*divmod(int(number), 10), size, rng) for number in source])[:, None]
+    ink = np.stack([_render_glyph(*divmod(int(number), 10), size, rng) for number in source])[:, None]
     paper = rng.random((len(source), 3, 1, 1))
     color = (paper + rng.uniform(0.4, 0.6, paper.shape)) % 1
     return paper + (color - paper) * ink
 
 
-def _glyph(font: int, digit: int, size: int, rng: np.random.Generator) -> Floats:
+def _render_glyph(font: int, digit: int, size: int, rng: np.random.Generator) -> Floats:
     """One printed digit as ink from 0 to 1, ``[size, size]``: drawn four times as large, then turned and blurred."""
     side = 4 * size
     path = Path(matplotlib.get_data_path(), "fonts", "ttf", f"{(FONTS['train'] + FONTS['test'])[font]}.ttf")

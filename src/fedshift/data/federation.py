@@ -17,12 +17,12 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from ..base.errors import UsageError, unknown
-from ..base.streams import stream
-from .split import CHUNK, Normalization, Split, as_split, digest, join, resized
+from ..utils.errors import UsageError, unknown_name
+from ..utils.random_streams import stream
+from .samples import CHUNK, Normalization, Samples, digest_samples, join_samples, resize, to_samples
 
 if TYPE_CHECKING:
-    from .files.columns import Column
+    from .files.table_columns import Column
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -30,15 +30,15 @@ class ClientData:
     """One client's samples; ``validation`` is None where none was held out."""
 
     name: str
-    train: Split
-    test: Split
-    validation: Split | None = None
+    train: Samples
+    test: Samples
+    validation: Samples | None = None
 
-    def normalized(self) -> ClientData:
+    def normalize(self) -> ClientData:
         """The same images, scaled by the means and standard deviations of the training images' channels."""
         total, squares, count = torch.zeros(1), torch.zeros(1), 0
         for start in range(0, len(self.train), CHUNK):
-            x = self.train.at(slice(start, start + CHUNK)).double() / 255
+            x = self.train.copy_rows(slice(start, start + CHUNK)).double() / 255
             total, squares = total + x.sum((0, 2, 3)), squares + x.square().sum((0, 2, 3))
             count += x[:, 0].numel()
         mean = total / count
@@ -47,10 +47,12 @@ class ClientData:
         own = Normalization(
             mean=tuple(mean.tolist()), std=tuple(std.tolist()), source="the client's own training images"
         )
-        return ClientData(name=self.name, **{k: split.changed(split.store, own) for k, split in self.splits.items()})
+        return ClientData(
+            name=self.name, **{k: split.with_samples(split.store, own) for k, split in self.splits.items()}
+        )
 
     @property
-    def splits(self) -> dict[str, Split]:
+    def splits(self) -> dict[str, Samples]:
         """The splits that exist, by name: train, test and perhaps validation."""
         named = {"train": self.train, "validation": self.validation, "test": self.test}
         return {name: split for name, split in named.items() if split is not None}
@@ -93,9 +95,9 @@ class Federation:
         for client in self.clients:
             if client.name == name:
                 return client
-        raise unknown("client", name, self.names)
+        raise unknown_name("client", name, self.names)
 
-    def only(self, names: Iterable[str]) -> Federation:
+    def select_clients(self, names: Iterable[str]) -> Federation:
         """The named clients, in the given order, without the notices of others."""
         clients = tuple(self.client(name) for name in names)
         left_out = set(self.names).difference(client.name for client in clients)
@@ -103,7 +105,7 @@ class Federation:
         notices = tuple(notice for notice in self.notices if not notice.startswith(theirs))
         return replace(self, clients=clients, notices=notices)
 
-    def limit(self, samples: int | Mapping[str, int]) -> Federation:
+    def limit_samples(self, samples: int | Mapping[str, int]) -> Federation:
         """Each client with ``samples`` training samples, drawn once without replacement (the same in every run)."""
         clients = []
         for client in self.clients:
@@ -132,7 +134,7 @@ class Federation:
                 raise UsageError(
                     f"client {client.name!r} has {len(client.validation)} validation samples already: leave {asked} out"
                 )
-            sample = client.train.distinct
+            sample = client.train.distinct_rows
             order = torch.from_numpy(stream(0, "validation", client.name).permutation(int(sample.max()) + 1))
             count = max(1, round(fraction * len(order))) if fraction is not None else size or 0
             if count >= len(order):
@@ -148,11 +150,11 @@ class Federation:
             )
         return replace(self, clients=tuple(clients))
 
-    def each(self, change: Callable[[Split], Split]) -> Federation:
+    def map_splits(self, change: Callable[[Samples], Samples]) -> Federation:
         """``change`` applied once to every split, so that clients that share one go on sharing it."""
-        changed: dict[int, Split] = {}
+        changed: dict[int, Samples] = {}
 
-        def once(split: Split) -> Split:
+        def once(split: Samples) -> Samples:
             if id(split) not in changed:
                 changed[id(split)] = change(split)
             return changed[id(split)]
@@ -162,7 +164,7 @@ class Federation:
 
         return replace(self, clients=tuple(of(client) for client in self.clients))
 
-    def fitted(self, size: int | None = None) -> Federation:
+    def fit_images(self, size: int | None = None) -> Federation:
         """Images brought to one shape: gray repeated to color where both occur, resized to ``size`` pixels.
 
         Without ``size``, images that differ in size are brought to 28 x 28, the size of the papers' digits.
@@ -184,29 +186,29 @@ class Federation:
             )
         sizes = {shape[1:] for shape in shapes.values()}
         target = (size, size) if size else (28, 28) if len(sizes) > 1 else next(iter(sizes))
-        return self.each(_once_a_store(lambda store: resized(store, target).expand(-1, channels, -1, -1)))
+        return self.map_splits(_once_per_array(lambda store: resize(store, target).expand(-1, channels, -1, -1)))
 
     def to(self, device: torch.device) -> Federation:
         """The same clients with their samples on ``device``."""
-        move = _once_a_store(lambda store: store.to(device))
-        return self.each(lambda split: move(split).to(device))
+        move = _once_per_array(lambda store: store.to(device))
+        return self.map_splits(lambda split: move(split).to(device))
 
-    def normalized(self, normalization: Normalization) -> Federation:
+    def normalize(self, normalization: Normalization) -> Federation:
         """The same images, scaled by ``normalization`` when a batch is taken."""
         wrong = max(len(normalization.mean), len(normalization.std))
         if self.clients and len(self.sample_shape) == 3 and wrong not in (1, self.sample_shape[0]):
             raise UsageError(
                 f"normalization of {wrong} channels for images of {self.sample_shape[0]}: give one of each"
             )
-        return self.each(lambda split: split.changed(split.store, normalization))
+        return self.map_splits(lambda split: split.with_samples(split.store, normalization))
 
-    def pooled(self) -> Federation:
-        """All clients' samples as one client named ``pooled`` (centralized training); shared splits count once."""
-        parts: dict[str, list[Split]] = {}
+    def pool(self) -> Federation:
+        """All clients' samples as one client named ``pool`` (centralized training); shared splits count once."""
+        parts: dict[str, list[Samples]] = {}
         for client in self.clients:
             for name, split in client.splits.items():
                 parts.setdefault(name, []).append(split)
-        joined = {name: join(splits) for name, splits in parts.items()}
+        joined = {name: join_samples(splits) for name, splits in parts.items()}
         return replace(self, clients=(ClientData(name="pooled", **joined),))
 
     @cached_property
@@ -218,7 +220,7 @@ class Federation:
             for name, split in client.splits.items():
                 samples = id(split.store), id(split.rows), id(split.y)
                 if samples not in known:
-                    known[samples] = digest(split)
+                    known[samples] = digest_samples(split)
                 scale = split.normalization
                 whole.update(f"{client.name}/{name}{scale.mean}{scale.std}".encode() + known[samples])
         return whole.hexdigest()
@@ -241,7 +243,7 @@ class Federation:
         for client in self.clients:
             for name, split in client.splits.items():
                 if id(split) not in checked:
-                    split.check(_where(client.name, name), self.classes)
+                    split.check(_locate(client.name, name), self.classes)
                     checked.add(id(split))
             labels = torch.unique(client.train.y)
             if len(labels) == 1 and self.classes > 1 and not allow_single_class:
@@ -260,32 +262,32 @@ class Federation:
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of a sample of every split, by what errors call the split."""
-        return {_where(c.name, name): s.shape for c in self.clients for name, s in c.splits.items()}
+        return {_locate(c.name, name): s.shape for c in self.clients for name, s in c.splits.items()}
 
 
-def _where(client: str, split: str) -> str:
+def _locate(client: str, split: str) -> str:
     return f"client {client!r}, {split} data"
 
 
-def _once_a_store(change: Callable[[Tensor], Tensor]) -> Callable[[Split], Split]:
+def _once_per_array(change: Callable[[Tensor], Tensor]) -> Callable[[Samples], Samples]:
     """``change`` for the arrays of splits, of which each is changed once, whoever shares it."""
     changed: dict[int, tuple[Tensor, Tensor]] = {}  # with the array before, so that its id stays taken
 
-    def apply(split: Split) -> Split:
+    def apply(split: Samples) -> Samples:
         if id(split.store) not in changed:
             changed[id(split.store)] = split.store, change(split.store)
-        return split.changed(changed[id(split.store)][1])
+        return split.with_samples(changed[id(split.store)][1])
 
     return apply
 
 
-def training_pool(data: Federation) -> Federation:
+def pool_training_data(data: Federation) -> Federation:
     """All clients' training samples as one client named ``pooled``; its test data are those of the first alone."""
-    train = join([client.train for client in data.clients])
+    train = join_samples([client.train for client in data.clients])
     return replace(data, clients=(ClientData(name="pooled", train=train, test=data.clients[0].test),))
 
 
-def label_counts(data: Federation) -> Tensor:
+def count_labels(data: Federation) -> Tensor:
     """How many training samples of each class all clients have together, int64 ``[classes]``."""
     return sum(
         (torch.bincount(client.train.y, minlength=data.classes).cpu() for client in data.clients),
@@ -293,7 +295,7 @@ def label_counts(data: Federation) -> Tensor:
     )
 
 
-def class_count(clients: Iterable[ClientData]) -> int:
+def count_classes(clients: Iterable[ClientData]) -> int:
     """One more than the largest training label of any client."""
     return 1 + max((int(client.train.y.max()) for client in clients if len(client.train)), default=0)
 
@@ -305,17 +307,17 @@ def federation(
     classes: int | None = None,
     note: str = "",
 ) -> Federation:
-    """A federation from arrays: ``{client: (x_train, y_train, x_test, y_test)}``, see :func:`as_split` for shapes.
+    """A federation from arrays: ``{client: (x_train, y_train, x_test, y_test)}``, see :func:`to_samples` for shapes.
 
     ``classes`` defaults to one more than the largest training label of any client.
     """
     data = tuple(
         ClientData(
             name=client,
-            train=as_split(x_train, y_train, _where(client, "train")),
-            test=as_split(x_test, y_test, _where(client, "test")),
+            train=to_samples(x_train, y_train, _locate(client, "train")),
+            test=to_samples(x_test, y_test, _locate(client, "test")),
         )
         for client, (x_train, y_train, x_test, y_test) in clients.items()
     )
-    classes = class_count(data) if classes is None else classes
+    classes = count_classes(data) if classes is None else classes
     return Federation(name=name, clients=data, classes=classes, note=note)

@@ -20,14 +20,14 @@ from numpy.typing import NDArray
 from scipy.io import loadmat
 from sklearn.datasets import load_svmlight_file
 
-from ..base.errors import UsageError
+from ..utils.errors import UsageError
 
 Bytes = NDArray[np.uint8]
 Numbers = NDArray[Any]
 
 
 @contextmanager
-def reading(where: Path | str, kind: str) -> Iterator[None]:
+def explain_errors(where: Path | str, kind: str) -> Iterator[None]:
     """Whatever a library raises at a damaged file, as a :class:`UsageError` that names file and ``kind``."""
     try:
         yield
@@ -41,7 +41,7 @@ def reading(where: Path | str, kind: str) -> Iterator[None]:
 
 
 @contextmanager
-def decompressed(path: Path) -> Iterator[IO[bytes]]:
+def decompress(path: Path) -> Iterator[IO[bytes]]:
     """The file's content as its publisher packed it, whether compressed or not."""
     with path.open("rb") as plain:
         start = plain.read(3)
@@ -61,7 +61,7 @@ def read_idx(path: Path, dimensions: int) -> Bytes:
 
     Raises :class:`UsageError` naming the file where its first bytes are others, or its length is not what they say.
     """
-    with reading(path, "an IDX file"), decompressed(path) as file:
+    with explain_errors(path, "an IDX file"), decompress(path) as file:
         content = file.read()
     magic = bytes((0, 0, 8, dimensions))
     if content[:4] != magic:
@@ -84,7 +84,7 @@ def read_digits_mat(path: Path) -> tuple[Bytes, Numbers]:
 
     Raises :class:`UsageError` naming the file where it is no such file.
     """
-    with reading(path, "a MATLAB file"):
+    with explain_errors(path, "a MATLAB file"):
         content = loadmat(path, variable_names=("X", "y"))
     missing = [name for name in ("X", "y") if name not in content]
     if missing:
@@ -100,21 +100,21 @@ def read_digits_mat(path: Path) -> tuple[Bytes, Numbers]:
 
 def read_libsvm(path: Path, features: int) -> tuple[Numbers, Numbers]:
     """Values ``[N, features]`` and labels ``[N]`` of a text file in LIBSVM's format, where values left out are 0."""
-    with reading(path, "LIBSVM text"), decompressed(path) as file:
+    with explain_errors(path, "LIBSVM text"), decompress(path) as file:
         x, y = load_svmlight_file(file, n_features=features, zero_based=False)
         return x.toarray(), y
 
 
 def read_table(path: Path, columns: int) -> Numbers:
     """A text file of numbers between blanks as ``[N, columns]``; :class:`UsageError` where it has other columns."""
-    with reading(path, "a table of numbers"), decompressed(path) as file:
+    with explain_errors(path, "a table of numbers"), decompress(path) as file:
         table = np.loadtxt(file, ndmin=2)
     if table.shape[1] != columns:
         raise UsageError(f"{path} has {table.shape[1]} columns where {columns} were expected: get it again")
     return table
 
 
-def gray_levels(fractions: Numbers, where: Path | str) -> Bytes:
+def to_gray_levels(fractions: Numbers, where: Path | str) -> Bytes:
     """Fractions of white, 0 to 1, as the nearest of 256 gray levels; :class:`UsageError` for others."""
     if fractions.size and not (fractions.min() >= 0 and fractions.max() <= 1):
         raise UsageError(

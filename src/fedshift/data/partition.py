@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..base.errors import UsageError, unknown
-from ..base.streams import stream
+from ..utils.errors import UsageError, unknown_name
+from ..utils.random_streams import stream
 from .federation import ClientData, Federation
-from .split import Split
+from .samples import Samples
 
 Change = Callable[[Federation], Federation]
 Ints = NDArray[np.int64]
@@ -36,7 +36,7 @@ Test = Literal["shared", "same"]
 
 def iid(*, clients: int, within: Within = "all", test: Test = "shared", seed: int = 0) -> Change:
     """Samples shuffled and dealt out in equal parts; with ``within='domain'`` each domain in ``clients`` clients."""
-    return _Partition("iid", clients, within, test, seed, lambda *_: _by_size(np.full(clients, 1 / clients)))
+    return _Partition("iid", clients, within, test, seed, lambda *_: _deal_by_size(np.full(clients, 1 / clients)))
 
 
 def quantity(
@@ -46,7 +46,7 @@ def quantity(
 
     A small ``alpha`` gives very unequal sizes (Li et al. 2022, arXiv:2102.02079, section 4.3).
     """
-    _positive(alpha=alpha)
+    _require_positive(alpha=alpha)
 
     return _Partition(
         "quantity",
@@ -54,7 +54,7 @@ def quantity(
         within,
         test,
         seed,
-        lambda _, rng: _by_size(rng.dirichlet(np.full(clients, alpha))),
+        lambda _, rng: _deal_by_size(rng.dirichlet(np.full(clients, alpha))),
         minimum,
     )
 
@@ -68,10 +68,10 @@ def dirichlet(
     Yurochkin et al. 2019, arXiv:1905.12022). Clients left with fewer than ``minimum`` samples are given some of the
     largest clients', at random, so that it ends however small ``alpha`` is.
     """
-    _positive(alpha=alpha)
+    _require_positive(alpha=alpha)
 
     def shares(classes: int, rng: np.random.Generator) -> Deal:
-        return _by_class(rng.dirichlet(np.full(clients, alpha), size=classes))
+        return _deal_by_class(rng.dirichlet(np.full(clients, alpha), size=classes))
 
     return _Partition("dirichlet", clients, within, test, seed, shares, minimum)
 
@@ -82,7 +82,7 @@ def labels(*, clients: int, per_client: int, within: Within = "all", test: Test 
     Samples are grouped by label, each group of C is cut into K L / C parts, and each of the K clients is given L
     parts of different labels, at random. K L must be a multiple of C.
     """
-    _whole("labels", per_client=per_client)
+    _require_whole("labels", per_client=per_client)
 
     def shares(classes: int, rng: np.random.Generator) -> Deal:
         if not 1 <= per_client <= classes or clients * per_client % classes:
@@ -97,7 +97,7 @@ def labels(*, clients: int, per_client: int, within: Within = "all", test: Test 
             chosen = np.lexsort((rng.random(classes), -left))[:per_client]  # the fullest first, so that it ends well
             left[chosen] -= 1
             share[chosen, client] = 1 / parts
-        return _by_class(share)
+        return _deal_by_class(share)
 
     return _Partition("labels", clients, within, test, seed, shares)
 
@@ -130,7 +130,7 @@ def ham_non_iid(*, test: Test = "shared", seed: int = 0) -> Change:
             for client, classes in enumerate(rare):
                 share[classes, client] = 1
             share[names["nv"]] = nevi / nevi.sum()
-            return _by_class(share)(y, rng)
+            return _deal_by_class(share)(y, rng)
 
         made = _Partition("ham_non_iid", len(HAM), "all", test, seed, lambda *_: deal)(data)
         return replace(made, clients=tuple(replace(c, name=n) for c, n in zip(made.clients, HAM, strict=True)))
@@ -142,7 +142,7 @@ def only(*, clients: str) -> Change:
     """The clients whose names fit a pattern, or one of several with commas: ``only(clients='mnist-*,usps-0')``."""
     if not isinstance(clients, str):
         raise UsageError(f"only(clients={clients!r}): give names and patterns as one text, with commas between them")
-    return lambda data: data.only(matching(clients, data.names))
+    return lambda data: data.select_clients(match_names(clients, data.names))
 
 
 def sample(*, size: int | None = None, fraction: float | None = None) -> Change:
@@ -152,10 +152,10 @@ def sample(*, size: int | None = None, fraction: float | None = None) -> Change:
     if fraction is not None and not 0 < fraction <= 1:
         raise UsageError(f"sample(fraction={fraction:g}): must lie in (0, 1]")
     if size is not None:
-        _whole("sample", size=size)
+        _require_whole("sample", size=size)
 
     def change(data: Federation) -> Federation:
-        return data.limit(
+        return data.limit_samples(
             {c.name: max(1, round(fraction * len(c.train))) if fraction else size or 0 for c in data.clients}
         )
 
@@ -164,7 +164,7 @@ def sample(*, size: int | None = None, fraction: float | None = None) -> Change:
 
 def truncate() -> Change:
     """Each client cut, at random, to the size of the smallest (FedBN, section 5.1)."""
-    return lambda data: data.limit(min(len(client.train) for client in data.clients))
+    return lambda data: data.limit_samples(min(len(client.train) for client in data.clients))
 
 
 def repeat(*, seed: int = 0) -> Change:
@@ -191,20 +191,20 @@ def validation(*, fraction: float | None = None, size: int | None = None) -> Cha
     if (size is None) == (fraction is None):
         raise UsageError(f"validation(size={size}, fraction={fraction}): give exactly one of the two")
     if fraction is not None:
-        _positive(fraction=fraction)
+        _require_positive(fraction=fraction)
     else:
-        _whole("validation", size=size)  # type: ignore[arg-type]
+        _require_whole("validation", size=size)  # type: ignore[arg-type]
     return lambda data: data.hold_out(fraction, size=size)
 
 
-def matching(patterns: str, names: Sequence[str]) -> tuple[str, ...]:
+def match_names(patterns: str, names: Sequence[str]) -> tuple[str, ...]:
     """The names that fit ``patterns`` (with commas; ``*``, ``?`` and ``[...]`` as in file names)."""
     if patterns in names:
         return (patterns,)
     wanted = [pattern.strip() for pattern in patterns.split(",")]
     for pattern in wanted:
         if not any(name == pattern or fnmatchcase(name, pattern) for name in names):
-            raise unknown("client", pattern, names)
+            raise unknown_name("client", pattern, names)
     return tuple(
         dict.fromkeys(name for pattern in wanted for name in names if name == pattern or fnmatchcase(name, pattern))
     )
@@ -223,28 +223,28 @@ class _Partition:
     minimum: int = 1
 
     def __post_init__(self) -> None:
-        _whole(self.name, clients=self.clients, minimum=self.minimum)
+        _require_whole(self.name, clients=self.clients, minimum=self.minimum)
         for value, allowed in ((self.within, ("all", "domain")), (self.test, ("shared", "same"))):
             if value not in allowed:
-                raise unknown(f"choice in {self.name}", value, allowed)
+                raise unknown_name(f"choice in {self.name}", value, allowed)
 
     def __call__(self, data: Federation) -> Federation:
         for client in data.clients:
-            if int(client.train.distinct.max()) + 1 < len(client.train):
+            if int(client.train.distinct_rows.max()) + 1 < len(client.train):
                 raise UsageError(
                     f"{self.name}(clients={self.clients}): samples of client {client.name!r} are repeated, and copies "
                     "would come to several clients: put repeat() after it"
                 )
         if self.within == "all":
-            clients = self._dealt(data.pooled().clients[0], data.classes, "")
+            clients = self._deal(data.pool().clients[0], data.classes, "")
         else:
-            clients = [part for each in data.clients for part in self._dealt(each, data.classes, f"{each.name}-")]
+            clients = [part for each in data.clients for part in self._deal(each, data.classes, f"{each.name}-")]
         return replace(data, clients=tuple(clients))
 
-    def _dealt(self, whole: ClientData, classes: int, prefix: str) -> list[ClientData]:
+    def _deal(self, whole: ClientData, classes: int, prefix: str) -> list[ClientData]:
         draw = partial(stream, self.seed, f"split/{self.name}", prefix)
         deal = self.shares(classes, draw())
-        dealt: dict[str, list[Split]] = {}
+        dealt: dict[str, list[Samples]] = {}
         for name, split in whole.splits.items():
             if name == "test" and self.test == "shared":
                 dealt[name] = [split] * self.clients
@@ -257,7 +257,7 @@ class _Partition:
                     f"client: ask for fewer clients{hint}"
                 )
             rng = draw(name)
-            parts = _topped_up(deal(split.y.numpy(), rng), least, rng)
+            parts = _top_up(deal(split.y.numpy(), rng), least, rng)
             dealt[name] = [split.take(torch.from_numpy(np.sort(part))) for part in parts]
         width = len(str(self.clients - 1))
         return [
@@ -266,27 +266,27 @@ class _Partition:
         ]
 
 
-def _by_size(shares: Floats) -> Deal:
+def _deal_by_size(shares: Floats) -> Deal:
     """All samples shuffled and cut in proportion to ``shares`` ``[clients]``."""
-    return lambda y, rng: _cut(rng.permutation(len(y)), shares)
+    return lambda y, rng: _cut_in_shares(rng.permutation(len(y)), shares)
 
 
-def _by_class(shares: Floats) -> Deal:
+def _deal_by_class(shares: Floats) -> Deal:
     """The samples of each class shuffled and cut in proportion to its row of ``shares`` ``[classes, clients]``."""
 
     def deal(y: Ints, rng: np.random.Generator) -> list[Ints]:
-        cut = [_cut(rng.permutation(np.flatnonzero(y == label)), share) for label, share in enumerate(shares)]
+        cut = [_cut_in_shares(rng.permutation(np.flatnonzero(y == label)), share) for label, share in enumerate(shares)]
         return [np.concatenate(parts) for parts in zip(*cut, strict=True)]
 
     return deal
 
 
-def _cut(index: Ints, shares: Floats) -> list[Ints]:
+def _cut_in_shares(index: Ints, shares: Floats) -> list[Ints]:
     edges = np.rint(np.cumsum(shares) * len(index)).astype(np.int64)
     return np.split(index, edges[:-1])
 
 
-def _topped_up(parts: list[Ints], minimum: int, rng: np.random.Generator) -> list[Ints]:
+def _top_up(parts: list[Ints], minimum: int, rng: np.random.Generator) -> list[Ints]:
     """``parts`` with samples moved, at random, from the largest to those that hold fewer than ``minimum``."""
     sizes = np.array([len(part) for part in parts])
     for poor in np.flatnonzero(sizes < minimum):
@@ -299,13 +299,13 @@ def _topped_up(parts: list[Ints], minimum: int, rng: np.random.Generator) -> lis
     return parts
 
 
-def _positive(**values: float) -> None:
+def _require_positive(**values: float) -> None:
     for name, value in values.items():
         if not isinstance(value, int | float) or not 0 < value <= 1e9:
             raise UsageError(f"{name}={value!r}: must be a number greater than 0")
 
 
-def _whole(where: str, **values: int) -> None:
+def _require_whole(where: str, **values: int) -> None:
     for name, value in values.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise UsageError(f"{where}({name}={value!r}): must be a whole number of 1 or more")

@@ -16,8 +16,8 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..base.errors import UsageError
-from .formats import decompressed, reading
+from ..utils.errors import UsageError
+from .formats import decompress, explain_errors
 
 _DEPTH = 8
 """How deep containers may stand in containers; published data sets need three."""
@@ -28,14 +28,14 @@ def read_pickle(path: Path) -> Any:
 
     Arrays are read-only. Raises :class:`UsageError` naming the file, and the function where it calls for one.
     """
-    with reading(path, "a pickle of arrays"), decompressed(path) as file:
+    with explain_errors(path, "a pickle of arrays"), decompress(path) as file:
         return load_pickle(file, path)
 
 
 def load_pickle(file: IO[bytes], where: Path | str) -> Any:
     """:func:`read_pickle` for an open file, which errors call ``where``."""
-    with reading(where, "a pickle of arrays"):
-        return _plain(_Unpickler(file, where).load(), where)
+    with explain_errors(where, "a pickle of arrays"):
+        return _require_plain(_Unpickler(file, where).load(), where)
 
 
 class _Unpickler(pickle.Unpickler):
@@ -73,10 +73,10 @@ class _Array:
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         _, shape, dtype, by_columns, data = state
-        self.array = _numbers(data, dtype, shape, "F" if by_columns else "C")
+        self.array = _read_numbers(data, dtype, shape, "F" if by_columns else "C")
 
 
-def _numbers(data: Any, dtype: _Dtype, shape: tuple[int, ...], order: Any) -> NDArray[Any]:
+def _read_numbers(data: Any, dtype: _Dtype, shape: tuple[int, ...], order: Any) -> NDArray[Any]:
     if dtype.dtype == object:
         flat = np.empty(len(data), object)
         for place, item in enumerate(list(data)):
@@ -91,11 +91,11 @@ def _reconstruct(*_: Any) -> _Array:
 
 
 def _frombuffer(data: Any, dtype: _Dtype, shape: tuple[int, ...], order: str) -> NDArray[Any]:
-    return _numbers(data, dtype, shape, "F" if order == "F" else "C")
+    return _read_numbers(data, dtype, shape, "F" if order == "F" else "C")
 
 
 def _scalar(dtype: _Dtype, data: Any) -> Any:
-    return _numbers(data, dtype, (), "C")[()]
+    return _read_numbers(data, dtype, (), "C")[()]
 
 
 def _encode(text: str, encoding: str) -> bytes:
@@ -120,22 +120,22 @@ _ADMITTED: dict[tuple[str, str], Callable[..., Any]] = {
 """What may be called for, by module and name; ``core`` became ``_core`` in NumPy 2."""
 
 
-def _plain(value: Any, where: Path | str, depth: int = _DEPTH) -> Any:
+def _require_plain(value: Any, where: Path | str, depth: int = _DEPTH) -> Any:
     """The value with arrays in place of their stand-ins; :class:`UsageError` for whatever else remains."""
     if depth == 0:
         raise UsageError(f"{where} holds containers more than {_DEPTH} deep: this is no published data set")
     if isinstance(value, _Array):
         value = value.array
         if value.dtype == object:
-            value.flat = [_plain(item, where, depth - 1) for item in value.flat]
+            value.flat = [_require_plain(item, where, depth - 1) for item in value.flat]
         return value
     if isinstance(value, dict):
         return {
-            key.decode("latin1") if isinstance(key, bytes) else key: _plain(item, where, depth - 1)
+            key.decode("latin1") if isinstance(key, bytes) else key: _require_plain(item, where, depth - 1)
             for key, item in value.items()
         }
     if isinstance(value, list | tuple):
-        return type(value)(_plain(item, where, depth - 1) for item in value)
+        return type(value)(_require_plain(item, where, depth - 1) for item in value)
     if value is None or isinstance(
         value, bool | int | float | complex | str | bytes | bytearray | np.generic | np.ndarray
     ):

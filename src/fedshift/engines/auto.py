@@ -11,16 +11,16 @@ from math import ceil
 
 import torch
 
-from ..base.processors import processors
-from ..base.remembered import remembered
-from ..base.state import nbytes, pick
-from ..core.kernel import begin, init_client, init_server, step
+from ..core.kernel import client_init, client_step, init_client, init_server
 from ..core.plan import Plan
-from .cost import at_most, operations, seconds
+from ..utils.disk_cache import cached_measurement
+from ..utils.processors import available_processors
+from ..utils.state import nbytes, pick
+from .cost_model import count_operations, limit_threads, time_median
 from .engine import Data
 from .identity import Identity
-from .pool import Pool
-from .stacked import Stacked, lanes_at_once, stacked_step
+from .process_pool import Pool
+from .stacked import Stacked, count_lanes, run_stacked_step
 
 LITTLE = 1e11
 """Operations in all below which a run takes about a second whatever the engine."""
@@ -35,76 +35,78 @@ HANDED = 2e-3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class EngineChoice:
     """The engine for a trial, and why, in a sentence without its full stop; ``threads``: of torch, None: all it has."""
 
     engine: str
-    why: str
+    reason: str
     threads: int | None = None
 
 
-def choose(
+def choose_engine(
     plan: Plan, data: Data, *, clients: int, rounds: int, workers: int | None = None, apart: bool = False
-) -> Choice:
+) -> EngineChoice:
     """The engine for ``rounds`` rounds in which ``clients`` of those in ``data`` take part.
 
     ``apart``: each client's model after its work is needed, not only what they average to.
     """
     if not apart and Identity.refusal(plan, data) is None:
-        return Choice(engine="identity", why="each client does one plain step, so a round is one step on all batches")
+        return EngineChoice(
+            engine="identity", reason="each client does one plain step, so a round is one step on all batches"
+        )
     samples = sum(map(len, data.values())) / len(data)
-    bounds = plan.work.bounds(ceil(samples), plan.smallest_batch)
-    steps = len(plan.work.steps(0, len(bounds)))
+    bounds = plan.work.batch_bounds(ceil(samples), plan.smallest_batch)
+    steps = len(plan.work.steps_of_round(0, len(bounds)))
     batch = min(plan.work.batch_size or ceil(samples), ceil(samples))
-    one, held = operations(plan, data), nbytes(pick(plan.initial, plan.trained))
+    one, held = count_operations(plan, data), nbytes(pick(plan.initial, plan.trained))
     total = one * batch * steps * clients * rounds
     needs = f"{one / 1e6:.3g} MFLOP a sample, {held / 1e6:.3g} MB of parameters"
     if total < LITTLE:
         few = f"{needs}: {total / 1e9:.3g} GFLOP in all are too few to gain from more"
-        return Choice(engine="sequential", threads=1, why=few)
-    found = _calibrated(plan, data, batch, clients, workers)
+        return EngineChoice(engine="sequential", threads=1, reason=few)
+    found = _calibrate(plan, data, batch, clients, workers)
     many = steps * clients * rounds
     took = {name: many * value for name, value in found.items() if name != "pool"}
     if "pool" in found:
-        hands = min(workers or processors(), clients)
+        hands = min(workers or available_processors(), clients)
         moved = 3 * nbytes(plan.initial) / COPY
         took["pool"] = START + rounds * ceil(clients / hands) * (steps * found["pool"] + moved + HANDED)
     best = min(took, key=lambda name: took[name])
-    each = ", ".join(f"{name} {_time(value)}" for name, value in sorted(took.items(), key=lambda item: item[1]))
+    each = ", ".join(f"{name} {_format_time(value)}" for name, value in sorted(took.items(), key=lambda item: item[1]))
     threads = 1 if best.endswith(ALONE) else None
     why = f"{needs}; by a step timed on each, training would take: {each}"
-    return Choice(engine=best.removesuffix(ALONE), threads=threads, why=why)
+    return EngineChoice(engine=best.removesuffix(ALONE), threads=threads, reason=why)
 
 
-def _time(value: float) -> str:
+def _format_time(value: float) -> str:
     return f"{value:.1f} s" if value < 100 else f"{value / 60:.1f} min"
 
 
-def _calibrated(plan: Plan, data: Data, batch: int, clients: int, workers: int | None) -> dict[str, float]:
+def _calibrate(plan: Plan, data: Data, batch: int, clients: int, workers: int | None) -> dict[str, float]:
     """Seconds of a client's step on each engine that can run the plan, measured here or remembered."""
-    hands = min(workers or processors(), clients)
+    hands = min(workers or available_processors(), clients)
     split = next(iter(data.values()))
     machine = torch.__version__, torch.get_num_threads(), hands, str(split.y.device)
     shapes = [tuple(tensor.shape) for tensor in plan.initial.values()]
-    work = batch, lanes_at_once(plan, data, clients), split.shape, plan.optimizer, plan.loss, plan.augment
+    work = batch, count_lanes(plan, data, clients), split.shape, plan.optimizer, plan.loss, plan.augment
     facts = machine, plan.method.text, str(plan.module), shapes, str(plan.dtype), plan.precision, str(work)
-    return remembered("engines.json", facts, lambda: _timed(plan, data, batch, clients, hands))
+    return cached_measurement("engines.json", facts, lambda: _time_engines(plan, data, batch, clients, hands))
 
 
-def _timed(plan: Plan, data: Data, batch: int, clients: int, hands: int) -> dict[str, float]:
+def _time_engines(plan: Plan, data: Data, batch: int, clients: int, hands: int) -> dict[str, float]:
     split = max(data.values(), key=len)
     index = torch.arange(batch, device=split.y.device) % len(split)
     x, y = split.inputs(index, plan.dtype), split.y[index]
     key = torch.zeros((), dtype=torch.int64, device=split.y.device)
-    job = begin(plan, init_client(plan), init_server(plan), planned=1)
-    lanes = lanes_at_once(plan, data, clients)
+    job = client_init(plan, init_client(plan), init_server(plan), planned_steps=1)
+    lanes = count_lanes(plan, data, clients)
     stackable = lanes > 1 and Stacked.refusal(plan, data) is None
     found = {}
     for threads, how in ((None, ""), (1, ALONE)) if torch.get_num_threads() > 1 else ((1, ""),):
-        with at_most(threads):
-            found[f"sequential{how}"] = seconds(lambda: step(plan, job, x, y, key), 3)
+        with limit_threads(threads):
+            found[f"sequential{how}"] = time_median(lambda: client_step(plan, job, x, y, key), 3)
             if stackable:
-                found[f"stacked{how}"] = seconds(lambda: stacked_step(plan, job, lanes, x, y), 3) / lanes
+                found[f"stacked{how}"] = time_median(lambda: run_stacked_step(plan, job, lanes, x, y), 3) / lanes
     if hands > 1 and Pool.refusal(plan, data) is None:
         found["pool"] = found.get(f"sequential{ALONE}", found["sequential"])
     return found

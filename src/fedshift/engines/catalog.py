@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from .engine import Engine
 from .identity import Identity
-from .pool import Pool
+from .process_pool import Pool
 from .ray import Ray
 from .sequential import Sequential
 from .stacked import Stacked

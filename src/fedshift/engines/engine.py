@@ -13,15 +13,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..base.errors import FedshiftError, UsageError
-from ..base.state import State
-from ..base.streams import key_bits
-from ..core.kernel import Client, Server, Update
+from ..core.kernel import ClientState, ServerState, Update
 from ..core.plan import Plan
 from ..core.work import Bounds
-from ..data.split import Split
+from ..data.samples import Samples
+from ..utils.errors import FedshiftError, UsageError
+from ..utils.random_streams import key_bits
+from ..utils.state import State
 
-Data = Mapping[str, Split]
+Data = Mapping[str, Samples]
 """The clients' training samples, by client."""
 
 
@@ -30,10 +30,10 @@ class Diverged(FedshiftError):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Trained:
+class ClientResult:
     """What a client's work of one round left: its new state, its upload, and its data loss, summed over samples."""
 
-    client: Client
+    client: ClientState
     update: Update
     loss_sum: float
 
@@ -57,7 +57,7 @@ class Engine(ABC):
         return None
 
     @abstractmethod
-    def train(self, server: Server, clients: Mapping[str, Client]) -> Iterator[tuple[str, Trained]]:
+    def train(self, server: ServerState, clients: Mapping[str, ClientState]) -> Iterator[tuple[str, ClientResult]]:
         """Do one round: yield each of ``clients`` with its outcome as it is done, in any order.
 
         Raises :class:`Diverged` naming client, round and step.
@@ -66,12 +66,12 @@ class Engine(ABC):
     def close(self) -> None:  # noqa: B027 - most hold nothing
         """Let go of what the engine holds."""
 
-    def coming(self, name: str, client: Client) -> tuple[Bounds, range]:
+    def steps_of_round(self, name: str, client: ClientState) -> tuple[Bounds, range]:
         """Where each batch of a pass over the client's data begins and ends, and the client's steps of this round."""
-        bounds = self.plan.work.bounds(len(self.data[name]), self.plan.smallest_batch)
-        return bounds, self.plan.work.steps(client.steps, len(bounds))
+        bounds = self.plan.work.batch_bounds(len(self.data[name]), self.plan.smallest_batch)
+        return bounds, self.plan.work.steps_of_round(client.steps, len(bounds))
 
-    def apart(self, client: Client, per_pass: int) -> range:
+    def apart(self, client: ClientState, per_pass: int) -> range:
         """The client's steps of this round that train what the rules own apart, ``per_pass`` batches a pass.
 
         They are counted, and draw, as if the client did no others.
@@ -85,12 +85,12 @@ class Engine(ABC):
         return torch.tensor(key_bits(self.seed, "dropout", name, step) >> 65, device=device)
 
 
-def weighed(losses: Tensor, sizes: list[int]) -> float:
+def total_loss(losses: Tensor, sizes: list[int]) -> float:
     """The data loss summed over samples: ``losses [steps]`` are means over batches of ``sizes`` samples."""
     return float(losses @ torch.tensor(sizes, dtype=torch.float64))
 
 
-def refuse_divergence(losses: Tensor, state: State, name: str, server: Server) -> None:
+def refuse_divergence(losses: Tensor, state: State, name: str, server: ServerState) -> None:
     """Raise :class:`Diverged` where ``losses [steps]`` or entries of ``state``, after the round, are not finite."""
     bad = (~losses.isfinite()).nonzero()
     if len(bad):

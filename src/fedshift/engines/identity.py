@@ -13,15 +13,24 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ..base.profiling import part
-from ..base.state import clone
-from ..core.aggregate import average
-from ..core.kernel import Client, Job, Server, Update, begin, init_client, init_server, update_
+from ..core.aggregation import average_uploads
+from ..core.kernel import (
+    ClientState,
+    LocalTrainingState,
+    ServerState,
+    Update,
+    client_init,
+    init_client,
+    init_server,
+    update_,
+)
 from ..core.loss import Loss
 from ..core.optimizer import SGD
-from ..core.plan import Plan, laid, outputs
-from ..core.work import batches
-from .engine import Data, Diverged, Engine, Trained, refuse_divergence, weighed
+from ..core.plan import Plan, compute_outputs, to_memory_format
+from ..core.work import iterate_batches
+from ..utils.profiling import timed_section
+from ..utils.state import clone
+from .engine import ClientResult, Data, Diverged, Engine, refuse_divergence, total_loss
 from .sequential import Sequential
 
 TRIED = 4
@@ -35,24 +44,24 @@ class Identity(Engine):
     @classmethod
     def refusal(cls, plan: Plan, data: Data) -> str | None:
         method, work = plan.method, plan.work
-        longest = max(len(work.bounds(len(split), plan.smallest_batch)) for split in data.values())
+        longest = max(len(work.batch_bounds(len(split), plan.smallest_batch)) for split in data.values())
         if work.batches != 1 and not (work.epochs == 1 and longest == 1):
             return f"is for one step of each client a round, not {work}"
         if not isinstance(plan.optimizer, SGD) or plan.optimizer.keep:
             return f"is for SGD that starts anew each round, not {plan.optimizer}"
-        if method.rules or method.aggregate is not average or plan.personal or plan.initial.keys() != plan.sent:
+        if method.rules or method.aggregate is not average_uploads or plan.personal or plan.initial.keys() != plan.sent:
             return f"is for methods that only average whole models, which {method.name} does not"
-        return _mixing(plan, data)
+        return _find_batch_dependence(plan, data)
 
     @override
-    def train(self, server: Server, clients: Mapping[str, Client]) -> Iterator[tuple[str, Trained]]:
+    def train(self, server: ServerState, clients: Mapping[str, ClientState]) -> Iterator[tuple[str, ClientResult]]:
         plan = self.plan
         x, y = [], []
-        with part("data"):
+        with timed_section("data"):
             for name, client in clients.items():
                 data = self.data[name]
-                bounds, coming = self.coming(name, client)
-                for step, index in batches(self.seed, name, len(data), bounds, coming):
+                bounds, coming = self.steps_of_round(name, client)
+                for step, index in iterate_batches(self.seed, name, len(data), bounds, coming):
                     index = index.to(data.y.device)
                     x.append(plan.training_inputs(data, index, self.seed, name, step))
                     y.append(data.y[index])
@@ -60,14 +69,14 @@ class Identity(Engine):
             together = torch.cat(x)
         raw = [plan.method.weigh(size) for size in sizes]
         weights = torch.tensor(raw, dtype=torch.float64) / sum(raw)
-        job = begin(plan, next(iter(clients.values())), server, planned=1)
-        with part("forward and backward"):
-            plan.switch(training=True)
+        job = client_init(plan, next(iter(clients.values())), server, planned_steps=1)
+        with timed_section("forward and backward"):
+            plan.set_mode(training=True)
             leaves = {name: tensor.detach().requires_grad_() for name, tensor in job.params.items()}
-            losses = _losses(plan, _run(plan, leaves, job, together), y)
+            losses = _client_losses(plan, _run(plan, leaves, job, together), y)
             total = losses @ weights.to(losses)
             found = torch.autograd.grad(total, tuple(leaves.values()), materialize_grads=True)
-        with part("update"):
+        with timed_section("update"):
             grads = dict(zip(leaves, found, strict=True))
             job = update_(plan, job, grads, job.rest, len(together))
         shared = {name: ({**job.params, **job.rest})[name] for name in plan.initial}
@@ -77,15 +86,18 @@ class Identity(Engine):
         except Diverged:
             alone = Sequential(plan, self.data, self.seed)
             for name, client in clients.items():
-                alone.work(server, name, client)  # raises, and names the client
+                alone.train_client(server, name, client)  # raises, and names the client
             raise
         for number, (name, client) in enumerate(clients.items()):
-            loss = weighed(per_client[number : number + 1], [sizes[number]])
+            loss = total_loss(per_client[number : number + 1], [sizes[number]])
             update = Update(shared=shared, memory={}, weight=float(sizes[number]), steps=1)
-            yield name, Trained(client=Client(personal={}, steps=client.steps + 1), update=update, loss_sum=loss)
+            yield (
+                name,
+                ClientResult(client=ClientState(personal={}, steps=client.steps + 1), update=update, loss_sum=loss),
+            )
 
 
-def _losses(plan: Plan, logits: Tensor, y: list[Tensor]) -> Tensor:
+def _client_losses(plan: Plan, logits: Tensor, y: list[Tensor]) -> Tensor:
     """Each client's loss ``[clients]``, given the outputs for all samples and each client's labels."""
     sizes = [len(labels) for labels in y]
     if len(set(sizes)) == 1 and isinstance(plan.loss, Loss):  # one that torch.vmap can run
@@ -94,17 +106,17 @@ def _losses(plan: Plan, logits: Tensor, y: list[Tensor]) -> Tensor:
     return torch.stack([plan.loss(*each) for each in zip(torch.split(logits, sizes), y, strict=True)])
 
 
-def _run(plan: Plan, params: Mapping[str, Tensor], job: Job, x: Tensor) -> Tensor:
-    return outputs(plan, {**params, **job.rest}, laid(x, plan.image_format))
+def _run(plan: Plan, params: Mapping[str, Tensor], job: LocalTrainingState, x: Tensor) -> Tensor:
+    return compute_outputs(plan, {**params, **job.rest}, to_memory_format(x, plan.image_format))
 
 
-def _mixing(plan: Plan, data: Data) -> str | None:
+def _find_batch_dependence(plan: Plan, data: Data) -> str | None:
     """What in the model depends on a batch as a whole, found by running a few samples together and one by one."""
     split = next(iter(data.values()))
     x = split.inputs(torch.arange(TRIED, device=split.y.device) % len(split), plan.dtype)
-    job = begin(plan, init_client(plan), init_server(plan), planned=1)
+    job = client_init(plan, init_client(plan), init_server(plan), planned_steps=1)
     before = clone(job.rest)
-    plan.switch(training=True)
+    plan.set_mode(training=True)
     why = f"is for models that treat each sample by itself, unlike this one (in training, under {plan.method.name})"
     try:
         with torch.no_grad():

@@ -22,17 +22,17 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from ..base.allocator import freed_memory_kept
-from ..base.errors import FedshiftError, UsageError
-from ..base.processors import processors
-from ..base.profiling import Seconds, add, part, recording
-from ..core.kernel import Client, Server
+from ..core.kernel import ClientState, ServerState
 from ..core.plan import Plan
-from ..data.split import Split
-from .engine import Data, Trained
-from .parcel import Parcel, opened, wrapped
+from ..data.samples import Samples
+from ..utils.allocator import keep_freed_memory
+from ..utils.errors import FedshiftError, UsageError
+from ..utils.processors import available_processors
+from ..utils.profiling import Seconds, add_seconds, record_seconds, timed_section
+from .engine import ClientResult, Data
+from .multiprocess import HOW_TO_CONTINUE, ProcessEngine, capture_error
+from .ray_serialization import SerializedTensors, deserialize, serialize
 from .sequential import Sequential
-from .spread import GO_ON, Spread, attempted
 
 OWN = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # off, every port is of the loopback, on any operating system
@@ -43,7 +43,7 @@ PATIENCE = 10.0
 """Seconds for the host of ``RAY_ADDRESS`` to answer; Ray itself tries for minutes."""
 
 
-class Ray(Spread):
+class Ray(ProcessEngine):
     """Runs what can be sent to another process, on CPUs, where the package ``ray`` is installed."""
 
     def __init__(self, plan: Plan, data: Data, seed: int, workers: int | None = None) -> None:
@@ -65,85 +65,87 @@ class Ray(Spread):
         self._plan, self._known, self._samples = None, [], {}
 
     @override
-    def _ready(self, server: Server, clients: int) -> int:
-        with part("start"):
-            self._ray = _connected(self.workers)
-        with part("hand over"):
-            self._plan = self._plan or self._ray.put(wrapped(self.plan))
-            self._known = [self._plan, self._ray.put(wrapped(server))]  # in a list: fetched by who has them not yet
+    def _broadcast(self, server: ServerState, clients: int) -> int:
+        with timed_section("start"):
+            self._ray = _connect(self.workers)
+        with timed_section("hand over"):
+            self._plan = self._plan or self._ray.put(serialize(self.plan))
+            self._known = [self._plan, self._ray.put(serialize(server))]  # in a list: fetched by who has them not yet
         there = int(self._ray.cluster_resources().get("CPU", 0))
         if not there:
             raise UsageError("the Ray cluster has no processors: add a host to it by `ray start --address`")
         return self.workers or there
 
     @override
-    def _start(self, name: str, client: Client) -> Any:
-        with part("hand over"):
+    def _submit(self, name: str, client: ClientState) -> Any:
+        with timed_section("hand over"):
             if name not in self._samples:
                 data = self.data[name]  # its own rows, of what may be one array of all clients
-                own = Split(x=data.x, y=data.y, normalization=data.normalization)
-                self._samples[name] = self._ray.put(wrapped(own))
-            return _task().remote(self._known, self._samples[name], self.seed, name, wrapped(client))
+                own = Samples(x=data.x, y=data.y, normalization=data.normalization)
+                self._samples[name] = self._ray.put(serialize(own))
+            return _remote_task().remote(self._known, self._samples[name], self.seed, name, serialize(client))
 
     @override
-    def _ended(self, tasks: list[Any]) -> list[Any]:
+    def _wait(self, tasks: list[Any]) -> list[Any]:
         ended, _ = self._ray.wait(tasks)
         return list(ended)
 
     @override
-    def _outcome(self, task: Any, client: str, round: int) -> Trained | BaseException:
+    def _collect(self, task: Any, client: str, round: int) -> ClientResult | BaseException:
         try:
             found, seconds = self._ray.get(task)
         except self._ray.exceptions.RayError as error:
             *_, last = str(error).strip().splitlines() or [""]
             lost = FedshiftError(
                 f"the Ray worker that trained client {client!r} in round {round} was lost "
-                f"({type(error).__name__}: {last}). {GO_ON}"
+                f"({type(error).__name__}: {last}). {HOW_TO_CONTINUE}"
             )
             lost.__cause__ = error
             return lost
-        add(seconds)
-        return opened(found)  # type: ignore[no-any-return]
+        add_seconds(seconds)
+        return deserialize(found)  # type: ignore[no-any-return]
 
     @override
-    def _abandon(self, tasks: list[Any]) -> None:
+    def _cancel(self, tasks: list[Any]) -> None:
         for task in tasks:
             self._ray.cancel(task, force=True)
 
 
-def work(known: list[Any], samples: Parcel, seed: int, name: str, client: Parcel) -> tuple[Parcel, Seconds]:
+def train_client(
+    known: list[Any], samples: SerializedTensors, seed: int, name: str, client: SerializedTensors
+) -> tuple[SerializedTensors, Seconds]:
     """One client's outcome, or the error that there was instead, and the seconds of its parts: a worker's task.
 
     ``known``: where plan and broadcast lie.
     """
     torch.set_num_threads(1)
 
-    def trained() -> Trained:
-        plan, server = map(_fetched, known)
-        return Sequential(plan, {name: opened(samples)}, seed).work(server, name, opened(client))
+    def trained() -> ClientResult:
+        plan, server = map(_fetch, known)
+        return Sequential(plan, {name: deserialize(samples)}, seed).train_client(server, name, deserialize(client))
 
-    with freed_memory_kept(), recording() as seconds:
-        done = attempted(trained)
-    return wrapped(done), seconds
+    with keep_freed_memory(), record_seconds() as seconds:
+        done = capture_error(trained)
+    return serialize(done), seconds
 
 
 @lru_cache(maxsize=2)
-def _fetched(place: Any) -> Any:
+def _fetch(place: Any) -> Any:
     """What lies at ``place``, kept by a worker for the next client: the plan, and the broadcast of the round."""
     import ray
 
-    return opened(ray.get(place))
+    return deserialize(ray.get(place))
 
 
 @cache
-def _task() -> Any:
-    """:func:`work` as Ray runs it: once, since a client on which a worker dies would most often end the next too."""
+def _remote_task() -> Any:
+    """:func:`train_client` as Ray runs it: once, since a client on which a worker dies would most often end the next too."""
     import ray
 
-    return ray.remote(num_cpus=1, max_retries=0)(work)
+    return ray.remote(num_cpus=1, max_retries=0)(train_client)
 
 
-def _connected(workers: int | None) -> Any:
+def _connect(workers: int | None) -> Any:
     """The module ``ray``, connected: as it is already, to the cluster of ``RAY_ADDRESS``, or to one started here.
 
     Raises :class:`UsageError` where the address does not answer, or Ray refuses it.
@@ -156,7 +158,7 @@ def _connected(workers: int | None) -> Any:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     if address == "local":
         os.environ.update(OWN, RAY_AUTH_TOKEN=secrets.token_hex(32))
-        started = {"num_cpus": workers or processors(), "include_dashboard": False}
+        started = {"num_cpus": workers or available_processors(), "include_dashboard": False}
     import ray
 
     before = signal.getsignal(signal.SIGTERM)

@@ -9,48 +9,48 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ..base.profiling import part
-from ..base.streams import torch_stream
-from ..core.kernel import Client, Server, begin, finish, step_
-from ..core.work import batches
-from .engine import Engine, Trained, refuse_divergence, weighed
+from ..core.kernel import ClientState, ServerState, client_final, client_init, client_step_
+from ..core.work import iterate_batches
+from ..utils.profiling import timed_section
+from ..utils.random_streams import torch_stream
+from .engine import ClientResult, Engine, refuse_divergence, total_loss
 
 
 class Sequential(Engine):
     """Runs anything."""
 
     @override
-    def train(self, server: Server, clients: Mapping[str, Client]) -> Iterator[tuple[str, Trained]]:
+    def train(self, server: ServerState, clients: Mapping[str, ClientState]) -> Iterator[tuple[str, ClientResult]]:
         for name, client in clients.items():
-            yield name, self.work(server, name, client)
+            yield name, self.train_client(server, name, client)
 
-    def work(self, server: Server, name: str, client: Client) -> Trained:
+    def train_client(self, server: ServerState, name: str, client: ClientState) -> ClientResult:
         """The work of one client in one round."""
         with torch_stream(self.seed, "torch", name, client.steps):
-            return self._work(server, name, client)
+            return self._train_client(server, name, client)
 
-    def _work(self, server: Server, name: str, client: Client) -> Trained:
+    def _train_client(self, server: ServerState, name: str, client: ClientState) -> ClientResult:
         plan, data = self.plan, self.data[name]
-        bounds, coming = self.coming(name, client)
-        job = begin(plan, client, server, planned=len(coming))
+        bounds, coming = self.steps_of_round(name, client)
+        job = client_init(plan, client, server, planned_steps=len(coming))
         losses: list[Tensor] = []
         sizes: list[int] = []
-        for step, index in batches(self.seed, name, len(data), bounds, coming):
-            job, loss = step_(plan, job, *self._batch(name, step, index))
+        for step, index in iterate_batches(self.seed, name, len(data), bounds, coming):
+            job, loss = client_step_(plan, job, *self._batch(name, step, index))
             losses.append(loss)
             sizes.append(len(index))
         job = replace(job, apart=True)
-        for step, index in batches(self.seed, name, len(data), bounds, self.apart(client, len(bounds))):
-            job, _ = step_(plan, job, *self._batch(name, step, index))
-        done, update = finish(plan, job)
+        for step, index in iterate_batches(self.seed, name, len(data), bounds, self.apart(client, len(bounds))):
+            job, _ = client_step_(plan, job, *self._batch(name, step, index))
+        done, update = client_final(plan, job)
         per_step = torch.stack(losses).double().cpu()
         refuse_divergence(per_step, {**done.personal, **update.shared}, name, server)
-        return Trained(client=done, update=update, loss_sum=weighed(per_step, sizes))
+        return ClientResult(client=done, update=update, loss_sum=total_loss(per_step, sizes))
 
     def _batch(self, name: str, step: int, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Inputs, labels and dropout key of one step."""
         data = self.data[name]
-        with part("data"):
+        with timed_section("data"):
             index = index.to(data.y.device)
             key = self.dropout_key(name, step, data.y.device)
             return self.plan.training_inputs(data, index, self.seed, name, step), data.y[index], key

@@ -15,28 +15,28 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ..base.profiling import part
-from ..base.state import State, nbytes, pick
 from ..core.kernel import (
-    Client,
-    Job,
-    Server,
-    arrive,
-    begin,
-    corrected,
-    finish,
+    ClientState,
+    LocalTrainingState,
+    ServerState,
+    client_final,
+    client_init,
+    compute_objective,
     init_client,
     init_server,
-    objective,
+    load_state,
+    transform_gradients,
     update_,
 )
 from ..core.optimizer import SGD
 from ..core.plan import Plan
 from ..core.rule import Rule
-from ..core.work import batches
-from ..nn.linear import side_by_side
-from .cost import activations
-from .engine import Data, Engine, Trained, refuse_divergence, weighed
+from ..core.work import iterate_batches
+from ..nn.linear import vmapped_lanes
+from ..utils.profiling import timed_section
+from ..utils.state import State, nbytes, pick
+from .cost_model import measure_activations
+from .engine import ClientResult, Data, Engine, refuse_divergence, total_loss
 
 CACHE = 2**25
 """Bytes of trained parameters that are stepped together."""
@@ -60,7 +60,7 @@ class _Lane:
     """
 
     name: str
-    client: Client
+    client: ClientState
     batches: Batches
     apart: Batches
 
@@ -75,31 +75,31 @@ class Stacked(Engine):
 
     def __init__(self, plan: Plan, data: Data, seed: int, workers: int | None = None) -> None:
         super().__init__(plan, data, seed, workers)
-        self.width = lanes_at_once(plan, data, len(data))
+        self.width = count_lanes(plan, data, len(data))
 
     @override
     @classmethod
     def refusal(cls, plan: Plan, data: Data) -> str | None:
         split = next(iter(data.values()))
         count = plan.smallest_batch
-        job = begin(plan, init_client(plan), init_server(plan), planned=1)
+        job = client_init(plan, init_client(plan), init_server(plan), planned_steps=1)
         index = torch.arange(count, device=split.y.device) % len(split)
         x, y = split.inputs(index, plan.dtype), split.y[index]
         try:
-            stacked_step(plan, job, 2, x, y)
+            run_stacked_step(plan, job, 2, x, y)
         except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             return f"cannot run {plan.method.name} on this model, for which torch.vmap says: {reason}"
         return None
 
     @override
-    def train(self, server: Server, clients: Mapping[str, Client]) -> Iterator[tuple[str, Trained]]:
+    def train(self, server: ServerState, clients: Mapping[str, ClientState]) -> Iterator[tuple[str, ClientResult]]:
         lanes = []
         for name, client in clients.items():
             data = self.data[name]
-            bounds, coming = self.coming(name, client)
+            bounds, coming = self.steps_of_round(name, client)
             taken, apart = (
-                list(batches(self.seed, name, len(data), bounds, steps))
+                list(iterate_batches(self.seed, name, len(data), bounds, steps))
                 for steps in (coming, self.apart(client, len(bounds)))
             )
             lanes.append(_Lane(name=name, client=client, batches=taken, apart=apart))
@@ -108,39 +108,42 @@ class Stacked(Engine):
         for start in range(0, len(lanes), width):
             yield from self._chunk(server, lanes[start : start + width])
 
-    def _chunk(self, server: Server, lanes: Sequence[_Lane]) -> Iterator[tuple[str, Trained]]:
+    def _chunk(self, server: ServerState, lanes: Sequence[_Lane]) -> Iterator[tuple[str, ClientResult]]:
         plan = self.plan
-        jobs = [arrive(plan, lane.client, server, planned=len(lane.batches)) for lane in lanes]
-        stack, losses = self._steps(lanes, [lane.batches for lane in lanes], jobs, _stacked(jobs))
+        jobs = [load_state(plan, lane.client, server, planned_steps=len(lane.batches)) for lane in lanes]
+        stack, losses = self._steps(lanes, [lane.batches for lane in lanes], jobs, _stack_jobs(jobs))
         if plan.own_epochs:
             jobs = [replace(job, done=job.start + len(lane.batches)) for job, lane in zip(jobs, lanes, strict=True)]
             turns = [lane.apart for lane in lanes]
             stack, _ = self._steps(lanes, turns, [replace(job, apart=True) for job in jobs], stack)
         per_lane = [torch.stack(each).double().cpu() for each in losses]
-        broken = not _finite(stack)
+        broken = not _is_finite(stack)
         for number, (lane, job) in enumerate(zip(lanes, jobs, strict=True)):
             own = {name: {entry: tensor[number] for entry, tensor in stack[name].items()} for name in PARTS}
-            done = replace(_with(job, own), done=job.start + len(lane.batches), samples=sum(lane.sizes))
-            client, update = finish(plan, done)
+            done = replace(_replace_parts(job, own), done=job.start + len(lane.batches), samples=sum(lane.sizes))
+            client, update = client_final(plan, done)
             doubtful = {**client.personal, **update.shared} if broken else {}
             refuse_divergence(per_lane[number], doubtful, lane.name, server)
-            yield lane.name, Trained(client=client, update=update, loss_sum=weighed(per_lane[number], lane.sizes))
+            yield (
+                lane.name,
+                ClientResult(client=client, update=update, loss_sum=total_loss(per_lane[number], lane.sizes)),
+            )
 
     def _steps(
-        self, lanes: Sequence[_Lane], turns: Sequence[Batches], jobs: Sequence[Job], stack: Stack
+        self, lanes: Sequence[_Lane], turns: Sequence[Batches], jobs: Sequence[LocalTrainingState], stack: Stack
     ) -> tuple[Stack, list[list[Tensor]]]:
         """The stack after each lane's steps in ``turns``, begun from ``jobs``, and the losses of each lane."""
         plan = self.plan
-        paced = any(rule.paced for rule in plan.method.rules)
+        paced = any(rule.needs_step_budget for rule in plan.method.rules)
         losses: list[list[Tensor]] = [[] for _ in lanes]
         for at in range(max(map(len, turns))):
             together: dict[tuple[int, int], list[int]] = {}
             for number, turn in enumerate(turns):
                 if at < len(turn):
-                    kind = len(turn[at][1]), jobs[number].planned if paced else 0
+                    kind = len(turn[at][1]), jobs[number].planned_steps if paced else 0
                     together.setdefault(kind, []).append(number)
             for members in together.values():
-                with part("data"):
+                with timed_section("data"):
                     x, y, keys = self._batch([(lanes[number].name, *turns[number][at]) for number in members])
                 first = jobs[members[0]]
                 template = first if first.apart else replace(first, done=first.start + at)
@@ -148,8 +151,8 @@ class Stacked(Engine):
                     stack, loss = _step(plan, template, stack, x, y, keys)
                 else:
                     index = torch.tensor(members, device=y.device)
-                    changed, loss = _step(plan, template, _rows(stack, index), x, y, keys)
-                    stack = _written(stack, changed, index)
+                    changed, loss = _step(plan, template, _select_rows(stack, index), x, y, keys)
+                    stack = _write_rows(stack, changed, index)
                 for number, value in zip(members, loss.unbind(), strict=True):
                     losses[number].append(value)
         return stack, losses
@@ -166,34 +169,34 @@ class Stacked(Engine):
         return torch.stack(x), torch.stack(y), torch.stack(keys)
 
 
-def lanes_at_once(plan: Plan, data: Data, clients: int) -> int:
+def count_lanes(plan: Plan, data: Data, clients: int) -> int:
     """How many of ``clients`` are stepped together: their parameters fit the cache, their activations the memory."""
     held = nbytes(pick(plan.initial, plan.trained))
     largest = max(map(len, data.values()))
-    made = activations(plan, data) * min(plan.work.batch_size or largest, largest)
+    made = measure_activations(plan, data) * min(plan.work.batch_size or largest, largest)
     return min(clients, max(1, CACHE // max(1, held)), max(1, ACTIVATIONS // max(1, made)))
 
 
-def stacked_step(plan: Plan, job: Job, lanes: int, x: Tensor, y: Tensor) -> object:
+def run_stacked_step(plan: Plan, job: LocalTrainingState, lanes: int, x: Tensor, y: Tensor) -> object:
     """One step of ``lanes`` clients that all have the batch ``x [B, ...]``, ``y [B]``, to time it, or to try."""
     keys = torch.zeros(lanes, dtype=torch.int64, device=y.device)
-    return _step(plan, job, _stacked([job] * lanes), x.expand(lanes, *x.shape), y.expand(lanes, -1), keys)
+    return _step(plan, job, _stack_jobs([job] * lanes), x.expand(lanes, *x.shape), y.expand(lanes, -1), keys)
 
 
 Stack = dict[str, State]
 """The parts of the lanes' jobs, each entry ``[lanes, ...]``."""
 
 
-def _stacked(jobs: Sequence[Job]) -> Stack:
-    return {name: _side_by_side([getattr(job, name) for job in jobs]) for name in PARTS}
+def _stack_jobs(jobs: Sequence[LocalTrainingState]) -> Stack:
+    return {name: _stack_states([getattr(job, name) for job in jobs]) for name in PARTS}
 
 
-def _with(job: Job, parts: Stack) -> Job:
+def _replace_parts(job: LocalTrainingState, parts: Stack) -> LocalTrainingState:
     params, rest, optimizer, memory = (parts[name] for name in PARTS)
     return replace(job, params=params, rest=rest, optimizer=optimizer, memory=memory)
 
 
-def _side_by_side(states: Sequence[State]) -> State:
+def _stack_states(states: Sequence[State]) -> State:
     """Each entry ``[lanes, ...]``; expanded, not copied, where the lanes share one tensor."""
     stacked = {}
     for name, first in states[0].items():
@@ -203,7 +206,9 @@ def _side_by_side(states: Sequence[State]) -> State:
     return stacked
 
 
-def _step(plan: Plan, job: Job, stack: Stack, x: Tensor, y: Tensor, keys: Tensor) -> tuple[Stack, Tensor]:
+def _step(
+    plan: Plan, job: LocalTrainingState, stack: Stack, x: Tensor, y: Tensor, keys: Tensor
+) -> tuple[Stack, Tensor]:
     """One step of all lanes of ``stack``, in its memory unless that is shared; ``job`` holds what they have in common.
 
     ``x [lanes, B, ...]``, ``y [lanes, B]``, ``keys [lanes]``. Returns the stack after it and the losses ``[lanes]``.
@@ -212,43 +217,45 @@ def _step(plan: Plan, job: Job, stack: Stack, x: Tensor, y: Tensor, keys: Tensor
     def descended(
         params: State, rest: State, memory: State, x: Tensor, y: Tensor, key: Tensor
     ) -> tuple[Tensor, Tensor, State]:
-        return objective(plan, replace(job, rest=rest, memory=memory), params, x, y, key)
+        return compute_objective(plan, replace(job, rest=rest, memory=memory), params, x, y, key)
 
     def updated(grads: State, rest: State, own: Stack, key: Tensor) -> tuple[Stack, State]:
-        lane = _with(job, own)
-        after = update_(plan, lane, corrected(plan, lane, grads, key), rest, 0)
+        lane = _replace_parts(job, own)
+        after = update_(plan, lane, transform_gradients(plan, lane, grads, key), rest, 0)
         return {"params": after.params, "optimizer": after.optimizer}, after.rest
 
-    with part("forward and backward"), side_by_side():
+    with timed_section("forward and backward"), vmapped_lanes():
         leaves = {name: tensor.detach().requires_grad_() for name, tensor in stack["params"].items()}
         total, loss, rest = torch.vmap(descended)(leaves, stack["rest"], stack["memory"], x, y, keys)
         found = torch.autograd.grad(total.sum(), tuple(leaves.values()), materialize_grads=True)
         grads = dict(zip(leaves, found, strict=True))
         rest = {name: tensor.detach() for name, tensor in rest.items()}
-    with part("update"):
-        own = {**stack, "params": _unshared(stack["params"]), "optimizer": _unshared(stack["optimizer"])}
-        if _elementwise(plan):
-            update_(plan, _with(job, own), grads, rest, 0)
+    with timed_section("update"):
+        own = {**stack, "params": _make_writable(stack["params"]), "optimizer": _make_writable(stack["optimizer"])}
+        if _is_elementwise(plan):
+            update_(plan, _replace_parts(job, own), grads, rest, 0)
         else:
             torch.vmap(updated)(grads, rest, own, keys)
     return {**own, "rest": rest}, loss.detach()
 
 
-def _elementwise(plan: Plan) -> bool:
+def _is_elementwise(plan: Plan) -> bool:
     """Whether an update treats every number alike, so that it need not know of lanes."""
-    return isinstance(plan.optimizer, SGD) and all(type(rule).grads is Rule.grads for rule in plan.method.rules)
+    return isinstance(plan.optimizer, SGD) and all(
+        type(rule).transform_grads is Rule.transform_grads for rule in plan.method.rules
+    )
 
 
-def _unshared(state: State) -> State:
+def _make_writable(state: State) -> State:
     """``state`` in memory that can be written to."""
     return {name: tensor.contiguous() for name, tensor in state.items()}
 
 
-def _rows(stack: Stack, index: Tensor) -> Stack:
+def _select_rows(stack: Stack, index: Tensor) -> Stack:
     return {name: {entry: tensor[index] for entry, tensor in state.items()} for name, state in stack.items()}
 
 
-def _written(stack: Stack, changed: Stack, index: Tensor) -> Stack:
+def _write_rows(stack: Stack, changed: Stack, index: Tensor) -> Stack:
     """``stack`` with the rows at ``index`` replaced by those of ``changed``."""
     return {
         name: {
@@ -258,7 +265,7 @@ def _written(stack: Stack, changed: Stack, index: Tensor) -> Stack:
     }
 
 
-def _finite(stack: Stack) -> bool:
+def _is_finite(stack: Stack) -> bool:
     """Whether all trained parameters and statistics are surely finite: then so are their sums."""
     sums = [
         tensor.sum() for name in ("params", "rest") for tensor in stack[name].values() if tensor.is_floating_point()

@@ -8,19 +8,19 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from . import quiet as quiet
+from .transport import no_telemetry as no_telemetry
 
 if TYPE_CHECKING:
-    from .dropin import clip_gradients_, operated
-    from .local import keep_local, local_entries
-    from .strategy import MethodStrategy
+    from .compat.dropin import clip_gradients_, prepare_model
+    from .compat.local_entries import keep_local, list_local_entries
+    from .compat.strategy import MethodStrategy
 
 _HOME = {
-    "MethodStrategy": "strategy", "clip_gradients_": "dropin", "keep_local": "local", "local_entries": "local",
-    "operated": "dropin",
+    "MethodStrategy": "compat.strategy", "clip_gradients_": "compat.dropin", "keep_local": "compat.local_entries", "list_local_entries": "compat.local_entries",
+    "prepare_model": "compat.dropin",
 }  # fmt: skip
 
-__all__ = ["MethodStrategy", "clip_gradients_", "keep_local", "local_entries", "operated"]
+__all__ = ["MethodStrategy", "clip_gradients_", "keep_local", "list_local_entries", "prepare_model"]
 
 
 def __getattr__(name: str) -> Any:

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ..base.errors import UsageError
-from ..base.state import State
 from ..core.method import Method
 from ..core.plan import Plan
-from ..core.rule import Local, Rule
-from ..core.select import Entry, last
+from ..core.rule import Rule, RuleContext
+from ..core.selection import Entry, last_layers
+from ..utils.errors import UsageError
+from ..utils.state import State
 from .fedavg import fedavg
 
 EPS = 1e-3
@@ -40,7 +40,7 @@ class Clipping(Rule):
 
     @override
     def bind(self, entries: tuple[Entry, ...]) -> Self:
-        left_out = frozenset() if self.classifier else last(1).names(entries)
+        left_out = frozenset() if self.classifier else last_layers(1).names(entries)
         return replace(self, names=frozenset(entry.name for entry in entries) - left_out)
 
     @override
@@ -62,23 +62,23 @@ class Clipping(Rule):
             )
 
     @override
-    def grads(self, grads: State, params: State, local: Local) -> State:
+    def transform_grads(self, grads: State, params: State, context: RuleContext) -> State:
         return {
-            name: _clipped(grad, params[name], self.clip) if name.rpartition("/")[2] in self.names else grad
+            name: _adaptive_clip_grad(grad, params[name], self.clip) if name.rpartition("/")[2] in self.names else grad
             for name, grad in grads.items()
         }
 
 
-def _unit_norm(x: Tensor) -> Tensor:
+def _unitwise_norm(x: Tensor) -> Tensor:
     """Norm of each output unit ``[O, 1, ...]``; of the whole where ``x`` is a vector but for dimensions of one."""
     over = None if x.squeeze().ndim < 2 else tuple(range(1, x.ndim))
     norm: Tensor = torch.linalg.vector_norm(x, dim=over, keepdim=True)
     return norm
 
 
-def _clipped(grad: Tensor, param: Tensor, clip: float) -> Tensor:
-    allowed = clip * _unit_norm(param).clamp(min=EPS)
-    size = _unit_norm(grad)
+def _adaptive_clip_grad(grad: Tensor, param: Tensor, clip: float) -> Tensor:
+    allowed = clip * _unitwise_norm(param).clamp(min=EPS)
+    size = _unitwise_norm(grad)
     return grad * torch.where(size > allowed, allowed / size.clamp(min=1e-30), torch.ones_like(size))
 
 
@@ -92,5 +92,5 @@ def agc(base: Method | None = None, *, clip: float = 0.64, classifier: bool = Tr
         raise UsageError(f"agc: clip={clip:g}: give a number above 0, say 0.64")
     base = base or fedavg()
     others = tuple(rule for rule in base.rules if not isinstance(rule, Clipping))
-    name = base.extended(agc, clip=float(clip), classifier=classifier)
+    name = base.extend_name(agc, clip=float(clip), classifier=classifier)
     return replace(base, name=name, rules=(*others, Clipping(float(clip), classifier)))

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..base.errors import UsageError
 from ..core.method import Method
+from ..utils.errors import UsageError
 from .fedavg import fedavg
 
 
@@ -22,4 +22,4 @@ def centralized(base: Method | None = None, *, scaled: bool = True) -> Method:
     base = base or fedavg()
     if base.pooled:
         raise UsageError(f"centralized: {base.name} pools all data already; leave one of the two out")
-    return replace(base, name=base.titled(centralized, scaled=scaled), pooled="scaled" if scaled else "same")
+    return replace(base, name=base.compose_name(centralized, scaled=scaled), pooled="scaled" if scaled else "same")

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 from typing_extensions import override
 
-from ..base.errors import UsageError
-from ..base.state import State
 from ..core.method import Method
 from ..core.plan import Plan
-from ..core.rule import Local, Rule
+from ..core.rule import Rule, RuleContext
+from ..utils.errors import UsageError
+from ..utils.state import State
 from .fedavg import fedavg
 
 
@@ -33,18 +33,22 @@ class PersonalModel(Rule):
         plan.require_shared("Ditto holds each client's model near the one that clients share")
 
     @override
-    def own(self, params: State, rest: State) -> tuple[State, State]:
+    def extra_entries(self, params: State, rest: State) -> tuple[State, State]:
         return params, rest
 
     @override
-    def loss(self, loss: Tensor, params: State, local: Local) -> Tensor:
-        assert local.data_loss is not None
-        distance = sum((local.own[name] - local.anchor[name]).square().sum() for name in params if name in local.anchor)
-        return loss + local.data_loss(local.own) + self.lam / 2 * distance
+    def transform_loss(self, loss: Tensor, params: State, context: RuleContext) -> Tensor:
+        assert context.data_loss is not None
+        distance = sum(
+            (context.extra_entries[name] - context.global_params[name]).square().sum()
+            for name in params
+            if name in context.global_params
+        )
+        return loss + context.data_loss(context.extra_entries) + self.lam / 2 * distance
 
     @override
-    def personal(self, state: State, local: Local) -> State:
-        return {name: local.own[name] for name in state}
+    def personal_model(self, state: State, context: RuleContext) -> State:
+        return {name: context.extra_entries[name] for name in state}
 
 
 def ditto(base: Method | None = None, *, lam: float = 1.0, epochs: int | None = None) -> Method:
@@ -59,5 +63,5 @@ def ditto(base: Method | None = None, *, lam: float = 1.0, epochs: int | None = 
         raise UsageError(f"ditto: lam={lam:g} is negative; it must be 0 (training alone) or more")
     base = base or fedavg()
     return replace(
-        base, name=base.titled(ditto, lam=lam, epochs=epochs), rules=(*base.rules, PersonalModel(lam, epochs))
+        base, name=base.compose_name(ditto, lam=lam, epochs=epochs), rules=(*base.rules, PersonalModel(lam, epochs))
     )

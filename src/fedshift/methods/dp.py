@@ -20,54 +20,59 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..base.errors import UsageError
-from ..base.state import State, clone
-from ..base.streams import stream
-from ..core.aggregate import Mean, Uploads, as_dtype
+from ..core.aggregation import StreamingMean, Uploads, cast_to
 from ..core.method import Method
 from ..core.plan import Plan
-from ..core.select import norm_layers
+from ..core.selection import norm_layers
+from ..utils.errors import UsageError
+from ..utils.random_streams import stream
+from ..utils.state import State, clone
 from .fedavg import fedavg
 
 
 @dataclass(frozen=True)
-class Private:
-    """The mean of changes of norm ``clip`` at most, with noise of ``noise`` times that norm on their sum.
+class PrivateMean:
+    """The mean of changes of norm ``clipping_norm`` at most, with noise of ``noise_multiplier`` times that norm on their sum.
 
     ``delta``: for which epsilon is accounted. ``secret``: noise by the operating system in place of what follows from
     the trial's seed and method.
     """
 
-    clip: float
-    noise: float
+    clipping_norm: float
+    noise_multiplier: float
     delta: float
     secret: bool
 
     def __post_init__(self) -> None:
-        if not (self.clip > 0 and 0 <= self.noise < inf and 0 < self.delta < 1):
+        if not (self.clipping_norm > 0 and 0 <= self.noise_multiplier < inf and 0 < self.delta < 1):
             raise UsageError(
-                f"dp: clip={self.clip:g}, noise={self.noise:g}, delta={self.delta:g}: give a clip above 0, noise of 0 "
+                f"dp: clipping_norm={self.clipping_norm:g}, noise_multiplier={self.noise_multiplier:g}, delta={self.delta:g}: give a clip above 0, noise of 0 "
                 "or more, and a delta in (0, 1)"
             )
-        if self.clip == inf and self.noise:
-            raise UsageError("dp: clip=inf bounds nothing, so that no noise hides it: give a clip, or noise=0")
+        if self.clipping_norm == inf and self.noise_multiplier:
+            raise UsageError(
+                "dp: clipping_norm=inf bounds nothing, so that no noise hides it: give a clip, or noise_multiplier=0"
+            )
 
     def __call__(self, uploads: Uploads) -> State:
         """The server's entries after the round."""
         before = uploads.previous
         taken = sorted(name for name, at in before.items() if at.is_floating_point() and name not in uploads.fixed)
-        mean = Mean()
+        mean = StreamingMean()
         for state in uploads.states:
             change = {name: state[name].double() - before[name].double() for name in taken}
-            mean.add(_clipped(change, self.clip), 1.0)
-        folded, scale = clone(before), self.noise * self.clip / len(uploads.states) if self.noise else 0.0
+            mean.add(_clip_change(change, self.clipping_norm), 1.0)
+        folded, scale = (
+            clone(before),
+            self.noise_multiplier * self.clipping_norm / len(uploads.states) if self.noise_multiplier else 0.0,
+        )
         for name, moved in mean.result().items():
             after = before[name].double() + moved
             if scale:
-                after += scale * self._draws(uploads, name).to(after.device)
+                after += scale * self._draw_noise(uploads, name).to(after.device)
             if name.endswith("running_var"):  # as torch calls it wherever statistics are kept
                 after = torch.where(after < 0, before[name].double(), after)
-            folded[name] = as_dtype(after, before[name].dtype)
+            folded[name] = cast_to(after, before[name].dtype)
         return folded
 
     def check(self, plan: Plan, clients: int) -> None:
@@ -82,7 +87,7 @@ class Private:
                     "noise even if it is a constant: register it with persistent=False, or keep it on clients"
                 )
 
-    def _draws(self, uploads: Uploads, name: str) -> Tensor:
+    def _draw_noise(self, uploads: Uploads, name: str) -> Tensor:
         """Standard normal draws for entry ``name``, float64."""
         shape = uploads.previous[name].shape
         if self.secret:
@@ -94,8 +99,8 @@ class Private:
         return drawn.reshape(shape)
 
 
-def _clipped(change: State, clip: float) -> State:
-    """``change`` scaled to norm ``clip`` where it is longer, the norm being that of all its entries together."""
+def _clip_change(change: State, clip: float) -> State:
+    """``change`` scaled to norm ``clipping_norm`` where it is longer, the norm being that of all its entries together."""
     norm = sum(float(entry.square().sum()) for entry in change.values()) ** 0.5
     return change if norm <= clip else {name: entry * (clip / norm) for name, entry in change.items()}
 
@@ -103,16 +108,20 @@ def _clipped(change: State, clip: float) -> State:
 def dp(
     base: Method | None = None,
     *,
-    clip: float = 1.0,
-    noise: float = 1.0,
+    clipping_norm: float = 1.0,
+    noise_multiplier: float = 1.0,
     delta: float = 1e-5,
     secret: bool = False,
 ) -> Method:
-    """``base`` (FedAvg) with clipped changes and noise of standard deviation ``noise * clip`` on their sum.
+    """``base`` (FedAvg) with clipped changes and noise of standard deviation ``noise_multiplier * clipping_norm`` on their sum.
 
     ``delta``: for which epsilon is printed. ``secret``: noise by the operating system, which nobody can draw again.
     Only then does epsilon hold; without it, whoever has the run directory can subtract the noise.
     """
     base = base or fedavg()
-    name = base.titled(dp, clip=clip, noise=noise, delta=delta, secret=secret)
-    return replace(base.folding(name, Private(clip, noise, delta, secret)), weighting="uniform")
+    name = base.compose_name(
+        dp, clipping_norm=clipping_norm, noise_multiplier=noise_multiplier, delta=delta, secret=secret
+    )
+    return replace(
+        base.with_aggregation(name, PrivateMean(clipping_norm, noise_multiplier, delta, secret)), weighting="uniform"
+    )

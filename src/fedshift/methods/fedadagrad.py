@@ -6,12 +6,12 @@ Reddi et al. 2021, arXiv:2003.00295, Algorithm 2: v = v + delta^2.
 from __future__ import annotations
 
 from ..core.method import Method
-from ..core.server import Adaptive
+from ..core.server_optimizer import Adaptive
 from .fedavg import fedavg
 
 
 def fedadagrad(base: Method | None = None, *, lr: float = 0.01, beta1: float = 0.0, tau: float = 1e-3) -> Method:
     """``base`` (FedAvg) with Adagrad on the server; ``lr``: the server's learning rate, ``tau``: its adaptivity."""
     base = base or fedavg()
-    name = base.titled(fedadagrad, lr=lr, beta1=beta1, tau=tau)
-    return base.stepping(name, Adaptive(second="adagrad", lr=lr, beta1=beta1, beta2=0.0, tau=tau))
+    name = base.compose_name(fedadagrad, lr=lr, beta1=beta1, tau=tau)
+    return base.with_server_optimizer(name, Adaptive(second="adagrad", lr=lr, beta1=beta1, beta2=0.0, tau=tau))

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
-from ..base.errors import unknown
 from ..core.method import Method
-from ..core.select import batch_norm, buffers, norm_layers, norm_statistics, written
+from ..core.selection import batch_norm, buffers, norm_layers, norm_statistics, parse_selection
+from ..utils.errors import unknown_name
 from .fedavg import fedavg
 
 KEPT = {
@@ -34,7 +34,9 @@ def fedbn(
     ``norm_layers``, GroupNorm and LayerNorm too. ``also``: more that is kept, a pattern such as ``"head.*"``.
     """
     if keep not in KEPT:
-        raise unknown("keep", keep, KEPT)
+        raise unknown_name("keep", keep, KEPT)
     base = base or fedavg()
-    selection = KEPT[keep] | written(also) if also else KEPT[keep]
-    return replace(base, name=base.titled(fedbn, keep=keep, also=also), scope=base.scope.without(selection))
+    selection = KEPT[keep] | parse_selection(also) if also else KEPT[keep]
+    return replace(
+        base, name=base.compose_name(fedbn, keep=keep, also=also), scope=base.scope.keep_on_client(selection)
+    )

@@ -14,5 +14,5 @@ def fedmmb(base: Method | None = None, *, batches: int = 5, batch_size: int | No
     """``base`` (FedAvg) with ``batches`` batches a round; ``batch_size``: the experiment's unless given, 0 for all."""
     base = base or fedavg()
     size = {} if batch_size is None else {"batch_size": batch_size or None}
-    name = base.titled(fedmmb, batches=batches, batch_size=batch_size)
-    return base.working(name, epochs=None, batches=batches, **size)
+    name = base.compose_name(fedmmb, batches=batches, batch_size=batch_size)
+    return base.with_work(name, epochs=None, batches=batches, **size)

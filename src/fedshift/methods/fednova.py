@@ -13,18 +13,18 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Self, cast
 
-from ..base.errors import UsageError
-from ..base.state import State
-from ..core.aggregate import Uploads, as_dtype, average, stacked
+from ..core.aggregation import Uploads, average_uploads, cast_to, stack_entry
 from ..core.method import Method
 from ..core.optimizer import SGD
 from ..core.plan import Plan
+from ..utils.errors import UsageError
+from ..utils.state import State
 from .fedavg import fedavg
 from .fedprox import Proximal
 
 
 @dataclass(frozen=True)
-class Normalized:
+class NormalizedAveraging:
     """The aggregation of FedNova, for steps of ``optimizer`` under a proximal term of strength ``mu``."""
 
     optimizer: SGD = field(default_factory=lambda: SGD(lr=0.0), repr=False)
@@ -52,15 +52,15 @@ class Normalized:
 
     def __call__(self, uploads: Uploads) -> State:
         """The server's entries after the round."""
-        folded = average(uploads)
+        folded = average_uploads(uploads)
         shares = [size / sum(uploads.sizes) for size in uploads.sizes]
-        sgd, pull = self.optimizer, self.optimizer.rate(uploads.round) * self.mu
+        sgd, pull = self.optimizer, self.optimizer.lr_in_round(uploads.round) * self.mu
         lengths = [path_length(steps, sgd.momentum, sgd.nesterov, pull) for steps in uploads.steps]
         effective = sum(share * length for share, length in zip(shares, lengths, strict=True))
         for name in sorted(uploads.trained & uploads.loaded):
             before = uploads.previous[name].double()
-            parts = zip(shares, lengths, stacked(uploads.states, name), strict=True)
-            folded[name] = as_dtype(
+            parts = zip(shares, lengths, stack_entry(uploads.states, name), strict=True)
+            folded[name] = cast_to(
                 before + effective * sum(share / length * (after - before) for share, length, after in parts),
                 uploads.previous[name].dtype,
             )
@@ -84,4 +84,4 @@ def path_length(steps: int, momentum: float, nesterov: bool, pull: float) -> flo
 def fednova(base: Method | None = None) -> Method:
     """``base`` (FedAvg) with normalized averaging; needs SGD, whose momentum may be local to a round."""
     base = base or fedavg()
-    return base.folding(base.titled(fednova), Normalized())
+    return base.with_aggregation(base.compose_name(fednova), NormalizedAveraging())

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..core.method import Method
-from ..core.select import written
+from ..core.selection import parse_selection
 from .fedavg import fedavg
 
 
@@ -18,5 +18,5 @@ def fedper(base: Method | None = None, *, layers: int | str = 1) -> Method:
     The last layers are those that the model registers last.
     """
     base = base or fedavg()
-    kept = written(layers)
-    return replace(base, name=base.titled(fedper, layers=layers), scope=base.scope.without(kept))
+    kept = parse_selection(layers)
+    return replace(base, name=base.compose_name(fedper, layers=layers), scope=base.scope.keep_on_client(kept))

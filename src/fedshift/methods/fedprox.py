@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 
 from typing_extensions import override
 
-from ..base.errors import UsageError
-from ..base.state import State
 from ..core.method import Method
 from ..core.plan import Plan
-from ..core.rule import Local, Rule
+from ..core.rule import Rule, RuleContext
+from ..utils.errors import UsageError
+from ..utils.state import State
 from .fedavg import fedavg
 
 
@@ -27,7 +27,7 @@ class Proximal(Rule):
 
     @override
     def check(self, plan: Plan) -> None:
-        plan.require_once(self)
+        plan.require_unique(self)
         plan.require_shared("FedProx holds parameters near those that the server sent")
         if plan.method.work.get("batches") == 1:
             raise UsageError(
@@ -36,9 +36,11 @@ class Proximal(Rule):
             )
 
     @override
-    def grads(self, grads: State, params: State, local: Local) -> State:
+    def transform_grads(self, grads: State, params: State, context: RuleContext) -> State:
         return {
-            name: (params[name] - local.anchor[name]).mul_(self.mu).add_(grad) if name in local.anchor else grad
+            name: (params[name] - context.global_params[name]).mul_(self.mu).add_(grad)
+            if name in context.global_params
+            else grad
             for name, grad in grads.items()
         }
 
@@ -48,4 +50,4 @@ def fedprox(base: Method | None = None, *, mu: float = 0.01) -> Method:
     if mu < 0:
         raise UsageError(f"fedprox: mu={mu:g} is negative; it must be 0 (FedAvg) or more")
     base = base or fedavg()
-    return replace(base, name=base.titled(fedprox, mu=mu), rules=(*base.rules, Proximal(mu)))
+    return replace(base, name=base.compose_name(fedprox, mu=mu), rules=(*base.rules, Proximal(mu)))

@@ -12,10 +12,10 @@ from typing import Self
 
 from typing_extensions import override
 
-from ..base.errors import UsageError
 from ..core.method import Method
-from ..core.rule import Local, Rule
-from ..core.select import Entry, written
+from ..core.rule import Rule, RuleContext
+from ..core.selection import Entry, parse_selection
+from ..utils.errors import UsageError
 from .fedavg import fedavg
 
 
@@ -27,19 +27,19 @@ class HeadThenBody(Rule):
     layers: int | str
     head: frozenset[str] = field(default=frozenset(), repr=False)
     body: frozenset[str] = field(default=frozenset(), repr=False)
-    paced = True
+    needs_step_budget = True
 
     @override
     def bind(self, entries: tuple[Entry, ...]) -> Self:
-        head = written(self.layers).names(entries)
+        head = parse_selection(self.layers).names(entries)
         return replace(self, head=head, body=frozenset(entry.name for entry in entries) - head)
 
     @override
-    def active(self, names: frozenset[str], local: Local) -> frozenset[str]:
-        if local.planned < 2:  # a single step trains both
+    def trainable_at_step(self, names: frozenset[str], context: RuleContext) -> frozenset[str]:
+        if context.planned_steps < 2:  # a single step trains both
             return names
-        first = min(max(1, round(self.share * local.planned)), local.planned - 1)
-        return names - (self.body if local.steps < first else self.head)
+        first = min(max(1, round(self.share * context.planned_steps)), context.planned_steps - 1)
+        return names - (self.body if context.steps < first else self.head)
 
 
 def fedrep(
@@ -59,7 +59,9 @@ def fedrep(
     if head < 1 or body < 1:
         raise UsageError(f"fedrep: head={head} and body={body}: give 1 or more for each")
     base = base or fedavg()
-    name = base.titled(fedrep, layers=layers, head=head, body=body, head_epochs=head_epochs, body_epochs=body_epochs)
+    name = base.compose_name(
+        fedrep, layers=layers, head=head, body=body, head_epochs=head_epochs, body_epochs=body_epochs
+    )
     if head_epochs is not None or body_epochs is not None:
         if (head, body) != (10, 1):
             raise UsageError(f"fedrep: head={head} and body={body} divide a round: leave them out with epochs")
@@ -68,11 +70,11 @@ def fedrep(
                 f"fedrep: head_epochs={head_epochs} and body_epochs={body_epochs}: give 1 or more for each, or neither"
             )
         head, body = head_epochs, body_epochs
-        base = base.working(name, epochs=head + body, batches=None)
-    kept = written(layers)
+        base = base.with_work(name, epochs=head + body, batches=None)
+    kept = parse_selection(layers)
     return replace(
         base,
         name=name,
-        scope=base.scope.without(kept),
+        scope=base.scope.keep_on_client(kept),
         rules=(*base.rules, HeadThenBody(head / (head + body), layers)),
     )

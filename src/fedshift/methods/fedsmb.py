@@ -14,4 +14,4 @@ def fedsmb(base: Method | None = None, *, batch_size: int | None = None) -> Meth
     """``base`` (FedAvg) with one batch a round; ``batch_size``: the experiment's unless given, 0 for all samples."""
     base = base or fedavg()
     size = {} if batch_size is None else {"batch_size": batch_size or None}
-    return base.working(base.titled(fedsmb, batch_size=batch_size), epochs=None, batches=1, **size)
+    return base.with_work(base.compose_name(fedsmb, batch_size=batch_size), epochs=None, batches=1, **size)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Literal
 
 from ..core.method import Method
-from ..nn.surgery import ScaledStandardization, WithoutNorm
+from ..nn.surgery import RemoveNorm, ScaledStandardization
 from .agc import Clipping
 from .agc import agc as clipped
 from .fedavg import fedavg
@@ -30,8 +30,8 @@ def fedwon(
     normalization only (the ablation of table 18). ``init="keep"`` keeps the weights of a pretrained model.
     """
     base = base or fedavg()
-    name = base.titled(fedwon, agc=agc, wsconv=wsconv, init=init)
+    name = base.compose_name(fedwon, agc=agc, wsconv=wsconv, init=init)
     if agc is not None and not any(isinstance(rule, Clipping) for rule in base.rules):
         base = clipped(base, clip=agc)
     standardized = (ScaledStandardization(init),) if wsconv else ()
-    return replace(base, name=name, surgery=(*base.surgery, WithoutNorm(required=not wsconv), *standardized))
+    return replace(base, name=name, surgery=(*base.surgery, RemoveNorm(required=not wsconv), *standardized))

@@ -6,7 +6,7 @@ Reddi et al. 2021, arXiv:2003.00295, Algorithm 2: v = v - (1 - beta2) delta^2 si
 from __future__ import annotations
 
 from ..core.method import Method
-from ..core.server import Adaptive
+from ..core.server_optimizer import Adaptive
 from .fedavg import fedavg
 
 
@@ -15,5 +15,5 @@ def fedyogi(
 ) -> Method:
     """``base`` (FedAvg) with Yogi on the server; ``lr``: the server's learning rate, ``tau``: its adaptivity."""
     base = base or fedavg()
-    name = base.titled(fedyogi, lr=lr, beta1=beta1, beta2=beta2, tau=tau)
-    return base.stepping(name, Adaptive(second="yogi", lr=lr, beta1=beta1, beta2=beta2, tau=tau))
+    name = base.compose_name(fedyogi, lr=lr, beta1=beta1, beta2=beta2, tau=tau)
+    return base.with_server_optimizer(name, Adaptive(second="yogi", lr=lr, beta1=beta1, beta2=beta2, tau=tau))

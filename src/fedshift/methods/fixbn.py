@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..base.errors import UsageError
 from ..core.method import Freeze, Method
+from ..utils.errors import UsageError
 from .fedavg import fedavg
 
 
@@ -23,7 +23,7 @@ def fixbn(base: Method | None = None, *, switch: int | float = 0.5, keep_momentu
         raise UsageError(f"fixbn: {base.name} freezes statistics already; choose one of the two")
     return replace(
         base,
-        name=base.titled(fixbn, switch=switch, keep_momentum=keep_momentum),
+        name=base.compose_name(fixbn, switch=switch, keep_momentum=keep_momentum),
         freeze=Freeze(after=switch),
         optimizer={**base.optimizer, "keep": True} if keep_momentum else base.optimizer,
     )

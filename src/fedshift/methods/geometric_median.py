@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ..base.errors import UsageError
-from ..base.state import State
-from ..core.aggregate import Robust, Uploads, squared_distances, stacked, weighted_mean
+from ..core.aggregation import RobustAggregation, Uploads, squared_distances, stack_entry, weighted_mean
 from ..core.method import Method
+from ..utils.errors import UsageError
+from ..utils.state import State
 from .fedavg import fedavg
 
 TOLERANCE = 1e-12
@@ -23,7 +23,7 @@ TOLERANCE = 1e-12
 
 
 @dataclass(frozen=True)
-class GeometricMedian(Robust):
+class GeometricMedian(RobustAggregation):
     """At most ``steps`` iterations, with smoothing ``nu`` (over the median distance of two clients)."""
 
     steps: int
@@ -42,7 +42,7 @@ class GeometricMedian(Robust):
         share[center] = 1.0
         gram = torch.zeros_like(away)  # of the uploads about the center; z is a mixture of them, so distances follow
         for name in sorted(uploads.trained):
-            points = stacked(uploads.states, name).flatten(start_dim=1).cpu()
+            points = stack_entry(uploads.states, name).flatten(start_dim=1).cpu()
             points = points - points[center]
             gram += points @ points.T
         smallest = self.nu * float(away.median()) or self.nu
@@ -61,4 +61,4 @@ class GeometricMedian(Robust):
 def geometric_median(base: Method | None = None, *, steps: int = 10_000, nu: float = 1e-6) -> Method:
     """``base`` (FedAvg) with the geometric median in place of the mean; clients weigh by their samples."""
     base = base or fedavg()
-    return base.folding(base.titled(geometric_median, steps=steps, nu=nu), GeometricMedian(steps, nu))
+    return base.with_aggregation(base.compose_name(geometric_median, steps=steps, nu=nu), GeometricMedian(steps, nu))

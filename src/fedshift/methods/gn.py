@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..base.errors import UsageError
 from ..core.method import Method
-from ..nn.surgery import ToGroupNorm
+from ..nn.surgery import BatchNormToGroupNorm
+from ..utils.errors import UsageError
 from .fedavg import fedavg
 
 
@@ -18,4 +18,6 @@ def gn(base: Method | None = None, *, groups: int | None = None) -> Method:
     if groups is not None and groups < 1:
         raise UsageError(f"gn: groups={groups}: give 1 (layer normalization) or more")
     base = base or fedavg()
-    return replace(base, name=base.extended(gn, groups=groups), surgery=(*base.surgery, ToGroupNorm(groups)))
+    return replace(
+        base, name=base.extend_name(gn, groups=groups), surgery=(*base.surgery, BatchNormToGroupNorm(groups))
+    )

@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..core.method import Method
-from ..nn.surgery import ToGroupNorm
+from ..nn.surgery import BatchNormToGroupNorm
 from .fedavg import fedavg
 
 
 def ln(base: Method | None = None) -> Method:
     """``base`` (FedAvg) on the network with layer normalization."""
     base = base or fedavg()
-    return replace(base, name=base.extended(ln), surgery=(*base.surgery, ToGroupNorm(1)))
+    return replace(base, name=base.extend_name(ln), surgery=(*base.surgery, BatchNormToGroupNorm(1)))

@@ -8,22 +8,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..base.state import State
-from ..core.aggregate import Robust, Uploads, trimmed
+from ..core.aggregation import RobustAggregation, Uploads, compute_trimmed_mean
 from ..core.method import Method
+from ..utils.state import State
 from .fedavg import fedavg
 
 
 @dataclass(frozen=True)
-class Median(Robust):
+class Median(RobustAggregation):
     """The aggregation."""
 
     def __call__(self, uploads: Uploads) -> State:
         """The server's entries after the round."""
-        return trimmed(uploads, (len(uploads.states) - 1) // 2)
+        return compute_trimmed_mean(uploads, (len(uploads.states) - 1) // 2)
 
 
 def median(base: Method | None = None) -> Method:
     """``base`` (FedAvg) with the coordinate-wise median in place of the mean."""
     base = base or fedavg()
-    return base.folding(base.titled(median), Median())
+    return base.with_aggregation(base.compose_name(median), Median())

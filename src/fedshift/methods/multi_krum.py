@@ -12,10 +12,13 @@ from .fedavg import fedavg
 from .krum import Krum
 
 
-def multi_krum(base: Method | None = None, *, faulty: int = 0, chosen: int | None = None) -> Method:
-    """``base`` (FedAvg) with the mean of the ``chosen`` clients of least score, ``faulty`` of all being arbitrary.
+def multi_krum(base: Method | None = None, *, num_malicious: int = 0, num_selected: int | None = None) -> Method:
+    """``base`` (FedAvg) with the mean of the ``num_selected`` clients of least score, ``num_malicious`` of all being arbitrary.
 
-    Without ``chosen``, all but faulty + 2 of the clients of a round.
+    Without ``num_selected``, all but faulty + 2 of the clients of a round.
     """
     base = base or fedavg()
-    return base.folding(base.titled(multi_krum, faulty=faulty, chosen=chosen), Krum(faulty, chosen))
+    return base.with_aggregation(
+        base.compose_name(multi_krum, num_malicious=num_malicious, num_selected=num_selected),
+        Krum(num_malicious, num_selected),
+    )

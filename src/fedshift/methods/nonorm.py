@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..core.method import Method
-from ..nn.surgery import WithoutNorm
+from ..nn.surgery import RemoveNorm
 from .fedavg import fedavg
 
 
 def nonorm(base: Method | None = None) -> Method:
     """``base`` (FedAvg) on the network without normalization; layers that had left their bias to it get one."""
     base = base or fedavg()
-    return replace(base, name=base.extended(nonorm), surgery=(*base.surgery, WithoutNorm()))
+    return replace(base, name=base.extend_name(nonorm), surgery=(*base.surgery, RemoveNorm()))

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ..base.errors import UsageError
-from ..base.state import State, clone, pick, prefixed, under
 from ..core.method import Method
 from ..core.plan import Plan
-from ..core.rule import Local, Rule
-from ..core.select import Entry, norm_statistics
-from ..nn.dropout import keyed_bits
+from ..core.rule import Rule, RuleContext
+from ..core.selection import Entry, norm_statistics
+from ..nn.dropout import draw_bits
+from ..utils.errors import UsageError
+from ..utils.state import State, add_prefix, clone, entries_under, pick
 from .fedavg import fedavg
 
 DRAW = 2**20
@@ -34,7 +34,7 @@ class Gates(Rule):
     """Two logits a layer, ``[load, keep]``, trained ``speed`` times as fast as the weights at temperature ``tau``."""
 
     tau: float
-    speed: float
+    lr_scale: float
     layers: tuple[tuple[str, ...], ...] = field(default=(), repr=False)
     statistics: tuple[str, ...] = field(default=(), repr=False)
     personalizes = True
@@ -57,17 +57,17 @@ class Gates(Rule):
             )
 
     @override
-    def own(self, params: State, rest: State) -> tuple[State, State]:
+    def extra_entries(self, params: State, rest: State) -> tuple[State, State]:
         first = next(iter(params.values()))
         return {"logits": torch.zeros(len(self.layers), 2, dtype=first.dtype, device=first.device)}, {}
 
     @override
     def client_memory(self, params: State, rest: State) -> State:
-        return prefixed("last", {**params, **rest})
+        return add_prefix("last", {**params, **rest})
 
     @override
-    def start(self, state: State, local: Local) -> State:
-        kept, logits = under("last", local.memory), local.own["logits"]
+    def init_local(self, state: State, context: RuleContext) -> State:
+        kept, logits = entries_under("last", context.memory), context.extra_entries["logits"]
         state = state | pick(kept, self.statistics)
         for number, names in enumerate(self.layers):
             keep = logits[number, 1] > logits[number, 0]
@@ -75,26 +75,26 @@ class Gates(Rule):
         return state
 
     @override
-    def loss(self, loss: Tensor, params: State, local: Local) -> Tensor:
-        assert local.data_loss is not None
-        assert local.key is not None
-        logits = local.own["logits"]
-        uniform = (keyed_bits(local.key, DRAW, logits.numel()).to(logits.dtype) + 0.5) / 2**32
+    def transform_loss(self, loss: Tensor, params: State, context: RuleContext) -> Tensor:
+        assert context.data_loss is not None
+        assert context.key is not None
+        logits = context.extra_entries["logits"]
+        uniform = (draw_bits(context.key, DRAW, logits.numel()).to(logits.dtype) + 0.5) / 2**32
         noise = -torch.log(-torch.log(uniform)).reshape(logits.shape)
         soft = ((logits + noise) / self.tau).softmax(dim=1)
         hard = (soft == soft.max(dim=1, keepdim=True).values).to(soft.dtype)
         load = (hard + soft - soft.detach())[:, 0]
-        kept, mixed = under("last", local.memory), clone(local.rest)
+        kept, mixed = entries_under("last", context.memory), clone(context.rest)
         for number, names in enumerate(self.layers):
             for name in names:
                 if name in params:
-                    mixed[name] = load[number] * local.anchor[name] + (1 - load[number]) * kept[name]
-        return loss + local.data_loss(pick(mixed, kept))
+                    mixed[name] = load[number] * context.global_params[name] + (1 - load[number]) * kept[name]
+        return loss + context.data_loss(pick(mixed, kept))
 
     @override
-    def finish(self, params: State, local: Local) -> tuple[State, State]:
-        together = {**params, **local.rest}
-        return {name: together[name.removeprefix("last/")] for name in local.memory}, {}
+    def finalize(self, params: State, context: RuleContext) -> tuple[State, State]:
+        together = {**params, **context.rest}
+        return {name: together[name.removeprefix("last/")] for name in context.memory}, {}
 
 
 def partialfed_adaptive(base: Method | None = None, *, tau: float = 1.0, rate: float = 10.0) -> Method:
@@ -102,5 +102,5 @@ def partialfed_adaptive(base: Method | None = None, *, tau: float = 1.0, rate: f
     if not (tau > 0 and rate > 0):
         raise UsageError(f"partialfed_adaptive: tau={tau:g}, rate={rate:g}: give numbers above 0")
     base = base or fedavg()
-    name = base.titled(partialfed_adaptive, tau=tau, rate=rate)
+    name = base.compose_name(partialfed_adaptive, tau=tau, rate=rate)
     return replace(base, name=name, rules=(*base.rules, Gates(tau, rate)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..core.method import Method
-from ..core.select import Scope, written
+from ..core.selection import Scope, parse_selection
 from .fedavg import fedavg
 
 
@@ -19,6 +19,6 @@ def partialfed_fix(base: Method | None = None, *, layers: int | str = 1) -> Meth
     ``layers="batch_norm"`` gives each client the model that FedBN gives it.
     """
     base = base or fedavg()
-    kept = written(layers)
+    kept = parse_selection(layers)
     scope = Scope(load=base.scope.load & ~kept, send=base.scope.send)
-    return replace(base, name=base.titled(partialfed_fix, layers=layers), scope=scope)
+    return replace(base, name=base.compose_name(partialfed_fix, layers=layers), scope=scope)

@@ -17,11 +17,11 @@ from dataclasses import replace
 import torch
 from typing_extensions import override
 
-from ..base.state import State
 from ..core.method import Method
 from ..core.plan import Plan
-from ..core.rule import Local, Rule
-from ..core.server import Scaled
+from ..core.rule import Rule, RuleContext
+from ..core.server_optimizer import Scaled
+from ..utils.state import State
 from .fedavg import fedavg
 
 
@@ -30,7 +30,7 @@ class ControlVariates(Rule):
 
     @override
     def check(self, plan: Plan) -> None:
-        plan.require_once(self)
+        plan.require_unique(self)
         plan.require_shared("SCAFFOLD corrects the drift of what clients share")
         plan.require_plain_path("SCAFFOLD's control variate")
 
@@ -43,25 +43,29 @@ class ControlVariates(Rule):
         return {name: torch.zeros_like(tensor) for name, tensor in initial.items()}
 
     @override
-    def grads(self, grads: State, params: State, local: Local) -> State:
+    def transform_grads(self, grads: State, params: State, context: RuleContext) -> State:
         return {
-            name: (grad - local.memory[name]).add_(local.server[name]) if name in local.anchor else grad
+            name: (grad - context.memory[name]).add_(context.server_memory[name])
+            if name in context.global_params
+            else grad
             for name, grad in grads.items()
         }
 
     @override
-    def finish(self, params: State, local: Local) -> tuple[State, State]:
-        if local.steps * local.lr == 0:  # nothing moved, so the path says nothing
-            return local.memory, {name: torch.zeros_like(c) for name, c in local.memory.items() if name in local.anchor}
+    def finalize(self, params: State, context: RuleContext) -> tuple[State, State]:
+        if context.steps * context.lr == 0:  # nothing moved, so the path says nothing
+            return context.memory, {
+                name: torch.zeros_like(c) for name, c in context.memory.items() if name in context.global_params
+            }
         change = {
-            name: (local.anchor[name] - param) / (local.steps * local.lr) - local.server[name]
+            name: (context.global_params[name] - param) / (context.steps * context.lr) - context.server_memory[name]
             for name, param in params.items()
-            if name in local.anchor
+            if name in context.global_params
         }
-        return {name: c + change[name] if name in change else c for name, c in local.memory.items()}, change
+        return {name: c + change[name] if name in change else c for name, c in context.memory.items()}, change
 
     @override
-    def fold(self, memory: State, uploads: Sequence[State], shares: Sequence[float]) -> State:
+    def aggregate_memory(self, memory: State, uploads: Sequence[State], shares: Sequence[float]) -> State:
         after = {name: c.double() for name, c in memory.items()}
         for upload, share in zip(uploads, shares, strict=True):
             after = {name: c + share * upload[name].double() for name, c in after.items()}
@@ -75,6 +79,6 @@ def scaffold(base: Method | None = None, *, server_lr: float = 1.0) -> Method:
     a server optimizer.
     """
     base = base or fedavg()
-    name = base.titled(scaffold, server_lr=float(server_lr))
-    stepped = base if server_lr == 1 else base.stepping(name, Scaled(lr=float(server_lr)))
+    name = base.compose_name(scaffold, server_lr=float(server_lr))
+    stepped = base if server_lr == 1 else base.with_server_optimizer(name, Scaled(lr=float(server_lr)))
     return replace(stepped, name=name, rules=(*base.rules, ControlVariates()))

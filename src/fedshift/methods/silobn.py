@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..core.method import Method
-from ..core.select import norm_statistics
+from ..core.selection import norm_statistics
 from .fedavg import fedavg
 
 
 def silobn(base: Method | None = None) -> Method:
     """``base`` (FedAvg) with the running statistics of every BatchNorm layer kept on the client."""
     base = base or fedavg()
-    return replace(base, name=base.titled(silobn), scope=base.scope.without(norm_statistics))
+    return replace(base, name=base.compose_name(silobn), scope=base.scope.keep_on_client(norm_statistics))

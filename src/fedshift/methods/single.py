@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..base.errors import UsageError
 from ..core.method import Method
-from ..core.select import Scope, nothing
+from ..core.selection import Scope, nothing
+from ..utils.errors import UsageError
 from .fedavg import fedavg
 
 
@@ -15,4 +15,4 @@ def single(base: Method | None = None) -> Method:
     base = base or fedavg()
     if base.scope != Scope():
         raise UsageError(f"single: {base.name} says what travels, but alone nothing does: leave one of the two out")
-    return replace(base, name=base.titled(single), scope=Scope(load=nothing, send=nothing))
+    return replace(base, name=base.compose_name(single), scope=Scope(load=nothing, send=nothing))

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..base.errors import UsageError
-from ..base.state import State
-from ..core.aggregate import Robust, Uploads, trimmed
+from ..core.aggregation import RobustAggregation, Uploads, compute_trimmed_mean
 from ..core.method import Method
+from ..utils.errors import UsageError
+from ..utils.state import State
 from .fedavg import fedavg
 
 
 @dataclass(frozen=True)
-class TrimmedMean(Robust):
+class TrimmedMean(RobustAggregation):
     """Leaves out the ``trim`` largest and the ``trim`` smallest values of each coordinate."""
 
     trim: int
@@ -23,14 +23,14 @@ class TrimmedMean(Robust):
     def __post_init__(self) -> None:
         if self.trim < 1:
             raise UsageError(f"trimmed_mean: trim={self.trim}: give 1 or more; 0 would be the mean")
-        object.__setattr__(self, "least", 2 * self.trim + 1)
+        object.__setattr__(self, "min_clients", 2 * self.trim + 1)
 
     def __call__(self, uploads: Uploads) -> State:
         """The server's entries after the round."""
-        return trimmed(uploads, self.trim)
+        return compute_trimmed_mean(uploads, self.trim)
 
 
 def trimmed_mean(base: Method | None = None, *, trim: int = 1) -> Method:
     """``base`` (FedAvg) with the trimmed mean; ``trim``: values left out at each end, the faulty clients it bears."""
     base = base or fedavg()
-    return base.folding(base.titled(trimmed_mean, trim=trim), TrimmedMean(trim))
+    return base.with_aggregation(base.compose_name(trimmed_mean, trim=trim), TrimmedMean(trim))

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..base.errors import UsageError
 from ..core.method import Method
+from ..utils.errors import UsageError
 from .fedavg import fedavg
 
 
@@ -25,5 +25,5 @@ def tuned(
     base = base or fedavg()
     if again := changes.keys() & base.optimizer.keys():
         raise UsageError(f"tuned: {base.name} sets {min(again)} already; set it once")
-    name = base.extended(tuned, **changes)
+    name = base.extend_name(tuned, **changes)
     return replace(base, name=name, optimizer={**base.optimizer, **changes}) if changes else base

@@ -9,7 +9,7 @@ from math import prod
 
 from torch import nn
 
-from ..base.errors import UsageError
+from ..utils.errors import UsageError
 
 Shape = tuple[int, ...]
 
@@ -31,7 +31,7 @@ def _vector_length(model: str, shape: Shape) -> int:
     return prod(shape)
 
 
-def _grouped(layer: nn.BatchNorm2d, groups: int) -> nn.BatchNorm2d:
+def _with_groups(layer: nn.BatchNorm2d, groups: int) -> nn.BatchNorm2d:
     """The same layer with the number of groups that its paper prescribes where GroupNorm takes its place."""
     layer.groups = groups  # type: ignore[assignment]
     return layer

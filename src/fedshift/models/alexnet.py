@@ -10,7 +10,7 @@ from collections import OrderedDict
 
 from torch import nn
 
-from ._common import Shape, _grouped, _image_channels
+from ._common import Shape, _image_channels, _with_groups
 
 _SMALLEST = 63
 """Below it nothing is left for the last pooling."""
@@ -30,7 +30,7 @@ def _features(channels: int) -> dict[str, nn.Module]:
     layers: dict[str, nn.Module] = {}
     for i, (after, kernel, stride, padding, groups, pooled) in enumerate(_CONVOLUTIONS, start=1):
         layers[f"conv{i}"] = nn.Conv2d(channels, after, kernel, stride, padding)
-        layers[f"bn{i}"] = _grouped(nn.BatchNorm2d(after), groups)
+        layers[f"bn{i}"] = _with_groups(nn.BatchNorm2d(after), groups)
         layers[f"relu{i}"] = nn.ReLU()
         if pooled:
             layers[f"pool{i}"] = nn.MaxPool2d(3, stride=2)

@@ -10,8 +10,8 @@ from itertools import pairwise
 
 from torch import nn
 
-from ..base.errors import UsageError
-from ._common import Shape, _grouped
+from ..utils.errors import UsageError
+from ._common import Shape, _with_groups
 
 
 def _pooled_twice(shape: Shape, model: str) -> int:
@@ -33,7 +33,7 @@ def _blocks(channels: tuple[int, ...], kernel: int, groups: tuple[int, ...] = ()
     for i, (before, after) in enumerate(pairwise(channels), start=1):
         layers[f"conv{i}"] = nn.Conv2d(before, after, kernel, padding=kernel // 2)
         norm = nn.BatchNorm2d(after)
-        layers[f"bn{i}"] = _grouped(norm, groups[i - 1]) if groups else norm
+        layers[f"bn{i}"] = _with_groups(norm, groups[i - 1]) if groups else norm
         layers[f"relu{i}"] = nn.ReLU()
         if i <= 2:
             layers[f"pool{i}"] = nn.MaxPool2d(2)

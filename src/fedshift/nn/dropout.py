@@ -46,7 +46,7 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ (x >> 16)
 
 
-def keyed_bits(key: Tensor, call: int, count: int) -> Tensor:
+def draw_bits(key: Tensor, call: int, count: int) -> Tensor:
     """``count`` integers, uniform in 0..2^32-1 (int64), of draw number ``call`` under ``key``."""
     low, high = key & _MASK, (key >> 32) & _MASK
     salt = _mix(low ^ _mix((high + 0x9E3779B9 * (call + 1)) & _MASK))
@@ -68,7 +68,7 @@ class KeyedDropout(nn.Module):
         if draws is None:
             raise RuntimeError("keyed dropout in training mode outside dropout_key(...): call .eval(), or give a key")
         shape = (*x.shape[:2], *(1 for _ in x.shape[2:])) if self.channels else x.shape
-        keep = keyed_bits(draws.key, draws.calls, prod(shape)) >= int(self.p * 2**32)
+        keep = draw_bits(draws.key, draws.calls, prod(shape)) >= int(self.p * 2**32)
         draws.calls += 1
         return x * keep.reshape(shape).to(x.dtype) / (1.0 - self.p) if self.p < 1.0 else torch.zeros_like(x)
 
@@ -81,15 +81,15 @@ def key_dropouts(module: nn.Module) -> nn.Module:
     """A copy of ``module`` in which every Dropout layer (element- or channel-wise) draws from keys."""
     module = copy.deepcopy(module)
     if isinstance(module, _DropoutNd):
-        return _keyed(module)
+        return _make_keyed(module)
     for parent in list(module.modules()):
         for name, child in list(parent._modules.items()):
             if isinstance(child, _DropoutNd):
-                setattr(parent, name, _keyed(child))
+                setattr(parent, name, _make_keyed(child))
     return module
 
 
-def _keyed(layer: _DropoutNd) -> nn.Module:
+def _make_keyed(layer: _DropoutNd) -> nn.Module:
     if isinstance(layer, nn.AlphaDropout | nn.FeatureAlphaDropout):
         return layer  # not a plain mask: drawn from torch's generator, which engines seed for each client and round
     return KeyedDropout(layer.p, channels=not isinstance(layer, nn.Dropout))

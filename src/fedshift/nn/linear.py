@@ -30,14 +30,14 @@ _off: ContextVar[bool] = ContextVar("torch_linear", default=False)
 
 
 @contextmanager
-def torch_linear() -> Iterator[None]:
+def use_torch_linear() -> Iterator[None]:
     """Inside the block, layers multiply as torch does."""
     with _set(_off):
         yield
 
 
 @contextmanager
-def side_by_side() -> Iterator[None]:
+def vmapped_lanes() -> Iterator[None]:
     """Inside the block, layers run under one ``torch.vmap``, outside of which gradients are taken."""
     with _set(_lanes):
         yield
@@ -53,7 +53,7 @@ def _set(switch: ContextVar[bool]) -> Iterator[None]:
 
 
 @cache
-def available() -> bool:
+def is_available() -> bool:
     """Whether this machine is one where oneDNN's product is faster, and torch reaches it."""
     try:
         amd = "AuthenticAMD" in Path("/proc/cpuinfo").read_text(encoding="utf-8")
@@ -142,8 +142,8 @@ class _Lane(torch.autograd.Function):
         return _Lanes.apply(*lanes), 0  # type: ignore[no-untyped-call]
 
 
-class QuickLinear(nn.Linear):
-    """A linear layer that multiplies by oneDNN outside :func:`torch_linear`."""
+class FastLinear(nn.Linear):
+    """A linear layer that multiplies by oneDNN outside :func:`use_torch_linear`."""
 
     def forward(self, x: Tensor) -> Tensor:
         """``x [..., I]`` to ``[..., O]``."""
@@ -164,9 +164,9 @@ class QuickLinear(nn.Linear):
         return "Linear"
 
 
-def quicken(module: nn.Module) -> nn.Module:
+def use_fast_linear(module: nn.Module) -> nn.Module:
     """``module`` with its large float32 linear layers multiplying by oneDNN, where that is available."""
-    for layer in module.modules() if available() else ():
+    for layer in module.modules() if is_available() else ():
         if type(layer) is nn.Linear and layer.weight.dtype == torch.float32 and layer.weight.numel() >= LEAST:
-            layer.__class__ = QuickLinear
+            layer.__class__ = FastLinear
     return module

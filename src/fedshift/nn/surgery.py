@@ -1,7 +1,7 @@
 """Surgery: changes of a network before its entries are named, by the type of its layers and for any torch module.
 
 A surgery is a frozen value that is called with a module of its own to change (see
-:func:`fedshift.core.prepare.operate`) and returns it; its repr says what it does. Sources: FedWon (Zhuang & Lyu 2024,
+:func:`fedshift.core.preparation.apply_surgery`) and returns it; its repr says what it does. Sources: FedWon (Zhuang & Lyu 2024,
 arXiv:2306.05879), section 3.2, tables 5 and 6, appendix A.2.
 """
 
@@ -18,7 +18,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.utils.parametrize import is_parametrized
 
-from ..base.errors import UsageError
+from ..utils.errors import UsageError
 from .scaled_std_conv import STANDARDIZED, ScaledStd
 
 LEARNED = (_BatchNorm, _InstanceNorm, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
@@ -26,7 +26,7 @@ LEARNED = (_BatchNorm, _InstanceNorm, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 NORMALIZATION = (*LEARNED, nn.LocalResponseNorm, nn.CrossMapLRN2d)
 
 
-def replaced(module: nn.Module, make: Callable[[str, nn.Module], nn.Module | None]) -> nn.Module:
+def replace_modules(module: nn.Module, make: Callable[[str, nn.Module], nn.Module | None]) -> nn.Module:
     """``module`` with each submodule (itself too) for which ``make(name, submodule)`` is not None replaced by that.
 
     A layer that stands in several places is replaced by one layer in all of them.
@@ -48,7 +48,7 @@ def _refuse_parametrized(name: str, layer: nn.Module, what: str) -> None:
 
 
 @dataclass(frozen=True)
-class ToGroupNorm:
+class BatchNormToGroupNorm:
     """Every BatchNorm becomes a GroupNorm of the same channels that starts from its affine parameters.
 
     ``groups``: how many; None takes those that the paper's tables give for the layer (its attribute ``groups``), else
@@ -68,7 +68,7 @@ class ToGroupNorm:
         found = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
         if not found:
             raise UsageError("GroupNorm replaces BatchNorm, of which the model has none: leave it out")
-        return replaced(module, self._make)
+        return replace_modules(module, self._make)
 
     def _make(self, name: str, layer: nn.Module) -> nn.Module | None:
         if not isinstance(layer, _BatchNorm):
@@ -85,7 +85,7 @@ class ToGroupNorm:
 
 
 @dataclass(frozen=True)
-class WithoutNorm:
+class RemoveNorm:
     """Every normalization layer becomes the identity; layers that left their bias to it get one, of zeros.
 
     Those are bias-free convolutions and linear layers with as many outputs as a removed layer has channels.
@@ -109,8 +109,8 @@ class WithoutNorm:
         gone = [layer for layer in module.modules() if isinstance(layer, NORMALIZATION)]
         if not gone and self.required:
             raise UsageError("the method removes normalization, of which the model has none: leave it out")
-        channels = {width for layer in gone if (width := _channels(layer)) is not None}
-        module = replaced(module, lambda _, layer: nn.Identity() if isinstance(layer, NORMALIZATION) else None)
+        channels = {width for layer in gone if (width := _channel_count(layer)) is not None}
+        module = replace_modules(module, lambda _, layer: nn.Identity() if isinstance(layer, NORMALIZATION) else None)
         for layer in module.modules():
             if isinstance(layer, _ConvNd | nn.Linear) and layer.bias is None:
                 width = layer.out_channels if isinstance(layer, _ConvNd) else layer.out_features
@@ -119,7 +119,7 @@ class WithoutNorm:
         return module
 
 
-def _channels(layer: Any) -> int | None:
+def _channel_count(layer: Any) -> int | None:
     width = getattr(layer, "num_features", None) or getattr(layer, "num_channels", None)
     return width if width is not None else (getattr(layer, "normalized_shape", None) or (None,))[-1]
 
@@ -145,7 +145,7 @@ class ScaledStandardization:
                 "scaled weight standardization acts on convolutions of a fan-in above 1, of which the model has none: "
                 "use another method, or FedWon without WSConv"
             )
-        return replaced(module, self._make)
+        return replace_modules(module, self._make)
 
     def _make(self, name: str, layer: nn.Module) -> nn.Module | None:
         if not isinstance(layer, _ConvNd) or isinstance(layer, ScaledStd):

@@ -1,8 +1,8 @@
-"""Report: tables, figures and one HTML page, made from a :class:`~fedshift.records.Study` alone."""
+"""Report: tables, figures and one HTML page, made from a :class:`~fedshift.results.schema.RunSummary` alone."""
 
 from .claims import difference_table
-from .figures import figures, save_figures
+from .figures import make_figures, save_figures
 from .page import write_page
-from .tables import accuracy_table, reported_rounds
+from .tables import accuracy_table, find_reported_rounds
 
-__all__ = ["accuracy_table", "difference_table", "figures", "reported_rounds", "save_figures", "write_page"]
+__all__ = ["accuracy_table", "difference_table", "find_reported_rounds", "make_figures", "save_figures", "write_page"]

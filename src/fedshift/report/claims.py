@@ -20,12 +20,12 @@ from scipy.special import ndtri
 
 from ..analysis.concordance import CONCORDANT
 from ..analysis.statistics import FEWEST, PairedDifference, corrected, paired_difference
-from ..base.errors import unknown
-from ..records import Study
+from ..results.schema import RunSummary
+from ..utils.errors import unknown_name
 from .concordance import discordances
+from .formatting import format_p_value, format_signed, units
 from .precision import grid_variance, sampling_variance
 from .tables import comparable, reported_rows, seed_table
-from .text import p_value, signed, units
 
 COLUMNS = (
     "baseline", "seeds", "difference", "std", "low", "high", "p", "level", "comparisons", "test_low", "test_high",
@@ -60,7 +60,7 @@ class Claims:
         return self.sampling[(one, other) if (one, other) in self.sampling else (other, one)]
 
 
-def claims(study: Study, metric: str | None = None, model: str = "personal", level: float = 0.95) -> Claims:
+def claims(study: RunSummary, metric: str | None = None, model: str = "personal", level: float = 0.95) -> Claims:
     """Every comparison that a report of ``study`` makes by ``metric`` (the study's own) of ``model``.
 
     Each macro figure is that of the tables, over the clients that every method measured under that seed, so that a
@@ -110,7 +110,7 @@ def baseline_of(methods: Sequence[str]) -> str:
 
 
 def difference_table(
-    study: Study,
+    study: RunSummary,
     baseline: str | None = None,
     metric: str | None = None,
     model: str = "personal",
@@ -131,7 +131,7 @@ def differences(made: Claims, baseline: str | None = None) -> pd.DataFrame:
     if baseline is None:
         baseline = baseline_of(made.methods)
     elif baseline not in made.methods:
-        raise unknown("baseline", baseline, made.methods)
+        raise unknown_name("baseline", baseline, made.methods)
     others = [method for method in made.methods if method != baseline]
     return difference_frame(
         baseline,
@@ -172,19 +172,21 @@ def sentence(one: str, other: str, found: PairedDifference, metric: str = "accur
         seeds = "one seed" if found.pairs == 1 else f"{found.pairs} seeds"
         lies = f"lies {size} {side}" if gap else "is level with"
         return f"{one} {lies} {other} over {seeds}: too few to tell them apart."
-    low, high = (signed(scale * bound, digits) for bound in (found.low, found.high))
+    low, high = (format_signed(scale * bound, digits) for bound in (found.low, found.high))
     number = f", corrected for {found.comparisons} comparisons" if found.comparisons > 1 else ""
-    support = f"{100 * found.level:g}% interval {low} to {high} over {found.pairs} seeds, p {p_value(found.p)}{number}"
+    support = (
+        f"{100 * found.level:g}% interval {low} to {high} over {found.pairs} seeds, p {format_p_value(found.p)}{number}"
+    )
     if math.isnan(found.p):
         support = f"the same difference under each of {found.pairs} seeds, which no interval follows from"
     if not gap:
-        return f"{one} is level with {other} as printed, {signed(gap, digits)} {unit} ({support})."
+        return f"{one} is level with {other} as printed, {format_signed(gap, digits)} {unit} ({support})."
     if found.told_apart:
         return f"{one} is {side} {other} by {size} ({support})."
-    return f"{one} is not told apart from {other}: difference {signed(gap, digits)} {unit} ({support})."
+    return f"{one} is not told apart from {other}: difference {format_signed(gap, digits)} {unit} ({support})."
 
 
-def readings(study: Study, made: Claims) -> list[str]:
+def readings(study: RunSummary, made: Claims) -> list[str]:
     """Each method beside the baseline, in sentences."""
     baseline = baseline_of(made.methods)
     others = (method for method in made.methods if method != baseline)

@@ -14,14 +14,14 @@ import pandas as pd
 
 from ..analysis.concordance import CONCORDANT, discordance, is_concordant
 from ..analysis.statistics import FEWEST, PairedDifference, mean_and_std
-from ..records import Study
-from .tables import history
-from .text import MISSING, Cell, TextTable, p_value, spread_note
+from ..results.schema import RunSummary
+from .formatting import MISSING, TextCell, TextTable, format_p_value, spread_note
+from .tables import metric_history
 
 COLUMNS = ("delta mean", "delta std", "rounds", "seeds")
 
 
-def concordance_table(study: Study) -> pd.DataFrame:
+def concordance_table(study: RunSummary) -> pd.DataFrame:
     """The discordance of every federated method to every pooled one: index (method, centralized).
 
     Columns: delta mean and delta std (over seeds, in squared nats), rounds (that both evaluated, under the seed that
@@ -36,12 +36,12 @@ def concordance_table(study: Study) -> pd.DataFrame:
     return pd.DataFrame(list(rows.values()), index=index, columns=list(COLUMNS))
 
 
-def discordances(study: Study) -> dict[tuple[str, str], list[float]]:
+def discordances(study: RunSummary) -> dict[tuple[str, str], list[float]]:
     """The discordance of every federated method to every pooled one under each seed that both have."""
     return {pair: [discordance(*each) for each in seeds] for pair, seeds in _losses(study).items()}
 
 
-def paired(federated: pd.Series, centralized: pd.Series) -> list[tuple[list[float], list[float]]]:
+def pair_losses(federated: pd.Series, centralized: pd.Series) -> list[tuple[list[float], list[float]]]:
     """The macro losses of both under each seed that both have, round by round.
 
     Given are losses over the same index, of which seed and round are levels; what both have counts, and of that the
@@ -62,12 +62,12 @@ def concordance_cells(table: pd.DataFrame, tested: Mapping[tuple[str, str], Pair
         mean, std = row["delta mean"], row["delta std"]
         delta = MISSING if math.isnan(mean) else f"{mean:.1e}" if math.isnan(std) else f"{mean:.1e} ({std:.1e})"
         texts = (*pair, delta, str(row["rounds"]), str(row["seeds"]), _verdict(mean, tested[pair]))
-        rows.append(tuple(Cell(text=text) for text in texts))
+        rows.append(tuple(TextCell(text=text) for text in texts))
     header = ("method", "pooled", "discordance", "rounds", "seeds", "verdict")
     return TextTable(header=header, rows=tuple(rows), note=spread_note(max(table["seeds"], default=0)))
 
 
-def concordance_title(study: Study, table: pd.DataFrame) -> str:
+def concordance_title(study: RunSummary, table: pd.DataFrame) -> str:
     """What the table holds, as a sentence says it, and how to compare every round where only some were evaluated."""
     every = table["rounds"].min() >= study.rounds
     return (
@@ -82,16 +82,20 @@ def _verdict(mean: float, tested: PairedDifference) -> str:
     if tested.pairs < FEWEST:
         return "too few seeds"
     side = "concordant" if is_concordant(mean) else "not concordant"
-    return f"{side} (p {p_value(tested.p)})" if tested.told_apart else f"not told apart (p {p_value(tested.p)})"
+    return (
+        f"{side} (p {format_p_value(tested.p)})"
+        if tested.told_apart
+        else f"not told apart (p {format_p_value(tested.p)})"
+    )
 
 
-def _losses(study: Study) -> dict[tuple[str, str], list[tuple[list[float], list[float]]]]:
-    """Macro test losses of every federated and every pooled method, see :func:`paired`."""
+def _losses(study: RunSummary) -> dict[tuple[str, str], list[tuple[list[float], list[float]]]]:
+    """Macro test losses of every federated and every pooled method, see :func:`pair_losses`."""
     pooled = [name for name, facts in study.methods.items() if facts.pooled]
     federated = [name for name in study.methods if name not in pooled]
-    losses = history(study, "loss").dropna(subset="value").set_index(["seed", "round", "client"])
+    losses = metric_history(study, "loss").dropna(subset="value").set_index(["seed", "round", "client"])
     return {
-        pair: paired(*(losses.loc[losses["method"] == name, "value"] for name in pair))
+        pair: pair_losses(*(losses.loc[losses["method"] == name, "value"] for name in pair))
         for pair in product(federated, pooled)
     }
 

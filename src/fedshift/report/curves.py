@@ -18,12 +18,12 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from ..analysis.statistics import mean_and_std
-from ..base.errors import UsageError, unknown
-from ..records import METRICS, Study
-from .style import Look, drawing, key, legend, looks_of, short
-from .tables import history, seed_table
-from .target import best as best
-from .target import reached as reached
+from ..results.schema import METRICS, RunSummary
+from ..utils.errors import UsageError, unknown_name
+from .style import MethodStyle, add_legend, figure_settings, legend_entry, make_styles, shorten
+from .tables import metric_history, seed_table
+from .target_metric import find_best as find_best
+from .target_metric import find_reached as find_reached
 
 TRAIN_LOSS = "train_loss"
 """The name here of the training loss, which is measured during local work."""
@@ -36,30 +36,32 @@ WIDE = 10
 
 
 @dataclass(frozen=True)
-class Point:
+class CurvePoint:
     """A run among others: ``keys`` are the settings in which it differs, ``study`` is what it left.
 
     A study of several methods stands for a line of each; they are told apart by the key ``method``, added here.
     """
 
     keys: Mapping[str, object]
-    study: Study
+    study: RunSummary
 
 
-def by_round(points: Sequence[Point], metric: str, *, panel: str | None = None, split: str = "test") -> Figure:
+def plot_by_round(
+    points: Sequence[CurvePoint], metric: str, *, panel: str | None = None, split: str = "test"
+) -> Figure:
     """Macro ``metric`` over communication rounds: a line for each point and method, bands over seeds.
 
-    ``metric`` is one of :data:`~fedshift.records.METRICS` on ``split``, or ``train_loss``. ``panel`` is the key whose
+    ``metric`` is one of :data:`~fedshift.results.schema.METRICS` on ``split``, or ``train_loss``. ``panel`` is the key whose
     values get a panel each. Raises :class:`UsageError` where the metric or the key is unknown, or nothing was measured.
     """
-    lines = list(_lines(points))
-    with drawing():
-        drawn = _Panels(lines, panel, "round", _label(metric, split))
+    lines = list(_make_lines(points))
+    with figure_settings():
+        drawn = _Panels(lines, panel, "round", _axis_label(metric, split))
         shown: list[float] = []
         for axes, look, line in drawn:
             rows = _history(line.study, metric, split)
             macro = rows[rows["method"] == line.method].groupby(["seed", "round"])["value"].mean().dropna()
-            values = _scale(metric) * macro.groupby("round").agg(["mean", "min", "max"])
+            values = _metric_scale(metric) * macro.groupby("round").agg(["mean", "min", "max"])
             if values.empty:
                 continue
             shown += values["mean"].tolist()
@@ -74,27 +76,27 @@ def by_round(points: Sequence[Point], metric: str, *, panel: str | None = None, 
                 axes.set_yscale("log")
                 axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
                 axes.yaxis.set_minor_formatter(NullFormatter())
-        return drawn.finished("mean, band: lowest to highest")
+        return drawn.finish("mean, band: lowest to highest")
 
 
-def by_setting(points: Sequence[Point], key: str, metric: str, *, panel: str | None = None) -> Figure:
+def plot_by_setting(points: Sequence[CurvePoint], key: str, metric: str, *, panel: str | None = None) -> Figure:
     """Final macro test ``metric`` against the values of ``key``: a line for each combination of the other keys.
 
     Values that are numbers lie where they belong, on a logarithmic axis where they are powers of two times the smallest
     or span a factor of ten; batch size 0 reads "full" and lies to the right. Others stand side by side. Error bars are
-    one sample standard deviation over seeds. ``metric``, ``panel`` and what is raised as in :func:`by_round`.
+    one sample standard deviation over seeds. ``metric``, ``panel`` and what is raised as in :func:`plot_by_round`.
     """
-    lines = list(_lines(points))
+    lines = list(_make_lines(points))
     values = _values(lines, key)
-    places, continuous = _places(key, values)
-    ends = {id(point.study): final(point.study, metric) for point in points}
-    with drawing():
-        drawn = _Panels(lines, panel, key.replace("_", " "), _label(metric, "test"), along=key)
+    places, continuous = _axis_positions(key, values)
+    ends = {id(point.study): final_metric(point.study, metric) for point in points}
+    with figure_settings():
+        drawn = _Panels(lines, panel, key.replace("_", " "), _axis_label(metric, "test"), along=key)
         found: dict[tuple[Axes, int], list[tuple[float, float, float]]] = {}
         for axes, look, line in drawn:
-            mean, std = mean_and_std(_scale(metric) * ends[id(line.study)].loc[line.method])
+            mean, std = mean_and_std(_metric_scale(metric) * ends[id(line.study)].loc[line.method])
             aside = 0.0 if continuous else 0.5 * ((look.number + 0.5) / len(drawn.looks) - 0.5)
-            place = places[said(key, line.keys[key])] + aside
+            place = places[format_setting(key, line.keys[key])] + aside
             found.setdefault((axes, look.number), []).append((place, mean, std))
         styles = {look.number: look for look in drawn.looks.values()}
         for (axes, number), spots in found.items():
@@ -102,11 +104,11 @@ def by_setting(points: Sequence[Point], key: str, metric: str, *, panel: str | N
             style = styles[number].line | ({} if continuous else {"linestyle": ""})
             axes.errorbar(x, means, np.nan_to_num(stds), capsize=2, elinewidth=1, **style)
         for axes in drawn.axes:
-            axes.set_xticks(list(places.values()), [short(name, 16) for name in places])
-        return drawn.finished("mean, line: ± std")
+            axes.set_xticks(list(places.values()), [shorten(name, 16) for name in places])
+        return drawn.finish("mean, line: ± std")
 
 
-def said(key: str, value: object) -> str:
+def format_setting(key: str, value: object) -> str:
     """A setting's value as figures and tables say it."""
     if key == "batch_size" and value == 0:
         return "full"
@@ -118,11 +120,11 @@ class _Line:
     """One method of one point, with all the keys that tell it from the others."""
 
     keys: Mapping[str, object]
-    study: Study
+    study: RunSummary
     method: str
 
 
-def _lines(points: Sequence[Point]) -> Iterator[_Line]:
+def _make_lines(points: Sequence[CurvePoint]) -> Iterator[_Line]:
     for point in points:
         for method in point.study.methods:
             named = "method" in point.keys and len(point.study.methods) == 1
@@ -133,39 +135,39 @@ def _values(lines: Sequence[_Line], key: str) -> list[object]:
     """The values of ``key``, in the order met."""
     lacking = [line for line in lines if key not in line.keys]
     if lacking or not lines:
-        raise unknown("key", key, lacking[0].keys if lacking else ())
+        raise unknown_name("key", key, lacking[0].keys if lacking else ())
     return list(dict.fromkeys(line.keys[key] for line in lines))
 
 
-def _history(study: Study, metric: str, split: str) -> pd.DataFrame:
+def _history(study: RunSummary, metric: str, split: str) -> pd.DataFrame:
     if metric == TRAIN_LOSS:
-        return history(study, "loss", model=None, split="train", moment="trained")
-    return history(study, metric, split=split)
+        return metric_history(study, "loss", model=None, split="train", moment="trained")
+    return metric_history(study, metric, split=split)
 
 
-def final(study: Study, metric: str | None = None) -> pd.Series:
+def final_metric(study: RunSummary, metric: str | None = None) -> pd.Series:
     """Macro test ``metric`` at the reported round: a series over (method, seed)."""
     table = seed_table(study, metric)
     return pd.Series(table.loc["macro"], index=table.columns, dtype=float)
 
 
-def _scale(metric: str) -> float:
+def _metric_scale(metric: str) -> float:
     return 1.0 if metric in ("loss", TRAIN_LOSS) else 100.0
 
 
-def _label(metric: str, split: str) -> str:
+def _axis_label(metric: str, split: str) -> str:
     if metric == TRAIN_LOSS:
         return "training loss (nats)"
     if metric not in METRICS:
-        raise unknown("metric", metric, (*METRICS, TRAIN_LOSS))
+        raise unknown_name("metric", metric, (*METRICS, TRAIN_LOSS))
     return f"macro {split} {METRICS[metric]} ({'nats' if metric == 'loss' else '%'})"
 
 
-def _places(key: str, values: Sequence[object]) -> tuple[dict[str, float], bool]:
+def _axis_positions(key: str, values: Sequence[object]) -> tuple[dict[str, float], bool]:
     """Where on the axis each value stands, by its text in that order; and whether they are numbers."""
     numbers = [float(v) for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
     if len(numbers) < len(values):
-        return {said(key, value): float(place) for place, value in enumerate(values)}, False
+        return {format_setting(key, value): float(place) for place, value in enumerate(values)}, False
     full = key == "batch_size" and 0.0 in numbers
     ordered = sorted(number for number in numbers if number or not full)
     powers = bool(ordered) and ordered[0] > 0 and all(math.log2(n / ordered[0]).is_integer() for n in ordered)
@@ -174,7 +176,7 @@ def _places(key: str, values: Sequence[object]) -> tuple[dict[str, float], bool]
     if full:
         gap = (spots[-1] - spots[0]) / (len(spots) - 1) if len(spots) > 1 else 1.0
         spots.append(spots[-1] + gap if spots else 0.0)
-    names = {float(value): said(key, value) for value in values if isinstance(value, int | float)}
+    names = {float(value): format_setting(key, value) for value in values if isinstance(value, int | float)}
     return dict(zip((names[number] for number in [*ordered, *[0.0] * full]), spots, strict=True)), True
 
 
@@ -188,7 +190,7 @@ class _Panels:
             raise UsageError("there are no runs to draw curves of")
         values: list[object] = _values(lines, panel) if panel else [None]
         names = {id(line): self._name(line, lines, panel, along) for line in lines}
-        self.looks = looks_of(dict.fromkeys(names.values()))
+        self.looks = make_styles(dict.fromkeys(names.values()))
         across = min(ACROSS, len(values))
         down = -(-len(values) // across)
         self.figure = Figure(figsize=(4 if across == 1 else 3 * across, 3 * down), layout="constrained")
@@ -197,7 +199,7 @@ class _Panels:
         for spare in grid[len(values) :]:
             spare.set_axis_off()
         for axes, value in zip(self.axes, values, strict=True):
-            axes.set(xlabel=x_label, title=short(f"{panel}: {said(panel, value)}", 40) if panel else "")
+            axes.set(xlabel=x_label, title=shorten(f"{panel}: {format_setting(panel, value)}", 40) if panel else "")
         for axes in self.axes[::across]:
             axes.set_ylabel(y_label)
         self.placed = [
@@ -206,13 +208,13 @@ class _Panels:
         ]
         self.seeds = max(len(line.study.seeds) for line in lines)
 
-    def __iter__(self) -> Iterator[tuple[Axes, Look, _Line]]:
+    def __iter__(self) -> Iterator[tuple[Axes, MethodStyle, _Line]]:
         return iter(self.placed)
 
-    def finished(self, spread: str) -> Figure:
+    def finish(self, spread: str) -> Figure:
         """The figure with its legend, which says that lines are means and what the ``spread`` is."""
-        handles = {name: key(look) for name, look in self.looks.items()}
-        legend(self.figure, handles, f"{spread} of {self.seeds} seeds" if self.seeds > 1 else "one seed")
+        handles = {name: legend_entry(look) for name, look in self.looks.items()}
+        add_legend(self.figure, handles, f"{spread} of {self.seeds} seeds" if self.seeds > 1 else "one seed")
         return self.figure
 
     @staticmethod
@@ -223,6 +225,6 @@ class _Panels:
             for name, value in line.keys.items()
             if name not in shown and any(other.keys.get(name) != value for other in lines)
         ]
-        parts = [said(name, line.keys[name]) if name == "method" else f"{name}={said(name, line.keys[name])}"
+        parts = [format_setting(name, line.keys[name]) if name == "method" else f"{name}={format_setting(name, line.keys[name])}"
                  for name in sorted(varying, key=lambda name: name != "method")]  # fmt: skip
         return ", ".join(parts) or str(line.keys.get("method", line.method))

@@ -20,7 +20,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
 from numpy.typing import NDArray
 
-from .style import GRID, drawing, short
+from .style import GRID, figure_settings, shorten
 
 NAMED = 24
 """Clients, or classes, that are named one by one."""
@@ -35,7 +35,7 @@ _SHADES = LinearSegmentedColormap.from_list("shades", ["#ffffff", "#cfe3f1", "#6
 _CELL, _LEFT, _GAP = 0.46, 1.25, 0.3  # inches: an image with its margin, the clients' names; in cells: between clients
 
 
-def pick(y: NDArray[np.int64], *, per_class: int, total: int, rng: np.random.Generator) -> NDArray[np.int64]:
+def pick_samples(y: NDArray[np.int64], *, per_class: int, total: int, rng: np.random.Generator) -> NDArray[np.int64]:
     """Places of at most ``total`` samples of labels ``y`` ``[N]``, at most ``per_class`` of each class, by class.
 
     Classes are represented evenly: none has two more than another that has samples left.
@@ -63,7 +63,9 @@ def contact_sheet(
     aligned = len(classes) <= COLUMNS
     columns = len(classes) if aligned else COLUMNS
     places = {
-        client: _by_class(labels[client], classes) if aligned else [divmod(n, columns) for n in range(len(stack))]
+        client: _arrange_by_class(labels[client], classes)
+        if aligned
+        else [divmod(n, columns) for n in range(len(stack))]
         for client, stack in images.items()
     }
     heads = max(map(len, classes), default=0) if aligned else 0
@@ -72,32 +74,32 @@ def contact_sheet(
     high = sum(rows.values()) * (1 + caption) + _GAP * (len(rows) - 1)
     top = 0.35 + (0.045 * min(heads, 16) + 0.05 if slanted else 0.2 if aligned else 0.0)
     width, height = _LEFT + columns * _CELL + (0.5 if slanted else 0.1), top + high * _CELL + 0.1
-    with drawing():
+    with figure_settings():
         figure = Figure(figsize=(width, height))
-        figure.text(0.1 / width, 1 - 0.1 / height, short(title, 70), va="top", fontsize=9, fontweight="bold")
+        figure.text(0.1 / width, 1 - 0.1 / height, shorten(title, 70), va="top", fontsize=9, fontweight="bold")
         axes = figure.add_axes((_LEFT / width, 0.1 / height, columns * _CELL / width, high * _CELL / height))
         for column, name in enumerate(classes if aligned else ()):
             turned: dict[str, Any] = {"rotation": 40, "ha": "left"} if slanted else {"ha": "center"}
-            axes.text(column + (0.35 if slanted else 0.5), -0.12, short(name, 16), va="bottom", **turned)
+            axes.text(column + (0.35 if slanted else 0.5), -0.12, shorten(name, 16), va="bottom", **turned)
         y = 0.0
         for client, stack in images.items():
             tall = rows[client] * (1 + caption)
-            axes.text(-0.2, y + tall / 2, short(client, 18), ha="right", va="center", fontweight="bold")
+            axes.text(-0.2, y + tall / 2, shorten(client, 18), ha="right", va="center", fontweight="bold")
             for column in range(columns) if aligned else ():
                 if not any(place[1] == column for place in places[client]):
                     axes.text(column + 0.5, y + 0.5, "none", ha="center", va="center", fontsize=6, color="#8a93a0")
             for image, (row, column), label in zip(stack, places[client], labels[client], strict=True):
                 bottom = y + (row + 1) * (1 + caption)
-                _image(axes, image, column, bottom)
+                _draw_image(axes, image, column, bottom)
                 if not aligned:
-                    axes.text(column + 0.5, bottom - 0.97, short(label, 10), ha="center", va="bottom", fontsize=5.5)
+                    axes.text(column + 0.5, bottom - 0.97, shorten(label, 10), ha="center", va="bottom", fontsize=5.5)
             y += tall + _GAP
         axes.set(xlim=(0, columns), ylim=(high, 0))
         axes.set_axis_off()
     return figure
 
 
-def _by_class(labels: Sequence[str], classes: Sequence[str]) -> list[tuple[int, int]]:
+def _arrange_by_class(labels: Sequence[str], classes: Sequence[str]) -> list[tuple[int, int]]:
     """Row and column of each image: a column for each class, filled from the top."""
     filled = dict.fromkeys(classes, 0)
     places = []
@@ -107,7 +109,7 @@ def _by_class(labels: Sequence[str], classes: Sequence[str]) -> list[tuple[int, 
     return places
 
 
-def _image(axes: Axes, image: NDArray[np.uint8], column: int, bottom: float) -> None:
+def _draw_image(axes: Axes, image: NDArray[np.uint8], column: int, bottom: float) -> None:
     """The image in its cell, a square of side 1 with a margin; it keeps its proportions."""
     high, wide = (side / max(image.shape[:2]) * 0.46 for side in image.shape[:2])
     middle = bottom - 0.5
@@ -125,14 +127,14 @@ def class_chart(counts: pd.DataFrame, title: str) -> Figure:
     Up to :data:`NAMED` clients and classes as bubbles, whose areas are the counts; more as shades of the share of the
     client's samples.
     """
-    with drawing():
-        return _bubbles(counts, title) if max(counts.shape) <= NAMED else _shares(counts, title)
+    with figure_settings():
+        return _draw_bubbles(counts, title) if max(counts.shape) <= NAMED else _draw_shares(counts, title)
 
 
-def _bubbles(counts: pd.DataFrame, title: str) -> Figure:
+def _draw_bubbles(counts: pd.DataFrame, title: str) -> Figure:
     clients, classes = counts.shape
     side = min(0.42, 5.2 / classes)  # of a cell, inches
-    figure, axes, totals = _beside(counts, title, side * classes, max(side, 0.24) * clients)
+    figure, axes, totals = _add_side_panel(counts, title, side * classes, max(side, 0.24) * clients)
     biggest = int(counts.to_numpy().max())
     diameter = 72 * 0.84 * side  # points, of the biggest count
 
@@ -146,7 +148,7 @@ def _bubbles(counts: pd.DataFrame, title: str) -> Figure:
     totals.barh(range(clients), counts.sum(axis=1), height=0.6, color=GRID)
     for row, total in enumerate(counts.sum(axis=1)):
         totals.text(0, row, f" {total:,}", va="center")
-    sizes = sorted({size for share in (0.6, 0.2, 0.05) if (size := _rounded(share * biggest))})
+    sizes = sorted({size for share in (0.6, 0.2, 0.05) if (size := _round_count(share * biggest))})
     dots = [Line2D([], [], ls="", marker="o", color=BLUE, markeredgewidth=0, ms=area(size) ** 0.5) for size in sizes]
     figure.legend(
         dots, [f"{size:,}" for size in sizes], loc="outside lower center", ncols=len(sizes), title="samples of a class",
@@ -155,15 +157,15 @@ def _bubbles(counts: pd.DataFrame, title: str) -> Figure:
     return figure
 
 
-def _shares(counts: pd.DataFrame, title: str) -> Figure:
+def _draw_shares(counts: pd.DataFrame, title: str) -> Figure:
     clients, classes = counts.shape
     named = clients <= NAMED
-    table = counts if named else _sorted(counts)
+    table = counts if named else _sort_clients(counts)
     lines = np.array_split(np.arange(clients), min(clients, LINES))
     total_N = table.sum(axis=1).to_numpy()
     share_NC = table.to_numpy() / np.maximum(total_N, 1)[:, None]
     share_LC = np.stack([share_NC[line].mean(axis=0) for line in lines])
-    figure, axes, totals = _beside(counts, title, min(5.2, 0.3 * classes + 1), 0.24 * clients if named else 3.6)
+    figure, axes, totals = _add_side_panel(counts, title, min(5.2, 0.3 * classes + 1), 0.24 * clients if named else 3.6)
     extent = (-0.5, classes - 0.5, clients - 0.5, -0.5)
     shades = axes.imshow(share_LC, cmap=_SHADES, norm=PowerNorm(0.5, 0, 1), extent=extent, aspect="auto")
     shades.set_interpolation("nearest")
@@ -192,14 +194,14 @@ def _shares(counts: pd.DataFrame, title: str) -> Figure:
     return figure
 
 
-def _beside(counts: pd.DataFrame, title: str, width: float, height: float) -> tuple[Figure, Axes, Axes]:
+def _add_side_panel(counts: pd.DataFrame, title: str, width: float, height: float) -> tuple[Figure, Axes, Axes]:
     """A panel of about ``width`` x ``height`` inches, and one beside it for the clients' samples."""
-    margin = 0.25 + (0.07 * max(len(short(str(name), 18)) for name in counts.index) if len(counts) <= NAMED else 0.6)
-    heads = max(len(short(str(name), 16)) for name in counts.columns) if counts.shape[1] <= NAMED else 1
+    margin = 0.25 + (0.07 * max(len(shorten(str(name), 18)) for name in counts.index) if len(counts) <= NAMED else 0.6)
+    heads = max(len(shorten(str(name), 16)) for name in counts.columns) if counts.shape[1] <= NAMED else 1
     below = 1.65 + (0.045 * heads if heads > 3 else 0)
     figure = Figure(figsize=(max(margin + width + 1.0, 3.4), height + below), layout="constrained")
     axes, totals = figure.subplots(1, 2, sharey=True, width_ratios=(width, 0.9))
-    figure.suptitle(short(title, 60), x=0.02, ha="left", fontsize=9, fontweight="bold")
+    figure.suptitle(shorten(title, 60), x=0.02, ha="left", fontsize=9, fontweight="bold")
     totals.set_title("samples", fontweight="normal", fontsize=8)
     totals.grid(visible=False)
     totals.spines[:].set_visible(False)
@@ -212,23 +214,23 @@ def _name_axis(axes: Axes, counts: pd.DataFrame) -> None:
     axes.set_xlabel("class")
     axes.tick_params(length=0)
     if len(counts) <= NAMED:
-        axes.set_yticks(range(len(counts)), [short(str(name), 18) for name in counts.index])
+        axes.set_yticks(range(len(counts)), [shorten(str(name), 18) for name in counts.index])
     if counts.shape[1] <= NAMED:
-        names = [short(str(name), 16) for name in counts.columns]
+        names = [shorten(str(name), 16) for name in counts.columns]
         turned: dict[str, Any] = {"rotation": 40, "ha": "right", "rotation_mode": "anchor"}
         axes.set_xticks(range(len(names)), names, **(turned if max(map(len, names)) > 3 else {}))
     else:
         axes.xaxis.set_major_locator(MaxNLocator(nbins=10, integer=True))
 
 
-def _sorted(counts: pd.DataFrame) -> pd.DataFrame:
+def _sort_clients(counts: pd.DataFrame) -> pd.DataFrame:
     """Clients by their main class, and by how much of it they have."""
     table = counts.to_numpy()
     main, share = table.argmax(axis=1), table.max(axis=1) / np.maximum(table.sum(axis=1), 1)
     return counts.iloc[np.lexsort((-share, main))]
 
 
-def _rounded(count: float) -> int:
+def _round_count(count: float) -> int:
     """``count`` to one significant digit."""
     return int(float(f"{count:.0e}"))
 
@@ -238,22 +240,22 @@ def feature_chart(means: pd.DataFrame, stds: pd.DataFrame, title: str) -> Figure
 
     Clients beyond :data:`NAMED` are lines: their means in ascending order, and a band of one standard deviation.
     """
-    apart = effect(means, stds)
+    apart = effect_size(means, stds)
     chosen = apart.sort_values(ascending=False, kind="stable").index[:FEATURES]
     named, across = len(means) <= NAMED, min(3, len(chosen))
     down = -(-len(chosen) // across)
     panel = 0.55 + 0.15 * len(means) if named else 1.6
-    with drawing():
+    with figure_settings():
         figure = Figure(figsize=(1.0 + 2.0 * across, 0.4 + down * panel + 0.4), layout="constrained")
-        figure.suptitle(short(title, 70), x=0.02, ha="left", fontsize=9, fontweight="bold")
+        figure.suptitle(shorten(title, 70), x=0.02, ha="left", fontsize=9, fontweight="bold")
         grid = figure.subplots(down, across, squeeze=False, sharey=named)
         for axes, name in zip(grid.flat, chosen, strict=False):
-            axes.set_title(f"{short(str(name), 20)}  (f = {apart[name]:.2f})", fontweight="normal")
+            axes.set_title(f"{shorten(str(name), 20)}  (f = {apart[name]:.2f})", fontweight="normal")
             axes.xaxis.set_major_locator(MaxNLocator(nbins=4))
             if named:
                 rows = range(len(means))
                 axes.errorbar(means[name], rows, xerr=stds[name], ls="", marker="o", color=BLUE, elinewidth=1.1)
-                axes.set_yticks(rows, [short(str(client), 18) for client in means.index])
+                axes.set_yticks(rows, [shorten(str(client), 18) for client in means.index])
                 axes.set_ylim(len(means) - 0.5, -0.5)
                 axes.tick_params(axis="y", length=0)
             else:
@@ -269,7 +271,7 @@ def feature_chart(means: pd.DataFrame, stds: pd.DataFrame, title: str) -> Figure
     return figure
 
 
-def effect(means: pd.DataFrame, stds: pd.DataFrame) -> pd.Series:
+def effect_size(means: pd.DataFrame, stds: pd.DataFrame) -> pd.Series:
     """Cohen's f of each feature: standard deviation of the clients' means over the pooled one within clients."""
     between, within = means.std(ddof=0), np.sqrt((stds**2).mean())
     f: pd.Series = (between / within).where(between > 0, 0.0)

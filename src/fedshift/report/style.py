@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from ..records import Study
+from ..results.schema import RunSummary
 
 INK, GRID = "#1f2733", "#d9dee6"  # the page replaces both by its own colors
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", INK, "#e69f00", "#56b4e9")
@@ -58,7 +58,7 @@ _SETTINGS: dict[Any, Any] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Look:
+class MethodStyle:
     """Color, marker, line style and hatch of one method; ``number`` is its place in the study."""
 
     number: int
@@ -73,15 +73,15 @@ class Look:
         return {"color": self.color, "marker": self.marker, "linestyle": self.dashes}
 
 
-def looks(study: Study) -> dict[str, Look]:
+def method_styles(study: RunSummary) -> dict[str, MethodStyle]:
     """Each method's look: the same in every figure; no two of the first 28 share color and line style."""
-    return looks_of(study.methods)
+    return make_styles(study.methods)
 
 
-def looks_of(names: Iterable[str]) -> dict[str, Look]:
+def make_styles(names: Iterable[str]) -> dict[str, MethodStyle]:
     """A look for each of ``names``, by its place among them."""
     return {
-        name: Look(
+        name: MethodStyle(
             number=number,
             color=_COLORS[number % len(_COLORS)],
             marker=_MARKERS[number % len(_MARKERS)],
@@ -93,35 +93,35 @@ def looks_of(names: Iterable[str]) -> dict[str, Look]:
 
 
 @contextmanager
-def drawing() -> Iterator[None]:
+def figure_settings() -> Iterator[None]:
     """The settings above, for making and for saving figures; names in any script pass without a font warning."""
     with mpl.rc_context(_SETTINGS), catch_warnings():
         filterwarnings("ignore", message="Glyph .* missing from font")
         yield
 
 
-def canvas(title: str, x_label: str, y_label: str, height: float = 3.0) -> tuple[Figure, Axes]:
+def make_panel(title: str, x_label: str, y_label: str, height: float = 3.0) -> tuple[Figure, Axes]:
     """An empty panel, 4 inches wide and ``height`` inches high."""
     figure = Figure(figsize=(4, height), layout="constrained")
     axes = figure.subplots()
-    axes.set(title=short(title, 40), xlabel=x_label, ylabel=y_label)
+    axes.set(title=shorten(title, 40), xlabel=x_label, ylabel=y_label)
     return figure, axes
 
 
-def legend(figure: Figure, handles: Mapping[str, Any], title: str) -> None:
+def add_legend(figure: Figure, handles: Mapping[str, Any], title: str) -> None:
     """A legend below the panel, which grows by its height; ``title`` says what bands and error bars are."""
-    names = [short(name, 44) for name in handles]
+    names = [shorten(name, 44) for name in handles]
     columns = max(1, min(len(names), 60 // (max(map(len, names), default=1) + 8)))
     figure.set_figheight(figure.get_figheight() + 0.16 * (1 - (-len(names) // columns)) + 0.1)
     figure.legend(list(handles.values()), names, loc="outside lower center", ncols=columns, title=title)
 
 
-def key(look: Look) -> Line2D:
+def legend_entry(look: MethodStyle) -> Line2D:
     """A method's entry in a legend of lines."""
     return Line2D([], [], **look.line)
 
 
-def short(text: str, length: int) -> str:
+def shorten(text: str, length: int) -> str:
     """``text`` on one line, cut to ``length`` characters."""
     text = " ".join(text.split())
     return text if len(text) <= length else text[: length - 1] + "…"

@@ -2,7 +2,7 @@
 
 The round reported for a run is its last evaluated one, or the one of the best macro validation metric of the personal
 model. Test data never choose a round. Values are shares in 0..1 (loss: nats); text, Markdown, LaTeX and CSV come from
-:mod:`fedshift.report.text`.
+:mod:`fedshift.report.formatting`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ..base.errors import UsageError, unknown
-from ..records import METRICS, MOMENTS, Study, measured
+from ..results.schema import METRICS, MOMENTS, RunSummary, compute_metric
+from ..utils.errors import UsageError, unknown_name
 
 MODELS = ("personal", "global")
 ONE_BY_ONE = 50
@@ -26,20 +26,24 @@ NAMED = 10
 """Clients that a remark names."""
 
 
-def history(
-    study: Study, metric: str | None = None, model: str | None = "personal", split: str = "test", moment: str = "loaded"
+def metric_history(
+    study: RunSummary,
+    metric: str | None = None,
+    model: str | None = "personal",
+    split: str = "test",
+    moment: str = "loaded",
 ) -> pd.DataFrame:
     """``metric`` of every client in every round: columns method, seed, round, client and value.
 
     The defaults are evaluations of the study's metric on test data; ``split="train", moment="trained", model=None``
     with ``metric="loss"`` is the training loss.
     """
-    metric = _chosen(study, metric)
+    metric = _resolve_metric(study, metric)
     rows = _select(study, model, split, moment)
-    return rows[["method", "seed", "round", "client"]].assign(value=measured(rows, metric).astype(float))
+    return rows[["method", "seed", "round", "client"]].assign(value=compute_metric(rows, metric).astype(float))
 
 
-def reported_rounds(study: Study) -> pd.Series:
+def find_reported_rounds(study: RunSummary) -> pd.Series:
     """The round reported for each run that was evaluated: a series over (method, seed).
 
     ``last`` is the run's last evaluated round. ``best`` is the round of the best macro metric on validation data of
@@ -50,8 +54,10 @@ def reported_rounds(study: Study) -> pd.Series:
     if study.select == "last":
         return tested.rename("round")
     if study.select != "best":
-        raise unknown("select", study.select, ("last", "best"))
-    per_round = history(study, split="validation").groupby(["method", "seed", "round"])["value"].agg(["mean", "count"])
+        raise unknown_name("select", study.select, ("last", "best"))
+    per_round = (
+        metric_history(study, split="validation").groupby(["method", "seed", "round"])["value"].agg(["mean", "count"])
+    )
     chosen: dict[Any, int] = {}
     for run in tested.index:
         if run not in per_round.index:
@@ -64,21 +70,23 @@ def reported_rounds(study: Study) -> pd.Series:
     return pd.Series(chosen, index=tested.index, name="round", dtype=int)
 
 
-def reported_rows(study: Study, model: str = "personal", split: str = "test", moment: str = "loaded") -> pd.DataFrame:
+def reported_rows(
+    study: RunSummary, model: str = "personal", split: str = "test", moment: str = "loaded"
+) -> pd.DataFrame:
     """The records of ``model`` on ``split`` at each run's reported round."""
     if model not in MODELS:
-        raise unknown("model", model, MODELS)
+        raise unknown_name("model", model, MODELS)
     if split not in ("test", "validation"):
-        raise unknown("split", split, ("test", "validation"))
+        raise unknown_name("split", split, ("test", "validation"))
     if moment not in MOMENTS:
-        raise unknown("moment", moment, MOMENTS)
+        raise unknown_name("moment", moment, MOMENTS)
     rows = _select(study, model, split, moment)
-    rows = rows.join(reported_rounds(study).rename("reported"), on=["method", "seed"])
+    rows = rows.join(find_reported_rounds(study).rename("reported"), on=["method", "seed"])
     return rows[rows["round"] == rows["reported"]]
 
 
 def seed_table(
-    study: Study, metric: str | None = None, model: str = "personal", split: str = "test", moment: str = "loaded"
+    study: RunSummary, metric: str | None = None, model: str = "personal", split: str = "test", moment: str = "loaded"
 ) -> pd.DataFrame:
     """``metric`` on ``split`` at the reported round: clients and aggregates x (method, seed); NaN where missing.
 
@@ -88,17 +96,17 @@ def seed_table(
     their local work of that round, of those that took part in it. The global model's table holds only methods that have
     one.
     """
-    metric = _chosen(study, metric)
+    metric = _resolve_metric(study, metric)
     rows = reported_rows(study, model, split, moment)
     methods = [name for name, facts in study.methods.items() if model == "personal" or facts.has_global]
     runs = pd.MultiIndex.from_product([methods, study.seeds], names=["method", "seed"])
-    rows = rows.assign(value=measured(rows, metric).astype(float))
+    rows = rows.assign(value=compute_metric(rows, metric).astype(float))
     clients = rows.pivot(index="client", columns=["method", "seed"], values="value")
     clients = clients.reindex(index=list(study.clients)).reindex(columns=runs).astype(float)
     common = comparable(clients)
     row = common.index.get_indexer(pd.Index(rows["client"]))
     column = runs.get_indexer(rows.set_index(["method", "seed"]).index)
-    pooled = _pooled(rows[~np.isnan(common.to_numpy()[row, column])], metric)
+    pooled = _pooled_metric(rows[~np.isnan(common.to_numpy()[row, column])], metric)
     aggregates = {"macro": common.mean(), "pooled": pooled.reindex(runs)}
     worst, best = (common.max(), common.min()) if metric == "loss" else (common.min(), common.max())
     aggregates["worst client"] = worst
@@ -123,7 +131,7 @@ def comparable(clients: pd.DataFrame) -> pd.DataFrame:
 
 
 def accuracy_table(
-    study: Study, metric: str | None = None, model: str = "personal", split: str = "test", moment: str = "loaded"
+    study: RunSummary, metric: str | None = None, model: str = "personal", split: str = "test", moment: str = "loaded"
 ) -> pd.DataFrame:
     """:func:`seed_table` over seeds: clients and aggregates x (method, mean | std | seeds).
 
@@ -140,12 +148,12 @@ def accuracy_table(
     return pd.DataFrame(cells, index=seeds.index, columns=columns, dtype=float)
 
 
-def measures_trained(study: Study) -> bool:
+def measures_trained(study: RunSummary) -> bool:
     """Whether clients' models were measured just after their local work too."""
     return len(_select(study, "personal", "test", "trained")) > 0
 
 
-def traffic_table(study: Study) -> pd.DataFrame:
+def traffic_table(study: RunSummary) -> pd.DataFrame:
     """Bytes that all clients together moved, by method, per round and in total: down, up, both (means over seeds)."""
     moved = study.traffic.assign(both=study.traffic["down"] + study.traffic["up"])
     runs = moved.groupby(["method", "seed"])[["down", "up", "both"]]
@@ -154,9 +162,9 @@ def traffic_table(study: Study) -> pd.DataFrame:
     return table.reindex(list(study.methods)).rename_axis("method")
 
 
-def shortfalls(study: Study) -> list[str]:
+def list_shortfalls(study: RunSummary) -> list[str]:
     """What a reader must know of the tables: runs cut short and clients that were not measured, in plain sentences."""
-    reported, found = reported_rounds(study), []
+    reported, found = find_reported_rounds(study), []
     evaluated = _select(study, None, "test", "loaded").groupby(["method", "seed"])["round"].max()
     for run in ((method, seed) for method in study.methods for seed in study.seeds):
         if run not in reported.index:
@@ -187,21 +195,21 @@ def shortfalls(study: Study) -> list[str]:
     return found
 
 
-def _chosen(study: Study, metric: str | None) -> str:
+def _resolve_metric(study: RunSummary, metric: str | None) -> str:
     """``metric``, or the study's own."""
     metric = study.metric if metric is None else metric
     if metric not in METRICS:
-        raise unknown("metric", metric, METRICS)
+        raise unknown_name("metric", metric, METRICS)
     return metric
 
 
-def _select(study: Study, model: str | None, split: str, moment: str) -> pd.DataFrame:
+def _select(study: RunSummary, model: str | None, split: str, moment: str) -> pd.DataFrame:
     rows = study.rows
     keep = (rows["split"] == split) & (rows["moment"] == moment)
     return rows[keep] if model is None else rows[keep & (rows["model"] == model)]
 
 
-def _pooled(rows: pd.DataFrame, metric: str) -> pd.Series:
+def _pooled_metric(rows: pd.DataFrame, metric: str) -> pd.Series:
     """``metric`` of all clients' samples together, over (method, seed)."""
     if metric == "auc":
         return pd.Series(dtype=float)
@@ -215,4 +223,4 @@ def _pooled(rows: pd.DataFrame, metric: str) -> pd.Series:
         for run, group in rows.groupby(["method", "seed"])
     }
     frame = pd.DataFrame.from_dict(totals, orient="index", columns=["samples", "loss_sum", "hits", "support"])
-    return measured(frame, metric).astype(float)
+    return compute_metric(frame, metric).astype(float)

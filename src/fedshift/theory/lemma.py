@@ -11,16 +11,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..analysis.arc_cosine import isotropic, magnitude_limit
-from ..analysis.ntk import Floats, Samples, block_diagonal, smallest
-from ..base.streams import stream
-from .setting import covariance
+from ..utils.random_streams import stream
+from .arc_cosine import isotropic_limit, magnitude_limit
+from .ntk import FederatedInputs, Floats, block_diagonal, smallest_eigenvalue
+from .settings import draw_covariance
 
 _SIZE = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class LemmaCase:
     """Inputs of a kind; whether lemma 4.3 ``assumes`` it; lambda_min of G_inf (``full``) and of G*_inf (``local``)."""
 
     name: str
@@ -30,7 +30,7 @@ class Case:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Closing:
+class ClosingAngle:
     """lambda_min while an input of one client turns towards one of another, ``angle`` radians apart.
 
     ``full`` and ``local`` for clients whose covariances are proportional; ``different`` is G_inf's where they are not.
@@ -42,11 +42,11 @@ class Closing:
     different: Floats
 
 
-def cases(seed: int) -> tuple[Case, ...]:
+def make_cases(seed: int) -> tuple[LemmaCase, ...]:
     """Two clients in four dimensions, with inputs that are parallel in one way or another."""
     rng = stream(seed, "theory lemma")
     first, second = rng.normal(size=(2, 3, _SIZE))
-    scaled, shaped = np.stack([np.eye(_SIZE), 4 * np.eye(_SIZE)]), _two_shapes(rng)
+    scaled, shaped = np.stack([np.eye(_SIZE), 4 * np.eye(_SIZE)]), _draw_two_shapes(rng)
     x = first[:1]
     pairs = rng.normal(size=(_SIZE + 1, _SIZE))
     rows = (
@@ -58,44 +58,44 @@ def cases(seed: int) -> tuple[Case, ...]:
         (f"{_SIZE + 1} pairs x and -x on one client", False, np.concatenate([pairs, -pairs]), second, shaped),
     )
     return tuple(
-        Case(name=name, assumes=assumes, **_integrated(_samples(one, two, moments)))
+        LemmaCase(name=name, assumes=assumes, **_integrate(_make_samples(one, two, moments)))
         for name, assumes, one, two, moments in rows
     )
 
 
-def closing(seed: int, angles: int = 25) -> Closing:
+def close_angle(seed: int, angles: int = 25) -> ClosingAngle:
     """Angles from a right angle down to a thousandth of a radian."""
     rng = stream(seed, "theory closing")
     first, second = rng.normal(size=(2, 3, _SIZE))
-    scaled, shaped = np.stack([np.eye(_SIZE), 4 * np.eye(_SIZE)]), _two_shapes(rng)
+    scaled, shaped = np.stack([np.eye(_SIZE), 4 * np.eye(_SIZE)]), _draw_two_shapes(rng)
     x = first[0] / np.linalg.norm(first[0])
     aside = rng.normal(size=_SIZE)
     aside -= (aside @ x) * x
     aside /= np.linalg.norm(aside)
     angle = np.geomspace(np.pi / 2, 1e-3, angles)
     turned = [np.concatenate([second, [np.cos(at) * x + np.sin(at) * aside]]) for at in angle]
-    same = [_samples(first, rows, scaled) for rows in turned]
-    proportional = [_least(samples, isotropic(samples).magnitude) for samples in same]
-    return Closing(
+    same = [_make_samples(first, rows, scaled) for rows in turned]
+    proportional = [_smallest_eigenvalues(samples, isotropic_limit(samples).magnitude) for samples in same]
+    return ClosingAngle(
         angle=angle,
         full=np.array([pair["full"] for pair in proportional]),
         local=np.array([pair["local"] for pair in proportional]),
-        different=np.array([_integrated(_samples(first, rows, shaped))["full"] for rows in turned]),
+        different=np.array([_integrate(_make_samples(first, rows, shaped))["full"] for rows in turned]),
     )
 
 
-def _two_shapes(rng: np.random.Generator) -> Floats:
-    return np.stack([covariance(_SIZE, 2.0, rng)[0] for _ in range(2)])
+def _draw_two_shapes(rng: np.random.Generator) -> Floats:
+    return np.stack([draw_covariance(_SIZE, 2.0, rng)[0] for _ in range(2)])
 
 
-def _samples(first: Floats, second: Floats, moments: Floats) -> Samples:
+def _make_samples(first: Floats, second: Floats, moments: Floats) -> FederatedInputs:
     client = np.repeat([0, 1], [len(first), len(second)])
-    return Samples(x=np.concatenate([first, second]), client=client, covariance=moments)
+    return FederatedInputs(x=np.concatenate([first, second]), client=client, covariance=moments)
 
 
-def _integrated(samples: Samples) -> dict[str, float]:
-    return _least(samples, magnitude_limit(samples))
+def _integrate(samples: FederatedInputs) -> dict[str, float]:
+    return _smallest_eigenvalues(samples, magnitude_limit(samples))
 
 
-def _least(samples: Samples, full: Floats) -> dict[str, float]:
-    return {"full": smallest(full), "local": smallest(block_diagonal(samples, full))}
+def _smallest_eigenvalues(samples: FederatedInputs, full: Floats) -> dict[str, float]:
+    return {"full": smallest_eigenvalue(full), "local": smallest_eigenvalue(block_diagonal(samples, full))}

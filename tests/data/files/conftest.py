@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from fedshift.data.files.images import read_images
-from fedshift.data.files.reading import Reading
+from fedshift.data.files.read_options import ReadOptions
 
 SUFFIXES = ("png", "bmp", "tif", "TIFF", "PNG")
 
@@ -40,7 +40,7 @@ def root(tmp_path: Path) -> Path:
 @pytest.fixture
 def read(tmp_path: Path, root: Path):
     """Read the directory, with a cache of this test's own."""
-    return lambda path=root, **choices: read_images(path, Reading(**({"cache": tmp_path / "cache"} | choices)))
+    return lambda path=root, **choices: read_images(path, ReadOptions(**({"cache": tmp_path / "cache"} | choices)))
 
 
 @pytest.fixture

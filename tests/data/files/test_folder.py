@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from fedshift.base.errors import UsageError
 from fedshift.data.files.folder import read_folder
+from fedshift.utils.errors import UsageError
 
 
 def test_a_folder_holds_the_same_federation_as_its_arrays(tiny, tiny_folder):

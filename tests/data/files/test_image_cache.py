@@ -16,9 +16,9 @@ from PIL import Image
 
 import fedshift.data.files.image_cache as image_cache
 import fedshift.data.files.image_store as image_store
-from fedshift.base.errors import UsageError
 from fedshift.data.files.images import read_images
-from fedshift.data.files.reading import Reading
+from fedshift.data.files.read_options import ReadOptions
+from fedshift.utils.errors import UsageError
 
 
 def noise(*shape: int, key: int = 0, top: int = 256, dtype=np.uint8) -> np.ndarray:
@@ -101,8 +101,8 @@ def test_a_file_that_cannot_be_read_is_refused_by_name_or_left_out(read, root, s
         said = refused(read, image_size=4)
         assert said.startswith(f"1 of 22 files cannot be read: {bad}: ")
         assert why in said
-        assert said.endswith("; mend or remove them, or leave them out (--broken skip)")
-        data = read(image_size=4, broken="skip")
+        assert said.endswith("; mend or remove them, or leave them out (--on-unreadable skip)")
+        data = read(image_size=4, on_unreadable="skip")
         assert data.note == "21 images of 2 clients"
         assert "client 'color': 1 of 12 files cannot be read, left out (color/cat/0.png: " in data.notices[0]
         assert why in data.notices[0]
@@ -127,7 +127,7 @@ def test_a_client_of_broken_files_alone_is_refused(read, root):
         text(file)
     for _ in range(2):  # decoded, and from the cache
         assert refused(read).startswith("10 of 22 files")
-        assert "client 'gray' has no training image that can be read" in refused(read, broken="skip")
+        assert "client 'gray' has no training image that can be read" in refused(read, on_unreadable="skip")
     assert read(domains=("color",)).note == "12 images of 1 clients"
 
 
@@ -148,13 +148,13 @@ def test_a_mended_file_is_read(read, root, content):
 def decoded(monkeypatch) -> list[str]:
     """Names of files in the order in which they are decoded."""
     names: list[str] = []
-    decode = image_store.decode
+    decode = image_store.decode_image
 
     def counted(file, **form):
         names.append(file.name)
         return decode(file, **form)
 
-    monkeypatch.setattr(image_store, "decode", counted)
+    monkeypatch.setattr(image_store, "decode_image", counted)
     return names
 
 
@@ -184,7 +184,7 @@ def test_a_changed_a_new_and_a_removed_file_are_noticed(read, root, decoded):
 
 def test_another_size_is_decoded_again_and_another_choice_of_clients_is_not(read, decoded):
     read()
-    read(domains=("gray",), classes=7, broken="skip")
+    read(domains=("gray",), classes=7, on_unreadable="skip")
     assert len(decoded) == 22
     read(image_size=5)
     assert len(decoded) == 44
@@ -345,7 +345,7 @@ def test_a_file_that_cannot_be_opened_now_is_no_broken_file_and_is_not_remembere
             raise PermissionError(13, "Permission denied")
         return opened(file, *given, **named)
 
-    reading = Reading(cache=tmp_path / "cache", broken="skip")
+    reading = ReadOptions(cache=tmp_path / "cache", on_unreadable="skip")
     with monkeypatch.context() as patched:
         patched.setattr(Path, "open", refused)
         with pytest.raises(UsageError, match=r"2\.png cannot be read now: Permission denied"):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from fedshift.base.errors import UsageError
+from fedshift.utils.errors import UsageError
 
 
 def noise(*shape: int, key: int = 0, top: int = 256, dtype=np.uint8) -> np.ndarray:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from PIL import Image
 
-from fedshift.base.errors import UsageError
 from fedshift.data.files.image_tree import holds_images
+from fedshift.utils.errors import UsageError
 
 
 def noise(*shape: int, key: int = 0, top: int = 256, dtype=np.uint8) -> np.ndarray:
@@ -38,7 +38,7 @@ def refused(read, *arguments, **choices) -> str:
 
 def test_every_file_is_used_once_and_none_for_both_training_and_test(read, root, content):
     data = read()
-    assert data.fitted().check().sample_shape == (3, 4, 6)
+    assert data.fit_images().check().sample_shape == (3, 4, 6)
     assert (data.name, data.classes, data.class_names, data.notices) == ("looks", 2, ("cat", "dog"), ())
     assert data.note == "22 images of 2 clients"
     assert data.names == ("color", "gray")

@@ -8,11 +8,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from fedshift.base.errors import UsageError
-from fedshift.data.files.reading import Reading
-from fedshift.data.files.tables import read_tables
+from fedshift.data.files.read_options import ReadOptions
+from fedshift.data.files.table_reader import read_tables
+from fedshift.utils.errors import UsageError
 
-READING = Reading(client_column="site", target="ill", split_column="part")
+READING = ReadOptions(client_column="site", target="ill", split_column="part")
 ROWS = ("x,train,1,0", "x,train,2,1", "x,test,3,0", "x,test,4,1")
 
 
@@ -196,4 +196,4 @@ def test_directories_whose_files_do_not_fit_together_are_refused(tmp_path):
 def test_column_names_in_another_encoding_are_refused_by_name_of_the_file(tmp_path):
     (tmp_path / "a.csv").write_bytes("größe,y\n1,0\n2,1\n".encode("latin-1"))
     with pytest.raises(UsageError, match=r"a\.csv"):
-        read_tables(tmp_path, Reading(target="y"))
+        read_tables(tmp_path, ReadOptions(target="y"))

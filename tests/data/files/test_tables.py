@@ -13,14 +13,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sklearn.preprocessing import StandardScaler
 
-from fedshift.base.errors import UsageError
 from fedshift.data.federation import Federation
-from fedshift.data.files import columns, table_files
-from fedshift.data.files.reading import Reading
-from fedshift.data.files.table_rows import whole_groups
-from fedshift.data.files.tables import holds_tables, read_tables
+from fedshift.data.files import table_columns, table_files
+from fedshift.data.files.read_options import ReadOptions
+from fedshift.data.files.table_reader import holds_tables, read_tables
+from fedshift.data.files.table_rows import draw_groups
+from fedshift.utils.errors import UsageError
 
-READING = Reading(client_column="site", target="ill", split_column="part")
+READING = ReadOptions(client_column="site", target="ill", split_column="part")
 RAW = replace(READING, scaling="none")
 
 
@@ -235,7 +235,7 @@ def test_small_batches_give_bitwise_the_same_federation(read, monkeypatch, name)
     monkeypatch.setattr(table_files, "BLOCK", 500)
     monkeypatch.setattr(table_files, "CELLS", 40)
     assert read(frame, name, scaling="client").fingerprint == whole.fingerprint
-    monkeypatch.setattr(columns, "BLOCK", 64)
+    monkeypatch.setattr(table_columns, "BLOCK", 64)
     for one, other in zip(read(frame, name, scaling="client").clients, whole.clients, strict=True):
         torch.testing.assert_close(one.train.x, other.train.x, rtol=1e-6, atol=1e-6)
 
@@ -247,7 +247,7 @@ def test_a_byte_order_mark_quotes_and_line_breaks_inside_them_are_read(tmp_path)
         *(f'x,{n},"well",1' for n in range(4)),
     ]
     (tmp_path / "t.csv").write_text("\n".join(lines), encoding="utf-8-sig")
-    data = read_tables(tmp_path / "t.csv", Reading(client_column="site", target="y", scaling="none"))
+    data = read_tables(tmp_path / "t.csv", ReadOptions(client_column="site", target="y", scaling="none"))
     assert data.sample_shape == (3,)
     pooled = torch.cat([split.x for split in data.clients[0].splits.values()])
     assert pooled.sum(0).tolist() == [28 + 6, 8, 4]
@@ -402,7 +402,7 @@ def test_groups_are_drawn_whole(read):
 )
 def test_whole_groups_leave_some_on_both_sides(group, fraction, seed):
     array = np.array(group, dtype=np.int32)
-    drawn = whole_groups(array, fraction, np.random.default_rng(seed))
+    drawn = draw_groups(array, fraction, np.random.default_rng(seed))
     assert not set(array[drawn].tolist()) & set(array[~drawn].tolist())
     if len(set(group)) == 1:
         assert not drawn.any()
@@ -439,7 +439,7 @@ if HEART.is_file():
         table = pd.concat(frames)
         table["chol"] = table["chol"].mask(table["chol"] == 0)  # as SOURCES.md says
         data = read_tables(
-            write(table, tmp_path / "heart.csv"), Reading(client_column="hospital", target="disease")
+            write(table, tmp_path / "heart.csv"), ReadOptions(client_column="hospital", target="disease")
         ).check()
         sizes = {client.name: len(client.train) + len(client.test) for client in data.clients}
         assert sizes == {"cleveland": 303, "hungarian": 294, "switzerland": 123, "va": 200}
@@ -457,6 +457,6 @@ def test_labels_mean_the_same_whichever_clients_are_chosen(tmp_path):
     rows = [f"{site},{k},{grade}" for site, own in grades.items() for k in range(10) for grade in own]
     file = tmp_path / "all.csv"
     file.write_text("\n".join(["site,age,grade", *rows]))
-    made = read_tables(file, Reading(client_column="site", target="grade", domains=("b", "c")))
+    made = read_tables(file, ReadOptions(client_column="site", target="grade", domains=("b", "c")))
     assert (made.classes, made.class_names) == (3, ("G1", "G2", "G3"))
     assert {int(label) for client in made.clients for label in client.train.y} == {1, 2}

@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from ...base.errors import UsageError, unknown
-from ..federation import ClientData, Federation, class_count
-from ..split import as_split
-from .decode import SUFFIXES
+from ...utils.errors import UsageError, unknown_name
+from ..federation import ClientData, Federation, count_classes
+from ..samples import to_samples
+from .image_decoding import SUFFIXES
 from .image_tree import holds_images
 from .images import read_images
-from .reading import Reading
-from .tables import holds_tables, read_tables
+from .read_options import ReadOptions
+from .table_reader import holds_tables, read_tables
 
 SPLITS = {"train": "train", "validation": "val", "test": "test"}
 """Names of splits, and how the arrays' names end."""
@@ -30,13 +30,15 @@ def read_folder(
 
     Understood are ``client/class/*.png`` (jpg, tif, bmp) and ``client/train/class/*.png`` with test and val beside
     train; one ``.npz`` file a client; one CSV or Parquet file a client, or one table with ``client_column``.
-    ``choices`` are the fields of :class:`~fedshift.data.files.reading.Reading`. Raises :class:`UsageError` naming the
+    ``choices`` are the fields of :class:`~fedshift.data.files.read_options.ReadOptions`. Raises :class:`UsageError` naming the
     file where one cannot be read, and where a directory holds nothing of these or two kinds of them.
     """
-    return read(Path(path), Reading(domains=None if domains is None else tuple(domains), classes=classes, **choices))
+    return read_directory(
+        Path(path), ReadOptions(domains=None if domains is None else tuple(domains), classes=classes, **choices)
+    )
 
 
-def read(path: Path, reading: Reading) -> Federation:
+def read_directory(path: Path, reading: ReadOptions) -> Federation:
     """:func:`read_folder` with its choices as one value."""
     found = {
         ".npz files": bool(_arrays_in(path, reading)),
@@ -58,27 +60,27 @@ def read(path: Path, reading: Reading) -> Federation:
     )
 
 
-def read_arrays(path: Path, reading: Reading) -> Federation:
+def read_arrays(path: Path, reading: ReadOptions) -> Federation:
     """One ``.npz`` file a client: ``x_train y_train x_test y_test`` and perhaps ``x_val y_val``.
 
-    Arrays are read without pickle, so a file cannot run code; shapes as in :func:`fedshift.data.split.as_split`.
+    Arrays are read without pickle, so a file cannot run code; shapes as in :func:`fedshift.data.samples.to_samples`.
     """
     files = {file.stem: file for file in _arrays_in(path, reading)}
     wanted = list(files) if reading.domains is None else list(reading.domains)
     for name in wanted:
         if name not in files:
-            raise unknown("domain", name, files)
+            raise unknown_name("domain", name, files)
     clients = []
     for done, name in enumerate(wanted, 1):
         clients.append(_read(name, files[name]))
         if reading.progress:
             reading.progress("arrays", done, len(wanted))
-    classes = class_count(clients) if reading.classes is None else reading.classes
+    classes = count_classes(clients) if reading.classes is None else reading.classes
     note = f"{len(clients)} files of .npz"
     return Federation(name=path.resolve().name, clients=tuple(clients), classes=classes, note=note)
 
 
-def _arrays_in(path: Path, reading: Reading) -> list[Path]:
+def _arrays_in(path: Path, reading: ReadOptions) -> list[Path]:
     """The ``.npz`` files in directory ``path``, by name; the file itself where it is a client that comes to others."""
     if path.is_dir():
         return sorted(path.glob("*.npz"))
@@ -97,7 +99,7 @@ def _read(name: str, file: Path) -> ClientData:
                     "x_train, y_train, x_test, y_test, or choose other files (--domains)"
                 )
             parts = {
-                split: as_split(packed[f"x_{end}"], packed[f"y_{end}"], f"{file}, {split} data")
+                split: to_samples(packed[f"x_{end}"], packed[f"y_{end}"], f"{file}, {split} data")
                 for split, end in SPLITS.items()
                 if f"x_{end}" in packed and f"y_{end}" in packed
             }

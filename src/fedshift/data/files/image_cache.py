@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
 
-from ...base.errors import UsageError
+from ...utils.errors import UsageError
 
 VARIABLE = "FEDSHIFT_CACHE_LIMIT"
 LIMIT = 20.0

@@ -30,9 +30,9 @@ from uuid import uuid4
 import numpy as np
 from numpy.typing import NDArray
 
-from .decode import Header, Kind, Unreadable, decode, inspect, quiet
 from .image_cache import BEGUN, images_in, make_room, mark_used, remove
-from .reading import Progress
+from .image_decoding import Header, Kind, Unreadable, decode_image, quiet_pillow, read_header
+from .read_options import Progress
 
 Pixels = NDArray[np.generic]
 
@@ -52,7 +52,7 @@ class ImageFile(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
+class ImageFacts:
     """What is true of all images of a client, and which files stand out.
 
     ``bits``: 0 unless gray integers were scaled. ``broken``: why a file cannot be used; ``frames``: how many, where
@@ -69,18 +69,18 @@ class Facts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Store:
+class ImageStore:
     """A client's images ``[N, C, H, W]`` in the order of its files, zeros where a file is broken.
 
     ``unkept`` says why the array is in memory and not in the cache; empty where it is there.
     """
 
-    facts: Facts
+    facts: ImageFacts
     pixels: Pixels
     unkept: str = ""
 
 
-def entry(cache: Path, root: Path, files: Iterable[ImageFile], *choices: object) -> Path:
+def cache_entry(cache: Path, root: Path, files: Iterable[ImageFile], *choices: object) -> Path:
     """Where ``cache`` keeps these files of ``root`` decoded under ``choices``."""
     digest = blake2b(repr((_VERSION, str(root.resolve()), *choices)).encode(), digest_size=16)
     for file in files:
@@ -88,13 +88,13 @@ def entry(cache: Path, root: Path, files: Iterable[ImageFile], *choices: object)
     return images_in(cache) / digest.hexdigest()
 
 
-def kept(place: Path) -> Store | None:
+def load_store(place: Path) -> ImageStore | None:
     """The store at ``place`` if a whole one is there; nothing is decoded. What else is found there is removed."""
     if not place.is_dir():
         return None
     try:
-        facts = Facts(**json.loads((place / "facts.json").read_text("utf-8")))
-        store = Store(facts=facts, pixels=np.load(place / "pixels.npy", mmap_mode="c"))
+        facts = ImageFacts(**json.loads((place / "facts.json").read_text("utf-8")))
+        store = ImageStore(facts=facts, pixels=np.load(place / "pixels.npy", mmap_mode="c"))
     except (OSError, ValueError, TypeError, EOFError):
         remove(place)
         return None
@@ -110,11 +110,11 @@ def inspect_all(
 
     def one(row: int) -> None:
         try:
-            found[paths[row]] = inspect(root / paths[row])
+            found[paths[row]] = read_header(root / paths[row])
         except Unreadable as error:
             found[paths[row]] = str(error)
 
-    _in_parallel(one, len(paths), what, progress)
+    _run_in_parallel(one, len(paths), what, progress)
     headers = {path: header for path, header in found.items() if isinstance(header, Header)}
     return headers, {path: why for path, why in found.items() if isinstance(why, str)}
 
@@ -122,12 +122,12 @@ def inspect_all(
 def decode_all(
     root: Path,
     paths: Sequence[str],
-    facts: Facts,
+    facts: ImageFacts,
     place: Path,
     training: Callable[[frozenset[str]], Iterable[int]],
     what: str,
     progress: Progress | None,
-) -> Store:
+) -> ImageStore:
     """Decode ``paths`` as ``facts`` says into an entry at ``place``, or into memory where that cannot be written.
 
     ``training(broken)`` gives the rows of the training images once it is known which files are broken.
@@ -135,7 +135,7 @@ def decode_all(
     shape = (len(paths), facts.channels, facts.height, facts.width)
     dtype = np.dtype(np.uint8 if facts.kind == "byte" else np.float32)
 
-    def fill(put: Callable[[int, Pixels], None]) -> tuple[Facts, dict[int, float]]:
+    def fill(put: Callable[[int, Pixels], None]) -> tuple[ImageFacts, dict[int, float]]:
         """Decode every file; what is known then, and the largest value of each row."""
         broken, peaks = dict(facts.broken), {}
 
@@ -143,7 +143,7 @@ def decode_all(
             if paths[row] in facts.broken:
                 return
             try:
-                pixels, peaks[row] = decode(
+                pixels, peaks[row] = decode_image(
                     root / paths[row],
                     kind=facts.kind, channels=facts.channels, height=facts.height, width=facts.width,
                 )  # fmt: skip
@@ -152,23 +152,23 @@ def decode_all(
             else:
                 put(row, pixels)
 
-        _in_parallel(one, len(paths), what, progress)
+        _run_in_parallel(one, len(paths), what, progress)
         top = max((peaks[row] for row in training(frozenset(broken))), default=0.0)
         bits = next(bits for bits in _BITS if top < 2**bits) if facts.kind == "integer" else 0
         return replace(facts, broken=dict(sorted(broken.items())), bits=bits), peaks
 
     try:
-        return _on_disk(place, shape, dtype, fill)
+        return _write_store(place, shape, dtype, fill)
     except OSError as error:
         memory = np.zeros(shape, dtype)
         known, peaks = fill(memory.__setitem__)
-        _scale(memory, known, peaks)
-        return Store(facts=known, pixels=memory, unkept=error.strerror or str(error))
+        _rescale(memory, known, peaks)
+        return ImageStore(facts=known, pixels=memory, unkept=error.strerror or str(error))
 
 
-def _on_disk(
-    place: Path, shape: tuple[int, ...], dtype: np.dtype[Any], fill: Callable[..., tuple[Facts, dict[int, float]]]
-) -> Store:
+def _write_store(
+    place: Path, shape: tuple[int, ...], dtype: np.dtype[Any], fill: Callable[..., tuple[ImageFacts, dict[int, float]]]
+) -> ImageStore:
     """Fill an entry beside ``place`` and rename it to that; raises :class:`OSError` where the disk refuses."""
     beside = place.with_name(f"{place.name}.{uuid4().hex}{BEGUN}")
     make_room(place.parent, math.prod(shape) * dtype.itemsize)
@@ -189,7 +189,7 @@ def _on_disk(
             os.fsync(file.fileno())
         if facts.kind != "byte":
             mapped = np.lib.format.open_memmap(array, "r+")
-            _scale(mapped, facts, peaks)
+            _rescale(mapped, facts, peaks)
             mapped.flush()
             del mapped
         (beside / "facts.json").write_text(json.dumps(asdict(facts)), "utf-8")
@@ -199,13 +199,13 @@ def _on_disk(
             raise
     finally:
         shutil.rmtree(beside, ignore_errors=True)
-    store = kept(place)
+    store = load_store(place)
     if store is None:
         raise OSError(f"{place} cannot be read")
     return store
 
 
-def _scale(pixels: Pixels, facts: Facts, rows: Iterable[int]) -> None:
+def _rescale(pixels: Pixels, facts: ImageFacts, rows: Iterable[int]) -> None:
     """Bring gray values of more than 8 bits to [-1, 1] in place; larger ones than ``bits`` holds become 1."""
     if facts.kind != "byte":
         top = 2**facts.bits - 1 if facts.kind == "integer" else 1
@@ -213,7 +213,7 @@ def _scale(pixels: Pixels, facts: Facts, rows: Iterable[int]) -> None:
             pixels[row] = np.minimum(pixels[row] / np.float32(top), 1) * 2 - 1
 
 
-def _in_parallel(work: Callable[[int], None], count: int, what: str, progress: Progress | None) -> None:
+def _run_in_parallel(work: Callable[[int], None], count: int, what: str, progress: Progress | None) -> None:
     """Call ``work`` with 0..``count - 1`` on a few threads (Pillow decodes without the interpreter's lock)."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -223,7 +223,7 @@ def _in_parallel(work: Callable[[int], None], count: int, what: str, progress: P
             work(row)
         return end
 
-    with quiet(), ThreadPoolExecutor(min(cores, 8)) as pool:
+    with quiet_pillow(), ThreadPoolExecutor(min(cores, 8)) as pool:
         for done in pool.map(some, range(0, count, _AT_ONCE)):
             if progress is not None:
                 progress(what, done, count)

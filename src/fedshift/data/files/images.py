@@ -15,15 +15,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ...base.errors import UsageError, unknown
-from ...base.streams import stream
+from ...utils.errors import UsageError, unknown_name
+from ...utils.random_streams import stream
 from ..federation import ClientData, Federation
-from ..split import Split
-from ..stratified import stratified
-from .decode import Header
-from .image_store import Facts, ImageFile, Store, decode_all, entry, inspect_all, kept
-from .image_tree import categories, clients_in, files_of
-from .reading import Reading
+from ..samples import Samples
+from ..stratification import split_stratified
+from .image_decoding import Header
+from .image_store import ImageFacts, ImageFile, ImageStore, cache_entry, decode_all, inspect_all, load_store
+from .image_tree import find_clients, list_categories, list_files
+from .read_options import ReadOptions
 
 Rows = NDArray[np.int64]
 Sizes = dict[tuple[int, int], str]  # a file of each (width, height)
@@ -35,7 +35,7 @@ class SizesDiffer(UsageError):
     """Images are of several sizes, and nobody said to which they are to be brought."""
 
 
-def read_images(path: Path, reading: Reading) -> Federation:
+def read_images(path: Path, reading: ReadOptions) -> Federation:
     """The federation in directory ``path``, uint8 ``[N, C, H, W]``; float32 in [-1, 1] for gray of more than 8 bits.
 
     A client is gray (C = 1) unless an image of its is in color. Labels count the class folders of all clients, whether
@@ -45,31 +45,33 @@ def read_images(path: Path, reading: Reading) -> Federation:
     """
     if reading.image_size is not None and reading.image_size < 1:
         raise UsageError(f"image_size={reading.image_size} pixels: must be at least 1")
-    folders = clients_in(path)
+    folders = find_clients(path)
     for name in reading.domains or ():
         if name not in folders:
-            raise unknown("domain", name, folders)
-    labels = {name: label for label, name in enumerate(categories(folders.values()))}
+            raise unknown_name("domain", name, folders)
+    labels = {name: label for label, name in enumerate(list_categories(folders.values()))}
     classes = len(labels) if reading.classes is None else reading.classes
     if classes < len(labels):
-        raise UsageError(f"classes={classes}: {path} has {len(labels)} class folders ({_few(labels)}); ask for as many")
+        raise UsageError(
+            f"classes={classes}: {path} has {len(labels)} class folders ({_format_few(labels)}); ask for as many"
+        )
     notices: list[str] = []
     files: dict[str, tuple[ImageFile, ...]] = {}
     for name in folders if reading.domains is None else reading.domains:
-        files[name], remarks = files_of(path, folders[name])
+        files[name], remarks = list_files(path, folders[name])
         notices += remarks
-    stores = _stores(path, files, reading)
+    stores = _load_stores(path, files, reading)
     broken = {file: why for store in stores.values() for file, why in store.facts.broken.items()}
-    if broken and reading.broken == "refuse":
+    if broken and reading.on_unreadable == "refuse":
         raise UsageError(
             f"{len(broken)} of {sum(map(len, files.values()))} files cannot be read: "
-            f"{_few(f'{path / file}: {why}' for file, why in broken.items())}; "
-            "mend or remove them, or leave them out (--broken skip)"
+            f"{_format_few(f'{path / file}: {why}' for file, why in broken.items())}; "
+            "mend or remove them, or leave them out (--on-unreadable skip)"
         )
     clients = []
     for name, store in stores.items():
-        clients.append(_client(name, files[name], store, labels, reading))
-        notices += _notices(name, files[name], store.facts, reading)
+        clients.append(_make_client(name, files[name], store, labels, reading))
+        notices += _list_notices(name, files[name], store.facts, reading)
     unkept = {store.unkept for store in stores.values() if store.unkept}
     notices += [f"{reading.cache_directory} cannot be written ({why}): images are kept in memory" for why in unkept]
     count = sum(len(split) for client in clients for split in client.splits.values())
@@ -83,17 +85,17 @@ def read_images(path: Path, reading: Reading) -> Federation:
     )
 
 
-def _stores(path: Path, files: Mapping[str, tuple[ImageFile, ...]], reading: Reading) -> dict[str, Store]:
+def _load_stores(path: Path, files: Mapping[str, tuple[ImageFile, ...]], reading: ReadOptions) -> dict[str, ImageStore]:
     """Every client's array, from the cache or decoded; headers of all files are read before any is decoded."""
     places: dict[str, Path] = {}
-    found: dict[str, Store | None] = {}
+    found: dict[str, ImageStore | None] = {}
     headers: dict[str, dict[str, Header]] = {}
     broken: dict[str, dict[str, str]] = {}
     sizes: Sizes = {}
     for name, own in files.items():
         fraction = None if any(file.part == "test" for file in own) else reading.test_fraction
-        places[name] = entry(reading.cache_directory, path, own, name, reading.image_size, fraction)
-        store = found[name] = kept(places[name])
+        places[name] = cache_entry(reading.cache_directory, path, own, name, reading.image_size, fraction)
+        store = found[name] = load_store(places[name])
         if store is None:
             paths = [file.path for file in own]
             headers[name], broken[name] = inspect_all(path, paths, f"headers of {name}", reading.progress)
@@ -103,15 +105,15 @@ def _stores(path: Path, files: Mapping[str, tuple[ImageFile, ...]], reading: Rea
         elif len(store.facts.broken) < len(own):
             usable = next(file.path for file in own if file.path not in store.facts.broken)
             sizes.setdefault((store.facts.width, store.facts.height), usable)
-    width, height = (reading.image_size,) * 2 if reading.image_size else _common(path, sizes)
+    width, height = (reading.image_size,) * 2 if reading.image_size else _common_size(path, sizes)
     stores = {}
     for name, store in found.items():
         if store is None:
             own = files[name]
-            facts = _facts(headers[name], broken[name], height, width)
+            facts = _common_facts(headers[name], broken[name], height, width)
             store = decode_all(
                 path, [file.path for file in own], facts, places[name],
-                partial(_training, name, own, reading), f"images of {name}", reading.progress,
+                partial(_training_rows, name, own, reading), f"images of {name}", reading.progress,
             )  # fmt: skip
         stores[name] = store
     return stores
@@ -129,8 +131,8 @@ def _refuse_mixed(path: Path, name: str, headers: Mapping[str, Header]) -> None:
         )
 
 
-def _facts(headers: Mapping[str, Header], broken: dict[str, str], height: int, width: int) -> Facts:
-    return Facts(
+def _common_facts(headers: Mapping[str, Header], broken: dict[str, str], height: int, width: int) -> ImageFacts:
+    return ImageFacts(
         kind=next((header.kind for header in headers.values()), "byte"),
         channels=max((header.channels for header in headers.values()), default=1),
         height=height,
@@ -140,7 +142,7 @@ def _facts(headers: Mapping[str, Header], broken: dict[str, str], height: int, w
     )
 
 
-def _common(path: Path, sizes: Sizes) -> tuple[int, int]:
+def _common_size(path: Path, sizes: Sizes) -> tuple[int, int]:
     """The one width and height of all images, 1 x 1 where none can be read."""
     if len(sizes) > 1:
         small, large = (pick(sizes, key=lambda size: (size[0] * size[1], size)) for pick in (min, max))
@@ -153,7 +155,9 @@ def _common(path: Path, sizes: Sizes) -> tuple[int, int]:
     return next(iter(sizes), (1, 1))
 
 
-def _rows(name: str, files: tuple[ImageFile, ...], reading: Reading, broken: Iterable[str]) -> dict[str, Rows]:
+def _split_rows(
+    name: str, files: tuple[ImageFile, ...], reading: ReadOptions, broken: Iterable[str]
+) -> dict[str, Rows]:
     """Which images are for training, validation and testing: places in ``files``, without broken ones."""
     left_out = frozenset(broken)
     usable = np.array([row for row, file in enumerate(files) if file.path not in left_out], dtype=np.int64)
@@ -161,21 +165,21 @@ def _rows(name: str, files: tuple[ImageFile, ...], reading: Reading, broken: Ite
     rows = {one: usable[part == one] for one in ("train", "validation", "test")}
     if not any(file.part == "test" for file in files):
         category = np.unique([files[row].category for row in rows["train"]], return_inverse=True)[1]
-        rest, drawn = stratified(category, reading.test_fraction, stream(0, "test", name))
+        rest, drawn = split_stratified(category, reading.test_fraction, stream(0, "test", name))
         rows["train"], rows["test"] = rows["train"][rest], rows["train"][drawn]
     return rows
 
 
-def _training(name: str, files: tuple[ImageFile, ...], reading: Reading, broken: frozenset[str]) -> Rows:
-    return _rows(name, files, reading, broken)["train"]
+def _training_rows(name: str, files: tuple[ImageFile, ...], reading: ReadOptions, broken: frozenset[str]) -> Rows:
+    return _split_rows(name, files, reading, broken)["train"]
 
 
-def _client(
-    name: str, files: tuple[ImageFile, ...], store: Store, labels: Mapping[str, int], reading: Reading
+def _make_client(
+    name: str, files: tuple[ImageFile, ...], store: ImageStore, labels: Mapping[str, int], reading: ReadOptions
 ) -> ClientData:
     y = torch.tensor([labels[file.category] for file in files])
     x = torch.from_numpy(store.pixels)
-    rows = _rows(name, files, reading, store.facts.broken)
+    rows = _split_rows(name, files, reading, store.facts.broken)
     if not len(rows["train"]):
         raise UsageError(f"client {name!r} has no training image that can be read: leave the client out (--domains)")
     if not len(rows["test"]):
@@ -184,20 +188,20 @@ def _client(
             "add images, or leave the client out (--domains)"
         )
     splits = {
-        part: Split(x=x, y=y[index], rows=index)
+        part: Samples(x=x, y=y[index], rows=index)
         for part, index in ((part, torch.from_numpy(chosen)) for part, chosen in rows.items())
         if len(index)
     }
     return ClientData(name=name, **splits)
 
 
-def _notices(name: str, files: tuple[ImageFile, ...], facts: Facts, reading: Reading) -> list[str]:
+def _list_notices(name: str, files: tuple[ImageFile, ...], facts: ImageFacts, reading: ReadOptions) -> list[str]:
     said = []
     if facts.broken:
-        why = _few(f"{file}: {why}" for file, why in facts.broken.items())
+        why = _format_few(f"{file}: {why}" for file, why in facts.broken.items())
         said.append(f"client {name!r}: {len(facts.broken)} of {len(files)} files cannot be read, left out ({why})")
     if facts.frames:
-        frames = _few(f"{file}: {count}" for file, count in facts.frames.items())
+        frames = _format_few(f"{file}: {count}" for file, count in facts.frames.items())
         said.append(f"client {name!r}: {len(facts.frames)} files hold several frames, the first is read ({frames})")
     if facts.bits:
         said.append(f"client {name!r}: gray read as {facts.bits} bits, 0..{2**facts.bits - 1} scaled to [-1, 1]")
@@ -206,7 +210,7 @@ def _notices(name: str, files: tuple[ImageFile, ...], facts: Facts, reading: Rea
     return said
 
 
-def _few(items: Iterable[str]) -> str:
+def _format_few(items: Iterable[str]) -> str:
     """The first five, and how many more there are."""
     named = list(items)
     more = f", and {len(named) - _LISTED} more" if len(named) > _LISTED else ""

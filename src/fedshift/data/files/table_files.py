@@ -16,8 +16,8 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 
-from ...base.errors import UsageError
-from .columns import MISSING
+from ...utils.errors import UsageError
+from .table_columns import MISSING
 
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 SUFFIXES = (*SEPARATORS, ".parquet")
@@ -27,7 +27,7 @@ CELLS = 1 << 17
 """Values in a batch."""
 
 
-def table_files(path: Path) -> list[Path]:
+def find_tables(path: Path) -> list[Path]:
     """The tables at ``path``, by name: the file itself, or those directly in the directory."""
     return [file for file in sorted(path.iterdir() if path.is_dir() else [path]) if is_table(file)]
 
@@ -54,21 +54,21 @@ class TableFile:
         Of Parquet, which stores columns one after another, ``together`` are read at a time: each that is open takes
         memory of its own.
         """
-        with _readable(self.path):
+        with _explain_errors(self.path):
             if self.path.suffix.lower() in SEPARATORS:
                 options = pa.csv.ConvertOptions(
                     include_columns=columns, column_types=self.types, null_values=MISSING, strings_can_be_null=True
                 )
-                yield from _numbered(_joined(_open_text(self.path, options)))
+                yield from _number_batches(_join_batches(_open_text(self.path, options)))
                 return
             with pq.ParquetFile(self.path, buffer_size=1 << 16, pre_buffer=False) as file:
                 for at in range(0, len(columns), together):
                     names = list(columns[at : at + together])
                     batches = file.iter_batches(max(1, CELLS // len(names)), columns=names)
-                    yield from _numbered(batch.select(names) for batch in batches)
+                    yield from _number_batches(batch.select(names) for batch in batches)
 
 
-def _joined(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+def _join_batches(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """The same rows in fewer batches, of :data:`CELLS` values or more."""
     parts: list[pa.RecordBatch] = []
     for batch in batches:
@@ -80,7 +80,7 @@ def _joined(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         yield from pa.Table.from_batches(parts).combine_chunks().to_batches()
 
 
-def _numbered(batches: Iterable[pa.RecordBatch]) -> Iterator[tuple[int, pa.RecordBatch]]:
+def _number_batches(batches: Iterable[pa.RecordBatch]) -> Iterator[tuple[int, pa.RecordBatch]]:
     row = 0
     for batch in batches:
         yield row, batch
@@ -89,7 +89,7 @@ def _numbered(batches: Iterable[pa.RecordBatch]) -> Iterator[tuple[int, pa.Recor
 
 def open_table(path: Path) -> TableFile:
     """The file with its columns, or :class:`UsageError` naming it where it cannot be read or names no columns."""
-    with _readable(path):
+    with _explain_errors(path):
         text = path.suffix.lower() in SEPARATORS
         schema = _open_text(path).schema if text else pq.read_schema(path)
         names = schema.names  # decoded here
@@ -119,7 +119,7 @@ def _open_text(path: Path, options: pa.csv.ConvertOptions | None = None) -> pa.c
 
 
 @contextmanager
-def _readable(path: Path) -> Iterator[None]:
+def _explain_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:

@@ -14,10 +14,10 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from ...base.errors import UsageError, unknown
-from ...base.streams import stream
-from ..stratified import stratified
-from .columns import Ints, Seen, is_text, texts
+from ...utils.errors import UsageError, unknown_name
+from ...utils.random_streams import stream
+from ..stratification import split_stratified
+from .table_columns import ColumnContents, Ints, clean_texts, is_text
 from .table_files import TableFile
 
 SIDES = {"train": 0, "val": 1, "valid": 1, "validation": 1, "test": 2}
@@ -29,7 +29,7 @@ Labels = NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Roles:
+class ColumnRoles:
     """Names of the columns that are no features; ``client`` is None where every client has a file."""
 
     target: str
@@ -44,7 +44,7 @@ class Roles:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Rows:
+class TableRows:
     """The N rows of all files, in order, as numbers: of the client in ``names`` (-1: not wanted), the label, and so on.
 
     ``values``: what the numbers stand for, by column. ``files``: each file, and its number of rows.
@@ -56,16 +56,16 @@ class Rows:
     values: dict[str, list[str]]
     files: dict[TableFile, int]
 
-    def where(self, rows: NDArray[np.intp]) -> str:
+    def describe_location(self, rows: NDArray[np.intp]) -> str:
         """What errors call these rows, in ascending order (those of the first file that has any), counted from 1."""
         ends = np.cumsum(list(self.files.values()))
         place = int(np.searchsorted(ends, rows[0], side="right"))
         table, count = list(self.files.items())[place]
         here = rows[rows < ends[place]] - ends[place] + count + 1
-        return f"{table.path}, data row{'s' * (len(here) > 1)} {listed(here)}"
+        return f"{table.path}, data row{'s' * (len(here) > 1)} {format_list(here)}"
 
 
-def listed(things: Iterable[object], most: int = 8) -> str:
+def format_list(things: Iterable[object], most: int = 8) -> str:
     """The first few with commas between, and how many more there are."""
     words = [str(thing) for thing in things]
     return ", ".join(words[:most]) + (f" and {len(words) - most} more" if len(words) > most else "")
@@ -80,7 +80,7 @@ class _Codes:
 
     def add(self, cells: pa.Array) -> None:
         """A further part of the column."""
-        encoded = (texts(cells) if is_text(cells.type) else cells).dictionary_encode()
+        encoded = (clean_texts(cells) if is_text(cells.type) else cells).dictionary_encode()
         numbers = [
             -1 if value is None or value != value else self.places.setdefault(str(value), len(self.places))
             for value in encoded.dictionary.to_pylist()
@@ -88,9 +88,9 @@ class _Codes:
         self.parts.append(np.array([*numbers, -1], dtype=np.int32)[encoded.indices.fill_null(-1).to_numpy()])
 
 
-def scan(
-    tables: Sequence[TableFile], roles: Roles, seen: Mapping[str, Seen], domains: Sequence[str] | None
-) -> tuple[Rows, dict[str, Seen]]:
+def scan_rows(
+    tables: Sequence[TableFile], roles: ColumnRoles, seen: Mapping[str, ColumnContents], domains: Sequence[str] | None
+) -> tuple[TableRows, dict[str, ColumnContents]]:
     """All rows, and what is known of the features' columns after them (``seen``: before, from the types of the files).
 
     ``domains``: the clients wanted, in this order; None: all, by name. Raises :class:`UsageError` for unknown clients,
@@ -124,8 +124,8 @@ def scan(
     chosen = {name: place for place, name in enumerate(dict.fromkeys(sorted(names) if domains is None else domains))}
     for name in chosen:
         if name not in names:
-            raise unknown("domain", name, names)
-    rows = Rows(
+            raise unknown_name("domain", name, names)
+    rows = TableRows(
         names=list(chosen),
         client=np.array([*(chosen.get(name, -1) for name in names), -1], dtype=np.int32)[client],
         codes={name: np.concatenate(code.parts) for name, code in codes.items()},
@@ -136,16 +136,16 @@ def scan(
     return rows, known
 
 
-def _refuse_gaps(rows: Rows, roles: Roles) -> None:
+def _refuse_gaps(rows: TableRows, roles: ColumnRoles) -> None:
     for name in roles.names:
         missing = (rows.codes[name] < 0) & ((rows.client >= 0) | (name == roles.client))
         if missing.any():
             raise UsageError(
-                f"{rows.where(np.flatnonzero(missing))}: no value in column {name!r}: fill it in, or leave the rows out"
+                f"{rows.describe_location(np.flatnonzero(missing))}: no value in column {name!r}: fill it in, or leave the rows out"
             )
 
 
-def says_split(tables: Sequence[TableFile]) -> bool:
+def is_split_column(tables: Sequence[TableFile]) -> bool:
     """Whether every value in column ``split`` of every file is one of :data:`SIDES`."""
     for table in tables:
         for batch in table.batches(["split"]):
@@ -156,18 +156,18 @@ def says_split(tables: Sequence[TableFile]) -> bool:
     return True
 
 
-def classes_of(rows: Rows, target: str, least: int | None) -> tuple[int, Labels, tuple[str, ...]]:
+def find_classes(rows: TableRows, target: str, least: int | None) -> tuple[int, Labels, tuple[str, ...]]:
     """How many classes there are, the class that each code of column ``target`` means, and the classes' names.
 
-    See :func:`numbered`.
+    See :func:`number_classes`.
     """
     used = np.unique(rows.codes[target][rows.codes[target] >= 0])  # of clients that are not chosen too
     label = np.full(len(rows.values[target]), -1, dtype=np.int64)
-    classes, label[used], names = numbered([rows.values[target][code] for code in used], target, least)
+    classes, label[used], names = number_classes([rows.values[target][code] for code in used], target, least)
     return classes, label, names
 
 
-def numbered(values: Sequence[str], target: str, least: int | None) -> tuple[int, list[int], tuple[str, ...]]:
+def number_classes(values: Sequence[str], target: str, least: int | None) -> tuple[int, list[int], tuple[str, ...]]:
     """How many classes the different ``values`` of column ``target`` make, the class of each, and the classes' names.
 
     Whole numbers that are 0..K-1, or within 0..``least``-1, stand for themselves and have no names; other values are
@@ -175,7 +175,7 @@ def numbered(values: Sequence[str], target: str, least: int | None) -> tuple[int
     """
     meaning: Sequence[Any] = values
     if all(map(_is_number, values)):
-        meaning = [_whole(value, target) for value in values]
+        meaning = [_parse_whole(value, target) for value in values]
     distinct = sorted(set(meaning))
     classes = max(len(distinct), least or 0)
     if set(meaning) <= set(range(classes)):
@@ -192,7 +192,7 @@ def _is_number(value: str) -> bool:
     return True
 
 
-def _whole(value: str, target: str) -> int:
+def _parse_whole(value: str, target: str) -> int:
     number = float(value)
     if not number.is_integer():
         raise UsageError(
@@ -202,7 +202,9 @@ def _whole(value: str, target: str) -> int:
     return int(number)
 
 
-def sides(rows: Rows, here: NDArray[np.intp], y: Labels, roles: Roles, fraction: float) -> NDArray[np.int8]:
+def assign_splits(
+    rows: TableRows, here: NDArray[np.intp], y: Labels, roles: ColumnRoles, fraction: float
+) -> NDArray[np.int8]:
     """Which of :data:`SPLITS`, by number, each row of one client is in (``here``: its rows, ``y``: their labels).
 
     Raises :class:`UsageError`, naming the client, where training or test would be empty or share a group.
@@ -214,10 +216,12 @@ def sides(rows: Rows, here: NDArray[np.intp], y: Labels, roles: Roles, fraction:
     if roles.split is None:
         side = np.zeros(len(here), dtype=np.int8)
         rng = stream(0, "test", name)
-        side[stratified(y, fraction, rng)[1] if group is None else whole_groups(group, fraction, rng)] = SIDES["test"]
+        side[split_stratified(y, fraction, rng)[1] if group is None else draw_groups(group, fraction, rng)] = SIDES[
+            "test"
+        ]
         fix = "its rows are all of one group" if roles.group else "it has one row of each class"
     else:
-        side = _said(rows, here, roles.split)
+        side = _read_split_column(rows, here, roles.split)
         fix = f"column {roles.split!r} must give it some"
     for split in ("train", "test"):
         if not (side == SIDES[split]).any():
@@ -233,19 +237,19 @@ def sides(rows: Rows, here: NDArray[np.intp], y: Labels, roles: Roles, fraction:
     return side
 
 
-def _said(rows: Rows, here: NDArray[np.intp], column: str) -> NDArray[np.int8]:
+def _read_split_column(rows: TableRows, here: NDArray[np.intp], column: str) -> NDArray[np.int8]:
     values = rows.values[column]
     side = np.array([SIDES.get(value.lower(), -1) for value in values], dtype=np.int8)[rows.codes[column][here]]
     if (side < 0).any():
         wrong = here[side < 0]
         raise UsageError(
-            f"{rows.where(wrong)}: {values[rows.codes[column][wrong[0]]]!r} in column {column!r}, which says what rows "
+            f"{rows.describe_location(wrong)}: {values[rows.codes[column][wrong[0]]]!r} in column {column!r}, which says what rows "
             f"are for; allowed are {', '.join(SIDES)}"
         )
     return side
 
 
-def whole_groups(group: NDArray[np.int32], fraction: float, rng: np.random.Generator) -> NDArray[np.bool_]:
+def draw_groups(group: NDArray[np.int32], fraction: float, rng: np.random.Generator) -> NDArray[np.bool_]:
     """Rows [N] of the groups (numbers [N]) drawn for testing, together about ``fraction`` of the rows.
 
     In random order, each group is taken that brings the number of rows nearer to ``fraction * N``; where none does, the

@@ -1,0 +1,3 @@
+"""The command line: one module for each command."""
+
+from .app import main as main

@@ -1,0 +1,147 @@
+"""The command ``fedshift adapt``: a run's models brought to clients that it never saw."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from rich.console import Console
+
+from ..console.session import make_console, print_line, show_loading, use_threads
+from ..utils.errors import FedshiftError, UsageError
+
+if TYPE_CHECKING:
+    from ..experiments.experiment import Experiment
+    from ..results.schema import Row
+
+
+def adapt(
+    run: Path,
+    *,
+    data: str | None = None,
+    clients: str | None = None,
+    policies: str | None = None,
+    rounds: int = 1,
+    unlabeled: Path | None = None,
+    broken: Literal["refuse", "skip"] | None = None,
+    methods: str | None = None,
+    seeds: int | None = None,
+    device: str | None = None,
+    save: Path | None = None,
+) -> int:
+    """Bring a run's models to clients that it never saw, by every policy, and measure each.
+
+    Parameters
+    ----------
+    run
+        Directory that `fedshift run` or `compare` wrote.
+    data
+        The new clients: a directory, a benchmark or digits, as --data of a run. They are read and scaled as the run's.
+    clients
+        Which of them, comma-separated; usps-* names all that fit. Without it all.
+    policies
+        Which policies, comma-separated: average, reestimate, nearest, finetune, finetune_bn. Without it all
+        that make sense.
+    rounds
+        Rounds of the run's local work that finetune and finetune_bn do.
+    unlabeled
+        Folder of images, or .npz file with an array x, from which reestimate takes its statistics; no labels are
+        needed. Without --data models are made and saved, and nothing is measured.
+    broken
+        What becomes of new images that cannot be read: refuse or skip; without it as in the run.
+    methods
+        Which of the run's methods, comma-separated, by name, as patterns such as fedbn*, or as it was given them;
+        without it all.
+    seeds
+        Number of the run's seeds, the first ones; without it all.
+    device
+        Torch device to compute on; without it the run's, or cpu where this machine has none such.
+    save
+        New directory for the models of the first seed (safetensors) and the table.
+
+    """
+    from ..new_clients.policies import LABELED, parse_policies, require_no_labels
+
+    wanted = parse_policies(policies)
+    if data is None and unlabeled is None:
+        raise UsageError("there is nothing to adapt to: give --data, or --unlabeled with --save")
+    if data is None and save is None:
+        raise UsageError("--unlabeled alone measures nothing: say where its models go (--save), or give --data too")
+    if data is None and clients:
+        raise UsageError(f"--clients {clients} chooses among the clients of --data: give --data, or leave it out")
+    if data is None and policies:
+        require_no_labels(wanted)
+    if rounds < 1:
+        raise UsageError(f"rounds={rounds}: must be at least 1")
+    if save and save.exists() and (not save.is_dir() or any(save.iterdir())):
+        raise UsageError(f"{save} holds other files: choose a directory that is new or empty (--save)")
+    from torch import device as torch_device
+
+    from ..experiments.restoration import load_experiment, load_spec, resolve_device, select_trials
+    from ..new_clients.adaptation import adapt_all
+    from ..new_clients.overlap import find_overlap
+    from ..new_clients.site_data import client_name, load_site
+    from ..new_clients.site_data import load_unlabeled as unlabeled_in
+
+    console = Console()
+    use_threads(load_spec(run).threads)
+    device, notices = resolve_device(load_spec(run), device)
+    place = torch_device(device)
+    with show_loading(console) as progress:
+        spec, experiment = load_experiment(run, progress, device)
+        experiment = select_trials(experiment, methods, seeds)
+        spec = replace(spec, on_unreadable=broken or spec.on_unreadable)
+        new = load_site(data, spec, experiment.data, clients, progress).to(place) if data else None
+        inputs = unlabeled_in(unlabeled, spec, experiment.data, progress, notices).to(place) if unlabeled else None
+    if new:
+        training = {client.name: client.train for client in new.clients}
+        notices += [*new.notices, *find_overlap(new, experiment)]
+    else:
+        assert unlabeled is not None
+        assert inputs is not None
+        training = {client_name(unlabeled): inputs}
+        wanted = tuple(name for name in wanted if name not in LABELED)
+    with show_loading(console) as progress:
+        made = adapt_all(
+            experiment, run, training, wanted, data=new, rounds=rounds, inputs=inputs, save=save, progress=progress
+        )
+    if made.rows:
+        _print_results(console, made.rows, experiment, rounds, save)
+    for notice in (*notices, *made.notices, *made.inapplicable):
+        print_line(console, f"note: {notice}")
+    if save and save.exists():
+        print_line(console, f"Models: {save}, of seed {experiment.seeds[0]}, as METHOD/POLICY/CLIENT.safetensors")
+    if made.failures:
+        raise FedshiftError("; ".join(made.failures))
+    return 0
+
+
+def _print_results(console: Console, rows: list[Row], experiment: Experiment, rounds: int, save: Path | None) -> None:
+    """Print what the models get right as one table, and write it into ``save``."""
+    from ..new_clients.policy_tables import (
+        collect_needs,
+        explain_needs,
+        mean_over_seeds,
+        policy_table,
+        seed_table,
+        write_table,
+    )
+    from ..report.formatting import to_terminal
+    from ..results.schema import METRICS
+
+    metric, count = experiment.settings.metric, len(experiment.seeds)
+    needs = collect_needs(rows)
+    table = mean_over_seeds(seed_table(rows, metric))
+    cells = policy_table(table, metric, needs)
+    over = f"mean (std) over {count} seeds" if count > 1 else "one seed"
+    trained = [name for name in ("finetune", "finetune_bn") if any(row["policy"] == name for row in rows)]
+    tuned = f"; {' and '.join(trained)}: {rounds} round{'s' * (rounds > 1)} of the run's local work" if trained else ""
+    print_line(
+        console,
+        f"Test {METRICS[metric]} in percent of new clients, {over}, {experiment.settings.select} round{tuned}",
+    )
+    make_console(60 + 17 * len(table)).print(to_terminal(cells))
+    print_line(console, explain_needs(needs.values()))
+    if save:
+        write_table(save, experiment.settings.metric, cells, table)

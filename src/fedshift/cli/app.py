@@ -1,0 +1,220 @@
+"""The command line, a thin edge: flags and TOML become an experiment, results become text.
+
+Exit codes: 0 done, 1 something failed while running, 2 what was asked for cannot be done, 130 stopped by Ctrl-C. Heavy
+modules are imported inside the commands, so that help answers at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import cyclopts
+from cyclopts import App, Parameter
+from pydantic import ValidationError
+from rich.console import Console
+
+from .. import __version__
+from ..config.spec import TRAINING, CompareSpec, OutputOptions, RunSpec, read_settings
+from ..console.session import directory_kind, make_console, rebuild_run, run_experiment
+from ..utils.errors import FedshiftError, UsageError
+from .adapt import adapt
+from .data import data, diagnose
+from .deployment import join, pki, serve
+from .features import features
+from .leave_out import rebuild_without, run_without
+from .reproduce import rebuild_papers, reproduce
+from .sweep import rebuild_sweep, sweep
+from .theory import theory
+
+
+def _settings_from_file(app: App, commands: tuple[str, ...], arguments: cyclopts.ArgumentCollection) -> None:
+    """Fill flags that were not given from the TOML file of --config, or of the run that --resume names."""
+    if commands == ("serve",):  # which has few of the flags, and reads the file by itself
+        return
+    for argument in arguments:
+        if argument.name in ("--config", "--resume") and argument.tokens:
+            given = Path(argument.tokens[0].value)
+            path = given if argument.name == "--config" else given / "config.toml"
+            if not path.is_file():
+                what = "settings file" if argument.name == "--config" else "run to resume"
+                raise UsageError(f"no {what} at {path}: give the path of one that exists")
+            flags = (other.name for other in arguments if other.name not in ("*", "--config", "--resume"))
+            settings = read_settings(path, [flag.removeprefix("--").replace("-", "_") for flag in flags])
+            for command in reversed(commands):
+                settings = {command: settings}
+            cyclopts.config.Dict(settings, source=str(path))(app, commands, arguments)
+
+
+app = App(
+    name="fedshift",
+    version=__version__,
+    help="Federated learning for clients whose data differ, above all in how they look (feature shift).",
+    help_epilogue="Every command takes --debug, which shows the traceback of an error.",
+    config=(_settings_from_file,),
+)
+app.command(data)
+app.command(diagnose)
+app.command(pki)
+app.command(serve)
+app.command(join)
+app.command(adapt)
+app.command(reproduce)
+app.command(theory)
+app.command(sweep)
+app.command(features)
+
+
+REBUILD = {"run": rebuild_run, "sweep": rebuild_sweep, "leave-out": rebuild_without, "reproduce": rebuild_papers}
+"""How tables and pages are made again, by what wrote the directory."""
+LEAVE_OUT = (
+    "Clients, comma-separated, or all: for each in turn a comparison in which it never trains, then one table of what "
+    "every policy gives a client that the run never saw."
+)
+
+
+@app.command
+def run(
+    spec: Annotated[RunSpec, Parameter(name="*")] = RunSpec(),
+    output: Annotated[OutputOptions, Parameter(name="*")] = OutputOptions(),
+) -> int:
+    """Train one method on the clients of a federation and measure each client."""
+    return run_experiment(spec, "run", output)
+
+
+@app.command
+def compare(
+    spec: Annotated[CompareSpec, Parameter(name="*")] = CompareSpec(),
+    output: Annotated[OutputOptions, Parameter(name="*")] = OutputOptions(),
+    *,
+    leave_out: Annotated[str | None, Parameter(group=TRAINING, help=LEAVE_OUT)] = None,
+) -> int:
+    """Train several methods with several seeds, and put them side by side."""
+    if leave_out is None:
+        return run_experiment(spec, "compare", output)
+    return run_without(spec, leave_out, output)
+
+
+@app.command
+def report(directory: Path) -> int:
+    """Make tables, figures and pages again from what a directory holds; nothing is trained.
+
+    Parameters
+    ----------
+    directory
+        What run, compare, sweep or reproduce wrote, finished or not.
+
+    """
+    remake = REBUILD.get(directory_kind(directory) or "")
+    if remake is None:
+        raise UsageError(
+            f"{directory} holds no run: give a directory that `fedshift run`, `compare`, `sweep` or `reproduce` wrote"
+        )
+    remake(directory, Console())
+    return 0
+
+
+@app.command
+def inspect(
+    *,
+    model: str = "small-cnn",
+    method: str = "fedbn",
+    shape: str = "3,28,28",
+    classes: int = 10,
+) -> int:
+    """Show what a method does with every named entry of a model, and the bytes it moves.
+
+    Parameters
+    ----------
+    model
+        Network by name, or package.module:function.
+    method
+        Method, with arguments and composed if need be.
+    shape
+        Shape of one sample: channels, height, width.
+    classes
+        Number of classes.
+
+    """
+    from .inspection import describe_method
+
+    try:
+        sizes = tuple(int(size) for size in shape.split(","))
+    except ValueError as error:
+        raise UsageError(f"shape {shape!r}: write whole numbers with commas, for example 3,28,28") from error
+    console = make_console()
+    for part in describe_method(model, method, sizes, classes):
+        console.print(part)
+    return 0
+
+
+@app.command(name="list")
+def list_(what: Literal["methods", "models", "data", "all"] = "all") -> int:
+    """List methods, models and data.
+
+    Parameters
+    ----------
+    what
+        Which of them.
+
+    """
+    from .inspection import make_listings
+
+    console = make_console()
+    for table in make_listings(("methods", "models", "data") if what == "all" else (what,)):
+        console.print(table, "")
+    return 0
+
+
+def _run_guarded(call: Callable[[], Any], debug: bool) -> int:
+    """Run ``call``; an error becomes one message on standard error and an exit code."""
+    errors = Console(stderr=True)
+    try:
+        return int(call() or 0)
+    except (FedshiftError, cyclopts.CycloptsError, ValidationError, OSError) as error:
+        if debug:
+            errors.print_exception()
+        code = error.exit_code if isinstance(error, FedshiftError) else 1 if isinstance(error, OSError) else 2
+        errors.print(f"fedshift: {_format_error(error)}", markup=False, highlight=False, soft_wrap=True)
+        return code
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        if debug:
+            errors.print_exception()
+        errors.print(
+            f"fedshift: unexpected {type(error).__name__}: {error}. This is a defect, of fedshift or of a function of "
+            "yours that it called: --debug shows where",
+            markup=False, highlight=False, soft_wrap=True,
+        )  # fmt: skip
+        return 1
+
+
+def _format_error(error: BaseException) -> str:
+    cause = error.__cause__ if isinstance(error.__cause__, ValidationError) else error
+    if isinstance(cause, ValidationError):
+        said = ((item, str(item["loc"][0]).replace("_", "-")) for item in cause.errors())
+        return "; ".join(f"--{flag} {item['input']}: {item['msg'].removeprefix('Input ')}" for item, flag in said)
+    if isinstance(error, cyclopts.UnusedCliTokensError):
+        return f"{' '.join(error.unused_tokens or ())!r} belongs to no flag: write --flag value, and lists with commas"
+    return str(error)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point of the program ``fedshift``."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in given
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # waiting threads that spin stall torch on a busy machine
+    rest = [argument for argument in given if argument != "--debug"]
+    if "" not in sys.path:
+        sys.path.append("")  # methods and models of the person's own, beside which the program is started
+    sys.exit(
+        _run_guarded(lambda: app(rest, exit_on_error=False, print_error=False, result_action="return_value"), debug)
+    )
+
+
+if __name__ == "__main__":
+    main()

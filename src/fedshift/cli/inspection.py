@@ -1,0 +1,95 @@
+"""What fedshift knows, as tables for the terminal: a method's scope over a model's entries, and what can be named."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from rich.table import Table
+from rich.text import Text
+
+from ..config.expressions import list_catalog, resolve
+from ..core.optimizer import SGD
+from ..core.preparation import prepare
+from ..data.sources import EMBEDDED
+from ..evaluation.communication import find_capabilities, summarize_method
+from ..experiments.factory import parse_methods
+from ..models._factory import make_network
+from ..utils.errors import UsageError
+
+
+def describe_method(model: str, method: str, shape: tuple[int, ...], classes: int) -> Iterator[Table | Text]:
+    """The table of every named entry of ``model`` under ``method``, and the bytes of one client in one round."""
+    if classes < 1 or min(shape) < 1:
+        raise UsageError(f"shape {shape} and classes {classes}: numbers of 1 or more")
+    chosen, *others = parse_methods(method)
+    if others:
+        raise UsageError(f"inspect takes one method, not {method!r}: join them with + to compose, or inspect each")
+    network = make_network(resolve("models", model), shape, classes)
+    plan = prepare(chosen, network, optimizer=SGD(lr=0.0), sample=torch.zeros(1, *shape))
+    facts = summarize_method(plan)
+    table = Table(title=Text(f"{chosen.name} on {model}, {shape} -> {classes}"), box=None, title_justify="left")
+    for title in ("entry", "layer", "shape", "bytes"):
+        table.add_column(title, justify="right" if title == "bytes" else "left", overflow="fold")
+    for title in ("loaded", "sent", "local", "trained"):
+        table.add_column(title, justify="center")
+    for row in facts.entries:
+        shape_text = "x".join(map(str, row["shape"])) or "scalar"
+        marks = (row["load"], row["send"], not row["load"], row["trained"])
+        table.add_row(
+            row["name"], row["type"], shape_text, f"{row['bytes']:,}", *("yes" if mark else "-" for mark in marks)
+        )
+    yield table
+    local = [row for row in facts.entries if not row["load"]]
+    layers = len({row["name"].rpartition(".")[0] for row in local})
+    parameters = sum(plan.initial[name].numel() for name in plan.trained)
+    yield Text(
+        f"{parameters:,} trained parameters; {len(local)} of {len(facts.entries)} entries ({layers} layers) are local; "
+        f"one client and round: {facts.down:,} bytes down, {facts.up:,} bytes up; "
+        f"{'the server holds a whole model' if facts.has_global else 'no global model'}"
+    )
+
+
+def make_listings(kinds: Sequence[str]) -> Iterator[Table]:
+    """A table for each of ``parse_methods``, ``models``, ``data``: the name, its arguments, and what it is."""
+    for kind in kinds:
+        table = Table(title=kind, box=None, title_justify="left", title_style="bold", padding=(0, 2, 0, 0))
+        table.add_column("name", no_wrap=True)
+        if kind == "methods":
+            table.add_column("arguments")
+        table.add_column("what it is")
+        embedded = {name: resolve("data", function) for name, function in EMBEDDED.items()}
+        known: Mapping[str, Callable[..., Any]] = (
+            {**embedded, **list_catalog("data.datasets")} if kind == "data" else list_catalog(kind)
+        )
+        for name, function in known.items():
+            described = function if kind == "models" or name in EMBEDDED else inspect.getmodule(function)
+            first = (inspect.getdoc(described) or "").split("\n\n")[0].replace("\n", " ").replace("``", "")
+            middle = [_format_arguments(function)] if kind == "methods" else []
+            table.add_row(name, *middle, Text(first))
+        yield table
+        if kind == "methods":
+            yield _describe_capabilities(known)
+
+
+def _describe_capabilities(known: Mapping[str, Callable[..., Any]]) -> Table:
+    """What each method needs and does, derived from the method (FedWon's table 7, extended)."""
+    title = "what methods need and do, on a network with BatchNorm"
+    table = Table(title=title, box=None, title_justify="left", title_style="bold", padding=(0, 2, 0, 0))
+    for column in ("name", "client keeps", "cross-device", "BatchNorm", "client sends", "up", "global model"):
+        table.add_column(column, no_wrap=column == "name", justify="right" if column == "up" else "left")
+    for name, function in known.items():
+        facts = find_capabilities(function())
+        suits = facts.sent != "the data" and not facts.state
+        table.add_row(
+            name, facts.state or "-", "yes" if suits else "no", facts.normalization, facts.sent,
+            f"{facts.up:.2f} x", "yes" if facts.has_global else "no",
+        )  # fmt: skip
+    return table
+
+
+def _format_arguments(function: Callable[..., Any]) -> str:
+    parameters = inspect.signature(function).parameters.values()
+    return ", ".join(f"{p.name}={p.default!r}" for p in parameters if p.kind is p.KEYWORD_ONLY) or "-"

@@ -1,0 +1,250 @@
+"""``fedshift compare --leave-out``: for each client in turn a comparison in which it never trains, then one table.
+
+The directory holds a run for each, ``without-<client>/``, which is that of ``--newcomers <client>`` with the same
+settings, and in it ``policies.json``: what every policy for unknown clients gets right there. ``tables/`` has all of
+them. Leave-one-out over domains is how FedWon measures unseen domains (arXiv:2306.05879, table 12).
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from ..config.spec import CompareSpec, OutputOptions
+from ..console.session import (
+    catch_interrupts,
+    directory_kind,
+    make_console,
+    new_directory,
+    print_line,
+    rebuild_run,
+    report_stop,
+    show_loading,
+    show_progress,
+    summarize_experiment,
+    use_threads,
+)
+from ..utils.errors import FedshiftError, UsageError
+from ..utils.files import write_atomically
+
+if TYPE_CHECKING:
+    from ..experiments.experiment import Experiment
+    from ..experiments.run_queue import QueuedRun
+
+ALL = "all"
+MEASURED = "policies.json"
+"""What each policy got right on the client that a run left out, in the run's directory."""
+
+
+def run_without(spec: CompareSpec, leave_out: str, place: OutputOptions) -> int:
+    """Run a comparison without each of the clients that ``leave_out`` names, or go on with them; the exit code.
+
+    ``leave_out``: names or patterns with commas, or ``all``. Raises :class:`FedshiftError` where one diverges, after
+    the others are done and what there is has been published.
+    """
+    _check(spec, place)
+    console = Console()
+    with show_loading(console) as progress:
+        from ..experiments.factory import make_experiment
+        from ..experiments.run_queue import read_outcome, run_pending
+        from ..results.run_directory import RunDirectory, to_toml
+
+        use_threads(spec.threads)
+        experiment = make_experiment(spec, progress)
+    directory = place.resume or place.out or new_directory("compare")
+    without = _make_experiments(experiment, leave_out, directory)
+    parts = {client: _queue_run(spec, client, directory, each) for client, each in without.items()}
+    _require_valid(without, parts)
+
+    def begin(number: int, part: QueuedRun) -> None:
+        (part.folder / MEASURED).unlink(missing_ok=True)
+        print_line(console, f"Without {list(parts)[number - 1]} ({number} of {len(parts)}): {part.folder}")
+
+    def end(part: QueuedRun, finished: bool) -> None:
+        rebuild_run(part.folder, Console(quiet=True))
+        if finished:
+            _measure(part.experiment(), part.folder)
+
+    with closing(RunDirectory(directory, resume=place.resume is not None)) as kept:
+        kept.write("config.toml", to_toml({**asdict(spec), "leave_out": leave_out}))
+        print_line(
+            console,
+            f"{directory}: {summarize_experiment(experiment)}, without each of {', '.join(parts)}, which is then measured",
+        )
+        try:
+            with catch_interrupts(console) as stop, show_progress(console) as observer:
+                finished = run_pending(parts.values(), observer=observer, stop=stop, begin=begin, end=end)
+        except KeyboardInterrupt:
+            return report_stop(console, "compare", directory)
+        _publish(spec, directory, console)
+    if not finished:
+        return report_stop(console, "compare", directory)
+    endings = {client: read_outcome(part.folder, part.settings) for client, part in parts.items()}
+    if diverged := [f"without {client}: {error}" for client, error in endings.items() if error]:
+        raise FedshiftError("; ".join(diverged))
+    return 0
+
+
+def rebuild_without(directory: Path, console: Console) -> None:
+    """Show and write again what the comparisons without each client in ``directory`` have left so far."""
+    settings = tomllib.loads((directory / "config.toml").read_text(encoding="utf-8"))
+    del settings["leave_out"]
+    for folder in sorted(directory.glob("without-*")):
+        rebuild_run(folder, Console(quiet=True))
+    _publish(CompareSpec(**settings), directory, console)
+
+
+def _check(spec: CompareSpec, place: OutputOptions) -> None:
+    if spec.newcomers:
+        raise UsageError(
+            f"--leave-out makes newcomers of one client after the other: leave out --newcomers {spec.newcomers}"
+        )
+    if place.profile:
+        raise UsageError("--profile times one comparison, and --leave-out makes several: give one of the two")
+    if place.out and place.resume:
+        raise UsageError(f"--out {place.out} and --resume {place.resume}: a resumed run stays in its directory")
+    if place.resume and directory_kind(place.resume) == "run":
+        raise UsageError(f"{place.resume} holds one comparison and none without clients: start anew (--out)")
+
+
+def _make_experiments(experiment: Experiment, leave_out: str, directory: Path) -> Mapping[str, Experiment]:
+    """The comparison without each client, by its name; refused before any starts where one makes no sense."""
+    from ..data.partition import match_names
+
+    names = experiment.data.names if leave_out == ALL else match_names(leave_out, experiment.data.names)
+    folders = [_folder_name(directory, name) for name in names]
+    for name, folder in zip(names, folders, strict=True):
+        if folders.count(folder) > 1:
+            raise UsageError(f"client {name!r} and another would share {folder}: rename one")
+    if len(experiment.data.names) < 2:
+        raise UsageError(f"{experiment.data.name} has one client: without it none is left to train")
+    return {
+        name: replace(
+            experiment,
+            settings=replace(experiment.settings, newcomers=(name,)),
+            config={**experiment.config, "newcomers": name},
+            measured_later=(name,),
+        )
+        for name in names
+    }
+
+
+def _queue_run(spec: CompareSpec, client: str, directory: Path, experiment: Experiment) -> QueuedRun:
+    from ..experiments.run_queue import QueuedRun
+
+    settings = {**asdict(spec), "newcomers": client}
+    return QueuedRun(folder=_folder_name(directory, client), settings=settings, experiment=lambda: experiment)
+
+
+def _require_valid(without: Mapping[str, Experiment], parts: Mapping[str, QueuedRun]) -> None:
+    """Raise :class:`UsageError`, before anything is written, where a method, the model and the data do not fit.
+
+    And where a policy cannot work for a client, or what is there already is of other settings.
+    """
+    from ..evaluation.unseen_clients import check_policy
+    from ..experiments.trial import Trial
+    from ..new_clients.policies import POLICIES, applicable_policies
+
+    some = next(iter(without.values()))
+    training = {client: some.data.client(client).train for client in without}
+    for method in some.methods:
+        with closing(Trial(method, some.model, some.data, some.settings, some.seeds[0])) as trial:
+            for policy in applicable_policies(trial.plan, POLICIES):
+                check_policy(trial.plan, policy, training)
+    for client, part in parts.items():
+        try:
+            without[client].check_compatible(part.folder)
+        except UsageError as error:
+            raise UsageError(f"{part.folder.name}: {error}") from error
+
+
+def _folder_name(directory: Path, client: str) -> Path:
+    from ..results.run_directory import to_file_name
+
+    return directory / f"without-{to_file_name(client)}"
+
+
+def _measure(part: Experiment, folder: Path) -> None:
+    """Write down what every policy gets right on the client that ``part`` left out, from checkpoints in ``folder``."""
+    import torch
+
+    from ..experiments.restoration import select_trials
+    from ..new_clients.adaptation import adapt_all
+    from ..new_clients.policies import POLICIES
+
+    (client,) = part.settings.newcomers
+    data = part.data.select_clients([client]).to(torch.device(part.settings.device))
+    made = adapt_all(select_trials(part), folder, {client: data.client(client).train}, POLICIES, data=data)
+    notices = [*made.notices, *(f"without {client}: {failure}" for failure in made.failures)]
+    content = {"client": client, "place": part.data.names.index(client), "rows": made.rows, "notices": notices}
+    write_atomically(folder / MEASURED, (json.dumps(content) + "\n").encode())
+
+
+def _read_measured(spec: CompareSpec, directory: Path) -> list[dict[str, Any]]:
+    """What :func:`_measure` wrote of those comparisons that ended under ``spec``, in the order of the clients."""
+    from ..experiments.run_queue import read_outcome
+
+    found = [json.loads(file.read_text(encoding="utf-8")) for file in directory.glob(f"without-*/{MEASURED}")]
+    settings = asdict(spec)
+    ended = [
+        each
+        for each in found
+        if read_outcome(_folder_name(directory, each["client"]), {**settings, "newcomers": each["client"]}) is not None
+    ]
+    return sorted(ended, key=lambda each: int(each["place"]))
+
+
+def _publish(spec: CompareSpec, directory: Path, console: Console) -> None:
+    """Print and write one table of what every policy gets right on each client that was left out so far."""
+    from ..new_clients.policy_tables import (
+        collect_needs,
+        explain_needs,
+        format_differences,
+        mean_over_seeds,
+        policy_differences,
+        policy_table,
+        seed_table,
+        write_table,
+    )
+    from ..report.formatting import metric_cells, to_terminal
+    from ..results.schema import METRICS
+
+    measured = _read_measured(spec, directory)
+    rows = [row for each in measured for row in each["rows"]]
+    if not rows:
+        print_line(console, "No client that was left out is measured yet, so there is nothing to report.")
+        return
+    text, metric = make_console(60 + 17 * len(measured)), spec.metric
+    seeds = seed_table(rows, metric)
+    table = mean_over_seeds(seeds)
+    needs = collect_needs(rows)
+    over = f"{spec.seeds} seeds" if spec.seeds > 1 else "one seed"
+    print_line(
+        console,
+        f"Test {METRICS[metric]} in percent of the client that was left out, mean (std) over {over}, "
+        f"{spec.select} round",
+    )
+    text.print(to_terminal(policy_table(table, metric, needs)))
+    print_line(console, explain_needs(needs.values()))
+    write_table(directory / "tables", metric, metric_cells(table, metric), table)
+    gaps = policy_differences(seeds)
+    if len(gaps):
+        pairs = "clients" if len(seeds) > 1 else "seeds"
+        shown = format_differences(gaps, metric, len(seeds))
+        print_line(console, f"Minus {gaps['baseline'].iloc[0]}, in points, paired over {pairs}")
+        text.print(to_terminal(shown))
+        write_table(directory / "tables", "differences", shown, gaps)
+    counted = {_folder_name(directory, each["client"]) for each in measured}
+    for folder in sorted(set(directory.glob("without-*")) - counted):
+        print_line(console, f"note: {folder.name} has not ended under these settings: it is not in the table")
+    for each in measured:
+        for notice in each["notices"]:
+            print_line(console, f"note: {notice}")
+    print_line(console, f"Tables: {directory / 'tables'}; pages: {directory}/without-*/report.html")

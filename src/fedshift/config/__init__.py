@@ -1,0 +1,1 @@
+"""User-facing settings: the single source of flags, TOML keys, help and validation."""

@@ -1,0 +1,142 @@
+"""Names that a person writes, resolved without a registry.
+
+``fedprox(mu=0.1)`` calls ``fedshift.methods.fedprox:fedprox``; ``digit-cnn-bn`` is
+``fedshift.models.digits:digit_cnn_bn``; ``my_package.module:function`` is a function of yours. Methods compose as in
+Python, ``fedbn(fedprox(mu=0.1))``, or with ``+``: ``fedbn+fedprox(mu=0.1)``. Expressions are parsed, never evaluated:
+only calls of such names with literals.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import pkgutil
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from typing import Any
+
+from ..utils.errors import UsageError, unknown_name
+
+
+@cache
+def list_catalog(package: str) -> Mapping[str, Callable[..., Any]]:
+    """Public functions defined in the modules of ``fedshift.<package>``, by the name a person writes."""
+    root = importlib.import_module(f"fedshift.{package}")
+    found: dict[str, Callable[..., Any]] = {}
+    for module_info in pkgutil.iter_modules(root.__path__):
+        if module_info.name.startswith("_"):
+            continue
+        module = importlib.import_module(f"{root.__name__}.{module_info.name}")
+        for name, function in vars(module).items():
+            if inspect.isfunction(function) and function.__module__ == module.__name__ and not name.startswith("_"):
+                found[_spell(package, name)] = function
+    return found
+
+
+def _spell(package: str, name: str) -> str:
+    """Models are written with dashes, methods, which stand in expressions, with underscores; either is understood."""
+    return name.replace("-", "_").lower() if package == "methods" else name.replace("_", "-").lower()
+
+
+@contextmanager
+def trust_only(names: Iterable[str]) -> Iterator[None]:
+    """Let no name stand for a function outside of fedshift but ``names``: what to resolve was said by someone else."""
+    token = _TRUSTED.set(frozenset(name.replace(":", ".") for name in names))
+    try:
+        yield
+    finally:
+        _TRUSTED.reset(token)
+
+
+_TRUSTED: ContextVar[frozenset[str] | None] = ContextVar("trusted", default=None)
+
+
+def resolve(package: str, name: str) -> Callable[..., Any]:
+    """The function that ``name`` stands for; :class:`UsageError` naming the nearest where there is none."""
+    kind = package.removesuffix("s")
+    module_name, _, attribute = name.replace(":", ".").rpartition(".")
+    if not module_name:
+        own, written = list_catalog(package), _spell(package, name)
+        if written not in own:
+            raise unknown_name(kind, written, own)
+        return own[written]
+    trusted = _TRUSTED.get()
+    if trusted is not None and f"{module_name}.{attribute}" not in trusted:
+        raise UsageError(f"{kind} {name!r} is a function of this machine that nobody allowed: allow it (--code {name})")
+    try:
+        function = getattr(importlib.import_module(module_name), attribute)
+    except ModuleNotFoundError as error:
+        raise UsageError(f"{kind} {name!r}: {error}; install it, or run where Python finds it") from error
+    except AttributeError as error:
+        raise UsageError(f"{kind} {name!r}: module {module_name} has no {attribute!r}") from error
+    if not callable(function):
+        raise UsageError(f"{kind} {name!r}: {attribute} is not a function")
+    return function  # type: ignore[no-any-return]
+
+
+def expressions(kind: str, text: str, lookup: Callable[[str], Callable[..., Any]]) -> list[Any]:
+    """The values of a comma-separated list of expressions, for example ``fedavg, fedbn+fedprox(mu=0.1)``.
+
+    ``lookup`` finds the function of a name; ``kind`` says in errors what is being read.
+    """
+    source = re.sub(r"(?<=\w):(?=\w)", ".", text)
+    try:
+        tree = ast.parse(f"[{source}]", mode="eval").body
+    except SyntaxError as error:
+        raise UsageError(f"{kind} {text!r} cannot be read: write name, name(key=value) or name+name") from error
+    if not isinstance(tree, ast.List) or not tree.elts:
+        raise UsageError(f"{kind} {text!r} names none: write name, name(key=value) or name+name")
+    return [_value(kind, node, lookup) for node in tree.elts]
+
+
+def split_expressions(kind: str, text: str) -> list[str]:
+    """``text`` at its commas outside of brackets and quotes; :class:`UsageError` where one of these is not closed."""
+    found, depth, quote = [""], 0, ""
+    for sign in text:
+        if quote:
+            quote = "" if sign == quote else quote
+        elif sign in "'\"":
+            quote = sign
+        elif sign in "([{":
+            depth += 1
+        elif sign in ")]}":
+            depth -= 1
+        if sign == "," and not depth and not quote:
+            found.append("")
+        else:
+            found[-1] += sign
+    if depth or quote:
+        raise UsageError(f"{kind} {text!r}: a bracket or a quotation mark is not closed")
+    return [part.strip() for part in found]
+
+
+def _value(kind: str, node: ast.expr, lookup: Callable[[str], Callable[..., Any]], *inner: Any) -> Any:
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return _value(kind, node.left, lookup, _value(kind, node.right, lookup, *inner))
+    call = node if isinstance(node, ast.Call) else ast.Call(func=node, args=[], keywords=[])
+    if not isinstance(call.func, ast.Name | ast.Attribute):
+        raise UsageError(f"{kind} {ast.unparse(node)!r} is no name: write name, name(key=value) or name+name")
+    function = lookup(ast.unparse(call.func))
+    arguments = [_value(kind, argument, lookup) for argument in call.args] + list(inner)
+    try:
+        takes = inspect.signature(function)
+    except ValueError as error:
+        raise UsageError(f"{kind} {ast.unparse(node)!r}: {error}; give a function of Python") from error
+    written, usage = ast.unparse(node), f"{ast.unparse(call.func)} takes {takes}"
+    try:
+        keywords = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+    except ValueError as error:
+        raise UsageError(
+            f"{kind} {written!r}: values must be numbers, strings or True, False, None; {usage}"
+        ) from error
+    try:
+        takes.bind(*arguments, **keywords)
+        return function(*arguments, **keywords)
+    except UsageError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{kind} {written!r}: {error}; {usage}") from error

@@ -1,0 +1,291 @@
+"""Settings as a person writes them: one class from which the flags, the TOML keys, their help and their checks derive.
+
+Nothing here imports torch, so that ``fedshift --help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from cyclopts import Group, Parameter
+from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic.dataclasses import dataclass
+
+from ..utils.errors import UsageError, unknown_name
+
+DATA = Group("Data", sort_key=1)
+PREPARING = Group("Preparing data", sort_key=2)
+FILES = Group("Reading files", sort_key=3)
+MODEL = Group("Model and methods", sort_key=4)
+TRAINING = Group("Training", sort_key=5)
+MEASURING = Group("Measuring", sort_key=6)
+DIRECTORY = Group("Run directory", sort_key=7)
+SWEEPING = Group("Sweep", sort_key=0)
+
+
+def _join(value: Any) -> Any:
+    return ",".join(map(str, value)) if isinstance(value, list | tuple) else value
+
+
+def _split_list(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else value
+
+
+Names = Annotated[str, BeforeValidator(_join)]
+Texts = Annotated[tuple[str, ...], BeforeValidator(_split_list)]
+Positive = Annotated[int, Field(ge=1)]
+Unseen = Literal["skip", "average", "nearest", "reestimate", "finetune", "finetune_bn"]
+OF_ONE = {"over": "sweep", "leave_out": "compare", "method": "run", "methods": "compare"}
+"""Settings that tell for which command a file was written."""
+
+
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+class DataSpec:
+    """How data are read, who has which of them, and how they are scaled; all but which data."""
+
+    root: Annotated[str | None, Parameter(group=PREPARING)] = None
+    """Directory that holds the files of benchmarks; without it the one that FEDSHIFT_DATA names, else data."""
+
+    domains: Annotated[Names | None, Parameter(group=PREPARING)] = None
+    """Clients to use, comma-separated, in the order of the tables; without it all."""
+
+    split: Annotated[str | None, Parameter(group=PREPARING)] = None
+    """Who gets which samples, one change or several in turn: iid(clients=10), dirichlet(clients=10, alpha=0.3),
+    labels(clients=100, per_client=2), quantity(clients=10), ham_non_iid(), sample(size=743), truncate(), repeat(),
+    validation(fraction=0.1) or validation(size=50), only(clients='usps-*') or saved(path='split.csv'); within='domain'
+    deals out the samples of each client apart."""
+
+    samples: Annotated[Positive | None, Parameter(group=PREPARING)] = None
+    """Training samples of each client, drawn once; without it all."""
+
+    validation: Annotated[float, Field(ge=0, lt=1), Parameter(group=PREPARING)] = 0.0
+    """Fraction of each client's training samples held out to select on."""
+
+    test_fraction: Annotated[float, Field(gt=0, lt=1), Parameter(group=FILES)] = 0.2
+    """Fraction of each client's samples for testing, where files hold no such split."""
+
+    classes: Annotated[Positive | None, Parameter(group=PREPARING)] = None
+    """Number of classes; without it, one more than the largest training label."""
+
+    allow_single_class: Annotated[bool, Parameter(group=PREPARING, negative=())] = False
+    """Accept clients whose training data hold one class only."""
+
+    image_size: Annotated[Positive | None, Parameter(group=PREPARING)] = None
+    """Height and width in pixels to which images are resized; without it, 28 where clients' arrays differ in size."""
+
+    normalize: Annotated[Literal["half", "imagenet", "unit", "client"] | None, Parameter(group=PREPARING)] = None
+    """How images are scaled: half (to [-1, 1]), unit (to [0, 1]), imagenet (its means and deviations) or client (those
+    of the client's own training images); without it as the benchmark says, else half."""
+
+    on_unreadable: Annotated[Literal["refuse", "skip"], Parameter(group=FILES)] = "refuse"
+    """What becomes of images that cannot be read."""
+
+    client_column: Annotated[str | None, Parameter(group=FILES)] = None
+    """Column of a table that names the client, where one table holds all."""
+
+    target: Annotated[str | None, Parameter(group=FILES)] = None
+    """Column of a table that holds the label."""
+
+    split_column: Annotated[str | None, Parameter(group=FILES)] = None
+    """Column of a table that says train, validation or test."""
+
+    group_column: Annotated[str | None, Parameter(group=FILES)] = None
+    """Column of a table whose groups (patients) must not be cut into training and test data."""
+
+    missing: Annotated[Literal["impute", "refuse"], Parameter(group=FILES)] = "impute"
+    """Missing values of a table: filled in from the client's own training part, or refused."""
+
+    scaling: Annotated[Literal["client", "none"], Parameter(group=FILES)] = "client"
+    """Numeric columns of a table: scaled by the client's own training part, or left as they are."""
+
+
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+class Spec(DataSpec):
+    """Everything that determines an experiment but its methods."""
+
+    data: Annotated[str, Parameter(group=DATA)] = "digits"
+    """The embedded data, digits; a benchmark by name (see `fedshift data list`); or a directory of your own: images in
+    client/class or client/train/class, one .npz file a client, or CSV or Parquet tables."""
+
+    model: Annotated[str, Parameter(group=MODEL)] = "auto"
+    """Network by name (see `fedshift list models`), or package.module:function of your own, called with the shape of a
+    sample and the number of classes; auto is small-cnn for images and abide-mlp for other samples."""
+
+    agc: Annotated[float | None, Field(gt=0, allow_inf_nan=False), Parameter(group=MODEL)] = None
+    """Adaptive gradient clipping for every method, at this multiple of each unit's weights (FedWon uses 0.64, 1.28)."""
+
+    agc_skip_classifier: Annotated[bool, Parameter(group=MODEL, negative=())] = False
+    """Leave the last layer's gradients out of --agc."""
+
+    loss: Annotated[str, Parameter(group=TRAINING)] = "cross_entropy"
+    """Training loss: cross_entropy or focal(gamma=2.0), either with weights='balanced', by the classes of all training
+    data, weights='inverse_frequency', these times the number of classes, or weights=(1.0, 2.5), one a class."""
+
+    augment: Annotated[str | None, Parameter(group=TRAINING)] = None
+    """What is done to training images, one or several of flip(), rotate(degrees=30), crop(padding=4), color_jitter(),
+    scale(), shear(), erase(), or fedbn_office(), fedmmb_cifar(), flamby_isic()."""
+
+    rounds: Annotated[Positive, Parameter(group=TRAINING)] = 20
+    """Communication rounds."""
+
+    epochs: Annotated[Positive | None, Parameter(group=TRAINING)] = None
+    """Passes of each client over its data in a round; 1 unless --batches is given."""
+
+    batches: Annotated[Positive | None, Parameter(group=TRAINING)] = None
+    """Batches of each client in a round, in place of --epochs."""
+
+    batch_size: Annotated[int, Field(ge=0), Parameter(group=TRAINING)] = 32
+    """Samples in a batch; 0 takes all of a client's."""
+
+    optimizer: Annotated[Literal["sgd", "adamw"], Parameter(group=TRAINING)] = "sgd"
+    """Local optimizer."""
+
+    lr: Annotated[float, Field(ge=0, allow_inf_nan=False), Parameter(group=TRAINING)] = 0.01
+    """Learning rate of the local optimizer."""
+
+    momentum: Annotated[float, Field(ge=0, lt=1), Parameter(group=TRAINING)] = 0.0
+    """Momentum of SGD."""
+
+    nesterov: Annotated[bool, Parameter(group=TRAINING, negative=())] = False
+    """Nesterov's momentum."""
+
+    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False), Parameter(group=TRAINING)] = 0.0
+    """L2 weight decay of SGD, decoupled weight decay of AdamW."""
+
+    schedule: Annotated[str, Parameter(group=TRAINING)] = "constant"
+    """Learning rate over rounds: constant, cosine(floor=0.0), step(every=10, gamma=0.1) or exponential(gamma=0.99)."""
+
+    keep_optimizer: Annotated[bool, Parameter(group=TRAINING, negative=())] = False
+    """Keep the optimizer's state on the client from round to round instead of resetting it."""
+
+    participation: Annotated[float | None, Field(gt=0), Parameter(group=TRAINING)] = None
+    """Clients that take part in a round: a whole number of 1 or more counts them, a value below 1 is the fraction."""
+
+    newcomers: Annotated[Names | None, Parameter(group=TRAINING)] = None
+    """Clients, comma-separated, that never take part in training and are only measured; usps-* names all that fit."""
+
+    unseen: Annotated[Unseen, Parameter(group=MEASURING)] = "skip"
+    """How a client that never trained is measured by a method that keeps state on clients: not at all; with the average
+    of the others' entries; with the model of the client that fits its training data best; with the average and
+    BatchNorm statistics estimated on its own training inputs; with the average after a round of training on its
+    data; or (finetune_bn) with the shared layers as they are and BatchNorm alone trained on its data. Methods
+    with one global model measure it on that."""
+
+    seeds: Annotated[Positive, Parameter(group=TRAINING)] = 1
+    """Number of seeds, run from --first-seed on; 3 or more give standard deviations and intervals."""
+
+    first_seed: Annotated[int, Field(ge=0), Parameter(group=TRAINING)] = 0
+    """The first seed."""
+
+    engine: Annotated[str, Parameter(group=TRAINING)] = "auto"
+    """How clients are run: sequential, one after another; stacked, side by side in one tensor program (small networks);
+    pool, spread over processes (larger ones); ray, over the hosts of a Ray cluster (RAY_ADDRESS; without it over
+    processes); identity, all as one big batch (one plain step a round); auto chooses, by a timed step, but never ray.
+    Engines agree up to rounding."""
+
+    workers: Annotated[Positive | None, Parameter(group=TRAINING)] = None
+    """Processes of the engines pool and ray at most; without it one for each processor that is free to use, or that
+    the Ray cluster has."""
+
+    precision: Annotated[Literal["float32", "bfloat16"], Parameter(group=TRAINING)] = "float32"
+    """What layers compute in; bfloat16 is faster where the processor has it, and inexact: about three digits."""
+
+    device: Annotated[str, Parameter(group=TRAINING)] = "cpu"
+    """Torch device: cpu, cuda, cuda:1."""
+
+    threads: Annotated[Positive | None, Parameter(group=TRAINING)] = None
+    """Threads of torch; without it, torch's own choice. Small networks run faster on one, and results are equal bit for
+    bit only under the same number."""
+
+    evaluate_every: Annotated[Positive | None, Parameter(group=MEASURING)] = None
+    """Rounds between evaluations; the last is always evaluated. Without it, about ten evaluations in all."""
+
+    moments: Annotated[Names, Parameter(group=MEASURING)] = "loaded"
+    """When clients' models are measured in an evaluated round, comma-separated: loaded (just after aggregation; what
+    tables report, always) and trained (just after local work, before aggregation; shown in a further table)."""
+
+    metric: Annotated[Literal["accuracy", "balanced_accuracy", "auc"], Parameter(group=MEASURING)] = "accuracy"
+    """What tables report and --select best goes by: accuracy; balanced accuracy, the mean over classes; or the area
+    under the ROC curve, one class against the rest. The report page has all of them."""
+
+    select: Annotated[Literal["last", "best"], Parameter(group=MEASURING)] = "last"
+    """The round that tables report: the last, or the best on validation data; never the best on test data."""
+
+    target_metric: Annotated[float | None, Field(gt=0, le=1), Parameter(group=MEASURING)] = None
+    """Value of the metric to reach, 0.9 for 90 %: the report says after how many rounds and bytes each method did. It
+    goes by evaluated rounds: --evaluate-every 1 finds the very one."""
+
+
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+class RunSpec(Spec):
+    """One method."""
+
+    method: Annotated[str, Parameter(group=MODEL)] = "fedbn"
+    """Method (see `fedshift list methods`). It takes arguments, fedprox(mu=0.1), composes, fedbn+fedprox, and may be
+    your own, package.module:function."""
+
+
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+class CompareSpec(Spec):
+    """Several methods."""
+
+    methods: Annotated[Names, Parameter(group=MODEL)] = "fedavg,fedbn"
+    """Methods, comma-separated (see `fedshift list methods`). They take arguments, fedprox(mu=0.1), compose,
+    fedbn+fedprox, and may be your own, package.module:function."""
+
+
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+class SweepSpec(CompareSpec):
+    """A comparison under each combination of some settings' values."""
+
+    over: Annotated[Texts, Parameter(group=SWEEPING, negative=(), show_default=False)] = ()
+    """Setting and its values, once for each setting: --over epochs=1,4,16 --over batch_size=10,50,0. Every combination
+    is a comparison of its own; commas inside of brackets part no values, and none takes a setting away. As TOML:
+    over = ["epochs=1,4,16", "batch_size=10,50,0"]."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunLocation:
+    """Where settings come from and results go; no part of the experiment."""
+
+    config: Annotated[Path | None, Parameter(group=DIRECTORY)] = None
+    """TOML file with the same names as the flags (image_size = 28); flags given here win."""
+
+    out: Annotated[Path | None, Parameter(group=DIRECTORY)] = None
+    """Directory to write; without it a new one under runs/."""
+
+    resume: Annotated[Path | None, Parameter(group=DIRECTORY)] = None
+    """Directory of an interrupted run to go on with, bit for bit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputOptions(RunLocation):
+    """The same, and what else is said of one run."""
+
+    profile: Annotated[bool, Parameter(group=DIRECTORY, negative=())] = False
+    """Say at the end where the time went, and what share of this machine's measured peak training reached."""
+
+
+def read_settings(path: Path, allowed: Sequence[str]) -> dict[str, Any]:
+    """The settings in a TOML file by their names in Python, lists as the flags write them."""
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UsageError(
+            f'{path} is no valid TOML: {error}. Write lines such as lr = 0.01 or model = "name"'
+        ) from error
+    settings: dict[str, Any] = {}
+    for name, command in OF_ONE.items():
+        if name not in allowed and {name, name.replace("_", "-")} & values.keys():
+            raise UsageError(f"{path} has {name!r}: use it with `fedshift {command}`")
+    for key, value in values.items():
+        name = key.replace("-", "_")
+        if isinstance(value, dict):
+            raise UsageError(f"{path}: {key!r} is a table; write settings at the top, key = value, without [tables]")
+        if name not in allowed:
+            raise UsageError(f"{path}: {unknown_name('setting', key, allowed)}")
+        settings[name] = ",".join(map(str, value)) if isinstance(value, list) else value
+    return settings

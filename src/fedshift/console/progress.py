@@ -1,0 +1,179 @@
+"""What a person sees while an experiment runs: a live display on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from typing_extensions import override
+
+from ..engines.auto import EngineChoice
+from ..experiments.experiment import Observer
+from ..experiments.trial import RoundResult
+from ..results.schema import METRICS, compute_metric, rows_to_frame
+
+SHOWN = 20
+"""Clients that are shown one by one."""
+
+
+class _ProgressObserver(Observer):
+    """Keeps the figures that both displays show."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.method, self.seed, self.rounds, self.number = "", 0, 0, 0
+        self.loss: dict[str, float] = {}
+        self.metric = "accuracy"
+        self.figure: dict[str, float] = {}
+        self.engines: set[tuple[str, str]] = set()
+
+    @override
+    def begin(
+        self, methods: Sequence[str], seeds: Sequence[int], rounds: int, clients: Sequence[str], metric: str
+    ) -> None:
+        self.rounds, self.metric = rounds, metric
+
+    @override
+    def trial(self, method: str, seed: int, done: int) -> None:
+        self.method, self.seed, self.number = method, seed, done
+        self.loss, self.figure = {}, {}
+
+    @override
+    def client(self, client: str, loss: float) -> None:
+        self.loss[client] = loss
+
+    @override
+    def round(self, done: RoundResult) -> None:
+        self.number = done.round
+        tested = rows_to_frame(
+            row for row in done.rows if (row["split"], row["model"], row["moment"]) == ("test", "personal", "loaded")
+        )
+        defined = 100 * compute_metric(tested.set_index("client"), self.metric).dropna()
+        self.figure |= {str(client): float(value) for client, value in defined.items()}
+
+    @override
+    def engine(self, method: str, choice: EngineChoice) -> None:
+        if (method, choice.engine) not in self.engines:
+            self.engines.add((method, choice.engine))
+            alone = " on one thread" if choice.threads == 1 else ""
+            self.notice(f"{method} runs on the {choice.engine} engine{alone} ({choice.reason})")
+
+    @override
+    def notice(self, text: str) -> None:
+        self.console.print(f"note: {text}", markup=False, highlight=False, soft_wrap=True)
+
+
+class PlainLines(_ProgressObserver):
+    """One line for each evaluated round; what a log file or a pipe gets."""
+
+    @override
+    def begin(
+        self, methods: Sequence[str], seeds: Sequence[int], rounds: int, clients: Sequence[str], metric: str
+    ) -> None:
+        super().begin(methods, seeds, rounds, clients, metric)
+        self.left = len(methods) * len(seeds) * rounds
+        self.began, self.run = time.monotonic(), 0
+
+    @override
+    def trial(self, method: str, seed: int, done: int) -> None:
+        super().trial(method, seed, done)
+        self.left -= done
+
+    @override
+    def round(self, done: RoundResult) -> None:
+        super().round(done)
+        self.run, self.left = self.run + 1, self.left - 1
+        if all(row["split"] == "train" for row in done.rows):
+            return
+        many = len(self.figure) > SHOWN
+        named = [min(self.figure, key=self.figure.__getitem__)] if many else list(self.figure)
+        each = " ".join(f"{client} {self.figure[client]:.1f}" for client in named)
+        left = (time.monotonic() - self.began) / self.run * self.left
+        figure = f"{METRICS[self.metric]} {_mean(self.figure):.2f} % ({'worst: ' if many else ''}{each})"
+        self.console.print(
+            f"{self.method} seed {self.seed} round {done.round}/{self.rounds}: "
+            f"loss {_mean(self.loss):.4f}, {figure}, {_format_duration(left)} left",
+            markup=False, highlight=False, soft_wrap=True,
+        )  # fmt: skip
+
+
+class LiveDisplay(_ProgressObserver):
+    """A bar over all rounds with time left, above a table of the clients; use as a context manager."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(console)
+        columns = (
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("rounds"),
+            TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
+        )  # fmt: skip
+        self.bar = Progress(*columns, console=console)
+        self.task = self.bar.add_task("starting", total=None)
+        self.clients: dict[str, None] = {}
+        self.names: dict[str, None] = {}
+        self.live = Live(get_renderable=self._render, console=console, refresh_per_second=8, transient=True)
+
+    def __enter__(self) -> LiveDisplay:
+        self.live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.live.stop()
+
+    @override
+    def begin(
+        self, methods: Sequence[str], seeds: Sequence[int], rounds: int, clients: Sequence[str], metric: str
+    ) -> None:
+        super().begin(methods, seeds, rounds, clients, metric)
+        self.clients = dict.fromkeys(clients)
+        self.bar.reset(self.task, total=len(methods) * len(seeds) * rounds)
+
+    @override
+    def trial(self, method: str, seed: int, done: int) -> None:
+        super().trial(method, seed, done)
+        self.names = dict(self.clients)
+        self._advance(done)
+
+    @override
+    def client(self, client: str, loss: float) -> None:
+        super().client(client, loss)
+        self.names.setdefault(client)
+
+    @override
+    def round(self, done: RoundResult) -> None:
+        super().round(done)
+        self._advance(1)
+
+    def _advance(self, rounds: int) -> None:
+        said = f"[bold]{self.method}[/] seed {self.seed} round {self.number}"
+        self.bar.update(self.task, advance=rounds, description=said)
+
+    def _render(self) -> Group:
+        """The bar and the table as they are now; the display asks for it a few times a second."""
+        names, table = list(self.names), Table(box=None, padding=(0, 2))
+        for title in ("client", "training loss", f"test {METRICS[self.metric]}"):
+            table.add_column(title, justify="left" if title == "client" else "right")
+        for name in names[:SHOWN]:
+            table.add_row(name, *_format_progress(self.loss.get(name), self.figure.get(name)))
+        if len(names) > SHOWN:
+            table.add_row(f"and {len(names) - SHOWN:,} more", "", "")
+            means = (_mean(figures) if figures else None for figures in (self.loss, self.figure))
+            table.add_row("mean of all", *_format_progress(*means))
+        return Group(self.bar, table)
+
+
+def _format_progress(loss: float | None, figure: float | None) -> tuple[str, str]:
+    return "" if loss is None else f"{loss:.4f}", "" if figure is None else f"{figure:.2f} %"
+
+
+def _mean(figures: Mapping[str, float]) -> float:
+    values = list(figures.values())  # at once: the display's thread reads while the trial goes on
+    return sum(values) / len(values) if values else float("nan")
+
+
+def _format_duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"

@@ -1,0 +1,168 @@
+"""Aggregation: how the clients' uploads are folded into the server's entries.
+
+McMahan et al. 2017 (arXiv:1602.05629), Algorithm 1: the mean weighted by each client's number of samples. Sums are
+accumulated in float64 in the order given and cast back, so a result does not depend on how the work was scheduled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from ..utils.errors import UsageError
+from ..utils.state import State, clone
+
+if TYPE_CHECKING:
+    from .plan import Plan
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Uploads:
+    """What an aggregation folds: the clients' entries in client order, and what is known about each client's round.
+
+    ``weights``: sum to one, by the samples that each client used this round. ``sizes``: training samples that each
+    client has. Both are equal where the method weighs clients equally. ``steps``: local steps of each client.
+    ``previous``: the server's entries before the round. ``trained``: names of the entries that were trained; the others
+    are buffers and frozen parameters. ``loaded``: names of those from which clients started. ``fixed``: names of those
+    that local work could not change. ``seed``, ``method`` (its text) and ``round`` (from 0): what an aggregation that
+    draws keys its streams with.
+    """
+
+    states: Sequence[State]
+    weights: Sequence[float]
+    sizes: Sequence[float]
+    steps: Sequence[int]
+    previous: State
+    trained: frozenset[str]
+    loaded: frozenset[str]
+    fixed: frozenset[str] = frozenset()
+    seed: int = 0
+    method: str = ""
+    round: int = 0
+
+
+class Aggregation(Protocol):
+    """A function of :class:`Uploads`.
+
+    One with a method ``bind(plan)`` is replaced, before anything starts, by what that returns. One with a method
+    ``check(plan, clients)`` may refuse a number of clients a round.
+    """
+
+    def __call__(self, uploads: Uploads) -> State:
+        """The server's entries after the round, each in its own dtype."""
+
+
+CHUNK = 2**17
+"""Values that are folded at a time, so that their sums stay in the processor's cache."""
+
+
+class StreamingMean:
+    """Entry-wise weighted mean of states that come one after another, none of which is kept.
+
+    Sums are float64, those of float64 entries of deviations from the first state, so that the mean of equal values is
+    that value, bit for bit. Integer entries (BatchNorm's ``num_batches_tracked``) stay integers: their mean is rounded
+    to the nearest.
+    """
+
+    def __init__(self) -> None:
+        self._first: State = {}
+        self._sums: State = {}
+        self._total = 0.0
+        self._last: tuple[State, float] | None = None  # not added yet: the same may come again
+
+    def add(self, state: State, weight: float) -> None:
+        """Count ``state`` with ``weight`` (positive)."""
+        if self._last and self._last[0] is state:
+            weight += self._last[1]
+        else:
+            self._flush()
+        self._last = state, weight
+
+    def result(self) -> State:
+        """The mean of what was added, at least one state, each entry in its own dtype."""
+        if self._last and not self._sums:
+            return clone(self._last[0])
+        self._flush()
+        return {name: self._divide(total, self._first[name]) for name, total in self._sums.items()}
+
+    def _flush(self) -> None:
+        if self._last is None:
+            return
+        (state, weight), self._last = self._last, None
+        if not self._sums:
+            exact = {name: entry.dtype == torch.float64 for name, entry in state.items()}
+            self._first = {name: entry if exact[name] else entry.new_empty(0) for name, entry in state.items()}
+            self._sums = {n: torch.zeros(e.shape, dtype=torch.float64, device=e.device) for n, e in state.items()}
+        self._total += weight
+        for name, total in self._sums.items():
+            entry = state[name] - self._first[name] if state[name].dtype == torch.float64 else state[name]
+            for into, part in zip(_chunks(total), _chunks(entry), strict=True):
+                into.add_(part, alpha=weight)
+
+    def _divide(self, total: Tensor, like: Tensor) -> Tensor:
+        mean = total / self._total
+        return like + mean if like.dtype == torch.float64 else cast_to(mean, like.dtype)
+
+
+def _chunks(tensor: Tensor) -> Sequence[Tensor]:
+    return (tensor,) if tensor.numel() <= CHUNK else torch.split(tensor.reshape(-1), CHUNK)
+
+
+def weighted_mean(states: Sequence[State], weights: Sequence[float]) -> State:
+    """:class:`StreamingMean` of ``states`` under ``weights``."""
+    mean = StreamingMean()
+    for state, weight in zip(states, weights, strict=True):
+        mean.add(state, weight)
+    return mean.result()
+
+
+def average_uploads(uploads: Uploads) -> State:
+    """:func:`weighted_mean` of the uploads: FedAvg's aggregation, for which a round's uploads need not be kept."""
+    return weighted_mean(uploads.states, uploads.weights)
+
+
+def cast_to(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """``values`` (float64) in ``dtype``, rounded to the nearest where that is an integer type."""
+    return (values if dtype.is_floating_point else values.round()).to(dtype)
+
+
+def stack_entry(states: Sequence[State], name: str) -> Tensor:
+    """Entry ``name`` of all clients, float64 ``[clients, ...]``."""
+    return torch.stack([state[name].double() for state in states])
+
+
+def compute_trimmed_mean(uploads: Uploads, trim: int) -> State:
+    """Mean of each coordinate without its ``trim`` largest and smallest values; clients count equally."""
+    inner = slice(trim, len(uploads.states) - trim)
+    return {
+        name: cast_to(stack_entry(uploads.states, name).sort(dim=0).values[inner].mean(dim=0), first.dtype)
+        for name, first in uploads.states[0].items()
+    }
+
+
+def squared_distances(uploads: Uploads) -> Tensor:
+    """Squared distance of each two clients over all trained entries, float64 ``[clients, clients]``."""
+    total = torch.zeros(len(uploads.states), len(uploads.states), dtype=torch.float64)
+    for name in sorted(uploads.trained):
+        points = stack_entry(uploads.states, name).flatten(start_dim=1).cpu()
+        total += torch.stack([(points - point).square().sum(dim=1) for point in points])
+    return total
+
+
+class RobustAggregation:
+    """An aggregation that tolerates clients whose uploads are arbitrary; ``min_clients``: clients that it needs a round."""
+
+    min_clients: int = 1
+
+    def check(self, plan: Plan, clients: int) -> None:
+        """Raise :class:`UsageError` where ``clients`` a round are too few, or send what is not aggregated robustly."""
+        plan.require_entries_alone("robust aggregation protects, so that one faulty client could move the rest at will")
+        if clients < self.min_clients:
+            raise UsageError(
+                f"{self!r} needs at least {self.min_clients} clients in a round, but {clients} take part: let more take "
+                "part, or tolerate fewer that are faulty"
+            )

@@ -1,0 +1,217 @@
+"""Preparation: a method and a model made into a plan, once and before anything starts.
+
+Surgery makes a stateless template of the model; its entries are named, and it is decided which are loaded, sent and
+trained; the template is tried on one sample. Whatever does not fit or does not go together is refused here.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
+
+from ..data.image_transforms import Augmentation
+from ..nn.dropout import key_dropouts
+from ..nn.linear import use_fast_linear
+from ..utils.errors import UsageError
+from ..utils.state import State, add_prefix, clone, pick
+from .aggregation import average_uploads
+from .method import Method
+from .optimizer import Optimizer
+from .plan import Loss, Plan, Precision, forward
+from .selection import entries, norm_statistics
+from .work import Work
+
+Settings = TypeVar("Settings", Work, Optimizer)
+
+
+def apply_surgery(method: Method, model: nn.Module) -> nn.Module:
+    """A copy of ``model`` after the method's surgery."""
+    module = copy.deepcopy(model)
+    fates = [change for change in method.surgery if getattr(change, "decides_normalization", False)]
+    if len(fates) > 1:
+        both = " and ".join(map(str, fates))
+        raise UsageError(
+            f"method {method.name!r}: {both} both decide what becomes of normalization: leave one of the two out"
+        )
+    for change in method.surgery:
+        module = change(module)
+    return module
+
+
+def prepare(
+    method: Method,
+    model: nn.Module,
+    *,
+    work: Work | None = None,
+    optimizer: Optimizer | None = None,
+    loss: Loss = nn.functional.cross_entropy,
+    augment: Augmentation | None = None,
+    precision: Precision = "float32",
+    sample: Tensor | None = None,
+    rounds: int = 1,
+    clients: int = 1,
+    seed: int = 0,
+) -> Plan:
+    """Resolve ``method`` against ``model``.
+
+    ``loss(outputs, labels)`` is the mean over a batch, ``augment`` what is done to its images, ``precision`` what
+    layers compute in. ``sample``: inputs ``[1, ...]`` of one sample, with which the model is tried once. ``work`` and
+    ``optimizer`` are the experiment's, of which a method may change fields; ``rounds``: how many there will be;
+    ``clients``: how many train in all; ``seed``: what the server's draws are keyed with. Surgery that draws weights
+    uses torch's generator. Raises :class:`UsageError` where the scope matches nothing, loads what nobody sends, parts
+    of the method do not go together, or the model holds what cannot travel or refuses the sample.
+    """
+    if optimizer is None:
+        raise UsageError(f"method {method.name!r} has no optimizer: pass one, for example SGD(lr=0.01)")
+    _refuse_unsupported(model)
+    template = use_fast_linear(key_dropouts(apply_surgery(method, model)))
+    found = entries(template)
+    tensors = dict(template.named_parameters()) | dict(template.named_buffers())
+    initial = {entry.name: tensors[entry.name].detach().clone() for entry in found}
+    loaded, sent = method.scope.load.names(found), method.scope.send.names(found)
+    if loaded - sent:
+        raise UsageError(
+            f"method {method.name!r} loads {min(loaded - sent)!r}, which no client sends: "
+            "the server would hand out its first value for ever; send it too, or do not load it"
+        )
+    if method.pooled and loaded != frozenset(initial):
+        raise UsageError(
+            f"method {method.name!r} pools all data but keeps entries on clients, of which pooling leaves none: "
+            "use centralized without a personal method"
+        )
+    rules = tuple(rule.bind(found) for rule in method.rules)
+    trained = frozenset(name for name in initial if tensors[name].requires_grad)
+    for rule in rules:
+        trained = rule.trainable(trained)
+    if not trained:
+        raise UsageError(f"method {method.name!r} trains no parameter of the model: leave some requires_grad=True")
+    plan = Plan(
+        method=replace(method, rules=rules), module=template, entries=found, initial=initial, loaded=loaded, sent=sent,
+        trained=trained, extra_entries={}, extra_trained=frozenset(), freeze_from=float("inf"),
+        work=_resolve_work(method, work or Work(epochs=1), clients),
+        optimizer=_override_settings(optimizer, method.optimizer, method),
+        loss=loss, augment=augment, smallest_batch=1, precision=precision, seed=seed,
+    )  # fmt: skip
+    plan = add_extra_entries(plan)
+    if method.freeze:
+        norm_statistics.names(found)
+        plan = replace(plan, freeze_from=method.freeze.rounds(rounds))
+    _check(plan)
+    if bind := getattr(method.aggregate, "bind", None):
+        plan = replace(plan, method=replace(plan.method, aggregate=bind(plan)))
+    plan = replace(plan, smallest_batch=_smallest_batch(plan, sample)) if sample is not None else plan
+    if plan.work.batch_size is not None and plan.work.batch_size < plan.smallest_batch:
+        raise UsageError(
+            "batch_size=1, but batch normalization in this model has no variance over one sample: use a batch size of "
+            "2 or more, or a model without BatchNorm"
+        )
+    return plan
+
+
+def _resolve_work(method: Method, work: Work, clients: int) -> Work:
+    work = _override_settings(work, method.work, method)
+    if method.pooled == "scaled" and work.batch_size is not None:
+        return replace(work, batch_size=work.batch_size * clients)
+    return work
+
+
+def _override_settings(settings: Settings, changes: Mapping[str, Any], method: Method) -> Settings:
+    known = {each.name for each in fields(settings)}
+    for name in changes:
+        if name not in known:
+            raise UsageError(
+                f"method {method.name!r} sets {name}, which {type(settings).__name__} has not: it has "
+                f"{', '.join(sorted(known))}"
+            )
+    return replace(settings, **changes)
+
+
+def add_extra_entries(plan: Plan) -> Plan:
+    """``plan`` with what its rules add on a client that starts from ``plan.initial``."""
+    params, rest = pick(plan.initial, plan.trained), pick(plan.initial, frozenset(plan.initial) - plan.trained)
+    own: State = {}
+    trained: frozenset[str] = frozenset()
+    for index, rule in enumerate(plan.method.rules):
+        first, other = (add_prefix(plan.rule_prefix(index), part) for part in rule.extra_entries(params, rest))
+        own, trained = {**own, **first, **other}, trained | first.keys()
+    return replace(plan, extra_entries=own, extra_trained=trained)
+
+
+def _check(plan: Plan) -> None:
+    """Refuse parts of a method that do not go together."""
+    method = plan.method
+    for rule in method.rules:
+        rule.check(plan)
+    personalizing = [rule.source_method for rule in method.rules if rule.personalizes]
+    if len(personalizing) > 1:
+        raise UsageError(
+            f"method {method.name!r}: {' and '.join(personalizing)} both make the client's model: choose one of the two"
+        )
+    if method.pooled and personalizing:
+        raise UsageError(
+            f"method {method.name!r} pools all data but makes models of clients, of which pooling leaves none: "
+            "use centralized without a personal method"
+        )
+    nothing_to_fold = not plan.sent & plan.trained or method.pooled
+    if nothing_to_fold and (method.server is not None or method.aggregate is not average_uploads):
+        raise UsageError(
+            f"method {method.name!r} folds uploads in a way of its own, but there is nothing to fold: "
+            f"{'all data are in one place' if method.pooled else 'clients send nothing that they train'}; "
+            "use it without that part"
+        )
+
+
+def _refuse_unsupported(module: nn.Module) -> None:
+    """Refuse by name what cannot be averaged, copied or called as a function."""
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if nn.parameter.is_lazy(tensor):
+            raise UsageError(
+                f"entry {name!r} of the model has no shape yet (a lazy layer): run one batch through the model first"
+            )
+    for entry, tensor in module.state_dict().items():
+        if tensor.is_complex():
+            raise UsageError(
+                f"entry {entry!r} of the model is complex ({tensor.dtype}), which optimizers and aggregation here do "
+                "not treat: hold its real and imaginary part as two entries (torch.view_as_real)"
+            )
+    for name, layer in module.named_modules():
+        for hook in layer._forward_pre_hooks.values():
+            if isinstance(hook, WeightNorm | SpectralNorm):
+                raise UsageError(
+                    f"layer {name!r} of the model uses the old {type(hook).__name__} hook of torch.nn.utils, which "
+                    "writes into the layer at each call: use torch.nn.utils.parametrizations instead"
+                )
+
+
+def _smallest_batch(plan: Plan, sample: Tensor) -> int:
+    """1, or 2 where the model refuses to train on one sample, as BatchNorm does on one value a channel."""
+    inputs = sample.to(plan.dtype)
+
+    def tried(size: int, *, training: bool) -> None:
+        forward(plan, clone(plan.initial), inputs.expand(size, *sample.shape[1:]), training=training)
+
+    try:
+        tried(1, training=False)
+        try:
+            tried(1, training=True)
+        except ValueError as error:
+            if "more than 1 value per channel" not in str(error):
+                raise
+            tried(2, training=True)
+            return 2
+    except (ValueError, RuntimeError, TypeError) as error:
+        raise UsageError(_unsupported_sample_error(sample, error)) from error
+    return 1
+
+
+def _unsupported_sample_error(sample: Tensor, error: Exception) -> str:
+    return (
+        f"the model refuses a sample of shape {tuple(sample.shape[1:])}: {error}. "
+        "Choose a model for this shape, or bring the data to the model's (for images: size, channels)"
+    )

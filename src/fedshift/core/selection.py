@@ -1,0 +1,189 @@
+"""Which named entries of a model travel: entries, selections by module type, and scopes.
+
+Selection goes by the TYPE of the module that owns an entry. Names mislead: "bn" is not in ``downsample.1`` of a ResNet
+and is in "subnet". Name patterns are for exceptions only, and a selection that matches nothing is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from functools import reduce
+from operator import or_
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ..nn.surgery import LEARNED
+from ..utils.errors import UsageError
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """One named entry of a model's state: a parameter or a persistent buffer, and the module that owns it.
+
+    ``from_end``: layers with parameters that are registered after its own; 0 is the last layer, as a rule the
+    classifier.
+    """
+
+    name: str
+    owner: nn.Module
+    is_buffer: bool
+    from_end: int
+
+
+def entries(module: nn.Module) -> tuple[Entry, ...]:
+    """The entries of ``module`` in the order of its ``state_dict``; a tied parameter stands once, by its first name."""
+    found: list[tuple[str, nn.Module, bool, int]] = []
+    seen: set[int] = set()
+    layers: list[nn.Module] = []
+    modules = dict(module.named_modules())
+    for prefix, holder in modules.items():
+        dot = f"{prefix}." if prefix else ""
+        # A parametrization holds the weight of a layer, which is the one that counts: a BatchNorm stays a BatchNorm.
+        owner = modules[prefix.partition("parametrizations.")[0].rstrip(".")] if "parametrizations." in dot else holder
+        named = [(name, p, False) for name, p in holder._parameters.items()]
+        hidden = holder._non_persistent_buffers_set
+        named += [(name, b, True) for name, b in holder._buffers.items() if name not in hidden]
+        for name, tensor, is_buffer in named:
+            if tensor is not None and id(tensor) not in seen:
+                seen.add(id(tensor))
+                if not is_buffer and not any(layer is owner for layer in layers[-1:]):
+                    layers.append(owner)
+                found.append((dot + name, owner, is_buffer, max(len(layers), 1)))
+    return tuple(Entry(name, owner, hidden, max(len(layers), 1) - at) for name, owner, hidden, at in found)
+
+
+@dataclass(frozen=True, eq=False)
+class Select:
+    """A predicate over entries that knows how it is written; combine with ``&``, ``|`` and ``~``."""
+
+    matches: Callable[[Entry], bool]
+    text: str
+    parts: tuple[Select, ...] = ()
+    operator: str = ""
+
+    def __call__(self, entry: Entry) -> bool:
+        """Whether the entry is selected."""
+        return self.matches(entry)
+
+    def __and__(self, other: Select) -> Select:
+        return Select(lambda entry: self(entry) and other(entry), f"{self.text} & {other.text}", (self, other), "&")
+
+    def __or__(self, other: Select) -> Select:
+        return Select(lambda entry: self(entry) or other(entry), f"({self.text} | {other.text})", (self, other), "|")
+
+    def __invert__(self) -> Select:
+        bare = " & " not in self.text or self.operator == "|"
+        return Select(lambda entry: not self(entry), f"~{self.text}" if bare else f"~({self.text})", (self,), "~")
+
+    def __repr__(self) -> str:
+        return self.text
+
+    def claims(self) -> Iterable[Select]:
+        """What must match something: each named selection, and each combination that is taken away as a whole."""
+        if not self.parts or len(self.parts) == 1:
+            yield from self.parts or (self,)
+        for part in self.parts:
+            yield from part.claims()
+
+    def names(self, found: Iterable[Entry]) -> frozenset[str]:
+        """Names of the matching entries.
+
+        Raises :class:`UsageError` where a part of the selection matches no entry at all, or where one of several
+        selections that are taken away takes nothing that the others leave.
+        """
+        found = tuple(found)
+        for claim in self.claims():
+            if claim not in (everything, nothing) and not any(map(claim, found)):
+                raise UsageError(_describe_unmatched(claim, found))
+        parts = self._conjuncts()
+        for index, part in enumerate(parts):
+            others = parts[:index] + parts[index + 1 :]
+            if part.operator == "~" and not any(not part(e) and all(other(e) for other in others) for e in found):
+                kept = " and ".join(other.parts[0].text for other in others if other.operator == "~")
+                raise UsageError(
+                    f"{part.parts[0].text} is kept on the client twice, also by {kept}: leave one of the methods out"
+                    if kept
+                    else f"{part.parts[0].text} cannot be kept back, since nothing of it travels: leave a method out"
+                )
+        return frozenset(entry.name for entry in found if self(entry))
+
+    def _conjuncts(self) -> list[Select]:
+        return [each for part in self.parts for each in part._conjuncts()] if self.operator == "&" else [self]
+
+
+def _describe_unmatched(claim: Select, found: tuple[Entry, ...]) -> str:
+    types = sorted({type(entry.owner).__name__ for entry in found})
+    near = get_close_matches(claim.text.strip("'"), [entry.name for entry in found], n=3, cutoff=0.3)
+    hint = f"; near it are {', '.join(near)}" if near else ""
+    if claim is buffers:
+        hint = ", none of which keeps statistics (as BatchNorm does with track_running_stats=True)"
+    return (
+        f"{claim.text} matches no entry of the model, whose layers are of type {', '.join(types) or 'none'}{hint}: "
+        "choose a model that has such layers, or a method that does not need them"
+    )
+
+
+def of_type(*types: type[nn.Module], text: str | None = None) -> Select:
+    """Entries whose owner is an instance of one of ``types``."""
+    label = text or f"of_type({', '.join(kind.__name__ for kind in types)})"
+    return Select(lambda entry: isinstance(entry.owner, types), label)
+
+
+def name_matches(pattern: str) -> Select:
+    """Entries whose whole name matches the shell pattern, for example ``name_matches("head.*")``."""
+    return Select(lambda entry: fnmatchcase(entry.name, pattern), repr(pattern))
+
+
+def last_layers(layers: int) -> Select:
+    """Entries of the last ``layers`` layers with parameters, in the order in which the model registers them."""
+    if layers < 1:
+        raise UsageError(f"the last {layers} layers: give 1 or more")
+    return Select(lambda entry: entry.from_end < layers, f"last({layers})")
+
+
+def parse_selection(selection: str | int) -> Select:
+    """The selection that a person writes: how many of the last layers, or names and patterns joined by ``|``.
+
+    Names are those of :data:`SELECTIONS` and ``last_layers``, for example ``"batch_norm|head.*"``.
+    """
+    if isinstance(selection, int):
+        return last_layers(selection)
+    parts = [part.strip() for part in selection.split("|")]
+    if not all(parts):
+        raise UsageError(
+            f"selection {selection!r}: write {', '.join(SELECTIONS)}, last or a pattern such as head.*; | joins"
+        )
+    chosen = [last_layers(1) if part == "last" else SELECTIONS.get(part) or name_matches(part) for part in parts]
+    return reduce(or_, chosen)
+
+
+everything = Select(lambda _: True, "everything")
+nothing = Select(lambda _: False, "nothing")
+buffers = Select(lambda entry: entry.is_buffer, "buffers")
+batch_norm = of_type(_BatchNorm, text="batch_norm")
+"""Weight, bias and statistics of every BatchNorm layer (1d, 2d, 3d, synchronized), whatever its name."""
+norm_layers = of_type(*LEARNED, text="norm_layers")
+"""Entries of every normalization layer: BatchNorm, InstanceNorm, GroupNorm, LayerNorm, RMSNorm."""
+norm_statistics = replace(batch_norm & buffers, text="norm_statistics")
+"""Running mean, running variance and batch counter of every BatchNorm layer."""
+SELECTIONS: Mapping[str, Select] = {
+    "batch_norm": batch_norm, "norm_layers": norm_layers, "norm_statistics": norm_statistics,
+    "batch_norm_affine": batch_norm & ~buffers,
+}  # fmt: skip
+"""Selections that have a name of their own in arguments of methods."""
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What a client takes from the server at the start of a round (``load``) and uploads at its end (``send``)."""
+
+    load: Select = everything
+    send: Select = everything
+
+    def keep_on_client(self, selection: Select) -> Scope:
+        """The same scope with ``selection`` kept on the client: neither loaded nor sent."""
+        return Scope(load=self.load & ~selection, send=self.send & ~selection)

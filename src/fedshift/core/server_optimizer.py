@@ -1,0 +1,115 @@
+"""Server optimizers: the mean change of a round is a gradient on which the server takes a step of its own.
+
+Reddi et al. 2021 (arXiv:2003.00295), Algorithm 2. Only trained parameters go through the optimizer; BatchNorm's
+statistics and other buffers are estimates, not parameters, and are taken as aggregated. The state never travels.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from typing_extensions import override
+
+from ..utils.errors import UsageError
+from ..utils.state import State
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptimizer(ABC):
+    """A step on the server along the aggregated change ``delta`` of each trained entry; ``lr``: the server's own."""
+
+    lr: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.lr < 1e30:
+            raise UsageError(f"server learning rate lr={self.lr:g}: it must be a number above 0")
+
+    @abstractmethod
+    def init(self, params: State) -> State:
+        """The state before the first round."""
+
+    @abstractmethod
+    def step(self, params: State, delta: State, state: State) -> tuple[State, State]:
+        """The parameters and the state after a round. Pure."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scaled(ServerOptimizer):
+    """``x = x + lr delta``: the aggregated change made longer or shorter."""
+
+    @override
+    def init(self, params: State) -> State:
+        return {}
+
+    @override
+    def step(self, params: State, delta: State, state: State) -> tuple[State, State]:
+        return {name: param + self.lr * delta[name] for name, param in params.items()}, state
+
+
+@dataclass(frozen=True, kw_only=True)
+class Momentum(ServerOptimizer):
+    """``v = beta v + delta; x = x + lr v``, which is ``torch.optim.SGD`` with momentum on the gradient ``-delta``."""
+
+    beta: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _unit("beta", self.beta)
+
+    @override
+    def init(self, params: State) -> State:
+        return {f"velocity/{name}": torch.zeros_like(tensor) for name, tensor in params.items()}
+
+    @override
+    def step(self, params: State, delta: State, state: State) -> tuple[State, State]:
+        after = {f"velocity/{name}": self.beta * state[f"velocity/{name}"] + change for name, change in delta.items()}
+        return {name: param + self.lr * after[f"velocity/{name}"] for name, param in params.items()}, after
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adaptive(ServerOptimizer):
+    """``m = beta1 m + (1 - beta1) delta; x = x + lr m / (sqrt(v) + tau)``, where ``second`` says how v follows delta^2.
+
+    v starts at tau^2; there is no bias correction (Algorithm 2).
+    """
+
+    second: Literal["adagrad", "adam", "yogi"]
+    beta1: float
+    beta2: float
+    tau: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _unit("beta1", self.beta1)
+        _unit("beta2", self.beta2)
+        if not self.tau > 0:
+            raise UsageError(f"tau={self.tau:g}: it must be above 0, say 1e-3")
+
+    @override
+    def init(self, params: State) -> State:
+        first = {f"mean/{name}": torch.zeros_like(tensor) for name, tensor in params.items()}
+        return first | {f"square/{name}": torch.full_like(tensor, self.tau**2) for name, tensor in params.items()}
+
+    @override
+    def step(self, params: State, delta: State, state: State) -> tuple[State, State]:
+        moved, after = {}, {}
+        for name, param in params.items():
+            change, squared, v = delta[name], delta[name] ** 2, state[f"square/{name}"]
+            mean = self.beta1 * state[f"mean/{name}"] + (1 - self.beta1) * change
+            if self.second == "adagrad":
+                v = v + squared
+            elif self.second == "adam":
+                v = self.beta2 * v + (1 - self.beta2) * squared
+            else:
+                v = v - (1 - self.beta2) * squared * torch.sign(v - squared)
+            moved[name] = param + self.lr * mean / (v.sqrt() + self.tau)
+            after[f"mean/{name}"], after[f"square/{name}"] = mean, v
+        return moved, after
+
+
+def _unit(name: str, value: float) -> None:
+    if not 0 <= value < 1:
+        raise UsageError(f"{name}={value:g}: it must lie in [0, 1)")

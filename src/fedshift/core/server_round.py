@@ -1,0 +1,90 @@
+"""The server's part of a round: the clients' uploads folded into what it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from ..utils.state import State, add_prefix, entries_under, pick
+from .aggregation import StreamingMean, Uploads, average_uploads
+from .kernel import ServerState, Update
+from .plan import Plan
+
+
+class StreamingAggregator:
+    """The uploads of one round, folded into ``server`` as they arrive, in whatever order.
+
+    ``names``: the clients that are to upload. ``sizes``: training samples of every client that trains, also of those
+    that sit the round out. Uploads are taken in the order of the clients' names, so that the result does not depend on
+    that of arrival. Where the method averages entries, an upload is let go as soon as those before it have come.
+    """
+
+    def __init__(self, plan: Plan, server: ServerState, names: Iterable[str], sizes: Mapping[str, int]) -> None:
+        self._plan, self._server, self._coming = plan, server, sorted(names, reverse=True)
+        self._sizes = sizes
+        self._arrived: dict[str, Update] = {}
+        self._folded: list[tuple[str, Update]] = []
+        self._mean = StreamingMean() if plan.method.aggregate is average_uploads and plan.sent else None
+
+    def add(self, name: str, update: Update) -> None:
+        """Take the upload of one client."""
+        self._arrived[name] = update
+        while self._coming and self._coming[-1] in self._arrived:
+            self._aggregate(self._coming.pop())
+
+    def _aggregate(self, name: str) -> None:
+        update = self._arrived.pop(name)
+        if self._mean:
+            self._mean.add(update.shared, self._plan.method.weigh(update.weight))
+            update = replace(update, shared={})
+        self._folded.append((name, update))
+
+    def finalize(self) -> ServerState:
+        """The server after the round, of the uploads that came."""
+        for name in sorted(self._arrived):  # those behind one that did not come
+            self._aggregate(name)
+        plan, server, ordered = self._plan, self._server, [update for _, update in self._folded]
+        raw = [plan.method.weigh(update.weight) for update in ordered]
+        sizes = [plan.method.weigh(self._sizes[name]) for name, _ in self._folded]
+        everyone = sum(map(plan.method.weigh, self._sizes.values()))
+        memory: State = {}
+        for index, rule in enumerate(plan.method.rules):
+            prefix = plan.rule_prefix(index)
+            uploads = [entries_under(prefix, update.memory) for update in ordered]
+            shares = [size / everyone for size in sizes]
+            memory |= add_prefix(prefix, rule.aggregate_memory(entries_under(prefix, server.memory), uploads, shares))
+        trained = plan.trained & plan.sent
+        if self._mean:
+            shared = self._mean.result()
+        else:
+            uploaded = Uploads(
+                states=[update.shared for update in ordered],
+                weights=[weight / sum(raw) for weight in raw],
+                sizes=sizes,
+                steps=[update.steps for update in ordered],
+                previous=server.shared,
+                trained=trained,
+                loaded=plan.loaded,
+                fixed=plan.entries_fixed_in(server.round),
+                seed=plan.seed,
+                method=plan.method.text,
+                round=server.round,
+            )
+            shared = plan.method.aggregate(uploaded)
+        optimizer = server.optimizer
+        if plan.method.server:
+            before = pick(server.shared, trained)
+            delta = {name: shared[name] - tensor for name, tensor in before.items()}
+            stepped, optimizer = plan.method.server.step(before, delta, optimizer)
+            shared |= stepped
+        return ServerState(round=server.round + 1, shared=shared, memory=memory, optimizer=optimizer)
+
+
+def server_round(
+    plan: Plan, server: ServerState, updates: Mapping[str, Update], sizes: Mapping[str, int]
+) -> ServerState:
+    """:class:`StreamingAggregator` of uploads that have all come, by client name."""
+    folding = StreamingAggregator(plan, server, updates, sizes)
+    for name, update in updates.items():
+        folding.add(name, update)
+    return folding.finalize()

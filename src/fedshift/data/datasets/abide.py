@@ -1,0 +1,238 @@
+"""ABIDE I: autism against control from the correlations of brain regions at rest, one client for each hospital.
+
+Di Martino et al. 2014 (Mol. Psychiatry 19), as preprocessed by the Preprocessed Connectomes Project (Craddock et al.
+2013): for every subject a time series of the 111 regions of the Harvard-Oxford atlas. A sample is the upper triangle of
+their Pearson correlations, not transformed; a region without signal has the correlation 0.
+
+FedBN (Li et al. 2021, arXiv:2102.07623, appendix D.4) reads NYU, UM_1, USM and UCLA_1. The 167, 88, 52 and 63 subjects
+of its table 10, with 73, 43, 33 and 37 of autism, are those in whom none of the 111 regions is constant and whose
+series is as long as is usual at their site. Its 5,995 features are the pairs of 110 regions. Which region it left out
+is not said; here it is ``#3455``, which lacks a signal in 237 of 1,035 subjects, the next one in 36.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ...utils.errors import UsageError, unknown_name
+from ...utils.random_streams import stream
+from ..federation import ClientData, Federation
+from ..formats import explain_errors
+from ..samples import Samples
+from ..stratification import split_stratified
+from ._card import Card
+from ._npz_arrays import read_arrays
+
+_SITES = ("NYU", "UM_1", "USM", "UCLA_1")
+_REGIONS = 111
+_LEFT_OUT = "#3455"
+_SUFFIX = "_rois_ho.1D"
+_PHENOTYPES = "Phenotypic_V1_0b_preprocessed1.csv"
+_COMPACT = ("connectome", "y", "site", "site_names", "dead_rois", "n_frames", "roi_ids")
+
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Subject:
+    """A subject's label (1: autism), length of the series, and regions without signal; where its data are."""
+
+    label: int
+    frames: int
+    dead: int
+    row: int
+
+
+def _find(folder: Path) -> Path | None:
+    files = (folder / "abide_ho.npz", folder / _PHENOTYPES, folder / "ABIDE_pcp" / _PHENOTYPES)
+    return next((file for file in files if file.is_file()), None)
+
+
+CARD = Card(
+    title="ABIDE I, autism from the brain's correlations at rest, twenty sites",
+    clients=_SITES,
+    classes=2,
+    samples="1,035 subjects of 20 sites; FedBN uses 167, 88, 52 and 63 of four",
+    license="CC BY-NC-SA 3.0",
+    homepage="http://preprocessed-connectomes-project.org/abide/download.html",
+    source="Di Martino et al. 2014; Craddock et al. 2013; FedBN, arXiv:2102.07623",
+    layout=(
+        f"{_PHENOTYPES} and below it the time series <SITE>_<subject>{_SUFFIX} of one pipeline and strategy (FedBN: "
+        "cpac), or abide_ho.npz with their correlations"
+    ),
+    find=_find,
+    lacks=lambda found: frozenset({"window"} if found.suffix == ".npz" else ()),
+)
+
+
+def abide(
+    root: Path,
+    *,
+    sites: tuple[str, ...] = _SITES,
+    rois: int = 110,
+    window: int | None = None,
+    complete: bool = True,
+    test_fraction: float = 0.2,
+    seed: int = 0,
+) -> Federation:
+    """A client for each of ``sites``, float32 ``[N, rois (rois - 1) / 2]``; label 1 is autism.
+
+    ``rois`` is 110, or 111 for all regions. ``window``: a sample for each window of so many frames, at every frame
+    (FedBN: 32, in all 63,550 samples or 1.5 GB), where there are time series; None: one sample a subject.
+    ``complete``: only subjects in whom every region has a signal and whose series has the length usual at the site.
+    ``test_fraction`` of a site's subjects, of each label, are for testing with all of their windows. Raises
+    :class:`UsageError` for other choices, unknown sites and files that cannot be read.
+    """
+    if rois not in (_REGIONS - 1, _REGIONS):
+        raise UsageError(f"rois={rois}: must be 110 (without region {_LEFT_OUT}) or 111")
+    if window is not None and window < 3:
+        raise UsageError(f"window={window} frames: must be at least 3, the paper's is 32")
+    if not sites:
+        raise UsageError("sites=() names no site")
+    found: Path = CARD.locate("abide", root, frozenset({"window"} if window is not None else ()))
+    if found.suffix == ".npz" and window is not None:
+        raise UsageError(f"window={window}: {found} holds correlations of whole series; windows need the time series")
+    source = _Connectomes(found) if found.suffix == ".npz" else _TimeSeries(found)
+    clients, notices = [], []
+    for site in sites:
+        subjects = source.subjects(site)
+        usual = Counter(subject.frames for subject in subjects).most_common(1)[0][0]
+        kept = [s for s in subjects if not complete or (s.dead == 0 and s.frames == usual)]
+        y = np.array([subject.label for subject in kept], dtype=np.int64)
+        parts = {}
+        for part, rows in zip(
+            ("train", "test"), split_stratified(y, test_fraction, stream(seed, "abide", site)), strict=True
+        ):
+            x, counts = source.samples([kept[row] for row in rows], rois, window)
+            parts[part] = Samples(x=torch.from_numpy(x), y=torch.from_numpy(np.repeat(y[rows], counts)))
+        clients.append(ClientData(name=site, **parts))
+        if len(kept) < len(subjects):
+            notices.append(
+                f"client {site!r}: {len(subjects) - len(kept)} incomplete subjects of {len(subjects)} left out"
+            )
+    what = "subjects" if window is None else f"windows of {window} frames"
+    return Federation(
+        name="abide",
+        clients=tuple(clients),
+        classes=2,
+        note=f"ABIDE I, {what}, correlations of {rois} regions",
+        class_names=("control", "autism"),
+        notices=tuple(notices),
+    )
+
+
+class _Connectomes:
+    """Correlations that are in a file already, ``abide_ho.npz``."""
+
+    def __init__(self, file: Path) -> None:
+        self.arrays = read_arrays(file, _COMPACT)
+
+    def subjects(self, site: str) -> list[_Subject]:
+        names = self.arrays["site_names"].tolist()
+        if site not in names:
+            raise unknown_name("site", site, names)
+        return [
+            _Subject(
+                label=int(self.arrays["y"][row]),
+                frames=int(self.arrays["n_frames"][row]),
+                dead=int(self.arrays["dead_rois"][row]),
+                row=int(row),
+            )
+            for row in np.flatnonzero(self.arrays["site"] == names.index(site))
+        ]
+
+    def samples(self, subjects: Sequence[_Subject], rois: int, window: int | None) -> tuple[Floats, list[int]]:
+        kept = _find_regions(self.arrays["roi_ids"].tolist(), rois)
+        pairs = np.stack(np.triu_indices(_REGIONS, 1))
+        features = np.isin(pairs, kept).all(axis=0)
+        rows = [subject.row for subject in subjects]
+        return self.arrays["connectome"][rows][:, features].astype(np.float32), [1] * len(rows)
+
+
+class _TimeSeries:
+    """The project's files: a table of subjects, and a series for each who has a ``FILE_ID``."""
+
+    def __init__(self, phenotypes: Path) -> None:
+        self.phenotypes = phenotypes
+        self.files: dict[str, Path] = {}
+        for file in sorted(phenotypes.parent.rglob(f"*{_SUFFIX}")):
+            other = self.files.setdefault(file.name.removesuffix(_SUFFIX), file)
+            if other != file:
+                raise UsageError(f"{other} and {file} are of one subject: keep the files of one pipeline and strategy")
+        with (
+            explain_errors(phenotypes, "a table of subjects"),
+            phenotypes.open(encoding="utf-8-sig", newline="") as table,
+        ):
+            self.rows = [
+                (row["SITE_ID"], row["FILE_ID"], {"1": 1, "2": 0}[row["DX_GROUP"]])
+                for row in csv.DictReader(table)
+                if row["FILE_ID"] != "no_filename"
+            ]
+        self.series: dict[int, tuple[list[str], Floats]] = {}
+
+    def subjects(self, site: str) -> list[_Subject]:
+        if site not in {where for where, _, _ in self.rows}:
+            raise unknown_name("site", site, {where for where, _, _ in self.rows})
+        return list(self._read(site))
+
+    def _read(self, site: str) -> Iterator[_Subject]:
+        for row, (where, name, label) in enumerate(self.rows):
+            if where != site:
+                continue
+            if name not in self.files:
+                raise UsageError(
+                    f"{self.phenotypes} names {name}, but {name}{_SUFFIX} is not below {self.phenotypes.parent}: "
+                    f"get the series of all subjects of {site}, or leave the site out (sites)"
+                )
+            _, x_TR = self.series[row] = _read_series(self.files[name])
+            dead = int((np.ptp(x_TR, axis=0) == 0).sum())
+            yield _Subject(label=label, frames=len(x_TR), dead=dead, row=row)
+
+    def samples(self, subjects: Sequence[_Subject], rois: int, window: int | None) -> tuple[Floats, list[int]]:
+        counts = [1 if window is None else subject.frames - window + 1 for subject in subjects]
+        short = [subject for subject, count in zip(subjects, counts, strict=True) if count < 1]
+        if short:
+            raise UsageError(f"window={window}: {self.rows[short[0].row][1]} has {short[0].frames} frames")
+        x = np.empty((sum(counts), rois * (rois - 1) // 2), np.float32)
+        end = 0
+        for subject, count in zip(subjects, counts, strict=True):
+            regions, x_TR = self.series[subject.row]
+            x_TR = x_TR[:, _find_regions(regions, rois)]
+            end += count
+            x[end - count : end] = _compute_correlations(x_TR, window)
+        return x, counts
+
+
+def _read_series(file: Path) -> tuple[list[str], Floats]:
+    """Names of the regions, and ``[T, 111]``: a line ``#10<tab>#11...``, then a line for each frame."""
+    with explain_errors(file, "a time series of regions"), file.open(encoding="ascii") as lines:
+        regions = next(lines).split()
+        x_TR = np.loadtxt(lines, dtype=np.float32, ndmin=2)
+    if len(regions) != _REGIONS or x_TR.shape[1:] != (_REGIONS,):
+        raise UsageError(f"{file} has {len(regions)} regions, the Harvard-Oxford atlas there {_REGIONS}: get it again")
+    return regions, x_TR
+
+
+def _find_regions(names: Sequence[str], rois: int) -> list[int]:
+    """Places of the regions that are read."""
+    return [place for place, name in enumerate(names) if rois == _REGIONS or name != _LEFT_OUT]
+
+
+def _compute_correlations(x_TR: Floats, window: int | None) -> Floats:
+    """Pearson correlations ``[W, R (R - 1) / 2]`` of the regions in each window; 0 where one is constant."""
+    length = len(x_TR) if window is None else window
+    z_WRT = np.lib.stride_tricks.sliding_window_view(x_TR.astype(np.float64), length, axis=0)
+    constant_WR1 = np.ptp(z_WRT, axis=2, keepdims=True) == 0
+    z_WRT = np.where(constant_WR1, 0, z_WRT - z_WRT.mean(axis=2, keepdims=True))
+    norm_WR1 = np.linalg.norm(z_WRT, axis=2, keepdims=True)
+    z_WRT = z_WRT / np.where(constant_WR1, 1, norm_WR1)
+    above = np.triu_indices(x_TR.shape[1], 1)
+    return (z_WRT @ z_WRT.transpose(0, 2, 1))[:, above[0], above[1]].astype(np.float32)

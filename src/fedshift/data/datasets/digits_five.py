@@ -1,0 +1,175 @@
+"""Digits-Five: the same ten digits from five sources, one client each, the benchmark of FedBN and FedWon.
+
+FedBN (Li et al. 2021, arXiv:2102.07623, section 5.1 and appendix D) as its authors' script prepares it
+(https://github.com/med-air/FedBN, utils/data_preprocess.py): each source's training and test images are pooled and
+split anew, 80 to 20 by class, by scikit-learn's ``StratifiedShuffleSplit(test_size=0.2, random_state=0)``; of the
+shuffled training part the first 7,438 are kept, as many as USPS has. Hence 14,000, 19,858, 1,860, 97,791 and 14,000
+test images, and the training sizes of the paper's table 16. The same draw here gives the authors' partitions from the
+publishers' files; MNIST-M must then be the remake of 70,000 digits that they used (:mod:`.mnistm`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from sklearn.model_selection import StratifiedShuffleSplit
+
+from ...utils.errors import UsageError, unknown_name
+from ...utils.random_streams import stream
+from ..federation import ClientData, Federation
+from ..pickles import read_pickle
+from ..samples import Samples, to_samples
+from . import mnist, mnistm, svhn, synthdigits, usps
+from ._card import Card
+from ._single_dataset import DIGITS, Parts
+
+_SOURCES: dict[str, tuple[str, Card, Callable[[Path], Federation]]] = {
+    "mnist": ("MNIST", mnist.CARD, mnist.mnist),
+    "svhn": ("SVHN", svhn.CARD, svhn.svhn),
+    "usps": ("USPS", usps.CARD, usps.usps),
+    "synthdigits": ("SynthDigits", synthdigits.CARD, synthdigits.synthdigits),
+    "mnistm": ("MNIST_M", mnistm.CARD, mnistm.mnistm),
+}
+"""By client: the authors' directory, and the card and the loader of the source."""
+
+_PARTITIONS = tuple(f"partitions/train_part{number}.pkl" for number in range(10))
+
+
+def _find_partitions(domain: str, folder: Path) -> Path | None:
+    """The authors' own directory of a domain, if it is in ``folder`` and whole."""
+    home = folder / _SOURCES[domain][0]
+    return home if all((home / name).is_file() for name in (*_PARTITIONS, "test.pkl")) else None
+
+
+def _find_home(domain: str, folder: Path) -> Path | None:
+    """Where under ``folder`` the files of a domain are: ``digits-five`` goes first."""
+    for home in (folder / "digits-five", folder / "digits_five", folder):
+        if _find_partitions(domain, home) or _SOURCES[domain][1].present(domain, home):
+            return home
+    return None
+
+
+CARD = Card(
+    title="Digits-Five (MNIST, SVHN, USPS, SynthDigits, MNIST-M)",
+    clients=tuple(_SOURCES),
+    classes=10,
+    samples="7,438 training images a client (FedBN uses 743 of them, 10 %); 14,000, 19,858, 1,860, 97,791 and 14,000 "
+    "test images",
+    license="each source its own: SVHN for non-commercial use only, SynthDigits CC BY 4.0 by its mirror's README, "
+    "none stated for the others",
+    homepage="https://github.com/med-air/FedBN",
+    source="Li et al. 2021, arXiv:2102.07623, section 5.1; the sources' own papers, see their cards",
+    layout="the FedBN authors' directories MNIST, SVHN, USPS, SynthDigits and MNIST_M (each with "
+    "partitions/train_part0.pkl to train_part9.pkl and test.pkl), or the files of mnist, svhn, usps, synthdigits and "
+    "mnistm, each in a directory of that name",
+    find=lambda folder: folder if all(_find_home(domain, folder) for domain in _SOURCES) else None,
+    remotes=tuple(
+        replace(remote, name=f"{domain}/{remote.name}")
+        for domain, (_, card, _) in _SOURCES.items()
+        for remote in card.remotes
+        if "/" not in remote.name  # what MNIST-M needs of MNIST is there already
+    ),
+)
+
+
+def digits_five(
+    root: Path,
+    *,
+    domains: Sequence[str] = tuple(_SOURCES),
+    samples: int | None = 7438,
+    split: Literal["paper", "official"] = "paper",
+    seed: int = 0,
+) -> Federation:
+    """A client for each of ``domains``, ten classes, uint8 images of the sources' own sizes (gray 28 x 28, ...).
+
+    :meth:`Federation.fit_images` brings them to 3 x 28 x 28. ``split``: the paper's, from the authors' partitions where
+    they are there, else drawn from the pooled files (``seed`` 0: the authors' draw); or each source's ``official`` one.
+    ``samples``: training images a client, the first of the paper's order (743 are the authors' part 0), of the official
+    training set a stratified draw; None: all. Raises :class:`UsageError` for other domains and sizes, and naming the
+    domains that are not under ``root`` with the files they need.
+    """
+    for domain in domains:
+        if domain not in _SOURCES:
+            raise unknown_name("domain", domain, _SOURCES)
+    if not domains or len(set(domains)) < len(domains):
+        raise UsageError(f"domains={list(domains)}: give one or more of {', '.join(_SOURCES)}, each once")
+    if split not in ("paper", "official"):
+        raise unknown_name("split", split, ("paper", "official"))
+    homes = {domain: home for domain in domains if (home := _find_home(domain, root))}
+    missing = [domain for domain in domains if domain not in homes]
+    if missing:
+        needed = "; ".join(f"for {domain} {_SOURCES[domain][1].layout}" for domain in missing)
+        raise UsageError(
+            f"digits-five lacks {', '.join(missing)} under {root}: put there {needed}; or put there the FedBN authors' "
+            f"directories {', '.join(_SOURCES[domain][0] for domain in missing)}; or choose other domains"
+        )
+    clients = []
+    for domain, home in homes.items():
+        own = _find_partitions(domain, home) if split == "paper" else None
+        if own:
+            train, test = _read_partitions(own)
+        else:
+            client = _SOURCES[domain][2](home).clients[0]
+            train, test = client.train, client.test
+            train, test = _split_as_paper(train, test, seed) if split == "paper" else (_mix(train, domain, seed), test)
+        clients.append(ClientData(name=domain, train=_take_first(train, samples, domain), test=test))
+    note = f"Digits of {len(clients)} sources, {'all' if samples is None else samples} training images each"
+    return Federation(name="digits-five", clients=tuple(clients), classes=10, note=note, class_names=DIGITS)
+
+
+def _read_partitions(folder: Path) -> Parts:
+    pieces = [to_samples(*_read_pair(folder / name), where=str(folder / name)) for name in _PARTITIONS]
+    train = Samples(x=torch.cat([piece.x for piece in pieces]), y=torch.cat([piece.y for piece in pieces]))
+    return train, to_samples(*_read_pair(folder / "test.pkl"), where=str(folder / "test.pkl"))
+
+
+def _read_pair(file: Path) -> tuple[np.ndarray, np.ndarray]:
+    content = read_pickle(file)
+    if not (isinstance(content, tuple | list) and len(content) == 2):
+        raise UsageError(f"{file} does not hold images and labels, as the FedBN authors' partitions do: get it again")
+    return content[0], content[1]
+
+
+def _split_as_paper(train: Samples, test: Samples, seed: int) -> Parts:
+    """The authors' split of the pooled samples: they draw with scikit-learn, from its own generator."""
+    y = torch.cat([train.y, test.y])
+    draw = StratifiedShuffleSplit(n_splits=1, test_size=0.2, random_state=seed)
+    chosen = (torch.from_numpy(index) for index in next(draw.split(np.zeros(len(y)), y.numpy())))
+    to_train, to_test = (Samples(x=_pool(train, test, index), y=y[index]) for index in chosen)
+    return to_train, to_test
+
+
+def _pool(first: Samples, second: Samples, index: torch.Tensor) -> torch.Tensor:
+    """Samples of two splits by their place in both together, of which no copy is made."""
+    x = torch.empty((len(index), *first.shape), dtype=first.store.dtype)
+    of_first = index < len(first)
+    x[of_first] = first.copy_rows(index[of_first])
+    x[~of_first] = second.copy_rows(index[~of_first] - len(first))
+    return x
+
+
+def _mix(split: Samples, domain: str, seed: int) -> Samples:
+    """The samples in an order of which every beginning has the classes in proportion."""
+    shuffled = stream(seed, "digits-five", domain).permutation(len(split))
+    y = split.y.numpy()[shuffled]
+    place = np.empty(len(y))
+    for label in np.unique(y):
+        own = np.flatnonzero(y == label)
+        place[own] = (np.arange(len(own)) + 0.5) / len(own)
+    return split.take(torch.from_numpy(shuffled[np.argsort(place, kind="stable")]))
+
+
+def _take_first(train: Samples, samples: int | None, domain: str) -> Samples:
+    if samples is None:
+        return train
+    if not 1 <= samples <= len(train):
+        raise UsageError(
+            f"samples={samples}: {domain!r} has {len(train)} training images; ask for 1 to {len(train)}, or for all "
+            "(None)"
+        )
+    return Samples(x=train.copy_rows(slice(0, samples)), y=train.y[:samples])

@@ -1,0 +1,151 @@
+"""Fetching a benchmark's files from their publisher into ``root/<name>``: what was fetched stays, what was cut goes on.
+
+A file is written beside its place as ``<file>.part`` and takes its name only when its checksum is the published one.
+A part that is already there is continued where the server can (RFC 9110, section 14: a ``Range`` request answered by
+``206``) and begun anew where it cannot. Nothing is unpacked, and nothing here runs unless a person asks for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+from ..utils.errors import FedshiftError, UsageError
+from .datasets._card import Card, Remote
+from .files.read_options import Progress
+from .huggingface import fetch_from_hub
+
+TIMEOUT = 60.0
+"""Seconds without an answer after which a server is given up."""
+
+_BLOCK = 1 << 20
+
+
+def fetch(name: str, card: Card, root: Path, *, progress: Progress | None = None, hub: bool = False) -> list[Path]:
+    """Fetch the files of benchmark ``name`` into ``root/<name>`` and return their paths.
+
+    ``progress`` hears ``(file, bytes so far, bytes in all)``, 0 in all where the server does not say. ``hub``: from
+    huggingface.co (as are benchmarks that have no other address), see :func:`fedshift.data.huggingface.fetch_from_hub`. Raises
+    :class:`UsageError` where nothing can be fetched, and :class:`FedshiftError`, which names the address and what to
+    do, for a server that does not answer, a cut connection, a full disk and a file that is not the published one.
+    """
+    folder = root / name
+    if card.generated:
+        raise UsageError(f"benchmark {name!r} is made by fedshift itself: there is nothing to fetch")
+    if card.hub and (hub or not card.remotes):
+        return fetch_from_hub(name, card, folder, progress=progress)
+    if hub or not card.remotes:
+        raise UsageError(
+            f"benchmark {name!r} cannot be fetched{' from huggingface.co' if hub else ''}: "
+            f"get it from {card.homepage} and put into {folder} {card.layout}"
+        )
+    return [_fetch_file(remote, folder / remote.name, card, progress) for remote in card.remotes]
+
+
+def _fetch_file(remote: Remote, path: Path, card: Card, progress: Progress | None) -> Path:
+    if path.is_file():
+        wrong = _describe_difference(remote, path)
+        if wrong:
+            raise FedshiftError(f"{path} is not the published file ({wrong}): move it away to have it fetched anew")
+        return path
+    part = path.with_name(path.name + ".part")
+    by_hand = f"or get it by hand (see {card.homepage}) and put it at {path}"
+    with _open_for_writing(part):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        _download(remote, part, progress)
+    except HTTPError as error:
+        with suppress(OSError):
+            path.parent.rmdir()  # if empty
+        with error:
+            raise FedshiftError(
+                f"{remote.url} cannot be fetched: the server says {error.code} {error.reason}. Try later, {by_hand}"
+            ) from error
+    except (OSError, http.client.HTTPException) as error:
+        with suppress(OSError):
+            path.parent.rmdir()
+        reason = getattr(error, "reason", None) or error
+        raise FedshiftError(
+            f"{remote.url} cannot be fetched: {reason}. Try again (what has come is kept, and goes on), {by_hand}"
+        ) from error
+    wrong = _describe_difference(remote, part)
+    if wrong:
+        part.unlink()
+        raise FedshiftError(
+            f"{remote.url} gave a file that is not the published one ({wrong}), and it was not kept. Try again; if it "
+            f"stays so, the file has changed at its publisher: see {card.homepage}"
+        )
+    with _open_for_writing(path):
+        part.replace(path)
+    return path
+
+
+def _download(remote: Remote, part: Path, progress: Progress | None) -> None:
+    """Bring ``part`` to its full length; what of it is there already is not asked for again."""
+    start = part.stat().st_size if part.exists() else 0
+    if start and start == remote.size:
+        return
+    asked = {"Range": f"bytes={start}-"} if start else {}
+    try:
+        answer = urlopen(Request(remote.url, headers={"User-Agent": "fedshift", **asked}), timeout=TIMEOUT)
+    except HTTPError as error:
+        if not (start and error.code == http.client.REQUESTED_RANGE_NOT_SATISFIABLE):
+            raise
+        error.close()
+        part.unlink()  # as long as the file or longer; whether it is right cannot be known
+        _download(remote, part, progress)
+        return
+    with answer:
+        goes_on = answer.status == http.client.PARTIAL_CONTENT
+        if goes_on and not answer.headers.get("Content-Range", "").startswith(f"bytes {start}-"):
+            raise http.client.HTTPException(f"asked for bytes from {start}, the server sent others")
+        _copy(answer, part, start if goes_on else 0, progress)
+
+
+def _copy(answer: http.client.HTTPResponse, part: Path, done: int, progress: Progress | None) -> None:
+    """Append the answer to the first ``done`` bytes of ``part``; :class:`HTTPException` where it ends too early."""
+    length = answer.headers.get("Content-Length")
+    total = done + int(length) if length else 0
+    with _open_for_writing(part):
+        file = part.open("ab" if done else "wb", buffering=0)
+    with file:
+        while block := answer.read(_BLOCK):
+            done += len(block)
+            rest = memoryview(block)
+            while rest:
+                with _open_for_writing(part):
+                    rest = rest[file.write(rest) :]
+            if progress is not None:
+                progress(part.name.removesuffix(".part"), done, total)
+    if done < total:
+        raise http.client.HTTPException(f"the connection was cut after {done} of {total} bytes")
+
+
+@contextmanager
+def _open_for_writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise FedshiftError(
+            f"cannot write {path}: {error.strerror}. Make room, or choose another directory (--root); "
+            "fetching again goes on from there"
+        ) from error
+
+
+def _describe_difference(remote: Remote, path: Path) -> str:
+    """How the file at ``path`` differs from the published one, empty where it does not or nothing is published."""
+    size = path.stat().st_size
+    if remote.size is not None and size != remote.size:
+        return f"it has {size} bytes, published are {remote.size}"
+    for kind, published in (("sha256", remote.sha256), ("md5", remote.md5)):
+        if published is not None:
+            with path.open("rb") as file:
+                found = hashlib.file_digest(file, kind).hexdigest()
+            if found != published.lower():
+                return f"its {kind} is {found}, published is {published}"
+    return ""

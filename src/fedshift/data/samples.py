@@ -1,0 +1,231 @@
+"""Samples with labels, and the arrays of a person made into them.
+
+Images are kept as they come, uint8 ``[N, C, H, W]`` from 0 to 255, and are scaled to [-1, 1] when a batch is taken
+(as in FedBN's experiments, Li et al. 2021, arXiv:2102.07623, section 5.1); floating-point arrays are used as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import ArrayLike
+from torch import Tensor
+
+from ..utils.errors import UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Normalization:
+    """Mean and standard deviation of each channel (one number: of all), for pixels in [0, 1], and ``source``."""
+
+    mean: tuple[float, ...] = (0.5,)
+    std: tuple[float, ...] = (0.5,)
+    source: str = field(default="FedBN, arXiv:2102.07623, section 5.1: pixels scaled to [-1, 1]", compare=False)
+
+    def __str__(self) -> str:
+        mean, std = (", ".join(f"{value:.3g}" for value in values) for values in (self.mean, self.std))
+        return f"pixels in [0, 1] minus {mean} over {std} ({self.source})"
+
+
+HALF = Normalization()
+UNIT = Normalization(mean=(0.0,), std=(1.0,), source="pixels scaled to [0, 1]")
+IMAGENET = Normalization(
+    mean=(0.485, 0.456, 0.406),
+    std=(0.229, 0.224, 0.225),
+    source="torchvision's for ImageNet; FLamby's for Fed-ISIC2019",
+)
+
+CHUNK = 1000
+"""Samples that are looked at, resized or hashed at a time."""
+
+Augment = Callable[[Tensor], Tensor]
+"""What is done to a training batch of images ``[B, C, H, W]`` with values in [0, 1]."""
+
+
+class Samples:
+    """Samples ``x`` (uint8 images ``[N, C, H, W]`` or floats ``[N, ...]``) with labels ``y`` (int64 ``[N]``).
+
+    ``rows`` (int64 ``[N]``): which samples of ``x`` these are, in order, where splits share one array; without it all.
+    ``normalization``: how uint8 images are scaled when a batch is taken.
+    """
+
+    def __init__(
+        self, *, x: Tensor, y: Tensor, rows: Tensor | None = None, normalization: Normalization = HALF
+    ) -> None:
+        self.store, self.y, self.rows, self.normalization = x, y, rows, normalization
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    @property
+    def x(self) -> Tensor:
+        """The samples themselves; a copy where the array is shared with other splits."""
+        return self.store if self.rows is None else self.store[self.rows]
+
+    @property
+    def distinct_rows(self) -> Tensor:
+        """Which sample each is, numbered from 0 by first occurrence (int64 ``[N]``): copies have one number."""
+        if self.rows is None:
+            return torch.arange(len(self))
+        values, number = torch.unique(self.rows, return_inverse=True)
+        if len(values) == len(self):
+            return torch.arange(len(self))
+        first = torch.full((len(values),), len(self)).scatter_reduce(0, number, torch.arange(len(self)), "amin")
+        return first.argsort().argsort()[number]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of one sample."""
+        return tuple(self.store.shape[1:])
+
+    def take(self, index: Tensor) -> Samples:
+        """The samples at ``index`` (int64), in that order; the array is shared, not copied."""
+        rows = index if self.rows is None else self.rows[index]
+        return Samples(x=self.store, y=self.y[index], rows=rows, normalization=self.normalization)
+
+    def copy_rows(self, index: Tensor | slice) -> Tensor:
+        """A copy of the samples at ``index`` as they are kept."""
+        rows = index if self.rows is None else self.rows[index]
+        return self.store.index_select(0, rows) if isinstance(rows, Tensor) else self.store[rows].clone()
+
+    def inputs(
+        self, index: Tensor | slice, dtype: torch.dtype = torch.float32, augment: Augment | None = None
+    ) -> Tensor:
+        """Samples at ``index`` as a network takes them: images augmented and normalized, floats untouched.
+
+        Floating-point images are augmented as values from -1 to 1.
+        """
+        x = self.copy_rows(index).to(dtype)
+        if self.store.dtype != torch.uint8:  # a copy: an in-place layer of the network must not reach the data
+            return x if augment is None else augment(x.add_(1).div_(2)).mul(2).sub(1)
+        if augment is None and self.normalization == HALF:
+            return x.div_(127.5).sub_(1.0)
+        x = x.div_(255.0)
+        x = x if augment is None else augment(x)
+        mean, std = (
+            torch.tensor(values, dtype=dtype, device=x.device)[:, None, None]
+            for values in (self.normalization.mean, self.normalization.std)
+        )
+        return (x - mean) / std
+
+    def with_samples(self, x: Tensor, normalization: Normalization | None = None) -> Samples:
+        """The same choice of samples from another array of as many."""
+        return Samples(x=x, y=self.y, rows=self.rows, normalization=normalization or self.normalization)
+
+    def to(self, device: torch.device) -> Samples:
+        """The same samples on ``device``."""
+        rows = None if self.rows is None else self.rows.to(device)
+        return Samples(x=self.store.to(device), y=self.y.to(device), rows=rows, normalization=self.normalization)
+
+    def check(self, where: str, classes: int) -> None:
+        """Raise :class:`UsageError`, beginning with ``where``, unless samples and labels can be trained on."""
+        if len(self) == 0:
+            raise UsageError(f"{where}: empty; every client needs at least one sample in each split")
+        samples = len(self.store if self.rows is None else self.rows)
+        if samples != len(self.y):
+            raise UsageError(f"{where}: {samples} samples but {len(self.y)} labels; both must be equal")
+        wrong = self.y[(self.y < 0) | (self.y >= classes)]
+        if len(wrong):
+            raise UsageError(
+                f"{where}: label {int(wrong[0])} is out of range; labels must be 0..{classes - 1} "
+                "(correct the labels, or say the number of classes)"
+            )
+        for start in range(0, len(self) if self.store.is_floating_point() else 0, CHUNK):
+            bad = ~self.copy_rows(slice(start, start + CHUNK)).isfinite().flatten(1).all(dim=1)
+            if bad.any():
+                first = start + int(bad.nonzero()[0, 0])
+                raise UsageError(f"{where}: sample {first} has NaN or infinite values; remove or impute them")
+
+
+def join_samples(parts: Sequence[Samples]) -> Samples:
+    """The samples of ``parts`` one after another; a split that occurs again is left out.
+
+    Parts that share an array go on sharing it. Where types or normalizations differ, what a network takes is joined.
+    Raises :class:`UsageError` where shapes differ.
+    """
+    shapes = sorted({part.shape for part in parts})
+    if len(shapes) > 1:
+        raise UsageError(
+            f"samples of shapes {shapes[0]} and {shapes[1]} cannot be put together: bring all to one shape"
+        )
+    distinct = list({id(part): part for part in parts}.values())
+    first, y = distinct[0], torch.cat([part.y for part in distinct])
+    if len(distinct) == 1:
+        return first
+    if all(part.store is first.store and part.normalization == first.normalization for part in distinct):
+        rows = [torch.arange(len(part)) if part.rows is None else part.rows for part in distinct]
+        return Samples(x=first.store, y=y, rows=torch.cat(rows), normalization=first.normalization)
+    if len({(part.store.dtype, part.normalization) for part in distinct}) > 1:
+        return Samples(x=torch.cat([part.inputs(slice(None)) for part in distinct]), y=y)
+    return Samples(x=torch.cat([part.x for part in distinct]), y=y, normalization=first.normalization)
+
+
+def resize(x: Tensor, size: tuple[int, ...]) -> Tensor:
+    """Images ``[N, C, H, W]`` resized to ``size``, a few at a time, as floats take four times the memory."""
+    if tuple(x.shape[2:]) == size:
+        return x
+    small = x.new_empty(*x.shape[:2], *size)
+    for start in range(0, len(x), CHUNK):
+        part = F.interpolate(
+            x[start : start + CHUNK].float(), size=size, mode="bilinear", antialias=True, align_corners=False
+        )
+        small[start : start + CHUNK] = part.round_().clamp_(0, 255) if x.dtype == torch.uint8 else part
+    return small
+
+
+def digest_samples(split: Samples) -> bytes:
+    """128 bits that name the samples and their labels."""
+    found = blake2b(digest_size=16)
+    found.update(
+        f"{len(split)}{split.shape}{split.store.dtype}{split.normalization.mean}{split.normalization.std}".encode()
+    )
+    for start in range(0, len(split), CHUNK):
+        found.update(np.ascontiguousarray(split.copy_rows(slice(start, start + CHUNK)).cpu().numpy()).data)
+    found.update(np.ascontiguousarray(split.y.cpu().numpy()).data)
+    return found.digest()
+
+
+def to_samples(x: ArrayLike, y: ArrayLike, where: str = "data") -> Samples:
+    """Arrays as a :class:`Samples`.
+
+    ``x``: images ``[N, H, W]``, ``[N, H, W, C]`` or ``[N, C, H, W]`` with 1 or 3 channels (integers 0..255 become
+    uint8; floats stay), or features ``[N, D]``. ``y``: integer labels ``[N]`` or ``[N, 1]``. Both are copied. Raises
+    :class:`UsageError`, which begins with ``where``, for anything else.
+    """
+    x_array, y_array = np.asarray(x), np.asarray(y)
+    if x_array.dtype.kind not in "uifb" or y_array.dtype.kind not in "uifb":
+        raise UsageError(f"{where}: arrays of type {x_array.dtype} and {y_array.dtype}; both must be numbers")
+    if y_array.ndim == 2 and y_array.shape[1] == 1:
+        y_array = y_array[:, 0]
+    if x_array.ndim < 2 or y_array.ndim != 1 or len(x_array) != len(y_array):
+        raise UsageError(
+            f"{where}: samples of shape {x_array.shape} and labels of shape {y_array.shape}; "
+            "samples need two or more dimensions, and labels one number a sample"
+        )
+    if y_array.dtype.kind == "f" and not (np.isfinite(y_array).all() and (y_array == np.round(y_array)).all()):
+        raise UsageError(f"{where}: labels are not whole numbers; give classes as 0, 1, 2, ...")
+    return Samples(x=_to_tensor(x_array, where), y=torch.from_numpy(y_array.astype(np.int64)))
+
+
+def _to_tensor(x: np.ndarray, where: str) -> Tensor:
+    if x.ndim == 2:
+        return torch.from_numpy(x.astype(np.float64 if x.dtype == np.float64 else np.float32))
+    if x.ndim == 3:
+        x = x[:, None]
+    elif x.ndim == 4 and x.shape[3] in (1, 3):
+        x = x.transpose(0, 3, 1, 2)
+    elif x.ndim != 4 or x.shape[1] not in (1, 3):
+        raise UsageError(
+            f"{where}: samples of shape {x.shape}; images are [N, H, W], [N, H, W, C] or [N, C, H, W] with 1 or 3 "
+            "channels, features are [N, D]"
+        )
+    if x.dtype.kind == "f":
+        return torch.from_numpy(np.array(x, dtype=x.dtype if x.dtype == np.float64 else np.float32, order="C"))
+    if x.size and (x.min() < 0 or x.max() > 255):
+        raise UsageError(f"{where}: integer pixels from {x.min()} to {x.max()}; they must lie in 0..255")
+    return torch.from_numpy(np.array(x, dtype=np.uint8, order="C"))

@@ -1,0 +1,199 @@
+"""The clients that a person asks for: names, directories, splits and scaling made into one checked federation."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields, replace
+from functools import partial
+from inspect import signature
+from pathlib import Path
+
+import torch
+
+from ..config.expressions import expressions, list_catalog, resolve
+from ..config.spec import DataSpec
+from ..utils.errors import UsageError, unknown_name
+from .assignment import describe_assignment, saved
+from .federation import Federation
+from .files.folder import read_directory
+from .files.images import SizesDiffer
+from .files.read_options import Progress, ReadOptions
+from .partition import (
+    Change,
+    dirichlet,
+    ham_non_iid,
+    iid,
+    labels,
+    match_names,
+    only,
+    quantity,
+    repeat,
+    sample,
+    truncate,
+    validation,
+)
+from .samples import HALF, IMAGENET, UNIT
+
+EMBEDDED: Mapping[str, str] = {"digits": "fedshift.data.digits:digits"}
+"""Federations that come with fedshift, and the functions that make them, imported when asked for."""
+
+SPLITS: Mapping[str, Callable[..., Change]] = {
+    made.__name__: made
+    for made in (
+        dirichlet, ham_non_iid, iid, labels, only, quantity, repeat, sample, saved, truncate, validation,
+    )
+}  # fmt: skip
+"""Functions that a split may name."""
+
+READ = (
+    "on_unreadable", "test_fraction", "client_column", "target", "split_column", "group_column", "missing", "scaling",
+)  # fmt: skip
+"""Settings that say how a person's own files are read."""
+
+
+def data_root(spec: DataSpec) -> Path:
+    """The directory in which benchmarks' files are looked for: ``--root``, else FEDSHIFT_DATA, else ``data``."""
+    return Path(spec.root or os.environ.get("FEDSHIFT_DATA") or "data")
+
+
+def load_source(
+    data: str,
+    spec: DataSpec,
+    progress: Progress | None = None,
+    differing: int | None = None,
+    like: Federation | None = None,
+) -> Federation:
+    """The clients of ``data`` as they are kept; ``differing``: pixels to which images of several sizes are brought.
+
+    ``like``: the federation to which a person's own clients come, see :class:`~fedshift.data.files.read_options.ReadOptions`.
+    """
+    if data in EMBEDDED:
+        _refuse(spec, READ, data)
+        made: Federation = resolve("data", EMBEDDED[data])()
+    elif Path(data).exists():
+        try:
+            made = _read_directory(Path(data), spec, progress, differing, like)
+        except UsageError as error:
+            if data not in list_catalog("data.datasets"):
+                raise
+            raise UsageError(f"{error}. (./{data} was read, not the benchmark of that name: rename one)") from error
+    else:
+        made = _read_benchmark(data, spec, progress)
+    made = made.select_clients(match_names(spec.domains, made.names)) if spec.domains else made
+    classes = spec.classes or made.classes
+    unseen = (f"unseen {label}" for label in range(len(made.class_names), classes if made.class_names else 0))
+    return replace(made, classes=classes, class_names=(*made.class_names[:classes], *unseen))
+
+
+def _refuse(spec: DataSpec, names: Iterable[str], data: str) -> None:
+    """Raise :class:`UsageError` where one of these settings was given, which ``data`` has no use for."""
+    for field in fields(spec):
+        if field.name in names and getattr(spec, field.name) != field.default:
+            raise UsageError(f"--{field.name.replace('_', '-')} says how your own files are read: {data} takes no such")
+
+
+def _exact_names(domains: str | None) -> tuple[str, ...] | None:
+    """The names in a list of clients; None where there is none, or a pattern that only all names can resolve."""
+    if domains is None or set("*?[") & set(domains):
+        return None
+    return tuple(name.strip() for name in domains.split(","))
+
+
+def _read_directory(
+    path: Path, spec: DataSpec, progress: Progress | None, differing: int | None, like: Federation | None
+) -> Federation:
+    reading = ReadOptions(
+        domains=_exact_names(spec.domains), classes=spec.classes, image_size=spec.image_size, progress=progress, like=like,
+        **{name: getattr(spec, name) for name in READ},
+    )  # fmt: skip
+    try:
+        return read_directory(path, reading)
+    except SizesDiffer:
+        if differing is None:
+            raise
+        made = read_directory(path, replace(reading, image_size=differing))
+        said = f"images of several sizes are looked at in {differing} x {differing} pixels; training needs --image-size"
+        return replace(made, notices=(*made.notices, said))
+
+
+def _read_benchmark(data: str, spec: DataSpec, progress: Progress | None) -> Federation:
+    if "/" in data or "\\" in data or not data[:1].isalpha():
+        raise UsageError(f"data {data!r}: there is no {Path(data).resolve()}; give a directory that exists, or a name")
+
+    def lookup(name: str) -> Callable[..., Federation]:
+        known = list_catalog("data.datasets")
+        written = name.replace("_", "-").lower()
+        if written not in known:
+            near = unknown_name("data", written, [*EMBEDDED, *known])
+            raise UsageError(f"{near}; and there is no directory {Path(data).resolve()}")
+        takes = signature(known[written]).parameters
+        _refuse(spec, set(READ) - set(takes), written)
+        given = {name: getattr(spec, name) for name in READ if getattr(spec, name) != getattr(DataSpec, name)}
+        given |= {"progress": progress, "size": spec.image_size, "domains": _exact_names(spec.domains)}
+        given["sites"] = given["domains"]
+        return partial(known[written], data_root(spec), **{k: v for k, v in given.items() if v and k in takes})
+
+    head, bracket, arguments = data.partition("(")
+    made = expressions("data", head.replace("-", "_") + bracket + arguments, lookup)
+    if len(made) != 1:
+        raise UsageError(f"data {data!r}: give one, not {len(made)}")
+    return made[0]  # type: ignore[no-any-return]
+
+
+def parse_changes(spec: DataSpec) -> tuple[Change, ...]:
+    """The changes that ``--split`` names, in their order."""
+
+    def lookup(name: str) -> Callable[..., Change]:
+        if name not in SPLITS:
+            raise unknown_name("split", name, SPLITS)
+        return SPLITS[name]
+
+    return tuple(expressions("split", spec.split, lookup)) if spec.split else ()
+
+
+def normalize(data: Federation, choice: str | None) -> Federation:
+    """``data`` with images scaled as ``choice`` says."""
+    if choice is None:
+        return data
+    for client in data.clients:
+        if client.train.store.dtype != torch.uint8:
+            raise UsageError(
+                f"normalize={choice!r} is for images of pixels 0..255, which those of client {client.name!r} are not: "
+                "leave it out"
+            )
+    if choice == "client":
+        return replace(data, clients=tuple(client.normalize() for client in data.clients))
+    return data.normalize({"half": HALF, "imagenet": IMAGENET, "unit": UNIT}[choice])
+
+
+def load_federation(
+    data: str, spec: DataSpec, progress: Progress | None = None, differing: int | None = None
+) -> Federation:
+    """The clients that ``data`` and ``spec`` ask for, checked; ``differing`` as in :func:`load_source`."""
+    return prepare_clients(load_source(data, spec, progress, differing).fit_images(spec.image_size), spec)
+
+
+def prepare_clients(data: Federation, spec: DataSpec) -> Federation:
+    """The clients of ``data`` as ``spec`` splits, thins out and scales them, checked."""
+    alone = spec.allow_single_class
+    data = data.check(allow_single_class=alone or bool(spec.split))
+    return normalize(apply_splits(data, spec), spec.normalize).check(allow_single_class=alone)
+
+
+def apply_splits(data: Federation, spec: DataSpec) -> Federation:
+    """The clients of ``data`` as ``spec`` splits and thins them out."""
+    if spec.group_column and spec.validation:
+        raise UsageError(
+            f"validation={spec.validation:g} would cut groups of column {spec.group_column!r}: say in a column which "
+            "rows are train, validation and test (--split-column)"
+        )
+    for change in parse_changes(spec):
+        data = change(data)
+    data = data.limit_samples(spec.samples) if spec.samples else data
+    return data.hold_out(spec.validation) if spec.validation else data
+
+
+def write_assignment(source: Federation, spec: DataSpec) -> str:
+    """Who has which samples of ``source``, as CSV."""
+    return str(describe_assignment(source, [lambda data: apply_splits(data, spec)]).to_csv(index=False))

@@ -1,0 +1,205 @@
+"""Diagnosis: which shift a federation has, how strong, with p-values, and which methods the evidence favors.
+
+Four tests, each valid beside the other shifts: labels over clients, sizes, features within a class, and labels of like
+inputs (:mod:`fedshift.analysis`). P-values are corrected for their number (Holm 1979), so that where there is no shift
+one is named in at most 5 of 100 federations. Nothing is trained but, on the pooled samples, one small network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from ..data.federation import Federation
+from ..data.files.read_options import Progress
+from ..utils.errors import UsageError, unknown_name
+from ..utils.random_streams import stream
+from .advice import Advice, advise
+from .concept_shift import concept_shift, predict_by_neighbors
+from .feature_shift import feature_shift
+from .inputs import appearance_features, classifier_features, gather_samples, principal_components, to_vectors, warm_up
+from .layer_shift import layer_shift
+from .rendering import render_diagnosis as render_diagnosis
+from .shift_tests import LEVEL, SIZES, Evidence, Ints, ShiftFinding, assess, label_skew, quantity_skew
+
+MOST_CLIENTS, MOST_SAMPLES = 20, 6_000
+"""Clients, and samples of all clients, that features and concepts are tested on; more are drawn from at random."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """Divergence of the clients' statistics in one BatchNorm layer, the first layer first."""
+
+    name: str
+    evidence: Evidence
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """What was found in a federation.
+
+    ``sizes``: training samples of each client. ``tested``: clients on which features and concepts were tested, in the
+    order of ``pairs`` (AUC of one against another, None on the diagonal) and of their evidence.
+    ``single_class``: whether some client has one class only; ``validation``: whether there are validation data;
+    ``notes``: what a reader of the numbers should know.
+    """
+
+    federation: str
+    clients: tuple[str, ...]
+    sizes: tuple[int, ...]
+    findings: tuple[ShiftFinding, ...]
+    tested: tuple[str, ...]
+    pairs: tuple[tuple[float | None, ...], ...]
+    layers: tuple[Layer, ...]
+    advice: Advice
+    single_class: bool
+    validation: bool
+    notes: tuple[str, ...] = ()
+
+    def __getitem__(self, kind: str) -> ShiftFinding:
+        """What was found of one kind of shift."""
+        return {finding.kind: finding for finding in self.findings}[kind]  # type: ignore[index]
+
+    @property
+    def named(self) -> tuple[str, ...]:
+        """The kinds of shift that the federation has."""
+        return tuple(finding.kind for finding in self.findings if finding.named)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything as dictionaries, lists, numbers, strings and None."""
+        return asdict(self)
+
+
+def diagnose(
+    data: Federation,
+    *,
+    seed: int = 0,
+    permutations: int = 999,
+    features: Literal["pixels", "network"] = "pixels",
+    limit: int = 1000,
+    progress: Progress | None = None,
+) -> Diagnosis:
+    """Diagnose the training data of ``data``.
+
+    ``features``: what the tests see, principal components of pixels (or columns), or of the channel statistics of a
+    small network trained for a moment on all clients. ``limit``: samples of each client that are drawn for the tests of
+    features and concepts; labels and sizes count all. ``progress`` hears what is being tested. The result is a function
+    of data and ``seed``. Raises :class:`UsageError` for one client, and for samples that
+    :meth:`~fedshift.data.federation.Federation.check` refuses.
+    """
+    _check(data, permutations, features, limit)
+    steps = iter(range(1, 7))
+
+    def now(what: str) -> None:
+        if progress is not None:
+            progress(f"testing {what}", next(steps), 6)
+
+    now("labels")
+    counts = [np.bincount(client.train.y.numpy(), minlength=data.classes) for client in data.clients]
+    evidence: dict[Any, Evidence] = {"label skew": label_skew(counts, stream(seed, "diagnose/labels"), permutations)}
+    now("sizes")
+    sizes = tuple(len(client.train) for client in data.clients)
+    sized = quantity_skew(sizes, stream(seed, "diagnose/sizes"), permutations)
+
+    now("layers")
+    chosen, rows = _drawn(data, seed, limit)
+    names = [data.clients[place].name for place in chosen]
+    x = gather_samples([data.clients[place].train for place in chosen], rows)
+    y = np.concatenate([data.clients[place].train.y.numpy()[own] for place, own in zip(chosen, rows, strict=True)])
+    client = np.repeat(np.arange(len(rows)), [len(own) for own in rows])
+    moments = warm_up(x, torch.from_numpy(y), data.classes, seed)
+    if features == "network":
+        inputs = principal_components(
+            np.concatenate([part for each in moments for part in (each.mean, each.square)], axis=1), seed
+        )
+        seen = classifier_features(inputs)
+    else:
+        inputs = principal_components(to_vectors(x), seed)
+        seen = classifier_features(inputs, appearance_features(x))
+
+    now("features")
+    within = feature_shift(seen, y, client, len(rows), stream(seed, "diagnose/features"), permutations)
+    strata = predict_by_neighbors(inputs, y)
+    marginal = feature_shift(seen, strata, client, len(rows), stream(seed, "diagnose/marginal"), permutations)
+    now("concepts")
+    concept = concept_shift(
+        inputs, y, strata, client, marginal.evidence.clients or (None,) * len(rows),
+        align=within.evidence.p is not None and within.evidence.p <= LEVEL,
+        rng=stream(seed, "diagnose/concepts"), permutations=permutations,
+    )  # fmt: skip
+    disagree = concept.p is not None and concept.p <= LEVEL and (concept.statistic or 0) >= SIZES["concept shift"][0]
+    two_sample, trusted = (marginal, strata) if disagree else (within, y)
+    evidence |= {"feature shift": two_sample.evidence, "quantity skew": sized, "concept shift": concept}
+    findings = assess(evidence)
+    now("layers by client")
+    layers = tuple(
+        Layer(
+            name=each.layer,
+            evidence=layer_shift(
+                each, trusted, client, len(rows), stream(seed, "diagnose/layers", each.layer), permutations
+            ),
+        )
+        for each in moments
+    )
+    images = x.ndim == 4
+    return Diagnosis(
+        federation=data.name,
+        clients=data.names,
+        sizes=sizes,
+        findings=findings,
+        tested=tuple(names),
+        pairs=two_sample.pairs,
+        layers=layers,
+        advice=advise(findings, clients=len(sizes), images=images),
+        validation=any(client.validation is not None for client in data.clients),
+        single_class=data.classes > 1 and any((each > 0).sum() == 1 for each in counts),
+        notes=tuple(_notes(data, x.flatten(1).numpy(), y, client, disagree)),
+    )
+
+
+def _check(data: Federation, permutations: int, features: str, limit: int) -> None:
+    data.check(allow_single_class=True)
+    if len(data.clients) < 2:
+        raise UsageError(
+            f"federation {data.name!r} has one client, {data.names[0]!r}: shifts need two or more to compare"
+        )
+    if features not in ("pixels", "network"):
+        raise unknown_name("kind of features", features, ("pixels", "network"))
+    if permutations < 99:
+        raise UsageError(f"permutations={permutations}: below 99 no p-value of four can be small; 999 is usual")
+    if limit < 1:
+        raise UsageError(f"limit={limit} samples a client: must be at least 1; 1000 is usual")
+
+
+def _drawn(data: Federation, seed: int, limit: int) -> tuple[list[int], list[Ints]]:
+    """Clients and rows of their training samples that are tested, in order."""
+    clients = range(len(data.clients))
+    if len(clients) > MOST_CLIENTS:
+        clients = stream(seed, "diagnose/clients").choice(len(clients), MOST_CLIENTS, replace=False)  # type: ignore[assignment]
+    chosen = sorted(int(place) for place in clients)
+    most = min(limit, MOST_SAMPLES // len(chosen))
+    rows = []
+    for place in chosen:
+        member = data.clients[place]
+        rows.append(np.sort(stream(seed, "diagnose/samples", member.name).permutation(len(member.train))[:most]))
+    return chosen, rows
+
+
+def _notes(data: Federation, x: np.ndarray, y: Ints, client: Ints, disagree: bool) -> Iterator[str]:
+    if len(data.clients) > MOST_CLIENTS:
+        yield f"Features and concepts were tested on {MOST_CLIENTS} of {len(data.clients)} clients, drawn at random."
+    repeated = len(x) - len(np.unique(np.column_stack([x, y, client]), axis=0))
+    if repeated > len(x) // 100:
+        yield (
+            f"{repeated} of {len(x)} samples occur more than once at their client. Tests take samples for independent: "
+            "copies, or many pictures of one patient, make chance look like a shift of features or concepts."
+        )
+    if disagree:
+        yield (
+            "Since labels of like inputs differ, features were compared within classes predicted from inputs, "
+            "not within labels."
+        )

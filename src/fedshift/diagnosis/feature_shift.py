@@ -1,0 +1,170 @@
+"""Feature shift: a classifier that sees samples of one class alone can tell which client they come from.
+
+The classifier two-sample test of Lopez-Paz and Oquab 2017 (arXiv:1610.06545), here for many clients at once and within
+strata (classes), so that label skew gives no signal. The classifier is ridge regression onto client codes in two folds.
+Being a matrix product it is trained anew under every permutation. Permuting held-out scores alone would not do: the
+scores of one fold come from the labels of the other, the two agree by chance, and false alarms would be twice as many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import rankdata
+
+from .shift_tests import Evidence, Floats, Ints, permutation_p_value
+
+FEWEST = 8
+"""Samples of a stratum that a client needs to take part in it; a stratum counts where two clients have as many."""
+
+_TOGETHER = 64  # permutations in one matrix product
+
+
+@dataclass(frozen=True, kw_only=True)
+class TwoSample:
+    """``evidence`` with the AUC of each client against all others, and ``pairs[i][j]``, that of client i against j.
+
+    AUC: probability that the classifier puts a held-out sample of the client before one of another client of the same
+    stratum, 0.5 if it cannot tell them and 1 if it always can; None where they have no stratum in common.
+    """
+
+    evidence: Evidence
+    pairs: tuple[tuple[float | None, ...], ...] = ()
+
+
+def feature_shift(
+    x: Floats, strata: Ints, client: Ints, clients: int, rng: np.random.Generator, permutations: int
+) -> TwoSample:
+    """Whether samples ``x`` ``[N, D]`` of one stratum differ between clients; ``strata``, ``client``: ``[N]`` from 0.
+
+    The statistic is the largest AUC of a client against all others. Its p-value is that of the mean lead, in held-out
+    score, of a client's samples over the others', which a permutation of clients within strata leaves to chance.
+    """
+    kept = _find_comparable(strata, client, clients)
+    if not kept.any():
+        return TwoSample(evidence=Evidence(untestable_because=f"no class has {FEWEST} samples in each of two clients"))
+    x, strata, client = x[kept], strata[kept], client[kept]
+    fold = _split_in_halves(strata * clients + client, rng)
+    cells = _group_rows(2 * strata + fold)
+    ridge = _Ridge(x, strata, fold, cells)
+    coded = _encode_clients(client, clients, cells)
+    scores = ridge.held_out(coded)
+    null: list[NDArray[np.floating]] = []
+    for start in range(0, permutations, _TOGETHER):
+        shuffled = (_shuffle(client, cells, rng) for _ in range(min(_TOGETHER, permutations - start)))
+        drawn = np.concatenate([_encode_clients(each, clients, cells) for each in shuffled], axis=1)
+        null.append((drawn * ridge.held_out(drawn)).sum(axis=0).reshape(-1, clients).sum(axis=1))
+    aucs = [_auc(scores[:, own], client == own, cells) for own in range(clients)]
+    evidence = Evidence(
+        statistic=max(auc for auc in aucs if auc is not None),
+        chance=0.5,
+        p=permutation_p_value(float((coded * scores).sum()), np.concatenate(null)),
+        clients=tuple(aucs),
+    )
+    return TwoSample(evidence=evidence, pairs=_pairwise_auc(scores, strata, fold, client, clients))
+
+
+def _find_comparable(strata: Ints, client: Ints, clients: int) -> NDArray[np.bool_]:
+    """Samples of a client and stratum with :data:`FEWEST` of them, where another client has as many too."""
+    counts_SC = np.zeros((int(strata.max()) + 1, clients), dtype=int)
+    np.add.at(counts_SC, (strata, client), 1)
+    enough_SC = counts_SC >= FEWEST
+    enough_SC &= enough_SC.sum(axis=1, keepdims=True) >= 2
+    kept: NDArray[np.bool_] = enough_SC[strata, client]
+    return kept
+
+
+class _Ridge:
+    """Regression of client codes on ``x`` in two folds, with weights that all strata share plus weights of their own.
+
+    The penalty is D on features of unit variance, so that n samples shrink weights by about n / (n + D).
+    """
+
+    def __init__(self, x: Floats, strata: Ints, fold: Ints, cells: Sequence[Ints]) -> None:
+        centered = x.astype(np.float32)
+        for rows in cells:
+            centered[rows] -= centered[rows].mean(axis=0)
+        scale = centered.std(axis=0)
+        self.x = np.divide(centered, scale, out=np.zeros_like(centered), where=scale > 1e-6 * scale.max())
+        self.folds = []
+        for number in (0, 1):
+            train, test = np.flatnonzero(fold == number), np.flatnonzero(fold != number)
+            own = [(train[strata[train] == stratum], test[strata[test] == stratum]) for stratum in np.unique(strata)]
+            solvers = [self._solver(rows) for rows, _ in own]
+            self.folds.append((train, test, self._solver(train), list(zip(own, solvers, strict=True))))
+
+    def _solver(self, rows: Ints) -> NDArray[np.float32]:
+        x = self.x[rows].astype(np.float64)
+        inverse: NDArray[np.float32] = np.linalg.inv(x.T @ x + x.shape[1] * np.eye(x.shape[1])).astype(np.float32)
+        return inverse
+
+    def held_out(self, codes: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Scores ``[N, C]`` of every sample by the weights that the other fold gives."""
+        scores = np.empty_like(codes)
+        for train, test, solver, strata in self.folds:
+            shared = solver @ (self.x[train].T @ codes[train])
+            scores[test] = self.x[test] @ shared
+            for (rows, held), own in strata:
+                rest = codes[rows] - self.x[rows] @ shared
+                scores[held] += self.x[held] @ (own @ (self.x[rows].T @ rest))
+        return scores
+
+
+def _encode_clients(client: Ints, clients: int, cells: Sequence[Ints]) -> NDArray[np.float32]:
+    """One column a client, all of one scale however large the client is, with mean 0 in each cell."""
+    size_C = np.bincount(client, minlength=clients)
+    codes: NDArray[np.float32] = np.eye(clients, dtype=np.float32)[client]
+    codes *= (len(client) / np.maximum(size_C, 1)).astype(np.float32)
+    for rows in cells:
+        codes[rows] -= codes[rows].mean(axis=0)
+    return codes
+
+
+def _split_in_halves(keys: Ints, rng: np.random.Generator) -> Ints:
+    """Fold 0 or 1 of each sample, both of about the same size within each key."""
+    fold = np.empty_like(keys)
+    for rows in _group_rows(keys):
+        fold[rng.permutation(rows)] = (np.arange(len(rows)) + rng.integers(2)) % 2
+    return fold
+
+
+def _group_rows(keys: Ints) -> list[Ints]:
+    """Places of equal keys."""
+    order = np.argsort(keys, kind="stable")
+    return np.split(order, np.flatnonzero(np.diff(keys[order])) + 1)
+
+
+def _shuffle(client: Ints, cells: Sequence[Ints], rng: np.random.Generator) -> Ints:
+    shuffled = client.copy()
+    for rows in cells:
+        shuffled[rows] = client[rng.permutation(rows)]
+    return shuffled
+
+
+def _auc(score: NDArray[np.floating], own: NDArray[np.bool_], cells: Sequence[Ints]) -> float | None:
+    """Mann and Whitney's U over the number of pairs, within cells, a cell weighing by the harmonic mean of its two."""
+    total = weight = 0.0
+    for rows in cells:
+        mine = own[rows]
+        ours, theirs = int(mine.sum()), int((~mine).sum())
+        if ours and theirs:
+            above = rankdata(score[rows])[mine].sum() - ours * (ours + 1) / 2
+            total += above / (ours + theirs)
+            weight += ours * theirs / (ours + theirs)
+    return float(total / weight) if weight else None
+
+
+def _pairwise_auc(
+    scores: NDArray[np.floating], strata: Ints, fold: Ints, client: Ints, clients: int
+) -> tuple[tuple[float | None, ...], ...]:
+    matrix: list[list[float | None]] = [[None] * clients for _ in range(clients)]
+    for i, j in combinations(range(clients), 2):
+        rows = np.flatnonzero((client == i) | (client == j))
+        if len(rows):
+            lead, cells = scores[rows, i] - scores[rows, j], _group_rows(2 * strata[rows] + fold[rows])
+            matrix[i][j] = matrix[j][i] = _auc(lead, client[rows] == i, cells)
+    return tuple(map(tuple, matrix))

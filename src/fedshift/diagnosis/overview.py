@@ -1,0 +1,133 @@
+"""What a federation's data are, for the terminal and as pictures: sizes, what the check found, images and classes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import torch
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from ..data.federation import ClientData, Federation
+from ..data.samples import Samples
+from ..report.figures import save_each
+from ..report.gallery import COLUMNS, class_chart, contact_sheet, feature_chart, pick_samples
+from ..utils.random_streams import stream
+from .quality import Quality, QualityFinding, Severity, survey_splits
+
+SHOWN = 20
+"""Clients that tables and sheets show one by one."""
+_STYLE: Mapping[Severity, str] = {"error": "bold red", "warning": "yellow", "note": "cyan"}
+
+
+def describe(data: Federation) -> Table:
+    """Samples of each client's splits, the classes it trains on, and the shape of a sample; the last row sums up."""
+    splits = [name for name in ("train", "validation", "test") if any(name in c.splits for c in data.clients)]
+    table = Table(box=None, title=Text(f"{data.name}: {len(data.clients):,} clients"), title_justify="left")
+    table.add_column("client", overflow="fold")
+    for title in (*splits, "classes"):
+        table.add_column(title, justify="right")
+    table.add_column("sample")
+    for client in data.clients[:SHOWN]:
+        sizes = [f"{len(client.splits[name]):,}" if name in client.splits else "-" for name in splits]
+        shape = " x ".join(map(str, client.train.shape))
+        table.add_row(
+            Text(client.name), *sizes, str(int((_class_counts(client, data.classes) > 0).sum())),
+            f"{shape} {str(client.train.store.dtype).removeprefix('torch.')}",
+        )  # fmt: skip
+    if len(data.clients) > SHOWN:
+        table.add_row(Text(f"and {len(data.clients) - SHOWN:,} more", style="dim"))
+    distinct = [{id(c.splits[name]): len(c.splits[name]) for c in data.clients if name in c.splits} for name in splits]
+    totals = [f"{sum(sizes.values()):,}" for sizes in distinct]  # what clients share counts once
+    trained = np.any([_class_counts(client, data.classes) > 0 for client in data.clients], axis=0).sum()
+    table.add_section()
+    table.add_row("all", *totals, f"{trained} of {data.classes}", style="bold")
+    return table
+
+
+def render_quality(quality: Quality) -> Iterator[RenderableType]:
+    """What the check found, worst first: each fault, its fix, and where to look; then how many of each severity."""
+    for finding in quality.findings:
+        yield Padding(_render_finding(finding), (0, 0, 1, 0))
+    samples, clients = sum(part.samples for part in quality.splits), len({part.client for part in quality.splits})
+    counts = [(len(quality.of(severity)), severity) for severity in _STYLE]
+    said = ", ".join(f"{count} {severity}{'s' * (count != 1)}" for count, severity in counts if count) or "nothing"
+    yield Text(f"Found {said} in {samples:,} samples of {clients:,} client{'s' * (clients != 1)}.", style="bold")
+
+
+def _class_counts(client: ClientData, classes: int) -> NDArray[np.int64]:
+    """Training samples of each class; labels out of range count nowhere."""
+    y = client.train.y.numpy()
+    return np.bincount(y[(y >= 0) & (y < classes)], minlength=classes)
+
+
+def _render_finding(finding: QualityFinding) -> RenderableType:
+    grid = Table.grid(padding=(0, 1))
+    grid.add_column(width=7)
+    grid.add_column(overflow="fold")
+    grid.add_row(Text(finding.severity, style=_STYLE[finding.severity]), Text(finding.text))
+    lines = [Text(finding.fix, style="dim")]
+    for example in finding.examples:
+        places = (f"{place.client} {place.split} row {place.row} (label {place.label})" for place in example)
+        lines.append(Text(" = ".join(places), style="dim"))
+    grid.add_row("", Group(*lines))
+    return grid
+
+
+def draw_overview(data: Federation, directory: Path) -> list[Path]:
+    """Write pictures of the training data into ``directory``, as SVG and PNG, and return their paths.
+
+    ``samples``: for images, a sheet of some of each client's; for vectors ``features``, where clients differ most.
+    ``classes``: how many samples of each class each client has.
+    """
+    classes = list(data.class_names) or [str(number) for number in range(data.classes)]
+    counts = pd.DataFrame(
+        [_class_counts(client, data.classes) for client in data.clients],
+        index=list(data.names),
+        columns=classes,
+    )
+    figures: dict[str, Figure] = {}
+    dimensions = len(data.clients[0].train.shape)
+    if dimensions == 3:
+        figures["samples"] = _draw_sheet(data, classes)
+    if dimensions == 1:
+        trained = [part for part in survey_splits(data) if part.split == "train"]
+        means, stds = (
+            pd.DataFrame([getattr(part, name) for part in trained], index=list(data.names)).rename(
+                columns=lambda number: f"column {number}"
+            )
+            for name in ("mean", "std")
+        )
+        figures["features"] = feature_chart(means, stds, f"{data.name}: where clients differ most")
+    figures["classes"] = class_chart(counts, f"{data.name}: training samples of each class")
+    return save_each(figures, directory)
+
+
+def _draw_sheet(data: Federation, classes: list[str]) -> Figure:
+    """Training images of the first clients: the same number of each class, drawn once."""
+    shown = data.clients[:SHOWN]
+    rows = max(1, min(3, 2 * COLUMNS // len(shown)))
+    per_class, total = (rows, rows * len(classes)) if len(classes) <= COLUMNS else (1, rows * COLUMNS)
+    images, labels = {}, {}
+    for client in shown:
+        chosen = pick_samples(client.train.y.numpy(), per_class=per_class, total=total, rng=stream(0, "gallery"))
+        images[client.name] = _to_pixels(client.train, chosen)
+        labels[client.name] = [classes[label] for label in client.train.y[torch.from_numpy(chosen)].tolist()]
+    of = f", {len(shown)} of {len(data.clients):,} clients" if len(shown) < len(data.clients) else ""
+    return contact_sheet(images, labels, classes, f"{data.name}: training samples{of}")
+
+
+def _to_pixels(split: Samples, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
+    """Images as uint8 ``[n, H, W, C]``; floats are stretched from their lowest to their highest value."""
+    x = split.copy_rows(torch.from_numpy(rows)).numpy()
+    if x.dtype != np.uint8:
+        low, high = x.min(), x.max()
+        x = ((x - low) / ((high - low) or 1) * 255).round().astype(np.uint8)
+    return np.ascontiguousarray(x.transpose(0, 2, 3, 1))

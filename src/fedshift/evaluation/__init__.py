@@ -1,0 +1,1 @@
+"""Evaluation: counts on each client's splits, communication, and models for unseen clients."""

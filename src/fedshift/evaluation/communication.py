@@ -1,0 +1,125 @@
+"""Facts about a method on a model: its scope table, the bytes that travel in a round, and what it needs of clients."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ..core.kernel import ServerState, Update, client_final, client_init, init_client, init_server
+from ..core.method import Method
+from ..core.optimizer import SGD
+from ..core.plan import Plan
+from ..core.preparation import prepare
+from ..core.selection import batch_norm, buffers, everything, last_layers, norm_layers, norm_statistics, nothing
+from ..models.digits import small_cnn
+from ..results.schema import MethodSummary
+from ..utils.state import nbytes, pick
+
+
+def downlink_bytes(plan: Plan, server: ServerState) -> int:
+    """Bytes that one client receives in a round: the entries it loads, and the rules' server memory."""
+    return nbytes(pick(server.shared, plan.loaded)) + nbytes(server.memory)
+
+
+def uplink_bytes(update: Update) -> int:
+    """Bytes that one client sends: the entries in its scope, and the rules' uploads."""
+    return nbytes(update.shared) + nbytes(update.memory)
+
+
+def summarize_method(plan: Plan) -> MethodSummary:
+    """The scope table of a method on a model, and the bytes that one client moves in one round."""
+    server, client = init_server(plan), init_client(plan)
+    _, update = client_final(plan, client_init(plan, client, server))
+    rows = [
+        {
+            "name": entry.name,
+            "type": type(entry.owner).__name__,
+            "shape": list(plan.initial[entry.name].shape),
+            "dtype": str(plan.initial[entry.name].dtype).removeprefix("torch."),
+            "bytes": nbytes({entry.name: plan.initial[entry.name]}),
+            "buffer": entry.is_buffer,
+            "load": entry.name in plan.loaded,
+            "send": entry.name in plan.sent,
+            "trained": entry.name in plan.trained,
+        }
+        for entry in plan.entries
+    ]
+    pooled = plan.method.pooled
+    return MethodSummary(
+        text=plan.method.text,
+        entries=tuple(rows),
+        down=0 if pooled else downlink_bytes(plan, server),
+        up=0 if pooled else uplink_bytes(update),
+        has_global=plan.has_global,
+        pooled=bool(pooled),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """What a method needs and does, read off its plan on a small network with BatchNorm (FedWon's table 7, extended).
+
+    ``state``: what a client keeps from round to round, ``""`` where it needs to keep nothing, so that the method suits
+    clients that come and go. ``normalization``: what becomes of BatchNorm. ``sent``: what a client uploads. ``up``:
+    bytes of that over FedAvg's. ``has_global``: whether the server holds a whole model.
+    """
+
+    state: str
+    normalization: str
+    sent: str
+    up: float
+    has_global: bool
+
+
+def find_capabilities(method: Method) -> Capabilities:
+    """What ``method`` needs and does; derived, so that a method of yours has a row too."""
+    model, optimizer = small_cnn((1, 8, 8), 10), SGD(lr=0.1)
+    plan = prepare(method, model, optimizer=optimizer)
+    facts, plain = summarize_method(plan), summarize_method(prepare(Method(name="fedavg"), model, optimizer=optimizer))
+    if method.pooled:
+        return Capabilities(state="", normalization="shared", sent="the data", up=0.0, has_global=True)
+    client = init_client(plan)
+    remembered = [
+        re.sub(r"(?<!^)(?=[A-Z])", " ", type(rule).__name__).lower()
+        for index, rule in enumerate(plan.method.rules)
+        if any(name.startswith(f"{plan.rule_prefix(index)}/") for name in client.memory)
+    ]
+    if plan.optimizer.keep:
+        remembered.append("momentum")
+    if plan.work.batches:
+        remembered.append("its place in the pass")
+    kept = [text for text in (_describe_entries(plan, plan.personal), *remembered) if text != "nothing"]
+    left = _describe_entries(plan, frozenset(plan.initial) - plan.sent)
+    whole = {"nothing": "everything", "everything": "nothing"}
+    return Capabilities(
+        state=", ".join(kept),
+        normalization=_normalization(plan),
+        sent=whole.get(left, f"all but {left}"),
+        up=facts.up / plain.up,
+        has_global=facts.has_global,
+    )
+
+
+def _describe_entries(plan: Plan, names: frozenset[str]) -> str:
+    """What the entries ``names`` are, in words."""
+    known = {
+        "nothing": nothing, "everything": everything, "BatchNorm": batch_norm,
+        "BatchNorm's statistics": norm_statistics, "the last layer": last_layers(1),
+        "BatchNorm's affine parameters": batch_norm & ~buffers,
+    }  # fmt: skip
+    for text, selection in known.items():
+        if names == frozenset(entry.name for entry in plan.entries if selection(entry)):
+            return text
+    return f"{len({name.rpartition('.')[0] for name in names})} layers"
+
+
+def _normalization(plan: Plan) -> str:
+    if not any(isinstance(entry.owner, _BatchNorm) for entry in plan.entries):
+        kinds = {type(entry.owner).__name__ for entry in plan.entries if norm_layers(entry)}
+        return f"replaced by {', '.join(sorted(kinds))}" if kinds else "removed"
+    owned = {name for name in plan.personal if name in {entry.name for entry in plan.entries if batch_norm(entry)}}
+    statistics = {entry.name for entry in plan.entries if norm_statistics(entry)}
+    local = "shared" if not owned else "statistics local" if owned == statistics else "local"
+    return f"{local}, then frozen" if plan.freeze_from != float("inf") else local

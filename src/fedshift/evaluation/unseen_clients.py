@@ -1,0 +1,193 @@
+"""Models for clients that never trained, under methods that keep state on clients.
+
+``average``: what the server holds, with the seen clients' own entries averaged by the method's weighting (FedWon,
+arXiv:2306.05879, table 12). ``reestimate``: the same, but BatchNorm statistics are estimated on the newcomer's own
+training inputs, without labels (FedBN, arXiv:2102.07623, appendix G). ``finetune``: the average, trained on the
+newcomer's labeled data by the trial's own local work. ``finetune_bn``: the shared layers unchanged, and BatchNorm
+alone learned on that data (FedBN's appendix G, for a client that joins during training). ``nearest``: the model of the
+seen client that fits the newcomer's training data best. Averaging and trying models needs sight of all clients'
+entries, which a simulation has.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ..core.aggregation import StreamingMean
+from ..core.kernel import ClientState, ServerState, global_state, init_client, personal_state
+from ..core.plan import Plan, compute_outputs
+from ..core.preparation import add_extra_entries
+from ..core.selection import batch_norm, norm_statistics
+from ..core.work import Work
+from ..data.samples import Samples
+from ..engines.sequential import Sequential
+from ..utils.errors import UsageError
+from ..utils.random_streams import stream
+from ..utils.state import State, clone, pick
+from .metrics import BATCH, evaluate
+
+
+def has_statistics(plan: Plan) -> bool:
+    """Whether the model has BatchNorm statistics under ``plan``, which ``reestimate`` needs."""
+    return any(map(norm_statistics, plan.entries))
+
+
+def tunable(plan: Plan) -> frozenset[str]:
+    """The parameters of BatchNorm layers that are trained under ``plan``, which ``finetune_bn`` learns."""
+    return frozenset(entry.name for entry in plan.entries if batch_norm(entry)) & plan.trained
+
+
+def check_policy(plan: Plan, policy: str, training: Mapping[str, Samples]) -> None:
+    """Raise :class:`UsageError` where ``policy`` cannot work under ``plan`` for newcomers with ``training`` data."""
+    if policy == "reestimate" and not has_statistics(plan):
+        raise UsageError(
+            f"unseen='reestimate' estimates BatchNorm statistics, of which the model has none under "
+            f"{plan.method.name}: use 'average', 'nearest' or 'finetune'"
+        )
+    if policy == "finetune_bn" and not tunable(plan):
+        raise UsageError(
+            f"unseen='finetune_bn' learns weight and bias of BatchNorm layers, of which the model has none under "
+            f"{plan.method.name}: use 'average', 'nearest' or 'finetune'"
+        )
+    for name, split in training.items() if policy in ("finetune", "finetune_bn") else ():
+        if len(split) < plan.smallest_batch:
+            raise UsageError(
+                f"client {name!r} has one training sample, over which batch normalization has no variance: it cannot "
+                f"be trained on ({policy!r}); leave the client out, or use 'average' or 'nearest'"
+            )
+
+
+class UnseenClientModels:
+    """Models for clients that never trained, from what ``server`` holds and the clients that have.
+
+    ``samples``: training samples of each client that has trained, by its name in ``clients``, which are read one at a
+    time and never held together.
+    """
+
+    def __init__(
+        self, plan: Plan, server: ServerState, clients: Mapping[str, ClientState], samples: Mapping[str, int]
+    ) -> None:
+        self.plan, self.server = plan, server
+        self._clients, self._samples = clients, samples
+
+    def make_state(self, policy: str, name: str, train: Samples, rounds: int = 1) -> State | None:
+        """The model of client ``name`` with training data ``train``; None under ``skip``, or where nobody has trained.
+
+        ``rounds``: how many rounds of local work ``finetune`` and ``finetune_bn`` do. Under a method with one global
+        model ``average`` is that model. Raises ``Diverged`` where fine-tuning does.
+        """
+        if policy == "skip" or not self._samples:
+            return None
+        if policy == "nearest":
+            return self._find_nearest(train)
+        if policy == "finetune":
+            return self._worked(self.plan, self._averaged, name, train, rounds)
+        if policy == "finetune_bn":
+            return self._with_learned_batch_norm(name, train, rounds)
+        return reestimate_statistics(self.plan, self._averaged, train) if policy == "reestimate" else self._averaged
+
+    def _find_nearest(self, train: Samples) -> State:
+        models = (personal_state(self.plan, self._clients[name], self.server) for name in sorted(self._samples))
+        classes = int(train.y.max()) + 1
+
+        def loss(state: State) -> float:
+            found = float(evaluate(self.plan, state, train, classes)["loss_sum"])
+            return math.inf if math.isnan(found) else found
+
+        return min(models, key=loss)
+
+    def _worked(self, plan: Plan, start: State, name: str, train: Samples, rounds: int) -> State:
+        """``start`` after local work as a client's first rounds have it, at the learning rate of the last round.
+
+        What the client would upload is what it loads next, as in a federation of one.
+        """
+        client = init_client(add_extra_entries(replace(plan, initial=start)))
+        server = replace(self.server, round=max(0, self.server.round - 1), shared=pick(start, plan.sent))
+        engine = Sequential(plan, {name: train}, plan.seed)
+        for _ in range(rounds):
+            trained = engine.train_client(server, name, client)
+            client, server = trained.client, replace(server, shared=trained.update.shared)
+        return personal_state(plan, client, server)
+
+    def _with_learned_batch_norm(self, name: str, train: Samples, rounds: int) -> State:
+        """The model of a client that joins now, with BatchNorm learned on its data and every other entry unchanged.
+
+        What a client keeps of BatchNorm begins as each client's did, what it loads as the server has it. Statistics are
+        estimated on its inputs; then weight and bias are trained by the run's batches, optimizer and loss, and the
+        statistics follow as in training. The method's rules take no part.
+        """
+        plan = self.plan
+        own = frozenset(entry.name for entry in plan.entries if batch_norm(entry))
+        start = reestimate_statistics(plan, {**self._averaged, **pick(plan.initial, own & plan.personal)}, train)
+        method = replace(plan.method, rules=())
+        alone = replace(plan, method=method, trained=tunable(plan), extra_entries={}, extra_trained=frozenset())
+        return {**start, **pick(self._worked(alone, start, name, train, rounds), own)}
+
+    @cached_property
+    def _averaged(self) -> State:
+        state = global_state(self.plan, self.server)
+        if state is not None:
+            return state
+        averaged = {**pick(self.server.shared, self.plan.loaded), **self._averaged_entries()}
+        return {name: averaged[name] for name in self.plan.initial}
+
+    def _averaged_entries(self) -> State:
+        """The mean of the clients' own entries, of which one client's are in memory at a time."""
+        mean = StreamingMean()
+        for name in sorted(self._samples):
+            mean.add(self._clients[name].personal, self.plan.method.weigh(self._samples[name]))
+        return mean.result()
+
+
+class _Moments:
+    """Mean and variance of each channel over batches ``[B, C, ...]``, as if all had come at once (Chan et al. 1979)."""
+
+    def __init__(self) -> None:
+        self.count, self.mean, self.squares = 0, torch.zeros(()), torch.zeros(())
+
+    def __call__(self, _: nn.Module, given: tuple[Tensor, ...]) -> None:
+        x = given[0].double()
+        count, together = x.numel() // x.shape[1], self.count + x.numel() // x.shape[1]
+        variance, mean = torch.var_mean(x, dim=[0, *range(2, x.ndim)], correction=0)
+        gap = mean - self.mean
+        self.squares = self.squares + variance * count + gap.square() * (self.count * count / together)
+        self.mean, self.count = self.mean + gap * (count / together), together
+
+
+@torch.no_grad()
+def reestimate_statistics(plan: Plan, state: State, data: Samples) -> State:
+    """``state`` with BatchNorm statistics that are mean and variance of each such layer's inputs over ``data``.
+
+    Labels are not looked at. Layers normalize by the batch, of 250 samples in an order of its own, so that beyond that
+    many the inputs of a second BatchNorm layer depend on which samples met. Fewer samples than the model can be
+    trained on leave ``state`` as it is.
+    """
+    state, scratch = dict(state), clone(state)  # layers in training mode write into what they are given
+    layers = {name: layer for name, layer in plan.module.named_modules() if isinstance(layer, _BatchNorm)}
+    layers = {name: layer for name, layer in layers.items() if layer.running_mean is not None}
+    if len(data) < plan.smallest_batch or not layers:
+        return state
+    order = torch.from_numpy(stream(plan.seed, "reestimate").permutation(len(data))).to(data.y.device)
+    found = {name: _Moments() for name in layers}
+    plan.module.eval()
+    for layer in layers.values():
+        layer.train()
+    hooks = [layer.register_forward_pre_hook(found[name]) for name, layer in layers.items()]
+    try:
+        for start, stop in Work(batch_size=BATCH, epochs=1).batch_bounds(len(data), plan.smallest_batch):
+            compute_outputs(plan, scratch, data.inputs(order[start:stop], plan.dtype))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for name, moments in found.items():
+        mean, variance = f"{name}.running_mean".lstrip("."), f"{name}.running_var".lstrip(".")
+        state[mean] = moments.mean.to(state[mean])
+        state[variance] = (moments.squares / (moments.count - 1)).to(state[variance])
+    return state

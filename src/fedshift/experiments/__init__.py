@@ -1,0 +1,1 @@
+"""Experiments: methods x seeds as trials, queued, checkpointed, resumed and restored."""

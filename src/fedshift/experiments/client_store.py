@@ -1,0 +1,247 @@
+"""Clients' states: in memory while there is room, otherwise in files, of which each round writes only what changed.
+
+A log-structured store (Rosenblum and Ousterhout 1992). A segment is a file of states one after another, each an
+ordinary safetensors file; it is written once, whole or not at all, and never changed. What is still current in segments
+of which less than half is, goes into the next one, so that files take at most about twice what clients keep.
+
+A client that never trained, or that keeps nothing, has no state here but its number of steps. Each state has a checksum
+that is compared when the state is read: opening a store of many clients looks only at which segments there are and how
+long, so that it takes no longer and no more memory than what is asked of it afterwards.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from shutil import rmtree
+from tempfile import mkdtemp
+from weakref import finalize
+
+import numpy as np
+import torch
+from safetensors.torch import load, save
+
+from ..core.kernel import ClientState
+from ..utils.errors import FedshiftError
+from ..utils.files import write_atomically
+from ..utils.state import State, add_prefix, entries_under, nbytes
+
+MEMORY = 512 * 2**20
+"""Bytes of clients' states that are held in memory unless told otherwise."""
+PARTS = ("personal", "optimizer", "memory")
+
+
+class ClientStore(Mapping[str, ClientState]):
+    """Each client by name: as ``fresh`` makes it until it trained, then what :meth:`put` was given last.
+
+    ``limit``: bytes of states held in memory, which only those that :meth:`save` has not written yet may exceed;
+    ``held``: how many there are now.
+    Reading a client raises :class:`FedshiftError` where its state on disk is missing or damaged.
+    """
+
+    def __init__(
+        self, names: Iterable[str], fresh: Callable[[], ClientState], device: torch.device, limit: int = MEMORY
+    ) -> None:
+        self.names = tuple(names)
+        self._number = {name: number for number, name in enumerate(self.names)}
+        self._fresh, self._device, self._limit = fresh, device, limit
+        self._scratch: Path | None = None
+        self._clear()
+
+    def _clear(self) -> None:
+        self._steps = np.zeros(len(self.names), np.int64)
+        self._place = np.zeros((len(self.names), 4), np.int64)  # segment (0: none), first byte, bytes, checksum
+        self._segments: dict[int, int] = {}  # bytes of each
+        self._folder: Path | None = None
+        self._unsaved: dict[int, ClientState] = {}
+        self._cached: OrderedDict[int, ClientState] = OrderedDict()  # of those in files; the least recently used first
+        self.held = 0
+
+    def __getitem__(self, name: str) -> ClientState:
+        number = self._number[name]
+        if number in self._unsaved:
+            return self._unsaved[number]
+        if number in self._cached:
+            self._cached.move_to_end(number)
+            return self._cached[number]
+        steps = int(self._steps[number])
+        if not self._place[number, 0]:
+            return ClientState(personal={}, steps=steps) if steps else self._fresh()
+        state = {entry: tensor.to(self._device, copy=True) for entry, tensor in load(self._read(number)).items()}
+        client = self._cached[number] = _make_client(state, steps)
+        self.held += _state_bytes(client)
+        self._shrink()
+        return client
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def has_trained(self, name: str) -> bool:
+        """Whether there is a client of this name and it has taken part."""
+        return name in self._number and bool(self._steps[self._number[name]])
+
+    @property
+    def seen(self) -> tuple[str, ...]:
+        """Clients that have taken part, in client order."""
+        return tuple(self.names[number] for number in np.flatnonzero(self._steps))
+
+    def put(self, clients: Mapping[str, ClientState]) -> None:
+        """Take over these clients as they are after a round."""
+        for name, client in clients.items():
+            number = self._number[name]
+            for place in (self._unsaved, self._cached):
+                if before := place.pop(number, None):
+                    self.held -= _state_bytes(before)
+            self._steps[number], self._place[number] = client.steps, 0
+            if any(getattr(client, part) for part in PARTS):
+                self._unsaved[number] = _compact_state(client)
+                self.held += _state_bytes(self._unsaved[number])
+        self._shrink()
+
+    def save(self, folder: Path, round: int) -> tuple[State, dict[str, int]]:
+        """Write what changed since the last time as a segment in ``folder``, if anything did.
+
+        Returns what :meth:`restore` needs: tensors, and the segments that now hold states with their sizes. What an
+        older call returned stays valid until :func:`remove_unused_segments` removes segments. In another folder than before, all states
+        are written. Raises :class:`FedshiftError` where the disk refuses; nothing is changed then.
+        """
+        segment = self._place[:, 0]
+        current = np.bincount(segment, weights=self._place[:, 2], minlength=1 + max(self._segments, default=0))
+        moved = [old for old, size in self._segments.items() if folder != self._folder or 2 * current[old] < size]
+        numbers = sorted({*self._unsaved, *np.flatnonzero(np.isin(segment, moved)).tolist()})
+        if numbers:
+            content, entries = bytearray(), []
+            for number in numbers:
+                state = self._pack(number)
+                entries.append((round, len(content), len(state), zlib.crc32(state)))
+                content += state
+            write_atomically(folder / _segment_name(round), bytes(content))
+            self._place[numbers] = entries
+            self._segments[round] = len(content)
+            self._cached.update(self._unsaved)
+            self._unsaved = {}
+            self._shrink()
+        self._folder = folder
+        used = set(segment.tolist())
+        self._segments = {number: size for number, size in self._segments.items() if number in used}
+        index = {"clients/steps": torch.tensor(self._steps)}
+        if self._segments:
+            index["clients/place"] = torch.tensor(self._place)
+        return index, {str(number): size for number, size in self._segments.items()}
+
+    def spill(self, round: int) -> None:
+        """Where more than ``limit`` is held, write states that were not saved to a temporary folder of the store's."""
+        if self.held > self._limit and self._unsaved:
+            if self._scratch is None:
+                self._scratch = Path(mkdtemp(prefix="fedshift-clients-"))
+                finalize(self, rmtree, self._scratch, ignore_errors=True)
+            self.save(self._scratch, round)
+            remove_unused_segments(self._scratch, self._segments)
+
+    def tensors(self) -> State:
+        """All states as flat tensors, by the numbers of their clients."""
+        flat: State = {"clients/steps": torch.tensor(self._steps)}
+        for number in np.flatnonzero(self._steps):
+            for part in PARTS:
+                flat |= add_prefix(f"client/{number}/{part}", getattr(self[self.names[number]], part))
+        return flat
+
+    def restore(self, tensors: State, segments: Mapping[str, int], folder: Path | None) -> None:
+        """Go back to what :meth:`save` returned, in ``folder``, or :meth:`tensors`.
+
+        Raises :class:`FedshiftError` where a segment is missing or of another size.
+        """
+        self._clear()
+        self._steps = tensors["clients/steps"].numpy().copy()
+        if segments:
+            if folder is None:
+                raise ValueError("states of clients are in the checkpoint's folder: give it")
+            self._place, self._folder = tensors["clients/place"].numpy().copy(), folder
+            self._segments = {int(number): size for number, size in segments.items()}
+            for number, size in self._segments.items():
+                path = folder / _segment_name(number)
+                if not path.exists():
+                    raise _damaged_error(path, "is missing")
+                if path.stat().st_size != size:
+                    raise _damaged_error(path, f"holds {path.stat().st_size} bytes in place of {size}")
+        states: dict[int, State] = {}
+        for name, tensor in entries_under("client", tensors).items():
+            client, _, entry = name.partition("/")
+            states.setdefault(int(client), {})[entry] = tensor.to(self._device)
+        self.put(
+            {self.names[client]: _make_client(state, int(self._steps[client])) for client, state in states.items()}
+        )
+
+    def _pack(self, number: int) -> bytes:
+        """A client's state as a file; safetensors has no tensors that share memory."""
+        if number not in self._unsaved:
+            return self._read(number)
+        flat: State = {}
+        for part in PARTS:
+            flat |= add_prefix(part, getattr(self._unsaved[number], part))
+        return save({entry: x.detach().cpu().clone(memory_format=torch.contiguous_format) for entry, x in flat.items()})
+
+    def _read(self, number: int) -> bytes:
+        assert self._folder
+        segment, start, size, checksum = self._place[number].tolist()
+        path = self._folder / _segment_name(segment)
+        try:
+            with path.open("rb") as file:
+                file.seek(start)
+                content = file.read(size)
+        except OSError as error:
+            raise _damaged_error(path, f"cannot be read ({error.strerror})") from error
+        if zlib.crc32(content) != checksum:
+            raise _damaged_error(
+                path, f"is corrupt: what it holds of client {self.names[number]!r} has another checksum"
+            )
+        return content
+
+    def _shrink(self) -> None:
+        while self._cached and self.held > self._limit:
+            _, client = self._cached.popitem(last=False)
+            self.held -= _state_bytes(client)
+
+
+def remove_unused_segments(folder: Path, used: Iterable[int]) -> None:
+    """Remove all segments in ``folder`` but those ``used``, and what a crash left of one that was being written."""
+    names = {_segment_name(number) for number in used}
+    for path in folder.glob("clients-*"):
+        if path.name not in names:
+            path.unlink()
+
+
+def _segment_name(segment: int) -> str:
+    return f"clients-{segment}.states"
+
+
+def _make_client(state: State, steps: int) -> ClientState:
+    return ClientState(steps=steps, **{part: entries_under(part, state) for part in PARTS})
+
+
+def _state_bytes(client: ClientState) -> int:
+    return sum(nbytes(getattr(client, part)) for part in PARTS)
+
+
+def _compact_state(client: ClientState) -> ClientState:
+    """``client`` with a copy of each entry that keeps a larger array in memory, as one of many stacked clients does."""
+
+    def own(state: State) -> State:
+        return {
+            name: x.clone() if x.untyped_storage().nbytes() > x.numel() * x.element_size() else x
+            for name, x in state.items()
+        }
+
+    return ClientState(steps=client.steps, **{part: own(getattr(client, part)) for part in PARTS})
+
+
+def _damaged_error(path: Path, what: str) -> FedshiftError:
+    return FedshiftError(
+        f"{path}, which holds states of clients, {what}: restore the file from a copy, or remove "
+        "checkpoint.safetensors beside it to begin this trial again from round 1"
+    )

@@ -1,0 +1,318 @@
+"""Experiments: several methods and seeds on one federation, kept on disk as they go.
+
+Trials run seed by seed, all methods of a seed before the next, so that what an interrupted experiment leaves can be
+compared. Methods of one seed start from the same weights and see the same order of samples: differences are paired.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, field, replace
+from itertools import groupby
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import numpy as np
+
+from ..analysis.privacy import Mechanism, describe_guarantee
+from ..core.method import Method
+from ..data.federation import Federation
+from ..engines.auto import EngineChoice
+from ..engines.engine import Diverged
+from ..evaluation.communication import summarize_method
+from ..models._factory import ModelFactory
+from ..results.checkpoint import load_checkpoint, load_facts
+from ..results.run_directory import (
+    METRICS,
+    ROUNDS,
+    RunDirectory,
+    append_rows,
+    cut_rows,
+    to_file_name,
+    to_toml,
+    trial_folder,
+)
+from ..results.schema import PICTURED, MethodSummary, Row, compute_metric, read_rows, rows_to_frame
+from ..results.summary import write_summary
+from ..utils.allocator import keep_freed_memory
+from ..utils.errors import UsageError
+from ..utils.profiling import timed_section
+from .settings import POLICIES, Settings
+from .trial import RoundResult, Trial
+
+CHECKPOINT, BEST = "checkpoint.safetensors", "best.safetensors"
+SAMPLES = 8
+"""Images of each client that a run keeps to show."""
+MAX_NAMED = 5
+"""Clients that a notice names."""
+NO_SCORE = (0, 0.0)
+MAKING = f"{', '.join(POLICIES[1:-1])} or {POLICIES[-1]}"
+"""The policies that give a client a model."""
+
+
+class Observer:
+    """Hears what happens while an experiment runs; every method is a no-op to override."""
+
+    def begin(
+        self, methods: Sequence[str], seeds: Sequence[int], rounds: int, clients: Sequence[str], metric: str
+    ) -> None:
+        """The experiment starts; ``metric`` is what its tables will report."""
+
+    def trial(self, method: str, seed: int, done: int) -> None:
+        """A trial starts, or goes on after ``done`` rounds."""
+
+    def engine(self, method: str, choice: EngineChoice) -> None:
+        """The engine that the trials of ``method`` run on, where that was left to be chosen."""
+
+    def client(self, client: str, loss: float) -> None:
+        """A client ended its work of the round with this mean training loss."""
+
+    def round(self, done: RoundResult) -> None:
+        """A round ended and is saved."""
+
+    def notice(self, text: str) -> None:
+        """Something a person should know, said once."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Experiment:
+    """What is to be run: methods and seeds, on which data, with which model and settings.
+
+    ``model(sample_shape, classes)`` makes a network; ``config`` is how a person wrote all this, for the record, and
+    ``files`` are more files for it, by name. ``measured_later``: clients that who runs it measures when it has ended,
+    so that no notice need say that they are not.
+    """
+
+    methods: tuple[Method, ...]
+    data: Federation
+    model: ModelFactory
+    settings: Settings
+    seeds: tuple[int, ...]
+    config: Mapping[str, Any] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
+    measured_later: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        names = [method.name for method in self.methods]
+        if not names:
+            raise UsageError("no method is given: name at least one, for example fedavg")
+        clash = [name for name in names if [to_file_name(other) for other in names].count(to_file_name(name)) > 1]
+        if clash:
+            raise UsageError(f"method {clash[0]!r} is given twice: give one of them another name (Method.name)")
+        if not self.seeds or len(set(self.seeds)) != len(self.seeds):
+            raise UsageError(f"seeds {list(self.seeds)}: give at least one, each once")
+        private = [method.name for method in self.methods if isinstance(method.aggregate, Mechanism)]
+        if private and self.settings.loss.counted:
+            raise UsageError(
+                f"method {private[0]!r}: {self.settings.loss.weights} weights come from all clients' label counts, "
+                "which noise does not hide: give the weights of the classes as numbers"
+            )
+        if self.settings.select == "best" and any(client.validation is None for client in self.data.clients):
+            raise UsageError(
+                "select='best' needs validation data, which the clients lack: hold some out (--validation 0.1)"
+            )
+        if (self.settings.select, self.settings.metric) == ("best", "auc"):
+            for client in self.data.clients:
+                if client.validation and len(set(client.validation.y.tolist())) < self.data.classes:
+                    raise UsageError(
+                        f"select='best' by auc needs every class in validation data, and those of client "
+                        f"{client.name!r} lack some: use metric='balanced_accuracy', or select='last'"
+                    )
+
+    def run(
+        self, path: Path, *, resume: bool = False, observer: Observer | None = None, stop: Event | None = None
+    ) -> bool:
+        """Run all trials in directory ``path``, checkpointing each round; whether it got to the end.
+
+        ``stop``: once set, the run ends after the round in progress, and this returns False. Raises
+        :class:`UsageError` before anything starts where a method, the model and the data do not fit, ``Diverged`` after
+        the other trials where one diverged, and other :class:`FedshiftError` where the disk or the directory refuses.
+        """
+        observer, stop = observer or Observer(), stop or Event()
+        facts = {method.name: summarize_method(self._make_trial(method, self.seeds[0]).plan) for method in self.methods}
+        with closing(RunDirectory(path, resume=resume)) as directory:
+            if resume:
+                self.check_compatible(path)
+            self._describe(directory, facts)
+            names, settings = [method.name for method in self.methods], self.settings
+            observer.begin(names, self.seeds, settings.rounds, self.data.names, settings.metric)
+            notices = _Notices(directory, observer)
+            for notice in self.data.notices:
+                notices.say(notice)
+            diverged: list[Diverged] = []
+            for seed in self.seeds:
+                for method in self.methods:
+                    try:
+                        if not self._run_trial(method, seed, directory, observer, notices, stop):
+                            return False
+                    except Diverged as error:
+                        notices.say(f"{method.name}, seed {seed}: {error}. Its numbers are those of the round before.")
+                        diverged.append(error)
+            if diverged:
+                raise diverged[0]
+            return True
+
+    def _make_trial(self, method: Method, seed: int) -> Trial:
+        return Trial(method, self.model, self.data, self.settings, seed)
+
+    def check_compatible(self, path: Path) -> None:
+        """Refuse methods that do not fit model and data, and what ``path`` holds where it is of other settings.
+
+        Raises :class:`UsageError`; nothing is trained, and nothing in ``path`` is changed.
+        """
+        for method in self.methods:
+            trial = self._make_trial(method, self.seeds[0])
+            for seed in self.seeds:
+                kept = trial_folder(path, method.name, seed) / CHECKPOINT
+                if kept.exists():
+                    trial.check_compatible(load_facts(kept), seed)
+
+    def _run_trial(
+        self, method: Method, seed: int, directory: RunDirectory, observer: Observer, notices: _Notices, stop: Event
+    ) -> bool:
+        folder = directory.trial(method.name, seed)
+        trial = self._make_trial(method, seed)
+        checkpoint = folder / CHECKPOINT
+        if checkpoint.exists():
+            trial.restore(*load_checkpoint(checkpoint), folder)
+        done = trial.server.round
+        for name in (METRICS, ROUNDS):
+            cut_rows(folder / name, done)
+        best, reached = self._find_best(read_rows(folder / METRICS))
+        # Had the program been killed before this round was kept as the best, or files that none needs were removed:
+        trial.save(folder, *((BEST,) if best == done > 0 else ()))
+        observer.trial(method.name, seed, done)
+        for text in self._notices_before(trial):
+            notices.say(text)
+        with closing(trial), keep_freed_memory():
+            if self.settings.engine == "auto" and trial.server.round < self.settings.rounds:
+                observer.engine(method.name, trial.engine_choice)
+            while trial.server.round < self.settings.rounds:
+                if stop.is_set():
+                    return False
+                outcome = trial.advance(observer.client)
+                traffic = {key: getattr(outcome, key) for key in ("round", "participants", "down", "up", "seconds")}
+                with timed_section("checkpoint"):
+                    append_rows(folder / METRICS, outcome.rows)
+                    append_rows(folder / ROUNDS, [traffic])
+                    now = self._score(outcome.rows)
+                    better = now > reached
+                    reached = max(now, reached)
+                    trial.save(folder, CHECKPOINT, *((BEST,) if better else ()))
+                observer.round(outcome)
+        for text in self._notices_after(trial):
+            notices.say(text)
+        return True
+
+    def _notices_before(self, trial: Trial) -> Iterator[str]:
+        """What a person should know of a trial that begins."""
+        for rule in trial.plan.method.rules:
+            yield from rule.notices(trial.plan)
+        merged = trial.find_merged_batches()
+        for who in [f"client {name!r}" for name in merged] if len(merged) <= MAX_NAMED else [f"{len(merged)} clients"]:
+            yield (
+                f"{who}: the last batch would hold one sample, over which batch normalization has no variance; it "
+                "joins the batch before it"
+            )
+        if trial.plan.personalizes and self.settings.unseen == "skip" and self._has_unmeasured:
+            yield (
+                f"{trial.plan.method.name} keeps models on its clients, and not all take part in every round: one that "
+                f"never did has none and is not measured. --unseen {MAKING} gives it one"
+            )
+
+    def _notices_after(self, trial: Trial) -> Iterator[str]:
+        """What a person should know of a trial that has ended."""
+        method = trial.plan.method
+        untrained = [name for name in self._without_later(self.data.names) if not trial.clients.has_trained(name)]
+        if untrained and trial.plan.personalizes:
+            more = f" and {len(untrained) - MAX_NAMED} more" if len(untrained) > MAX_NAMED else ""
+            which = f"{', '.join(untrained[:MAX_NAMED])}{more}"
+            fate = (
+                f"are not counted (--unseen {MAKING} gives them a model)"
+                if self.settings.unseen == "skip"
+                else f"are measured by the policy unseen={self.settings.unseen}"
+            )
+            yield f"{method.name}, seed {trial.seed}: clients that never took part {fate}: {which}"
+        if isinstance(mechanism := method.aggregate, Mechanism):
+            share = len(self.settings.draw_participants(trial.seed, 1, trial.clients.names)) / len(trial.clients)
+            yield f"{method.name}: {describe_guarantee(mechanism, share, trial.server.round)}"
+
+    def _without_later(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(name for name in names if name not in self.measured_later)
+
+    @property
+    def _has_unmeasured(self) -> bool:
+        """Whether a client that a person is to be told of may have no model."""
+        settings = replace(self.settings, newcomers=self._without_later(self.settings.newcomers))
+        return settings.skips_clients(self._without_later(self.data.names))
+
+    def _score(self, rows: list[Row]) -> tuple[int, float]:
+        """How good a round is: clients with validation rows, so that none is left out, then their macro metric."""
+        if self.settings.select != "best":
+            return NO_SCORE
+        chosen = rows_to_frame(
+            row for row in rows if (row["split"], row["model"], row["moment"]) == ("validation", "personal", "loaded")
+        )
+        found = compute_metric(chosen, self.settings.metric)
+        return (int(found.count()), float(found.mean())) if found.count() else NO_SCORE
+
+    def _find_best(self, rows: list[Row]) -> tuple[int, tuple[int, float]]:
+        """The first of the best rounds, 0 where there is none, and how good it is."""
+        rounds = groupby(rows, key=lambda row: row["round"])
+        reached = {0: NO_SCORE} | {number: self._score(list(of_round)) for number, of_round in rounds}
+        best = max(reached, key=lambda number: reached[number])
+        return best, reached[best]
+
+    def _sample_images(self) -> dict[str, np.ndarray]:
+        """A few test images of each client that a report has pictures of, uint8 ``[n, H, W, C]``."""
+        pictured = self.data.clients[:PICTURED]
+        shown = {client.name: _to_images(client.test.copy_rows(slice(0, SAMPLES)).cpu().numpy()) for client in pictured}
+        return {name: image for name, image in shown.items() if image is not None}
+
+    def _describe(self, directory: RunDirectory, methods: Mapping[str, MethodSummary]) -> None:
+        directory.write("config.toml", to_toml(self.config))
+        for name, content in self.files.items():
+            directory.write(name, content)
+        first: dict[int, str] = {}
+        owners = {client.name: first.setdefault(id(client.test), client.name) for client in self.data.clients}
+        facts = {
+            "name": self.data.name,
+            "note": self.data.note,
+            "classes": self.data.classes,
+            "seeds": self.seeds,
+            "rounds": self.settings.rounds,
+            "select": self.settings.select,
+            "metric": self.settings.metric,
+            "target_metric": self.settings.target_metric,
+            "clients": {c.name: {split: len(part) for split, part in c.splits.items()} for c in self.data.clients},
+            "same_test": {name: owner for name, owner in owners.items() if name != owner},
+            "config": dict(self.config),
+            "methods": {name: asdict(fact) for name, fact in methods.items()},
+        }
+        write_summary(directory, facts, self._sample_images())
+
+
+class _Notices:
+    """Notices said once each, kept in the directory."""
+
+    def __init__(self, directory: RunDirectory, observer: Observer) -> None:
+        self.directory, self.observer = directory, observer
+        self.said: list[str] = []
+
+    def say(self, text: str) -> None:
+        if text not in self.said:
+            self.said.append(text)
+            self.directory.write_json("notices.json", self.said)
+            self.observer.notice(text)
+
+
+def _to_images(x: np.ndarray) -> np.ndarray | None:
+    """Samples as images uint8 ``[n, H, W, C]``; None where they are not images."""
+    if x.ndim != 4:
+        return None
+    if x.dtype != np.uint8:
+        low, high = float(x.min()), float(x.max())
+        x = ((x - low) / (high - low or 1.0) * 255).round().astype(np.uint8)
+    return np.ascontiguousarray(x.transpose(0, 2, 3, 1))

@@ -1,0 +1,77 @@
+"""Several runs in one directory, one after another: what has ended is never run again, what was begun goes on.
+
+``done.json`` in a run's directory says that it came to its end, under which settings, and what diverged in it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import torch
+
+from ..engines.engine import Diverged
+from ..utils.files import write_atomically
+from ..utils.processors import available_processors
+from .experiment import Experiment, Observer
+
+DONE = "done.json"
+DIVERGED = "diverged"
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueuedRun:
+    """One of several runs: its directory ``folder``, and its ``experiment``, made when its turn has come.
+
+    ``settings``: those under which it counts as having ended; none where the name of the directory tells them.
+    """
+
+    folder: Path
+    experiment: Callable[[], Experiment]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+def read_outcome(folder: Path, settings: Mapping[str, Any]) -> str | None:
+    """What diverged in the run in ``folder``, ``""`` for nothing; None where it has not ended under ``settings``."""
+    try:
+        kept = json.loads((folder / DONE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    diverged = kept.pop(DIVERGED, "") if isinstance(kept, dict) else ""
+    return str(diverged) if kept == settings else None
+
+
+def run_pending(
+    parts: Iterable[QueuedRun],
+    *,
+    observer: Observer,
+    stop: Event,
+    begin: Callable[[int, QueuedRun], None] = lambda *_: None,
+    end: Callable[[QueuedRun, bool], None] = lambda *_: None,
+) -> bool:
+    """Run what of ``parts`` has not ended; whether all was got to before ``stop`` was set.
+
+    ``begin`` and ``end`` hear of each that is run, ``end`` also whether it was not stopped. A part that diverges has
+    ended and keeps the others from nothing. Raises what :meth:`~fedshift.experiments.experiment.Experiment.run` raises otherwise.
+    """
+    threads = min(torch.get_num_threads(), available_processors())
+    for number, part in enumerate(parts, 1):
+        if read_outcome(part.folder, part.settings) is not None:
+            continue
+        begin(number, part)
+        experiment, diverged, finished = part.experiment(), {}, True
+        torch.set_num_threads(experiment.config.get("threads") or threads)
+        try:
+            resume = (part.folder / "config.toml").exists()
+            finished = experiment.run(part.folder, resume=resume, observer=observer, stop=stop)
+        except Diverged as error:
+            diverged = {DIVERGED: str(error)}
+        end(part, finished)
+        if not finished:
+            return False
+        write_atomically(part.folder / DONE, (json.dumps({**part.settings, **diverged}, indent=1) + "\n").encode())
+    return True

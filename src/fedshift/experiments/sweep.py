@@ -1,0 +1,172 @@
+"""A sweep: one comparison for each combination of settings' values, each in a run directory of its own.
+
+Every combination is checked before the first is run: its settings, its data, and whether methods, model and what an
+earlier run left fit them. A combination is what `fedshift compare` runs with the same settings, bit for bit.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
+from itertools import count, product
+from pathlib import Path
+from typing import Any
+
+from ..config.expressions import split_expressions
+from ..config.spec import CompareSpec, SweepSpec
+from ..data.files.read_options import Progress
+from ..data.sources import parse_changes
+from ..report.curves import CurvePoint, format_setting
+from ..results.run_directory import to_file_name
+from ..results.summary import read_summary
+from ..utils.errors import UsageError, unknown_name
+from .factory import make_experiment, make_methods, make_settings, parse_methods
+from .run_queue import QueuedRun, read_outcome
+
+NONE = "none"
+"""How it is written that a setting is not given."""
+LONGEST = 80
+"""Characters of a value in the name of a directory."""
+WHOLE = {
+    "methods": "every combination compares all methods: list them with --methods",
+    **dict.fromkeys(
+        ("metric", "select", "target_metric", "seeds", "first_seed"),
+        "a sweep's table is over one such for all: give it alone",
+    ),
+}
+"""Settings that belong to the sweep as a whole, and why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Combination:
+    """``values`` of the swept settings, the comparison that they make, and its directory within the sweep's."""
+
+    values: Mapping[str, object]
+    spec: CompareSpec
+    folder: str
+
+    def to_queued_run(self, path: Path) -> QueuedRun:
+        """The run that it is of the sweep in ``path``."""
+        settings = asdict(self.spec)
+        return QueuedRun(folder=path / self.folder, settings=settings, experiment=partial(make_experiment, self.spec))
+
+    def read_outcome(self, path: Path) -> str | None:
+        """What diverged in it, in a sentence, ``""`` for nothing; None where sweep ``path`` has not ended it."""
+        diverged = read_outcome(path / self.folder, asdict(self.spec))
+        return f"{self.folder}: {diverged}" if diverged else diverged
+
+
+def make_combinations(spec: SweepSpec) -> list[Combination]:
+    """All combinations, the first setting slowest.
+
+    Raises :class:`UsageError`, or pydantic's ``ValidationError``, naming the value that cannot be.
+    """
+    over = parse_swept(spec.over)
+    if not over:
+        raise UsageError("a sweep needs settings and their values: --over epochs=1,4,16, once for each setting")
+    common = {field.name: getattr(spec, field.name) for field in fields(CompareSpec)}
+    found: list[Combination] = []
+    for texts in product(*over.values()):
+        given = {name: _parse_value(name, text) for name, text in zip(over, texts, strict=True)}
+        made = CompareSpec(**common | given)
+        values = {name: getattr(made, name) for name in over}
+        if values in [other.values for other in found]:
+            raise UsageError(
+                f"over {', '.join(over)}: {' '.join(texts)} stands for the same as another value; drop one"
+            )
+        found.append(Combination(values=values, spec=made, folder=_folder_name(values, [c.folder for c in found])))
+        _parse_expressions(found[-1])
+    return found
+
+
+def parse_swept(texts: Sequence[str]) -> dict[str, list[str]]:
+    """Settings and their values as written: ``["epochs=1,4"]`` and ``["epochs=1,4,lr=0.1"]`` are understood.
+
+    Commas inside of brackets or quotes part nothing; a value in square brackets is what stands in them.
+    """
+    allowed = [field.name for field in fields(CompareSpec) if field.name not in WHOLE]
+    found: dict[str, list[str]] = {}
+    for text in texts:
+        name = None
+        for part in split_expressions("over", text):
+            if begun := re.match(r"([A-Za-z][\w-]*)\s*=\s*(.*)", part, re.DOTALL):
+                name, part = begun[1].replace("-", "_"), begun[2]
+                if name in WHOLE:
+                    raise UsageError(f"over {name}: {WHOLE[name]}")
+                if name not in allowed:
+                    raise unknown_name("setting", name, allowed)
+                if name in found:
+                    raise UsageError(f"over {name}: it is given twice; write all of its values after one {name}=")
+                found[name] = []
+            if name is None:
+                raise UsageError(f"over {text!r}: write a setting and its values, such as epochs=1,4,16")
+            value = part[1:-1] if part.startswith("[") and part.endswith("]") else part
+            if not value or value in found[name]:
+                what = f"{value} twice" if value else "an empty value"
+                raise UsageError(f"over {text!r}: {name} has {what}; drop one")
+            found[name].append(value)
+    return found
+
+
+def split_settings(over: Sequence[str]) -> tuple[str, ...]:
+    """``over`` with each setting in a text of its own, as it is kept however it was written."""
+    quoted = {
+        name: [
+            f"[{value}]" if value.startswith("[") or len(split_expressions("over", value)) > 1 else value
+            for value in values
+        ]
+        for name, values in parse_swept(over).items()
+    }
+    return tuple(f"{name}={','.join(values)}" for name, values in quoted.items())
+
+
+def check_combination(combination: Combination, path: Path, progress: Progress | None = None) -> None:
+    """Raise :class:`UsageError`, naming the combination, unless it can be run, or gone on with, in sweep ``path``."""
+    try:
+        make_experiment(combination.spec, progress).check_compatible(path / combination.folder)
+    except UsageError as error:
+        raise UsageError(f"{combination.folder}: {error}") from error
+
+
+def collect_points(wanted: Sequence[Combination], path: Path) -> Iterator[tuple[Combination, CurvePoint]]:
+    """What the combinations of sweep ``path`` have left so far, those that were begun.
+
+    Methods are named alike in all of them: as they are written, without what swept settings add to their names.
+    """
+    for combination in wanted:
+        folder = path / combination.folder
+        if (folder / "study.json").exists():
+            study = read_summary(folder)
+            names = dict(zip(study.methods, (m.name for m in parse_methods(combination.spec.methods)), strict=True))
+            renamed = replace(
+                study,
+                rows=study.rows.assign(method=study.rows["method"].map(names)),
+                traffic=study.traffic.assign(method=study.traffic["method"].map(names)),
+                methods={names[name]: facts for name, facts in study.methods.items()},
+            )
+            yield combination, CurvePoint(combination.values, renamed)
+
+
+def _parse_expressions(combination: Combination) -> None:
+    """Refuse expressions that cannot be read, before any data are."""
+    spec = combination.spec
+    try:
+        make_methods(spec)
+        parse_changes(spec)
+        make_settings(replace(spec, newcomers=None), ())
+    except UsageError as error:
+        raise UsageError(f"{combination.folder}: {error}") from error
+
+
+def _parse_value(name: str, text: str) -> Any:
+    """The value that ``text`` stands for before it is checked: none is a setting's not being given."""
+    default = next(field.default for field in fields(CompareSpec) if field.name == name)
+    return None if text == NONE and default is None else text
+
+
+def _folder_name(values: Mapping[str, object], taken: Sequence[str]) -> str:
+    """``epochs=1,batch_size=10``: a name for a directory, with a number where another has it."""
+    name = ",".join(f"{key}={to_file_name(format_setting(key, value))[:LONGEST]}" for key, value in values.items())
+    return next(free for n in count(1) if (free := name if n == 1 else f"{name}-{n}") not in taken)

@@ -1,0 +1,372 @@
+"""A trial: one method with one seed, round after round, that can be stopped and resumed bit for bit.
+
+Everything that a trial knows besides its settings is in its state: the server, and each client that has taken part.
+Draws come from keyed streams, so a trial restored from a checkpoint goes on as if it had never stopped. What a round
+costs depends on the clients that take part in it, not on how many there are.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..core.architecture import architecture
+from ..core.kernel import (
+    ClientState,
+    ServerState,
+    global_state,
+    init_client,
+    init_server,
+    personal_state,
+    trained_state,
+)
+from ..core.method import Method
+from ..core.preparation import apply_surgery
+from ..core.server_round import StreamingAggregator
+from ..data.augmentation import check_augmentable
+from ..data.federation import ClientData, Federation, count_labels, pool_training_data
+from ..engines.auto import EngineChoice, choose_engine
+from ..engines.catalog import ENGINES
+from ..engines.cost_model import count_operations, limit_threads
+from ..engines.engine import ClientResult, Engine
+from ..evaluation.communication import downlink_bytes, uplink_bytes
+from ..evaluation.metrics import evaluate_clients, evaluate_trained
+from ..evaluation.unseen_clients import UnseenClientModels, check_policy
+from ..models._factory import ModelFactory, make_network
+from ..results.checkpoint import load_facts, refuse_other, save_checkpoint
+from ..results.schema import Row
+from ..utils.errors import UsageError
+from ..utils.profiling import OPERATIONS, add_seconds, is_recording, timed_section
+from ..utils.state import State, add_prefix, entries_under
+from .client_store import MEMORY, ClientStore, remove_unused_segments
+from .planning import make_plan
+from .settings import Settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundResult:
+    """What one round left: who took part, bytes moved by all clients, seconds of training, and rows of measurements."""
+
+    round: int
+    participants: tuple[str, ...]
+    down: int
+    up: int
+    seconds: float
+    rows: list[Row]
+
+
+class Trial:
+    """One method with one seed on one federation; see the module's text.
+
+    ``client_memory``: bytes of clients' states held in memory; beyond it they are in files alone (``client_store``).
+    """
+
+    def __init__(
+        self,
+        method: Method,
+        model: ModelFactory,
+        data: Federation,
+        settings: Settings,
+        seed: int,
+        *,
+        client_memory: int = MEMORY,
+    ) -> None:
+        self.data, self.settings, self.seed = data, settings, seed
+        device = torch.device(settings.device)
+        newcomers = frozenset(settings.newcomers)
+        for name in sorted(newcomers.difference(data.names)):
+            data.client(name)  # raises
+        members = tuple(client for client in data.clients if client.name not in newcomers)
+        if not members:
+            raise UsageError("newcomers names every client: leave some to train")
+        share = settings.participation
+        if isinstance(share, int) and share > len(members) and not method.pooled:
+            raise UsageError(
+                f"participation={share}: only {len(members)} clients train; give at most as many, or leave it out"
+            )
+        training = replace(data, clients=members)
+        trained_on = pool_training_data(training) if method.pooled else training
+        self.model = model
+        if settings.augment:
+            check_augmentable(training)
+        self.plan = make_plan(
+            method,
+            model,
+            settings,
+            seed,
+            sample=data.clients[0].train.inputs(slice(0, 1)).to(device),
+            classes=data.classes,
+            labels=count_labels(training),
+            clients=len(members),
+        )
+        self._architecture = architecture(self.plan.module)  # now, before a layer that counts its calls has counted
+        for client in trained_on.clients:
+            if len(client.train) < self.plan.smallest_batch:
+                raise UsageError(
+                    f"client {client.name!r} has one training sample, over which batch normalization has no variance: "
+                    "leave the client out, or use a model without BatchNorm"
+                )
+        if check := getattr(method.aggregate, "check", None):
+            check(self.plan, len(settings.draw_participants(seed, 1, trained_on.names)))
+        if self.plan.personalizes:
+            check_policy(self.plan, settings.unseen, {client.name: client.train for client in data.clients})
+        self.measured = data.to(device)
+        measured = (client for client in self.measured.clients if client.name not in newcomers)
+        self.train = {
+            client.name: client.train for client in (trained_on.to(device).clients if method.pooled else measured)
+        }
+        self.choice = None if settings.engine == "auto" else EngineChoice(engine=settings.engine, reason="as asked for")
+        self._engine = self._make_engine(self.choice) if self.choice else None
+        self.server = init_server(self.plan)
+        self.clients = ClientStore(self.train, lambda: init_client(self.plan), device, client_memory)
+        self._unseen_clients: UnseenClientModels | None = None
+
+    @property
+    def engine_choice(self) -> EngineChoice:
+        """Which engine runs the trial, and why; under ``auto`` that is found out when it is first asked for."""
+        if self.choice is None:
+            settings, clients = self.settings, len(self.settings.draw_participants(self.seed, 1, self.clients.names))
+            self.choice = choose_engine(
+                self.plan, self.train, clients=clients, rounds=settings.rounds, workers=settings.workers,
+                apart="trained" in settings.moments,
+            )  # fmt: skip
+        return self.choice
+
+    @property
+    def engine(self) -> Engine:
+        """What carries out the clients' work."""
+        if self._engine is None:
+            self._engine = self._make_engine(self.engine_choice)
+        return self._engine
+
+    def _make_engine(self, choice: EngineChoice) -> Engine:
+        if choice.engine == "identity" and "trained" in self.settings.moments:
+            raise UsageError(
+                "moments='trained' measures clients' models after local work, which the identity engine never "
+                "computes: use the sequential engine, or auto"
+            )
+        return ENGINES[choice.engine](self.plan, self.train, self.seed, self.settings.workers)
+
+    def _draw_participants(self, number: int) -> tuple[str, ...]:
+        """The clients that are asked to take part in round ``number``."""
+        return self.settings.draw_participants(self.seed, number, self.clients.names)
+
+    def _train(self, names: tuple[str, ...]) -> Iterator[tuple[str, ClientResult]]:
+        """The work of clients ``names`` in the coming round, as each is done; one that fails may be left out."""
+        working = {name: self.clients[name] for name in sorted(names)}
+        with limit_threads(self.engine_choice.threads):
+            yield from self.engine.train(self.server, working)
+
+    @cached_property
+    def _sizes(self) -> dict[str, int]:
+        return {name: len(split) for name, split in self.train.items()}
+
+    @cached_property
+    def _operations(self) -> int:
+        return count_operations(self.plan, self.train)
+
+    def close(self) -> None:
+        """Let go of what the engine holds."""
+        if self._engine:
+            self._engine.close()
+
+    def find_merged_batches(self) -> tuple[str, ...]:
+        """Clients whose last batch would hold a single sample, which joins the batch before it."""
+        work, smallest = self.plan.work, self.plan.smallest_batch
+        sizes = {name: len(split) for name, split in self.train.items()}
+        return tuple(
+            name for name, size in sizes.items() if work.batch_bounds(size, smallest) != work.batch_bounds(size)
+        )
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """What must be the same for a checkpoint to be continued, by setting."""
+        return {
+            "method": self.plan.method.text,
+            "seed": str(self.seed),
+            "model": self._architecture,
+            "data": self.data.fingerprint,
+            "work": str(self.plan.work),
+            "freeze": str(self.plan.freeze_from),
+            "optimizer": str(self.plan.optimizer),
+            "participation": str(self.settings.participation),
+            "newcomers": str(self.settings.newcomers),
+            "unseen": self.settings.unseen,
+            "select": self.settings.select,
+            "metric": self.settings.metric,
+            "loss": str(self.settings.loss),
+            "augment": str(self.settings.augment),
+            "precision": self.settings.precision,
+        }
+
+    def advance(self, progress: Callable[[str, float], None] | None = None) -> RoundResult:
+        """Run the next round and evaluate where it is due. ``progress(client, loss)`` hears of each client as it ends.
+
+        Raises ``Diverged`` where a loss becomes NaN; the trial is then as it was before the round.
+        """
+        began = time.perf_counter()
+        self.clients.spill(self.server.round)
+        number = self.server.round + 1
+        names = self._draw_participants(number)
+        folding = StreamingAggregator(self.plan, self.server, names, self._sizes)
+        after: dict[str, ClientState] = {}
+        rows: list[Row] = []
+        after_work: list[Row] = []
+        measures, measuring = self._measures_trained(number), 0.0
+        down, up = len(names) * self._downlink_bytes(), 0
+        for name, trained in self._train(names):
+            with timed_section("aggregation"):
+                folding.add(name, trained.update)
+            up += 0 if self.plan.method.pooled else uplink_bytes(trained.update)
+            after[name] = trained.client
+            used = int(trained.update.weight)
+            rows.append(
+                {
+                    "client": name, "split": "train", "model": "personal", "moment": "trained", "samples": used,
+                    "loss_sum": trained.loss_sum, "hits": None, "support": None, "auc": None,
+                }
+            )  # fmt: skip
+            if measures:
+                paused = time.perf_counter()
+                with timed_section("evaluation"):
+                    after_work += self._evaluate_trained(name, trained)
+                measuring += time.perf_counter() - paused
+            if progress:
+                progress(name, trained.loss_sum / used)
+        with timed_section("aggregation"):
+            self.server = folding.finalize()
+        self.clients.put(after)
+        if is_recording():
+            add_seconds({OPERATIONS: sum(row["samples"] for row in rows) * self._operations})
+        seconds = time.perf_counter() - began - measuring
+        place = {name: index for index, name in enumerate((*self.data.names, *names))}
+        rows.sort(key=lambda row: place[row["client"]])
+        rows += sorted(after_work, key=lambda row: place[row["client"]])
+        if self.settings.is_evaluated(number):
+            with timed_section("evaluation"):
+                rows += self.evaluate()
+        rows = [{"method": self.plan.method.name, "seed": self.seed, "round": number, **row} for row in rows]
+        took_part = tuple(name for name in names if name in after)
+        return RoundResult(round=number, participants=took_part, down=down, up=up, seconds=seconds, rows=rows)
+
+    def evaluate(self) -> list[Row]:
+        """Rows for every client's test data, and validation data where all have some.
+
+        Newcomers' validation data are left alone, so that they have no say in which round is the best.
+        """
+        rows = evaluate_clients(self.plan, self.server, self.measured, self._splits, self.personal_state)
+        return [row for row in rows if row["split"] == "test" or row["client"] not in self.settings.newcomers]
+
+    @property
+    def _splits(self) -> tuple[str, ...]:
+        """The splits that are measured."""
+        return ("test", "validation") if all(client.validation for client in self.data.clients) else ("test",)
+
+    def _measures_trained(self, number: int) -> bool:
+        """Whether clients are measured just after their work of round ``number``."""
+        return "trained" in self.settings.moments and self.settings.is_evaluated(number)
+
+    def _evaluate_trained(self, name: str, trained: ClientResult) -> list[Row]:
+        """Rows of the model that client ``name`` has just after its work; of all clients, where that has their data."""
+        plan = self.plan
+        state = trained_state(plan, trained.client, trained.update, self.server)
+        names = [n for n in self.data.names if n not in self.settings.newcomers] if plan.method.pooled else [name]
+        owners = map(self.measured.client, names)
+        return evaluate_trained(plan, state, owners, self._splits, self.data.classes)
+
+    def _downlink_bytes(self) -> int:
+        return 0 if self.plan.method.pooled else downlink_bytes(self.plan, self.server)
+
+    def model_state(self, client: str | None = None) -> State | None:
+        """The server's model (``client=None``; None where there is none), or the model that ``client`` would use."""
+        if client is None:
+            return global_state(self.plan, self.server)
+        state = self.personal_state(self.measured.client(client))
+        if state is None:
+            raise UsageError(
+                f"client {client!r} has never trained, and {self.plan.method.name} keeps its models on clients: use a "
+                "policy for unseen clients (unseen='average'), or a method with a global model"
+            )
+        return state
+
+    def personal_state(self, client: ClientData) -> State | None:
+        """The model that ``client`` would use; None where it has none and the policy makes none."""
+        if not self.plan.personalizes:
+            return global_state(self.plan, self.server)
+        if self.clients.has_trained(client.name):
+            return personal_state(self.plan, self.clients[client.name], self.server)
+        return self.unseen_clients.make_state(self.settings.unseen, client.name, client.train)
+
+    @property
+    def unseen_clients(self) -> UnseenClientModels:
+        """What makes models for clients that never trained."""
+        if self._unseen_clients is None or self._unseen_clients.server is not self.server:
+            samples = {name: len(self.train[name]) for name in self.clients.seen}
+            self._unseen_clients = UnseenClientModels(self.plan, self.server, self.clients, samples)
+        return self._unseen_clients
+
+    def make_network(self) -> nn.Module:
+        """A network of the trial's kind, after the method's surgery, with weights of no meaning."""
+        return apply_surgery(self.plan.method, make_network(self.model, self.data.sample_shape, self.data.classes))
+
+    def to_tensors(self) -> tuple[State, dict[str, Any]]:
+        """All state as flat tensors and JSON facts; clients that never took part are left out."""
+        facts = {"round": self.server.round, "identity": self.identity}
+        return self._server_tensors() | self.clients.tensors(), facts
+
+    def save(self, folder: Path, *names: str) -> None:
+        """Write clients that changed, then checkpoints ``names``, in ``folder``, which holds no other trial's.
+
+        A crash at any moment leaves each checkpoint in the folder as it was or as it is to be, and the clients' states
+        that belong to it; those that belong to none are removed at last.
+        """
+        index, segments = self.clients.save(folder, self.server.round)
+        for name in names:
+            save_checkpoint(folder / name, self._server_tensors() | index, {**self._facts(), "segments": segments})
+        remove_unused_segments(
+            folder, {int(n) for path in folder.glob("*.safetensors") for n in load_facts(path)["segments"]}
+        )
+
+    def _facts(self) -> dict[str, Any]:
+        engine = (self.choice.engine, self.choice.threads) if self.choice else None
+        return {"round": self.server.round, "identity": self.identity, "engine": engine}
+
+    def _server_tensors(self) -> State:
+        flat: State = {}
+        for kind in ("shared", "memory", "optimizer"):
+            flat |= add_prefix(f"server/{kind}", getattr(self.server, kind))
+        return flat
+
+    def check_compatible(self, facts: Mapping[str, Any], seed: int) -> None:
+        """Raise :class:`UsageError` unless a checkpoint with ``facts`` is of this trial, but under ``seed``."""
+        refuse_other(facts["identity"], {**self.identity, "seed": str(seed)})
+        if facts["round"] > self.settings.rounds:
+            raise UsageError(
+                f"this run has done {facts['round']} rounds, more than rounds={self.settings.rounds}: ask for at least "
+                "as many, or start a new run in another directory"
+            )
+
+    def restore(self, tensors: State, facts: Mapping[str, Any], folder: Path | None = None) -> None:
+        """Take up what :meth:`to_tensors` gave, or the content of a checkpoint that :meth:`save` left in ``folder``.
+
+        Clients' states are read from there when they are needed. Raises :class:`UsageError` where it is another
+        trial's, and :class:`FedshiftError` where a file of clients' states is missing or cut short.
+        """
+        self.check_compatible(facts, self.seed)
+        self.clients.restore(tensors, facts.get("segments", {}), folder)
+        if self.choice is None and facts.get("engine"):  # another engine would round differently
+            name, threads = facts["engine"]
+            self.choice = EngineChoice(engine=name, threads=threads, reason="as the run was begun")
+        device = torch.device(self.settings.device)
+        parts = {
+            part: {name: tensor.to(device) for name, tensor in entries_under(f"server/{part}", tensors).items()}
+            for part in ("shared", "memory", "optimizer")
+        }
+        self.server = ServerState(round=facts["round"], **parts)

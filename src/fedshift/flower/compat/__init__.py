@@ -1,0 +1,1 @@
+"""Parts for existing Flower apps: a strategy, a mod that keeps local entries, drop-in helpers."""

@@ -1,0 +1,98 @@
+"""What a method asks of a Flower app whose training loop is its own, and which methods such a loop cannot carry out.
+
+Scope, surgery, aggregation and server optimizer do without the training loop. Rules, local work and frozen statistics
+are part of it, so a method that has them is refused; adaptive gradient clipping is one line in any loop.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from ...core.method import Method
+from ...core.optimizer import SGD
+from ...core.plan import Plan
+from ...core.preparation import apply_surgery, prepare
+from ...core.rule import RuleContext
+from ...core.selection import entries
+from ...methods.agc import Clipping
+from ...methods.fednova import NormalizedAveraging
+from ...utils.errors import UsageError
+
+DONE, LAST = "fedshift-rounds-done", "fedshift-last-round"
+"""Keys of a message's configuration: rounds that the server has done, and the last of them that this node took part in
+(0: none)."""
+MARK = "_fedshift_surgery"
+
+
+def prepare_model(method: Method, model: nn.Module) -> nn.Module:
+    """A copy of ``model`` after the method's surgery: the network that server and clients of an app must all use.
+
+    Weights that surgery draws come from torch's generator. Raises :class:`UsageError` where surgery does not fit.
+    """
+    changed = apply_surgery(method, model)
+    setattr(changed, MARK, method.surgery)
+    return changed
+
+
+@torch.no_grad()
+def clip_gradients_(method: Method, model: nn.Module) -> None:
+    """Clip the gradients of ``model`` as ``method`` says (``fedshift.agc``); where it says nothing, do nothing.
+
+    Call it between ``loss.backward()`` and ``optimizer.step()``.
+    """
+    params = {name: param for name, param in model.named_parameters() if param.grad is not None}
+    grads = {name: param.grad for name, param in params.items() if param.grad is not None}
+    for rule in method.rules:
+        if isinstance(rule, Clipping):
+            grads = rule.bind(entries(model)).transform_grads(grads, dict(params), RuleContext(global_params={}))
+    for name, param in params.items():
+        param.grad = grads[name]
+
+
+def resolve_plan(method: Method, model: nn.Module, seed: int = 0) -> Plan:
+    """The plan of ``method`` for the network that an app uses, on the CPU; ``seed``: what the server's draws go by.
+
+    Raises :class:`UsageError` where an app's own training loop cannot be that method's, or ``model`` is not the network
+    that the method asks for.
+    """
+    _refuse_rules_of_training(method)
+    if getattr(model, MARK, ()) != method.surgery:
+        wanted = ", ".join(map(str, method.surgery)) or "none"
+        raise UsageError(
+            f"method {method.name!r} and the model differ in surgery (the method's: {wanted}): make the model by "
+            "fedshift.flower.prepare_model(method, model) with this method, on the server and on all clients"
+        )
+    plan = prepare(
+        replace(method, surgery=()), copy.deepcopy(model).cpu(), optimizer=SGD(lr=1.0), seed=seed
+    )  # the optimizer is the app's; this one only says that it is there
+    if not plan.sent:
+        raise UsageError(f"method {method.name!r} sends nothing, for which no server is needed: choose another method")
+    if tied := model.state_dict().keys() - plan.initial.keys():
+        raise UsageError(
+            f"entry {min(tied)!r} of the model is a second name of another, or is no tensor, so that it would travel "
+            "twice or not at all: give each tensor one name in the state_dict, or use `fedshift serve`"
+        )
+    return plan
+
+
+def _refuse_rules_of_training(method: Method) -> None:
+    parts = {
+        "runs the training loop by a rule of its own": [
+            r.source_method for r in method.rules if not isinstance(r, Clipping)
+        ],
+        "freezes statistics in training": [str(method.freeze)] if method.freeze else [],
+        "sets the local work": [f"{name}={value}" for name, value in method.work.items()],
+        "sets the local optimizer": [f"{name}={value}" for name, value in method.optimizer.items()],
+        "trains on all data in one place": ["pooled"] if method.pooled else [],
+        "counts local steps": ["fednova"] if isinstance(method.aggregate, NormalizedAveraging) else [],
+    }
+    for what, found in parts.items():
+        if found:
+            raise UsageError(
+                f"method {method.name!r} {what} ({', '.join(found)}), which is not to be had in a training loop that "
+                "the app brings: run it by `fedshift serve` and `fedshift join`, or leave that part out"
+            )

@@ -1,0 +1,1 @@
+"""The coordinator of an experiment across machines."""

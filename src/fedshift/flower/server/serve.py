@@ -1,0 +1,282 @@
+"""``fedshift serve``: the coordinator of an experiment across machines.
+
+It starts Flower's SuperLink, makes the nodes' keys known to it, submits one fixed app (:mod:`.coordinator`) and shows
+what that tells. Whatever of this dies is started again and goes on with the last round that was saved; when this
+process dies, all of it ends, and ``--resume`` goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from threading import Event
+from typing import Any
+
+from rich.console import Console
+
+from ...config.spec import CompareSpec, RunSpec
+from ...console.session import catch_interrupts, new_directory, publish_safely, report_stop, show_progress
+from ...experiments.experiment import Observer
+from ...experiments.trial import RoundResult
+from ...results.run_directory import MACHINES
+from ...utils.errors import FedshiftError, UsageError
+from ..transport.exchange import FACTS
+from ..transport.programs import Program, connect, register, submit
+from .coordinator import COORDINATOR
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+TRIES = 3
+"""How often in a row the programs are started again without a round getting done."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListenOptions:
+    """Where a coordinator listens and what it asks of a round.
+
+    ``tls``: what `fedshift pki` made; None: plain text. ``clients``: how many must take part. ``seconds``: how long a
+    round takes at most. ``wait``: seconds for the first clients to come.
+    """
+
+    host: str
+    port: int
+    tls: Path | None
+    clients: int
+    seconds: float
+    wait: float
+
+    @property
+    def local_address(self) -> str:
+        """The address for this machine itself."""
+        host = "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host
+        return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
+
+    @property
+    def flags(self) -> str:
+        """The flags that say the same."""
+        secured = f"--tls {shlex.quote(str(self.tls))}" if self.tls else "--insecure"
+        return f"--min-clients {self.clients} {secured} --host {self.host} --port {self.port}"
+
+    @property
+    def root(self) -> Path | None:
+        """The certificate that the coordinator's own is checked against."""
+        return self.tls / "ca.crt" if self.tls else None
+
+    def check(self, *, forced: bool) -> None:
+        """Raise :class:`UsageError` where files are missing, plain text would go out, or the port is not free."""
+        if self.tls:
+            for name in ("ca.crt", "server.crt", "server.key"):
+                if not (self.tls / name).is_file():
+                    raise UsageError(f"--tls {self.tls}: no {name} there: make it with `fedshift pki init`")
+            if not any((self.tls / "nodes").glob("*.pub")):
+                raise UsageError(f"--tls {self.tls}: no key of a node there: make some with `fedshift pki add`")
+        elif self.host not in LOOPBACK and not forced:
+            raise UsageError(
+                f"--insecure on --host {self.host} would send models in plain text to other machines: give --tls, or "
+                "listen on 127.0.0.1 behind a tunnel, or force it (--force-insecure)"
+            )
+        if self.clients < 1:
+            raise UsageError(f"min_clients={self.clients}: must be at least 1")
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        with socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((self.host, self.port))
+            except OSError as error:
+                raise UsageError(
+                    f"cannot listen on {self.host}:{self.port}: {error.strerror}; choose another (--port)"
+                ) from error
+
+
+def serve(spec: RunSpec | CompareSpec, reach: ListenOptions, out: Path | None, resume: Path | None) -> int:
+    """Run ``spec`` with the sites that come; return the exit code, as ``fedshift run`` does."""
+    console, directory = Console(), resume or out or new_directory("serve")
+    if resume is None and (directory / "config.toml").exists():
+        raise UsageError(
+            f"{directory} already holds a run: go on with it (--resume {directory}), or choose another --out"
+        )
+    console.print(f"{directory}: listening on {reach.host}:{reach.port}", markup=False, highlight=False, soft_wrap=True)
+    failure: FedshiftError | OSError | None = None
+    finished = False
+    with (
+        catch_interrupts(console) as stop,
+        show_progress(console) as observer,
+        _Coordination(spec, reach, directory) as work,
+    ):
+        try:
+            finished = work.run(_ProgressReceiver(observer), stop)
+        except UsageError:
+            raise
+        except FedshiftError as error:
+            failure = error
+        except KeyboardInterrupt:
+            pass
+    unpublished = publish_safely(directory, console)
+    failure = failure or unpublished
+    if failure:
+        raise failure
+    return 0 if finished else report_stop(console, f"serve {reach.flags}", directory)
+
+
+class _ProgressReceiver:
+    """What the coordinator tells, for whoever watches."""
+
+    def __init__(self, observer: Observer) -> None:
+        self.observer, self.rounds = observer, 0
+
+    def receive(self, what: str, *values: Any) -> None:
+        """One message."""
+        if what == "round":
+            self.rounds += 1
+            done = RoundResult(**{**values[0], "participants": tuple(values[0]["participants"])})
+            self.observer.round(done)
+            moved = f"{_format_bytes(done.down)} down, {_format_bytes(done.up)} up, {done.seconds:.1f} s"
+            self.observer.notice(f"round {done.round}: {', '.join(done.participants)} took part; {moved}")
+        else:
+            getattr(self.observer, what)(*values)
+
+
+class _Coordination:
+    """The SuperLink and the app on it, kept going; use as a context manager."""
+
+    def __init__(self, spec: RunSpec | CompareSpec, reach: ListenOptions, directory: Path) -> None:
+        self.reach, self.directory, self.logs = reach, directory, directory / MACHINES
+        self._folder = TemporaryDirectory(prefix="fedshift-")
+        self.home = Path(self._folder.name)
+        self.config = self.home / "run.toml"
+        self.settings = json.dumps(asdict(spec))
+        self.config.write_text(f"{FACTS} = {json.dumps(self.settings)}\n", encoding="utf-8")
+        self.socket = socket.socket(socket.AF_UNIX)
+        self.socket.bind(str(self.home / "talk"))
+        self.socket.listen()
+        self.socket.settimeout(0.2)
+
+    def __enter__(self) -> _Coordination:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.socket.close()
+        self._folder.cleanup()
+
+    def run(self, shown: _ProgressReceiver, stop: Event) -> bool:
+        """Run to the end, or until ``stop``; whether it got to the end."""
+        tries, rounds = 0, 0
+        while True:
+            with self._superlink() as link:
+                self._submit(link)
+                finished = self._follow(link, shown, stop)
+            if finished is not None:
+                return finished
+            if stop.is_set():
+                return False
+            tries, rounds = (0, shown.rounds) if shown.rounds > rounds else (tries + 1, rounds)
+            if tries == TRIES:
+                raise FedshiftError(
+                    f"Flower's programs ended {tries} times without a round getting done ({link.last_message()}): see "
+                    f"{self.logs}"
+                )
+            shown.observer.notice(f"Flower's programs ended ({link.last_message()}); they are started again")
+
+    @contextmanager
+    def _superlink(self) -> Iterator[Program]:
+        tls = self.reach.tls
+        secured = [
+            "--ssl-ca-certfile", f"{tls}/ca.crt", "--ssl-certfile", f"{tls}/server.crt", "--ssl-keyfile",
+            f"{tls}/server.key", "--enable-supernode-auth",
+        ] if tls else ["--insecure"]  # fmt: skip
+        listen = ["--host", self.reach.host, "--port", str(self.reach.port)]
+        link = Program(
+            "flower-superlink", [*listen, "--disable-runtime-dependency-installation", *secured],
+            home=self.home, log=self.logs / "superlink.log", more={COORDINATOR: str(self.home / "talk")},
+        )  # fmt: skip
+        try:
+            yield link
+        finally:
+            link.stop()
+
+    def _submit(self, link: Program) -> None:
+        """Wait until the SuperLink listens, make the nodes' keys known to it, and submit the app."""
+        until = time.monotonic() + 60
+        host, _, port = self.reach.local_address.rpartition(":")
+        while True:
+            with socket.socket(socket.AF_INET6 if "[" in host else socket.AF_INET) as probe:
+                if probe.connect_ex((host.strip("[]"), int(port))) == 0:
+                    break
+            if link.wait(0.1) is not None or time.monotonic() > until:
+                raise FedshiftError(f"Flower's SuperLink did not start ({link.last_message()}): see {link.log}")
+        log = self.logs / "flwr.log"
+        connect(self.home, self.reach.local_address, self.reach.root)
+        self._registered: set[Path] = set()
+        self._register()
+        submit(self.config, home=self.home, log=log)
+
+    def _register(self) -> None:
+        """Make the keys of nodes known that were not yet; there may be more while the experiment runs."""
+        if self.reach.tls:
+            for key in sorted(set((self.reach.tls / "nodes").glob("*.pub")) - self._registered):
+                self._registered.add(key)
+                register(key, key.stem, home=self.home, log=self.logs / "flwr.log")
+
+    def _follow(self, link: Program, shown: _ProgressReceiver, stop: Event) -> bool | None:
+        """Pass on what the app tells; whether the experiment got to its end, None where the app was lost."""
+        talk = self._wait_until_accepted(link, stop)
+        if talk is None:
+            return None
+        told = False
+        with talk:
+            talk.send_bytes(json.dumps(self._order()).encode())
+            try:
+                while True:
+                    if talk.poll(0.2):
+                        what, *values = json.loads(talk.recv_bytes())
+                        if what == "ended":
+                            return bool(values[0])
+                        if what == "failed":
+                            raise (UsageError if values[1] else FedshiftError)(values[0])
+                        shown.receive(what, *values)
+                    elif link.code is not None:  # asking also lets Flower's other programs see that it is gone
+                        return None
+                    try:
+                        self._register()
+                    except FedshiftError as error:
+                        shown.observer.notice(str(error))
+                    if stop.is_set() and not told:
+                        talk.send_bytes(b"stop")
+                        told = True
+            except (EOFError, OSError):
+                return None
+
+    def _wait_until_accepted(self, link: Program, stop: Event) -> Connection | None:
+        while link.code is None and not stop.is_set():
+            try:
+                accepted, _ = self.socket.accept()
+            except TimeoutError:
+                continue
+            with accepted:
+                return Connection(os.dup(accepted.fileno()))
+        return None
+
+    def _order(self) -> dict[str, Any]:
+        reach = self.reach
+        keys = str(reach.tls.resolve()) if reach.tls else None
+        directory = str(self.directory.resolve())
+        return {
+            "directory": directory,
+            "clients": reach.clients,
+            "seconds": reach.seconds,
+            "wait": reach.wait,
+            "keys": keys,
+            "settings": self.settings,
+        }
+
+
+def _format_bytes(number: int) -> str:
+    return f"{number / 1e6:.2f} MB" if number >= 1e5 else f"{number / 1e3:.2f} kB"

@@ -1,0 +1,1 @@
+"""A site of an experiment across machines: one client's data and state."""

@@ -1,0 +1,178 @@
+"""``fedshift join``: one site of an experiment across machines.
+
+This process holds the data and does the work (:mod:`.site`). Flower's SuperNode, which it starts and starts again when
+it ends, fetches messages and, for each, starts a small program (:mod:`.forward`) that hands it over on a local socket.
+So data are read once, and no code that came over the network ever runs.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from filelock import FileLock, Timeout
+from rich.console import Console
+
+from ...console.session import catch_interrupts
+from ...utils.errors import UsageError
+from ...utils.processors import available_processors
+from ..transport.exchange import Exchange
+from ..transport.forwarding import PIPE, SITE
+from ..transport.programs import Program, free_port
+from .site import Site
+
+LONGEST = 30.0
+"""Seconds at most before a SuperNode that ended is started again."""
+PARTING = 5.0
+"""Seconds in which the last answer gets out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoordinatorLink:
+    """How a site reaches its coordinator.
+
+    ``address``: HOST:PORT. ``tls``: folder of ``ca.crt``; None: plain text. ``key``: the node's private key. ``poll``:
+    seconds between two questions for messages; None: Flower's three.
+    """
+
+    address: str
+    tls: Path | None
+    key: Path | None
+    poll: float | None
+
+    def check(self) -> None:
+        """Raise :class:`UsageError` where the address or files cannot be."""
+        host, _, port = self.address.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise UsageError(
+                f"{self.address!r} is no address: write HOST:PORT, for example coordinator.example.org:9091"
+            )
+        if self.tls is None:
+            if self.key:
+                raise UsageError(f"--key {self.key} needs --tls: a key proves nothing over plain text")
+            return
+        if not (self.tls / "ca.crt").is_file():
+            raise UsageError(f"--tls {self.tls}: no ca.crt there: bring it from where `fedshift pki init` was run")
+        if self.key is None or not self.key.is_file():
+            raise UsageError(
+                f"--key {self.key}: no such file: bring this node's key from where `fedshift pki init` was run"
+            )
+
+    def to_arguments(self) -> list[str]:
+        """What the SuperNode is told."""
+        if self.tls is None:
+            secured = ["--insecure"]
+        else:
+            secured = ["--root-certificates", f"{self.tls}/ca.crt", "--auth-supernode-private-key", str(self.key)]
+        return ["--superlink", self.address, "--host", "127.0.0.1", "--port", str(free_port()), *secured]
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """Variables of the SuperNode's environment."""
+        return {} if self.poll is None else {"FEDSHIFT_POLL": str(self.poll)}
+
+
+def join(link: CoordinatorLink, site: Site, folder: Path, threads: int | None) -> int:
+    """Take part until the coordinator says that it is over (0) or Ctrl-C (130); ``folder``: the site's own.
+
+    Raises :class:`UsageError` where another process works in ``folder``.
+    """
+    import torch
+
+    link.check()
+    torch.set_num_threads(threads or min(torch.get_num_threads(), available_processors()))
+    console = Console()
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / ".lock")
+    try:
+        lock.acquire(blocking=False)
+    except Timeout as error:
+        raise UsageError(
+            f"{folder} is in use by another `fedshift join`: stop it, or choose another --state"
+        ) from error
+    site.say = lambda text: console.print(
+        f"{time.strftime('%H:%M:%S')} {text}", markup=False, highlight=False, soft_wrap=True
+    )
+    with TemporaryDirectory(prefix="fedshift-") as home, catch_interrupts(console, "Leaving") as stop:
+        door = _MessageSocket(site, Path(home) / "talk")
+        site.say(f"looking for the coordinator at {link.address}")
+        try:
+            return _watch(link, door, Path(home), folder / "supernode.log", stop)
+        finally:
+            door.close()
+            lock.release()
+
+
+def _watch(link: CoordinatorLink, door: _MessageSocket, home: Path, log: Path, stop: threading.Event) -> int:
+    """Keep a SuperNode going, and the process in which what it starts runs."""
+    pause = 1.0
+    more = {SITE: str(door.path), PIPE: str(home / "pipe"), **link.environment}
+    os.mkfifo(home / "pipe", 0o600)
+    while True:
+        began = time.monotonic()
+        forward = Program("flwr-clientapp", [], home=home, log=log, more=more)
+        node = Program("flower-supernode", link.to_arguments(), home=home, log=log, more=more)
+        try:
+            while node.wait(0.2) is forward.code is None and not stop.is_set() and not door.is_drained:
+                pass
+            if door.over:
+                node.wait(PARTING)
+                door.site.say(door.over)
+                return 0
+        finally:
+            node.stop()
+            forward.stop()
+        if stop.is_set():
+            return 130
+        door.broken.clear()
+        pause = 1.0 if time.monotonic() - began > LONGEST else min(2 * pause, LONGEST)
+        door.site.say(f"Flower's SuperNode ended ({node.last_message()}); it is started again (see {log})")
+        stop.wait(pause)
+
+
+class _MessageSocket:
+    """Where messages come in: a socket at ``path``; one is answered after another.
+
+    ``broken``: the program that brought a message was gone before it had the answer. ``over``: what the coordinator
+    said at the end, "" before.
+    """
+
+    def __init__(self, site: Site, path: Path) -> None:
+        self.site, self.path = site, path
+        self.broken, self.over = threading.Event(), ""
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.bind(str(path))
+        self._socket.listen()
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether nothing more will come through."""
+        return self.broken.is_set() or bool(self.over)
+
+    def close(self) -> None:
+        """Take no more messages."""
+        self._socket.close()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                accepted, _ = self._socket.accept()
+            except OSError:
+                return
+            with accepted, Connection(os.dup(accepted.fileno())) as talk:
+                try:
+                    asked = Exchange.receive(talk)
+                    answer = self.site.answer(asked)
+                    if answer.kind == "ended":
+                        self.over = str(answer.facts["say"])
+                    answer.send(talk)
+                except (EOFError, OSError, ValueError):
+                    self.broken.set()

@@ -1,0 +1,200 @@
+"""A site: it holds one client's data and state, and answers what a coordinator asks; neither leaves it.
+
+What leaves is what the method's scope sends, the rules' uploads, numbers of samples, and counts of what was right on
+the site's own test data. The site makes the same plan as the coordinator from the same settings, and the sequential
+engine does the work with the same streams, so that results are those of ``fedshift run``, bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+
+from ... import __version__
+from ...config.expressions import trust_only
+from ...config.spec import CompareSpec, DataSpec, RunSpec
+from ...core.kernel import ServerState, personal_state, trained_state
+from ...core.plan import Plan
+from ...data.federation import Federation, count_labels
+from ...data.files.table_columns import Column
+from ...data.sources import prepare_clients
+from ...engines.engine import Diverged
+from ...engines.sequential import Sequential
+from ...evaluation.metrics import evaluate_clients, evaluate_trained
+from ...experiments.factory import make_methods, make_settings, resolve_model
+from ...experiments.planning import make_plan
+from ...results.run_directory import to_file_name
+from ...utils.allocator import keep_freed_memory
+from ...utils.errors import FedshiftError, UsageError
+from ...utils.state import pick
+from ..server.merged_schema import parse_columns
+from ..transport.arrays import RefusedMessage, check_state, from_record, to_record
+from ..transport.exchange import Exchange
+from .local_data import TableRefused, load_local, relabel
+from .state import SiteState
+
+Say = Callable[[str], None]
+Checked = Callable[[Exchange, int], Exchange]
+DATA = tuple(field.name for field in fields(DataSpec))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Trial:
+    """What a site has made for one method and seed of an experiment."""
+
+    plan: Plan
+    data: Federation
+    engine: Sequential
+    kept: SiteState
+
+    @property
+    def name(self) -> str:
+        """The client's."""
+        return self.data.names[0]
+
+
+class Site:
+    """The client in ``data`` (see :func:`local_data.local`), its states below ``folder``.
+
+    ``code``: functions of the site's own, ``package.module:function``, that an experiment may name. ``checked`` takes a
+    question and the number of its run, and raises :class:`RefusedMessage` unless the coordinator asked it (``proof``). ``say``
+    hears what is done.
+    """
+
+    def __init__(
+        self, data: str, name: str | None, folder: Path, *, device: str = "cpu", code: frozenset[str] = frozenset(),
+        checked: Checked = lambda asked, _: asked, say: Say = lambda _: None,
+    ) -> None:  # fmt: skip
+        self.data, self.name, self.folder, self.device = data, name, folder, device
+        self.code, self.checked, self.say = code, checked, say
+        self._sources: dict[str, Federation] = {}
+        self._trials: dict[str, _Trial] = {}
+
+    def answer(self, asked: Exchange) -> Exchange:
+        """The answer to what a coordinator asks; what cannot be answered is said in the answer (``refused``)."""
+        answers = {"describe": self._describe, "train": self._train, "evaluate": self._evaluate, "end": self._end}
+        try:
+            return answers[asked.kind](self.checked(asked, asked.run))
+        except TableRefused as error:
+            self.say(f"refused: {error}")
+            return Exchange(kind="refused", facts={"why": "its table cannot be used: its own log says why"})
+        except (FedshiftError, OSError) as error:
+            self.say(f"refused: {error}")
+            return Exchange(kind="refused", facts={"why": str(error), "diverged": isinstance(error, Diverged)})
+        except Exception as error:
+            self.say(f"failed: {type(error).__name__}: {error}")
+            return Exchange(kind="refused", facts={"why": f"{type(error).__name__}: {error}"})
+
+    def _describe(self, asked: Exchange) -> Exchange:
+        spec = self._make_spec(asked.facts["spec"])
+        source = self._load_source(spec)
+        data = prepare_clients(source, spec)
+        client = data.clients[0]
+        facts = {
+            "name": client.name, "version": __version__, "shape": data.sample_shape,
+            "dtype": str(client.train.store.dtype).removeprefix("torch."), "classes": data.classes,
+            "class_names": source.meanings, "columns": list(map(asdict, source.columns)),
+            "samples": {name: len(split) for name, split in client.splits.items()},
+            "labels": count_labels(data).tolist() if asked.facts["labels"] else None,
+        }  # fmt: skip
+        texts = [f"{column.name} ({', '.join(column.categories)})" for column in source.columns if column.categories]
+        if texts:
+            self.say(f"the coordinator is told the columns' names, and the categories of {'; '.join(texts)}")
+        self.say(f"in touch with the coordinator as {client.name!r}, {len(client.train)} training samples")
+        return Exchange(kind="described", facts=facts)
+
+    def _train(self, asked: Exchange) -> Exchange:
+        trial = self._trial(asked.facts["trial"])
+        server, base = self._broadcast(trial.plan, trial.plan.loaded, asked)
+        round = server.round + 1
+        with keep_freed_memory():
+            trained = trial.engine.train_client(server, trial.name, trial.kept.load_after(base))
+        trial.kept.save(trained.client, base, round)
+        update = trained.update
+        loss = trained.loss_sum / update.weight
+        self.say(f"{trial.plan.method.name}, round {round}: {update.weight:.0f} samples, training loss {loss:.4f}")
+        facts = {
+            "name": trial.name, "round": round, "weight": update.weight, "steps": update.steps,
+            "loss_sum": trained.loss_sum,
+        }  # fmt: skip
+        if splits := tuple(asked.facts["splits"]):  # on which the model is to be measured before it is aggregated
+            state = trained_state(trial.plan, trained.client, update, server)
+            facts["rows"] = evaluate_trained(trial.plan, state, trial.data.clients, splits, trial.data.classes)
+        arrays = {"shared": to_record(update.shared), "memory": to_record(update.memory)}
+        return Exchange(kind="trained", facts=facts, arrays=arrays)
+
+    def _evaluate(self, asked: Exchange) -> Exchange:
+        trial = self._trial(asked.facts["trial"])
+        plan, data = trial.plan, trial.data
+        server, base = self._broadcast(plan, plan.sent if plan.has_global else plan.loaded, asked)
+        own = None
+        if base or not plan.personalizes:
+            own = personal_state(plan, trial.kept.load_after(base), server)
+            trial.kept.export_model(own, server.round)
+        rows = evaluate_clients(plan, server, data, tuple(asked.facts["splits"]), lambda _: own)
+        for row in rows:
+            if (row["split"], row["model"]) == ("test", "personal"):
+                right = 100 * sum(row["hits"]) / row["samples"]
+                self.say(f"{plan.method.name}, after round {server.round}: accuracy {right:.2f} % here")
+        return Exchange(kind="evaluated", facts={"name": trial.name, "round": server.round, "rows": rows})
+
+    def _end(self, asked: Exchange) -> Exchange:
+        return Exchange(kind="ended", facts={"say": asked.facts["say"]})
+
+    def _broadcast(self, plan: Plan, names: frozenset[str], asked: Exchange) -> tuple[ServerState, int]:
+        """What the coordinator broadcast, entries ``names`` checked against the plan, and the client's base."""
+        arrays = {kind: from_record(asked.arrays[kind]) for kind in ("shared", "memory")}
+        check_state(arrays["shared"], pick(plan.initial, names), "the broadcast")
+        moved = {kind: {name: x.to(self.device) for name, x in state.items()} for kind, state in arrays.items()}
+        return ServerState(round=int(asked.facts["round"]), **moved), int(asked.facts["base"])
+
+    def _trial(self, asked: Mapping[str, Any]) -> _Trial:
+        key = json.dumps(asked, sort_keys=True)
+        if key not in self._trials:
+            self._trials = {key: self._make_trial(asked)}  # trials run one after another
+        return self._trials[key]
+
+    def _make_trial(self, asked: Mapping[str, Any]) -> _Trial:
+        spec = self._make_spec(asked["spec"])
+        classes = int(asked["classes"])
+        source = relabel(self._load_source(spec, parse_columns(asked["columns"])), classes, asked["class_names"])
+        data = prepare_clients(source, spec).to(torch.device(self.device))
+        client, seed = data.clients[0], int(asked["seed"])
+        with trust_only(self.code):
+            method, model = make_methods(spec)[int(asked["method"])], resolve_model(spec.model, data.sample_shape)
+            settings = make_settings(spec, ())
+        plan = make_plan(
+            method, model, settings, seed, sample=client.train.inputs(slice(0, 1)), classes=classes,
+            labels=torch.tensor(asked["labels"] or [0] * classes), clients=int(asked["clients"]),
+        )  # fmt: skip
+        if not str(asked["experiment"]).isalnum():
+            raise RefusedMessage(f"{asked['experiment']!r} is no experiment's name")
+        folder = self.folder / str(asked["experiment"]) / f"{to_file_name(method.name)}-seed{seed}"
+        return _Trial(
+            plan=plan, data=data, engine=Sequential(plan, {client.name: client.train}, seed),
+            kept=SiteState(folder, client.name, plan, data.fingerprint),
+        )  # fmt: skip
+
+    def _load_source(self, spec: DataSpec, columns: tuple[Column, ...] = ()) -> Federation:
+        """The data, a table read by ``columns`` where there are some: see :func:`local_data.local`."""
+        key = json.dumps({name: getattr(spec, name) for name in DATA}, sort_keys=True) + repr(columns)
+        if key not in self._sources:
+            self._sources = {key: load_local(self.data, self.name, spec, self.folder, columns)}
+        return self._sources[key]
+
+    def _make_spec(self, given: Mapping[str, Any]) -> RunSpec | CompareSpec:
+        """The settings that a coordinator sent, but for what is this machine's own business."""
+        kind = RunSpec if "method" in given else CompareSpec
+        own = {"data": self.data, "root": None, "domains": None, "split": None, "classes": None, "newcomers": None}
+        try:
+            return kind(**{**given, **own, "device": self.device, "engine": "sequential", "workers": None})
+        except (ValidationError, TypeError) as error:
+            raise UsageError(
+                f"the coordinator's settings are not understood by fedshift {__version__} here: {error}"
+            ) from error

@@ -1,0 +1,1 @@
+"""Messages between coordinator and sites: arrays, signatures, keys, and Flower's programs."""

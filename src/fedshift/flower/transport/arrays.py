@@ -1,0 +1,177 @@
+"""States as Flower's records, and the checks that an upload passes before it touches the server's model.
+
+Entries travel as NumPy's own format without pickle (``np.lib.format``), which other Flower code reads too; bfloat16,
+which NumPy has not, as its raw bytes under a serialization name of our own. Flower compares neither the declared
+shape nor the declared type with the bytes, so :func:`from_record` does, before it allocates anything.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from io import BytesIO
+
+from . import no_telemetry as no_telemetry  # isort: split
+
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord
+from torch import Tensor
+
+from ...core.kernel import ServerState, Update
+from ...core.plan import Plan
+from ...utils.errors import FedshiftError
+from ...utils.state import State
+
+NUMPY = "numpy.ndarray"
+"""How Flower names NumPy's format."""
+RAW = "fedshift.raw"
+"""Raw bytes, little endian, in C order."""
+NUMPY_TYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float64, torch.float32, torch.float16, torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64,
+        torch.int8, torch.int16, torch.int32, torch.int64,
+    )
+}  # fmt: skip
+RAW_TYPES = {"bfloat16": torch.bfloat16}
+MOST_SAMPLES = 10**12
+"""More samples than any client uses in a round: a weight above it is a fault."""
+
+
+class RefusedMessage(FedshiftError):
+    """What came from the other side does not fit; the message is one sentence that says why."""
+
+
+def to_record(state: Mapping[str, Tensor]) -> ArrayRecord:
+    """``state`` as a record, entry by entry, bit for bit; raises :class:`RefusedMessage` for a type that cannot travel."""
+    return ArrayRecord({name: _to_array(name, tensor) for name, tensor in state.items()})
+
+
+def from_record(record: Mapping[str, Array]) -> State:
+    """The inverse of :func:`to_record`, on the CPU and in memory of its own.
+
+    Raises :class:`RefusedMessage` where the bytes of an entry are not what its declared type and shape ask for.
+    """
+    return {name: _to_tensor(name, array) for name, array in record.items()}
+
+
+def check_state(found: Mapping[str, Tensor], like: Mapping[str, Tensor], what: str) -> None:
+    """Raise :class:`RefusedMessage` unless ``found`` has the entries of ``like``, of their shapes and types, all finite.
+
+    ``what``: how the sentence names it, for example ``"the upload"``.
+    """
+    for name in like.keys() - found.keys():
+        raise RefusedMessage(f"{what} lacks entry {name!r}")
+    for name in found.keys() - like.keys():
+        raise RefusedMessage(f"{what} has an entry {name!r}, which does not belong there")
+    for name, tensor in found.items():
+        wanted = like[name]
+        if tensor.shape != wanted.shape:
+            raise RefusedMessage(
+                f"entry {name!r} of {what} has shape {tuple(tensor.shape)} in place of {tuple(wanted.shape)}"
+            )
+        if tensor.dtype != wanted.dtype:
+            raise RefusedMessage(f"entry {name!r} of {what} has type {tensor.dtype} in place of {wanted.dtype}")
+        check_finite(name, tensor, what)
+
+
+def check_finite(name: str, tensor: Tensor, what: str) -> None:
+    """Raise :class:`RefusedMessage` where ``tensor`` holds NaN or infinity."""
+    if tensor.is_floating_point() and not tensor.isfinite().all():
+        raise RefusedMessage(f"entry {name!r} of {what} holds NaN or infinity")
+
+
+def check_update(
+    plan: Plan,
+    server: ServerState,
+    shared: State,
+    memory: State,
+    weight: float,
+    steps: int,
+    like_memory: Mapping[str, Tensor] | None = None,
+    most: float | None = None,
+) -> Update:
+    """The upload of one client, checked; entries in the server's order.
+
+    ``shared`` must hold exactly what the method's scope sends, as the server holds it; ``memory`` what ``like_memory``
+    holds (None: any), finite: that is the memory in ``finish(plan, arrive(plan, init_client(plan), server))``.
+    ``weight``: samples used this round, a whole number of 1 to ``most`` (at most :data:`MOST_SAMPLES`). ``steps``:
+    local steps, each of at least one sample. Raises :class:`RefusedMessage`.
+    """
+    check_state(shared, {name: server.shared[name] for name in server.shared if name in plan.sent}, "the upload")
+    if like_memory is not None:
+        check_state(memory, like_memory, "the upload's rule memory")
+    for name, tensor in memory.items():
+        check_finite(name, tensor, "the upload's rule memory")
+    samples = check_weight(weight, most)
+    if not 1 <= steps <= samples:
+        raise RefusedMessage(f"{steps} local steps on {samples:.0f} samples: each step takes one sample or more")
+    ordered = {name: shared[name] for name in server.shared}
+    return Update(shared=ordered, memory=memory, weight=samples, steps=steps)
+
+
+def check_weight(weight: float, most: float | None = None) -> float:
+    """``weight`` as a float, where it is a whole number of samples, 1 to ``most``; raises :class:`RefusedMessage`."""
+    bound = MOST_SAMPLES if most is None else min(most, MOST_SAMPLES)
+    if not (1 <= weight <= bound and weight == math.floor(weight)):
+        raise RefusedMessage(
+            f"the weight is {weight!r:.24}: it must be a number of samples, whole and from 1 to {bound:.0f}"
+        )
+    return float(weight)
+
+
+def _to_array(name: str, tensor: Tensor) -> Array:
+    kind, plain = str(tensor.dtype).removeprefix("torch."), tensor.detach().cpu().contiguous()
+    if kind in NUMPY_TYPES:
+        buffer = BytesIO()
+        np.save(buffer, plain.numpy(), allow_pickle=False)
+        return Array(kind, tuple(plain.shape), NUMPY, buffer.getvalue())
+    if kind in RAW_TYPES:
+        return Array(kind, tuple(plain.shape), RAW, plain.reshape(-1).view(torch.uint8).numpy().tobytes())
+    raise RefusedMessage(f"entry {name!r} has type {tensor.dtype}, which cannot travel: {_dtype_map()} can")
+
+
+def _to_tensor(name: str, array: Array) -> Tensor:
+    known = {NUMPY: NUMPY_TYPES, RAW: RAW_TYPES}.get(array.stype, {})
+    if array.dtype not in known:
+        raise RefusedMessage(
+            f"entry {name!r} comes as {array.dtype!r} in {array.stype!r}, which is not read: {_dtype_map()} are"
+        )
+    dtype, shape = known[array.dtype], tuple(array.shape)
+    start, column_major = _numpy_header(name, array) if array.stype == NUMPY else (0, False)
+    wanted, found = math.prod(shape) * dtype.itemsize, len(array.data) - start
+    if min(shape, default=0) < 0 or wanted != found:
+        raise RefusedMessage(
+            f"entry {name!r} of shape {shape} and type {array.dtype} takes {wanted} bytes, but has {found}"
+        )
+    try:
+        flat = torch.empty(found, dtype=torch.uint8)
+        flat.numpy()[:] = np.frombuffer(array.data, np.uint8, offset=start)
+        if dtype == torch.bool and (flat > 1).any():
+            raise ValueError("a truth value is neither 0 nor 1")
+        laid = flat.view(dtype).reshape(shape[::-1] if column_major else shape)
+    except (RuntimeError, ValueError, OverflowError, TypeError) as error:
+        raise RefusedMessage(f"entry {name!r} of shape {shape} cannot be read: {error}") from error
+    return laid.permute(*reversed(range(laid.ndim))).contiguous() if column_major else laid
+
+
+def _numpy_header(name: str, array: Array) -> tuple[int, bool]:
+    """Where the values begin, and whether they lie in Fortran's order; the header must say what was declared."""
+    buffer = BytesIO(array.data)
+    try:
+        version = np.lib.format.read_magic(buffer)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, column_major, dtype = read(buffer)
+    except ValueError as error:
+        raise RefusedMessage(f"entry {name!r} is not in NumPy's format: {error}") from error
+    if (shape, dtype) != (tuple(array.shape), np.dtype(array.dtype)):
+        raise RefusedMessage(
+            f"entry {name!r} is declared as {array.dtype} of shape {tuple(array.shape)}, but its bytes are {dtype} of "
+            f"shape {shape}"
+        )
+    return buffer.tell(), column_major
+
+
+def _dtype_map() -> str:
+    return ", ".join((*NUMPY_TYPES, *RAW_TYPES))

@@ -1,0 +1,75 @@
+"""What coordinator and sites say to each other: facts as JSON, and named records of arrays; nothing else, no pickle.
+
+Between machines an exchange is the content of one of Flower's messages, between two processes of one site a few blocks
+of bytes on a local socket. Nothing here imports torch: the process that Flower starts for each message only passes it
+on to the one that holds the data.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+from . import no_telemetry as no_telemetry  # isort: split
+
+from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+
+FACTS = "fedshift"
+
+
+class MalformedMessage(ValueError):
+    """A message is none of fedshift's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """``kind``: what is asked or answered. ``facts``: JSON values. ``arrays``: states by what they are.
+
+    ``run``: the number of Flower's run in which it came, as the SuperNode knows it; not part of what is sent.
+    """
+
+    kind: str
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    arrays: Mapping[str, ArrayRecord] = field(default_factory=dict)
+    run: int = 0
+
+    def content(self) -> RecordDict:
+        """As the content of a message."""
+        facts = ConfigRecord({FACTS: json.dumps({"kind": self.kind, **self.facts})})
+        return RecordDict({"config": facts, **self.arrays})
+
+    @staticmethod
+    def of(content: RecordDict) -> Exchange:
+        """The inverse of :meth:`content`; raises :class:`MalformedMessage`."""
+        try:
+            facts = json.loads(str(content.config_records["config"][FACTS]))
+            return Exchange(kind=str(facts.pop("kind")), facts=facts, arrays=dict(content.array_records))
+        except (KeyError, ValueError, TypeError, AttributeError) as error:
+            raise MalformedMessage(f"a message that is not fedshift's ({type(error).__name__}: {error})") from error
+
+    def send(self, talk: Connection) -> None:
+        """Write to a local socket."""
+        arrays = {
+            record: [(name, array.dtype, array.shape, array.stype) for name, array in content.items()]
+            for record, content in self.arrays.items()
+        }
+        head = {"kind": self.kind, "facts": dict(self.facts), "arrays": arrays, "run": self.run}
+        talk.send_bytes(json.dumps(head).encode())
+        for content in self.arrays.values():
+            for array in content.values():
+                talk.send_bytes(array.data)
+
+    @staticmethod
+    def receive(talk: Connection) -> Exchange:
+        """Read what :meth:`send` wrote."""
+        head = json.loads(talk.recv_bytes())
+        arrays = {
+            record: ArrayRecord(
+                {name: Array(dtype, tuple(shape), stype, talk.recv_bytes()) for name, dtype, shape, stype in entries}
+            )
+            for record, entries in head["arrays"].items()
+        }
+        return Exchange(kind=head["kind"], facts=head["facts"], arrays=arrays, run=head["run"])

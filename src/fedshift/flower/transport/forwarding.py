@@ -1,0 +1,88 @@
+"""What stands in for the programs that Flower starts for each message and run (:mod:`fedshift.flower.transport.programs`).
+
+Flower would run whatever app the coordinator sends. At a site nothing runs but what is installed there, and the app
+that came is not even unpacked: the message is passed on to ``fedshift join`` and the answer back. Flower starts a
+process for each message, which takes a second of imports; here one process has them behind it and forks.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from importlib import import_module
+from multiprocessing.connection import Client
+
+from . import no_telemetry as no_telemetry  # isort: split
+
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
+
+from .exchange import Exchange
+from .programs import exit_with_parent, is_own, poll_quickly
+
+SITE = "FEDSHIFT_SITE"
+"""Names the socket on which ``fedshift join`` listens."""
+PIPE = "FEDSHIFT_PIPE"
+"""Names the pipe through which a site's SuperNode says what is to be run."""
+
+app = ClientApp()
+
+
+@app.query()
+@app.train()
+@app.evaluate()
+def forward(message: Message, context: Context) -> Message:
+    """The answer of the site to ``message``."""
+    with Client(os.environ[SITE], family="AF_UNIX") as talk:
+        replace(Exchange.of(message.content), run=context.run_id).send(talk)
+        answer = Exchange.receive(talk)
+    return Message(answer.content(), reply_to=message)
+
+
+def serve_requests() -> None:
+    """Run ``flwr-clientapp``, but :data:`app` alone, in a copy of this process for each line of arguments that comes.
+
+    They come through the pipe that :data:`PIPE` names. A copy ends with the process itself.
+    """
+    poll_quickly()
+    runtime = import_module("flwr.supernode.runtime.run_clientapp")
+    _replace(runtime, "install_from_fab", lambda *_, **__: None)
+    _replace(runtime, "get_load_client_app_fn", lambda *_, **__: lambda *_, **__: app)
+    run = import_module("flwr.supernode.cli").flwr_clientapp
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    with os.fdopen(os.open(os.environ[PIPE], os.O_RDWR), encoding="utf-8") as lines:  # which no last writer ends
+        for line in lines:
+            if os.fork() == 0:
+                threading.Thread(target=exit_with_parent, args=(sys.stdin.fileno(),), daemon=True).start()
+                sys.argv[1:] = line.split()
+                try:
+                    run()
+                finally:
+                    os._exit(0)
+
+
+def run_serverapp() -> None:
+    """``flwr-serverapp``, but refusing every app but fedshift's own."""
+    from flwr.superlink.cli import flwr_serverapp
+
+    poll_quickly()
+    runtime = import_module("flwr.superlink.runtime.run_serverapp")
+    install = runtime.install_from_fab
+
+    def install_own(content: bytes, *rest: object, **named: object) -> object:
+        if not is_own(content):
+            raise RuntimeError("another app than fedshift's was submitted to this SuperLink: refused")
+        return install(content, *rest, **named)
+
+    _replace(runtime, "install_from_fab", install_own)
+    flwr_serverapp()
+
+
+def _replace(module: object, name: str, by: Callable[..., object]) -> None:
+    if not hasattr(module, name):
+        sys.exit(f"this version of Flower has no {name}: fedshift cannot keep it from running foreign apps")
+    setattr(module, name, by)

@@ -1,0 +1,91 @@
+"""Proof that a question comes from the coordinator, and for the run in which it arrives.
+
+Whoever reaches a SuperLink's port can submit runs to it, whose messages a node would answer. So under TLS the
+coordinator signs each question with the key of its certificate, and a site answers only what it can check against the
+authority's (``ca.crt``). The signature is over the facts, all bytes of the arrays, and the number of Flower's run, so
+that a question heard elsewhere cannot be asked again in a run of someone else's. ECDSA with SHA-384.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from flwr.app import ArrayRecord
+
+from ...utils.errors import UsageError
+from .arrays import RefusedMessage
+from .exchange import Exchange
+
+SCHEME = ec.ECDSA(hashes.SHA384())
+
+
+class Signer:
+    """Signs questions of run ``run`` with ``server.key`` in ``directory``, whose ``server.crt`` it shows."""
+
+    def __init__(self, directory: Path, run: int) -> None:
+        key = serialization.load_pem_private_key((directory / "server.key").read_bytes(), password=None)
+        if not isinstance(key, ec.EllipticCurvePrivateKey):
+            raise UsageError(f"{directory / 'server.key'} is no ECDSA key: make it with `fedshift pki init`")
+        self._key, self._run = key, run
+        self._certificate = (directory / "server.crt").read_text(encoding="utf-8")
+
+    def __call__(self, exchange: Exchange) -> Exchange:
+        """``exchange`` with its proof."""
+        signature = self._key.sign(_signed_content(exchange, self._run), SCHEME)
+        proof = {"certificate": self._certificate, "signature": base64.b64encode(signature).decode()}
+        return replace(exchange, facts={**exchange.facts, "proof": proof})
+
+
+class Verifier:
+    """Checks questions against the authority's certificate in file ``root``."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = x509.load_pem_x509_certificate(root.read_bytes())
+
+    def __call__(self, exchange: Exchange, run: int) -> Exchange:
+        """``exchange`` without its proof; raises :class:`RefusedMessage` where that is none for run ``run``."""
+        facts = dict(exchange.facts)
+        proof = facts.pop("proof", None)
+        plain = replace(exchange, facts=facts)
+        try:
+            certificate = x509.load_pem_x509_certificate(proof["certificate"].encode())
+            certificate.verify_directly_issued_by(self._root)
+            key = certificate.public_key()
+            if not isinstance(key, ec.EllipticCurvePublicKey):
+                raise TypeError("its key is of another kind")
+            key.verify(base64.b64decode(proof["signature"]), _signed_content(plain, run), SCHEME)
+        except (TypeError, KeyError, ValueError, AttributeError, InvalidSignature) as error:
+            raise RefusedMessage(
+                f"a question that the coordinator did not sign for this run ({type(error).__name__})"
+            ) from error
+        if not certificate.not_valid_before_utc <= datetime.now(UTC) <= certificate.not_valid_after_utc:
+            raise RefusedMessage(
+                f"the coordinator's certificate is not valid now (until {certificate.not_valid_after_utc})"
+            )
+        return plain
+
+
+def _signed_content(exchange: Exchange, run: int) -> bytes:
+    """What the signature is over."""
+    arrays = {record: _digest_record(content) for record, content in sorted(exchange.arrays.items())}
+    said: dict[str, Any] = {"kind": exchange.kind, "facts": exchange.facts, "arrays": arrays, "run": run}
+    return json.dumps(said, sort_keys=True).encode()
+
+
+def _digest_record(record: ArrayRecord) -> str:
+    whole = hashlib.sha256()
+    for name, array in record.items():
+        head = json.dumps([name, array.dtype, list(array.shape), array.stype, len(array.data)])
+        whole.update(head.encode())
+        whole.update(array.data)
+    return whole.hexdigest()

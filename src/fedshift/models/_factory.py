@@ -1,0 +1,32 @@
+"""Networks made by a function of a person's own, and what is wrong where that makes none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from ..utils.errors import UsageError
+
+ModelFactory = Callable[[tuple[int, ...], int], nn.Module]
+"""Makes a network for the shape of a sample and a number of classes."""
+
+
+def make_network(model: ModelFactory, shape: tuple[int, ...], classes: int) -> nn.Module:
+    """What ``model`` makes of a sample's shape and the classes; :class:`UsageError` where that is no network."""
+    try:
+        network = model(shape, classes)
+    except UsageError:
+        raise
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UsageError(
+            f"the model cannot be made for samples of shape {shape} and {classes} classes ({error}): give a function "
+            "(sample_shape, classes) -> nn.Module that takes them"
+        ) from error
+    if not isinstance(network, nn.Module):
+        raise UsageError(f"the model's function made a {type(network).__name__}, not a torch.nn.Module")
+    if any(nn.parameter.is_lazy(tensor) for tensor in (*network.parameters(), *network.buffers())):
+        with torch.no_grad():  # gives lazy layers their shapes, without moving statistics
+            network.eval()(torch.zeros(1, *shape))
+    return network

@@ -1,0 +1,134 @@
+"""What the policies get right, as tables, and models as files."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import pandas as pd
+import torch
+from rich.console import Console
+from safetensors.torch import save
+
+from ..analysis.statistics import corrected, paired_difference
+from ..report.claims import difference_frame
+from ..report.formatting import (
+    TextCell,
+    TextTable,
+    difference_cells,
+    metric_cells,
+    to_csv,
+    to_latex,
+    to_markdown,
+    to_terminal,
+)
+from ..report.tables import ONE_BY_ONE, comparable
+from ..results.run_directory import to_file_name
+from ..results.schema import Row, compute_metric
+from ..utils.files import write_atomically
+from .policies import NEEDS, UNCHANGED, AdaptedModel
+
+
+def seed_table(rows: Iterable[Row], metric: str) -> pd.DataFrame:
+    """``metric`` of each client, in the order of ``rows``, x (method and policy, seed); NaN where missing."""
+    frame = pd.DataFrame(list(rows))
+    values = frame.assign(value=compute_metric(frame, metric).astype(float))
+    wide = values.pivot(index="client", columns=["title", "seed"], values="value")
+    columns = pd.MultiIndex.from_product([frame["title"].unique(), sorted(frame["seed"].unique())])
+    return wide.reindex(index=frame["client"].unique()).reindex(columns=columns)
+
+
+def mean_over_seeds(seeds: pd.DataFrame) -> pd.DataFrame:
+    """:func:`seed_table` and the mean over its clients, ``macro``, x (method and policy, mean | std | seeds).
+
+    ``macro`` is over the clients that every policy has under a seed.
+    """
+    whole = pd.concat([seeds, comparable(seeds).mean().to_frame("macro").T])
+    groups = whole.T.groupby(level=0, sort=False)
+    parts = {"mean": groups.mean().T, "std": groups.std().T, "seeds": groups.count().T.astype(float)}
+    table = pd.concat(parts, axis=1).swaplevel(axis=1)
+    columns = pd.MultiIndex.from_product(
+        [seeds.columns.get_level_values(0).unique(), parts], names=["method", "statistic"]
+    )
+    return table.reindex(columns=columns).rename_axis("client")
+
+
+def policy_table(table: pd.DataFrame, metric: str, needs: dict[str, str]) -> TextTable:
+    """A row for each method and policy with what it ``needs``: the clients, and the mean of several; best in bold."""
+    cells = metric_cells(table, metric, one_by_one=len(table) - 1 <= ONE_BY_ONE)
+    columns = list(zip(*cells.rows[: 1 if len(table) == 2 else None], strict=True))
+    names = [cell.text for cell in columns[0]]
+    rows = (
+        (TextCell(text=title), TextCell(text=needs[title] or "nothing"), *column)
+        for title, column in zip(cells.header[1:], columns[1:], strict=True)
+    )
+    return TextTable(header=("method: policy", "needs", *names), rows=tuple(rows), note=cells.note)
+
+
+def collect_needs(rows: Iterable[Row]) -> dict[str, str]:
+    """What each method and policy of ``rows`` needs."""
+    return {row["title"]: row["needs"] for row in rows}
+
+
+def explain_needs(needs: Iterable[str]) -> str:
+    """What the words mean that say what a policy needs, those that occur."""
+    said = {word for text in needs for word in text.split(", ")}
+    parts = "; ".join(f"{word}: {meaning}" for word, meaning in NEEDS.items() if word in said)
+    return f"Needed beside what the server holds: {parts}." if parts else "Nothing but what the server holds is needed."
+
+
+def policy_differences(seeds: pd.DataFrame, level: float = 0.95) -> pd.DataFrame:
+    """Each method and policy minus the first of FedAvg or else of the table, paired over clients, or over seeds.
+
+    Of several clients each counts once, with its mean over seeds, since seeds tell nothing new of a client; of one the
+    pairs are seeds. Intervals and p-values are corrected for the number of rows, and NaN below three pairs. Columns as
+    of ``report.claims.difference_table``, where ``seeds`` is the number of pairs.
+    """
+    titles = list(seeds.columns.get_level_values(0).unique())
+    baseline = f"fedavg: {UNCHANGED}" if f"fedavg: {UNCHANGED}" in titles else titles[0]
+    found = {}
+    for title in titles:
+        if title != baseline:
+            gaps = seeds[title] - seeds[baseline]
+            values = gaps.mean(axis=1) if len(gaps) > 1 else gaps.iloc[0]
+            gap = paired_difference((values := values.dropna()).tolist(), [0.0] * len(values), level)
+            found[title] = gap
+    return difference_frame(baseline, dict(zip(found, corrected(list(found.values())), strict=True)))
+
+
+def format_differences(table: pd.DataFrame, metric: str, clients: int) -> TextTable:
+    """:func:`policy_differences` of so many clients as text."""
+    over = "which clients there are, each once with its mean over seeds, and nothing else"
+    cells = difference_cells(table, metric, *([over] if clients > 1 else []))
+    return replace(cells, header=(*cells.header[:-1], "pairs"))
+
+
+def write_table(folder: Path, name: str, cells: TextTable, table: pd.DataFrame) -> None:
+    """Write a table as text, Markdown, LaTeX and CSV into ``folder``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    plain = Console(file=io.StringIO(), width=max(80, 24 * len(cells.header)))
+    plain.print(to_terminal(cells))
+    assert isinstance(plain.file, io.StringIO)
+    text = "\n".join(line.rstrip() for line in plain.file.getvalue().strip("\n").splitlines()) + "\n"
+    contents = {"txt": text, "md": to_markdown(cells), "tex": to_latex(cells), "csv": to_csv(table)}
+    for kind, content in contents.items():
+        write_atomically(folder / f"{name}.{kind}", content.encode())
+
+
+def write_model(folder: Path, model: AdaptedModel) -> Path:
+    """Write the state of ``model`` as ``<method>/<policy>/<client>.safetensors`` below ``folder``; the file.
+
+    Tensors have torch's own names in the network after the method's surgery; the header says whose model it is.
+    """
+    owned = {
+        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in model.state.items()
+    }
+    header = {"method": model.method, "policy": model.policy, "client": model.client, "seed": str(model.seed)}
+    file = (
+        folder / to_file_name(model.method) / to_file_name(model.policy) / f"{to_file_name(model.client)}.safetensors"
+    )
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(file, save(owned, metadata=header))
+    return file

@@ -1,0 +1,215 @@
+"""A new site's data, prepared as a run's own were: size of images, channels, scale, and what labels mean."""
+
+from __future__ import annotations
+
+import zipfile
+import zlib
+from dataclasses import fields, replace
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..config.spec import DataSpec
+from ..data.federation import ClientData, Federation
+from ..data.files.image_decoding import SUFFIXES
+from ..data.files.image_store import ImageFacts, ImageFile, cache_entry, decode_all, inspect_all, load_store
+from ..data.files.images import SizesDiffer
+from ..data.files.read_options import Progress
+from ..data.files.table_columns import Column
+from ..data.samples import CHUNK, HALF, Samples, to_samples
+from ..data.sources import READ, load_source, normalize
+from ..utils.errors import UsageError
+from ..utils.files import cache_directory
+
+
+def load_site(
+    data: str,
+    spec: DataSpec,
+    run: Federation,
+    clients: str | None = None,
+    progress: Progress | None = None,
+) -> Federation:
+    """The clients of ``data``, which is what ``--data`` takes, as samples of the run's kind.
+
+    ``spec``: the run's settings, by which files are read; its split, samples and validation are the run's own affair.
+    ``clients``: names or patterns; None: all. Raises :class:`UsageError` naming both where shapes or classes differ.
+    """
+    own: dict[str, Any] = {}
+    if not Path(data).exists():  # what was said of the run's files is not meant for data by name
+        own = {field.name: field.default for field in fields(DataSpec) if field.name in READ}
+    asked = replace(spec, domains=clients, split=None, samples=None, validation=0.0, classes=None, **own)
+    try:
+        found = load_source(data, asked, progress, like=run)
+    except SizesDiffer:
+        if len(run.sample_shape) != 3:
+            raise
+        size = run.sample_shape[-1]
+        found = load_source(data, replace(asked, image_size=size), progress, like=run)
+        said = f"images of several sizes are brought to the run's {size} x {size} pixels"
+        found = replace(found, notices=(*found.notices, said))
+    return prepare_clients(found, run, own_scale=spec.normalize == "client")
+
+
+def load_unlabeled(
+    path: Path, spec: DataSpec, run: Federation, progress: Progress | None = None, say: list[str] | None = None
+) -> Samples:
+    """Samples without labels as samples of the run's kind: a folder of images, or an .npz file with an array ``x``.
+
+    Images may lie in folders of the folder. Every label of the split is 0 and means nothing. ``say`` takes a sentence
+    where images cannot be read and are left out. Raises :class:`UsageError` as :func:`load_site` does.
+    """
+    x = _read_array(path) if path.suffix == ".npz" else _read_images(path, spec, run, progress, say)
+    data = Federation(
+        name=str(path), clients=(ClientData(name=client_name(path), train=x, test=x),), classes=run.classes
+    )
+    return prepare_clients(data, run, own_scale=spec.normalize == "client").clients[0].train
+
+
+def client_name(path: Path) -> str:
+    """What a client is called whose samples without labels are in ``path``."""
+    return path.stem if path.suffix == ".npz" else path.resolve().name
+
+
+def prepare_clients(data: Federation, run: Federation, *, own_scale: bool = False) -> Federation:
+    """``data`` in the shape of the ``run``'s data, with their scale and labels, checked.
+
+    ``own_scale``: each client of the run was scaled by its own training images, and so are these. Raises
+    :class:`UsageError` naming both where shapes, classes or scales do not go together.
+    """
+    _require_columns(data, run)
+    shape, square = run.sample_shape, run.sample_shape[1:2] == run.sample_shape[2:]
+    data = data.fit_images(shape[1] if len(shape) == 3 and square else None)
+    if (data.sample_shape[:1], shape[:1], len(shape)) == ((1,), (3,), 3):
+        data = data.map_splits(lambda split: split.with_samples(split.store.expand(-1, 3, -1, -1)))
+    for client in data.clients:
+        for name, split in client.splits.items():
+            if split.shape != shape:
+                raise UsageError(
+                    f"{data.name}, client {client.name!r}, {name} data: samples of shape {split.shape}, but the run "
+                    f"was trained on {run.name} with samples of shape {shape}: bring them to that shape"
+                )
+    data = _map_labels(data, run)
+    if len(shape) == 3:
+        _require_range(data, run)
+    scales = {client.train.normalization for client in run.clients}
+    data = normalize(data, "client") if own_scale or len(scales) > 1 else data.normalize(scales.pop())
+    return data.check(allow_single_class=True)
+
+
+def _require_columns(data: Federation, run: Federation) -> None:
+    """Refuse tables of other columns or categories than the run's, or in another order."""
+    if data.columns and run.columns and data.columns != run.columns:
+        pairs = zip_longest(data.columns, run.columns)
+        ours, theirs = next((ours, theirs) for ours, theirs in pairs if ours != theirs)
+        raise UsageError(
+            f"{data.name} has not the columns and categories of the run's data, {run.name}, in their order: first "
+            f"{_describe_column(ours)} where the run has {_describe_column(theirs)}. Read it by those of the run: read_folder(..., "
+            "like=data of the run)"
+        )
+
+
+def _describe_column(column: Column | None) -> str:
+    """What errors call a column, with its categories."""
+    if column is None:
+        return "nothing"
+    return repr(column.name) if column.categories is None else f"{column.name!r} ({', '.join(column.categories)})"
+
+
+def _require_range(data: Federation, run: Federation) -> None:
+    """Refuse images of 8 bits beside floating-point ones, which are used as they are, unless both come to [-1, 1]."""
+    ours, scale = run.clients[0].train, run.clients[0].train.normalization
+    words = {True: "of 8 bits", False: "floating-point numbers"}
+    for client in data.clients:
+        kinds = {split.store.dtype == torch.uint8: split for split in (ours, client.train)}
+        if len(kinds) == 2 and (scale != HALF or kinds[False].copy_rows(slice(0, CHUNK)).min() >= 0):
+            own = kinds[True] is ours
+            fix = "images of 8 bits" if own else "the run's kind"
+            raise UsageError(
+                f"{data.name}, client {client.name!r}: its images are {words[not own]} and the run's {words[own]}, so "
+                f"that their scales differ: give {fix}{', or numbers from -1 to 1' * (own and scale == HALF)}"
+            )
+
+
+def _map_labels(data: Federation, run: Federation) -> Federation:
+    """``data`` with labels that count the run's classes: by name where both name theirs, else as numbers."""
+    ours, theirs = data.meanings, run.meanings
+    if ours and theirs:
+        for name in ours:
+            if name not in theirs:
+                raise UsageError(
+                    f"{data.name} has a class {name!r}, which the run's data, {run.name}, have not: theirs are "
+                    f"{', '.join(theirs)}. Leave it out, or rename it"
+                )
+        place = torch.tensor([theirs.index(name) for name in ours])
+
+        def counted(split: Samples) -> Samples:
+            y = place.to(split.y.device)[split.y]
+            return Samples(x=split.store, y=y, rows=split.rows, normalization=split.normalization)
+
+        data = data.map_splits(counted)
+    elif data.classes > run.classes:
+        raise UsageError(
+            f"{data.name} has labels up to {data.classes - 1}, but the run's data, {run.name}, have {run.classes} "
+            "classes: leave the others out, or number them alike"
+        )
+    return replace(data, classes=run.classes, class_names=run.class_names)
+
+
+def _read_array(path: Path) -> Samples:
+    try:
+        with np.load(path, allow_pickle=False) as packed:
+            if "x" not in packed:
+                raise UsageError(f"{path} has no array 'x' (it has {', '.join(packed) or 'none'}): name the samples x")
+            return to_samples(packed["x"], np.zeros(len(packed["x"]), np.int64), str(path))
+    except (OSError, ValueError, EOFError, TypeError, zipfile.BadZipFile, zlib.error) as error:
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(
+            f"{path} cannot be read as arrays ({error}): write it with numpy.savez(file, x=samples)"
+        ) from error
+
+
+def _read_images(
+    path: Path, spec: DataSpec, run: Federation, progress: Progress | None, say: list[str] | None
+) -> Samples:
+    """The images that lie in folder ``path`` and below it, decoded once as those of clients are."""
+    wanted = "give a folder of images, or an .npz file with an array x"
+    if not path.is_dir():
+        raise UsageError(f"{path} is no folder: {wanted}")
+    if len(run.sample_shape) != 3:
+        raise UsageError(f"{path}: the run was trained on samples of shape {run.sample_shape}, not on images: {wanted}")
+    below = {file.relative_to(path): file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES}
+    found = {name: below[name] for name in sorted(below) if not any(part[0] == "." for part in name.parts)}
+    if not found:
+        raise UsageError(f"{path} holds no image ({', '.join(sorted(SUFFIXES))}): {wanted}")
+    files = [ImageFile(str(n), "", "", f.stat().st_size, f.stat().st_mtime_ns) for n, f in found.items()]
+    names = [file.path for file in files]
+    headers, broken = inspect_all(path, names, "headers", progress)
+    kinds = sorted({header.kind for header in headers.values()})
+    if len(kinds) > 1:
+        raise UsageError(f"{path} has images of different depth, {kinds[0]} and {kinds[1]}: convert all to one")
+    sizes = {(header.height, header.width) for header in headers.values()}
+    size = (spec.image_size,) * 2 if spec.image_size else sizes.pop() if len(sizes) == 1 else run.sample_shape[1:]
+    place = cache_entry(cache_directory(), path, files, "unlabeled", size)
+    facts = ImageFacts(
+        kind=kinds[0] if kinds else "byte", channels=max((h.channels for h in headers.values()), default=1),
+        height=size[0], width=size[1], broken=broken,
+    )  # fmt: skip
+
+    def usable(broken: frozenset[str]) -> list[int]:
+        return [row for row, name in enumerate(names) if name not in broken]
+
+    store = load_store(place) or decode_all(path, names, facts, place, usable, "images", progress)
+    unread = store.facts.broken
+    if unread:
+        file, why = next(iter(unread.items()))
+        said = f"{len(unread)} of {len(names)} images in {path} cannot be read: {file}: {why}"
+        if spec.on_unreadable == "refuse" or len(unread) == len(names):
+            raise UsageError(f"{said}; remove them, or leave them out (--on-unreadable skip)")
+        if say is not None:
+            say.append(f"{said}; left out")
+    rows = torch.tensor(usable(frozenset(unread)))
+    return Samples(x=torch.from_numpy(store.pixels), y=torch.zeros(len(rows), dtype=torch.int64), rows=rows)

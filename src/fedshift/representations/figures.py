@@ -1,0 +1,130 @@
+"""Pictures after FedWon's figures 12 and 13: BatchNorm's statistics by channel, and feature maps side by side.
+
+Both show the first seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+
+from ..analysis.similarity import Reals
+from ..report.figures import FigurePanel, save_each
+from ..report.gallery import BLUE
+from ..report.style import INK, figure_settings, shorten
+from ..results.run_directory import to_file_name
+from .comparison import RepresentationComparison
+
+SIDE = 3
+"""Maps side by side, and one above the other, of one convolution."""
+_CELL = 1.15  # inches
+_GAP = 2  # pixels between maps
+
+
+def save_panels(found: RepresentationComparison, directory: Path) -> list[Path]:
+    """Write every picture as SVG and as PNG at 200 dpi; return the paths."""
+    return [path for panel in draw_panels(found) for path in save_each({panel.name: panel.figure}, directory)]
+
+
+def draw_panels(found: RepresentationComparison) -> Iterator[FigurePanel]:
+    """A picture of maps for each client, where there are images, and one of statistics for each BatchNorm layer."""
+    for number, (client, image) in enumerate(found.images.items(), start=1):
+        if any(drawn.maps.get(client) for drawn in found.drawn.values()):
+            with figure_settings():
+                yield _draw_maps(found, client, f"maps-{number:02d}-{to_file_name(client)[:40]}".rstrip("-"), image)
+    for layer in dict.fromkeys(layer for drawn in found.drawn.values() for layer in drawn.server):
+        with figure_settings():
+            yield _draw_statistics(found, layer)
+
+
+def _draw_maps(found: RepresentationComparison, client: str, name: str, image: NDArray[np.generic]) -> FigurePanel:
+    rows = {method: drawn.maps[client] for method, drawn in found.drawn.items() if drawn.maps.get(client)}
+    layers = list(dict.fromkeys(layer for maps in rows.values() for layer in maps))
+    figure = Figure(figsize=(1.0 + _CELL * (1 + len(layers)), 0.45 + _CELL * len(rows)), layout="constrained")
+    figure.suptitle(shorten(f"What {client} sees", 60), x=0.02, ha="left", fontsize=9, fontweight="bold")
+    grid = figure.subplots(len(rows), 1 + len(layers), squeeze=False)
+    for axes in grid.flat:
+        axes.set_axis_off()
+    for axes, title in zip(grid[0], ("test image", *layers), strict=True):
+        axes.set_title(shorten(title, 18), fontsize=8, fontweight="normal", loc="center")
+    for line, (method, maps) in zip(grid, rows.items(), strict=True):
+        line[0].text(-0.1, 0.5, shorten(method, 16), transform=line[0].transAxes, ha="right", va="center")
+        line[0].imshow(_to_picture(image), cmap="gray", vmin=0, vmax=1, interpolation="none")
+        for axes, layer in zip(line[1:], layers, strict=True):
+            if layer in maps:
+                axes.imshow(tile_maps(maps[layer]), cmap="cividis", interpolation="none")
+    return FigurePanel(
+        name=name,
+        figure=figure,
+        description=f"The first feature maps of {', '.join(layers)} for a test image of {client}, by its model under "
+        f"{', '.join(rows)}. Each map is scaled from its least to its greatest value.",
+    )
+
+
+def _to_picture(image: NDArray[np.generic]) -> NDArray[np.float64]:
+    """An image ``[C, H, W]`` as matplotlib takes it, 0..1, of its first channel unless there are three.
+
+    Pixels of 8 bits are shown as they are, floating-point ones scaled from the least to the greatest.
+    """
+    scaled = image.astype(np.float64) / 255 if image.dtype == np.uint8 else _rescale(image)
+    return scaled.transpose(1, 2, 0) if len(scaled) == 3 else scaled[0]
+
+
+def tile_maps(maps: Reals) -> NDArray[np.float64]:
+    """The first maps of ``[C, H, W]`` in :data:`SIDE` rows and columns, each scaled to 0..1; NaN between them."""
+    count, high, wide = min(len(maps), SIDE**2), *maps.shape[1:]
+    made = np.full((SIDE * (high + _GAP) - _GAP, SIDE * (wide + _GAP) - _GAP), np.nan)
+    for number in range(count):
+        top, left = (high + _GAP) * (number // SIDE), (wide + _GAP) * (number % SIDE)
+        made[top : top + high, left : left + wide] = _rescale(maps[number])
+    return made
+
+
+def _rescale(values: NDArray[np.generic]) -> NDArray[np.float64]:
+    numbers = values.astype(np.float64)
+    finite = numbers[np.isfinite(numbers)]
+    low, high = (finite.min(), finite.max()) if finite.size else (0.0, 1.0)
+    scaled: NDArray[np.float64] = (numbers - low) / ((high - low) or 1.0)
+    return scaled
+
+
+def _draw_statistics(found: RepresentationComparison, layer: str) -> FigurePanel:
+    rows = {method: drawn for method, drawn in found.drawn.items() if layer in drawn.server}
+    one, other = found.clients[0], next(iter(found.clients[1:]), None)
+    against = [*([other] if other else []), "server"]
+    figure = Figure(figsize=(0.9 + 3.2 * len(against), 0.7 + 1.6 * len(rows)), layout="constrained")
+    figure.suptitle(f"Running statistics of {shorten(layer, 30)}", x=0.02, ha="left", fontsize=9, fontweight="bold")
+    grid = figure.subplots(len(rows), 2 * len(against), squeeze=False)
+    for line, (method, drawn) in zip(grid, rows.items(), strict=True):
+        first, facing = drawn.clients[layer][one], [drawn.server[layer]]
+        if other:
+            facing.insert(0, drawn.clients[layer][other])
+        places = iter(line)
+        for kind in ("mean", "variance"):
+            for name, second in zip(against, facing, strict=True):
+                axes = next(places)
+                _draw_dots(axes, getattr(first, kind), getattr(second, kind))
+                axes.set_title(f"{kind}, {shorten(name, 12)}", fontsize=8, fontweight="normal")
+        line[0].set_ylabel(shorten(method, 16), fontweight="bold")
+    figure.supxlabel(f"across: {shorten(one, 20)}; upwards: the other; a dot: a channel; line: equal", fontsize=8)
+    return FigurePanel(
+        name=f"batchnorm-{to_file_name(layer)}",
+        figure=figure,
+        description=f"Running means and variances of {layer} by channel under {', '.join(rows)}: {one} against "
+        f"{' and '.join(against)}.",
+    )
+
+
+def _draw_dots(axes: Axes, x: Reals, y: Reals) -> None:
+    low, high = min(x.min(), y.min()), max(x.max(), y.max())
+    margin = 0.06 * (high - low or 1.0)
+    ends = (low - margin, high + margin)
+    axes.plot(ends, ends, color=INK, linewidth=0.6)
+    axes.scatter(x, y, s=6, color=BLUE, alpha=0.7, linewidth=0)
+    axes.set(xlim=ends, ylim=ends, aspect="equal")
+    axes.locator_params(nbins=3)

@@ -1,0 +1,125 @@
+"""The tables and figures of the papers, as they are printed there: data files, read and checked.
+
+``values/<paper>/<name>.toml`` holds what a paper prints, each number as its digits; ``page`` and ``version`` say where.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ..utils.errors import unknown_name
+
+VALUES = Path(__file__).with_name("values")
+PAPERS = {
+    "fedbn": "FedBN (Li et al. 2021, arXiv:2102.07623)",
+    "fedmmb": "FedSMB and FedMMB (Nasirigerdeh et al., arXiv:2011.07006)",
+    "fedwon": "FedWon (Zhuang and Lyu 2024, arXiv:2306.05879)",
+}
+
+
+@dataclass(frozen=True)
+class PublishedValue:
+    """A number as a paper prints it: mean, standard deviation if there is one, and ``unit``, one of its last digit."""
+
+    mean: float
+    std: float = math.nan
+    unit: float = 0.0
+
+    @staticmethod
+    def of(text: str) -> PublishedValue | None:
+        """From ``"62.87 (1.49)"`` or ``"62.87"``; None from ``""``."""
+        if not text:
+            return None
+        mean, _, std = text.partition(" (")
+        unit = 10.0 ** -len(mean.partition(".")[2])
+        return PublishedValue(float(mean), float(std.removesuffix(")")) if std else math.nan, unit)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """One block of a table: what its ``columns`` are (``by``), and rows with their keys and numbers.
+
+    ``keys``: what holds for all rows. Each row is what it is keyed by (``method`` among it) and a number a column.
+    """
+
+    version: str
+    page: int
+    by: str
+    columns: tuple[str, ...]
+    keys: Mapping[str, Any]
+    rows: tuple[tuple[Mapping[str, Any], tuple[PublishedValue | None, ...]], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """A table or figure of a paper; ``drawn`` says what a figure shows whose numbers are not printed."""
+
+    paper: str
+    name: str
+    title: str
+    where: str
+    metric: str
+    unit: str
+    seeds: int
+    note: str
+    drawn: str
+    claims: tuple[str, ...]
+    blocks: tuple[Block, ...]
+
+    @property
+    def key(self) -> str:
+        """What a person calls it: ``fedbn/table11``."""
+        return f"{self.paper}/{self.name}"
+
+
+@cache
+def load_tables() -> Mapping[str, Table]:
+    """All, by key, paper by paper and in the order of their numbers."""
+    found = {}
+    for paper in PAPERS:
+        for path in sorted((VALUES / paper).glob("*.toml"), key=_sort_key):
+            table = _read_table(paper, path)
+            found[table.key] = table
+    return found
+
+
+def find_table(key: str) -> Table:
+    """The table or figure of this key; :class:`UsageError` naming the nearest where there is none."""
+    if key not in load_tables():
+        raise unknown_name("table or figure", key, load_tables())
+    return load_tables()[key]
+
+
+def _sort_key(path: Path) -> tuple[bool, int]:
+    name = path.stem
+    return name.startswith("figure"), int("".join(filter(str.isdecimal, name)))
+
+
+def _read_table(paper: str, path: Path) -> Table:
+    content = tomllib.loads(path.read_text(encoding="utf-8"))
+    shared = {key: content[key] for key in ("data", "model") if content.get(key)}
+    blocks = tuple(_read_block(shared, values) for values in content.get("values", ()))
+    return Table(
+        paper=paper, name=path.stem, title=content["title"], where=content.get("where", ""),
+        metric=content.get("metric", "accuracy"), unit=content.get("unit", ""), seeds=content.get("seeds", 0),
+        note=" ".join(content.get("note", "").split()), drawn=" ".join(content.get("drawn", "").split()),
+        claims=tuple(content.get("claims", ())), blocks=blocks,
+    )  # fmt: skip
+
+
+def _read_block(shared: Mapping[str, Any], values: Mapping[str, Any]) -> Block:
+    own = {"version", "page", "columns", "by", "rows"}
+    rows = []
+    for row in values["rows"]:
+        keys = {key: value for key, value in row.items() if key not in ("cells", "paper_name")}
+        rows.append((keys, tuple(map(PublishedValue.of, row["cells"]))))
+    return Block(
+        version=values["version"], page=values["page"], by=values["by"], columns=tuple(values["columns"]),
+        keys={**shared, **{key: value for key, value in values.items() if key not in own}}, rows=tuple(rows),
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Results on disk: run directories, checkpoints, and the schema of what is measured."""

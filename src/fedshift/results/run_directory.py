@@ -1,0 +1,149 @@
+"""A run directory: what a comparison leaves on disk, and the lock that keeps two programs from writing it.
+
+config.toml          settings as resolved          environment.json    versions and machine
+study.json           methods, clients, notices     samples.npz         a few images of each client
+trials/<method>-seed<k>/
+    metrics.jsonl    measurements (fedshift.results.schema)
+    rounds.jsonl     participants, bytes and seconds of each round
+    checkpoint.safetensors, best.safetensors
+    clients-<round>.states    what clients keep, as checkpoints refer to it (fedshift.experiments.client_store)
+report.html, figures/, tables/
+machines/            who takes part, and logs, where the run is across machines (fedshift.flower)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+from collections.abc import Iterable, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from ..utils.errors import FedshiftError, UsageError
+from ..utils.files import disk_error, write_atomically
+from .schema import Row, read_rows
+
+LOCK, OWNER = ".lock", ".owner"
+"""The lock file, which the operating system frees when its process dies, and the number of that process."""
+METRICS, ROUNDS = "metrics.jsonl", "rounds.jsonl"
+"""Files of a trial: what was measured, and what each round took."""
+MACHINES = "machines"
+"""Folder of a run across machines: who takes part, and what the programs said that connect them."""
+BEFORE = frozenset((LOCK, OWNER, MACHINES, "config.toml.tmp"))
+"""What there may be before a run's settings are written, the last where that was cut short."""
+
+
+class RunDirectory:
+    """The directory ``path``, locked against other programs until :meth:`close`."""
+
+    def __init__(self, path: Path, *, resume: bool) -> None:
+        self.path = path
+        holds_run = (path / "config.toml").exists()
+        if path.exists() and not path.is_dir():
+            raise UsageError(f"{path} is a file: choose another directory (--out)")
+        if resume and not holds_run:
+            raise UsageError(f"{path} holds no run to resume: give the directory that holds its config.toml")
+        if holds_run and not resume:
+            raise UsageError(
+                f"{path} already holds a run: go on with it (--resume {path}), or choose another directory (--out)"
+            )
+        if path.is_dir() and not resume and any(entry.name not in BEFORE for entry in path.iterdir()):
+            raise UsageError(f"{path} holds other files: choose a directory that is new or empty (--out)")
+        try:
+            self._lock = acquire_lock(path)
+        except OSError as error:
+            raise disk_error(path, error) from error
+
+    def close(self) -> None:
+        """Give the lock back."""
+        self._lock.release()
+
+    def write(self, name: str, content: str | bytes) -> None:
+        """Write a file of the directory atomically."""
+        target = self.path / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(target, content.encode() if isinstance(content, str) else content)
+
+    def write_json(self, name: str, value: Any) -> None:
+        """Write a JSON file of the directory atomically."""
+        self.write(name, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+    def trial(self, method: str, seed: int) -> Path:
+        """The folder of one trial, made if need be."""
+        folder = trial_folder(self.path, method, seed)
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+
+def acquire_lock(path: Path) -> FileLock:
+    """The lock of directory ``path``, made if need be, until it is released or the process ends.
+
+    Raises :class:`FedshiftError` naming the process that has it, and ``OSError`` where nothing can be written.
+    """
+    lock, owner = FileLock(path / LOCK), path / OWNER
+    path.mkdir(parents=True, exist_ok=True)
+    try:
+        lock.acquire(blocking=False)
+    except Timeout as error:
+        who = owner.read_text(encoding="utf-8") if owner.exists() else "unknown"
+        raise FedshiftError(f"{path} is in use by process {who}: wait for it, or name another directory") from error
+    owner.write_text(str(os.getpid()), encoding="utf-8")
+    return lock
+
+
+def trial_folder(path: Path, method: str, seed: int) -> Path:
+    """Where run directory ``path`` keeps one trial."""
+    return path / "trials" / f"{to_file_name(method)}-seed{seed}"
+
+
+def to_file_name(name: str) -> str:
+    """``name`` with everything but letters, digits, dots, plus and dashes replaced, for use as a file name."""
+    return re.sub(r"[^A-Za-z0-9.+=]+", "-", name).strip("-")
+
+
+def append_rows(path: Path, rows: Iterable[Row]) -> None:
+    """Append JSON lines and flush them to disk."""
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(_finite_row(row)) + "\n" for row in rows)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise disk_error(path, error) from error
+
+
+def cut_rows(path: Path, last_round: int) -> None:
+    """Drop the rows of rounds after ``last_round``, which a resumed trial measures again."""
+    rows = read_rows(path, last_round)
+    write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows).encode())
+
+
+def _finite_row(row: Row) -> Row:
+    return {key: None if isinstance(value, float) and value != value else value for key, value in row.items()}
+
+
+def to_toml(values: Mapping[str, Any]) -> str:
+    """Flat settings as TOML; strings, numbers, booleans and lists of them are written as in JSON, None left out."""
+    return "".join(
+        f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in values.items() if value is not None
+    )
+
+
+def describe_environment() -> dict[str, Any]:
+    """Versions and machine on which numbers were made."""
+    import torch
+
+    packages = ("fedshift", "torch", "numpy", "scikit-learn", "pandas", "safetensors")
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "processor": platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "packages": {name: version(name) for name in packages},
+    }

@@ -1,0 +1,42 @@
+"""States: dictionaries from torch's own entry names to tensors, and the little arithmetic they need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+State = dict[str, Tensor]
+
+
+def pick(state: Mapping[str, Tensor], names: Iterable[str]) -> State:
+    """The entries of ``state`` that ``names`` lists, in the order of ``state``."""
+    wanted = frozenset(names)
+    return {name: tensor for name, tensor in state.items() if name in wanted}
+
+
+def clone(state: Mapping[str, Tensor]) -> State:
+    """A copy that shares no memory with ``state``."""
+    return {name: tensor.clone() for name, tensor in state.items()}
+
+
+def add_prefix(prefix: str, state: Mapping[str, Tensor]) -> State:
+    """``state`` with ``prefix/`` before every name."""
+    return {f"{prefix}/{name}": tensor for name, tensor in state.items()}
+
+
+def entries_under(prefix: str, state: Mapping[str, Tensor]) -> State:
+    """The inverse of :func:`add_prefix`: the entries below ``prefix/``, without it."""
+    start = f"{prefix}/"
+    return {name.removeprefix(start): tensor for name, tensor in state.items() if name.startswith(start)}
+
+
+def nbytes(state: Mapping[str, Tensor]) -> int:
+    """Bytes of all entries, as they would travel uncompressed."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in state.values())
+
+
+def is_equal(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
+    """Whether both hold the same names with bitwise equal values."""
+    return a.keys() == b.keys() and all(torch.equal(tensor, b[name]) for name, tensor in a.items())

@@ -1,0 +1,270 @@
+"""The program as a person meets it: clear messages and exit codes, Ctrl-C, a full disk, help."""
+
+import contextlib
+import signal
+import subprocess
+import sys
+import tomllib
+
+import pandas as pd
+import pytest
+import torch
+
+from fedshift import __version__
+from fedshift.engines import sequential
+from fedshift.results.checkpoint import load_checkpoint
+from fedshift.results.summary import read_summary
+
+CHECKPOINT = "trials/fedbn-seed0/checkpoint.safetensors"
+
+
+# Help
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["run", "--help"], ["compare", "-h"], ["--version"], ["list", "--help"]]
+)
+def test_help_imports_nothing_heavy(arguments):
+    code = (
+        "import sys, contextlib\nfrom fedshift.cli.app import main\n"
+        "with contextlib.suppress(SystemExit): main()\n"
+        "heavy = {'torch', 'pandas', 'matplotlib', 'sklearn', 'scipy', 'numpy', 'jinja2'} & sys.modules.keys()\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert ("Usage: fedshift" in done.stdout) or (__version__ in done.stdout)
+
+
+def test_the_program_is_installed_and_runs_as_a_module():
+    done = subprocess.run([sys.executable, "-m", "fedshift", "rnu"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith('fedshift: Unknown command "rnu". Did you mean "run"?')
+
+
+# A run
+
+
+def test_a_run_prints_tables_and_leaves_a_report(cli, tiny_folder, tmp_path):
+    outcome = cli("compare", "--data", tiny_folder, "--methods", "fedavg,fedbn", "--rounds", 2, "--out", "results")
+    assert (outcome.code, outcome.err) == (0, "")
+    first, *_ = outcome.out.splitlines()
+    assert first == "results: fedavg, fedbn on tiny (3 clients, 76 training samples, 3 classes), 2 rounds, 1 seed"
+    for said in ("fedavg seed 0 round 1/2: loss ", "fedbn seed 0 round 2/2: loss ", "macro", "worst client", "Page: "):
+        assert said in outcome.out
+    assert outcome.out.count("note: client 'cid': the last batch would hold one sample, over which") == 1
+    for name in ("report.html", "tables/accuracy.csv", "tables/accuracy.tex", "config.toml", CHECKPOINT):
+        assert (tmp_path / "results" / name).stat().st_size > 0
+
+
+def test_a_report_is_made_again_from_the_records(cli, monkeypatch, tiny_folder):
+    with monkeypatch.context() as patched:
+        patched.setattr("fedshift.report.publication.publish_summary", lambda *_: None)
+        cli("run", "--data", tiny_folder, "--rounds", 1, "--out", "results")
+    outcome = cli("report", "results")
+    assert (outcome.code, outcome.err) == (0, "")
+    assert "macro" in outcome.out
+    assert "Page: results/report.html" in outcome.out
+
+
+def test_without_a_name_runs_get_directories_of_their_own(cli, unpublished, tiny_folder, tmp_path):
+    for _ in range(2):
+        assert cli("run", "--data", tiny_folder, "--rounds", 1).code == 0
+    found = sorted((tmp_path / "runs").iterdir())
+    assert len(found) == 2
+    assert all((run / CHECKPOINT).exists() for run in found)
+
+
+def test_the_settings_that_a_run_writes_down_reproduce_it(cli, unpublished, tiny_folder, tmp_path, assert_same):
+    asked = (
+        "--data", tiny_folder, "--method", "fedbn+fedprox(mu=0.3)", "--rounds", 3, "--batch-size", 8, "--lr", "0.03",
+        "--momentum", 0.5, "--keep-optimizer", "--schedule", "cosine(floor=0.1)", "--domains", "cid,ann",
+        "--samples", 20, "--validation", 0.2, "--select", "best", "--participation", 0.5, "--first-seed", 3,
+        "--evaluate-every", 2,
+    )  # fmt: skip
+    assert cli("run", *asked, "--out", "one").code == 0
+    assert cli("run", "--config", "one/config.toml", "--out", "two").code == 0
+    assert_same(tmp_path / "one", tmp_path / "two")
+    assert (tmp_path / "one/config.toml").read_text() == (tmp_path / "two/config.toml").read_text()
+    assert tomllib.loads((tmp_path / "one/config.toml").read_text())["schedule"] == "cosine(floor=0.1)"
+
+
+def test_validation_accuracy_is_printed_and_written_where_data_are_held_out(cli, tiny_folder, tmp_path):
+    asked = ("--data", tiny_folder, "--methods", "fedavg,fedbn", "--rounds", 1)
+    held_out = cli("compare", *asked, "--validation", 0.25, "--out", "held-out")
+    macro = pd.read_csv(tmp_path / "held-out/tables/validation.csv", index_col=0).loc["macro"]
+    shown = ", ".join(f"{name} {100 * macro[f'{name} mean']:.2f}" for name in ("fedavg", "fedbn"))
+    assert f"Validation, macro: {shown}." in held_out.out
+    assert "Validation" not in cli("compare", *asked, "--out", "none").out
+    assert not (tmp_path / "none/tables/validation.csv").exists()
+
+
+def test_the_number_of_threads_is_set_and_written_down(cli, unpublished, tiny_folder, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    assert cli("run", "--data", tiny_folder, "--rounds", 1, "--out", "as-it-is").code == 0
+    assert asked == []
+    assert cli("run", "--data", tiny_folder, "--rounds", 1, "--threads", 3, "--out", "three").code == 0
+    assert asked == [3]
+    assert tomllib.loads((tmp_path / "three/config.toml").read_text())["threads"] == 3
+
+
+def test_a_method_and_a_model_of_ones_own_are_found_where_the_program_is_started(
+    cli, unpublished, monkeypatch, tiny_folder, tmp_path
+):
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    (tmp_path / "beside_the_program.py").write_text(
+        "from torch import nn\nfrom fedshift import fedavg\n"
+        "def method(*, strength): return fedavg()\n"
+        "def model(shape, classes): return nn.Sequential(nn.Flatten(), nn.Linear(192, classes))\n"
+    )
+    own = ("--method", "beside_the_program:method(strength=2)", "--model", "beside_the_program:model")
+    outcome = cli("run", "--data", tiny_folder, *own, "--rounds", 1)
+    assert (outcome.code, outcome.err) == (0, "")
+    assert "fedavg seed 0 round 1/1" in outcome.out
+
+
+# Ctrl-C
+
+
+@pytest.fixture
+def interrupt(monkeypatch):
+    """Press Ctrl-C as the given local steps begin, counted over the whole run."""
+
+    def at(*steps):
+        count = iter(range(1, 10**6))
+
+        def step_(*given):
+            for _ in range(steps.count(next(count))):
+                signal.raise_signal(signal.SIGINT)
+            return real_step(*given)
+
+        real_step = sequential.client_step_
+        monkeypatch.setattr(sequential, "client_step_", step_)
+
+    return at
+
+
+def test_one_ctrl_c_finishes_the_round_reports_and_says_how_to_go_on(
+    cli, interrupt, monkeypatch, tiny_folder, tmp_path, assert_same
+):
+    settings = ("run", "--data", tiny_folder, "--batch-size", 8, "--rounds", 5, "--evaluate-every", 1)
+    real, handler = sequential.client_step_, signal.getsignal(signal.SIGINT)
+    interrupt(13)
+    outcome = cli(*settings, "--out", "stopped run")
+    assert (outcome.code, outcome.err) == (130, "")
+    assert "Stopping after this round; press Ctrl-C again to stop at once." in outcome.out
+    assert "round 2/5" in outcome.out
+    assert "round 3/5" not in outcome.out
+    last = outcome.out.splitlines()[-1]
+    assert last == "Stopped. What was done is kept; go on with: fedshift run --resume 'stopped run'"
+    assert (tmp_path / "stopped run/report.html").exists()
+    assert load_checkpoint(tmp_path / "stopped run" / CHECKPOINT)[1]["round"] == 2
+    assert signal.getsignal(signal.SIGINT) is handler
+    monkeypatch.setattr(sequential, "client_step_", real)
+    monkeypatch.setattr("fedshift.report.publication.publish_summary", lambda *_: None)
+    assert cli("run", "--resume", "stopped run").code == 0
+    assert cli(*settings, "--out", "whole").code == 0
+    assert_same(tmp_path / "whole", tmp_path / "stopped run")
+
+
+def test_two_ctrl_c_stop_at_once(cli, interrupt, monkeypatch, tiny_folder, tmp_path, assert_same):
+    settings = ("run", "--data", tiny_folder, "--batch-size", 8, "--rounds", 4)
+    real = sequential.client_step_
+    interrupt(13, 15)
+    outcome = cli(*settings, "--out", "stopped")
+    assert (outcome.code, outcome.err) == (130, "")
+    assert "Page:" not in outcome.out
+    assert outcome.out.splitlines()[-1].endswith("go on with: fedshift run --resume stopped")
+    assert load_checkpoint(tmp_path / "stopped" / CHECKPOINT)[1]["round"] == 1
+    monkeypatch.setattr(sequential, "client_step_", real)
+    monkeypatch.setattr("fedshift.report.publication.publish_summary", lambda *_: None)
+    assert cli("run", "--resume", "stopped").code == 0
+    assert cli(*settings, "--out", "whole").code == 0
+    assert_same(tmp_path / "whole", tmp_path / "stopped")
+
+
+@pytest.mark.slow
+def test_a_process_stopped_by_ctrl_c_ends_in_order(program, tiny_folder, tmp_path):
+    process = program(
+        "run", "--data", tiny_folder, "--rounds", 100000, "--evaluate-every", 1, "--out", "out", cwd=tmp_path
+    )
+    for line in process.stdout:
+        if "round 2/100000" in line:
+            process.send_signal(signal.SIGINT)
+            break
+    out, err = process.communicate()
+    assert (process.returncode, err) == (130, "")
+    assert "Stopping after this round" in out
+    assert "go on with: fedshift run --resume out" in out
+    study = read_summary(tmp_path / "out")
+    assert load_checkpoint(tmp_path / "out" / CHECKPOINT)[1]["round"] == study.rows["round"].max()
+    assert (tmp_path / "out/report.html").exists()
+
+
+# Looking
+
+
+def test_inspect_shows_every_entry_and_what_travels(cli):
+    outcome = cli("inspect", "--method", "fedbn", "--model", "small-cnn", "--shape", "1,8,8", "--classes", 2)
+    assert outcome.code == 0
+    rows = {words[0]: words for words in map(str.split, outcome.out.splitlines()) if words}
+    assert rows["bn1.running_mean"][-4:] == ["-", "-", "yes", "-"]
+    assert rows["conv1.weight"][-4:] == ["yes", "yes", "-", "yes"]
+    assert "no global model" in outcome.out
+
+
+def test_list_names_all_there_is(cli):
+    outcome = cli("list")
+    assert outcome.code == 0
+    for name in ("fedavg", "fedbn", "small-cnn", "digit-cnn-dropout", "digits"):
+        assert f"{name} " in outcome.out
+    assert "digits " not in cli("list", "methods").out
+
+
+def test_a_report_of_a_run_without_rounds_says_so(cli, tiny_folder):
+    with contextlib.suppress(SystemExit):
+        cli("run", "--data", tiny_folder, "--lr", 1e29, "--batch-size", 8, "--out", "out")
+    outcome = cli("report", "out")
+    assert (outcome.code, outcome.err) == (0, "")
+    assert "No round was evaluated yet, so there is nothing to report." in outcome.out
+
+
+@pytest.mark.parametrize("where", ["empty", "other", "begun"])
+def test_a_report_of_what_no_command_wrote_is_refused(cli, tmp_path, where):
+    for folder, file in (("empty", None), ("other", "results/a.txt"), ("begun", "config.toml")):
+        (tmp_path / folder / "results").mkdir(parents=True)
+        if file:
+            (tmp_path / folder / file).touch()
+    outcome = cli("report", where)
+    assert (outcome.code, outcome.out) == (2, "")
+    assert f"{where} holds no run: give a directory that `fedshift run`, `compare`, `sweep` or" in outcome.err
+
+
+def test_a_report_names_settings_that_are_damaged(cli, tmp_path):
+    (tmp_path / "config.toml").write_text("over = [")
+    outcome = cli("report", ".")
+    assert (outcome.code, "config.toml is damaged (" in outcome.err) == (2, True)
+
+
+def test_a_profile_says_where_the_time_went_and_how_near_to_the_peak_training_came(cli, unpublished, tiny_folder):
+    said = " ".join(cli("run", "--data", tiny_folder, "--rounds", 2, "--profile").out.split())
+    for part in ("forward and backward", "update", "data", "aggregation", "evaluation", "checkpoint"):
+        assert f"{part} " in said
+    assert "GFLOP/s that one thread reaches here at best." in said
+    assert "Where" not in cli("run", "--data", tiny_folder, "--rounds", 1).out
+
+
+def test_an_engine_that_does_not_fit_is_refused_before_anything_starts(cli, tiny_folder, tmp_path):
+    outcome = cli(
+        "run", "--data", tiny_folder, "--method", "fedavg", "--batch-size", 8, "--engine", "identity", "--out", "never"
+    )
+    assert outcome.code == 2
+    assert "the identity engine is for one step of each client a round" in outcome.err
+    assert not (tmp_path / "never").exists()
+
+
+def test_the_engine_that_was_chosen_is_said(cli, unpublished, tiny_folder):
+    said = cli("run", "--data", tiny_folder, "--rounds", 1, "--method", "fedavg").out
+    assert "note: fedavg runs on the sequential engine on one thread (" in said
+    assert "runs on" not in cli("run", "--data", tiny_folder, "--rounds", 1, "--engine", "stacked").out

@@ -1,0 +1,220 @@
+"""The data commands, as a person calls them: listed, checked, shown and diagnosed before anything trains."""
+
+import json
+import re
+from io import StringIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from rich.console import Console
+
+from fedshift.console.session import show_loading
+
+
+@pytest.fixture
+def photos(tmp_path):
+    """Two clients with folders of images of two sizes and classes, one of which cannot be read."""
+    rng = np.random.default_rng(0)
+    for client, size in (("north", 12), ("south", 16)):
+        for label in ("cat", "dog"):
+            folder = tmp_path / "photos" / client / label
+            folder.mkdir(parents=True)
+            for number in range(10):
+                Image.fromarray(rng.integers(0, 256, (size, size, 3), dtype=np.uint8)).save(folder / f"{number}.png")
+    (tmp_path / "photos/north/cat/3.png").write_bytes(b"no image")
+    return tmp_path / "photos"
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("FEDSHIFT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+def test_the_list_says_what_is_here(cli, tmp_path):
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 256, (20, 28, 28), dtype=np.uint8)
+    np.savez(
+        tmp_path / "mnist.npz", x_train=images, y_train=np.arange(20) % 10, x_test=images, y_test=np.arange(20) % 10
+    )
+    done = cli("data", "list", "--root", tmp_path)
+    assert done.code == 0
+    rows = {line.split()[0]: line for line in done.out.splitlines() if line[:1].strip()}
+    assert rows["mnist"].split()[1] == "yes"
+    assert rows["usps"].split()[1] == "no"
+    assert rows["gaussians"].split()[1] == "made"
+    said = " ".join(done.out.split())
+    assert "License: CC BY-NC-SA 3.0." in said
+    assert "Source: Di Martino et al. 2014" in said
+    assert "(or fedshift data fetch mnist)" in said
+
+
+def test_a_benchmark_that_is_not_known_is_not_fetched(cli):
+    done = cli("data", "fetch", "mnits")
+    assert (done.code, "did you mean 'mnist'" in done.err) == (2, True)
+
+
+def test_the_check_names_what_is_wrong_and_exits_with_one(cli, tiny_folder, rewrite, tmp_path):
+    assert cli("data", "check", tiny_folder).code == 0
+    with np.load(tiny_folder / "bob.npz") as packed:
+        x, y = packed["x_train"], packed["y_train"]
+    rewrite("bob", x_test=x[:5], y_test=y[:5])
+    done = cli("data", "check", tiny_folder, "--json", tmp_path / "found.json")
+    assert done.code == 1
+    assert "bob" in done.out
+    leaks = [
+        found for found in json.loads((tmp_path / "found.json").read_text())["findings"] if found["kind"] == "leakage"
+    ]
+    assert [found["samples"] for found in leaks] == [5]
+
+
+def test_the_check_goes_on_without_broken_images_and_names_them(cli, photos):
+    done = cli("data", "check", photos, "--image-size", 16, "--json", "found.json")
+    said = " ".join(done.out.split())
+    assert done.code == 1
+    assert "north/cat/3.png" in said
+    assert "Training would refuse these data" in said
+    facts = json.loads(Path("found.json").read_text())
+    assert "--on-unreadable skip" in facts["refusal"]
+    assert any("3.png" in notice for notice in facts["notices"])
+    refused = cli("compare", "--data", photos, "--image-size", 16)
+    assert (refused.code, "--on-unreadable skip" in refused.err) == (2, True)
+
+
+def test_images_of_several_sizes_are_shown_but_trained_on_only_at_a_size_that_is_given(cli, photos, tmp_path):
+    shown = cli("data", "show", photos, "--on-unreadable", "skip", "--out", tmp_path / "pictures")
+    assert shown.code == 0, shown.err
+    assert {file.name for file in (tmp_path / "pictures").iterdir()} == {
+        "samples.png", "samples.svg", "classes.png", "classes.svg",
+    }  # fmt: skip
+    refused = cli("run", "--data", photos, "--on-unreadable", "skip")
+    assert (refused.code, "--image-size" in refused.err) == (2, True)
+
+
+def test_a_split_is_drawn_and_saved(cli, tmp_path):
+    done = cli("data", "show", "digits", "--split", "dirichlet(clients=6, alpha=0.3)", "--out", tmp_path / "pictures")
+    assert done.code == 0, done.err
+    assert "client-5" in done.out
+    assert "a network is given pixels in [0, 1] minus 0.5 over 0.5 (FedBN, arXiv:2102.07623" in done.out
+    assert (tmp_path / "pictures/split.csv").read_text().startswith("client,split,domain,source,row\n")
+    again = cli("data", "show", "digits", "--split", f"saved(path='{tmp_path}/pictures/split.csv')", "--out", "two")
+    assert again.out.splitlines()[:8] == done.out.splitlines()[:8]
+
+
+def test_a_diagnosis_is_printed_and_written(cli, tmp_path):
+    done = cli("diagnose", "digits", "--permutations", 99, "--json", tmp_path / "found.json")
+    assert done.code == 0, done.err
+    assert "fedbn" in done.out
+    assert json.loads((tmp_path / "found.json").read_text())
+
+
+@pytest.mark.parametrize("command", [("data", "check"), ("data", "show"), ("diagnose",)])
+def test_data_that_do_not_exist_are_refused(cli, command):
+    done = cli(*command, "no/such/place")
+    assert (done.code, "there is no" in done.err) == (2, True)
+
+
+def test_a_benchmark_is_fetched_to_where_root_says(cli, tmp_path, monkeypatch):
+    asked = []
+
+    def download(name, card, root, *, progress, hub):
+        asked.append((name, card.title, root, hub))
+        return [root / name / "one.gz", root / name / "two.gz"]
+
+    monkeypatch.setattr("fedshift.data.downloads.fetch", download)
+    done = cli("data", "fetch", "mnist", "--root", tmp_path / "kept", "--hub")
+    assert asked == [("mnist", "MNIST", tmp_path / "kept", True)]
+    assert done.out.split() == [str(tmp_path / "kept" / "mnist" / name) for name in ("one.gz", "two.gz")]
+
+
+def test_the_suggested_command_repeats_what_was_asked_for(cli, tiny_folder):
+    done = cli("diagnose", tiny_folder, "--permutations", 99, "--split", "iid(clients=3)", "--classes", 3)
+    spoken = next(line for line in done.out.splitlines() if line.startswith("fedshift compare"))
+    assert f"--data {tiny_folder} --split 'iid(clients=3)' --classes 3 --methods fedavg" in spoken
+
+
+def test_on_a_terminal_loading_is_a_bar():
+    console = Console(force_terminal=True, width=100, file=StringIO())
+    with show_loading(console) as progress:
+        progress("images of north", 3, 12)
+        progress("images of north", 12, 12)
+    assert "images of north" in console.file.getvalue()
+    assert "12/12" in console.file.getvalue()
+
+
+def test_many_clients_are_summed_up_on_the_terminal_and_kept_in_tables(cli, tmp_path):
+    split = "--split=iid(clients=60)"
+    done = cli("run", "--method", "fedbn", "--rounds", 1, split, "--participation", 5, "--out", tmp_path / "run")
+    assert done.code == 0, done.err
+    table = done.out[done.out.index("Test accuracy") :]
+    assert "client-01" not in table.split("Each client is in")[0]
+    assert len(re.findall("not measured at the reported round", table)) == 1
+    assert "and 45 more: not measured" in " ".join(table.split())
+    assert "client-59" in (tmp_path / "run/tables/accuracy.csv").read_text()
+
+
+def test_images_of_several_sizes_are_diagnosed_and_the_command_gives_a_size(cli, photos):
+    done = cli("diagnose", photos, "--on-unreadable", "skip", "--permutations", 99)
+    assert done.code == 0, done.err
+    assert "images of several sizes are looked at in 64 x 64 pixels" in done.out
+    spoken = next(line for line in done.out.splitlines() if line.startswith("fedshift compare"))
+    assert f"--data {photos} --image-size 64 --on-unreadable skip" in spoken
+
+
+def test_scaling_that_takes_a_shift_away_is_said_and_can_be_left_out(cli, tmp_path):
+    rng = np.random.default_rng(0)
+    lines = [f"{site},{rng.normal(site == 'far') * 3},{k % 2}" for site in ("near", "far") for k in range(120)]
+    (tmp_path / "stays.csv").write_text("\n".join(["site,age,outcome", *lines]))
+    asked = ("diagnose", tmp_path / "stays.csv", "--client-column", "site", "--target", "outcome", "--permutations", 99)
+    scaled, raw = (" ".join(cli(*asked, *more).out.split()) for more in ((), ("--scaling", "none")))
+    assert "--scaling none shows them" in scaled
+    assert "Feature shift is not found" in scaled
+    assert "--scaling none shows them" not in raw
+    assert "Feature shift, " in raw
+
+
+def test_the_check_fails_where_training_refuses_and_passes_with_the_flags_that_training_needs(cli, photos):
+    flags = ("--on-unreadable", "skip", "--image-size", 16)
+    assert cli("data", "check", photos, *flags[:2]).code == 1  # of two sizes
+    assert cli("data", "check", photos, *flags).code == 0
+    assert cli("data", "show", photos, *flags, "--out", photos / "north/cat/1.png").code == 2
+
+
+def test_no_validation_is_suggested_where_there_is_some(cli, tiny_folder, rewrite):
+    with np.load(tiny_folder / "bob.npz") as packed:
+        x, y = packed["x_train"], packed["y_train"]
+    rewrite("bob", x_val=x[:4], y_val=y[:4])
+    done = cli("diagnose", tiny_folder, "--permutations", 99)
+    spoken = next(line for line in done.out.splitlines() if line.startswith("fedshift compare"))
+    assert "--validation" not in spoken
+
+
+def test_groups_are_not_cut_by_validation(cli, tmp_path):
+    lines = [f"{'ab'[k % 2]},{k},{k // 2},{k // 2 % 2}" for k in range(80)]
+    (tmp_path / "stays.csv").write_text("\n".join(["site,age,patient,outcome", *lines]))
+    asked = ("--client-column", "site", "--target", "outcome", "--group-column", "patient", "--validation", 0.2)
+    done = cli("compare", "--data", tmp_path / "stays.csv", *asked)
+    assert (done.code, "validation=0.2 would cut groups of column 'patient'" in done.err) == (2, True)
+
+
+def test_what_decoding_adds_to_the_cache_is_said_once_and_can_be_cleared(cli, photos, tmp_path, monkeypatch):
+    images = tmp_path / "cache" / "images"
+    first = cli("data", "check", photos)
+    held = sum(path.stat().st_size for path in images.rglob("*.*"))
+    kept = f"{held / 1000:.3g} kB"
+    said = [line for line in first.out.splitlines() if line.startswith("Decoded images are kept")]
+    assert said == [
+        f"Decoded images are kept for the next time: {kept} in {images}, in all {kept} of at most 20 GB "
+        "(FEDSHIFT_CACHE_LIMIT); `fedshift data cache --clear` removes them."
+    ]
+    assert "Decoded images" not in cli("data", "check", photos).out
+    assert cli("data", "cache").out == f"{images}: {kept} of at most 20 GB (FEDSHIFT_CACHE_LIMIT)\n"
+    cleared = cli("data", "cache", "--clear").out
+    assert cleared == f"{images}: {kept} of at most 20 GB (FEDSHIFT_CACHE_LIMIT), now 0 B\n"
+    assert list(images.iterdir()) == []
+    monkeypatch.setenv("FEDSHIFT_CACHE_LIMIT", "inf")
+    assert cli("data", "cache").out == f"{images}: 0 B without a limit (FEDSHIFT_CACHE_LIMIT)\n"
+    monkeypatch.setenv("FEDSHIFT_CACHE_LIMIT", "none")
+    assert "FEDSHIFT_CACHE_LIMIT=none: give gigabytes" in cli("data", "check", photos).err

@@ -1,0 +1,106 @@
+"""Names and expressions: what a person may write, and that nothing written is ever executed."""
+
+import sys
+
+import pytest
+
+from fedshift.config.expressions import list_catalog, resolve
+from fedshift.experiments.factory import parse_methods
+from fedshift.utils.errors import UsageError
+
+
+def test_a_name_may_be_written_with_dashes_or_underscores_in_any_case():
+    assert resolve("models", "small-cnn") is resolve("models", "Small_CNN") is list_catalog("models")["small-cnn"]
+
+
+@pytest.mark.parametrize("package", ["methods", "models"])
+def test_the_catalog_holds_the_public_functions_of_the_package_only(package):
+    for name, function in list_catalog(package).items():
+        assert function.__module__.startswith(f"fedshift.{package}.")
+        assert name == (function.__name__ if package == "methods" else function.__name__.replace("_", "-"))
+        assert function.__doc__
+
+
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        ("fedavg", ["fedavg"]),
+        ("fedavg, fedbn", ["fedavg", "fedbn"]),
+        ("fedbn+fedprox", ["fedbn+fedprox"]),
+        ("fedbn + fedprox(mu=0.1)", ["fedbn+fedprox(mu=0.1)"]),
+        ("fedbn(fedprox(mu=0.1))", ["fedbn+fedprox(mu=0.1)"]),
+        ("single+fedwon+tuned(lr=0.05)", ["single+fedwon+tuned(lr=0.05)"]),
+        ("fedavg+gn, gn, fedbn+gn", ["fedavg+gn", "fedavg+gn", "fedbn+gn"]),
+        ("trimmed_mean(trim=2)", ["trimmed_mean(trim=2)"]),
+        ("fedavg(weighting='uniform'),fedbn", ["fedavg(uniform)", "fedbn"]),
+        ("fedshift.methods.fedbn:fedbn", ["fedbn"]),
+        ("fedshift.methods.fedbn:fedbn+fedshift.methods.fedprox:fedprox(mu=1)", ["fedbn+fedprox(mu=1)"]),
+    ],
+)
+def test_expressions_make_the_methods_they_name(written, name):
+    assert [method.name for method in parse_methods(written)] == name
+
+
+def test_plus_composes_as_calls_do():
+    (plus,), (call,) = parse_methods("fedbn+fedprox(mu=0.3)"), parse_methods("fedbn(fedprox(mu=0.3))")
+    assert plus.text == call.text
+    assert plus.text != parse_methods("fedbn+fedprox(mu=0.2)")[0].text
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        ("fedbm", "unknown method 'fedbm': did you mean 'fedbn'? allowed are agc, centralized"),
+        ("fedavg,fedbm", "did you mean 'fedbn'"),
+        ("", "names none: write name, name(key=value) or name+name"),
+        ("fedbn(", "cannot be read: write name"),
+        ("fedbn fedavg", "cannot be read: write name"),
+        ("fedbn-fedavg", "'fedbn - fedavg' is no name"),
+        ("3", "'3' is no name"),
+        ("fedbn(3)", "'3' is no name"),
+        ("'fedbn'", "is no name"),
+        ("fedprox(nu=1)", "unexpected keyword argument 'nu'; fedprox takes"),
+        ("fedprox(mu='a')", "fedprox takes"),
+        ("fedprox(mu=-1)", "mu=-1 is negative; it must be 0 (FedAvg) or more"),
+        ("fedprox(fedavg,fedavg)", "too many positional arguments"),
+        ("fedprox(mu=nan)", "values must be numbers, strings or True, False, None"),
+        ("fedprox(**{})", "fedprox takes"),
+        ("single+fedbn", "single: fedbn says what travels"),
+        ("no_such_package.module:function", "No module named 'no_such_package'; install it"),
+        ("fedshift.methods.fedbn:nothing_here", "module fedshift.methods.fedbn has no 'nothing_here'"),
+        ("os:getcwd", "made a str, not a Method"),
+        ("os:sep", "sep is not a function"),
+    ],
+)
+def test_a_bad_expression_is_refused_and_said_why(written, said):
+    with pytest.raises(UsageError) as refused:
+        parse_methods(written)
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "fedprox(mu=print('executed'))",
+        "(lambda: print('executed'))()",
+        "[print('executed')]",
+        "fedprox(mu=0 if print('executed') else 1)",
+        "print('executed')",
+    ],
+)
+def test_nothing_written_is_executed(written, capsys):
+    with pytest.raises(UsageError):
+        parse_methods(written)
+    assert "executed" not in capsys.readouterr().out
+
+
+def test_a_plug_in_is_found_by_module_and_function(tmp_path, monkeypatch):
+    (tmp_path / "plug_in_for_names.py").write_text(
+        "from fedshift import fedbn\ndef mine(base=None, *, strength=1):\n    return fedbn(base)\nnumber = 3\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "plug_in_for_names", raising=False)
+    assert parse_methods("plug_in_for_names:mine(strength=2)+fedprox")[0].name == "fedbn+fedprox"
+    assert resolve("models", "plug_in_for_names.mine").__name__ == "mine"
+    with pytest.raises(UsageError, match="number is not a function"):
+        resolve("methods", "plug_in_for_names:number")

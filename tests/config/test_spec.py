@@ -1,0 +1,196 @@
+"""Settings: TOML and flags say the same, flags win, and every wrong setting is one message that names it."""
+
+import dataclasses
+import inspect
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from fedshift.cli import app as program
+from fedshift.config.spec import CompareSpec, DataSpec, RunSpec, Spec
+from fedshift.results.run_directory import to_toml
+
+OTHER = {
+    "data": "some/where", "domains": "ann,bob", "samples": 20, "validation": 0.25, "image_size": 16, "classes": 4,
+    "allow_single_class": True, "root": "/data", "split": "iid(clients=3),repeat()", "test_fraction": 0.3,
+    "normalize": "client", "on_unreadable": "skip", "client_column": "hospital", "target": "outcome", "split_column": "part",
+    "group_column": "patient", "missing": "refuse", "scaling": "none", "loss": "focal(gamma=1.0)", "augment": "flip()",
+    "metric": "auc", "model": "digit-cnn-bn", "rounds": 7, "epochs": 2, "batches": 3, "batch_size": 0,
+    "optimizer": "adamw", "lr": 1e-05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.001,
+    "schedule": "step(every=3, gamma=0.5)", "keep_optimizer": True, "participation": 0.5, "seeds": 3, "first_seed": 5,
+    "agc": 0.64, "agc_skip_classifier": True, "newcomers": "cleo", "unseen": "average",
+    "engine": "other", "workers": 3, "precision": "bfloat16", "device": "cuda:1", "threads": 3,
+    "evaluate_every": 2, "moments": "loaded,trained", "select": "best", "target_metric": 0.9,
+}  # fmt: skip
+"""A value for every setting that both commands have, other than its default."""
+RUN = {**OTHER, "method": 'fedbn+fedprox(mu=0.1), "x"'}
+COMPARE = {**OTHER, "methods": "fedavg,fedbn+fedprox(mu=0.1)"}
+
+
+@pytest.fixture
+def resolved(cli, monkeypatch):
+    """Call the program and return the settings it would have run, or the outcome of its refusal."""
+    given = []
+    monkeypatch.setattr(
+        program, "run_experiment", lambda spec, command, place: given.append((spec, place.out, place.resume))
+    )
+
+    def call(*arguments):
+        given.clear()
+        outcome = cli(*arguments)
+        return given[0] if given else outcome
+
+    return call
+
+
+def flags(settings):
+    found = []
+    for name, value in settings.items():
+        flag = f"--{name.replace('_', '-')}"
+        found += [flag] if value is True else [flag, str(value)]
+    return found
+
+
+def test_the_examples_here_change_every_setting():
+    for spec, values in ((RunSpec, RUN), (CompareSpec, COMPARE)):
+        fields = {field.name: field.default for field in dataclasses.fields(spec)}
+        assert fields.keys() == values.keys()
+        assert [name for name, default in fields.items() if values[name] == default] == []
+
+
+@pytest.mark.parametrize(("command", "spec", "values"), [("run", RunSpec, RUN), ("compare", CompareSpec, COMPARE)])
+def test_toml_and_flags_say_the_same(resolved, tmp_path, command, spec, values):
+    file = tmp_path / "settings.toml"
+    file.write_text(to_toml(values))
+    wanted = spec(**values)
+    assert resolved(command, "--config", file) == (wanted, None, None)
+    assert resolved(command, *flags(values)) == (wanted, None, None)
+
+
+def test_what_a_run_writes_down_is_what_it_was_asked(resolved, tmp_path):
+    spec = RunSpec(**RUN)
+    assert tomllib.loads(to_toml(dataclasses.asdict(spec))) == RUN
+    (tmp_path / "config.toml").write_text(to_toml(dataclasses.asdict(RunSpec())))
+    assert resolved("run", "--resume", tmp_path) == (RunSpec(), None, tmp_path)
+
+
+def test_flags_win_over_toml_one_by_one(resolved, tmp_path):
+    file = tmp_path / "settings.toml"
+    file.write_text("lr = 0.5\nrounds = 3\nkeep_optimizer = true\n")
+    spec, _, _ = resolved("run", "--rounds", 9, "--config", file)
+    assert (spec.lr, spec.rounds, spec.keep_optimizer) == (0.5, 9, True)
+
+
+def test_lists_and_dashes_may_be_written_in_toml(resolved, tmp_path):
+    file = tmp_path / "settings.toml"
+    file.write_text(
+        'methods = ["fedavg", "fedprox(mu=0.1)"]\ndomains = ["ann", "bob"]\nbatch-size = 8\nout = "there"\n'
+    )
+    spec, out, _ = resolved("compare", "--config", file)
+    assert spec == CompareSpec(methods="fedavg,fedprox(mu=0.1)", domains="ann,bob", batch_size=8)
+    assert out == Path("there")
+
+
+def test_the_settings_of_a_resumed_run_are_those_it_was_begun_with(resolved, tmp_path):
+    (tmp_path / "config.toml").write_text("lr = 0.5\nrounds = 3\n")
+    assert resolved("run", "--resume", tmp_path) == (RunSpec(lr=0.5, rounds=3), None, tmp_path)
+    assert resolved("run", f"--resume={tmp_path}", "--rounds=5") == (RunSpec(lr=0.5, rounds=5), None, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("lrr = 1", "unknown setting 'lrr': did you mean 'lr'? allowed are agc, agc_skip_classifier,"),
+        ("batchsize = 1", "unknown setting 'batchsize': did you mean 'batch_size'?"),
+        ("[training]\nlr = 1", "'training' is a table; write settings at the top, key = value, without [tables]"),
+        ("resume = 'there'", "unknown setting 'resume'"),
+        ("spec = 1", "unknown setting 'spec'"),
+        ("lr = \n", "is no valid TOML: Invalid value (at line 1, column 6). Write lines such as"),
+        ("lr = 1\nlr = 2", "is no valid TOML: Cannot overwrite a value"),
+        ("methods = ['fedavg']", "has 'methods': use it with `fedshift compare`"),
+        ("lr = 'fast'", "--lr fast: should be a valid number"),
+        ("lr = [1, 2]", "--lr 1,2: should be a valid number"),
+        ("rounds = 1.5", "--rounds 1.5: should be a valid integer"),
+        ("rounds = true", "--rounds True: should be a valid integer"),
+        ("nesterov = 3", "--nesterov 3: should be a valid boolean"),
+        ("select = 'first'", "--select first: should be 'last' or 'best'"),
+        ("lr = -1", "--lr -1: should be greater than or equal to 0"),
+        ("lr = {a = 1}", "'lr' is a table; write settings at the top"),
+    ],
+)
+def test_a_wrong_settings_file_is_one_message(resolved, tmp_path, text, said):
+    file = tmp_path / "settings.toml"
+    file.write_text(text)
+    outcome = resolved("run", "--config", file)
+    assert outcome.code == 2
+    assert outcome.err.startswith("fedshift: ")
+    assert outcome.err.count("\n") == 1
+    assert said in outcome.err
+
+
+def test_a_settings_file_that_is_no_text_is_refused(resolved, tmp_path):
+    file = tmp_path / "settings.toml"
+    file.write_bytes(b"\xff\xfe\x00")
+    assert "is no valid TOML: 'utf-8' codec can't decode" in resolved("run", "--config", file).err
+    assert "no settings file at" in resolved("run", "--config", tmp_path).err
+    assert "no settings file at gone.toml: give the path" in resolved("run", "--config", "gone.toml").err
+    assert "no run to resume at gone/config.toml" in resolved("run", "--resume", "gone").err
+
+
+def test_a_single_runs_settings_are_not_for_compare(resolved, tmp_path):
+    (tmp_path / "config.toml").write_text('method = "fedbn"\n')
+    outcome = resolved("compare", "--resume", tmp_path)
+    assert outcome.code == 2
+    assert "has 'method': use it with `fedshift run`" in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--lr", "-1"], "--lr -1: should be greater than or equal to 0"),
+        (["--lr", "nan"], "--lr nan: should be a finite number"),
+        (["--lr", "inf"], "--lr inf: should be a finite number"),
+        (["--lr", "fast"], "--lr fast: should be a valid number"),
+        (["--lr", "-1", "--momentum", "2"], "--lr -1: should be greater than or equal to 0; --momentum 2: should be"),
+        (["--rounds", "0"], "--rounds 0: should be greater than or equal to 1"),
+        (["--batch-size", "-1"], "--batch-size -1: should be greater than or equal to 0"),
+        (["--validation", "1"], "--validation 1: should be less than 1"),
+        (["--participation", "0"], "--participation 0: should be greater than 0"),
+        (["--seeds", "0"], "--seeds 0: should be greater than or equal to 1"),
+        (["--target-metric", "90"], "--target-metric 90: should be less than or equal to 1"),
+        (["--optimizer", "adam"], "--optimizer adam: should be 'sgd' or 'adamw'"),
+        (["--lrr", "1"], 'Unknown option: --lrr. Did you mean --lr?'),
+        (["--no-nesterov"], "Unknown option: --no-nesterov. Did you mean --nesterov?"),
+        (["--methods", "fedavg"], "Unknown option: --methods. Did you mean --method?"),
+        (["--lr"], "parameter --lr requires an argument"),
+        (["fedavg"], "'fedavg' belongs to no flag: write --flag value, and lists with commas"),
+        (["--domains", "ann", "bob"], "'bob' belongs to no flag"),
+        (["--lr", "1", "--lr", "2"], "--lr specified multiple times"),
+    ],
+)  # fmt: skip
+def test_a_wrong_flag_is_one_message(resolved, arguments, said):
+    outcome = resolved("run", *arguments)
+    assert outcome.code == 2
+    assert outcome.err.startswith("fedshift: ")
+    assert outcome.err.count("\n") == 1
+    assert said in outcome.err
+
+
+@pytest.mark.parametrize("spec", [RunSpec, CompareSpec])
+def test_every_setting_is_described_where_it_stands(spec):
+    source = inspect.getsource(DataSpec) + inspect.getsource(Spec) + inspect.getsource(spec)
+    for field in dataclasses.fields(spec):
+        line = next(line for line in source.splitlines() if line.strip().startswith(f"{field.name}:"))
+        assert source.split(line)[1].lstrip().startswith('"""'), field.name
+
+
+@pytest.mark.parametrize(("command", "spec"), [("run", RunSpec), ("compare", CompareSpec)])
+def test_help_names_every_flag_and_its_default(cli, command, spec):
+    outcome = cli(command, "--help")
+    assert outcome.code == 0
+    text = " ".join(outcome.out.replace("│", " ").split())
+    for field in dataclasses.fields(spec):
+        assert f"--{field.name.replace('_', '-')} " in text
+        if field.default not in (None, False):
+            assert f"[default: {field.default}]" in text

@@ -1,0 +1,188 @@
+"""What a person sees while it runs: plain lines in a pipe, a live table on a terminal."""
+
+import io
+import re
+
+import pytest
+from rich.console import Console
+
+from fedshift.config.spec import CompareSpec
+from fedshift.console.progress import LiveDisplay, PlainLines, _format_duration
+from fedshift.experiments.factory import make_experiment
+from fedshift.experiments.trial import RoundResult
+
+TESTED = {"split": "test", "model": "personal", "moment": "loaded"}
+
+
+@pytest.fixture
+def experiment(tiny_folder):
+    return make_experiment(
+        CompareSpec(data=str(tiny_folder), methods="fedbn,centralized", rounds=4, evaluate_every=2, batch_size=8)
+    )
+
+
+def test_plain_lines_are_one_for_each_evaluated_round(experiment, tmp_path):
+    console = Console(file=io.StringIO(), width=60)
+    experiment.run(tmp_path / "run", observer=PlainLines(console))
+    lines = console.file.getvalue().splitlines()
+    rounds = [line for line in lines if not line.startswith("note: ")]
+    assert len(rounds) == 4
+    pattern = (
+        r"(fedbn|centralized) seed 0 round [24]/4: loss \d\.\d{4}, "
+        r"accuracy \d+\.\d\d % \(ann \d+\.\d bob \d+\.\d cid \d+\.\d\), \d+:\d\d left"
+    )
+    assert all(re.fullmatch(pattern, line) for line in rounds), rounds
+    assert rounds[-1].endswith(", 0:00 left")
+    notes = [line for line in lines if line.startswith("note: ")]  # one line each, however narrow the console
+    assert sum(note.endswith("it joins the batch before it") for note in notes) == 2
+    engines = [note for note in notes if " runs on the sequential engine on one thread (" in note]
+    assert len(engines) == 2
+    assert len(notes) == 4
+
+
+def test_the_accuracy_shown_is_the_macro_accuracy_of_the_personal_models(experiment, tmp_path):
+    class Remembers(PlainLines):
+        done: RoundResult
+
+        def round(self, done):
+            super().round(done)
+            self.done = done
+
+    console = Console(file=io.StringIO(), width=200)
+    watch = Remembers(console)
+    experiment.run(tmp_path / "run", observer=watch)
+    tested = [row for row in watch.done.rows if (row["split"], row["model"]) == ("test", "personal")]
+    macro = sum(100 * sum(row["hits"]) / row["samples"] for row in tested) / 3
+    trained = [row for row in watch.done.rows if row["split"] == "train"]
+    last = console.file.getvalue().splitlines()[-1]
+    assert f"accuracy {macro:.2f} %" in last
+    assert f"loss {trained[0]['loss_sum'] / trained[0]['samples']:.4f}" in last
+
+
+@pytest.mark.parametrize(("metric", "said"), [("balanced_accuracy", "balanced accuracy 75.00"), ("auc", "AUC 90.00")])
+def test_the_metric_of_the_tables_is_shown_of_the_clients_that_define_it(metric, said):
+    row = {**TESTED, "samples": 4, "hits": [3, 0], "support": [3, 1], "auc": 0.9}
+    rows = [{**row, "client": "a"}, {**row, "client": "b", "hits": [2, 2], "support": [2, 2], "auc": None}]
+    console, screen = Console(file=io.StringIO(), width=200), terminal()
+    with LiveDisplay(screen) as display:
+        for watch in (PlainLines(console), display):
+            watch.begin(["m"], [0], 1, ["a", "b"], metric)
+            watch.trial("m", 0, 0)
+            watch.round(RoundResult(round=1, participants=("a", "b"), down=0, up=0, seconds=0.1, rows=rows))
+        frame = terminal()
+        frame.print(display.live.renderable)
+    assert f"{said} % (a " in console.file.getvalue()
+    assert ("b 100.0" in console.file.getvalue()) == (metric != "auc")
+    assert f"test {said.rpartition(' ')[0]}" in frame.file.getvalue()
+
+
+def test_names_are_shown_as_they_are(tmp_path):
+    console = Console(file=io.StringIO(), width=200)
+    lines = PlainLines(console)
+    lines.begin(["m"], [0], 1, ["[red]"], "accuracy")
+    lines.trial("[bold]m", 0, 0)
+    lines.client("[red]", 0.5)
+    row = {"client": "[red]", **TESTED, "hits": [1, 0], "support": [1, 1], "samples": 2}
+    others = [
+        {**row, "model": "global", "hits": [2, 0]}, {**row, "split": "validation", "hits": [0, 0]},
+        {**row, "moment": "trained", "hits": [0, 0]},
+    ]  # fmt: skip
+    lines.round(RoundResult(round=1, participants=("[red]",), down=0, up=0, seconds=0.1, rows=[row, *others]))
+    lines.notice("[link]x")
+    assert "[bold]m seed 0 round 1/1: loss 0.5000, accuracy 50.00 % ([red] 50.0), 0:00 left" in console.file.getvalue()
+    assert "note: [link]x" in console.file.getvalue()
+
+
+def test_a_round_in_which_nobody_has_a_model_yet_is_a_line_too():
+    console = Console(file=io.StringIO(), width=200)
+    lines = PlainLines(console)
+    lines.begin(["m"], [0], 2, ["a"], "accuracy")
+    lines.trial("m", 0, 0)
+    lines.client("a", 0.5)
+    lines.round(
+        RoundResult(
+            round=1,
+            participants=("a",),
+            down=0,
+            up=0,
+            seconds=0.1,
+            rows=[{**TESTED, "split": "train", "moment": "trained"}],
+        )
+    )
+    assert console.file.getvalue() == ""
+
+
+def test_of_many_clients_a_line_says_the_mean_and_the_worst():
+    console = Console(file=io.StringIO(), width=400)
+    lines = PlainLines(console)
+    names = [f"client{number}" for number in range(21)]
+    lines.begin(["m"], [0], 1, names, "accuracy")
+    lines.trial("m", 0, 0)
+    for name in names:
+        lines.client(name, 0.5)
+    tested = {**TESTED, "samples": 4, "support": [2, 2]}
+    rows = [{**tested, "client": name, "hits": [2, 1 if number == 7 else 2]} for number, name in enumerate(names)]
+    lines.round(RoundResult(round=1, participants=tuple(names), down=0, up=0, seconds=0.1, rows=rows))
+    assert console.file.getvalue() == (
+        "m seed 0 round 1/1: loss 0.5000, accuracy 98.81 % (worst: client7 75.0), 0:00 left\n"
+    )
+
+
+def terminal():
+    return Console(file=io.StringIO(), force_terminal=True, width=100, height=40, color_system=None)
+
+
+def test_the_live_display_shows_each_client_and_leaves_the_terminal_clean(experiment, tmp_path):
+    console = terminal()
+    with LiveDisplay(console) as display:
+        experiment.run(tmp_path / "run", observer=display)
+        frame = terminal()
+        frame.print(display.live.renderable)
+    shown = frame.file.getvalue()
+    for said in (
+        "centralized seed 0 round 4",
+        "8/8",
+        "client",
+        "training loss",
+        "test accuracy",
+        "ann",
+        "bob",
+        "cid",
+        "pooled",
+    ):
+        assert said in shown
+    assert len(re.findall(r"\d+\.\d\d %", shown)) == 3
+    assert "note: client 'bob': the last batch" in console.file.getvalue()
+    assert not display.live.is_started
+
+
+def test_the_live_display_of_many_clients_stays_on_one_screen():
+    with LiveDisplay(terminal()) as display:
+        names = [f"client{number}" for number in range(500)]
+        display.begin(["m"], [0], 3, names, "accuracy")
+        display.trial("m", 0, 0)
+        for number, name in enumerate(names, start=1):
+            display.client(name, number)
+        frame = terminal()
+        frame.print(display.live.renderable)
+    shown = frame.file.getvalue()
+    assert "and 480 more" in shown
+    assert re.search(r"mean of all +250\.5000", shown)
+    assert shown.count("\n") < 30
+    assert re.search(r"client19 +20\.0000", shown)
+    assert "client20" not in shown
+
+
+def test_a_resumed_trial_starts_where_it_stopped():
+    with LiveDisplay(terminal()) as display:
+        display.begin(["m"], [0], 5, ["a"], "accuracy")
+        display.trial("m", 0, 3)
+        assert display.bar.tasks[0].completed == 3
+        assert display.bar.tasks[0].total == 5
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.2, "0:00"), (59.7, "1:00"), (61, "1:01"), (3599, "59:59"), (7384, "2:03:04")]
+)
+def test_time_left_is_written_as_a_clock(seconds, text):
+    assert _format_duration(seconds) == text

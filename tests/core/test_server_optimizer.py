@@ -1,0 +1,196 @@
+"""Server optimizers against torch.optim and against Algorithm 2 of Reddi et al. 2021 written out in NumPy."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fedshift.core.kernel import ServerState, Update, init_server
+from fedshift.core.optimizer import SGD
+from fedshift.core.preparation import prepare
+from fedshift.core.server_round import server_round
+from fedshift.core.work import Work
+from fedshift.data.federation import federation
+from fedshift.evaluation.communication import downlink_bytes
+from fedshift.experiments.settings import Settings
+from fedshift.experiments.trial import Trial
+from fedshift.methods.fedadagrad import fedadagrad
+from fedshift.methods.fedadam import fedadam
+from fedshift.methods.fedavg import fedavg
+from fedshift.methods.fedavgm import fedavgm
+from fedshift.methods.fedbn import fedbn
+from fedshift.methods.fedyogi import fedyogi
+from fedshift.results.checkpoint import load_checkpoint, save_checkpoint
+from fedshift.utils.errors import UsageError
+from fedshift.utils.state import clone, is_equal, nbytes
+
+SAMPLES, ROUNDS = {"a": 5.0, "b": 2.0, "c": 3.0}, 6
+STEPPING = [fedavgm(), fedavgm(lr=0.5, beta=0.3), fedadagrad(), fedadam(), fedyogi()]
+EACH = pytest.mark.parametrize("method", STEPPING, ids=lambda method: method.name)
+
+
+def network(shape=(3,), classes=2):
+    return nn.Sequential(nn.Linear(shape[0], 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, classes)).double()
+
+
+def plan_of(method):
+    torch.manual_seed(0)
+    return prepare(method, network(), optimizer=SGD(lr=0.1))
+
+
+def uploads(shared, number):
+    """What three clients might send: the server's entries, moved; counters that differ."""
+    generator = torch.Generator().manual_seed(number)
+    updates = {}
+    for client, samples in SAMPLES.items():
+        state = {
+            name: tensor + 0.1 * torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
+            if tensor.is_floating_point()
+            else tensor + int(samples)
+            for name, tensor in shared.items()
+        }
+        updates[client] = Update(shared=state, memory={}, weight=samples, steps=1)
+    return updates
+
+
+def rounds(method, count=ROUNDS):
+    """The server after each round, and in NumPy the mean change of every entry in it."""
+    plan = plan_of(method)
+    server, changes = init_server(plan), []
+    servers = [server]
+    for number in range(count):
+        updates = uploads(server.shared, number)
+        mean = {
+            name: sum(SAMPLES[client] * update.shared[name].double().numpy() for client, update in updates.items()) / 10
+            for name in server.shared
+        }
+        changes.append({name: mean[name] - server.shared[name].double().numpy() for name in mean})
+        server = server_round(plan, server, updates, SAMPLES)
+        servers.append(server)
+    return plan, servers, changes
+
+
+@pytest.mark.parametrize(("lr", "beta"), [(1.0, 0.9), (0.3, 0.5), (2.0, 0.0)])
+def test_fedavgm_is_torchs_sgd_with_momentum_on_the_change_with_its_sign_turned(lr, beta):
+    plan, servers, changes = rounds(fedavgm(lr=lr, beta=beta))
+    parameters = {name: nn.Parameter(plan.initial[name].clone()) for name in plan.trained}
+    sgd = torch.optim.SGD(parameters.values(), lr=lr, momentum=beta)
+    for server, change in zip(servers[1:], changes, strict=True):
+        for name, parameter in parameters.items():
+            parameter.grad = torch.from_numpy(-change[name])
+        sgd.step()
+        for name, parameter in parameters.items():
+            assert (server.shared[name] - parameter).abs().max() <= 1e-12, name
+
+
+@pytest.mark.parametrize("kind", [fedadagrad, fedadam, fedyogi], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("set_by_hand", [False, True], ids=["defaults", "others"])
+def test_adaptive_servers_are_algorithm_2(kind, set_by_hand):
+    lr, beta1, beta2, tau = (0.2, 0.6, 0.7, 0.05) if set_by_hand else (0.01, 0.9, 0.99, 1e-3)
+    given = {"lr": lr, "beta1": beta1, "beta2": beta2, "tau": tau} if set_by_hand else {}
+    if kind is fedadagrad:
+        given.pop("beta2", None)
+        beta1 = given.get("beta1", 0.0)
+    plan, servers, changes = rounds(kind(**given))
+    for name in plan.trained:
+        x = plan.initial[name].numpy().copy()
+        m, v = np.zeros_like(x), np.full_like(x, tau**2)
+        for server, change in zip(servers[1:], changes, strict=True):
+            delta = change[name]
+            m = beta1 * m + (1 - beta1) * delta
+            if kind is fedadagrad:
+                v = v + delta**2
+            elif kind is fedyogi:
+                v = v - (1 - beta2) * delta**2 * np.sign(v - delta**2)
+            else:
+                v = beta2 * v + (1 - beta2) * delta**2
+            x = x + lr * m / (np.sqrt(v) + tau)
+            assert np.abs(server.shared[name].numpy() - x).max() <= 1e-12, name
+
+
+def test_without_momentum_and_with_rate_one_fedavgm_is_fedavg():
+    plain, moved = rounds(fedavg()), rounds(fedavgm(lr=1.0, beta=0.0))
+    for one, other in zip(plain[1], moved[1], strict=True):
+        assert all((one.shared[name] - other.shared[name]).abs().max() <= 1e-14 for name in one.shared)
+
+
+@EACH
+def test_statistics_and_counters_are_the_mean_and_never_pass_the_optimizer(method):
+    plan, servers, changes = rounds(method)
+    buffers = {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
+    assert buffers == plan.sent - plan.trained
+    for before, after, change in zip(servers, servers[1:], changes, strict=False):
+        for name in ("1.running_mean", "1.running_var"):
+            assert np.abs(after.shared[name].numpy() - before.shared[name].numpy() - change[name]).max() <= 1e-15
+        counter = after.shared["1.num_batches_tracked"]
+        assert counter.dtype == torch.int64
+        assert counter == before.shared["1.num_batches_tracked"] + round((5 * 5 + 2 * 2 + 3 * 3) / 10)
+    assert not buffers & {name.partition("/")[2] for name in servers[-1].optimizer}
+    assert {name.partition("/")[2] for name in servers[-1].optimizer} == plan.trained
+
+
+@EACH
+def test_the_state_stays_on_the_server(method):
+    plan, servers, _ = rounds(method)
+    plain = rounds(fedavg())
+    assert nbytes(servers[-1].optimizer) > 0
+    assert servers[-1].memory == {}
+    assert downlink_bytes(plan, servers[-1]) == downlink_bytes(plain[0], plain[1][-1])
+
+
+@EACH
+def test_a_round_changes_nothing_that_it_is_given(method):
+    plan, servers, _ = rounds(method, 2)
+    server = servers[-1]
+    kept = ServerState(round=2, shared=clone(server.shared), optimizer=clone(server.optimizer))
+    after = server_round(plan, server, uploads(server.shared, 9), SAMPLES)
+    assert is_equal(kept.shared, server.shared)
+    assert is_equal(kept.optimizer, server.optimizer)
+    assert not is_equal(after.optimizer, server.optimizer)
+
+
+def test_entries_kept_on_clients_have_no_state():
+    plan = plan_of(fedbn(fedadam()))
+    assert {name.partition("/")[2] for name in init_server(plan).optimizer} == plan.trained & plan.sent
+    assert not any("1." in name for name in init_server(plan).optimizer)
+
+
+@EACH
+def test_the_state_survives_a_checkpoint_and_matters(method, tmp_path):
+    rng = np.random.default_rng(0)
+    data = federation({name: (rng.normal(size=(8, 3)), np.arange(8) % 2) * 2 for name in "ab"})
+
+    def trial():
+        return Trial(method, network, data, Settings(rounds=4, work=Work(batch_size=4, epochs=1)), seed=1)
+
+    whole, broken, forgetful = trial(), trial(), trial()
+    for _ in range(2):
+        whole.advance()
+        broken.advance()
+    save_checkpoint(tmp_path / "c.safetensors", *broken.to_tensors())
+    resumed = trial()
+    tensors, facts = load_checkpoint(tmp_path / "c.safetensors")
+    resumed.restore(tensors, facts)
+    forgetful.restore({**tensors, **{f"server/optimizer/{k}": v for k, v in forgetful.server.optimizer.items()}}, facts)
+    assert is_equal(resumed.server.optimizer, whole.server.optimizer)
+    for each in (whole, resumed, forgetful):
+        each.advance()
+    assert is_equal(resumed.server.shared, whole.server.shared)
+    assert not is_equal(forgetful.server.shared, whole.server.shared)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: fedavgm(lr=0.0), "server learning rate lr=0: it must be a number above 0"),
+        (lambda: fedadam(lr=float("nan")), "server learning rate lr=nan"),
+        (lambda: fedavgm(beta=1.0), r"beta=1: it must lie in \[0, 1\)"),
+        (lambda: fedadagrad(beta1=-0.1), "beta1=-0.1"),
+        (lambda: fedyogi(beta2=1.0), "beta2=1"),
+        (lambda: fedadam(tau=0.0), "tau=0: it must be above 0"),
+        (lambda: fedadam(fedavgm()), "fedadam.fedavgm: fedavgm has a server optimizer already"),
+    ],
+)
+def test_what_is_no_optimizer_is_refused(make, message):
+    with pytest.raises(UsageError, match=message):
+        make()

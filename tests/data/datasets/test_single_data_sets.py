@@ -1,0 +1,446 @@
+"""Data sets of one source: each form in which its files go around gives the same samples, written here byte by byte."""
+
+import bz2
+import gzip
+import importlib
+import inspect
+import os
+import pickle
+import struct
+import sys
+import tarfile
+from io import BytesIO
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from scipy.io import savemat
+
+from fedshift.data.datasets.cifar10 import cifar10
+from fedshift.data.datasets.fashion_mnist import fashion_mnist
+from fedshift.data.datasets.mnist import mnist
+from fedshift.data.datasets.mnistm import mnistm
+from fedshift.data.datasets.svhn import svhn
+from fedshift.data.datasets.synthdigits import synthdigits
+from fedshift.data.datasets.usps import usps
+from fedshift.utils.errors import UsageError
+
+LOADERS = {
+    "mnist": mnist, "fashion-mnist": fashion_mnist, "cifar10": cifar10, "svhn": svhn, "usps": usps, "mnistm": mnistm,
+    "synthdigits": synthdigits,
+}  # fmt: skip
+TRAIN, TEST = 20, 10
+
+
+def pixels(*shape, key=0):
+    return np.random.default_rng(key).integers(0, 256, shape, dtype=np.uint8)
+
+
+def labels(count, key=0):
+    return np.random.default_rng(key).permutation(np.arange(count) % 10).astype(np.uint8)
+
+
+def same(federation, x_train, y_train, x_test, y_test):
+    """Whether the one client has these images [N, C, H, W] and labels, all of them and in this order."""
+    (client,) = federation.clients
+    assert client.train.x.dtype == torch.uint8
+    assert federation.classes == 10
+    return (
+        np.array_equal(client.train.x.numpy(), x_train)
+        and np.array_equal(client.train.y.numpy(), y_train)
+        and np.array_equal(client.test.x.numpy(), x_test)
+        and np.array_equal(client.test.y.numpy(), y_test)
+    )
+
+
+# MNIST and Fashion-MNIST
+
+GRAY = pixels(TRAIN, 28, 28), labels(TRAIN), pixels(TEST, 28, 28, key=1), labels(TEST, key=1)
+GRAY_NCHW = GRAY[0][:, None], GRAY[1], GRAY[2][:, None], GRAY[3]
+
+
+def write_idx(folder: Path, arrays=GRAY, pack=bytes, ending=""):
+    folder.mkdir(parents=True, exist_ok=True)
+    names = "train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"
+    for name, array in zip(names, arrays, strict=True):
+        head = struct.pack(f">4B{array.ndim}I", 0, 0, 8, array.ndim, *array.shape)
+        (folder / f"{name}{ending}").write_bytes(pack(head + array.tobytes()))
+
+
+@pytest.mark.parametrize("place", ["mnist", "MNIST/raw", "data/mnist"])
+@pytest.mark.parametrize(("pack", "ending"), [(bytes, ""), (gzip.compress, ".gz")])
+def test_mnist_is_read_from_the_publishers_files(tmp_path, place, pack, ending):
+    write_idx(tmp_path / place, pack=pack, ending=ending)
+    read = mnist(tmp_path / "data" if place.startswith("data") else tmp_path)
+    assert same(read, *GRAY_NCHW)
+    assert (read.name, read.names, read.note) == ("mnist", ("mnist",), "MNIST: 20 training and 10 test images")
+
+
+@pytest.mark.parametrize("place", ["fashion-mnist", "fashion_mnist", "FashionMNIST/raw"])
+def test_fashion_mnist_has_the_same_files_in_a_folder_of_its_own_name(tmp_path, place):
+    write_idx(tmp_path / place)
+    read = fashion_mnist(tmp_path)
+    assert same(read, *GRAY_NCHW)
+    assert read.class_names[9] == "Ankle boot"
+    with pytest.raises(UsageError, match="benchmark 'mnist' is not in"):
+        mnist(tmp_path)
+
+
+def test_files_in_no_folder_of_their_own_could_be_either_and_are_not_read(tmp_path):
+    write_idx(tmp_path)
+    for loader in (mnist, fashion_mnist):
+        with pytest.raises(UsageError, match="in a directory"):
+            loader(tmp_path)
+
+
+def test_a_file_of_the_publisher_that_is_missing_or_wrong_is_named(tmp_path):
+    write_idx(tmp_path / "mnist")
+    images = tmp_path / "mnist" / "t10k-images-idx3-ubyte"
+    images.write_bytes(images.read_bytes()[:-1])
+    with pytest.raises(UsageError, match="t10k-images-idx3-ubyte says it holds 10 x 28 x 28 bytes"):
+        mnist(tmp_path)
+    images.unlink()
+    with pytest.raises(UsageError, match=r"`fedshift data fetch mnist` fetches it, or put there the four files"):
+        mnist(tmp_path)
+
+
+def test_labels_out_of_range_are_refused(tmp_path):
+    write_idx(tmp_path / "mnist", (GRAY[0], GRAY[1] + np.uint8(1), *GRAY[2:]))
+    with pytest.raises(UsageError, match="label 10 is out of range"):
+        mnist(tmp_path)
+
+
+@pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.parametrize("place", ["{dash}.npz", "{under}.npz", "{dash}/{under}.npz", "{under}/{dash}.npz"])
+def test_each_is_read_from_one_npz(tmp_path, name, place):
+    file = tmp_path / place.format(dash=name, under=name.replace("-", "_"))
+    file.parent.mkdir(exist_ok=True)
+    np.savez(file, **dict(zip(("x_train", "y_train", "x_test", "y_test"), GRAY, strict=True)))
+    read = LOADERS[name](tmp_path)
+    assert same(read, *GRAY_NCHW)
+    assert read.names == (name,)
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_where_nothing_is_there_the_error_says_what_belongs_there(tmp_path, name):
+    with pytest.raises(UsageError, match=rf"benchmark '{name}' is not in .*x_train, y_train, x_test, y_test"):
+        LOADERS[name](tmp_path)
+
+
+@pytest.mark.parametrize("name", [*LOADERS, "digits-five", "morpho-mnist"])
+def test_a_module_shows_one_benchmark_and_its_card(name):
+    module = importlib.import_module(f"fedshift.data.datasets.{name.replace('-', '_')}")
+    public = [
+        function for function, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__ and not function.startswith("_")
+    ]  # fmt: skip
+    assert public == [name.replace("-", "_")]
+    for remote in module.CARD.remotes:
+        assert remote.url.startswith(("https://", "http://"))
+        assert remote.url.rpartition("/")[2] == remote.name.rpartition("/")[2]
+        assert len(remote.md5 or "0" * 32) == 32
+    assert len({remote.name for remote in module.CARD.remotes}) == len(module.CARD.remotes)
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_what_is_fetched_is_where_it_is_looked_for(tmp_path, name):
+    """Files of the names that a card's remotes have, in the benchmark's folder, make the benchmark present."""
+    card = importlib.import_module(f"fedshift.data.datasets.{name.replace('-', '_')}").CARD
+    assert not card.present(name, tmp_path)
+    for remote in card.remotes:
+        (tmp_path / name / remote.name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name / remote.name).touch()
+    assert card.present(name, tmp_path)
+
+
+# SVHN and SynthDigits
+
+COLOR = pixels(TRAIN, 3, 32, 32), labels(TRAIN), pixels(TEST, 3, 32, 32, key=1), labels(TEST, key=1)
+
+
+def write_mat(file: Path, x_NCHW, y, zero=10):
+    file.parent.mkdir(parents=True, exist_ok=True)
+    savemat(file, {"X": x_NCHW.transpose(2, 3, 1, 0), "y": np.where(y == 0, zero, y).astype(np.uint8)[:, None]})
+
+
+@pytest.mark.parametrize(("name", "prefix", "zero"), [("svhn", "", 10), ("synthdigits", "synth_", 0)])
+@pytest.mark.parametrize("place", ["", "{name}", "deeper/{name}"])
+def test_mat_files_of_cropped_digits_are_read(tmp_path, name, prefix, zero, place):
+    folder = tmp_path / place.format(name=name)
+    write_mat(folder / f"{prefix}train_32x32.mat", *COLOR[:2], zero)
+    write_mat(folder / f"{prefix}test_32x32.mat", *COLOR[2:], zero)
+    root = tmp_path / "deeper" if place.startswith("deeper") else tmp_path
+    assert same(LOADERS[name](root), *COLOR)
+
+
+# USPS
+
+LEVELS = pixels(TRAIN, 16, 16), labels(TRAIN), pixels(TEST, 16, 16, key=1), labels(TEST, key=1)
+LEVELS_NCHW = LEVELS[0][:, None], LEVELS[1], LEVELS[2][:, None], LEVELS[3]
+
+
+def as_texts(x, y, template, number):
+    """Lines of text with the pixels between -1 and 1, a little above the gray level, so that cutting off gives it."""
+    values = (x.reshape(len(x), -1) + 0.3) / 127.5 - 1
+    lines = []
+    for row, label in zip(values.clip(-1, 1), y, strict=True):
+        cells = (template.format(place=place + 1, value=value) for place, value in enumerate(row))
+        lines.append(f"{number(label)} {' '.join(cells)} \n")
+    return "".join(lines).encode()
+
+
+def test_usps_is_read_from_libsvms_files(tmp_path):
+    for name, x, y in (("usps.bz2", *LEVELS[:2]), ("usps.t.bz2", *LEVELS[2:])):
+        text = as_texts(x, y, "{place}:{value:.6f}", lambda label: label + 1)
+        (tmp_path / name).write_bytes(bz2.compress(text))
+    assert same(usps(tmp_path), *LEVELS_NCHW)
+
+
+def test_usps_is_read_from_the_textbooks_files(tmp_path):
+    (tmp_path / "usps").mkdir()
+    for name, x, y in (("zip.train.gz", *LEVELS[:2]), ("zip.test.gz", *LEVELS[2:])):
+        text = as_texts(x, y, "{value:.6f}", lambda label: f"{label:.4f}")
+        (tmp_path / "usps" / name).write_bytes(gzip.compress(text))
+    assert same(usps(tmp_path), *LEVELS_NCHW)
+
+
+def test_levels_from_minus_one_to_one_are_cut_off_as_by_fedbns_authors(tmp_path):
+    values = np.linspace(-1, 1, 256 * 4).reshape(4, 256).round(3)
+    theirs = ((np.asarray(values, dtype=np.float32).reshape((-1, 16, 16)) + 1) / 2 * 255).astype(dtype=np.uint8)
+    text = "".join(f"{n} {' '.join(f'{i + 1}:{v:g}' for i, v in enumerate(row))}\n" for n, row in enumerate(values, 1))
+    (tmp_path / "usps.bz2").write_bytes(bz2.compress(text.encode()))
+    (tmp_path / "usps.t.bz2").write_bytes(bz2.compress(text.encode()))
+    assert same(usps(tmp_path), theirs[:, None], range(4), theirs[:, None], range(4))
+
+
+def test_pixels_of_another_range_are_refused_by_the_name_of_the_file(tmp_path):
+    (tmp_path / "usps.bz2").write_bytes(bz2.compress(b"1 1:255\n2 1:0\n"))
+    (tmp_path / "usps.t.bz2").write_bytes(bz2.compress(b"1 1:1\n"))
+    with pytest.raises(UsageError, match=r"usps.bz2 holds pixels from 0 to 255, expected were -1 to 1"):
+        usps(tmp_path)
+
+
+class FakeHdf5(dict):
+    """Stands for h5py.File: groups of arrays, and a context."""
+
+    def __init__(self, file):
+        part = {"data": (LEVELS[0] / 255).reshape(TRAIN, 256), "target": LEVELS[1]}
+        super().__init__(train=part, test={"data": (LEVELS[2] / 255).reshape(TEST, 256), "target": LEVELS[3]})
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+
+def test_usps_h5_is_read_where_h5py_is_installed(tmp_path, monkeypatch):
+    (tmp_path / "usps.h5").touch()
+    monkeypatch.setitem(sys.modules, "h5py", SimpleNamespace(File=FakeHdf5))
+    assert same(usps(tmp_path), *LEVELS_NCHW)
+
+
+def test_usps_h5_without_h5py_says_how_to_install_it(tmp_path, monkeypatch):
+    (tmp_path / "usps.h5").touch()
+    monkeypatch.setitem(sys.modules, "h5py", None)
+    with pytest.raises(UsageError, match=r"usps.h5 needs the package h5py: pip install h5py, or use usps.bz2"):
+        usps(tmp_path)
+
+
+def test_usps_of_28_pixels_is_read_from_its_pickle(tmp_path):
+    content = [[(x / 255).astype(np.float32)[:, None], y.astype(np.int64)] for x, y in (GRAY[:2], GRAY[2:])]
+    (tmp_path / "usps_28x28.pkl").write_bytes(gzip.compress(pickle.dumps(content, 2)))
+    assert same(usps(tmp_path), *GRAY_NCHW)
+    (tmp_path / "usps_28x28.pkl").write_bytes(pickle.dumps(content[0], 2))
+    with pytest.raises(UsageError, match=r"usps_28x28.pkl cannot be read as USPS of 28 x 28"):
+        usps(tmp_path)
+
+
+# MNIST-M
+
+
+def write_list(folder: Path, part, x_NCHW, y):
+    (folder / f"mnist_m_{part}").mkdir(parents=True)
+    for number, image in enumerate(x_NCHW.transpose(0, 2, 3, 1)):
+        Image.fromarray(image).save(folder / f"mnist_m_{part}" / f"{number:08d}.png")
+    lines = "".join(f"{number:08d}.png {label}\n" for number, label in enumerate(y))
+    (folder / f"mnist_m_{part}_labels.txt").write_text(lines)
+
+
+@pytest.mark.parametrize("place", ["mnist_m", "mnistm/mnist_m", ""])
+def test_mnistm_is_read_from_its_authors_directory(tmp_path, place):
+    write_list(tmp_path / place, "train", *COLOR[:2])
+    write_list(tmp_path / place, "test", *COLOR[2:])
+    assert same(mnistm(tmp_path), *COLOR)
+
+
+def test_an_image_of_mnistm_that_is_missing_or_broken_is_named(tmp_path):
+    write_list(tmp_path / "mnist_m", "train", *COLOR[:2])
+    write_list(tmp_path / "mnist_m", "test", *COLOR[2:])
+    image = tmp_path / "mnist_m" / "mnist_m_test" / "00000003.png"
+    image.write_bytes(image.read_bytes()[:100])
+    with pytest.raises(UsageError, match=r"00000003.png cannot be read as an image"):
+        mnistm(tmp_path)
+    image.unlink()
+    with pytest.raises(UsageError, match=r"00000003.png cannot be read as an image"):
+        mnistm(tmp_path)
+    (tmp_path / "mnist_m" / "mnist_m_train_labels.txt").write_text("00000000.png\n")
+    with pytest.raises(UsageError, match=r"mnist_m_train_labels.txt cannot be read as a list"):
+        mnistm(tmp_path)
+
+
+SMALL = pixels(TRAIN, 28, 28, 3), pixels(TEST, 28, 28, 3, key=1)
+SMALL_NCHW = SMALL[0].transpose(0, 3, 1, 2), GRAY[1], SMALL[1].transpose(0, 3, 1, 2), GRAY[3]
+
+
+@pytest.mark.parametrize("held_out", [0, 6])
+def test_keras_mnistm_has_the_labels_of_mnist(tmp_path, held_out):
+    content = {b"train": SMALL[0][held_out:], b"test": SMALL[1], b"valid": SMALL[0][:held_out]}
+    (tmp_path / "mnistm").mkdir()
+    (tmp_path / "mnistm" / "keras_mnistm.pkl.gz").write_bytes(gzip.compress(pickle.dumps(content, 2)))
+    with pytest.raises(UsageError, match=r"keras_mnistm.pkl.gz holds no labels, they are MNIST's, which is not in"):
+        mnistm(tmp_path)
+    write_idx(tmp_path / "mnist")
+    order = np.roll(np.arange(TRAIN), -held_out)
+    assert same(mnistm(tmp_path), SMALL_NCHW[0][order], GRAY[1][order], *SMALL_NCHW[2:])
+
+
+def test_the_pickle_of_fedbns_authors_has_labels_of_its_own(tmp_path):
+    content = {
+        "train": SMALL[0][:15], "valid": SMALL[0][15:], "test": SMALL[1],
+        "train_label": GRAY[1][:15], "valid_label": GRAY[1][15:], "test_label": GRAY[3],
+    }  # fmt: skip
+    (tmp_path / "MNIST_M").mkdir()
+    (tmp_path / "MNIST_M" / "mnistm_data.pkl").write_bytes(pickle.dumps(content, 4))
+    assert same(mnistm(tmp_path), *SMALL_NCHW)
+
+
+def test_another_pickle_is_refused(tmp_path):
+    (tmp_path / "mnistm_data.pkl").write_bytes(pickle.dumps([SMALL[0]], 4))
+    with pytest.raises(UsageError, match=r"mnistm_data.pkl cannot be read as MNIST-M with arrays train and test"):
+        mnistm(tmp_path)
+
+
+# CIFAR-10
+
+BATCHES = [f"data_batch_{number}" for number in range(1, 6)] + ["test_batch"]
+PHOTOS = {name: (pixels(10, 3, 32, 32, key=key), labels(10, key)) for key, name in enumerate(BATCHES)}
+EXPECTED = (
+    np.concatenate([PHOTOS[name][0] for name in BATCHES[:5]]),
+    np.concatenate([PHOTOS[name][1] for name in BATCHES[:5]]),
+    *PHOTOS["test_batch"],
+)
+
+
+def python_version():
+    """The files' content by name: dictionaries with keys of bytes, as Python 3 reads Python 2's."""
+    for name, (x, y) in PHOTOS.items():
+        batch = {b"batch_label": b"x", b"labels": y.tolist(), b"data": x.reshape(10, -1), b"filenames": [b"a.png"] * 10}
+        yield name, pickle.dumps(batch, 2)
+
+
+def binary_version():
+    for name, (x, y) in PHOTOS.items():
+        yield f"{name}.bin", b"".join(bytes([label]) + image.tobytes() for image, label in zip(x, y, strict=True))
+
+
+VERSIONS = [("python", "py", python_version), ("binary", "bin", binary_version)]
+
+
+@pytest.mark.parametrize(("_", "short", "files"), VERSIONS)
+@pytest.mark.parametrize("place", ["", "cifar10"])
+def test_cifar10_is_read_unpacked(tmp_path, _, short, files, place):
+    folder = tmp_path / place / f"cifar-10-batches-{short}"
+    folder.mkdir(parents=True)
+    for name, content in files():
+        (folder / name).write_bytes(content)
+    read = cifar10(tmp_path)
+    assert same(read, *EXPECTED)
+    assert read.class_names[0] == "airplane"
+
+
+@pytest.mark.parametrize(("version", "short", "files"), VERSIONS)
+def test_cifar10_is_read_from_its_archive_in_any_order_of_its_members(tmp_path, version, short, files):
+    contents = dict(files())
+    with tarfile.open(tmp_path / f"cifar-10-{version}.tar.gz", "w:gz") as archive:
+        for name in ("readme.html", *sorted(contents, reverse=True)):
+            member = tarfile.TarInfo(f"cifar-10-batches-{short}/{name}")
+            member.size = len(contents.get(name, b""))
+            archive.addfile(member, BytesIO(contents.get(name, b"")))
+    assert same(cifar10(tmp_path), *EXPECTED)
+    assert [file.name for file in tmp_path.iterdir()] == [f"cifar-10-{version}.tar.gz"]
+
+
+def test_an_archive_of_cifar10_that_is_cut_short_is_refused(tmp_path):
+    file = tmp_path / "cifar-10-python.tar.gz"
+    with tarfile.open(file, "w:gz") as archive:
+        for name, content in list(python_version())[:4]:
+            member = tarfile.TarInfo(f"cifar-10-batches-py/{name}")
+            member.size = len(content)
+            archive.addfile(member, BytesIO(content))
+    with pytest.raises(UsageError, match=r"cifar-10-python.tar.gz lacks data_batch_5, test_batch"):
+        cifar10(tmp_path)
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(UsageError, match=r"cifar-10-python.tar.gz"):
+        cifar10(tmp_path)
+
+
+def test_a_batch_that_is_cut_short_is_named(tmp_path):
+    for name, content in binary_version():
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "data_batch_3.bin").write_bytes((tmp_path / "data_batch_3.bin").read_bytes()[:-5])
+    with pytest.raises(UsageError, match=r"data_batch_3.bin has 30725 bytes, no multiple of 3073"):
+        cifar10(tmp_path)
+
+
+def test_a_batch_that_would_run_code_is_refused(tmp_path):
+    for name, content in python_version():
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "data_batch_2").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
+    with pytest.raises(UsageError, match=r"data_batch_2 calls for os.system"):
+        cifar10(tmp_path)
+
+
+def test_doubled_cifar10_has_every_image_once_as_it_is_and_once_augmented(tmp_path):
+    np.savez(tmp_path / "cifar10.npz", **dict(zip(("x_train", "y_train", "x_test", "y_test"), EXPECTED, strict=True)))
+    plain, doubled = cifar10(tmp_path).clients[0], cifar10(tmp_path, doubled=True).clients[0]
+    count = len(plain.train)
+    assert torch.equal(doubled.train.x[:count], plain.train.x)
+    assert torch.equal(doubled.train.y, plain.train.y.repeat(2))
+    assert torch.equal(doubled.test.x, plain.test.x)
+    copies = doubled.train.x[count:]
+    assert copies.dtype == torch.uint8
+    assert all(not torch.equal(copy, image) for copy, image in zip(copies, plain.train.x, strict=True))
+    # What is changed little is still the same image, mirrored or not: nearer to it than to the next one.
+    for place in range(count):
+        distances = [
+            min(float((copies[place].float() - x.float()).abs().mean()) for x in (image, image.flip(2)))
+            for image in (plain.train.x[place], plain.train.x[(place + 1) % count])
+        ]
+        assert distances[0] < distances[1]
+    again, other = (cifar10(tmp_path, doubled=True, seed=seed).clients[0].train.x[count:] for seed in (0, 1))
+    assert torch.equal(again, copies)
+    assert not torch.equal(other, copies)
+
+
+# Real files, where FEDSHIFT_DATA names the directory that holds them
+
+DATA = Path(os.environ.get("FEDSHIFT_DATA", ""))
+REAL = {
+    "mnist": ((7438, 1, 28, 28), (10000, 1, 28, 28)),
+    "usps": ((7291, 1, 16, 16), (2007, 1, 16, 16)),
+    "fashion-mnist": ((10000, 1, 28, 28), (5000, 1, 28, 28)),
+    "mnistm": ((7438, 3, 32, 32), (4000, 3, 32, 32)),
+    "cifar10": ((10000, 3, 32, 32), (2000, 3, 32, 32)),
+}
+
+if all((DATA / f"{name.replace('-', '_')}.npz").is_file() for name in REAL):
+
+    @pytest.mark.parametrize("name", REAL)
+    def test_real_files_have_their_counts_and_shapes(name):
+        (client,) = LOADERS[name](DATA).clients
+        assert (tuple(client.train.x.shape), tuple(client.test.x.shape)) == REAL[name]
+        assert torch.equal(client.train.y.unique(), torch.arange(10))

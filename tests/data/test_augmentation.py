@@ -1,0 +1,413 @@
+"""Augmentations: each against another library or a plain loop, and what all of them promise."""
+
+import colorsys
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageEnhance
+from scipy.ndimage import affine_transform
+from scipy.ndimage import rotate as scipy_rotate
+
+from fedshift.data import image_transforms
+from fedshift.data.augmentation import CATALOG, parse_augmentation
+from fedshift.utils.errors import UsageError
+from fedshift.utils.random_streams import stream
+
+EVERY = (
+    "flip", "flip(vertical=True)", "rotate(degrees=40)", "rotate(degrees=40, fill='reflection')", "scale(amount=0.3)",
+    "shear(degrees=20)", "crop(padding=3)", "crop(padding=0.2, fill='border')", "resized_crop", "color_jitter",
+    "brightness_contrast", "erase(patches=3, size=4)", "sometimes(rotate(degrees=40), p=0.4)",
+    "sequence(flip, crop(padding=1))", "fedbn_office", "fedmmb_cifar", "flamby_isic",
+)  # fmt: skip
+WITHOUT_STRENGTH = (
+    "flip(p=0)", "flip(p=0, vertical=True)", "rotate(degrees=0)", "scale(amount=0)", "shear(degrees=0)",
+    "crop(padding=0)", "resized_crop(scale=(1, 1), ratio=(1, 1))", "brightness_contrast(brightness=0, contrast=0)",
+    "color_jitter(brightness=0, contrast=0, saturation=0, hue=0)", "sometimes(erase(size=4), p=0)",
+)  # fmt: skip
+
+
+class Fixed:
+    """Stands for a generator, and gives every image the draws written down, one a call."""
+
+    def __init__(self, *draws):
+        self.draws = list(draws)
+
+    def random(self, shape):
+        return np.full(shape, self.draws.pop(0), float)
+
+    def uniform(self, low, high, shape):
+        return np.full(shape, low + (high - low) * self.draws.pop(0))
+
+
+def images(count=6, channels=3, height=16, width=16, dtype=torch.float64):
+    return torch.rand(count, channels, height, width, generator=torch.Generator().manual_seed(0), dtype=dtype)
+
+
+def key(*more):
+    return stream(0, "augment", "client", *more)
+
+
+# what all promise
+
+
+@pytest.mark.parametrize("text", EVERY)
+@pytest.mark.parametrize("shape", [(5, 3, 16, 16), (1, 1, 9, 14), (2, 3, 1, 5), (2, 1, 4, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_shape_dtype_and_range_are_kept_and_the_batch_is_left_alone(text, shape, dtype):
+    x = images(*shape, dtype=dtype)
+    x[0, 0, 0, 0], x[-1] = 0, 1
+    before = x.clone()
+    augment = parse_augmentation(text)
+    for step in range(5):
+        out = augment(x, key(step))
+        assert out.shape == x.shape
+        assert out.dtype == dtype
+        assert out.min() >= 0
+        assert out.max() <= 1
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("text", EVERY)
+def test_a_result_is_a_function_of_the_key(text):
+    x, augment = images(), parse_augmentation(text)
+    assert torch.equal(augment(x, key(3)), parse_augmentation(text)(x, key(3)))
+    assert any(not torch.equal(augment(x, key(3)), augment(x, key(step))) for step in range(4, 9))
+
+
+@pytest.mark.parametrize("text", EVERY)
+def test_an_image_does_not_depend_on_the_others_and_gets_parameters_of_its_own(text):
+    x, augment = images(), parse_augmentation(text)
+    other = 1 - x
+    other[2] = x[2]
+    assert torch.equal(augment(x, key())[2], augment(other, key())[2])
+    alike = x[:1].expand(40, -1, -1, -1)
+    assert len(augment(alike, key()).flatten(1).unique(dim=0)) > 1
+
+
+@pytest.mark.parametrize("text", EVERY)
+def test_how_many_draws_are_made_depends_on_the_number_of_images_alone(text):
+    augment, after = parse_augmentation(text), []
+    for x in (images(), torch.zeros(6, 1, 9, 12), torch.ones(6, 3, 20, 20)):
+        rng = key()
+        augment(x, rng)
+        after.append(rng.random())
+    assert len(set(after)) == 1
+
+
+@pytest.mark.parametrize("text", WITHOUT_STRENGTH)
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_nothing_changes_bit_for_bit_where_the_strength_is_zero(text, channels, dtype):
+    x = images(channels=channels, dtype=dtype)
+    assert torch.equal(parse_augmentation(text)(x, key()), x)
+
+
+@pytest.mark.parametrize("text", EVERY)
+def test_work_is_done_where_the_images_are(text):
+    assert parse_augmentation(text)(torch.zeros(2, 3, 16, 16, device="meta"), key()).device.type == "meta"
+
+
+# geometry
+
+
+def test_a_flip_is_torchs_for_each_image():
+    x = images(200, 1, 4, 5)
+    for p in (0.3, 1.0):
+        flipped = (parse_augmentation(f"flip(p={p})")(x, key()) == x.flip(3)).flatten(1).all(1)
+        kept = (parse_augmentation(f"flip(p={p})")(x, key()) == x).flatten(1).all(1)
+        assert torch.equal(flipped, ~kept)
+        assert flipped.double().mean().item() == pytest.approx(p, abs=0.1)
+
+
+def test_a_flip_both_ways_takes_left_right_upside_down_and_both_equally_often():
+    x = images(600, 1, 4, 5)
+    out = parse_augmentation("flip(p=0.6, vertical=True)")(x, key())
+    ways = {"none": x, "left-right": x.flip(3), "upside down": x.flip(2), "both": x.flip(2, 3)}
+    shares = {way: (out == expected).flatten(1).all(1).double().mean().item() for way, expected in ways.items()}
+    assert sum(shares.values()) == pytest.approx(1)
+    assert shares.pop("none") == pytest.approx(0.4, abs=0.06)
+    assert all(share == pytest.approx(0.2, abs=0.05) for share in shares.values())
+
+
+@pytest.mark.parametrize(("draw", "quarters"), [(1, 1), (0, -1)])
+@pytest.mark.parametrize("fill", ["zeros", "border", "reflection"])
+def test_a_quarter_turn_is_torchs(draw, quarters, fill):
+    x = images()
+    turned = parse_augmentation(f"rotate(degrees=90, fill={fill!r})")(x, Fixed(draw))
+    assert torch.allclose(turned, x.rot90(quarters, (2, 3)), atol=1e-12)
+
+
+def test_rotation_is_scipys():
+    x = images(1, 1, 13, 13)
+    turned = parse_augmentation("rotate(degrees=40)")(x, Fixed(0.8))
+    expected = scipy_rotate(x[0, 0].numpy(), 40 * 0.6, reshape=False, order=1, mode="grid-constant")
+    assert np.allclose(turned[0, 0], expected, atol=1e-12)
+
+
+def test_rotation_is_pillows_with_pixels_of_eight_bits():
+    x = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (1, 1, 15, 15)) / 255)
+    turned = parse_augmentation("rotate(degrees=30)")(x, Fixed(1))
+    picture = Image.fromarray((x[0, 0].numpy() * 255).round().astype(np.uint8))
+    expected = np.asarray(picture.rotate(30, Image.Resampling.BILINEAR)) / 255
+    inside = slice(4, 11)
+    assert np.allclose(turned[0, 0, inside, inside], expected[inside, inside], atol=2 / 255)
+
+
+@pytest.mark.parametrize(
+    ("fill", "mode"), [("zeros", "grid-constant"), ("border", "nearest"), ("reflection", "mirror")]
+)
+@pytest.mark.parametrize(
+    ("text", "draw", "into"),
+    [
+        ("rotate(degrees=50, fill={!r})", 0.2, None),
+        ("scale(amount=0.4, fill={!r})", 0.9, np.eye(2) / 1.32),
+        ("scale(amount=0.4, fill={!r})", 0.1, np.eye(2) / 0.68),
+        ("shear(degrees=30, fill={!r})", 0.9, [[1, 0], [np.tan(np.deg2rad(24)), 1]]),
+    ],
+)
+def test_geometry_is_scipys_on_images_that_are_not_square(text, draw, into, fill, mode):
+    x = images(1, 1, 11, 18)
+    if into is None:
+        angle = np.deg2rad(-30)
+        into = [[np.cos(angle), np.sin(angle)], [-np.sin(angle), np.cos(angle)]]
+    center = np.array([5, 8.5])
+    expected = affine_transform(x[0, 0].numpy(), into, offset=center - into @ center, order=1, mode=mode)
+    assert np.allclose(parse_augmentation(text.format(fill))(x, Fixed(draw))[0, 0], expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("angle", [1, 15, 30])
+def test_angles_and_zooms_are_uniform_within_their_bounds(angle, monkeypatch):
+    seen = {}
+    monkeypatch.setattr(image_transforms, "_warp", lambda x, into, fill: seen.update(into=into) or x)
+    parse_augmentation(f"rotate(degrees={angle})")(torch.zeros(4000, 1, 2, 2), key())
+    angles = np.rad2deg(np.arctan2(seen["into"][:, 1, 0], seen["into"][:, 0, 0]))
+    assert np.abs(angles).max() <= angle
+    assert np.percentile(angles, [25, 50, 75]) == pytest.approx([-angle / 2, 0, angle / 2], abs=angle / 12)
+    parse_augmentation(f"scale(amount={angle / 100})")(torch.zeros(4000, 1, 2, 2), key())
+    zooms = 1 / seen["into"][:, 0, 0] - 1
+    assert np.percentile(zooms, [25, 50, 75]) == pytest.approx(np.array([-1, 0, 1]) * angle / 200, abs=angle / 1200)
+
+
+def test_padding_is_at_most_the_side_less_one_pixel():
+    x = images(4, 1, 5, 6)
+    for fill in ("zeros", "border", "reflection"):
+        assert parse_augmentation(f"crop(padding=40, fill={fill!r})")(x, key()).shape == x.shape
+
+
+@pytest.mark.parametrize(("fill", "mode"), [("zeros", "constant"), ("border", "edge"), ("reflection", "reflect")])
+@pytest.mark.parametrize(("padding", "pads"), [(3, (3, 3)), (0.25, (2, 3))])
+def test_a_crop_is_the_window_that_a_loop_cuts_from_the_padded_image(padding, pads, fill, mode):
+    x = images(50, 3, 8, 12)
+    out = parse_augmentation(f"crop(padding={padding}, fill={fill!r})")(x, key())
+    rng = key()
+    places = [(rng.random(50) * (2 * pad + 1)).astype(int) for pad in pads]
+    for i, (top, left) in enumerate(zip(*places, strict=True)):
+        padded = np.pad(x[i].numpy(), ((0, 0), (pads[0],) * 2, (pads[1],) * 2), mode=mode)
+        assert np.array_equal(out[i], padded[:, top : top + 8, left : left + 12])
+    assert {*places[0]} == {*range(2 * pads[0] + 1)}
+
+
+def test_a_resized_crop_lies_in_the_image_with_the_area_and_ratio_asked_for(monkeypatch):
+    seen = {}
+    monkeypatch.setattr(image_transforms, "_warp", lambda x, into, fill: seen.update(into=into) or x)
+    parse_augmentation("resized_crop(scale=(0.1, 0.4))")(torch.zeros(2000, 1, 30, 40), key())
+    (width, height), place = seen["into"][:, [0, 1], [0, 1]].T * [[40], [30]], seen["into"][:, :, 2]
+    area, ratio = width * height / 1200, width / height
+    assert area.min() >= 0.1
+    assert area.max() <= 0.4
+    assert area.mean() == pytest.approx(0.25, abs=0.01)
+    assert ratio.min() >= 0.75
+    assert ratio.max() <= 4 / 3
+    assert np.log(ratio).mean() == pytest.approx(0, abs=0.02)
+    assert (np.abs(place[:, 0]) + width / 2).max() <= 20
+    assert (np.abs(place[:, 1]) + height / 2).max() <= 15
+
+
+def test_a_window_longer_than_the_image_is_cut_to_its_side(monkeypatch):
+    seen = {}
+    monkeypatch.setattr(image_transforms, "_warp", lambda x, into, fill: seen.update(into=into) or x)
+    parse_augmentation("resized_crop(scale=(0.9, 1), ratio=(0.25, 4))")(torch.zeros(200, 1, 30, 40), key())
+    shares = seen["into"][:, [0, 1], [0, 1]]
+    assert (shares.max(axis=1) == 1).sum() > 100
+    assert shares.max() == 1
+
+
+def test_a_resized_crop_sees_nothing_beyond_the_image():
+    for dtype in (torch.float32, torch.float64):
+        x = torch.ones(200, 1, 9, 9, dtype=dtype)
+        assert torch.allclose(parse_augmentation("resized_crop")(x, key()), x, atol=1e-6)
+
+
+def test_a_resized_crop_is_pillows():
+    x = images(1, 1, 16, 16)
+    out = parse_augmentation("resized_crop(scale=(0.25, 0.25), ratio=(1, 1))")(x, Fixed(0, 0, 0.75, 0.25))
+    picture = Image.fromarray(
+        x[0, 0].numpy().astype(np.float32)
+    )  # a window of 8 x 8 at 6 from the left, 2 from the top
+    expected = np.asarray(picture.crop((6, 2, 14, 10)).resize((16, 16), Image.Resampling.BILINEAR))
+    assert np.allclose(out[0, 0, 1:-1, 1:-1], expected[1:-1, 1:-1], atol=1e-6)
+
+
+# color
+
+
+@pytest.mark.parametrize(
+    ("name", "enhance"),
+    [("brightness", ImageEnhance.Brightness), ("contrast", ImageEnhance.Contrast), ("saturation", ImageEnhance.Color)],
+)
+@pytest.mark.parametrize("draw", [0.0, 0.3, 1.0])
+def test_brightness_contrast_and_saturation_are_pillows_with_pixels_of_eight_bits(name, enhance, draw):
+    pixels = np.random.default_rng(0).integers(0, 256, (9, 7, 3)).astype(np.uint8)
+    x = torch.from_numpy(pixels.transpose(2, 0, 1)[None] / 255)
+    draws = [draw if name == other else 0.5 for other in ("brightness", "contrast", "saturation", "hue")]
+    strengths = {other: 0.8 if name == other else 0 for other in ("brightness", "contrast", "saturation", "hue")}
+    out = parse_augmentation(f"color_jitter({', '.join(f'{k}={v}' for k, v in strengths.items())})")(x, Fixed(*draws))
+    expected = np.asarray(enhance(Image.fromarray(pixels)).enhance(0.2 + 1.6 * draw)) / 255
+    assert np.allclose(out[0].permute(1, 2, 0), expected, atol=2 / 255)
+
+
+def test_a_factor_is_never_negative():
+    x = images(400)
+    out = parse_augmentation("color_jitter(brightness=2.0, contrast=0, saturation=0, hue=0)")(x, key())
+    assert (out <= 3 * x + 1e-12).all()
+    assert out.amax(dim=(1, 2, 3)).min() > 0
+
+
+@pytest.mark.parametrize("draw", [0.0, 0.21, 0.4, 0.73, 1.0])
+def test_hue_is_colorsys_pixel_by_pixel(draw):
+    x = images(1, 3, 6, 6)
+    x[0, :, 0] = torch.tensor([[0, 1, 1, 0, 0.5, 1], [0, 1, 0, 0, 0.5, 0], [0, 1, 0, 1, 0.5, 1]], dtype=x.dtype)
+    out = parse_augmentation("color_jitter(brightness=0, contrast=0, saturation=0, hue=0.5)")(
+        x, Fixed(0.5, 0.5, 0.5, draw)
+    )
+    for row in range(6):
+        for column in range(6):
+            h, s, v = colorsys.rgb_to_hsv(*x[0, :, row, column].tolist())
+            assert out[0, :, row, column].tolist() == pytest.approx(
+                colorsys.hsv_to_rgb((h + draw - 0.5) % 1, s, v), abs=1e-12
+            )
+
+
+def test_gray_images_have_contrast_but_no_saturation_and_no_hue():
+    x = images(channels=1)
+    assert torch.equal(
+        parse_augmentation("color_jitter(brightness=0, contrast=0, saturation=0.9, hue=0.5)")(x, key()), x
+    )
+    out = parse_augmentation("color_jitter(brightness=0, contrast=0.5, saturation=0, hue=0)")(
+        x, Fixed(0.5, 0.25, 0.5, 0.5)
+    )
+    mean = x.mean(dim=(2, 3), keepdim=True)
+    assert torch.allclose(out, mean + 0.75 * (x - mean), atol=1e-12)
+
+
+def test_contrast_of_images_of_other_channels_is_about_the_mean_of_all():
+    x = images(channels=2)
+    out = parse_augmentation("color_jitter(brightness=0, contrast=0.5, saturation=0.9, hue=0.5)")(
+        x, Fixed(0.5, 0.25, 0.1, 0.9)
+    )
+    mean = x.mean(dim=(1, 2, 3), keepdim=True)
+    assert torch.allclose(out, mean + 0.75 * (x - mean), atol=1e-12)
+
+
+def test_brightness_and_contrast_together_are_a_line():
+    x = images()
+    out = parse_augmentation("brightness_contrast(brightness=0.3, contrast=0.4)")(x, Fixed(0.75, 0.1))
+    assert torch.allclose(out, (1.2 * x - 0.24).clamp(0, 1), atol=1e-12)
+
+
+# erasing and choosing
+
+
+@pytest.mark.parametrize(("size", "sides"), [(3, (3, 3)), (0.25, (3, 5)), (0.01, (1, 1)), (99, (12, 20))])
+def test_a_hole_is_a_black_rectangle_inside_the_image(size, sides):
+    x = torch.ones(300, 3, 12, 20)
+    out = parse_augmentation(f"erase(patches=1, size={size})")(x, key())
+    for image in out:
+        black = (image == 0).all(0).nonzero()
+        assert len(black) == sides[0] * sides[1]
+        assert tuple((black.amax(0) - black.amin(0) + 1).tolist()) == sides
+        assert image.sum() == 3 * (240 - len(black))
+    if size == 3:
+        assert len(out.flatten(1).unique(dim=0)) > 130  # of 10 x 18 places
+
+
+def test_one_to_so_many_holes_are_cut_each_as_often():
+    x = torch.ones(400, 1, 200, 200)
+    counts = (parse_augmentation("erase(patches=4, size=1)")(x, key()) == 0).flatten(1).sum(1)
+    assert counts.max() == 4
+    assert (counts.bincount() / 400).tolist() == pytest.approx([0, 0.25, 0.25, 0.25, 0.25], abs=0.07)
+
+
+def test_sometimes_leaves_the_other_images_bit_for_bit():
+    x = images(300, 1, 4, 4)
+    out = parse_augmentation("sometimes(brightness_contrast(brightness=0.5), p=0.3)")(x, key())
+    assert (out == x).flatten(1).all(1).double().mean().item() == pytest.approx(0.7, abs=0.08)
+
+
+def test_a_sequence_is_done_in_the_order_written():
+    x, rng = images(), key()
+    expected = parse_augmentation("crop(padding=2)")(parse_augmentation("flip")(x, rng), rng)
+    assert torch.equal(parse_augmentation("flip, crop(padding=2)")(x, key()), expected)
+    assert torch.equal(parse_augmentation("sequence(flip, crop(padding=2))")(x, key()), expected)
+    assert not torch.equal(parse_augmentation("crop(padding=2), flip")(x, key()), expected)
+
+
+# names
+
+
+def test_recipes_are_what_their_papers_do():
+    assert parse_augmentation("fedbn_office()") == parse_augmentation("flip(p=0.5), rotate(degrees=30.0)")
+    assert parse_augmentation("fedmmb_cifar()").parts[0] == parse_augmentation("flip(p=0.5)")
+    isic = parse_augmentation("flamby_isic()").parts
+    assert [getattr(part, "p", 1) for part in isic] == [0.5, 0.5, 0.5, 0.5, 0.5, 1, 0.5]
+    kinds = [type(getattr(part, "augmentation", part)).__name__ for part in isic]
+    assert kinds == ["Scale", "Rotate", "BrightnessContrast", "Flip", "Shear", "Crop", "Erase"]
+    hole = isic[-1].augmentation(torch.ones(1, 1, 200, 200), Fixed(0, 0.5, 0.5))
+    assert (hole == 0).sum() == 16 * 16
+
+
+def test_no_augmentation_is_none():
+    assert parse_augmentation("none") is parse_augmentation("") is None
+
+
+def test_every_name_can_be_written_without_arguments():
+    for name in CATALOG:
+        if name != "sometimes":
+            assert parse_augmentation(name)(images(), key()).shape == images().shape
+
+
+def test_an_augmentation_of_ones_own_is_found_in_its_module():
+    x = images()
+    assert torch.equal(parse_augmentation("fedshift.data.augmentation:flip(p=1)")(x, key()), x.flip(3))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("flop", "unknown augmentation 'flop': did you mean 'flip'? allowed are brightness_contrast, color_jitter"),
+        ("flip(p=2)", "p=2 is no probability: it must lie in [0, 1]"),
+        ("sometimes(flip, p=-1)", "p=-1 is no probability"),
+        ("flip(chance=1)", "unexpected keyword argument 'chance'; flip takes (*, p:"),
+        ("rotate(degrees=-3)", "rotate: degrees=-3 must lie in 0..180"),
+        ("rotate(fill='white')", "rotate: fill='white' is unknown: allowed are zeros, border, reflection"),
+        ("scale(amount=1)", "scale: amount=1 must lie in [0, 1)"),
+        ("shear(degrees=90)", "shear: degrees=90 must lie in [0, 90)"),
+        ("crop(padding=-1)", "crop: padding=-1 must be whole pixels from 0 or a share in [0, 1)"),
+        ("crop(padding=1.5)", "crop: padding=1.5 must be whole pixels"),
+        ("resized_crop(scale=(0.5, 0.2))", "resized_crop: scale=(0.5, 0.2) must be 0 < low <= high <= 1"),
+        ("resized_crop(ratio=(0, 1))", "resized_crop: ratio=(0, 1) must be 0 < low <= high"),
+        ("color_jitter(contrast=-0.1)", "color_jitter: contrast=-0.1 must be 0 or more"),
+        ("color_jitter(hue=0.6)", "color_jitter: hue=0.6 must lie in [0, 0.5]"),
+        ("brightness_contrast(contrast=2)", "brightness_contrast: contrast=2 must lie in [0, 1]"),
+        ("erase(patches=0)", "erase: patches=0 must be a whole number from 1"),
+        ("erase(size=0)", "erase: size=0 must be whole pixels from 1 or a share in (0, 1)"),
+        ("flip(p='a')", "flip takes (*, p:"),
+        ("flip(", "cannot be read"),
+        ("fedshift.nowhere:flip", "fedshift.nowhere"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_and_said(text, said):
+    with pytest.raises(UsageError) as refused:
+        parse_augmentation(text)
+    assert said in str(refused.value)

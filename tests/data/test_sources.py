@@ -1,0 +1,205 @@
+"""From what a person asks for to clients: names, arguments, splits, scaling, and errors that say what there is."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from fedshift.config.spec import CompareSpec, DataSpec
+from fedshift.data.federation import federation
+from fedshift.data.samples import IMAGENET
+from fedshift.data.sources import load_federation, normalize, parse_changes
+from fedshift.utils.errors import UsageError
+
+
+def spec(**settings):
+    return DataSpec(**settings)
+
+
+def test_benchmarks_take_arguments_like_methods():
+    few, many = (load_federation(name, spec()) for name in ("gaussians(samples=40)", "gaussians"))
+    assert {len(client.train) for client in few.clients} == {40}
+    assert {len(client.train) for client in many.clients} == {200}
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ("gausians", "unknown data 'gausians': did you mean 'gaussians'"),
+        ("no/such/directory", "there is no .*no/such/directory"),
+        ("gaussians(size=3)", "takes"),
+        ("gaussians,digits", "there is no|give one"),
+        ("mnist", "benchmark 'mnist' is not in data/mnist nor in data: `fedshift data fetch mnist`"),
+    ],
+)
+def test_data_that_are_not_there_are_named_with_what_there_is(data, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("FEDSHIFT_DATA", raising=False)
+    with pytest.raises(UsageError, match=said):
+        load_federation(data, spec())
+
+
+def test_benchmarks_are_found_where_root_or_the_environment_says(tmp_path, monkeypatch):
+    rng = np.random.default_rng(0)
+    arrays = {f"x_{part}": rng.integers(0, 256, (20, 28, 28), dtype=np.uint8) for part in ("train", "test")}
+    np.savez(tmp_path / "mnist.npz", **arrays, y_train=np.arange(20) % 10, y_test=np.arange(20) % 10)
+    named = load_federation("mnist", spec(root=str(tmp_path)))
+    monkeypatch.setenv("FEDSHIFT_DATA", str(tmp_path))
+    assert load_federation("mnist", spec()).fingerprint == named.fingerprint
+    assert named.classes == 10
+
+
+def test_clients_are_chosen_by_name_and_pattern(tiny_folder):
+    assert load_federation("digits", spec(domains="worn, p*")).names == ("worn", "pen", "photo", "print")
+    assert load_federation(str(tiny_folder), spec(domains="cid,ann")).names == ("cid", "ann")
+
+
+def test_splits_are_changes_in_the_order_written():
+    made = load_federation("digits", spec(split="only(clients='p*'), truncate(), iid(clients=2, within='domain')"))
+    assert made.names == ("pen-0", "pen-1", "photo-0", "photo-1", "print-0", "print-1")
+    smallest = min(len(client.train) for client in load_federation("digits", spec(domains="p*")).clients)
+    assert {len(client.train) for client in made.clients} == {smallest // 2, smallest - smallest // 2}
+    assert len(parse_changes(spec(split="iid(clients=3), repeat(), validation(fraction=0.1)"))) == 3
+    with pytest.raises(UsageError, match="unknown split 'idd': did you mean 'iid'"):
+        load_federation("digits", spec(split="idd(clients=3)"))
+    with pytest.raises(UsageError, match="iid takes"):
+        load_federation("digits", spec(split="iid(client=3)"))
+
+
+def test_a_split_into_single_classes_is_refused_unless_allowed():
+    split = "labels(clients=10, per_client=1)"
+    with pytest.raises(UsageError, match="has only class"):
+        load_federation("digits", spec(split=split))
+    made = load_federation("digits", spec(split=split, allow_single_class=True))
+    assert all(len(client.train.y.unique()) == 1 for client in made.clients)
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        ("half", lambda x: x / 127.5 - 1),
+        ("unit", lambda x: x / 255),
+        (
+            "imagenet",
+            lambda x: (
+                (x / 255 - torch.tensor(IMAGENET.mean)[:, None, None]) / torch.tensor(IMAGENET.std)[:, None, None]
+            ),
+        ),
+        (
+            "client",
+            lambda x: (x - x.mean((0, 2, 3), keepdim=True)) / x.std((0, 2, 3), correction=0, keepdim=True),
+        ),
+    ],
+)
+def test_images_are_scaled_as_asked(choice, expected):
+    made = load_federation("digits", spec(normalize=choice))
+    for client in made.clients:
+        pixels = client.train.x.double()
+        assert client.train.inputs(slice(None), torch.float64).sub(expected(pixels)).abs().max() < 1e-6
+    plain = load_federation("digits", spec())
+    assert (made.fingerprint == plain.fingerprint) == (choice == "half")
+
+
+def test_scaling_of_images_is_for_images():
+    with pytest.raises(UsageError, match="normalize='unit' is for images"):
+        load_federation("gaussians", spec(normalize="unit"))
+
+
+def test_the_model_goes_by_the_samples_unless_named(make):
+    assert make("fedavg").model.__name__ == "small_cnn"
+    assert make("fedavg", data="gaussians").model.__name__ == "abide_mlp"
+    assert make("fedavg", model="digit-cnn-bn").model.__name__ == "digit_cnn_bn"
+
+
+def test_newcomers_may_be_named_by_patterns(make):
+    experiment = make("fedbn", data="digits", split="iid(clients=2, within='domain')", newcomers="p*-0,worn-1")
+    assert experiment.settings.newcomers == ("pen-0", "photo-0", "print-0", "worn-1")
+    with pytest.raises(UsageError, match="unknown client 'x\\*'"):
+        make("fedbn", newcomers="x*")
+
+
+def test_a_run_keeps_its_split_and_it_can_be_had_again(cli, unpublished, tmp_path):
+    first = cli("run", "--data", "digits", "--split", "dirichlet(clients=4, alpha=1.0)", "--rounds", 1, "--out", "one")
+    assert first.code == 0, first.err
+    again = cli("run", "--data", "digits", "--split", "saved(path='one/split.csv')", "--rounds", 1, "--out", "two")
+    assert again.code == 0, again.err
+    rows = [(tmp_path / name / "trials/fedbn-seed0/metrics.jsonl").read_bytes() for name in ("one", "two")]
+    assert rows[0] == rows[1]
+    assert (tmp_path / "one/split.csv").read_bytes() == (tmp_path / "two/split.csv").read_bytes()
+
+
+def test_splits_of_a_comparison_are_resumed_bit_for_bit(make, tmp_path, assert_same):
+    settings = {"data": "digits", "split": "labels(clients=5, per_client=2), validation(fraction=0.2)", "rounds": 3}
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    make(**settings).run(whole)
+    make(**settings | {"rounds": 1}).run(broken)
+    make(**settings).run(broken, resume=True)
+    assert_same(whole, broken)
+
+
+def test_what_reading_found_is_said_in_the_run(make, tmp_path, Listener):
+    experiment = make("fedavg", rounds=1)
+    noted = replace(experiment, data=replace(experiment.data, notices=("3 files were skipped",)))
+    heard = Listener()
+    noted.run(tmp_path / "run", observer=heard)
+    assert heard.notices[0] == "3 files were skipped"
+
+
+def test_settings_that_do_not_fit_the_data_are_refused_first(make):
+    with pytest.raises(UsageError, match="augment is for images"):
+        make("fedavg", data="gaussians", augment="flip()")._make_trial(make("fedavg").methods[0], 0)
+    with pytest.raises(UsageError, match="unknown loss"):
+        make("fedavg", loss="hinge()")
+    assert CompareSpec().metric == "accuracy"
+
+
+def test_settings_for_files_of_ones_own_are_refused_where_they_do_nothing():
+    with pytest.raises(UsageError, match="--test-fraction says how your own files are read: digits takes no such"):
+        load_federation("digits", spec(test_fraction=0.5))
+    with pytest.raises(UsageError, match="--target says how your own files are read: gaussians takes no such"):
+        load_federation("gaussians", spec(target="outcome"))
+
+
+def test_names_with_blanks_and_classes_beyond_those_found(tmp_path, monkeypatch):
+    monkeypatch.setenv("FEDSHIFT_CACHE", str(tmp_path / "cache"))
+    rng = np.random.default_rng(0)
+    for site in ("site A", "site B"):
+        for label in ("cat", "dog"):
+            (tmp_path / "own" / site / label).mkdir(parents=True)
+            for number in range(6):
+                pixels = rng.integers(0, 256, (8, 8), dtype=np.uint8)
+                Image.fromarray(pixels).save(tmp_path / "own" / site / label / f"{number}.png")
+    made = load_federation(str(tmp_path / "own"), spec(domains="site B, site A", classes=4))
+    assert made.names == ("site B", "site A")
+    assert (made.classes, made.class_names) == (4, ("cat", "dog", "unseen 2", "unseen 3"))
+
+
+def test_every_client_must_hold_pixels_to_be_scaled_as_pixels():
+    x, y = np.zeros((6, 8, 8)), np.arange(6) % 2
+    mixed = federation({"bytes": (x.astype(np.uint8), y, x.astype(np.uint8), y), "floats": (x, y, x, y)})
+    with pytest.raises(UsageError, match="those of client 'floats' are not"):
+        normalize(mixed, "imagenet")
+
+
+def test_augmentation_of_ones_own_is_resumed(make, tmp_path, monkeypatch):
+    (tmp_path / "own_augment.py").write_text("def darker(*, by):\n    return lambda x, rng: x * by\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    settings = {"augment": "own_augment:darker(by=0.9)", "rounds": 2}
+    make(**settings | {"rounds": 1}).run(tmp_path / "run")
+    assert make(**settings).run(tmp_path / "run", resume=True)
+
+
+def test_another_augmentation_of_ones_own_is_another_run(make, tmp_path, monkeypatch):
+    (tmp_path / "own_dimmer.py").write_text("def dim(*, by):\n    return lambda x, rng: x * by\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    make(augment="own_dimmer:dim(by=0.9)", rounds=1).run(tmp_path / "run")
+    with pytest.raises(UsageError, match="begun with another augment"):
+        make(augment="own_dimmer:dim(by=0.1)", rounds=2).run(tmp_path / "run", resume=True)
+
+
+def test_best_by_auc_is_refused_where_it_would_never_be_defined(make):
+    split = "labels(clients=5, per_client=2), validation(fraction=0.2)"
+    with pytest.raises(UsageError, match="select='best' by auc needs every class in validation data"):
+        make(data="digits", split=split, select="best", metric="auc")

@@ -1,0 +1,416 @@
+"""The check: every fault is found where it was put, and nothing is found in data without one."""
+
+import json
+import math
+import os
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import binomtest
+
+from fedshift.data.digits import digits
+from fedshift.data.federation import ClientData, Federation, federation
+from fedshift.data.files.folder import read_folder
+from fedshift.data.samples import Samples
+from fedshift.diagnosis.quality import SampleLocation, examine, survey_splits
+from fedshift.diagnosis.quality.duplicates import find_duplicates
+
+X, Y, X_TEST, Y_TEST = range(4)
+
+
+@pytest.fixture
+def arrays():
+    """Clients ann and bob: 40 training and 30 test images each, none equal, of classes 0 and 1 in turn."""
+    rng = np.random.default_rng(0)
+
+    def some(count):
+        return rng.integers(0, 256, (count, 3, 6, 6)).astype(np.uint8), np.arange(count) % 2
+
+    return {name: [*some(40), *some(30)] for name in ("ann", "bob")}
+
+
+@pytest.fixture
+def vectors():
+    """The same clients with 40 features, normal with mean 0 and standard deviation 1."""
+    rng = np.random.default_rng(0)
+
+    def some(count):
+        return rng.normal(size=(count, 40)).astype(np.float32), np.arange(count) % 2
+
+    return {name: [*some(40), *some(30)] for name in ("ann", "bob")}
+
+
+def found(data, **fields):
+    """The findings by kind, in order; each kind is found once at most."""
+    data = data if isinstance(data, Federation) else federation(data, **fields)
+    findings = examine(data).findings
+    kinds = {finding.kind: finding for finding in findings}
+    assert len(kinds) == len(findings)
+    return kinds
+
+
+def test_data_without_fault_give_no_finding(arrays, vectors):
+    for data in (digits(), federation(arrays), federation(vectors)):
+        assert examine(data).findings == ()
+
+
+def test_what_clients_hold_is_counted(tiny, unchanged):
+    held = examine(tiny.hold_out(0.2)).splits
+    assert [(part.client, part.split) for part in held[:3]] == [
+        ("ann", "train"),
+        ("ann", "validation"),
+        ("ann", "test"),
+    ]
+    assert [part.samples for part in held[:3]] == [21, 5, 12]
+    assert held[2].per_class == (4, 4, 4)
+    assert {(part.shape, part.dtype) for part in held} == {((3, 8, 8), "uint8")}
+
+
+def test_a_test_image_in_training_data_is_an_error_that_says_where(arrays):
+    arrays["ann"][X][7] = arrays["ann"][X_TEST][5]
+    arrays["ann"][Y][7] = arrays["ann"][Y_TEST][5]
+    arrays["bob"][X][3] = arrays["ann"][X_TEST][4]
+    arrays["bob"][Y][3] = arrays["ann"][Y_TEST][4]
+    kinds = found(arrays)
+    assert list(kinds) == ["leakage"]
+    leak = kinds["leakage"]
+    assert (leak.severity, leak.samples, leak.clients) == ("error", 2, ("ann",))
+    assert "ann (test) 2 of 30" in leak.text
+    assert leak.examples == (
+        (
+            SampleLocation(client="ann", split="test", row=5, label=1),
+            SampleLocation(client="ann", split="train", row=7, label=1),
+        ),
+        (
+            SampleLocation(client="ann", split="test", row=4, label=0),
+            SampleLocation(client="bob", split="train", row=3, label=0),
+        ),
+    )
+
+
+def test_a_sample_in_validation_data_leaks_from_training_and_into_test_data(arrays):
+    for row in (2, 4):
+        arrays["ann"][X][row], arrays["ann"][Y][row] = arrays["ann"][X][0], 0
+    data = federation(arrays)
+    train = data.clients[0].train
+    rest = torch.arange(1, 40)
+    ann = replace(data.clients[0], train=train.take(rest), validation=train.take(torch.tensor([0])))
+    kinds = found(replace(data, clients=(ann, data.clients[1])))
+    assert list(kinds) == ["leakage-validation", "repeats"]
+    assert (kinds["leakage-validation"].severity, kinds["leakage-validation"].samples) == ("warning", 1)
+    test = ann.test.with_samples(torch.cat([train.x[:1], ann.test.x[1:]]))
+    kinds = found(replace(data, clients=(replace(ann, test=test), data.clients[1])))
+    assert [part.split for part in kinds["leakage"].examples[0]] == ["test", "train"]
+    only = replace(ann, train=ann.train.take(torch.arange(4, 39)), test=test)
+    assert [part.split for part in found(replace(data, clients=(only,)))["leakage"].examples[0]] == [
+        "test",
+        "validation",
+    ]
+
+
+def test_equal_images_with_different_labels_are_an_error(arrays):
+    arrays["bob"][X][4] = arrays["ann"][X][3]
+    kinds = found(arrays)
+    assert list(kinds) == ["conflict", "shared"]
+    assert (kinds["conflict"].severity, kinds["conflict"].samples) == ("error", 2)
+    assert [(place.row, place.label) for place in kinds["conflict"].examples[0]] == [(3, 1), (4, 0)]
+
+
+def test_repeats_count_all_but_the_first_and_sharing_counts_all(arrays):
+    for row in (4, 8, 10):
+        arrays["ann"][X][row] = arrays["ann"][X][2]
+    arrays["bob"][X][6] = arrays["ann"][X][2]
+    kinds = found(arrays)
+    assert {kind: (finding.severity, finding.samples, finding.clients) for kind, finding in kinds.items()} == {
+        "repeats": ("warning", 3, ("ann",)),
+        "shared": ("warning", 5, ("ann", "bob")),
+    }
+    assert "ann (train) 4 of 40, bob (train) 1 of 40" in kinds["shared"].text
+
+
+def test_rows_with_few_numbers_may_be_equal_by_chance(vectors):
+    def leaking(columns):
+        few = {
+            name: [part[:, :columns] if part.ndim == 2 else part for part in parts] for name, parts in vectors.items()
+        }
+        few["ann"][X] = few["ann"][X].copy()
+        few["ann"][X][0] = few["ann"][X_TEST][0]
+        return found(few)["leakage"]
+
+    assert [leaking(columns).severity for columns in (32, 31)] == ["error", "warning"]
+    assert "by chance" in leaking(31).fix
+    assert "by chance" not in leaking(32).fix
+
+
+@pytest.mark.parametrize("alike", ["object", "memory", "content"])
+def test_a_test_set_that_clients_share_is_no_copy(arrays, alike):
+    data = federation(arrays)
+    test = data.clients[0].test
+    everything = torch.arange(30)
+    own = {
+        "object": lambda: test,
+        "memory": lambda: Samples(x=test.x, y=test.y, rows=everything.clone()),
+        "content": lambda: Samples(x=test.x.clone(), y=test.y.clone()),
+    }[alike]
+    clients = tuple(replace(client, test=own()) for client in data.clients)
+    kinds = found(replace(data, clients=clients))
+    assert list(kinds) == ["common-set"]
+    assert (kinds["common-set"].severity, kinds["common-set"].clients) == ("note", ("ann", "bob"))
+    leaking = replace(clients[1], train=clients[1].train.with_samples(torch.cat([test.x[:1], clients[1].train.x[1:]])))
+    assert found(replace(data, clients=(clients[0], leaking)))["leakage"].samples == 1
+
+
+def test_training_data_given_twice_are_shared_however_alike(arrays):
+    data = federation(arrays)
+    clients = tuple(replace(client, train=data.clients[0].train) for client in data.clients)
+    assert found(replace(data, clients=clients))["shared"].samples == 80
+
+
+def test_copies_agree_with_a_search_of_all_pairs():
+    rng = np.random.default_rng(1)
+    sizes = {"a": (13, 9), "b": (21, 9)}
+    parts = {
+        name: [array for n in counts for array in (rng.integers(0, 2, (n, 1, 2, 2)), rng.integers(0, 2, n))]
+        for name, counts in sizes.items()
+    }
+    data = federation(parts, classes=2)
+    places = [
+        (client.name, name, row, split.x[row].numpy().tobytes(), int(split.y[row]))
+        for client in data.clients for name, split in client.splits.items() for row in range(len(split))
+        if len(split.x[row].unique()) > 1
+    ]  # fmt: skip
+
+    def counted(holds):
+        return sum(any(holds(one, other) for other in places if other is not one) for one in places)
+
+    kinds = found(data)
+    assert kinds["leakage"].samples == counted(lambda a, b: a[3] == b[3] and a[1] == "test" and b[1] == "train")
+    assert kinds["repeats"].samples == counted(lambda a, b: a[3] == b[3] and a[:2] == b[:2] and b[2] < a[2])
+    assert kinds["shared"].samples == counted(lambda a, b: a[3] == b[3] and a[1] == b[1] and a[0] != b[0])
+    assert kinds["conflict"].samples == sum(
+        len({other[4] for other in places if other[3] == one[3]}) > 1 for one in places
+    )
+    groups = Counter(place[3] for place in places)
+    assert sorted(len(group) for group in find_duplicates(survey_splits(data)).groups) == sorted(
+        n for n in groups.values() if n > 1
+    )
+
+
+def test_images_of_one_color_are_no_copies(arrays):
+    arrays["ann"][X][:2], arrays["bob"][X_TEST][:3] = 255, np.array([9, 8, 7], np.uint8)[:, None, None]
+    kinds = found(arrays)
+    assert list(kinds) == ["blank"]
+    assert (kinds["blank"].samples, kinds["blank"].severity) == (5, "warning")
+    assert "ann (train) 2 of 40, bob (test) 3 of 30" in kinds["blank"].text
+
+
+def test_values_that_are_no_numbers_are_an_error_and_stay_out_of_the_statistics(vectors):
+    vectors["ann"][X][5, 3], vectors["ann"][X][9, 0], vectors["bob"][X_TEST][2, 2] = np.nan, np.inf, -np.inf
+    kinds = found(vectors)
+    assert list(kinds) == ["not-finite"]
+    assert (kinds["not-finite"].severity, kinds["not-finite"].samples) == ("error", 3)
+    assert [group[0].row for group in kinds["not-finite"].examples] == [5, 2]
+    json.dumps(examine(federation(vectors)).as_dict(), allow_nan=False)
+    vectors["ann"][X][:] = np.nan
+    assert "not-finite" in found(vectors)
+
+
+def test_constant_columns_are_told_apart_by_where_they_are_constant(vectors):
+    for arrays in vectors.values():
+        arrays[X][:, [3, 5]] = 2.5
+    vectors["bob"][X][:, 7] = 1.0
+    kinds = found(vectors)
+    assert "columns 3, 5 (2 of 40)" in kinds["constant"].text
+    assert "bob columns 7 (1 of 40)" in kinds["constant-at-client"].text
+    assert [(kind, finding.severity) for kind, finding in kinds.items()] == [
+        ("constant", "warning"), ("constant-at-client", "note"),
+    ]  # fmt: skip
+    vectors["bob"][X][:, 3] = 2.0  # each client has one value, but not the same
+    assert "columns 5 (1 of 40)" in found(vectors)["constant"].text
+    assert "ann columns 3 (1 of 40); bob columns 3, 7 (2 of 40)" in found(vectors)["constant-at-client"].text
+
+
+def test_a_channel_without_variance_is_a_warning(arrays):
+    arrays["bob"][X][:, 1] = 128
+    kinds = found(arrays)
+    assert [(kind, finding.severity, finding.clients) for kind, finding in kinds.items()] == [
+        ("constant-at-client", "warning", ("bob",))
+    ]
+
+
+def test_features_that_are_not_scaled_are_found(vectors):
+    vectors["ann"][X_TEST][3, 2] = -20_000
+    kinds = found(vectors)
+    assert list(kinds) == ["large"]
+    assert "ann (test) -20,000" in kinds["large"].text
+    vectors["ann"][X_TEST][3, 2] = -10_000
+    assert found(vectors) == {}
+    vectors["bob"][X][:, 6] *= 1000
+    kinds = found(vectors)
+    assert list(kinds) == ["units"]
+    assert "columns 6 (1 of 40)" in kinds["units"].text
+    wide, narrow = (vectors[name][X][:, 6].std() for name in ("bob", "ann"))
+    assert f"bob has {wide:.3g} where ann has {narrow:.3g}" in kinds["units"].text
+    assert found({name: [part[:25] for part in parts] for name, parts in vectors.items()}).keys() == {"small-test"}
+
+
+def test_classes_missing_where_they_are_needed_are_found(arrays):
+    arrays["ann"][Y][:] = np.arange(40) % 3
+    arrays["ann"][Y_TEST][:2], arrays["bob"][Y_TEST][:2] = 4, 2
+    kinds = found(arrays, classes=7)
+    assert {kind: (finding.severity, finding.clients) for kind, finding in kinds.items()} == {
+        "unlearned-class": ("warning", ("ann",)),
+        "untrained-class": ("warning", ("bob",)),
+        "absent-class": ("note", ()),
+        "missing-class": ("note", ("bob",)),
+    }
+    assert kinds["unlearned-class"].text.endswith("ann 4.")
+    assert kinds["untrained-class"].text.endswith("bob 2.")
+    assert kinds["absent-class"].text.endswith("3, 5, 6.")
+    named = replace(federation(arrays, classes=5), class_names=("ant", "bee", "cat", "dog", "elk"))
+    assert found(named)["missing-class"].text.endswith("bob cat.")
+
+
+def test_a_shared_test_set_may_hold_classes_that_a_client_lacks(arrays):
+    arrays["ann"][Y][:], arrays["bob"][X_TEST], arrays["bob"][Y_TEST] = 0, arrays["ann"][X_TEST], arrays["ann"][Y_TEST]
+    assert list(found(arrays)) == ["single-class", "common-set", "missing-class"]
+
+
+def test_what_federations_refuse_is_found_all_at_once(arrays):
+    arrays["ann"][Y][3], arrays["bob"][Y_TEST][:2] = -1, 2
+    data = federation(arrays, classes=2)
+    bob = replace(data.clients[1], train=data.clients[1].train.take(torch.arange(0)))
+    empty = Samples(x=torch.empty(0, 3, 6, 6, dtype=torch.uint8), y=torch.empty(0, dtype=torch.int64))
+    data = replace(data, clients=(data.clients[0], bob, ClientData(name="cid", train=empty, test=empty)))
+    kinds = found(data)
+    errors = {kind: finding.clients for kind, finding in kinds.items() if finding.severity == "error"}
+    assert errors == {"empty": ("bob", "cid"), "label-range": ("ann", "bob")}
+    assert kinds["label-range"].samples == 3
+
+
+def test_shapes_that_can_be_matched_are_a_note_and_others_an_error(arrays):
+    data = federation(arrays)
+
+    def with_bob(shape, dtype=torch.uint8):
+        parts = {
+            name: Samples(x=torch.randint(0, 255, (len(part), *shape), dtype=dtype), y=part.y)
+            for name, part in data.clients[1].splits.items()
+        }
+        return found(replace(data, clients=(data.clients[0], ClientData(name="bob", **parts))))
+
+    torch.manual_seed(0)
+    gray = with_bob((1, 9, 9))
+    assert gray["shapes"].severity == "note"
+    assert "3 x 6 x 6 at ann; 1 x 9 x 9 at bob" in gray["shapes"].text
+    assert with_bob((2, 6, 6))["shapes"].severity == "error"
+    assert with_bob((108,), torch.float32)["shapes"].severity == "error"
+    floats = with_bob((3, 6, 6), torch.float32)
+    assert [(kind, finding.severity) for kind, finding in floats.items()] == [("types", "warning")]
+
+
+@pytest.mark.parametrize("count", [2, 8, 28])
+def test_small_test_data_are_said_with_wilsons_interval(arrays, count):
+    arrays["bob"] = [*arrays["bob"][:2], *(part[:count] for part in arrays["bob"][2:])]
+    low, high = binomtest(count // 2, count).proportion_ci(method="wilson")
+    assert f"bob {count} (50 % ± {50 * (high - low):.0f})" in found(arrays)["small-test"].text
+
+
+def test_many_clients_are_named_by_the_first_and_counted(arrays):
+    data = federation(arrays)
+    clients = tuple(ClientData(name=f"c{k}", train=data.clients[0].train, test=data.clients[0].test) for k in range(9))
+    finding = found(replace(data, clients=clients))["shared"]
+    assert "c4 (train) 40 of 40 and 4 more" in finding.text
+    assert len(finding.clients) == 9
+    assert len(finding.examples) == 3
+
+
+def test_findings_come_worst_first_and_pass_through_json(arrays):
+    arrays["ann"][X][7] = arrays["ann"][X_TEST][5]
+    arrays["bob"][Y][:] = 1
+    quality = examine(federation(arrays, classes=3))
+    severities = [finding.severity for finding in quality.findings]
+    assert severities == sorted(severities, key=["error", "warning", "note"].index)
+    assert set(severities) == {"error", "warning", "note"}
+    assert sum(len(quality.of(severity)) for severity in ("error", "warning", "note")) == len(severities)
+    written = json.loads(json.dumps(quality.as_dict(), allow_nan=False))
+    assert written["findings"][0]["examples"][0][0] == {"client": "ann", "split": "test", "row": 5, "label": 1}
+
+
+@pytest.mark.parametrize("kind", ["arrays", "vectors"])
+def test_statistics_taken_in_chunks_are_those_of_the_whole(kind, request, monkeypatch):
+    data = federation(request.getfixturevalue(kind))
+    part = data.clients[0].train.take(torch.from_numpy(np.random.default_rng(2).permutation(40)[:37]))
+    monkeypatch.setattr("fedshift.diagnosis.quality.survey.CHUNK", 5 * math.prod(part.shape))
+    client = replace(data.clients[0], train=part)
+    got = survey_splits(replace(data, clients=(client,)))[0]
+    x = part.x.numpy().astype(np.float64)
+    axes = tuple(axis for axis in range(x.ndim) if axis != 1)
+    for name, value in (("low", x.min(axes)), ("high", x.max(axes)), ("mean", x.mean(axes)), ("std", x.std(axes))):
+        np.testing.assert_allclose(getattr(got, name), value, rtol=1e-12, atol=1e-12)
+    assert (got.labels == part.y.numpy()).all()
+    assert len(np.unique(got.digests, axis=0)) == 37
+
+
+def test_large_offsets_do_not_spoil_standard_deviations():
+    x = np.array([[1e8 + 1], [1e8 - 1], [1e8 + 1], [1e8 - 1]])
+    data = federation({"a": (x, np.arange(4) % 2, x, np.arange(4) % 2)})
+    assert survey_splits(data)[0].std.tolist() == [1.0]
+
+
+def test_samples_are_read_in_pieces_and_those_in_common_once(arrays, monkeypatch):
+    monkeypatch.setattr("fedshift.diagnosis.quality.survey.CHUNK", 10 * 108)
+    sizes = []
+
+    class Watched(Samples):
+        def copy_rows(self, index):
+            taken = super().copy_rows(index)
+            sizes.append(len(taken))
+            return taken
+
+        x = property(lambda self: pytest.fail("copies all samples"))
+
+    data = federation(arrays)
+    clients = tuple(
+        ClientData(
+            name=client.name,
+            train=Watched(x=client.train.x, y=client.train.y, rows=torch.arange(40)),
+            test=Watched(x=data.clients[0].test.x, y=data.clients[0].test.y),
+        )
+        for client in data.clients
+    )
+    examine(replace(data, clients=clients))
+    assert sizes == [10] * (4 + 3 + 4)
+
+
+ROOT = Path(os.environ.get("FEDSHIFT_DATA", ""))
+
+if (ROOT / "chars74k_fnt.npz").is_file():
+
+    def test_fonts_that_draw_a_digit_alike_are_found_in_real_data():
+        kinds = found(read_folder(ROOT, ["usps", "chars74k_fnt"]))
+        with np.load(ROOT / "chars74k_fnt.npz") as packed:
+            trained = {image.tobytes() for image in packed["x_train"]}
+            copied = sum(image.tobytes() in trained for image in packed["x_test"])
+        assert kinds["leakage"].samples == copied > 100
+        assert kinds["leakage"].clients == ("chars74k_fnt",)
+
+
+def test_floats_in_the_range_that_bytes_are_scaled_to_are_of_the_same_type(tiny):
+    ann, *others = tiny.clients
+    for factor, kinds in ((1.0, []), (255.0, ["types"])):
+        floats = ClientData(
+            name="ann", **{k: s.with_samples(factor * (s.x / 127.5 - 1)) for k, s in ann.splits.items()}
+        )
+        found = examine(replace(tiny, clients=(floats, *others))).findings
+        assert [finding.kind for finding in found if finding.kind == "types"] == kinds
+
+
+def test_classes_that_differ_in_capitals_alone_are_an_error(tiny):
+    named = replace(tiny, class_names=("yes", "no", "Yes "))
+    found = [finding for finding in examine(named).of("error") if finding.kind == "class-names"]
+    assert ["'yes' and 'Yes '" in finding.text for finding in found] == [True]
+    assert not examine(replace(tiny, class_names=("yes", "no", "maybe"))).of("error")

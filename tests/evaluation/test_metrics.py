@@ -1,0 +1,218 @@
+"""Evaluation: counts against a direct computation, and the area under the curve against scikit-learn."""
+
+import math
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from sklearn.metrics import accuracy_score, balanced_accuracy_score, roc_auc_score
+from torch import nn
+
+from fedshift.core.kernel import init_server
+from fedshift.core.loss import cross_entropy, focal
+from fedshift.core.optimizer import SGD
+from fedshift.core.preparation import prepare
+from fedshift.data.federation import ClientData, Federation
+from fedshift.data.samples import Samples
+from fedshift.evaluation import metrics as evaluation
+from fedshift.evaluation.metrics import evaluate, evaluate_clients
+from fedshift.methods.centralized import centralized
+from fedshift.methods.fedavg import fedavg
+from fedshift.methods.fedbn import fedbn
+from fedshift.models.digits import small_cnn
+from fedshift.results.schema import COLUMNS, compute_metric, rows_to_frame
+
+
+def plan_of(model, method=None):
+    return prepare(method or fedavg(), model, optimizer=SGD(lr=0.0))
+
+
+@pytest.fixture
+def network():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = small_cnn((3, 8, 8), 3)
+        model(torch.randn(64, 3, 8, 8))  # moves the running statistics off their start
+    return model
+
+
+def test_counts_equal_a_direct_computation_over_more_than_one_batch(network, monkeypatch):
+    random = np.random.default_rng(0)
+    part = Samples(x=torch.from_numpy(random.integers(0, 256, (53, 3, 8, 8)).astype(np.uint8)), y=torch.arange(53) % 3)
+    plan = plan_of(network)
+    monkeypatch.setattr(evaluation, "BATCH", 10)
+    row = evaluate(plan, plan.initial, part, 3)
+
+    network.eval()
+    with torch.no_grad():
+        logits = network(part.x.double().div(127.5).sub(1).float()).double()
+    guess = logits.argmax(1)
+    assert row["samples"] == 53
+    assert row["support"] == [18, 18, 17]
+    assert row["hits"] == [int(((guess == k) & (part.y == k)).sum()) for k in range(3)]
+    assert row["loss_sum"] == pytest.approx(
+        float(nn.functional.cross_entropy(logits, part.y, reduction="sum")), rel=1e-5
+    )
+    assert row["auc"] == pytest.approx(roc_auc_score(part.y, logits.softmax(1), multi_class="ovr"), abs=1e-5)
+
+    rows = rows_to_frame([{**dict.fromkeys(COLUMNS, 0), **row}])
+    assert compute_metric(rows, "accuracy").item() == pytest.approx(accuracy_score(part.y, guess))
+    assert compute_metric(rows, "balanced_accuracy").item() == pytest.approx(balanced_accuracy_score(part.y, guess))
+    assert compute_metric(rows, "loss").item() == pytest.approx(row["loss_sum"] / 53)
+
+
+def test_evaluation_changes_nothing(network):
+    plan = plan_of(network)
+    before = {name: tensor.clone() for name, tensor in plan.initial.items()}
+    evaluate(plan, plan.initial, Samples(x=torch.zeros(3, 3, 8, 8), y=torch.arange(3)), 3)
+    assert all(torch.equal(tensor, plan.initial[name]) for name, tensor in before.items())
+
+
+@given(
+    labels=st.lists(st.sampled_from([0, 0, 0, 0, 1, 1, 2]), min_size=1, max_size=30),
+    guesses=st.lists(st.integers(0, 2), min_size=30, max_size=30),
+)
+def test_balanced_accuracy_of_unequal_classes_is_scikit_learns(labels, guesses):
+    y, guess = np.array(labels), np.array(guesses[: len(labels)])
+    hits = np.bincount(y[y == guess], minlength=3).tolist()
+    row = {**dict.fromkeys(COLUMNS, 0), "hits": hits, "support": np.bincount(y, minlength=3).tolist()}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "y_pred contains classes not in y_true")
+        warnings.filterwarnings("ignore", "A single label was found")
+        expected = balanced_accuracy_score(y, guess)
+    assert compute_metric(rows_to_frame([row]), "balanced_accuracy").item() == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("loss", [focal(weights=(1, 5, 2)), cross_entropy(weights=(1, 5, 2), smoothing=0.3)], ids=str)
+def test_the_recorded_loss_is_plain_cross_entropy_whatever_is_trained_on(network, loss):
+    part = Samples(x=torch.rand(9, 3, 8, 8, generator=torch.Generator().manual_seed(0)), y=torch.arange(9) % 3)
+    plain, weighted = plan_of(network), prepare(fedavg(), network, optimizer=SGD(lr=0.0), loss=loss)
+    assert evaluate(weighted, weighted.initial, part, 3) == evaluate(plain, plain.initial, part, 3)
+
+
+@given(
+    labels=st.lists(st.integers(0, 3), min_size=4, max_size=40),
+    classes=st.integers(2, 4),
+    seed=st.integers(0, 99),
+    ties=st.booleans(),
+)
+def test_the_area_under_the_curve_equals_scikit_learns(labels, classes, seed, ties):
+    y = torch.tensor([label % classes for label in labels])
+    logits = torch.randn(len(y), classes, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    logits = logits.round() if ties else logits
+    found = evaluation._auc(logits, y)
+    if len(y.unique()) < classes:
+        assert found is None
+    else:
+        scores = logits.softmax(1).numpy()
+        scores = scores[:, 1] if classes == 2 else scores
+        assert found == pytest.approx(roc_auc_score(y, scores, multi_class="ovr"), abs=1e-12)
+
+
+def test_the_area_under_the_curve_of_a_few_classes_at_a_time_is_the_same(monkeypatch):
+    random = torch.Generator().manual_seed(0)
+    logits, y = torch.randn(40, 5, generator=random, dtype=torch.float64), torch.arange(40) % 5
+    whole = evaluation._auc(logits, y)
+    monkeypatch.setattr(evaluation, "RANKED", 80)
+    assert evaluation._auc(logits, y) == whole
+
+
+def test_the_area_under_the_curve_is_not_defined_for_scores_that_are_not_finite_or_one_class():
+    y = torch.tensor([0, 1, 1])
+    assert evaluation._auc(torch.tensor([[0.0, 1.0], [float("nan"), 0.0], [0.0, 1.0]]), y) is None
+    assert evaluation._auc(torch.zeros(3, 1), torch.zeros(3, dtype=torch.int64)) is None
+
+
+def test_a_class_that_does_not_occur_counts_nothing(network):
+    plan = plan_of(network)
+    row = evaluate(plan, plan.initial, Samples(x=torch.zeros(4, 3, 8, 8), y=torch.tensor([0, 0, 2, 2])), 3)
+    assert row["support"] == [2, 0, 2]
+    assert row["auc"] is None
+    rows = rows_to_frame([{**dict.fromkeys(COLUMNS, 0), **row}])
+    assert compute_metric(rows, "balanced_accuracy").item() == sum(row["hits"]) / 4
+
+
+@pytest.mark.parametrize("metric", ["accuracy", "balanced_accuracy"])
+def test_rows_of_training_loss_have_no_accuracy(metric):
+    blank = dict.fromkeys(COLUMNS)
+    rows = rows_to_frame(iter([blank, {**blank, "hits": [3, 0, 1], "support": [4, 0, 4]}, blank]))
+    expected = [math.nan, 0.5, math.nan]
+    assert compute_metric(rows, metric).tolist() == pytest.approx(expected, nan_ok=True)
+    assert compute_metric(rows.iloc[[0]], metric).isna().all()
+
+
+@pytest.fixture
+def batches(monkeypatch):
+    """The number of samples in each forward pass of evaluation."""
+    sizes, real = [], evaluation.forward
+    monkeypatch.setattr(evaluation, "forward", lambda plan, state, x: sizes.append(len(x)) or real(plan, state, x))
+    return sizes
+
+
+def clients_of(sizes, classes=3):
+    """A federation of clients with ``sizes`` random test images in one array; the last two share their test data."""
+    random = torch.Generator().manual_seed(0)
+    x = torch.randint(0, 256, (sum(sizes), 3, 8, 8), generator=random).to(torch.uint8)
+    y = torch.randint(0, classes, (len(x),), generator=random)
+    rows = torch.arange(len(x)).split(sizes)
+    tests = [Samples(x=x, y=y[index], rows=index) for index in rows]
+    named = tuple(ClientData(name=f"c{n}", train=test, test=test) for n, test in enumerate([*tests, tests[-1]]))
+    return Federation(name="many", clients=named, classes=classes)
+
+
+def test_small_clients_share_forward_passes_of_the_shared_model_and_count_as_they_do_alone(
+    network, batches, monkeypatch
+):
+    monkeypatch.setattr(evaluation, "BATCH", 50)
+    plan, data = plan_of(network), clients_of([9, 20, 21, 1, 120, 30, 30, 5, 15, 8, 7])
+    alone = [evaluate(plan, plan.initial, client.test, 3) for client in data.clients]
+    batches.clear()
+    rows = evaluate_clients(plan, init_server(plan), data, ("test",), lambda client: None)
+    assert batches == [50, 1, 50, 50, 20, 30, 50, 15]  # 120 samples as they are alone, shared ones once
+    assert [(row["client"], row["model"]) for row in rows] == [
+        (name, model) for name in data.names for model in ("global", "personal")
+    ]
+    for place, row in enumerate(rows):
+        same = alone[place // 2]
+        assert row["loss_sum"] == pytest.approx(same["loss_sum"], rel=1e-6)
+        assert {key: row[key] for key in same} == {**same, "loss_sum": row["loss_sum"]}
+    assert rows[8]["loss_sum"] == alone[4]["loss_sum"]
+    assert sum(row["auc"] is not None for row in rows) > 10
+
+
+def test_a_model_that_looks_at_the_whole_batch_is_measured_client_by_client(batches):
+    model = nn.Sequential(nn.Flatten(), nn.Linear(192, 3), nn.BatchNorm1d(3, track_running_stats=False))
+    plan, data = plan_of(model), clients_of([9, 20, 5])
+    rows = evaluate_clients(plan, init_server(plan), data, ("test",), lambda client: None)
+    assert batches == [9, 20, 5]
+    assert rows[2]["loss_sum"] == evaluate(plan, plan.initial, data.clients[1].test, 3)["loss_sum"]
+
+
+def test_models_of_their_own_are_asked_for_and_measured_one_after_another(network, batches):
+    plan, data = plan_of(network, fedbn()), clients_of([9, 20, 5])
+    log = []
+
+    def personal(client):
+        log.append((client.name, len(batches)))
+        return plan.initial
+
+    rows = evaluate_clients(plan, init_server(plan), data, ("test",), personal)
+    assert log == [("c0", 0), ("c1", 1), ("c2", 2), ("c3", 3)]
+    assert [(row["client"], row["model"], row["samples"]) for row in rows] == [
+        ("c0", "personal", 9), ("c1", "personal", 20), ("c2", "personal", 5), ("c3", "personal", 5),
+    ]  # fmt: skip
+
+
+def test_clients_that_never_trained_have_no_personal_model_of_their_own(network, tiny):
+    plan = plan_of(network, fedbn())
+    assert evaluate_clients(plan, init_server(plan), tiny, ("test",), lambda client: None) == []
+
+
+def test_centralized_training_is_measured_on_each_client(network, tiny):
+    plan = plan_of(network, centralized())
+    rows = evaluate_clients(plan, init_server(plan), tiny, ("test",), lambda client: None)
+    assert {row["client"] for row in rows} == set(tiny.names)
+    assert {row["model"] for row in rows} == {"global", "personal"}

@@ -1,0 +1,81 @@
+"""Losses and augmentation inside a trial: what they change, and what they must leave alone."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fedshift.core.loss import parse_loss
+from fedshift.core.optimizer import SGD
+from fedshift.core.plan import forward
+from fedshift.core.work import Work
+from fedshift.data.augmentation import parse_augmentation
+from fedshift.data.federation import federation
+from fedshift.data.partition import iid
+from fedshift.experiments.settings import Settings
+from fedshift.experiments.trial import Trial
+from fedshift.methods.fedavg import fedavg
+from fedshift.models.digits import small_cnn
+from fedshift.utils.errors import UsageError
+
+
+def test_augmentation_changes_training_and_never_what_is_measured(tiny):
+    settings = Settings(rounds=1, work=Work(batch_size=8, epochs=1), optimizer=SGD(lr=0.0))
+    plain, augmented = (
+        Trial(fedavg(), small_cnn, tiny, replace(settings, augment=augment), 0)
+        for augment in (None, parse_augmentation("erase(patches=3, size=4)"))
+    )
+    before, after = (
+        {
+            (row["client"], row["split"]): row["loss_sum"]
+            for rows in (trial.evaluate(), [row for row in trial.advance().rows if row["split"] == "train"])
+            for row in rows
+        }
+        for trial in (plain, augmented)
+    )
+    assert {key for key in before if before[key] != after[key]} == {(name, "train") for name in tiny.names}
+
+
+def test_weights_of_a_balanced_loss_are_of_all_clients_that_train(tiny):
+    settings = Settings(rounds=1, loss=parse_loss("cross_entropy(weights='balanced')"), newcomers=("cid",))
+    trial = Trial(fedavg(), small_cnn, tiny, settings, 0)
+    counts = torch.bincount(torch.cat([tiny.client(name).train.y for name in ("ann", "bob")])).double()
+    weights = counts.sum() / (3 * counts)
+    logits, y = torch.randn(9, 3, dtype=torch.float64), torch.arange(9) % 3
+    assert torch.allclose(trial.plan.loss(logits, y), torch.nn.functional.cross_entropy(logits, y, weight=weights))
+
+
+def test_recorded_losses_are_cross_entropy_whatever_is_trained_on(tiny):
+    settings = Settings(rounds=1, work=Work(batch_size=8, epochs=1), optimizer=SGD(lr=0.0))
+    rows = [
+        [
+            row["loss_sum"]
+            for row in Trial(fedavg(), small_cnn, tiny, replace(settings, loss=parse_loss(loss)), 0).evaluate()
+        ]
+        for loss in ("cross_entropy", "focal(gamma=3.0)")
+    ]
+    assert rows[0] == rows[1]
+
+
+def test_clients_that_share_test_data_are_measured_on_them_once(tiny, monkeypatch):
+    shared = iid(clients=6)(tiny)
+    trial = Trial(fedavg(), small_cnn, shared, Settings(rounds=1, work=Work(batch_size=4, epochs=1)), 0)
+    calls = []
+    monkeypatch.setattr("fedshift.evaluation.metrics.forward", lambda *given: calls.append(1) or forward(*given))
+    rows = trial.evaluate()
+    assert len(calls) == 1
+    assert len(rows) == 12
+    assert len({row["loss_sum"] for row in rows}) == 1
+
+
+def test_images_of_floating_point_are_augmented_between_minus_one_and_one():
+    x = torch.linspace(-1, 1, 4 * 64).reshape(4, 1, 8, 8)
+    settings = Settings(augment=parse_augmentation("flip(p=1.0)"))
+    y = [0, 1, 2, 0]
+    trial = Trial(fedavg(), small_cnn, federation({"one": (x, y, x, y)}), settings, 0)
+    taken = trial.plan.training_inputs(trial.train["one"], torch.arange(4), 0, "one", 0)
+    assert torch.allclose(taken, x.flip(3), atol=1e-6)
+    with pytest.raises(UsageError, match=r"values around 0 from -1 to 1, .* from -2 to 2"):
+        Trial(fedavg(), small_cnn, federation({"one": (2 * x, y, x, y)}), settings, 0)
+    with pytest.raises(UsageError, match=r"from 0 to 1: scale them \(2 x - 1 for values from 0 to 1\)"):
+        Trial(fedavg(), small_cnn, federation({"one": ((x + 1) / 2, y, x, y)}), settings, 0)

@@ -1,0 +1,308 @@
+"""Stopping and going on: after any round, killed at any moment, and what resuming refuses."""
+
+import os
+import signal
+import sys
+from threading import Event
+
+import pytest
+from torch import nn
+
+from fedshift.results.checkpoint import load_checkpoint, save_checkpoint
+from fedshift.results.schema import read_rows
+from fedshift.results.summary import read_summary
+from fedshift.utils.errors import FedshiftError, UsageError
+
+MANY = {
+    "fedavg": {"method": "fedavg"},
+    "fedbn, momentum kept": {"method": "fedbn", "momentum": 0.9, "keep_optimizer": True},
+    "scaffold, two of three": {"method": "scaffold", "participation": 2, "evaluate_every": 1},
+    "fedbn, one of three, best": {"participation": 1, "validation": 0.2, "select": "best", "batches": 2},
+    "silobn+fedprox, adamw, cosine": {
+        "method": "silobn+fedprox", "optimizer": "adamw", "lr": 0.001, "schedule": "cosine", "keep_optimizer": True,
+        "participation": 0.5,
+    },
+    "centralized": {"method": "centralized", "epochs": 2},
+    "single": {"method": "single", "batches": 3},
+    "dropout": {"method": "fedavg", "model": "digit-cnn-dropout", "batches": 1, "batch_size": 4},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("settings", MANY.values(), ids=MANY.keys())
+def test_stopped_after_every_round_and_resumed_equals_uninterrupted(make, tmp_path, assert_same, settings, Listener):
+    experiment = make(**({"rounds": 4} | settings))
+    assert experiment.run(tmp_path / "whole")
+    stopped = tmp_path / "stopped"
+    for time in range(4):
+        stop = Event()
+        finished = experiment.run(
+            stopped, resume=time > 0, observer=Listener(lambda _, stop=stop: stop.set()), stop=stop
+        )
+        assert finished == (time == 3)
+    assert_same(tmp_path / "whole", stopped)
+
+
+def test_a_comparison_stopped_between_and_within_trials_equals_uninterrupted(make, tmp_path, assert_same, Listener):
+    experiment = make(methods="fedavg,fedbn", seeds=2, rounds=2)
+    experiment.run(tmp_path / "whole")
+    for time in range(8):
+        stop = Event()
+        experiment.run(
+            tmp_path / "stopped", resume=time > 0, stop=stop, observer=Listener(lambda _, stop=stop: stop.set())
+        )
+    assert_same(tmp_path / "whole", tmp_path / "stopped")
+    assert read_summary(tmp_path / "whole").rows.equals(read_summary(tmp_path / "stopped").rows)
+
+
+def test_a_finished_run_resumed_does_nothing_and_may_be_given_more_rounds(make, tmp_path, assert_same, Listener):
+    make(rounds=4, evaluate_every=1).run(tmp_path / "four")
+    make(rounds=2, evaluate_every=1).run(tmp_path / "two")
+    watch = Listener()
+    assert make(rounds=2, evaluate_every=1).run(tmp_path / "two", resume=True, observer=watch)
+    assert watch.rounds == []
+    make(rounds=4, evaluate_every=1).run(tmp_path / "two", resume=True, observer=watch)
+    assert [done.round for done in watch.rounds] == [3, 4]
+    assert_same(tmp_path / "two", tmp_path / "four")
+
+
+# Where a killed process may die, as Python that runs in it before the program: each counts what happens, and kills.
+KILL = "import os, signal; die = lambda: os.kill(os.getpid(), signal.SIGKILL)\n"
+IN_A_CLIENTS_WORK = KILL + (
+    "import fedshift.engines.sequential as loop; real, calls = loop.step_, []\n"
+    "def step_(*given):\n"
+    "    calls.append(1)\n"
+    "    if len(calls) == {at}: die()\n"
+    "    return real(*given)\n"
+    "loop.step_ = step_\n"
+)
+BETWEEN_CLIENTS_AND_CHECKPOINT = KILL + (
+    "import fedshift.experiments.trial as t; real, calls = t.save_checkpoint, []\n"
+    "def save(*given):\n"
+    "    calls.append(1)\n"
+    "    if len(calls) == {at}: die()\n"
+    "    real(*given)\n"
+    "t.save_checkpoint = save\n"
+)
+CLIENTS_HALF_WRITTEN = KILL + (
+    "import fedshift.experiments.client_store as c; calls = []\n"
+    "real = c.write_atomically\n"
+    "def write(path, content):\n"
+    "    calls.append(1)\n"
+    "    if len(calls) == {at}: path.with_name(path.name + '.tmp').write_bytes(content[:len(content) // 2]); die()\n"
+    "    real(path, content)\n"
+    "c.write_atomically = write\n"
+)
+CHECKPOINT_HALF_WRITTEN = KILL + (
+    "import fedshift.results.checkpoint as c; real, calls = c.save, []\n"
+    "def save(*given, **more):\n"
+    "    calls.append(1)\n"
+    "    content = real(*given, **more)\n"
+    "    if len(calls) != {at}: return content\n"
+    "    class Half(bytes): pass\n"
+    "    def write(path, content):\n"
+    "        path.with_name(path.name + '.tmp').write_bytes(content[:len(content) // 2]); die()\n"
+    "    c.write_atomically = write\n"
+    "    return content\n"
+    "c.save = save\n"
+)
+ROWS_HALF_WRITTEN = KILL + (
+    "import fedshift.experiments.experiment as e; real, calls = e.append_rows, []\n"
+    "def append(path, rows):\n"
+    "    calls.append(1)\n"
+    "    real(path, rows)\n"
+    "    if len(calls) == {at}: path.write_bytes(path.read_bytes()[:-30]); die()\n"
+    "e.append_rows = append\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "moments"),
+    [
+        pytest.param(["--method", "fedavg"], [(ROWS_HALF_WRITTEN, 3)], id="fedavg"),
+        pytest.param(
+            ["--method", "fedbn", "--keep-optimizer", "--momentum", "0.9"],
+            [(BETWEEN_CLIENTS_AND_CHECKPOINT, 2), (IN_A_CLIENTS_WORK, 20)],
+            id="fedbn, momentum kept",
+        ),
+        pytest.param(
+            ["--method", "scaffold", "--participation", "0.5"],
+            [(IN_A_CLIENTS_WORK, 13)],
+            id="scaffold, half of them",
+        ),
+        pytest.param(
+            ["--method", "scaffold", "--participation", "2", "--seeds", "2"],
+            [(CHECKPOINT_HALF_WRITTEN, 1), (ROWS_HALF_WRITTEN, 2), (IN_A_CLIENTS_WORK, 40)],
+            id="scaffold, two of them, two seeds",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ["--method", "fedbn", "--model", "digit-cnn-dropout", "--batches", "2"],
+            [(IN_A_CLIENTS_WORK, 9), (CLIENTS_HALF_WRITTEN, 2), (CHECKPOINT_HALF_WRITTEN, 1)],
+            id="dropout",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_process_killed_at_any_moment_and_resumed_equals_uninterrupted(
+    program, cli, unpublished, tiny_folder, tmp_path, assert_same, arguments, moments
+):
+    settings = ["run", "--data", tiny_folder, "--rounds", 4, "--batch-size", 8, *arguments]
+    assert cli(*settings, "--out", tmp_path / "whole").code == 0
+    killed = tmp_path / "killed"
+    for number, (moment, at) in enumerate(moments):
+        begin = [*settings, "--out", killed] if number == 0 else ["run", "--resume", killed]
+        process = program(*begin, before=moment.format(at=at))
+        _, errors = process.communicate()
+        assert (process.returncode, errors) == (-signal.SIGKILL, "")
+    assert cli("run", "--resume", killed).code == 0
+    assert_same(tmp_path / "whole", killed)
+
+
+def test_a_process_killed_from_outside_and_resumed_equals_uninterrupted(
+    program, cli, unpublished, tiny_folder, tmp_path, assert_same
+):
+    settings = ["run", "--data", tiny_folder, "--method", "fedavg", "--batch-size", 8, "--rounds", 20]
+    process = program(*settings, "--out", tmp_path / "killed", env=os.environ | {"PYTHONUNBUFFERED": "1"})
+    for line in process.stdout:
+        if "round 2/20" in line:  # rounds 4, 6, ... are evaluated too
+            process.kill()
+            break
+    assert process.wait() == -signal.SIGKILL
+    assert len(read_rows(tmp_path / "killed" / "trials" / "fedavg-seed0" / "rounds.jsonl")) >= 2
+    assert cli("run", "--resume", tmp_path / "killed").code == 0
+    assert cli(*settings, "--out", tmp_path / "whole").code == 0
+    assert_same(tmp_path / "whole", tmp_path / "killed")
+
+
+class Killed(BaseException):
+    """The program ends here, and nothing handles it."""
+
+
+@pytest.mark.parametrize(
+    ("step", "at"),
+    [
+        ("client_store.write_atomically", 2),  # of the last round's clients
+        ("checkpoint.write_atomically", 0),  # of the first checkpoint
+        ("checkpoint.write_atomically", "best.safetensors"),  # of the last best, after its checkpoint
+        ("trial.sweep", 2),
+        ("trial.sweep", -1),  # after the last round
+    ],
+)
+def test_ended_between_any_two_files_and_resumed_equals_uninterrupted(
+    make, tmp_path, monkeypatch, assert_same, step, at
+):
+    experiment = make(rounds=4, participation=2, validation=0.2, select="best", lr=0.0)
+    module, _, name = f"fedshift.{step}".rpartition(".")
+    real, calls, last = getattr(sys.modules[module], name), [], None
+
+    def stepped(path, content):
+        calls.append(path.name)
+        if len(calls) == last:
+            raise Killed
+        real(path, content)
+
+    monkeypatch.setattr(f"fedshift.{step}", stepped)
+    experiment.run(tmp_path / "whole")
+    number = max(i for i, each in enumerate(calls) if each == at) if isinstance(at, str) else range(len(calls))[at]
+    last, calls = number + 1, []
+    with pytest.raises(Killed):
+        experiment.run(tmp_path / "killed")
+    last = None
+    experiment.run(tmp_path / "killed", resume=True)
+    assert_same(tmp_path / "whole", tmp_path / "killed")
+
+
+# What resuming refuses
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"lr": 0.02}, "begun with another optimizer: then 'SGD(lr=0.01"),
+        ({"schedule": "cosine"}, "begun with another optimizer"),
+        ({"keep_optimizer": True}, "begun with another optimizer"),
+        ({"batch_size": 9}, "begun with another work: then 'Work(batch_size=8"),
+        ({"model": "digit-cnn-bn"}, "begun with another model"),
+        ({"domains": "ann,bob"}, "begun with another data"),
+        ({"validation": 0.1}, "begun with another data"),
+        ({"participation": 2}, "begun with another participation: then 'None', now '2'"),
+        ({"rounds": 1}, "has done 2 rounds, more than rounds=1: ask for at least as many"),
+    ],
+)
+def test_a_run_goes_on_only_as_it_was_begun_and_a_refusal_changes_nothing(make, tmp_path, changed, said):
+    make(rounds=2).run(tmp_path / "run")
+
+    def content():
+        return {
+            p: p.read_bytes()
+            for p in sorted((tmp_path / "run").rglob("*"))
+            if p.is_file() and p.name not in (".lock", ".owner")
+        }
+
+    before = content()
+    with pytest.raises(UsageError) as refused:
+        make(**({"rounds": 2} | changed)).run(tmp_path / "run", resume=True)
+    assert said in str(refused.value)
+    assert len(str(refused.value)) < 500
+    assert content() == before
+    make(rounds=2).run(tmp_path / "run", resume=True)
+
+
+def test_a_method_of_the_same_name_but_other_choices_is_another(make, tmp_path, monkeypatch):
+    (tmp_path / "own_method.py").write_text(
+        "from dataclasses import replace\nfrom fedshift import fedavg, fedprox\nmu = 0.1\n"
+        "def mine():\n    return replace(fedprox(mu=mu), name='mine')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_method", raising=False)
+    make("own_method:mine", rounds=1).run(tmp_path / "run")
+    monkeypatch.setattr("own_method.mu", 0.2)
+    with pytest.raises(UsageError, match=r"begun with another method: then .*mu=0\.1.*, now .*mu=0\.2"):
+        make("own_method:mine", rounds=2).run(tmp_path / "run", resume=True)
+
+
+def test_networks_with_the_same_tensors_but_other_layers_are_told_apart(make, tmp_path):
+    def of(activation):
+        made = make("fedavg", rounds=1)
+        object.__setattr__(
+            made, "model", lambda shape, classes: nn.Sequential(nn.Flatten(), activation, nn.Linear(192, classes))
+        )
+        return made
+
+    of(nn.ReLU()).run(tmp_path / "run")
+    with pytest.raises(UsageError, match=r"begun with another model: then .*ReLU\(\).*now .*Tanh\(\)"):
+        of(nn.Tanh()).run(tmp_path / "run", resume=True)
+
+
+def test_a_checkpoint_of_another_seed_is_refused(make, tmp_path):
+    make(rounds=1, seeds=2).run(tmp_path / "run")
+    trials = tmp_path / "run" / "trials"
+    (trials / "fedbn-seed0" / "checkpoint.safetensors").replace(trials / "fedbn-seed1" / "checkpoint.safetensors")
+    with pytest.raises(UsageError, match="begun with another seed: then '0', now '1'"):
+        make(rounds=1, seeds=2).run(tmp_path / "run", resume=True)
+
+
+def test_a_damaged_checkpoint_is_refused_and_its_removal_begins_again(make, tmp_path, assert_same):
+    make().run(tmp_path / "run")
+    make().run(tmp_path / "other")
+    checkpoint = tmp_path / "run" / "trials" / "fedbn-seed0" / "checkpoint.safetensors"
+    content = bytearray(checkpoint.read_bytes())
+    content[-5] ^= 1
+    checkpoint.write_bytes(content)
+    with pytest.raises(FedshiftError, match="corrupt or truncated \\(its checksum does not match\\): restore the file"):
+        make().run(tmp_path / "run", resume=True)
+    checkpoint.unlink()
+    make().run(tmp_path / "run", resume=True)
+    assert_same(tmp_path / "run", tmp_path / "other")
+
+
+def test_a_damaged_best_checkpoint_is_written_anew(make, tmp_path, assert_same, Listener):
+    settings = {"rounds": 4, "validation": 0.2, "select": "best"}
+    make(**settings).run(tmp_path / "whole")
+    stop = Event()
+    make(**settings).run(tmp_path / "run", stop=stop, observer=Listener(lambda done: done.round == 1 and stop.set()))
+    best = tmp_path / "run" / "trials" / "fedbn-seed0" / "best.safetensors"
+    later = load_checkpoint(tmp_path / "whole" / "trials" / "fedbn-seed0" / "best.safetensors")
+    save_checkpoint(best, *later)  # as if killed between writing the best of a later round and the checkpoint
+    make(**settings).run(tmp_path / "run", resume=True)
+    assert_same(tmp_path / "whole", tmp_path / "run")

@@ -1,0 +1,59 @@
+"""What a site may say of itself: the coordinator makes room for it, so it is bounded."""
+
+import pytest
+
+from fedshift.flower.server.registry import SiteDescription
+from fedshift.utils.errors import FedshiftError
+
+SOUND = {
+    "name": "photo", "version": "1", "shape": [3, 28, 28], "dtype": "uint8", "classes": 10, "class_names": [],
+    "samples": {"train": 24, "test": 9}, "labels": [24, *[0] * 9],
+}  # fmt: skip
+AGE, WARD = {"name": "age", "categories": None}, {"name": "ward", "categories": ["A"]}
+COLUMNS = "site 'photo' says that it has {} columns: its samples of shape"
+SELF = {
+    "nothing": ({"samples": {}}, "site 'photo' says that it has {} samples"),
+    "no samples": ({"samples": {"train": 0}}, "site 'photo' says that it has {'train': 0} samples"),
+    "no test": ({"samples": {"train": 24}}, "site 'photo' says that it has {'train': 24} samples"),
+    "another part": ({"samples": {"train": 24, "test": 9, "x": 1}}, "site 'photo' says that it has {'train': 24, 'te"),
+    "more than memory": ({"samples": {"train": 10**12, "test": 1}}, "site 'photo' says that it has"),
+    "another type": ({"dtype": "uint9"}, "site 'photo' says that its samples are uint9"),
+    "no type": ({"dtype": "load"}, "site 'photo' says that its samples are load"),
+    "a huge shape": ({"shape": [2**20, 2**20]}, r"site 'photo' .* samples are uint8 of shape \(1048576, 1048576\)"),
+    "a negative shape": ({"shape": [3, -28, 28]}, "site 'photo' says that its samples are"),
+    "many classes": ({"classes": 10**12}, "site 'photo' says that it has 1000000000000 classes"),
+    "too few labels": ({"labels": [1] * 10}, "site 'photo' says that it has 10 classes: its labels do not fit"),
+    "labels below zero": ({"labels": [-1, *[0] * 8, 25]}, "site 'photo' says that it has 10 classes: its labels"),
+    "columns of another width": ({"columns": [AGE, {**WARD, "categories": ["A", "B"]}]}, COLUMNS.format(2)),
+    "a column twice": ({"columns": [AGE] * 3, "shape": [3]}, COLUMNS.format(3)),
+    "categories twice": ({"columns": [{**WARD, "categories": ["A", "A"]}], "shape": [2]}, COLUMNS.format(1)),
+    "a list of patients": (
+        {"columns": [{**WARD, "categories": sorted(map(str, range(51)))}], "shape": [51]},
+        COLUMNS.format(1),
+    ),
+    "columns in words": ({"columns": ["age"]}, "a site describes itself in a way that is not understood"),
+    "more names than classes": ({"class_names": ["a"] * 11}, "site 'photo' says that it has 10 classes: its labels"),
+    "words": ({"shape": "wide"}, "a site describes itself in a way that is not understood"),
+    "no name": ({"name": ""}, "a site calls itself ''"),
+}
+
+
+def test_what_a_site_says_of_itself_is_taken_as_it_says():
+    described = SiteDescription.of(SOUND)
+    assert (described.name, described.shape, described.classes) == ("photo", (3, 28, 28), 10)
+    assert (
+        SiteDescription.of({**SOUND, "labels": None, "samples": {"train": 1, "validation": 1, "test": 1}}).labels
+        is None
+    )
+
+
+@pytest.mark.parametrize("fault", SELF)
+def test_what_cannot_be_is_refused(fault):
+    wrong, why = SELF[fault]
+    with pytest.raises(FedshiftError, match=f"^{why}"):
+        SiteDescription.of({**SOUND, **wrong})
+
+
+def test_what_is_missing_is_named():
+    with pytest.raises(FedshiftError, match=r"a site describes itself in a way that is not understood .*'classes'"):
+        SiteDescription.of({name: value for name, value in SOUND.items() if name != "classes"})

@@ -1,0 +1,53 @@
+"""An experiment across machines is the one in one process, bit for bit, for every method (law 1)."""
+
+import pytest
+
+from fedshift.config.expressions import list_catalog
+from fedshift.core.kernel import client_final, client_init, init_client
+from fedshift.results.run_directory import METRICS, to_file_name
+from fedshift.results.schema import read_rows
+from tests.flower.sites import Heard, SiteGrid, coordinator, same_as_in_process, sites_of, spec_for
+
+POOLED = ("centralized",)
+COMPOSED = ("fedbn+fedprox(mu=0.1)", "silobn+scaffold", "fedbn+fedmmb(batches=1)+fedadam", "ditto(epochs=2)")
+FEDERATED = (*(name for name in list_catalog("methods") if name not in POOLED), *COMPOSED)
+SENDING = (
+    "fedavg",
+    "fedbn",
+    "silobn",
+    "fedper",
+    "partialfed_fix",
+    "partialfed_adaptive",
+    "scaffold",
+    "single",
+    *COMPOSED,
+)
+"""Methods of which no two send the same; five clients run them for three rounds, and three run others for two."""
+
+
+@pytest.mark.parametrize("method", FEDERATED)
+def test_every_method_is_what_it_is_in_one_process_and_sends_only_its_scope(method, tmp_path, machine):
+    full = method in SENDING
+    domains, rounds = ("pen,photo,print,faded,worn", 3) if full else ("pen,photo,print", 2)
+    spec = spec_for(method, domains=domains, samples=16, rounds=rounds, evaluate_every=rounds, moments="loaded,trained")
+    grid, came, left = SiteGrid(sites_of(spec, tmp_path)), [], []
+
+    def watched(node, question, answer):
+        if question.kind == "train":
+            came.append({kind: set(record) for kind, record in question.arrays.items()})
+            left.append({kind: set(record) for kind, record in answer.arrays.items()})
+        return answer
+
+    grid.tamper = watched
+    assert coordinator(spec, grid, tmp_path / "served", Heard()).run()
+    messages = len(grid.sites) * rounds
+    (trial,) = same_as_in_process(spec, tmp_path / "served", tmp_path, tmp_path / "reference")
+    rows, same = (
+        read_rows(folder / "trials" / f"{to_file_name(trial.plan.method.name)}-seed0" / METRICS)
+        for folder in (tmp_path / "served", tmp_path / "reference")
+    )
+    assert rows == same
+    assert sum((row["split"], row["moment"]) == ("test", "trained") for row in rows) == len(grid.sites)
+    _, update = client_final(trial.plan, client_init(trial.plan, init_client(trial.plan), trial.server))
+    assert left == [{"shared": trial.plan.sent, "memory": update.memory.keys()}] * messages
+    assert came == [{"shared": trial.plan.loaded, "memory": trial.server.memory.keys()}] * messages

@@ -1,0 +1,405 @@
+"""``fedshift adapt``: a run's models brought to clients that it never saw, against what the run itself says of them."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from shutil import copytree
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from PIL import Image
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from fedshift.data.federation import federation
+from fedshift.experiments.factory import parse_methods
+from fedshift.experiments.restoration import load_experiment, restore_trial, select_trials
+from fedshift.experiments.settings import Settings
+from fedshift.experiments.trial import Trial
+from fedshift.new_clients.adaptation import adapt_all
+from fedshift.new_clients.overlap import find_overlap
+from fedshift.new_clients.policies import UNCHANGED, applicable_policies, describe_needs, evaluate_model, make_models
+from fedshift.new_clients.policy_tables import mean_over_seeds, policy_differences, seed_table
+from fedshift.new_clients.site_data import load_site
+from fedshift.results.schema import compute_metric, read_rows
+from fedshift.utils.errors import FedshiftError, UsageError
+from fedshift.utils.state import is_equal
+
+ROOT = Path(__file__).parents[2]
+POLICIES = ["average", "reestimate", "nearest", "finetune", "finetune_bn"]
+LEFT = {"rounds": 2, "newcomers": "cid"}
+
+
+@pytest.fixture(autouse=True)
+def cached(tmp_path, monkeypatch):
+    monkeypatch.setenv("FEDSHIFT_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    return tmp_path_factory.mktemp("kept") / "run"
+
+
+@pytest.fixture
+def run(make, kept, tiny_folder, tmp_path):
+    """A run of three methods on two of the tiny clients, trained once, in a directory of the test's own."""
+    if not kept.exists():
+        make(methods="fedavg,fedbn,fedwon", **LEFT).run(kept)
+    copytree(kept, tmp_path / "run")
+    settings = tmp_path / "run" / "config.toml"
+    settings.write_text(re.sub(r"(?m)^data = .*$", f'data = "{tiny_folder}"', settings.read_text()))
+    return tmp_path / "run"
+
+
+def shot(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+# What a policy gives is what the run itself would have measured
+
+
+def test_the_models_are_those_of_a_run_with_the_client_as_newcomer_bit_for_bit(make, run, tiny_folder, tmp_path):
+    spec, experiment = load_experiment(run)
+    new = load_site(str(tiny_folder), spec, experiment.data, "cid").client("cid")
+    trial = restore_trial(experiment, run, "fedbn", 0)
+    found = {model.policy: model for model in make_models(trial, {"cid": new.train}, POLICIES)}
+    for policy in POLICIES:
+        within, folder = make(methods="fedbn", unseen=policy, evaluate_every=2, **LEFT), tmp_path / policy
+        within.run(folder)
+        assert is_equal(found[policy].state, restore_trial(within, folder, "fedbn", 0).model_state("cid"))
+        rows = read_rows(folder / "trials" / "fedbn-seed0" / "metrics.jsonl")
+        row = next(row for row in rows if (row["client"], row["split"]) == ("cid", "test"))
+        counted = evaluate_model(trial, found[policy], new)
+        assert {key: counted[key] for key in ("hits", "support", "loss_sum", "samples", "auc")}.items() <= row.items()
+
+
+def test_the_command_prints_every_policy_of_every_method_and_changes_nothing_of_the_run(cli, run, tiny_folder):
+    before = shot(run)
+    outcome = cli("adapt", run, "--data", tiny_folder, "--clients", "c*")
+    assert (outcome.code, outcome.err) == (0, "")
+    assert shot(run) == before
+    lines = [line.split() for line in outcome.out.splitlines()]
+    titles = [" ".join(line[:2]) for line in lines if line and line[0] in ("fedavg:", "fedbn:", "fedwon:")]
+    of_fedavg = [f"fedavg: {policy}" for policy in ("as", "reestimate", "finetune", "finetune_bn")]
+    assert titles == [*of_fedavg, *(f"fedbn: {p}" for p in POLICIES), "fedwon: as", "fedwon: finetune"]
+    rows = read_rows(run / "trials" / "fedavg-seed0" / "metrics.jsonl")
+    row = next(row for row in rows[::-1] if (row["client"], row["split"]) == ("cid", "test"))
+    share = 100 * sum(row["hits"]) / sum(row["support"])
+    as_it_is = next(line for line in lines if line[:2] == ["fedavg:", "as"])
+    assert as_it_is[4:] == ["nothing", f"{share:.2f}"]
+    assert "inputs: the new client's training inputs, without labels; labels: its" in outcome.out
+    assert "not unknown" not in outcome.out
+
+
+def test_a_client_whose_samples_the_run_has_is_called_known(cli, run, tiny_folder):
+    outcome = cli("adapt", run, "--data", tiny_folder, "--policies", "average")
+    assert "note: client 'ann' is not unknown: the run has its samples, as client 'ann'" in outcome.out
+    assert "client 'cid' is not" not in outcome.out
+    assert "reestimate" not in outcome.out.replace("--", "")
+
+
+def test_samples_that_the_run_has_are_counted_whatever_part_they_were_in_and_label_they_have(run, tiny):
+    _, experiment = load_experiment(run)
+    ann, cid = tiny.client("ann"), tiny.client("cid")
+    halves = [torch.cat([split.x[:6], other.x[:6]]) for split, other in ((ann.test, cid.test), (ann.train, cid.train))]
+    mixed = federation({"new": (halves[0].numpy(), np.zeros(12, int), halves[1].numpy(), np.arange(12) % 2)})
+    assert find_overlap(mixed, experiment) == [
+        "client 'new' is not unknown: the run has 12 of its 24 samples, as client 'ann'"
+    ]
+
+
+def test_policies_that_make_no_sense_are_told_by_method_and_one_named_twice_counts_once(cli, run, tiny_folder):
+    words = ("adapt", run, "--data", tiny_folder, "--clients", "cid", "--policies")
+    said = cli(*words, "nearest, reestimate,nearest").out
+    assert "note: nearest: the one global model, shown as it is, under fedavg, fedwon\n" in said
+    assert "note: reestimate: there are no BatchNorm statistics under fedwon\n" in said
+    assert said.count("fedbn: nearest") == 1
+    assert "note: finetune_bn: there is no BatchNorm to train under fedwon\n" in cli(*words, "finetune_bn").out
+    assert "note" not in cli(*words, "finetune").out
+
+
+def test_some_of_the_methods_and_seeds_alone(cli, make, tiny_folder, tmp_path):
+    make(methods="fedbn,fedprox(mu=0.1),gn", seeds=2, **{**LEFT, "rounds": 1}).run(tmp_path / "run")
+    words = ("adapt", tmp_path / "run", "--data", tiny_folder, "--clients", "cid", "--policies", "average")
+    lines = cli(*words, "--methods", "fedprox*,gn", "--seeds", 1, "--save", "saved").out.splitlines()
+    assert lines[0] == "Test accuracy in percent of new clients, one seed, last round"
+    titles = [line.split()[0] for line in lines if "as it is" in line and "note" not in line]
+    assert titles == ["fedprox(mu=0.1):", "fedavg+gn:"]
+    assert {path.name for path in (tmp_path / "saved").iterdir() if path.is_dir()} == {"fedprox-mu=0.1", "fedavg+gn"}
+    assert "mean (std) over 2 seeds" in cli(*words, "--methods", "fedprox(mu=0.1)").out
+    for asked, said in (
+        (("--methods", "fedbm"), "unknown method 'fedbm': did you mean 'fedbn'? allowed are fedavg+gn, fedbn, fedprox"),
+        (("--methods", "fedavg"), "unknown method 'fedavg': did you mean 'fedavg+gn'?"),
+        (("--seeds", 3), "seeds=3: the run has 2; give a number from 1 to that"),
+    ):
+        outcome = cli(*words, *asked)
+        assert (outcome.code, said in outcome.err) == (2, True), outcome.err
+
+
+def test_a_method_is_found_as_it_was_given_whatever_is_in_its_brackets(make):
+    given = "fedprox(fedavg(weighting='uniform'), mu=0.1)"
+    whole = make(methods=f"{given},fedbn,gn")
+    assert [method.name for method in select_trials(whole, f"{given}, gn").methods] == [
+        method.name for method in whole.methods[::2]
+    ]
+
+
+def test_a_run_of_a_device_that_is_not_here_is_adapted_on_the_processor_and_that_is_said(cli, run, tiny_folder):
+    words = ("adapt", run, "--data", tiny_folder, "--clients", "cid", "--policies", "average", "--methods", "fedbn")
+    plain = cli(*words).out
+    settings = run / "config.toml"
+    settings.write_text(settings.read_text().replace('device = "cpu"', 'device = "cuda:99"'))
+    said = "note: the run was made on cuda:99, which cannot be used here: computed on cpu (--device)\n"
+    assert cli(*words).out == plain + said
+    assert cli(*words, "--device", "cpu").out == plain
+    outcome = cli(*words, "--device", "cuda:99")
+    assert (outcome.code, outcome.err.startswith("fedshift: device 'cuda:99' cannot be used here")) == (2, True)
+
+
+def test_a_trial_that_is_damaged_or_not_there_stops_no_other(cli, run, tiny_folder):
+    words = ("adapt", run, "--data", tiny_folder, "--clients", "cid", "--policies", "average")
+    checkpoint = run / "trials" / "fedbn-seed0" / "checkpoint.safetensors"
+    whole = checkpoint.read_bytes()
+    (states,) = checkpoint.parent.glob("*.states")
+    flipped = bytearray(kept := states.read_bytes())
+    flipped[len(kept) // 2] ^= 255
+    for file, damaged, said in (
+        (states, bytes(flipped), "is corrupt: what it holds of client"),
+        (checkpoint, whole[:-9], "is corrupt or truncated"),
+        (checkpoint, whole.replace(rb"\"format\": 3", rb"\"format\": 2"), "was written by another version of fedshift"),
+        (checkpoint, None, "no checkpoint at"),
+    ):
+        file.unlink()
+        if damaged is not None:
+            file.write_bytes(damaged)
+        outcome = cli(*words)
+        assert (outcome.code, said in outcome.err) == (1, True), outcome.err
+        assert outcome.err.startswith("fedshift: fedbn, seed 0, is left out: ")
+        assert [f"{method}: as it is" in outcome.out for method in ("fedavg", "fedwon")] == [True, True]
+        states.write_bytes(kept)
+    (run / "config.toml").unlink()
+    assert "config.toml is missing, which says what was run: restore" in cli(*words).err
+
+
+def test_rounds_that_a_run_has_not_done_are_told(cli, run, tiny_folder):
+    settings = run / "config.toml"
+    settings.write_text(settings.read_text().replace("rounds = 2", "rounds = 5"))
+    outcome = cli("adapt", run, "--data", tiny_folder, "--policies", "average", "--methods", "fedbn")
+    assert "note: fedbn, seed 0: 2 of 5 rounds are done" in outcome.out
+
+
+def test_a_client_of_one_sample_lacks_what_needs_several_and_the_others_have_it(run, tiny):
+    _, experiment = load_experiment(run)
+    trial, said = restore_trial(experiment, run, "fedbn", 0), []
+    training = {"lone": tiny.client("cid").train.take(torch.tensor([0])), "cid": tiny.client("cid").train}
+    made = {(model.client, model.policy) for model in make_models(trial, training, POLICIES, say=said)}
+    assert made == {("lone", "average"), ("lone", "nearest"), *(("cid", policy) for policy in POLICIES)}
+    assert said == [
+        "client 'lone': one sample has no variance to normalize by, so without reestimate, finetune, finetune_bn"
+    ]
+    with pytest.raises(UsageError, match="client 'lone' has one training sample"):
+        next(make_models(trial, training, POLICIES))
+
+
+def test_more_rounds_of_finetuning_and_each_seed(cli, make, tiny_folder, tmp_path):
+    make(methods="fedbn", seeds=2, first_seed=3, **LEFT).run(tmp_path / "run")
+    spec, experiment = load_experiment(tmp_path / "run")
+    new = load_site(str(tiny_folder), spec, experiment.data, "cid").client("cid")
+    assert experiment.seeds == (3, 4)
+    trial = restore_trial(experiment, tmp_path / "run", "fedbn", 4)
+    one, two = (next(make_models(trial, {"cid": new.train}, ["finetune"], rounds=rounds)) for rounds in (1, 2))
+    assert (one.seed, one.title, one.client) == (4, "fedbn: finetune", "cid")
+    assert not torch.equal(one.state["conv1.weight"], two.state["conv1.weight"])
+    outcome = cli(
+        "adapt", tmp_path / "run", "--data", tiny_folder, "--clients", "cid", "--rounds", 2, "--save", "saved"
+    )
+    assert "mean (std) over 2 seeds" in outcome.out
+    assert "finetune and finetune_bn: 2 rounds" in outcome.out
+    first = next(
+        make_models(restore_trial(experiment, tmp_path / "run", "fedbn", 3), {"cid": new.train}, ["finetune"], rounds=2)
+    )
+    assert is_equal(load_file(tmp_path / "saved" / "fedbn" / "finetune" / "cid.safetensors"), first.state)
+    table = pd.read_csv(tmp_path / "saved" / "accuracy.csv", index_col=0)
+    assert list(table.index) == ["cid", "macro"]
+    assert table["fedbn: average seeds"].tolist() == [2, 2]
+
+
+def test_the_best_round_is_adapted_where_the_run_reports_it(make, tiny_folder, tmp_path):
+    experiment = make(methods="fedbn", validation=0.2, select="best", evaluate_every=1, lr=0.5, rounds=4)
+    experiment.run(tmp_path / "run")
+    _, again = load_experiment(tmp_path / "run")
+    best = restore_trial(again, tmp_path / "run", "fedbn", 0)
+    last = replace(again, settings=replace(again.settings, select="last"))
+    with pytest.raises(UsageError, match="another select"):
+        restore_trial(last, tmp_path / "run", "fedbn", 0)
+    rows = read_rows(tmp_path / "run" / "trials" / "fedbn-seed0" / "metrics.jsonl")
+    frame = pd.DataFrame([row for row in rows if row["split"] == "validation"])
+    means = frame.assign(value=compute_metric(frame, "accuracy")).groupby("round")["value"].mean()
+    assert best.server.round == means.idxmax()
+
+
+# What policies make sense, and what they need
+
+
+@pytest.mark.parametrize(
+    ("method", "policies", "wants"),
+    [
+        ("fedavg", (UNCHANGED, "reestimate", "finetune", "finetune_bn"), ("", "inputs", "labels", "labels")),
+        ("fedwon", (UNCHANGED, "finetune"), ("", "labels")),
+        ("fedbn", POLICIES, ("entries", "inputs, entries", "labels, entries", "labels, entries", "labels")),
+        ("silobn", POLICIES, ("entries", "inputs", "labels, entries", "labels, entries", "labels")),
+        ("ditto", POLICIES, ("", "inputs", "labels, entries", "labels", "labels")),
+        ("fedbn+fedper", POLICIES[-1:], ("labels, entries",)),
+        ("fedper+gn", ("average", "nearest", "finetune"), ("entries", "labels, entries", "labels, entries")),
+    ],
+)
+def test_policies_that_make_sense_and_what_they_need(tiny, method, policies, wants):
+    from fedshift.models.digits import small_cnn
+
+    plan = Trial(parse_methods(method)[0], small_cnn, tiny, Settings(rounds=1), 0).plan
+    assert applicable_policies(plan, POLICIES if len(policies) > 1 else policies) == tuple(policies)
+    assert tuple(", ".join(describe_needs(plan, policy)) for policy in policies) == wants
+
+
+def test_tables_are_means_over_seeds_and_pairs_are_clients():
+    right = {("fedavg: as it is", 0): (4, 6), ("fedavg: as it is", 1): (6, 2), ("fedbn: average", 0): (9, 7),
+             ("fedbn: average", 1): (7, 9)}  # fmt: skip
+    rows = [
+        {"title": title, "seed": seed, "client": client, "samples": 10, "loss_sum": 1.0, "auc": None,
+         "hits": [hits, 0], "support": [5, 5]}
+        for (title, seed), values in right.items()
+        for client, hits in zip(("zoe", "ann"), values, strict=True)
+    ]  # fmt: skip
+    seeds = seed_table(rows, "accuracy")
+    table = mean_over_seeds(seeds)
+    assert list(table.index) == ["zoe", "ann", "macro"]
+    assert table["fedavg: as it is", "mean"].tolist() == pytest.approx([0.5, 0.4, 0.45])
+    assert table["fedavg: as it is", "std"].tolist() == pytest.approx(
+        [np.std([0.4, 0.6], ddof=1), np.std([0.6, 0.2], ddof=1), np.std([0.5, 0.4], ddof=1)]
+    )
+    gap = policy_differences(seeds).loc["fedbn: average"]
+    assert (gap["difference"], gap["seeds"], gap["std"]) == pytest.approx((0.35, 2, np.std([0.3, 0.4], ddof=1)))
+    alone = policy_differences(seeds.loc[["zoe"]]).loc["fedbn: average"]
+    assert (alone["difference"], alone["seeds"], alone["std"]) == pytest.approx((0.3, 2, np.std([0.5, 0.1], ddof=1)))
+
+
+# Data without labels
+
+
+def test_statistics_from_unlabeled_data_are_those_from_the_same_data_with_labels(cli, run, tiny_folder, tmp_path):
+    with np.load(tiny_folder / "cid.npz") as packed:
+        np.savez(tmp_path / "scans.npz", x=packed["x_train"])
+    assert cli("adapt", run, "--unlabeled", "scans.npz", "--save", "without").code == 0
+    assert cli("adapt", run, "--data", tiny_folder, "--clients", "cid", "--save", "with").code == 0
+    made = {path.relative_to(tmp_path / "without").as_posix() for path in (tmp_path / "without").rglob("*.safetensors")}
+    assert made == {
+        f"{kind}/scans.safetensors"
+        for kind in ("fedavg/as-it-is", "fedavg/reestimate", "fedbn/average", "fedbn/reestimate", "fedwon/as-it-is")
+    }
+    for name in ("fedavg/reestimate", "fedbn/reestimate"):
+        one, other = (load_file(tmp_path / kind / name / f"{client}.safetensors")
+                      for kind, client in (("without", "scans"), ("with", "cid")))  # fmt: skip
+        assert is_equal(one, other)
+    assert not list((tmp_path / "without").glob("*.csv"))
+
+
+def test_unlabeled_data_take_the_place_of_the_clients_own_for_reestimate_alone(run, tiny_folder, tmp_path):
+    _, experiment = load_experiment(run)
+    ann, cid = (experiment.data.client(name).train for name in ("ann", "cid"))
+    trial = restore_trial(experiment, run, "fedbn", 0)
+    plain = {model.policy: model.state for model in make_models(trial, {"ann": ann}, POLICIES)}
+    given = {model.policy: model.state for model in make_models(trial, {"ann": ann}, POLICIES, inputs=cid)}
+    of_cid = next(make_models(trial, {"cid": cid}, ["reestimate"])).state
+    assert is_equal(given["reestimate"], of_cid)
+    assert not is_equal(given["reestimate"], plain["reestimate"])
+    assert all(is_equal(given[name], plain[name]) for name in ("average", "nearest", "finetune"))
+
+
+def test_whether_broken_images_are_skipped_is_said_of_the_new_ones(cli, run, tmp_path):
+    (tmp_path / "flat").mkdir()
+    for shade in (0, 90, 180):
+        Image.new("RGB", (8, 8), (shade, 60, shade)).save(tmp_path / "flat" / f"{shade}.png")
+    (tmp_path / "flat" / "2.png").write_bytes(b"no image")
+    words = ("adapt", run, "--unlabeled", "flat", "--methods", "fedbn", "--policies", "reestimate", "--save", "saved")
+    assert "remove them, or leave them out (--on-unreadable skip)" in cli(*words).err
+    assert "note: 1 of 4 images in flat cannot be read" in cli(*words, "--on-unreadable", "skip").out
+    assert (tmp_path / "saved" / "fedbn" / "reestimate" / "flat.safetensors").exists()
+
+
+# Models as files
+
+
+def test_saved_models_say_whose_they_are_and_load_as_the_page_says(cli, run, tiny_folder, tmp_path, monkeypatch):
+    assert cli("adapt", run, "--data", tiny_folder, "--clients", "cid", "--save", "adapted").code == 0
+    file = tmp_path / "adapted" / "fedbn" / "reestimate" / "cid.safetensors"
+    with safe_open(file, framework="pt") as opened:
+        assert opened.metadata() == {"method": "fedbn", "policy": "reestimate", "client": "cid", "seed": "0"}
+    text, page = (ROOT / "docs" / "new-clients.md").read_text(), {}
+    exec(next(body for body in re.findall(r"^```python\n(.*?)^```", text, re.M | re.S) if "def model_in" in body), page)
+    network = page["model_in"](file, (3, 8, 8), 3)
+    assert not network.training
+    state = load_file(file)
+    assert all(torch.equal(tensor, state[name]) for name, tensor in network.state_dict().items())
+
+
+def test_where_no_policy_gives_a_model_that_is_said(cli, make, tiny_folder, tmp_path):
+    make(methods="fedper+gn", rounds=1, newcomers="cid").run(tmp_path / "run")
+    outcome = cli("adapt", tmp_path / "run", "--data", tiny_folder, "--clients", "cid", "--policies", "reestimate")
+    assert (outcome.code, outcome.out) == (2, "")
+    assert "no policy gives a model: reestimate: there are no BatchNorm statistics under fedper+gn" in outcome.err
+
+
+def test_two_clients_of_one_file_are_refused(run, tiny, tmp_path):
+    _, experiment = load_experiment(run)
+    training = {"a b": tiny.client("ann").train, "a-b": tiny.client("cid").train}
+    with pytest.raises(UsageError, match=r"client 'a b' and another would share the file a-b\.safetensors: rename one"):
+        adapt_all(experiment, run, training, POLICIES, save=tmp_path / "saved")
+
+
+# What is refused
+
+
+REFUSED = [
+    (["run"], "there is nothing to adapt to: give --data, or --unlabeled with --save"),
+    (["run", "--unlabeled", "x.npz"], "--unlabeled alone measures nothing: say where its models go (--save)"),
+    (["run", "--unlabeled", "x.npz", "--save", "s", "--policies", "finetune"], "policy 'finetune' needs labels"),
+    (["run", "--unlabeled", "x.npz", "--save", "s", "--clients", "a"], "--clients a chooses among the clients of"),
+    (["run", "--data", "tiny", "--policies", "avrage"], "unknown policy for new clients 'avrage': did you mean"),
+    (["run", "--data", "tiny", "--rounds", "0"], "rounds=0: must be at least 1"),
+    (["run", "--data", "tiny", "--clients", "dan"], "unknown domain 'dan'"),
+    (["run", "--data", "tiny", "--save", "tiny"], "tiny holds other files: choose a directory that is new"),
+    (["tiny", "--data", "tiny"], "tiny holds no run: give a directory that `fedshift run` or `compare` wrote"),
+    ([".", "--data", "tiny"], "holds no run: give a directory that `fedshift run` or `compare` wrote, such as run"),
+]
+
+
+def test_what_makes_no_sense_is_one_message(cli, run):
+    for words, said in REFUSED:
+        outcome = cli("adapt", *words)
+        assert (outcome.code, outcome.out) == (2, "")
+        assert said in outcome.err
+
+
+def test_a_run_from_python_and_one_that_did_no_round_cannot_be_adapted(cli, make, tiny_folder, tmp_path):
+    experiment = make(rounds=2)
+    replace(experiment, config={}).run(tmp_path / "python")
+    outcome = cli("adapt", "python", "--data", "tiny")
+    assert (outcome.code, "does not say on which data it was run" in outcome.err) == (2, True)
+    trial = Trial(experiment.methods[0], experiment.model, experiment.data, experiment.settings, 0)
+    with pytest.raises(FedshiftError, match="fedbn, seed 0, has done no round: go on with the run first"):
+        next(make_models(trial, {"cid": experiment.data.client("cid").train}, POLICIES))
+
+
+def test_where_finetuning_diverges_the_others_are_told(make):
+    experiment = make(lr=1e20, rounds=1)
+    trial = Trial(experiment.methods[0], experiment.model, experiment.data, experiment.settings, 0)
+    trial.server = replace(trial.server, round=1)
+    trial.clients.put({"ann": replace(trial.clients["ann"], steps=4)})
+    said = []
+    made = [
+        model.policy for model in make_models(trial, {"cid": experiment.data.client("cid").train}, POLICIES, say=said)
+    ]
+    assert made == ["average", "reestimate", "nearest"]
+    assert said[0].startswith("fedbn, seed 0: training diverged: client 'cid'")

@@ -1,0 +1,218 @@
+"""Tables as text: what papers print, in Markdown, LaTeX, CSV and on the terminal."""
+
+import math
+import re
+
+import pytest
+from rich.console import Console
+
+from fedshift.report import accuracy_table, difference_table
+from fedshift.report.claims import claims, sentence
+from fedshift.report.formatting import (
+    difference_cells,
+    flatten,
+    format_bytes,
+    format_p_value,
+    format_signed,
+    metric_cells,
+    to_csv,
+    to_latex,
+    to_markdown,
+    to_terminal,
+)
+
+MINUS = "\N{MINUS SIGN}"
+LAST = {
+    "fedavg": [{"a": 50, "b": 240}, {"a": 52, "b": 246}, {"a": 54, "b": 252}],
+    "fedbn": [{"a": 60, "b": 240}, {"a": 63, "b": 249}, {"a": 66, "b": 258}],
+}
+
+
+def texts(table):
+    return [[cell.text for cell in row] for row in table.rows]
+
+
+def best(table):
+    return {row[0].text: [cell.text for cell in row if cell.best] for row in table.rows}
+
+
+def test_values_in_percent_with_deviation(study):
+    table = metric_cells(accuracy_table(study))
+    assert table.header == ("client", "fedavg", "fedbn")
+    assert texts(table)[0] == ["a", "52.00 (2.00)", "63.00 (3.00)"]
+    assert table.rule == 2
+
+
+def test_best_of_each_row(make_study):
+    study = make_study(
+        {"fedavg": [{"a": 50, "b": 240}], "fedbn": [{"a": 60, "b": 240}], "fedprox": [{"a": 40, "b": 90}]}
+    )
+    found = best(metric_cells(accuracy_table(study)))
+    assert found["a"] == ["60.00"]
+    assert found["b"] == ["80.00", "80.00"]
+    lowest = best(metric_cells(accuracy_table(study, "loss"), "loss"))
+    assert lowest["a"] == ["0.400"]
+
+
+def test_without_clients_one_by_one_the_aggregates_are_as_they_were(make_crowd):
+    frame = accuracy_table(make_crowd(60, seeds=2))
+    whole, short = metric_cells(frame), metric_cells(frame, one_by_one=False)
+    assert short.rows == whole.rows[whole.rule :]
+    assert (short.header, short.rule) == (("60 clients", "fedavg", "fedbn"), 0)
+
+
+def test_a_single_method_is_never_best(make_study):
+    table = metric_cells(accuracy_table(make_study({"fedavg": [{"a": 50, "b": 240}]})))
+    assert not any(cell.best for row in table.rows for cell in row)
+
+
+def test_a_table_without_methods_has_only_names(make_study):
+    table = metric_cells(accuracy_table(make_study({"fedbn": [{"a": 50, "b": 240}]}), model="global"))
+    assert table.header == ("client",)
+    assert table.values == []
+
+
+def test_missing_values_are_dashes(make_study):
+    study = make_study(keep=lambda row: row["method"] != "fedbn")
+    assert {row[2] for row in texts(metric_cells(accuracy_table(study)))} == {"-"}
+    assert texts(difference_cells(difference_table(study))) == [["fedbn", "-", "-", "-", "0"]]
+
+
+def test_aggregates_are_over_the_clients_that_all_methods_have_and_the_best_of_them_is_marked(make_study):
+    lacks = ("fedbn", "a", 1)
+    table = metric_cells(
+        accuracy_table(make_study(keep=lambda row: (row["method"], row["client"], row["seed"]) != lacks))
+    )
+    rows = {row[0]: row for row in texts(table)}
+    assert rows["a"] == ["a", "52.00 (2.00)", "63.00 (4.24)"]
+    assert rows["macro"] == ["macro", "72.00 (8.89)", "76.33 (6.51)"]  # seeds 65, 82, 69 and 70, 83, 76
+    assert best(table)["macro"] == ["76.33 (6.51)"]
+    assert best(table)["a"] == ["63.00 (4.24)"]
+
+
+def test_a_client_that_no_method_has_changes_nothing_of_the_others(make_study):
+    table = metric_cells(accuracy_table(make_study(keep=lambda row: row["client"] != "a")))
+    assert best(table)["macro"] == ["83.00 (3.00)"]
+
+
+def test_difference_cells(study):
+    table = difference_cells(difference_table(study))
+    assert table.header == ("method", "difference", "95% interval", "p", "seeds", "with test samples")
+    assert texts(table) == [["fedbn", "+6.00", "+3.52 to +8.48", "0.009", "3", f"{MINUS}1.86 to +13.86"]]
+
+
+def test_readings(make_study):
+    def read(scores):
+        return sentence("fedbn", "fedavg", claims(make_study(scores)).between("fedbn", "fedavg"))
+
+    low = [{"a": 50, "b": 240}, {"a": 52, "b": 246}, {"a": 60, "b": 246}]
+    high = [{"a": 60, "b": 240}, {"a": 63, "b": 249}]
+    support = "95% interval +3.52 to +8.48 over 3 seeds, p 0.009"
+    assert read(LAST) == f"fedbn is above fedavg by 6.00 points ({support})."
+    few = "too few to tell them apart."
+    assert read({"fedavg": low, "fedbn": low[:1]}) == f"fedbn is level with fedavg over one seed: {few}"
+    assert read({"fedavg": low[:1], "fedbn": high[:1]}) == f"fedbn lies 5.00 points above fedavg over one seed: {few}"
+    assert read({"fedavg": low[:2], "fedbn": high}) == f"fedbn lies 5.50 points above fedavg over 2 seeds: {few}"
+    assert read({"fedavg": low, "fedbn": []}) == "fedbn and fedavg have no evaluated seed in common."
+
+
+def test_ties_are_level(make_study):
+    runs = [{"a": 50, "b": 240}, {"a": 52, "b": 246}, {"a": 60, "b": 246}]
+    same = claims(make_study({"fedavg": runs, "fedbn": runs})).between("fedbn", "fedavg")
+    assert sentence("fedbn", "fedavg", same).startswith(
+        "fedbn is level with fedavg as printed, 0.00 points (95% interval"
+    )
+    mixed = claims(make_study({"fedavg": runs, "fedbn": runs[::-1]})).between("fedbn", "fedavg")
+    assert "fedbn is level with fedavg as printed, 0.00 points (95% interval" in sentence("fedbn", "fedavg", mixed)
+    assert "p 1.000" in sentence("fedbn", "fedavg", mixed)
+    row = texts(difference_cells(difference_table(make_study({"fedavg": runs, "fedbn": runs}))))[0]
+    assert row[:2] == ["fedbn", "0.00"]
+
+
+def test_every_form_of_a_table_says_what_its_spread_covers(study):
+    console = Console(width=200)
+    for table in (metric_cells(accuracy_table(study)), difference_cells(difference_table(study))):
+        assert "initialization and order of samples, not the test samples and not the split" in table.note
+        assert table.note in to_markdown(table)
+        assert table.note in to_latex(table)
+        with console.capture() as capture:
+            console.print(to_terminal(table))
+        assert table.note in " ".join(capture.get().split())
+
+
+def test_one_seed_shows_no_spread(make_study):
+    note = metric_cells(accuracy_table(make_study({"fedbn": [{"a": 50, "b": 240}]}))).note
+    assert note == (
+        "One seed shows no spread, neither of initialization and order of samples nor of the test samples or the split."
+    )
+
+
+def test_markdown_has_one_width_and_bold(study):
+    *lines, blank, _ = to_markdown(metric_cells(accuracy_table(study))).splitlines()
+    assert not blank
+    assert lines[0] == "| client | fedavg | fedbn |"
+    assert lines[2] == "| a | 52.00 (2.00) | **63.00 (3.00)** |"
+    assert len({line.count("|") for line in lines}) == 1
+
+
+def test_markdown_and_latex_escape_names(make_study):
+    study = make_study(names={"a": "x|y_*", "b": r"50% & #1 \ {z} $ ~ ^"})
+    table = metric_cells(accuracy_table(study))
+    assert r"| x\|y\_\* |" in to_markdown(table)
+    assert r"50\% \& \#1 \textbackslash{} \{z\} \$ \textasciitilde{} \textasciicircum{} &" in to_latex(table)
+
+
+def test_latex_is_balanced(edge_case):
+    for table in (metric_cells(accuracy_table(edge_case)), difference_cells(difference_table(edge_case))):
+        source = to_latex(table)
+        bare = re.sub(r"\\[{}&$%#_]", "", source)
+        assert bare.count("{") == bare.count("}")
+        assert bare.count("$") % 2 == 0
+        body = [line for line in bare.splitlines() if line.endswith(r"\\")]
+        assert {line.count("&") for line in body} == {len(table.header) - 1}
+        assert [source.count(rf"\{rule}") for rule in ("toprule", "bottomrule", "begin", "end")] == [1, 1, 1, 1]
+
+
+def test_latex_bold(study):
+    assert r"a & 52.00 (2.00) & \textbf{63.00 (3.00)} \\" in to_latex(metric_cells(accuracy_table(study)))
+
+
+def test_csv_keeps_numbers(study):
+    lines = to_csv(accuracy_table(study)).splitlines()
+    assert lines[0] == "client,fedavg mean,fedavg std,fedavg seeds,fedbn mean,fedbn std,fedbn seeds"
+    assert lines[1] == "a,0.52,0.02,3,0.63,0.03,3"
+    assert to_csv(difference_table(study)).splitlines()[1].startswith("fedbn,fedavg,3,0.06,0.01,")
+
+
+def test_terminal_never_reads_names_as_markup(make_study):
+    study = make_study(names={"a": "[red]a[/red]", "b": "b"})
+    console = Console(width=100, force_terminal=False)
+    with console.capture() as capture:
+        console.print(to_terminal(metric_cells(accuracy_table(study))))
+    assert "[red]a[/red]" in capture.get()
+    assert "63.00 (3.00)" in capture.get()
+
+
+def test_small_texts():
+    assert [format_signed(1.234), format_signed(-1.234), format_signed(math.nan)] == ["+1.23", f"{MINUS}1.23", "-"]
+    assert [format_signed(0.004), format_signed(-0.004), format_signed(0, 3)] == ["0.00", "0.00", "0.000"]
+    assert [format_p_value(0.04999), format_p_value(0.0001), format_p_value(math.nan)] == ["0.050", "<0.001", "-"]
+    assert [format_bytes(0), format_bytes(999), format_bytes(12_345), format_bytes(2.5e13), format_bytes(math.nan)] == [
+        "0 B",
+        "999 B",
+        "12.3 kB",
+        "25 TB",
+        "-",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("tree", "pairs"),
+    [
+        ({"a": {"b": 1, "c": None}}, [("a.b", "1"), ("a.c", "-")]),
+        ({"a": [1, 2], "b": []}, [("a", "1, 2"), ("b", "-")]),
+        ({"a": [{"b": 1}, {"b": {}}]}, [("a[0].b", "1"), ("a[1].b", "-")]),
+    ],
+)
+def test_flatten(tree, pairs):
+    assert flatten(tree) == pairs

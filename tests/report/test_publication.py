@@ -1,0 +1,57 @@
+"""What a run leaves for people: each client while they are few, their distribution when they are many."""
+
+import io
+from dataclasses import replace
+
+import pandas as pd
+import pytest
+from rich.console import Console
+
+from fedshift.report.publication import publish_summary
+from fedshift.report.tables import ONE_BY_ONE
+
+
+@pytest.fixture
+def published(tmp_path, undrawn):
+    def run(study):
+        console = Console(file=io.StringIO(), width=100)
+        publish_summary(study, tmp_path, console)
+        tables = {path.name: path.read_text().splitlines() for path in (tmp_path / "tables").iterdir()}
+        return console.file.getvalue(), tables
+
+    return run
+
+
+def test_few_clients_are_printed_one_by_one(published, make_crowd):
+    said, tables = published(make_crowd(ONE_BY_ONE))
+    assert all(f" client {number} " in said for number in range(ONE_BY_ONE))
+    assert len(tables["accuracy.csv"]) == 1 + ONE_BY_ONE + 3
+    assert len(tables["accuracy.md"]) == 2 + ONE_BY_ONE + 3 + 2
+
+
+def test_models_after_local_work_have_a_table_of_their_own_in_terminal_files_and_page(published, study, tmp_path):
+    plain, tables = published(study)
+    assert "local work" not in plain + (tmp_path / "report.html").read_text()
+    assert "accuracy-trained.csv" not in tables
+    rows = study.rows[(study.rows["split"] == "test") & (study.rows["model"] == "personal")]
+    after = rows.assign(moment="trained", hits=[[hits[0], 0] for hits in rows["hits"]])
+    said, tables = published(replace(study, rows=pd.concat([study.rows, after], ignore_index=True)))
+    assert said.startswith(plain[: plain.index("Validation")].rstrip())
+    assert "The same just after local work, before aggregation, of clients that took part in the round" in said
+    assert tables["accuracy-trained.csv"][1].startswith("a,0.52,0.02,3,0.63,0.03,3")
+    assert tables["accuracy-trained.csv"][2].startswith("b,0.5,0,3,0.5,0,3")
+    assert tables["accuracy.csv"][2].startswith("b,0.82,0.02,3,0.83,0.03,3")
+    page = (tmp_path / "report.html").read_text()
+    assert "Test accuracy of the personal model in percent just after local work, before aggregation" in page
+    assert "Loss, personal model just after local work, before aggregation" in page
+
+
+def test_of_many_clients_the_distribution_is_printed_and_each_is_in_the_csv(published, make_crowd, tmp_path):
+    said, tables = published(make_crowd(ONE_BY_ONE + 1))
+    assert "51 clients" in said
+    assert "95 % quantile" in said
+    assert " client 7 " not in said
+    assert f"Each client is in {tmp_path / 'tables' / 'accuracy.csv'}." in said
+    assert [line.split(",")[0] for line in tables["accuracy.csv"][1:4]] == ["client 0", "client 1", "client 2"]
+    assert len(tables["accuracy.csv"]) == 1 + ONE_BY_ONE + 1 + 9
+    assert len(tables["accuracy.md"]) == 2 + 9 + 2

@@ -1,0 +1,271 @@
+"""What FedBN printed: the files are whole, names are fedshift's, numbers agree with each other and with the text."""
+
+import re
+import tomllib
+from importlib.resources import files
+from itertools import pairwise
+
+import pytest
+
+from fedshift.cli.data_commands import find_card
+from fedshift.config.expressions import resolve
+
+FOLDER = files("fedshift.reproduce") / "values" / "fedbn"
+FILES = {
+    file.name.removesuffix(".toml"): tomllib.loads(file.read_text("utf-8"))
+    for file in sorted(FOLDER.iterdir(), key=str)
+}
+ROWS = {"table1": 4, "table11": 4, "table12": 2, "table13": 18, "table14": 15} | dict.fromkeys(
+    ("table15", "table16", "table17"), 3
+)
+"""Rows of each table in one version, of table 1 for each of three benchmarks."""
+FIGURES = {f"figure{number}" for number in (1, 2, 3, 4, 5, 7, 8, 9)}
+COMMON = {"title", "where", "data", "model", "metric", "unit", "seeds", "note"}
+CELL = re.compile(r"^-?\d+(\.\d+)?( \(\d+(\.\d+)?\))?$")
+DIGITS = ["svhn", "usps", "synthdigits", "mnistm", "mnist"]
+
+
+def mean(cell):
+    return float(cell.partition(" ")[0])
+
+
+def spread(cell):
+    return float(cell.partition("(")[2].rstrip(")"))
+
+
+def rows(name, version, **axes):
+    """The cells of a version by method and column; ``axes`` choose among rows of one method."""
+    found = {}
+    for block in FILES[name]["values"]:
+        for row in block["rows"]:
+            if block["version"] == version and all(row[key] == value for key, value in axes.items()):
+                found.setdefault(row["method"], {}).update(zip(block["columns"], row["cells"], strict=True))
+    return found
+
+
+def ahead(of, cells):
+    """Who has a higher accuracy than ``of``, as (method, column)."""
+    return {
+        (method, column)
+        for method, own in cells.items()
+        for column, cell in own.items()
+        if mean(cell) > mean(cells[of][column])
+    }
+
+
+def test_there_is_a_file_for_every_table_and_figure():
+    assert set(FILES) == set(ROWS) | FIGURES
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_says_what_it_is_in_names_of_fedshift(name):
+    said = FILES[name]
+    assert set(said) >= COMMON
+    assert re.fullmatch(r"section \d(\.\d)?|appendix [A-G](\.\d)?", said["where"])
+    assert (said["metric"], said["unit"]) in {("accuracy", "percent"), ("loss", "")}
+    assert said["seeds"] in (0, 5)
+    assert all(said[key].strip() == said[key] != "" for key in ("title", "note"))
+    for part in (said, *said.get("values", ())):
+        if part.get("model"):
+            assert resolve("models", part["model"])
+        if part.get("data", "toy") not in ("", "toy"):
+            assert resolve("data.datasets", part["data"])
+
+
+@pytest.mark.parametrize("name", sorted(FIGURES))
+def test_a_figure_says_what_is_drawn_and_claimed(name):
+    said = FILES[name]
+    assert COMMON | {"versions", "drawn", "claims"} <= set(said) <= COMMON | {
+        "versions", "drawn", "claims", "values_in"
+    }  # fmt: skip
+    assert said["versions"] == (["v1"] if said["where"].startswith("section") else ["v1", "final"])
+    assert said["drawn"]
+    assert all(said["claims"])
+    assert set(said.get("values_in", ())) <= set(ROWS)
+    assert said["data"]
+    assert said["model"]
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_table_is_whole(name):
+    said = FILES[name]
+    assert set(said) == COMMON | {"values"}
+    blocks = said["values"]
+    assert [block["version"] for block in blocks] == (["v1"] * 3 if name == "table1" else ["v1", "final"])
+    optional = {"table1": {"data", "model"}, "table15": {"samples"}, "table16": {"samples"}}.get(name, set())
+    for block in blocks:
+        assert set(block) == {"version", "page", "columns", "by", "rows"} | optional
+        assert block["by"] == ("samples" if name == "table14" else "client")
+        if block["by"] == "client":
+            own = (
+                {"global", "local"} if name == "table17" else set(find_card(block.get("data") or said["data"]).clients)
+            )
+            assert set(block["columns"]) == own
+        assert len(block.get("samples", block["columns"])) == len(block["columns"]) == len(set(block["columns"]))
+        assert len(block["rows"]) == ROWS[name]
+        keys = {tuple(row[key] for key in sorted(row.keys() - {"cells"})) for row in block["rows"]}
+        assert len(keys) == ROWS[name]
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_row_has_a_method_and_a_number_in_each_column(name):
+    axes = {"table13": {"batch_size", "epochs"}, "table14": {"client"}}.get(name, set())
+    for block in FILES[name]["values"]:
+        for row in block["rows"]:
+            assert set(row) - {"paper_name"} == {"method", "cells"} | axes
+            assert resolve("methods", row["method"])
+            assert row.get("paper_name") != row["method"]
+            assert len(row["cells"]) == len(block["columns"])
+            for cell in row["cells"]:
+                assert CELL.match(cell)
+                assert ("(" in cell) is (FILES[name]["seeds"] > 0)
+                assert 10 < mean(cell) < 100
+                digits = 1 if name == "table1" else 2
+                assert all(len(number.partition(".")[2]) == digits for number in re.findall(r"[\d.]+", cell))
+
+
+@pytest.mark.parametrize("version", ["v1", "final"])
+def test_fedbn_has_the_same_cells_beside_centralized_training_and_beside_other_methods(version):
+    assert rows("table12", version)["fedbn"] == rows("table11", version)["fedbn"]
+
+
+@pytest.mark.parametrize("name", ["table15", "table16", "table17"])
+def test_versions_agree_where_nothing_was_run_again(name):
+    first, last = FILES[name]["values"]
+    assert {**first, "version": "final"} == last
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "axes", "others"),
+    [
+        ("table1", "v1", {}, {("single", "quickdraw"), ("fedavg", "UM_1"), ("fedprox", "UM_1")}),
+        ("table11", "v1", {}, set()),
+        ("table11", "final", {}, set()),
+        ("table12", "v1", {}, {("centralized", "svhn"), ("centralized", "synthdigits"), ("centralized", "mnistm")}),
+        ("table12", "final", {}, set()),
+        ("table14", "v1", {"client": "svhn"}, set()),
+        ("table14", "v1", {"client": "usps"}, {("single", "7438")}),
+        ("table14", "v1", {"client": "synthdigits"}, {("single", "4462")}),
+        ("table14", "v1", {"client": "mnistm"}, {("single", size) for size in ("7438", "4462", "2975", "1487")}),
+        ("table14", "v1", {"client": "mnist"}, {("fedavg", "7438")}),
+        ("table14", "final", {"client": "svhn"}, set()),
+        ("table14", "final", {"client": "usps"}, set()),
+        ("table14", "final", {"client": "synthdigits"}, set()),
+        ("table14", "final", {"client": "mnistm"}, {("single", size) for size in ("7438", "4462", "2975", "1487")}),
+        ("table14", "final", {"client": "mnist"}, {("fedavg", "4462")}),
+        ("table15", "final", {}, set()),
+        ("table16", "final", {}, set()),
+        ("table17", "final", {}, set()),
+    ],
+)
+def test_fedbn_is_best_but_where_the_notes_say_otherwise(name, version, axes, others):
+    assert ahead("fedbn", rows(name, version, **axes)) == others
+
+
+@pytest.mark.parametrize(
+    ("version", "others"),
+    [
+        ("v1", {(10, 4, "mnist"), (10, 16, "mnistm"), (10, 16, "mnist"), (0, 4, "mnistm"), (0, 16, "mnistm"),
+                (0, 16, "synthdigits")}),
+        ("final", {(50, 16, "mnist"), (0, 16, "synthdigits")}),
+    ],
+)  # fmt: skip
+def test_fedbn_is_above_fedavg_in_the_grid_but_where_the_note_says_otherwise(version, others):
+    grid = [(batch_size, epochs) for batch_size in (10, 50, 0) for epochs in (1, 4, 16)]
+    above = {
+        (batch_size, epochs, column)
+        for batch_size, epochs in grid
+        for _, column in ahead("fedbn", rows("table13", version, batch_size=batch_size, epochs=epochs))
+    }
+    assert above == others
+
+
+@pytest.mark.parametrize(("version", "clients"), [("v1", {"svhn"}), ("final", {"svhn", "usps", "mnistm"})])
+def test_fedbns_spread_is_the_smallest_on_the_clients_that_the_note_names(version, clients):
+    cells = rows("table11", version)
+    least = {column: min(cells, key=lambda method: spread(cells[method][column])) for column in DIGITS}
+    assert {column for column, method in least.items() if method == "fedbn"} == clients
+
+
+def test_accuracy_falls_with_the_training_images_but_once():
+    falling = {
+        (block["version"], row["client"], row["method"], more, fewer)
+        for block in FILES["table14"]["values"]
+        for row in block["rows"]
+        for (more, high), (fewer, low) in pairwise(zip(block["columns"], row["cells"], strict=True))
+        if mean(high) <= mean(low)
+    }
+    assert falling == {("v1", "usps", "fedbn", "7438", "4462")}
+
+
+@pytest.mark.parametrize("version", ["v1", "final"])
+def test_a_tenth_of_the_images_gives_in_table_14_what_v1_has_in_table_11(version):
+    nearer_to_final = {
+        (method, client)
+        for client in DIGITS
+        for method in ("fedavg", "fedbn")
+        for here in [mean(rows("table14", version, client=client)[method]["743"])]
+        if abs(here - mean(rows("table11", "final")[method][client]))
+        <= abs(here - mean(rows("table11", "v1")[method][client]))
+    }
+    assert nearer_to_final == {("fedbn", "usps")}
+
+
+def test_ten_times_the_images_help_every_client_only_if_columns_of_table_16_are_renamed():
+    tenth, printed = rows("table15", "final"), rows("table16", "final")
+    for method, cells in printed.items():
+        renamed = dict(zip(["mnist", "svhn", "usps", "synthdigits", "mnistm"], cells.values(), strict=True))
+        assert all(mean(renamed[client]) > mean(tenth[method][client]) for client in DIGITS)
+        assert {client for client in DIGITS if mean(cells[client]) < mean(tenth[method][client])} == {"usps", "mnist"}
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "axes", "method", "column", "cell"),
+    [
+        ("table1", "v1", {}, "single", "dslr", "78.7 (1.3)"),
+        ("table1", "v1", {}, "fedprox", "quickdraw", "54.4 (3.1)"),
+        ("table1", "v1", {}, "fedavg", "UM_1", "70.7 (0.5)"),
+        ("table1", "v1", {}, "fedbn", "UCLA_1", "65.5 (1.0)"),
+        ("table11", "v1", {}, "fedavg", "svhn", "62.86 (1.49)"),
+        ("table11", "final", {}, "fedbn", "svhn", "76.93 (0.25)"),
+        ("table11", "final", {}, "fedprox", "mnist", "97.30 (0.17)"),
+        ("table12", "final", {}, "centralized", "mnistm", "79.65 (0.24)"),
+        ("table13", "v1", {"batch_size": 10, "epochs": 4}, "fedbn", "synthdigits", "86.99"),
+        ("table13", "final", {"batch_size": 0, "epochs": 16}, "fedavg", "svhn", "71.56"),
+        ("table14", "v1", {"client": "mnistm"}, "single", "74", "17.23"),
+        ("table14", "final", {"client": "svhn"}, "fedbn", "743", "72.10"),
+        ("table15", "final", {}, "fedbn", "synthdigits", "97.83"),
+        ("table16", "v1", {}, "fedprox", "usps", "92.12"),
+        ("table17", "final", {}, "fedavg", "global", "91.28"),
+    ],
+)
+def test_cells_read_by_hand(name, version, axes, method, column, cell):
+    assert rows(name, version, **axes)[method][column] == cell
+
+
+def test_rows_of_table_1_are_of_one_benchmark_each():
+    assert [(block["data"], block["model"]) for block in FILES["table1"]["values"]] == [
+        ("office-caltech10", "alexnet-bn"), ("domainnet", "alexnet-bn"), ("abide", "abide-mlp")
+    ]  # fmt: skip
+
+
+def test_sizes_of_clients_are_those_of_the_tables():
+    assert FILES["table15"]["values"][1]["samples"] == [7943, 743, 39116, 5600, 5600]
+    assert FILES["table16"]["values"][1]["samples"] == [79430, 7430, 391160, 56000, 56000]
+
+
+def test_clients_of_unequal_size_have_all_that_the_sets_have(runs):
+    found = runs("fedbn/table15") | runs("fedbn/table16")
+    assert {spec.data for spec in found} == {"digits-five(samples=None)"}  # without it all have 7438
+    assert {spec.split for spec in found} == {"sample(fraction=0.1), repeat()", "repeat()"}
+
+
+def test_centralized_training_has_batches_of_32_and_not_32_a_client(runs):
+    assert {(spec.method, spec.batch_size) for spec in runs("fedbn/table12")} == {
+        ("centralized(scaled=False)", 32), ("fedbn", 32),
+    }  # fmt: skip
+
+
+def test_one_to_ten_clients_of_each_set_take_part(runs):
+    counts = [spec.split[-4] for spec in runs("fedbn/figure4") if spec.split]
+    assert sorted(counts) == sorted("0123456789" * 2)  # of two methods, the last client's number
