@@ -17,8 +17,8 @@ client 1 has classes 0 and 1, 2 and 3, ... for each other.
 
 Rows are by the largest AUC, below that from which nothing is judged, of a client against the others within a class.
 Concept shift may be named in at most 5 % of the federations of the first kind, and should be in most of the second
-where looks differ little and neighbors tell classes: the more looks differ, the more they may explain. Photographs are CIFAR-10, if it is
-where ``FEDSHIFT_DATA`` says.
+where looks differ little and neighbors tell classes: the more looks differ, the more they may explain. Photographs are
+CIFAR-10, if it is where ``FEDSHIFT_DATA`` says.
 
 Run ``OMP_NUM_THREADS=1 python benchmarks/diagnose.py [SEEDS]``: about five minutes for 10 seeds on one core.
 """
