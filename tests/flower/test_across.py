@@ -9,8 +9,18 @@ from tests.flower.sites import Heard, SiteGrid, coordinator, same_as_in_process,
 POOLED = ("centralized",)
 COMPOSED = ("fedbn+fedprox(mu=0.1)", "silobn+scaffold", "fedbn+fedmmb(batches=1)+fedadam")
 FEDERATED = (*(name for name in catalog("methods") if name not in POOLED), *COMPOSED)
-SENDING = ("fedavg", "fedbn", "silobn", "fedper", "partialfed_fix", "partialfed_adaptive", "scaffold", "single", *COMPOSED)
-"""Methods of which no two send the same; five clients run them for three rounds, and three run others for two."""
+SENDING = (
+    "fedavg",
+    "fedbn",
+    "silobn",
+    "fedper",
+    "partialfed_fix",
+    "partialfed_adaptive",
+    "scaffold",
+    "single",
+    *COMPOSED,
+)
+"""Methods that differ in what they send; five clients run them for three rounds, and three run others for two."""
 
 
 @pytest.mark.parametrize("method", FEDERATED)
