@@ -144,7 +144,7 @@ def test_on_a_terminal_loading_is_a_bar():
     assert "12/12" in console.file.getvalue()
 
 
-def test_many_clients_are_summed_up_on_the_terminal_and_kept_in_tables(cli, tmp_path):
+def test_many_clients_are_summed_up_on_the_terminal_and_kept_in_tables(cli, undrawn, tmp_path):
     split = "--split=iid(clients=60)"
     done = cli("run", "--method", "fedbn", "--rounds", 1, split, "--participation", 5, "--out", tmp_path / "run")
     assert done.code == 0, done.err
