@@ -12,13 +12,13 @@ The diagonal should be all seeds, the rest none: "any" counts federations in whi
 
 A second table asks whether looks pass for labels. Three of four clients have a look each (negative, gray, gamma, tint,
 shear, mirrored, upside down, blurred), or two of them are negatives, which is just below what counts as not
-overlapping; each at a tenth, a third or all of its strength. What a class is called is the same everywhere, or client 1
-has classes 0 and 1, 2 and 3, ... for each other.
+overlapping; each at none, a tenth, a third or all of its strength. What a class is called is the same everywhere, or
+client 1 has classes 0 and 1, 2 and 3, ... for each other.
 
 Rows are by the largest AUC, below that from which nothing is judged, of a client against the others within a class.
 Concept shift may be named in at most 5 % of the federations of the first kind, and should be in most of the second
-where looks differ little: the more they do, the more other labels they may explain. Photographs are CIFAR-10, if it is
-where ``FEDSHIFT_DATA`` says.
+where looks differ little and neighbors tell classes: the more looks differ, the more they may explain. Photographs are
+CIFAR-10, if it is where ``FEDSHIFT_DATA`` says.
 
 Run ``OMP_NUM_THREADS=1 python benchmarks/diagnose.py [SEEDS]``: about five minutes for 10 seeds on one core.
 """
@@ -121,7 +121,7 @@ LOOKS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "upside down": lambda x: x[:, ::-1, ::-1],
     "blurred": lambda x: uniform_filter(x, (0, 3, 3, 0)),
 }
-STRENGTHS, BANDS, SAMPLES = (0.1, 0.3, 1.0), (0.0, 0.6, 0.7, 0.8, SEPARABLE), 250
+STRENGTHS, BANDS, SAMPLES = (0.0, 0.1, 0.3, 1.0), (0.0, 0.6, 0.7, 0.8, SEPARABLE), 250
 
 
 def looking(pixels: np.ndarray, labels: np.ndarray, strength: float, swap: bool, seed: int) -> Federation:

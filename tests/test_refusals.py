@@ -169,7 +169,7 @@ def test_a_diverging_run_says_where_keeps_the_last_good_round_and_exits_with_1(c
     assert all(tensor.isfinite().all() for tensor in kept[0].values())
 
 
-def test_a_comparison_goes_on_without_the_method_that_diverged(cli, tiny_folder):
+def test_a_comparison_goes_on_without_the_method_that_diverged(cli, undrawn, tiny_folder):
     methods = "fedprox(mu=1e30),fedavg"
     outcome = cli(
         "compare", "--data", tiny_folder, "--methods", methods, "--rounds", 2, "--batch-size", 8, "--out", "out"
@@ -184,7 +184,7 @@ def test_a_comparison_goes_on_without_the_method_that_diverged(cli, tiny_folder)
 
 
 def test_a_full_disk_keeps_what_was_saved_and_the_run_goes_on_later(
-    cli, program, unpublished, tiny_folder, tmp_path, assert_same
+    cli, unpublished, tiny_folder, tmp_path, assert_same
 ):
     settings = ("run", "--data", tiny_folder, "--batch-size", 8)
     assert cli(*settings, "--rounds", 4, "--out", "whole").code == 0
@@ -193,13 +193,14 @@ def test_a_full_disk_keeps_what_was_saved_and_the_run_goes_on_later(
     before = checkpoint.read_bytes()
     room = len(before) - 1
 
-    process = program(
-        "run", "--resume", "full", "--rounds", 4, cwd=tmp_path,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (room, room)),
-    )  # fmt: skip
-    _, err = process.communicate()
-    assert process.returncode == 1
-    assert err == (
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+    try:
+        outcome = cli("run", "--resume", "full", "--rounds", 4)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert outcome.code == 1
+    assert outcome.err == (
         f"fedshift: cannot write full/{CHECKPOINT}: File too large. What was saved before is intact: free some space, "
         "then go on with --resume\n"
     )

@@ -25,7 +25,7 @@ import pandas as pd
 import torch
 from torch import nn
 
-from .core.loss import Loss, parse_loss
+from .core.loss import Loss, as_loss
 from .core.method import Method
 from .core.optimizer import SGD, Optimizer
 from .core.work import Work
@@ -168,7 +168,7 @@ def compare(
     participation: int | float | None = None,
     evaluate_every: int | None = None,
     moments: str | Sequence[str] = "loaded",
-    loss: str | Loss = "cross_entropy",
+    loss: str | Loss | nn.CrossEntropyLoss = "cross_entropy",
     augment: str | Augmentation | None = None,
     select: Literal["last", "best"] = "last",
     metric: Literal["accuracy", "balanced_accuracy", "auc"] = "accuracy",
@@ -202,7 +202,8 @@ def compare(
         evaluate_every: rounds between evaluations; None: about ten in all. The last round is always evaluated.
         moments: when clients' models are measured in an evaluated round: ``"loaded"``, just after aggregation, or
             ``"loaded,trained"``, just after local work as well.
-        loss: what is trained on, an expression such as ``"focal(gamma=2.0, weights='balanced')"`` or its value.
+        loss: what is trained on, an expression such as ``"focal(gamma=2.0, weights='balanced')"``, its value, or
+            ``torch.nn.CrossEntropyLoss()``.
         augment: what is done to training images, an expression such as ``"flip(), rotate(degrees=30)"`` or its value.
         select: the reported round, ``last`` or ``best`` (on validation data, see ``Federation.hold_out``).
         metric: what tables report and ``best`` goes by.
@@ -241,7 +242,7 @@ def compare(
             participation=participation,
             evaluate_every=evaluate_every,
             moments=moments_of(moments),
-            loss=parse_loss(loss) if isinstance(loss, str) else loss,
+            loss=as_loss(loss),
             augment=parse_augmentation(augment) if isinstance(augment, str) else augment,
             select=select,
             metric=metric,

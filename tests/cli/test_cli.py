@@ -57,7 +57,7 @@ def test_a_run_prints_tables_and_leaves_a_report(cli, tiny_folder, tmp_path):
         assert (tmp_path / "results" / name).stat().st_size > 0
 
 
-def test_a_report_is_made_again_from_the_records(cli, monkeypatch, tiny_folder):
+def test_a_report_is_made_again_from_the_records(cli, undrawn, monkeypatch, tiny_folder):
     with monkeypatch.context() as patched:
         patched.setattr("fedshift.report.publication.publish_summary", lambda *_: None)
         cli("run", "--data", tiny_folder, "--rounds", 1, "--out", "results")
@@ -89,7 +89,7 @@ def test_the_settings_that_a_run_writes_down_reproduce_it(cli, unpublished, tiny
     assert tomllib.loads((tmp_path / "one/config.toml").read_text())["schedule"] == "cosine(floor=0.1)"
 
 
-def test_validation_accuracy_is_printed_and_written_where_data_are_held_out(cli, tiny_folder, tmp_path):
+def test_validation_accuracy_is_printed_and_written_where_data_are_held_out(cli, undrawn, tiny_folder, tmp_path):
     asked = ("--data", tiny_folder, "--methods", "fedavg,fedbn", "--rounds", 1)
     held_out = cli("compare", *asked, "--validation", 0.25, "--out", "held-out")
     macro = pd.read_csv(tmp_path / "held-out/tables/validation.csv", index_col=0).loc["macro"]
@@ -146,7 +146,7 @@ def interrupt(monkeypatch):
 
 
 def test_one_ctrl_c_finishes_the_round_reports_and_says_how_to_go_on(
-    cli, interrupt, monkeypatch, tiny_folder, tmp_path, assert_same
+    cli, undrawn, interrupt, monkeypatch, tiny_folder, tmp_path, assert_same
 ):
     settings = ("run", "--data", tiny_folder, "--batch-size", 8, "--rounds", 5, "--evaluate-every", 1)
     real, handler = sequential.client_step_, signal.getsignal(signal.SIGINT)

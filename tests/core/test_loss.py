@@ -8,7 +8,8 @@ import torch
 from sklearn.utils.class_weight import compute_class_weight
 from torch import nn
 
-from fedshift.core.loss import cross_entropy, focal, parse_loss
+from fedshift.core.loss import as_loss, cross_entropy, focal, parse_loss
+from fedshift.experiments.settings import Settings
 from fedshift.utils.errors import UsageError
 
 WEIGHTS = (0.5, 2.0, 1.0, 3.0)
@@ -36,6 +37,21 @@ def test_plain_cross_entropy_is_torchs_bit_for_bit(dtype):
         assert torch.equal(cross_entropy()(logits, y), nn.functional.cross_entropy(logits, y))
         ours, torchs = (torch.func.grad(loss)(logits, y) for loss in (cross_entropy(), nn.functional.cross_entropy))
         assert torch.equal(ours, torchs)
+
+
+@pytest.mark.parametrize("given", [{}, {"weight": torch.tensor(WEIGHTS)}, {"label_smoothing": 0.2}])
+def test_torchs_own_module_is_the_loss_that_it_is(given):
+    torchs, (logits, y) = nn.CrossEntropyLoss(**given).double(), batch()
+    assert as_loss(torchs)(logits, y).item() == pytest.approx(torchs(logits, y).item(), rel=1e-12)
+    assert as_loss(nn.CrossEntropyLoss()) == cross_entropy() == as_loss("cross_entropy")
+
+
+@pytest.mark.parametrize(
+    "given", [nn.CrossEntropyLoss(reduction="sum"), nn.CrossEntropyLoss(ignore_index=0), nn.MSELoss(), len, None]
+)
+def test_another_loss_is_refused_by_what_is_accepted(given):
+    with pytest.raises(UsageError, match=r"is not a loss that is known here: give a text such as 'cross_entropy'"):
+        Settings(loss=given)
 
 
 def test_weighted_and_smoothed_cross_entropy_is_its_formula_and_torchs():

@@ -1,5 +1,6 @@
 """Federations: what each transformation keeps, what is refused, and that no input is ever changed."""
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -8,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 from fedshift.data.digits import digits
 from fedshift.data.federation import ClientData, Federation, federation
@@ -292,3 +295,53 @@ def test_choosing_loses_nothing_at_any_size(sizes, fraction, samples_each):
         assert sorted(samples(after.train) + samples(after.validation)) == sorted(samples(before.train))
         assert len(after.train) >= 1
     assert {len(c.train) for c in data.limit_samples(samples_each).clients} == {samples_each}
+
+
+# Datasets of torch
+
+
+def test_pairs_of_torch_datasets_are_the_arrays_that_they_hold():
+    random = np.random.default_rng(0)
+    x, y = random.integers(0, 256, (9, 3, 8, 8)).astype(np.uint8), np.arange(9) % 3
+    plain = federation({"a": (x[:6], y[:6], x[6:], y[6:])})
+    held = TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
+    made = federation({"a": (Subset(held, range(6)), Subset(held, range(6, 9)))})
+    assert made.fingerprint == plain.fingerprint
+    assert made.check().sample_shape == (3, 8, 8)
+    pictures = [(Image.fromarray(image.transpose(1, 2, 0)), int(label)) for image, label in zip(x, y, strict=True)]
+    assert federation({"a": (Listed(pictures[:6]), Listed(pictures[6:]))}).fingerprint == plain.fingerprint
+
+
+class Listed(Dataset):
+    def __init__(self, samples):
+        self.samples = samples
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, number):
+        return self.samples[number]
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield np.zeros(3), 0
+
+
+GOOD = Listed([(np.zeros(3), 0), (np.ones(3), 1)])
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ((Stream(), GOOD), "client 'a', train data: Stream has no length: give a map-style torch.utils.data.Dataset"),
+        ((GOOD, Listed([])), "client 'a', test data: empty"),
+        ((GOOD, Listed([{"x": 1}])), "client 'a', test data: sample 0 is a dict, not a pair (input, label)"),
+        ((GOOD, Listed([*GOOD.samples, (np.zeros(4), 1)])), "sample 2 has shape (4,) and the first (3,): bring"),
+        ((np.zeros((2, 3)), np.zeros(2)), "client 'a': ndarray, ndarray given: give four arrays, (x_train,"),
+        (GOOD, "client 'a': Listed given: give four arrays"),
+    ],
+)  # fmt: skip
+def test_what_is_neither_four_arrays_nor_two_datasets_is_refused(given, said):
+    with pytest.raises(UsageError, match=re.escape(said)):
+        federation({"a": given})

@@ -131,7 +131,12 @@ def test_a_run_keeps_its_split_and_it_can_be_had_again(cli, unpublished, tmp_pat
 
 
 def test_splits_of_a_comparison_are_resumed_bit_for_bit(make, tmp_path, assert_same):
-    settings = {"data": "digits", "split": "labels(clients=5, per_client=2), validation(fraction=0.2)", "rounds": 3}
+    settings = {
+        "data": "digits",
+        "split": "labels(clients=5, per_client=2), validation(fraction=0.2)",
+        "samples": 60,
+        "rounds": 3,
+    }
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     make(**settings).run(whole)
     make(**settings | {"rounds": 1}).run(broken)

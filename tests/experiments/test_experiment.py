@@ -81,6 +81,17 @@ def test_settings_that_cannot_be_done_are_refused(make, settings, said):
     assert said in str(refused.value)
 
 
+class Segmenter(nn.Sequential):
+    """A network that returns a dictionary, as torchvision's for segmentation do."""
+
+    def __init__(self):
+        super().__init__(nn.Flatten(), nn.Linear(192, 3))
+
+    def forward(self, x):
+        scores = super().forward(x)
+        return {"out": scores, "aux": scores}
+
+
 def network_of(made):
     return lambda shape, classes: made
 
@@ -94,6 +105,13 @@ def network_of(made):
         (network_of(nn.Conv2d(3, 3, 1)), "have shape (3, 8, 8), but the data have 3 classes: make it give (3,)"),
         (network_of(nn.Sequential(nn.Flatten(), nn.Linear(100, 3))), "refuses a sample of shape (3, 8, 8)"),
         (network_of(nn.Flatten()), "trains no parameter"),
+        (
+            network_of(Segmenter()),
+            "the model Segmenter returned a dict with 'out', 'aux', not a tensor of one score a class, [samples, "
+            "classes]: return the scores alone, or wrap it in a torch.nn.Module with self.network = ... and a "
+            "forward(self, x) that returns self.network(x)['out']",
+        ),
+        (network_of(nn.Sequential(nn.Flatten(2), nn.LSTM(64, 3))), "Sequential returned a tuple, not a tensor"),
     ],
 )
 def test_a_model_that_does_not_fit_the_data_is_refused(make, tmp_path, model, said):

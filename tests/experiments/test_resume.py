@@ -9,9 +9,15 @@ import pytest
 from torch import nn
 
 from fedshift.results.checkpoint import load_checkpoint, save_checkpoint
+from fedshift.results.run_directory import append_rows
 from fedshift.results.schema import read_rows
 from fedshift.results.summary import read_summary
 from fedshift.utils.errors import FedshiftError, UsageError
+
+
+class Killed(BaseException):
+    """The program ends here, and nothing handles it."""
+
 
 MANY = {
     "fedavg": {"method": "fedavg"},
@@ -118,7 +124,7 @@ ROWS_HALF_WRITTEN = KILL + (
 @pytest.mark.parametrize(
     ("arguments", "moments"),
     [
-        pytest.param(["--method", "fedavg"], [(ROWS_HALF_WRITTEN, 3)], id="fedavg"),
+        pytest.param(["--method", "fedavg"], [(ROWS_HALF_WRITTEN, 3)], id="fedavg", marks=pytest.mark.slow),
         pytest.param(
             ["--method", "fedbn", "--keep-optimizer", "--momentum", "0.9"],
             [(BETWEEN_CLIENTS_AND_CHECKPOINT, 2), (IN_A_CLIENTS_WORK, 20)],
@@ -128,6 +134,7 @@ ROWS_HALF_WRITTEN = KILL + (
             ["--method", "scaffold", "--participation", "0.5"],
             [(IN_A_CLIENTS_WORK, 13)],
             id="scaffold, half of them",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             ["--method", "scaffold", "--participation", "2", "--seeds", "2"],
@@ -158,6 +165,26 @@ def test_a_process_killed_at_any_moment_and_resumed_equals_uninterrupted(
     assert_same(tmp_path / "whole", killed)
 
 
+def test_rows_cut_short_are_written_anew(make, tmp_path, monkeypatch, assert_same):
+    """As by the first of the processes above, which end for real."""
+    make("fedavg").run(tmp_path / "whole")
+    calls = []
+
+    def cut(path, rows):
+        calls.append(path)
+        append_rows(path, rows)
+        if len(calls) == 3:
+            path.write_bytes(path.read_bytes()[:-30])
+            raise Killed
+
+    with monkeypatch.context() as patched:
+        patched.setattr("fedshift.experiments.experiment.append_rows", cut)
+        with pytest.raises(Killed):
+            make("fedavg").run(tmp_path / "killed")
+    make("fedavg").run(tmp_path / "killed", resume=True)
+    assert_same(tmp_path / "whole", tmp_path / "killed")
+
+
 def test_a_process_killed_from_outside_and_resumed_equals_uninterrupted(
     program, cli, unpublished, tiny_folder, tmp_path, assert_same
 ):
@@ -172,10 +199,6 @@ def test_a_process_killed_from_outside_and_resumed_equals_uninterrupted(
     assert cli("run", "--resume", tmp_path / "killed").code == 0
     assert cli(*settings, "--out", tmp_path / "whole").code == 0
     assert_same(tmp_path / "whole", tmp_path / "killed")
-
-
-class Killed(BaseException):
-    """The program ends here, and nothing handles it."""
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ SENDING = (
     "single",
     *COMPOSED,
 )
-"""Methods of which no two send the same; five clients run them for three rounds, and three run others for two."""
+"""Methods that differ in what they send; five clients run them for three rounds, and three run others for two."""
 
 
 @pytest.mark.parametrize("method", FEDERATED)

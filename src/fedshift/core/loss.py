@@ -174,6 +174,24 @@ def parse_loss(text: str) -> Loss:
     return losses[0]  # type: ignore[no-any-return]
 
 
+def as_loss(loss: object) -> Loss:
+    """``loss`` itself, the loss that a text names, or that of a ``torch.nn.CrossEntropyLoss`` over the mean of a batch.
+
+    Raises :class:`UsageError` naming what is accepted for anything else.
+    """
+    if isinstance(loss, Loss):
+        return loss
+    if isinstance(loss, str):
+        return parse_loss(loss)
+    if isinstance(loss, nn.CrossEntropyLoss) and (loss.reduction, loss.ignore_index) == ("mean", -100):
+        weights = None if loss.weight is None else tuple(loss.weight.tolist())
+        return CrossEntropy(weights=weights, smoothing=loss.label_smoothing)
+    raise UsageError(
+        f"loss={loss!r} is not a loss that is known here: give a text such as 'cross_entropy' or 'focal(gamma=2.0)', "
+        "torch.nn.CrossEntropyLoss() with reduction='mean' and no ignore_index, or a fedshift.core.loss.Loss"
+    )
+
+
 def _lookup(name: str) -> Callable[..., Loss]:
     if name not in CATALOG:
         raise unknown_name("loss", name, CATALOG)

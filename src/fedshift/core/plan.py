@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -208,11 +208,24 @@ def compute_outputs(plan: Plan, state: State, x: Tensor) -> Tensor:
         for (held, key, name), own in zip(plan.slots, template, strict=True):
             held[key] = state[name] if name else own.clone()
         with torch.autocast(x.device.type, torch.bfloat16) if low else nullcontext():
-            made: Tensor = plan.module(x)
+            made = plan.module(x)
     finally:
         for (held, key, _), own in zip(plan.slots, template, strict=True):
             held[key] = own
+    if not isinstance(made, Tensor):
+        raise UsageError(_not_scores(plan.module, made))
     return made.to(plan.dtype) if low else made
+
+
+def _not_scores(module: nn.Module, made: object) -> str:
+    """What to tell whoever brought a network whose outputs are no tensor."""
+    keys = f" with {', '.join(map(repr, made))}" if isinstance(made, Mapping) else ""
+    taken = f"[{next(iter(made), 'logits')!r}]" if isinstance(made, Mapping) else "[0]"
+    return (
+        f"the model {type(module).__name__} returned a {type(made).__name__}{keys}, not a tensor of one score a class, "
+        "[samples, classes]: return the scores alone, or wrap it in a torch.nn.Module with "
+        f"self.network = ... and a forward(self, x) that returns self.network(x){taken}"
+    )
 
 
 @torch.no_grad()

@@ -205,6 +205,8 @@ def _smallest_batch(plan: Plan, sample: Tensor) -> int:
                 raise
             tried(2, training=True)
             return 2
+    except UsageError:
+        raise
     except (ValueError, RuntimeError, TypeError) as error:
         raise UsageError(_unsupported_sample_error(sample, error)) from error
     return 1

@@ -7,19 +7,20 @@ subset or a held-out part is the same in every run.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from ..utils.errors import UsageError, unknown_name
 from ..utils.random_streams import stream
-from .samples import CHUNK, Normalization, Samples, digest_samples, join_samples, resize, to_samples
+from .samples import CHUNK, Normalization, Samples, arrays_of, digest_samples, join_samples, resize, to_samples
 
 if TYPE_CHECKING:
     from .files.table_columns import Column
@@ -300,8 +301,25 @@ def count_classes(clients: Iterable[ClientData]) -> int:
     return 1 + max((int(client.train.y.max()) for client in clients if len(client.train)), default=0)
 
 
+def _arrays(client: str, given: Sequence[Any]) -> Sequence[Any]:
+    """The four arrays of a client, two of each dataset where it is given as datasets."""
+    parts: list[Any] = list(given) if isinstance(given, tuple | list) else [given]
+    if len(parts) == 2 and all(isinstance(part, Dataset) for part in parts):
+        train, test = (
+            arrays_of(part, _locate(client, name)) for part, name in zip(parts, ("train", "test"), strict=True)
+        )
+        return (*train, *test)
+    if len(parts) != 4:
+        kinds = ", ".join(type(part).__name__ for part in parts)
+        raise UsageError(
+            f"client {client!r}: {kinds or 'nothing'} given: give four arrays, (x_train, y_train, x_test, y_test), or "
+            "two map-style torch datasets, (train, test), whose samples are pairs (input, label)"
+        )
+    return parts
+
+
 def federation(
-    clients: Mapping[str, tuple[ArrayLike, ArrayLike, ArrayLike, ArrayLike]],
+    clients: Mapping[str, tuple[ArrayLike, ArrayLike, ArrayLike, ArrayLike] | tuple[Dataset[Any], Dataset[Any]]],
     *,
     name: str = "own data",
     classes: int | None = None,
@@ -309,7 +327,9 @@ def federation(
 ) -> Federation:
     """A federation from arrays: ``{client: (x_train, y_train, x_test, y_test)}``, see :func:`to_samples` for shapes.
 
-    ``classes`` defaults to one more than the largest training label of any client.
+    ``{client: (train, test)}`` takes map-style torch datasets of pairs (input, label) instead, which are read once: a
+    random transform is drawn once for each sample (``augment`` draws anew each time). ``classes`` defaults to one more
+    than the largest training label of any client.
     """
     data = tuple(
         ClientData(
@@ -317,7 +337,7 @@ def federation(
             train=to_samples(x_train, y_train, _locate(client, "train")),
             test=to_samples(x_test, y_test, _locate(client, "test")),
         )
-        for client, (x_train, y_train, x_test, y_test) in clients.items()
+        for client, (x_train, y_train, x_test, y_test) in ((name, _arrays(name, own)) for name, own in clients.items())
     )
     classes = count_classes(data) if classes is None else classes
     return Federation(name=name, clients=data, classes=classes, note=note)

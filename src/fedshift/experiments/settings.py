@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 import torch
 
-from ..core.loss import Loss, cross_entropy
+from ..core.loss import Loss, as_loss, cross_entropy
 from ..core.optimizer import SGD, Optimizer
 from ..core.plan import Precision
 from ..core.work import Work
@@ -54,6 +54,7 @@ class Settings:
     device: str = "cpu"
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "loss", as_loss(self.loss))
         if self.rounds < 1:
             raise UsageError(f"rounds={self.rounds}: must be at least 1")
         if self.evaluate_every is not None and self.evaluate_every < 1:
