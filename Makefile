@@ -9,7 +9,7 @@ TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadgroup
 # The page is tested in headless Chromium where it is installed.
 BROWSER := $(if $(and $(shell command -v chromium),$(shell command -v chromedriver)),,and not browser)
 
-.PHONY: setup demo test coverage slow-test lint picture guide benchmark peers clean
+.PHONY: setup demo test coverage slow-test lint picture guide benchmark peers structure docs clean
 
 setup: $(READY)
 
@@ -68,5 +68,16 @@ benchmark: setup
 peers: setup
 	$(BIN)/python benchmarks/peers.py --engine pool
 
+# How the package is laid out: files and folders, imports between them, the longest chain, circles.
+structure: setup
+	$(BIN)/python benchmarks/structure.py
+	$(BIN)/python benchmarks/structure.py --picture docs/images/structure.svg
+
+# The documentation as a site in `site`, with an API reference and search, in a virtual environment that holds its tools.
+docs:
+	test -x .venv-docs/bin/mkdocs || $(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet --constraint constraints.txt mkdocs-material "mkdocstrings[python]" latex2mathml
+	.venv-docs/bin/mkdocs build --strict
+
 clean:
-	rm -rf .venv dist build .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-docs site dist build .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,11 +1,14 @@
 """The structure of the package, measured from its imports: ``python benchmarks/structure.py`` or ``make structure``.
 
+``--picture FILE`` draws the rooms by floor, with the imports that do not follow from others.
+
 A room is a file or folder directly under ``src/fedshift``. Imports are read from the source, those under
 ``TYPE_CHECKING`` and inside functions included; the package's own ``__init__``, which names the public API, is no room.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
 from collections import defaultdict
 from pathlib import Path
@@ -83,11 +86,61 @@ def rank_rooms(rooms: Arrows) -> dict[str, int]:
     return floors
 
 
+def reduce_arrows(rooms: Arrows) -> Arrows:
+    """Return the imports that do not follow from others (the transitive reduction of a graph without circles)."""
+    reach: Arrows = {}
+
+    def collect(name: str) -> set[str]:
+        if name not in reach:
+            reach[name] = set().union(*({target} | collect(target) for target in rooms.get(name, ())))
+        return reach[name]
+
+    return {
+        name: {target for target in targets if not any(target in collect(other) for other in targets - {target})}
+        for name, targets in rooms.items()
+    }
+
+
+def draw_rooms(rooms: Arrows, path: Path) -> None:
+    """Write the picture of the rooms to ``path`` as SVG."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    mpl.rcParams["svg.hashsalt"] = "fedshift"
+    from matplotlib import pyplot as plt
+
+    floors = {name: floor for name, floor in rank_rooms(rooms).items() if name != "__main__"}
+    spots = {}
+    for floor in set(floors.values()):
+        row = sorted(name for name, own in floors.items() if own == floor)
+        spots |= {name: (1.3 * (number - (len(row) - 1) / 2), floor) for number, name in enumerate(row)}
+    figure, axes = plt.subplots(figsize=(9, 7))
+    for name, targets in sorted(reduce_arrows(rooms).items()):
+        for target in sorted(targets) if name in spots else ():
+            axes.annotate(
+                "", xy=spots[target], xytext=spots[name], zorder=1,
+                arrowprops={"arrowstyle": "-|>", "color": "#9aa5b1", "linewidth": 0.8, "shrinkA": 10, "shrinkB": 10},
+            )  # fmt: skip
+    box = {"boxstyle": "round,pad=0.45", "facecolor": "#eef3f8", "edgecolor": "#40566e"}
+    for name, spot in spots.items():
+        axes.text(*spot, name, ha="center", va="center", fontsize=9, family="monospace", bbox=box, zorder=2)
+    axes.set_xlim(min(x for x, _ in spots.values()) - 0.7, max(x for x, _ in spots.values()) + 0.7)
+    axes.set_ylim(0.4, max(floors.values()) + 0.6)
+    axes.axis("off")
+    figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
+
+
 def main() -> None:
-    """Print the figures and the floors."""
+    """Print the figures and the floors, or draw them."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the rooms as SVG")
+    picture = parser.parse_args().picture
     modules, arrows = find_modules(), find_imports()
     rooms = merge_rooms(arrows)
     circles = find_circles(rooms)
+    if picture:
+        draw_rooms(rooms, picture)
+        return
     lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in modules.values())
     print(f"modules: {len(modules)}, lines: {lines:,}")
     entries = {name.split(".")[0] for name in modules} - {"", "__main__"}

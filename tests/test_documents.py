@@ -13,6 +13,7 @@ from fedshift.config.expressions import list_catalog
 from fedshift.data.augmentation import CATALOG
 from fedshift.data.digits import digits
 from fedshift.data.sources import SPLITS
+from fedshift.experiments.factory import parse_methods
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
@@ -105,3 +106,59 @@ def test_the_page_on_data_names_every_benchmark_split_and_augmentation():
     text = (ROOT / "docs" / "data.md").read_text()
     for name in (*list_catalog("data.datasets"), *SPLITS, *CATALOG):
         assert re.search(rf"`{name}\b", text), name
+
+
+GLOSSARY = (ROOT / "docs" / "glossary.md").read_text()
+
+
+def test_every_path_of_the_glossary_exists():
+    named = re.findall(r"\| `([^`]+)` \|$", GLOSSARY, re.MULTILINE)
+    assert len(named) > 40
+    assert [path for path in named if not (ROOT / "src" / "fedshift" / path).exists()] == []
+
+
+def test_every_word_of_the_glossary_is_there_once():
+    words = re.findall(r"^\| ([^|]+) \| [^|]+ \| `", GLOSSARY, re.MULTILINE)
+    assert len(words) == len(set(words))
+
+
+def test_every_path_of_the_architecture_page_exists():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    named = set(re.findall(r"`((?:[a-z_]+/)+[a-z_]+\.(?:py|toml))`", text))
+    assert len(named) > 25
+    assert [path for path in named if not any((ROOT / top / path).exists() for top in (".", "src/fedshift"))] == []
+
+
+def test_the_package_keeps_its_structure():
+    """The goals of the layout, measured from the imports as ``make structure`` prints them."""
+    spec = importlib.util.spec_from_file_location("structure", ROOT / "benchmarks" / "structure.py")
+    structure = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(structure)
+    arrows = structure.find_imports()
+    rooms = structure.merge_rooms(arrows)
+    assert len({name.split(".")[0] for name in structure.find_modules()} - {"", "__main__"}) <= 28
+    assert structure.find_circles(rooms) == []
+    assert structure.find_circles(arrows) == []
+    assert max(structure.rank_rooms(rooms).values()) <= 11
+    assert sum(map(len, rooms.values())) <= 160
+
+
+def test_expressions_beside_other_libraries_are_methods():
+    text = (ROOT / "docs" / "which-fedavg.md").read_text()
+    rows = [line.split("|")[-2] for line in text.splitlines() if line.startswith("| ")][1:]
+    named = [each for row in rows for each in re.findall(r"`([^`]+)`", row) if each not in ("keep_local", "FedAvg")]
+    assert len(named) >= 15
+    assert all(parse_methods(each) for each in named)
+
+
+def test_every_page_of_the_site_exists_and_every_page_is_on_it():
+    text = (ROOT / "mkdocs.yml").read_text()
+    pages = set(re.findall(r"^ +- (?:\w+: )?([\w/-]+\.md)$", text, re.MULTILINE))
+    ours = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
+    assert pages - ours == {"contributing.md", "changelog.md"}
+    assert {page for page in ours - pages if not page.startswith("methods/")} == set()
+
+
+def test_the_readme_has_at_most_six_links_to_read_on():
+    reading = (ROOT / "README.md").read_text().split("## Read on")[1].split("\n\n")[1]
+    assert 1 <= len(re.findall(r"^- \[", reading, re.MULTILINE)) <= 6

@@ -1,0 +1,50 @@
+"""Hooks of the documentation site: pages from outside of ``docs``, links that follow them, and formulas as MathML."""
+
+import html
+import re
+from pathlib import Path
+from posixpath import relpath
+
+from latex2mathml.converter import convert
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[1]
+OUTSIDE = {
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "examples/flower_fedbn/README.md": "flower-example.md",
+}
+"""Files outside of ``docs``, and the pages that they become."""
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages from outside."""
+    for source, page in OUTSIDE.items():
+        files.append(File.generated(config, page, content=(ROOT / source).read_text(encoding="utf-8")))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
+    """Point links to files outside of ``docs`` at their pages, and links from those pages into ``docs``."""
+    path = page.file.src_uri
+    origin = next((source for source, name in OUTSIDE.items() if name == path), f"docs/{path}")
+
+    def follow(match: re.Match[str]) -> str:
+        text, target, anchor = match.groups()
+        whole = relpath(f"{Path(origin).parent.as_posix()}/{target}", ".")
+        new = OUTSIDE.get(whole, whole.removeprefix("docs/") if whole.startswith("docs/") else None)
+        if new is None:
+            return text
+        return f"[{text}]({relpath(new, Path(path).parent.as_posix() or '.')}{anchor or ''})"
+
+    return re.sub(r"\[([^\]]*)\]\((?!https?:|#|mailto:)([^)#\s]+)(#[^)\s]*)?\)", follow, markdown)
+
+
+def on_page_content(content: str, **_: object) -> str:
+    """Turn formulas into MathML, which browsers show without a script."""
+    formula = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
+    return formula.sub(
+        lambda match: convert(html.unescape(match[2]), display="inline" if match[1] == "span" else "block"), content
+    )
