@@ -1,5 +1,6 @@
 """What the documents promise: every Python block runs, every command exists, every link leads somewhere."""
 
+import importlib.util
 import re
 import shlex
 import sys
