@@ -1,8 +1,8 @@
 """Similarity of two models: by their test losses, their feature maps and their BatchNorm statistics.
 
 Discordance (Nasirigerdeh et al. 2020, arXiv:2011.07006, section 3.1): two models start from the same weights and
-minimize the same loss with the same learning rate, one federated, one on pooled data; the discordance is the mean squared
-difference of their losses on the test data, iteration by iteration (equation 3).
+minimize the same loss with the same learning rate, one federated, one on pooled data; the discordance is the mean
+squared difference of their losses on the test data, iteration by iteration (equation 3).
 
 FedWon (Zhuang & Lyu 2024, arXiv:2306.05879) compares clients' and server's models by the mean cosine similarity of
 their feature maps (figure 5) and by BatchNorm's running means and variances (figures 1(b) and 12). A feature map is one

@@ -161,17 +161,17 @@ def _other_metrics(summary: RunSummary) -> Iterator[tuple[str, str, TextTable]]:
 def _method_table(summary: RunSummary) -> TextTable:
     """Return a table of each method's expression, reported round and exchanged bytes."""
     reported, traffic = find_reported_rounds(summary), traffic_table(summary)
+    per_round, total = (traffic[f"both {span}"].to_dict() for span in ("per round", "in total"))
     rows = []
     for name, method in summary.methods.items():
         rounds = reported.get(name, pd.Series(dtype=int)).tolist()
-        both = traffic.loc[name, ["both per round", "both in total"]].tolist()
         rows.append(
             (
                 name,
                 method.text,
                 "yes" if method.has_global else "none",
                 ", ".join(map(str, rounds[:1] if len(set(rounds)) == 1 else rounds)) or MISSING,
-                *map(format_bytes, (method.down, method.up, *both)),
+                *map(format_bytes, (method.down, method.up, per_round[name], total[name])),
             )
         )
     header = ("method", "written as", "global model", "reported round", "down", "up", "all clients", "whole run")

@@ -152,9 +152,9 @@ def make_spec(recipe: Mapping[str, Any], coordinates: Mapping[str, Any], options
 def select_published_samples(spec: RunSpec) -> RunSpec:
     """Return ``spec`` with the exact samples that the papers' authors take of its data."""
     subset = load_recipes()["subset"].get(spec.data, {}) if spec.samples else {}
-    return replace(
-        spec, **{key: _fill_template(value, {"samples": spec.samples}) or None for key, value in subset.items()}
-    )
+    values = {"samples": spec.samples}
+    settings: dict[str, Any] = {key: _fill_template(template, values) or None for key, template in subset.items()}
+    return replace(spec, **settings)
 
 
 def move_to_stand_in(spec: RunSpec, stand: StandIn) -> RunSpec:
