@@ -29,7 +29,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
-from types import SimpleNamespace
 from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -238,7 +237,7 @@ def draw(found: Sequence[dict[str, Any]], path: Path) -> None:
     from matplotlib.figure import Figure
 
     from fedshift.report.figures import to_svg
-    from fedshift.report.style import add_legend, figure_settings, legend_entry, method_styles
+    from fedshift.report.style import add_legend, figure_settings, make_legend_entry, make_styles
 
     lines: dict[str, list[dict[str, Any]]] = {}
     for each in found:
@@ -247,11 +246,11 @@ def draw(found: Sequence[dict[str, Any]], path: Path) -> None:
         figure = Figure(figsize=(8, 2.8), layout="constrained")
         time_, memory = figure.subplots(1, 2)
         handles = {}
-        for name, look in method_styles(SimpleNamespace(methods=lines)).items():  # type: ignore[arg-type]
+        for name, look in make_styles(lines).items():
             numbers = [each["point"].clients for each in lines[name]]
             time_.plot(numbers, [1000 * median(each["seconds"]) for each in lines[name]], **look.line)
             memory.plot(numbers, [each["peak"] / MEGABYTE for each in lines[name]], **look.line)
-            handles[name] = legend_entry(look)
+            handles[name] = make_legend_entry(look)
         images = {each["point"].clients: each["data"] / MEGABYTE for each in found}
         memory.fill_between([*images], [*images.values()], alpha=0.15, color="gray", linewidth=0)
         memory.annotate("the images, once", (CLIENTS[-1], images[CLIENTS[-1]]), (-4, -6), textcoords="offset points",

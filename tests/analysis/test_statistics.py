@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from fedshift.analysis.statistics import corrected, holm_correction, mean_and_std, paired_difference, paired_tests
+from fedshift.analysis.statistics import correct_family, holm_correction, mean_and_std, paired_difference, paired_tests
 from fedshift.utils.errors import UsageError
 
 
@@ -50,7 +50,7 @@ def test_fewer_than_three_pairs_have_no_interval(pairs):
     found = paired_difference([0.5, 0.75][:pairs], [0.25, 0.3][:pairs])
     assert found.pairs == pairs
     assert all(map(math.isnan, (found.low, found.high, found.p)))
-    assert not found.told_apart
+    assert not found.is_significant
 
 
 def test_a_pair_of_which_one_is_missing_is_no_pair():
@@ -70,7 +70,7 @@ def test_equal_differences_are_tested_by_what_the_grid_can_resolve():
     unknown = paired_difference(ours, theirs)  # nor does 0.15 - 1e-17 make a spread
     assert (unknown.pairs, unknown.mean) == (5, pytest.approx(0.15))
     assert math.isnan(unknown.p)
-    assert not unknown.told_apart
+    assert not unknown.is_significant
     assert paired_difference(ours, ours).p == 1
     wide = paired_difference(ours, [0.1, 0.6, 0.3, 0.2, 0.5], grid=1e-3)
     assert wide == paired_difference(ours, [0.1, 0.6, 0.3, 0.2, 0.5])
@@ -90,17 +90,17 @@ def test_intervals_exclude_zero_exactly_where_holm_claims():
     for _ in range(200):
         gaps = random.normal(random.choice([0, 1, 3], (6, 1)), 1, (6, 4)).tolist()
         raw = [paired_difference(gap, [0.0] * 4) for gap in gaps]
-        found = corrected(raw)
+        found = correct_family(raw)
         assert [each.p for each in found] == holm_correction([each.p for each in raw])
         for one, each in zip(raw, found, strict=True):
-            assert each.told_apart == (each.low > 0 or each.high < 0)
+            assert each.is_significant == (each.low > 0 or each.high < 0)
             assert each.low <= one.low
             assert each.comparisons == 6
             assert each.own_level >= 0.95
 
 
 def test_the_smallest_p_has_bonferronis_interval():
-    found = corrected([paired_difference(gaps, [0.0] * 3) for gaps in ([1.0, 1.1, 1.2], [0.1, -0.2, 0.3])])
+    found = correct_family([paired_difference(gaps, [0.0] * 3) for gaps in ([1.0, 1.1, 1.2], [0.1, -0.2, 0.3])])
     half = stats.t.ppf(1 - 0.05 / 4, 2) * 0.1 / math.sqrt(3)
     assert (found[0].low, found[0].high) == pytest.approx((1.1 - half, 1.1 + half))
     assert found[1].own_level == 0.95

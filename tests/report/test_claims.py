@@ -12,10 +12,8 @@ from scipy import stats
 
 from fedshift.analysis.statistics import paired_tests
 from fedshift.report import difference_table
-from fedshift.report.claims import claims, standing
-from fedshift.report.precision import grid_variance, sampling_variance
+from fedshift.report.claims import collect_claims, describe_leaders, describe_ranking, grid_variance, sampling_variance
 from fedshift.report.publication import publish_summary
-from fedshift.report.rankings import ranking_sentences
 
 METHODS, SEEDS, REPORTS = 8, 5, 1000
 CLIENTS = {
@@ -41,8 +39,8 @@ def said(study, folder, monkeypatch):
     monkeypatch.setattr("fedshift.report.publication.write_page", lambda *_: None)
     console = Console(file=io.StringIO(), width=200)
     publish_summary(study, folder, console)
-    made = claims(study)
-    return console.file.getvalue() + standing(made, made.methods[:1], made.methods[1:]), made
+    made = collect_claims(study)
+    return console.file.getvalue() + describe_leaders(made, made.methods[:1], made.methods[1:]), made
 
 
 def smallest_p(hits, sizes):
@@ -85,7 +83,7 @@ def test_a_report_claims_exactly_where_its_smallest_p_does(make_counted, tmp_pat
             assert not any(claimed)
         for one, other in made.pairs:
             found = made.between(one, other)
-            assert found.told_apart == (found.low > 0 or found.high < 0)
+            assert found.is_significant == (found.low > 0 or found.high < 0)
 
 
 def test_a_clear_difference_is_claimed_in_all_places(make_counted, tmp_path, monkeypatch):
@@ -93,11 +91,11 @@ def test_a_clear_difference_is_claimed_in_all_places(make_counted, tmp_path, mon
     hits = equal(sizes, 0.6, seed=3, reports=1)[0]
     hits[0] = np.minimum(hits[0] + 30, 100)
     text, made = said(make_counted(hits, sizes), tmp_path, monkeypatch)
-    assert all(made.between("method 0", f"method {other}").told_apart for other in range(1, METHODS))
+    assert all(made.between("method 0", f"method {other}").is_significant for other in range(1, METHODS))
     assert text.endswith("told apart from every other method")
     assert text.count("is below method 0 by") == METHODS - 1
     rest = [pair for pair in made.pairs if "method 0" not in pair]
-    assert not any(made.pairs[pair].told_apart for pair in rest)
+    assert not any(made.pairs[pair].is_significant for pair in rest)
 
 
 def test_equal_differences_of_one_sample_are_no_claim(make_counted, tmp_path, monkeypatch):
@@ -147,7 +145,7 @@ def test_clients_that_share_test_samples_do_not_count_as_two_samples(make_counte
         make_counted(hits, sizes, same_test={f"client {c}": "client 0" for c in (1, 2, 3)}),
         make_counted(hits[:, :, :1], sizes[:1]),
     )
-    variances = [claims(study).sampling_between("method 1", "method 0") for study in (alone, shared, one)]
+    variances = [collect_claims(study).sampling_between("method 1", "method 0") for study in (alone, shared, one)]
     assert variances[1] == pytest.approx(variances[2])
     assert variances[0] == pytest.approx(variances[2] / 4)
 
@@ -155,7 +153,7 @@ def test_clients_that_share_test_samples_do_not_count_as_two_samples(make_counte
 def test_discordances_are_of_the_same_family(make_study):
     study = make_study({name: [{"a": 50, "b": 240}, {"a": 52, "b": 246}, {"a": 51, "b": 240}] for name in "xyz"})
     pooled = replace(study, methods={n: replace(fact, pooled=n == "z") for n, fact in study.methods.items()})
-    assert {each.comparisons for each in claims(study).pairs.values()} == {3}
-    made = claims(pooled)
+    assert {each.comparisons for each in collect_claims(study).pairs.values()} == {3}
+    made = collect_claims(pooled)
     assert {each.comparisons for each in [*made.pairs.values(), *made.concordance.values()]} == {5}
-    assert ranking_sentences(pooled)[0].endswith("corrected for 5 comparisons).")
+    assert describe_ranking(pooled)[0].endswith("corrected for 5 comparisons).")

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from fedshift.report.claims import claims
-from fedshift.report.concordance import concordance_cells, concordance_table, concordance_title
+from fedshift.report.claims import collect_claims
+from fedshift.report.concordance import concordance_table, describe_concordance, format_concordance_table
 from fedshift.report.figures import make_panels
 from fedshift.report.publication import publish_summary
 
@@ -45,7 +45,7 @@ def test_discordance_is_over_rounds_and_then_over_seeds(pooling):
 
 
 def cells(study):
-    table = concordance_cells(concordance_table(study), claims(study).concordance)
+    table = format_concordance_table(concordance_table(study), collect_claims(study).concordance)
     return [[cell.text for cell in row] for row in table.rows]
 
 
@@ -76,7 +76,7 @@ def test_only_rounds_and_clients_that_both_measured_count(pooling):
     study = pooling("centralized", keep=lambda row: (row["method"], row["round"]) != ("fedsmb", 1))
     row = concordance_table(study).loc[("fedsmb", "centralized")]
     assert (row["rounds"], row["delta mean"]) == (1, pytest.approx((0.05**2 + 0.1**2) / 2))
-    assert "--evaluate-every 1" in concordance_title(study, concordance_table(study))
+    assert "--evaluate-every 1" in describe_concordance(study, concordance_table(study))
     study = pooling("centralized", keep=lambda row: (row["method"], row["client"]) != ("centralized", "b"))
     assert concordance_table(study).loc[("fedavg", "centralized"), "delta mean"] == pytest.approx(
         (0.3**2 + 0.15**2) / 2

@@ -7,7 +7,7 @@ import pytest
 
 from fedshift.report.curves import CurvePoint, plot_by_round, plot_by_setting
 from fedshift.report.publication import publish_summary
-from fedshift.report.target_metric import find_best, find_reached, target_cells, target_table, target_title
+from fedshift.report.target_metric import describe_target, find_best, find_reached, format_target_table, target_table
 from fedshift.results.schema import rows_to_frame
 from fedshift.utils.errors import UsageError
 
@@ -90,27 +90,27 @@ def test_the_best_round_is_the_first_of_the_best_value_and_a_run_without_one_has
 def test_target_tables_say_never_and_of_how_many_seeds(course):
     lower = [(10, 10)] * 4
     study = course({"fedavg": [CLIMB, [(90, 90)] * 4, lower], "fedbn": [lower, lower, [None] * 4]})
-    rows = [[cell.text for cell in row] for row in target_cells(target_table(study, 0.9)).rows]
+    rows = [[cell.text for cell in row] for row in format_target_table(target_table(study, 0.9)).rows]
     assert rows == [["fedavg", "2.0 (1.4)", "38 B (39 B)", "2 of 3"], ["fedbn", "never", "never", "0 of 2"]]
 
 
 def test_a_target_of_one_seed_has_no_deviation(course):
     table = target_table(course({"fedavg": [CLIMB]}), 0.9)
-    assert [cell.text for cell in target_cells(table).rows[0]] == ["fedavg", "3", "66 B", "1 of 1"]
+    assert [cell.text for cell in format_target_table(table).rows[0]] == ["fedavg", "3", "66 B", "1 of 1"]
 
 
 def test_it_is_said_how_finely_a_target_was_looked_for(course):
-    assert target_title(course({"fedavg": [CLIMB]}), 0.9).endswith(
+    assert describe_target(course({"fedavg": [CLIMB]}), 0.9).endswith(
         "of 90 %, over seeds that reached it; evaluated every round"
     )
     every_two = course({"fedavg": [[None, (1, 1), None, (1, 1), (1, 1)]]})
-    assert target_title(every_two, 0.9).endswith("evaluated every 2 rounds, --evaluate-every 1 finds the very one")
+    assert describe_target(every_two, 0.9).endswith("evaluated every 2 rounds, --evaluate-every 1 finds the exact one")
 
 
 def test_a_report_has_the_target_in_words_files_and_page(course, tmp_path, capsys, undrawn):
     from rich.console import Console
 
-    publish_summary(course({"fedavg": [CLIMB], "fedbn": [[(1, 1)] * 4]}, reach=0.9), tmp_path, Console())
+    publish_summary(course({"fedavg": [CLIMB], "fedbn": [[(1, 1)] * 4]}, target_metric=0.9), tmp_path, Console())
     said = capsys.readouterr().out
     assert "Rounds and bytes (all clients, down and up) to a macro test accuracy of 90 %" in " ".join(said.split())
     table = pd.read_csv(tmp_path / "tables" / "target.csv", index_col="method")

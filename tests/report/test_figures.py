@@ -8,7 +8,7 @@ import pytest
 
 from fedshift.report import make_figures, save_figures
 from fedshift.report.figures import make_panels, to_svg
-from fedshift.report.style import method_styles
+from fedshift.report.style import make_styles
 from fedshift.report.tables import ONE_BY_ONE
 from fedshift.results.schema import PICTURED
 
@@ -54,14 +54,14 @@ def test_descriptions_hold_the_numbers(study):
 
 def test_no_two_methods_look_alike(make_study):
     study = make_study({f"method{number}": [] for number in range(28)})
-    for first, second in combinations(method_styles(study).values(), 2):
+    for first, second in combinations(make_styles(study.methods).values(), 2):
         assert (first.color, first.dashes) != (second.color, second.dashes)
 
 
 def test_a_method_keeps_its_look_when_others_have_no_data(make_study):
     study = make_study(keep=lambda row: row["method"] != "fedavg")
     line = make_figures(study)["accuracy-macro"].axes[0].lines[0]
-    assert line.get_color() == method_styles(study)["fedbn"].color
+    assert line.get_color() == make_styles(study.methods)["fedbn"].color
 
 
 def test_saved_twice_gives_the_same_bytes(study, tmp_path):
@@ -71,7 +71,7 @@ def test_saved_twice_gives_the_same_bytes(study, tmp_path):
 
 
 def test_edge_cases_draw_without_warnings(edge_case, shown, monkeypatch):
-    monkeypatch.setattr(sys.modules[make_figures.__module__], "panels", lambda _: [])  # which the page has drawn
+    monkeypatch.setattr(sys.modules[make_figures.__module__], "make_panels", lambda _: [])  # which the page has drawn
     beside = [(figure, to_svg(figure)) for figure in make_figures(edge_case).values()]
     for figure, text in shown.drawn + beside:
         assert figure.get_figwidth() == 4

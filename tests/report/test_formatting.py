@@ -7,14 +7,14 @@ import pytest
 from rich.console import Console
 
 from fedshift.report import accuracy_table, difference_table
-from fedshift.report.claims import claims, sentence
+from fedshift.report.claims import collect_claims, describe_difference
 from fedshift.report.formatting import (
-    difference_cells,
-    flatten,
+    flatten_settings,
     format_bytes,
+    format_difference_table,
+    format_metric_table,
     format_p_value,
     format_signed,
-    metric_cells,
     to_csv,
     to_latex,
     to_markdown,
@@ -37,7 +37,7 @@ def best(table):
 
 
 def test_values_in_percent_with_deviation(study):
-    table = metric_cells(accuracy_table(study))
+    table = format_metric_table(accuracy_table(study))
     assert table.header == ("client", "fedavg", "fedbn")
     assert texts(table)[0] == ["a", "52.00 (2.00)", "63.00 (3.00)"]
     assert table.rule == 2
@@ -47,40 +47,40 @@ def test_best_of_each_row(make_study):
     study = make_study(
         {"fedavg": [{"a": 50, "b": 240}], "fedbn": [{"a": 60, "b": 240}], "fedprox": [{"a": 40, "b": 90}]}
     )
-    found = best(metric_cells(accuracy_table(study)))
+    found = best(format_metric_table(accuracy_table(study)))
     assert found["a"] == ["60.00"]
     assert found["b"] == ["80.00", "80.00"]
-    lowest = best(metric_cells(accuracy_table(study, "loss"), "loss"))
+    lowest = best(format_metric_table(accuracy_table(study, "loss"), "loss"))
     assert lowest["a"] == ["0.400"]
 
 
 def test_without_clients_one_by_one_the_aggregates_are_as_they_were(make_crowd):
     frame = accuracy_table(make_crowd(60, seeds=2))
-    whole, short = metric_cells(frame), metric_cells(frame, one_by_one=False)
+    whole, short = format_metric_table(frame), format_metric_table(frame, one_by_one=False)
     assert short.rows == whole.rows[whole.rule :]
     assert (short.header, short.rule) == (("60 clients", "fedavg", "fedbn"), 0)
 
 
 def test_a_single_method_is_never_best(make_study):
-    table = metric_cells(accuracy_table(make_study({"fedavg": [{"a": 50, "b": 240}]})))
+    table = format_metric_table(accuracy_table(make_study({"fedavg": [{"a": 50, "b": 240}]})))
     assert not any(cell.best for row in table.rows for cell in row)
 
 
 def test_a_table_without_methods_has_only_names(make_study):
-    table = metric_cells(accuracy_table(make_study({"fedbn": [{"a": 50, "b": 240}]}), model="global"))
+    table = format_metric_table(accuracy_table(make_study({"fedbn": [{"a": 50, "b": 240}]}), model="global"))
     assert table.header == ("client",)
     assert table.values == []
 
 
 def test_missing_values_are_dashes(make_study):
     study = make_study(keep=lambda row: row["method"] != "fedbn")
-    assert {row[2] for row in texts(metric_cells(accuracy_table(study)))} == {"-"}
-    assert texts(difference_cells(difference_table(study))) == [["fedbn", "-", "-", "-", "0"]]
+    assert {row[2] for row in texts(format_metric_table(accuracy_table(study)))} == {"-"}
+    assert texts(format_difference_table(difference_table(study))) == [["fedbn", "-", "-", "-", "0"]]
 
 
 def test_aggregates_are_over_the_clients_that_all_methods_have_and_the_best_of_them_is_marked(make_study):
     lacks = ("fedbn", "a", 1)
-    table = metric_cells(
+    table = format_metric_table(
         accuracy_table(make_study(keep=lambda row: (row["method"], row["client"], row["seed"]) != lacks))
     )
     rows = {row[0]: row for row in texts(table)}
@@ -91,19 +91,19 @@ def test_aggregates_are_over_the_clients_that_all_methods_have_and_the_best_of_t
 
 
 def test_a_client_that_no_method_has_changes_nothing_of_the_others(make_study):
-    table = metric_cells(accuracy_table(make_study(keep=lambda row: row["client"] != "a")))
+    table = format_metric_table(accuracy_table(make_study(keep=lambda row: row["client"] != "a")))
     assert best(table)["macro"] == ["83.00 (3.00)"]
 
 
 def test_difference_cells(study):
-    table = difference_cells(difference_table(study))
+    table = format_difference_table(difference_table(study))
     assert table.header == ("method", "difference", "95% interval", "p", "seeds", "with test samples")
     assert texts(table) == [["fedbn", "+6.00", "+3.52 to +8.48", "0.009", "3", f"{MINUS}1.86 to +13.86"]]
 
 
 def test_readings(make_study):
     def read(scores):
-        return sentence("fedbn", "fedavg", claims(make_study(scores)).between("fedbn", "fedavg"))
+        return describe_difference("fedbn", "fedavg", collect_claims(make_study(scores)).between("fedbn", "fedavg"))
 
     low = [{"a": 50, "b": 240}, {"a": 52, "b": 246}, {"a": 60, "b": 246}]
     high = [{"a": 60, "b": 240}, {"a": 63, "b": 249}]
@@ -118,20 +118,22 @@ def test_readings(make_study):
 
 def test_ties_are_level(make_study):
     runs = [{"a": 50, "b": 240}, {"a": 52, "b": 246}, {"a": 60, "b": 246}]
-    same = claims(make_study({"fedavg": runs, "fedbn": runs})).between("fedbn", "fedavg")
-    assert sentence("fedbn", "fedavg", same).startswith(
+    same = collect_claims(make_study({"fedavg": runs, "fedbn": runs})).between("fedbn", "fedavg")
+    assert describe_difference("fedbn", "fedavg", same).startswith(
         "fedbn is level with fedavg as printed, 0.00 points (95% interval"
     )
-    mixed = claims(make_study({"fedavg": runs, "fedbn": runs[::-1]})).between("fedbn", "fedavg")
-    assert "fedbn is level with fedavg as printed, 0.00 points (95% interval" in sentence("fedbn", "fedavg", mixed)
-    assert "p 1.000" in sentence("fedbn", "fedavg", mixed)
-    row = texts(difference_cells(difference_table(make_study({"fedavg": runs, "fedbn": runs}))))[0]
+    mixed = collect_claims(make_study({"fedavg": runs, "fedbn": runs[::-1]})).between("fedbn", "fedavg")
+    assert "fedbn is level with fedavg as printed, 0.00 points (95% interval" in describe_difference(
+        "fedbn", "fedavg", mixed
+    )
+    assert "p 1.000" in describe_difference("fedbn", "fedavg", mixed)
+    row = texts(format_difference_table(difference_table(make_study({"fedavg": runs, "fedbn": runs}))))[0]
     assert row[:2] == ["fedbn", "0.00"]
 
 
 def test_every_form_of_a_table_says_what_its_spread_covers(study):
     console = Console(width=200)
-    for table in (metric_cells(accuracy_table(study)), difference_cells(difference_table(study))):
+    for table in (format_metric_table(accuracy_table(study)), format_difference_table(difference_table(study))):
         assert "initialization and order of samples, not the test samples and not the split" in table.note
         assert table.note in to_markdown(table)
         assert table.note in to_latex(table)
@@ -141,14 +143,14 @@ def test_every_form_of_a_table_says_what_its_spread_covers(study):
 
 
 def test_one_seed_shows_no_spread(make_study):
-    note = metric_cells(accuracy_table(make_study({"fedbn": [{"a": 50, "b": 240}]}))).note
+    note = format_metric_table(accuracy_table(make_study({"fedbn": [{"a": 50, "b": 240}]}))).note
     assert note == (
         "One seed shows no spread, neither of initialization and order of samples nor of the test samples or the split."
     )
 
 
 def test_markdown_has_one_width_and_bold(study):
-    *lines, blank, _ = to_markdown(metric_cells(accuracy_table(study))).splitlines()
+    *lines, blank, _ = to_markdown(format_metric_table(accuracy_table(study))).splitlines()
     assert not blank
     assert lines[0] == "| client | fedavg | fedbn |"
     assert lines[2] == "| a | 52.00 (2.00) | **63.00 (3.00)** |"
@@ -157,13 +159,13 @@ def test_markdown_has_one_width_and_bold(study):
 
 def test_markdown_and_latex_escape_names(make_study):
     study = make_study(names={"a": "x|y_*", "b": r"50% & #1 \ {z} $ ~ ^"})
-    table = metric_cells(accuracy_table(study))
+    table = format_metric_table(accuracy_table(study))
     assert r"| x\|y\_\* |" in to_markdown(table)
     assert r"50\% \& \#1 \textbackslash{} \{z\} \$ \textasciitilde{} \textasciicircum{} &" in to_latex(table)
 
 
 def test_latex_is_balanced(edge_case):
-    for table in (metric_cells(accuracy_table(edge_case)), difference_cells(difference_table(edge_case))):
+    for table in (format_metric_table(accuracy_table(edge_case)), format_difference_table(difference_table(edge_case))):
         source = to_latex(table)
         bare = re.sub(r"\\[{}&$%#_]", "", source)
         assert bare.count("{") == bare.count("}")
@@ -174,7 +176,7 @@ def test_latex_is_balanced(edge_case):
 
 
 def test_latex_bold(study):
-    assert r"a & 52.00 (2.00) & \textbf{63.00 (3.00)} \\" in to_latex(metric_cells(accuracy_table(study)))
+    assert r"a & 52.00 (2.00) & \textbf{63.00 (3.00)} \\" in to_latex(format_metric_table(accuracy_table(study)))
 
 
 def test_csv_keeps_numbers(study):
@@ -188,7 +190,7 @@ def test_terminal_never_reads_names_as_markup(make_study):
     study = make_study(names={"a": "[red]a[/red]", "b": "b"})
     console = Console(width=100, force_terminal=False)
     with console.capture() as capture:
-        console.print(to_terminal(metric_cells(accuracy_table(study))))
+        console.print(to_terminal(format_metric_table(accuracy_table(study))))
     assert "[red]a[/red]" in capture.get()
     assert "63.00 (3.00)" in capture.get()
 
@@ -215,4 +217,4 @@ def test_small_texts():
     ],
 )
 def test_flatten(tree, pairs):
-    assert flatten(tree) == pairs
+    assert flatten_settings(tree) == pairs

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from fedshift.report import write_page
-from fedshift.report.inline_images import embed_svg, encode_strip
+from fedshift.report.html import embed_svg, encode_strip
 from fedshift.report.page import render_page
 from fedshift.results.schema import PICTURED
 

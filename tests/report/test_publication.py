@@ -36,8 +36,8 @@ def test_models_after_local_work_have_a_table_of_their_own_in_terminal_files_and
     rows = study.rows[(study.rows["split"] == "test") & (study.rows["model"] == "personal")]
     after = rows.assign(moment="trained", hits=[[hits[0], 0] for hits in rows["hits"]])
     said, tables = published(replace(study, rows=pd.concat([study.rows, after], ignore_index=True)))
-    assert said.startswith(plain[: plain.index("Validation")].rstrip())
-    assert "The same just after local work, before aggregation, of clients that took part in the round" in said
+    assert said.startswith(plain[: plain.index("Macro accuracy minus")].rstrip())
+    assert "in percent just after local work, before aggregation, of clients that took part in the round, mean" in said
     assert tables["accuracy-trained.csv"][1].startswith("a,0.52,0.02,3,0.63,0.03,3")
     assert tables["accuracy-trained.csv"][2].startswith("b,0.5,0,3,0.5,0,3")
     assert tables["accuracy.csv"][2].startswith("b,0.82,0.02,3,0.83,0.03,3")

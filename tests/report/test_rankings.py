@@ -4,9 +4,8 @@ import pytest
 from scipy import stats
 
 from fedshift.analysis.statistics import holm_correction
-from fedshift.report.claims import claims
+from fedshift.report.claims import collect_claims, describe_ranking, rank_methods
 from fedshift.report.page import render_page
-from fedshift.report.rankings import ranked, ranking_sentences
 
 MINUS = "\N{MINUS SIGN}"
 
@@ -21,13 +20,13 @@ CLEAR = {"low": macro(50, 51, 52), "high": macro(70, 71, 73), "middle": macro(60
 
 def test_neighbors_are_compared_best_first(make_study):
     study = make_study(CLEAR)
-    assert ranked(study) == ["high", "middle", "low"]
+    assert rank_methods(study) == ["high", "middle", "low"]
     values = {"high": [0.70, 0.71, 0.73], "middle": [0.60, 0.61, 0.64], "low": [0.50, 0.51, 0.52]}
     pairs = [("high", "middle"), ("middle", "low"), ("high", "low")]
     expected = [stats.ttest_rel(values[one], values[other]).pvalue for one, other in pairs]
-    made = claims(study)
+    made = collect_claims(study)
     assert [made.between(*pair).p for pair in pairs] == pytest.approx(holm_correction(expected))
-    assert [sentence.split(" by ")[0] for sentence in ranking_sentences(study)] == [
+    assert [sentence.split(" by ")[0] for sentence in describe_ranking(study)] == [
         "high is above middle", "middle is above low",
     ]  # fmt: skip
 
@@ -36,9 +35,9 @@ def test_an_order_that_is_not_significant_is_no_claim(make_study, undrawn):
     study = make_study({"fedavg": macro(60, 62, 64), "fedbn": macro(61, 65, 63)})
     support = f"95% interval {MINUS}3.97 to +5.97 over 3 seeds, p 0.478"
     said = f"fedbn is not told apart from fedavg: difference +1.00 points ({support})."
-    assert ranking_sentences(study) == [said]
+    assert describe_ranking(study) == [said]
     page = render_page(study).replace("&#39;", "'")
-    assert ranking_sentences(study)[0] in page
+    assert describe_ranking(study)[0] in page
     assert "</strong> percent, not told apart from fedavg." in page
 
 
@@ -50,13 +49,13 @@ def test_the_headline_says_what_the_best_is_told_apart_from(make_study):
 
 def test_a_correction_can_take_an_order_away(make_study):
     pair = {"one": macro(60, 61, 62), "two": macro(65, 67, 70)}
-    alone = claims(make_study(pair)).between("two", "one")
-    assert alone.told_apart
+    alone = collect_claims(make_study(pair)).between("two", "one")
+    assert alone.is_significant
     crowd = {f"method {number}": macro(20 + number, 23 - number, 20) for number in range(3)}
-    among = claims(make_study({**pair, **crowd})).between("two", "one")
+    among = collect_claims(make_study({**pair, **crowd})).between("two", "one")
     assert (among.mean, among.error, among.comparisons) == (alone.mean, alone.error, 10)
     assert alone.p < 0.05 < among.p
-    assert not among.told_apart
+    assert not among.is_significant
     assert among.low < 0
 
 
@@ -64,7 +63,7 @@ def test_of_many_orders_those_that_are_not_significant_are_named(make_study):
     noise = [(0, 1, 0, 1, 1), (1, 0, 0, 1, 0)]
     steps = {f"step {n}": macro(*(20 + 8 * n + more for more in noise[n % 2])) for n in range(8)}
     study = make_study({**steps, "near": macro(77, 76, 76, 77, 77)}, rounds=1)
-    *named, last = ranking_sentences(study)
+    *named, last = describe_ranking(study)
     assert len(named) == 1
     assert all("not told apart" in sentence for sentence in named)
     assert last == "Told apart: the other 7 pairs of neighbors by macro accuracy."
@@ -73,23 +72,23 @@ def test_of_many_orders_those_that_are_not_significant_are_named(make_study):
 @pytest.mark.parametrize(("seeds", "told"), [(1, "one seed says"), (2, "2 seeds say")])
 def test_one_or_two_seeds_tell_no_order(seeds, told, make_study):
     study = make_study({name: runs[:seeds] for name, runs in CLEAR.items()})
-    assert ranking_sentences(study) == [
+    assert describe_ranking(study) == [
         f"Claim no order of these methods: {told} too little. --seeds 5 gives intervals that can tell."
     ]
 
 
 def test_a_pair_that_shares_too_few_seeds_is_no_claim(make_study):
     study = make_study(CLEAR, keep=lambda row: (row["method"], row["seed"]) != ("low", 2))
-    first, second = ranking_sentences(study)
+    first, second = describe_ranking(study)
     assert second == "middle lies 10.00 points above low over 2 seeds: too few to tell them apart."
     assert "corrected" not in first  # nothing else could be tested
 
 
 def test_methods_are_ordered_over_the_clients_that_all_have_and_those_not_measured_have_no_place(make_study):
     study = make_study(CLEAR, keep=lambda row: (row["method"], row["client"]) != ("middle", "a"))
-    assert ranked(study) == ["high", "middle", "low"]
-    assert not ranking_sentences(make_study(CLEAR, keep=lambda row: row["method"] == "high"))
-    assert not ranking_sentences(make_study({"fedbn": CLEAR["low"]}))
+    assert rank_methods(study) == ["high", "middle", "low"]
+    assert not describe_ranking(make_study(CLEAR, keep=lambda row: row["method"] == "high"))
+    assert not describe_ranking(make_study({"fedbn": CLEAR["low"]}))
 
 
 def test_an_order_that_common_seeds_turn_is_said_as_they_have_it(make_study):
@@ -97,5 +96,5 @@ def test_an_order_that_common_seeds_turn_is_said_as_they_have_it(make_study):
         {"a": macro(50, 50, 50, 90), "b": macro(52, 52, 53, 53)},
         keep=lambda row: (row["method"], row["seed"]) != ("b", 3),
     )
-    assert ranked(study) == ["a", "b"]
-    assert ranking_sentences(study)[0].startswith("b is above a by 2.33 points (")
+    assert rank_methods(study) == ["a", "b"]
+    assert describe_ranking(study)[0].startswith("b is above a by 2.33 points (")

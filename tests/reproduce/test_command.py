@@ -8,12 +8,12 @@ import pytest
 from rich.console import Console
 
 from fedshift.cli.reproduce import _print_list, _publish_table
-from fedshift.reproduce import recipes, time_budget, time_estimates
-from fedshift.reproduce.directory_lock import lock_directory
+from fedshift.reproduce import recipes, time_estimates
 from fedshift.reproduce.published_tables import find_table, load_tables
 from fedshift.reproduce.recipes import ReproductionOptions
+from fedshift.reproduce.results import lock_directory
 from fedshift.reproduce.runner import FinishedTable
-from fedshift.reproduce.time_budget import TimeBudget
+from fedshift.reproduce.time_estimates import TimeBudget
 from fedshift.reproduce.verdict import ReproducedBlock
 from fedshift.utils.errors import FedshiftError, UsageError
 
@@ -34,16 +34,15 @@ def hour(monkeypatch):
     seen = []
 
     class Hour:
-        def look_at(self, specs, progress=None):
+        def gather_sizes(self, specs, progress=None):
             for done, spec in enumerate(specs := list(specs)):
                 seen.append(spec)
                 progress(time_estimates.LOOKING, done, len(specs))
 
-        def of(self, specs):
+        def estimate(self, specs):
             return 3600.0 * len(list(specs))
 
     monkeypatch.setattr(time_estimates, "TimeEstimates", Hour)
-    monkeypatch.setattr(time_budget, "TimeEstimates", Hour)
     return seen
 
 
@@ -139,7 +138,7 @@ def test_a_table_is_written_with_its_verdict_and_what_stands_in(tmp_path, capsys
         notes=("100 % other digits; svhn is left out",), missing=("abide",), shown={block.columns[0]: "pen"},
     )  # fmt: skip
     (tmp_path / "results" / "fedbn").mkdir(parents=True)
-    _publish_table(made, FinishedTable(compared=[found], remarks=("Stand-in: a small network.",)), tmp_path, Console())
+    _publish_table(made, FinishedTable(blocks=[found], remarks=("Stand-in: a small network.",)), tmp_path, Console())
     text, tex = ((tmp_path / "results" / "fedbn" / f"table12.{kind}").read_text() for kind in ("md", "tex"))
     said = " ".join(capsys.readouterr().out.split())
     for shown in (said, text, tex):
@@ -161,7 +160,7 @@ def test_a_table_that_was_cut_short_has_no_verdict_where_it_is_shown(tmp_path, c
         shown={},
     )  # fmt: skip
     (tmp_path / "results" / "fedbn").mkdir(parents=True)
-    _publish_table(made, FinishedTable(compared=[found]), tmp_path, Console())
+    _publish_table(made, FinishedTable(blocks=[found]), tmp_path, Console())
     text, tex = ((tmp_path / "results" / "fedbn" / f"table12.{kind}").read_text() for kind in ("md", "tex"))
     for shown in (" ".join(capsys.readouterr().out.split()), text, tex):
         assert "5 seeds, 0.1 of the rounds): too short to judge; " in shown

@@ -64,15 +64,15 @@ def test_clients_that_train_may_be_measured_after_their_work_in_the_reported_rou
         if client != "new" or (moment, split) == ("loaded", "test")
     ]  # fmt: skip
     study = RunSummary(
-        name="", methods={"fedbn": MethodSummary(text="fedbn", entries=(), down=0, up=0, has_global=False)}, seeds=(0, 1),
-        rounds=3, select="best", clients={"a": {}, "b": {}, "new": {}}, classes=2, rows=rows_to_frame(rows),
-        traffic=pd.DataFrame(),
+        name="", methods={"fedbn": MethodSummary(text="fedbn", entries=(), down=0, up=0, has_global=False)},
+        seeds=(0, 1), rounds=3, select="best", clients={"a": {}, "b": {}, "new": {}}, classes=2,
+        rows=rows_to_frame(rows), traffic=pd.DataFrame(),
     )  # fmt: skip
     runs, cell = (
         FinishedRuns(tmp_path),
         CellPlan(row=0, column=0, printed=PublishedValue(1.0), spec=RunSpec(), client="a"),
     )
-    runs.study = lambda folder: study
+    runs.read = lambda folder: study
     cells = [
         replace(cell, moment="trained"), replace(cell, column=1, client="b", moment="trained"),
         replace(cell, column=2, client="new"), replace(cell, column=3, client=None, moment="trained"),

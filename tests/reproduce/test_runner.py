@@ -10,16 +10,16 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from fedshift.analysis.concordance import discordance
+from fedshift.analysis.similarity import compute_discordance
 from fedshift.report.tables import metric_history
-from fedshift.reproduce import figures, page, published_tables, recipes, results, runner, time_budget
+from fedshift.reproduce import figures, page, published_tables, recipes, results, runner, time_estimates
 from fedshift.reproduce.planning import make_plans
 from fedshift.reproduce.published_tables import Block, PublishedValue, Table
 from fedshift.reproduce.recipes import ReproductionOptions, run_name
 from fedshift.reproduce.results import pending_runs, read_results, read_verdicts
 from fedshift.reproduce.runner import rebuild, run_table
-from fedshift.reproduce.time_budget import TimeBudget
-from fedshift.reproduce.verdict import ReproducedBlock, compare_columns
+from fedshift.reproduce.time_estimates import TimeBudget
+from fedshift.reproduce.verdict import ReproducedBlock, compare_values
 from fedshift.results.summary import read_summary
 from fedshift.utils.errors import UsageError
 
@@ -53,7 +53,7 @@ def tiny(monkeypatch):
 
 def test_a_table_is_run_and_kept_and_not_run_again(tiny, tmp_path, monkeypatch):
     made, way = small(), ReproductionOptions(root=tmp_path, seeds=2)
-    (found,) = run_table(made, way, tmp_path).compared
+    (found,) = run_table(made, way, tmp_path).blocks
     for row in (0, 1):
         pen, photo, average = (found.ours[row, column] for column in range(3))
         assert average.mean == pytest.approx((pen.mean + photo.mean) / 2)
@@ -62,8 +62,8 @@ def test_a_table_is_run_and_kept_and_not_run_again(tiny, tmp_path, monkeypatch):
     assert read_verdicts(made, tmp_path) == [f"{found.verdict} (scale 1)"]
     assert read_results(made, tmp_path) == [found]
     monkeypatch.setattr(runner, "make_experiment", None)
-    assert run_table(made, way, tmp_path).compared == [found]
-    assert rebuild(made, tmp_path).compared == [found]
+    assert run_table(made, way, tmp_path).blocks == [found]
+    assert rebuild(made, tmp_path).blocks == [found]
     kept_as = tmp_path / "results" / "fedbn" / "table99-0.json"
     content = json.loads(kept_as.read_text())
     kept_as.write_text(json.dumps({key: value for key, value in content.items() if key not in ("way", "part")}))
@@ -84,10 +84,10 @@ def test_a_run_that_is_stopped_goes_on(tiny, tmp_path, Listener):
     stop.clear()
     assert run_table(made, way, tmp_path, observer=second, stop=stop) is None
     assert pending_runs(specs, tmp_path) == [specs[1]]
-    (part,) = rebuild(made, tmp_path).compared
+    (part,) = rebuild(made, tmp_path).blocks
     assert {row for row, _ in part.values} == {0}
     assert "Verdict (1 seed, 1 of 2 runs): " in part.summary
-    (found,) = run_table(made, way, tmp_path).compared
+    (found,) = run_table(made, way, tmp_path).blocks
     assert not pending_runs(specs, tmp_path)
     assert {row for row, _ in found.values} == {0, 1}
     (tmp_path / "runs" / run_name(specs[1]) / "done.json").unlink()
@@ -115,7 +115,7 @@ def test_figures_are_drawn_again_from_the_runs_that_have_ended(tiny, tmp_path, m
 
 def test_a_run_that_diverges_leaves_the_others(tiny, tmp_path):
     tiny["of"] = {"fedavg": {"lr": 1e20}}
-    (found,) = run_table(small(), ReproductionOptions(root=tmp_path), tmp_path).compared
+    (found,) = run_table(small(), ReproductionOptions(root=tmp_path), tmp_path).blocks
     assert {row for row, _ in found.ours} == {1}
     specs = next(make_plans(small(), ReproductionOptions(root=tmp_path)))[1].specs
     facts = [json.loads((tmp_path / "runs" / run_name(spec) / "done.json").read_text()) for spec in specs]
@@ -130,7 +130,7 @@ def test_best_and_rounds_and_discordance_come_from_the_records(tiny, tmp_path):
     made = small(("0.9", "0.1", "3"), ("accuracy", "discordance", "rounds"), ("centralized", "fedsmb"), by="metric")
     block = replace(made.blocks[0], keys={"data": "digits", "model": "small-cnn"})
     made = replace(made, blocks=(block,), unit="fraction")
-    (found,) = run_table(made, ReproductionOptions(root=tmp_path), tmp_path).compared
+    (found,) = run_table(made, ReproductionOptions(root=tmp_path), tmp_path).blocks
     central, federated = (
         read_summary(tmp_path / "runs" / run_name(spec))
         for spec in next(make_plans(made, ReproductionOptions(root=tmp_path)))[1].specs
@@ -139,7 +139,7 @@ def test_best_and_rounds_and_discordance_come_from_the_records(tiny, tmp_path):
     assert found.ours[1, 0].mean == pytest.approx(accuracy.max())
     assert found.ours[1, 2].mean == accuracy.idxmax()
     losses = [metric_history(study, "loss").groupby("round")["value"].mean().tolist() for study in (federated, central)]
-    assert found.ours[1, 1].mean == pytest.approx(discordance(*losses))
+    assert found.ours[1, 1].mean == pytest.approx(compute_discordance(*losses))
     assert found.ours[0, 1].mean == 0
     assert found.concordant == (2, 2)
 
@@ -183,7 +183,7 @@ def test_verdicts(theirs, ours, own, verdict):
 )  # fmt: skip
 def test_numbers_are_compared_where_network_data_and_rounds_are_the_papers(changes, numbers):
     found = replace(compared(["50.0 (1.0)", "60.0 (1.0)"], [51.0, 61.0]), **changes)
-    assert (("difference" in compare_columns(found).header), found.within[1] > 0) == (numbers, numbers)
+    assert (("difference" in compare_values(found).header), found.within[1] > 0) == (numbers, numbers)
     assert found.verdict == ("within the paper's spread" if numbers else "same order of methods")
     assert found.order == (1, 1)
 
@@ -197,7 +197,7 @@ def test_an_order_says_nothing_where_rounds_were_cut_to_less_than_a_quarter():
         "Verdict (3 seeds, 0.25 of the rounds): too short to judge; an order of methods says nothing below 0.25 of the "
         "rounds."
     )
-    assert len(compare_columns(short).rows) == 2  # the numbers stand there all the same
+    assert len(compare_values(short).rows) == 2  # the numbers stand there all the same
 
 
 def test_a_concordance_of_too_few_rounds_is_no_verdict(tiny):
@@ -286,7 +286,7 @@ def test_methods_are_ordered_where_all_else_is_equal(tiny):
 
 def test_ours_stand_beside_theirs():
     half = math.sqrt(0.125)  # values so far apart on both sides have a deviation of 0.5
-    shown = compare_columns(compared(["50.0 (1.0)", "60.0"], [(51.5 - half, 51.5 + half), 58.0], epochs=4))
+    shown = compare_values(compared(["50.0 (1.0)", "60.0"], [(51.5 - half, 51.5 + half), 58.0], epochs=4))
     assert [cell.text for cell in shown.rows[0]] == [
         "m0, epochs 4: pen",
         "51.50 (0.50)",
@@ -295,10 +295,10 @@ def test_ours_stand_beside_theirs():
         "within",
     ]
     assert [cell.text for cell in shown.rows[1]] == ["m1, epochs 4: pen", "58.00", "60.00", "\N{MINUS SIGN}2.00", ""]
-    assert compare_columns(compared(["50.0 (1.0)"], [51.5], own=False)).header == ("", "ours (stand-in)", "paper")
-    small_numbers = compare_columns(compared(["0.0000003"], [0.0000004]))
+    assert compare_values(compared(["50.0 (1.0)"], [51.5], own=False)).header == ("", "ours (stand-in)", "paper")
+    small_numbers = compare_values(compared(["0.0000003"], [0.0000004]))
     assert [cell.text for cell in small_numbers.rows[0]][1:] == ["0.00000040", "0.00000030", "+0.00000010"]
-    assert [cell.text for cell in compare_columns(compared(["2471"], [20.0])).rows[0]][1:3] == ["20", "2471"]
+    assert [cell.text for cell in compare_values(compared(["2471"], [20.0])).rows[0]][1:3] == ["20", "2471"]
 
 
 def test_numbers_are_read_as_they_are_printed():
@@ -320,9 +320,9 @@ def test_panels_are_drawn_and_come_to_the_page(tiny, tmp_path):
     }
     made, way = replace(small(), blocks=()), ReproductionOptions(root=tmp_path)
     done = run_table(made, way, tmp_path)
-    names = [drawn.picture.name for drawn in done.drawn]
+    names = [figure.picture.name for figure in done.figures]
     assert names == ["table99-a", "table99-b", "table99-c", "table99-d-toy-raw", "table99-e-maps-01-pen"]
-    curves, sizes, bars, *pictured = done.drawn
+    curves, sizes, bars, *pictured = done.figures
     (_, plan), *_ = make_plans(made, way)
     study = read_summary(tmp_path / "runs" / run_name(plan.panels[1].points[0][1]))
     accuracy = metric_history(study)["value"].mean()
@@ -339,7 +339,7 @@ def test_panels_are_drawn_and_come_to_the_page(tiny, tmp_path):
 
 
 def test_the_page_has_every_table_with_its_verdict(tiny, tmp_path):
-    (found,) = run_table(small(), ReproductionOptions(root=tmp_path), tmp_path).compared
+    (found,) = run_table(small(), ReproductionOptions(root=tmp_path), tmp_path).blocks
     text = page.write_results_page(tmp_path).read_text()
     assert 'href="#fedbn-table99"' in text
     assert found.verdict in text
@@ -356,7 +356,7 @@ def test_a_table_that_was_cut_short_or_lacks_data_is_said_to_be_on_page_and_list
         replace(first, blocks=(replace(first.blocks[0], rows=rows),)),
         ReproductionOptions(root=tmp_path, scale=0.125),
     )
-    (found,) = run_table(made, way, tmp_path).compared
+    (found,) = run_table(made, way, tmp_path).blocks
     assert found.missing == ("usps",)
     assert read_results(made, tmp_path) == [found]
     assert read_verdicts(made, tmp_path) == ["too short to judge (scale 0.12)"]
@@ -366,10 +366,10 @@ def test_a_table_that_was_cut_short_or_lacks_data_is_said_to_be_on_page_and_list
 
 def test_a_budget_gives_each_table_a_share_of_the_rounds(tiny, tmp_path, monkeypatch):
     class Fixed:
-        def of(self, specs):
+        def estimate(self, specs):
             return sum(spec.rounds for spec in specs) * 90.0
 
-    monkeypatch.setattr(time_budget, "TimeEstimates", Fixed)
+    monkeypatch.setattr(time_estimates, "TimeEstimates", Fixed)
     tiny["rounds"] = 64  # two runs: 3.2 hours
     made, way = small(), ReproductionOptions(root=tmp_path)
     with TimeBudget(2.0, Event()) as whole:

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from fedshift.config.spec import RunSpec
-from fedshift.reproduce import step_costs, time_estimates
-from fedshift.reproduce.step_costs import StepCosts, VisitCosts
-from fedshift.reproduce.time_estimates import TimeEstimates
+from fedshift.reproduce import time_estimates
+from fedshift.reproduce.time_estimates import StepCosts, TimeEstimates, VisitCosts
 from fedshift.utils import disk_cache
 from fedshift.utils.errors import UsageError
 
@@ -189,9 +188,9 @@ def test_parts_are_timed_for_real(model, apart, cache):
 
 def test_a_step_is_told_from_its_samples(cache, monkeypatch):
     given = iter([0.5 + 2 * 0.1, 0.5 + 16 * 0.1, 16 * 0.04])  # a small batch, a larger one, looks at the latter
-    monkeypatch.setattr(step_costs, "_time_quickest", lambda work, clock: next(given))
+    monkeypatch.setattr(time_estimates, "_time_quickest", lambda work, clock: next(given))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    monkeypatch.setattr(step_costs, "limit_threads", lambda threads: nullcontext())
+    monkeypatch.setattr(time_estimates, "limit_threads", lambda threads: nullcontext())
     TimeEstimates(moves=lambda plan: VisitCosts(visit=0.0, save=0.0)).estimate([RUN])
     (found,) = json.loads((cache / "steps.json").read_text()).values()
     assert (found["step"], found["sample"], found["look"]) == pytest.approx((0.5, 0.1, 0.04))

@@ -1,9 +1,9 @@
-"""What an aggregation that clips and adds noise promises: differential privacy, by the RDP accountant of Opacus.
+"""Differential privacy of an aggregation that clips and adds noise, by the RDP accountant of Opacus.
 
 Mironov 2017 (arXiv:1702.07476) and Mironov, Talwar, Zhang 2019 (arXiv:1908.10530): Renyi differential privacy of the
 sampled Gaussian mechanism, composed over rounds. The numbers are for clients: neighbors are federations of which one
-lacks a client of the other (whose change counts as zero), and a client is taken into a round with a probability of its
-own (Poisson sampling). Here a fixed number takes part, so below full participation epsilon is an approximation.
+lacks a client of the other (whose change counts as zero), and each client takes part in a round independently (Poisson
+sampling). Here a fixed number takes part, so below full participation epsilon is an approximation.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from ..utils.errors import UsageError
 
 ORDERS = [1 + k / 100 for k in range(1, 10)] + [1 + k / 10 for k in range(1, 110)]
 ORDERS += [*range(12, 64), *range(64, 256, 16), *range(256, 1025, 64)]
-"""Orders of Renyi differential privacy among which the tightest is sought: epsilon from below 0.1 to above 1,000."""
+"""Orders of Renyi differential privacy, of which the tightest is used: epsilon from below 0.1 to above 1,000."""
 
 UPWARD = Context(prec=3, rounding=ROUND_CEILING)
-"""What is printed never promises more than was found."""
+"""Context that rounds epsilon up, so that the printed bound is valid."""
 
 
 @runtime_checkable
 class Mechanism(Protocol):
     """An aggregation that hides each client in Gaussian noise.
 
-    ``noise_multiplier``: standard deviation over the most that one client can change (norm). ``delta``: chance with which epsilon
-    may fail. ``secret``: whether nobody can draw the noise again; otherwise it follows from the seed and the method.
+    ``noise_multiplier``: standard deviation over the largest norm of one client's change. ``delta``: probability with
+    which epsilon may fail. ``secret``: whether the noise cannot be drawn again; otherwise it follows from the seed and
+    the method.
     """
 
     @property
@@ -39,9 +40,9 @@ class Mechanism(Protocol):
 
 
 def compute_epsilon(noise_multiplier: float, sampling: float, rounds: int, delta: float) -> float:
-    """Epsilon at ``delta`` after ``rounds`` with ``noise_multiplier``; ``sampling``: share of all clients that takes part.
+    """Return epsilon at ``delta`` after ``rounds`` with ``noise_multiplier``, infinite without noise.
 
-    Infinite without noise. Raises :class:`UsageError` where Opacus is not installed.
+    ``sampling`` is the share of all clients that takes part. Raises :class:`UsageError` where Opacus is not installed.
     """
     try:
         from opacus.accountants import RDPAccountant
@@ -56,7 +57,7 @@ def compute_epsilon(noise_multiplier: float, sampling: float, rounds: int, delta
 
 
 def describe_guarantee(mechanism: Mechanism, sampling: float, rounds: int) -> str:
-    """What ``mechanism`` promises after ``rounds`` in words, and to whom; ``sampling`` as in :func:`compute_epsilon`."""
+    """Return the guarantee of ``mechanism`` after ``rounds`` in words; arguments as in :func:`compute_epsilon`."""
     if not mechanism.noise_multiplier:
         return "noise_multiplier=0, so there is no differential privacy"
     said = "differentially private at the level of clients"

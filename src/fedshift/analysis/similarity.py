@@ -1,4 +1,8 @@
-"""How alike two models see: cosine similarity of feature maps, and distances of BatchNorm's running statistics.
+"""Similarity of two models: by their test losses, their feature maps and their BatchNorm statistics.
+
+Discordance (Nasirigerdeh et al. 2020, arXiv:2011.07006, section 3.1): two models start from the same weights and
+minimize the same loss with the same learning rate, one federated, one on pooled data; the discordance is the mean
+squared difference of their losses on the test data, iteration by iteration (equation 3).
 
 FedWon (Zhuang & Lyu 2024, arXiv:2306.05879) compares clients' and server's models by the mean cosine similarity of
 their feature maps (figure 5) and by BatchNorm's running means and variances (figures 1(b) and 12). A feature map is one
@@ -9,19 +13,40 @@ Suffixes: N images, C channels, P pixels.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
+from ..utils.errors import UsageError
+
 Reals = NDArray[np.floating]
 EPSILON = 1e-5
-"""What is added to variances, as BatchNorm does: a channel that is always zero has none."""
+"""Constant added to variances, as in BatchNorm, since a channel that is always zero has none."""
+CONCORDANT = 0.01
+"""Discordance, in squared nats, below which FedMMB calls a federated model concordant with the centralized one."""
+
+
+def compute_discordance(federated: Sequence[float], centralized: Sequence[float]) -> float:
+    """Return the mean over iterations of (federated - centralized test loss)^2; NaN or infinite where a loss is.
+
+    Raises :class:`UsageError` where there is no iteration, or not one loss of each for every iteration.
+    """
+    if not federated or len(federated) != len(centralized):
+        raise UsageError(
+            f"{len(federated)} federated and {len(centralized)} centralized losses: give one of each for every "
+            "iteration that both evaluated, at least one"
+        )
+    with np.errstate(invalid="ignore", over="ignore"):  # losses that are not finite have no difference
+        gap = np.asarray(federated, dtype=float) - np.asarray(centralized, dtype=float)
+        return float(np.square(gap).mean())
 
 
 def cosine(one: Reals, other: Reals) -> NDArray[np.float64]:
-    """Cosine similarity of maps ``[N, C, *pixels]``, pair by pair, ``[N, C]``.
+    """Return the cosine similarity of maps ``[N, C, *pixels]``, pair by pair, ``[N, C]``.
 
-    It is 0 where a map is all zero, NaN where one is not finite, and 1 or -1 for maps of a single pixel. Nothing is
-    subtracted from the maps.
+    It is 0 where a map is all zero, NaN where one is not finite, and 1 or -1 for maps of a single pixel. The maps are
+    not centered.
     """
     one_NCP, other_NCP = (maps.astype(np.float64).reshape(*maps.shape[:2], -1) for maps in (one, other))
     with np.errstate(over="ignore", invalid="ignore"):
@@ -34,7 +59,7 @@ def cosine(one: Reals, other: Reals) -> NDArray[np.float64]:
 
 
 def mean_distance(mean_C: Reals, variance_C: Reals, other_mean_C: Reals, other_variance_C: Reals) -> float:
-    """Mean over channels of ``|m - m'| / sqrt((v + v') / 2 + EPSILON)``: how many standard deviations apart means are.
+    """Return the mean over channels of ``|m - m'| / sqrt((v + v') / 2 + EPSILON)``, in pooled standard deviations.
 
     By channel it is Cohen's d (1988, "Statistical Power Analysis for the Behavioral Sciences", section 2.2).
     """
@@ -43,6 +68,6 @@ def mean_distance(mean_C: Reals, variance_C: Reals, other_mean_C: Reals, other_v
 
 
 def variance_distance(variance_C: Reals, other_variance_C: Reals) -> float:
-    """Mean over channels of ``|log((v + EPSILON) / (v' + EPSILON))|``; a factor of 2 everywhere gives 0.693."""
+    """Return the mean over channels of ``|log((v + EPSILON) / (v' + EPSILON))|``; 0.693 for a factor of 2."""
     one_C, other_C = (np.log(variance.astype(np.float64) + EPSILON) for variance in (variance_C, other_variance_C))
     return float(np.abs(one_C - other_C).mean())

@@ -1,8 +1,8 @@
-"""Statistics over seeds: mean, sample standard deviation, and paired differences that may be claimed.
+"""Statistics over seeds: mean, sample standard deviation, and tests of paired differences.
 
 A comparison over seeds is paired: both methods saw the same initial network, split and batch order under one seed, so
 the difference is taken within each seed and its interval is the paired t-interval (Student 1908, "The Probable Error of
-a Mean", Biometrika 6(1)). The rule for every claim is one: at least :data:`FEWEST` pairs, a standard error that is not
+a Mean", Biometrika 6(1)). One rule holds for every claim: at least :data:`FEWEST` pairs, a standard error that is not
 below what the measuring grid can resolve, and p-values and intervals corrected for the number of claims in the same
 report (Holm 1979, "A Simple Sequentially Rejective Multiple Test Procedure", Scandinavian Journal of Statistics 6(2)).
 
@@ -30,11 +30,11 @@ Floats = NDArray[np.float64]
 FEWEST = 3
 """Pairs below which nothing is claimed: Student's t would have one degree of freedom, or none."""
 ROUNDING = 1e-9
-"""Spread, as a share of the values, that floating point makes of equal differences."""
+"""Spread, as a share of the values, that floating-point rounding causes between equal differences."""
 
 
 def mean_and_std(values: Iterable[float]) -> tuple[float, float]:
-    """Mean and sample standard deviation, sqrt(sum((x - mean)^2) / (n - 1)), of the values that are not NaN.
+    """Return mean and sample standard deviation, sqrt(sum((x - mean)^2) / (n - 1)), of the values that are not NaN.
 
     The deviation of one value is NaN, and so are both figures where no value is left.
     """
@@ -49,9 +49,10 @@ class PairedDifference:
     """Mean of the differences within ``pairs`` pairs, its interval ``low`` to ``high``, and the p-value.
 
     ``std`` is the sample standard deviation of the differences, ``error`` the standard error of their mean; ``p`` is
-    two-sided, for "the mean difference is 0". ``level`` is that of all ``comparisons`` together, to whose number p and
-    interval are :func:`corrected`, ``own_level`` that of this interval by itself. Interval and p-value are NaN where
-    nothing can be tested: below :data:`FEWEST` pairs, and for equal differences of unknown resolution.
+    two-sided, for "the mean difference is 0". ``level`` is the confidence level of all ``comparisons`` together, for
+    whose number :func:`correct_family` adjusts p and interval; ``own_level`` is that of this interval alone. Interval
+    and p-value are NaN where no test is possible: below :data:`FEWEST` pairs, and for equal differences of unknown
+    resolution.
     """
 
     pairs: int
@@ -66,24 +67,23 @@ class PairedDifference:
     comparisons: int = 1
 
     @property
-    def told_apart(self) -> bool:
-        """Whether a difference may be claimed; the interval then excludes 0, and else holds it."""
+    def is_significant(self) -> bool:
+        """Whether a difference may be claimed, which is where the interval excludes 0."""
         return self.p < 1 - self.level
 
-    @property
-    def turned(self) -> PairedDifference:
-        """The same difference, theirs minus ours."""
+    def __neg__(self) -> PairedDifference:
+        """Return the same difference, theirs minus ours."""
         return replace(self, mean=-self.mean, low=-self.high, high=-self.low)
 
 
 def paired_difference(
     ours: Sequence[float], theirs: Sequence[float], level: float = 0.95, *, grid: float = 0.0
 ) -> PairedDifference:
-    """``ours - theirs`` over pairs: d_mean +- t(n - 1, (1 + level) / 2) * error, and t = d_mean / error.
+    """Return ``ours - theirs`` over pairs: d_mean +- t(n - 1, (1 + level) / 2) * error, and t = d_mean / error.
 
-    The error is the larger of s_d / sqrt(n) and ``grid``, the standard deviation of what rounding to the measuring grid
-    hides in one difference (see the head of this file); 0 where values are continuous. A pair of which one is NaN is no
-    pair. Of differences that are all 0 p is 1.
+    The error is the larger of s_d / sqrt(n) and ``grid``, the standard deviation of the rounding to the measuring grid
+    in one difference (see the head of this file); 0 where values are continuous. A pair with a NaN does not count.
+    Where all differences are 0, p is 1.
 
     Raises :class:`UsageError` for sequences of unequal length or a level outside 0..1.
     """
@@ -97,7 +97,7 @@ def paired_difference(
     mean, std = mean_and_std(values[0] - values[1])
     error = p = math.nan
     if pairs >= FEWEST:
-        _, error, p = (float(found) for found in paired_tests(values[0], values[1], grid))
+        _, error, p = map(float, paired_tests(values[0], values[1], grid))
     low, high = _interval(mean, error, pairs, level)
     return PairedDifference(
         pairs=pairs, mean=mean, std=std, error=error, low=low, high=high, p=p, level=level, own_level=level
@@ -105,54 +105,55 @@ def paired_difference(
 
 
 def paired_tests(ours: ArrayLike, theirs: ArrayLike, grid: ArrayLike = 0.0) -> tuple[Floats, Floats, Floats]:
-    """Mean, standard error and p-value of the differences along the last axis, for many comparisons at once.
+    """Return mean, standard error and p-value of the differences along the last axis, for many comparisons at once.
 
-    There must be :data:`FEWEST` pairs at least and no NaN. Error and p-value are as of :func:`paired_difference`.
+    At least :data:`FEWEST` pairs are required, and no NaN. Error and p-value as in :func:`paired_difference`.
     """
     values = np.asarray(ours, dtype=float), np.asarray(theirs, dtype=float)
     gaps = values[0] - values[1]
     pairs, mean = gaps.shape[-1], gaps.mean(axis=-1)
-    none = ROUNDING * np.maximum(*map(np.abs, values)).max(axis=-1)
+    zero = ROUNDING * np.maximum(*map(np.abs, values)).max(axis=-1)
     std = gaps.std(axis=-1, ddof=1)
-    error = np.maximum(np.where(std <= none, 0.0, std / math.sqrt(pairs)), grid)
+    error = np.maximum(np.where(std <= zero, 0.0, std / math.sqrt(pairs)), grid)
     with np.errstate(divide="ignore", invalid="ignore"):
         p = 2 * stdtr(pairs - 1, -np.abs(mean) / error)
-    p = np.where(np.abs(mean) <= none, 1.0, np.where(error > 0, p, math.nan))
+    p = np.where(np.abs(mean) <= zero, 1.0, np.where(error > 0, p, math.nan))
     return mean, np.where(np.isnan(p), math.nan, error), p
 
 
-def corrected(found: Sequence[PairedDifference]) -> list[PairedDifference]:
-    """``found`` with p-values and intervals corrected for their number, so that no more than ``1 - level`` err at all.
+def correct_family(differences: Sequence[PairedDifference]) -> list[PairedDifference]:
+    """Return ``differences`` with p-values and intervals corrected for their number.
 
-    p-values by :func:`holm_correction`. The interval of the k-th smallest p of n is widened to the level that Holm tests it at,
-    ``1 - (1 - level) / (n - k + 1)``, and those that are not claimed to the level of the first of them. An interval
-    excludes 0 exactly where a difference is claimed, and each covers its own with at least ``level``.
+    The probability that any of them errs is then at most ``1 - level``. p-values: :func:`holm_correction`. The interval
+    of the k-th smallest p of n is widened to the level at which Holm tests it, ``1 - (1 - level) / (n - k + 1)``, and
+    those that are not significant to the level of the first of them. An interval excludes 0 exactly where a difference
+    is significant, and each covers its own difference with at least ``level``.
     """
-    tested = sorted((each.p, place) for place, each in enumerate(found) if not math.isnan(each.p))
-    several, divisor = list(found), len(tested)
-    for p, (_, place) in zip(holm_correction([p for p, _ in tested]), tested, strict=True):
-        each = found[place]
-        own = 1 - (1 - each.level) / divisor
-        low, high = _interval(each.mean, each.error, each.pairs, own)
-        several[place] = replace(each, p=p, low=low, high=high, own_level=own, comparisons=len(tested))
-        divisor -= several[place].told_apart
-    return several
+    tested = sorted((each.p, index) for index, each in enumerate(differences) if not math.isnan(each.p))
+    family, divisor = list(differences), len(tested)
+    for p, (_, index) in zip(holm_correction([p for p, _ in tested]), tested, strict=True):
+        each = differences[index]
+        own_level = 1 - (1 - each.level) / divisor
+        low, high = _interval(each.mean, each.error, each.pairs, own_level)
+        family[index] = replace(each, p=p, low=low, high=high, own_level=own_level, comparisons=len(tested))
+        divisor -= family[index].is_significant
+    return family
 
 
 def holm_correction(values: Sequence[float]) -> list[float]:
-    """p-values corrected for their number: those below a level are claims of which all hold, with that probability.
+    """Return p-values corrected for their number, so that the chance of any false one below a level is that level.
 
     The k-th smallest of n is multiplied by ``n - k + 1``, is at least the corrected one before it, and at most 1. NaN
-    stays NaN and counts as no claim.
+    stays NaN and does not count.
     """
-    claims = sorted((value, place) for place, value in enumerate(values) if not math.isnan(value))
+    tested = sorted((value, index) for index, value in enumerate(values) if not math.isnan(value))
     corrected, least = [math.nan] * len(values), 0.0
-    for rank, (value, place) in enumerate(claims):
-        corrected[place] = least = max(least, min(1.0, (len(claims) - rank) * value))
+    for rank, (value, index) in enumerate(tested):
+        corrected[index] = least = max(least, min(1.0, (len(tested) - rank) * value))
     return corrected
 
 
 def _interval(mean: float, error: float, pairs: int, level: float) -> tuple[float, float]:
-    """Student's interval; NaN where the error is."""
+    """Return Student's interval; NaN where the error is NaN."""
     half = math.nan if math.isnan(error) else float(stdtrit(pairs - 1, (1 + level) / 2)) * error
     return mean - half, mean + half

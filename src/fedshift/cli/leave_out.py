@@ -213,7 +213,7 @@ def _publish(spec: CompareSpec, directory: Path, console: Console) -> None:
         seed_table,
         write_table,
     )
-    from ..report.formatting import metric_cells, to_terminal
+    from ..report.formatting import format_metric_table, to_terminal
     from ..results.schema import METRICS
 
     measured = _read_measured(spec, directory)
@@ -233,7 +233,7 @@ def _publish(spec: CompareSpec, directory: Path, console: Console) -> None:
     )
     text.print(to_terminal(policy_table(table, metric, needs)))
     print_line(console, explain_needs(needs.values()))
-    write_table(directory / "tables", metric, metric_cells(table, metric), table)
+    write_table(directory / "tables", metric, format_metric_table(table, metric), table)
     gaps = policy_differences(seeds)
     if len(gaps):
         pairs = "clients" if len(seeds) > 1 else "seeds"

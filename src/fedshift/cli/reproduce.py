@@ -79,10 +79,10 @@ def reproduce(
 
     """
     from ..data.sources import data_root
-    from ..reproduce.directory_lock import lock_directory
     from ..reproduce.planning import select_blocks
     from ..reproduce.published_tables import find_table as found
     from ..reproduce.recipes import ReproductionOptions
+    from ..reproduce.results import lock_directory
 
     if (present or hours is not None) and not all:
         raise UsageError("--present and --hours belong to --all: give it too, or leave them out")
@@ -110,7 +110,7 @@ def reproduce(
 
 def _require_own_directory(out: Path) -> None:
     """Raise :class:`UsageError` where ``out`` holds other things than tables that were run."""
-    from ..reproduce.directory_lock import KNOWN
+    from ..reproduce.results import KNOWN
 
     kind = directory_kind(out) if out.is_dir() else None
     others = out.is_dir() and {path.name for path in out.iterdir()} - KNOWN
@@ -215,7 +215,7 @@ def _select_tables(way: ReproductionOptions, present: bool) -> list[Table]:
 def _run(wanted: Sequence[Table], way: ReproductionOptions, version: str | None, hours: float | None, out: Path) -> int:
     from ..reproduce.page import write_results_page
     from ..reproduce.runner import run_table
-    from ..reproduce.time_budget import TimeBudget
+    from ..reproduce.time_estimates import TimeBudget
 
     console, failed, page = Console(), [], None
     with catch_interrupts(console) as stop, TimeBudget(hours, stop) as budget, ExitStack() as shown:
@@ -252,9 +252,9 @@ def _run(wanted: Sequence[Table], way: ReproductionOptions, version: str | None,
 
 def rebuild_papers(place: Path, console: Console) -> None:
     """Show and write again what the ended runs in ``place`` make of each table that was begun there."""
-    from ..reproduce.directory_lock import lock_directory
     from ..reproduce.page import write_results_page
     from ..reproduce.published_tables import load_tables
+    from ..reproduce.results import lock_directory
     from ..reproduce.runner import rebuild
 
     with lock_directory(place):
@@ -268,7 +268,7 @@ def _publish_table(table: Table, done: FinishedTable, out: Path, console: Consol
     """Print what came out of a table, and write it as Markdown and LaTeX."""
     from ..report.formatting import escape_latex, to_latex, to_markdown, to_terminal
     from ..reproduce.published_tables import PAPERS
-    from ..reproduce.verdict import compare_columns
+    from ..reproduce.verdict import compare_values
 
     text = make_console()
     title = f"{PAPERS[table.paper]}, {table.name}: {table.title}"
@@ -285,11 +285,11 @@ def _publish_table(table: Table, done: FinishedTable, out: Path, console: Consol
             content["md"].append(f"{line}\n")
             content["tex"].append(f"\\par{{\\footnotesize {escape_latex(line)}}}\n")
 
-    for made in done.compared:
-        put(compare_columns(made), [*made.remarks, made.summary])
-    for drawn in done.drawn:
-        print_line(console, f"Drawn: {out / 'results' / table.paper / drawn.picture.name}.svg")
-        put(drawn.numbers, [])
+    for block in done.blocks:
+        put(compare_values(block), [*block.remarks, block.summary])
+    for figure in done.figures:
+        print_line(console, f"Drawn: {out / 'results' / table.paper / figure.picture.name}.svg")
+        put(figure.numbers, [])
     put(None, done.remarks)
     for kind, parts in content.items():
         write_atomically(out / "results" / table.paper / f"{table.name}.{kind}", "\n".join(parts).encode())

@@ -101,7 +101,7 @@ def _publish(spec: SweepSpec, wanted: Sequence[Combination], directory: Path, co
     measured = [
         (combination.folder, point)
         for combination, point in collect_points(wanted, directory)
-        if (point.study.rows["moment"] == "loaded").any()
+        if (point.summary.rows["moment"] == "loaded").any()
     ]
     if not measured:
         print_line(console, "No round was evaluated yet, so there is nothing to report.")

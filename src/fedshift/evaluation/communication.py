@@ -1,4 +1,4 @@
-"""Facts about a method on a model: its scope table, the bytes that travel in a round, and what it needs of clients."""
+"""Communication of a method on a model: its scope table, the bytes of a round, and its requirements for clients."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from ..utils.state import nbytes, pick
 
 
 def downlink_bytes(plan: Plan, server: ServerState) -> int:
-    """Bytes that one client receives in a round: the entries it loads, and the rules' server memory."""
+    """Return the bytes that one client receives in a round: the entries it loads, and the rules' server memory."""
     return nbytes(pick(server.shared, plan.loaded)) + nbytes(server.memory)
 
 
 def uplink_bytes(update: Update) -> int:
-    """Bytes that one client sends: the entries in its scope, and the rules' uploads."""
+    """Return the bytes that one client sends: the entries in its scope, and the rules' uploads."""
     return nbytes(update.shared) + nbytes(update.memory)
 
 
 def summarize_method(plan: Plan) -> MethodSummary:
-    """The scope table of a method on a model, and the bytes that one client moves in one round."""
+    """Return the scope table of a method on a model, and the bytes that one client exchanges in one round."""
     server, client = init_server(plan), init_client(plan)
     _, update = client_final(plan, client_init(plan, client, server))
     rows = [
@@ -59,11 +59,11 @@ def summarize_method(plan: Plan) -> MethodSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """What a method needs and does, read off its plan on a small network with BatchNorm (FedWon's table 7, extended).
+    """Properties of a method, derived from its plan on a small network with BatchNorm (FedWon's table 7, extended).
 
-    ``state``: what a client keeps from round to round, ``""`` where it needs to keep nothing, so that the method suits
-    clients that come and go. ``normalization``: what becomes of BatchNorm. ``sent``: what a client uploads. ``up``:
-    bytes of that over FedAvg's. ``has_global``: whether the server holds a whole model.
+    ``state``: a client's state between rounds, ``""`` where it has none, so that the method suits clients that come and
+    go. ``normalization``: the treatment of BatchNorm. ``sent``: the entries that a client uploads. ``up``: their bytes
+    relative to FedAvg's. ``has_global``: whether the server holds a whole model.
     """
 
     state: str
@@ -74,36 +74,38 @@ class Capabilities:
 
 
 def find_capabilities(method: Method) -> Capabilities:
-    """What ``method`` needs and does; derived, so that a method of yours has a row too."""
+    """Derive the properties of ``method``, which may be a custom one."""
     model, optimizer = small_cnn((1, 8, 8), 10), SGD(lr=0.1)
     plan = prepare(method, model, optimizer=optimizer)
-    facts, plain = summarize_method(plan), summarize_method(prepare(Method(name="fedavg"), model, optimizer=optimizer))
+    summary, fedavg = (
+        summarize_method(each) for each in (plan, prepare(Method(name="fedavg"), model, optimizer=optimizer))
+    )
     if method.pooled:
         return Capabilities(state="", normalization="shared", sent="the data", up=0.0, has_global=True)
     client = init_client(plan)
-    remembered = [
+    memories = [
         re.sub(r"(?<!^)(?=[A-Z])", " ", type(rule).__name__).lower()
         for index, rule in enumerate(plan.method.rules)
         if any(name.startswith(f"{plan.rule_prefix(index)}/") for name in client.memory)
     ]
     if plan.optimizer.keep:
-        remembered.append("momentum")
+        memories.append("momentum")
     if plan.work.batches:
-        remembered.append("its place in the pass")
-    kept = [text for text in (_describe_entries(plan, plan.personal), *remembered) if text != "nothing"]
-    left = _describe_entries(plan, frozenset(plan.initial) - plan.sent)
-    whole = {"nothing": "everything", "everything": "nothing"}
+        memories.append("its place in the pass")
+    kept = [text for text in (_describe_entries(plan, plan.personal), *memories) if text != "nothing"]
+    unsent = _describe_entries(plan, frozenset(plan.initial) - plan.sent)
+    opposite = {"nothing": "everything", "everything": "nothing"}
     return Capabilities(
         state=", ".join(kept),
-        normalization=_normalization(plan),
-        sent=whole.get(left, f"all but {left}"),
-        up=facts.up / plain.up,
-        has_global=facts.has_global,
+        normalization=_describe_normalization(plan),
+        sent=opposite.get(unsent, f"all but {unsent}"),
+        up=summary.up / fedavg.up,
+        has_global=summary.has_global,
     )
 
 
 def _describe_entries(plan: Plan, names: frozenset[str]) -> str:
-    """What the entries ``names`` are, in words."""
+    """Return a description of the entries ``names``."""
     known = {
         "nothing": nothing, "everything": everything, "BatchNorm": batch_norm,
         "BatchNorm's statistics": norm_statistics, "the last layer": last_layers(1),
@@ -115,7 +117,7 @@ def _describe_entries(plan: Plan, names: frozenset[str]) -> str:
     return f"{len({name.rpartition('.')[0] for name in names})} layers"
 
 
-def _normalization(plan: Plan) -> str:
+def _describe_normalization(plan: Plan) -> str:
     if not any(isinstance(entry.owner, _BatchNorm) for entry in plan.entries):
         kinds = {type(entry.owner).__name__ for entry in plan.entries if norm_layers(entry)}
         return f"replaced by {', '.join(sorted(kinds))}" if kinds else "removed"

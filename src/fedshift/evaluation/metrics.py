@@ -1,7 +1,7 @@
-"""Evaluation: what a model gets right on a split, as counts from which every metric derives.
+"""Evaluation of models on splits, as counts from which every metric derives.
 
-``personal`` is the model that a client would use, ``global`` what the server holds; a method without a global model
-(FedBN) is not given one, and a personal method's client that has never trained has no model of its own to measure.
+``personal`` is the model that a client would use, ``global`` the one that the server holds. A method without a global
+model (FedBN) has none, nor has a personal method's client that never trained a personal one.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from ..utils.state import State
 BATCH = 250
 """Samples in one forward pass of evaluation."""
 RANKED = 1_000_000
-"""Scores that are ranked at once."""
+"""Largest number of scores ranked at once."""
 
 
 def evaluate(plan: Plan, state: State, split: Samples, classes: int) -> Row:
-    """Counts of the model under ``state`` on ``split``: samples, loss_sum, hits, support, auc (see ``records``)."""
+    """Return counts of the model under ``state`` on ``split``: samples, loss_sum, hits, support, auc."""
     return evaluate_together(plan, state, [split], classes)[0]
 
 
 @torch.inference_mode()
 def evaluate_together(plan: Plan, state: State, splits: Iterable[Samples], classes: int) -> list[Row]:
-    """What :func:`evaluate` gives for each of ``splits``, of which small ones share a forward pass."""
+    """Return :func:`evaluate` of each of ``splits``; small ones share a forward pass."""
     rows: list[Row] = []
     for group in _group_splits(splits, BATCH if _is_samplewise(plan) else 0):
         outputs = [
@@ -49,7 +49,7 @@ def evaluate_together(plan: Plan, state: State, splits: Iterable[Samples], class
 
 
 def _group_splits(splits: Iterable[Samples], most: int) -> Iterator[list[Samples]]:
-    """``splits`` in order, as many together as have at most ``most`` samples; a larger one is alone."""
+    """Yield ``splits`` in order, grouped up to ``most`` samples; a larger one is a group by itself."""
     group: list[Samples] = []
     size = 0
     for split in splits:
@@ -63,14 +63,14 @@ def _group_splits(splits: Iterable[Samples], most: int) -> Iterator[list[Samples
 
 
 def _is_samplewise(plan: Plan) -> bool:
-    """Whether what the model says of a sample does not depend on the others in the batch."""
+    """Return whether the model's output for a sample is independent of the rest of the batch."""
     return not any(isinstance(layer, _BatchNorm) and layer.running_mean is None for layer in plan.module.modules())
 
 
 def _counts(logits: Tensor, y: Tensor, classes: int) -> Row:
     loss = 0.0
     for part in zip(torch.split(logits, BATCH), torch.split(y, BATCH), strict=True):
-        loss += float(F.cross_entropy(*part)) * len(part[1])  # whatever loss is trained on
+        loss += float(F.cross_entropy(*part)) * len(part[1])  # not the training loss
     correct = logits.argmax(dim=1) == y
     return {
         "samples": len(y),
@@ -82,7 +82,7 @@ def _counts(logits: Tensor, y: Tensor, classes: int) -> Row:
 
 
 def _auc(logits: Tensor, y: Tensor) -> float | None:
-    """Area under the ROC curve; None unless every class occurs and every score is finite."""
+    """Return the area under the ROC curve; None unless every class occurs and every score is finite."""
     classes = logits.shape[1]
     if classes < 2 or len(torch.unique(y)) < classes or not bool(logits.isfinite().all()):
         return None
@@ -93,7 +93,7 @@ def _auc(logits: Tensor, y: Tensor) -> float | None:
 
 
 def _areas(score_KN: Tensor, positive_KN: Tensor) -> list[float]:
-    """Share of pairs of a positive and a negative sample that a class's score orders rightly, a tie counting one half.
+    """Return the share of (positive, negative) pairs that each class's score orders correctly; ties count one half.
 
     The statistic of Mann and Whitney (1947), from ranks; scikit-learn's takes longer to import than a small run.
     """
@@ -109,7 +109,7 @@ def _areas(score_KN: Tensor, positive_KN: Tensor) -> list[float]:
 def evaluate_trained(
     plan: Plan, state: State, clients: Iterable[ClientData], splits: tuple[str, ...], classes: int
 ) -> list[Row]:
-    """One row for each of ``clients`` and splits of the model under ``state`` after local work (moment ``trained``)."""
+    """Return one row per client and split of the model under ``state`` after local work (moment ``trained``)."""
     key = {"model": "personal", "moment": "trained"}
     return [
         {"client": client.name, "split": split, **key, **evaluate(plan, state, client.splits[split], classes)}
@@ -125,13 +125,13 @@ def evaluate_clients(
     splits: tuple[str, ...],
     personal: Callable[[ClientData], State | None],
 ) -> list[Row]:
-    """One row for each client, split and model that exists, just after aggregation (moment ``loaded``).
+    """Return one row per client, split and existing model, just after aggregation (moment ``loaded``).
 
-    ``personal`` gives the model that a client would use, None where it has none.
+    ``personal`` returns the model that a client would use, None where it has none.
     """
     shared = global_state(plan, server)
     common = shared is not None and not plan.personalizes
-    known: dict[int, Row] = {}  # the shared model on each split, which several clients may have
+    known: dict[int, Row] = {}  # the shared model on each split, which clients may share
     if shared is not None:
         distinct = {id(part): part for client in data.clients for part in map(client.splits.__getitem__, splits)}
         known = dict(zip(distinct, evaluate_together(plan, shared, distinct.values(), data.classes), strict=True))

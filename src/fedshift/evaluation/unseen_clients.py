@@ -1,11 +1,11 @@
 """Models for clients that never trained, under methods that keep state on clients.
 
-``average``: what the server holds, with the seen clients' own entries averaged by the method's weighting (FedWon,
+``average``: the server's entries, with the seen clients' personal entries averaged by the method's weighting (FedWon,
 arXiv:2306.05879, table 12). ``reestimate``: the same, but BatchNorm statistics are estimated on the newcomer's own
 training inputs, without labels (FedBN, arXiv:2102.07623, appendix G). ``finetune``: the average, trained on the
 newcomer's labeled data by the trial's own local work. ``finetune_bn``: the shared layers unchanged, and BatchNorm
 alone learned on that data (FedBN's appendix G, for a client that joins during training). ``nearest``: the model of the
-seen client that fits the newcomer's training data best. Averaging and trying models needs sight of all clients'
+seen client that fits the newcomer's training data best. Averaging and comparing models requires access to all clients'
 entries, which a simulation has.
 """
 
@@ -35,12 +35,12 @@ from .metrics import BATCH, evaluate
 
 
 def has_statistics(plan: Plan) -> bool:
-    """Whether the model has BatchNorm statistics under ``plan``, which ``reestimate`` needs."""
+    """Return whether the model has BatchNorm statistics under ``plan``, which ``reestimate`` requires."""
     return any(map(norm_statistics, plan.entries))
 
 
-def tunable(plan: Plan) -> frozenset[str]:
-    """The parameters of BatchNorm layers that are trained under ``plan``, which ``finetune_bn`` learns."""
+def list_batch_norm_parameters(plan: Plan) -> frozenset[str]:
+    """Return the trained parameters of BatchNorm layers under ``plan``, which ``finetune_bn`` learns."""
     return frozenset(entry.name for entry in plan.entries if batch_norm(entry)) & plan.trained
 
 
@@ -51,7 +51,7 @@ def check_policy(plan: Plan, policy: str, training: Mapping[str, Samples]) -> No
             f"unseen='reestimate' estimates BatchNorm statistics, of which the model has none under "
             f"{plan.method.name}: use 'average', 'nearest' or 'finetune'"
         )
-    if policy == "finetune_bn" and not tunable(plan):
+    if policy == "finetune_bn" and not list_batch_norm_parameters(plan):
         raise UsageError(
             f"unseen='finetune_bn' learns weight and bias of BatchNorm layers, of which the model has none under "
             f"{plan.method.name}: use 'average', 'nearest' or 'finetune'"
@@ -65,10 +65,10 @@ def check_policy(plan: Plan, policy: str, training: Mapping[str, Samples]) -> No
 
 
 class UnseenClientModels:
-    """Models for clients that never trained, from what ``server`` holds and the clients that have.
+    """Models for clients that never trained, made from the state of ``server`` and of clients that did.
 
-    ``samples``: training samples of each client that has trained, by its name in ``clients``, which are read one at a
-    time and never held together.
+    ``samples``: number of training samples of each trained client, by its name in ``clients``, which are read one at a
+    time.
     """
 
     def __init__(
@@ -78,19 +78,19 @@ class UnseenClientModels:
         self._clients, self._samples = clients, samples
 
     def make_state(self, policy: str, name: str, train: Samples, rounds: int = 1) -> State | None:
-        """The model of client ``name`` with training data ``train``; None under ``skip``, or where nobody has trained.
+        """Return the model of client ``name`` with training data ``train``; None under ``skip`` or before any training.
 
-        ``rounds``: how many rounds of local work ``finetune`` and ``finetune_bn`` do. Under a method with one global
-        model ``average`` is that model. Raises ``Diverged`` where fine-tuning does.
+        ``rounds``: rounds of local work of ``finetune`` and ``finetune_bn``. Under a method with one global model,
+        ``average`` is that model. Raises ``Diverged`` where fine-tuning does.
         """
         if policy == "skip" or not self._samples:
             return None
         if policy == "nearest":
             return self._find_nearest(train)
         if policy == "finetune":
-            return self._worked(self.plan, self._averaged, name, train, rounds)
+            return self._train_locally(self.plan, self._averaged, name, train, rounds)
         if policy == "finetune_bn":
-            return self._with_learned_batch_norm(name, train, rounds)
+            return self._learn_batch_norm(name, train, rounds)
         return reestimate_statistics(self.plan, self._averaged, train) if policy == "reestimate" else self._averaged
 
     def _find_nearest(self, train: Samples) -> State:
@@ -103,10 +103,10 @@ class UnseenClientModels:
 
         return min(models, key=loss)
 
-    def _worked(self, plan: Plan, start: State, name: str, train: Samples, rounds: int) -> State:
-        """``start`` after local work as a client's first rounds have it, at the learning rate of the last round.
+    def _train_locally(self, plan: Plan, start: State, name: str, train: Samples, rounds: int) -> State:
+        """Return ``start`` after local work as in a client's first rounds, at the learning rate of the last round.
 
-        What the client would upload is what it loads next, as in a federation of one.
+        The client loads its own uploads, as in a federation of one.
         """
         client = init_client(add_extra_entries(replace(plan, initial=start)))
         server = replace(self.server, round=max(0, self.server.round - 1), shared=pick(start, plan.sent))
@@ -116,19 +116,21 @@ class UnseenClientModels:
             client, server = trained.client, replace(server, shared=trained.update.shared)
         return personal_state(plan, client, server)
 
-    def _with_learned_batch_norm(self, name: str, train: Samples, rounds: int) -> State:
-        """The model of a client that joins now, with BatchNorm learned on its data and every other entry unchanged.
+    def _learn_batch_norm(self, name: str, train: Samples, rounds: int) -> State:
+        """Return the model of a client that joins now, with BatchNorm learned on its data and all else unchanged.
 
-        What a client keeps of BatchNorm begins as each client's did, what it loads as the server has it. Statistics are
-        estimated on its inputs; then weight and bias are trained by the run's batches, optimizer and loss, and the
-        statistics follow as in training. The method's rules take no part.
+        Personal entries of BatchNorm begin as each client's did, shared ones as on the server. Statistics are estimated
+        on its inputs; then weight and bias are trained with the run's batches, optimizer and loss, and the statistics
+        are updated as in training. The method's rules do not apply.
         """
         plan = self.plan
         own = frozenset(entry.name for entry in plan.entries if batch_norm(entry))
         start = reestimate_statistics(plan, {**self._averaged, **pick(plan.initial, own & plan.personal)}, train)
         method = replace(plan.method, rules=())
-        alone = replace(plan, method=method, trained=tunable(plan), extra_entries={}, extra_trained=frozenset())
-        return {**start, **pick(self._worked(alone, start, name, train, rounds), own)}
+        alone = replace(
+            plan, method=method, trained=list_batch_norm_parameters(plan), extra_entries={}, extra_trained=frozenset()
+        )
+        return {**start, **pick(self._train_locally(alone, start, name, train, rounds), own)}
 
     @cached_property
     def _averaged(self) -> State:
@@ -139,7 +141,7 @@ class UnseenClientModels:
         return {name: averaged[name] for name in self.plan.initial}
 
     def _averaged_entries(self) -> State:
-        """The mean of the clients' own entries, of which one client's are in memory at a time."""
+        """Return the mean of the clients' personal entries, loading one client at a time."""
         mean = StreamingMean()
         for name in sorted(self._samples):
             mean.add(self._clients[name].personal, self.plan.method.weigh(self._samples[name]))
@@ -147,7 +149,7 @@ class UnseenClientModels:
 
 
 class _Moments:
-    """Mean and variance of each channel over batches ``[B, C, ...]``, as if all had come at once (Chan et al. 1979)."""
+    """Mean and variance of each channel over all batches ``[B, C, ...]`` together (Chan et al. 1979)."""
 
     def __init__(self) -> None:
         self.count, self.mean, self.squares = 0, torch.zeros(()), torch.zeros(())
@@ -163,13 +165,13 @@ class _Moments:
 
 @torch.no_grad()
 def reestimate_statistics(plan: Plan, state: State, data: Samples) -> State:
-    """``state`` with BatchNorm statistics that are mean and variance of each such layer's inputs over ``data``.
+    """Return ``state`` with BatchNorm statistics replaced by mean and variance of each layer's inputs over ``data``.
 
-    Labels are not looked at. Layers normalize by the batch, of 250 samples in an order of its own, so that beyond that
-    many the inputs of a second BatchNorm layer depend on which samples met. Fewer samples than the model can be
-    trained on leave ``state`` as it is.
+    Labels are not used. Layers normalize by batches of 250 samples in a keyed order, so that with more samples the
+    inputs of a second BatchNorm layer depend on the batches. With fewer samples than the model can be trained on,
+    ``state`` is returned unchanged.
     """
-    state, scratch = dict(state), clone(state)  # layers in training mode write into what they are given
+    state, scratch = dict(state), clone(state)  # layers in training mode update their buffers
     layers = {name: layer for name, layer in plan.module.named_modules() if isinstance(layer, _BatchNorm)}
     layers = {name: layer for name, layer in layers.items() if layer.running_mean is not None}
     if len(data) < plan.smallest_batch or not layers:

@@ -15,7 +15,7 @@ from ..data.federation import ClientData
 from ..data.samples import Samples
 from ..engines.engine import Diverged
 from ..evaluation.metrics import evaluate
-from ..evaluation.unseen_clients import check_policy, has_statistics, tunable
+from ..evaluation.unseen_clients import check_policy, has_statistics, list_batch_norm_parameters
 from ..experiments.trial import Trial
 from ..results.schema import Row
 from ..utils.errors import FedshiftError, UsageError, unknown_name
@@ -71,7 +71,7 @@ def applicable_policies(plan: Plan, wanted: Collection[str]) -> tuple[str, ...]:
     """
     if not plan.personalizes:
         wanted = (UNCHANGED, *(name for name in wanted if name in ESTIMATED))
-    possible = {"reestimate": has_statistics(plan), "finetune_bn": bool(tunable(plan))}
+    possible = {"reestimate": has_statistics(plan), "finetune_bn": bool(list_batch_norm_parameters(plan))}
     return tuple(name for name in wanted if possible.get(name, True))
 
 
@@ -84,7 +84,7 @@ def inapplicable_policies(plans: Iterable[Plan], wanted: Collection[str]) -> lis
     said = [f"{same}: the one global model, shown as it is, under {', '.join(whole)}"] if same and whole else []
     if plain and "reestimate" in wanted:
         said.append(f"reestimate: there are no BatchNorm statistics under {', '.join(plain)}")
-    fixed = [plan.method.name for plan in plans if not tunable(plan)]
+    fixed = [plan.method.name for plan in plans if not list_batch_norm_parameters(plan)]
     if fixed and "finetune_bn" in wanted:
         said.append(f"finetune_bn: there is no BatchNorm to train under {', '.join(fixed)}")
     return said

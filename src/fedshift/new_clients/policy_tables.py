@@ -12,19 +12,17 @@ import torch
 from rich.console import Console
 from safetensors.torch import save
 
-from ..analysis.statistics import corrected, paired_difference
-from ..report.claims import difference_frame
+from ..analysis.statistics import correct_family, paired_difference
+from ..report.claims import tabulate_differences
 from ..report.formatting import (
-    TextCell,
     TextTable,
-    difference_cells,
-    metric_cells,
-    to_csv,
-    to_latex,
-    to_markdown,
+    format_difference_table,
+    format_metric_table,
+    make_table,
     to_terminal,
 )
-from ..report.tables import ONE_BY_ONE, comparable
+from ..report.formatting import write_table as write_report_table
+from ..report.tables import ONE_BY_ONE, mask_incomparable
 from ..results.run_directory import to_file_name
 from ..results.schema import Row, compute_metric
 from ..utils.files import write_atomically
@@ -45,7 +43,7 @@ def mean_over_seeds(seeds: pd.DataFrame) -> pd.DataFrame:
 
     ``macro`` is over the clients that every policy has under a seed.
     """
-    whole = pd.concat([seeds, comparable(seeds).mean().to_frame("macro").T])
+    whole = pd.concat([seeds, mask_incomparable(seeds).mean().to_frame("macro").T])
     groups = whole.T.groupby(level=0, sort=False)
     parts = {"mean": groups.mean().T, "std": groups.std().T, "seeds": groups.count().T.astype(float)}
     table = pd.concat(parts, axis=1).swaplevel(axis=1)
@@ -57,14 +55,13 @@ def mean_over_seeds(seeds: pd.DataFrame) -> pd.DataFrame:
 
 def policy_table(table: pd.DataFrame, metric: str, needs: dict[str, str]) -> TextTable:
     """A row for each method and policy with what it ``needs``: the clients, and the mean of several; best in bold."""
-    cells = metric_cells(table, metric, one_by_one=len(table) - 1 <= ONE_BY_ONE)
+    cells = format_metric_table(table, metric, one_by_one=len(table) - 1 <= ONE_BY_ONE)
     columns = list(zip(*cells.rows[: 1 if len(table) == 2 else None], strict=True))
     names = [cell.text for cell in columns[0]]
     rows = (
-        (TextCell(text=title), TextCell(text=needs[title] or "nothing"), *column)
-        for title, column in zip(cells.header[1:], columns[1:], strict=True)
+        (title, needs[title] or "nothing", *column) for title, column in zip(cells.header[1:], columns[1:], strict=True)
     )
-    return TextTable(header=("method: policy", "needs", *names), rows=tuple(rows), note=cells.note)
+    return make_table(("method: policy", "needs", *names), rows, note=cells.note)
 
 
 def collect_needs(rows: Iterable[Row]) -> dict[str, str]:
@@ -95,26 +92,24 @@ def policy_differences(seeds: pd.DataFrame, level: float = 0.95) -> pd.DataFrame
             values = gaps.mean(axis=1) if len(gaps) > 1 else gaps.iloc[0]
             gap = paired_difference((values := values.dropna()).tolist(), [0.0] * len(values), level)
             found[title] = gap
-    return difference_frame(baseline, dict(zip(found, corrected(list(found.values())), strict=True)))
+    return tabulate_differences(baseline, dict(zip(found, correct_family(list(found.values())), strict=True)))
 
 
 def format_differences(table: pd.DataFrame, metric: str, clients: int) -> TextTable:
     """:func:`policy_differences` of so many clients as text."""
     over = "which clients there are, each once with its mean over seeds, and nothing else"
-    cells = difference_cells(table, metric, *([over] if clients > 1 else []))
+    cells = format_difference_table(table, metric, *([over] if clients > 1 else []))
     return replace(cells, header=(*cells.header[:-1], "pairs"))
 
 
 def write_table(folder: Path, name: str, cells: TextTable, table: pd.DataFrame) -> None:
     """Write a table as text, Markdown, LaTeX and CSV into ``folder``."""
-    folder.mkdir(parents=True, exist_ok=True)
     plain = Console(file=io.StringIO(), width=max(80, 24 * len(cells.header)))
     plain.print(to_terminal(cells))
     assert isinstance(plain.file, io.StringIO)
     text = "\n".join(line.rstrip() for line in plain.file.getvalue().strip("\n").splitlines()) + "\n"
-    contents = {"txt": text, "md": to_markdown(cells), "tex": to_latex(cells), "csv": to_csv(table)}
-    for kind, content in contents.items():
-        write_atomically(folder / f"{name}.{kind}", content.encode())
+    write_report_table(folder, name, cells, table)
+    write_atomically(folder / f"{name}.txt", text.encode())
 
 
 def write_model(folder: Path, model: AdaptedModel) -> Path:

@@ -1,40 +1,35 @@
-"""Everything that a report claims, as one family: each difference is tested once, and says the same wherever it stands.
+"""Claims of a report, tested as one family: each difference is tested once and reads the same wherever it is printed.
 
-A table invites the reader to compare any two of its methods, and which two are neighbors the data decide. The family is
-therefore all pairs of methods, by macro metric and paired over seeds, and with a pooled method all discordances against
-the threshold. p-values and intervals are corrected for its size (:mod:`fedshift.analysis.statistics`), so that of
-reports on methods that do not differ at most 5 in 100 claim anything. Nothing else in a report is a claim: means and
-standard deviations describe the seeds that were run, and bold is the best mean as printed.
+A table invites readers to compare any two of its methods and to rank them all. The family is therefore all pairs of
+methods, by macro metric and paired over seeds, and with a pooled method all discordances against the threshold.
+p-values and intervals are corrected for the size of the family (:mod:`fedshift.analysis.statistics`), so that at most 5
+in 100 reports on methods that do not differ claim anything. Nothing else in a report is a claim: means and standard
+deviations describe the seeds that were run, and bold marks the best mean as printed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import numpy as np
 import pandas as pd
 from scipy.special import ndtri
 
-from ..analysis.concordance import CONCORDANT
-from ..analysis.statistics import FEWEST, PairedDifference, corrected, paired_difference
+from ..analysis.similarity import CONCORDANT
+from ..analysis.statistics import FEWEST, PairedDifference, correct_family, paired_difference
 from ..results.schema import RunSummary
 from ..utils.errors import unknown_name
-from .concordance import discordances
-from .formatting import format_p_value, format_signed, units
-from .precision import grid_variance, sampling_variance
-from .tables import comparable, reported_rows, seed_table
+from .concordance import compute_discordances
+from .formatting import difference_unit, format_p_value, format_signed
+from .tables import accuracy_table, mask_incomparable, seed_table, select_reported_rows
 
-COLUMNS = (
-    "baseline", "seeds", "difference", "std", "low", "high", "p", "level", "comparisons", "test_low", "test_high",
-)  # fmt: skip
-"""Columns of a table of differences."""
-EVEN = CONCORDANT / 1000
-"""Standard error of a discordance at least, in squared nats: with less spread, seeds agree as far as losses tell."""
+LEAST_ERROR = CONCORDANT / 1000
+"""Smallest standard error of a discordance, in squared nats; below it, seeds agree as far as losses can show."""
 NAMED = 4
-"""Methods that the headline names as not told apart."""
+"""Methods that the headline lists as not told apart, and neighbors of which each has a sentence."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,167 +46,106 @@ class Claims:
     sampling: Mapping[tuple[str, str], float]
     concordance: Mapping[tuple[str, str], PairedDifference]
 
+    @property
+    def baseline(self) -> str:
+        """The method that others are compared with: FedAvg, else the first; empty where there is none."""
+        return "fedavg" if "fedavg" in self.methods else next(iter(self.methods), "")
+
     def between(self, one: str, other: str) -> PairedDifference:
-        """The difference ``one - other``."""
-        return self.pairs[one, other] if (one, other) in self.pairs else self.pairs[other, one].turned
+        """Return the difference ``one - other``."""
+        return self.pairs[one, other] if (one, other) in self.pairs else -self.pairs[other, one]
 
     def sampling_between(self, one: str, other: str) -> float:
-        """The variance of ``one - other`` over test samples."""
+        """Return the variance of ``one - other`` over test samples."""
         return self.sampling[(one, other) if (one, other) in self.sampling else (other, one)]
 
 
-def claims(study: RunSummary, metric: str | None = None, model: str = "personal", level: float = 0.95) -> Claims:
-    """Every comparison that a report of ``study`` makes by ``metric`` (the study's own) of ``model``.
+def collect_claims(
+    summary: RunSummary, metric: str | None = None, model: str = "personal", level: float = 0.95
+) -> Claims:
+    """Return every comparison that a report of ``summary`` makes by ``metric`` (by default its own) of ``model``.
 
-    Each macro figure is that of the tables, over the clients that every method measured under that seed, so that a
+    Each macro value is that of the tables, over the clients that every method measured under that seed, so that a
     difference compares like with like.
     """
-    metric = metric or study.metric
-    table = comparable(seed_table(study, metric, model).iloc[: len(study.clients)])
-    rows = reported_rows(study, model)
-    rows = rows.assign(grid=grid_variance(rows, metric), sampling=sampling_variance(rows, metric))
+    metric = metric or summary.metric
+    table = mask_incomparable(seed_table(summary, metric, model).iloc[: len(summary.clients)])
+    rows = select_reported_rows(summary, model)
+    variances = {"grid": grid_variance(rows, metric), "sampling": sampling_variance(rows, metric)}
     grid, sampling = (
-        rows.pivot(index="client", columns=["method", "seed"], values=name).reindex(index=table.index).reindex(
-            columns=table.columns
-        )
-        for name in ("grid", "sampling")
-    )  # fmt: skip
-    methods = tuple(table.columns.unique("method"))
-    owners = [study.same_test.get(str(name), str(name)) for name in table.index]
-    values_, grid_, sampling_ = (
-        {method: each[method].to_numpy(dtype=float) for method in methods} for each in (table, grid, sampling)
+        rows.assign(value=variance)
+        .pivot(index="client", columns=["method", "seed"], values="value")
+        .reindex(index=table.index)
+        .reindex(columns=table.columns)
+        for variance in variances.values()
     )
-    found: dict[tuple[str, str], PairedDifference] = {}
-    drawn: dict[tuple[str, str], float] = {}
+    methods = tuple(table.columns.unique("method"))
+    owners = [summary.same_test.get(str(name), str(name)) for name in table.index]
+    values_CS, grid_CS, sampling_CS = (
+        {method: frame[method].to_numpy(dtype=float) for method in methods} for frame in (table, grid, sampling)
+    )
+    pairs: dict[tuple[str, str], PairedDifference] = {}
+    variation: dict[tuple[str, str], float] = {}
     for one, other in combinations(methods, 2):
-        both_CS = np.isfinite(values_[one]) & np.isfinite(values_[other])
+        both_CS = np.isfinite(values_CS[one]) & np.isfinite(values_CS[other])
         count_S = np.where(both_CS.any(axis=0), both_CS.sum(axis=0), math.nan)
-        ours_S, theirs_S = (np.where(both_CS, values_[name], 0).sum(axis=0) / count_S for name in (one, other))
-        steps_S = np.where(both_CS, grid_[one] + grid_[other], 0).sum(axis=0) / count_S**2
+        ours_S, theirs_S = (np.where(both_CS, values_CS[name], 0).sum(axis=0) / count_S for name in (one, other))
+        steps_S = np.where(both_CS, grid_CS[one] + grid_CS[other], 0).sum(axis=0) / count_S**2
         step = math.sqrt(np.nanmean(steps_S)) if both_CS.any() else 0.0
-        found[one, other] = paired_difference(ours_S.tolist(), theirs_S.tolist(), level, grid=step)
-        drawn[one, other] = sum(_macro_variance(sampling_[name], both_CS, owners) for name in (one, other))
-    against = {
-        pair: paired_difference(deltas, [CONCORDANT] * len(deltas), level, grid=EVEN)
-        for pair, deltas in discordances(study).items()
+        pairs[one, other] = paired_difference(ours_S.tolist(), theirs_S.tolist(), level, grid=step)
+        variation[one, other] = sum(_macro_variance(sampling_CS[name], both_CS, owners) for name in (one, other))
+    against_threshold = {
+        pair: paired_difference(deltas, [CONCORDANT] * len(deltas), level, grid=LEAST_ERROR)
+        for pair, deltas in compute_discordances(summary).items()
     }
-    tested = corrected([*found.values(), *against.values()])
+    tested = correct_family([*pairs.values(), *against_threshold.values()])
     return Claims(
         methods=methods,
-        pairs=dict(zip(found, tested, strict=False)),
-        sampling=drawn,
-        concordance=dict(zip(against, tested[len(found) :], strict=True)),
+        pairs=dict(zip(pairs, tested, strict=False)),
+        sampling=variation,
+        concordance=dict(zip(against_threshold, tested[len(pairs) :], strict=True)),
     )
 
 
-def baseline_of(methods: Sequence[str]) -> str:
-    """The method that others are put beside: FedAvg, else the first; empty where there is none."""
-    return "fedavg" if "fedavg" in methods else next(iter(methods), "")
+def grid_variance(rows: pd.DataFrame, metric: str) -> np.ndarray:
+    """Return the variance h^2 / 12 of a uniform error within one step h of the grid of ``metric``, for each row.
 
-
-def difference_table(
-    study: RunSummary,
-    baseline: str | None = None,
-    metric: str | None = None,
-    model: str = "personal",
-    level: float = 0.95,
-) -> pd.DataFrame:
-    """Macro difference of every other method to ``baseline``, paired over the seeds that both have.
-
-    Index: method. Columns: baseline, seeds (how many pairs), difference, std, low, high, p (interval at ``level`` and
-    p-value, corrected for the ``comparisons`` of all methods and NaN below three seeds), level, comparisons; test_low
-    and test_high: the interval with what other test samples of the same size would change (:func:`precision
-    <fedshift.report.precision.sampling_variance>`). The baseline is FedAvg where it takes part, else the first method.
+    A step is one sample: 1/n of accuracy; of balanced accuracy 1/n_k of the recall of class k, weighted by 1/K; of AUC
+    one pair, 1 / (n_k (n - n_k)) for each class k against the rest, likewise averaged. Loss is continuous: 0.
     """
-    return differences(claims(study, metric, model, level), baseline)
+    if metric == "loss" or rows.empty:
+        return np.zeros(len(rows))
+    support_NK = np.array(rows["support"].tolist(), dtype=float)
+    n_N1 = support_NK.sum(axis=1, keepdims=True)
+    if metric == "accuracy":
+        return np.asarray(1 / (12 * n_N1[:, 0] ** 2))
+    present_NK = support_NK > 0
+    rest_NK = n_N1 - support_NK if metric == "auc" else np.ones_like(support_NK)
+    steps_NK = np.divide(1, support_NK * rest_NK, out=np.zeros_like(support_NK), where=present_NK & (rest_NK > 0))
+    return np.asarray((steps_NK**2).sum(axis=1) / (12 * present_NK.sum(axis=1) ** 2))
 
 
-def differences(made: Claims, baseline: str | None = None) -> pd.DataFrame:
-    """:func:`difference_table` of claims that are made."""
-    if baseline is None:
-        baseline = baseline_of(made.methods)
-    elif baseline not in made.methods:
-        raise unknown_name("baseline", baseline, made.methods)
-    others = [method for method in made.methods if method != baseline]
-    return difference_frame(
-        baseline,
-        {method: made.between(method, baseline) for method in others},
-        {method: made.sampling_between(method, baseline) for method in others},
-    )
+def sampling_variance(rows: pd.DataFrame, metric: str) -> np.ndarray:
+    """Return the variance of ``metric`` over test samples of the same size, for each row; NaN for AUC and loss.
 
-
-def difference_frame(
-    baseline: str, found: Mapping[str, PairedDifference], sampling: Mapping[str, float] | None = None
-) -> pd.DataFrame:
-    """A table of differences, one row for each of ``found``; ``sampling``: their variances over test samples.
-
-    Half of the interval with the test sample is sqrt(a^2 + b^2) of that over seeds, a, and of the normal one over test
-    samples, b (Zou and Donner 2008, "Construction of confidence limits about effect measures", Statistics in Medicine
-    27(10)).
+    That of a parametric bootstrap, in closed form: hits redrawn as Binomial(n, p) give the accuracy a variance of
+    p (1 - p) / n, and balanced accuracy the sum of that over classes over K^2. p is (hits + 1/2) / (n + 1), so that a
+    perfect score still has an error (Brown, Cai and DasGupta 2001, "Interval Estimation for a Binomial Proportion").
     """
-    rows = {}
-    for name, each in found.items():
-        drawn = math.sqrt((sampling or {}).get(name, math.nan)) * float(ndtri((1 + each.own_level) / 2))
-        half = math.hypot(each.mean - each.low, drawn)
-        rows[name] = {
-            "baseline": baseline, "seeds": each.pairs, "difference": each.mean, "std": each.std, "low": each.low,
-            "high": each.high, "p": each.p, "level": each.level, "comparisons": each.comparisons,
-            "test_low": each.mean - half, "test_high": each.mean + half,
-        }  # fmt: skip
-    return pd.DataFrame.from_dict(rows, orient="index", columns=list(COLUMNS)).rename_axis("method")
-
-
-def sentence(one: str, other: str, found: PairedDifference, metric: str = "accuracy") -> str:
-    """What ``found``, the difference ``one - other``, says, in the words of every report."""
-    scale, digits, unit = units(metric)
-    gap = round(scale * found.mean, digits) if found.pairs else math.nan
-    size, side = f"{abs(gap):.{digits}f} {unit}", "above" if gap > 0 else "below"
-    if found.pairs == 0:
-        return f"{one} and {other} have no evaluated seed in common."
-    if found.pairs < FEWEST:
-        seeds = "one seed" if found.pairs == 1 else f"{found.pairs} seeds"
-        lies = f"lies {size} {side}" if gap else "is level with"
-        return f"{one} {lies} {other} over {seeds}: too few to tell them apart."
-    low, high = (format_signed(scale * bound, digits) for bound in (found.low, found.high))
-    number = f", corrected for {found.comparisons} comparisons" if found.comparisons > 1 else ""
-    support = (
-        f"{100 * found.level:g}% interval {low} to {high} over {found.pairs} seeds, p {format_p_value(found.p)}{number}"
-    )
-    if math.isnan(found.p):
-        support = f"the same difference under each of {found.pairs} seeds, which no interval follows from"
-    if not gap:
-        return f"{one} is level with {other} as printed, {format_signed(gap, digits)} {unit} ({support})."
-    if found.told_apart:
-        return f"{one} is {side} {other} by {size} ({support})."
-    return f"{one} is not told apart from {other}: difference {format_signed(gap, digits)} {unit} ({support})."
-
-
-def readings(study: RunSummary, made: Claims) -> list[str]:
-    """Each method beside the baseline, in sentences."""
-    baseline = baseline_of(made.methods)
-    others = (method for method in made.methods if method != baseline)
-    return [sentence(method, baseline, made.between(method, baseline), study.metric) for method in others]
-
-
-def standing(made: Claims, leaders: Iterable[str], others: Iterable[str]) -> str:
-    """How the methods of the highest mean stand to ``others``, as the end of a sentence; empty without any."""
-    ahead, behind = list(leaders), list(others)
-    found = {other: [made.between(leader, other) for leader in ahead] for other in behind}
-    if not found or not ahead:
-        return ""
-    if max(each.pairs for several in found.values() for each in several) < FEWEST:
-        return f"too few seeds to tell it apart, {FEWEST} at least"
-    open_ = [other for other, several in found.items() if not all(each.told_apart for each in several)]
-    if not open_:
-        return "told apart from every other method"
-    more = f" and {len(open_) - NAMED} more" if len(open_) > NAMED else ""
-    return f"not told apart from {', '.join(open_[:NAMED])}{more}"
+    if metric not in ("accuracy", "balanced_accuracy") or rows.empty:
+        return np.full(len(rows), math.nan)
+    hits_NK, n_NK = (np.array(rows[name].tolist(), dtype=float) for name in ("hits", "support"))
+    if metric == "accuracy":
+        hits_NK, n_NK = hits_NK.sum(axis=1, keepdims=True), n_NK.sum(axis=1, keepdims=True)
+    p_NK, present_NK = (hits_NK + 0.5) / (n_NK + 1), n_NK > 0
+    variance_NK = np.divide(p_NK * (1 - p_NK), n_NK, out=np.zeros_like(n_NK), where=present_NK)
+    return np.asarray(variance_NK.sum(axis=1) / present_NK.sum(axis=1) ** 2)
 
 
 def _macro_variance(sampling_CS: np.ndarray, both_CS: np.ndarray, owners: list[str]) -> float:
-    """Variance of the macro figure over test samples, the mean over seeds; clients with one test set move together.
+    """Return the variance of the macro value over test samples, averaged over seeds.
 
-    Seeds share the test samples, so that their number does not lessen it.
+    Clients with one test set vary together. Seeds share the test samples, so their number does not reduce the variance.
     """
     count_S = both_CS.sum(axis=0)
     if not count_S.any():
@@ -219,3 +153,126 @@ def _macro_variance(sampling_CS: np.ndarray, both_CS: np.ndarray, owners: list[s
     stds = pd.DataFrame(np.sqrt(np.where(both_CS, sampling_CS, 0)))
     squares = stds.groupby(owners).sum().pow(2).sum().to_numpy()
     return float(np.mean(squares[count_S > 0] / count_S[count_S > 0] ** 2))
+
+
+def difference_table(
+    summary: RunSummary,
+    baseline: str | None = None,
+    metric: str | None = None,
+    model: str = "personal",
+    level: float = 0.95,
+) -> pd.DataFrame:
+    """Return the macro difference of every other method to ``baseline``, paired over the seeds that both have.
+
+    Index: method. Columns: baseline, seeds (number of pairs), difference, std, low, high, p (interval at ``level`` and
+    p-value, corrected for the ``comparisons`` of all methods and NaN below three seeds), level, comparisons; test_low
+    and test_high: the interval that includes the variation over test samples (:func:`sampling_variance`). The baseline
+    is FedAvg where it takes part, else the first method.
+    """
+    return tabulate_claims(collect_claims(summary, metric, model, level), baseline)
+
+
+def tabulate_claims(claims: Claims, baseline: str | None = None) -> pd.DataFrame:
+    """Return the :func:`difference_table` of collected ``claims``."""
+    if baseline is None:
+        baseline = claims.baseline
+    elif baseline not in claims.methods:
+        raise unknown_name("baseline", baseline, claims.methods)
+    others = [method for method in claims.methods if method != baseline]
+    return tabulate_differences(
+        baseline,
+        {method: claims.between(method, baseline) for method in others},
+        {method: claims.sampling_between(method, baseline) for method in others},
+    )
+
+
+def tabulate_differences(
+    baseline: str, differences: Mapping[str, PairedDifference], sampling: Mapping[str, float] | None = None
+) -> pd.DataFrame:
+    """Return a table with one row for each of ``differences``; ``sampling``: their variances over test samples.
+
+    Half of the interval with test samples is sqrt(a^2 + b^2), where a is half of that over seeds and b half of the
+    normal one over test samples (Zou and Donner 2008, "Construction of confidence limits about effect measures",
+    Statistics in Medicine 27(10)).
+    """
+    columns = "baseline", "seeds", "difference", "std", "low", "high", "p", "level", "comparisons"
+    rows = {}
+    for name, gap in differences.items():
+        test_half = math.sqrt((sampling or {}).get(name, math.nan)) * float(ndtri((1 + gap.own_level) / 2))
+        half = math.hypot(gap.mean - gap.low, test_half)
+        seeds = baseline, gap.pairs, gap.mean, gap.std, gap.low, gap.high, gap.p, gap.level, gap.comparisons
+        rows[name] = [*seeds, gap.mean - half, gap.mean + half]
+    frame = pd.DataFrame.from_dict(rows, orient="index", columns=[*columns, "test_low", "test_high"])
+    return frame.rename_axis("method")
+
+
+def rank_methods(summary: RunSummary) -> list[str]:
+    """Return the measured methods by the macro row of the summary's table, best first."""
+    means = accuracy_table(summary).iloc[len(summary.clients)].unstack()["mean"]
+    return list(means.dropna().sort_values(ascending=summary.metric == "loss", kind="stable").index)
+
+
+def describe_difference(one: str, other: str, gap: PairedDifference, metric: str = "accuracy") -> str:
+    """Return the sentence that every report prints on ``gap``, the difference ``one - other``."""
+    scale, digits, unit = difference_unit(metric)
+    mean = round(scale * gap.mean, digits) if gap.pairs else math.nan
+    size, side = f"{abs(mean):.{digits}f} {unit}", "above" if mean > 0 else "below"
+    if gap.pairs == 0:
+        return f"{one} and {other} have no evaluated seed in common."
+    if gap.pairs < FEWEST:
+        seeds = "one seed" if gap.pairs == 1 else f"{gap.pairs} seeds"
+        relation = f"lies {size} {side}" if mean else "is level with"
+        return f"{one} {relation} {other} over {seeds}: too few to tell them apart."
+    low, high = (format_signed(scale * bound, digits) for bound in (gap.low, gap.high))
+    number = f", corrected for {gap.comparisons} comparisons" if gap.comparisons > 1 else ""
+    support = f"{100 * gap.level:g}% interval {low} to {high} over {gap.pairs} seeds, p {format_p_value(gap.p)}{number}"
+    if math.isnan(gap.p):
+        support = f"the same difference under each of {gap.pairs} seeds, which allows no interval"
+    if not mean:
+        return f"{one} is level with {other} as printed, {format_signed(mean, digits)} {unit} ({support})."
+    if gap.is_significant:
+        return f"{one} is {side} {other} by {size} ({support})."
+    return f"{one} is not told apart from {other}: difference {format_signed(mean, digits)} {unit} ({support})."
+
+
+def describe_baseline(summary: RunSummary, claims: Claims) -> list[str]:
+    """Return one sentence on each method compared with the baseline."""
+    one = claims.baseline
+    others = (method for method in claims.methods if method != one)
+    return [describe_difference(method, one, claims.between(method, one), summary.metric) for method in others]
+
+
+def describe_leaders(claims: Claims, leaders: Iterable[str], others: Iterable[str]) -> str:
+    """Return the end of a sentence that compares the methods of the highest mean with ``others``; may be empty."""
+    leaders = list(leaders)
+    gaps = {other: [claims.between(leader, other) for leader in leaders] for other in others}
+    if not gaps or not leaders:
+        return ""
+    if max(gap.pairs for several in gaps.values() for gap in several) < FEWEST:
+        return f"too few seeds to tell it apart, {FEWEST} at least"
+    similar = [other for other, several in gaps.items() if not all(gap.is_significant for gap in several)]
+    if not similar:
+        return "told apart from every other method"
+    more = f" and {len(similar) - NAMED} more" if len(similar) > NAMED else ""
+    return f"not told apart from {', '.join(similar[:NAMED])}{more}"
+
+
+def describe_ranking(summary: RunSummary, claims: Claims | None = None) -> list[str]:
+    """Return sentences on neighbors by macro metric, and so on how much of the order of methods may be claimed."""
+    claims = claims or collect_claims(summary)
+    pairs = list(pairwise(rank_methods(summary)))
+    if not pairs:
+        return []
+    most = max(claims.between(*pair).pairs for pair in pairs)
+    if most < FEWEST:
+        seeds = "one seed says" if most == 1 else f"{most or 'no'} seeds say"
+        return [f"Claim no order of these methods: {seeds} too little. --seeds 5 gives intervals that can tell."]
+    named = pairs if len(pairs) <= NAMED else [pair for pair in pairs if not claims.between(*pair).is_significant]
+    sentences = []
+    for one, other in named:  # a pair with the baseline reads as in :func:`describe_baseline`
+        left, right = (other, one) if one == claims.baseline else (one, other)
+        sentences.append(describe_difference(left, right, claims.between(left, right), summary.metric))
+    if rest := len(pairs) - len(named):
+        which = "the one other pair" if rest == 1 else f"{'the other' if named else 'all'} {rest} pairs"
+        sentences.append(f"Told apart: {which} of neighbors by macro {summary.metric_name}.")
+    return sentences

@@ -1,34 +1,32 @@
-"""Runs that differ in their settings: curves over rounds and over a setting.
+"""Curves of runs that differ in their settings, over rounds and over a setting.
 
-Curves are macro figures of the personal model, just after aggregation: means over seeds, in percent (loss: nats).
-FedBN (arXiv:2102.07623) has such for local epochs and batch sizes in its figures 7 and 8, FedWon (arXiv:2306.05879) for
-batch sizes, client fractions and thresholds of clipping in its figures 4, 11 and 14.
+Curves show macro metrics of the personal model, just after aggregation: means over seeds, in percent (loss: nats).
+FedBN (arXiv:2102.07623) plots local epochs and batch sizes in its figures 7 and 8, FedWon (arXiv:2306.05879) batch
+sizes, client fractions and clipping thresholds in its figures 4, 11 and 14.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from ..analysis.statistics import mean_and_std
 from ..results.schema import METRICS, RunSummary
 from ..utils.errors import UsageError, unknown_name
-from .style import MethodStyle, add_legend, figure_settings, legend_entry, make_styles, shorten
+from .style import MethodStyle, add_legend, figure_settings, make_legend_entry, make_styles, plot_band, shorten
 from .tables import metric_history, seed_table
-from .target_metric import find_best as find_best
-from .target_metric import find_reached as find_reached
 
 TRAIN_LOSS = "train_loss"
-"""The name here of the training loss, which is measured during local work."""
-ACROSS = 3
-"""Panels side by side at most."""
+"""Name of the training loss as a metric; it is measured during local work."""
+COLUMNS = 3
+"""Largest number of panels side by side."""
 FAR = 100
 """Ratio of the largest to the smallest loss from which its axis is logarithmic."""
 WIDE = 10
@@ -37,79 +35,72 @@ WIDE = 10
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """A run among others: ``keys`` are the settings in which it differs, ``study`` is what it left.
+    """A run among others: ``keys`` are the settings in which it differs, ``summary`` holds its results.
 
-    A study of several methods stands for a line of each; they are told apart by the key ``method``, added here.
+    A summary of several methods yields a line for each, distinguished by the key ``method``, which is added here.
     """
 
     keys: Mapping[str, object]
-    study: RunSummary
+    summary: RunSummary
 
 
 def plot_by_round(
     points: Sequence[CurvePoint], metric: str, *, panel: str | None = None, split: str = "test"
 ) -> Figure:
-    """Macro ``metric`` over communication rounds: a line for each point and method, bands over seeds.
+    """Plot macro ``metric`` over communication rounds: a line for each point and method, bands over seeds.
 
-    ``metric`` is one of :data:`~fedshift.results.schema.METRICS` on ``split``, or ``train_loss``. ``panel`` is the key whose
-    values get a panel each. Raises :class:`UsageError` where the metric or the key is unknown, or nothing was measured.
+    ``metric`` is one of :data:`~fedshift.results.schema.METRICS` on ``split``, or ``train_loss``. ``panel`` is the key
+    whose values get a panel each. Raises :class:`UsageError` for an unknown metric or key, and without runs.
     """
     lines = list(_make_lines(points))
     with figure_settings():
-        drawn = _Panels(lines, panel, "round", _axis_label(metric, split))
-        shown: list[float] = []
-        for axes, look, line in drawn:
-            rows = _history(line.study, metric, split)
+        panels = _Panels(lines, panel, "round", _axis_label(metric, split))
+        means: list[float] = []
+        for axes, style, line in panels.lines:
+            rows = _history(line.summary, metric, split)
             macro = rows[rows["method"] == line.method].groupby(["seed", "round"])["value"].mean().dropna()
             values = _metric_scale(metric) * macro.groupby("round").agg(["mean", "min", "max"])
-            if values.empty:
-                continue
-            shown += values["mean"].tolist()
-            rounds = values.index.to_numpy()
-            every = max(1, len(rounds) // 7)
-            axes.plot(rounds, values["mean"], **look.line, markevery=(look.number % every, every))
-            axes.fill_between(rounds, values["min"], values["max"], color=look.color, alpha=0.14, linewidth=0)
-        for axes in drawn.axes:
-            axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7, min_n_ticks=1))
-        if metric in ("loss", TRAIN_LOSS) and shown and 0 < min(shown) * FAR < max(shown) < math.inf:
-            for axes in drawn.axes:
+            if not values.empty:
+                means += values["mean"].tolist()
+                plot_band(axes, style, values)
+        if metric in ("loss", TRAIN_LOSS) and means and 0 < min(means) * FAR < max(means) < math.inf:
+            for axes in panels.axes:
                 axes.set_yscale("log")
                 axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
                 axes.yaxis.set_minor_formatter(NullFormatter())
-        return drawn.finish("mean, band: lowest to highest")
+        return panels.add_legend("mean, band: lowest to highest")
 
 
 def plot_by_setting(points: Sequence[CurvePoint], key: str, metric: str, *, panel: str | None = None) -> Figure:
-    """Final macro test ``metric`` against the values of ``key``: a line for each combination of the other keys.
+    """Plot the final macro test ``metric`` against ``key``: a line for each combination of the other keys.
 
-    Values that are numbers lie where they belong, on a logarithmic axis where they are powers of two times the smallest
-    or span a factor of ten; batch size 0 reads "full" and lies to the right. Others stand side by side. Error bars are
-    one sample standard deviation over seeds. ``metric``, ``panel`` and what is raised as in :func:`plot_by_round`.
+    Numbers have a continuous axis, logarithmic where they are powers of two times the smallest or span a factor of ten;
+    batch size 0 reads "full" and lies to the right. Other values have equal distances. Error bars are one sample
+    standard deviation over seeds. ``metric``, ``panel`` and errors are as in :func:`plot_by_round`.
     """
     lines = list(_make_lines(points))
-    values = _values(lines, key)
-    places, continuous = _axis_positions(key, values)
-    ends = {id(point.study): final_metric(point.study, metric) for point in points}
+    ticks, continuous = _place_ticks(key, _values(lines, key))
+    final = {id(point.summary): final_metric(point.summary, metric) for point in points}
     with figure_settings():
-        drawn = _Panels(lines, panel, key.replace("_", " "), _axis_label(metric, "test"), along=key)
-        found: dict[tuple[Axes, int], list[tuple[float, float, float]]] = {}
-        for axes, look, line in drawn:
-            mean, std = mean_and_std(_metric_scale(metric) * ends[id(line.study)].loc[line.method])
-            aside = 0.0 if continuous else 0.5 * ((look.number + 0.5) / len(drawn.looks) - 0.5)
-            place = places[format_setting(key, line.keys[key])] + aside
-            found.setdefault((axes, look.number), []).append((place, mean, std))
-        styles = {look.number: look for look in drawn.looks.values()}
-        for (axes, number), spots in found.items():
-            x, means, stds = np.array(sorted(spots)).T
-            style = styles[number].line | ({} if continuous else {"linestyle": ""})
-            axes.errorbar(x, means, np.nan_to_num(stds), capsize=2, elinewidth=1, **style)
-        for axes in drawn.axes:
-            axes.set_xticks(list(places.values()), [shorten(name, 16) for name in places])
-        return drawn.finish("mean, line: ± std")
+        panels = _Panels(lines, panel, key.replace("_", " "), _axis_label(metric, "test"), x_key=key)
+        curves: dict[tuple[Axes, int], list[tuple[float, float, float]]] = {}
+        for axes, style, line in panels.lines:
+            mean, std = mean_and_std(_metric_scale(metric) * final[id(line.summary)].loc[line.method])
+            offset = 0.0 if continuous else 0.5 * ((style.number + 0.5) / len(panels.styles) - 0.5)
+            x = ticks[format_setting(key, line.keys[key])] + offset
+            curves.setdefault((axes, style.number), []).append((x, mean, std))
+        styles = {style.number: style for style in panels.styles.values()}
+        for (axes, number), curve in curves.items():
+            x_N, means, stds = np.array(sorted(curve)).T
+            line_style = styles[number].line | ({} if continuous else {"linestyle": ""})
+            axes.errorbar(x_N, means, np.nan_to_num(stds), capsize=2, elinewidth=1, **line_style)
+        for axes in panels.axes:
+            axes.set_xticks(list(ticks.values()), [shorten(name, 16) for name in ticks])
+        return panels.add_legend("mean, line: ± std")
 
 
 def format_setting(key: str, value: object) -> str:
-    """A setting's value as figures and tables say it."""
+    """Return a setting's value as figures and tables print it."""
     if key == "batch_size" and value == 0:
         return "full"
     return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
@@ -117,37 +108,37 @@ def format_setting(key: str, value: object) -> str:
 
 @dataclass(frozen=True)
 class _Line:
-    """One method of one point, with all the keys that tell it from the others."""
+    """One method of one point, with all the keys that distinguish it."""
 
     keys: Mapping[str, object]
-    study: RunSummary
+    summary: RunSummary
     method: str
 
 
 def _make_lines(points: Sequence[CurvePoint]) -> Iterator[_Line]:
     for point in points:
-        for method in point.study.methods:
-            named = "method" in point.keys and len(point.study.methods) == 1
-            yield _Line(point.keys if named else {**point.keys, "method": method}, point.study, method)
+        for method in point.summary.methods:
+            has_key = "method" in point.keys and len(point.summary.methods) == 1
+            yield _Line(point.keys if has_key else {**point.keys, "method": method}, point.summary, method)
 
 
 def _values(lines: Sequence[_Line], key: str) -> list[object]:
-    """The values of ``key``, in the order met."""
+    """Return the values of ``key`` in order of appearance."""
     lacking = [line for line in lines if key not in line.keys]
     if lacking or not lines:
         raise unknown_name("key", key, lacking[0].keys if lacking else ())
     return list(dict.fromkeys(line.keys[key] for line in lines))
 
 
-def _history(study: RunSummary, metric: str, split: str) -> pd.DataFrame:
+def _history(summary: RunSummary, metric: str, split: str) -> pd.DataFrame:
     if metric == TRAIN_LOSS:
-        return metric_history(study, "loss", model=None, split="train", moment="trained")
-    return metric_history(study, metric, split=split)
+        return metric_history(summary, "loss", model=None, split="train", moment="trained")
+    return metric_history(summary, metric, split=split)
 
 
-def final_metric(study: RunSummary, metric: str | None = None) -> pd.Series:
-    """Macro test ``metric`` at the reported round: a series over (method, seed)."""
-    table = seed_table(study, metric)
+def final_metric(summary: RunSummary, metric: str | None = None) -> pd.Series:
+    """Return the macro test ``metric`` at the reported round: a series over (method, seed)."""
+    table = seed_table(summary, metric)
     return pd.Series(table.loc["macro"], index=table.columns, dtype=float)
 
 
@@ -163,68 +154,66 @@ def _axis_label(metric: str, split: str) -> str:
     return f"macro {split} {METRICS[metric]} ({'nats' if metric == 'loss' else '%'})"
 
 
-def _axis_positions(key: str, values: Sequence[object]) -> tuple[dict[str, float], bool]:
-    """Where on the axis each value stands, by its text in that order; and whether they are numbers."""
+def _place_ticks(key: str, values: Sequence[object]) -> tuple[dict[str, float], bool]:
+    """Return the position of each value on the axis, by its text in that order, and whether they are numbers."""
     numbers = [float(v) for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
     if len(numbers) < len(values):
-        return {format_setting(key, value): float(place) for place, value in enumerate(values)}, False
+        return {format_setting(key, value): float(index) for index, value in enumerate(values)}, False
     full = key == "batch_size" and 0.0 in numbers
     ordered = sorted(number for number in numbers if number or not full)
     powers = bool(ordered) and ordered[0] > 0 and all(math.log2(n / ordered[0]).is_integer() for n in ordered)
     logarithmic = powers or bool(ordered and ordered[0] > 0 and ordered[-1] / ordered[0] >= WIDE)
-    spots = [math.log2(number) if logarithmic else number for number in ordered]
+    positions = [math.log2(number) if logarithmic else number for number in ordered]
     if full:
-        gap = (spots[-1] - spots[0]) / (len(spots) - 1) if len(spots) > 1 else 1.0
-        spots.append(spots[-1] + gap if spots else 0.0)
+        gap = (positions[-1] - positions[0]) / (len(positions) - 1) if len(positions) > 1 else 1.0
+        positions.append(positions[-1] + gap if positions else 0.0)
     names = {float(value): format_setting(key, value) for value in values if isinstance(value, int | float)}
-    return dict(zip((names[number] for number in [*ordered, *[0.0] * full]), spots, strict=True)), True
+    return dict(zip((names[number] for number in [*ordered, *[0.0] * full]), positions, strict=True)), True
 
 
 class _Panels:
-    """A figure with a panel for each value of a key, lines alike in all of them; iterating gives each line's place."""
+    """A figure with a panel for each value of a key; ``lines`` holds axes, style and data of each line."""
 
     def __init__(
-        self, lines: Sequence[_Line], panel: str | None, x_label: str, y_label: str, along: str | None = None
+        self, lines: Sequence[_Line], panel: str | None, x_label: str, y_label: str, x_key: str | None = None
     ) -> None:
         if not lines:
             raise UsageError("there are no runs to draw curves of")
         values: list[object] = _values(lines, panel) if panel else [None]
-        names = {id(line): self._name(line, lines, panel, along) for line in lines}
-        self.looks = make_styles(dict.fromkeys(names.values()))
-        across = min(ACROSS, len(values))
-        down = -(-len(values) // across)
-        self.figure = Figure(figsize=(4 if across == 1 else 3 * across, 3 * down), layout="constrained")
-        grid = self.figure.subplots(down, across, squeeze=False, sharey=True).ravel()
+        names = [_name_line(line, lines, (panel, x_key)) for line in lines]
+        self.styles = make_styles(dict.fromkeys(names))
+        columns = min(COLUMNS, len(values))
+        rows = -(-len(values) // columns)
+        self.figure = Figure(figsize=(4 if columns == 1 else 3 * columns, 3 * rows), layout="constrained")
+        grid = self.figure.subplots(rows, columns, squeeze=False, sharey=True).ravel()
         self.axes: list[Axes] = list(grid[: len(values)])
         for spare in grid[len(values) :]:
             spare.set_axis_off()
         for axes, value in zip(self.axes, values, strict=True):
             axes.set(xlabel=x_label, title=shorten(f"{panel}: {format_setting(panel, value)}", 40) if panel else "")
-        for axes in self.axes[::across]:
+        for axes in self.axes[::columns]:
             axes.set_ylabel(y_label)
-        self.placed = [
-            (self.axes[values.index(line.keys[panel]) if panel else 0], self.looks[names[id(line)]], line)
-            for line in lines
+        self.lines: list[tuple[Axes, MethodStyle, _Line]] = [
+            (self.axes[values.index(line.keys[panel]) if panel else 0], self.styles[name], line)
+            for line, name in zip(lines, names, strict=True)
         ]
-        self.seeds = max(len(line.study.seeds) for line in lines)
+        self._seeds = max(len(line.summary.seeds) for line in lines)
 
-    def __iter__(self) -> Iterator[tuple[Axes, MethodStyle, _Line]]:
-        return iter(self.placed)
-
-    def finish(self, spread: str) -> Figure:
-        """The figure with its legend, which says that lines are means and what the ``spread`` is."""
-        handles = {name: legend_entry(look) for name, look in self.looks.items()}
-        add_legend(self.figure, handles, f"{spread} of {self.seeds} seeds" if self.seeds > 1 else "one seed")
+    def add_legend(self, spread: str) -> Figure:
+        """Return the figure with its legend, which explains lines and ``spread``."""
+        handles = {name: make_legend_entry(style) for name, style in self.styles.items()}
+        add_legend(self.figure, handles, f"{spread} of {self._seeds} seeds" if self._seeds > 1 else "one seed")
         return self.figure
 
-    @staticmethod
-    def _name(line: _Line, lines: Sequence[_Line], *shown: str | None) -> str:
-        """What tells a line from the others, less what the panel or the axis shows."""
-        varying = [
-            name
-            for name, value in line.keys.items()
-            if name not in shown and any(other.keys.get(name) != value for other in lines)
-        ]
-        parts = [format_setting(name, line.keys[name]) if name == "method" else f"{name}={format_setting(name, line.keys[name])}"
-                 for name in sorted(varying, key=lambda name: name != "method")]  # fmt: skip
-        return ", ".join(parts) or str(line.keys.get("method", line.method))
+
+def _name_line(line: _Line, lines: Sequence[_Line], visible: Collection[str | None]) -> str:
+    """Return the settings that distinguish a line from the others, except those ``visible`` on panels or the axis."""
+    parts = {
+        key: format_setting(key, value)
+        for key, value in line.keys.items()
+        if key not in visible and any(other.keys.get(key) != value for other in lines)
+    }
+    method = [parts.pop("method")] if "method" in parts else []
+    return ", ".join([*method, *(f"{key}={text}" for key, text in parts.items())]) or str(
+        line.keys.get("method", line.method)
+    )

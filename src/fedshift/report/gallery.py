@@ -1,12 +1,13 @@
-"""What clients' data look like: sheets of their images, their classes, and the features in which they differ most.
+"""Charts of clients' data: sheets of their images, their classes, and the features in which they differ most.
 
-Clients by name up to :data:`NAMED`; more are sorted so that alike stand together, and many share a line. The features
-are those of the largest f = (std of the clients' means) / (std within clients), Cohen (1988), "Statistical Power
-Analysis for the Behavioral Sciences", equation 8.2.1.
+Up to :data:`NAMED` clients are labeled by name; more are sorted so that similar ones are adjacent, and many share a
+line. The features are those of the largest f = (std of the clients' means) / (std within clients), Cohen (1988),
+"Statistical Power Analysis for the Behavioral Sciences", equation 8.2.1.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,33 +21,32 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
 from numpy.typing import NDArray
 
-from .style import GRID, figure_settings, shorten
+from .style import BLUE, GRID, figure_settings, shorten
 
 NAMED = 24
-"""Clients, or classes, that are named one by one."""
+"""Largest number of clients, or classes, that are labeled one by one."""
 COLUMNS = 12
-"""Images side by side; with no more classes than these, each class has a column."""
+"""Largest number of images side by side; up to this number of classes, each class has a column."""
 LINES = 150
-"""Lines of a chart of many clients."""
+"""Largest number of lines in a chart of many clients."""
 FEATURES = 9
 
-BLUE = "#0072b2"
 _SHADES = LinearSegmentedColormap.from_list("shades", ["#ffffff", "#cfe3f1", "#6fb0d8", BLUE, "#00344f"])
 _CELL, _LEFT, _GAP = 0.46, 1.25, 0.3  # inches: an image with its margin, the clients' names; in cells: between clients
 
 
 def pick_samples(y: NDArray[np.int64], *, per_class: int, total: int, rng: np.random.Generator) -> NDArray[np.int64]:
-    """Places of at most ``total`` samples of labels ``y`` ``[N]``, at most ``per_class`` of each class, by class.
+    """Return indices of at most ``total`` samples of labels ``y`` ``[N]``, at most ``per_class`` of each, by class.
 
     Classes are represented evenly: none has two more than another that has samples left.
     """
     labels, y = np.unique(y, return_inverse=True)
-    first = rng.permutation(len(labels))  # which classes come first where there is not room for all
+    priority = rng.permutation(len(labels))  # of classes where there is no room for all
     order = rng.permutation(len(y))
-    turn = pd.Series(y[order]).groupby(y[order]).cumcount().to_numpy()  # the how-manieth of its class
-    even = np.lexsort((first[y[order]], turn))
-    chosen = order[even[turn[even] < per_class]][:total]
-    return chosen[np.argsort(y[chosen], kind="stable")]
+    rank = pd.Series(y[order]).groupby(y[order]).cumcount().to_numpy()  # within its class
+    even = np.lexsort((priority[y[order]], rank))
+    selected = order[even[rank[even] < per_class]][:total]
+    return selected[np.argsort(y[selected], kind="stable")]
 
 
 def contact_sheet(
@@ -55,14 +55,14 @@ def contact_sheet(
     classes: Sequence[str],
     title: str,
 ) -> Figure:
-    """A block for each client of its ``images``, uint8 ``[n, H, W, C]`` with C 1 or 3, and of what they show.
+    """Return a figure with a block for each client of its ``images``, uint8 ``[n, H, W, C]`` with C 1 or 3.
 
-    ``labels`` are one of ``classes`` for each image. Up to :data:`COLUMNS` classes have a column each; more are written
-    above the images.
+    ``labels`` has one of ``classes`` for each image. Up to :data:`COLUMNS` classes have a column each; beyond, labels
+    are printed above the images.
     """
     aligned = len(classes) <= COLUMNS
     columns = len(classes) if aligned else COLUMNS
-    places = {
+    cells = {
         client: _arrange_by_class(labels[client], classes)
         if aligned
         else [divmod(n, columns) for n in range(len(stack))]
@@ -70,7 +70,7 @@ def contact_sheet(
     }
     heads = max(map(len, classes), default=0) if aligned else 0
     slanted, caption = heads > 7, 0.0 if aligned else 0.3
-    rows = {client: 1 + max((row for row, _ in spots), default=0) for client, spots in places.items()}
+    rows = {client: 1 + max((row for row, _ in used), default=0) for client, used in cells.items()}
     high = sum(rows.values()) * (1 + caption) + _GAP * (len(rows) - 1)
     top = 0.35 + (0.045 * min(heads, 16) + 0.05 if slanted else 0.2 if aligned else 0.0)
     width, height = _LEFT + columns * _CELL + (0.5 if slanted else 0.1), top + high * _CELL + 0.1
@@ -85,10 +85,9 @@ def contact_sheet(
         for client, stack in images.items():
             tall = rows[client] * (1 + caption)
             axes.text(-0.2, y + tall / 2, shorten(client, 18), ha="right", va="center", fontweight="bold")
-            for column in range(columns) if aligned else ():
-                if not any(place[1] == column for place in places[client]):
-                    axes.text(column + 0.5, y + 0.5, "none", ha="center", va="center", fontsize=6, color="#8a93a0")
-            for image, (row, column), label in zip(stack, places[client], labels[client], strict=True):
+            for column in sorted(set(range(columns if aligned else 0)) - {column for _, column in cells[client]}):
+                axes.text(column + 0.5, y + 0.5, "none", ha="center", va="center", fontsize=6, color="#8a93a0")
+            for image, (row, column), label in zip(stack, cells[client], labels[client], strict=True):
                 bottom = y + (row + 1) * (1 + caption)
                 _draw_image(axes, image, column, bottom)
                 if not aligned:
@@ -100,17 +99,17 @@ def contact_sheet(
 
 
 def _arrange_by_class(labels: Sequence[str], classes: Sequence[str]) -> list[tuple[int, int]]:
-    """Row and column of each image: a column for each class, filled from the top."""
-    filled = dict.fromkeys(classes, 0)
-    places = []
+    """Return row and column of each image: a column for each class, filled from the top."""
+    filled = Counter[str]()
+    cells = []
     for label in labels:
-        places.append((filled[label], list(classes).index(label)))
+        cells.append((filled[label], list(classes).index(label)))
         filled[label] += 1
-    return places
+    return cells
 
 
 def _draw_image(axes: Axes, image: NDArray[np.uint8], column: int, bottom: float) -> None:
-    """The image in its cell, a square of side 1 with a margin; it keeps its proportions."""
+    """Draw the image in its cell, a square of side 1 with a margin, in its proportions."""
     high, wide = (side / max(image.shape[:2]) * 0.46 for side in image.shape[:2])
     middle = bottom - 0.5
     left, top = column + 0.5 - wide, middle - high
@@ -122,9 +121,9 @@ def _draw_image(axes: Axes, image: NDArray[np.uint8], column: int, bottom: float
 
 
 def class_chart(counts: pd.DataFrame, title: str) -> Figure:
-    """How many samples of each class (columns) each client (rows) has.
+    """Return a chart of the samples of each class (columns) that each client (rows) has.
 
-    Up to :data:`NAMED` clients and classes as bubbles, whose areas are the counts; more as shades of the share of the
+    Up to :data:`NAMED` clients and classes are bubbles whose areas are the counts; more are shades of the share of the
     client's samples.
     """
     with figure_settings():
@@ -195,7 +194,7 @@ def _draw_shares(counts: pd.DataFrame, title: str) -> Figure:
 
 
 def _add_side_panel(counts: pd.DataFrame, title: str, width: float, height: float) -> tuple[Figure, Axes, Axes]:
-    """A panel of about ``width`` x ``height`` inches, and one beside it for the clients' samples."""
+    """Return a panel of about ``width`` x ``height`` inches, and one beside it for the clients' samples."""
     margin = 0.25 + (0.07 * max(len(shorten(str(name), 18)) for name in counts.index) if len(counts) <= NAMED else 0.6)
     heads = max(len(shorten(str(name), 16)) for name in counts.columns) if counts.shape[1] <= NAMED else 1
     below = 1.65 + (0.045 * heads if heads > 3 else 0)
@@ -210,7 +209,7 @@ def _add_side_panel(counts: pd.DataFrame, title: str, width: float, height: floa
 
 
 def _name_axis(axes: Axes, counts: pd.DataFrame) -> None:
-    """The clients' and classes' names, where there is room for them."""
+    """Label clients and classes where there is room for them."""
     axes.set_xlabel("class")
     axes.tick_params(length=0)
     if len(counts) <= NAMED:
@@ -224,33 +223,33 @@ def _name_axis(axes: Axes, counts: pd.DataFrame) -> None:
 
 
 def _sort_clients(counts: pd.DataFrame) -> pd.DataFrame:
-    """Clients by their main class, and by how much of it they have."""
+    """Sort clients by their main class, and by its share."""
     table = counts.to_numpy()
     main, share = table.argmax(axis=1), table.max(axis=1) / np.maximum(table.sum(axis=1), 1)
     return counts.iloc[np.lexsort((-share, main))]
 
 
 def _round_count(count: float) -> int:
-    """``count`` to one significant digit."""
+    """Return ``count`` to one significant digit."""
     return int(float(f"{count:.0e}"))
 
 
 def feature_chart(means: pd.DataFrame, stds: pd.DataFrame, title: str) -> Figure:
-    """Mean and standard deviation within each client (rows) of the features (columns) in which clients differ most.
+    """Return a chart of each client's (rows) mean and std of the features (columns) in which clients differ most.
 
     Clients beyond :data:`NAMED` are lines: their means in ascending order, and a band of one standard deviation.
     """
-    apart = effect_size(means, stds)
-    chosen = apart.sort_values(ascending=False, kind="stable").index[:FEATURES]
-    named, across = len(means) <= NAMED, min(3, len(chosen))
-    down = -(-len(chosen) // across)
+    effects = effect_size(means, stds)
+    features = effects.sort_values(ascending=False, kind="stable").index[:FEATURES]
+    named, across = len(means) <= NAMED, min(3, len(features))
+    down = -(-len(features) // across)
     panel = 0.55 + 0.15 * len(means) if named else 1.6
     with figure_settings():
         figure = Figure(figsize=(1.0 + 2.0 * across, 0.4 + down * panel + 0.4), layout="constrained")
         figure.suptitle(shorten(title, 70), x=0.02, ha="left", fontsize=9, fontweight="bold")
         grid = figure.subplots(down, across, squeeze=False, sharey=named)
-        for axes, name in zip(grid.flat, chosen, strict=False):
-            axes.set_title(f"{shorten(str(name), 20)}  (f = {apart[name]:.2f})", fontweight="normal")
+        for axes, name in zip(grid.flat, features, strict=False):
+            axes.set_title(f"{shorten(str(name), 20)}  (f = {effects[name]:.2f})", fontweight="normal")
             axes.xaxis.set_major_locator(MaxNLocator(nbins=4))
             if named:
                 rows = range(len(means))
@@ -264,15 +263,15 @@ def feature_chart(means: pd.DataFrame, stds: pd.DataFrame, title: str) -> Figure
                 axes.plot(mean, color=BLUE)
                 axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
                 axes.fill_between(range(len(mean)), mean - std, mean + std, color=BLUE, alpha=0.14, linewidth=0)
-        for axes in grid.flat[len(chosen) :]:
+        for axes in grid.flat[len(features) :]:
             axes.set_axis_off()
-        how = "dot: mean" if named else f"line: means of {len(means):,} clients, ascending"
-        figure.supxlabel(f"{how}; ± standard deviation within the client; f: spread of the means over it", fontsize=8)
+        marks = "dot: mean" if named else f"line: means of {len(means):,} clients, ascending"
+        figure.supxlabel(f"{marks}; ± standard deviation within the client; f: spread of the means over it", fontsize=8)
     return figure
 
 
 def effect_size(means: pd.DataFrame, stds: pd.DataFrame) -> pd.Series:
-    """Cohen's f of each feature: standard deviation of the clients' means over the pooled one within clients."""
+    """Return Cohen's f of each feature: standard deviation of the clients' means over the pooled one within clients."""
     between, within = means.std(ddof=0), np.sqrt((stds**2).mean())
     f: pd.Series = (between / within).where(between > 0, 0.0)
     return f

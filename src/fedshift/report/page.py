@@ -1,45 +1,50 @@
-"""The page: one HTML file that shows a whole study and needs nothing else, neither network nor scripts."""
+"""Tables of a report with their captions, and the page: one self-contained HTML file without scripts or network."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from .. import __version__
 from ..results.schema import METRICS, PICTURED, RunSummary
 from ..utils.files import write_atomically
-from .claims import claims, differences, readings, standing
-from .concordance import concordance_cells, concordance_table, concordance_title
+from .claims import (
+    Claims,
+    collect_claims,
+    describe_baseline,
+    describe_leaders,
+    describe_ranking,
+    rank_methods,
+    tabulate_claims,
+)
+from .concordance import concordance_table, describe_concordance, format_concordance_table
 from .figures import make_panels, to_svg
 from .formatting import (
     MISSING,
-    TextCell,
     TextTable,
-    difference_cells,
-    flatten,
+    flatten_settings,
     format_bytes,
-    metric_cells,
-    to_latex,
-    to_markdown,
+    format_difference_table,
+    format_metric_table,
+    make_table,
 )
-from .inline_images import embed_svg, encode_strip
-from .rankings import ranked, ranking_sentences
+from .html import embed_svg, encode_strip, render_template
 from .tables import (
     AFTER_WORK,
     ONE_BY_ONE,
     QUANTILES,
     accuracy_table,
+    describe_seeds,
     find_reported_rounds,
     list_shortfalls,
     measures_trained,
     traffic_table,
 )
-from .target_metric import target_cells, target_table, target_title
+from .target_metric import describe_target, format_target_table, target_table
 
 _UNITS = {"loss": "mean cross-entropy in nats, lower is better", "auc": "area under the ROC curve in percent"}
 _EXCHANGE = {
@@ -50,66 +55,87 @@ _EXCHANGE = {
 }
 
 
-def write_page(study: RunSummary, path: Path) -> Path:
-    """Write the page for ``study`` to ``path``: whole or not at all, the same bytes for the same study."""
+@dataclass(frozen=True, kw_only=True)
+class ReportTable:
+    """A table of a report: its data ``frame``, the same as ``text``, its ``caption`` and its ``file`` name."""
+
+    file: str
+    caption: str
+    frame: pd.DataFrame
+    text: TextTable
+
+
+def collect_tables(summary: RunSummary, claims: Claims) -> dict[str, ReportTable]:
+    """Return the tables that ``summary`` has data for: metric, trained, differences, target and concordance."""
+    tables: dict[str, ReportTable] = {}
+    one_by_one = len(summary.clients) <= ONE_BY_ONE
+    for name, moment, which in (("metric", "loaded", ""), ("trained", "trained", f" {AFTER_WORK}")):
+        if moment == "loaded" or measures_trained(summary):
+            frame = accuracy_table(summary, moment=moment)
+            tables[name] = ReportTable(
+                file=summary.metric if moment == "loaded" else f"{summary.metric}-trained",
+                caption=f"Test {summary.metric_name} of the personal model in percent{which}, "
+                f"{describe_seeds(summary)}, {summary.select} round",
+                frame=frame,
+                text=format_metric_table(frame, summary.metric, one_by_one=one_by_one),
+            )
+    frame = tabulate_claims(claims)
+    if len(frame):
+        caption = f"Macro {summary.metric_name} minus {claims.baseline}'s in points, paired over seeds"
+        text = format_difference_table(frame, summary.metric)
+        tables["differences"] = ReportTable(file="differences", caption=caption, frame=frame, text=text)
+    if (target := summary.target_metric) is not None:
+        frame, caption = target_table(summary, target), describe_target(summary, target)
+        text = format_target_table(frame)
+        tables["target"] = ReportTable(file="target", caption=caption, frame=frame, text=text)
+    frame = concordance_table(summary)
+    if len(frame):
+        caption, text = describe_concordance(summary, frame), format_concordance_table(frame, claims.concordance)
+        tables["concordance"] = ReportTable(file="concordance", caption=caption, frame=frame, text=text)
+    return tables
+
+
+def write_page(summary: RunSummary, path: Path) -> Path:
+    """Write the page of ``summary`` to ``path`` atomically, the same bytes for the same summary; return ``path``."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, render_page(study).encode())
+    write_atomically(path, render_page(summary).encode())
     return path
 
 
-def render_page(study: RunSummary) -> str:
-    """The page's HTML."""
-    environment = Environment(
-        loader=PackageLoader("fedshift", "report"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    many = len(study.clients) > ONE_BY_ONE
-    headline = metric_cells(accuracy_table(study), one_by_one=not many)
-    trained = None
-    if measures_trained(study):
-        trained = metric_cells(accuracy_table(study, moment="trained"), one_by_one=not many)
-    made, concordance = claims(study), concordance_table(study)
-    leaders = _find_leaders(headline.rows[headline.rule][1:], study.methods)
-    pictured = list(study.samples.items())[:PICTURED]
-    drawn = {p.name: embed_svg(to_svg(p.figure), p.name, p.description) for p in make_panels(study)}
-    return environment.get_template("page.html.j2").render(
-        study=study,
-        version=__version__,
+def render_page(summary: RunSummary) -> str:
+    """Return the page's HTML."""
+    many = len(summary.clients) > ONE_BY_ONE
+    claims = collect_claims(summary)
+    tables = collect_tables(summary, claims)
+    leaders = _find_leaders(tables["metric"].text, summary.methods)
+    images = list(summary.samples.items())[:PICTURED]
+    return render_template(
+        "page.html.j2",
+        summary=summary,
+        tables=tables,
         leaders=[f"{method} with {text}" for method, text in leaders.items()],
-        standing=standing(made, leaders, [method for method in ranked(study) if method not in leaders]),
-        headline=headline,
-        trained=trained,
-        after_work=AFTER_WORK,
-        spread="mean (standard deviation) over seeds" if len(study.seeds) > 1 else "one seed",
-        differences=difference_cells(differences(made), study.metric),
-        target=None if study.target_metric is None else target_cells(target_table(study, study.target_metric)),
-        target_title="" if study.target_metric is None else target_title(study, study.target_metric),
-        concordance=concordance_cells(concordance, made.concordance),
-        concordance_title=concordance_title(study, concordance),
-        orders=ranking_sentences(study, made),
-        readings=readings(study, made),
-        others=list(_other_metrics(study)),
-        figures=drawn,
+        comparison=describe_leaders(claims, leaders, [m for m in rank_methods(summary) if m not in leaders]),
+        ranking=describe_ranking(summary, claims),
+        differences=describe_baseline(summary, claims),
+        spread=describe_seeds(summary),
+        other_metrics=list(_other_metrics(summary)),
+        figures={p.name: embed_svg(to_svg(p.figure), p.name, p.description) for p in make_panels(summary)},
         most=ONE_BY_ONE if many else 0,
-        undrawn=0 if many else max(0, len(study.clients) - PICTURED),
-        methods=_method_rows(study),
-        scopes=[_scope_row(name, facts.entries) for name, facts in study.methods.items()],
-        clients=_client_rows(study),
-        strips={name: encode_strip(images) for name, images in pictured if len(images)},
-        config=flatten(study.config),
-        environment=flatten(study.environment),
-        notices=[*study.notices, *list_shortfalls(study)],
-        evaluated=any(text != MISSING for text in headline.values),
-        latex=to_latex,
-        markdown=to_markdown,
+        without_panel=0 if many else max(0, len(summary.clients) - PICTURED),
+        methods=_method_table(summary),
+        scopes=[_scope_table(name, method.entries) for name, method in summary.methods.items()],
+        clients=_client_table(summary),
+        strips={name: encode_strip(several) for name, several in images if len(several)},
+        config=make_table((), flatten_settings(summary.config)),
+        environment=make_table((), flatten_settings(summary.environment)),
+        notices=[*summary.notices, *list_shortfalls(summary)],
+        evaluated=any(text != MISSING for text in tables["metric"].text.values),
     )
 
 
-def _find_leaders(macro: tuple[TextCell, ...], methods: Iterable[str]) -> dict[str, str]:
-    """The method of the highest macro metric and its value; several where they tie as printed."""
+def _find_leaders(table: TextTable, methods: Iterable[str]) -> dict[str, str]:
+    """Return the method of the highest macro metric and its value; several where they tie as printed."""
+    macro = table.rows[table.rule][1:]
     measured = [cell for cell in macro if cell.text != MISSING]
     return {
         method: cell.text
@@ -118,44 +144,42 @@ def _find_leaders(macro: tuple[TextCell, ...], methods: Iterable[str]) -> dict[s
     }
 
 
-def _other_metrics(study: RunSummary) -> Iterator[tuple[str, str, TextTable]]:
-    """Title, unit and table of every other metric, model and moment that has values."""
+def _other_metrics(summary: RunSummary) -> Iterator[tuple[str, str, TextTable]]:
+    """Yield title, unit and table of every other metric, model and moment that has values."""
     for model, moment in (("personal", "loaded"), ("personal", "trained"), ("global", "loaded")):
         for metric, name in METRICS.items():
-            if (model, metric) == ("personal", study.metric):
+            if (model, metric) == ("personal", summary.metric):
                 continue
-            one_by_one = len(study.clients) <= ONE_BY_ONE
-            table = metric_cells(accuracy_table(study, metric, model, moment=moment), metric, one_by_one=one_by_one)
+            frame = accuracy_table(summary, metric, model, moment=moment)
+            table = format_metric_table(frame, metric, one_by_one=len(summary.clients) <= ONE_BY_ONE)
             if any(text != MISSING for text in table.values):
                 title = f"{name[0].upper()}{name[1:]}, {model} model"
                 title += f" {AFTER_WORK}" if moment == "trained" else ""
                 yield title, _UNITS.get(metric, "in percent"), table
 
 
-def _method_rows(study: RunSummary) -> TextTable:
-    """How each method is written, which round is reported, and the bytes it exchanged."""
-    rounds, traffic = find_reported_rounds(study), traffic_table(study)
-    per_round, total = traffic["both per round"].to_dict(), traffic["both in total"].to_dict()
+def _method_table(summary: RunSummary) -> TextTable:
+    """Return a table of each method's expression, reported round and exchanged bytes."""
+    reported, traffic = find_reported_rounds(summary), traffic_table(summary)
+    per_round, total = (traffic[f"both {span}"].to_dict() for span in ("per round", "in total"))
     rows = []
-    for name, facts in study.methods.items():
-        chosen = rounds.get(name, pd.Series(dtype=int)).tolist()
-        texts = [
-            name,
-            facts.text,
-            "yes" if facts.has_global else "none",
-            ", ".join(map(str, chosen[:1] if len(set(chosen)) == 1 else chosen)) or MISSING,
-            format_bytes(facts.down),
-            format_bytes(facts.up),
-            format_bytes(per_round[name]),
-            format_bytes(total[name]),
-        ]
-        rows.append(_join_cells(texts))
+    for name, method in summary.methods.items():
+        rounds = reported.get(name, pd.Series(dtype=int)).tolist()
+        rows.append(
+            (
+                name,
+                method.text,
+                "yes" if method.has_global else "none",
+                ", ".join(map(str, rounds[:1] if len(set(rounds)) == 1 else rounds)) or MISSING,
+                *map(format_bytes, (method.down, method.up, per_round[name], total[name])),
+            )
+        )
     header = ("method", "written as", "global model", "reported round", "down", "up", "all clients", "whole run")
-    return TextTable(header=header, rows=tuple(rows))
+    return make_table(header, rows)
 
 
-def _scope_row(name: str, entries: Iterable[Mapping[str, Any]]) -> tuple[str, str, TextTable]:
-    """A method's name, its scope in one line, and the table of its entries."""
+def _scope_table(name: str, entries: Iterable[Mapping[str, Any]]) -> tuple[str, str, TextTable]:
+    """Return a method's name, its scope in one line, and the table of its entries."""
     rows, counts, totals = [], Counter[str](), Counter[str]()
     for entry in entries:
         exchange = _EXCHANGE[bool(entry["load"]), bool(entry["send"])]
@@ -163,26 +187,22 @@ def _scope_row(name: str, entries: Iterable[Mapping[str, Any]]) -> tuple[str, st
         totals[exchange] += int(entry["bytes"])
         shape = " x ".join(map(str, entry["shape"])) or "scalar"
         trained = "trained" if entry["trained"] else "buffer" if entry["buffer"] else "frozen"
-        rows.append(_join_cells([entry["name"], entry["type"], shape, f"{entry['bytes']:,}", exchange, trained]))
+        rows.append((entry["name"], entry["type"], shape, f"{entry['bytes']:,}", exchange, trained))
     line = ", ".join(f"{count} {kind} ({format_bytes(totals[kind])})" for kind, count in counts.items())
-    return name, line, TextTable(header=("entry", "layer", "shape", "bytes", "exchange", "values"), rows=tuple(rows))
+    return name, line, make_table(("entry", "layer", "shape", "bytes", "exchange", "values"), rows)
 
 
-def _client_rows(study: RunSummary) -> TextTable:
-    """The sizes of each client's splits; of many clients, how they are distributed."""
-    splits = list(dict.fromkeys(split for sizes in study.clients.values() for split in sizes))
-    if len(study.clients) > ONE_BY_ONE:
-        sizes = pd.DataFrame([dict(sizes) for sizes in study.clients.values()], columns=splits)
-        figures = {"all together": sizes.sum(), "smallest": sizes.min()}
-        figures |= {name: sizes.quantile(share) for name, share in QUANTILES.items()} | {"largest": sizes.max()}
-        told = [_join_cells([name, *(f"{size:,.0f}" for size in found)]) for name, found in figures.items()]
-        return TextTable(header=(f"{len(study.clients):,} clients", *splits), rows=tuple(told))
+def _client_table(summary: RunSummary) -> TextTable:
+    """Return the sizes of each client's splits; of many clients, their distribution."""
+    splits = list(dict.fromkeys(split for sizes in summary.clients.values() for split in sizes))
+    if len(summary.clients) > ONE_BY_ONE:
+        sizes = pd.DataFrame([dict(sizes) for sizes in summary.clients.values()], columns=splits)
+        statistics = {"all together": sizes.sum(), "smallest": sizes.min()}
+        statistics |= {name: sizes.quantile(share) for name, share in QUANTILES.items()} | {"largest": sizes.max()}
+        rows = [(name, *(f"{size:,.0f}" for size in statistic)) for name, statistic in statistics.items()]
+        return make_table((f"{len(summary.clients):,} clients", *splits), rows)
     rows = [
-        _join_cells([name, *(f"{sizes[split]:,}" if split in sizes else MISSING for split in splits)])
-        for name, sizes in study.clients.items()
+        (name, *(f"{sizes[split]:,}" if split in sizes else MISSING for split in splits))
+        for name, sizes in summary.clients.items()
     ]
-    return TextTable(header=("client", *splits), rows=tuple(rows))
-
-
-def _join_cells(texts: Iterable[object]) -> tuple[TextCell, ...]:
-    return tuple(TextCell(text=str(text)) for text in texts)
+    return make_table(("client", *splits), rows)

@@ -1,26 +1,27 @@
-"""How figures look: matplotlib's settings, the empty panel, its legend, and one color, marker and line style a method.
+"""Style of figures: matplotlib's settings, the empty panel, its legend, and each method's color, marker and line style.
 
-Colors are Okabe and Ito's, "Color Universal Design" (2008), told apart under all common forms of color blindness; their
+Colors are Okabe and Ito's, "Color Universal Design" (2008), distinct under all common forms of color blindness; their
 yellow is left out because it vanishes on white. Markers and line styles differ too, so that print needs no color.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from warnings import catch_warnings, filterwarnings
 
 import matplotlib as mpl
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
 
-from ..results.schema import RunSummary
-
-INK, GRID = "#1f2733", "#d9dee6"  # the page replaces both by its own colors
-_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", INK, "#e69f00", "#56b4e9")
+INK, GRID = "#1f2733", "#d9dee6"  # pages replace both by their own colors
+BLUE = "#0072b2"
+_COLORS = (BLUE, "#d55e00", "#009e73", "#cc79a7", INK, "#e69f00", "#56b4e9")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*", "h")
 _DASHES = ("-", "--", "-.", ":")
 _SETTINGS: dict[Any, Any] = {
@@ -59,7 +60,7 @@ _SETTINGS: dict[Any, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class MethodStyle:
-    """Color, marker, line style and hatch of one method; ``number`` is its place in the study."""
+    """Color, marker, line style and hatch of one method; ``number`` is its index in the figure."""
 
     number: int
     color: str
@@ -69,17 +70,12 @@ class MethodStyle:
 
     @property
     def line(self) -> dict[str, Any]:
-        """Keyword arguments of a line of this method."""
+        """Keyword arguments for a line of this method."""
         return {"color": self.color, "marker": self.marker, "linestyle": self.dashes}
 
 
-def method_styles(study: RunSummary) -> dict[str, MethodStyle]:
-    """Each method's look: the same in every figure; no two of the first 28 share color and line style."""
-    return make_styles(study.methods)
-
-
 def make_styles(names: Iterable[str]) -> dict[str, MethodStyle]:
-    """A look for each of ``names``, by its place among them."""
+    """Return a style for each of ``names``, by its index; no two of the first 28 share color and line style."""
     return {
         name: MethodStyle(
             number=number,
@@ -94,14 +90,14 @@ def make_styles(names: Iterable[str]) -> dict[str, MethodStyle]:
 
 @contextmanager
 def figure_settings() -> Iterator[None]:
-    """The settings above, for making and for saving figures; names in any script pass without a font warning."""
+    """Apply the settings above while figures are drawn or saved, without warnings on scripts that the font lacks."""
     with mpl.rc_context(_SETTINGS), catch_warnings():
         filterwarnings("ignore", message="Glyph .* missing from font")
         yield
 
 
 def make_panel(title: str, x_label: str, y_label: str, height: float = 3.0) -> tuple[Figure, Axes]:
-    """An empty panel, 4 inches wide and ``height`` inches high."""
+    """Return an empty panel, 4 inches wide and ``height`` inches high."""
     figure = Figure(figsize=(4, height), layout="constrained")
     axes = figure.subplots()
     axes.set(title=shorten(title, 40), xlabel=x_label, ylabel=y_label)
@@ -109,19 +105,39 @@ def make_panel(title: str, x_label: str, y_label: str, height: float = 3.0) -> t
 
 
 def add_legend(figure: Figure, handles: Mapping[str, Any], title: str) -> None:
-    """A legend below the panel, which grows by its height; ``title`` says what bands and error bars are."""
+    """Add a legend below the panel, which grows by its height; ``title`` explains bands and error bars."""
     names = [shorten(name, 44) for name in handles]
     columns = max(1, min(len(names), 60 // (max(map(len, names), default=1) + 8)))
     figure.set_figheight(figure.get_figheight() + 0.16 * (1 - (-len(names) // columns)) + 0.1)
     figure.legend(list(handles.values()), names, loc="outside lower center", ncols=columns, title=title)
 
 
-def legend_entry(look: MethodStyle) -> Line2D:
-    """A method's entry in a legend of lines."""
-    return Line2D([], [], **look.line)
+def make_legend_entry(style: MethodStyle) -> Line2D:
+    """Return a method's entry in a legend of lines."""
+    return Line2D([], [], **style.line)
+
+
+def label_rows(axes: Axes, names: Sequence[str], length: int, margin: float = 0.5) -> None:
+    """Label the rows 0, 1, ... of a horizontal chart with ``names``, cut to ``length``, from top to bottom."""
+    axes.set_yticks(range(len(names)), [shorten(name, length) for name in names])
+    axes.set_ylim(len(names) - margin, margin - 1)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(visible=False, axis="y")
 
 
 def shorten(text: str, length: int) -> str:
-    """``text`` on one line, cut to ``length`` characters."""
+    """Return ``text`` on one line, cut to ``length`` characters."""
     text = " ".join(text.split())
     return text if len(text) <= length else text[: length - 1] + "…"
+
+
+def plot_band(axes: Axes, style: MethodStyle, values: pd.DataFrame) -> None:
+    """Plot ``values`` by round: columns mean as a line, and min to max as a band or, of a single round, a bar."""
+    rounds = values.index.to_numpy()
+    every = max(1, len(rounds) // 7)
+    axes.plot(rounds, values["mean"], **style.line, markevery=(style.number % every, every))
+    if len(rounds) > 1:
+        axes.fill_between(rounds, values["min"], values["max"], color=style.color, alpha=0.14, linewidth=0)
+    else:
+        axes.vlines(rounds, values["min"], values["max"], color=style.color)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7, min_n_ticks=1))

@@ -1,24 +1,23 @@
-"""A sweep made public: one table of all combinations, rounds and bytes to a target, curves, and one page.
+"""Publication of a sweep: one table of all combinations, rounds and bytes to a target, curves, and one page.
 
 Rows are the combinations, columns the methods; a cell is the macro test metric at the reported round, mean (std) over
-seeds. CSV holds the same at full scale, a line for each combination and method. Where validation data are held out,
-another table has each method at the combination that is best for it there, so that a sweep over the learning rate
-compares methods that are tuned alike.
+seeds. The CSV file holds the same at full scale, a line for each combination and method. Where validation data are held
+out, another table has each method at the combination that is best for it there, so that a sweep over the learning rate
+compares methods that are equally tuned.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from .. import __version__
 from ..analysis.statistics import mean_and_std
 from ..utils.files import write_atomically
 from .curves import TRAIN_LOSS, CurvePoint, final_metric, format_setting, plot_by_round, plot_by_setting
@@ -27,31 +26,31 @@ from .formatting import (
     BOLD,
     TextCell,
     TextTable,
-    flatten,
-    metric_cells,
-    spread_note,
-    to_latex,
-    to_markdown,
+    explain_spread,
+    flatten_settings,
+    format_metric_table,
+    make_table,
     to_terminal,
+    write_table,
 )
-from .inline_images import embed_svg
-from .publication import render_forms
-from .tables import accuracy_table, list_shortfalls, seed_table
-from .target_metric import format_rounds, format_traffic, target_table, target_title
+from .html import embed_svg, render_template
+from .publication import print_lines
+from .tables import accuracy_table, describe_seeds, list_shortfalls, seed_table
+from .target_metric import describe_target, format_rounds, format_traffic, target_table
 
 CLAIMS = (
     "Which methods are told apart is on the page of each comparison, corrected for its own pairs, not for the number "
     "of combinations."
 )
 PANELS = 9
-"""Values of a setting up to which each has a panel."""
+"""Largest number of values of a setting that each get a panel."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepResults:
-    """The combinations of a sweep that were evaluated, which all compare the same methods; there is one at least.
+    """The evaluated combinations of a sweep, at least one, which all compare the same methods.
 
-    ``folders``: the directory of each, within the sweep's.
+    ``folders``: the directory of each, relative to the sweep's.
     """
 
     points: tuple[CurvePoint, ...]
@@ -65,191 +64,173 @@ class SweepResults:
     @property
     def methods(self) -> tuple[str, ...]:
         """The methods, in the order of the columns."""
-        return tuple(self.points[0].study.methods)
+        return tuple(self.points[0].summary.methods)
 
     @property
     def caption(self) -> str:
-        """What the table of the metric shows."""
-        study = self.points[0].study
-        over = f"mean (std) over {len(study.seeds)} seeds" if len(study.seeds) > 1 else "one seed"
-        return f"Macro test {study.metric_name} in percent, {over}, {study.select} round"
+        """Caption of the metric's table."""
+        summary = self.points[0].summary
+        return f"Macro test {summary.metric_name} in percent, {describe_seeds(summary)}, {summary.select} round"
 
 
-def publish_sweep(grid: SweepResults, directory: Path, console: Console, config: object) -> None:
-    """Print the tables of ``grid``, and write tables, figures and ``sweep.html`` into ``directory``.
+def publish_sweep(sweep: SweepResults, directory: Path, console: Console, config: object) -> None:
+    """Print the tables of ``sweep``, and write tables, figures and ``sweep.html`` into ``directory``.
 
-    ``config``: the sweep's settings, for the page.
+    ``config``: the sweep's settings, which the page lists.
     """
-    tables, figures = sweep_tables(grid), sweep_figures(grid)
-    for title, table in tables.values():
-        console.print(title, markup=False, highlight=False, soft_wrap=True)
+    tables, figures, remarks = sweep_tables(sweep), sweep_figures(sweep), sweep_remarks(sweep)
+    for name, (title, table) in tables.items():
+        print_lines(console, title)
         console.print(to_terminal(table))
-    remarks = sweep_remarks(grid)
-    for line in remarks:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-    (directory / "tables").mkdir(exist_ok=True)
-    frame = sweep_frame(grid)
-    for name, (_, table) in tables.items():
-        for file, content in render_forms(name, frame, table):
-            if name == "sweep" or not file.endswith(".csv"):
-                write_atomically(directory / "tables" / file, content.encode())
+        write_table(directory / "tables", name, table, sweep_frame(sweep) if name == "sweep" else None)
+    print_lines(console, *remarks)
     save_each(figures, directory / "figures")
-    environment = Environment(
-        loader=PackageLoader("fedshift", "report"), autoescape=True, undefined=StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
-    page = environment.get_template("grid.html.j2").render(
-        name=grid.points[0].study.name,
-        keys=grid.keys,
-        methods=grid.methods,
+    page = render_template(
+        "sweep.html.j2",
+        name=sweep.points[0].summary.name,
+        keys=sweep.keys,
+        methods=sweep.methods,
         tables=tables,
         figures={
-            name: embed_svg(to_svg(figure), name, _describe_figure(name, grid)) for name, figure in figures.items()
+            name: embed_svg(to_svg(figure), name, _describe_figure(name, sweep)) for name, figure in figures.items()
         },
         remarks=remarks,
-        folders=grid.folders,
-        config=flatten(config),
-        version=__version__,
-        latex=to_latex,
-        markdown=to_markdown,
+        folders=sweep.folders,
+        config=make_table((), flatten_settings(config)),
     )
     write_atomically(directory / "sweep.html", page.encode())
-    console.print(f"Page: {directory / 'sweep.html'}", markup=False, highlight=False, soft_wrap=True)
+    print_lines(console, f"Page: {directory / 'sweep.html'}")
 
 
-def sweep_frame(grid: SweepResults) -> pd.DataFrame:
-    """One row for each combination and method: macro mean and std, and rounds and bytes to the target, if there is one.
+def sweep_frame(sweep: SweepResults) -> pd.DataFrame:
+    """Return one row for each combination and method: macro mean and std, and rounds and bytes to a target.
 
     The index holds the swept settings and the method; shares and bytes are at full scale.
     """
     rows = []
-    for point in grid.points:
-        study = point.study
-        macro = final_metric(study)
-        counted = None if study.target_metric is None else target_table(study, study.target_metric)
-        for method in grid.methods:
+    for point in sweep.points:
+        summary = point.summary
+        macro = final_metric(summary)
+        targets = None if summary.target_metric is None else target_table(summary, summary.target_metric)
+        for method in sweep.methods:
             mean, std = mean_and_std(macro[method])
-            row = {key: format_setting(key, value) for key, value in point.keys.items()} | {"method": method}
-            more = {} if counted is None else counted.loc[method].to_dict()
-            rows.append(row | {"mean": mean, "std": std, "seeds": int(macro[method].notna().sum())} | more)
-    return pd.DataFrame(rows).set_index([*grid.keys, "method"])
+            row: dict[str, Any] = {key: format_setting(key, value) for key, value in point.keys.items()} | {
+                "method": method
+            }
+            row |= {"mean": mean, "std": std, "seeds": int(macro[method].notna().sum())}
+            rows.append(row if targets is None else row | targets.loc[method].to_dict())
+    return pd.DataFrame(rows).set_index([*sweep.keys, "method"])
 
 
-def sweep_tables(grid: SweepResults) -> dict[str, tuple[str, TextTable]]:
-    """Tables by file name, each with its caption: ``sweep``, and with a target ``rounds`` and ``bytes``."""
+def sweep_tables(sweep: SweepResults) -> dict[str, tuple[str, TextTable]]:
+    """Return tables by file name, each with its caption: sweep, and where they apply chosen, rounds and bytes."""
     metric = [
-        metric_cells(accuracy_table(point.study), point.study.metric, one_by_one=False).rows[0][1:]
-        for point in grid.points
+        format_metric_table(accuracy_table(point.summary), point.summary.metric, one_by_one=False).rows[0][1:]
+        for point in sweep.points
     ]
-    made = {"sweep": (grid.caption, _table(grid, metric))}
-    study = grid.points[0].study
-    if chosen := best_on_validation(grid):
-        made["chosen"] = "Each method where its validation data are best, in percent", _chosen_table(grid, chosen)
-    if study.target_metric is None:
-        return made
-    counted = [target_table(point.study, study.target_metric) for point in grid.points]
-    shown: dict[str, tuple[str, Callable[[pd.Series], str]]] = {
+    tables = {"sweep": (sweep.caption, _make_table(sweep, metric))}
+    if chosen := best_on_validation(sweep):
+        tables["chosen"] = "Each method where its validation data are best, in percent", _chosen_table(sweep, chosen)
+    summary = sweep.points[0].summary
+    if summary.target_metric is None:
+        return tables
+    targets = [target_table(point.summary, summary.target_metric) for point in sweep.points]
+    quantities: dict[str, tuple[str, Callable[[pd.Series], str]]] = {
         "rounds": ("Rounds", format_rounds),
         "bytes": ("Bytes (all clients, down and up)", format_traffic),
     }
-    for name, (what, text) in shown.items():
-        cells = [
-            tuple(TextCell(text=_mark_partial(text(row), row)) for _, row in table.iterrows()) for table in counted
-        ]
-        made[name] = target_title(study, study.target_metric, what), _table(grid, cells)
-    return made
+    for name, (quantity, text) in quantities.items():
+        cells = ([_mark_partial(text(row), row) for _, row in table.iterrows()] for table in targets)
+        tables[name] = describe_target(summary, summary.target_metric, quantity), _make_table(sweep, cells)
+    return tables
 
 
-def best_on_validation(grid: SweepResults) -> dict[str, int]:
-    """The combination, by its place, at which each method's macro validation metric is best, mean over seeds.
+def best_on_validation(sweep: SweepResults) -> dict[str, int]:
+    """Return the index of the combination at which each method's macro validation metric, mean over seeds, is best.
 
-    Nothing where a combination has no validation data, or where there is one alone to choose from. A method that no
-    combination has measured under all of its seeds is left out, and so are combinations that diverged under a seed.
+    Empty where a combination has no validation data, or is the only one. Methods that no combination measured under all
+    of its seeds are left out, as are combinations that diverged under a seed.
     """
-    studies = [point.study for point in grid.points]
-    if len(studies) < 2 or not all((study.rows["split"] == "validation").any() for study in studies):
+    summaries = [point.summary for point in sweep.points]
+    if len(summaries) < 2 or not all((summary.rows["split"] == "validation").any() for summary in summaries):
         return {}
-    macro = [seed_table(study, split="validation").loc["macro"] for study in studies]
-    found = {}
-    for method in grid.methods:
+    macro = [seed_table(summary, split="validation").loc["macro"] for summary in summaries]
+    best = {}
+    for method in sweep.methods:
         means = np.array([table[method].mean(skipna=False) for table in macro], dtype=float)
         if np.isfinite(means).any():
-            found[method] = int(np.nanargmax(means))
-    return found
+            best[method] = int(np.nanargmax(means))
+    return best
 
 
-def _chosen_table(grid: SweepResults, chosen: Mapping[str, int]) -> TextTable:
+def _chosen_table(sweep: SweepResults, chosen: Mapping[str, int]) -> TextTable:
     rows = []
-    for method, place in chosen.items():
-        point = grid.points[place]
-        metric = point.study.metric
-        cells = [
-            metric_cells(accuracy_table(point.study, split=split)[[method]], metric, one_by_one=False).rows[0][1]
-            for split in ("validation", "test")
-        ]
-        values = [TextCell(text=format_setting(key, value)) for key, value in point.keys.items()]
-        rows.append((TextCell(text=method), *values, *(TextCell(text=cell.text) for cell in cells)))
-    return TextTable(header=("method", *grid.keys, "validation", "test"), rows=tuple(rows))
+    for method, index in chosen.items():
+        keys, summary = sweep.points[index].keys, sweep.points[index].summary
+        frames = (accuracy_table(summary, split=split)[[method]] for split in ("validation", "test"))
+        cells = (format_metric_table(frame, summary.metric, one_by_one=False).rows[0][1].text for frame in frames)
+        rows.append((method, *(format_setting(key, value) for key, value in keys.items()), *cells))
+    return make_table(("method", *sweep.keys, "validation", "test"), rows)
 
 
-def _at_the_end(grid: SweepResults) -> Iterator[str]:
-    """Say which methods are best at the least or largest value of a number swept: there may be a better one beyond."""
-    chosen = best_on_validation(grid)
-    for key in grid.keys:
-        values = [point.keys[key] for point in grid.points]
+def _list_boundary_optima(sweep: SweepResults) -> Iterator[str]:
+    """Yield a sentence where methods are best at the smallest or largest value of a number: beyond may be better."""
+    chosen = best_on_validation(sweep)
+    for key in sweep.keys:
+        values = [point.keys[key] for point in sweep.points]
         numbers = [value for value in values if isinstance(value, float)]
         if len(numbers) < len(values) or len(set(numbers)) < 2:
             continue
         for end, bound in (("smallest", min(numbers)), ("largest", max(numbers))):
-            if methods := [method for method, place in chosen.items() if numbers[place] == bound]:
+            if methods := [method for method, index in chosen.items() if numbers[index] == bound]:
                 yield (
                     f"{', '.join(methods)}: best on validation data at the {end} {key} of the sweep, "
                     f"{format_setting(key, bound)}; one beyond it may be better."
                 )
 
 
-def sweep_figures(grid: SweepResults) -> dict[str, Figure]:
-    """Figures by file name: the metric over rounds, the training loss, and the metric against each swept setting."""
-    metric = grid.points[0].study.metric
-    values = {key: len({format_setting(key, point.keys[key]) for point in grid.points}) for key in grid.keys}
-    apart = [key for key in grid.keys if 1 < values[key] <= PANELS]
-    first = apart[0] if len(apart) > 1 else None
-    made = {"rounds": plot_by_round(grid.points, metric, panel=first)}
-    if any((point.study.rows["moment"] == "trained").any() for point in grid.points):
-        made["training-loss"] = plot_by_round(grid.points, TRAIN_LOSS, panel=first)
-    for key in grid.keys:
-        other = next((name for name in apart if name != key), None)
-        made[f"over-{key.replace('_', '-')}"] = plot_by_setting(grid.points, key, metric, panel=other)
-    return made
+def sweep_figures(sweep: SweepResults) -> dict[str, Figure]:
+    """Return figures by file name: the metric over rounds, the training loss, and the metric against each setting."""
+    metric = sweep.points[0].summary.metric
+    values = {key: len({format_setting(key, point.keys[key]) for point in sweep.points}) for key in sweep.keys}
+    varied = [key for key in sweep.keys if 1 < values[key] <= PANELS]
+    first = varied[0] if len(varied) > 1 else None
+    figures = {"rounds": plot_by_round(sweep.points, metric, panel=first)}
+    if any((point.summary.rows["moment"] == "trained").any() for point in sweep.points):
+        figures["training-loss"] = plot_by_round(sweep.points, TRAIN_LOSS, panel=first)
+    for key in sweep.keys:
+        other = next((name for name in varied if name != key), None)
+        figures[f"over-{key.replace('_', '-')}"] = plot_by_setting(sweep.points, key, metric, panel=other)
+    return figures
 
 
-def sweep_remarks(grid: SweepResults) -> list[str]:
-    """What a reader must know of single combinations, each under its name, and of values chosen at a sweep's end."""
+def sweep_remarks(sweep: SweepResults) -> list[str]:
+    """Return sentences on the limits of single combinations, each by name, and on optima at a sweep's boundary."""
     single = [
         f"{folder}: {line}"
-        for folder, point in zip(grid.folders, grid.points, strict=True)
-        for line in list_shortfalls(point.study)
+        for folder, point in zip(sweep.folders, sweep.points, strict=True)
+        for line in list_shortfalls(point.summary)
     ]
-    return [*single, *_at_the_end(grid)]
+    return [*single, *_list_boundary_optima(sweep)]
 
 
-def _table(grid: SweepResults, cells: Sequence[tuple[TextCell, ...]]) -> TextTable:
+def _make_table(sweep: SweepResults, cells: Iterable[Iterable[str | TextCell]]) -> TextTable:
     rows = [
-        (*(TextCell(text=format_setting(key, value)) for key, value in point.keys.items()), *row)
-        for point, row in zip(grid.points, cells, strict=True)
+        [*(format_setting(key, value) for key, value in point.keys.items()), *row]
+        for point, row in zip(sweep.points, cells, strict=True)
     ]
-    note = spread_note(len(grid.points[0].study.seeds))
-    if any(cell.best for row in rows for cell in row):
+    note = explain_spread(len(sweep.points[0].summary.seeds))
+    if any(isinstance(cell, TextCell) and cell.best for row in rows for cell in row):
         note = f"{note} {BOLD} {CLAIMS}"
-    return TextTable(header=(*grid.keys, *grid.methods), rows=tuple(rows), note=note)
+    return make_table((*sweep.keys, *sweep.methods), rows, note=note)
 
 
 def _mark_partial(text: str, row: pd.Series) -> str:
-    """``text``, and of how many seeds it tells where those are not all."""
+    """Return ``text``, with the number of seeds that it covers where those are not all."""
     return text if row["reached"] in (0, row["seeds"]) else f"{text}; {row['reached']:.0f} of {row['seeds']:.0f} seeds"
 
 
-def _describe_figure(name: str, grid: SweepResults) -> str:
-    """The figure in words, for those who do not see it; its numbers are in the table."""
+def _describe_figure(name: str, sweep: SweepResults) -> str:
+    """Return the description of a figure for screen readers; its numbers are in the table."""
     what = {"rounds": "over rounds", "training-loss": "training loss over rounds"}.get(name, name.replace("-", " "))
-    return f"{grid.caption}: {what}, a line for each combination and method."
+    return f"{sweep.caption}: {what}, a line for each combination and method."

@@ -1,8 +1,8 @@
-"""Tables as data frames: what was measured at the reported round, by client and method, over seeds.
+"""Tables as data frames: measurements at the reported round, by client and method, over seeds.
 
-The round reported for a run is its last evaluated one, or the one of the best macro validation metric of the personal
-model. Test data never choose a round. Values are shares in 0..1 (loss: nats); text, Markdown, LaTeX and CSV come from
-:mod:`fedshift.report.formatting`.
+The reported round of a run is its last evaluated one, or the one with the best macro validation metric of the personal
+model. Test data never choose a round. Values are shares in 0..1 (loss: nats); :mod:`fedshift.report.formatting` turns
+them into text.
 """
 
 from __future__ import annotations
@@ -17,48 +17,48 @@ from ..utils.errors import UsageError, unknown_name
 
 MODELS = ("personal", "global")
 ONE_BY_ONE = 50
-"""Clients that a page names one by one; of more it shows how they are distributed, and data frames and CSV hold all."""
+"""Largest number of clients listed one by one; beyond it, pages show their distribution, and CSV files hold all."""
 QUANTILES = {"5 % quantile": 0.05, "25 % quantile": 0.25, "median": 0.5, "75 % quantile": 0.75, "95 % quantile": 0.95}
-"""What tells of many clients, with the share of them that has a lower value."""
+"""Rows that summarize many clients, with the share of clients below each value."""
 AFTER_WORK = "just after local work, before aggregation, of clients that took part in the round"
-"""Of what a table with ``moment="trained"`` is."""
+"""Caption of a table with ``moment="trained"``."""
 NAMED = 10
-"""Clients that a remark names."""
+"""Largest number of clients that a remark names."""
 
 
 def metric_history(
-    study: RunSummary,
+    summary: RunSummary,
     metric: str | None = None,
     model: str | None = "personal",
     split: str = "test",
     moment: str = "loaded",
 ) -> pd.DataFrame:
-    """``metric`` of every client in every round: columns method, seed, round, client and value.
+    """Return ``metric`` of every client in every round: columns method, seed, round, client and value.
 
-    The defaults are evaluations of the study's metric on test data; ``split="train", moment="trained", model=None``
-    with ``metric="loss"`` is the training loss.
+    The defaults select evaluations of the summary's own metric on test data. The training loss is ``metric="loss",
+    split="train", moment="trained", model=None``.
     """
-    metric = _resolve_metric(study, metric)
-    rows = _select(study, model, split, moment)
+    metric = _resolve_metric(summary, metric)
+    rows = _select(summary, model, split, moment)
     return rows[["method", "seed", "round", "client"]].assign(value=compute_metric(rows, metric).astype(float))
 
 
-def find_reported_rounds(study: RunSummary) -> pd.Series:
-    """The round reported for each run that was evaluated: a series over (method, seed).
+def find_reported_rounds(summary: RunSummary) -> pd.Series:
+    """Return the round reported for each evaluated run: a series over (method, seed).
 
-    ``last`` is the run's last evaluated round. ``best`` is the round of the best macro metric on validation data of
-    the personal model, the earliest on ties, among the rounds that measured as many clients as the run ever did.
-    Raises :class:`UsageError` where ``best`` finds a run without validation data.
+    ``last`` is the run's last evaluated round. ``best`` is the round with the best macro metric of the personal model
+    on validation data, the earliest on ties, among the rounds that measured the run's largest number of clients.
+    Raises :class:`UsageError` where ``best`` meets a run without validation data.
     """
-    tested = _select(study, None, "test", "loaded").groupby(["method", "seed"])["round"].max().astype(int)
-    if study.select == "last":
+    tested = _select(summary, None, "test", "loaded").groupby(["method", "seed"])["round"].max().astype(int)
+    if summary.select == "last":
         return tested.rename("round")
-    if study.select != "best":
-        raise unknown_name("select", study.select, ("last", "best"))
+    if summary.select != "best":
+        raise unknown_name("select", summary.select, ("last", "best"))
     per_round = (
-        metric_history(study, split="validation").groupby(["method", "seed", "round"])["value"].agg(["mean", "count"])
+        metric_history(summary, split="validation").groupby(["method", "seed", "round"])["value"].agg(["mean", "count"])
     )
-    chosen: dict[Any, int] = {}
+    best_rounds: dict[Any, int] = {}
     for run in tested.index:
         if run not in per_round.index:
             raise UsageError(
@@ -66,161 +66,161 @@ def find_reported_rounds(study: RunSummary) -> pd.Series:
                 "hold out a part of the training data, or use select='last'"
             )
         rounds = per_round.loc[run]
-        chosen[run] = int(rounds.loc[rounds["count"] == rounds["count"].max(), "mean"].idxmax())
-    return pd.Series(chosen, index=tested.index, name="round", dtype=int)
+        best_rounds[run] = int(rounds.loc[rounds["count"] == rounds["count"].max(), "mean"].idxmax())
+    return pd.Series(best_rounds, index=tested.index, name="round", dtype=int)
 
 
-def reported_rows(
-    study: RunSummary, model: str = "personal", split: str = "test", moment: str = "loaded"
+def select_reported_rows(
+    summary: RunSummary, model: str = "personal", split: str = "test", moment: str = "loaded"
 ) -> pd.DataFrame:
-    """The records of ``model`` on ``split`` at each run's reported round."""
-    if model not in MODELS:
-        raise unknown_name("model", model, MODELS)
-    if split not in ("test", "validation"):
-        raise unknown_name("split", split, ("test", "validation"))
-    if moment not in MOMENTS:
-        raise unknown_name("moment", moment, MOMENTS)
-    rows = _select(study, model, split, moment)
-    rows = rows.join(find_reported_rounds(study).rename("reported"), on=["method", "seed"])
+    """Return the records of ``model`` on ``split`` at each run's reported round."""
+    for key, value, known in (
+        ("model", model, MODELS), ("split", split, ("test", "validation")), ("moment", moment, MOMENTS),
+    ):  # fmt: skip
+        if value not in known:
+            raise unknown_name(key, value, known)
+    rows = _select(summary, model, split, moment)
+    rows = rows.join(find_reported_rounds(summary).rename("reported"), on=["method", "seed"])
     return rows[rows["round"] == rows["reported"]]
 
 
 def seed_table(
-    study: RunSummary, metric: str | None = None, model: str = "personal", split: str = "test", moment: str = "loaded"
+    summary: RunSummary, metric: str | None = None, model: str = "personal", split: str = "test", moment: str = "loaded"
 ) -> pd.DataFrame:
-    """``metric`` on ``split`` at the reported round: clients and aggregates x (method, seed); NaN where missing.
+    """Return ``metric`` on ``split`` at the reported round: clients and aggregates x (method, seed); NaN where missing.
 
     ``macro`` is the mean over clients; ``pooled`` takes all test samples together (absent for ``auc``); ``worst
-    client`` is the lowest value (highest loss). Each is over the clients of :func:`comparable`; beyond
-    :data:`ONE_BY_ONE` clients come :data:`QUANTILES` and the best. ``moment="trained"``: the clients' models just after
-    their local work of that round, of those that took part in it. The global model's table holds only methods that have
-    one.
+    client`` is the lowest value (highest loss). Each is over the clients of :func:`mask_incomparable`; beyond
+    :data:`ONE_BY_ONE` clients, :data:`QUANTILES` and the best client follow. ``moment="trained"`` measures the models
+    of that round's participants just after their local work. The global model's table holds only methods that have one.
     """
-    metric = _resolve_metric(study, metric)
-    rows = reported_rows(study, model, split, moment)
-    methods = [name for name, facts in study.methods.items() if model == "personal" or facts.has_global]
-    runs = pd.MultiIndex.from_product([methods, study.seeds], names=["method", "seed"])
+    metric = _resolve_metric(summary, metric)
+    rows = select_reported_rows(summary, model, split, moment)
+    methods = [name for name, method in summary.methods.items() if model == "personal" or method.has_global]
+    runs = pd.MultiIndex.from_product([methods, summary.seeds], names=["method", "seed"])
     rows = rows.assign(value=compute_metric(rows, metric).astype(float))
     clients = rows.pivot(index="client", columns=["method", "seed"], values="value")
-    clients = clients.reindex(index=list(study.clients)).reindex(columns=runs).astype(float)
-    common = comparable(clients)
+    clients = clients.reindex(index=list(summary.clients)).reindex(columns=runs).astype(float)
+    common = mask_incomparable(clients)
     row = common.index.get_indexer(pd.Index(rows["client"]))
     column = runs.get_indexer(rows.set_index(["method", "seed"]).index)
-    pooled = _pooled_metric(rows[~np.isnan(common.to_numpy()[row, column])], metric)
-    aggregates = {"macro": common.mean(), "pooled": pooled.reindex(runs)}
+    rows = rows[~np.isnan(common.to_numpy()[row, column])]
+    aggregates = {"macro": common.mean()}
+    if metric != "auc":
+        aggregates["pooled"] = _pooled_metric(rows, metric).reindex(runs)
     worst, best = (common.max(), common.min()) if metric == "loss" else (common.min(), common.max())
     aggregates["worst client"] = worst
     if len(clients) > ONE_BY_ONE:
         aggregates |= {name: common.quantile(share) for name, share in QUANTILES.items()} | {"best client": best}
-    if metric == "auc":
-        del aggregates["pooled"]
     return pd.concat([clients, pd.DataFrame(aggregates).T]).rename_axis("client")
 
 
-def comparable(clients: pd.DataFrame) -> pd.DataFrame:
-    """``clients`` x (method, seed) with NaN at clients that another method lacks under the same seed.
+def mask_incomparable(clients: pd.DataFrame) -> pd.DataFrame:
+    """Return ``clients`` x (method, seed) with NaN for each client that another method lacks under the same seed.
 
-    So aggregates of all methods are over the same clients. A method that measured nobody under a seed is left out.
+    Aggregates of all methods are then over the same clients. A method without any measurement under a seed is ignored.
     """
-    begun, seeds = clients.notna().any(), clients.columns.get_level_values(1)
+    measured, seeds = clients.notna().any(), clients.columns.get_level_values(1)
     common = clients.copy()
     for seed in seeds.unique():
-        runs = clients.columns[begun & (seeds == seed)]
+        runs = clients.columns[measured & (seeds == seed)]
         common.loc[clients[runs].isna().any(axis=1), runs] = np.nan
     return common
 
 
 def accuracy_table(
-    study: RunSummary, metric: str | None = None, model: str = "personal", split: str = "test", moment: str = "loaded"
+    summary: RunSummary, metric: str | None = None, model: str = "personal", split: str = "test", moment: str = "loaded"
 ) -> pd.DataFrame:
-    """:func:`seed_table` over seeds: clients and aggregates x (method, mean | std | seeds).
+    """Return :func:`seed_table` over seeds: clients and aggregates x (method, mean | std | seeds).
 
-    ``std`` is the sample standard deviation; ``seeds`` says how many seeds the two are over.
+    ``std`` is the sample standard deviation; ``seeds`` is the number of seeds that both are over.
     """
-    seeds = seed_table(study, metric, model, split, moment)
+    seeds = seed_table(summary, metric, model, split, moment)
     methods = seeds.columns.get_level_values("method").unique()
     columns = pd.MultiIndex.from_product([methods, ["mean", "std", "seeds"]], names=["method", "statistic"])
-    cells: dict[tuple[str, str], np.ndarray] = {}
+    cells = {}
     for method in methods:
         runs = seeds[method]
-        cells[method, "mean"], cells[method, "std"] = runs.mean(axis=1).to_numpy(), runs.std(axis=1).to_numpy()
-        cells[method, "seeds"] = np.isfinite(runs.to_numpy()).sum(axis=1)
+        statistics = runs.mean(axis=1), runs.std(axis=1), np.isfinite(runs).sum(axis=1)
+        for name, values in zip(("mean", "std", "seeds"), statistics, strict=True):
+            cells[method, name] = values.to_numpy()
     return pd.DataFrame(cells, index=seeds.index, columns=columns, dtype=float)
 
 
-def measures_trained(study: RunSummary) -> bool:
-    """Whether clients' models were measured just after their local work too."""
-    return len(_select(study, "personal", "test", "trained")) > 0
+def describe_seeds(summary: RunSummary) -> str:
+    """Return the statistics that a table of ``summary`` prints, for its caption."""
+    return f"mean (std) over {len(summary.seeds)} seeds" if len(summary.seeds) > 1 else "one seed"
 
 
-def traffic_table(study: RunSummary) -> pd.DataFrame:
-    """Bytes that all clients together moved, by method, per round and in total: down, up, both (means over seeds)."""
-    moved = study.traffic.assign(both=study.traffic["down"] + study.traffic["up"])
+def measures_trained(summary: RunSummary) -> bool:
+    """Return whether the clients' models were also measured just after their local work."""
+    return len(_select(summary, "personal", "test", "trained")) > 0
+
+
+def traffic_table(summary: RunSummary) -> pd.DataFrame:
+    """Return the bytes that all clients exchanged, by method, per round and in total: down, up, both (seed means)."""
+    moved = summary.traffic.assign(both=summary.traffic["down"] + summary.traffic["up"])
     runs = moved.groupby(["method", "seed"])[["down", "up", "both"]]
     per_round, total = runs.mean().groupby("method").mean(), runs.sum().groupby("method").mean()
     table = per_round.add_suffix(" per round").join(total.add_suffix(" in total")).astype(float)
-    return table.reindex(list(study.methods)).rename_axis("method")
+    return table.reindex(list(summary.methods)).rename_axis("method")
 
 
-def list_shortfalls(study: RunSummary) -> list[str]:
-    """What a reader must know of the tables: runs cut short and clients that were not measured, in plain sentences."""
-    reported, found = find_reported_rounds(study), []
-    evaluated = _select(study, None, "test", "loaded").groupby(["method", "seed"])["round"].max()
-    for run in ((method, seed) for method in study.methods for seed in study.seeds):
+def list_shortfalls(summary: RunSummary) -> list[str]:
+    """Return sentences on the limits of the tables: runs cut short and clients without a measurement."""
+    reported, sentences = find_reported_rounds(summary), []
+    evaluated = _select(summary, None, "test", "loaded").groupby(["method", "seed"])["round"].max()
+    for run in ((method, seed) for method in summary.methods for seed in summary.seeds):
         if run not in reported.index:
-            found.append(f"{run[0]}, seed {run[1]}: no round was evaluated; the run is left out of every figure.")
-        elif evaluated[run] < study.rounds:
-            found.append(f"{run[0]}, seed {run[1]}: evaluated up to round {evaluated[run]} of {study.rounds}.")
-    clients, counted = (seed_table(study, metric).iloc[: len(study.clients)] for metric in (study.metric, "accuracy"))
-    for method in study.methods:
-        seeds = [seed for seed in study.seeds if (method, seed) in reported.index]
-        for table, fate in (
+            sentences.append(f"{run[0]}, seed {run[1]}: no round was evaluated; the run is left out of every figure.")
+        elif evaluated[run] < summary.rounds:
+            sentences.append(f"{run[0]}, seed {run[1]}: evaluated up to round {evaluated[run]} of {summary.rounds}.")
+    total = len(summary.clients)
+    clients, counted = (seed_table(summary, metric).iloc[:total] for metric in (summary.metric, "accuracy"))
+    for method in summary.methods:
+        seeds = [seed for seed in summary.seeds if (method, seed) in reported.index]
+        for table, reason in (
             (counted, "not measured at the reported round"),
-            (clients[counted.notna()].where(counted.notna(), 0.0), f"{study.metric_name} is not defined there"),
+            (clients[counted.notna()].where(counted.notna(), 0.0), f"{summary.metric_name} is not defined there"),
         ):
             lacking = pd.DataFrame({seed: table[method, seed].isna() for seed in seeds}, index=table.index)
             names = [str(name) for name in table.index[lacking.any(axis=1)]]
             if names:
                 which = ", ".join(map(str, lacking.columns[lacking.any(axis=0)]))
                 more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-                who = f"client{'s' * (len(names) > 1)} {', '.join(names[:NAMED])}{more}"
-                found.append(f"{method}, {who}: {fate} (seeds {which}).")
-    held = comparable(clients).notna().sum()[clients.notna().any()]
-    if held.any() and held.min() < len(clients):
-        count = f"{held.min()}" if held.min() == held.max() else f"{held.min()} to {held.max()} (by seed)"
-        found.append(
+                affected = f"client{'s' * (len(names) > 1)} {', '.join(names[:NAMED])}{more}"
+                sentences.append(f"{method}, {affected}: {reason} (seeds {which}).")
+    common = mask_incomparable(clients).notna().sum()[clients.notna().any()]
+    if common.any() and common.min() < len(clients):
+        count = f"{common.min()}" if common.min() == common.max() else f"{common.min()} to {common.max()} (by seed)"
+        sentences.append(
             f"Aggregates of every method are over the same {count} of {len(clients)} clients, those that have a value "
             "under every method; differences are over the clients that both methods have."
         )
-    return found
+    return sentences
 
 
-def _resolve_metric(study: RunSummary, metric: str | None) -> str:
-    """``metric``, or the study's own."""
-    metric = study.metric if metric is None else metric
+def _resolve_metric(summary: RunSummary, metric: str | None) -> str:
+    """Return ``metric``, or the summary's own for None, once it is known to exist."""
+    metric = summary.metric if metric is None else metric
     if metric not in METRICS:
         raise unknown_name("metric", metric, METRICS)
     return metric
 
 
-def _select(study: RunSummary, model: str | None, split: str, moment: str) -> pd.DataFrame:
-    rows = study.rows
+def _select(summary: RunSummary, model: str | None, split: str, moment: str) -> pd.DataFrame:
+    rows = summary.rows
     keep = (rows["split"] == split) & (rows["moment"] == moment)
     return rows[keep] if model is None else rows[keep & (rows["model"] == model)]
 
 
 def _pooled_metric(rows: pd.DataFrame, metric: str) -> pd.Series:
-    """``metric`` of all clients' samples together, over (method, seed)."""
-    if metric == "auc":
-        return pd.Series(dtype=float)
+    """Return ``metric`` of all clients' samples together, over (method, seed)."""
+    columns = ["samples", "loss_sum", "hits", "support"]
     totals = {
-        run: {
-            "samples": group["samples"].sum(),
-            "loss_sum": group["loss_sum"].sum(),
-            "hits": np.sum(group["hits"].tolist(), axis=0).tolist(),
-            "support": np.sum(group["support"].tolist(), axis=0).tolist(),
-        }
+        run: [group["samples"].sum(), group["loss_sum"].sum()]
+        + [np.sum(group[name].tolist(), axis=0).tolist() for name in ("hits", "support")]
         for run, group in rows.groupby(["method", "seed"])
     }
-    frame = pd.DataFrame.from_dict(totals, orient="index", columns=["samples", "loss_sum", "hits", "support"])
+    frame = pd.DataFrame.from_dict(totals, orient="index", columns=columns)
     return compute_metric(frame, metric).astype(float)

@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from ..analysis.similarity import Reals
 from ..report.figures import FigurePanel, save_each
-from ..report.gallery import BLUE
-from ..report.style import INK, figure_settings, shorten
+from ..report.style import BLUE, INK, figure_settings, shorten
 from ..results.run_directory import to_file_name
 from .comparison import RepresentationComparison
 

@@ -10,8 +10,7 @@ import pandas as pd
 from rich.console import RenderableType
 
 from ..analysis.statistics import mean_and_std
-from ..report.formatting import MISSING, TextCell, TextTable, spread_note, to_csv, to_latex, to_markdown, to_terminal
-from ..utils.files import write_atomically
+from ..report.formatting import TextTable, explain_spread, format_mean, make_table, to_terminal, write_table
 from .comparison import DISTANCES, RepresentationComparison
 
 PAIRS = ("client-client", "server-client")
@@ -53,21 +52,11 @@ def list_notes(found: RepresentationComparison) -> Iterator[str]:
 
 def write_tables(found: RepresentationComparison, directory: Path) -> list[Path]:
     """Write both tables as Markdown, LaTeX and CSV (a line for each seed) into ``directory``; return the paths."""
-    directory.mkdir(parents=True, exist_ok=True)
-    content = {
-        "similarity.md": to_markdown(similarity_table(found)),
-        "similarity.tex": to_latex(similarity_table(found)),
-        "similarity.csv": to_csv(similarity_frame(found)),
-    }
+    paths = write_table(directory, "similarity", similarity_table(found), similarity_frame(found))
     if len(found.distances):
-        content |= {
-            "batchnorm.md": to_markdown(distance_table(found)),
-            "batchnorm.tex": to_latex(distance_table(found)),
-            "batchnorm.csv": to_csv(found.distances.set_index(["method", "seed", "layer"])),
-        }
-    for name, text in content.items():
-        write_atomically(directory / name, text.encode())
-    return [directory / name for name in content]
+        frame = found.distances.set_index(["method", "seed", "layer"])
+        paths += write_table(directory, "batchnorm", distance_table(found), frame)
+    return paths
 
 
 def similarity_frame(found: RepresentationComparison) -> pd.DataFrame:
@@ -105,10 +94,8 @@ def _list_layers(found: RepresentationComparison) -> str:
 
 
 def _format_cell(values: Iterable[float]) -> str:
-    mean, std = mean_and_std(values)
-    return MISSING if math.isnan(mean) else f"{mean:.3f}" + ("" if math.isnan(std) else f" ({std:.3f})")
+    return format_mean(*mean_and_std(values), ".3f")
 
 
 def _make_table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]], found: RepresentationComparison) -> TextTable:
-    cells = tuple(tuple(TextCell(text=text) for text in row) for row in rows)
-    return TextTable(header=header, rows=cells, note=spread_note(len(found.seeds)))
+    return make_table(header, rows, note=explain_spread(len(found.seeds)))

@@ -1,50 +1,61 @@
-"""What was reproduced as one page that loads nothing: each table and figure beside the paper's, with its verdict."""
+"""The page of reproduced tables and figures: each beside the paper's, with its verdict, in one self-contained file."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
-
-from .. import __version__
-from ..report.formatting import to_latex, to_markdown
-from ..report.inline_images import embed_svg
+from ..report.formatting import TextCell, TextTable, make_table
+from ..report.html import embed_svg, render_template
 from ..utils.files import write_atomically
 from .figures import load_figures
 from .published_tables import PAPERS, Table, load_tables
 from .results import read_results
-from .verdict import compare_columns, remarks
+from .verdict import compare_values, list_remarks
 
 
-def write_results_page(place: Path) -> Path:
-    """Write the page of what is in ``place`` there: whole or not at all."""
-    environment = Environment(
-        loader=ChoiceLoader([PackageLoader("fedshift", "papers"), PackageLoader("fedshift", "report")]),
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
-    shown = [found for table in load_tables().values() if (found := _render_table(table, place))]
-    papers = {title: [each for each in shown if each["paper"] == paper] for paper, title in PAPERS.items()}
-    text = environment.get_template("papers.html.j2").render(
-        papers={title: found for title, found in papers.items() if found},
-        version=__version__, latex=to_latex, markdown=to_markdown,
-    )  # fmt: skip
-    path = place / "index.html"
+def write_results_page(directory: Path) -> Path:
+    """Write the page of the results in ``directory`` there, atomically; return its path."""
+    entries = [entry for table in load_tables().values() if (entry := _make_entry(table, directory))]
+    text = render_template(
+        "papers.html.j2",
+        links=[(entry["id"], entry["table"].key) for entry in entries],
+        overview=_make_overview(entries),
+        entries=entries,
+    )
+    path = directory / "index.html"
     write_atomically(path, text.encode())
     return path
 
 
-def _render_table(table: Table, place: Path) -> dict[str, Any] | None:
-    """What the page has of a table; None where nothing was run."""
-    blocks, drawn = read_results(table, place), load_figures(table, place)
-    if not blocks and not (drawn and drawn["pictures"]):
+def _make_entry(table: Table, directory: Path) -> dict[str, Any] | None:
+    """Return the page's content on a table; None where nothing was run."""
+    blocks, figures = read_results(table, directory), load_figures(table, directory)
+    if not blocks and not (figures and figures["pictures"]):
         return None
     return {
-        "paper": table.paper,
+        "paper": PAPERS[table.paper],
         "id": table.key.replace("/", "-"),
         "table": table,
-        "blocks": [(made, compare_columns(made)) for made in blocks],
-        "drawn": drawn,
-        "remarks": remarks(drawn["notes"], drawn.get("missing", ())) if drawn else [],
-        "pictures": [embed_svg(p["svg"], p["name"], p["description"]) for p in drawn["pictures"]] if drawn else [],
+        "blocks": [(block, compare_values(block)) for block in blocks],
+        "figures": figures,
+        "remarks": list_remarks(figures["notes"], figures.get("missing", ())) if figures else [],
+        "pictures": [embed_svg(p["svg"], p["name"], p["description"]) for p in figures["pictures"]] if figures else [],
     }
+
+
+def _make_overview(entries: list[dict[str, Any]]) -> TextTable:
+    """Return the table of all verdicts."""
+    rows: list[tuple[object, ...]] = []
+    for entry in entries:
+        key, link, figures = entry["table"].key, f"#{entry['id']}", entry["figures"]
+        for block, _ in entry["blocks"]:
+            name = f"{key}, version {block.block.version}" if block.block.version else key
+            same, pairs = block.order
+            source, scale = "the paper's" if block.own else "stand-in", f"{block.scale:.2g}"
+            order = f"{same} of {pairs}" if pairs else ""
+            rows.append((TextCell(text=name, link=link), block.verdict, order, source, block.seeds, scale))
+        if entry["pictures"]:
+            source, scale = "stand-in" if figures["notes"] else "the paper's", f"{figures['scale']:.2g}"
+            rows.append((TextCell(text=key, link=link), "drawn", "", source, figures["seeds"], scale))
+    return make_table(("table", "verdict", "pairs", "data and network", "seeds", "share of rounds"), rows)

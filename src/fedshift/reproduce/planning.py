@@ -1,4 +1,4 @@
-"""What of a table or figure can be run here: a run for each cell, and for each point of a curve."""
+"""Plans: the runs that a table or figure requires, one for each cell and for each point of a curve."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .recipes import (
     ReproductionOptions,
     StandIn,
     base_name,
-    exact,
     find_recipe,
     find_stand_in,
     is_present,
     load_recipes,
     make_spec,
     move_to_stand_in,
+    select_published_samples,
 )
 
 FINAL, DISCORDANCE, ADAPTED = "final", "discordance", "adapted"
@@ -30,11 +30,10 @@ LOADED = "loaded"
 
 @dataclass(frozen=True, kw_only=True)
 class CellPlan:
-    """A number of a table, ``printed``, and the run ``spec`` that gives it at ``client`` (None: the mean of all).
+    """A number of a table, ``printed``, and the run ``spec`` that yields it at ``client`` (None: the mean of all).
 
-    ``measure`` says which of the run's numbers it is and ``moment`` when it is measured (see ``recipes.toml``);
-    ``twin`` is the centralized run that it is measured against, and ``newcomer`` the data whose clients a finished
-    run's model is adapted to.
+    ``measure`` selects one of the run's numbers and ``moment`` when it is measured (see ``recipes.toml``); ``twin`` is
+    the centralized run for comparison, and ``newcomer`` names data to whose clients a finished run's model is adapted.
     """
 
     row: int
@@ -49,13 +48,13 @@ class CellPlan:
 
     @property
     def specs(self) -> tuple[RunSpec, ...]:
-        """The runs that the number takes."""
+        """The runs that the number requires."""
         return (self.spec, self.twin) if self.twin else (self.spec,)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PanelPlan:
-    """A panel of a figure: ``y`` against ``x`` for ``points``, each with its keys; small panels ``by`` a key."""
+    """A plot of ``y`` against ``x`` for ``points``, each with its keys; a panel for each value of the key ``by``."""
 
     name: str
     x: str
@@ -66,11 +65,10 @@ class PanelPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class TablePlan:
-    """What can be run: ``cells`` of a block, ``panels`` of a figure; data that are ``missing``; ``notes`` on stand-ins.
+    """Runs for the ``cells`` of a block or the ``panels`` of a figure, ``missing`` data, and ``notes`` on stand-ins.
 
-    ``stood``: those of the notes that are on data, by the data in whose place others stand; each says which clients are
-    left out and why. ``shown``: what stands in the place of clients' names, by these. ``asked``: the runs as the paper
-    has them.
+    ``stood``: the notes on data, by the name of the replaced data; each names the clients left out and the reason.
+    ``shown``: the client that replaces each of the paper's. ``asked``: the runs as in the paper.
     """
 
     cells: tuple[CellPlan, ...] = ()
@@ -90,69 +88,72 @@ class TablePlan:
 
 
 def list_runnable() -> tuple[str, ...]:
-    """Keys of the tables and figures that have a recipe."""
+    """Return the keys of the tables and figures that have a recipe."""
     return tuple(key for key, table in load_tables().items() if find_recipe(table) is not None)
 
 
-def plan_block(table: Table, block: Block, way: ReproductionOptions) -> TablePlan:
-    """The runs that ``table``'s recipe makes of ``block``. Raises :class:`UsageError` where there is no recipe."""
-    recipe, found = _find_recipe(table), _DataLocator(way)
+def plan_block(table: Table, block: Block, options: ReproductionOptions) -> TablePlan:
+    """Return the runs of ``block`` by the recipe of ``table``. Raises :class:`UsageError` where there is none."""
+    recipe, locator = _find_recipe(table), _DataLocator(options)
     cells, twins = [], _find_twins(recipe, block)
     for row, (keys, numbers) in enumerate(block.rows):
         coordinates = {**block.keys, **keys}
         for column, (name, printed) in enumerate(zip(block.columns, numbers, strict=True)):
             if printed is None:
                 continue
-            whole = {**coordinates, block.by: name} if block.by not in ("metric", "pair", "client") else coordinates
+            keyed = {**coordinates, block.by: name} if block.by not in ("metric", "pair", "client") else coordinates
             measure = recipe.get("measures", {}).get(name, FINAL)
-            if measure == ADAPTED and not found.is_available(recipe["adapted"]):
+            if measure == ADAPTED and not locator.is_available(recipe["adapted"]):
                 continue
-            asked = make_spec(recipe, whole, way)
-            spec, stand = found.locate(asked, sized=block.by == "samples")
+            asked = make_spec(recipe, keyed, options)
+            spec, substitute = locator.locate(asked, sized=block.by == "samples")
             client = name if block.by == "client" else coordinates.get("client", "average")
             client = None if client == "average" else str(client)
             if spec is None:
                 continue
-            if stand and client and measure != ADAPTED:
-                if client not in stand.columns:
-                    found.without(asked.data, client)
-                client = stand.columns.get(client)
+            if substitute and client and measure != ADAPTED:
+                if client not in substitute.columns:
+                    locator.exclude(asked.data, client)
+                client = substitute.columns.get(client)
                 if client not in str(spec.domains).split(","):
                     continue
             moment = LOADED if client and client == spec.newcomers else recipe.get("moment", LOADED)
-            cell = CellPlan(
-                row=row, column=column, printed=printed, spec=spec, client=client, measure=measure, moment=moment
-            )
-            if measure == ADAPTED:
-                cell = replace(cell, newcomer=recipe["adapted"])
+            twin = None
             if measure == DISCORDANCE:
-                twin, _ = found.locate(make_spec(recipe, twins[_format_pair(coordinates)], way))
-                cell = replace(cell, twin=twin)
-            cells.append(cell)
-    return TablePlan(cells=tuple(cells), **found.facts)
+                twin, _ = locator.locate(make_spec(recipe, twins[coordinates["data"], coordinates["model"]], options))
+            cells.append(
+                CellPlan(
+                    row=row, column=column, printed=printed, spec=spec, client=client, measure=measure, moment=moment,
+                    twin=twin, newcomer=recipe["adapted"] if measure == ADAPTED else None,
+                )
+            )  # fmt: skip
+    return TablePlan(cells=tuple(cells), **locator.facts)
 
 
-def plan_panels(table: Table, way: ReproductionOptions) -> TablePlan:
-    """The runs that the panels of ``table``'s recipe take; no panels where it has none. Raises as :func:`plan_block`."""
-    recipe, found = _find_recipe(table), _DataLocator(way)
+def plan_panels(table: Table, options: ReproductionOptions) -> TablePlan:
+    """Return the runs of the panels in ``table``'s recipe, which may have none. Raises as :func:`plan_block`."""
+    recipe, locator = _find_recipe(table), _DataLocator(options)
     panels = []
     for panel in recipe.get("panels", ()):
         points: list[tuple[Mapping[str, Any], RunSpec]] = []
         over = panel.get("over", {})
         for values in itertools.product(*over.values()) if over else ():
             keys = dict(zip(over, values, strict=True))
-            many = {**recipe, "evaluations": 30} if panel["x"] == "round" and "evaluations" not in recipe else recipe
-            spec, _ = found.locate(make_spec(many, keys, way), sized="samples" in keys)
+            default = {"evaluations": 30} if panel["x"] == "round" else {}
+            spec, _ = locator.locate(make_spec({**default, **recipe}, keys, options), sized="samples" in keys)
             if spec is not None:
                 points.append((keys, spec))
         if points or not over:
             name = "-".join(filter(None, (table.name, panel.get("name"))))
             panels.append(PanelPlan(name=name, x=panel["x"], y=panel["y"], by=panel.get("by"), points=tuple(points)))
-    return TablePlan(panels=tuple(panels), **found.facts)
+    return TablePlan(panels=tuple(panels), **locator.facts)
 
 
 def select_blocks(table: Table, version: str | None = None) -> list[Block]:
-    """The blocks of one version of the table, by default the last; :class:`UsageError` where it has no such."""
+    """Return the blocks of one version of the table, by default the last.
+
+    Raises :class:`UsageError` where it does not have that version.
+    """
     versions = list(dict.fromkeys(block.version for block in table.blocks))
     if version is not None and version not in versions:
         known = ", ".join(filter(None, versions)) or "one version only"
@@ -162,116 +163,116 @@ def select_blocks(table: Table, version: str | None = None) -> list[Block]:
 
 
 def make_plans(
-    table: Table, way: ReproductionOptions, version: str | None = None
+    table: Table, options: ReproductionOptions, version: str | None = None
 ) -> Iterator[tuple[Block | None, TablePlan]]:
-    """What is run of a table: a plan for each block, and for what is drawn (block None)."""
+    """Yield a plan for each block of a table, and one for its panels (block None)."""
     for block in select_blocks(table, version):
-        yield block, plan_block(table, block, way)
+        yield block, plan_block(table, block, options)
     if _find_recipe(table).get("panels"):
-        yield None, plan_panels(table, way)
+        yield None, plan_panels(table, options)
 
 
 class _DataLocator:
-    """Where data are, gathered over the runs of a plan: here, in place of others, or nowhere."""
+    """Locations of data, gathered over the runs of a plan: present, replaced by a substitute, or missing."""
 
-    def __init__(self, way: ReproductionOptions) -> None:
-        self._way = way
+    def __init__(self, options: ReproductionOptions) -> None:
+        self._options = options
         self._missing: dict[str, None] = {}
-        self._stood: dict[str, _Stood] = {}
+        self._stood: dict[str, _Substitution] = {}
         self._lighter_notes: dict[str, None] = {}
         self._asked: dict[RunSpec, None] = {}
 
     def locate(self, spec: RunSpec, *, sized: bool = False) -> tuple[RunSpec | None, StandIn | None]:
-        """``spec`` on data that are here, None where there are none; and what they are in place of its own.
+        """Return ``spec`` on available data, None where there are none; and the substitute for its own data, if any.
 
-        ``sized``: it is about the number of samples, so that fewer do not do.
+        ``sized``: the number of samples is what the run compares, so that fewer are not acceptable.
         """
         self._asked[spec] = None
-        if is_present(spec.data, self._way.root):
-            return self._lighter(exact(spec)), None
-        stand = find_stand_in(spec.data, self._way.root)
-        if stand is None:
+        if is_present(spec.data, self._options.root):
+            return self._lighten(select_published_samples(spec)), None
+        substitute = find_stand_in(spec.data, self._options.root)
+        if substitute is None:
             self._missing[base_name(spec.data)] = None
             return None, None
-        stood = self._stood.setdefault(base_name(spec.data), _Stood(stand))
-        if sized and (spec.samples or 0) > (stand.most or math.inf):
-            stood.too_few.add(spec.samples or 0)
+        substitution = self._stood.setdefault(base_name(spec.data), _Substitution(substitute))
+        if sized and (spec.samples or 0) > (substitute.most or math.inf):
+            substitution.too_few.add(spec.samples or 0)
             return None, None
-        stood.ask(spec.samples)
-        return self._lighter(move_to_stand_in(spec, stand)), stand
+        substitution.add_run(spec.samples)
+        return self._lighten(move_to_stand_in(spec, substitute)), substitute
 
-    def without(self, data: str, client: str) -> None:
-        """Note that nothing stands in for ``client`` of ``data``."""
-        self._stood[base_name(data)].nobody[client] = None
+    def exclude(self, data: str, client: str) -> None:
+        """Note that nothing replaces ``client`` of ``data``."""
+        self._stood[base_name(data)].excluded[client] = None
 
     def is_available(self, data: str) -> bool:
-        """Whether ``data`` are here, for which nothing stands in."""
-        there = is_present(data, self._way.root)
-        self._missing |= {} if there else {base_name(data): None}
-        return there
+        """Return whether ``data``, for which there is no substitute, are present."""
+        present = is_present(data, self._options.root)
+        self._missing |= {} if present else {base_name(data): None}
+        return present
 
-    def _lighter(self, spec: RunSpec) -> RunSpec:
-        other = load_recipes()["light"].get(spec.model) if self._way.light else None
-        if other is None:
+    def _lighten(self, spec: RunSpec) -> RunSpec:
+        lighter = load_recipes()["light"].get(spec.model) if self._options.light else None
+        if lighter is None:
             return spec
-        self._lighter_notes[f"{other} in place of {spec.model}"] = None
-        return replace(spec, model=other)
+        self._lighter_notes[f"{lighter} in place of {spec.model}"] = None
+        return replace(spec, model=lighter)
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a :class:`TablePlan` says beside its runs."""
-        stood = {data: found.note for data, found in self._stood.items()}
+        """Fields of a :class:`TablePlan` other than its runs."""
+        notes = {data: substitution.note for data, substitution in self._stood.items()}
+        clients = (substitution.clients.items() for substitution in self._stood.values())
         return {
-            "missing": tuple(self._missing), "notes": (*dict.fromkeys(stood.values()), *self._lighter_notes),
-            "stood": stood, "shown": {key: name for found in self._stood.values() for key, name in found.shown.items()},
-            "asked": tuple(self._asked),
+            "missing": tuple(self._missing), "notes": (*dict.fromkeys(notes.values()), *self._lighter_notes),
+            "stood": notes, "shown": dict(itertools.chain.from_iterable(clients)), "asked": tuple(self._asked),
         }  # fmt: skip
 
 
-class _Stood:
-    """Data that stand in for a paper's, over the runs of a plan: who takes part in some, who is left out, and why.
+class _Substitution:
+    """Substitute data over the runs of a plan: which clients take part in some, and which are left out and why.
 
-    ``too_few``: samples a client that columns were to have, and that no client here has; ``nobody``: clients of the
-    paper's that no other stands in for.
+    ``too_few``: required samples per client that no available client has; ``excluded``: clients of the paper without a
+    substitute.
     """
 
     def __init__(self, stand: StandIn) -> None:
         self.too_few: set[int] = set()
-        self.nobody: dict[str, None] = {}
+        self.excluded: dict[str, None] = {}
         self._stand = stand
         self._used: set[str] = set()
         self._lacking: dict[str, set[int]] = {}
 
-    def ask(self, samples: int | None) -> None:
-        """Enter a run with so many training samples of each client."""
-        enough = self._stand.enough(samples)
-        self._used.update(enough)
-        for column in self._stand.columns.keys() - enough:
+    def add_run(self, samples: int | None) -> None:
+        """Add a run with this many training samples of each client."""
+        sufficient = self._stand.columns_with(samples)
+        self._used.update(sufficient)
+        for column in self._stand.columns.keys() - sufficient:
             self._lacking.setdefault(column, set()).add(samples or 0)
 
     @property
-    def shown(self) -> dict[str, str]:
-        """The clients that take part, by whose place they take."""
+    def clients(self) -> dict[str, str]:
+        """The clients that take part, by the client of the paper that they replace."""
         return {column: name for column, name in self._stand.columns.items() if column in self._used}
 
     @property
     def note(self) -> str:
-        """What stands in for the paper's data, and what is left out of it."""
+        """Sentence on the substitute data and on clients left out."""
         stand = self._stand
-        said = [stand.note.format(clients=", ".join(self.shown.values()))]
+        parts = [stand.note.format(clients=", ".join(self.clients.values()))]
         for column, asked in sorted(self._lacking.items()):
             have = (
                 f"{stand.columns[column]} has {stand.least[column]:,} training samples of the {_range(asked)} asked for"
             )
-            said.append(f"{column} is left out{' of some runs' if column in self._used else ''}: {have}")
-        said += [f"{client} is left out: nothing stands in for it" for client in self.nobody]
+            parts.append(f"{column} is left out{' of some runs' if column in self._used else ''}: {have}")
+        parts += [f"{client} is left out: nothing stands in for it" for client in self.excluded]
         if self.too_few:
-            said.append(f"{_range(self.too_few)} samples a client are left out: there are {stand.most:,} at most")
-        return "; ".join(said)
+            parts.append(f"{_range(self.too_few)} samples a client are left out: there are {stand.most:,} at most")
+        return "; ".join(parts)
 
 
 def _range(numbers: Collection[int]) -> str:
-    """The least and the largest of ``numbers``, or the one that there is."""
+    """Return the smallest and the largest of ``numbers``, or the only one."""
     return " to ".join(f"{number:,}" for number in dict.fromkeys((min(numbers), max(numbers))))
 
 
@@ -282,13 +283,9 @@ def _find_recipe(table: Table) -> Mapping[str, Any]:
     return recipe
 
 
-def _format_pair(coordinates: Mapping[str, Any]) -> tuple[object, object]:
-    return coordinates["data"], coordinates["model"]
-
-
 def _find_twins(recipe: Mapping[str, Any], block: Block) -> Mapping[tuple[object, object], Mapping[str, Any]]:
-    """The row of centralized training for each data set and model, where the block has a discordance."""
+    """Return the row of centralized training for each data set and model, where the block has a discordance."""
     rows: Iterable[Mapping[str, Any]] = ({**block.keys, **keys} for keys, _ in block.rows)
     if DISCORDANCE not in recipe.get("measures", {}):
         return {}
-    return {_format_pair(row): row for row in rows if row["method"] == "centralized"}
+    return {(row["data"], row["model"]): row for row in rows if row["method"] == "centralized"}

@@ -1,6 +1,6 @@
-"""The tables and figures of the papers, as they are printed there: data files, read and checked.
+"""Published tables and figures of the papers, read from data files.
 
-``values/<paper>/<name>.toml`` holds what a paper prints, each number as its digits; ``page`` and ``version`` say where.
+``values/<paper>/<name>.toml`` holds the printed numbers, each as its digits, with their ``page`` and ``version``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PAPERS = {
 
 @dataclass(frozen=True)
 class PublishedValue:
-    """A number as a paper prints it: mean, standard deviation if there is one, and ``unit``, one of its last digit."""
+    """A printed number: mean, standard deviation if there is one, and ``unit``, the value of one in its last digit."""
 
     mean: float
     std: float = math.nan
@@ -33,7 +33,7 @@ class PublishedValue:
 
     @staticmethod
     def of(text: str) -> PublishedValue | None:
-        """From ``"62.87 (1.49)"`` or ``"62.87"``; None from ``""``."""
+        """Return the value of ``"62.87 (1.49)"`` or ``"62.87"``; None for ``""``."""
         if not text:
             return None
         mean, _, std = text.partition(" (")
@@ -43,9 +43,9 @@ class PublishedValue:
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """One block of a table: what its ``columns`` are (``by``), and rows with their keys and numbers.
+    """One block of a table: the kind of its ``columns`` (``by``), and rows of keys and numbers.
 
-    ``keys``: what holds for all rows. Each row is what it is keyed by (``method`` among it) and a number a column.
+    ``keys`` hold for all rows. Each row has its own keys (among them ``method``) and one number per column.
     """
 
     version: str
@@ -58,7 +58,7 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """A table or figure of a paper; ``drawn`` says what a figure shows whose numbers are not printed."""
+    """A table or figure of a paper; ``drawn`` describes a figure whose numbers are not printed."""
 
     paper: str
     name: str
@@ -74,23 +74,19 @@ class Table:
 
     @property
     def key(self) -> str:
-        """What a person calls it: ``fedbn/table11``."""
+        """Name on the command line: ``fedbn/table11``."""
         return f"{self.paper}/{self.name}"
 
 
 @cache
 def load_tables() -> Mapping[str, Table]:
-    """All, by key, paper by paper and in the order of their numbers."""
-    found = {}
-    for paper in PAPERS:
-        for path in sorted((VALUES / paper).glob("*.toml"), key=_sort_key):
-            table = _read_table(paper, path)
-            found[table.key] = table
-    return found
+    """Return all tables by key, paper by paper and in the order of their numbers."""
+    paths = ((paper, path) for paper in PAPERS for path in sorted((VALUES / paper).glob("*.toml"), key=_sort_key))
+    return {table.key: table for table in (_read_table(paper, path) for paper, path in paths)}
 
 
 def find_table(key: str) -> Table:
-    """The table or figure of this key; :class:`UsageError` naming the nearest where there is none."""
+    """Return the table or figure of this key. Raises :class:`UsageError` naming the nearest where there is none."""
     if key not in load_tables():
         raise unknown_name("table or figure", key, load_tables())
     return load_tables()[key]
@@ -114,12 +110,12 @@ def _read_table(paper: str, path: Path) -> Table:
 
 
 def _read_block(shared: Mapping[str, Any], values: Mapping[str, Any]) -> Block:
-    own = {"version", "page", "columns", "by", "rows"}
+    fields = {"version", "page", "columns", "by", "rows"}
     rows = []
     for row in values["rows"]:
         keys = {key: value for key, value in row.items() if key not in ("cells", "paper_name")}
         rows.append((keys, tuple(map(PublishedValue.of, row["cells"]))))
     return Block(
         version=values["version"], page=values["page"], by=values["by"], columns=tuple(values["columns"]),
-        keys={**shared, **{key: value for key, value in values.items() if key not in own}}, rows=tuple(rows),
+        keys={**shared, **{key: value for key, value in values.items() if key not in fields}}, rows=tuple(rows),
     )  # fmt: skip

@@ -1,6 +1,6 @@
-"""From what a paper's table is keyed by to settings of ``fedshift run``: the recipes, and what stands in for data.
+"""Recipes: settings of ``fedshift run`` for the keys of a paper's table, and substitutes for missing data.
 
-How a recipe is written is said in ``recipes.toml``. Runs with equal settings are one run, within and between tables.
+``recipes.toml`` explains how a recipe is written. Runs with equal settings are one run, within and between tables.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import math
 import tomllib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from importlib import import_module
@@ -25,16 +26,16 @@ from .published_tables import Table
 
 SETTINGS = frozenset(field.name for field in fields(RunSpec))
 NESTED = ("methods", "keys", "on", "of", "measures")
-"""What a table adds to its paper's, entry by entry."""
+"""Keys that a table merges with its paper's, entry by entry."""
 LARGE = 4
-"""Batches above which FedWon clips gradients where a table does not say (arXiv:2306.05879, section 4)."""
+"""Batch size above which FedWon clips gradients by default (arXiv:2306.05879, section 4)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReproductionOptions:
-    """How tables are run here: ``root`` holds the data; ``scale`` shortens runs; ``seeds`` are how many.
+    """How tables are run: ``root`` holds the data, ``scale`` is the share of the rounds, ``seeds`` the number of seeds.
 
-    ``light``: on the networks that ``recipes.toml`` names in place of the papers'.
+    ``light``: use the networks that ``recipes.toml`` names in place of the papers'.
     """
 
     root: Path
@@ -51,11 +52,11 @@ class ReproductionOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class StandIn:
-    """Data in place of a paper's: settings that differ, what ``columns`` (clients) become, and a ``note`` on it.
+    """Data that replace a paper's: other ``settings``, the client for each of its ``columns``, and a ``note`` on it.
 
-    ``{clients}`` in the note stands for those that take part. ``most``: training samples of a client at most;
-    ``least``: of single columns' clients, which are left out of runs that ask for more. ``evaluations``: how often a
-    run is measured at most, where its clients have many test samples.
+    ``{clients}`` in the note lists the participants. ``most``: largest number of training samples of a client;
+    ``least``: training samples of single columns' clients, which are left out of runs that require more.
+    ``evaluations``: largest number of evaluations of a run, where clients have many test samples.
     """
 
     note: str
@@ -67,13 +68,13 @@ class StandIn:
     models: Mapping[str, str]
     settings: Mapping[str, Any]
 
-    def enough(self, samples: int | None) -> list[str]:
-        """Columns whose clients here have so many training samples (None: as many as there are)."""
+    def columns_with(self, samples: int | None) -> list[str]:
+        """Return the columns whose clients have this many training samples (None: any number)."""
         return [column for column in self.columns if (samples or 0) <= self.least.get(column, math.inf)]
 
 
 def run_name(spec: RunSpec) -> str:
-    """A name for a run, the same wherever the same settings are asked for, and wherever the data lie."""
+    """Return the name of a run, which depends on its settings but not on the location of the data."""
     data = spec.data.removeprefix(str(spec.root))
     text = json.dumps({**asdict(spec), "data": data, "root": None}, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
@@ -81,53 +82,54 @@ def run_name(spec: RunSpec) -> str:
 
 @cache
 def load_recipes() -> Mapping[str, Any]:
-    """All recipes, by paper and table."""
+    """Return all recipes, by paper and table."""
     return tomllib.loads(Path(__file__).with_name("recipes.toml").read_text(encoding="utf-8"))
 
 
 def find_recipe(table: Table) -> Mapping[str, Any] | None:
-    """The settings of ``table``, its paper's among them; None where there is no recipe."""
+    """Return the recipe of ``table``, merged with its paper's; None where there is none."""
     of_paper = load_recipes().get(table.paper, {})
     return _merge(of_paper["all"], of_paper[table.name]) if table.name in of_paper else None
 
 
 @cache
 def is_present(data: str, root: Path) -> bool:
-    """Whether the data of this name are under ``root``, or come with fedshift."""
-    made = list_catalog("data.datasets").get(base_name(data))
-    if data in EMBEDDED or made is None:
+    """Return whether the data of this name are under ``root``, or come with fedshift."""
+    loader = list_catalog("data.datasets").get(base_name(data))
+    if data in EMBEDDED or loader is None:
         return data in EMBEDDED
-    written = ast.parse(data, mode="eval").body if data != base_name(data) else None
-    arguments = frozenset(each.arg for each in written.keywords if each.arg) if isinstance(written, ast.Call) else ()
-    return bool(import_module(made.__module__).CARD.present(base_name(data), root, frozenset(arguments)))
+    call = ast.parse(data, mode="eval").body if "(" in data else None
+    arguments = frozenset(each.arg for each in call.keywords if each.arg) if isinstance(call, ast.Call) else ()
+    return bool(import_module(loader.__module__).CARD.present(base_name(data), root, frozenset(arguments)))
 
 
 @cache
 def find_stand_in(data: str, root: Path) -> StandIn | None:
-    """What is used in place of ``data`` where they are not under ``root``; None where nothing is."""
-    for other in load_recipes()["stand_in"].get(base_name(data), ()):
-        files = other.get("files", False)
-        if all((root / f"{name}.npz").is_file() for name in other["columns"].values() if files):
-            known = {key: value for key, value in other.items() if key != "files"}
-            named = str(other["data"]).format(root=root)
-            if files or is_present(named, root):
-                return StandIn(**{"least": {}, "models": {}, "settings": {}, **known, "data": named})
+    """Return the substitute for ``data`` that are not under ``root``; None where there is none."""
+    for entry in load_recipes()["stand_in"].get(base_name(data), ()):
+        values = {"least": {}, "models": {}, "settings": {}, **entry, "data": str(entry["data"]).format(root=root)}
+        if values.pop("files", False):
+            present = all((root / f"{name}.npz").is_file() for name in entry["columns"].values())
+        else:
+            present = is_present(values["data"], root)
+        if present:
+            return StandIn(**values)
     return None
 
 
-def make_spec(recipe: Mapping[str, Any], coordinates: Mapping[str, Any], way: ReproductionOptions) -> RunSpec:
-    """The run that ``coordinates`` (``method``, ``data`` and whatever else a row is keyed by) name under ``recipe``."""
+def make_spec(recipe: Mapping[str, Any], coordinates: Mapping[str, Any], options: ReproductionOptions) -> RunSpec:
+    """Return the run of ``recipe`` for ``coordinates``: ``method``, ``data`` and the other keys of a row."""
     recipe = _merge(recipe, recipe.get("on", {}).get(coordinates.get("data", recipe.get("data")), {}))
     recipe = _merge(recipe, recipe.get("of", {}).get(coordinates.get("method"), {}))
     settings = {key: value for key, value in recipe.items() if key in SETTINGS}
     for key, value in coordinates.items():
         if key in SETTINGS and key != "agc":
             settings[key] = value
-        made = recipe.get("keys", {}).get(key, {})
-        if made and all(isinstance(each, Mapping) for each in made.values()):
-            made = made.get(str(value), {})
-        known = {**coordinates, "last": value - 1 if isinstance(value, int) else value}
-        settings |= {name: _parse_number(_fill_template(template, known)) for name, template in made.items()}
+        templates = recipe.get("keys", {}).get(key, {})
+        if templates and all(isinstance(each, Mapping) for each in templates.values()):
+            templates = templates.get(str(value), {})
+        values = {**coordinates, "last": value - 1 if isinstance(value, int) else value}
+        settings |= {name: _parse_number(_fill_template(template, values)) for name, template in templates.items()}
     clip = coordinates.get("agc", settings.get("batch_size", 0) > LARGE)
     clip = recipe.get("clip") if clip is True else None if clip is False else clip
     method = str(settings["method"])
@@ -138,27 +140,26 @@ def make_spec(recipe: Mapping[str, Any], coordinates: Mapping[str, Any], way: Re
         settings.pop("epochs", None)
         if method == "fedmmb":
             settings.pop("batches")
-    if settings.get("epochs") == 1:  # as where nothing is said, so that both are one run
+    if settings.get("epochs") == 1:  # the default, so that both are one run
         settings.pop("epochs")
-    rounds = max(1, math.floor(settings["rounds"] * way.scale + 0.5))
-    settings |= {"rounds": rounds, "seeds": way.seeds, "root": str(way.root)}
+    rounds = max(1, math.floor(settings["rounds"] * options.scale + 0.5))
+    settings |= {"rounds": rounds, "seeds": options.seeds, "root": str(options.root)}
     settings["allow_single_class"] = bool(settings.get("split"))
     settings["evaluate_every"] = max(1, rounds // recipe.get("evaluations", 1))
     return RunSpec(**{key: value for key, value in settings.items() if value not in ("", None)})
 
 
-def exact(spec: RunSpec) -> RunSpec:
-    """``spec``, whose data are here, with the very samples that the papers' authors take of them."""
-    own = load_recipes()["subset"].get(spec.data, {}) if spec.samples else {}
-    settings: dict[str, Any] = {
-        key: _fill_template(value, {"samples": spec.samples}) or None for key, value in own.items()
-    }
+def select_published_samples(spec: RunSpec) -> RunSpec:
+    """Return ``spec`` with the exact samples that the papers' authors take of its data."""
+    subset = load_recipes()["subset"].get(spec.data, {}) if spec.samples else {}
+    values = {"samples": spec.samples}
+    settings: dict[str, Any] = {key: _fill_template(template, values) or None for key, template in subset.items()}
     return replace(spec, **settings)
 
 
 def move_to_stand_in(spec: RunSpec, stand: StandIn) -> RunSpec:
-    """``spec`` on the data that stand in, without clients that have fewer samples than it asks for."""
-    names = [stand.columns[column] for column in stand.enough(spec.samples)]
+    """Return ``spec`` on the substitute data, without clients that have fewer samples than it requires."""
+    names = [stand.columns[column] for column in stand.columns_with(spec.samples)]
     newcomers = stand.columns[spec.newcomers] if spec.newcomers else None
     settings: dict[str, Any] = {"data": stand.data, "domains": ",".join(names), "newcomers": newcomers}
     if spec.samples and stand.most:
@@ -171,7 +172,7 @@ def move_to_stand_in(spec: RunSpec, stand: StandIn) -> RunSpec:
 
 
 def _merge(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """``base`` with what ``own`` says in place of it, entry by entry where that is nested."""
+    """Return ``base`` updated by ``own``, entry by entry where values are nested."""
     whole = dict(base)
     for key, value in own.items():
         whole[key] = {**whole.get(key, {}), **value} if key in NESTED else value
@@ -179,7 +180,7 @@ def _merge(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def base_name(data: str) -> str:
-    """The name of data without its arguments."""
+    """Return the name of data without its arguments."""
     return data.partition("(")[0]
 
 
@@ -188,11 +189,8 @@ def _fill_template(template: Any, values: Mapping[str, Any]) -> Any:
 
 
 def _parse_number(value: Any) -> Any:
-    """``value``, as a number where it is one written as text."""
-    if isinstance(value, str):
-        for kind in (int, float):
-            try:
-                return kind(value)
-            except ValueError:
-                continue
+    """Return ``value``, converted to a number where it is the text of one."""
+    for kind in (int, float) if isinstance(value, str) else ():
+        with suppress(ValueError):
+            return kind(value)
     return value

@@ -1,20 +1,23 @@
-"""What came of a table's blocks, kept in the directory of the runs: numbers, verdict, and the way in which it was run.
+"""Results of reproduced tables, kept in the directory of the runs: numbers, verdict and options of each block.
 
-``results/<paper>/<table>-<block>.json`` is written empty as a block is begun, unless a result is there, so that what an
-interrupted table has can be shown.
+One program at a time may use the directory. ``results/<paper>/<table>-<block>.json`` is written empty when a block is
+begun, unless a result is already there, so that the results of an interrupted table can be shown.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from ..config.spec import RunSpec
 from ..experiments.run_queue import read_outcome
+from ..results.run_directory import LOCK, OWNER, acquire_lock
+from ..utils.errors import UsageError
 from ..utils.files import write_atomically
 from .measurements import FinishedRuns, run_folder
 from .planning import TablePlan
@@ -22,119 +25,139 @@ from .published_tables import Block, Table
 from .recipes import ReproductionOptions, base_name, load_recipes
 from .verdict import ReproducedBlock
 
+KNOWN = frozenset(("index.html", "results", "runs", LOCK, OWNER))
+"""Names of the entries of such a directory."""
 
-def to_record(way: ReproductionOptions) -> dict[str, Any]:
-    """``way`` as it is kept with a result."""
-    return {**asdict(way), "root": str(way.root)}
+
+@contextmanager
+def lock_directory(directory: Path) -> Iterator[None]:
+    """Create ``directory`` if need be, and lock it against other programs inside the block.
+
+    Raises :class:`UsageError` where it cannot be written, and :class:`FedshiftError` where another program holds it.
+    """
+    try:
+        lock = acquire_lock(directory)
+    except OSError as error:
+        raise UsageError(f"--out {directory}: {error.strerror}; give a directory that can be written") from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def to_record(options: ReproductionOptions) -> dict[str, Any]:
+    """Return ``options`` as they are stored with a result."""
+    return {**asdict(options), "root": str(options.root)}
 
 
 def options_from_record(record: Mapping[str, Any]) -> ReproductionOptions | None:
-    """How the result was made whose record this is; None where an earlier fedshift made it, which did not say."""
-    way = record.get("way")
-    return ReproductionOptions(**{**way, "root": Path(way["root"])}) if way else None
+    """Return the options of a stored result; None where an earlier fedshift wrote it without them."""
+    options = record.get("way")
+    return ReproductionOptions(**{**options, "root": Path(options["root"])}) if options else None
 
 
-def pending_runs(specs: Sequence[RunSpec], place: Path) -> list[RunSpec]:
-    """Those of ``specs`` that have not been run to the end in ``place``."""
-    return [spec for spec in specs if read_outcome(run_folder(spec, place), {}) is None]
+def pending_runs(specs: Sequence[RunSpec], directory: Path) -> list[RunSpec]:
+    """Return those of ``specs`` that have not finished in ``directory``."""
+    return [spec for spec in specs if read_outcome(run_folder(spec, directory), {}) is None]
 
 
-def completed_part(plan: TablePlan, place: Path) -> TablePlan:
-    """``plan`` without the cells and points of runs that have not ended in ``place``."""
-    lacking = set(pending_runs(plan.specs, place))
-    panels = (
-        replace(panel, points=tuple(point for point in panel.points if point[1] not in lacking))
+def completed_part(plan: TablePlan, directory: Path) -> TablePlan:
+    """Return ``plan`` without the cells and points whose runs have not finished in ``directory``."""
+    pending = set(pending_runs(plan.specs, directory))
+    panels = [
+        replace(panel, points=tuple(point for point in panel.points if point[1] not in pending))
         for panel in plan.panels
-    )
+    ]
     return replace(
         plan,
-        cells=tuple(cell for cell in plan.cells if lacking.isdisjoint(cell.specs)),
+        cells=tuple(cell for cell in plan.cells if pending.isdisjoint(cell.specs)),
         panels=tuple(new for new, old in zip(panels, plan.panels, strict=True) if new.points or not old.points),
     )
 
 
-def record_start(table: Table, block: Block, way: ReproductionOptions, plan: TablePlan, place: Path) -> None:
-    """Keep in which way ``block`` is run, unless there is a result of it."""
-    if not read_record(table, block, place):
-        nothing = ReproducedBlock(
-            table=table, block=block, scale=way.scale, seeds=way.seeds, values={}, shown=plan.shown,
-            missing=plan.missing, part=_describe_part(plan, place),
+def record_start(table: Table, block: Block, options: ReproductionOptions, plan: TablePlan, directory: Path) -> None:
+    """Store the options with which ``block`` is run, unless it has a result."""
+    if not read_record(table, block, directory):
+        empty = ReproducedBlock(
+            table=table, block=block, scale=options.scale, seeds=options.seeds, values={}, shown=plan.shown,
+            missing=plan.missing, part=_describe_part(plan, directory),
         )  # fmt: skip
-        _write_record(nothing, way, place)
+        _write_record(empty, options, directory)
 
 
 def compare_block(
-    table: Table, block: Block, way: ReproductionOptions, plan: TablePlan, place: Path
+    table: Table, block: Block, options: ReproductionOptions, plan: TablePlan, directory: Path
 ) -> ReproducedBlock:
-    """The ended runs of ``plan`` in ``place`` beside ``block``; kept there for the list and the page."""
-    runs, cells = FinishedRuns(place), completed_part(plan, place).cells
-    made = ReproducedBlock(
-        table=table, block=block, scale=way.scale, seeds=way.seeds, values=runs.measure_cells(table, cells),
+    """Return ``block`` with the finished runs of ``plan`` in ``directory``, and store it there."""
+    runs, cells = FinishedRuns(directory), completed_part(plan, directory).cells
+    reproduced = ReproducedBlock(
+        table=table, block=block, scale=options.scale, seeds=options.seeds, values=runs.measure_cells(table, cells),
         notes=(*plan.notes, *_describe_fewer(runs.count_training_samples(cells))), shown=plan.shown, own=not plan.notes,
-        missing=plan.missing, part=_describe_part(plan, place), grid=runs.grids(table, cells),
+        missing=plan.missing, part=_describe_part(plan, directory), grid=runs.measure_grids(table, cells),
     )  # fmt: skip
-    _write_record(made, way, place)
-    return made
+    _write_record(reproduced, options, directory)
+    return reproduced
 
 
-def read_record(table: Table, block: Block, place: Path) -> Mapping[str, Any]:
-    """What is kept of ``block`` in ``place``, empty where it was not begun there."""
-    path = _record_path(table, block, place)
+def read_record(table: Table, block: Block, directory: Path) -> Mapping[str, Any]:
+    """Return the stored record of ``block``, empty where it was not begun in ``directory``."""
+    path = _record_path(table, block, directory)
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
-def read_results(table: Table, place: Path) -> list[ReproducedBlock]:
-    """What :func:`compare_block` left of ``table`` in ``place``, block by block; none that has no number yet."""
-    found = []
+def read_results(table: Table, directory: Path) -> list[ReproducedBlock]:
+    """Return the blocks of ``table`` that :func:`compare_block` stored with at least one number."""
+    blocks = []
     for block in table.blocks:
-        content = read_record(table, block, place)
-        if content and (content["cells"] or not content.get("part")):
+        record = read_record(table, block, directory)
+        if record and (record["cells"] or not record.get("part")):
+            cells = {(cell["row"], cell["column"]): cell for cell in record["cells"]}
+            fields: dict[str, Any] = {name: record[name] for name in ("scale", "seeds", "shown", "own")}
+            fields |= {name: tuple(record.get(name, ())) for name in ("notes", "missing")}
             values = {
-                (cell["row"], cell["column"]): tuple(math.nan if value is None else value for value in cell["values"])
-                for cell in content["cells"]
+                key: tuple(math.nan if value is None else value for value in cell["values"])
+                for key, cell in cells.items()
             }
-            grid = {(cell["row"], cell["column"]): cell.get("grid", 0.0) for cell in content["cells"]}
-            facts = {name: content[name] for name in ("scale", "seeds", "shown", "own")}
-            facts |= {name: tuple(content.get(name, ())) for name in ("notes", "missing")}
-            facts |= {"table": table, "block": block, "values": values, "part": content.get("part", ""), "grid": grid}
-            found.append(ReproducedBlock(**facts))
-    return found
+            grid = {key: cell.get("grid", 0.0) for key, cell in cells.items()}
+            part = record.get("part", "")
+            blocks.append(ReproducedBlock(table=table, block=block, values=values, grid=grid, part=part, **fields))
+    return blocks
 
 
-def read_verdicts(table: Table, place: Path) -> list[str]:
-    """What came of the last runs of the table's blocks, as far as there were some in ``place``."""
+def read_verdicts(table: Table, directory: Path) -> list[str]:
+    """Return the verdicts on the table's blocks that have results in ``directory``."""
     return [
-        f"{f'{made.block.version}: ' if made.block.version else ''}{made.verdict} (scale {made.scale:.2g})"
-        for made in read_results(table, place)
+        f"{f'{result.block.version}: ' if result.block.version else ''}{result.verdict} (scale {result.scale:.2g})"
+        for result in read_results(table, directory)
     ]
 
 
-def _describe_part(plan: TablePlan, place: Path) -> str:
-    """How many of the runs of ``plan`` have ended in ``place``, empty where all have."""
-    lacking = len(pending_runs(plan.specs, place))
-    return f"{len(plan.specs) - lacking} of {len(plan.specs)} runs" if lacking else ""
+def _describe_part(plan: TablePlan, directory: Path) -> str:
+    """Return how many of the runs of ``plan`` have finished in ``directory``, empty where all have."""
+    pending = len(pending_runs(plan.specs, directory))
+    return f"{len(plan.specs) - pending} of {len(plan.specs)} runs" if pending else ""
 
 
-def _write_record(made: ReproducedBlock, way: ReproductionOptions, place: Path) -> None:
-    content = {
-        "verdict": made.verdict, "scale": made.scale, "seeds": made.seeds, "notes": list(made.notes),
-        "missing": list(made.missing), "shown": dict(made.shown), "own": made.own, "part": made.part,
-        "way": to_record(way),
+def _write_record(block: ReproducedBlock, options: ReproductionOptions, directory: Path) -> None:
+    record = {
+        "verdict": block.verdict, "scale": block.scale, "seeds": block.seeds, "notes": list(block.notes),
+        "missing": list(block.missing), "shown": dict(block.shown), "own": block.own, "part": block.part,
+        "way": to_record(options),
         "cells": [
             {
                 "row": row, "column": column, "values": [None if math.isnan(value) else value for value in values],
-                "grid": made.grid.get((row, column), 0.0),
+                "grid": block.grid.get((row, column), 0.0),
             }
-            for (row, column), values in sorted(made.values.items())
+            for (row, column), values in sorted(block.values.items())
         ],
     }  # fmt: skip
-    path = _record_path(made.table, made.block, place)
+    path = _record_path(block.table, block.block, directory)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, (json.dumps(content, indent=1) + "\n").encode())
+    write_atomically(path, (json.dumps(record, indent=1) + "\n").encode())
 
 
 def _describe_fewer(sizes: Mapping[str, int]) -> list[str]:
-    """A word on data sets of which fewer samples are here than were published."""
+    """Return a note on each data set with fewer samples than were published."""
     known = load_recipes().get("published", {})
     published = {data: known.get(data, known.get(base_name(data), 0)) for data in sizes}
     return [
@@ -144,5 +167,5 @@ def _describe_fewer(sizes: Mapping[str, int]) -> list[str]:
     ]
 
 
-def _record_path(table: Table, block: Block, place: Path) -> Path:
-    return place / "results" / table.paper / f"{table.name}-{table.blocks.index(block)}.json"
+def _record_path(table: Table, block: Block, directory: Path) -> Path:
+    return directory / "results" / table.paper / f"{table.name}-{table.blocks.index(block)}.json"

@@ -1,6 +1,6 @@
-"""Tables run and put beside the papers': ours, theirs, the difference, and what follows.
+"""Execution of tables: each is run, compared with the paper's and drawn.
 
-Runs are kept one by one in a directory, so that what was interrupted goes on and what two tables share is run once.
+Runs are kept one by one in a directory, so that interrupted tables continue and a run that tables share is run once.
 """
 
 from __future__ import annotations
@@ -23,102 +23,103 @@ from .planning import TablePlan, make_plans, plan_block, plan_panels
 from .published_tables import Block, Table
 from .recipes import ReproductionOptions
 from .results import compare_block, completed_part, options_from_record, pending_runs, read_record, record_start
-from .verdict import ReproducedBlock, remarks
+from .verdict import ReproducedBlock, list_remarks
 
 
 @dataclass(kw_only=True)
 class FinishedTable:
-    """A table that was run: its blocks ``compared``, its panels ``drawn``, and ``remarks`` on data of the latter."""
+    """A table that was run: its ``blocks``, its ``figures``, and ``remarks`` on the data of the figures."""
 
-    compared: list[ReproducedBlock] = field(default_factory=list)
-    drawn: list[ReproducedFigure] = field(default_factory=list)
+    blocks: list[ReproducedBlock] = field(default_factory=list)
+    figures: list[ReproducedFigure] = field(default_factory=list)
     remarks: tuple[str, ...] = ()
 
-    def add(self, table: Table, block: Block | None, way: ReproductionOptions, plan: TablePlan, place: Path) -> None:
-        """Add what the ended runs of ``plan`` in ``place`` make of ``block``, or of the panels (None)."""
+    def add(
+        self, table: Table, block: Block | None, options: ReproductionOptions, plan: TablePlan, directory: Path
+    ) -> None:
+        """Add the finished runs of ``plan`` in ``directory`` as ``block``, or as figures (None)."""
         if block:
-            self.compared.append(compare_block(table, block, way, plan, place))
+            self.blocks.append(compare_block(table, block, options, plan, directory))
         else:
-            self.drawn += draw_figures(table, plan, way, place)
-            self.remarks = tuple(remarks(plan.notes, plan.missing))
+            self.figures += draw_figures(table, plan, options, directory)
+            self.remarks = tuple(list_remarks(plan.notes, plan.missing))
 
 
 def run_table(
     table: Table,
-    way: ReproductionOptions,
-    place: Path,
+    options: ReproductionOptions,
+    directory: Path,
     *,
     version: str | None = None,
     observer: Observer | None = None,
     stop: Event | None = None,
 ) -> FinishedTable | None:
-    """Run what of ``table`` is not done yet in ``place``, compare and draw; None where ``stop`` came first.
+    """Run what ``directory`` lacks of ``table``, compare and draw; return None where ``stop`` came first.
 
     A run whose training diverges keeps the numbers of the round before. Raises :class:`UsageError` where the data are
-    missing, and otherwise as running does.
+    missing, and the errors of running experiments.
     """
-    plans = list(make_plans(table, way, version))
+    plans = list(make_plans(table, options, version))
     missing = dict.fromkeys(name for _, plan in plans for name in plan.missing)
     if missing and not any(plan.specs for _, plan in plans):
         raise UsageError(
-            f"{table.key} needs {' and '.join(missing)}, not to be found under {way.root}: `fedshift data list` says "
-            "where to get data"
+            f"{table.key} needs {' and '.join(missing)}, not to be found under {options.root}: `fedshift data list` "
+            "says where to get data"
         )
     for block, plan in plans:
         if block:
-            record_start(table, block, way, plan, place)
-        elif not load_figures(table, place):
-            draw_figures(table, replace(plan, panels=()), way, place)
-    made = FinishedTable()
+            record_start(table, block, options, plan, directory)
+        elif not load_figures(table, directory):
+            draw_figures(table, replace(plan, panels=()), options, directory)
+    finished = FinishedTable()
     for block, plan in plans:
-        if not _run(pending_runs(plan.specs, place), place, observer or Observer(), stop or Event()):
+        if not _run(pending_runs(plan.specs, directory), directory, observer or Observer(), stop or Event()):
             return None
-        made.add(table, block, way, plan, place)
-    return made
+        finished.add(table, block, options, plan, directory)
+    return finished
 
 
-def rebuild(table: Table, place: Path) -> FinishedTable | None:
-    """What :func:`run_table` makes of ``table``, made again from the runs that have ended in ``place``, without training.
+def rebuild(table: Table, directory: Path) -> FinishedTable | None:
+    """Rebuild the result of :func:`run_table` from the finished runs in ``directory``, without training.
 
-    None where none of them has ended, and where less would come out than is there, since its data have gone or an
-    earlier fedshift made it.
+    Returns None where no run has finished, and where the result would be smaller than the stored one, because its data
+    are gone or an earlier fedshift wrote it.
     """
+    finished = FinishedTable()
     plans: list[tuple[Block | None, ReproductionOptions, TablePlan]] = []
     for block in (*table.blocks, None):
-        found = read_record(table, block, place) if block else load_figures(table, place)
-        if found:
-            way = options_from_record(found)
-            if way is None:
+        if record := read_record(table, block, directory) if block else load_figures(table, directory):
+            options = options_from_record(record)
+            if options is None:
                 return None
-            plan = plan_block(table, block, way) if block else plan_panels(table, way)
-            now = completed_part(plan, place)
-            if not _is_covered(now, found):
+            plan = plan_block(table, block, options) if block else plan_panels(table, options)
+            completed = completed_part(plan, directory)
+            if not _is_covered(completed, record):
                 return None
-            if now.cells or now.panels:
-                plans.append((block, way, plan))
-    made = FinishedTable()
-    for block, way, plan in plans:
-        made.add(table, block, way, plan, place)
-    return made if plans else None
+            if completed.cells or completed.panels:
+                plans.append((block, options, plan))
+    for block, options, plan in plans:
+        finished.add(table, block, options, plan, directory)
+    return finished if plans else None
 
 
-def _is_covered(plan: TablePlan, found: Mapping[str, Any]) -> bool:
-    """Whether ``plan`` has the cells, or the panels, of the result whose record was ``found``."""
+def _is_covered(plan: TablePlan, record: Mapping[str, Any]) -> bool:
+    """Return whether ``plan`` has the cells, or the panels, of the stored ``record``."""
     cells = {(cell.row, cell.column) for cell in plan.cells}
     names = tuple(panel.name for panel in plan.panels)
-    return all((cell["row"], cell["column"]) in cells for cell in found.get("cells", ())) and all(
-        picture["name"].startswith(names) for picture in found.get("pictures", ())
+    return all((cell["row"], cell["column"]) in cells for cell in record.get("cells", ())) and all(
+        picture["name"].startswith(names) for picture in record.get("pictures", ())
     )
 
 
-def _run(specs: Sequence[RunSpec], place: Path, observer: Observer, stop: Event) -> bool:
-    """Run ``specs``, each in its directory in ``place``; False where ``stop`` came first."""
+def _run(specs: Sequence[RunSpec], directory: Path, observer: Observer, stop: Event) -> bool:
+    """Run ``specs``, each in its folder of ``directory``; return False where ``stop`` came first."""
 
-    def say(number: int, _: QueuedRun) -> None:
+    def announce(number: int, _: QueuedRun) -> None:
         spec = specs[number - 1]
         observer.notice(
             f"run {number} of {len(specs)}: {spec.method} on {spec.data}, {spec.model}, {spec.rounds} rounds"
         )
 
-    parts = [QueuedRun(folder=run_folder(spec, place), experiment=partial(make_experiment, spec)) for spec in specs]
-    return run_pending(parts, observer=observer, stop=stop, begin=say)
+    queue = [QueuedRun(folder=run_folder(spec, directory), experiment=partial(make_experiment, spec)) for spec in specs]
+    return run_pending(queue, observer=observer, stop=stop, begin=announce)

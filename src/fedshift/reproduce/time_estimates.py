@@ -1,53 +1,78 @@
-"""How long runs will take on this machine, from a timed step of each network on each kind of sample.
+"""Time that runs take on this machine, and a time budget for all tables.
 
-A run is local steps, visits of clients (loading, uploading, folding), checkpoints and forward passes of evaluation; how
-many there will be follows from its settings and the sizes of its clients, and one of each is timed. Sizes and timings
-are remembered. Engines that run clients side by side are faster: the estimate is good to a factor of two.
+A run consists of local steps, visits of clients (loading, uploading, aggregation), checkpoints and forward passes of
+evaluation. Their numbers follow from its settings and the sizes of its clients, and one of each is timed. A step takes
+a constant time and a time for each sample, so a small and a larger batch are timed; work of one thread is measured in
+processor seconds, so that other programs do not change it. Sizes and timings are cached. Engines that run clients side
+by side are faster: the estimate is good to a factor of two.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from math import ceil
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from threading import Event, Timer
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 
 from .. import __version__
 from ..config.spec import DataSpec, RunSpec
 from ..core.aggregation import average_uploads
+from ..core.kernel import client_final, client_init, client_step_, init_client, init_server
 from ..core.method import Method
-from ..core.plan import Plan
+from ..core.plan import Plan, forward
 from ..core.selection import Scope
+from ..core.server_round import StreamingAggregator
 from ..core.work import Work
 from ..data.federation import Federation, count_labels
 from ..data.files.read_options import Progress
+from ..data.samples import Samples
 from ..data.sources import data_root, load_source, prepare_clients
+from ..engines.cost_model import limit_threads
+from ..engines.identity import Identity
 from ..experiments.factory import make_methods, make_settings, resolve_model
 from ..experiments.planning import make_plan
 from ..experiments.settings import Settings
+from ..results.checkpoint import save_checkpoint
+from ..utils.allocator import keep_freed_memory
 from ..utils.disk_cache import cached_measurement
 from ..utils.errors import UsageError
-from . import step_costs
-from .step_costs import StepCosts, VisitCosts
+from ..utils.random_streams import torch_stream
+from ..utils.state import add_prefix
+from .planning import make_plans
+from .published_tables import Table
+from .recipes import ReproductionOptions
+from .results import pending_runs
 
 LOOKING, TIMING = "looking at the data of runs", "timing a step of the networks of tables"
-"""What takes the time that an estimate takes."""
-DEALING = frozenset(("split", "samples", "validation", "allow_single_class", "normalize"))
-"""Settings that say who has which samples, of which none need be read again."""
+"""The two stages of an estimate, for progress displays."""
+SPLITTING = frozenset(("split", "samples", "validation", "allow_single_class", "normalize"))
+"""Settings that distribute samples to clients, which does not require reading data again."""
+FEW, MANY = 2, 16
+"""Sizes of the two timed batches."""
+LEAST, NUMBERS = 8, 800_000
+"""Smallest size of the larger batch, which is reduced where its inputs hold more than ``NUMBERS`` values."""
+ENOUGH = 0.03
+"""Seconds after which a part is not timed again; each is timed at least twice."""
+SMALLEST_SCALE = 2**-12
+"""Smallest share of rounds that is tried; a run always has at least one round."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Sizes:
-    """What of a federation the length of a run depends on: samples of each client, and what one of them is.
+    """Sizes of a federation that determine the time of a run: samples of each client, and the shape of one.
 
-    ``tests``: sizes of parts that are measured; ``distinct``: samples in these, where clients share some; ``labels``:
-    how many there are of each class.
+    ``tests``: sizes of evaluated splits; ``distinct``: distinct samples in these, where clients share some; ``labels``:
+    number of samples of each class.
     """
 
     train: dict[str, int]
@@ -59,36 +84,36 @@ class _Sizes:
 
 
 class TimeEstimates:
-    """Estimates of runs; what was found for one serves the others. ``steps`` and ``moves`` time a plan's parts."""
+    """Time estimates of runs, which share measurements; ``steps`` and ``visits`` time a plan's parts."""
 
     def __init__(
         self,
-        steps: Callable[..., StepCosts] = step_costs.time_steps,
-        moves: Callable[[Plan], VisitCosts] = step_costs.time_visits,
+        steps: Callable[..., StepCosts] | None = None,
+        visits: Callable[[Plan], VisitCosts] | None = None,
     ) -> None:
-        self._time_steps, self._time_moves = steps, moves
+        self._time_steps, self._time_visits = steps or time_steps, visits or time_visits
         self._source = lru_cache(maxsize=1)(_load_source)
         self._sizes: dict[str, _Sizes] = {}
         self._steps: dict[str, StepCosts] = {}
-        self._moves: dict[str, VisitCosts] = {}
+        self._visits: dict[str, VisitCosts] = {}
 
     def gather_sizes(self, specs: Iterable[RunSpec], progress: Progress | None = None) -> None:
-        """Find the sizes of clients of ``specs``, in an order in which no data are read twice.
+        """Measure the sizes of clients of ``specs``, in an order that reads no data twice.
 
-        ``progress`` is called with what is read, how many data sets are done, and of how many.
+        ``progress`` is called with the stage, the number of specs done, and their total number.
         """
         ordered = sorted(specs, key=lambda spec: repr(_read_settings(spec)))
         for done, spec in enumerate(ordered):
             if progress:
                 progress(LOOKING, done, len(ordered))
-            with suppress(UsageError):  # which :meth:`estimate` raises
+            with suppress(UsageError):  # :meth:`estimate` raises it
                 self._sizes_of(spec)
 
     def estimate(self, specs: Iterable[RunSpec]) -> float:
-        """Seconds that runs of ``specs``, one after another, will take. Raises as making their experiments does."""
-        return sum(self._one(spec) for spec in sorted(specs, key=lambda spec: repr(_read_settings(spec))))
+        """Return the seconds of consecutive runs of ``specs``. Raises the errors of creating their experiments."""
+        return sum(self._estimate_run(spec) for spec in sorted(specs, key=lambda spec: repr(_read_settings(spec))))
 
-    def _one(self, spec: RunSpec) -> float:
+    def _estimate_run(self, spec: RunSpec) -> float:
         (method,) = make_methods(spec)
         sizes = self._sizes_of(spec)
         settings = make_settings(spec, tuple(sizes.train))
@@ -100,10 +125,10 @@ class TimeEstimates:
         count, samples = (sum(found) / len(members) for found in zip(*passed, strict=True))
         taking_part = len(settings.draw_participants(spec.first_seed, 1, tuple(members)))
         plain = not method.rules and method.aggregate is average_uploads and method.scope == Scope()
-        steps, moves = self._costs_of(spec, method, settings, sizes)
+        steps, visits = self._costs_of(spec, method, settings, sizes)
         together = plain and steps.apart and count == 1  # the engine identity does all clients' steps as one
         training = (1 if together else taking_part * count) * steps.step + taking_part * samples * steps.sample
-        whole = settings.rounds * (training + taking_part * moves.visit + moves.save)
+        whole = settings.rounds * (training + taking_part * visits.visit + visits.save)
         looks = sum(map(settings.is_evaluated, range(1, settings.rounds + 1)))
         personal = method.scope.load != Scope().load or any(rule.personalizes for rule in method.rules)
         looked_at = personal * sum(sizes.tests) + (method.scope.send == Scope().send) * sizes.distinct
@@ -122,16 +147,17 @@ class TimeEstimates:
     def _costs_of(
         self, spec: RunSpec, method: Method, settings: Settings, sizes: _Sizes
     ) -> tuple[StepCosts, VisitCosts]:
-        """What the parts cost. Methods that change the network alike share it."""
+        """Return the costs of a run's parts, which methods with the same changes to the network share."""
         shape, classes = tuple(sizes.shape), len(sizes.labels)
         network = spec.model, shape, classes, __version__, torch.__version__, torch.get_num_threads()
         form = str(method.surgery), sizes.pixels, spec.loss, spec.augment, spec.optimizer, spec.precision
 
         @cache
         def plan() -> Plan:
+            plain = Method(name="plain", surgery=method.surgery)
             return make_plan(
-                Method(name="plain", surgery=method.surgery), resolve_model(spec.model, shape), settings, spec.first_seed,
-                sample=torch.zeros(1, *shape), classes=classes, labels=torch.tensor(sizes.labels), clients=1,
+                plain, resolve_model(spec.model, shape), settings, spec.first_seed, sample=torch.zeros(1, *shape),
+                classes=classes, labels=torch.tensor(sizes.labels), clients=1,
             )  # fmt: skip
 
         def timed() -> dict[str, Any]:
@@ -139,16 +165,16 @@ class TimeEstimates:
 
         if (one := repr((network, form))) not in self._steps:
             self._steps[one] = StepCosts(**cached_measurement("steps.json", one, timed))
-        if (all_of := repr(network)) not in self._moves:
-            self._moves[all_of] = VisitCosts(
-                **cached_measurement("moves.json", all_of, lambda: asdict(self._time_moves(plan())))
+        if (all_of := repr(network)) not in self._visits:
+            self._visits[all_of] = VisitCosts(
+                **cached_measurement("moves.json", all_of, lambda: asdict(self._time_visits(plan())))
             )
-        return self._steps[one], self._moves[all_of]
+        return self._steps[one], self._visits[all_of]
 
 
 def _read_settings(spec: RunSpec) -> tuple[tuple[str, Any], ...]:
-    """The settings that say what is read."""
-    names = sorted({"data", *(field.name for field in fields(DataSpec))} - DEALING)
+    """Return the settings that determine which data are read."""
+    names = sorted({"data", *(field.name for field in fields(DataSpec))} - SPLITTING)
     return tuple((name, getattr(spec, name)) for name in names)
 
 
@@ -158,7 +184,7 @@ def _load_source(reading: tuple[tuple[str, Any], ...]) -> Federation:
 
 
 def _list_files(root: Path) -> list[tuple[str, int, int]]:
-    """What lies in the directory of the data, so that other data are looked at anew."""
+    """Return the files in the data directory, so that changed data are measured again."""
     try:
         found = [(entry.name, entry.stat()) for entry in os.scandir(root)]
     except OSError:
@@ -167,7 +193,7 @@ def _list_files(root: Path) -> list[tuple[str, int, int]]:
 
 
 def _measure_sizes(data: Federation) -> dict[str, Any]:
-    """The :class:`_Sizes` of ``data``."""
+    """Return the fields of :class:`_Sizes` of ``data``."""
     store = data.clients[0].train.store
     tests = [part for client in data.clients for name, part in client.splits.items() if name != "train"]
     return asdict(
@@ -183,16 +209,168 @@ def _measure_sizes(data: Federation) -> dict[str, Any]:
 
 
 def _resolve_work(method: Method, work: Work, clients: int) -> Work:
-    """The local work of ``method``, of which it may change fields."""
+    """Return ``work`` with the changes that ``method`` makes to it."""
     work = replace(work, **method.work)
     scaled = method.pooled == "scaled" and work.batch_size is not None
     return replace(work, batch_size=(work.batch_size or 0) * clients) if scaled else work
 
 
 def _count_steps(work: Work, samples: int) -> tuple[float, float]:
-    """Local steps of a round, on average over a pass, of a client with so many ``samples``; and samples in these."""
+    """Return the average steps and samples of a round over a pass of a client with ``samples`` samples."""
     per_pass = len(work.batch_bounds(samples))
     if work.epochs is not None:
         return work.epochs * per_pass, work.epochs * samples
     rounds = ceil(per_pass / (work.batches or 1))
     return per_pass / rounds, samples / rounds
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCosts:
+    """Seconds of a local step: ``step`` per batch, ``sample`` per sample, and ``look`` per evaluated sample.
+
+    ``apart``: whether the network treats samples independently, so that single steps of clients can be combined.
+    """
+
+    step: float
+    sample: float
+    look: float
+    apart: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisitCosts:
+    """Seconds of a client's ``visit`` (loading, uploading, aggregation) and of a checkpoint's ``save``."""
+
+    visit: float
+    save: float
+
+
+def time_steps(plan: Plan, shape: tuple[int, ...], *, pixels: bool, classes: int) -> StepCosts:
+    """Time steps and evaluations of ``plan`` on random samples of this shape, uint8 where they are ``pixels``."""
+    many = min(MANY, max(LEAST, NUMBERS // max(1, torch.Size(shape).numel())))
+    with torch_stream(0, "timing"), keep_freed_memory():
+        x = torch.randint(256, (many, *shape), dtype=torch.uint8) if pixels else torch.rand(many, *shape)
+        split = Samples(x=x, y=torch.arange(many) % classes)
+        key = torch.zeros((), dtype=torch.int64)
+        job = client_init(plan, init_client(plan), init_server(plan), planned_steps=1)
+
+        def step(batch: int) -> Callable[[], object]:
+            index = torch.arange(batch)
+            return lambda: client_step_(
+                plan, job, plan.training_inputs(split, index, 0, "client", 0), split.y[index], key
+            )
+
+        small, large = _time_on_one_thread(step(FEW)), _time_on_any_threads(step(many))
+        look = _time_on_any_threads(lambda: forward(plan, plan.initial, split.inputs(slice(None), plan.dtype))) / many
+        sample = max(look, (large - small) / (many - FEW))
+        plain = replace(plan, work=Work(batch_size=FEW, batches=1))
+        apart = Identity.refusal(plain, {"client": split}) is None
+    return StepCosts(step=max(0.0, small - FEW * sample), sample=sample, look=look, apart=apart)
+
+
+def time_visits(plan: Plan) -> VisitCosts:
+    """Time a client's visit under ``plan``, and a checkpoint of its network."""
+    client, server = init_client(plan), init_server(plan)
+
+    def visit() -> None:
+        _, update = client_final(plan, client_init(plan, client, server, planned_steps=1))
+        aggregator = StreamingAggregator(plan, server, ("client",), {"client": 1})
+        aggregator.add("client", replace(update, weight=1.0))
+        aggregator.finalize()
+
+    with TemporaryDirectory() as folder, keep_freed_memory():
+        state = add_prefix("server", plan.initial)
+        save = _time_quickest(lambda: save_checkpoint(Path(folder) / "one", state, {}), time.perf_counter)
+        return VisitCosts(visit=_time_on_one_thread(visit), save=save)
+
+
+def _time_on_any_threads(work: Callable[[], object]) -> float:
+    """Return seconds of ``work`` on one thread, or on all of torch's where that is faster, as engines choose."""
+    alone = _time_on_one_thread(work)
+    return alone if torch.get_num_threads() == 1 else min(alone, _time_quickest(work, time.perf_counter))
+
+
+def _time_on_one_thread(work: Callable[[], object]) -> float:
+    with limit_threads(1):
+        return _time_quickest(work, time.process_time)
+
+
+def _time_quickest(work: Callable[[], object], clock: Callable[[], float]) -> float:
+    """Return the smallest of several timings of ``work`` by ``clock``, in seconds."""
+    found: list[float] = []
+    while len(found) < 2 or (sum(found) < ENOUGH and len(found) < 5):
+        began = clock()
+        work()
+        found.append(clock() - began)
+    return min(found)
+
+
+class TimeBudget:
+    """Time budget shared by all tables: ``hours`` after it is entered, it sets ``stop``; None: unlimited.
+
+    Each table runs the share of its rounds that fits, and unused time passes to later ones. Shares are powers of one
+    half, so that tables are likely to share their runs.
+    """
+
+    def __init__(self, hours: float | None, stop: Event) -> None:
+        self._seconds, self._stop = None if hours is None else 3600 * hours, stop
+        self._timer: Timer | None = None
+        self.over = False
+        """Whether the budget is exhausted."""
+
+    def __enter__(self) -> Self:
+        self._began = time.monotonic()
+        if self._seconds is not None:
+            self._timer = Timer(self._seconds, self._end)
+            self._timer.daemon = True
+            self._timer.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._timer:
+            self._timer.cancel()
+
+    def order_by_time(
+        self, tables: Sequence[Table], options: ReproductionOptions, directory: Path, progress: Progress | None = None
+    ) -> list[Table]:
+        """Return ``tables`` by the estimated time of their pending runs; ``progress`` follows the estimation."""
+        if not self._stop.is_set():
+            self._estimates.gather_sizes(
+                (spec for table in tables for spec in _pending_runs(table, options, directory)), progress
+            )
+        costs: dict[str, float] = {}
+        for done, table in enumerate(tables):
+            if progress:
+                progress(TIMING, done, len(tables))
+            costs[table.key] = self._cost(table, options, directory)
+        return sorted(tables, key=lambda table: costs[table.key])
+
+    def fit_scale(self, table: Table, options: ReproductionOptions, directory: Path, parts: int) -> ReproductionOptions:
+        """Return ``options`` with the scale at which ``table`` takes one of ``parts`` parts of the time left."""
+        if self._seconds is None:
+            return options
+        share = max(0.0, self._began + self._seconds - time.monotonic()) / parts
+        scale = 1.0
+        while scale > SMALLEST_SCALE and self._cost(table, replace(options, scale=scale), directory) > share:
+            scale /= 2
+        return replace(options, scale=scale)
+
+    def _end(self) -> None:
+        self.over = True
+        self._stop.set()
+
+    @cached_property
+    def _estimates(self) -> TimeEstimates:
+        return TimeEstimates()
+
+    def _cost(self, table: Table, options: ReproductionOptions, directory: Path) -> float:
+        if self._stop.is_set():  # nothing will run
+            return 0.0
+        try:
+            return self._estimates.estimate(_pending_runs(table, options, directory))
+        except UsageError:  # running the table reports it
+            return 0.0
+
+
+def _pending_runs(table: Table, options: ReproductionOptions, directory: Path) -> list[RunSpec]:
+    return pending_runs([spec for _, plan in make_plans(table, options) for spec in plan.specs], directory)

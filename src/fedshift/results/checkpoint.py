@@ -1,9 +1,9 @@
-"""Checkpoints that survive: one safetensors file with a JSON header, written atomically.
+"""Checkpoints: one safetensors file with a JSON header, written atomically.
 
-A checkpoint is written beside its place, flushed to disk and moved over the old one, so a crash at any moment leaves
-either the old or the new one whole. A checksum over all tensors refuses one that was damaged afterwards. It holds the
-server's state and where clients' states are (``client_store``). Equal contents give equal bytes: what is not a tensor
-is one entry of the header with sorted keys, since safetensors writes several in random order.
+A checkpoint is written beside the old one, flushed to disk and moved over it, so that a crash at any moment leaves
+either the old or the new one intact. A checksum over all tensors detects later damage. It holds the server's state and
+the location of the clients' states (``client_store``). Equal contents yield equal bytes: all values other than tensors
+are one header entry with sorted keys, since safetensors writes several entries in random order.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..utils.state import State
 
 FORMAT = 3
 ENTRY = "fedshift"
-"""Name of the header's one entry, JSON with the format, the checksum and the facts."""
+"""Name of the header's only entry, JSON with format, checksum and facts."""
 
 
 def _checksum(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> str:
@@ -39,9 +39,9 @@ def _checksum(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> str:
 
 
 def save_checkpoint(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-    """Write tensors and facts (JSON values) atomically: the same bytes for the same contents.
+    """Write tensors and facts (JSON values) atomically, the same bytes for the same contents.
 
-    Raises :class:`FedshiftError` where the disk refuses.
+    Raises :class:`FedshiftError` where writing fails.
     """
     owned = {
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()
@@ -51,11 +51,11 @@ def save_checkpoint(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[st
 
 
 def load_checkpoint(path: Path) -> tuple[State, dict[str, Any]]:
-    """Tensors and facts of a checkpoint.
+    """Return tensors and facts of a checkpoint.
 
     Raises :class:`FedshiftError` where it is missing, truncated, damaged or of another format.
     """
-    with _opened(path) as (file, header):
+    with _open(path) as (file, header):
         facts: dict[str, Any] = header["facts"]
         tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118  (else: the file's memory)
         if header["checksum"] != _checksum(tensors, facts):
@@ -64,14 +64,14 @@ def load_checkpoint(path: Path) -> tuple[State, dict[str, Any]]:
 
 
 def load_facts(path: Path) -> dict[str, Any]:
-    """The facts alone, without reading the tensors; errors as :func:`load_checkpoint`, but for damaged tensors."""
-    with _opened(path) as (_, header):
+    """Return the facts without reading tensors; errors as in :func:`load_checkpoint`, except for damaged tensors."""
+    with _open(path) as (_, header):
         facts: dict[str, Any] = header["facts"]
     return facts
 
 
 def refuse_other(then: Mapping[str, str], now: Mapping[str, str]) -> None:
-    """Raise :class:`UsageError` naming the first setting of ``now`` that was another ``then``."""
+    """Raise :class:`UsageError` naming the first setting of ``now`` that differs from ``then``."""
     for key, value in now.items():
         before = str(then.get(key))
         if before != value:
@@ -84,8 +84,8 @@ def refuse_other(then: Mapping[str, str], now: Mapping[str, str]) -> None:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[tuple[Any, Mapping[str, Any]]]:
-    """The open file and its header; what goes wrong inside is told as a damaged checkpoint."""
+def _open(path: Path) -> Iterator[tuple[Any, Mapping[str, Any]]]:
+    """Open the file and its header; errors inside the block are raised as a damaged checkpoint."""
     try:
         with safe_open(path, framework="pt") as file:
             entries = file.metadata() or {}

@@ -1,4 +1,4 @@
-"""A run directory: what a comparison leaves on disk, and the lock that keeps two programs from writing it.
+"""The run directory: the files of a comparison, and a lock against use by two programs.
 
 config.toml          settings as resolved          environment.json    versions and machine
 study.json           methods, clients, notices     samples.npz         a few images of each client
@@ -6,9 +6,9 @@ trials/<method>-seed<k>/
     metrics.jsonl    measurements (fedshift.results.schema)
     rounds.jsonl     participants, bytes and seconds of each round
     checkpoint.safetensors, best.safetensors
-    clients-<round>.states    what clients keep, as checkpoints refer to it (fedshift.experiments.client_store)
+    clients-<round>.states    states of clients, which checkpoints refer to (fedshift.experiments.client_store)
 report.html, figures/, tables/
-machines/            who takes part, and logs, where the run is across machines (fedshift.flower)
+machines/            participants and logs of a run across machines (fedshift.flower)
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from ..utils.files import disk_error, write_atomically
 from .schema import Row, read_rows
 
 LOCK, OWNER = ".lock", ".owner"
-"""The lock file, which the operating system frees when its process dies, and the number of that process."""
+"""The lock file, which the operating system releases when its process dies, and the file with its process id."""
 METRICS, ROUNDS = "metrics.jsonl", "rounds.jsonl"
-"""Files of a trial: what was measured, and what each round took."""
+"""Files of a trial: measurements, and the cost of each round."""
 MACHINES = "machines"
-"""Folder of a run across machines: who takes part, and what the programs said that connect them."""
+"""Folder of a run across machines: its participants, and the logs of the connecting programs."""
 BEFORE = frozenset((LOCK, OWNER, MACHINES, "config.toml.tmp"))
-"""What there may be before a run's settings are written, the last where that was cut short."""
+"""Entries that may exist before a run's settings are written, the last one where that was interrupted."""
 
 
 class RunDirectory:
@@ -60,7 +60,7 @@ class RunDirectory:
             raise disk_error(path, error) from error
 
     def close(self) -> None:
-        """Give the lock back."""
+        """Release the lock."""
         self._lock.release()
 
     def write(self, name: str, content: str | bytes) -> None:
@@ -74,16 +74,16 @@ class RunDirectory:
         self.write(name, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
     def trial(self, method: str, seed: int) -> Path:
-        """The folder of one trial, made if need be."""
+        """Return the folder of one trial, created if need be."""
         folder = trial_folder(self.path, method, seed)
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
 
 def acquire_lock(path: Path) -> FileLock:
-    """The lock of directory ``path``, made if need be, until it is released or the process ends.
+    """Return the lock of directory ``path``, created if need be, held until it is released or the process ends.
 
-    Raises :class:`FedshiftError` naming the process that has it, and ``OSError`` where nothing can be written.
+    Raises :class:`FedshiftError` naming the process that holds it, and ``OSError`` where nothing can be written.
     """
     lock, owner = FileLock(path / LOCK), path / OWNER
     path.mkdir(parents=True, exist_ok=True)
@@ -97,12 +97,12 @@ def acquire_lock(path: Path) -> FileLock:
 
 
 def trial_folder(path: Path, method: str, seed: int) -> Path:
-    """Where run directory ``path`` keeps one trial."""
+    """Return the folder of one trial in run directory ``path``."""
     return path / "trials" / f"{to_file_name(method)}-seed{seed}"
 
 
 def to_file_name(name: str) -> str:
-    """``name`` with everything but letters, digits, dots, plus and dashes replaced, for use as a file name."""
+    """Return ``name`` as a file name, with all but letters, digits, dots, plus and equals signs replaced by dashes."""
     return re.sub(r"[^A-Za-z0-9.+=]+", "-", name).strip("-")
 
 
@@ -118,7 +118,7 @@ def append_rows(path: Path, rows: Iterable[Row]) -> None:
 
 
 def cut_rows(path: Path, last_round: int) -> None:
-    """Drop the rows of rounds after ``last_round``, which a resumed trial measures again."""
+    """Remove the rows of rounds after ``last_round``, which a resumed trial measures again."""
     rows = read_rows(path, last_round)
     write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows).encode())
 
@@ -128,14 +128,14 @@ def _finite_row(row: Row) -> Row:
 
 
 def to_toml(values: Mapping[str, Any]) -> str:
-    """Flat settings as TOML; strings, numbers, booleans and lists of them are written as in JSON, None left out."""
+    """Return flat settings as TOML; strings, numbers, booleans and lists of them as in JSON, without None."""
     return "".join(
         f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in values.items() if value is not None
     )
 
 
 def describe_environment() -> dict[str, Any]:
-    """Versions and machine on which numbers were made."""
+    """Return the versions and the machine on which a run is made."""
     import torch
 
     packages = ("fedshift", "torch", "numpy", "scikit-learn", "pandas", "safetensors")

@@ -1,4 +1,4 @@
-"""Records: what was measured, as counts, one row for each ``(round, client, split, model, moment)``.
+"""Records of measurements as counts, one row for each ``(round, client, split, model, moment)``.
 
 Rows live in a data frame and, on disk, in ``metrics.jsonl`` (one JSON object a line). Columns:
 
@@ -9,10 +9,10 @@ Rows live in a data frame and, on disk, in ``metrics.jsonl`` (one JSON object a 
 | `round`    | int         | communication round, from 1 |
 | `client`   | str         | client's name |
 | `split`    | str         | `train`, `validation` or `test` |
-| `model`    | str         | `global` (what the server holds) or `personal` (what the client would use) |
+| `model`    | str         | `global` (held by the server) or `personal` (the one that the client would use) |
 | `moment`   | str         | `loaded` (just after aggregation) or `trained` (after local work; training loss: in it) |
 | `samples`  | int         | samples measured |
-| `loss_sum` | float       | sum of the cross-entropy over them, in nats; training loss: of what is trained on |
+| `loss_sum` | float       | sum of the cross-entropy over them, in nats; training loss: of the loss trained on |
 | `hits`     | list of int | correctly classified samples of each true class; null in rows of training loss |
 | `support`  | list of int | samples of each true class; null likewise |
 | `auc`      | float       | area under the ROC curve, binary or one-vs-rest macro; null where it is not defined |
@@ -35,29 +35,29 @@ COLUMNS = (
     "method", "seed", "round", "client", "split", "model", "moment", "samples", "loss_sum", "hits", "support", "auc",
 )  # fmt: skip
 METRICS = {"accuracy": "accuracy", "balanced_accuracy": "balanced accuracy", "auc": "AUC", "loss": "loss"}
-"""Metrics, and what they are called in a sentence."""
+"""Metrics, and their names in a sentence."""
 
 MOMENTS = ("loaded", "trained")
 """Moments of a round at which models are measured on test and validation data."""
 
 PICTURED = 24
-"""Clients of which a run keeps images, and a report has pictures of each."""
+"""Largest number of clients whose images a run keeps and a report shows."""
 
 Row = dict[str, Any]
 
 
 def rows_to_frame(rows: Iterable[Row]) -> pd.DataFrame:
-    """Rows as a data frame with the columns above; they are taken one by one, so that a generator is not gathered."""
+    """Return rows as a data frame with the columns above, consuming a generator one row at a time."""
     columns: dict[str, list[Any]] = {name: [] for name in COLUMNS}
     for row in rows:
         for name, values in columns.items():
             value = row.get(name)
-            values.append(values[-1] if values and values[-1] == value else value)  # most repeat: kept once
+            values.append(values[-1] if values and values[-1] == value else value)  # most repeat: share one object
     return pd.DataFrame(columns)
 
 
 def compute_metric(rows: pd.DataFrame, metric: str) -> pd.Series:
-    """``metric`` of every row of evaluation or training loss; NaN where the row does not define it.
+    """Return ``metric`` of every row of evaluation or training loss; NaN where the row does not define it.
 
     ``accuracy``, ``balanced_accuracy`` (mean recall of the classes that occur) and ``auc`` lie in 0..1; ``loss`` is the
     mean cross-entropy in nats.
@@ -82,12 +82,12 @@ def compute_metric(rows: pd.DataFrame, metric: str) -> pd.Series:
 
 
 def read_rows(path: Path, up_to: int | None = None) -> list[Row]:
-    """All of :func:`stream_rows` at once."""
+    """Return all of :func:`stream_rows`."""
     return list(stream_rows(path, up_to))
 
 
 def stream_rows(path: Path, up_to: int | None = None) -> Iterator[Row]:
-    """Rows of a ``metrics.jsonl`` up to and including round ``up_to``; a last line cut short by a crash is left out."""
+    """Yield the rows of a ``metrics.jsonl`` up to round ``up_to``, inclusive, without a last line cut by a crash."""
     if not path.exists():
         return
     with path.open(encoding="utf-8") as file:
@@ -102,7 +102,7 @@ def stream_rows(path: Path, up_to: int | None = None) -> Iterator[Row]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MethodSummary:
-    """What a report says of one method: how it is written, its scope table, and the traffic of one client and round.
+    """Summary of one method: its expression, its scope table, and the traffic of one client and round.
 
     ``entries``: one mapping for each named entry with ``name``, ``type`` (of the owning module), ``shape``, ``bytes``,
     ``buffer``, ``load``, ``send``, ``trained`` (bools). ``down``/``up``: bytes for one client in one round.
@@ -119,14 +119,14 @@ class MethodSummary:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RunSummary:
-    """All that a finished or interrupted comparison left behind; tables, figures and the page are made from it alone.
+    """Results of a finished or interrupted comparison, from which alone tables, figures and the page are made.
 
-    ``methods`` in the order asked for; ``rounds`` planned; ``metric`` is what tables report, ``target_metric`` the share
-    of it that rounds and bytes are counted to (None: to none); ``select`` is ``last`` or
-    ``best`` (round of the best macro metric on validation data, never on test data); ``clients`` maps each name to the
-    sizes of its splits; ``samples`` maps it to a few images, uint8 ``[n, H, W, C]`` with C 1 or 3; ``traffic`` has the
-    columns ``method``, ``seed``, ``round``, ``down``, ``up`` (bytes that all clients together moved in that round);
-    ``same_test`` maps a client whose test samples are those of an earlier client to that one.
+    ``methods`` in the requested order; ``rounds`` planned; ``metric`` is the one that tables report, ``target_metric``
+    the value up to which rounds and bytes are counted (None: no target); ``select`` is ``last`` or ``best`` (round of
+    the best macro metric on validation data, never on test data); ``clients`` maps each name to the sizes of its
+    splits, ``samples`` to a few images, uint8 ``[n, H, W, C]`` with C 1 or 3; ``traffic`` has the columns ``method``,
+    ``seed``, ``round``, ``down``, ``up`` (bytes that all clients together exchanged in that round); ``same_test`` maps
+    a client to an earlier client with the same test samples.
     """
 
     name: str
@@ -149,5 +149,5 @@ class RunSummary:
 
     @property
     def metric_name(self) -> str:
-        """What tables report, as a sentence calls it."""
+        """Name of the metric in a sentence."""
         return METRICS[self.metric]

@@ -1,6 +1,6 @@
-"""What a run directory says of its run as a whole, and the records in it: written as the run starts, read by reports.
+"""Summary of a run directory and its records, written as the run starts and read by reports.
 
-Reading takes neither torch nor data, so that a report can be made where neither is.
+Reading requires neither torch nor data, so that a report can be made without them.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from .schema import MethodSummary, RunSummary, rows_to_frame, stream_rows
 
 
 def write_summary(directory: RunDirectory, facts: Mapping[str, Any], images: Mapping[str, np.ndarray]) -> None:
-    """Write ``facts``, the fields of :class:`RunSummary` that are known before anything is trained, and the machine's.
+    """Write ``facts``, the fields of :class:`RunSummary` that are known before training, and the environment.
 
-    ``images``: some of a client's, by client, uint8 ``[n, H, W, C]``.
+    ``images``: some of each client's, uint8 ``[n, H, W, C]``.
     """
     packed = io.BytesIO()
     np.savez_compressed(packed, **{str(i): image for i, image in enumerate(images.values())})  # type: ignore[arg-type]
@@ -32,7 +32,7 @@ def write_summary(directory: RunDirectory, facts: Mapping[str, Any], images: Map
 
 
 def read_summary(path: Path) -> RunSummary:
-    """What the run in directory ``path`` has left so far; :class:`UsageError` where there is none."""
+    """Return the results so far of the run in directory ``path``. Raises :class:`UsageError` where there is none."""
     try:
         facts = json.loads((path / "study.json").read_text(encoding="utf-8"))
         machine = json.loads((path / "environment.json").read_text(encoding="utf-8"))

@@ -13,7 +13,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from ..report.figures import FigurePanel, save_each
-from ..report.style import INK, MethodStyle, add_legend, figure_settings, legend_entry, make_panel
+from ..report.style import INK, MethodStyle, add_legend, figure_settings, make_legend_entry, make_panel
 from . import TheoryResults
 from .gradient_descent import METHODS
 from .toy_example import DEVIATIONS, TRUE, ToyExample
@@ -78,7 +78,7 @@ def _draw_closing(found: TheoryResults) -> FigurePanel:
         ("FedAvg, S proportional", turned.full, _LOOKS[0]),
     ):
         axes.plot(turned.angle, values, **look.line, markevery=(look.number, 4))
-        handles[name] = legend_entry(look)
+        handles[name] = make_legend_entry(look)
     _set_log_axes(axes, "xy")
     add_legend(figure, handles, "both clients' other inputs stay")
     description = (
@@ -120,7 +120,7 @@ def _draw_widths(found: TheoryResults) -> FigurePanel:
     handles = {}
     for method, look in zip(METHODS, _LOOKS, strict=True):
         axes.plot(neurons, [width.error[method] for width in found.widths], **look.line)
-        handles[method] = legend_entry(look)
+        handles[method] = make_legend_entry(look)
     _set_log_axes(axes, "xy")
     axes.set_xticks(neurons, [str(count) for count in neurons])
     add_legend(figure, handles, "")

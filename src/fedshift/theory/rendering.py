@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from rich.console import RenderableType
 
-from ..report.formatting import TextCell, TextTable, to_terminal
+from ..report.formatting import make_table, to_terminal
 from . import TheoryResults
 from .gradient_descent import METHODS
 
@@ -169,8 +169,4 @@ def _format_ratio(most: float, least: float) -> str:
 
 
 def _make_table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> RenderableType:
-    return to_terminal(TextTable(header=header, rows=tuple(tuple(map(_escape_cell, row)) for row in rows)))
-
-
-def _escape_cell(text: str) -> TextCell:
-    return TextCell(text=text)
+    return to_terminal(make_table(header, rows))

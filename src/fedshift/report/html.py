@@ -1,23 +1,36 @@
-"""Pictures inside the page: matplotlib's SVG as an inline element, image samples as one PNG in a data URL."""
+"""HTML of all pages: templates, matplotlib's SVG as inline elements, and image samples as PNG in data URLs."""
 
 from __future__ import annotations
 
 import base64
 import re
 from io import BytesIO
+from typing import Any
 
 import numpy as np
+from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 from matplotlib.image import imsave
 
+from .. import __version__
+from .formatting import to_latex, to_markdown
 from .style import GRID, INK
 
 MAX_SIDE = 96  # pixels of one sample's longer side
 _GAP = 2
 
 
+def render_template(name: str, /, **values: Any) -> str:
+    """Return the HTML of template ``name`` of the packages ``report`` and ``reproduce``; all values are escaped."""
+    environment = Environment(
+        loader=ChoiceLoader([PackageLoader("fedshift", "report"), PackageLoader("fedshift", "reproduce")]),
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    return environment.get_template(name).render(version=__version__, latex=to_latex, markdown=to_markdown, **values)
+
+
 def embed_svg(svg: str, prefix: str, description: str) -> Markup:
-    """``svg`` to stand in HTML: ids made unique by ``prefix``, no namespaces or links, ink and grid as page colors."""
+    """Return ``svg`` for use inside HTML: ids prefixed, no namespaces or links, ink and grid in the page's colors."""
     text = svg[svg.index("<svg") :]
     text = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", text, count=1, flags=re.DOTALL)
     text = re.sub(r' (?:xmlns(?::\w+)?|version)="[^"]*"', "", text)
@@ -28,7 +41,7 @@ def embed_svg(svg: str, prefix: str, description: str) -> Markup:
 
 
 def encode_strip(images: np.ndarray) -> tuple[str, int, int]:
-    """Images ``uint8 [n, H, W, C]`` side by side as a PNG data URL, with its width and height in pixels.
+    """Return images ``uint8 [n, H, W, C]`` side by side as a PNG data URL, with its width and height in pixels.
 
     Images larger than 96 pixels are reduced by a whole factor, each pixel the mean of its block.
     """
