@@ -22,7 +22,7 @@ from ..utils.random_streams import stream
 from .samples import CHUNK, Normalization, Samples, digest_samples, join_samples, resize, to_samples
 
 if TYPE_CHECKING:
-    from .files.table_columns import Column
+    from .files.table_schema import Column
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

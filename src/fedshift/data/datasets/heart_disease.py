@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ...utils.errors import UsageError
 from ...utils.random_streams import stream
 from ..federation import ClientData, Federation
-from ..files.table_columns import Column, feature_offsets, impute, scale
+from ..files.table_schema import Column, impute, scale
 from ..samples import Samples
 from ..stratification import split_stratified
 from ._card import Card, Remote
@@ -98,11 +98,7 @@ def heart_disease(
         train = len(sides[0])
         x = _encode_features(raw[order], names, columns)
         filled, empty = impute(x, train, columns)
-        scale(
-            x,
-            train,
-            [first for first, column in zip(feature_offsets(columns), columns, strict=False) if not column.categories],
-        )
+        scale(x, train, columns)
         if filled:
             notices.append(f"client {client!r}: {filled} missing values filled from its own training rows")
         if empty:

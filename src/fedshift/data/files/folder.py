@@ -17,7 +17,7 @@ from .image_decoding import SUFFIXES
 from .image_tree import holds_images
 from .images import read_images
 from .read_options import ReadOptions
-from .table_reader import holds_tables, read_tables
+from .tables import holds_tables, read_tables
 
 SPLITS = {"train": "train", "validation": "val", "test": "test"}
 """Names of splits, and how the arrays' names end."""
