@@ -13,12 +13,12 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from ..config.expressions import list_catalog
 from ..config.spec import RunSpec
+from ..data.datasets._card import get_card
 from ..data.sources import EMBEDDED
 from ..utils.errors import UsageError
 from .published_tables import Table
@@ -99,7 +99,7 @@ def is_present(data: str, root: Path) -> bool:
         return data in EMBEDDED
     written = ast.parse(data, mode="eval").body if data != base_name(data) else None
     arguments = frozenset(each.arg for each in written.keywords if each.arg) if isinstance(written, ast.Call) else ()
-    return bool(import_module(made.__module__).CARD.present(base_name(data), root, frozenset(arguments)))
+    return get_card(made).present(base_name(data), root, frozenset(arguments))
 
 
 @cache

@@ -25,11 +25,10 @@ from numpy.typing import NDArray
 from ...utils.errors import UsageError, unknown_name
 from ...utils.random_streams import stream
 from ..federation import ClientData, Federation
-from ..formats import explain_errors
+from ..formats import explain_errors, read_npz
 from ..samples import Samples
 from ..stratification import split_stratified
 from ._card import Card
-from ._npz_arrays import read_arrays
 
 _SITES = ("NYU", "UM_1", "USM", "UCLA_1")
 _REGIONS = 111
@@ -133,7 +132,7 @@ class _Connectomes:
     """Correlations that are in a file already, ``abide_ho.npz``."""
 
     def __init__(self, file: Path) -> None:
-        self.arrays = read_arrays(file, _COMPACT)
+        self.arrays = read_npz(file, _COMPACT)
 
     def subjects(self, site: str) -> list[_Subject]:
         names = self.arrays["site_names"].tolist()

@@ -5,7 +5,7 @@ FedBN (Li et al. 2021, arXiv:2102.07623, section 5.1 and appendix D) as its auth
 split anew, 80 to 20 by class, by scikit-learn's ``StratifiedShuffleSplit(test_size=0.2, random_state=0)``; of the
 shuffled training part the first 7,438 are kept, as many as USPS has. Hence 14,000, 19,858, 1,860, 97,791 and 14,000
 test images, and the training sizes of the paper's table 16. The same draw here gives the authors' partitions from the
-publishers' files; MNIST-M must then be the remake of 70,000 digits that they used (:mod:`.mnistm`).
+publishers' files; MNIST-M must then be the remake of 70,000 digits that they used (:func:`.single_datasets.mnistm`).
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from ...utils.random_streams import stream
 from ..federation import ClientData, Federation
 from ..pickles import read_pickle
 from ..samples import Samples, to_samples
-from . import mnist, mnistm, svhn, synthdigits, usps
+from . import single_datasets as single
 from ._card import Card
 from ._single_dataset import DIGITS, Parts
 
 _SOURCES: dict[str, tuple[str, Card, Callable[[Path], Federation]]] = {
-    "mnist": ("MNIST", mnist.CARD, mnist.mnist),
-    "svhn": ("SVHN", svhn.CARD, svhn.svhn),
-    "usps": ("USPS", usps.CARD, usps.usps),
-    "synthdigits": ("SynthDigits", synthdigits.CARD, synthdigits.synthdigits),
-    "mnistm": ("MNIST_M", mnistm.CARD, mnistm.mnistm),
+    "mnist": ("MNIST", single.MNIST, single.mnist),
+    "svhn": ("SVHN", single.SVHN, single.svhn),
+    "usps": ("USPS", single.USPS, single.usps),
+    "synthdigits": ("SynthDigits", single.SYNTHDIGITS, single.synthdigits),
+    "mnistm": ("MNIST_M", single.MNISTM, single.mnistm),
 }
 """By client: the authors' directory, and the card and the loader of the source."""
 

@@ -20,10 +20,10 @@ from ...utils.errors import UsageError
 from ...utils.random_streams import stream
 from ..federation import ClientData, Federation
 from ..files.table_schema import Column, impute, scale
+from ..formats import read_npz
 from ..samples import Samples
 from ..stratification import split_stratified
 from ._card import Card, Remote
-from ._npz_arrays import read_arrays
 
 _CLIENTS = ("cleveland", "hungarian", "switzerland", "va")
 _CODES = {"cp": (1, 2, 3, 4), "restecg": (0, 1, 2), "slope": (1, 2, 3), "thal": (3, 6, 7)}
@@ -121,7 +121,7 @@ def heart_disease(
 def _read_tables(found: Path | dict[str, Path]) -> dict[str, Floats]:
     """Each client's rows ``[N, 14]``, the degree of disease last, gaps NaN."""
     if isinstance(found, Path):
-        arrays = read_arrays(found, [f"{part}_{client}" for client in _CLIENTS for part in "xy"])
+        arrays = read_npz(found, [f"{part}_{client}" for client in _CLIENTS for part in "xy"])
         return {client: np.column_stack([arrays[f"x_{client}"], arrays[f"y_{client}"]]) for client in _CLIENTS}
     return {client: _read_table(file) for client, file in found.items()}
 

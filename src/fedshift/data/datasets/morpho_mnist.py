@@ -22,7 +22,7 @@ from ..samples import Samples
 from ._card import Card
 from ._morphology import perturb
 from ._single_dataset import DIGITS, Reader, find_idx
-from .mnist import CARD as MNIST
+from .single_datasets import MNIST
 
 _PUBLISHED = {
     "plain": "plain",

@@ -14,8 +14,7 @@ from ...utils.errors import UsageError, unknown_name
 from ..federation import ClientData, Federation, count_classes
 from ..samples import to_samples
 from .image_decoding import SUFFIXES
-from .image_tree import holds_images
-from .images import read_images
+from .images import holds_images, read_images
 from .read_options import ReadOptions
 from .tables import holds_tables, read_tables
 

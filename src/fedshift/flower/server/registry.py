@@ -14,7 +14,7 @@ import torch
 from typing_extensions import override
 
 from ...data.federation import ClientData, Federation
-from ...data.files.image_tree import sort_classes
+from ...data.files.images import sort_classes
 from ...data.files.table_schema import Column, feature_offsets
 from ...data.files.tables import number_classes
 from ...data.samples import Samples

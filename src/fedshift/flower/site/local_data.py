@@ -10,7 +10,7 @@ import torch
 
 from ...config.spec import DataSpec
 from ...data.federation import ClientData, Federation
-from ...data.files.image_tree import holds_images
+from ...data.files.images import holds_images
 from ...data.files.table_schema import Column, find_tables, is_table
 from ...data.samples import Samples
 from ...data.sources import load_source
