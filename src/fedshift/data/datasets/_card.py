@@ -1,10 +1,12 @@
-"""Cards: the facts about a benchmark that ``fedshift data list`` shows, and how its files are found."""
+"""Cards: the facts about a benchmark (``cards.toml``) that ``fedshift data list`` shows, and how its files are found."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+import tomllib
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +22,6 @@ class Remote:
     md5: str | None = None
     sha256: str | None = None
     size: int | None = None
-
-
-def make_remote(server: str, name: str, **published: Any) -> Remote:
-    """Return the file ``name`` at the address ``server``, with the ``published`` checksum and size."""
-    return Remote(url=f"{server}{name}", name=name, **published)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +72,18 @@ class Card:
             f"benchmark {name!r} is not in {root / name} nor in {root}: {how}, or put there {self.layout} "
             "(--root, or FEDSHIFT_DATA, names another directory)"
         )
+
+
+def make_card(name: str, *, remotes: Iterable[Remote] = (), **functions: Any) -> Card:
+    """Return the card of benchmark ``name``: the facts in ``cards.toml``, with ``functions`` and further ``remotes``."""
+    facts = dict(_read_facts()[name])
+    own = (Remote(**remote) for remote in facts.pop("remotes", ()))
+    return Card(clients=tuple(facts.pop("clients")), remotes=(*own, *remotes), **facts, **functions)
+
+
+@cache
+def _read_facts() -> dict[str, Any]:
+    return tomllib.loads(Path(__file__).with_name("cards.toml").read_text(encoding="utf-8"))
 
 
 def get_card(loader: Callable[..., Any]) -> Card:

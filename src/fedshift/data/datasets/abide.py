@@ -28,7 +28,7 @@ from ..federation import ClientData, Federation
 from ..formats import explain_errors, read_npz
 from ..samples import Samples
 from ..stratification import split_stratified
-from ._card import Card
+from ._card import make_card
 
 _SITES = ("NYU", "UM_1", "USM", "UCLA_1")
 _REGIONS = 111
@@ -55,21 +55,7 @@ def _find(folder: Path) -> Path | None:
     return next((file for file in files if file.is_file()), None)
 
 
-CARD = Card(
-    title="ABIDE I, autism from the brain's correlations at rest, twenty sites",
-    clients=_SITES,
-    classes=2,
-    samples="1,035 subjects of 20 sites; FedBN uses 167, 88, 52 and 63 of four",
-    license="CC BY-NC-SA 3.0",
-    homepage="http://preprocessed-connectomes-project.org/abide/download.html",
-    source="Di Martino et al. 2014; Craddock et al. 2013; FedBN, arXiv:2102.07623",
-    layout=(
-        f"{_PHENOTYPES} and below it the time series <SITE>_<subject>{_SUFFIX} of one pipeline and strategy (FedBN: "
-        "cpac), or abide_ho.npz with their correlations"
-    ),
-    find=_find,
-    lacks=lambda found: frozenset({"window"} if found.suffix == ".npz" else ()),
-)
+CARD = make_card("abide", find=_find, lacks=lambda found: frozenset({"window"} if found.suffix == ".npz" else ()))
 
 
 def abide(

@@ -21,7 +21,7 @@ from ..files.read_options import Progress
 from ..formats import explain_errors, read_npz
 from ..samples import IMAGENET, Samples
 from ..stratification import split_stratified
-from ._card import Card
+from ._card import make_card
 from ._file_lists import DomainFolders, ListedImage, find_domains, list_from_folders, read_listed
 
 _SITES = ("vidir_molemax", "vidir_modern", "rosendahl", "vienna_dias")
@@ -85,36 +85,9 @@ def _find_isic(folder: Path) -> _Published | DomainFolders | dict[str, Path] | N
 
 _COMPACT_LAYOUT = f"the files {', '.join(f'{site}.npz' for site in _SITES)}"
 
-HAM10000 = Card(
-    title="HAM10000, seven kinds of pigmented skin lesions",
-    clients=("ham10000",),
-    classes=7,
-    samples="10,015 images of 7,470 lesions: 6,705 nv, 1,113 mel, 1,099 bkl, 514 bcc, 327 akiec, 142 vasc, 115 df",
-    license="CC BY-NC 4.0",
-    homepage="https://doi.org/10.7910/DVN/DBW86T",
-    source="Tschandl et al. 2018, doi:10.1038/sdata.2018.161; FedMMB, arXiv:2011.07006",
-    layout=(
-        "HAM10000_metadata (or .csv, .tab) and the unpacked images ISIC_<number>.jpg, in folders of any name; or "
-        f"{_COMPACT_LAYOUT}"
-    ),
-    find=_find_ham,
-)
+HAM10000 = make_card("ham10000", find=_find_ham)
 
-FED_ISIC2019 = Card(
-    title="Fed-ISIC2019, eight kinds of skin lesions from six centers",
-    clients=_CENTERS,
-    classes=8,
-    samples="FLamby's train/test: 9930/2483, 3163/791, 2691/672, 1807/452, 655/164 and 351/88 images",
-    license="CC BY-NC 4.0",
-    homepage="https://challenge.isic-archive.com/data/#2019",
-    source="FLamby, arXiv:2210.04620; https://github.com/owkin/FLamby",
-    layout=(
-        f"FLamby's list train_test_split (or .csv) and the images in {_ISIC_IMAGES[0]} (after FLamby's "
-        f"resize_images.py) or {_ISIC_IMAGES[1]}; or {_COMPACT_LAYOUT}"
-    ),
-    find=_find_isic,
-    hub="flwrlabs/fed-isic2019",
-)
+FED_ISIC2019 = make_card("fed-isic2019", find=_find_isic)
 
 
 def ham10000(

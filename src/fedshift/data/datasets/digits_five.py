@@ -25,7 +25,7 @@ from ..federation import ClientData, Federation
 from ..pickles import read_pickle
 from ..samples import Samples, to_samples
 from . import single_datasets as single
-from ._card import Card
+from ._card import Card, make_card
 from ._single_dataset import DIGITS, Parts
 
 _SOURCES: dict[str, tuple[str, Card, Callable[[Path], Federation]]] = {
@@ -54,19 +54,8 @@ def _find_home(domain: str, folder: Path) -> Path | None:
     return None
 
 
-CARD = Card(
-    title="Digits-Five (MNIST, SVHN, USPS, SynthDigits, MNIST-M)",
-    clients=tuple(_SOURCES),
-    classes=10,
-    samples="7,438 training images a client (FedBN uses 743 of them, 10 %); 14,000, 19,858, 1,860, 97,791 and 14,000 "
-    "test images",
-    license="each source its own: SVHN for non-commercial use only, SynthDigits CC BY 4.0 by its mirror's README, "
-    "none stated for the others",
-    homepage="https://github.com/med-air/FedBN",
-    source="Li et al. 2021, arXiv:2102.07623, section 5.1; the sources' own papers, see their cards",
-    layout="the FedBN authors' directories MNIST, SVHN, USPS, SynthDigits and MNIST_M (each with "
-    "partitions/train_part0.pkl to train_part9.pkl and test.pkl), or the files of mnist, svhn, usps, synthdigits and "
-    "mnistm, each in a directory of that name",
+CARD = make_card(
+    "digits-five",
     find=lambda folder: folder if all(_find_home(domain, folder) for domain in _SOURCES) else None,
     remotes=tuple(
         replace(remote, name=f"{domain}/{remote.name}")

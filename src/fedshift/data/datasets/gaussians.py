@@ -21,20 +21,11 @@ from ...utils.errors import UsageError
 from ...utils.random_streams import stream
 from ..federation import ClientData, Federation
 from ..samples import Samples
-from ._card import Card
+from ._card import make_card
 
 _DIMENSIONS = 10
 
-CARD = Card(
-    title="FedBN's synthetic data, two Gaussian classes whose covariance differs by client",
-    clients=("diagonal", "mixed"),
-    classes=2,
-    samples="drawn when they are asked for: by default 200 for training and 1,000 for testing of each client",
-    license="none needed, generated",
-    homepage="https://arxiv.org/abs/2102.07623",
-    source="FedBN, arXiv:2102.07623, appendix F",
-    generated=True,
-)
+CARD = make_card("gaussians")
 
 
 def gaussians(

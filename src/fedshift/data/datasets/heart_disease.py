@@ -23,7 +23,7 @@ from ..files.table_schema import Column, impute, scale
 from ..formats import read_npz
 from ..samples import Samples
 from ..stratification import split_stratified
-from ._card import Card, Remote
+from ._card import make_card
 
 _CLIENTS = ("cleveland", "hungarian", "switzerland", "va")
 _CODES = {"cp": (1, 2, 3, 4), "restecg": (0, 1, 2), "slope": (1, 2, 3), "thal": (3, 6, 7)}
@@ -45,21 +45,7 @@ def _find(folder: Path) -> Path | dict[str, Path] | None:
     return packed if packed.is_file() else None
 
 
-CARD = Card(
-    title="UCI Heart Disease, patients of four hospitals",
-    clients=_CLIENTS,
-    classes=2,
-    samples="303, 294, 123 and 200 patients; FLamby keeps 303, 261, 46 and 130 (missing='drop')",
-    license="CC BY 4.0",
-    homepage="https://archive.ics.uci.edu/dataset/45/heart+disease",
-    source="doi:10.24432/C52P4X; FLamby, arXiv:2210.04620",
-    layout="processed.cleveland.data, processed.hungarian.data, processed.switzerland.data and processed.va.data, "
-    "or heart_disease.npz with x_<client> and y_<client>",
-    find=_find,
-    remotes=tuple(
-        Remote(url=f"{_URL}/processed.{client}.data", name=f"processed.{client}.data") for client in _CLIENTS
-    ),
-)
+CARD = make_card("heart-disease", find=_find)
 
 
 def heart_disease(

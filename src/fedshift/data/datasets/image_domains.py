@@ -10,7 +10,7 @@ from ..federation import Federation
 from ..files.images import list_categories
 from ..files.read_options import Progress
 from ..samples import UNIT
-from ._card import Card
+from ._card import make_card
 from ._file_lists import (
     DomainFolders,
     ListedImage,
@@ -43,56 +43,13 @@ def _find_office(folder: Path) -> DomainFolders | None:
     return None
 
 
-OFFICE_CALTECH10 = Card(
-    title="Office-Caltech10, ten kinds of objects from a shop, the web, a camera and a webcam",
-    clients=_OFFICE,
-    classes=10,
-    samples="958, 1123, 157 and 295 images; FedBN trains on 62 of each client and selects on 50 others",
-    license="none stated by the publishers",
-    homepage="https://github.com/med-air/FedBN",
-    source="Gong et al. 2012, CVPR; Saenko et al. 2010, ECCV; Griffin et al. 2007; FedBN, arXiv:2102.07623",
-    layout=(
-        "the folders amazon, caltech (or caltech10), dslr and webcam with a folder for each of the ten classes "
-        "(FedBN's office_caltech_10_dataset.zip, unpacked, with its lists amazon_train.pkl and so on)"
-    ),
-    find=_find_office,
-)
+OFFICE_CALTECH10 = make_card("office-caltech10", find=_find_office)
 
-DOMAINNET = Card(
-    title="DomainNet, everyday things as clip art, infographics, paintings, quick drawings, photos and sketches",
-    clients=_DOMAINNET,
-    classes=10,
-    samples=(
-        "48,129, 51,605, 72,266, 172,500, 172,947 and 69,128 images of 345 classes in the cleaned version; FedBN uses "
-        "ten classes, trains on 105 images of each client and selects on 105 others"
-    ),
-    license=(
-        "fair use notice: made available without profit for non-commercial research and education; it holds "
-        "copyrighted material whose use its owners have not authorized"
-    ),
-    homepage="https://ai.bu.edu/M3SDA/",
-    source="Peng et al. 2019, arXiv:1812.01754; FedBN, arXiv:2102.07623",
-    layout=(
-        "the six unpacked archives as folders clipart, infograph, painting, quickdraw, real and sketch, and beside "
-        "them the lists clipart_train.txt, clipart_test.txt and so on, or FedBN's clipart_train.pkl and so on"
-    ),
-    find=lambda folder: find_domains(folder, _DOMAINNET, ("DomainNet",)),
-)
+DOMAINNET = make_card("domainnet", find=lambda folder: find_domains(folder, _DOMAINNET, ("DomainNet",)))
 
-PACS = Card(
-    title="PACS, seven kinds of things as photos, art paintings, cartoons and sketches",
-    clients=_PACS,
-    classes=7,
-    samples="2,048, 2,344, 1,670 and 3,929 images of 227 x 227 pixels",
-    license="none stated by the publishers",
-    homepage="https://sketchx.eecs.qmul.ac.uk/downloads/",
-    source="Li et al. 2017, ICCV, arXiv:1710.03077",
-    layout=(
-        "the folders art_painting, cartoon, photo and sketch (as published in kfold/) with a folder for each of the "
-        "seven classes, and perhaps the lists photo_train_kfold.txt, photo_crossval_kfold.txt and so on"
-    ),
+PACS = make_card(
+    "pacs",
     find=lambda folder: find_domains(folder, _PACS, ("kfold", "PACS", "PACS/kfold", "images", "images/kfold", "hub")),
-    hub="flwrlabs/pacs",
 )
 
 

@@ -19,7 +19,7 @@ from ...utils.errors import UsageError, unknown_name
 from ...utils.random_streams import stream
 from ..federation import ClientData, Federation
 from ..samples import Samples
-from ._card import Card
+from ._card import make_card
 from ._morphology import perturb
 from ._single_dataset import DIGITS, Reader, find_idx
 from .single_datasets import MNIST
@@ -48,18 +48,8 @@ def _find(folder: Path) -> dict[str, Reader] | None:
     return found if "mnist" in found or set(_DOMAINS) <= set(found) else None
 
 
-CARD = Card(
-    title="Morpho-MNIST",
-    clients=_DOMAINS,
-    classes=10,
-    samples="MNIST's 60,000 training and 10,000 test digits, shared out among the clients",
-    license="MIT (the perturbations); none stated for MNIST",
-    homepage="https://github.com/dccastro/Morpho-MNIST",
-    source="Castro, Tan, Kainz, Konukoglu and Glocker, Morpho-MNIST, JMLR 20(178), 2019, arXiv:1809.10780",
-    layout="MNIST (see mnist), or the published directories plain, thin, thic, swel, frac, global and local, each with "
-    "the four files {train,t10k}-{images-idx3,labels-idx1}-ubyte.gz",
-    find=_find,
-    remotes=tuple(replace(remote, name=f"mnist/{remote.name}") for remote in MNIST.remotes),
+CARD = make_card(
+    "morpho-mnist", find=_find, remotes=tuple(replace(remote, name=f"mnist/{remote.name}") for remote in MNIST.remotes)
 )
 
 

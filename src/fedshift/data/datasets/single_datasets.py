@@ -22,7 +22,7 @@ from ..federation import Federation
 from ..formats import Bytes, Numbers, explain_errors, read_digits_mat, read_libsvm, read_table, to_gray_levels
 from ..pickles import load_pickle, read_pickle
 from ..samples import Samples
-from ._card import Card, make_remote
+from ._card import make_card
 from ._single_dataset import Parts, find_idx, find_layouts, find_packed, load_single, make_one_client, make_splits
 
 _CLOTHING = (
@@ -30,50 +30,10 @@ _CLOTHING = (
 )  # fmt: skip
 _OBJECTS = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
-_MNIST_SERVER = "https://ossci-datasets.s3.amazonaws.com/mnist/"
-_FASHION_SERVER = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
-_SVHN_SERVER = "http://ufldl.stanford.edu/housenumbers/"
-_SYNTH_SERVER = "https://media.githubusercontent.com/media/domainadaptation/datasets/91ff02225a73db330883843bc41ee3aca59a19d9/synth/"
-_USPS_SERVER = "https://www.csie.ntu.edu.tw/~cjlin/libsvmtools/datasets/multiclass/"
-_MNISTM_SERVER = "https://github.com/VanushVaswani/keras_mnistm/releases/download/1.0/"
+MNIST = make_card("mnist", find=lambda folder: find_packed(folder, "mnist") or find_idx(folder, "mnist"))
 
-MNIST = Card(
-    title="MNIST",
-    clients=("mnist",),
-    classes=10,
-    samples="60,000 training and 10,000 test images; FedBN pools the 70,000, see digits-five",
-    license="none stated",
-    homepage="http://yann.lecun.com/exdb/mnist/",
-    source="LeCun, Bottou, Bengio and Haffner, Gradient-based learning applied to document recognition, "
-    "Proceedings of the IEEE 86(11), 1998",
-    layout="the four files {train,t10k}-{images-idx3,labels-idx1}-ubyte, plain or .gz, in a directory mnist (or "
-    "MNIST/raw), or mnist.npz with x_train, y_train, x_test, y_test",
-    find=lambda folder: find_packed(folder, "mnist") or find_idx(folder, "mnist"),
-    remotes=(
-        make_remote(_MNIST_SERVER, "train-images-idx3-ubyte.gz", md5="f68b3c2dcbeaaa9fbdd348bbdeb94873"),
-        make_remote(_MNIST_SERVER, "train-labels-idx1-ubyte.gz", md5="d53e105ee54ea40749a09fcbcd1e9432"),
-        make_remote(_MNIST_SERVER, "t10k-images-idx3-ubyte.gz", md5="9fb629c4189551a2d022fa330f9573f3"),
-        make_remote(_MNIST_SERVER, "t10k-labels-idx1-ubyte.gz", md5="ec29112dd5afa0611ce80d1b7f02629c"),
-    ),
-)
-
-FASHION_MNIST = Card(
-    title="Fashion-MNIST",
-    clients=("fashion-mnist",),
-    classes=10,
-    samples="60,000 training and 10,000 test images, as FedMMB uses them",
-    license="MIT",
-    homepage="https://github.com/zalandoresearch/fashion-mnist",
-    source="Xiao, Rasul and Vollgraf 2017, arXiv:1708.07747",
-    layout="the four files {train,t10k}-{images-idx3,labels-idx1}-ubyte, plain or .gz, in a directory fashion-mnist "
-    "(or FashionMNIST/raw), or fashion_mnist.npz with x_train, y_train, x_test, y_test",
-    find=lambda folder: find_packed(folder, "fashion-mnist") or find_idx(folder, "fashion-mnist"),
-    remotes=(
-        make_remote(_FASHION_SERVER, "train-images-idx3-ubyte.gz", md5="8d4fb7e6c68d591d4c3dfef9ec88bf0d"),
-        make_remote(_FASHION_SERVER, "train-labels-idx1-ubyte.gz", md5="25c81989df183df01b3e8a0aad5dffbe"),
-        make_remote(_FASHION_SERVER, "t10k-images-idx3-ubyte.gz", md5="bef4ecab320f06d8554ea6380940ec79"),
-        make_remote(_FASHION_SERVER, "t10k-labels-idx1-ubyte.gz", md5="bb300cfdad3c16e7a12a480ee83cd310"),
-    ),
+FASHION_MNIST = make_card(
+    "fashion-mnist", find=lambda folder: find_packed(folder, "fashion-mnist") or find_idx(folder, "fashion-mnist")
 )
 
 
@@ -98,48 +58,14 @@ def _read_mat(train: Path, test: Path) -> Parts:
     return make_splits(read_digits_mat(train), read_digits_mat(test), train)
 
 
-SVHN = Card(
-    title="SVHN, cropped digits",
-    clients=("svhn",),
-    classes=10,
-    samples="73,257 training and 26,032 test images; FedBN pools the 99,289, see digits-five",
-    license="for non-commercial use only",
-    homepage="http://ufldl.stanford.edu/housenumbers/",
-    source="Netzer, Wang, Coates, Bissacco, Wu and Ng, Reading digits in natural images with unsupervised feature "
-    "learning, NIPS workshop on deep learning and unsupervised feature learning, 2011",
-    layout="train_32x32.mat and test_32x32.mat, or svhn.npz with x_train, y_train, x_test, y_test",
-    find=lambda folder: find_layouts(folder, "svhn", (_read_mat, [("train_32x32.mat",), ("test_32x32.mat",)])),
-    remotes=(
-        make_remote(_SVHN_SERVER, "train_32x32.mat", md5="e26dedcc434d2e4c54c9b2d4a06d8373", size=182_040_794),
-        make_remote(_SVHN_SERVER, "test_32x32.mat", md5="eb5a983be6a315427106f1b164d9cef3", size=64_275_384),
-    ),
+SVHN = make_card(
+    "svhn", find=lambda folder: find_layouts(folder, "svhn", (_read_mat, [("train_32x32.mat",), ("test_32x32.mat",)]))
 )
 
-SYNTHDIGITS = Card(
-    title="SynthDigits (Syn Numbers)",
-    clients=("synthdigits",),
-    classes=10,
-    samples="479,400 training and 9,553 test images; FedBN pools the 488,953, see digits-five",
-    license="none stated by its authors; CC BY 4.0 by the README of the mirror that is fetched",
-    homepage="http://yaroslav.ganin.net/",
-    source="Ganin and Lempitsky 2015, arXiv:1409.7495",
-    layout="synth_train_32x32.mat and synth_test_32x32.mat, or synthdigits.npz with x_train, y_train, x_test, y_test",
+SYNTHDIGITS = make_card(
+    "synthdigits",
     find=lambda folder: find_layouts(
         folder, "synthdigits", (_read_mat, [("synth_train_32x32.mat",), ("synth_test_32x32.mat",)])
-    ),
-    remotes=(
-        make_remote(
-            _SYNTH_SERVER,
-            "synth_train_32x32.mat",
-            sha256="e0e0924ecd0c0b5a55ed6485aaa7d39937af982397717b89a3d91777aca9433c",
-            size=895_578_032,
-        ),
-        make_remote(
-            _SYNTH_SERVER,
-            "synth_test_32x32.mat",
-            sha256="6285fe9a1c6f27b379a47263907a37899b59ce86948fd343a5b904435cde5bcc",
-            size=17_851_156,
-        ),
     ),
 )
 
@@ -199,16 +125,8 @@ def _round_levels(x: Numbers, file: Path, side: int) -> Bytes:
     return to_gray_levels(x, file).reshape(-1, side, side)
 
 
-USPS = Card(
-    title="USPS",
-    clients=("usps",),
-    classes=10,
-    samples="7,291 training and 2,007 test images; FedBN pools the 9,298, see digits-five",
-    license="none stated",
-    homepage="https://www.csie.ntu.edu.tw/~cjlin/libsvmtools/datasets/multiclass.html#usps",
-    source="Hull, A database for handwritten text recognition research, IEEE TPAMI 16(5), 1994",
-    layout="usps.bz2 and usps.t.bz2, or zip.train.gz and zip.test.gz, or usps.h5, or usps_28x28.pkl, or usps.npz with "
-    "x_train, y_train, x_test, y_test",
+USPS = make_card(
+    "usps",
     find=lambda folder: find_layouts(
         folder,
         "usps",
@@ -216,10 +134,6 @@ USPS = Card(
         (_read_usps_text, [("zip.train.gz", "zip.train"), ("zip.test.gz", "zip.test")]),
         (_read_usps_h5, [("usps.h5",)]),
         (_read_usps_pickle, [("usps_28x28.pkl",)]),
-    ),
-    remotes=(
-        make_remote(_USPS_SERVER, "usps.bz2", md5="ec16c51db3855ca6c91edd34d0e9b197"),
-        make_remote(_USPS_SERVER, "usps.t.bz2", md5="8ea070ee2aca1ac39742fdd1ef5ed118"),
     ),
 )
 
@@ -273,26 +187,15 @@ def _read_mnistm_pickle(file: Path) -> Parts:
     )
 
 
-MNISTM = Card(
-    title="MNIST-M",
-    clients=("mnistm",),
-    classes=10,
-    samples="59,001 training and 9,001 test images; the remake used by FedBN 60,000 and 10,000, see digits-five",
-    license="none stated; its backgrounds are BSDS500's, for non-commercial research and education",
-    homepage="http://yaroslav.ganin.net/",
-    source="Ganin et al., Domain-adversarial training of neural networks, JMLR 17, 2016, arXiv:1505.07818",
-    layout="the directory mnist_m (mnist_m_train, mnist_m_test and their lists of labels), or mnistm_data.pkl, or "
-    "keras_mnistm.pkl with MNIST beside it, or mnistm.npz with x_train, y_train, x_test, y_test",
+MNISTM = make_card(
+    "mnistm",
     find=lambda folder: find_layouts(
         folder,
         "mnistm",
         (_read_mnistm_directories, [("mnist_m_train_labels.txt",), ("mnist_m_test_labels.txt",)]),
         (_read_mnistm_pickle, [("mnistm_data.pkl", "keras_mnistm.pkl", "keras_mnistm.pkl.gz")]),
     ),
-    remotes=(
-        make_remote(_MNISTM_SERVER, "keras_mnistm.pkl.gz"),
-        *(replace(remote, name=f"mnist/{remote.name}") for remote in MNIST.remotes),
-    ),
+    remotes=(replace(remote, name=f"mnist/{remote.name}") for remote in MNIST.remotes),
 )
 
 
@@ -367,29 +270,13 @@ def _join_cifar_batches(batches: dict[str, Batch], where: Path) -> Parts:
     return make_splits((x_train, y_train), batches["test_batch"], where)
 
 
-CIFAR10 = Card(
-    title="CIFAR-10",
-    clients=("cifar10",),
-    classes=10,
-    samples="50,000 training and 10,000 test images; FedMMB doubles the training set by augmentation (doubled=True)",
-    license="none stated; its citation is asked for",
-    homepage="https://www.cs.toronto.edu/~kriz/cifar.html",
-    source="Krizhevsky, Learning multiple layers of features from tiny images, technical report, Toronto, 2009",
-    layout="cifar-10-python.tar.gz or cifar-10-binary.tar.gz, as they are or unpacked (cifar-10-batches-py, "
-    "cifar-10-batches-bin), or cifar10.npz with x_train, y_train, x_test, y_test",
+CIFAR10 = make_card(
+    "cifar10",
     find=lambda folder: find_layouts(
         folder,
         "cifar10",
         *((_read_cifar_files, files) for files in _CIFAR_LAYOUTS),
         (_read_cifar_archive, [("cifar-10-python.tar.gz", "cifar-10-binary.tar.gz")]),
-    ),
-    remotes=(
-        make_remote(
-            "https://www.cs.toronto.edu/~kriz/",
-            "cifar-10-python.tar.gz",
-            md5="c58f30108f718f92721af3b95e74349a",
-            size=170_498_071,
-        ),
     ),
 )
 
