@@ -1,9 +1,10 @@
 """Augmentations of training batches: each image gets its own parameters, drawn from a keyed stream.
 
 An augmentation takes a batch ``[B, C, H, W]`` in [0, 1] and a NumPy generator, that of a key
-(:func:`fedshift.utils.random_streams.stream`), and returns a new batch of the same shape and dtype in [0, 1]. All draws come from that generator, and their
-number depends on B alone. Geometry is relative to the image's center, bilinear; pixels from outside the image are
-``fill``: ``zeros`` (black), ``border`` (the nearest pixel) or ``reflection`` (mirrored at the outermost pixels).
+(:func:`fedshift.utils.random_streams.stream`), and returns a new batch of the same shape and dtype in [0, 1]. All draws
+come from that generator, and their number depends on B alone. Geometry is relative to the image's center, bilinear;
+pixels from outside the image are ``fill``: ``zeros`` (black), ``border`` (the nearest pixel) or ``reflection``
+(mirrored at the outermost pixels).
 
 Sources: color as in torchvision's ``ColorJitter``; recipes from FedBN (Li et al. 2021, arXiv:2102.07623), FedMMB
 (Nasirigerdeh et al. 2020, arXiv:2011.07006) and FLamby (Ogier du Terrail et al. 2022, arXiv:2210.04620).
@@ -172,9 +173,9 @@ def color_jitter(
 
 
 def brightness_contrast(*, brightness: float = 0.2, contrast: float = 0.2) -> Augmentation:
-    """Return ``a x + b`` clamped to [0, 1], ``a`` uniform within ``contrast`` of 1 and ``b`` within ``brightness`` of 0.
+    """Change brightness and contrast as albumentations' RandomBrightnessContrast.
 
-    This is albumentations' RandomBrightnessContrast.
+    Returns ``a x + b`` clamped to [0, 1], ``a`` uniform within ``contrast`` of 1 and ``b`` within ``brightness`` of 0.
     """
     for name, value in (("brightness", brightness), ("contrast", contrast)):
         _require(0 <= value <= 1, f"brightness_contrast: {name}={value:g} must lie in [0, 1]")
@@ -192,7 +193,7 @@ def erase(*, patches: int = 8, size: float = 16) -> Augmentation:
 
 
 def fedbn_office() -> Augmentation:
-    """Augment as FedBN for Office-Caltech10 and DomainNet: left-right flips, rotation by up to 30 degrees (black fill)."""
+    """Augment as FedBN for Office-Caltech10 and DomainNet: left-right flips, rotation by up to 30 degrees (on black)."""
     return sequence(flip(p=0.5), rotate(degrees=30.0))
 
 

@@ -67,6 +67,7 @@ class Federation:
         class_names: Meaning of the labels 0, 1, ...; empty where unknown.
         notices: Remarks on how the data were read; those on one client begin ``client 'name':``.
         columns: Encodings of a table's columns, in the order of the inputs; empty where unknown.
+
     """
 
     name: str
@@ -319,6 +320,7 @@ def federation(
 
     Raises:
         UsageError: An array has another shape, type or range.
+
     """
     data = tuple(
         ClientData(

@@ -1,6 +1,6 @@
-"""Pixel operations of augmentations: each draws one set of parameters per image and transforms the whole batch at once.
+"""Pixel operations of augmentations: each draws parameters for every image and transforms the whole batch at once.
 
-Every operation takes a batch ``x`` ``[B, C, H, W]`` in [0, 1] and a NumPy generator, and returns a new batch of the same
+An operation takes a batch ``x`` ``[B, C, H, W]`` in [0, 1] and a NumPy generator, and returns a new batch of the same
 shape and dtype. Parameters are drawn as doubles, a fixed number per image. An image whose parameters change nothing is
 returned bit for bit. :mod:`fedshift.data.augmentation` documents the options and checks them.
 """

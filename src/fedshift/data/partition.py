@@ -36,7 +36,7 @@ Test = Literal["shared", "same"]
 
 
 def iid(*, clients: int, within: Within = "all", test: Test = "shared", seed: int = 0) -> Change:
-    """Shuffle samples and distribute them in equal parts; ``within='domain'`` cuts each domain into ``clients`` parts."""
+    """Distribute shuffled samples in equal parts; ``within='domain'`` cuts each domain into ``clients`` parts."""
     return _Partition("iid", clients, within, test, seed, lambda *_: _deal_by_size(np.full(clients, 1 / clients)))
 
 
@@ -137,7 +137,7 @@ def ham_non_iid(*, test: Test = "shared", seed: int = 0) -> Change:
 
 
 def only(*, clients: str) -> Change:
-    """Keep the clients whose names match a pattern, or one of several with commas: ``only(clients='mnist-*,usps-0')``."""
+    """Keep the clients whose names match a pattern or one of several: ``only(clients='mnist-*,usps-0')``."""
     if not isinstance(clients, str):
         raise UsageError(f"only(clients={clients!r}): give names and patterns as one text, with commas between them")
     return lambda data: data.select_clients(match_names(clients, data.names))

@@ -201,6 +201,7 @@ def to_samples(x: ArrayLike, y: ArrayLike, where: str = "data") -> Samples:
 
     Raises:
         UsageError: The arrays have other shapes, types or values.
+
     """
     x_array, y_array = np.asarray(x), np.asarray(y)
     if x_array.dtype.kind not in "uifb" or y_array.dtype.kind not in "uifb":

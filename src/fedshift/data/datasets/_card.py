@@ -1,4 +1,4 @@
-"""Cards: the facts about a benchmark (``cards.toml``) that ``fedshift data list`` shows, and how its files are found."""
+"""Cards: the facts about a benchmark (``cards.toml``, shown by ``fedshift data list``), and how its files are found."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Card:
 
 
 def make_card(name: str, *, remotes: Iterable[Remote] = (), **functions: Any) -> Card:
-    """Return the card of benchmark ``name``: the facts in ``cards.toml``, with ``functions`` and further ``remotes``."""
+    """Return the card of benchmark ``name``: its facts in ``cards.toml``, ``functions`` and further ``remotes``."""
     facts = dict(_read_facts()[name])
     own = (Remote(**remote) for remote in facts.pop("remotes", ()))
     return Card(clients=tuple(facts.pop("clients")), remotes=(*own, *remotes), **facts, **functions)

@@ -35,19 +35,19 @@ _SOURCES: dict[str, tuple[str, Card, Callable[[Path], Federation]]] = {
     "synthdigits": ("SynthDigits", single.SYNTHDIGITS, single.synthdigits),
     "mnistm": ("MNIST_M", single.MNISTM, single.mnistm),
 }
-"""By client: the authors' directory, and the card and the loader of the source."""
+"""By client: the authors' directory, and the source's card and loader."""
 
 _PARTITIONS = tuple(f"partitions/train_part{number}.pkl" for number in range(10))
 
 
 def _find_partitions(domain: str, folder: Path) -> Path | None:
-    """The authors' own directory of a domain, if it is in ``folder`` and whole."""
+    """Return the authors' directory of a domain, None unless it is in ``folder`` and complete."""
     home = folder / _SOURCES[domain][0]
     return home if all((home / name).is_file() for name in (*_PARTITIONS, "test.pkl")) else None
 
 
 def _find_home(domain: str, folder: Path) -> Path | None:
-    """Where under ``folder`` the files of a domain are: ``digits-five`` goes first."""
+    """Return the directory under ``folder`` with the files of a domain; ``digits-five`` comes first."""
     for home in (folder / "digits-five", folder / "digits_five", folder):
         if _find_partitions(domain, home) or _SOURCES[domain][1].present(domain, home):
             return home
@@ -74,13 +74,24 @@ def digits_five(
     split: Literal["paper", "official"] = "paper",
     seed: int = 0,
 ) -> Federation:
-    """A client for each of ``domains``, ten classes, uint8 images of the sources' own sizes (gray 28 x 28, ...).
+    """Load Digits-Five, one client for each of ``domains``.
 
-    :meth:`Federation.fit_images` brings them to 3 x 28 x 28. ``split``: the paper's, from the authors' partitions where
-    they are there, else drawn from the pooled files (``seed`` 0: the authors' draw); or each source's ``official`` one.
-    ``samples``: training images a client, the first of the paper's order (743 are the authors' part 0), of the official
-    training set a stratified draw; None: all. Raises :class:`UsageError` for other domains and sizes, and naming the
-    domains that are not under ``root`` with the files they need.
+    Args:
+        root: Directory of the data.
+        domains: Names of the clients.
+        samples: Number of training images per client: the first of the paper's order (743 are the authors' part 0), or
+            a stratified draw from the official training set; None: all.
+        split: The paper's, from the authors' partitions if present, otherwise drawn from the pooled files (``seed`` 0:
+            the authors' draw); or each source's ``official`` split.
+        seed: Seed of the draws.
+
+    Returns:
+        Clients with uint8 images of the sources' sizes (gray 28 x 28, ...), which :meth:`Federation.fit_images` brings
+        to 3 x 28 x 28; ten classes.
+
+    Raises:
+        UsageError: A domain or size is unknown, or files are missing; the message names the files that are needed.
+
     """
     for domain in domains:
         if domain not in _SOURCES:
@@ -125,7 +136,7 @@ def _read_pair(file: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _split_as_paper(train: Samples, test: Samples, seed: int) -> Parts:
-    """The authors' split of the pooled samples: they draw with scikit-learn, from its own generator."""
+    """Split the pooled samples as the authors do, with scikit-learn and its generator."""
     y = torch.cat([train.y, test.y])
     draw = StratifiedShuffleSplit(n_splits=1, test_size=0.2, random_state=seed)
     chosen = (torch.from_numpy(index) for index in next(draw.split(np.zeros(len(y)), y.numpy())))
@@ -134,7 +145,7 @@ def _split_as_paper(train: Samples, test: Samples, seed: int) -> Parts:
 
 
 def _pool(first: Samples, second: Samples, index: torch.Tensor) -> torch.Tensor:
-    """Samples of two splits by their place in both together, of which no copy is made."""
+    """Return samples of two splits by their index in the concatenation, which is not built."""
     x = torch.empty((len(index), *first.shape), dtype=first.store.dtype)
     of_first = index < len(first)
     x[of_first] = first.copy_rows(index[of_first])
@@ -143,7 +154,7 @@ def _pool(first: Samples, second: Samples, index: torch.Tensor) -> torch.Tensor:
 
 
 def _mix(split: Samples, domain: str, seed: int) -> Samples:
-    """The samples in an order of which every beginning has the classes in proportion."""
+    """Order samples so that every initial part has the classes in proportion."""
     shuffled = stream(seed, "digits-five", domain).permutation(len(split))
     y = split.y.numpy()[shuffled]
     place = np.empty(len(y))

@@ -37,6 +37,7 @@ def read_folder(
 
     Raises:
         UsageError: A file cannot be read, or the directory holds none or several of these kinds.
+
     """
     return read_directory(
         Path(path), ReadOptions(domains=None if domains is None else tuple(domains), classes=classes, **choices)

@@ -33,6 +33,7 @@ class ReadOptions:
         like: Federation that these clients join, by whose columns tables are read; a single file is then one client.
         cache: Directory of decoded images; None: the user's cache directory.
         progress: Callback for progress.
+
     """
 
     domains: tuple[str, ...] | None = None
