@@ -193,7 +193,7 @@ def erase(*, patches: int = 8, size: float = 16) -> Augmentation:
 
 
 def fedbn_office() -> Augmentation:
-    """Augment as FedBN for Office-Caltech10 and DomainNet: left-right flips, rotation by up to 30 degrees (on black)."""
+    """Augment as FedBN for Office-Caltech10 and DomainNet: flips, and rotation by up to 30 degrees on black."""
     return sequence(flip(p=0.5), rotate(degrees=30.0))
 
 

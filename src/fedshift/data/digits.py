@@ -136,7 +136,7 @@ def _apply_look(name: str, ink_NHW: Floats, split: str) -> Floats:
 
 
 def _draw_patches(count: int, split: str, size: int, rng: np.random.Generator) -> Floats:
-    """Draw photo patches ``[count, 3, size, size]``, from the left 60 % of a photo for training, else from the rest."""
+    """Draw patches of photos ``[N, 3, size, size]``: for training from the left 60 % of a photo, else from the rest."""
     photos = np.stack([load_sample_image(name) for name in ("china.jpg", "flower.jpg")]).transpose(0, 3, 1, 2) / 255
     border = photos.shape[3] * 3 // 5
     photos = photos[..., :border] if split == "train" else photos[..., border:]
@@ -146,7 +146,7 @@ def _draw_patches(count: int, split: str, size: int, rng: np.random.Generator) -
 
 
 def _print_digits(source: Ints, split: str, size: int) -> Floats:
-    """Return printed digits ``[N, 3, size, size]``; in each color, ink differs from paper by 0.4 to 0.6 of the range."""
+    """Return printed digits ``[N, 3, size, size]``; in each color, ink is 0.4 to 0.6 of the range from paper."""
     rng = stream(0, "digits/look", "print", split)
     ink = np.stack([_render_glyph(*divmod(int(number), 10), size, rng) for number in source])[:, None]
     paper = rng.random((len(source), 3, 1, 1))
@@ -155,7 +155,7 @@ def _print_digits(source: Ints, split: str, size: int) -> Floats:
 
 
 def _render_glyph(font: int, digit: int, size: int, rng: np.random.Generator) -> Floats:
-    """Return one printed digit as ink in [0, 1], ``[size, size]``: drawn at four times the size, rotated and blurred."""
+    """Return a printed digit as ink in [0, 1], ``[size, size]``: drawn at four times the size, rotated and blurred."""
     side = 4 * size
     path = Path(matplotlib.get_data_path(), "fonts", "ttf", f"{(FONTS['train'] + FONTS['test'])[font]}.ttf")
     face = ImageFont.truetype(path, round(side * rng.uniform(0.85, 1.1)), layout_engine=ImageFont.Layout.BASIC)
