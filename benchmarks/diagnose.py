@@ -34,7 +34,7 @@ from scipy.ndimage import uniform_filter
 from sklearn.datasets import load_digits
 
 from fedshift.config.spec import DataSpec
-from fedshift.data.datasets.cifar10 import cifar10
+from fedshift.data.datasets.single_datasets import cifar10
 from fedshift.data.federation import Federation, federation
 from fedshift.data.sources import data_root
 from fedshift.diagnosis import diagnose

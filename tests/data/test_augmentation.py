@@ -358,12 +358,12 @@ def test_a_sequence_is_done_in_the_order_written():
 
 def test_recipes_are_what_their_papers_do():
     assert parse_augmentation("fedbn_office()") == parse_augmentation("flip(p=0.5), rotate(degrees=30.0)")
-    assert parse_augmentation("fedmmb_cifar()").parts[0] == parse_augmentation("flip(p=0.5)")
-    isic = parse_augmentation("flamby_isic()").parts
-    assert [getattr(part, "p", 1) for part in isic] == [0.5, 0.5, 0.5, 0.5, 0.5, 1, 0.5]
-    kinds = [type(getattr(part, "augmentation", part)).__name__ for part in isic]
-    assert kinds == ["Scale", "Rotate", "BrightnessContrast", "Flip", "Shear", "Crop", "Erase"]
-    hole = isic[-1].augmentation(torch.ones(1, 1, 200, 200), Fixed(0, 0.5, 0.5))
+    assert parse_augmentation("fedmmb_cifar()").options["parts"][0] == parse_augmentation("flip(p=0.5)")
+    isic = parse_augmentation("flamby_isic()").options["parts"]
+    assert [part.options.get("p", 1) for part in isic] == [0.5, 0.5, 0.5, 0.5, 0.5, 1, 0.5]
+    kinds = [part.options.get("augmentation", part).operation.__name__ for part in isic]
+    assert kinds == ["scale", "rotate", "brightness_contrast", "flip", "shear", "crop", "erase"]
+    hole = isic[-1].options["augmentation"](torch.ones(1, 1, 200, 200), Fixed(0, 0.5, 0.5))
     assert (hole == 0).sum() == 16 * 16
 
 

@@ -274,7 +274,8 @@ def test_the_fingerprint_changes_with_every_sample_label_name_order_and_split(ti
     x[5, 2, 7, 7] ^= 1
     y[5] = (y[5] + 1) % 3
     others = [
-        with_first(x=x), with_first(y=y), tiny.select_clients(["bob", "ann", "cid"]), tiny.select_clients(["ann", "bob"]),
+        with_first(x=x), with_first(y=y),
+        tiny.select_clients(["bob", "ann", "cid"]), tiny.select_clients(["ann", "bob"]),
         tiny.hold_out(0.1), tiny.limit_samples(17), with_first(x=tiny.clients[0].train.x.float()),
         replace(tiny, clients=(replace(tiny.clients[0], name="eve"), *tiny.clients[1:])),
     ]  # fmt: skip

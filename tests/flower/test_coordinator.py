@@ -5,7 +5,7 @@ import json
 import pytest
 
 from fedshift.data.federation import count_labels
-from fedshift.data.files.table_columns import Column
+from fedshift.data.files.table_schema import Column
 from fedshift.flower.server.registry import ClientRegistry, SiteDescription
 from fedshift.flower.site.local_data import relabel
 from fedshift.results.summary import read_summary

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from fedshift.data.files.table_columns import Column
+from fedshift.data.files.table_schema import Column
 from fedshift.flower.server.registry import ClientRegistry, SiteDescription
 from fedshift.flower.site.local_data import load_local
 from fedshift.flower.site.site import Site

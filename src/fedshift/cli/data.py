@@ -118,15 +118,15 @@ def cache(*, clear: Annotated[bool, Parameter(negative=())] = False) -> int:
         Remove them all. Programs that use some go on; later ones decode the files again.
 
     """
-    from ..data.files import image_cache
+    from ..data.files import image_store
     from ..report.formatting import format_bytes
     from ..utils.files import cache_directory
 
-    images = image_cache.images_in(cache_directory())
+    images = image_store.images_in(cache_directory())
     before = cache_use(images)
     if clear:
-        image_cache.clear(images)
-        before = f"{before}, now {format_bytes(image_cache.taken(images))}"
+        image_store.clear(images)
+        before = f"{before}, now {format_bytes(image_store.taken(images))}"
     return _print_parts(Console(), [f"{images}: {before}"])
 
 

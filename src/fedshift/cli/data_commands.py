@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import shlex
 from collections.abc import Iterator
 from dataclasses import fields, replace
@@ -15,7 +14,7 @@ from rich.text import Text
 
 from ..config.expressions import list_catalog, resolve
 from ..config.spec import DataSpec
-from ..data.datasets._card import Card
+from ..data.datasets._card import Card, get_card
 from ..data.federation import Federation
 from ..data.files.read_options import Progress
 from ..data.sources import EMBEDDED, apply_splits, load_federation, load_source, prepare_clients, write_assignment
@@ -33,7 +32,7 @@ LOOKED_AT = 64
 
 def all_cards() -> dict[str, Card]:
     """The card of every benchmark, by name."""
-    return {name: inspect.getmodule(function).CARD for name, function in list_catalog("data.datasets").items()}  # type: ignore[union-attr]
+    return {name: get_card(loader) for name, loader in sorted(list_catalog("data.datasets").items())}
 
 
 def find_card(name: str) -> Card:

@@ -62,11 +62,15 @@ def make_listings(kinds: Sequence[str]) -> Iterator[Table]:
         table.add_column("what it is")
         embedded = {name: resolve("data", function) for name, function in EMBEDDED.items()}
         known: Mapping[str, Callable[..., Any]] = (
-            {**embedded, **list_catalog("data.datasets")} if kind == "data" else list_catalog(kind)
+            {**embedded, **dict(sorted(list_catalog("data.datasets").items()))}
+            if kind == "data"
+            else list_catalog(kind)
         )
         for name, function in known.items():
-            described = function if kind == "models" or name in EMBEDDED else inspect.getmodule(function)
+            module = inspect.getmodule(function)
+            described = module if kind == "methods" or hasattr(module, "CARD") else function
             first = (inspect.getdoc(described) or "").split("\n\n")[0].replace("\n", " ").replace("``", "")
+            first = first.removeprefix("Load ") if kind == "data" else first
             middle = [_format_arguments(function)] if kind == "methods" else []
             table.add_row(name, *middle, Text(first))
         yield table

@@ -109,7 +109,7 @@ def show_loading(console: Console) -> Iterator[Callable[[str, int, int], None]]:
 @contextmanager
 def announced_cache(console: Console) -> Iterator[None]:
     """Say after the block how many bytes of decoded images it added to the cache, where, and how to be rid of them."""
-    from ..data.files.image_cache import BEGUN, entries, images_in, limit
+    from ..data.files.image_store import BEGUN, entries, images_in, limit
     from ..utils.files import cache_directory
 
     images = images_in(cache_directory())
@@ -132,7 +132,7 @@ def announced_cache(console: Console) -> Iterator[None]:
 
 def cache_use(images: Path) -> str:
     """Bytes in the directory of decoded images, and how many there may be."""
-    from ..data.files.image_cache import VARIABLE, limit, taken
+    from ..data.files.image_store import VARIABLE, limit, taken
     from ..report.formatting import format_bytes
 
     most = f"of at most {format_bytes(limit())}" if math.isfinite(limit()) else "without a limit"

@@ -1,1 +1,1 @@
-"""Sources, federations and batches: where the clients' samples come from and in which order they are used."""
+"""Federations of clients, their sources, splits, augmentations and samples."""

@@ -1,4 +1,4 @@
-"""Who got which samples, as a table: a split written to a CSV file, and the same split read back from it."""
+"""Assignments of samples to clients as tables: a split is written to a CSV file and read back from it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SPLITS = ("train", "validation", "test")
 
 
 def saved(*, path: str) -> Change:
-    """The split that :func:`describe_assignment` described in a CSV file, of the same data."""
+    """Apply the split that :func:`describe_assignment` wrote to a CSV file to the same data."""
     if not isinstance(path, str):
         raise UsageError(f"saved(path={path!r}): give the path of a CSV file as text")
 
@@ -32,11 +32,11 @@ def saved(*, path: str) -> Change:
 
 
 def describe_assignment(data: Federation, changes: Sequence[Change]) -> pd.DataFrame:
-    """Where every sample goes: one row each with ``client split domain source row`` (see :func:`saved`).
+    """Return a table with a row ``client split domain source row`` for every sample after ``changes``.
 
-    ``domain`` and ``source`` name the client and split of ``data`` that the sample comes from, ``row`` its place there;
-    ``client`` is a name, or with ``*`` at its end the beginning of the names of all clients that share the samples.
-    Changes look at labels and names alone, so they are applied here to samples that are their own addresses.
+    ``domain`` and ``source`` name the client and split of ``data`` that the sample comes from, ``row`` its index there;
+    ``client`` is a name, or with a final ``*`` the beginning of the names of all clients that share the samples.
+    Changes depend only on labels and names, so sample indices can be tracked through the split.
     """
     origins: list[tuple[str, str]] = []
     starts = [0]
@@ -81,8 +81,8 @@ def describe_assignment(data: Federation, changes: Sequence[Change]) -> pd.DataF
 
 
 def _abbreviate(names: Sequence[str], known: Sequence[str]) -> str | None:
-    """What stands for ``names`` and no others of ``known``: their beginning and a star; None where nothing does."""
-    low, high = min(names), max(names)  # what these two begin with, all begin with
+    """Return the common beginning of ``names`` and a star, None if it matches other names in ``known`` too."""
+    low, high = min(names), max(names)  # their common beginning is that of all
     start = low[
         : next((place for place, pair in enumerate(zip(low, high, strict=False)) if len(set(pair)) > 1), len(low))
     ]
@@ -113,7 +113,7 @@ def _read_assignment(data: Federation, path: Path) -> Federation:
 
 
 def _gather(data: Federation, wanted: pd.DataFrame, path: Path) -> Samples:
-    """The samples that the rows of ``wanted`` name, in their order."""
+    """Return the samples that the rows of ``wanted`` name, in their order."""
     parts, places = [], []
     for (domain, source), group in wanted.reset_index().groupby(COLUMNS[2:4], sort=False):
         origin = data.client(str(domain)).splits.get(str(source))

@@ -1,9 +1,10 @@
-"""Augmentations of training batches, every image with parameters of its own, as functions of a key alone.
+"""Augmentations of training batches: each image gets its own parameters, drawn from a keyed stream.
 
-An augmentation takes a batch ``[B, C, H, W]`` in [0, 1] and a NumPy generator, :func:`fedshift.utils.random_streams.stream` of
-a key, and gives a new batch of the same shape and dtype in [0, 1]. All draws come from that generator, and how many
-depends on B alone. Geometry is about the image's center, bilinear; what comes from outside the image is ``fill``:
-``zeros`` (black), ``border`` (the nearest pixel) or ``reflection`` (mirrored about the outermost pixels).
+An augmentation takes a batch ``[B, C, H, W]`` in [0, 1] and a NumPy generator, that of a key
+(:func:`fedshift.utils.random_streams.stream`), and returns a new batch of the same shape and dtype in [0, 1]. All draws
+come from that generator, and their number depends on B alone. Geometry is relative to the image's center, bilinear;
+pixels from outside the image are ``fill``: ``zeros`` (black), ``border`` (the nearest pixel) or ``reflection``
+(mirrored at the outermost pixels).
 
 Sources: color as in torchvision's ``ColorJitter``; recipes from FedBN (Li et al. 2021, arXiv:2102.07623), FedMMB
 (Nasirigerdeh et al. 2020, arXiv:2011.07006) and FLamby (Ogier du Terrail et al. 2022, arXiv:2210.04620).
@@ -20,23 +21,23 @@ from torch import Tensor
 
 from ..config.expressions import expressions, resolve
 from ..utils.errors import UsageError, unknown_name
-from . import image_transforms
+from . import image_transforms as ops
 from .federation import Federation
-from .image_transforms import Augmentation
+from .image_transforms import Augmentation, Transform
 
 FILLS = ("zeros", "border", "reflection")
-"""What may stand outside an image."""
+"""Values of pixels from outside an image."""
 
 
 def parse_augmentation(text: str) -> Augmentation | None:
-    """The augmentation that ``text`` names, for example ``flip(),rotate(degrees=30)``; None for ``none`` or nothing.
+    """Return the augmentation that ``text`` names, for example ``flip(),rotate(degrees=30)``; None for ``none`` or "".
 
-    Several are done in the order written; ``my_package.module:function`` is one of yours. Raises :class:`UsageError`
-    that lists what there is.
+    Several are applied in the order written; ``my_package.module:function`` is a function of yours. Raises
+    :class:`UsageError`, which lists the known names.
     """
     if text.strip() in ("", "none"):
         return None
-    parts = expressions("augmentation", text, _lookup)
+    parts = expressions("augmentation", text, _look_up)
     for part in parts:
         if not callable(part):
             raise UsageError(f"augmentation {text!r} made a {type(part).__name__}, which cannot be called on images")
@@ -46,7 +47,7 @@ def parse_augmentation(text: str) -> Augmentation | None:
 
 @dataclass(frozen=True)
 class _WrittenAugmentation:
-    """An augmentation of a person's own, known by how it was written: a function's address is another in every run."""
+    """An augmentation of yours, identified by its text, because a function's address differs in every run."""
 
     text: str
     augmentation: Augmentation
@@ -59,7 +60,7 @@ class _WrittenAugmentation:
 
 
 def check_augmentable(data: Federation) -> None:
-    """Raise :class:`UsageError` unless the samples are images whose values augmentation knows what to do with."""
+    """Raise :class:`UsageError` unless the samples are images with pixels 0..255 or values around 0 in [-1, 1]."""
     for client in data.clients:
         split = client.train
         if len(split.shape) != 3:
@@ -74,7 +75,7 @@ def check_augmentable(data: Federation) -> None:
             )
 
 
-def _lookup(name: str) -> Callable[..., Augmentation]:
+def _look_up(name: str) -> Callable[..., Augmentation]:
     if "." in name:
         return resolve("augmentations", name)
     if name not in CATALOG:
@@ -87,9 +88,8 @@ def _require(holds: bool, message: str) -> None:
         raise UsageError(message)
 
 
-def _check_fill(where: str, fill: str) -> str:
+def _require_fill(where: str, fill: str) -> None:
     _require(fill in FILLS, f"{where}: fill={fill!r} is unknown: allowed are {', '.join(FILLS)}")
-    return fill
 
 
 def _is_length(value: float) -> bool:
@@ -97,116 +97,120 @@ def _is_length(value: float) -> bool:
 
 
 def sequence(*augmentations: Augmentation) -> Augmentation:
-    """One after the other."""
-    return image_transforms.Sequence(parts=augmentations)
+    """Apply augmentations one after another."""
+    return Transform(ops.sequence, parts=augmentations)
 
 
 def sometimes(augmentation: Augmentation, *, p: float = 0.5) -> Augmentation:
-    """Each image augmented with probability ``p``, else left as it is."""
+    """Augment each image with probability ``p``, and leave the others unchanged."""
     _require(0 <= p <= 1, f"sometimes: p={p:g} is no probability: it must lie in [0, 1]")
-    return image_transforms.Sometimes(augmentation=augmentation, p=p)
+    return Transform(ops.sometimes, augmentation=augmentation, p=p)
 
 
 def flip(*, p: float = 0.5, vertical: bool = False) -> Augmentation:
-    """Left and right exchanged with probability ``p``; ``vertical``: that, upside down or both, equally likely."""
+    """Exchange left and right with probability ``p``; ``vertical``: that, upside down or both, equally likely."""
     _require(0 <= p <= 1, f"flip: p={p:g} is no probability: it must lie in [0, 1]")
-    return image_transforms.Flip(p=p, vertical=vertical)
+    return Transform(ops.flip, p=p, vertical=vertical)
 
 
 def rotate(*, degrees: float = 30.0, fill: str = "zeros") -> Augmentation:
-    """Rotation by an angle uniform in ``-degrees..degrees`` (counterclockwise where positive)."""
+    """Rotate by an angle uniform in ``-degrees..degrees`` (counterclockwise where positive)."""
     _require(0 <= degrees <= 180, f"rotate: degrees={degrees:g} must lie in 0..180")
-    return image_transforms.Rotate(degrees=degrees, fill=_check_fill("rotate", fill))
+    _require_fill("rotate", fill)
+    return Transform(ops.rotate, degrees=degrees, fill=fill)
 
 
 def scale(*, amount: float = 0.07, fill: str = "zeros") -> Augmentation:
     """Zoom by a factor uniform in ``1 - amount..1 + amount``; the image keeps its size."""
     _require(0 <= amount < 1, f"scale: amount={amount:g} must lie in [0, 1)")
-    return image_transforms.Scale(amount=amount, fill=_check_fill("scale", fill))
+    _require_fill("scale", fill)
+    return Transform(ops.scale, amount=amount, fill=fill)
 
 
 def shear(*, degrees: float = 10.0, fill: str = "zeros") -> Augmentation:
-    """Rows shifted so that upright lines lean by an angle uniform in ``-degrees..degrees``."""
+    """Shift rows so that upright lines lean by an angle uniform in ``-degrees..degrees``."""
     _require(0 <= degrees < 90, f"shear: degrees={degrees:g} must lie in [0, 90)")
-    return image_transforms.Shear(degrees=degrees, fill=_check_fill("shear", fill))
+    _require_fill("shear", fill)
+    return Transform(ops.shear, degrees=degrees, fill=fill)
 
 
 def crop(*, padding: float = 4, fill: str = "zeros") -> Augmentation:
-    """A window of the image's size, at a random place of the image padded on every side.
+    """Cut a window of the image's size, at a random place, from the image padded on every side.
 
-    ``padding``: pixels if a whole number, a share of the side if a fraction; at most the side less one pixel.
+    ``padding``: pixels if a whole number, a share of the side if a fraction; at most the side minus one pixel.
     """
     _require(_is_length(padding), f"crop: padding={padding!r} must be whole pixels from 0 or a share in [0, 1)")
-    return image_transforms.Crop(padding=padding, fill=_check_fill("crop", fill))
+    _require_fill("crop", fill)
+    return Transform(ops.crop, padding=padding, fill=fill)
 
 
 def resized_crop(
     *, scale: tuple[float, float] = (0.08, 1.0), ratio: tuple[float, float] = (0.75, 4 / 3)
 ) -> Augmentation:
-    """A random window brought to the image's size (Szegedy et al. 2015, arXiv:1409.4842, section 6).
+    """Resize a random window to the image's size (Szegedy et al. 2015, arXiv:1409.4842, section 6).
 
     ``scale``: bounds of its share of the area, uniform; ``ratio``: of width over height, log-uniform. A window longer
     than the image is cut to the image's side (torchvision draws again).
     """
     for name, (low, high), top in (("scale", scale, 1.0), ("ratio", ratio, float("inf"))):
         _require(0 < low <= high <= top, f"resized_crop: {name}=({low:g}, {high:g}) must be 0 < low <= high <= {top:g}")
-    return image_transforms.ResizedCrop(scale=scale, ratio=ratio)
+    return Transform(ops.resized_crop, scale=scale, ratio=ratio)
 
 
 def color_jitter(
     *, brightness: float = 0.2, contrast: float = 0.2, saturation: float = 0.2, hue: float = 0.05
 ) -> Augmentation:
-    """Brightness, contrast, saturation and hue changed, in this order, as torchvision defines them.
+    """Change brightness, contrast, saturation and hue, in this order, as torchvision defines them.
 
     The first three are multiplied by factors uniform in ``max(0, 1 - strength)..1 + strength``: brightness about black,
-    contrast about the image's mean gray, saturation about the pixel's own gray. The hue of the HSV color is turned by a
-    share of the circle uniform in ``-hue..hue``. Images that have not three channels have no saturation and no hue.
+    contrast about the image's mean gray, saturation about the pixel's own gray. The hue of the HSV color is rotated by
+    a share of the circle uniform in ``-hue..hue``. Images without three channels have no saturation and no hue.
     """
     for name, value in (("brightness", brightness), ("contrast", contrast), ("saturation", saturation)):
         _require(0 <= value < float("inf"), f"color_jitter: {name}={value:g} must be 0 or more")
     _require(0 <= hue <= 0.5, f"color_jitter: hue={hue:g} must lie in [0, 0.5], half the circle of colors")
-    return image_transforms.ColorJitter(brightness=brightness, contrast=contrast, saturation=saturation, hue=hue)
+    return Transform(ops.color_jitter, brightness=brightness, contrast=contrast, saturation=saturation, hue=hue)
 
 
 def brightness_contrast(*, brightness: float = 0.2, contrast: float = 0.2) -> Augmentation:
-    """``a x + b`` with ``a`` uniform within ``contrast`` of 1 and ``b`` within ``brightness`` of 0, cut to [0, 1].
+    """Change brightness and contrast as albumentations' RandomBrightnessContrast.
 
-    This is albumentations' RandomBrightnessContrast.
+    Returns ``a x + b`` clamped to [0, 1], ``a`` uniform within ``contrast`` of 1 and ``b`` within ``brightness`` of 0.
     """
     for name, value in (("brightness", brightness), ("contrast", contrast)):
         _require(0 <= value <= 1, f"brightness_contrast: {name}={value:g} must lie in [0, 1]")
-    return image_transforms.BrightnessContrast(brightness=brightness, contrast=contrast)
+    return Transform(ops.brightness_contrast, brightness=brightness, contrast=contrast)
 
 
 def erase(*, patches: int = 8, size: float = 16) -> Augmentation:
-    """One to ``patches`` black squares at random places inside the image (DeVries and Taylor 2017, arXiv:1708.04552).
+    """Blacken one to ``patches`` squares at random places of the image (DeVries and Taylor 2017, arXiv:1708.04552).
 
     ``size`` of a square's side: pixels if a whole number, a share of the image's side if a fraction.
     """
     _require(isinstance(patches, int) and patches >= 1, f"erase: patches={patches!r} must be a whole number from 1")
     _require(_is_length(size) and size > 0, f"erase: size={size!r} must be whole pixels from 1 or a share in (0, 1)")
-    return image_transforms.Erase(patches=patches, size=size)
+    return Transform(ops.erase, patches=patches, size=size)
 
 
 def fedbn_office() -> Augmentation:
-    """FedBN's for Office-Caltech10 and DomainNet: left-right flips, rotation by up to 30 degrees (outside: black)."""
+    """Augment as FedBN for Office-Caltech10 and DomainNet: flips, and rotation by up to 30 degrees on black."""
     return sequence(flip(p=0.5), rotate(degrees=30.0))
 
 
 def fedmmb_cifar() -> Augmentation:
-    """FedMMB's for CIFAR-10: left-right flips, brightness, contrast, saturation and hue.
+    """Augment as FedMMB for CIFAR-10: left-right flips, brightness, contrast, saturation and hue.
 
-    The paper gives no strengths, they are ours; it doubled the training set once, here every batch is drawn anew.
+    The paper gives no strengths, these are ours. It doubled the training set once; here every batch is drawn anew.
     """
     return sequence(flip(p=0.5), color_jitter(brightness=0.2, contrast=0.2, saturation=0.2, hue=0.05))
 
 
 def flamby_isic() -> Augmentation:
-    """FLamby's for Fed-ISIC2019, its albumentations one by one, all but the crop with probability 0.5.
+    """Augment as FLamby for Fed-ISIC2019: its albumentations one by one, all but the crop with probability 0.5.
 
-    There a window of 200 pixels is cut from an image of 224 (the shorter side), with one to eight holes of 16 pixels.
+    FLamby cuts a window of 200 pixels from an image of 224 (the shorter side), with one to eight holes of 16 pixels.
     Here images keep their size: the window's place varies by the same 12 pixels in 200, with mirrored pixels beyond the
-    edge, and a hole is 16 pixels in 200. FLamby draws the number of holes once for all images, here each image its own.
+    edge, and a hole is 16 pixels in 200. FLamby draws the number of holes once for all images; here it is per image.
     """
     return sequence(
         sometimes(scale(amount=0.07, fill="reflection")),
@@ -226,4 +230,4 @@ CATALOG: dict[str, Callable[..., Augmentation]] = {
         fedbn_office, fedmmb_cifar, flamby_isic,
     )
 }  # fmt: skip
-"""What :func:`parse_augmentation` knows, by name."""
+"""Augmentations that :func:`parse_augmentation` knows, by name."""

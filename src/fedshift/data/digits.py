@@ -1,10 +1,10 @@
-"""The embedded federation: the same ten digits under five looks, built from files that dependencies already ship.
+"""Embedded federation: the same ten digits under five looks, built from files that dependencies already ship.
 
 The handwriting is scikit-learn's copy of the test set of UCI's optical recognition of handwritten digits (E. Alpaydin,
-1998): 1,797 digits of 8 x 8 pixels by 13 people. Who wrote which is not recorded, so expect every person's hand in
-every client. The digits are shared out among four clients; the fifth has printed digits:
+1998): 1,797 digits of 8 x 8 pixels by 13 people. The writers are not recorded, so each may occur in every client.
+The digits are distributed to four clients; the fifth has printed digits:
 
-* ``pen``: the handwriting as it is, white on black.
+* ``pen``: the handwriting unchanged, white on black.
 * ``photo``: MNIST-M's recipe (Ganin et al. 2016, arXiv:1505.07818), ``|patch - digit|`` in each color, with patches of
   scikit-learn's two sample photographs; test patches come from another part of a photograph.
 * ``print``: SynthDigits' recipe (Ganin and Lempitsky 2015, arXiv:1409.7495), fonts in random position, orientation,
@@ -12,7 +12,7 @@ every client. The digits are shared out among four clients; the fifth has printe
 * ``faded``: the handwriting inverted and of low contrast, gray ink on pale paper.
 * ``worn``: the handwriting blurred and noisy, as from a worn-out scanner.
 
-No handwritten digit stands in two clients, nor in both train and test; the test fonts are of another family than the
+No handwritten digit is in two clients, nor in both train and test; the test fonts are of another family than the
 training fonts. Every draw comes from a keyed stream, so the data are the same in every process.
 
 Licenses, none copied into this package: the photographs are Creative Commons Attribution 2.0 (china.jpg by
@@ -61,7 +61,7 @@ FONTS = {"train": _DEJAVU + _STIX, "test": _COMPUTER_MODERN}
 
 @cache
 def digits(size: int = 28) -> Federation:
-    """Five clients with about 310 training and 140 test images each, uint8 ``[N, 3, size, size]``, ten classes.
+    """Return five clients with about 310 training and 140 test images each, uint8 ``[N, 3, size, size]``, ten classes.
 
     Raises :class:`UsageError` for a ``size`` (pixels) outside 8..128.
     """
@@ -84,9 +84,9 @@ def digits(size: int = 28) -> Federation:
 
 @cache
 def list_sources() -> dict[str, dict[str, Ints]]:
-    """Where each image comes from, ``{client: {split: int64 [N]}}``, in the order of the images.
+    """Return the source of each image, ``{client: {split: int64 [N]}}``, in the order of the images.
 
-    A number is the digit's place in scikit-learn's data, or for ``print`` ten times the font's place in
+    A number is the digit's index in scikit-learn's data, or for ``print`` ten times the font's index in
     ``FONTS["train"] + FONTS["test"]`` plus the digit.
     """
     fonts = {"train": np.arange(len(FONTS["train"])), "test": len(FONTS["train"]) + np.arange(len(FONTS["test"]))}
@@ -111,7 +111,7 @@ def list_sources() -> dict[str, dict[str, Ints]]:
 
 
 def _load_handwriting(size: int) -> tuple[Floats, Ints]:
-    """All handwritten digits as ink from 0 to 1, ``[1797, size, size]`` with a margin as in MNIST, and labels."""
+    """Return all handwritten digits as ink from 0 to 1, ``[1797, size, size]`` with a margin as in MNIST, and labels."""
     data = load_digits()
     ink = torch.from_numpy(np.pad(data.images / 16, ((0, 0), (1, 1), (1, 1))))
     smooth = F.interpolate(ink[:, None], size=(size, size), mode="bicubic", align_corners=False)
@@ -119,7 +119,7 @@ def _load_handwriting(size: int) -> tuple[Floats, Ints]:
 
 
 def _apply_look(name: str, ink_NHW: Floats, split: str) -> Floats:
-    """Handwriting as client ``name`` sees it, ``[N, 3, H, W]`` around 0 to 1."""
+    """Return the handwriting in the look of client ``name``, ``[N, 3, H, W]``, values around 0 to 1."""
     rng = stream(0, "digits/look", name, split)
     size = ink_NHW.shape[-1]
     match name:
@@ -136,7 +136,7 @@ def _apply_look(name: str, ink_NHW: Floats, split: str) -> Floats:
 
 
 def _draw_patches(count: int, split: str, size: int, rng: np.random.Generator) -> Floats:
-    """Random photo patches ``[count, 3, size, size]``; the left 60 % of a photo is for training, the rest for test."""
+    """Draw patches of photos ``[N, 3, size, size]``: for training from the left 60 % of a photo, else from the rest."""
     photos = np.stack([load_sample_image(name) for name in ("china.jpg", "flower.jpg")]).transpose(0, 3, 1, 2) / 255
     border = photos.shape[3] * 3 // 5
     photos = photos[..., :border] if split == "train" else photos[..., border:]
@@ -146,7 +146,7 @@ def _draw_patches(count: int, split: str, size: int, rng: np.random.Generator) -
 
 
 def _print_digits(source: Ints, split: str, size: int) -> Floats:
-    """Printed digits ``[N, 3, size, size]``: in each color, ink is 0.4 to 0.6 of the range away from paper."""
+    """Return printed digits ``[N, 3, size, size]``; in each color, ink is 0.4 to 0.6 of the range from paper."""
     rng = stream(0, "digits/look", "print", split)
     ink = np.stack([_render_glyph(*divmod(int(number), 10), size, rng) for number in source])[:, None]
     paper = rng.random((len(source), 3, 1, 1))
@@ -155,7 +155,7 @@ def _print_digits(source: Ints, split: str, size: int) -> Floats:
 
 
 def _render_glyph(font: int, digit: int, size: int, rng: np.random.Generator) -> Floats:
-    """One printed digit as ink from 0 to 1, ``[size, size]``: drawn four times as large, then turned and blurred."""
+    """Return a printed digit as ink in [0, 1], ``[size, size]``: drawn at four times the size, rotated and blurred."""
     side = 4 * size
     path = Path(matplotlib.get_data_path(), "fonts", "ttf", f"{(FONTS['train'] + FONTS['test'])[font]}.ttf")
     face = ImageFont.truetype(path, round(side * rng.uniform(0.85, 1.1)), layout_engine=ImageFont.Layout.BASIC)

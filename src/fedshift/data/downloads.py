@@ -1,8 +1,8 @@
-"""Fetching a benchmark's files from their publisher into ``root/<name>``: what was fetched stays, what was cut goes on.
+"""Downloads of benchmark files from their publisher into ``root/<name>``; interrupted downloads are resumed.
 
-A file is written beside its place as ``<file>.part`` and takes its name only when its checksum is the published one.
-A part that is already there is continued where the server can (RFC 9110, section 14: a ``Range`` request answered by
-``206``) and begun anew where it cannot. Nothing is unpacked, and nothing here runs unless a person asks for it.
+A file is written as ``<file>.part`` and renamed only when its checksum is the published one. An existing part is
+continued if the server can (RFC 9110, section 14: a ``Range`` request answered by ``206``) and restarted otherwise.
+Nothing is unpacked, and nothing is downloaded except on request.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .files.read_options import Progress
 from .huggingface import fetch_from_hub
 
 TIMEOUT = 60.0
-"""Seconds without an answer after which a server is given up."""
+"""Seconds to wait for an answer of the server."""
 
 _BLOCK = 1 << 20
 
@@ -29,10 +29,18 @@ _BLOCK = 1 << 20
 def fetch(name: str, card: Card, root: Path, *, progress: Progress | None = None, hub: bool = False) -> list[Path]:
     """Fetch the files of benchmark ``name`` into ``root/<name>`` and return their paths.
 
-    ``progress`` hears ``(file, bytes so far, bytes in all)``, 0 in all where the server does not say. ``hub``: from
-    huggingface.co (as are benchmarks that have no other address), see :func:`fedshift.data.huggingface.fetch_from_hub`. Raises
-    :class:`UsageError` where nothing can be fetched, and :class:`FedshiftError`, which names the address and what to
-    do, for a server that does not answer, a cut connection, a full disk and a file that is not the published one.
+    Args:
+        name: Name of the benchmark.
+        card: Its card.
+        root: Directory of the data.
+        progress: Called with ``(file, bytes so far, bytes in all)``, the last 0 if the server does not say.
+        hub: Fetch from huggingface.co (also used for benchmarks without another address).
+
+    Raises:
+        UsageError: Nothing can be fetched.
+        FedshiftError: The server does not answer, the connection was cut, the disk is full, or a file is not the
+            published one. The message names the address and what to do.
+
     """
     folder = root / name
     if card.generated:
@@ -86,7 +94,7 @@ def _fetch_file(remote: Remote, path: Path, card: Card, progress: Progress | Non
 
 
 def _download(remote: Remote, part: Path, progress: Progress | None) -> None:
-    """Bring ``part`` to its full length; what of it is there already is not asked for again."""
+    """Complete ``part``; bytes that are already there are not requested again."""
     start = part.stat().st_size if part.exists() else 0
     if start and start == remote.size:
         return
@@ -97,7 +105,7 @@ def _download(remote: Remote, part: Path, progress: Progress | None) -> None:
         if not (start and error.code == http.client.REQUESTED_RANGE_NOT_SATISFIABLE):
             raise
         error.close()
-        part.unlink()  # as long as the file or longer; whether it is right cannot be known
+        part.unlink()  # as long as the file or longer, and perhaps wrong
         _download(remote, part, progress)
         return
     with answer:
@@ -108,7 +116,7 @@ def _download(remote: Remote, part: Path, progress: Progress | None) -> None:
 
 
 def _copy(answer: http.client.HTTPResponse, part: Path, done: int, progress: Progress | None) -> None:
-    """Append the answer to the first ``done`` bytes of ``part``; :class:`HTTPException` where it ends too early."""
+    """Append the answer to the first ``done`` bytes of ``part``; raise :class:`HTTPException` if it ends too early."""
     length = answer.headers.get("Content-Length")
     total = done + int(length) if length else 0
     with _open_for_writing(part):
@@ -138,7 +146,7 @@ def _open_for_writing(path: Path) -> Iterator[None]:
 
 
 def _describe_difference(remote: Remote, path: Path) -> str:
-    """How the file at ``path`` differs from the published one, empty where it does not or nothing is published."""
+    """Describe how the file at ``path`` differs from the published one; empty if it does not, as far as is known."""
     size = path.stat().st_size
     if remote.size is not None and size != remote.size:
         return f"it has {size} bytes, published are {remote.size}"

@@ -1,7 +1,7 @@
-"""A federation: named clients, each with training, validation and test samples of its own.
+"""Federations: named clients, each with training, validation and test samples.
 
-Every method here returns another federation and leaves the one it is called on as it is; draws are keyed, so that a
-subset or a held-out part is the same in every run.
+Every method returns a new federation and leaves the original unchanged; draws are keyed, so that a subset or a
+held-out part is the same in every run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..utils.random_streams import stream
 from .samples import CHUNK, Normalization, Samples, arrays_of, digest_samples, join_samples, resize, to_samples
 
 if TYPE_CHECKING:
-    from .files.table_columns import Column
+    from .files.table_schema import Column
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -36,7 +36,7 @@ class ClientData:
     validation: Samples | None = None
 
     def normalize(self) -> ClientData:
-        """The same images, scaled by the means and standard deviations of the training images' channels."""
+        """Return the client with images scaled by mean and standard deviation of its training images' channels."""
         total, squares, count = torch.zeros(1), torch.zeros(1), 0
         for start in range(0, len(self.train), CHUNK):
             x = self.train.copy_rows(slice(start, start + CHUNK)).double() / 255
@@ -63,9 +63,12 @@ class ClientData:
 class Federation:
     """Named clients that share one task of ``classes`` classes.
 
-    ``note`` says in a sentence what the data are; ``class_names`` what labels 0, 1, ... mean, empty where unknown;
-    ``notices`` are what a person should know of how they were read; those of one client begin ``client 'name':``.
-    ``columns``: of tables, what the inputs of a sample are, in their order; empty where unknown.
+    Attributes:
+        note: Description of the data in one sentence.
+        class_names: Meaning of the labels 0, 1, ...; empty where unknown.
+        notices: Remarks on how the data were read; those on one client begin ``client 'name':``.
+        columns: Encodings of a table's columns, in the order of the inputs; empty where unknown.
+
     """
 
     name: str
@@ -78,7 +81,7 @@ class Federation:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The clients' names, in the order in which tables show them."""
+        """Names of the clients, in the order of result tables."""
         return tuple(client.name for client in self.clients)
 
     @property
@@ -88,18 +91,18 @@ class Federation:
 
     @property
     def meanings(self) -> tuple[str, ...]:
-        """What the labels 0, 1, ... mean; those of a table without names of classes stand for themselves."""
+        """Meaning of the labels 0, 1, ...; for a table without class names, the numbers themselves."""
         return self.class_names or (tuple(map(str, range(self.classes))) if self.columns else ())
 
     def client(self, name: str) -> ClientData:
-        """The client of this name, or a :class:`UsageError` that lists the names."""
+        """Return the client of this name; raise :class:`UsageError`, which lists the names, if there is none."""
         for client in self.clients:
             if client.name == name:
                 return client
         raise unknown_name("client", name, self.names)
 
     def select_clients(self, names: Iterable[str]) -> Federation:
-        """The named clients, in the given order, without the notices of others."""
+        """Select the named clients, in the given order, without the notices of others."""
         clients = tuple(self.client(name) for name in names)
         left_out = set(self.names).difference(client.name for client in clients)
         theirs = tuple(f"client {name!r}:" for name in left_out)
@@ -107,7 +110,7 @@ class Federation:
         return replace(self, clients=clients, notices=notices)
 
     def limit_samples(self, samples: int | Mapping[str, int]) -> Federation:
-        """Each client with ``samples`` training samples, drawn once without replacement (the same in every run)."""
+        """Keep ``samples`` training samples of each client, drawn once without replacement (the same in every run)."""
         clients = []
         for client in self.clients:
             count = samples if isinstance(samples, int) else samples[client.name]
@@ -123,7 +126,7 @@ class Federation:
         return replace(self, clients=tuple(clients))
 
     def hold_out(self, fraction: float | None = None, *, size: int | None = None) -> Federation:
-        """Each client with training samples moved to validation (the same in every run): ``size`` or ``fraction``."""
+        """Move ``size`` training samples of each client, or a ``fraction``, to validation (the same in every run)."""
         if (fraction is None) == (size is None):
             raise UsageError(f"validation={fraction}, size={size}: give exactly one of the two")
         if fraction is not None and not 0 < fraction < 1:
@@ -152,7 +155,7 @@ class Federation:
         return replace(self, clients=tuple(clients))
 
     def map_splits(self, change: Callable[[Samples], Samples]) -> Federation:
-        """``change`` applied once to every split, so that clients that share one go on sharing it."""
+        """Apply ``change`` once to every split, so that clients that share a split keep sharing it."""
         changed: dict[int, Samples] = {}
 
         def once(split: Samples) -> Samples:
@@ -166,10 +169,10 @@ class Federation:
         return replace(self, clients=tuple(of(client) for client in self.clients))
 
     def fit_images(self, size: int | None = None) -> Federation:
-        """Images brought to one shape: gray repeated to color where both occur, resized to ``size`` pixels.
+        """Bring images to one shape: repeat gray to color where both occur, and resize to ``size`` pixels.
 
-        Without ``size``, images that differ in size are brought to 28 x 28, the size of the papers' digits.
-        Resizing is bilinear with antialiasing. Raises :class:`UsageError` where channels cannot be matched.
+        Without ``size``, images that differ in size become 28 x 28, the size of the papers' digits. Resizing is
+        bilinear with antialiasing. Raises :class:`UsageError` where channels cannot be matched.
         """
         shapes = self._shapes()
         if all(len(shape) == 1 for shape in shapes.values()):
@@ -190,12 +193,12 @@ class Federation:
         return self.map_splits(_once_per_array(lambda store: resize(store, target).expand(-1, channels, -1, -1)))
 
     def to(self, device: torch.device) -> Federation:
-        """The same clients with their samples on ``device``."""
+        """Return the clients with their samples on ``device``."""
         move = _once_per_array(lambda store: store.to(device))
         return self.map_splits(lambda split: move(split).to(device))
 
     def normalize(self, normalization: Normalization) -> Federation:
-        """The same images, scaled by ``normalization`` when a batch is taken."""
+        """Return the images with ``normalization`` as their scale when a batch is taken."""
         wrong = max(len(normalization.mean), len(normalization.std))
         if self.clients and len(self.sample_shape) == 3 and wrong not in (1, self.sample_shape[0]):
             raise UsageError(
@@ -204,7 +207,7 @@ class Federation:
         return self.map_splits(lambda split: split.with_samples(split.store, normalization))
 
     def pool(self) -> Federation:
-        """All clients' samples as one client named ``pool`` (centralized training); shared splits count once."""
+        """Merge all clients into one named ``pooled`` (centralized training); shared splits count once."""
         parts: dict[str, list[Samples]] = {}
         for client in self.clients:
             for name, split in client.splits.items():
@@ -214,7 +217,7 @@ class Federation:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A digest of every sample and label, so that a run is never resumed on other data."""
+        """Digest of every sample and label, so that a run is never resumed on other data."""
         known: dict[tuple[int, int, int], bytes] = {}
         whole = blake2b(digest_size=16)
         for client in self.clients:
@@ -262,7 +265,7 @@ class Federation:
         return self
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of a sample of every split, by what errors call the split."""
+        """Return the shape of a sample of every split, by the split's name in error messages."""
         return {_locate(c.name, name): s.shape for c in self.clients for name, s in c.splits.items()}
 
 
@@ -271,8 +274,8 @@ def _locate(client: str, split: str) -> str:
 
 
 def _once_per_array(change: Callable[[Tensor], Tensor]) -> Callable[[Samples], Samples]:
-    """``change`` for the arrays of splits, of which each is changed once, whoever shares it."""
-    changed: dict[int, tuple[Tensor, Tensor]] = {}  # with the array before, so that its id stays taken
+    """Turn a change of arrays into a change of splits that changes each shared array once."""
+    changed: dict[int, tuple[Tensor, Tensor]] = {}  # with the original array, so that its id stays in use
 
     def apply(split: Samples) -> Samples:
         if id(split.store) not in changed:
@@ -283,13 +286,13 @@ def _once_per_array(change: Callable[[Tensor], Tensor]) -> Callable[[Samples], S
 
 
 def pool_training_data(data: Federation) -> Federation:
-    """All clients' training samples as one client named ``pooled``; its test data are those of the first alone."""
+    """Merge all clients' training samples into one client named ``pooled``, with the first client's test data."""
     train = join_samples([client.train for client in data.clients])
     return replace(data, clients=(ClientData(name="pooled", train=train, test=data.clients[0].test),))
 
 
 def count_labels(data: Federation) -> Tensor:
-    """How many training samples of each class all clients have together, int64 ``[classes]``."""
+    """Count the training samples of each class over all clients, int64 ``[classes]``."""
     return sum(
         (torch.bincount(client.train.y, minlength=data.classes).cpu() for client in data.clients),
         torch.zeros(data.classes, dtype=torch.int64),
@@ -297,7 +300,7 @@ def count_labels(data: Federation) -> Tensor:
 
 
 def count_classes(clients: Iterable[ClientData]) -> int:
-    """One more than the largest training label of any client."""
+    """Return the largest training label of any client plus one."""
     return 1 + max((int(client.train.y.max()) for client in clients if len(client.train)), default=0)
 
 
@@ -325,11 +328,19 @@ def federation(
     classes: int | None = None,
     note: str = "",
 ) -> Federation:
-    """A federation from arrays: ``{client: (x_train, y_train, x_test, y_test)}``, see :func:`to_samples` for shapes.
+    """Build a federation from arrays.
 
-    ``{client: (train, test)}`` takes map-style torch datasets of pairs (input, label) instead, which are read once: a
-    random transform is drawn once for each sample (``augment`` draws anew each time). ``classes`` defaults to one more
-    than the largest training label of any client.
+    Args:
+        clients: ``{client: (x_train, y_train, x_test, y_test)}``, see :func:`fedshift.data.samples.to_samples`; or
+            ``{client: (train, test)}``, map-style torch datasets of pairs (input, label), which are read once: a random
+            transform is drawn once for each sample (``augment`` draws anew each time).
+        name: Name of the data.
+        classes: Number of classes; None: the largest training label of any client plus one.
+        note: Description of the data in one sentence.
+
+    Raises:
+        UsageError: An array has another shape, type or range.
+
     """
     data = tuple(
         ClientData(

@@ -1,6 +1,6 @@
-"""File formats of published image data as NumPy arrays: IDX, MATLAB's .mat, LIBSVM's and plain text.
+"""File formats of published data as NumPy arrays: IDX, MATLAB's .mat, LIBSVM's, plain text and .npz.
 
-A file may be plain or compressed by gzip or bzip2, which its first bytes tell, not its name. IDX is as the publishers
+A file may be plain or compressed by gzip or bzip2, as its first bytes (not its name) show. IDX is as the publishers
 of MNIST define it (http://yann.lecun.com/exdb/mnist/); the .mat layout is SVHN's "format 2"
 (http://ufldl.stanford.edu/housenumbers/), which SynthDigits took over.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import bz2
 import gzip
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
@@ -28,7 +28,7 @@ Numbers = NDArray[Any]
 
 @contextmanager
 def explain_errors(where: Path | str, kind: str) -> Iterator[None]:
-    """Whatever a library raises at a damaged file, as a :class:`UsageError` that names file and ``kind``."""
+    """Turn whatever a library raises at a damaged file into a :class:`UsageError` that names file and ``kind``."""
     try:
         yield
     except UsageError:
@@ -40,9 +40,18 @@ def explain_errors(where: Path | str, kind: str) -> Iterator[None]:
         ) from error
 
 
+def read_npz(file: Path, names: Iterable[str]) -> dict[str, Numbers]:
+    """Return the named arrays of an ``.npz`` file, without pickle; raise :class:`UsageError` if one is missing."""
+    with explain_errors(file, "an .npz file of arrays"), np.load(file, allow_pickle=False) as packed:
+        missing = [name for name in names if name not in packed]
+        if missing:
+            raise UsageError(f"{file} has no array {missing[0]!r} (it has {', '.join(packed)}): get the file again")
+        return {name: packed[name] for name in names}
+
+
 @contextmanager
 def decompress(path: Path) -> Iterator[IO[bytes]]:
-    """The file's content as its publisher packed it, whether compressed or not."""
+    """Open the file and decompress it if necessary."""
     with path.open("rb") as plain:
         start = plain.read(3)
         plain.seek(0)
@@ -57,7 +66,7 @@ def decompress(path: Path) -> Iterator[IO[bytes]]:
 
 
 def read_idx(path: Path, dimensions: int) -> Bytes:
-    """The bytes of an IDX file of ``dimensions`` dimensions: 3 for gray images ``[N, H, W]``, 1 for labels ``[N]``.
+    """Return the bytes of an IDX file: ``dimensions`` 3 for gray images ``[N, H, W]``, 1 for labels ``[N]``.
 
     Raises :class:`UsageError` naming the file where its first bytes are others, or its length is not what they say.
     """
@@ -80,9 +89,9 @@ def read_idx(path: Path, dimensions: int) -> Bytes:
 
 
 def read_digits_mat(path: Path) -> tuple[Bytes, Numbers]:
-    """Images ``[N, 32, 32, 3]`` and labels ``[N]`` of a .mat file with ``X [32, 32, 3, N]`` and ``y``; 10 becomes 0.
+    """Return images ``[N, 32, 32, 3]`` and labels ``[N]`` of a .mat file with ``X [32, 32, 3, N]`` and ``y``.
 
-    Raises :class:`UsageError` naming the file where it is no such file.
+    Label 10 becomes 0. Raises :class:`UsageError` for another file.
     """
     with explain_errors(path, "a MATLAB file"):
         content = loadmat(path, variable_names=("X", "y"))
@@ -99,14 +108,14 @@ def read_digits_mat(path: Path) -> tuple[Bytes, Numbers]:
 
 
 def read_libsvm(path: Path, features: int) -> tuple[Numbers, Numbers]:
-    """Values ``[N, features]`` and labels ``[N]`` of a text file in LIBSVM's format, where values left out are 0."""
+    """Return values ``[N, features]`` and labels ``[N]`` of a text file in LIBSVM's format; omitted values are 0."""
     with explain_errors(path, "LIBSVM text"), decompress(path) as file:
         x, y = load_svmlight_file(file, n_features=features, zero_based=False)
         return x.toarray(), y
 
 
 def read_table(path: Path, columns: int) -> Numbers:
-    """A text file of numbers between blanks as ``[N, columns]``; :class:`UsageError` where it has other columns."""
+    """Return a text file of numbers as ``[N, columns]``; raise :class:`UsageError` for another number of columns."""
     with explain_errors(path, "a table of numbers"), decompress(path) as file:
         table = np.loadtxt(file, ndmin=2)
     if table.shape[1] != columns:
@@ -115,7 +124,7 @@ def read_table(path: Path, columns: int) -> Numbers:
 
 
 def to_gray_levels(fractions: Numbers, where: Path | str) -> Bytes:
-    """Fractions of white, 0 to 1, as the nearest of 256 gray levels; :class:`UsageError` for others."""
+    """Round fractions of white, 0 to 1, to 256 gray levels; raise :class:`UsageError` for other values."""
     if fractions.size and not (fractions.min() >= 0 and fractions.max() <= 1):
         raise UsageError(
             f"{where} holds pixels from {fractions.min():g} to {fractions.max():g}, expected were 0 to 1: get it again"

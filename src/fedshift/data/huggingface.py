@@ -1,8 +1,8 @@
-"""A benchmark's copy at huggingface.co, written as files that the loaders read.
+"""Downloads of benchmarks from huggingface.co, written as files that the loaders read.
 
-Images of several clients become files ``hub/<client>/<split>/<class>/<number>.<format>``, kept byte for byte (a data
-set of one split has no level for it); others become ``<name>.npz`` with x_train, y_train, x_test and y_test. Needs the
-package ``datasets`` (``pip install 'fedshift[hub]'``), which keeps what it downloads in a cache of its own.
+Images of several clients become files ``hub/<client>/<split>/<class>/<number>.<format>``, byte for byte (a data set of
+one split has no level for it); others become ``<name>.npz`` with x_train, y_train, x_test and y_test. Needs the package
+``datasets`` (``pip install 'fedshift[hub]'``), which caches its downloads.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from .datasets._card import Card
 from .files.read_options import Progress
 
 _IMAGE, _LABEL, _CLIENT = ("image", "img"), ("label", "fine_label"), ("domain", "center")
-"""Columns with the image, what it shows, and whose it is, in the data sets that cards name."""
+"""Names of the columns with the image, the label and the client in the data sets that cards name."""
 
 
 def fetch_from_hub(name: str, card: Card, folder: Path, *, progress: Progress | None = None) -> list[Path]:
-    """Write the data set ``card.hub`` (``id`` or ``id:configuration``) into ``folder`` and return what was written.
+    """Write the data set ``card.hub`` (``id`` or ``id:configuration``) into ``folder`` and return the path written.
 
-    What was written before is left alone. Raises :class:`UsageError` without the package ``datasets``, and
-    :class:`FedshiftError` where the data set cannot be had, has other columns, or cannot be written.
+    Existing files are kept. Raises :class:`UsageError` without the package ``datasets``, and :class:`FedshiftError`
+    where the data set cannot be fetched, has other columns, or cannot be written.
     """
     tree, packed = folder / "hub", folder / f"{name}.npz"
     there = [place for place in (tree, packed) if place.exists()]
@@ -45,7 +45,7 @@ def fetch_from_hub(name: str, card: Card, folder: Path, *, progress: Progress | 
     by_hand = f"get the files from {card.homepage} and put into {folder} {card.layout}"
     try:
         loaded = datasets.load_dataset(*card.hub.split(":"))
-        image = _column(next(iter(loaded.values())), _IMAGE)
+        image = _find_column(next(iter(loaded.values())), _IMAGE)
         splits = {split: rows.cast_column(image, datasets.Image(decode=False)) for split, rows in loaded.items()}
     except Exception as error:  # whatever the library, the network or a server raises
         raise FedshiftError(f"{source} cannot be fetched: {error}. Try again later, or {by_hand}") from error
@@ -59,7 +59,7 @@ def fetch_from_hub(name: str, card: Card, folder: Path, *, progress: Progress | 
         else:
             arrays: dict[str, Any] = {}
             for split in ("train", "test"):
-                arrays[f"x_{split}"], arrays[f"y_{split}"] = _arrays(splits[split], split, progress)
+                arrays[f"x_{split}"], arrays[f"y_{split}"] = _read_arrays(splits[split], split, progress)
             with part.open("wb") as file:
                 np.savez_compressed(file, **arrays)
         written = tree if part.is_dir() else packed
@@ -74,21 +74,21 @@ def fetch_from_hub(name: str, card: Card, folder: Path, *, progress: Progress | 
 
 
 def _write_tree(rows: Any, folder: Path, split: str, progress: Progress | None) -> None:
-    image, label, client = (_column(rows, names) for names in (_IMAGE, _LABEL, _CLIENT))
+    image, label, client = (_find_column(rows, names) for names in (_IMAGE, _LABEL, _CLIENT))
     for number, row in enumerate(rows):
         content = row[image]["bytes"]
         with Image.open(io.BytesIO(content)) as opened:
             suffix = str(opened.format).lower()
-        where = folder / _name(rows, client, row) / split / _name(rows, label, row)
+        where = folder / _folder_name(rows, client, row) / split / _folder_name(rows, label, row)
         where.mkdir(parents=True, exist_ok=True)
         (where / f"{number:06d}.{suffix}").write_bytes(content)
         if progress is not None:
             progress(f"images {split}".strip(), number + 1, len(rows))
 
 
-def _arrays(rows: Any, split: str, progress: Progress | None) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """Images ``[N, H, W]`` or ``[N, H, W, 3]``, all of one shape, and labels ``[N]``."""
-    image, label = (_column(rows, names) for names in (_IMAGE, _LABEL))
+def _read_arrays(rows: Any, split: str, progress: Progress | None) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    """Return images ``[N, H, W]`` or ``[N, H, W, 3]``, all of one shape, and labels ``[N]``."""
+    image, label = (_find_column(rows, names) for names in (_IMAGE, _LABEL))
     x, y = [], []
     for number, row in enumerate(rows):
         with Image.open(io.BytesIO(row[image]["bytes"])) as opened:
@@ -99,15 +99,15 @@ def _arrays(rows: Any, split: str, progress: Progress | None) -> tuple[NDArray[n
     return np.stack(x), np.array(y)
 
 
-def _column(rows: Any, names: tuple[str, ...]) -> str:
+def _find_column(rows: Any, names: tuple[str, ...]) -> str:
     for name in names:
         if name in rows.features:
             return name
     raise KeyError(f"no column {' or '.join(names)}")
 
 
-def _name(rows: Any, column: str, row: Any) -> str:
-    """The value as the name of a folder: what the data set calls the number, or the value itself."""
+def _folder_name(rows: Any, column: str, row: Any) -> str:
+    """Return the folder name of a row's class or client: the data set's name of the number, or the value itself."""
     value, names = row[column], getattr(rows.features[column], "names", None)
     text = str(names[value] if names and isinstance(value, int) else value)
     if text in ("", ".", "..") or set(text) & set("/\\\0"):

@@ -1,9 +1,10 @@
-"""Splits: who gets which samples. Each function makes a change of a federation; changes are applied one after another.
+"""Splits: functions that return a change of a federation; several changes are applied in order.
 
-``iid(clients=100)``, ``dirichlet(clients=10, alpha=0.3)`` and the like deal out all samples of all clients together, or
-with ``within='domain'`` those of each client (domain) apart. Training and validation samples are dealt out alike; test
-samples are shared, so that every client is tested on all of them, or with ``test='same'`` dealt out by the same shares.
-No sample is lost or repeated, arrays are shared and not copied, and every draw has a keyed stream.
+``iid(clients=100)``, ``dirichlet(clients=10, alpha=0.3)`` and similar partitions distribute the samples of all clients
+together, or with ``within='domain'`` those of each client (domain) separately. Training and validation samples are
+distributed alike; test samples are shared, so that every client is tested on all of them, or with ``test='same'``
+distributed by the same shares. No sample is lost or repeated, arrays are shared and not copied, and every draw has a
+keyed stream.
 """
 
 from __future__ import annotations
@@ -27,46 +28,41 @@ Change = Callable[[Federation], Federation]
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Deal = Callable[[Ints, np.random.Generator], list[Ints]]
-"""From labels ``[N]`` and a generator to the samples of each client."""
+"""Function from labels ``[N]`` and a generator to the sample indices of each client."""
 Shares = Callable[[int, np.random.Generator], Deal]
-"""From the number of classes and a generator to how samples are dealt out."""
+"""Function from the number of classes and a generator to a :data:`Deal`."""
 Within = Literal["all", "domain"]
 Test = Literal["shared", "same"]
 
 
 def iid(*, clients: int, within: Within = "all", test: Test = "shared", seed: int = 0) -> Change:
-    """Samples shuffled and dealt out in equal parts; with ``within='domain'`` each domain in ``clients`` clients."""
+    """Distribute shuffled samples in equal parts; ``within='domain'`` cuts each domain into ``clients`` parts."""
     return _Partition("iid", clients, within, test, seed, lambda *_: _deal_by_size(np.full(clients, 1 / clients)))
 
 
 def quantity(
     *, clients: int, alpha: float = 1.0, minimum: int = 1, within: Within = "all", test: Test = "shared", seed: int = 0
 ) -> Change:
-    """Quantity skew: sizes in proportions from a symmetric Dirichlet distribution, labels as they fall.
+    """Draw sizes in proportions from a symmetric Dirichlet distribution (quantity skew), labels at random.
 
     A small ``alpha`` gives very unequal sizes (Li et al. 2022, arXiv:2102.02079, section 4.3).
     """
     _require_positive(alpha=alpha)
 
-    return _Partition(
-        "quantity",
-        clients,
-        within,
-        test,
-        seed,
-        lambda _, rng: _deal_by_size(rng.dirichlet(np.full(clients, alpha))),
-        minimum,
-    )
+    def shares(_: int, rng: np.random.Generator) -> Deal:
+        return _deal_by_size(rng.dirichlet(np.full(clients, alpha)))
+
+    return _Partition("quantity", clients, within, test, seed, shares, minimum)
 
 
 def dirichlet(
     *, clients: int, alpha: float, minimum: int = 1, within: Within = "all", test: Test = "shared", seed: int = 0
 ) -> Change:
-    """Label skew: each class dealt out in proportions from a symmetric Dirichlet distribution (Hsu et al. 2019).
+    """Distribute each class in proportions from a symmetric Dirichlet distribution (label skew; Hsu et al. 2019).
 
-    The smaller ``alpha``, the fewer classes a client has (arXiv:1909.06335, here with classes dealt to clients as in
-    Yurochkin et al. 2019, arXiv:1905.12022). Clients left with fewer than ``minimum`` samples are given some of the
-    largest clients', at random, so that it ends however small ``alpha`` is.
+    The smaller ``alpha``, the fewer classes a client has (arXiv:1909.06335, here with classes distributed to clients as
+    in Yurochkin et al. 2019, arXiv:1905.12022). Clients with fewer than ``minimum`` samples receive random samples of
+    the largest clients, so that the draw ends for every ``alpha``.
     """
     _require_positive(alpha=alpha)
 
@@ -77,9 +73,9 @@ def dirichlet(
 
 
 def labels(*, clients: int, per_client: int, within: Within = "all", test: Test = "shared", seed: int = 0) -> Change:
-    """Non-IID-L of FedMMB (arXiv:2011.07006, section 4.1), with L = ``per_client`` labels a client.
+    """Give each client L = ``per_client`` labels (Non-IID-L of FedMMB, arXiv:2011.07006, section 4.1).
 
-    Samples are grouped by label, each group of C is cut into K L / C parts, and each of the K clients is given L
+    Samples are grouped by label, each of the C groups is cut into K L / C parts, and each of the K clients receives L
     parts of different labels, at random. K L must be a multiple of C.
     """
     _require_whole("labels", per_client=per_client)
@@ -94,7 +90,9 @@ def labels(*, clients: int, per_client: int, within: Within = "all", test: Test 
         parts = clients * per_client // classes
         left, share = np.full(classes, parts), np.zeros((classes, clients))
         for client in range(clients):
-            chosen = np.lexsort((rng.random(classes), -left))[:per_client]  # the fullest first, so that it ends well
+            chosen = np.lexsort((rng.random(classes), -left))[
+                :per_client
+            ]  # the fullest first, so that no label is left over
             left[chosen] -= 1
             share[chosen, client] = 1 / parts
         return _deal_by_class(share)
@@ -103,14 +101,14 @@ def labels(*, clients: int, per_client: int, within: Within = "all", test: Test 
 
 
 HAM = {"a": (2367, ("mel",)), "b": (3376, ("bcc", "akiec", "vasc", "df")), "c": (2269, ("bkl",))}
-"""HAM-Non-IID: sizes and rarer classes of the clients; the rest are nevi, the majority everywhere."""
+"""Sizes and rarer classes of the clients of HAM-Non-IID; the rest are nevi, the majority everywhere."""
 
 
 def ham_non_iid(*, test: Test = "shared", seed: int = 0) -> Change:
-    """HAM-Non-IID of FedMMB (arXiv:2011.07006, section 4.3): three clients of 2, 5 and 2 classes of HAM10000.
+    """Distribute HAM10000 to clients of 2, 5 and 2 classes (HAM-Non-IID of FedMMB, arXiv:2011.07006, section 4.3).
 
-    Of 8,012 training images they have 2367, 3376 and 2269, and in proportion of other numbers, nevi the majority in
-    each. The text does not say which classes meet nevi where: melanoma, the four rarest, and keratosis are our choice.
+    Of 8,012 training images they have 2367, 3376 and 2269 (other numbers in proportion), with nevi the majority in
+    each. The paper does not say which classes join nevi where: melanoma, the four rarest, and keratosis are our choice.
     """
 
     def change(data: Federation) -> Federation:
@@ -139,14 +137,14 @@ def ham_non_iid(*, test: Test = "shared", seed: int = 0) -> Change:
 
 
 def only(*, clients: str) -> Change:
-    """The clients whose names fit a pattern, or one of several with commas: ``only(clients='mnist-*,usps-0')``."""
+    """Keep the clients whose names match a pattern or one of several: ``only(clients='mnist-*,usps-0')``."""
     if not isinstance(clients, str):
         raise UsageError(f"only(clients={clients!r}): give names and patterns as one text, with commas between them")
     return lambda data: data.select_clients(match_names(clients, data.names))
 
 
 def sample(*, size: int | None = None, fraction: float | None = None) -> Change:
-    """``size`` training samples of each client, or a ``fraction`` of them (FedBN's sweep of local sizes, figure 4)."""
+    """Keep ``size`` training samples of each client, or a ``fraction`` (FedBN's sweep of local sizes, figure 4)."""
     if (size is None) == (fraction is None):
         raise UsageError(f"sample(size={size}, fraction={fraction}): give exactly one of the two")
     if fraction is not None and not 0 < fraction <= 1:
@@ -163,12 +161,12 @@ def sample(*, size: int | None = None, fraction: float | None = None) -> Change:
 
 
 def truncate() -> Change:
-    """Each client cut, at random, to the size of the smallest (FedBN, section 5.1)."""
+    """Reduce each client, at random, to the size of the smallest (FedBN, section 5.1)."""
     return lambda data: data.limit_samples(min(len(client.train) for client in data.clients))
 
 
 def repeat(*, seed: int = 0) -> Change:
-    """Smaller clients repeat samples until all have as many as the largest, so that all take as many steps.
+    """Repeat samples of smaller clients until all have as many as the largest, so that all take as many steps.
 
     FedBN's setting for unequal data (arXiv:2102.07623, appendix E.6, tables 15 and 16).
     """
@@ -187,7 +185,7 @@ def repeat(*, seed: int = 0) -> Change:
 
 
 def validation(*, fraction: float | None = None, size: int | None = None) -> Change:
-    """``size`` training samples of each client held out to select on, or a ``fraction`` of them."""
+    """Hold out ``size`` training samples of each client, or a ``fraction``, for model selection."""
     if (size is None) == (fraction is None):
         raise UsageError(f"validation(size={size}, fraction={fraction}): give exactly one of the two")
     if fraction is not None:
@@ -198,7 +196,7 @@ def validation(*, fraction: float | None = None, size: int | None = None) -> Cha
 
 
 def match_names(patterns: str, names: Sequence[str]) -> tuple[str, ...]:
-    """The names that fit ``patterns`` (with commas; ``*``, ``?`` and ``[...]`` as in file names)."""
+    """Return the names that match ``patterns`` (with commas; ``*``, ``?`` and ``[...]`` as in file names)."""
     if patterns in names:
         return (patterns,)
     wanted = [pattern.strip() for pattern in patterns.split(",")]
@@ -212,7 +210,7 @@ def match_names(patterns: str, names: Sequence[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class _Partition:
-    """Samples dealt out to ``clients`` clients by what ``shares(classes, rng)`` makes."""
+    """A change that distributes samples to ``clients`` clients by the result of ``shares(classes, rng)``."""
 
     name: str
     clients: int
@@ -267,12 +265,12 @@ class _Partition:
 
 
 def _deal_by_size(shares: Floats) -> Deal:
-    """All samples shuffled and cut in proportion to ``shares`` ``[clients]``."""
+    """Shuffle all samples and cut them in proportion to ``shares`` ``[clients]``."""
     return lambda y, rng: _cut_in_shares(rng.permutation(len(y)), shares)
 
 
 def _deal_by_class(shares: Floats) -> Deal:
-    """The samples of each class shuffled and cut in proportion to its row of ``shares`` ``[classes, clients]``."""
+    """Shuffle the samples of each class and cut them by the class's row of ``shares`` ``[classes, clients]``."""
 
     def deal(y: Ints, rng: np.random.Generator) -> list[Ints]:
         cut = [_cut_in_shares(rng.permutation(np.flatnonzero(y == label)), share) for label, share in enumerate(shares)]
@@ -287,7 +285,7 @@ def _cut_in_shares(index: Ints, shares: Floats) -> list[Ints]:
 
 
 def _top_up(parts: list[Ints], minimum: int, rng: np.random.Generator) -> list[Ints]:
-    """``parts`` with samples moved, at random, from the largest to those that hold fewer than ``minimum``."""
+    """Move random samples from the largest parts to those with fewer than ``minimum``."""
     sizes = np.array([len(part) for part in parts])
     for poor in np.flatnonzero(sizes < minimum):
         while sizes[poor] < minimum:

@@ -1,8 +1,8 @@
-"""Pickles that hold arrays and plain values, read without running anything that stands in them.
+"""Pickles of arrays and plain values, read without running code in them.
 
-A pickle is a program that may call any function of any module by name. Here a name is looked up in a short list, and
-all it leads to are stand-ins of this module: numbers come out of the bytes by :func:`numpy.frombuffer`, so that not
-even NumPy's own constructors meet a foreign state. Pickles of Python 2 are read as well (their strings as Latin-1).
+A pickle is a program that may call any function of any module by name. Here a name is looked up in a short list of
+stand-ins of this module, and numbers are read from the bytes by :func:`numpy.frombuffer`, so that not even NumPy's
+constructors receive a foreign state. Pickles of Python 2 are read as well (their strings as Latin-1).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from ..utils.errors import UsageError
 from .formats import decompress, explain_errors
 
 _DEPTH = 8
-"""How deep containers may stand in containers; published data sets need three."""
+"""Maximum depth of nested containers; published data sets need three."""
 
 
 def read_pickle(path: Path) -> Any:
-    """Arrays, numbers, text and containers of them from a pickle, plain or compressed; text keys are always ``str``.
+    """Read arrays, numbers, text and containers of them from a pickle, plain or compressed; keys of text are ``str``.
 
-    Arrays are read-only. Raises :class:`UsageError` naming the file, and the function where it calls for one.
+    Arrays are read-only. Raises :class:`UsageError` naming the file, and the function if it calls one.
     """
     with explain_errors(path, "a pickle of arrays"), decompress(path) as file:
         return load_pickle(file, path)
@@ -117,11 +117,11 @@ _ADMITTED: dict[tuple[str, str], Callable[..., Any]] = {
         for kind in (bool, int, float, complex, str, bytes, bytearray, list, tuple, dict)
     },
 }
-"""What may be called for, by module and name; ``core`` became ``_core`` in NumPy 2."""
+"""Stand-ins by module and name; ``core`` became ``_core`` in NumPy 2."""
 
 
 def _require_plain(value: Any, where: Path | str, depth: int = _DEPTH) -> Any:
-    """The value with arrays in place of their stand-ins; :class:`UsageError` for whatever else remains."""
+    """Replace stand-ins by their arrays; raise :class:`UsageError` for other objects."""
     if depth == 0:
         raise UsageError(f"{where} holds containers more than {_DEPTH} deep: this is no published data set")
     if isinstance(value, _Array):

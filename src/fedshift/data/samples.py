@@ -1,7 +1,7 @@
-"""Samples with labels, and the arrays of a person made into them.
+"""Samples with labels, and their construction from arrays.
 
-Images are kept as they come, uint8 ``[N, C, H, W]`` from 0 to 255, and are scaled to [-1, 1] when a batch is taken
-(as in FedBN's experiments, Li et al. 2021, arXiv:2102.07623, section 5.1); floating-point arrays are used as they are.
+Images are stored unscaled, uint8 ``[N, C, H, W]`` from 0 to 255, and scaled to [-1, 1] when a batch is taken
+(as in FedBN's experiments, Li et al. 2021, arXiv:2102.07623, section 5.1); floating-point arrays are used unchanged.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..utils.errors import UsageError
 
 @dataclass(frozen=True, kw_only=True)
 class Normalization:
-    """Mean and standard deviation of each channel (one number: of all), for pixels in [0, 1], and ``source``."""
+    """Mean and standard deviation of each channel (one number: of all) for pixels in [0, 1], and their ``source``."""
 
     mean: tuple[float, ...] = (0.5,)
     std: tuple[float, ...] = (0.5,)
@@ -43,17 +43,17 @@ IMAGENET = Normalization(
 )
 
 CHUNK = 1000
-"""Samples that are looked at, resized or hashed at a time."""
+"""Number of samples that are checked, resized or hashed at a time."""
 
 Augment = Callable[[Tensor], Tensor]
-"""What is done to a training batch of images ``[B, C, H, W]`` with values in [0, 1]."""
+"""Function that augments a training batch of images ``[B, C, H, W]`` with values in [0, 1]."""
 
 
 class Samples:
     """Samples ``x`` (uint8 images ``[N, C, H, W]`` or floats ``[N, ...]``) with labels ``y`` (int64 ``[N]``).
 
-    ``rows`` (int64 ``[N]``): which samples of ``x`` these are, in order, where splits share one array; without it all.
-    ``normalization``: how uint8 images are scaled when a batch is taken.
+    ``rows`` (int64 ``[N]``): indices of these samples in ``x``, where splits share one array; None: all, in order.
+    ``normalization``: scaling of uint8 images when a batch is taken.
     """
 
     def __init__(
@@ -66,12 +66,12 @@ class Samples:
 
     @property
     def x(self) -> Tensor:
-        """The samples themselves; a copy where the array is shared with other splits."""
+        """The samples; a copy where the array is shared with other splits."""
         return self.store if self.rows is None else self.store[self.rows]
 
     @property
     def distinct_rows(self) -> Tensor:
-        """Which sample each is, numbered from 0 by first occurrence (int64 ``[N]``): copies have one number."""
+        """Number of each sample, from 0 by first occurrence (int64 ``[N]``); copies have the same number."""
         if self.rows is None:
             return torch.arange(len(self))
         values, number = torch.unique(self.rows, return_inverse=True)
@@ -86,19 +86,19 @@ class Samples:
         return tuple(self.store.shape[1:])
 
     def take(self, index: Tensor) -> Samples:
-        """The samples at ``index`` (int64), in that order; the array is shared, not copied."""
+        """Return the samples at ``index`` (int64), in that order; the array is shared, not copied."""
         rows = index if self.rows is None else self.rows[index]
         return Samples(x=self.store, y=self.y[index], rows=rows, normalization=self.normalization)
 
     def copy_rows(self, index: Tensor | slice) -> Tensor:
-        """A copy of the samples at ``index`` as they are kept."""
+        """Return a copy of the stored samples at ``index``."""
         rows = index if self.rows is None else self.rows[index]
         return self.store.index_select(0, rows) if isinstance(rows, Tensor) else self.store[rows].clone()
 
     def inputs(
         self, index: Tensor | slice, dtype: torch.dtype = torch.float32, augment: Augment | None = None
     ) -> Tensor:
-        """Samples at ``index`` as a network takes them: images augmented and normalized, floats untouched.
+        """Return the samples at ``index`` as network inputs: images augmented and normalized, floats unchanged.
 
         Floating-point images are augmented as values from -1 to 1.
         """
@@ -116,11 +116,11 @@ class Samples:
         return (x - mean) / std
 
     def with_samples(self, x: Tensor, normalization: Normalization | None = None) -> Samples:
-        """The same choice of samples from another array of as many."""
+        """Return the same selection of samples from another array of equal length."""
         return Samples(x=x, y=self.y, rows=self.rows, normalization=normalization or self.normalization)
 
     def to(self, device: torch.device) -> Samples:
-        """The same samples on ``device``."""
+        """Return the same samples on ``device``."""
         rows = None if self.rows is None else self.rows.to(device)
         return Samples(x=self.store.to(device), y=self.y.to(device), rows=rows, normalization=self.normalization)
 
@@ -145,9 +145,9 @@ class Samples:
 
 
 def join_samples(parts: Sequence[Samples]) -> Samples:
-    """The samples of ``parts`` one after another; a split that occurs again is left out.
+    """Concatenate the samples of ``parts``; a split that occurs again is left out.
 
-    Parts that share an array go on sharing it. Where types or normalizations differ, what a network takes is joined.
+    Parts that share an array keep sharing it. Where types or normalizations differ, network inputs are concatenated.
     Raises :class:`UsageError` where shapes differ.
     """
     shapes = sorted({part.shape for part in parts})
@@ -168,7 +168,7 @@ def join_samples(parts: Sequence[Samples]) -> Samples:
 
 
 def resize(x: Tensor, size: tuple[int, ...]) -> Tensor:
-    """Images ``[N, C, H, W]`` resized to ``size``, a few at a time, as floats take four times the memory."""
+    """Resize images ``[N, C, H, W]`` to ``size``, a few at a time, because floats take four times the memory."""
     if tuple(x.shape[2:]) == size:
         return x
     small = x.new_empty(*x.shape[:2], *size)
@@ -181,7 +181,7 @@ def resize(x: Tensor, size: tuple[int, ...]) -> Tensor:
 
 
 def digest_samples(split: Samples) -> bytes:
-    """128 bits that name the samples and their labels."""
+    """Return a digest of the samples and their labels, 16 bytes."""
     found = blake2b(digest_size=16)
     found.update(
         f"{len(split)}{split.shape}{split.store.dtype}{split.normalization.mean}{split.normalization.std}".encode()
@@ -193,11 +193,17 @@ def digest_samples(split: Samples) -> bytes:
 
 
 def to_samples(x: ArrayLike, y: ArrayLike, where: str = "data") -> Samples:
-    """Arrays as a :class:`Samples`.
+    """Convert arrays to :class:`Samples`; both are copied.
 
-    ``x``: images ``[N, H, W]``, ``[N, H, W, C]`` or ``[N, C, H, W]`` with 1 or 3 channels (integers 0..255 become
-    uint8; floats stay), or features ``[N, D]``. ``y``: integer labels ``[N]`` or ``[N, 1]``. Both are copied. Raises
-    :class:`UsageError`, which begins with ``where``, for anything else.
+    Args:
+        x: Images ``[N, H, W]``, ``[N, H, W, C]`` or ``[N, C, H, W]`` with 1 or 3 channels (integers 0..255 become
+            uint8, floats stay), or features ``[N, D]``.
+        y: Integer labels ``[N]`` or ``[N, 1]``.
+        where: Beginning of error messages.
+
+    Raises:
+        UsageError: The arrays have other shapes, types or values.
+
     """
     x_array, y_array = np.asarray(x), np.asarray(y)
     if x_array.dtype.kind not in "uifb" or y_array.dtype.kind not in "uifb":

@@ -1,4 +1,4 @@
-"""The clients that a person asks for: names, directories, splits and scaling made into one checked federation."""
+"""Federations from settings: data by name or directory, with their splits and scaling, checked."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from .partition import (
 from .samples import HALF, IMAGENET, UNIT
 
 EMBEDDED: Mapping[str, str] = {"digits": "fedshift.data.digits:digits"}
-"""Federations that come with fedshift, and the functions that make them, imported when asked for."""
+"""Federations that come with fedshift: the functions that make them, imported on demand."""
 
 SPLITS: Mapping[str, Callable[..., Change]] = {
     made.__name__: made
@@ -44,16 +44,16 @@ SPLITS: Mapping[str, Callable[..., Change]] = {
         dirichlet, ham_non_iid, iid, labels, only, quantity, repeat, sample, saved, truncate, validation,
     )
 }  # fmt: skip
-"""Functions that a split may name."""
+"""Functions that ``--split`` may name."""
 
 READ = (
     "on_unreadable", "test_fraction", "client_column", "target", "split_column", "group_column", "missing", "scaling",
 )  # fmt: skip
-"""Settings that say how a person's own files are read."""
+"""Settings that apply to user files."""
 
 
 def data_root(spec: DataSpec) -> Path:
-    """The directory in which benchmarks' files are looked for: ``--root``, else FEDSHIFT_DATA, else ``data``."""
+    """Return the directory of the benchmarks' files: ``--root``, else FEDSHIFT_DATA, else ``data``."""
     return Path(spec.root or os.environ.get("FEDSHIFT_DATA") or "data")
 
 
@@ -64,9 +64,15 @@ def load_source(
     differing: int | None = None,
     like: Federation | None = None,
 ) -> Federation:
-    """The clients of ``data`` as they are kept; ``differing``: pixels to which images of several sizes are brought.
+    """Load the clients of ``data`` without splits or scaling.
 
-    ``like``: the federation to which a person's own clients come, see :class:`~fedshift.data.files.read_options.ReadOptions`.
+    Args:
+        data: Name of an embedded federation or a benchmark, or a path to user files.
+        spec: Settings of the data.
+        progress: Callback for progress.
+        differing: Side in pixels to which images of several sizes are resized; None: such images are refused.
+        like: Federation that user files join, see :class:`~fedshift.data.files.read_options.ReadOptions`.
+
     """
     if data in EMBEDDED:
         _refuse(spec, READ, data)
@@ -87,14 +93,14 @@ def load_source(
 
 
 def _refuse(spec: DataSpec, names: Iterable[str], data: str) -> None:
-    """Raise :class:`UsageError` where one of these settings was given, which ``data`` has no use for."""
+    """Raise :class:`UsageError` if one of the settings ``names``, which ``data`` does not use, was given."""
     for field in fields(spec):
         if field.name in names and getattr(spec, field.name) != field.default:
             raise UsageError(f"--{field.name.replace('_', '-')} says how your own files are read: {data} takes no such")
 
 
 def _exact_names(domains: str | None) -> tuple[str, ...] | None:
-    """The names in a list of clients; None where there is none, or a pattern that only all names can resolve."""
+    """Return the names in a list of clients; None without a list, or if it contains patterns."""
     if domains is None or set("*?[") & set(domains):
         return None
     return tuple(name.strip() for name in domains.split(","))
@@ -104,8 +110,8 @@ def _read_directory(
     path: Path, spec: DataSpec, progress: Progress | None, differing: int | None, like: Federation | None
 ) -> Federation:
     reading = ReadOptions(
-        domains=_exact_names(spec.domains), classes=spec.classes, image_size=spec.image_size, progress=progress, like=like,
-        **{name: getattr(spec, name) for name in READ},
+        domains=_exact_names(spec.domains), classes=spec.classes, image_size=spec.image_size, progress=progress,
+        like=like, **{name: getattr(spec, name) for name in READ},
     )  # fmt: skip
     try:
         return read_directory(path, reading)
@@ -142,7 +148,7 @@ def _read_benchmark(data: str, spec: DataSpec, progress: Progress | None) -> Fed
 
 
 def parse_changes(spec: DataSpec) -> tuple[Change, ...]:
-    """The changes that ``--split`` names, in their order."""
+    """Return the changes that ``--split`` names, in order."""
 
     def lookup(name: str) -> Callable[..., Change]:
         if name not in SPLITS:
@@ -153,7 +159,7 @@ def parse_changes(spec: DataSpec) -> tuple[Change, ...]:
 
 
 def normalize(data: Federation, choice: str | None) -> Federation:
-    """``data`` with images scaled as ``choice`` says."""
+    """Scale the images of ``data`` by ``choice``: client, half, imagenet or unit; None: unchanged."""
     if choice is None:
         return data
     for client in data.clients:
@@ -170,19 +176,19 @@ def normalize(data: Federation, choice: str | None) -> Federation:
 def load_federation(
     data: str, spec: DataSpec, progress: Progress | None = None, differing: int | None = None
 ) -> Federation:
-    """The clients that ``data`` and ``spec`` ask for, checked; ``differing`` as in :func:`load_source`."""
+    """Load, split, scale and check the clients of ``data``; ``differing`` as in :func:`load_source`."""
     return prepare_clients(load_source(data, spec, progress, differing).fit_images(spec.image_size), spec)
 
 
 def prepare_clients(data: Federation, spec: DataSpec) -> Federation:
-    """The clients of ``data`` as ``spec`` splits, thins out and scales them, checked."""
+    """Split, limit, scale and check the clients of ``data`` by ``spec``."""
     alone = spec.allow_single_class
     data = data.check(allow_single_class=alone or bool(spec.split))
     return normalize(apply_splits(data, spec), spec.normalize).check(allow_single_class=alone)
 
 
 def apply_splits(data: Federation, spec: DataSpec) -> Federation:
-    """The clients of ``data`` as ``spec`` splits and thins them out."""
+    """Split and limit the clients of ``data`` by ``spec``."""
     if spec.group_column and spec.validation:
         raise UsageError(
             f"validation={spec.validation:g} would cut groups of column {spec.group_column!r}: say in a column which "
@@ -195,5 +201,5 @@ def apply_splits(data: Federation, spec: DataSpec) -> Federation:
 
 
 def write_assignment(source: Federation, spec: DataSpec) -> str:
-    """Who has which samples of ``source``, as CSV."""
+    """Return the assignment of the samples of ``source`` to clients as CSV."""
     return str(describe_assignment(source, [lambda data: apply_splits(data, spec)]).to_csv(index=False))

@@ -1,4 +1,4 @@
-"""A draw that takes the same share of every class, so that a test set is as mixed as the data it comes from."""
+"""Stratified random splits: the same share of every class is drawn."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ..utils.errors import UsageError
 def split_stratified(
     y: NDArray[np.int64], fraction: float, rng: np.random.Generator
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Places in ``y`` (labels ``[N]``) that stay and that are drawn, both ascending; together each place once.
+    """Split the indices of labels ``y`` ``[N]`` into those that remain and those that are drawn, both ascending.
 
     Of a class of n samples ``fraction * n`` are drawn, rounded, but where n is 2 or more at least one is drawn and at
-    least one stays; a single sample stays. Raises :class:`UsageError` for a ``fraction`` outside 0..1.
+    least one remains; a single sample remains. Raises :class:`UsageError` for a ``fraction`` outside 0..1.
     """
     if not 0 < fraction < 1:
         raise UsageError(f"test_fraction={fraction:g}: must lie between 0 and 1")

@@ -18,7 +18,7 @@ from ..data.files.image_decoding import SUFFIXES
 from ..data.files.image_store import ImageFacts, ImageFile, cache_entry, decode_all, inspect_all, load_store
 from ..data.files.images import SizesDiffer
 from ..data.files.read_options import Progress
-from ..data.files.table_columns import Column
+from ..data.files.table_schema import Column
 from ..data.samples import CHUNK, HALF, Samples, to_samples
 from ..data.sources import READ, load_source, normalize
 from ..utils.errors import UsageError

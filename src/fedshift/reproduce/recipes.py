@@ -14,12 +14,12 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from ..config.expressions import list_catalog
 from ..config.spec import RunSpec
+from ..data.datasets._card import get_card
 from ..data.sources import EMBEDDED
 from ..utils.errors import UsageError
 from .published_tables import Table
@@ -100,7 +100,7 @@ def is_present(data: str, root: Path) -> bool:
         return data in EMBEDDED
     call = ast.parse(data, mode="eval").body if "(" in data else None
     arguments = frozenset(each.arg for each in call.keywords if each.arg) if isinstance(call, ast.Call) else ()
-    return bool(import_module(loader.__module__).CARD.present(base_name(data), root, frozenset(arguments)))
+    return get_card(loader).present(base_name(data), root, frozenset(arguments))
 
 
 @cache

@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from fedshift.data.datasets.domainnet import CARD, domainnet
+from fedshift.data.datasets.image_domains import DOMAINNET, domainnet
 from fedshift.data.samples import UNIT
 from fedshift.utils.errors import UsageError
 
@@ -104,7 +104,7 @@ def test_a_damaged_list_is_refused_by_name(archives):
 
 
 def test_all_six_domains_must_be_there(archives):
-    assert CARD.present("domainnet", archives.parent)
+    assert DOMAINNET.present("domainnet", archives.parent)
     (archives / "quickdraw").rename(archives / "quick")
     with pytest.raises(
         UsageError, match=r"get it from https://ai\.bu\.edu/M3SDA/, or put there the six unpacked archives"

@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from fedshift.data.datasets.fed_isic2019 import fed_isic2019
+from fedshift.data.datasets.dermoscopy import fed_isic2019
 from fedshift.utils.errors import UsageError
 
 CENTERS = ("bcn", "vidir_molemax", "vidir_modern", "rosendahl", "msk", "vienna_dias")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from fedshift.data.datasets.ham10000 import CARD, ham10000
+from fedshift.data.datasets.dermoscopy import HAM10000, ham10000
 from fedshift.models.vgg import vgg16_fedmmb
 from fedshift.utils.errors import UsageError
 
@@ -146,7 +146,7 @@ def test_without_files_a_person_is_told_where_to_get_them(tmp_path):
         ham10000(tmp_path)
 
 
-if CARD.present("ham10000", DATA):
+if HAM10000.present("ham10000", DATA):
 
     def test_the_real_images_are_those_of_the_paper():
         data = ham10000(DATA).check()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from fedshift.data.datasets.office_caltech10 import CARD, office_caltech10
+from fedshift.data.datasets.image_domains import OFFICE_CALTECH10, office_caltech10
 from fedshift.utils.errors import UsageError
 
 CLIENTS = ("amazon", "caltech", "dslr", "webcam")
@@ -184,9 +184,9 @@ def test_other_sizes_and_shares_are_refused(published):
 
 
 def test_without_the_files_a_person_is_told_where_to_get_them(published):
-    assert CARD.present("office-caltech10", published.parent)
+    assert OFFICE_CALTECH10.present("office-caltech10", published.parent)
     (published / "dslr").rename(published / "somewhere")
-    assert not CARD.present("office-caltech10", published.parent)
+    assert not OFFICE_CALTECH10.present("office-caltech10", published.parent)
     with pytest.raises(
         UsageError, match=r"get it from https://github.com/med-air/FedBN, or put there the folders amazon"
     ):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from PIL import Image
 
-from fedshift.data.datasets.pacs import CARD, pacs
+from fedshift.data.datasets.image_domains import PACS, pacs
 from fedshift.utils.errors import UsageError
 
 CLIENTS = ("art_painting", "cartoon", "photo", "sketch")
@@ -80,6 +80,6 @@ def test_other_class_folders_are_refused(published):
 
 
 def test_without_files_a_person_is_told_how_to_fetch_them(tmp_path):
-    assert CARD.hub == "flwrlabs/pacs"
+    assert PACS.hub == "flwrlabs/pacs"
     with pytest.raises(UsageError, match="`fedshift data fetch pacs` fetches it"):
         pacs(tmp_path)

@@ -2,8 +2,6 @@
 
 import bz2
 import gzip
-import importlib
-import inspect
 import os
 import pickle
 import struct
@@ -19,13 +17,9 @@ import torch
 from PIL import Image
 from scipy.io import savemat
 
-from fedshift.data.datasets.cifar10 import cifar10
-from fedshift.data.datasets.fashion_mnist import fashion_mnist
-from fedshift.data.datasets.mnist import mnist
-from fedshift.data.datasets.mnistm import mnistm
-from fedshift.data.datasets.svhn import svhn
-from fedshift.data.datasets.synthdigits import synthdigits
-from fedshift.data.datasets.usps import usps
+from fedshift.config.expressions import list_catalog
+from fedshift.data.datasets._card import get_card
+from fedshift.data.datasets.single_datasets import cifar10, fashion_mnist, mnist, mnistm, svhn, synthdigits, usps
 from fedshift.utils.errors import UsageError
 
 LOADERS = {
@@ -131,24 +125,30 @@ def test_where_nothing_is_there_the_error_says_what_belongs_there(tmp_path, name
 
 
 @pytest.mark.parametrize("name", [*LOADERS, "digits-five", "morpho-mnist"])
-def test_a_module_shows_one_benchmark_and_its_card(name):
-    module = importlib.import_module(f"fedshift.data.datasets.{name.replace('-', '_')}")
-    public = [
-        function for function, value in vars(module).items()
-        if inspect.isfunction(value) and value.__module__ == module.__name__ and not function.startswith("_")
-    ]  # fmt: skip
-    assert public == [name.replace("-", "_")]
-    for remote in module.CARD.remotes:
+def test_the_catalog_has_each_benchmark_with_its_card(name):
+    loader = list_catalog("data.datasets")[name]
+    assert loader.__name__ == name.replace("-", "_")
+    remotes = get_card(loader).remotes
+    for remote in remotes:
         assert remote.url.startswith(("https://", "http://"))
         assert remote.url.rpartition("/")[2] == remote.name.rpartition("/")[2]
         assert len(remote.md5 or "0" * 32) == 32
-    assert len({remote.name for remote in module.CARD.remotes}) == len(module.CARD.remotes)
+    assert len({remote.name for remote in remotes}) == len(remotes)
+
+
+def test_every_public_function_of_the_data_sets_is_a_benchmark():
+    known = list_catalog("data.datasets")
+    assert set(known) == {
+        *LOADERS, "digits-five", "morpho-mnist", "abide", "domainnet", "fed-isic2019", "gaussians", "ham10000",
+        "heart-disease", "office-caltech10", "pacs",
+    }  # fmt: skip
+    assert len({get_card(loader).title for loader in known.values()}) == len(known)
 
 
 @pytest.mark.parametrize("name", LOADERS)
 def test_what_is_fetched_is_where_it_is_looked_for(tmp_path, name):
     """Files of the names that a card's remotes have, in the benchmark's folder, make the benchmark present."""
-    card = importlib.import_module(f"fedshift.data.datasets.{name.replace('-', '_')}").CARD
+    card = get_card(LOADERS[name])
     assert not card.present(name, tmp_path)
     for remote in card.remotes:
         (tmp_path / name / remote.name).parent.mkdir(parents=True, exist_ok=True)

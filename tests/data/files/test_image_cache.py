@@ -14,7 +14,6 @@ import pytest
 import torch
 from PIL import Image
 
-import fedshift.data.files.image_cache as image_cache
 import fedshift.data.files.image_store as image_store
 from fedshift.data.files.images import read_images
 from fedshift.data.files.read_options import ReadOptions
@@ -248,12 +247,12 @@ def test_two_processes_that_decode_at_the_same_time_get_the_same(read, root, tmp
     code = f"""
 import pathlib, time
 import fedshift.data.files.images as images
-from fedshift.data.files.reading import Reading
+from fedshift.data.files.read_options import ReadOptions
 def meet(*told):
     pathlib.Path({str(tmp_path)!r}, "child").touch()
     while not pathlib.Path({str(tmp_path)!r}, "parent").exists():
         time.sleep(0.01)
-choices = Reading(cache=pathlib.Path({str(cache)!r}), progress=meet)
+choices = ReadOptions(cache=pathlib.Path({str(cache)!r}), progress=meet)
 data = images.read_images(pathlib.Path({str(root)!r}), choices)
 print(data.fingerprint, data.notices)
 """
@@ -367,7 +366,7 @@ def one_program(monkeypatch):
     """Call it to begin another program, which has mapped nothing yet."""
 
     def begin():
-        monkeypatch.setattr(image_cache, "_mapped", set())
+        monkeypatch.setattr(image_store, "_mapped", set())
 
     begin()
     return begin
@@ -380,16 +379,16 @@ def used(images: Path, *names: str) -> None:
 
 
 def test_entries_least_recently_used_make_room_for_a_new_one(read, root, tmp_path, images, monkeypatch, one_program):
-    first, second = (entry.place.name for _ in [read()] for entry in image_cache.entries(images))
+    first, second = (entry.place.name for _ in [read()] for entry in image_store.entries(images))
     used(images, second, first)
     one_program()
-    sizes = {entry.place.name: entry.size for entry in image_cache.entries(images)}
+    sizes = {entry.place.name: entry.size for entry in image_store.entries(images)}
     new = write(tmp_path / "new" / "a" / "x" / "0.png", noise(6, 6)).parent
     for number in range(1, 4):
         write(new / f"{number}.png", noise(6, 6, key=number))
-    monkeypatch.setenv(image_cache.VARIABLE, str((sizes[first] + 4 * 36) / 1e9))
+    monkeypatch.setenv(image_store.VARIABLE, str((sizes[first] + 4 * 36) / 1e9))
     read(tmp_path / "new")
-    left = [entry.place.name for entry in image_cache.entries(images)]
+    left = [entry.place.name for entry in image_store.entries(images)]
     assert left[0] == first
     assert second not in left
     assert len(left) == 2
@@ -397,24 +396,24 @@ def test_entries_least_recently_used_make_room_for_a_new_one(read, root, tmp_pat
 
 def test_reading_from_the_cache_makes_an_entry_the_last_used(read, images):
     read()
-    place = image_cache.entries(images)[0].place
-    used(images, *(entry.place.name for entry in image_cache.entries(images)))
+    place = image_store.entries(images)[0].place
+    used(images, *(entry.place.name for entry in image_store.entries(images)))
     read(domains=("gray",))
     read(domains=("color",))
-    assert [entry.used > 10**12 for entry in image_cache.entries(images)] == [True, True]
+    assert [entry.used > 10**12 for entry in image_store.entries(images)] == [True, True]
     used(images, place.name)
-    assert image_cache.entries(images)[0].place == place
+    assert image_store.entries(images)[0].place == place
 
 
 def test_what_the_program_itself_uses_is_not_removed(read, root, images, monkeypatch, one_program, decoded):
-    monkeypatch.setenv(image_cache.VARIABLE, "0")
+    monkeypatch.setenv(image_store.VARIABLE, "0")
     fingerprint = read().fingerprint
-    assert len(image_cache.entries(images)) == 2
+    assert len(image_store.entries(images)) == 2
     assert read().fingerprint == fingerprint
     assert len(decoded) == 22
     one_program()
     read(image_size=5)
-    assert len(image_cache.entries(images)) == 2  # of the other size alone
+    assert len(image_store.entries(images)) == 2  # of the other size alone
 
 
 def test_an_entry_that_another_program_has_mapped_stays_readable_when_it_is_removed(read, tmp_path, root, images):
@@ -422,8 +421,8 @@ def test_an_entry_that_another_program_has_mapped_stays_readable_when_it_is_remo
 import sys
 from pathlib import Path
 from fedshift.data.files.images import read_images
-from fedshift.data.files.reading import Reading
-data = read_images(Path({str(root)!r}), Reading(cache=Path({str(images.parent)!r})))
+from fedshift.data.files.read_options import ReadOptions
+data = read_images(Path({str(root)!r}), ReadOptions(cache=Path({str(images.parent)!r})))
 print("mapped", flush=True)
 sys.stdin.readline()
 print(data.fingerprint, flush=True)
@@ -431,7 +430,7 @@ print(data.fingerprint, flush=True)
     fingerprint = read().fingerprint
     other = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert other.stdout.readline() == "mapped\n"
-    image_cache.clear(images)
+    image_store.clear(images)
     assert list(images.iterdir()) == []
     assert other.communicate("go on\n")[0] == f"{fingerprint}\n"
 
@@ -449,14 +448,14 @@ def test_what_a_crash_left_is_removed_after_a_day_and_what_is_being_written_is_n
 
 def test_an_entry_that_is_removed_while_it_is_written_leaves_the_images_in_memory(read, images):
     fingerprint = read().fingerprint
-    image_cache.clear(images)
-    data = read(progress=lambda what, *_: what.startswith("images") and image_cache.clear(images))
+    image_store.clear(images)
+    data = read(progress=lambda what, *_: what.startswith("images") and image_store.clear(images))
     assert data.fingerprint == fingerprint
 
 
 @pytest.mark.parametrize("given", ["-1", "nan", "much"])
 def test_a_limit_that_is_no_number_is_refused(read, given, monkeypatch):
-    monkeypatch.setenv(image_cache.VARIABLE, given)
+    monkeypatch.setenv(image_store.VARIABLE, given)
     assert refused(read) == f"FEDSHIFT_CACHE_LIMIT={given}: give gigabytes, 0 or more, or inf for no limit"
 
 
@@ -467,6 +466,6 @@ def test_an_entry_that_cannot_be_renamed_stays(read, images, monkeypatch):
         raise PermissionError(13, "in use")
 
     monkeypatch.setattr(Path, "rename", refuse)
-    image_cache.clear(images)
-    assert len(image_cache.entries(images)) == 2
-    assert image_cache.remove(images / "gone") is False
+    image_store.clear(images)
+    assert len(image_store.entries(images)) == 2
+    assert image_store.remove(images / "gone") is False

@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from fedshift.data.files.image_tree import holds_images
+from fedshift.data.files.images import holds_images
 from fedshift.utils.errors import UsageError
 
 

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from fedshift.data.files.read_options import ReadOptions
-from fedshift.data.files.table_reader import read_tables
+from fedshift.data.files.tables import read_tables
 from fedshift.utils.errors import UsageError
 
 READING = ReadOptions(client_column="site", target="ill", split_column="part")

@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 from sklearn.preprocessing import StandardScaler
 
 from fedshift.data.federation import Federation
-from fedshift.data.files import table_columns, table_files
+from fedshift.data.files import table_schema
 from fedshift.data.files.read_options import ReadOptions
-from fedshift.data.files.table_reader import holds_tables, read_tables
-from fedshift.data.files.table_rows import draw_groups
+from fedshift.data.files.tables import draw_groups, holds_tables, read_tables
 from fedshift.utils.errors import UsageError
 
 READING = ReadOptions(client_column="site", target="ill", split_column="part")
@@ -232,10 +231,10 @@ def test_small_batches_give_bitwise_the_same_federation(read, monkeypatch, name)
     frame = patients(210).assign(chol=lambda f: f["chol"].mask(f.index % 9 == 0))
     frame["smokes"] = frame["smokes"].astype(str).where(frame.index < 190, "1")
     whole = read(frame, name, scaling="client")
-    monkeypatch.setattr(table_files, "BLOCK", 500)
-    monkeypatch.setattr(table_files, "CELLS", 40)
+    monkeypatch.setattr(table_schema, "TEXT_BLOCK", 500)
+    monkeypatch.setattr(table_schema, "BATCH_CELLS", 40)
     assert read(frame, name, scaling="client").fingerprint == whole.fingerprint
-    monkeypatch.setattr(table_columns, "BLOCK", 64)
+    monkeypatch.setattr(table_schema, "SCALING_CELLS", 64)
     for one, other in zip(read(frame, name, scaling="client").clients, whole.clients, strict=True):
         torch.testing.assert_close(one.train.x, other.train.x, rtol=1e-6, atol=1e-6)
 

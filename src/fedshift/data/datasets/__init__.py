@@ -1,6 +1,6 @@
-"""The papers' benchmarks, one file each: a card that says what it is, and a function that reads the publisher's files.
+"""Benchmarks of the papers: facts in ``cards.toml``, and functions that read the publishers' files.
 
-A benchmark ``name`` is the function ``name`` of a module here, ``name(root, **choices) -> Federation``, beside the
-module's ``CARD``. ``root`` is the directory in which the person keeps data; files are looked for in ``root/<name>``
-and in ``root`` itself. Nothing here reaches for the network.
+A benchmark ``name`` is a function ``name(root, **options) -> Federation`` of a module here, whose card is the module's
+``CARD``, or the constant of the same name in capitals in modules with several. ``root`` is the directory of the data;
+files are looked for in ``root/<name>`` and in ``root``. Nothing here uses the network.
 """

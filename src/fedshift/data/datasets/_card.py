@@ -1,15 +1,16 @@
-"""Cards: what ``fedshift data list`` says of a benchmark, and how its files are found."""
+"""Cards: the facts about a benchmark (``cards.toml``, shown by ``fedshift data list``), and how its files are found."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import sys
+import tomllib
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from ...utils.errors import UsageError
-
-Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,13 +26,18 @@ class Remote:
 
 @dataclass(frozen=True, kw_only=True)
 class Card:
-    """What a benchmark is: facts for a person, and where its files come from.
+    """Facts about a benchmark, and where its files come from.
 
-    ``samples``: sizes in words, with what the papers use. ``license``: as the publisher states it. ``layout``: the
-    files that are looked for, in words. ``find(folder)`` gives what of them is in a folder, None where they are not
-    all there; ``lacks(found)`` the benchmark's arguments that these cannot serve. ``remotes`` can be fetched with no
-    account; ``hub``: the data set at huggingface.co, empty if none. ``generated``: made by fedshift, so that no file is
-    needed.
+    Attributes:
+        samples: Sizes in words, including those that the papers use.
+        license: License as the publisher states it.
+        layout: Files that are looked for, in words.
+        find: Function that returns the files found in a folder, None unless all are there.
+        lacks: Function that returns the benchmark's arguments that found files cannot serve.
+        remotes: Files that can be fetched without an account.
+        hub: Data set at huggingface.co, empty if none.
+        generated: fedshift makes the data, so that no file is needed.
+
     """
 
     title: str
@@ -49,16 +55,16 @@ class Card:
     generated: bool = False
 
     def present(self, name: str, root: Path | None, arguments: frozenset[str] = frozenset()) -> bool:
-        """Whether files of benchmark ``name`` that serve ``arguments`` are under ``root``."""
-        found = (self.find(folder) for folder in _folders(name, root)) if root else ()
+        """Return whether files of benchmark ``name`` that serve ``arguments`` are under ``root``."""
+        found = (self.find(folder) for folder in _list_folders(name, root)) if root else ()
         return self.generated or any(each is not None and not self.lacks(each) & arguments for each in found)
 
     def locate(self, name: str, root: Path, arguments: frozenset[str] = frozenset()) -> Any:
-        """What :attr:`find` gives in ``root/<name>`` or ``root``, if it can what serves ``arguments``.
+        """Return the result of :attr:`find` for ``root/<name>`` or ``root``, preferably one that serves ``arguments``.
 
-        Raises :class:`UsageError` saying what to put where.
+        Raises :class:`UsageError`, which says which files belong where.
         """
-        places = [found for folder in _folders(name, root) if (found := self.find(folder)) is not None]
+        places = [found for folder in _list_folders(name, root) if (found := self.find(folder)) is not None]
         if places:
             return min(places, key=lambda found: len(self.lacks(found) & arguments))
         how = f"`fedshift data fetch {name}` fetches it" if self.remotes or self.hub else f"get it from {self.homepage}"
@@ -68,7 +74,26 @@ class Card:
         )
 
 
-def _folders(name: str, root: Path) -> Iterator[Path]:
+def make_card(name: str, *, remotes: Iterable[Remote] = (), **functions: Any) -> Card:
+    """Return the card of benchmark ``name``: its facts in ``cards.toml``, ``functions`` and further ``remotes``."""
+    facts = dict(_read_facts()[name])
+    own = (Remote(**remote) for remote in facts.pop("remotes", ()))
+    return Card(clients=tuple(facts.pop("clients")), remotes=(*own, *remotes), **facts, **functions)
+
+
+@cache
+def _read_facts() -> dict[str, Any]:
+    return tomllib.loads(Path(__file__).with_name("cards.toml").read_text(encoding="utf-8"))
+
+
+def get_card(loader: Callable[..., Any]) -> Card:
+    """Return the card of a benchmark's loader: its module's constant of the same name in capitals, or ``CARD``."""
+    constants = vars(sys.modules[loader.__module__])
+    card: Card = constants.get(loader.__name__.upper()) or constants["CARD"]
+    return card
+
+
+def _list_folders(name: str, root: Path) -> Iterator[Path]:
     for folder in (root / name, root / name.replace("-", "_"), root):
         if folder.is_dir():
             yield folder

@@ -1,4 +1,4 @@
-"""Images whose files, labels and sides of the split are known beforehand, from a publisher's list or from folders.
+"""Images whose files, labels and splits are known in advance, from a publisher's lists or from folders.
 
 They are decoded once into the cache of images (:mod:`fedshift.data.files.image_store`), always in color, resized to
 one size.
@@ -6,7 +6,7 @@ one size.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
@@ -17,15 +17,16 @@ from ...utils.errors import UsageError
 from ...utils.random_streams import stream
 from ..federation import ClientData, Federation
 from ..files.image_store import ImageFacts, ImageFile, cache_entry, decode_all, load_store
-from ..files.image_tree import list_files
+from ..files.images import list_files
 from ..files.read_options import Progress, ReadOptions
+from ..pickles import read_pickle
 from ..samples import Samples
 from ..stratification import split_stratified
 
 
 @dataclass(frozen=True, kw_only=True)
 class ListedImage:
-    """An image at ``path`` (from a directory that is known), its label, and its part: train, validation or test."""
+    """An image at ``path``, relative to a known directory, with its label and part (train, validation or test)."""
 
     path: str
     label: int
@@ -34,14 +35,18 @@ class ListedImage:
 
 @dataclass(frozen=True, kw_only=True)
 class DomainFolders:
-    """Folders of clients under ``root``, by the client's name; in each a folder for every class."""
+    """Folders of clients under ``root``, by client; each holds a folder for every class."""
 
     root: Path
     folders: Mapping[str, Path]
 
 
+Lists = dict[str, dict[str, list[str]]]
+"""Paths of images that a publisher lists, by client and part."""
+
+
 def find_domains(folder: Path, names: Iterable[str], below: Iterable[str] = ()) -> DomainFolders | None:
-    """The folders called ``names`` (in any case) in ``folder`` or in one ``below`` it, None unless all are there."""
+    """Return the folders called ``names`` (in any case) in ``folder`` or one ``below`` it, None unless all exist."""
     wanted = {name.lower(): name for name in names}
     for root in (folder, *(folder / place for place in below)):
         if root.is_dir():
@@ -55,24 +60,26 @@ def find_domains(folder: Path, names: Iterable[str], below: Iterable[str] = ()) 
 def list_from_folders(
     domains: DomainFolders, labels: Mapping[str, int], fraction: float
 ) -> dict[str, list[ListedImage]]:
-    """Every image in a class folder named in ``labels``; ``fraction`` of each class is for testing.
+    """List every image in a class folder named in ``labels``; ``fraction`` of each class is for testing.
 
-    Where a client's folder has folders for train and test, those hold.
+    A client's folder with folders for train and test keeps that split.
     """
     lists = {}
     for client, folder in domains.folders.items():
         files = [file for file in list_files(domains.root, folder)[0] if file.category in labels]
         listed = [ListedImage(path=file.path, label=labels[file.category], part=file.part or "train") for file in files]
-        lists[client] = listed if any(file.part == "test" for file in files) else draw_test(client, listed, fraction)
+        if not any(file.part == "test" for file in files):
+            y = np.array([image.label for image in listed])
+            drawn = set(split_stratified(y, fraction, stream(0, "test", client))[1].tolist())
+            listed = [replace(image, part="test" if row in drawn else "train") for row, image in enumerate(listed)]
+        lists[client] = listed
     return lists
 
 
-def list_from_lists(
-    domains: DomainFolders, lists: Mapping[str, Mapping[str, Iterable[str]]], labels: Mapping[str, int]
-) -> dict[str, list[ListedImage]]:
-    """The images that ``lists[client][part]`` names, of classes in ``labels``.
+def list_from_lists(domains: DomainFolders, lists: Lists, labels: Mapping[str, int]) -> dict[str, list[ListedImage]]:
+    """List the images of classes in ``labels`` that ``lists[client][part]`` names.
 
-    What counts in a name is its end, ``<class>/<file>``: what comes before is the publisher's own directory.
+    Only the end of a path, ``<class>/<file>``, counts: the rest is the publisher's own directory.
     """
     listed: dict[str, list[ListedImage]] = {}
     for client, parts in lists.items():
@@ -82,31 +89,44 @@ def list_from_lists(
             for name in names:
                 category, file = PurePosixPath(name.replace("\\", "/")).parts[-2:]
                 if category in labels:
-                    listed[client].append(
-                        ListedImage(path=f"{own}/{category}/{file}", label=labels[category], part=part)
-                    )
+                    path = f"{own}/{category}/{file}"
+                    listed[client].append(ListedImage(path=path, label=labels[category], part=part))
     return listed
 
 
-def read_text_lists(domains: DomainFolders, names: Mapping[str, str]) -> dict[str, dict[str, list[str]]]:
-    """Images named by lists of lines ``<path> <label>``, by client and part; empty unless all lists are there.
+def read_text_lists(domains: DomainFolders, names: Mapping[str, str]) -> Lists:
+    """Read lists of lines ``<path> <label>``; empty unless all lists are there.
 
-    ``names`` says for each part how its lists are called, ``{}`` standing for the client. They lie beside the clients'
-    folders, above those, or in a folder ``splits`` there.
+    ``names`` gives the file name of each part's lists, with ``{}`` for the client. Lists lie beside the clients'
+    folders, above them, or in a folder ``splits`` there.
     """
     root = domains.root
     for place in (root, root.parent, root.parent.parent, root / "splits", root.parent / "splits"):
-        lists = {
-            client: {part: place / name.format(client) for part, name in names.items()} for client in domains.folders
-        }
-        if all(file.is_file() for parts in lists.values() for file in parts.values()):
-            return {
-                client: {part: _read_paths(file) for part, file in parts.items()} for client, parts in lists.items()
-            }
+        if lists := _read_lists(place, domains.folders, names, _read_text_list):
+            return lists
     return {}
 
 
-def _read_paths(file: Path) -> list[str]:
+def read_fedbn_lists(domains: DomainFolders) -> Lists:
+    """Read FedBN's published split, ``<domain>_train.pkl`` and ``<domain>_test.pkl``; empty unless all are there.
+
+    Each holds paths of images, from the directory above the data set's own, and the names of their classes
+    (``data_utils`` in https://github.com/med-air/FedBN). The pickles are read without running code in them.
+    """
+    names = {"train": "{}_train.pkl", "test": "{}_test.pkl"}
+    return _read_lists(domains.root, domains.folders, names, _read_fedbn_list)
+
+
+def _read_lists(
+    place: Path, clients: Iterable[str], names: Mapping[str, str], read: Callable[[Path], list[str]]
+) -> Lists:
+    files = {client: {part: place / name.format(client) for part, name in names.items()} for client in clients}
+    if not all(file.is_file() for parts in files.values() for file in parts.values()):
+        return {}
+    return {client: {part: read(file) for part, file in parts.items()} for client, parts in files.items()}
+
+
+def _read_text_list(file: Path) -> list[str]:
     lines = [line.rsplit(maxsplit=1) for line in file.read_text("utf-8").splitlines() if line.strip()]
     odd = [line for line in lines if len(line) != 2 or "/" not in line[0] or not line[1].isdigit()]
     if odd:
@@ -114,37 +134,36 @@ def _read_paths(file: Path) -> list[str]:
     return [path for path, _ in lines]
 
 
-def draw_test(client: str, listed: Sequence[ListedImage], fraction: float) -> list[ListedImage]:
-    """The same images, ``fraction`` of every class for testing, drawn by the client's name."""
-    y = np.array([image.label for image in listed])
-    drawn = set(split_stratified(y, fraction, stream(0, "test", client))[1].tolist())
-    return [
-        ListedImage(path=image.path, label=image.label, part="test" if row in drawn else "train")
-        for row, image in enumerate(listed)
-    ]
+def _read_fedbn_list(file: Path) -> list[str]:
+    content = read_pickle(file)
+    try:
+        paths, names = ([str(item) for item in part] for part in content)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{file} holds no paths with names of classes: get it again") from error
+    if len(paths) != len(names):
+        raise UsageError(f"{file} holds {len(paths)} paths and {len(names)} names of classes: get it again")
+    odd = [path for path, name in zip(paths, names, strict=True) if path.replace("\\", "/").split("/")[-2:-1] != [name]]
+    if odd:
+        raise UsageError(f"{file} gives {odd[0]!r} another class than its folder: get it again")
+    return paths
 
 
-def mixed(lists: Mapping[str, Sequence[ListedImage]]) -> dict[str, list[ListedImage]]:
-    """The same images of each client in an order drawn by its name, for lists that go class by class."""
-    return {
-        client: [listed[row] for row in stream(0, "listed", client).permutation(len(listed))]
-        for client, listed in lists.items()
-    }
-
-
-def ends(
-    lists: Mapping[str, Sequence[ListedImage]], samples: int | None, validation: int | None
+def limit_lists(
+    lists: Mapping[str, Sequence[ListedImage]], samples: int | None, validation: int | None, *, shuffle: bool
 ) -> dict[str, list[ListedImage]]:
-    """Each client with its first ``samples`` training images, None for all, and its last ``validation`` to select on.
+    """Keep each client's first ``samples`` training images (None: all) and its last ``validation`` to select on.
 
-    So FedBN's loaders choose from the training images that its lists name. Images for testing stay; the other training
-    images are left out. Raises :class:`UsageError` where a client has fewer.
+    FedBN's loaders choose in this way from the training images that its lists name. ``shuffle``: put the images in an
+    order drawn by the client's name first, for lists that are sorted by class. Images for testing stay. Raises
+    :class:`UsageError` where a client has fewer images.
     """
     for name, number in (("samples", samples), ("validation", validation)):
         if number is not None and number < 1:
             raise UsageError(f"{name}={number}: must be at least 1, or None")
     held, made = validation or 0, {}
     for client, listed in lists.items():
+        if shuffle:
+            listed = [listed[row] for row in stream(0, "listed", client).permutation(len(listed))]
         train = [image for image in listed if image.part == "train"]
         kept = len(train) - held if samples is None else samples
         if not 0 < kept <= len(train) - held:
@@ -167,24 +186,25 @@ def read_listed(
     note: str,
     progress: Progress | None,
 ) -> Federation:
-    """Clients with uint8 images ``[N, 3, H, W]`` of ``size`` pixels: the side of a square, or height and width.
+    """Return clients with uint8 images ``[N, 3, H, W]``; raise :class:`UsageError` for missing or damaged files.
 
-    Raises :class:`UsageError` for files that are missing or damaged.
+    ``size`` in pixels: the side of a square, or height and width.
     """
-    if min(size if isinstance(size, tuple) else (size,)) < 1:
+    height, width = size if isinstance(size, tuple) else (size, size)
+    if min(height, width) < 1:
         raise UsageError(f"size={size} pixels: must be at least 1")
+    facts = ImageFacts(kind="byte", channels=3, height=height, width=width)
+    data = []
+    for client, listed in clients.items():
+        files = _stat_files(root, client, listed)
+        place = cache_entry(ReadOptions().cache_directory, root, files, "listed", client, size)
+        data.append(_read_client(root, client, listed, place, facts, progress))
     return Federation(
-        name=name,
-        clients=tuple(_read_client(root, client, listed, size, progress) for client, listed in clients.items()),
-        classes=len(class_names),
-        note=note,
-        class_names=tuple(class_names),
+        name=name, clients=tuple(data), classes=len(class_names), note=note, class_names=tuple(class_names)
     )
 
 
-def _read_client(
-    root: Path, client: str, listed: Sequence[ListedImage], size: int | tuple[int, int], progress: Progress | None
-) -> ClientData:
+def _stat_files(root: Path, client: str, listed: Sequence[ListedImage]) -> list[ImageFile]:
     files, missing = [], []
     for image in listed:
         try:
@@ -198,16 +218,19 @@ def _read_client(
             f"client {client!r}: {len(missing)} of {len(listed)} images are not there, first {root / missing[0]}: "
             "put all of its images there (unpack the archive again)"
         )
+    return files
+
+
+def _read_client(
+    root: Path, client: str, listed: Sequence[ListedImage], place: Path, facts: ImageFacts, progress: Progress | None
+) -> ClientData:
     part = np.array([image.part for image in listed], dtype=str)
     rows = {one: np.flatnonzero(part == one) for one in ("train", "validation", "test")}
     lacking = [one for one in ("train", "test") if not len(rows[one])]
     if lacking:
         raise UsageError(f"client {client!r} has no image for {lacking[0]} under {root}: get its files again")
-    place = cache_entry(ReadOptions().cache_directory, root, files, "listed", client, size)
     store = load_store(place)
     if store is None:
-        height, width = size if isinstance(size, tuple) else (size, size)
-        facts = ImageFacts(kind="byte", channels=3, height=height, width=width)
         paths = [image.path for image in listed]
         store = decode_all(root, paths, facts, place, lambda _: (), f"images of {client}", progress)
     if store.facts.broken:

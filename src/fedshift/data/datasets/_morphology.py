@@ -1,8 +1,8 @@
-"""Strokes of digits thinned, thickened, swollen and fractured, as in Morpho-MNIST (Castro et al., arXiv:1809.10780).
+"""Thin, thick, swollen and fractured strokes of digits, as in Morpho-MNIST (Castro et al., arXiv:1809.10780).
 
 Parameters and steps are those of its authors' package (https://github.com/dccastro/Morpho-MNIST): a digit is enlarged
 four times, made black and white at half its range, changed, and reduced again. Enlarging and reducing are linear in
-each direction, hence a matrix each; erosion and dilation by a disk are thresholds of Euclidean distances. What differs:
+each direction, hence a matrix each; erosion and dilation by a disk are thresholds of Euclidean distances. Differences:
 the skeleton is Zhang and Suen's (Communications of the ACM 27(3), 1984), where theirs is the medial axis, so that the
 mean thickness differs a little; a fracture is cut along an exact segment, theirs along one of pixels; draws are keyed.
 """
@@ -29,9 +29,9 @@ TIPS_AND_FORKS, ANGLE_WINDOW = 2, 2  # pixels around them left whole; pixels abo
 
 
 def perturb(digits_NHW: Bytes, kinds: Sequence[str], streams: Sequence[np.random.Generator]) -> Bytes:
-    """Each digit changed by its kind, a key of :data:`KINDS`, with the draws of its own stream.
+    """Change each digit by its kind, a key of :data:`KINDS`, with the draws of its stream.
 
-    A digit without a stroke that could be measured is only made black and white.
+    A digit without a measurable stroke is only made black and white.
     """
     ink = _enlarge(digits_NHW)
     skeletons = thin_to_skeleton(ink)
@@ -57,7 +57,7 @@ def _reduce(fine_NHW: Floats) -> Bytes:
 
 
 def _resizing_matrix(size: int, factor: float) -> Floats:
-    """The matrix of a pyramid's step, up or down: cubic resampling, smoothed by a third of the factor."""
+    """Return the matrix of a pyramid step, up or down: cubic resampling, smoothed by a third of the factor."""
     sigma = 2 * SCALE / 6
     if factor > 1:
         return gaussian_filter1d(_resampling_matrix(np.eye(size), factor), sigma, axis=0, mode="mirror")
@@ -69,7 +69,7 @@ def _resampling_matrix(rows: Floats, factor: float) -> Floats:
 
 
 def thin_to_skeleton(ink_NHW: Ink) -> Ink:
-    """Lines of one pixel in the middle of the strokes, by Zhang and Suen's two passes until nothing changes."""
+    """Thin strokes to lines of one pixel by Zhang and Suen's two passes, until nothing changes."""
     padded = np.pad(ink_NHW, ((0, 0), (1, 1), (1, 1))).astype(np.uint8)
     flat, width = padded.reshape(-1), padded.shape[2]
     around = (-width, 1 - width, 1, width + 1, width, width - 1, -1, -width - 1)  # clockwise from the north
@@ -87,7 +87,7 @@ def thin_to_skeleton(ink_NHW: Ink) -> Ink:
 
 
 def _removable_pixels() -> tuple[Ink, Ink]:
-    """Which of the 256 neighborhoods let a pixel go, in the first and in the second pass."""
+    """Return which of the 256 neighborhoods allow the removal of a pixel, in the first and in the second pass."""
     near = (np.arange(256)[:, None] >> np.arange(8) & 1).astype(bool)
     north, east, south, west = (near[:, place] for place in (0, 2, 4, 6))
     border = np.isin(near.sum(axis=1), range(2, 7)) & ((~near & np.roll(near, -1, axis=1)).sum(axis=1) == 1)
@@ -109,12 +109,12 @@ class _Stroke:
 
     @cached_property
     def depth(self) -> Floats:
-        """Distance of each point of the ink from the paper."""
+        """Distance of each point of the ink from the background."""
         return np.asarray(distance_transform_edt(self.ink))
 
     @property
     def half_thickness(self) -> float:
-        """Mean distance of the skeleton from the paper, in enlarged pixels."""
+        """Mean distance of the skeleton from the background, in enlarged pixels."""
         return float(self.depth[self.bones].mean())
 
 
@@ -131,7 +131,7 @@ def _thicken(stroke: _Stroke) -> Ink:
 
 
 def _swell(stroke: _Stroke) -> Floats:
-    """About a point of the skeleton, what lies at distance r within a radius R comes from (r / R) ** strength * R."""
+    """Sample points at distance r < R from a point of the skeleton at distance ``(r / R) ** strength * R``."""
     center = stroke.rng.choice(np.argwhere(stroke.bones))
     radius = SWELLING_RADIUS / 2 * np.sqrt(2 * stroke.half_thickness / SCALE) * SCALE
     offsets = np.indices(stroke.ink.shape) - center[:, None, None]
@@ -144,7 +144,7 @@ def _swell(stroke: _Stroke) -> Floats:
 
 
 def _fracture(stroke: _Stroke) -> Ink:
-    """Cuts across the stroke at points of the skeleton, away from tips and forks where there are such points."""
+    """Cut across the stroke at points of the skeleton, away from tips and forks if possible."""
     points = np.argwhere(stroke.bones)
     neighbors = convolve(stroke.bones.astype(np.uint8), np.ones((3, 3), np.uint8), mode="constant")[stroke.bones] - 1
     ends = points[np.isin(neighbors, (1, 3))]
@@ -164,7 +164,7 @@ def _fracture(stroke: _Stroke) -> Ink:
 
 
 def _normal_direction(points: NDArray[np.int64]) -> Floats:
-    """The direction (row, column) across the main axis of some points, from their second moments."""
+    """Return the direction (row, column) across the main axis of points, from their second moments."""
     (rows, both), (_, columns) = np.cov(points.T, bias=True) if len(points) > 1 else np.zeros((2, 2))
     angle = 0.5 * np.arctan2(2 * both, columns - rows) + np.pi / 2
     return np.array([np.sin(angle), np.cos(angle)])
@@ -177,4 +177,4 @@ KINDS: dict[str, Callable[[_Stroke], Ink | Floats]] = {
     "swollen": _swell,
     "fractured": _fracture,
 }
-"""What becomes of black and white strokes, by the name of the perturbation."""
+"""Functions that change black and white strokes, by the name of the perturbation."""

@@ -1,11 +1,8 @@
-"""What the loaders of single data sets share: where their files may stand, and a federation of one client from them.
-
-A module's ``CARD.find`` gives a :data:`Reader`, which reads training and test samples when it is called.
-"""
+"""Helpers for data sets of a single source: finding their files, and reading them as a federation of one client."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -22,61 +19,83 @@ Parts = tuple[Samples, Samples]
 """Training and test samples."""
 
 Reader = Callable[[], Parts]
+"""Function that reads files that were found."""
+
+Layout = tuple[Callable[..., Parts], Sequence[tuple[str, ...]]]
+"""Function that reads a set of files, and the names that each of its files, in the order of its arguments, may have."""
 
 Arrays = tuple[ArrayLike, ArrayLike]
 """Samples and labels."""
 
-IDX = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
-"""MNIST's files; other data sets took over format and names."""
-
 DIGITS = tuple("0123456789")
 
 
-def load_single(name: str, root: Path, card: Card, *, class_names: tuple[str, ...] = DIGITS) -> Federation:
-    """The data set as a federation of one client of its name; :class:`UsageError` where its files are not there."""
+def load_single(name: str, root: Path, card: Card, class_names: tuple[str, ...] = DIGITS) -> Federation:
+    """Return the data set as a federation of one client; raise :class:`UsageError` if its files are not found."""
     train, test = card.locate(name, root)()
     return make_one_client(name, train, test, card, class_names)
 
 
 def make_one_client(name: str, train: Samples, test: Samples, card: Card, class_names: tuple[str, ...]) -> Federation:
-    """The federation of these samples, checked."""
+    """Return the checked federation of one client with these samples."""
     client = ClientData(name=name, train=train, test=test)
     note = f"{card.title}: {len(train)} training and {len(test)} test images"
     return Federation(name=name, clients=(client,), classes=card.classes, note=note, class_names=class_names).check()
 
 
 def make_splits(train: Arrays, test: Arrays, where: Path) -> Parts:
-    """Arrays as :func:`fedshift.data.samples.to_samples` takes them; errors begin with ``where``."""
+    """Convert arrays by :func:`fedshift.data.samples.to_samples`; errors begin with ``where``."""
     return to_samples(*train, f"{where}, train data"), to_samples(*test, f"{where}, test data")
 
 
-def find_first(folder: Path, *names: str) -> Path | None:
-    """The first of these files that is in ``folder``."""
-    return next((folder / name for name in names if (folder / name).is_file()), None)
+def find_layouts(folder: Path, name: str, *layouts: Layout) -> Reader | None:
+    """Return a reader of the first of ``layouts`` whose files are all in ``folder`` or in a directory of its name.
 
-
-def find_directories(folder: Path, name: str) -> list[Path]:
-    """Directories that bear the data set's name, however it is spelled: ``folder`` and those in it.
-
-    So do their directories ``raw``, where torchvision puts MNIST (``MNIST/raw``).
+    Last comes the compact form, see :func:`find_packed`.
     """
-    own = [
-        place
-        for place in (folder, *sorted(folder.iterdir()))
-        if place.is_dir() and _normalize_name(place) == _normalize_name(name)
-    ]
-    return [home for place in own for home in (place, place / "raw")]
-
-
-def _normalize_name(name: Path | str) -> str:
-    text = name if isinstance(name, str) else name.resolve().name
-    return text.lower().replace("-", "").replace("_", "")
+    return _find_in((folder, *_find_directories(folder, name)), layouts) or find_packed(folder, name)
 
 
 def find_packed(folder: Path, name: str) -> Reader | None:
-    """The compact form ``<name>.npz`` with x_train, y_train, x_test and y_test, as Keras distributes MNIST."""
-    file = find_first(folder, f"{name}.npz", f"{name.replace('-', '_')}.npz")
-    return partial(_read_packed, file) if file else None
+    """Return a reader of ``<name>.npz`` with x_train, y_train, x_test and y_test, as Keras distributes MNIST."""
+    return _find_in((folder,), [(_read_packed, [(f"{name}.npz", f"{name.replace('-', '_')}.npz")])])
+
+
+def find_idx(folder: Path, name: str) -> Reader | None:
+    """Return a reader of MNIST's four IDX files, plain or compressed, in a directory of the data set's name.
+
+    They are not looked for elsewhere, because Fashion-MNIST's files have the same names as MNIST's.
+    """
+    ends = ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
+    files = [(f"{end}-ubyte", f"{end}-ubyte.gz") for end in ends]
+    return _find_in(_find_directories(folder, name), [(_read_idx, files)])
+
+
+def _find_in(homes: Sequence[Path], layouts: Sequence[Layout]) -> Reader | None:
+    for home in homes:
+        for read, files in layouts:
+            found = [next((home / name for name in names if (home / name).is_file()), None) for names in files]
+            if all(found):
+                return partial(read, *found)
+    return None
+
+
+def _find_directories(folder: Path, name: str) -> list[Path]:
+    """Return ``folder`` and the directories in it whose name is ``name``, however it is spelled.
+
+    Each is followed by its directory ``raw``, where torchvision puts MNIST (``MNIST/raw``).
+    """
+    spelled = _normalize_name(name)
+    named = [
+        place
+        for place in (folder, *sorted(folder.iterdir()))
+        if place.is_dir() and _normalize_name(place.resolve().name) == spelled
+    ]
+    return [home for place in named for home in (place, place / "raw")]
+
+
+def _normalize_name(name: str) -> str:
+    return name.lower().replace("-", "").replace("_", "")
 
 
 def _read_packed(file: Path) -> Parts:
@@ -84,19 +103,6 @@ def _read_packed(file: Path) -> Parts:
     return client.train, client.test
 
 
-def find_idx(folder: Path, name: str) -> Reader | None:
-    """The four IDX files, plain or compressed, in a directory that bears the data set's name.
-
-    Elsewhere they are not looked for: Fashion-MNIST's files have the names of MNIST's.
-    """
-    for home in find_directories(folder, name):
-        files = [file for name in IDX if (file := find_first(home, name, f"{name}.gz"))]
-        if len(files) == len(IDX):
-            return partial(_read_idx, *files)
-    return None
-
-
 def _read_idx(x_train: Path, y_train: Path, x_test: Path, y_test: Path) -> Parts:
-    return make_splits(
-        (read_idx(x_train, 3), read_idx(y_train, 1)), (read_idx(x_test, 3), read_idx(y_test, 1)), x_train
-    )
+    train, test = (read_idx(x_train, 3), read_idx(y_train, 1)), (read_idx(x_test, 3), read_idx(y_test, 1))
+    return make_splits(train, test, x_train)

@@ -6,8 +6,8 @@ their Pearson correlations, not transformed; a region without signal has the cor
 
 FedBN (Li et al. 2021, arXiv:2102.07623, appendix D.4) reads NYU, UM_1, USM and UCLA_1. The 167, 88, 52 and 63 subjects
 of its table 10, with 73, 43, 33 and 37 of autism, are those in whom none of the 111 regions is constant and whose
-series is as long as is usual at their site. Its 5,995 features are the pairs of 110 regions. Which region it left out
-is not said; here it is ``#3455``, which lacks a signal in 237 of 1,035 subjects, the next one in 36.
+series has the usual length of their site. Its 5,995 features are the pairs of 110 regions. It does not say which
+region it left out; here it is ``#3455``, which lacks a signal in 237 of 1,035 subjects, the next one in 36.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ from numpy.typing import NDArray
 from ...utils.errors import UsageError, unknown_name
 from ...utils.random_streams import stream
 from ..federation import ClientData, Federation
-from ..formats import explain_errors
+from ..formats import explain_errors, read_npz
 from ..samples import Samples
 from ..stratification import split_stratified
-from ._card import Card
-from ._npz_arrays import read_arrays
+from ._card import make_card
 
 _SITES = ("NYU", "UM_1", "USM", "UCLA_1")
 _REGIONS = 111
@@ -43,7 +42,7 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True, kw_only=True)
 class _Subject:
-    """A subject's label (1: autism), length of the series, and regions without signal; where its data are."""
+    """A subject's label (1: autism), length of the series, number of regions without signal, and row of its data."""
 
     label: int
     frames: int
@@ -56,21 +55,7 @@ def _find(folder: Path) -> Path | None:
     return next((file for file in files if file.is_file()), None)
 
 
-CARD = Card(
-    title="ABIDE I, autism from the brain's correlations at rest, twenty sites",
-    clients=_SITES,
-    classes=2,
-    samples="1,035 subjects of 20 sites; FedBN uses 167, 88, 52 and 63 of four",
-    license="CC BY-NC-SA 3.0",
-    homepage="http://preprocessed-connectomes-project.org/abide/download.html",
-    source="Di Martino et al. 2014; Craddock et al. 2013; FedBN, arXiv:2102.07623",
-    layout=(
-        f"{_PHENOTYPES} and below it the time series <SITE>_<subject>{_SUFFIX} of one pipeline and strategy (FedBN: "
-        "cpac), or abide_ho.npz with their correlations"
-    ),
-    find=_find,
-    lacks=lambda found: frozenset({"window"} if found.suffix == ".npz" else ()),
-)
+CARD = make_card("abide", find=_find, lacks=lambda found: frozenset({"window"} if found.suffix == ".npz" else ()))
 
 
 def abide(
@@ -83,13 +68,24 @@ def abide(
     test_fraction: float = 0.2,
     seed: int = 0,
 ) -> Federation:
-    """A client for each of ``sites``, float32 ``[N, rois (rois - 1) / 2]``; label 1 is autism.
+    """Load ABIDE I, one client for each of ``sites``.
 
-    ``rois`` is 110, or 111 for all regions. ``window``: a sample for each window of so many frames, at every frame
-    (FedBN: 32, in all 63,550 samples or 1.5 GB), where there are time series; None: one sample a subject.
-    ``complete``: only subjects in whom every region has a signal and whose series has the length usual at the site.
-    ``test_fraction`` of a site's subjects, of each label, are for testing with all of their windows. Raises
-    :class:`UsageError` for other choices, unknown sites and files that cannot be read.
+    Args:
+        root: Directory of the data.
+        sites: Names of the sites.
+        rois: Number of regions: 110, or 111 for all.
+        window: Length in frames of a sliding window with one sample for each position (FedBN: 32, in all 63,550 samples
+            or 1.5 GB), which needs the time series; None: one sample per subject.
+        complete: Keep only subjects in whom every region has a signal and whose series has the site's usual length.
+        test_fraction: Share of a site's subjects of each label that are for testing, with all their windows.
+        seed: Seed of the split.
+
+    Returns:
+        Clients with samples float32 ``[N, rois (rois - 1) / 2]``; label 1 is autism.
+
+    Raises:
+        UsageError: A choice is not among these, a site is unknown, or files cannot be read.
+
     """
     if rois not in (_REGIONS - 1, _REGIONS):
         raise UsageError(f"rois={rois}: must be 110 (without region {_LEFT_OUT}) or 111")
@@ -130,10 +126,10 @@ def abide(
 
 
 class _Connectomes:
-    """Correlations that are in a file already, ``abide_ho.npz``."""
+    """Correlations of subjects in ``abide_ho.npz``."""
 
     def __init__(self, file: Path) -> None:
-        self.arrays = read_arrays(file, _COMPACT)
+        self.arrays = read_npz(file, _COMPACT)
 
     def subjects(self, site: str) -> list[_Subject]:
         names = self.arrays["site_names"].tolist()
@@ -158,7 +154,7 @@ class _Connectomes:
 
 
 class _TimeSeries:
-    """The project's files: a table of subjects, and a series for each who has a ``FILE_ID``."""
+    """Files of the project: a table of subjects, and a series for each subject with a ``FILE_ID``."""
 
     def __init__(self, phenotypes: Path) -> None:
         self.phenotypes = phenotypes
@@ -212,7 +208,7 @@ class _TimeSeries:
 
 
 def _read_series(file: Path) -> tuple[list[str], Floats]:
-    """Names of the regions, and ``[T, 111]``: a line ``#10<tab>#11...``, then a line for each frame."""
+    """Return region names and values ``[T, 111]``: a line ``#10<tab>#11...``, then a line for each frame."""
     with explain_errors(file, "a time series of regions"), file.open(encoding="ascii") as lines:
         regions = next(lines).split()
         x_TR = np.loadtxt(lines, dtype=np.float32, ndmin=2)
@@ -222,12 +218,12 @@ def _read_series(file: Path) -> tuple[list[str], Floats]:
 
 
 def _find_regions(names: Sequence[str], rois: int) -> list[int]:
-    """Places of the regions that are read."""
+    """Return the indices of the regions that are read."""
     return [place for place, name in enumerate(names) if rois == _REGIONS or name != _LEFT_OUT]
 
 
 def _compute_correlations(x_TR: Floats, window: int | None) -> Floats:
-    """Pearson correlations ``[W, R (R - 1) / 2]`` of the regions in each window; 0 where one is constant."""
+    """Return Pearson correlations ``[W, R (R - 1) / 2]`` of the regions in each window; 0 where one is constant."""
     length = len(x_TR) if window is None else window
     z_WRT = np.lib.stride_tricks.sliding_window_view(x_TR.astype(np.float64), length, axis=0)
     constant_WR1 = np.ptp(z_WRT, axis=2, keepdims=True) == 0

@@ -5,7 +5,7 @@ FedBN (Li et al. 2021, arXiv:2102.07623, section 5.1 and appendix D) as its auth
 split anew, 80 to 20 by class, by scikit-learn's ``StratifiedShuffleSplit(test_size=0.2, random_state=0)``; of the
 shuffled training part the first 7,438 are kept, as many as USPS has. Hence 14,000, 19,858, 1,860, 97,791 and 14,000
 test images, and the training sizes of the paper's table 16. The same draw here gives the authors' partitions from the
-publishers' files; MNIST-M must then be the remake of 70,000 digits that they used (:mod:`.mnistm`).
+publishers' files; MNIST-M must then be the remake of 70,000 digits that they used (:func:`.single_datasets.mnistm`).
 """
 
 from __future__ import annotations
@@ -24,49 +24,38 @@ from ...utils.random_streams import stream
 from ..federation import ClientData, Federation
 from ..pickles import read_pickle
 from ..samples import Samples, to_samples
-from . import mnist, mnistm, svhn, synthdigits, usps
-from ._card import Card
+from . import single_datasets as single
+from ._card import Card, make_card
 from ._single_dataset import DIGITS, Parts
 
 _SOURCES: dict[str, tuple[str, Card, Callable[[Path], Federation]]] = {
-    "mnist": ("MNIST", mnist.CARD, mnist.mnist),
-    "svhn": ("SVHN", svhn.CARD, svhn.svhn),
-    "usps": ("USPS", usps.CARD, usps.usps),
-    "synthdigits": ("SynthDigits", synthdigits.CARD, synthdigits.synthdigits),
-    "mnistm": ("MNIST_M", mnistm.CARD, mnistm.mnistm),
+    "mnist": ("MNIST", single.MNIST, single.mnist),
+    "svhn": ("SVHN", single.SVHN, single.svhn),
+    "usps": ("USPS", single.USPS, single.usps),
+    "synthdigits": ("SynthDigits", single.SYNTHDIGITS, single.synthdigits),
+    "mnistm": ("MNIST_M", single.MNISTM, single.mnistm),
 }
-"""By client: the authors' directory, and the card and the loader of the source."""
+"""By client: the authors' directory, and the source's card and loader."""
 
 _PARTITIONS = tuple(f"partitions/train_part{number}.pkl" for number in range(10))
 
 
 def _find_partitions(domain: str, folder: Path) -> Path | None:
-    """The authors' own directory of a domain, if it is in ``folder`` and whole."""
+    """Return the authors' directory of a domain, None unless it is in ``folder`` and complete."""
     home = folder / _SOURCES[domain][0]
     return home if all((home / name).is_file() for name in (*_PARTITIONS, "test.pkl")) else None
 
 
 def _find_home(domain: str, folder: Path) -> Path | None:
-    """Where under ``folder`` the files of a domain are: ``digits-five`` goes first."""
+    """Return the directory under ``folder`` with the files of a domain; ``digits-five`` comes first."""
     for home in (folder / "digits-five", folder / "digits_five", folder):
         if _find_partitions(domain, home) or _SOURCES[domain][1].present(domain, home):
             return home
     return None
 
 
-CARD = Card(
-    title="Digits-Five (MNIST, SVHN, USPS, SynthDigits, MNIST-M)",
-    clients=tuple(_SOURCES),
-    classes=10,
-    samples="7,438 training images a client (FedBN uses 743 of them, 10 %); 14,000, 19,858, 1,860, 97,791 and 14,000 "
-    "test images",
-    license="each source its own: SVHN for non-commercial use only, SynthDigits CC BY 4.0 by its mirror's README, "
-    "none stated for the others",
-    homepage="https://github.com/med-air/FedBN",
-    source="Li et al. 2021, arXiv:2102.07623, section 5.1; the sources' own papers, see their cards",
-    layout="the FedBN authors' directories MNIST, SVHN, USPS, SynthDigits and MNIST_M (each with "
-    "partitions/train_part0.pkl to train_part9.pkl and test.pkl), or the files of mnist, svhn, usps, synthdigits and "
-    "mnistm, each in a directory of that name",
+CARD = make_card(
+    "digits-five",
     find=lambda folder: folder if all(_find_home(domain, folder) for domain in _SOURCES) else None,
     remotes=tuple(
         replace(remote, name=f"{domain}/{remote.name}")
@@ -85,13 +74,24 @@ def digits_five(
     split: Literal["paper", "official"] = "paper",
     seed: int = 0,
 ) -> Federation:
-    """A client for each of ``domains``, ten classes, uint8 images of the sources' own sizes (gray 28 x 28, ...).
+    """Load Digits-Five, one client for each of ``domains``.
 
-    :meth:`Federation.fit_images` brings them to 3 x 28 x 28. ``split``: the paper's, from the authors' partitions where
-    they are there, else drawn from the pooled files (``seed`` 0: the authors' draw); or each source's ``official`` one.
-    ``samples``: training images a client, the first of the paper's order (743 are the authors' part 0), of the official
-    training set a stratified draw; None: all. Raises :class:`UsageError` for other domains and sizes, and naming the
-    domains that are not under ``root`` with the files they need.
+    Args:
+        root: Directory of the data.
+        domains: Names of the clients.
+        samples: Number of training images per client: the first of the paper's order (743 are the authors' part 0), or
+            a stratified draw from the official training set; None: all.
+        split: The paper's, from the authors' partitions if present, otherwise drawn from the pooled files (``seed`` 0:
+            the authors' draw); or each source's ``official`` split.
+        seed: Seed of the draws.
+
+    Returns:
+        Clients with uint8 images of the sources' sizes (gray 28 x 28, ...), which :meth:`Federation.fit_images` brings
+        to 3 x 28 x 28; ten classes.
+
+    Raises:
+        UsageError: A domain or size is unknown, or files are missing; the message names the files that are needed.
+
     """
     for domain in domains:
         if domain not in _SOURCES:
@@ -136,7 +136,7 @@ def _read_pair(file: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _split_as_paper(train: Samples, test: Samples, seed: int) -> Parts:
-    """The authors' split of the pooled samples: they draw with scikit-learn, from its own generator."""
+    """Split the pooled samples as the authors do, with scikit-learn and its generator."""
     y = torch.cat([train.y, test.y])
     draw = StratifiedShuffleSplit(n_splits=1, test_size=0.2, random_state=seed)
     chosen = (torch.from_numpy(index) for index in next(draw.split(np.zeros(len(y)), y.numpy())))
@@ -145,7 +145,7 @@ def _split_as_paper(train: Samples, test: Samples, seed: int) -> Parts:
 
 
 def _pool(first: Samples, second: Samples, index: torch.Tensor) -> torch.Tensor:
-    """Samples of two splits by their place in both together, of which no copy is made."""
+    """Return samples of two splits by their index in the concatenation, which is not built."""
     x = torch.empty((len(index), *first.shape), dtype=first.store.dtype)
     of_first = index < len(first)
     x[of_first] = first.copy_rows(index[of_first])
@@ -154,7 +154,7 @@ def _pool(first: Samples, second: Samples, index: torch.Tensor) -> torch.Tensor:
 
 
 def _mix(split: Samples, domain: str, seed: int) -> Samples:
-    """The samples in an order of which every beginning has the classes in proportion."""
+    """Order samples so that every initial part has the classes in proportion."""
     shuffled = stream(seed, "digits-five", domain).permutation(len(split))
     y = split.y.numpy()[shuffled]
     place = np.empty(len(y))

@@ -1,4 +1,4 @@
-"""FedBN's synthetic experiment: two classes around -1 and 1, and clients that differ in covariance alone.
+"""Synthetic data of FedBN: two classes around -1 and 1, and clients that differ only in covariance.
 
 Li et al. 2021 (arXiv:2102.07623, appendix F, figure 9): in ten dimensions, label 0 is drawn from N(-1, S) and label 1
 from N(1, S), where S is the identity S_1, or S_2, which has off-diagonal entries too. Client ``diagonal`` draws from
@@ -21,20 +21,11 @@ from ...utils.errors import UsageError
 from ...utils.random_streams import stream
 from ..federation import ClientData, Federation
 from ..samples import Samples
-from ._card import Card
+from ._card import make_card
 
 _DIMENSIONS = 10
 
-CARD = Card(
-    title="FedBN's synthetic data, two Gaussian classes whose covariance differs by client",
-    clients=("diagonal", "mixed"),
-    classes=2,
-    samples="drawn when they are asked for: by default 200 for training and 1,000 for testing of each client",
-    license="none needed, generated",
-    homepage="https://arxiv.org/abs/2102.07623",
-    source="FedBN, arXiv:2102.07623, appendix F",
-    generated=True,
-)
+CARD = make_card("gaussians")
 
 
 def gaussians(
@@ -45,9 +36,9 @@ def gaussians(
     correlation: float = -0.5,
     seed: int = 0,
 ) -> Federation:
-    """Clients ``diagonal`` and ``mixed``, float32 ``[N, 10]``, as many samples of class 0 as of class 1.
+    """Draw clients ``diagonal`` and ``mixed``, float32 ``[N, 10]``, with as many samples of class 0 as of class 1.
 
-    ``samples`` and ``test_samples`` are each client's, multiples of 4. Raises :class:`UsageError` for others, and for
+    ``samples`` and ``test_samples`` are per client, multiples of 4. Raises :class:`UsageError` for others, and for
     a ``correlation`` outside -1..1.
     """
     for name, count in (("samples", samples), ("test_samples", test_samples)):
@@ -70,7 +61,7 @@ def gaussians(
 
 
 def _draw_split(covariances: tuple[NDArray[np.float64], ...], count: int, rng: np.random.Generator) -> Samples:
-    """A quarter of ``count`` for each covariance and class, shuffled."""
+    """Draw a quarter of ``count`` for each covariance and class, shuffled."""
     parts = [
         rng.multivariate_normal(np.full(_DIMENSIONS, 2.0 * label - 1), covariance, count // 4, method="cholesky")
         for covariance in covariances

@@ -1,10 +1,10 @@
-"""UCI Heart Disease: patients of four hospitals, whose data differ in what was measured and what is missing.
+"""UCI Heart Disease: patients of four hospitals, whose data differ in measured and missing columns.
 
 R. Detrano et al. 1989 (Am. J. Cardiol. 64); Janosi, Steinbrunn, Pfisterer and Detrano, UCI, doi:10.24432/C52P4X.
 Thirteen columns, and the degree of heart disease from 0 to 4. A cholesterol or a blood pressure of 0 (all of
 Switzerland's cholesterol) means that it was not measured. FLamby's Fed-Heart-Disease (Ogier du Terrail et al. 2022,
-arXiv:2210.04620) leaves out the columns slope, ca and thal and then every row with a gap, takes zeros as they stand,
-and so keeps 303, 261, 46 and 130 patients, 34 % of them for testing.
+arXiv:2210.04620) leaves out the columns slope, ca and thal and then every row with a gap, keeps
+zeros unchanged, and so has 303, 261, 46 and 130 patients, 34 % of them for testing.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 from ...utils.errors import UsageError
 from ...utils.random_streams import stream
 from ..federation import ClientData, Federation
-from ..files.table_columns import Column, feature_offsets, impute, scale
+from ..files.table_schema import Column, impute, scale
+from ..formats import read_npz
 from ..samples import Samples
 from ..stratification import split_stratified
-from ._card import Card, Remote
-from ._npz_arrays import read_arrays
+from ._card import make_card
 
 _CLIENTS = ("cleveland", "hungarian", "switzerland", "va")
 _CODES = {"cp": (1, 2, 3, 4), "restecg": (0, 1, 2), "slope": (1, 2, 3), "thal": (3, 6, 7)}
@@ -45,21 +45,7 @@ def _find(folder: Path) -> Path | dict[str, Path] | None:
     return packed if packed.is_file() else None
 
 
-CARD = Card(
-    title="UCI Heart Disease, patients of four hospitals",
-    clients=_CLIENTS,
-    classes=2,
-    samples="303, 294, 123 and 200 patients; FLamby keeps 303, 261, 46 and 130 (missing='drop')",
-    license="CC BY 4.0",
-    homepage="https://archive.ics.uci.edu/dataset/45/heart+disease",
-    source="doi:10.24432/C52P4X; FLamby, arXiv:2210.04620",
-    layout="processed.cleveland.data, processed.hungarian.data, processed.switzerland.data and processed.va.data, "
-    "or heart_disease.npz with x_<client> and y_<client>",
-    find=_find,
-    remotes=tuple(
-        Remote(url=f"{_URL}/processed.{client}.data", name=f"processed.{client}.data") for client in _CLIENTS
-    ),
-)
+CARD = make_card("heart-disease", find=_find)
 
 
 def heart_disease(
@@ -70,13 +56,25 @@ def heart_disease(
     test_fraction: float = 0.34,
     seed: int = 0,
 ) -> Federation:
-    """Four hospitals, float32 ``[N, 22]``, or ``[N, 15]`` for ``missing="drop"``; label 1 is heart disease.
+    """Load UCI Heart Disease, one client for each of four hospitals.
 
-    The codes cp, restecg, slope and thal are one feature for each value, all else is a number, standardized by the
-    client's own training rows. ``missing``: gaps are filled with the median (for codes the most frequent one) of those
-    rows, a column that the client does not have is 0; or FLamby's rows and columns are kept. ``binary=False`` keeps the
-    degrees 0 to 4 as five classes. ``test_fraction`` of each client's degree is drawn for testing. Raises
-    :class:`UsageError` for other choices and files.
+    The codes cp, restecg, slope and thal are one feature for each value; all other columns are numbers, standardized by
+    the client's training rows.
+
+    Args:
+        root: Directory of the data.
+        missing: ``impute``: gaps become the median (of codes: the most frequent one) of the client's training rows, and
+            a column without values 0. ``drop``: FLamby's rows and columns are kept.
+        binary: Label 1 is heart disease; False: the degrees 0 to 4 are five classes.
+        test_fraction: Share of each client's degree that is drawn for testing.
+        seed: Seed of the split.
+
+    Returns:
+        Clients with samples float32 ``[N, 22]``, or ``[N, 15]`` for ``missing="drop"``.
+
+    Raises:
+        UsageError: A choice is not among these, or files are missing or cannot be read.
+
     """
     if missing not in ("impute", "drop"):
         raise UsageError(f"missing={missing!r}: must be 'impute' or 'drop'")
@@ -98,11 +96,7 @@ def heart_disease(
         train = len(sides[0])
         x = _encode_features(raw[order], names, columns)
         filled, empty = impute(x, train, columns)
-        scale(
-            x,
-            train,
-            [first for first, column in zip(feature_offsets(columns), columns, strict=False) if not column.categories],
-        )
+        scale(x, train, columns)
         if filled:
             notices.append(f"client {client!r}: {filled} missing values filled from its own training rows")
         if empty:
@@ -123,9 +117,9 @@ def heart_disease(
 
 
 def _read_tables(found: Path | dict[str, Path]) -> dict[str, Floats]:
-    """Each client's rows ``[N, 14]``, the degree of disease last, gaps NaN."""
+    """Return each client's rows ``[N, 14]``, the degree of disease last, gaps NaN."""
     if isinstance(found, Path):
-        arrays = read_arrays(found, [f"{part}_{client}" for client in _CLIENTS for part in "xy"])
+        arrays = read_npz(found, [f"{part}_{client}" for client in _CLIENTS for part in "xy"])
         return {client: np.column_stack([arrays[f"x_{client}"], arrays[f"y_{client}"]]) for client in _CLIENTS}
     return {client: _read_table(file) for client, file in found.items()}
 
@@ -146,7 +140,7 @@ def _list_categories(name: str) -> tuple[str, ...] | None:
 
 
 def _encode_features(raw: Floats, names: list[str], columns: list[Column]) -> Floats:
-    """Numbers as they are, codes as one feature for each value; every feature of a gap is NaN."""
+    """Return numbers unchanged and codes as one feature per value; every feature of a gap is NaN."""
     blocks = []
     for values, name, column in zip(raw.T, names, columns, strict=True):
         block = values[:, None]

@@ -1,8 +1,8 @@
 """Morpho-MNIST: MNIST's digits with their strokes changed (Castro et al. 2019, JMLR 20(178), arXiv:1809.10780).
 
 ``global`` mixes plain, thinned and thickened digits, ``local`` plain, swollen and fractured ones, as published: FedBN's
-two new clients (arXiv:2102.07623, appendix G). The published images are read where they are there, else they are made
-from MNIST (:mod:`._morphology`), which takes two minutes or so for all of MNIST.
+two new clients (arXiv:2102.07623, appendix G). The published images are read if present, otherwise they are made from
+MNIST (:mod:`._morphology`), which takes about two minutes for all of MNIST.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from ...utils.errors import UsageError, unknown_name
 from ...utils.random_streams import stream
 from ..federation import ClientData, Federation
 from ..samples import Samples
-from ._card import Card
+from ._card import make_card
 from ._morphology import perturb
 from ._single_dataset import DIGITS, Reader, find_idx
-from .mnist import CARD as MNIST
+from .single_datasets import MNIST
 
 _PUBLISHED = {
     "plain": "plain",
@@ -33,7 +33,7 @@ _PUBLISHED = {
     "global": "global",
     "local": "local",
 }
-"""By domain: the publisher's name of it, that of its directory."""
+"""By domain: the name of the publisher's directory."""
 
 _MIXTURES = {"global": ("plain", "thin", "thick"), "local": ("plain", "swollen", "fractured")}
 _DOMAINS = ("plain", "thin", "thick", "swollen", "fractured")
@@ -41,36 +41,26 @@ _CHUNK = 500  # digits changed at a time
 
 
 def _find(folder: Path) -> dict[str, Reader] | None:
-    """Readers of the published domains, and of ``mnist``."""
+    """Return readers of the published domains and of ``mnist``."""
     found = {domain: reader for domain, name in _PUBLISHED.items() if (reader := find_idx(folder, name))}
     if MNIST.present("mnist", folder):
         found["mnist"] = MNIST.locate("mnist", folder)
     return found if "mnist" in found or set(_DOMAINS) <= set(found) else None
 
 
-CARD = Card(
-    title="Morpho-MNIST",
-    clients=_DOMAINS,
-    classes=10,
-    samples="MNIST's 60,000 training and 10,000 test digits, shared out among the clients",
-    license="MIT (the perturbations); none stated for MNIST",
-    homepage="https://github.com/dccastro/Morpho-MNIST",
-    source="Castro, Tan, Kainz, Konukoglu and Glocker, Morpho-MNIST, JMLR 20(178), 2019, arXiv:1809.10780",
-    layout="MNIST (see mnist), or the published directories plain, thin, thic, swel, frac, global and local, each with "
-    "the four files {train,t10k}-{images-idx3,labels-idx1}-ubyte.gz",
-    find=_find,
-    remotes=tuple(replace(remote, name=f"mnist/{remote.name}") for remote in MNIST.remotes),
+CARD = make_card(
+    "morpho-mnist", find=_find, remotes=tuple(replace(remote, name=f"mnist/{remote.name}") for remote in MNIST.remotes)
 )
 
 
 def morpho_mnist(
     root: Path, *, domains: Sequence[str] = _DOMAINS, samples: int | None = None, seed: int = 0
 ) -> Federation:
-    """A client for each of ``domains``, uint8 ``[N, 1, 28, 28]``, ten classes; no digit is in two clients.
+    """Load Morpho-MNIST, one client for each of ``domains``, uint8 ``[N, 1, 28, 28]``; no digit is in two clients.
 
     Domains are plain, thin, thick, swollen, fractured, and the mixtures global and local. ``samples``: training digits
-    a client; None: an equal share of all. Test digits are shared out as well. A digit's look depends on its place in
-    MNIST, its domain and ``seed`` alone. Raises :class:`UsageError` for other domains and sizes, and where neither
+    per client; None: an equal share of all. Test digits are distributed as well. A digit's look depends only on its
+    index in MNIST, its domain and ``seed``. Raises :class:`UsageError` for other domains and sizes, and where neither
     MNIST nor the published images are under ``root``.
     """
     for domain in domains:
@@ -107,7 +97,7 @@ def morpho_mnist(
 
 
 def _perturb_digits(x: torch.Tensor, numbers: NDArray[np.int64], domain: str, part: str, seed: int) -> torch.Tensor:
-    """Digits ``[N, 1, 28, 28]``, which have these numbers in MNIST, as ``domain`` has them."""
+    """Perturb digits ``[N, 1, 28, 28]``, which have these indices in MNIST, as in ``domain``."""
     streams = [stream(seed, "morpho-mnist", domain, part, int(number)) for number in numbers]
     kinds = [str(rng.choice(_MIXTURES[domain])) if domain in _MIXTURES else domain for rng in streams]
     chunks = [

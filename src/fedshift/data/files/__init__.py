@@ -1,1 +1,1 @@
-"""A person's own files: directories of images, arrays and tables, read into federations."""
+"""Readers of user files: directories of images, arrays and tables."""

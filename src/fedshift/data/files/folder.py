@@ -1,4 +1,4 @@
-"""A directory of a person's own: images, one ``.npz`` file a client, or tables; which of them it is, the files say."""
+"""Federations from user directories: images, one ``.npz`` file per client, or tables, as the files show."""
 
 from __future__ import annotations
 
@@ -14,24 +14,30 @@ from ...utils.errors import UsageError, unknown_name
 from ..federation import ClientData, Federation, count_classes
 from ..samples import to_samples
 from .image_decoding import SUFFIXES
-from .image_tree import holds_images
-from .images import read_images
+from .images import holds_images, read_images
 from .read_options import ReadOptions
-from .table_reader import holds_tables, read_tables
+from .tables import holds_tables, read_tables
 
 SPLITS = {"train": "train", "validation": "val", "test": "test"}
-"""Names of splits, and how the arrays' names end."""
+"""Names of splits, and the suffixes of the arrays' names."""
 
 
 def read_folder(
     path: str | Path, domains: Iterable[str] | None = None, classes: int | None = None, **choices: Any
 ) -> Federation:
-    """The federation in directory (or table) ``path``; ``domains`` chooses and orders clients.
+    """Read a federation from a directory or a table.
 
-    Understood are ``client/class/*.png`` (jpg, tif, bmp) and ``client/train/class/*.png`` with test and val beside
-    train; one ``.npz`` file a client; one CSV or Parquet file a client, or one table with ``client_column``.
-    ``choices`` are the fields of :class:`~fedshift.data.files.read_options.ReadOptions`. Raises :class:`UsageError` naming the
-    file where one cannot be read, and where a directory holds nothing of these or two kinds of them.
+    Args:
+        path: A directory with ``client/class/*.png`` (jpg, tif, bmp), or ``client/train/class/*.png`` with test and val
+            beside train; with one ``.npz`` file per client; or with one CSV or Parquet file per client. Or one table,
+            with ``client_column``.
+        domains: Names of the clients to read, in this order; None: all.
+        classes: Number of classes; None: as found.
+        choices: Further fields of :class:`~fedshift.data.files.read_options.ReadOptions`.
+
+    Raises:
+        UsageError: A file cannot be read, or the directory holds none or several of these kinds.
+
     """
     return read_directory(
         Path(path), ReadOptions(domains=None if domains is None else tuple(domains), classes=classes, **choices)
@@ -39,7 +45,7 @@ def read_folder(
 
 
 def read_directory(path: Path, reading: ReadOptions) -> Federation:
-    """:func:`read_folder` with its choices as one value."""
+    """Read a federation as :func:`read_folder` does, with all options in ``reading``."""
     found = {
         ".npz files": bool(_arrays_in(path, reading)),
         "tables": holds_tables(path),
@@ -61,9 +67,9 @@ def read_directory(path: Path, reading: ReadOptions) -> Federation:
 
 
 def read_arrays(path: Path, reading: ReadOptions) -> Federation:
-    """One ``.npz`` file a client: ``x_train y_train x_test y_test`` and perhaps ``x_val y_val``.
+    """Read one ``.npz`` file per client with ``x_train y_train x_test y_test`` and optionally ``x_val y_val``.
 
-    Arrays are read without pickle, so a file cannot run code; shapes as in :func:`fedshift.data.samples.to_samples`.
+    Arrays are read without pickle, so a file cannot run code; for shapes see :func:`fedshift.data.samples.to_samples`.
     """
     files = {file.stem: file for file in _arrays_in(path, reading)}
     wanted = list(files) if reading.domains is None else list(reading.domains)
@@ -81,7 +87,7 @@ def read_arrays(path: Path, reading: ReadOptions) -> Federation:
 
 
 def _arrays_in(path: Path, reading: ReadOptions) -> list[Path]:
-    """The ``.npz`` files in directory ``path``, by name; the file itself where it is a client that comes to others."""
+    """Return the ``.npz`` files in directory ``path``, by name, or the file itself for a client that joins others."""
     if path.is_dir():
         return sorted(path.glob("*.npz"))
     return [path] if reading.like is not None and path.suffix == ".npz" else []

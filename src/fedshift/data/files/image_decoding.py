@@ -1,9 +1,9 @@
-"""One image file: what its header says, and its pixels in the form that is wanted.
+"""Headers and pixels of single image files.
 
-The EXIF orientation (JEITA CP-3451, tag 0x0112) is applied, whatever is transparent is laid over white, of several
-frames the first is read, and resizing squashes to the given size, as FedBN did (Li et al. 2021, arXiv:2102.07623,
-section 5.1), bilinear with antialiasing. Pillow's readers of PNG, JPEG, TIFF and BMP alone are let at a file, whatever
-its name says, so that no other program is ever started for it.
+The EXIF orientation (JEITA CP-3451, tag 0x0112) is applied, transparent images are composited over white, only the
+first of several frames is read, and images are squashed to the given size, as in FedBN (Li et al. 2021,
+arXiv:2102.07623, section 5.1), bilinear with antialiasing. Only Pillow's readers of PNG, JPEG, TIFF and BMP are
+admitted, whatever the file's name, so that no other program is ever started for it.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from ...utils.errors import UsageError
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp"})
 
 Kind = Literal["byte", "integer", "real"]
-"""How a file holds brightness: 8 bits (or 1), gray integers of up to 16 bits, or gray floats in [0, 1]."""
+"""Encoding of brightness: 8 bits (or 1), gray integers of up to 16 bits, or gray floats in [0, 1]."""
 
 _FORMATS = ("PNG", "JPEG", "TIFF", "BMP")
 _GRAY = ("1", "L", "LA")
 _TURNED = range(5, 9)  # orientations that exchange height and width
 _ORIENTED = frozenset({"exif", "Raw profile type exif", "xmp", "XML:com.adobe.xmp"})
 _FILTERS = threading.Lock()
-_LASTING = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR})  # other refusals may pass
+_LASTING = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR})  # other errors may be temporary
 
 
 class Unreadable(Exception):
-    """Why a file cannot be used, in a few words."""
+    """A file cannot be used; the message gives the reason in a few words."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """What a file's header says; ``width`` and ``height`` in pixels once the image is upright."""
+    """Facts in a file's header; ``width`` and ``height`` in pixels of the upright image."""
 
     kind: Kind
     channels: int
@@ -54,9 +54,9 @@ class Header:
 
 @contextmanager
 def quiet_pillow() -> Iterator[None]:
-    """Within it Pillow's warnings are not heard, but more pixels than Pillow's limit are an error.
+    """Silence Pillow's warnings, but make more pixels than Pillow's limit an error.
 
-    Filters of warnings belong to the process and not to a thread, hence one such block at a time.
+    Warning filters belong to the process, not to a thread, so only one such block runs at a time.
     """
     with _FILTERS, warnings.catch_warnings():
         warnings.filterwarnings("ignore", module=r"PIL\.")
@@ -65,14 +65,14 @@ def quiet_pillow() -> Iterator[None]:
 
 
 def read_header(file: Path) -> Header:
-    """The header of ``file``; pixels are not decoded. Raises :class:`Unreadable`."""
+    """Read the header of ``file`` without decoding pixels; raise :class:`Unreadable` if it cannot be read."""
     with _open_image(file) as image:
-        if isinstance(image, TiffImageFile):  # whose ``size`` is upright since Pillow 11, and was not before
+        if isinstance(image, TiffImageFile):  # whose ``size`` is upright only since Pillow 11
             width, height = image.tag_v2[ExifTags.Base.ImageWidth], image.tag_v2[ExifTags.Base.ImageLength]
             orientation = image.tag_v2.get(ExifTags.Base.Orientation)
         else:
             width, height = image.size
-            said = not _ORIENTED.isdisjoint(image.info)  # asking a PNG that does not say it would decode it
+            said = not _ORIENTED.isdisjoint(image.info)  # getexif() would decode a PNG without it
             orientation = image.getexif().get(ExifTags.Base.Orientation) if said else None
         if orientation in _TURNED:
             width, height = height, width
@@ -85,10 +85,10 @@ def read_header(file: Path) -> Header:
 def decode_image(
     file: Path, *, kind: Kind, channels: int, height: int, width: int
 ) -> tuple[NDArray[np.generic], float]:
-    """Pixels of ``file`` as ``[channels, height, width]``, and the largest value in the file itself.
+    """Return the pixels of ``file`` as ``[channels, height, width]``, and the largest value in the file itself.
 
-    ``kind`` byte gives uint8; integer and real give float32 with the file's own values, of which 0..65535 and [0, 1]
-    are taken. Raises :class:`Unreadable`.
+    ``kind`` byte gives uint8; integer and real give float32 with the file's own values, which must lie in 0..65535 and
+    [0, 1]. Raises :class:`Unreadable`.
     """
     with _open_image(file) as image:
         ImageOps.exif_transpose(image, in_place=True)
@@ -102,9 +102,9 @@ def decode_image(
 
 @contextmanager
 def _open_image(file: Path) -> Iterator[Image.Image]:
-    """The lazily opened image; whatever Pillow raises on a damaged file, and that is nearly anything, is Unreadable."""
+    """Open an image lazily; turn whatever Pillow raises on a damaged file into :class:`Unreadable`."""
     try:
-        # not by name: Pillow would map plain gray TIFFs, and turns those wrongly whose orientation is 5 to 8
+        # not by name: Pillow would map plain gray TIFFs, and rotates those of orientation 5 to 8 wrongly
         with file.open("rb") as stream, Image.open(stream, formats=_FORMATS) as image:
             yield image
     except Unreadable:
@@ -123,7 +123,7 @@ def _open_image(file: Path) -> Iterator[Image.Image]:
 
 
 def _to_bytes(image: Image.Image, channels: int) -> Image.Image:
-    """The image in mode L or RGB, laid over white."""
+    """Return the image in mode L or RGB, composited over white."""
     if "transparency" in image.info or image.mode in ("LA", "PA", "RGBA", "RGBa"):
         over = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", over.size, "white"), over)
@@ -131,7 +131,7 @@ def _to_bytes(image: Image.Image, channels: int) -> Image.Image:
 
 
 def _to_values(image: Image.Image, most: int) -> Image.Image:
-    """The image in mode F with the file's own values, all of them in 0..``most``."""
+    """Return the image in mode F with the file's own values, which must lie in 0..``most``."""
     values = np.asarray(image).astype(np.float32)
     if not (values.min() >= 0 and values.max() <= most):  # NaN is refused too
         raise Unreadable(f"has values from {values.min():g} to {values.max():g}, not in 0..{most}")

@@ -1,15 +1,19 @@
-"""A client's images as one array, decoded once: a later reading maps the file that the first one has left.
+"""A client's images as one array, decoded once and then mapped from a cache of limited size.
 
-An entry of the cache is a directory named by a digest (BLAKE2b) of the files' paths, sizes and times of change and of
-what was asked for. It is written under a name of its own and then renamed, so that an entry is whole or is not there,
-and of two processes that decode the same files at the same time each finds a whole one. Pixels are written to it as
-they are decoded, so that memory never holds more than an image a thread. The array is mapped copy-on-write
-(NumPy's mode "c"): its pages are read when they are needed, and writing to them does not reach the file.
-How much is kept is in :mod:`fedshift.data.files.image_cache`.
+An entry of the cache is a directory named by a digest (BLAKE2b) of the files' paths, sizes and modification times and
+of the reading options. It is written under a temporary name and then renamed, so that an entry is complete or absent,
+and of two processes that decode the same files at the same time each finds a complete one. Pixels are written as they
+are decoded, so that memory never holds more than one image per thread. The array is mapped copy-on-write (NumPy's mode
+"c"): pages are read when they are needed, and writing to them does not reach the file.
+
+Where a new entry needs room, the least recently used ones are removed, except those that this process has mapped. An
+entry that another process has mapped may be removed: on Linux and macOS the mapping outlives the file, and on Windows
+the removal is refused and the entry stays. An entry is renamed before it is removed, so that other processes find a
+complete one or none, and decode again where there is none.
 
 Gray integers of more than 8 bits become ``value / (2^bits - 1) * 2 - 1`` with ``bits`` the smallest of 8, 10, 12, 14
-and 16 that holds the client's largest training value, as cameras and scanners fill 12 bits of 16; floats in [0, 1]
-become ``2 value - 1``.
+and 16 that holds the client's largest training value, because cameras and scanners fill 12 bits of 16; floats in
+[0, 1] become ``2 value - 1``.
 """
 
 from __future__ import annotations
@@ -18,8 +22,10 @@ import json
 import math
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -30,7 +36,7 @@ from uuid import uuid4
 import numpy as np
 from numpy.typing import NDArray
 
-from .image_cache import BEGUN, images_in, make_room, mark_used, remove
+from ...utils.errors import UsageError
 from .image_decoding import Header, Kind, Unreadable, decode_image, quiet_pillow, read_header
 from .read_options import Progress
 
@@ -40,9 +46,20 @@ _VERSION = 1
 _BITS = (8, 10, 12, 14, 16)
 _AT_ONCE = 16  # files between two reports of progress
 
+VARIABLE = "FEDSHIFT_CACHE_LIMIT"
+LIMIT = 20.0
+"""Gigabytes (10^9 bytes), unless the environment variable :data:`VARIABLE` is set."""
+BEGUN = ".tmp"
+"""Suffix of entries that are being written or removed."""
+ABANDONED = 24 * 3600
+"""Seconds without a change after which such an entry counts as left by a crash."""
+
+_mapped: set[Path] = set()
+"""Entries that this process has mapped."""
+
 
 class ImageFile(NamedTuple):
-    """A file of a client: ``path`` from the directory that was given, ``part`` (may be empty) and ``category``."""
+    """A file of a client: ``path`` relative to a given directory, ``part`` (may be empty) and ``category``."""
 
     path: str
     part: str
@@ -53,10 +70,10 @@ class ImageFile(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ImageFacts:
-    """What is true of all images of a client, and which files stand out.
+    """Common properties of a client's images, and the files that are exceptions.
 
-    ``bits``: 0 unless gray integers were scaled. ``broken``: why a file cannot be used; ``frames``: how many, where
-    there are several.
+    ``bits`` is 0 unless gray integers were scaled; ``broken`` gives the reason why a file cannot be used, ``frames``
+    the number of frames of files with several.
     """
 
     kind: Kind = "byte"
@@ -72,7 +89,7 @@ class ImageFacts:
 class ImageStore:
     """A client's images ``[N, C, H, W]`` in the order of its files, zeros where a file is broken.
 
-    ``unkept`` says why the array is in memory and not in the cache; empty where it is there.
+    ``unkept`` is the reason why the array is in memory; empty where it is in the cache.
     """
 
     facts: ImageFacts
@@ -81,7 +98,7 @@ class ImageStore:
 
 
 def cache_entry(cache: Path, root: Path, files: Iterable[ImageFile], *choices: object) -> Path:
-    """Where ``cache`` keeps these files of ``root`` decoded under ``choices``."""
+    """Return the entry in ``cache`` for these files of ``root``, decoded with the options ``choices``."""
     digest = blake2b(repr((_VERSION, str(root.resolve()), *choices)).encode(), digest_size=16)
     for file in files:
         digest.update(repr(tuple(file)).encode())
@@ -89,7 +106,7 @@ def cache_entry(cache: Path, root: Path, files: Iterable[ImageFile], *choices: o
 
 
 def load_store(place: Path) -> ImageStore | None:
-    """The store at ``place`` if a whole one is there; nothing is decoded. What else is found there is removed."""
+    """Return the store at ``place``, None unless it is there and complete; an incomplete one is removed."""
     if not place.is_dir():
         return None
     try:
@@ -105,8 +122,8 @@ def load_store(place: Path) -> ImageStore | None:
 def inspect_all(
     root: Path, paths: Sequence[str], what: str, progress: Progress | None
 ) -> tuple[dict[str, Header], dict[str, str]]:
-    """Headers of the files, and why each of the others is broken."""
-    found: dict[str, Header | str] = dict.fromkeys(paths, "")  # in this order, whichever thread is first
+    """Return the headers of the files, and the reason why each of the others is broken."""
+    found: dict[str, Header | str] = dict.fromkeys(paths, "")  # fixes the order, whichever thread is first
 
     def one(row: int) -> None:
         try:
@@ -128,15 +145,15 @@ def decode_all(
     what: str,
     progress: Progress | None,
 ) -> ImageStore:
-    """Decode ``paths`` as ``facts`` says into an entry at ``place``, or into memory where that cannot be written.
+    """Decode ``paths`` by ``facts`` into an entry at ``place``, or into memory if it cannot be written.
 
-    ``training(broken)`` gives the rows of the training images once it is known which files are broken.
+    ``training(broken)`` returns the rows of the training images once the broken files are known.
     """
     shape = (len(paths), facts.channels, facts.height, facts.width)
     dtype = np.dtype(np.uint8 if facts.kind == "byte" else np.float32)
 
     def fill(put: Callable[[int, Pixels], None]) -> tuple[ImageFacts, dict[int, float]]:
-        """Decode every file; what is known then, and the largest value of each row."""
+        """Decode every file; return the completed facts, and the largest value of each row."""
         broken, peaks = dict(facts.broken), {}
 
         def one(row: int) -> None:
@@ -169,7 +186,7 @@ def decode_all(
 def _write_store(
     place: Path, shape: tuple[int, ...], dtype: np.dtype[Any], fill: Callable[..., tuple[ImageFacts, dict[int, float]]]
 ) -> ImageStore:
-    """Fill an entry beside ``place`` and rename it to that; raises :class:`OSError` where the disk refuses."""
+    """Fill an entry beside ``place`` and rename it to ``place``; raise :class:`OSError` if the disk refuses."""
     beside = place.with_name(f"{place.name}.{uuid4().hex}{BEGUN}")
     make_room(place.parent, math.prod(shape) * dtype.itemsize)
     beside.mkdir(parents=True)
@@ -177,7 +194,7 @@ def _write_store(
         array = beside / "pixels.npy"
         start = np.lib.format.open_memmap(array, "w+", dtype, shape).offset
         lock = Lock()
-        with array.open("r+b") as file:  # written, not mapped: a full disk is then an error that can be caught
+        with array.open("r+b") as file:  # written, not mapped, so that a full disk raises an error
 
             def put(row: int, pixels: Pixels) -> None:
                 with lock:
@@ -195,7 +212,7 @@ def _write_store(
         (beside / "facts.json").write_text(json.dumps(asdict(facts)), "utf-8")
         beside.rename(place)
     except OSError:
-        if not place.exists():  # else another process was first, and its entry is as good
+        if not place.exists():  # otherwise another process was first, and its entry is equal
             raise
     finally:
         shutil.rmtree(beside, ignore_errors=True)
@@ -206,7 +223,7 @@ def _write_store(
 
 
 def _rescale(pixels: Pixels, facts: ImageFacts, rows: Iterable[int]) -> None:
-    """Bring gray values of more than 8 bits to [-1, 1] in place; larger ones than ``bits`` holds become 1."""
+    """Scale gray values of more than 8 bits to [-1, 1] in place; values beyond ``bits`` become 1."""
     if facts.kind != "byte":
         top = 2**facts.bits - 1 if facts.kind == "integer" else 1
         for row in rows:
@@ -214,7 +231,7 @@ def _rescale(pixels: Pixels, facts: ImageFacts, rows: Iterable[int]) -> None:
 
 
 def _run_in_parallel(work: Callable[[int], None], count: int, what: str, progress: Progress | None) -> None:
-    """Call ``work`` with 0..``count - 1`` on a few threads (Pillow decodes without the interpreter's lock)."""
+    """Call ``work`` with 0..``count - 1`` on a few threads (Pillow releases the interpreter lock while it decodes)."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
     def some(start: int) -> int:
@@ -227,3 +244,85 @@ def _run_in_parallel(work: Callable[[int], None], count: int, what: str, progres
         for done in pool.map(some, range(0, count, _AT_ONCE)):
             if progress is not None:
                 progress(what, done, count)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """An entry of the cache: its directory, its bytes, and its last use in nanoseconds since 1970."""
+
+    place: Path
+    size: int
+    used: int
+
+
+def images_in(cache: Path) -> Path:
+    """Return the directory of decoded images in a cache directory."""
+    return cache / "images"
+
+
+def limit() -> float:
+    """Return the bytes that decoded images may take; raise :class:`UsageError` if the variable is not a number."""
+    given = os.environ.get(VARIABLE) or str(LIMIT)
+    try:
+        gigabytes = float(given)
+    except ValueError:
+        gigabytes = -1.0
+    if not gigabytes >= 0:
+        raise UsageError(f"{VARIABLE}={given}: give gigabytes, 0 or more, or inf for no limit")
+    return gigabytes * 1e9
+
+
+def entries(images: Path) -> list[Entry]:
+    """Return all entries in ``images``, the least recently used first, including those that are being written."""
+    found = []
+    with suppress(OSError):
+        for place in images.iterdir():
+            with suppress(OSError):  # removed in the meantime
+                stats = [path.stat() for path in (place, *place.iterdir())]
+                written = place.suffix == BEGUN
+                used = max(stat.st_mtime_ns for stat in stats) if written else stats[0].st_mtime_ns
+                found.append(Entry(place=place, size=sum(stat.st_size for stat in stats[1:]), used=used))
+    return sorted(found, key=lambda entry: (entry.used, entry.place.name))
+
+
+def taken(images: Path) -> int:
+    """Return the bytes of all entries in the directory ``images``."""
+    return sum(entry.size for entry in entries(images))
+
+
+def mark_used(place: Path) -> None:
+    """Record that this process uses the entry at ``place`` now."""
+    _mapped.add(place)
+    with suppress(OSError):  # in a read-only cache
+        os.utime(place)
+
+
+def make_room(images: Path, size: int) -> None:
+    """Remove entries until ``size`` more bytes are within the limit, or only those in use by this process are left."""
+    known = entries(images)
+    over = sum(entry.size for entry in known) + size - limit()
+    now = time.time_ns()
+    for entry in known:
+        written = entry.place.suffix == BEGUN
+        kept = entry.used > now - ABANDONED * 10**9 if written else over <= 0 or entry.place in _mapped
+        if not kept and remove(entry.place):
+            over -= entry.size
+
+
+def clear(images: Path) -> None:
+    """Remove all entries; processes that are writing one keep their images in memory."""
+    for entry in entries(images):
+        remove(entry.place)
+
+
+def remove(place: Path) -> bool:
+    """Remove an entry; return False if it is still there, as on Windows while a process has it mapped."""
+    gone = place.with_name(f"{place.name.partition('.')[0]}.{uuid4().hex}{BEGUN}")
+    try:
+        place.rename(gone)
+    except FileNotFoundError:  # another process has removed it
+        return True
+    except OSError:
+        return False
+    shutil.rmtree(gone, ignore_errors=True)
+    return True

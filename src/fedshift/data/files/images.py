@@ -1,14 +1,16 @@
-"""A federation from directories of images, see :mod:`fedshift.data.files.image_tree` for how they are arranged.
+"""Federations from directories of images, ``DIR/<client>/<class>/<image>`` or ``DIR/<client>/<part>/<class>/<image>``.
 
-A client whose folder holds no parts gives ``test_fraction`` of every class for testing, and so does the train folder
-of a client without a test folder. Train, validation and test are rows of one array, which is decoded once and mapped
-from the cache afterwards (:mod:`fedshift.data.files.image_store`).
+Federations of domains are published in this form (Office-Caltech10, Office-Home, PACS, DomainNet). A part is train,
+validation or test. Of a client without parts, ``test_fraction`` of every class is for testing, and likewise of the
+train folder of a client without a test folder. Train, validation and test are rows of one array, which is decoded once
+and then mapped from the cache (:mod:`fedshift.data.files.image_store`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from functools import partial
+import os
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -20,28 +22,44 @@ from ...utils.random_streams import stream
 from ..federation import ClientData, Federation
 from ..samples import Samples
 from ..stratification import split_stratified
-from .image_decoding import Header
+from .image_decoding import SUFFIXES, Header
 from .image_store import ImageFacts, ImageFile, ImageStore, cache_entry, decode_all, inspect_all, load_store
-from .image_tree import find_clients, list_categories, list_files
 from .read_options import ReadOptions
 
-Rows = NDArray[np.int64]
-Sizes = dict[tuple[int, int], str]  # a file of each (width, height)
+PARTS = {"train": "train", "val": "validation", "valid": "validation", "validation": "validation", "test": "test"}
+"""Folder names that denote a part of a client's data, and the part."""
 
+LAYOUT = "images belong in DIR/<client>/<class>/, or in DIR/<client>/train/<class>/ and DIR/<client>/test/<class>/"
+
+_IGNORED = frozenset({"thumbs.db", "desktop.ini", "__macosx"})
+_DEEPEST = 4  # levels below DIR at which images are looked for: client, part, class, and one too deep
 _LISTED = 5
+
+Rows = NDArray[np.int64]
 
 
 class SizesDiffer(UsageError):
-    """Images are of several sizes, and nobody said to which they are to be brought."""
+    """Images have several sizes, and no common size was given."""
 
 
 def read_images(path: Path, reading: ReadOptions) -> Federation:
-    """The federation in directory ``path``, uint8 ``[N, C, H, W]``; float32 in [-1, 1] for gray of more than 8 bits.
+    """Return the federation in directory ``path``.
 
-    A client is gray (C = 1) unless an image of its is in color. Labels count the class folders of all clients, whether
-    chosen or not. Raises :class:`UsageError` for another arrangement, unknown domains, files that cannot be read
-    (unless they are to be skipped), sizes that differ without ``reading.image_size``, and gray of 8 and of more bits
-    in one client.
+    A client is gray (C = 1) unless one of its images is in color. Labels count the class folders of all clients,
+    selected or not.
+
+    Args:
+        path: Directory of clients.
+        reading: ``domains``, ``classes``, ``image_size``, ``on_unreadable``, ``test_fraction``, ``cache`` and
+            ``progress`` apply.
+
+    Returns:
+        Images uint8 ``[N, C, H, W]``; float32 in [-1, 1] for gray of more than 8 bits.
+
+    Raises:
+        UsageError: The directory is arranged differently, domains are unknown, files cannot be read (unless they are
+            to be skipped), sizes differ without ``image_size``, or a client mixes gray of 8 and of more bits.
+
     """
     if reading.image_size is not None and reading.image_size < 1:
         raise UsageError(f"image_size={reading.image_size} pixels: must be at least 1")
@@ -85,13 +103,129 @@ def read_images(path: Path, reading: ReadOptions) -> Federation:
     )
 
 
+def holds_images(path: Path) -> bool:
+    """Return whether an image is in a folder of ``path`` or up to three levels below it; stop at the first."""
+
+    def below(folder: Path, levels: int) -> bool:
+        files, folders = _list_content(folder)
+        return any(map(_is_image, files)) or (levels > 1 and any(below(Path(f), levels - 1) for f in folders))
+
+    return path.is_dir() and any(below(Path(folder), _DEEPEST) for folder in _list_content(path)[1])
+
+
+def find_clients(path: Path) -> dict[str, Path]:
+    """Return the clients' folders by name; raise :class:`UsageError` if ``path`` is arranged differently."""
+    if not path.is_dir():
+        raise UsageError(f"{path} is no directory: give one in which {LAYOUT}")
+    files, folders = _list_content(path)
+    stray = next(filter(_is_image, files), None)
+    if stray is not None:
+        raise UsageError(f"{stray.path} is an image outside of any client's folder: {LAYOUT}")
+    names = {folder.name: Path(folder) for folder in folders}
+    if not names:
+        raise UsageError(f"{path} holds no folder: {LAYOUT}")
+    if all(name.lower() in PARTS for name in names):
+        raise UsageError(f"{path} holds {', '.join(names)}, but no folder of a client: {LAYOUT}")
+    return names
+
+
+def list_categories(clients: Iterable[Path]) -> tuple[str, ...]:
+    """Return the sorted names of the class folders of all clients, see :func:`sort_classes`."""
+    return sort_classes(
+        {folder.name for client in clients for folders in _find_parts(client).values() for folder in folders}
+    )
+
+
+def sort_classes(found: Collection[str]) -> tuple[str, ...]:
+    """Sort names of classes, by number where all are numbers."""
+    if all(name.isascii() and name.isdecimal() for name in found):
+        return tuple(sorted(found, key=lambda name: (int(name), name)))
+    return tuple(sorted(found))
+
+
+def list_files(root: Path, client: Path) -> tuple[tuple[ImageFile, ...], tuple[str, ...]]:
+    """Return a client's images, ordered by part, class and name, and notices of what was ignored.
+
+    Raises :class:`UsageError` where images are outside of class folders or below them, parts are unclear, or there is
+    no image.
+    """
+    name, parts, found, notices = client.name, _find_parts(client), [], []
+    others: Counter[str] = Counter()
+    _refuse_unclear(client, parts)
+    for part, folders in parts.items():
+        for folder in folders:
+            files, deeper = _list_content(Path(folder))
+            if deeper:
+                raise UsageError(f"{deeper[0].path} is a folder inside of a class folder: {LAYOUT}")
+            images = [file for file in files if _is_image(file)]
+            others.update(Path(file.name).suffix for file in files if not _is_image(file))
+            if not images:
+                notices.append(f"client {name!r}: {folder.path} holds no image")
+            for file in images:
+                try:
+                    stat = file.stat()
+                    stamp = stat.st_size, stat.st_mtime_ns
+                except OSError:  # a link to nothing, which is found unreadable later
+                    stamp = 0, 0
+                found.append(ImageFile(Path(file).relative_to(root).as_posix(), part, folder.name, *stamp))
+    if others:
+        kinds = ", ".join(sorted(suffix or "no suffix" for suffix in others))
+        notices.append(f"client {name!r}: {others.total()} files that are no images left out ({kinds})")
+    if not found:
+        raise UsageError(f"client {name!r} has no image ({', '.join(sorted(SUFFIXES))}) in {client}: {LAYOUT}")
+    return tuple(found), tuple(notices)
+
+
+def _refuse_unclear(client: Path, parts: dict[str, list[os.DirEntry[str]]]) -> None:
+    files, folders = _list_content(client)
+    named = [folder for folder in folders if folder.name.lower() in PARTS]
+    for folder in named:
+        files += _list_content(Path(folder))[0]
+    stray = next(filter(_is_image, files), None)
+    if stray is not None:
+        raise UsageError(f"{stray.path} is an image outside of any class folder: {LAYOUT}")
+    if not named:
+        return
+    if len(named) < len(folders):
+        odd = next(folder for folder in folders if folder not in named)
+        raise UsageError(f"{client} holds both {named[0].name} and {odd.name}, parts and classes: {LAYOUT}")
+    if len(parts) < len(named):
+        raise UsageError(
+            f"{client} holds {', '.join(folder.name for folder in named)}, of which two are the same part: "
+            "keep one folder each for train, validation and test"
+        )
+    if "train" not in parts:
+        raise UsageError(f"{client} holds {', '.join(folder.name for folder in named)} but no train: {LAYOUT}")
+
+
+def _find_parts(client: Path) -> dict[str, list[os.DirEntry[str]]]:
+    """Return class folders by part; the part is "" where the client's folder holds classes."""
+    folders = _list_content(client)[1]
+    named = [folder for folder in folders if folder.name.lower() in PARTS]
+    if not named:
+        return {"": folders}
+    return {PARTS[folder.name.lower()]: _list_content(Path(folder))[1] for folder in named}
+
+
+def _list_content(folder: Path) -> tuple[list[os.DirEntry[str]], list[os.DirEntry[str]]]:
+    """Return files and folders in ``folder``, by name, without those that systems and archives leave behind."""
+    with os.scandir(folder) as entries:
+        seen = [e for e in entries if not e.name.startswith(".") and e.name.lower() not in _IGNORED]
+    seen.sort(key=lambda e: e.name)
+    return [e for e in seen if not e.is_dir()], [e for e in seen if e.is_dir()]
+
+
+def _is_image(file: os.DirEntry[str]) -> bool:
+    return Path(file.name).suffix.lower() in SUFFIXES
+
+
 def _load_stores(path: Path, files: Mapping[str, tuple[ImageFile, ...]], reading: ReadOptions) -> dict[str, ImageStore]:
-    """Every client's array, from the cache or decoded; headers of all files are read before any is decoded."""
+    """Return every client's array, from the cache or decoded; all headers are read before any image is decoded."""
     places: dict[str, Path] = {}
     found: dict[str, ImageStore | None] = {}
     headers: dict[str, dict[str, Header]] = {}
     broken: dict[str, dict[str, str]] = {}
-    sizes: Sizes = {}
+    sizes: dict[tuple[int, int], str] = {}  # a file of each (width, height)
     for name, own in files.items():
         fraction = None if any(file.part == "test" for file in own) else reading.test_fraction
         places[name] = cache_entry(reading.cache_directory, path, own, name, reading.image_size, fraction)
@@ -105,18 +239,39 @@ def _load_stores(path: Path, files: Mapping[str, tuple[ImageFile, ...]], reading
         elif len(store.facts.broken) < len(own):
             usable = next(file.path for file in own if file.path not in store.facts.broken)
             sizes.setdefault((store.facts.width, store.facts.height), usable)
-    width, height = (reading.image_size,) * 2 if reading.image_size else _common_size(path, sizes)
+    width, height = (reading.image_size,) * 2 if reading.image_size else _find_common_size(path, sizes)
     stores = {}
     for name, store in found.items():
-        if store is None:
-            own = files[name]
-            facts = _common_facts(headers[name], broken[name], height, width)
-            store = decode_all(
-                path, [file.path for file in own], facts, places[name],
-                partial(_training_rows, name, own, reading), f"images of {name}", reading.progress,
-            )  # fmt: skip
-        stores[name] = store
+        stores[name] = store or _decode_client(
+            path, name, files[name], headers[name], broken[name], (height, width), places[name], reading
+        )
     return stores
+
+
+def _decode_client(
+    path: Path,
+    name: str,
+    files: tuple[ImageFile, ...],
+    headers: Mapping[str, Header],
+    broken: dict[str, str],
+    size: tuple[int, int],
+    place: Path,
+    reading: ReadOptions,
+) -> ImageStore:
+    facts = ImageFacts(
+        kind=next((header.kind for header in headers.values()), "byte"),
+        channels=max((header.channels for header in headers.values()), default=1),
+        height=size[0],
+        width=size[1],
+        broken=broken,
+        frames={file: header.frames for file, header in headers.items() if header.frames > 1},
+    )
+
+    def find_training(unusable: frozenset[str]) -> Rows:
+        return _split_rows(name, files, reading, unusable)["train"]
+
+    paths = [file.path for file in files]
+    return decode_all(path, paths, facts, place, find_training, f"images of {name}", reading.progress)
 
 
 def _refuse_mixed(path: Path, name: str, headers: Mapping[str, Header]) -> None:
@@ -131,19 +286,8 @@ def _refuse_mixed(path: Path, name: str, headers: Mapping[str, Header]) -> None:
         )
 
 
-def _common_facts(headers: Mapping[str, Header], broken: dict[str, str], height: int, width: int) -> ImageFacts:
-    return ImageFacts(
-        kind=next((header.kind for header in headers.values()), "byte"),
-        channels=max((header.channels for header in headers.values()), default=1),
-        height=height,
-        width=width,
-        broken=broken,
-        frames={file: header.frames for file, header in headers.items() if header.frames > 1},
-    )
-
-
-def _common_size(path: Path, sizes: Sizes) -> tuple[int, int]:
-    """The one width and height of all images, 1 x 1 where none can be read."""
+def _find_common_size(path: Path, sizes: dict[tuple[int, int], str]) -> tuple[int, int]:
+    """Return the one width and height of all images, 1 x 1 where none can be read."""
     if len(sizes) > 1:
         small, large = (pick(sizes, key=lambda size: (size[0] * size[1], size)) for pick in (min, max))
         ranges = (f"{min(side)} to {max(side)}" for side in zip(*sizes, strict=True))
@@ -156,11 +300,10 @@ def _common_size(path: Path, sizes: Sizes) -> tuple[int, int]:
 
 
 def _split_rows(
-    name: str, files: tuple[ImageFile, ...], reading: ReadOptions, broken: Iterable[str]
+    name: str, files: tuple[ImageFile, ...], reading: ReadOptions, broken: Collection[str]
 ) -> dict[str, Rows]:
-    """Which images are for training, validation and testing: places in ``files``, without broken ones."""
-    left_out = frozenset(broken)
-    usable = np.array([row for row, file in enumerate(files) if file.path not in left_out], dtype=np.int64)
+    """Return the indices in ``files`` for training, validation and testing, without ``broken`` ones."""
+    usable = np.array([row for row, file in enumerate(files) if file.path not in broken], dtype=np.int64)
     part = np.array([files[row].part or "train" for row in usable], dtype=str)
     rows = {one: usable[part == one] for one in ("train", "validation", "test")}
     if not any(file.part == "test" for file in files):
@@ -170,15 +313,9 @@ def _split_rows(
     return rows
 
 
-def _training_rows(name: str, files: tuple[ImageFile, ...], reading: ReadOptions, broken: frozenset[str]) -> Rows:
-    return _split_rows(name, files, reading, broken)["train"]
-
-
 def _make_client(
     name: str, files: tuple[ImageFile, ...], store: ImageStore, labels: Mapping[str, int], reading: ReadOptions
 ) -> ClientData:
-    y = torch.tensor([labels[file.category] for file in files])
-    x = torch.from_numpy(store.pixels)
     rows = _split_rows(name, files, reading, store.facts.broken)
     if not len(rows["train"]):
         raise UsageError(f"client {name!r} has no training image that can be read: leave the client out (--domains)")
@@ -187,12 +324,9 @@ def _make_client(
             f"client {name!r} has no test image, and no two training images of one class to draw one from: "
             "add images, or leave the client out (--domains)"
         )
-    splits = {
-        part: Samples(x=x, y=y[index], rows=index)
-        for part, index in ((part, torch.from_numpy(chosen)) for part, chosen in rows.items())
-        if len(index)
-    }
-    return ClientData(name=name, **splits)
+    x, y = torch.from_numpy(store.pixels), torch.tensor([labels[file.category] for file in files])
+    parts = {part: torch.from_numpy(index) for part, index in rows.items() if len(index)}
+    return ClientData(name=name, **{part: Samples(x=x, y=y[index], rows=index) for part, index in parts.items()})
 
 
 def _list_notices(name: str, files: tuple[ImageFile, ...], facts: ImageFacts, reading: ReadOptions) -> list[str]:
@@ -211,7 +345,7 @@ def _list_notices(name: str, files: tuple[ImageFile, ...], facts: ImageFacts, re
 
 
 def _format_few(items: Iterable[str]) -> str:
-    """The first five, and how many more there are."""
+    """Return the first five items, and the number of the others."""
     named = list(items)
     more = f", and {len(named) - _LISTED} more" if len(named) > _LISTED else ""
     return ", ".join(named[:_LISTED]) + more

@@ -1,4 +1,4 @@
-"""How a person's own files are read: what a directory of images, arrays or tables leaves open."""
+"""Options for reading user files."""
 
 from __future__ import annotations
 
@@ -11,21 +11,29 @@ from ...utils.files import cache_directory
 from ..federation import Federation
 
 Progress = Callable[[str, int, int], None]
-"""Hears ``(what is read, done, of how many)``."""
+"""Callback that receives ``(what is read, done, in all)``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReadOptions:
-    """Choices for reading a directory; each reader takes those that concern it.
+    """Options for reading a directory; each reader uses those that apply to it.
 
-    ``domains``: clients to read, in this order; None: all, by name. ``classes``: number of classes; None: as found.
-    ``image_size``: height and width in pixels; None: as the files are, which must then be of one size. ``on_unreadable``: what
-    becomes of a file that cannot be read. ``test_fraction``: share of a client's samples for testing where the files
-    hold no such split. ``client_column``, ``target``, ``split_column`` (train, validation or test), ``group_column``
-    (samples of one group, such as a patient, stay on one side): columns of a table. ``missing`` values are imputed on
-    the client's own training part or refused. ``scaling`` of numeric columns by the client's own training part, or
-    none. ``like``: the federation to which these clients come, by whose columns tables are read; a single file is then
-    one client. ``cache``: where decoded images are kept; None: the user's cache directory.
+    Attributes:
+        domains: Clients to read, in this order; None: all, by name.
+        classes: Number of classes; None: as found.
+        image_size: Height and width in pixels; None: unchanged, in which case all images must have one size.
+        on_unreadable: Whether a file that cannot be read is an error or is skipped.
+        test_fraction: Share of a client's samples for testing where the files define no split.
+        client_column: Column of a table that holds the client.
+        target: Column of a table that holds the label.
+        split_column: Column of a table that holds train, validation or test.
+        group_column: Column of a table whose groups (such as the samples of one patient) stay on one side.
+        missing: Whether missing values are imputed from the client's training rows or refused.
+        scaling: Whether numeric columns are standardized by the client's training rows.
+        like: Federation that these clients join, by whose columns tables are read; a single file is then one client.
+        cache: Directory of decoded images; None: the user's cache directory.
+        progress: Callback for progress.
+
     """
 
     domains: tuple[str, ...] | None = None
@@ -45,5 +53,5 @@ class ReadOptions:
 
     @property
     def cache_directory(self) -> Path:
-        """Where decoded images are kept: ``cache``, else ``FEDSHIFT_CACHE``, else the user's cache directory."""
+        """Directory of decoded images: ``cache``, else ``FEDSHIFT_CACHE``, else the user's cache directory."""
         return self.cache or cache_directory()

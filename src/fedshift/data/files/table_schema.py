@@ -1,70 +1,397 @@
-"""Tables of clients that come to others: read by the others' columns, in their order, with their categories.
+"""Schemas of tables: files with typed columns, and the encoding of columns as float32 features.
 
-To a model that is trained, the place of an input says what it is. So columns are found by name, and what the others
-have no place for is refused rather than put in a wrong one.
+Files (CSV, TSV, Parquet) are read one batch of rows at a time, so that no file is ever held in memory. Cells of CSV and
+TSV are text (RFC 4180, UTF-8); cells of Parquet have the types that the file declares.
+
+A number is one feature; text is one feature per category (one-hot). Imputation and scaling use a client's training
+rows only, so that no statistic leaves a client and none comes from its test rows. Clients must agree on the columns
+and, for a column of text, on the list of categories: the sorted union of the categories of all clients. To a trained
+model, the position of an input defines its meaning; clients that join others are therefore matched by column name, and
+columns or categories that the others do not have are refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from ...utils.errors import UsageError
-from ..federation import Federation
-from .read_options import ReadOptions
-from .table_columns import Column, ColumnContents
-from .table_files import TableFile, open_table
+
+SEPARATORS = {".csv": ",", ".tsv": "\t"}
+SUFFIXES = (*SEPARATORS, ".parquet")
+TEXT_BLOCK = 1 << 18
+"""Bytes of text that are parsed at a time (more where lines are long); Arrow reads ahead some 32 times as many."""
+BATCH_CELLS = 1 << 17
+"""Cells in a batch of rows."""
+SCALING_CELLS = 1 << 18
+"""Cells that are scaled at a time."""
+MISSING = ("", "?", "NA", "N/A", "NaN", "nan", "NULL", "null")
+"""Text that marks a missing value, after removal of surrounding spaces."""
+MOST_CATEGORIES = 50
+
+_DATE = re.compile(r"\d{4}[-/.]\d\d?[-/.]\d\d?([T ].*)?|\d\d?[-/.]\d\d?[-/.]\d{2,4}([T ].*)?")
+
+Floats = NDArray[np.float32]
+Ints = NDArray[np.int32]
 
 
-def without_client_column(files: Sequence[Path], reading: ReadOptions) -> ReadOptions:
-    """``reading`` without its client column where clients come to others in ``files`` without one: each is a client."""
-    column = reading.client_column
-    if reading.like is None or column is None or not files or column in open_table(files[0]).types:
-        return reading
-    return replace(reading, client_column=None)
+def find_tables(path: Path) -> list[Path]:
+    """Return the tables at ``path``, sorted by name: the file itself, or the tables directly in the directory."""
+    return [file for file in sorted(path.iterdir() if path.is_dir() else [path]) if is_table(file)]
 
 
-def order_features(table: TableFile, features: Sequence[str], others: Federation) -> list[str]:
-    """The names ``features`` in the order of the columns of ``others``; as they are where these are not known.
+def is_table(file: Path) -> bool:
+    """Return whether the file's name ends in one of :data:`SUFFIXES` and does not begin with a dot or underscore."""
+    return file.suffix.lower() in SUFFIXES and not file.name.startswith((".", "_")) and file.is_file()
 
-    Raises :class:`UsageError` naming every column of theirs that ``table`` has not, and every further one that it has.
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TableFile:
+    """A file and the types of its columns by name, in the file's order."""
+
+    path: Path
+    types: dict[str, Any]
+
+    def batches(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        """Yield batches of rows of ``columns``, in this order; raise :class:`UsageError` for a damaged file."""
+        return (batch for _, batch in self.pieces(columns, together=len(columns)))
+
+    def pieces(self, columns: Sequence[str], together: int = 8) -> Iterator[tuple[int, pa.RecordBatch]]:
+        """Yield a first row and a batch of some of ``columns`` from there on, until every cell has come once.
+
+        Parquet stores columns one after another, and each open column takes memory: ``together`` are read at a time.
+        """
+        with _explain_errors(self.path):
+            if self.path.suffix.lower() in SEPARATORS:
+                options = pa.csv.ConvertOptions(
+                    include_columns=columns, column_types=self.types, null_values=MISSING, strings_can_be_null=True
+                )
+                yield from _number_batches(_join_batches(_open_text(self.path, options)))
+                return
+            with pq.ParquetFile(self.path, buffer_size=1 << 16, pre_buffer=False) as file:
+                for at in range(0, len(columns), together):
+                    names = list(columns[at : at + together])
+                    batches = file.iter_batches(max(1, BATCH_CELLS // len(names)), columns=names)
+                    yield from _number_batches(batch.select(names) for batch in batches)
+
+
+def _join_batches(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Yield the same rows in fewer batches, of :data:`BATCH_CELLS` cells or more."""
+    parts: list[pa.RecordBatch] = []
+    for batch in batches:
+        parts.append(batch)
+        if sum(part.num_rows for part in parts) * batch.num_columns >= BATCH_CELLS:
+            yield from pa.Table.from_batches(parts).combine_chunks().to_batches()
+            parts = []
+    if parts:
+        yield from pa.Table.from_batches(parts).combine_chunks().to_batches()
+
+
+def _number_batches(batches: Iterable[pa.RecordBatch]) -> Iterator[tuple[int, pa.RecordBatch]]:
+    row = 0
+    for batch in batches:
+        yield row, batch
+        row += batch.num_rows
+
+
+def open_table(path: Path) -> TableFile:
+    """Return the file with its columns; raise :class:`UsageError` if it is unreadable or its header is unusable."""
+    with _explain_errors(path):
+        text = path.suffix.lower() in SEPARATORS
+        schema = _open_text(path).schema if text else pq.read_schema(path)
+        names = schema.names  # decoded here
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise UsageError(f"{path} has two columns {twice[0]!r}: names must differ; rename one")
+    for place, name in enumerate(names, start=1):
+        if not name.strip() or name.startswith(("Unnamed: ", "__index_level_")):
+            raise UsageError(
+                f"{path}: column {place} has no name ({name!r}), and is probably the number of the row: "
+                "write the table without it (in pandas index=False), or name it"
+            )
+    if text and len(names) == 1 and ";" in names[0]:
+        raise UsageError(f"{path} has semicolons between its columns ({names[0]}): write it with commas")
+    return TableFile(path=path, types={name: pa.string() if text else schema.field(name).type for name in names})
+
+
+def _open_text(path: Path, options: pa.csv.ConvertOptions | None = None) -> pa.csv.CSVStreamingReader:
+    with path.open("rb") as file:
+        header = len(file.readline(1 << 24))
+    return pa.csv.open_csv(
+        path,
+        read_options=pa.csv.ReadOptions(use_threads=False, block_size=max(TEXT_BLOCK, 16 * header)),
+        parse_options=pa.csv.ParseOptions(delimiter=SEPARATORS[path.suffix.lower()], newlines_in_values=True),
+        convert_options=options,
+    )
+
+
+@contextmanager
+def _explain_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UsageError(
+            f"{path} cannot be read as a table ({reason}): it must have a line of names and as many cells in every "
+            "row, in UTF-8, or be a whole Parquet file; write it again, or leave it out"
+        ) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColumnContents:
+    """Known contents of a column.
+
+    Attributes:
+        typed: A file declares the column as numbers.
+        declared: A file declares the column as categories.
+        values: Up to 51 distinct texts of the column.
+        odd: A text that is not a number, if there is one.
+
     """
-    theirs = [column.name for column in others.columns]
+
+    typed: bool = False
+    declared: bool = False
+    values: frozenset[str] = frozenset()
+    odd: str | None = None
+
+    def update(self, cells: pa.Array) -> ColumnContents:
+        """Return the contents including ``cells`` of text."""
+        values, odd = self.values, self.odd
+        if len(values) <= MOST_CATEGORIES:
+            found = pc.unique(clean_texts(cells)).drop_null().to_pylist()
+            values = frozenset(sorted(values.union(found))[: MOST_CATEGORIES + 1])
+        if odd is None and not _are_numbers(cells):
+            odd = next(value for value in clean_texts(cells).to_pylist() if not _are_numbers(pa.array([value])))
+        return replace(self, values=values, odd=odd)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """Encoding of a column: one feature per category of ``categories``, in this order; None for a number."""
+
+    name: str
+    categories: tuple[str, ...] | None = None
+
+    @property
+    def width(self) -> int:
+        """Number of features."""
+        return 1 if self.categories is None else len(self.categories)
+
+    def fill(self, cells: pa.Array, out: Floats) -> None:
+        """Write ``cells`` ``[B]`` into ``out`` ``[B, width]``; all features of a missing value become NaN."""
+        if self.categories is None:
+            with np.errstate(over="ignore"):  # numbers beyond float32 become infinite, and are refused as such
+                out[:, 0] = parse_numbers(cells)
+            return
+        place = pc.index_in(clean_texts(cells), value_set=pa.array(self.categories)).fill_null(-1).to_numpy()
+        out[:] = place[:, None] == np.arange(self.width)
+        out[place < 0] = np.nan
+
+
+def feature_offsets(columns: Sequence[Column]) -> list[int]:
+    """Return the first feature of each column, followed by the number of features."""
+    return [0, *np.cumsum([column.width for column in columns]).tolist()]
+
+
+def is_text(kind: Any) -> bool:
+    """Return whether an Arrow type holds texts (a dictionary, pandas' category, always counts as such)."""
+    tests = (pa.types.is_string, pa.types.is_large_string, pa.types.is_dictionary)
+    return any(test(kind) for test in tests)
+
+
+def is_number(kind: Any) -> bool:
+    """Return whether an Arrow type holds numbers or truth values (or nothing but missing values)."""
+    tests = (pa.types.is_integer, pa.types.is_floating, pa.types.is_decimal, pa.types.is_boolean, pa.types.is_null)
+    return any(test(kind) for test in tests)
+
+
+def clean_texts(cells: pa.Array) -> pa.Array:
+    """Return cells of text without surrounding spaces; those in :data:`MISSING` become null."""
+    trimmed = pc.utf8_trim_whitespace(_to_strings(cells))
+    return pc.if_else(pc.is_in(trimmed, value_set=pa.array(MISSING)), pa.scalar(None, pa.string()), trimmed)
+
+
+def parse_numbers(cells: pa.Array) -> NDArray[np.float64]:
+    """Return cells as float64 ``[B]``: missing NaN, true 1, false 0; raise ``pa.ArrowInvalid`` for other text."""
+    if not is_text(cells.type):
+        return _to_float64(cells)
+    for form in (_to_strings, clean_texts):  # the first usually suffices, and the second takes longer
+        with suppress(pa.ArrowInvalid):
+            return _to_float64(form(cells))
+    plain, lower = clean_texts(cells), pc.utf8_lower(clean_texts(cells))
+    return _to_float64(pc.if_else(pc.equal(lower, "true"), "1", pc.if_else(pc.equal(lower, "false"), "0", plain)))
+
+
+def _are_numbers(cells: pa.Array) -> bool:
+    try:
+        parse_numbers(cells)
+    except pa.ArrowInvalid:
+        return False
+    return True
+
+
+def _to_strings(cells: pa.Array) -> pa.Array:
+    return (cells.dictionary_decode() if pa.types.is_dictionary(cells.type) else cells).cast(pa.string())
+
+
+def _to_float64(cells: pa.Array) -> NDArray[np.float64]:
+    values: NDArray[np.float64] = cells.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
+    return values
+
+
+def read_declared_types(name: str, tables: Sequence[TableFile]) -> ColumnContents:
+    """Return what the files' types imply for the feature ``name``; raise :class:`UsageError` if it cannot be one."""
+    types = [table.types[name] for table in tables]
+    for table, kind in zip(tables, types, strict=True):
+        if pa.types.is_temporal(kind):
+            raise _date_error(name, f"{kind} in {table.path}")
+        if not (is_text(kind) or is_number(kind)):
+            raise UsageError(f"{table.path}: column {name!r} holds {kind}, neither numbers nor text: leave it out")
+    return ColumnContents(
+        typed=any(is_number(kind) and not pa.types.is_null(kind) for kind in types),
+        declared=any(pa.types.is_dictionary(kind) for kind in types),
+    )
+
+
+def infer_column(name: str, seen: ColumnContents) -> tuple[Column, str]:
+    """Return the encoding of a column and a notice (may be empty); raise :class:`UsageError` if it has none."""
+    if not seen.values or (seen.odd is None and not seen.declared):
+        return Column(name=name), ""
+    found = sorted(seen.values)
+    odd = found[0] if seen.odd is None else seen.odd
+    if seen.typed:
+        raise UsageError(
+            f"column {name!r} holds numbers in one file and text such as {odd!r} in another: give it one type"
+        )
+    if all(_DATE.fullmatch(value) for value in found):
+        raise _date_error(name, f"such as {found[0]!r}")
+    if len(found) > MOST_CATEGORIES:
+        raise UsageError(
+            f"column {name!r} holds text such as {odd!r} and more than {MOST_CATEGORIES} different values, so it is an "
+            "identifier, free text, or numbers with a slip among them: correct it, or leave it out of the table"
+        )
+    mixed = not seen.declared and any(_are_numbers(pa.array([value])) for value in found)
+    notice = f"column {name!r} has numbers and text such as {odd!r}: it is read as {len(found)} categories"
+    return Column(name=name, categories=tuple(found)), notice if mixed else ""
+
+
+def _date_error(name: str, example: str) -> UsageError:
+    return UsageError(
+        f"column {name!r} holds dates or times ({example}), which have no scale: make it a number, such as the age or "
+        "the days since an event, or leave it out of the table"
+    )
+
+
+def match_features(table: TableFile, features: Sequence[str], columns: Sequence[Column], other: str) -> list[str]:
+    """Return the names ``features`` in the order of ``columns`` of the data ``other``, or unchanged without columns.
+
+    Raises :class:`UsageError` naming every column that ``table`` lacks, and every column that only ``table`` has.
+    """
+    theirs = [column.name for column in columns]
     if not theirs or sorted(theirs) == sorted(features):
         return theirs or list(features)
-    lacking, further = _describe_missing(theirs, features), _describe_missing(features, theirs)
+    lacking = ", ".join(repr(name) for name in theirs if name not in features)
+    further = ", ".join(repr(name) for name in features if name not in theirs)
     said = [f"has no {lacking}"] * bool(lacking) + [f"has {further} besides"] * bool(further)
     raise UsageError(
-        f"{table.path} does not have the columns of {others.name!r}, the data that it joins: it {' and '.join(said)}. "
+        f"{table.path} does not have the columns of {other!r}, the data that it joins: it {' and '.join(said)}. "
         "Name columns alike, leave out what is too much, and add what is missing (empty where it was not measured)"
     )
 
 
-def _describe_missing(names: Iterable[str], others: Sequence[str]) -> str:
-    return ", ".join(repr(name) for name in names if name not in others)
-
-
-def adopt_column(column: Column, seen: ColumnContents, others: Federation) -> Column:
-    """``column`` of ``others``, for cells of which ``seen`` is known; :class:`UsageError` where they do not fit it."""
+def match_column(column: Column, seen: ColumnContents, other: str) -> Column:
+    """Return ``column`` of the data ``other``; raise :class:`UsageError` if cells with contents ``seen`` do not fit."""
     have = f"column {column.name!r} holds"
     if column.categories is None:
         if seen.odd is not None:
             raise UsageError(
-                f"{have} text such as {seen.odd!r}, but numbers in {others.name!r}, the data that it joins: make it "
+                f"{have} text such as {seen.odd!r}, but numbers in {other!r}, the data that it joins: make it "
                 "numbers, empty where there is none"
             )
         return column
     listed = ", ".join(column.categories)
     if seen.typed:
         raise UsageError(
-            f"{have} numbers, but text in {others.name!r}, the data that it joins: give one of {listed}, as text"
+            f"{have} numbers, but text in {other!r}, the data that it joins: give one of {listed}, as text"
         )
     unknown = sorted(seen.values.difference(column.categories))
     if unknown:
-        few = ", ".join(map(repr, unknown[:8]))
         raise UsageError(
-            f"{have} {few}, but its categories in {others.name!r}, the data that it joins, are {listed}: call it one "
-            "of them, or leave the cells empty"
+            f"{have} {', '.join(map(repr, unknown[:8]))}, but its categories in {other!r}, the data that it joins, are "
+            f"{listed}: call it one of them, or leave the cells empty"
         )
     return column
+
+
+def impute(x: Floats, train: int, columns: Sequence[Column]) -> tuple[int, list[str]]:
+    """Fill missing values of one client in place, from its training rows.
+
+    A number becomes the median of the training rows, a text their most frequent category (the first of equals). A
+    column without a value in the training rows becomes 0 in all rows.
+
+    Args:
+        x: Features ``[N, D]``, NaN where missing; the first ``train`` rows are for training.
+        train: Number of training rows.
+        columns: Encodings of the columns, which have D features in total.
+
+    Returns:
+        The number of values filled, and the names of the columns that became 0.
+
+    """
+    filled, empty = 0, []
+    for column, first in zip(columns, feature_offsets(columns), strict=False):
+        part = x[:, first : first + column.width]
+        absent = np.isnan(part[:, 0])
+        if not absent.any():
+            continue
+        known = part[:train][~absent[:train]]
+        if len(known) == 0:
+            part[:] = 0
+            empty.append(column.name)
+            continue
+        if column.categories is None:
+            part[absent] = np.median(known)
+        else:
+            part[absent] = np.arange(column.width) == known.sum(axis=0, dtype=np.float64).argmax()
+        filled += int(absent.sum())
+    return filled, empty
+
+
+def scale(x: Floats, train: int, columns: Sequence[Column], skip: Sequence[str] = ()) -> None:
+    """Standardize the numbers of one client's ``x`` ``[N, D]`` in place, except for the columns named in ``skip``.
+
+    Mean and standard deviation are those of the first ``train`` rows (over N, as in scikit-learn's StandardScaler;
+    a standard deviation of 0 counts as 1).
+    """
+    features = [
+        first
+        for column, first in zip(columns, feature_offsets(columns), strict=False)
+        if column.categories is None and column.name not in skip
+    ]
+    if not features:
+        return
+    rows = max(1, SCALING_CELLS // x.shape[1])
+    blocks = [slice(at, at + rows) for at in range(0, len(x), rows)]
+    origin = x[0, features].astype(np.float64)  # differences from a value are exactly 0 where all are equal to it
+
+    def mean(power: int, center: NDArray[np.float64]) -> NDArray[np.float64]:
+        sums = [((x[:train][block][:, features] - center) ** power).sum(axis=0) for block in blocks]
+        return np.asarray(np.sum(sums, axis=0) / train)
+
+    center = origin + mean(1, origin)
+    deviation = np.sqrt(mean(2, center))
+    deviation[deviation == 0] = 1
+    for block in blocks:
+        x[block, features] = (x[block][:, features] - center) / deviation

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ...data.files.table_columns import MOST_CATEGORIES, Column, feature_offsets
-from ...data.files.table_rows import format_list
+from ...data.files.table_schema import MOST_CATEGORIES, Column, feature_offsets
+from ...data.files.tables import format_list
 from ...utils.errors import FedshiftError, UsageError
 
 ColumnDescriptions = Sequence[Mapping[str, Any]]

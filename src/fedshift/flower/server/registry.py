@@ -14,9 +14,9 @@ import torch
 from typing_extensions import override
 
 from ...data.federation import ClientData, Federation
-from ...data.files.image_tree import sort_classes
-from ...data.files.table_columns import Column, feature_offsets
-from ...data.files.table_rows import number_classes
+from ...data.files.images import sort_classes
+from ...data.files.table_schema import Column, feature_offsets
+from ...data.files.tables import number_classes
 from ...data.samples import Samples
 from ...utils.errors import FedshiftError
 from ...utils.files import write_atomically

@@ -10,9 +10,8 @@ import torch
 
 from ...config.spec import DataSpec
 from ...data.federation import ClientData, Federation
-from ...data.files.image_tree import holds_images
-from ...data.files.table_columns import Column
-from ...data.files.table_files import find_tables, is_table
+from ...data.files.images import holds_images
+from ...data.files.table_schema import Column, find_tables, is_table
 from ...data.samples import Samples
 from ...data.sources import load_source
 from ...utils.errors import UsageError

@@ -22,7 +22,7 @@ from ...config.spec import CompareSpec, DataSpec, RunSpec
 from ...core.kernel import ServerState, personal_state, trained_state
 from ...core.plan import Plan
 from ...data.federation import Federation, count_labels
-from ...data.files.table_columns import Column
+from ...data.files.table_schema import Column
 from ...data.sources import prepare_clients
 from ...engines.engine import Diverged
 from ...engines.sequential import Sequential

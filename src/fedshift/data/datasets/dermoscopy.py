@@ -1,0 +1,347 @@
+"""Dermatoscopic images of pigmented skin lesions: HAM10000 and Fed-ISIC2019, which contains its four sources.
+
+Besides the published images, compact files of the four sources with images of 32 x 32 pixels are read.
+"""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ...utils.errors import UsageError
+from ...utils.random_streams import stream
+from ..federation import ClientData, Federation
+from ..files.read_options import Progress
+from ..formats import explain_errors, read_npz
+from ..samples import IMAGENET, Samples
+from ..stratification import split_stratified
+from ._card import make_card
+from ._file_lists import DomainFolders, ListedImage, find_domains, list_from_folders, read_listed
+
+_SITES = ("vidir_molemax", "vidir_modern", "rosendahl", "vienna_dias")
+"""HAM10000's four sources as its metadata call them, in the order of their numbers in Fed-ISIC2019 (1, 2, 3, 5)."""
+_CENTERS = ("bcn", "vidir_molemax", "vidir_modern", "rosendahl", "msk", "vienna_dias")
+_HAM_CLASSES = ("akiec", "bcc", "bkl", "df", "mel", "nv", "vasc")
+_ISIC_CLASSES = ("MEL", "NV", "BCC", "AK", "BKL", "DF", "VASC", "SCC")
+_HAM_SIZE = (150, 200)
+"""Height and width in pixels of FedMMB's images (section 4.3)."""
+_HAM_METADATA = ("HAM10000_metadata", "HAM10000_metadata.csv", "HAM10000_metadata.tab")
+_ISIC_METADATA = "ISIC_2019_Training_Metadata.csv"
+_FLAMBY_LISTS = ("train_test_split", "train_test_split.csv", "train_test_folds.csv")
+_ISIC_IMAGES = ("ISIC_2019_Training_Input_preprocessed", "ISIC_2019_Training_Input")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Published:
+    """A table of images, and the folder below which they are."""
+
+    table: Path
+    images: Path
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Images:
+    """N images: files or pixels ``x``, labels, lesions, and sites (empty where unknown)."""
+
+    x: NDArray[Any]
+    y: NDArray[np.int64]
+    lesion: NDArray[Any]
+    site: NDArray[Any]
+
+
+def _find_file(folder: Path, names: tuple[str, ...]) -> Path | None:
+    return next((folder / name for name in names if (folder / name).is_file()), None)
+
+
+def _find_compact(folder: Path) -> dict[str, Path] | None:
+    """Return one file per site, in ``folder`` or in ``fed_isic2019_ham`` there, None unless all exist."""
+    for place in (folder, folder / "fed_isic2019_ham"):
+        files = {site: place / f"{site}.npz" for site in _SITES}
+        if all(file.is_file() for file in files.values()):
+            return files
+    return None
+
+
+def _find_ham(folder: Path) -> _Published | dict[str, Path] | None:
+    table = _find_file(folder, _HAM_METADATA)
+    if table is not None and next(folder.rglob("ISIC_*.jpg"), None) is not None:
+        return _Published(table=table, images=folder)
+    return _find_compact(folder)
+
+
+def _find_isic(folder: Path) -> _Published | DomainFolders | dict[str, Path] | None:
+    table = _find_file(folder, _FLAMBY_LISTS)
+    images = next((folder / name for name in _ISIC_IMAGES if (folder / name).is_dir()), None)
+    if table is not None and images is not None:
+        return _Published(table=table, images=images)
+    return find_domains(folder / "hub", map(str, range(len(_CENTERS)))) or _find_compact(folder)
+
+
+_COMPACT_LAYOUT = f"the files {', '.join(f'{site}.npz' for site in _SITES)}"
+
+HAM10000 = make_card("ham10000", find=_find_ham)
+
+FED_ISIC2019 = make_card("fed-isic2019", find=_find_isic)
+
+
+def ham10000(
+    root: Path,
+    *,
+    by: Literal["one", "site"] = "one",
+    size: int | None = None,
+    by_lesion: bool = True,
+    test_fraction: float = 0.2,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Federation:
+    """Load HAM10000: 10,015 dermatoscopic images of pigmented skin lesions (Tschandl et al. 2018).
+
+    Many of the 7,470 lesions (doi:10.1038/sdata.2018.161) were photographed more than once, so a random split of
+    images, as in FedMMB (Nasirigerdeh et al., arXiv:2011.07006, section 4.3: 8,012 and 2,003), puts the same lesions on
+    both sides. By default lesions are split here.
+
+    Args:
+        root: Directory of the data.
+        by: ``one`` client with all images, or one for each ``site`` (four).
+        size: Side in pixels to which images are squashed; None: 150 high and 200 wide as in FedMMB (the published
+            images have 450 and 600), and the size of the compact files (32 x 32).
+        by_lesion: Split lesions with all their images; False: images at random.
+        test_fraction: Share for testing: of the lesions of each class and site, or of the images.
+        seed: Seed of the split.
+        progress: Called with ``(what is read, done, in all)``.
+
+    Returns:
+        Clients with images uint8 ``[N, 3, H, W]``; seven classes.
+
+    Raises:
+        UsageError: A choice is not among these, or files are missing or cannot be read.
+
+    """
+    if by not in ("one", "site"):
+        raise UsageError(f"by={by!r}: must be 'one' (a single client) or 'site'")
+    if not 0 < test_fraction < 1:
+        raise UsageError(f"test_fraction={test_fraction:g}: must lie between 0 and 1")
+    _check_size(size)
+    found = HAM10000.locate("ham10000", root)
+    published = isinstance(found, _Published)
+    images = _read_ham_table(found) if published else _read_ham_compact(found)
+    if by == "site" and "" in images.site:
+        raise UsageError(f"by='site': {found.table} has no column 'dataset', which names the site; use by='one'")
+    of = images.site if by == "site" else np.full(len(images.y), "ham10000")
+    sides = dict(zip(("train", "test"), _split_ham(images, by_lesion, test_fraction, seed), strict=True))
+    clients = {
+        name: {part: rows[of[rows] == name] for part, rows in sides.items()} for name in sorted(set(of.tolist()))
+    }
+    note = f"HAM10000, {'lesions' if by_lesion else 'images'} split at random, {test_fraction:g} for testing"
+    if published:
+        listed = {
+            name: [
+                ListedImage(path=str(images.x[row]), label=int(images.y[row]), part=part)
+                for part, rows in parts.items()
+                for row in rows
+            ]
+            for name, parts in clients.items()
+        }
+        return read_listed(
+            found.images, listed, name="ham10000", class_names=_HAM_CLASSES, size=size or _HAM_SIZE,
+            note=note, progress=progress,
+        )  # fmt: skip
+    store = torch.from_numpy(images.x)
+
+    def split(rows: NDArray[np.int64]) -> Samples:
+        return Samples(x=store, y=torch.from_numpy(images.y[rows]), rows=torch.from_numpy(rows))
+
+    federation = Federation(
+        name="ham10000",
+        clients=tuple(
+            ClientData(name=name, train=split(parts["train"]), test=split(parts["test"]))
+            for name, parts in clients.items()
+        ),
+        classes=len(_HAM_CLASSES),
+        note=note,
+        class_names=_HAM_CLASSES,
+    )
+    return federation if size is None else federation.fit_images(size)
+
+
+def fed_isic2019(
+    root: Path, *, clean: bool = False, size: int | None = None, progress: Progress | None = None
+) -> Federation:
+    """Load Fed-ISIC2019: skin images of six centers, as FLamby splits ISIC 2019 (Ogier du Terrail et al. 2022).
+
+    arXiv:2210.04620; 23,247 images of eight classes. FLamby's list gives each image's center and side; its folds share
+    lesions, photographed more than once: of HAM10000's four sources 434, 213 and 46 lesions are on both sides of
+    vidir_modern, rosendahl and vienna_dias, and 9 lesions are in two sources.
+
+    FLamby's images have 224 pixels at the shorter side after its resizing and color constancy; here they are squashed
+    to squares. Pixels are normalized with ImageNet's mean and standard deviation, as there.
+
+    Args:
+        root: Directory of the data.
+        clean: Leave out training images whose lesion is in any center's test data; this needs HAM10000_metadata and
+            ISIC_2019_Training_Metadata.csv, which name the lesions, beside FLamby's list.
+        size: Side in pixels; None: 224, or the size of the compact files (32), which have four of the centers.
+        progress: Called with ``(what is read, done, in all)``.
+
+    Returns:
+        A client for each center, with images uint8 ``[N, 3, size, size]``; eight classes.
+
+    Raises:
+        UsageError: Files are missing or cannot be read.
+
+    """
+    _check_size(size)
+    found = FED_ISIC2019.locate("fed-isic2019", root)
+    cleaned = ", without training images of lesions that are in test data" if clean else ""
+    note = f"Fed-ISIC2019, FLamby's split{cleaned}"
+    if isinstance(found, dict):
+        federation = _read_isic_compact(found, clean, note)
+        return (federation if size is None else federation.fit_images(size)).normalize(IMAGENET)
+    notices: tuple[str, ...] = ()
+    if isinstance(found, DomainFolders):
+        if clean:
+            raise UsageError(
+                f"clean=True: {found.root} does not say which lesion an image shows; {FED_ISIC2019.layout}"
+            )
+        labels = {name: label for label, known in enumerate(_ISIC_CLASSES) for name in (known, str(label))}
+        by_number = list_from_folders(found, labels, 0.2)
+        clients = {_CENTERS[int(number)]: listed for number, listed in by_number.items()}
+        folder = found.root
+    else:
+        clients, folder = _list_isic_images(found, clean), found.images
+        if folder.name == _ISIC_IMAGES[1]:
+            notices = (f"{folder} holds the images as published, without FLamby's color constancy",)
+    federation = read_listed(
+        folder, clients, name="fed-isic2019", class_names=_ISIC_CLASSES, size=224 if size is None else size,
+        note=note, progress=progress,
+    )  # fmt: skip
+    return replace(federation, notices=notices).normalize(IMAGENET)
+
+
+def _check_size(size: int | None) -> None:
+    if size is not None and size < 1:
+        raise UsageError(f"size={size} pixels: must be at least 1")
+
+
+def _split_ham(
+    images: _Images, by_lesion: bool, fraction: float, seed: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the rows of the images for training and testing."""
+    if not by_lesion:
+        order = stream(seed, "ham10000").permutation(len(images.y))
+        count = round(fraction * len(order))
+        return np.sort(order[count:]), np.sort(order[:count])
+    strata = np.unique(images.site, return_inverse=True)[1] * len(_HAM_CLASSES) + images.y
+    _, first, which = np.unique(images.lesion, return_index=True, return_inverse=True)
+    test = np.isin(which, split_stratified(strata[first], fraction, stream(seed, "lesions"))[1])
+    if test.all() or not test.any():
+        raise UsageError(f"test_fraction={fraction:g} leaves no image on one side: choose another")
+    return np.flatnonzero(~test), np.flatnonzero(test)
+
+
+def _read_csv(file: Path, kind: str = "a table of images") -> list[dict[str, str]]:
+    with explain_errors(file, kind), file.open(encoding="utf-8-sig", newline="") as table:
+        return list(csv.DictReader(table, delimiter="\t" if file.suffix == ".tab" else ","))
+
+
+def _read_ham_table(found: _Published) -> _Images:
+    """Return the images that the table names; ``x`` holds paths relative to ``found.images``."""
+    there = {file.stem: file.relative_to(found.images).as_posix() for file in sorted(found.images.rglob("ISIC_*.jpg"))}
+    rows = _read_csv(found.table)
+    with explain_errors(found.table, "a table of images"):
+        missing = [row["image_id"] for row in rows if row["image_id"] not in there]
+        if missing:
+            raise UsageError(
+                f"{len(missing)} of {len(rows)} images that {found.table} names are not below {found.images}, first "
+                f"{missing[0]}.jpg: unpack both archives of images there"
+            )
+        return _Images(
+            x=np.array([there[row["image_id"]] for row in rows]),
+            y=np.array([_HAM_CLASSES.index(row["dx"]) for row in rows]),
+            lesion=np.array([row["lesion_id"] for row in rows]),
+            site=np.array([row.get("dataset", "") for row in rows]),
+        )
+
+
+def _list_isic_images(found: _Published, clean: bool) -> dict[str, list[ListedImage]]:
+    clients: dict[str, list[ListedImage]] = {center: [] for center in _CENTERS}
+    with explain_errors(found.table, "FLamby's list"):
+        for row in _read_csv(found.table, "FLamby's list"):
+            image = ListedImage(path=f"{row['image']}.jpg", label=int(row["target"]), part=row["fold"])
+            if image.part not in ("train", "test") or not 0 <= image.label < len(_ISIC_CLASSES):
+                raise ValueError(f"{row['image']} has target {image.label} and fold {image.part!r}")
+            clients[_CENTERS[int(row["center"])]].append(image)
+    if not clean:
+        return clients
+    lesions = _read_lesions(found.table.parent)
+    tested = {lesions.get(image.path) for listed in clients.values() for image in listed if image.part == "test"}
+    tested.discard(None)
+    return {
+        center: [image for image in listed if image.part == "test" or lesions.get(image.path) not in tested]
+        for center, listed in clients.items()
+    }
+
+
+def _read_lesions(folder: Path) -> dict[str, str]:
+    """Return the lesion of each image file, where its source names it."""
+    ham, isic = _find_file(folder, _HAM_METADATA), folder / _ISIC_METADATA
+    if ham is None or not isic.is_file():
+        raise UsageError(
+            f"clean=True needs HAM10000_metadata and {_ISIC_METADATA} in {folder}, which name the lesions: get them "
+            "from https://doi.org/10.7910/DVN/DBW86T and https://challenge.isic-archive.com/data/#2019"
+        )
+    lesions: dict[str, str] = {}
+    for file, image in ((isic, "image"), (ham, "image_id")):
+        with explain_errors(file, "a table of images"):
+            lesions |= {f"{row[image]}.jpg": row["lesion_id"] for row in _read_csv(file) if row["lesion_id"]}
+    return lesions
+
+
+def _read_compact(file: Path, label: str) -> dict[str, dict[str, NDArray[Any]]]:
+    """Return ``{part: {x, y, lesion}}`` of a site: images ``[N, H, W, 3]``, and the labels called ``label``."""
+    kinds = {"x": "x", "y": label, "lesion": "lesion"}
+    arrays = read_npz(file, [f"{kind}_{part}" for kind in kinds.values() for part in ("train", "test")])
+    return {part: {name: arrays[f"{kind}_{part}"] for name, kind in kinds.items()} for part in ("train", "test")}
+
+
+def _read_ham_compact(files: dict[str, Path]) -> _Images:
+    """Return the images of all sites; ``x`` holds their pixels ``[N, 3, H, W]``."""
+    parts = [(site, part) for site, file in files.items() for part in _read_compact(file, "dx").values()]
+    return _Images(
+        x=np.ascontiguousarray(np.concatenate([part["x"] for _, part in parts]).transpose(0, 3, 1, 2)),
+        y=np.concatenate([part["y"] for _, part in parts]).astype(np.int64),
+        lesion=np.concatenate([part["lesion"] for _, part in parts]),
+        site=np.concatenate([np.full(len(part["y"]), site) for site, part in parts]),
+    )
+
+
+def _read_isic_compact(files: dict[str, Path], clean: bool, note: str) -> Federation:
+    centers = {site: _read_compact(file, "y") for site, file in files.items()}
+    tested = np.concatenate([parts["test"]["lesion"] for parts in centers.values()])
+    clients = []
+    for site, parts in centers.items():
+        if clean:
+            keep = ~np.isin(parts["train"]["lesion"], tested)
+            parts["train"] = {name: array[keep] for name, array in parts["train"].items()}
+        splits = {
+            part: Samples(
+                x=torch.from_numpy(np.ascontiguousarray(arrays["x"].transpose(0, 3, 1, 2))),
+                y=torch.from_numpy(arrays["y"].astype(np.int64)),
+            )
+            for part, arrays in parts.items()
+        }
+        clients.append(ClientData(name=site, **splits))
+    return Federation(
+        name="fed-isic2019",
+        clients=tuple(clients),
+        classes=len(_ISIC_CLASSES),
+        note=note,
+        class_names=_ISIC_CLASSES,
+        notices=("these files have four centers of the six: bcn and msk are not in them",),
+    )

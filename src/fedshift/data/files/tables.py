@@ -1,0 +1,528 @@
+"""Federations from tables: one table with a column of clients, or one table per client.
+
+Files are read twice, one batch of rows at a time. The first pass finds each row's client, label and split, and the
+categories of every column of text; the second writes the features into float32 arrays of their final size. Little more
+than the result is ever held in memory.
+
+Without a split column, rows are drawn for testing within each client: the same share of each class, or whole groups
+(all samples of one patient, for example), so that no group is on both sides.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from numpy.typing import NDArray
+
+from ...utils.errors import UsageError, unknown_name
+from ...utils.random_streams import stream
+from ..federation import ClientData, Federation
+from ..samples import Samples
+from ..stratification import split_stratified
+from .read_options import Progress, ReadOptions
+from .table_schema import (
+    SUFFIXES,
+    Column,
+    ColumnContents,
+    Floats,
+    Ints,
+    TableFile,
+    clean_texts,
+    feature_offsets,
+    find_tables,
+    impute,
+    infer_column,
+    is_table,
+    is_text,
+    match_column,
+    match_features,
+    open_table,
+    read_declared_types,
+    scale,
+)
+
+TARGETS = ("target", "label", "y", "class", "outcome")
+CLIENTS = ("client", "site", "hospital", "center", "institution")
+SIDES = {"train": 0, "val": 1, "valid": 1, "validation": 1, "test": 2}
+"""Values of a split column, in any case, and the index in :data:`SPLITS` that each means."""
+SPLITS = ("train", "validation", "test")
+MOST_CLASSES = 100
+
+Labels = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColumnRoles:
+    """Names of the columns that are not features; ``client`` is None where every client has a file."""
+
+    target: str
+    client: str | None = None
+    split: str | None = None
+    group: str | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the columns that have a role, the target first."""
+        return [name for name in (self.target, self.client, self.split, self.group) if name is not None]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TableRows:
+    """The N rows of all files, in order, with the values of role columns as integer codes.
+
+    Attributes:
+        names: Names of the clients that are read.
+        client: Index in ``names`` of each row's client ``[N]``, -1 where it is not read.
+        codes: By column, the code of each row's value ``[N]``, -1 where it is missing.
+        values: By column, the values that the codes 0, 1, ... stand for.
+        files: Each file and its number of rows.
+
+    """
+
+    names: list[str]
+    client: Ints
+    codes: dict[str, Ints]
+    values: dict[str, list[str]]
+    files: dict[TableFile, int]
+
+    def describe_location(self, rows: NDArray[np.intp]) -> str:
+        """Return file and row numbers (from 1) of ``rows``, in ascending order; only those of the first file."""
+        ends = np.cumsum(list(self.files.values()))
+        place = int(np.searchsorted(ends, rows[0], side="right"))
+        table, count = list(self.files.items())[place]
+        here = rows[rows < ends[place]] - ends[place] + count + 1
+        return f"{table.path}, data row{'s' * (len(here) > 1)} {format_list(here)}"
+
+
+class _Codes:
+    """Distinct values of a column over all files, numbered by first occurrence, and the code of each row."""
+
+    def __init__(self) -> None:
+        self.places: dict[str, int] = {}
+        self.parts: list[Ints] = []
+
+    def add(self, cells: pa.Array) -> None:
+        """Add the next rows of the column."""
+        encoded = (clean_texts(cells) if is_text(cells.type) else cells).dictionary_encode()
+        numbers = [
+            -1 if value is None or value != value else self.places.setdefault(str(value), len(self.places))
+            for value in encoded.dictionary.to_pylist()
+        ]
+        self.parts.append(np.array([*numbers, -1], dtype=np.int32)[encoded.indices.fill_null(-1).to_numpy()])
+
+
+def holds_tables(path: Path) -> bool:
+    """Return whether ``path`` is a ``.csv``, ``.tsv`` or ``.parquet`` file or a directory with one; opens no file."""
+    return any(is_table(file) for file in (path.iterdir() if path.is_dir() else [path]))
+
+
+def read_tables(path: Path, reading: ReadOptions) -> Federation:
+    """Return the federation of the table at ``path``, or of the tables in that directory.
+
+    Columns are matched by name. All columns without a role are features: a number or truth value is one feature, text
+    (at most 50 distinct values) one per category. The list of categories is the sorted union over the clients read;
+    missing values (cells that are empty, NaN, NA, N/A, null or ?) and scale follow from each client's training rows.
+    Whole labels 0..K-1 keep their value, all others are numbered in order.
+
+    Args:
+        path: A ``.csv``, ``.tsv`` or ``.parquet`` file, or a directory of them.
+        reading: ``target`` names the column of labels. Clients are the values of ``client_column``, or without it
+            the files of a directory. The split is that of ``split_column`` (or of a column ``split`` whose values
+            are all in :data:`SIDES`); otherwise ``test_fraction`` of each client's rows are drawn for testing, the
+            same rows in every run, stratified by class or in whole groups of ``group_column``. Clients that join the
+            federation ``like`` are read by its columns and categories; then a single table may be one client, and
+            files without the client column are one client each.
+
+    Returns:
+        The federation, with samples float32 ``[N, D]``.
+
+    Raises:
+        UsageError: Something cannot be used, for example infinite values, dates, or labels that are missing or
+            continuous. The message names file, column, client or rows.
+
+    """
+    files = find_tables(path)
+    column = reading.client_column
+    if reading.like is not None and column is not None and files and column not in open_table(files[0]).types:
+        reading = replace(reading, client_column=None)
+    tables = _open_tables(path, files, reading)
+    roles, notices = _find_roles(tables, reading)
+    features = [name for name in tables[0].types if name not in roles.names]
+    if not features:
+        raise UsageError(f"{tables[0].path} has no column beside {', '.join(roles.names)}: a table needs features")
+    if reading.like:
+        features = match_features(tables[0], features, reading.like.columns, reading.like.name)
+    declared = {name: read_declared_types(name, tables) for name in features}
+    rows, seen = _scan_rows(tables, roles, declared, reading.domains)
+    if reading.like and reading.like.columns:
+        columns = [match_column(column, seen[column.name], reading.like.name) for column in reading.like.columns]
+        remarks = []
+    else:
+        inferred = [infer_column(name, seen[name]) for name in features]
+        columns, remarks = [column for column, _ in inferred], [notice for _, notice in inferred if notice]
+    classes, label, class_names = _find_classes(rows, roles.target, reading.classes)
+    y, ends, place = _arrange_rows(rows, label, roles, reading)
+    x = [np.empty((len(labels), feature_offsets(columns)[-1]), dtype=np.float32) for labels in y]
+    _fill_features(x, place, rows, columns, reading.progress)
+    notices += remarks
+    constant = _find_constant(x, columns)
+    if constant:
+        notices.append(f"the same in all rows, so nothing can be learned from it: {format_list(map(repr, constant))}")
+    notices += _impute_and_scale(x, [end[1] for end in ends], rows.names, columns, reading)
+    clients = []
+    for k, name in enumerate(rows.names):
+        parts = {
+            split: Samples(x=torch.from_numpy(x[k][first:last]), y=torch.from_numpy(y[k][first:last]))
+            for split, first, last in zip(SPLITS, ends[k], ends[k][1:], strict=False)
+            if last > first
+        }
+        clients.append(ClientData(name=name, **parts))
+    return Federation(
+        name=path.resolve().name if path.is_dir() else path.resolve().stem,
+        clients=tuple(clients),
+        classes=classes,
+        note=f"{sum(map(len, y))} rows of {len(clients)} clients, {len(columns)} columns",
+        class_names=class_names,
+        notices=tuple(notices),
+        columns=tuple(columns),
+    )
+
+
+def _open_tables(path: Path, files: Sequence[Path], reading: ReadOptions) -> list[TableFile]:
+    """Return the opened ``files``, in the order of the clients wanted where each has one; columns must be the same."""
+    if not files:
+        raise UsageError(f"{path} is no table and no directory with one: give files of {', '.join(SUFFIXES)}")
+    if reading.client_column is None:
+        if len(files) == 1 and reading.like is None:
+            names = list(open_table(files[0]).types)
+            raise UsageError(
+                f"{files[0]} is a single table: say which column holds the client of each row (--client-column), or "
+                f"give a directory with a file for each client; {_describe_candidates(names, CLIENTS)}"
+            )
+        by_stem: dict[str, Path] = {}
+        for file in files:
+            if by_stem.setdefault(file.stem, file) != file:
+                raise UsageError(f"{by_stem[file.stem]} and {file} are both of client {file.stem!r}: keep one")
+        for name in reading.domains or ():
+            if name not in by_stem:
+                raise unknown_name("domain", name, by_stem)
+        files = [by_stem[name] for name in reading.domains] if reading.domains else files
+    tables = [open_table(file) for file in files]
+    for table in tables:
+        for one, other in ((table, tables[0]), (tables[0], table)):
+            lacking = [name for name in other.types if name not in one.types]
+            if lacking:
+                raise UsageError(
+                    f"{one.path} has no column {lacking[0]!r}, which {other.path} has: all files need the same columns"
+                )
+    return tables
+
+
+def _find_roles(tables: Sequence[TableFile], reading: ReadOptions) -> tuple[ColumnRoles, list[str]]:
+    names = list(tables[0].types)
+    if reading.target is None:
+        raise UsageError(
+            f"{tables[0].path}: say which column holds the label (--target); {_describe_candidates(names, TARGETS)}"
+        )
+    roles = ColumnRoles(
+        target=reading.target, client=reading.client_column, split=reading.split_column, group=reading.group_column
+    )
+    for name, count in Counter(roles.names).items():
+        if name not in names and reading.like:
+            raise UsageError(
+                f"{tables[0].path} has no column {name!r}, by which {reading.like.name!r}, the data that it joins, was "
+                f"read: call it so; columns are {', '.join(names)}"
+            )
+        if name not in names:
+            raise unknown_name("column", name, names)
+        if count > 1:
+            raise UsageError(f"column {name!r} is named for {count} purposes: target, client, split and group differ")
+        nested = [table for table in tables if pa.types.is_nested(table.types[name])]
+        if nested:
+            raise UsageError(
+                f"{nested[0].path}: column {name!r} holds {nested[0].types[name]}: give it one value a row"
+            )
+    if roles.split is None and "split" in names and "split" not in roles.names and _is_split_column(tables):
+        notice = "column 'split' says which rows are for training, validation and testing"
+        return replace(roles, split="split"), [notice]
+    return roles, []
+
+
+def _describe_candidates(names: Sequence[str], usual: Sequence[str]) -> str:
+    likely = [name for name in names if name.lower() in usual]
+    return (f"perhaps {likely[0]!r}; " if likely else "") + f"columns are {', '.join(names)}"
+
+
+def _is_split_column(tables: Sequence[TableFile]) -> bool:
+    """Return whether every value in column ``split`` of every file is in :data:`SIDES`."""
+    for table in tables:
+        for batch in table.batches(["split"]):
+            codes = _Codes()
+            codes.add(batch.column("split"))
+            if not codes.places or not {value.lower() for value in codes.places} <= SIDES.keys():
+                return False
+    return True
+
+
+def _scan_rows(
+    tables: Sequence[TableFile], roles: ColumnRoles, seen: Mapping[str, ColumnContents], domains: Sequence[str] | None
+) -> tuple[TableRows, dict[str, ColumnContents]]:
+    """Read the columns with roles and the columns of text; return all rows, and the contents of the feature columns.
+
+    ``domains``: the clients wanted, in this order; None: all, by name. Raises :class:`UsageError` for unknown clients,
+    files without rows, and rows without a value in a column that has a role.
+    """
+    codes, known, files = {name: _Codes() for name in roles.names}, dict(seen), dict.fromkeys(tables, 0)
+    for table in tables:
+        text = [name for name in seen if is_text(table.types[name])]
+        for batch in table.batches([*roles.names, *text]):
+            files[table] += batch.num_rows
+            for name in roles.names:
+                codes[name].add(batch.column(name))
+            if len(codes[roles.target].places) > MOST_CLASSES:
+                some = ", ".join(list(codes[roles.target].places)[:3])
+                raise UsageError(
+                    f"target {roles.target!r} has more than {MOST_CLASSES} different values (such as {some}), so it is "
+                    "a measurement or an identifier, and only classes can be learned: group its values into classes, "
+                    "or name another column (--target)"
+                )
+            if roles.client and domains is not None:
+                wanted = [codes[roles.client].places.get(name, -2) for name in domains]
+                batch = batch.filter(pa.array(np.isin(codes[roles.client].parts[-1], wanted)))
+            known |= {name: known[name].update(batch.column(name)) for name in text}
+        if files[table] == 0:
+            raise UsageError(f"{table.path} has names of columns but no row: give it data, or leave it out")
+    if roles.client:
+        names, client = list(codes[roles.client].places), np.concatenate(codes[roles.client].parts)
+    else:
+        names = [table.path.stem for table in tables]
+        client = np.repeat(np.arange(len(tables), dtype=np.int32), list(files.values()))
+    chosen = {name: place for place, name in enumerate(dict.fromkeys(sorted(names) if domains is None else domains))}
+    for name in chosen:
+        if name not in names:
+            raise unknown_name("domain", name, names)
+    rows = TableRows(
+        names=list(chosen),
+        client=np.array([*(chosen.get(name, -1) for name in names), -1], dtype=np.int32)[client],
+        codes={name: np.concatenate(code.parts) for name, code in codes.items()},
+        values={name: list(code.places) for name, code in codes.items()},
+        files=files,
+    )
+    for name in roles.names:
+        missing = (rows.codes[name] < 0) & ((rows.client >= 0) | (name == roles.client))
+        if missing.any():
+            where = rows.describe_location(np.flatnonzero(missing))
+            raise UsageError(f"{where}: no value in column {name!r}: fill it in, or leave the rows out")
+    return rows, known
+
+
+def _find_classes(rows: TableRows, target: str, least: int | None) -> tuple[int, Labels, tuple[str, ...]]:
+    """Return the number of classes, the class of each code of column ``target``, and the classes' names."""
+    used = np.unique(rows.codes[target][rows.codes[target] >= 0])  # including clients that are not read
+    label = np.full(len(rows.values[target]), -1, dtype=np.int64)
+    classes, label[used], names = number_classes([rows.values[target][code] for code in used], target, least)
+    return classes, label, names
+
+
+def number_classes(values: Sequence[str], target: str, least: int | None) -> tuple[int, list[int], tuple[str, ...]]:
+    """Number the distinct ``values`` of column ``target`` as classes.
+
+    Whole numbers that are 0..K-1, or within 0..``least``-1, keep their value and have no names; other values are
+    numbered in order. Returns the number of classes (at least ``least``), the class of each value, and the classes'
+    names. Raises :class:`UsageError` for numbers that are not whole.
+    """
+    numbers = []
+    for value in values:
+        try:
+            numbers.append(float(value))
+        except ValueError:
+            break
+    meaning: Sequence[Any] = values
+    if len(numbers) == len(values):
+        for value, number in zip(values, numbers, strict=True):
+            if not number.is_integer():
+                raise UsageError(
+                    f"target {target!r} is {value} in some rows, not a whole number: only classes can be learned; "
+                    "group its values into classes, or name another column (--target)"
+                )
+        meaning = list(map(int, numbers))
+    distinct = sorted(set(meaning))
+    classes = max(len(distinct), least or 0)
+    if set(meaning) <= set(range(classes)):
+        return classes, list(meaning), ()
+    unseen = [f"unseen {k}" for k in range(len(distinct), classes)]
+    return classes, [distinct.index(value) for value in meaning], (*map(str, distinct), *unseen)
+
+
+def _arrange_rows(
+    rows: TableRows, label: Labels, roles: ColumnRoles, reading: ReadOptions
+) -> tuple[list[Labels], list[list[int]], Ints]:
+    """Sort each client's rows by split.
+
+    Returns each client's labels, the offsets of its splits (ending with its number of rows), and the position of each
+    of the N rows in its client's arrays.
+    """
+    y, ends, place = [], [], np.full(len(rows.client), -1, dtype=np.int32)
+    order = np.argsort(rows.client, kind="stable")
+    for here in np.split(order, np.searchsorted(rows.client, range(len(rows.names)), sorter=order))[1:]:
+        labels = label[rows.codes[roles.target][here]]
+        side = _assign_splits(rows, here, labels, roles, reading.test_fraction)
+        by_side = np.argsort(side, kind="stable")
+        place[here[by_side]] = np.arange(len(here))
+        y.append(labels[by_side])
+        ends.append(np.searchsorted(side[by_side], range(len(SPLITS) + 1)).tolist())
+    return y, ends, place
+
+
+def _assign_splits(
+    rows: TableRows, here: NDArray[np.intp], y: Labels, roles: ColumnRoles, fraction: float
+) -> NDArray[np.int8]:
+    """Return the index in :data:`SPLITS` of each row of one client (``here``: its rows, ``y``: their labels).
+
+    Raises :class:`UsageError`, naming the client, where training or test would be empty or share a group.
+    """
+    name = rows.names[rows.client[here[0]]]
+    if len(here) < 2:
+        raise UsageError(f"client {name!r} has 1 row, and needs one for training and one for testing: leave it out")
+    group = rows.codes[roles.group][here] if roles.group else None
+    if roles.split is None:
+        side = np.zeros(len(here), dtype=np.int8)
+        rng = stream(0, "test", name)
+        drawn = split_stratified(y, fraction, rng)[1] if group is None else draw_groups(group, fraction, rng)
+        side[drawn] = SIDES["test"]
+        fix = "its rows are all of one group" if roles.group else "it has one row of each class"
+    else:
+        values, codes = rows.values[roles.split], rows.codes[roles.split][here]
+        side = np.array([SIDES.get(value.lower(), -1) for value in values], dtype=np.int8)[codes]
+        if (side < 0).any():
+            raise UsageError(
+                f"{rows.describe_location(here[side < 0])}: {values[codes[side < 0][0]]!r} in column {roles.split!r}, "
+                f"which says what rows are for; allowed are {', '.join(SIDES)}"
+            )
+        fix = f"column {roles.split!r} must give it some"
+    for split in ("train", "test"):
+        if not (side == SIDES[split]).any():
+            raise UsageError(f"client {name!r} has no row for {split} among its {len(here)}: {fix}, or leave it out")
+    if group is not None and roles.split and roles.group:
+        pairs = np.unique(np.stack([group, side.astype(np.int32)]), axis=1)
+        both = pairs[0, 1:][pairs[0, 1:] == pairs[0, :-1]]
+        if len(both):
+            raise UsageError(
+                f"group {rows.values[roles.group][both[0]]!r} of client {name!r} is on two sides of column "
+                f"{roles.split!r}: a group must be on one side; correct the column, or name no group column"
+            )
+    return side
+
+
+def draw_groups(group: NDArray[np.int32], fraction: float, rng: np.random.Generator) -> NDArray[np.bool_]:
+    """Draw whole groups for testing, about ``fraction`` of the rows in total; return the mask of their rows ``[N]``.
+
+    In random order, each group is taken that brings the number of rows nearer to ``fraction * N``; where none does, the
+    smallest is. At least one group remains, so of a single group nothing is drawn. ``group`` holds the number of each
+    row's group ``[N]``. Raises :class:`UsageError` for a ``fraction`` outside 0..1.
+    """
+    if not 0 < fraction < 1:
+        raise UsageError(f"test_fraction={fraction:g}: must lie between 0 and 1")
+    names, sizes = np.unique(group, return_counts=True)
+    order = rng.permutation(len(names))
+    taken: list[int] = []
+    count, wanted = 0, fraction * len(group)
+    for place in order:
+        more = count + sizes[place]
+        if abs(more - wanted) < abs(count - wanted) and more < len(group):
+            taken, count = [*taken, place], more
+    if not taken and len(names) > 1:
+        taken = [order[sizes[order].argmin()]]
+    return np.isin(group, names[taken])
+
+
+def _fill_features(
+    x: Sequence[Floats], place: Ints, rows: TableRows, columns: Sequence[Column], progress: Progress | None
+) -> None:
+    """Read all files again and write the features of every wanted row to its ``place`` in its client's array."""
+    names, begin = [column.name for column in columns], feature_offsets(columns)
+    top, done = 0, 0
+    for table, count in rows.files.items():
+        for first, batch in table.pieces(names):
+            left = names.index(batch.schema.names[0])
+            span = slice(begin[left], begin[left + batch.num_columns])
+            block = np.empty((batch.num_rows, span.stop - span.start), dtype=np.float32)
+            for k, cells in enumerate(batch.columns, start=left):
+                columns[k].fill(cells, block[:, begin[k] - span.start : begin[k + 1] - span.start])
+            here = slice(top + first, top + first + batch.num_rows)
+            client = rows.client[here]
+            infinite = np.argwhere(np.isinf(block) & (client[:, None] >= 0))
+            if len(infinite):
+                at = infinite[0, 1]
+                name = names[int(np.searchsorted(begin, span.start + at, side="right")) - 1]
+                where = rows.describe_location(here.start + infinite[infinite[:, 1] == at, 0])
+                raise UsageError(
+                    f"{where}: an infinite value in column {name!r} (or one beyond float32): correct it, or leave it "
+                    "empty to have it imputed"
+                )
+            order = np.argsort(client, kind="stable")
+            for mine in np.split(order, np.flatnonzero(np.diff(client[order])) + 1):
+                if client[mine[0]] >= 0:
+                    x[client[mine[0]]][place[here][mine], span] = block[mine]
+            done += batch.num_rows * batch.num_columns
+            if progress is not None:
+                progress("values", done, len(rows.client) * len(columns))
+        top += count
+
+
+def _find_constant(x: Sequence[Floats], columns: Sequence[Column]) -> list[str]:
+    """Return the names of the columns whose values, where there are any, are the same in all rows."""
+    same = np.fmin.reduce([np.fmin.reduce(part) for part in x]) == np.fmax.reduce([np.fmax.reduce(part) for part in x])
+    starts = zip(columns, feature_offsets(columns), strict=False)
+    return [column.name for column, at in starts if same[at : at + column.width].all()]
+
+
+def _impute_and_scale(
+    x: Sequence[Floats], train: Sequence[int], names: Sequence[str], columns: Sequence[Column], reading: ReadOptions
+) -> list[str]:
+    """Impute and scale each client's array in place by its first ``train`` rows; return notices of imputed values."""
+    filled: list[str] = []
+    empty: dict[str, list[str]] = {}
+    for part, count, name in zip(x, train, names, strict=True):
+        if reading.missing == "refuse":
+            _refuse_missing(part, name, columns)
+        imputed, without = impute(part, count, columns)
+        filled += [f"{name} {imputed}"] if imputed else []
+        for column in without:
+            empty.setdefault(column, []).append(name)
+        if reading.scaling == "client":
+            scale(part, count, columns, skip=without)
+    notices = [
+        f"column {column!r} has no value in the training rows of {format_list(map(repr, clients))}: it is 0 in all "
+        "their rows"
+        for column, clients in empty.items()
+    ]
+    if filled:
+        notices.append(
+            "missing values imputed from each client's own training rows (median, or most frequent category): "
+            + format_list(filled)
+        )
+    return notices
+
+
+def _refuse_missing(x: Floats, client: str, columns: Sequence[Column]) -> None:
+    for column, at in zip(columns, feature_offsets(columns), strict=False):
+        missing = int(np.isnan(x[:, at]).sum())
+        if missing:
+            raise UsageError(
+                f"client {client!r} has no value of {column.name!r} in {missing} of {len(x)} rows: fill them in, leave "
+                "the column out, or have them imputed from the client's training rows (--missing impute)"
+            )
+
+
+def format_list(things: Iterable[object], most: int = 8) -> str:
+    """Return the first ``most`` things separated by commas, followed by the number of the others."""
+    words = [str(thing) for thing in things]
+    return ", ".join(words[:most]) + (f" and {len(words) - most} more" if len(words) > most else "")
