@@ -78,11 +78,11 @@ def test_a_round_that_was_done_but_not_saved_is_done_again_from_where_it_began(t
             raise KeyboardInterrupt
         return save(self, folder, *names)
 
-    from fedshift.flower.server.remote_trial import RemoteTrial
+    from fedshift.experiments.trial import Trial
 
-    save = RemoteTrial.save
+    save = Trial.save
     with monkeypatch.context() as patch:
-        patch.setattr(RemoteTrial, "save", killed)
+        patch.setattr(Trial, "save", killed)
         with pytest.raises(KeyboardInterrupt):
             coordinator(spec, grid, tmp_path / "served", Heard()).run()
     assert coordinator(spec, grid, tmp_path / "served", Heard()).run()

@@ -7,8 +7,9 @@ clients' training data and a seed.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from ..core.kernel import ClientState, ServerState, Update
 from ..core.plan import Plan
 from ..core.work import Bounds
 from ..data.samples import Samples
+from ..results.schema import Row
 from ..utils.errors import FedshiftError, UsageError
 from ..utils.random_streams import key_bits
 from ..utils.state import State
@@ -31,11 +33,20 @@ class Diverged(FedshiftError):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ClientResult:
-    """What a client's work of one round left: its new state, its upload, and its data loss, summed over samples."""
+    """Result of a client's local work in one round.
+
+    Attributes:
+        client: the client's state after the round; of a remote client, its number of steps alone.
+        update: the client's upload.
+        loss_sum: the data loss, summed over samples.
+        rows: measurements of the model just after local work, where the engine makes them; None: the caller does.
+
+    """
 
     client: ClientState
     update: Update
     loss_sum: float
+    rows: list[Row] | None = None
 
 
 class Engine(ABC):
@@ -63,8 +74,23 @@ class Engine(ABC):
         Raises :class:`Diverged` naming client, round and step.
         """
 
-    def close(self) -> None:  # noqa: B027 - most hold nothing
-        """Let go of what the engine holds."""
+    def find_available(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Return those of ``names`` that can take part in the next round; an engine may wait for them."""
+        return names
+
+    def evaluate(self, server: ServerState) -> list[Row] | None:
+        """Return rows of all clients just after aggregation, measured where their data are; None: data are here."""
+        return None
+
+    def facts(self) -> dict[str, Any]:
+        """Return the engine's state as JSON values for a checkpoint."""
+        return {}
+
+    def restore(self, facts: Mapping[str, Any]) -> None:  # noqa: B027 - most engines keep nothing
+        """Restore the state that :meth:`facts` returned, from a checkpoint's facts."""
+
+    def close(self) -> None:  # noqa: B027 - most engines hold nothing
+        """Release the engine's resources."""
 
     def steps_of_round(self, name: str, client: ClientState) -> tuple[Bounds, range]:
         """Where each batch of a pass over the client's data begins and ends, and the client's steps of this round."""
@@ -83,6 +109,10 @@ class Engine(ABC):
     def dropout_key(self, name: str, step: int, device: torch.device) -> Tensor:
         """The int64 scalar from which the client's step draws."""
         return torch.tensor(key_bits(self.seed, "dropout", name, step) >> 65, device=device)
+
+
+EngineFactory = Callable[[Plan, Data, int], Engine]
+"""Makes the engine of a trial from its plan, its clients' training samples and its seed."""
 
 
 def total_loss(losses: Tensor, sizes: list[int]) -> float:

@@ -24,9 +24,11 @@ from flwr.serverapp import Grid, ServerApp
 from typing_extensions import override
 
 from ...config.spec import CompareSpec, RunSpec
+from ...core.plan import Plan
 from ...data.federation import count_labels
 from ...engines.auto import EngineChoice
-from ...experiments.experiment import Observer
+from ...engines.engine import Data
+from ...experiments.experiment import Experiment, Observer
 from ...experiments.factory import list_seeds, make_methods, make_settings, resolve_model
 from ...experiments.trial import RoundResult
 from ...results.run_directory import MACHINES
@@ -34,7 +36,7 @@ from ...utils.errors import FedshiftError, UsageError
 from ..transport.exchange import FACTS, Exchange
 from .nodes import Nodes, StopRequested
 from .registry import ClientRegistry, RemoteFederation, SiteDescription
-from .remote_trial import QuorumPolicy, RemoteExperiment
+from .remote_engine import QuorumPolicy, RemoteEngine
 
 COORDINATOR = "FEDSHIFT_COORDINATOR"
 """Names the socket on which ``fedshift serve`` listens."""
@@ -136,7 +138,7 @@ class Coordinator:
         self.directory = Path(order["directory"])
         self.order = tuple(name.strip() for name in spec.domains.split(",")) if spec.domains else ()
         self.spec = replace(spec, engine="sequential", workers=None)
-        self.terms = QuorumPolicy(clients=int(order["clients"]), seconds=float(order["seconds"]))
+        self.quorum = QuorumPolicy(clients=int(order["clients"]), seconds=float(order["seconds"]))
         self.sent = {**asdict(self.spec), **PRIVATE}
         self.turned_away: set[str] = set()
         labels = make_settings(replace(self.spec, newcomers=None), ()).loss.counted
@@ -158,7 +160,7 @@ class Coordinator:
 
     def _run(self) -> bool:
         members = frozenset(client.name for client in self.population.clients)
-        clients = min(self.terms.clients, len(members or self.order) or self.terms.clients)
+        clients = min(self.quorum.clients, len(members or self.order) or self.quorum.clients)
         self.nodes.wait(clients, self.wait, members or frozenset(self.order) or None)
         while True:
             data = self._admit()
@@ -173,15 +175,26 @@ class Coordinator:
                     self._say_goodbye()
                 return finished
 
-    def _experiment(self, data: RemoteFederation) -> RemoteExperiment:
-        facts = {
+    def _experiment(self, data: RemoteFederation) -> Experiment:
+        methods, settings = make_methods(self.spec), make_settings(self.spec, data.names)
+        for method in methods:
+            if method.pooled:
+                raise UsageError(f"{method.name} needs all data in one place: leave it out across machines")
+        names = [method.name for method in methods]
+        description = {
             "experiment": self.population.experiment, "spec": self.sent, "classes": data.classes,
             "class_names": data.meanings, "columns": list(map(asdict, data.columns)), "labels": self._collect_labels(data),
         }  # fmt: skip
-        return RemoteExperiment(
-            methods=make_methods(self.spec), data=data, model=resolve_model(self.spec.model, data.sample_shape),
-            settings=make_settings(self.spec, data.names), seeds=list_seeds(self.spec), config=asdict(self.spec),
-            nodes=self.nodes, terms=self.terms, facts=facts,
+
+        def make_engine(plan: Plan, samples: Data, seed: int) -> RemoteEngine:
+            return RemoteEngine(
+                plan, samples, seed, federation=data, settings=settings, nodes=self.nodes, quorum=self.quorum,
+                description={**description, "method": names.index(plan.method.name), "seed": seed},
+            )  # fmt: skip
+
+        return Experiment(
+            methods=methods, data=data, model=resolve_model(self.spec.model, data.sample_shape), settings=settings,
+            seeds=list_seeds(self.spec), config=asdict(self.spec), make_engine=make_engine,
         )  # fmt: skip
 
     def _admit(self) -> RemoteFederation:
