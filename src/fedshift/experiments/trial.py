@@ -33,7 +33,7 @@ from ..core.server_round import StreamingAggregator
 from ..data.augmentation import check_augmentable
 from ..data.federation import ClientData, Federation, count_labels, pool_training_data
 from ..engines.auto import EngineChoice, choose_engine
-from ..engines.catalog import ENGINES
+from ..engines import ENGINES
 from ..engines.cost_model import count_operations, limit_threads
 from ..engines.engine import ClientResult, Engine, EngineFactory
 from ..evaluation.communication import downlink_bytes, uplink_bytes
