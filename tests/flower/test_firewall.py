@@ -9,7 +9,7 @@ import pytest
 import uvicorn
 from flwr.superlink.cli import flower_superlink
 
-from fedshift.flower.transport import firewall
+from fedshift.flower.transport import programs as firewall
 
 
 def requested(path, client, server="0.0.0.0", kind="http"):

@@ -2,7 +2,7 @@
 
 The coordinator aggregates uploads, evaluates nothing itself and sees no sample. For each client it keeps only the
 number of steps done and the round after which the client's state is current (its *base*, see
-``fedshift.flower.site.state``).
+:class:`fedshift.flower.site.site.SiteState`).
 """
 
 from __future__ import annotations
