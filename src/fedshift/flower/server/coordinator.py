@@ -10,9 +10,8 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Sequence
 from dataclasses import asdict, replace
-from functools import partial
+from functools import partial, partialmethod
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any
@@ -92,26 +91,13 @@ class ProgressReport(Observer):
         self.changed.set()
 
     @override
-    def begin(
-        self, methods: Sequence[str], seeds: Sequence[int], rounds: int, clients: Sequence[str], metric: str
-    ) -> None:
-        self.send("begin", list(methods), list(seeds), rounds, list(clients), metric)
-
-    @override
-    def trial(self, method: str, seed: int, done: int) -> None:
-        self.send("trial", method, seed, done)
-
-    @override
-    def client(self, client: str, loss: float) -> None:
-        self.send("client", client, loss)
-
-    @override
     def round(self, done: RoundResult) -> None:
         self.send("round", asdict(done))
 
-    @override
-    def notice(self, text: str) -> None:
-        self.send("notice", text)
+    begin = partialmethod(send, "begin")  # type: ignore[assignment]
+    trial = partialmethod(send, "trial")  # type: ignore[assignment]
+    client = partialmethod(send, "client")  # type: ignore[assignment]
+    notice = partialmethod(send, "notice")  # type: ignore[assignment]
 
 
 class Coordinator:

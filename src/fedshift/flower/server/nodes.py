@@ -8,8 +8,9 @@ asked, and not waited for where enough others answer.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from threading import Event
 
 from ..transport import no_telemetry as no_telemetry  # isort: split
@@ -132,7 +133,9 @@ class Nodes:
                 if name not in sent or sent[name][0] != address:
                     sent[name] = address, self._push(address, asked[name], until - time.monotonic())
             numbers = {number: name for name, (_, number) in sent.items() if number and name in missing}
-            for reply in self._pull(sorted(numbers, key=numbers.__getitem__), together):
+            pending = sorted(numbers, key=numbers.__getitem__)
+            batches = (pending[start : start + together] for start in range(0, len(pending), together))
+            for reply in chain.from_iterable(map(self.grid.pull_messages, batches)):
                 name = numbers[reply.metadata.reply_to_message_id]  # an error's sender is not the node
                 if reply.has_error() and reply.error.code not in FAILED:
                     sent[name] = sent[name][0], ""
@@ -148,11 +151,6 @@ class Nodes:
         for name in sorted(missing):
             there = "did not answer in time" if name in self._online else "is gone"
             yield name, FedshiftError(f"it {there}")
-
-    def _pull(self, numbers: Sequence[str], together: int) -> Iterator[Message]:
-        """Yield the answers that have arrived to messages ``numbers``, fetched ``together`` at a time."""
-        for start in range(0, len(numbers), together):
-            yield from self.grid.pull_messages(numbers[start : start + together])
 
     def _introduce(self, address: _Address, reply: Message) -> None:
         answer = _read_reply(reply)

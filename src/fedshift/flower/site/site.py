@@ -162,9 +162,12 @@ class Site:
 
     def answer(self, asked: Exchange) -> Exchange:
         """Return the answer to a coordinator's question; one of kind ``refused`` says why there is no other."""
-        answers = {"describe": self._describe, "train": self._train, "evaluate": self._evaluate, "end": self._end}
+        answers = {"describe": self._describe, "train": self._train, "evaluate": self._evaluate}
         try:
-            return answers[asked.kind](self.checked(asked, asked.run))
+            question = self.checked(asked, asked.run)
+            if question.kind == "end":
+                return Exchange(kind="ended", facts={"say": question.facts["say"]})
+            return answers[question.kind](question)
         except TableRefused as error:
             self.say(f"refused: {error}")
             return Exchange(kind="refused", facts={"why": "its table cannot be used: its own log says why"})
@@ -227,9 +230,6 @@ class Site:
                 right = 100 * sum(row["hits"]) / row["samples"]
                 self.say(f"{plan.method.name}, after round {server.round}: accuracy {right:.2f} % here")
         return Exchange(kind="evaluated", facts={"name": trial.name, "round": server.round, "rows": rows})
-
-    def _end(self, asked: Exchange) -> Exchange:
-        return Exchange(kind="ended", facts={"say": asked.facts["say"]})
 
     def _broadcast(self, plan: Plan, names: frozenset[str], asked: Exchange) -> tuple[ServerState, int]:
         """Return the broadcast, its entries ``names`` checked against the plan, and the client's base."""

@@ -53,7 +53,7 @@ class Verifier:
         self._root = x509.load_pem_x509_certificate(root.read_bytes())
 
     def __call__(self, exchange: Exchange, run: int) -> Exchange:
-        """Return ``exchange`` without its proof; raise :class:`RefusedMessage` where that is invalid for run ``run``."""
+        """Return ``exchange`` without its proof; raise :class:`RefusedMessage` if that is invalid for run ``run``."""
         facts = dict(exchange.facts)
         proof = facts.pop("proof", None)
         plain = replace(exchange, facts=facts)
