@@ -1,7 +1,7 @@
 """The pool engine: clients distributed over worker processes of one thread each, as workers become free.
 
-Networks too large to gain from running side by side make the best use of several processors when each trains a client
-of its own: no step waits for another thread. Data, broadcast and uploads pass through shared memory. Results are those
+Networks too large to gain from running side by side make the best use of several processors when each trains another
+client: no step waits for another thread. Data, broadcast and uploads pass through shared memory. Results are those
 of the sequential engine on one thread, bit for bit, whatever the number of workers. Workers are started at the first
 round, serve all trials of this process, and end with it, however it ends.
 """

@@ -94,10 +94,11 @@ class ProgressReport(Observer):
     def round(self, done: RoundResult) -> None:
         self.send("round", asdict(done))
 
-    begin = partialmethod(send, "begin")  # type: ignore[assignment]
-    trial = partialmethod(send, "trial")  # type: ignore[assignment]
-    client = partialmethod(send, "client")  # type: ignore[assignment]
-    notice = partialmethod(send, "notice")  # type: ignore[assignment]
+    # Their arguments are JSON values, sent unchanged.
+    begin = partialmethod(send, "begin")
+    trial = partialmethod(send, "trial")
+    client = partialmethod(send, "client")
+    notice = partialmethod(send, "notice")
 
 
 class Coordinator:

@@ -154,7 +154,7 @@ class _MessageSocket:
 
     @property
     def is_drained(self) -> bool:
-        """Whether no more messages will arrive."""
+        """True once no more messages will arrive."""
         return self.broken.is_set() or bool(self.over)
 
     def close(self) -> None:
