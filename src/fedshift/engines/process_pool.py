@@ -133,7 +133,6 @@ class Pool(ProcessEngine):
         super().__init__(plan, data, seed, workers)
         self._number = next(self._numbers)
         self._buffers: tuple[SharedMemoryBuffer, SharedMemoryBuffer] | None = None  # trial, broadcast
-        self._informed: list[_WorkerHandle] = []
         self._workers: list[_WorkerHandle] = []
         self._free: list[_WorkerHandle] = []
         self._trial = b""
@@ -147,11 +146,13 @@ class Pool(ProcessEngine):
 
     @override
     def close(self) -> None:
-        for worker in self._informed:
-            worker.send("forget", self._number)
+        for worker in _WORKERS:
+            if self._number in worker.trials:
+                worker.trials.remove(self._number)
+                worker.send("forget", self._number)
         for buffer in self._buffers or ():
             buffer.close()
-        self._informed, self._buffers = [], None
+        self._buffers = None
 
     @override
     def _broadcast(self, server: ServerState, clients: int) -> int:
@@ -173,13 +174,12 @@ class Pool(ProcessEngine):
             self._trial = buffers[0].write((self.plan, self.data, self.seed))
             self._buffers = buffers
         layout = self._buffers[1].write(server)
-        self._informed = [worker for worker in self._informed if worker.process.poll() is None]
         for worker in workers:
-            if worker not in self._informed:
+            if self._number not in worker.trials:
                 worker.send("trial", self._number, self._trial)
                 for buffer in self._buffers:
                     worker.share_buffer(buffer)
-                self._informed.append(worker)
+                worker.trials.add(self._number)
             worker.send("server", self._number, layout)
 
     @override
@@ -210,9 +210,10 @@ class Pool(ProcessEngine):
 
 
 class _WorkerHandle:
-    """A worker process, seen from its parent."""
+    """A worker process, seen from its parent; ``trials``: the numbers of those that it knows."""
 
     def __init__(self) -> None:
+        self.trials: set[int] = set()
         self.socket, theirs = socket.socketpair()
         self._lifeline, end = socket.socketpair()
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process lives

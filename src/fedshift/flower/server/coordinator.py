@@ -122,7 +122,7 @@ class Coordinator:
         labels = make_settings(replace(self.spec, newcomers=None), ()).loss.counted
         hello = Exchange(kind="describe", facts={"spec": self.sent, "labels": labels})
         self.path = self.directory / MACHINES / "population.json"
-        self.population = ClientRegistry.read(self.path) if self.path.exists() else ClientRegistry.empty()
+        self.population = ClientRegistry.read(self.path) if self.path.exists() else ClientRegistry()
         known = {client.name: client for client in self.population.clients}
         secured = _make_security(Path(order["keys"]), run) if order["keys"] else {}
         self.nodes = Nodes(

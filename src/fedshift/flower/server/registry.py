@@ -11,7 +11,7 @@ import json
 import math
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -109,13 +109,8 @@ class RemoteFederation(Federation):
 class ClientRegistry:
     """The clients of the experiment ``experiment``, in the order in which they were admitted."""
 
-    experiment: str
+    experiment: str = field(default_factory=lambda: secrets.token_hex(8))
     clients: tuple[SiteDescription, ...] = ()
-
-    @staticmethod
-    def empty() -> ClientRegistry:
-        """Return a new experiment without clients."""
-        return ClientRegistry(experiment=secrets.token_hex(8))
 
     @staticmethod
     def read(path: Path) -> ClientRegistry:

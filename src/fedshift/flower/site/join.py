@@ -120,7 +120,7 @@ def _watch(link: CoordinatorLink, door: _MessageSocket, home: Path, log: Path, s
         forward = Program("flwr-clientapp", [], home=home, log=log, more=more)
         node = Program("flower-supernode", link.to_arguments(), home=home, log=log, more=more)
         try:
-            while node.wait(0.2) is forward.code is None and not stop.is_set() and not door.is_drained:
+            while node.wait(0.2) is forward.code is None and not (stop.is_set() or door.broken.is_set() or door.over):
                 pass
             if door.over:
                 node.wait(PARTING)
@@ -151,11 +151,6 @@ class _MessageSocket:
         self._socket.bind(str(path))
         self._socket.listen()
         threading.Thread(target=self._serve, daemon=True).start()
-
-    @property
-    def is_drained(self) -> bool:
-        """True once no more messages will arrive."""
-        return self.broken.is_set() or bool(self.over)
 
     def close(self) -> None:
         """Accept no more messages."""
