@@ -16,7 +16,7 @@ from fedshift.core.preparation import prepare
 from fedshift.core.work import Work
 from fedshift.data.samples import Samples
 from fedshift.engines.engine import Diverged
-from fedshift.engines.pool_worker import Worker, send_buffer
+from fedshift.engines.process_pool import Worker, send_buffer
 from fedshift.engines.sequential import Sequential
 from fedshift.engines.shared_memory import SharedMemoryBuffer
 from fedshift.methods.fedbn import fedbn

@@ -364,9 +364,9 @@ import os, threading, torch
 from torch import nn
 from fedshift.core.kernel import init_client, init_server
 from fedshift.core.optimizer import SGD
-from fedshift.core.prepare import prepare
-from fedshift.data.split import Split
-from fedshift.engines.pool import Pool
+from fedshift.core.preparation import prepare
+from fedshift.data.samples import Samples
+from fedshift.engines.process_pool import Pool
 from fedshift.methods.fedavg import fedavg
 
 class Net(nn.Linear):
@@ -375,7 +375,7 @@ class Net(nn.Linear):
         threading.Event().wait()
 
 plan = prepare(fedavg(), Net(2, 2), optimizer=SGD(lr=0.1))
-data = {name: Split(x=torch.ones(4, 2), y=torch.zeros(4, dtype=torch.int64)) for name in "ab"}
+data = {name: Samples(x=torch.ones(4, 2), y=torch.zeros(4, dtype=torch.int64)) for name in "ab"}
 dict(Pool(plan, data, 0, 2).train(init_server(plan), {name: init_client(plan) for name in data}))
 """
 

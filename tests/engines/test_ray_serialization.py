@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedshift.engines.ray_serialization import deserialize, serialize
+from fedshift.engines.ray import deserialize, serialize
 
 TENSORS = {
     "floats": torch.randn(3, 4, generator=torch.Generator().manual_seed(0)),

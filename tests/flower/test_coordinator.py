@@ -78,11 +78,11 @@ def test_a_round_that_was_done_but_not_saved_is_done_again_from_where_it_began(t
             raise KeyboardInterrupt
         return save(self, folder, *names)
 
-    from fedshift.flower.server.remote_trial import RemoteTrial
+    from fedshift.experiments.trial import Trial
 
-    save = RemoteTrial.save
+    save = Trial.save
     with monkeypatch.context() as patch:
-        patch.setattr(RemoteTrial, "save", killed)
+        patch.setattr(Trial, "save", killed)
         with pytest.raises(KeyboardInterrupt):
             coordinator(spec, grid, tmp_path / "served", Heard()).run()
     assert coordinator(spec, grid, tmp_path / "served", Heard()).run()
@@ -145,24 +145,24 @@ def test_label_counts_are_asked_for_only_where_the_loss_goes_by_them(tmp_path, m
 
 
 def test_clients_are_in_the_order_of_the_settings_and_those_admitted_later_last():
-    first = ClientRegistry.empty().add_clients([described("c"), described("a"), described("b")], order=("b",))
+    first = ClientRegistry().add_clients([described("c"), described("a"), described("b")], order=("b",))
     grown = first.add_clients([described("a"), described("A")], order=("b",))
     assert [client.name for client in grown.clients] == ["b", "a", "c", "A"]
-    assert grown.experiment == first.experiment != ClientRegistry.empty().experiment
+    assert grown.experiment == first.experiment != ClientRegistry().experiment
 
 
 def test_labels_count_among_the_classes_of_all_sites():
     some = described("a", labels=(5, 1), samples={"train": 6, "test": 4})
     other = described("b", labels=(2, 7), samples={"train": 9, "test": 4}, class_names=("ant", "cat"))
-    data = ClientRegistry.empty().add_clients([some, other]).to_federation(4)
+    data = ClientRegistry().add_clients([some, other]).to_federation(4)
     assert data.class_names == ("ant", "cat", "dog")
     assert count_labels(data).tolist() == [2, 12, 1, 0]
     unnamed = [described(name, labels=(2, 4), class_names=()) for name in "ab"]
-    assert count_labels(ClientRegistry.empty().add_clients(unnamed).to_federation(None)).tolist() == [4, 8]
+    assert count_labels(ClientRegistry().add_clients(unnamed).to_federation(None)).tolist() == [4, 8]
 
 
 def test_a_population_is_read_as_it_was_written(tmp_path):
-    population = ClientRegistry.empty().add_clients(
+    population = ClientRegistry().add_clients(
         [described("a", labels=(2, 4)), described("b", columns=COLUMNS, shape=(3,))]
     )
     population.write(tmp_path / "machines" / "population.json")
@@ -171,10 +171,10 @@ def test_a_population_is_read_as_it_was_written(tmp_path):
 
 def test_classes_of_all_sites_are_counted_together():
     sites = [described("a", class_names=("10", "9")), described("b", class_names=("2", "9"))]
-    data = ClientRegistry.empty().add_clients(sites).to_federation(None)
+    data = ClientRegistry().add_clients(sites).to_federation(None)
     assert (data.class_names, data.classes) == (("2", "9", "10"), 3)
     same = [described("a", class_names=("dog", "cat")), described("b", class_names=("dog", "cat"))]
-    assert ClientRegistry.empty().add_clients(same).to_federation(None).class_names == (
+    assert ClientRegistry().add_clients(same).to_federation(None).class_names == (
         "dog",
         "cat",
     )  # as both have them
@@ -206,7 +206,7 @@ def test_labels_of_a_site_mean_what_they_mean_at_all():
 )
 def test_sites_whose_data_do_not_go_together_are_named(changes, classes, why):
     with pytest.raises(FedshiftError, match=why):
-        ClientRegistry.empty().add_clients([described("a"), described("b", **changes)]).to_federation(classes)
+        ClientRegistry().add_clients([described("a"), described("b", **changes)]).to_federation(classes)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from fedshift.config.spec import CompareSpec
 from fedshift.experiments.factory import parse_methods
 from tests.flower.processes import machines
 from tests.flower.sites import same_as_in_process
-from tests.flower.test_remote_trial import FEDERATED
+from tests.flower.test_remote_engine import FEDERATED
 
 
 @pytest.mark.slow

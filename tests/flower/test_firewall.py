@@ -9,7 +9,7 @@ import pytest
 import uvicorn
 from flwr.superlink.cli import flower_superlink
 
-from fedshift.flower.transport import firewall
+from fedshift.flower.transport import programs
 
 
 def requested(path, client, server="0.0.0.0", kind="http"):
@@ -23,7 +23,7 @@ def requested(path, client, server="0.0.0.0", kind="http"):
         sent.append(message.get("status", message["type"]))
 
     scope = {"type": kind, "path": path, "client": client and (client, 5000), "server": (server, 9091)}
-    asyncio.run(firewall.Firewall(app)(scope, None, send))
+    asyncio.run(programs.Firewall(app)(scope, None, send))
     return sent
 
 
@@ -41,10 +41,10 @@ def test_other_machines_get_only_what_nodes_need(path):
 def test_a_superlink_starts_guarded(monkeypatch):
     started = []
     monkeypatch.setattr(uvicorn, "run", lambda app, **named: started.append((app, named)))
-    firewall.install_firewall()
+    programs.install_firewall()
     uvicorn.run(app="the app", port=1)
     ((guarded, named),) = started
-    assert isinstance(guarded, firewall.Firewall)
+    assert isinstance(guarded, programs.Firewall)
     assert (guarded.app, named) == ("the app", {"port": 1})
 
 

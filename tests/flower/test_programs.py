@@ -39,7 +39,7 @@ def stand_in(monkeypatch, tmp_path):
 def test_a_program_gets_its_arguments_and_what_it_says_is_kept(stand_in):
     program = stand_in("print('heard', sys.argv)")
     assert program.wait(60) == 0
-    assert program.said() == "heard ['flwr', 'a', 'b']"
+    assert program.last_message() == "heard ['flwr', 'a', 'b']"
     program.stop()
 
 
@@ -48,7 +48,7 @@ def test_a_program_that_does_not_end_by_itself_is_ended(stand_in):
     assert program.code is None
     program.stop()
     assert program.code is not None
-    assert program.said() == "it said nothing"
+    assert program.last_message() == "it said nothing"
 
 
 def test_why_a_program_ended_is_what_it_said_of_that(stand_in):
@@ -58,17 +58,17 @@ def test_why_a_program_ended_is_what_it_said_of_that(stand_in):
     told = "up\n\x1b[91mERROR \x1b[0m: Exit Code: 305\nIt failed.\n[code: 2004] So.\nIt could not.\n\nSee.\nINFO: down"
     program = stand_in(f"print({told!r})")
     assert program.wait(60) == 0
-    assert program.said() == "It failed. [code: 2004] So."
+    assert program.last_message() == "It failed. [code: 2004] So."
     program.stop()
     last = stand_in(r"print('it is\x1b[0m over')")
     assert last.wait(60) == 0
-    assert last.said() == "it is over"
+    assert last.last_message() == "it is over"
     last.stop()
 
 
 CHILD = """
 import sys, time, types
-import fedshift.flower.programs as programs
+import fedshift.flower.transport.programs as programs
 sys.modules["stand_in"] = types.SimpleNamespace(main=lambda: (print("up", flush=True), time.sleep(600)))
 programs.PROGRAMS["flwr"] = "stand_in:main"
 sys.argv[1:] = ["flwr"]

@@ -123,7 +123,7 @@ class FakeProgram:
     def stop(self):
         self.code = 0
 
-    def said(self):
+    def last_message(self):
         return "killed"
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from fedshift.config.expressions import list_catalog
 from fedshift.core.method import Method
-from fedshift.engines.catalog import ENGINES
+from fedshift.engines import ENGINES
 from fedshift.experiments.trial import Trial
 from fedshift.methods.ditto import ditto
 from fedshift.methods.fedavg import fedavg

@@ -1,5 +1,25 @@
 """Engines carry out the clients' work of a round. They know only the kernel; no method knows which engine runs it.
 
-An engine is a function of the signature :class:`Engine`. It joins the laws in ``tests/laws`` and the command line by
-standing in ``fedshift.engines.catalog.ENGINES``.
+An engine is a subclass of :class:`fedshift.engines.engine.Engine`. Listing it in :data:`ENGINES` makes it available to
+the command line and subjects it to ``tests/laws``.
 """
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from .engine import Engine
+from .identity import Identity
+from .process_pool import Pool
+from .ray import Ray
+from .sequential import Sequential
+from .stacked import Stacked
+
+ENGINES: Mapping[str, type[Engine]] = {
+    "sequential": Sequential,
+    "stacked": Stacked,
+    "pool": Pool,
+    "ray": Ray,
+    "identity": Identity,
+}
+"""Engines by name; all others must equal ``sequential`` (``tests/laws``)."""

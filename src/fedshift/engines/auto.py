@@ -1,7 +1,7 @@
-"""The engine chosen for a trial: by what the work needs, and by a step of each engine timed on this machine.
+"""Automatic choice of an engine for a trial, from the work's cost and a timed step of each engine on this machine.
 
-Timings are kept in the cache directory by everything they depend on, so that the same work on the same machine gets the
-same engine again, and with it the same rounding.
+Timings are cached under everything they depend on, so that the same work on the same machine gets the same engine
+again, and with it the same rounding.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from .process_pool import Pool
 from .stacked import Stacked, count_lanes, run_stacked_step
 
 LITTLE = 1e11
-"""Operations in all below which a run takes about a second whatever the engine."""
+"""Total operations below which a run takes about a second on any engine."""
 ALONE = " on one thread"
-"""What the name of an engine ends with where torch is to use one thread."""
+"""Suffix of an engine's name where torch is to use one thread."""
 START = 3.0
 """Seconds until worker processes are ready."""
 COPY = 4e9
-"""Bytes a second that a process copies, at least."""
+"""Bytes per second that a process copies, at least."""
 HANDED = 2e-3
-"""Seconds it takes to hand a client to a worker and back, beside copying."""
+"""Seconds to pass a client to a worker and back, in addition to copying."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineChoice:
-    """The engine for a trial, and why, in a sentence without its full stop; ``threads``: of torch, None: all it has."""
+    """The engine for a trial and the reason, a sentence without its period; ``threads``: torch's, None: all."""
 
     engine: str
     reason: str
@@ -46,9 +46,9 @@ class EngineChoice:
 def choose_engine(
     plan: Plan, data: Data, *, clients: int, rounds: int, workers: int | None = None, apart: bool = False
 ) -> EngineChoice:
-    """The engine for ``rounds`` rounds in which ``clients`` of those in ``data`` take part.
+    """Return the engine for ``rounds`` rounds in which ``clients`` of those in ``data`` take part.
 
-    ``apart``: each client's model after its work is needed, not only what they average to.
+    ``apart``: each client's model after its local work is needed, not only their average.
     """
     if not apart and Identity.refusal(plan, data) is None:
         return EngineChoice(
@@ -68,9 +68,9 @@ def choose_engine(
     many = steps * clients * rounds
     took = {name: many * value for name, value in found.items() if name != "pool"}
     if "pool" in found:
-        hands = min(workers or available_processors(), clients)
+        processes = min(workers or available_processors(), clients)
         moved = 3 * nbytes(plan.initial) / COPY
-        took["pool"] = START + rounds * ceil(clients / hands) * (steps * found["pool"] + moved + HANDED)
+        took["pool"] = START + rounds * ceil(clients / processes) * (steps * found["pool"] + moved + HANDED)
     best = min(took, key=lambda name: took[name])
     each = ", ".join(f"{name} {_format_time(value)}" for name, value in sorted(took.items(), key=lambda item: item[1]))
     threads = 1 if best.endswith(ALONE) else None
@@ -83,17 +83,17 @@ def _format_time(value: float) -> str:
 
 
 def _calibrate(plan: Plan, data: Data, batch: int, clients: int, workers: int | None) -> dict[str, float]:
-    """Seconds of a client's step on each engine that can run the plan, measured here or remembered."""
-    hands = min(workers or available_processors(), clients)
+    """Return the seconds of a client's step on each engine that can run the plan, measured now or cached."""
+    processes = min(workers or available_processors(), clients)
     split = next(iter(data.values()))
-    machine = torch.__version__, torch.get_num_threads(), hands, str(split.y.device)
+    machine = torch.__version__, torch.get_num_threads(), processes, str(split.y.device)
     shapes = [tuple(tensor.shape) for tensor in plan.initial.values()]
     work = batch, count_lanes(plan, data, clients), split.shape, plan.optimizer, plan.loss, plan.augment
     facts = machine, plan.method.text, str(plan.module), shapes, str(plan.dtype), plan.precision, str(work)
-    return cached_measurement("engines.json", facts, lambda: _time_engines(plan, data, batch, clients, hands))
+    return cached_measurement("engines.json", facts, lambda: _time_engines(plan, data, batch, clients, processes))
 
 
-def _time_engines(plan: Plan, data: Data, batch: int, clients: int, hands: int) -> dict[str, float]:
+def _time_engines(plan: Plan, data: Data, batch: int, clients: int, processes: int) -> dict[str, float]:
     split = max(data.values(), key=len)
     index = torch.arange(batch, device=split.y.device) % len(split)
     x, y = split.inputs(index, plan.dtype), split.y[index]
@@ -107,6 +107,6 @@ def _time_engines(plan: Plan, data: Data, batch: int, clients: int, hands: int) 
             found[f"sequential{how}"] = time_median(lambda: client_step(plan, job, x, y, key), 3)
             if stackable:
                 found[f"stacked{how}"] = time_median(lambda: run_stacked_step(plan, job, lanes, x, y), 3) / lanes
-    if hands > 1 and Pool.refusal(plan, data) is None:
+    if processes > 1 and Pool.refusal(plan, data) is None:
         found["pool"] = found.get(f"sequential{ALONE}", found["sequential"])
     return found

@@ -1,4 +1,4 @@
-"""What work costs: operations of a sample, and how many a second this machine can do at best."""
+"""Cost of work: operations per sample, bytes of activations, and this machine's measured peak."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from .engine import Data
 
 
 def count_operations(plan: Plan, data: Data) -> int:
-    """Floating-point operations of training on one sample: three times those of the forward pass.
+    """Return the floating-point operations of training on one sample: three times those of the forward pass.
 
-    Products of matrices and convolutions are counted, a multiplication and an addition each; the backward pass does
-    twice as many as the forward pass, once for the inputs' gradients and once for the weights'.
+    Matrix products and convolutions are counted, two operations for each multiplication and addition; the backward pass
+    takes twice as many as the forward pass, once for the inputs' gradients and once for the weights'.
     """
     split = next(iter(data.values()))
     x = split.inputs(slice(0, 1), plan.dtype)
@@ -32,7 +32,7 @@ def count_operations(plan: Plan, data: Data) -> int:
 
 
 def measure_activations(plan: Plan, data: Data) -> int:
-    """Bytes that the layers' outputs for one sample take, which training keeps until the backward pass."""
+    """Return the bytes of the layers' outputs for one sample, which training keeps until the backward pass."""
     counted = 0
 
     def count(_layer: nn.Module, _inputs: object, made: object) -> None:
@@ -50,7 +50,7 @@ def measure_activations(plan: Plan, data: Data) -> int:
 
 @contextmanager
 def limit_threads(threads: int | None) -> Iterator[None]:
-    """Inside the block torch uses this many threads (None: as many as before); a small step is faster on one."""
+    """Limit torch to this many threads inside the block (None: no change); a small step is faster on one."""
     before = torch.get_num_threads()
     if threads in (None, before):
         yield
@@ -63,7 +63,7 @@ def limit_threads(threads: int | None) -> Iterator[None]:
 
 
 def time_median(work: Callable[[], object], times: int) -> float:
-    """The median seconds of ``work``, done ``times`` times after once to warm up."""
+    """Return the median seconds of ``times`` runs of ``work``, after one to warm up."""
     found = []
     for _ in range(times + 1):
         began = time.perf_counter()
@@ -76,9 +76,9 @@ def time_median(work: Callable[[], object], times: int) -> float:
 
 @cache
 def measure_peak(threads: int) -> dict[str, float]:
-    """Measured float32 operations a second, of a large product of matrices and of a 3 x 3 convolution.
+    """Measure float32 operations per second of a large matrix product and of a 3 x 3 convolution.
 
-    On the CPU, with as many ``threads``; each is the best that the libraries do here, not the processor's data sheet.
+    On the CPU, with this many ``threads``; the best that the libraries reach here, not the processor's data sheet.
     """
     layer, x_BI = use_fast_linear(nn.Linear(1024, 1024)), torch.randn(1024, 1024)
     images, kernels = (

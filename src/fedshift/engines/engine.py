@@ -1,4 +1,4 @@
-"""What an engine is: it carries out the local work of the clients of a round, in whatever way is fast.
+"""The interface of engines, which carry out the local work of a round's clients in whatever way is fast.
 
 An engine knows only the kernel, and no method knows which engine runs it. It is made for one trial: a plan, the
 clients' training data and a seed.
@@ -7,8 +7,9 @@ clients' training data and a seed.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from ..core.kernel import ClientState, ServerState, Update
 from ..core.plan import Plan
 from ..core.work import Bounds
 from ..data.samples import Samples
+from ..results.schema import Row
 from ..utils.errors import FedshiftError, UsageError
 from ..utils.random_streams import key_bits
 from ..utils.state import State
@@ -31,18 +33,34 @@ class Diverged(FedshiftError):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ClientResult:
-    """What a client's work of one round left: its new state, its upload, and its data loss, summed over samples."""
+    """Result of a client's local work in one round.
+
+    Attributes:
+        client: the client's state after the round; of a remote client, its number of steps alone.
+        update: the client's upload.
+        loss_sum: the data loss, summed over samples.
+        rows: measurements of the model just after local work, where the engine makes them; None: the caller does.
+
+    """
 
     client: ClientState
     update: Update
     loss_sum: float
+    rows: list[Row] | None = None
 
 
 class Engine(ABC):
     """Carries out the clients' work of a trial; close it at the end.
 
-    ``workers``: processes at most, for engines that use some; None: one for each processor that is free to use. Raises
-    :class:`UsageError` saying why where the engine does not fit the plan.
+    Args:
+        plan: the trial's plan.
+        data: training samples by client.
+        seed: the key of all random draws.
+        workers: the most processes to use, for engines that use some; None: one for each free processor.
+
+    Raises:
+        UsageError: saying why, where the engine does not fit the plan.
+
     """
 
     def __init__(self, plan: Plan, data: Data, seed: int, workers: int | None = None) -> None:
@@ -53,45 +71,64 @@ class Engine(ABC):
 
     @classmethod
     def refusal(cls, plan: Plan, data: Data) -> str | None:  # noqa: ARG003 - nothing to refuse here
-        """Why the engine cannot run ``plan`` on ``data``, as the end of a sentence; None where it can."""
+        """Return why the engine cannot run ``plan`` on ``data``, as the end of a sentence; None where it can."""
         return None
 
     @abstractmethod
     def train(self, server: ServerState, clients: Mapping[str, ClientState]) -> Iterator[tuple[str, ClientResult]]:
-        """Do one round: yield each of ``clients`` with its outcome as it is done, in any order.
+        """Train ``clients`` for one round; yield each with its result as it finishes, in any order.
 
-        Raises :class:`Diverged` naming client, round and step.
+        A remote engine may leave out clients that fail. Raises :class:`Diverged` naming client, round and step.
         """
 
-    def close(self) -> None:  # noqa: B027 - most hold nothing
-        """Let go of what the engine holds."""
+    def find_available(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Return those of ``names`` that can take part in the next round; an engine may wait for them."""
+        return names
+
+    def evaluate(self, server: ServerState) -> list[Row] | None:
+        """Return rows of all clients just after aggregation, measured where their data are; None: data are here."""
+        return None
+
+    def facts(self) -> dict[str, Any]:
+        """Return the engine's state as JSON values for a checkpoint."""
+        return {}
+
+    def restore(self, facts: Mapping[str, Any]) -> None:  # noqa: B027 - most engines keep nothing
+        """Restore the state that :meth:`facts` returned, from a checkpoint's facts."""
+
+    def close(self) -> None:  # noqa: B027 - most engines hold nothing
+        """Release the engine's resources."""
 
     def steps_of_round(self, name: str, client: ClientState) -> tuple[Bounds, range]:
-        """Where each batch of a pass over the client's data begins and ends, and the client's steps of this round."""
+        """Return the bounds of each batch in a pass over the client's data, and the client's steps of this round."""
         bounds = self.plan.work.batch_bounds(len(self.data[name]), self.plan.smallest_batch)
         return bounds, self.plan.work.steps_of_round(client.steps, len(bounds))
 
     def apart(self, client: ClientState, per_pass: int) -> range:
-        """The client's steps of this round that train what the rules own apart, ``per_pass`` batches a pass.
+        """Return the client's steps of this round that train the rules' own parameters apart from the model's.
 
-        They are counted, and draw, as if the client did no others.
+        They are numbered, and draw, as if the client did no others. ``per_pass``: batches in a pass over its data.
         """
         count = self.plan.own_epochs * per_pass
         done = self.plan.work.rounds(client.steps, per_pass) * count
         return range(done, done + count)
 
     def dropout_key(self, name: str, step: int, device: torch.device) -> Tensor:
-        """The int64 scalar from which the client's step draws."""
+        """Return the int64 scalar from which the client's step draws dropout masks."""
         return torch.tensor(key_bits(self.seed, "dropout", name, step) >> 65, device=device)
 
 
+EngineFactory = Callable[[Plan, Data, int], Engine]
+"""Makes the engine of a trial from its plan, its clients' training samples and its seed."""
+
+
 def total_loss(losses: Tensor, sizes: list[int]) -> float:
-    """The data loss summed over samples: ``losses [steps]`` are means over batches of ``sizes`` samples."""
+    """Return the data loss summed over samples; ``losses [steps]`` are means over batches of ``sizes`` samples."""
     return float(losses @ torch.tensor(sizes, dtype=torch.float64))
 
 
 def refuse_divergence(losses: Tensor, state: State, name: str, server: ServerState) -> None:
-    """Raise :class:`Diverged` where ``losses [steps]`` or entries of ``state``, after the round, are not finite."""
+    """Raise :class:`Diverged` if ``losses [steps]`` or entries of ``state``, after the round, are not finite."""
     bad = (~losses.isfinite()).nonzero()
     if len(bad):
         at, what = f"step {int(bad[0, 0]) + 1} of {len(losses)}", f"loss {float(losses[bad[0, 0]])}"

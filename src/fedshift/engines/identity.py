@@ -1,8 +1,8 @@
 """The identity engine: where each client does one plain gradient step, the round is one step on all their batches.
 
-FedSMB (Nasirigerdeh et al., arXiv:2011.07006): clients that start from one model, do one step of SGD each and are
-averaged arrive where one step of the weighted mean of their losses leads. So no client's own model is ever computed;
-what each "uploads" here is the model that all uploads average to.
+FedSMB (Nasirigerdeh et al., arXiv:2011.07006): averaging clients that start from one model and do one step of SGD each
+equals one step on the weighted mean of their losses. So no client's own model is ever computed; each client's "upload"
+here is the model that all uploads average to.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .engine import ClientResult, Data, Diverged, Engine, refuse_divergence, tot
 from .sequential import Sequential
 
 TRIED = 4
-"""Samples on which it is tried whether the model treats each by itself."""
+"""Samples on which the model is tried: does it treat each independently of the others?"""
 
 
 class Identity(Engine):
@@ -91,14 +91,12 @@ class Identity(Engine):
         for number, (name, client) in enumerate(clients.items()):
             loss = total_loss(per_client[number : number + 1], [sizes[number]])
             update = Update(shared=shared, memory={}, weight=float(sizes[number]), steps=1)
-            yield (
-                name,
-                ClientResult(client=ClientState(personal={}, steps=client.steps + 1), update=update, loss_sum=loss),
-            )
+            after = ClientState(personal={}, steps=client.steps + 1)
+            yield name, ClientResult(client=after, update=update, loss_sum=loss)
 
 
 def _client_losses(plan: Plan, logits: Tensor, y: list[Tensor]) -> Tensor:
-    """Each client's loss ``[clients]``, given the outputs for all samples and each client's labels."""
+    """Return each client's loss ``[clients]``, given the outputs for all samples and each client's labels."""
     sizes = [len(labels) for labels in y]
     if len(set(sizes)) == 1 and isinstance(plan.loss, Loss):  # one that torch.vmap can run
         found: Tensor = torch.vmap(plan.loss)(logits.reshape(len(y), sizes[0], -1), torch.stack(y))
@@ -111,7 +109,7 @@ def _run(plan: Plan, params: Mapping[str, Tensor], job: LocalTrainingState, x: T
 
 
 def _find_batch_dependence(plan: Plan, data: Data) -> str | None:
-    """What in the model depends on a batch as a whole, found by running a few samples together and one by one."""
+    """Return a refusal if the model depends on a batch as a whole; runs a few samples together and one by one."""
     split = next(iter(data.values()))
     x = split.inputs(torch.arange(TRIED, device=split.y.device) % len(split), plan.dtype)
     job = client_init(plan, init_client(plan), init_server(plan), planned_steps=1)

@@ -1,9 +1,9 @@
-"""The pool engine: clients spread over worker processes with one thread each, as fast as they become free.
+"""The pool engine: clients distributed over worker processes of one thread each, as workers become free.
 
-Networks too large to gain from running side by side use several processors best when each does a client of its own: no
-step waits for another thread. Data, broadcast and uploads pass through shared memory. Results are those of the
-sequential engine on one thread, bit for bit, whatever the number of workers. Workers are started at the first round,
-serve all trials of this process, and end with it, however it ends.
+Networks too large to gain from running side by side make the best use of several processors when each trains another
+client: no step waits for another thread. Data, broadcast and uploads pass through shared memory. Results are those
+of the sequential engine on one thread, bit for bit, whatever the number of workers. Workers are started at the first
+round, serve all trials of this process, and end with it, however it ends.
 """
 
 from __future__ import annotations
@@ -17,27 +17,111 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
+import traceback
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import count
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import cloudpickle
+import torch
 from typing_extensions import override
 
 from ..core.kernel import ClientState, ServerState
 from ..core.plan import Plan
+from ..utils.allocator import keep_freed_memory
 from ..utils.errors import FedshiftError
 from ..utils.processors import available_processors
-from ..utils.profiling import add_seconds, timed_section
-from .engine import ClientResult, Data
-from .multiprocess import HOW_TO_CONTINUE, ProcessEngine
-from .pool_worker import send_buffer
-from .shared_memory import SharedMemoryBuffer, copy_out
+from ..utils.profiling import add_seconds, record_seconds, timed_section
+from .engine import ClientResult, Data, Engine
+from .sequential import Sequential
+from .shared_memory import SharedMemoryBuffer, copy_out, pickle_without_tensors
 
-START = (
-    "import json, signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "  # Ctrl-C is for whoever started it
-    "sys.path[:] = json.loads(sys.argv.pop()); from fedshift.engines.pool_worker import main; "
+HOW_TO_CONTINUE = (
+    "What was saved before is intact: go on with --resume, with fewer --workers, or with --engine sequential"
 )
+"""Advice for when a worker is lost."""
+START = (
+    "import json, signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "  # Ctrl-C is meant for the parent
+    "sys.path[:] = json.loads(sys.argv.pop()); from fedshift.engines.process_pool import main; "
+)
+
+
+class ProcessEngine(Engine):
+    """Base of engines that send clients to other processes: several at once, those with most samples first."""
+
+    @override
+    @classmethod
+    def refusal(cls, plan: Plan, data: Data) -> str | None:
+        device = next(iter(data.values())).y.device.type
+        if device != "cpu":
+            return f"uses processors, but the device is {device}"
+        try:
+            pickle_without_tensors(plan)
+        except Exception as error:
+            return f"cannot send {plan.method.name} or the model to another process ({error})"
+        return None
+
+    @override
+    def train(self, server: ServerState, clients: Mapping[str, ClientState]) -> Iterator[tuple[str, ClientResult]]:
+        at_once = self._broadcast(server, len(clients))
+        waiting = sorted(clients, key=lambda name: self._count_samples(name, clients[name]), reverse=True)
+        busy, failed = dict[Any, str](), None
+        try:
+            while busy or (waiting and not failed):
+                while waiting and len(busy) < at_once and not failed:
+                    name = waiting.pop(0)
+                    busy[self._submit(name, clients[name])] = name
+                for task in self._wait(list(busy)):
+                    name = busy[task]
+                    found = self._collect(task, name, server.round + 1)
+                    del busy[task]
+                    if isinstance(found, BaseException):
+                        failed = failed or found
+                    else:
+                        yield name, found
+        finally:
+            self._cancel(list(busy))  # not empty if the caller stopped half way
+        if failed:
+            raise failed
+
+    def _count_samples(self, name: str, client: ClientState) -> int:
+        return len(self.steps_of_round(name, client)[1]) * len(self.data[name])
+
+    @abstractmethod
+    def _broadcast(self, server: ServerState, clients: int) -> int:
+        """Make ``server`` known to workers for this many clients; return how many clients can be trained at once."""
+
+    @abstractmethod
+    def _submit(self, name: str, client: ClientState) -> Any:
+        """Begin the client's work; return its task."""
+
+    @abstractmethod
+    def _wait(self, tasks: list[Any]) -> Iterable[Any]:
+        """Wait until at least one of ``tasks`` has ended; return those that have."""
+
+    @abstractmethod
+    def _collect(self, task: Any, client: str, round: int) -> ClientResult | BaseException:
+        """Return the result of a task that has ended, or its error."""
+
+    @abstractmethod
+    def _cancel(self, tasks: list[Any]) -> None:
+        """Stop ``tasks`` and all other work in progress."""
+
+
+def capture_error(work: Callable[[], Any]) -> Any:
+    """Return the result of ``work`` in a worker, or its error in a form that can be sent."""
+    try:
+        return work()
+    except FedshiftError as error:
+        return error
+    except BaseException as error:  # its type may be unknown to the parent, or impossible to unpickle
+        told = RuntimeError(f"{type(error).__name__}: {error}")
+        told.add_note(f"In the worker process:\n{traceback.format_exc()}")
+        return told
 
 
 class Pool(ProcessEngine):
@@ -48,9 +132,8 @@ class Pool(ProcessEngine):
     def __init__(self, plan: Plan, data: Data, seed: int, workers: int | None = None) -> None:
         super().__init__(plan, data, seed, workers)
         self._number = next(self._numbers)
-        self._buffers: tuple[SharedMemoryBuffer, SharedMemoryBuffer] | None = None
-        self._informed: list[_WorkerHandle] = []
-        self._handles: list[_WorkerHandle] = []
+        self._buffers: tuple[SharedMemoryBuffer, SharedMemoryBuffer] | None = None  # trial, broadcast
+        self._workers: list[_WorkerHandle] = []
         self._free: list[_WorkerHandle] = []
         self._trial = b""
 
@@ -63,35 +146,52 @@ class Pool(ProcessEngine):
 
     @override
     def close(self) -> None:
-        for hand in self._informed:
-            hand.send("forget", self._number)
-        for shelf in self._buffers or ():
-            shelf.close()
-        self._informed, self._buffers = [], None
+        for worker in _WORKERS:
+            if self._number in worker.trials:
+                worker.trials.remove(self._number)
+                worker.send("forget", self._number)
+        for buffer in self._buffers or ():
+            buffer.close()
+        self._buffers = None
 
     @override
     def _broadcast(self, server: ServerState, clients: int) -> int:
-        hands = _ensure_workers(min(self.workers or available_processors(), clients))
+        workers = _ensure_workers(min(self.workers or available_processors(), clients))
         try:
             with timed_section("hand over"):
-                self._inform(hands, server)
-        except BaseException:  # what they have heard of it cannot be told
-            for hand in hands:
-                hand.end()
+                self._inform(workers, server)
+        except BaseException:  # it is unknown how much of it has reached them
+            for worker in workers:
+                worker.end()
             raise
-        self._handles, self._free = hands, list(hands)
-        return len(hands)
+        self._workers, self._free = workers, list(workers)
+        return len(workers)
+
+    def _inform(self, workers: list[_WorkerHandle], server: ServerState) -> None:
+        """Send ``workers`` the broadcast, and the trial to those that do not have it."""
+        if self._buffers is None:
+            buffers = SharedMemoryBuffer(), SharedMemoryBuffer()
+            self._trial = buffers[0].write((self.plan, self.data, self.seed))
+            self._buffers = buffers
+        layout = self._buffers[1].write(server)
+        for worker in workers:
+            if self._number not in worker.trials:
+                worker.send("trial", self._number, self._trial)
+                for buffer in self._buffers:
+                    worker.share_buffer(buffer)
+                worker.trials.add(self._number)
+            worker.send("server", self._number, layout)
 
     @override
     def _submit(self, name: str, client: ClientState) -> _WorkerHandle:
-        hand = self._free.pop(0)
-        hand.send("work", self._number, name, hand.buffer.write(client))
-        return hand
+        worker = self._free.pop(0)
+        worker.send("work", self._number, name, worker.buffer.write(client))
+        return worker
 
     @override
     def _wait(self, tasks: list[_WorkerHandle]) -> list[_WorkerHandle]:
-        heard = wait([hand.connection for hand in tasks])
-        return [hand for hand in tasks if hand.connection in heard]
+        ready = wait([worker.connection for worker in tasks])
+        return [worker for worker in tasks if worker.connection in ready]
 
     @override
     def _collect(self, task: _WorkerHandle, client: str, round: int) -> ClientResult | BaseException:
@@ -99,40 +199,24 @@ class Pool(ProcessEngine):
         self._free.append(task)
         if isinstance(found, BaseException):
             return found
-        trained: ClientResult = task.buffer.read(found)
-        state, update = copy_out(trained.client), copy_out(trained.update)
-        return ClientResult(client=state, update=update, loss_sum=trained.loss_sum)
+        result: ClientResult = task.buffer.read(found)
+        return ClientResult(client=copy_out(result.client), update=copy_out(result.update), loss_sum=result.loss_sum)
 
     @override
     def _cancel(self, tasks: list[_WorkerHandle]) -> None:
-        for hand in self._handles:
-            if hand not in self._free:  # one may have been told to begin and not be among ``tasks`` yet
-                hand.end()
-
-    def _inform(self, hands: list[_WorkerHandle], server: ServerState) -> None:
-        """Let ``hands`` know the trial, if they do not, and what the server broadcasts."""
-        if self._buffers is None:
-            shelves = SharedMemoryBuffer(), SharedMemoryBuffer()
-            self._trial = shelves[0].write((self.plan, self.data, self.seed))
-            self._buffers = shelves
-        laid = self._buffers[1].write(server)
-        self._informed = [hand for hand in self._informed if hand.process.poll() is None]
-        for hand in hands:
-            if hand not in self._informed:
-                hand.send("trial", self._number, self._trial)
-                for shelf in self._buffers:
-                    hand.share_buffer(shelf)
-                self._informed.append(hand)
-            hand.send("server", self._number, laid)
+        for worker in self._workers:
+            if worker not in self._free:  # one may have been told to begin without being among ``tasks`` yet
+                worker.end()
 
 
 class _WorkerHandle:
-    """A worker process as its parent sees it."""
+    """A worker process, seen from its parent; ``trials``: the numbers of those that it knows."""
 
     def __init__(self) -> None:
+        self.trials: set[int] = set()
         self.socket, theirs = socket.socketpair()
         self._lifeline, end = socket.socketpair()
-        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - the process's own, as long as it lives
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process lives
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
             [sys.executable, "-c", f"{START}main({theirs.fileno()}, {end.fileno()})", json.dumps(sys.path)],
@@ -144,33 +228,34 @@ class _WorkerHandle:
         self.share_buffer(self.buffer)
 
     def send(self, *message: Any) -> None:
-        """Tell the worker something; where it is dead, that is found when its answer is awaited."""
+        """Send a message; if the worker is dead, that is noticed when its answer is awaited."""
         with suppress(OSError):
             self.connection.send_bytes(pickle.dumps(message))
 
-    def share_buffer(self, shelf: SharedMemoryBuffer) -> None:
-        """Share ``buffer`` with the worker; where it is dead, as in :meth:`send`."""
+    def share_buffer(self, buffer: SharedMemoryBuffer) -> None:
+        """Share ``buffer`` with the worker; a dead one is noticed as in :meth:`send`."""
         with suppress(OSError):
-            send_buffer(self.socket, shelf)
+            send_buffer(self.socket, buffer)
 
     def receive(self, client: str, round: int) -> bytes | BaseException:
-        """Its answer: where the outcome lies, or the error that there was instead."""
+        """Return the worker's answer: the layout of the result in :attr:`buffer`, or an error."""
         try:
             found, seconds = pickle.loads(self.connection.recv_bytes())
         except (EOFError, OSError):
             self.process.wait()
             self._stderr.seek(0)
-            said = self._stderr.read().decode(errors="replace").strip().splitlines()
+            last = self._stderr.read().decode(errors="replace").strip().splitlines()[-1:]
             self.end()
+            how = _describe_exit(self.process.returncode)
             return FedshiftError(
-                f"the worker process that trained client {client!r} in round {round} {_describe_exit(self.process.returncode)}"
-                f"{f': {said[-1]}' if said else ''}. {HOW_TO_CONTINUE}"
+                f"the worker process that trained client {client!r} in round {round} {how}"
+                f"{f': {last[0]}' if last else ''}. {HOW_TO_CONTINUE}"
             )
         add_seconds(seconds)
         return found  # type: ignore[no-any-return]
 
     def end(self) -> None:
-        """Stop the process, at once, and close everything that was shared with it."""
+        """Kill the process and close everything that was shared with it."""
         if self in _WORKERS:
             _WORKERS.remove(self)
             self.process.kill()
@@ -191,9 +276,9 @@ _WORKERS: list[_WorkerHandle] = []
 
 
 def _ensure_workers(number: int) -> list[_WorkerHandle]:
-    """``number`` workers, started where there are fewer."""
-    for hand in [hand for hand in _WORKERS if hand.process.poll() is not None]:
-        hand.end()
+    """Return ``number`` workers; replace dead ones and start those that are lacking."""
+    for worker in [worker for worker in _WORKERS if worker.process.poll() is not None]:
+        worker.end()
     while len(_WORKERS) < number:
         _WORKERS.append(_WorkerHandle())
     return _WORKERS[:number]
@@ -201,6 +286,81 @@ def _ensure_workers(number: int) -> list[_WorkerHandle]:
 
 @atexit.register
 def dismiss() -> None:
-    """End the worker processes of this process; later rounds start others."""
+    """End the worker processes of this process; later rounds start new ones."""
     while _WORKERS:
         _WORKERS[-1].end()
+
+
+class Worker:
+    """A worker process, seen from inside: it answers messages for the trials that it knows by number."""
+
+    def __init__(self, parent: socket.socket) -> None:
+        self.connection, self.buffer = Connection(os.dup(parent.fileno())), receive_buffer(parent)
+        self.socket = parent
+        self.engines: dict[int, Sequential] = {}
+        self.buffers: dict[int, tuple[SharedMemoryBuffer, SharedMemoryBuffer]] = {}
+        self.servers: dict[int, ServerState] = {}
+
+    def serve(self) -> None:
+        """Answer messages until the parent is gone."""
+        while True:
+            try:
+                task, *given = pickle.loads(self.connection.recv_bytes())
+            except (EOFError, OSError):
+                return
+            if task == "work":
+                self.connection.send_bytes(self._work(*given))
+            else:
+                getattr(self, f"_{task}")(*given)
+
+    def _trial(self, number: int, layout: bytes) -> None:
+        self.buffers[number] = receive_buffer(self.socket), receive_buffer(self.socket)
+        self.engines[number] = Sequential(*self.buffers[number][0].read(layout))
+
+    def _server(self, number: int, layout: bytes) -> None:
+        self.servers[number] = self.buffers[number][1].read(layout)
+
+    def _forget(self, number: int) -> None:
+        self.engines.pop(number)
+        self.servers.pop(number, None)
+        for buffer in self.buffers.pop(number):
+            buffer.close()
+
+    def _work(self, number: int, name: str, layout: bytes) -> bytes:
+        """Return a client's result or error, and the seconds that its sections took, pickled."""
+
+        def train() -> bytes:
+            client = copy_out(self.buffer.read(layout))  # the result will take its place in the buffer
+            return self.buffer.write(self.engines[number].train_client(self.servers[number], name, client))
+
+        with record_seconds() as seconds:
+            done = capture_error(train)
+        return cloudpickle.dumps((done, seconds))  # type: ignore[no-any-return]
+
+
+def send_buffer(to: socket.socket, buffer: SharedMemoryBuffer) -> None:
+    """Share ``buffer`` with the process at the other end."""
+    socket.send_fds(to, [b"."], [buffer.fd])
+
+
+def receive_buffer(sender: socket.socket) -> SharedMemoryBuffer:
+    """Return the buffer that :func:`send_buffer` shares."""
+    _, fds, _, _ = socket.recv_fds(sender, 1, 1)
+    return SharedMemoryBuffer(fds[0])
+
+
+def main(parent: int, lifeline: int) -> None:
+    """Run a worker process, given the file descriptors of its two sockets.
+
+    The operating system closes the lifeline when the parent ends, however it ends; the worker then ends too, in the
+    middle of a step if need be.
+    """
+
+    def exit_with_parent() -> None:
+        socket.socket(fileno=lifeline).recv(1)
+        os._exit(0)
+
+    threading.Thread(target=exit_with_parent, daemon=True).start()
+    torch.set_num_threads(1)
+    with keep_freed_memory():
+        Worker(socket.socket(fileno=parent)).serve()

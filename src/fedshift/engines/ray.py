@@ -1,9 +1,10 @@
-"""The Ray engine: clients spread over the processors of a Ray cluster, of one host or of many, by Ray's own scheduler.
+"""The Ray engine: clients distributed over the processors of a Ray cluster, on one host or many, by Ray's scheduler.
 
-A client's work is a Ray task on one processor and one thread, a function of what it is given: results are those of the
-sequential engine on one thread, bit for bit, whatever the number of workers, on hosts with the same processors and
+A client's work is a Ray task on one processor and one thread, a pure function of its arguments: results are those of
+the sequential engine on one thread, bit for bit, whatever the number of workers, on hosts with the same processors and
 versions. Plan, broadcast and each client's samples lie in Ray's object store and are copied to the hosts that work on
-them. The cluster is that of ``RAY_ADDRESS``, or one of this process on this host's loopback, which ends with it.
+them; tensors are kept there as arrays of bytes, which Ray does not copy again. The cluster is that of ``RAY_ADDRESS``,
+or one started by this process on this host's loopback, which ends with it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ from functools import cache, lru_cache
 from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 from typing_extensions import override
 
 from ..core.kernel import ClientState, ServerState
@@ -30,17 +34,19 @@ from ..utils.errors import FedshiftError, UsageError
 from ..utils.processors import available_processors
 from ..utils.profiling import Seconds, add_seconds, record_seconds, timed_section
 from .engine import ClientResult, Data
-from .multiprocess import HOW_TO_CONTINUE, ProcessEngine, capture_error
-from .ray_serialization import SerializedTensors, deserialize, serialize
+from .process_pool import HOW_TO_CONTINUE, ProcessEngine, capture_error
 from .sequential import Sequential
+from .shared_memory import pickle_without_tensors, unpickle_with_tensors
 
 OWN = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # off, every port is of the loopback, on any operating system
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # under `uv run` workers would otherwise be started by uv, which may download
 }
-"""The environment of a cluster of this process."""
+"""Environment of a cluster that this process starts."""
 PATIENCE = 10.0
 """Seconds for the host of ``RAY_ADDRESS`` to answer; Ray itself tries for minutes."""
+SerializedTensors = tuple[bytes, list[NDArray[np.uint8]]]
+"""A value without its tensors, pickled, and the bytes of each tensor."""
 
 
 class Ray(ProcessEngine):
@@ -70,19 +76,22 @@ class Ray(ProcessEngine):
             self._ray = _connect(self.workers)
         with timed_section("hand over"):
             self._plan = self._plan or self._ray.put(serialize(self.plan))
-            self._known = [self._plan, self._ray.put(serialize(server))]  # in a list: fetched by who has them not yet
-        there = int(self._ray.cluster_resources().get("CPU", 0))
-        if not there:
+            self._known = [
+                self._plan,
+                self._ray.put(serialize(server)),
+            ]  # in a list, so that workers fetch only what they lack
+        processors = int(self._ray.cluster_resources().get("CPU", 0))
+        if not processors:
             raise UsageError("the Ray cluster has no processors: add a host to it by `ray start --address`")
-        return self.workers or there
+        return self.workers or processors
 
     @override
     def _submit(self, name: str, client: ClientState) -> Any:
         with timed_section("hand over"):
             if name not in self._samples:
-                data = self.data[name]  # its own rows, of what may be one array of all clients
-                own = Samples(x=data.x, y=data.y, normalization=data.normalization)
-                self._samples[name] = self._ray.put(serialize(own))
+                data = self.data[name]  # x is a copy of the client's rows of what may be one array of all clients
+                rows = Samples(x=data.x, y=data.y, normalization=data.normalization)
+                self._samples[name] = self._ray.put(serialize(rows))
             return _remote_task().remote(self._known, self._samples[name], self.seed, name, serialize(client))
 
     @override
@@ -114,39 +123,65 @@ class Ray(ProcessEngine):
 def train_client(
     known: list[Any], samples: SerializedTensors, seed: int, name: str, client: SerializedTensors
 ) -> tuple[SerializedTensors, Seconds]:
-    """One client's outcome, or the error that there was instead, and the seconds of its parts: a worker's task.
+    """Return a client's result or error, and the seconds that its sections took; run by a worker.
 
-    ``known``: where plan and broadcast lie.
+    ``known``: references to plan and broadcast.
     """
     torch.set_num_threads(1)
 
-    def trained() -> ClientResult:
+    def train() -> ClientResult:
         plan, server = map(_fetch, known)
         return Sequential(plan, {name: deserialize(samples)}, seed).train_client(server, name, deserialize(client))
 
     with keep_freed_memory(), record_seconds() as seconds:
-        done = capture_error(trained)
+        done = capture_error(train)
     return serialize(done), seconds
 
 
+def serialize(value: Any) -> SerializedTensors:
+    """Return ``value`` in the form in which Ray carries it; raise the error of pickling where that is impossible."""
+    tensors, packed = pickle_without_tensors(value)
+    return packed, [_view_bytes(tensor.contiguous()) for tensor in tensors]
+
+
+def deserialize(serialized: SerializedTensors) -> Any:
+    """Return the value that was serialized, in memory of this process.
+
+    Tensors lie where torch allocates them, since an address decides how some kernels round.
+    """
+    packed, raw = serialized
+
+    def load(number: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        tensor = torch.empty(shape, dtype=dtype)
+        _view_bytes(tensor)[:] = raw[number]
+        return tensor
+
+    return unpickle_with_tensors(packed, load)
+
+
+def _view_bytes(tensor: Tensor) -> NDArray[np.uint8]:
+    """Return the bytes of ``tensor``, which is contiguous, without a copy."""
+    return tensor.reshape(-1).view(torch.uint8).numpy()
+
+
 @lru_cache(maxsize=2)
-def _fetch(place: Any) -> Any:
-    """What lies at ``place``, kept by a worker for the next client: the plan, and the broadcast of the round."""
+def _fetch(reference: Any) -> Any:
+    """Return the value behind ``reference``, the plan or the round's broadcast, kept for the worker's next client."""
     import ray
 
-    return deserialize(ray.get(place))
+    return deserialize(ray.get(reference))
 
 
 @cache
 def _remote_task() -> Any:
-    """:func:`train_client` as Ray runs it: once, since a client on which a worker dies would most often end the next too."""
+    """Return :func:`train_client` as a Ray task without retries: a client that kills a worker often kills the next."""
     import ray
 
     return ray.remote(num_cpus=1, max_retries=0)(train_client)
 
 
 def _connect(workers: int | None) -> Any:
-    """The module ``ray``, connected: as it is already, to the cluster of ``RAY_ADDRESS``, or to one started here.
+    """Return the module ``ray``, connected: as it already is, to the cluster of ``RAY_ADDRESS``, or to a new one here.
 
     Raises :class:`UsageError` where the address does not answer, or Ray refuses it.
     """
@@ -173,6 +208,6 @@ def _connect(workers: int | None) -> Any:
             "on this host"
         ) from error
     finally:
-        if before is not None and threading.current_thread() is threading.main_thread():  # Ray took it for itself
+        if before is not None and threading.current_thread() is threading.main_thread():  # Ray replaced the handler
             signal.signal(signal.SIGTERM, before)
     return ray

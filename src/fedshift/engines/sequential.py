@@ -1,4 +1,4 @@
-"""The sequential engine: clients one after another, batch after batch; the reference that other engines must equal."""
+"""The sequential engine: one client after another, batch by batch; the reference that other engines must equal."""
 
 from __future__ import annotations
 
@@ -25,30 +25,27 @@ class Sequential(Engine):
             yield name, self.train_client(server, name, client)
 
     def train_client(self, server: ServerState, name: str, client: ClientState) -> ClientResult:
-        """The work of one client in one round."""
-        with torch_stream(self.seed, "torch", name, client.steps):
-            return self._train_client(server, name, client)
-
-    def _train_client(self, server: ServerState, name: str, client: ClientState) -> ClientResult:
+        """Return the result of one client's work in one round."""
         plan, data = self.plan, self.data[name]
         bounds, coming = self.steps_of_round(name, client)
-        job = client_init(plan, client, server, planned_steps=len(coming))
         losses: list[Tensor] = []
         sizes: list[int] = []
-        for step, index in iterate_batches(self.seed, name, len(data), bounds, coming):
-            job, loss = client_step_(plan, job, *self._batch(name, step, index))
-            losses.append(loss)
-            sizes.append(len(index))
-        job = replace(job, apart=True)
-        for step, index in iterate_batches(self.seed, name, len(data), bounds, self.apart(client, len(bounds))):
-            job, _ = client_step_(plan, job, *self._batch(name, step, index))
-        done, update = client_final(plan, job)
+        with torch_stream(self.seed, "torch", name, client.steps):
+            job = client_init(plan, client, server, planned_steps=len(coming))
+            for step, index in iterate_batches(self.seed, name, len(data), bounds, coming):
+                job, loss = client_step_(plan, job, *self._batch(name, step, index))
+                losses.append(loss)
+                sizes.append(len(index))
+            job = replace(job, apart=True)
+            for step, index in iterate_batches(self.seed, name, len(data), bounds, self.apart(client, len(bounds))):
+                job, _ = client_step_(plan, job, *self._batch(name, step, index))
+            done, update = client_final(plan, job)
         per_step = torch.stack(losses).double().cpu()
         refuse_divergence(per_step, {**done.personal, **update.shared}, name, server)
         return ClientResult(client=done, update=update, loss_sum=total_loss(per_step, sizes))
 
     def _batch(self, name: str, step: int, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Inputs, labels and dropout key of one step."""
+        """Return inputs ``[B, ...]``, labels ``[B]`` and dropout key of one step."""
         data = self.data[name]
         with timed_section("data"):
             index = index.to(data.y.device)

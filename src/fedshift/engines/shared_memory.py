@@ -1,7 +1,7 @@
-"""Values handed from one process to another: their tensors are laid in shared memory, the rest is pickled.
+"""Values passed between processes: tensors are copied into shared memory, the rest is pickled.
 
 The memory is a file without a name, so that nothing is left behind whichever process is killed. Classes and functions
-that cannot be imported elsewhere (of a notebook, inside a function) travel whole, by cloudpickle.
+that cannot be imported elsewhere (from a notebook, inside a function) are pickled by value, by cloudpickle.
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ from torch import Tensor
 from ..utils.state import clone
 
 ALIGNMENT = 64
-"""Bytes at whose multiples tensors begin."""
-TensorLocation = tuple[int, torch.dtype, tuple[int, ...]]
-"""Where a tensor lies: its first byte, its type, its shape."""
+"""Tensors begin at multiples of this many bytes."""
 
 
 class SharedMemoryBuffer:
@@ -35,7 +33,7 @@ class SharedMemoryBuffer:
         self._map: mmap.mmap | None = None
 
     def write(self, value: Any) -> bytes:
-        """Put ``value`` on the shelf, in place of what was there; returns what :meth:`read` needs to find it."""
+        """Replace the content by ``value``; return the layout that :meth:`read` needs."""
         tensors, packed = pickle_without_tensors(value)
         end, starts = 0, []
         for tensor in tensors:
@@ -44,25 +42,25 @@ class SharedMemoryBuffer:
         if end > os.fstat(self.fd).st_size:
             os.ftruncate(self.fd, end)
         for start, tensor in zip(starts, tensors, strict=True):
-            self._tensor((start, tensor.dtype, tuple(tensor.shape))).copy_(tensor.detach())
+            self._view(start, tensor.dtype, tuple(tensor.shape)).copy_(tensor.detach())
         return pickle.dumps((starts, packed))
 
-    def read(self, laid: bytes) -> Any:
-        """What :meth:`write` put there, its tensors still on the shelf: copy what must outlast the next value."""
-        starts, packed = pickle.loads(laid)
-        return _Unpacker(io.BytesIO(packed), starts, self._tensor).load()
+    def read(self, layout: bytes) -> Any:
+        """Return the value that :meth:`write` stored, its tensors still in the buffer: copy what must outlast it."""
+        starts, packed = pickle.loads(layout)
+        return unpickle_with_tensors(packed, lambda number, dtype, shape: self._view(starts[number], dtype, shape))
 
     def close(self) -> None:
-        """Let go of the memory, which lasts until no tensor lies in it."""
+        """Release the memory, which lasts as long as a tensor lies in it."""
         os.close(self.fd)
 
-    def _tensor(self, place: TensorLocation) -> Tensor:
-        start, dtype, shape = place
+    def _view(self, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        """Return the tensor that begins at byte ``start``."""
         count = prod(shape)
         if count == 0:
             return torch.empty(shape, dtype=dtype)
         if self._map is None or len(self._map) < start + count * dtype.itemsize:
-            self._map = mmap.mmap(self.fd, 0)  # all of the file; tensors on a smaller map keep that one alive
+            self._map = mmap.mmap(self.fd, 0)  # the whole file; tensors on a smaller map keep that one alive
         return torch.frombuffer(self._map, dtype=dtype, count=count, offset=start).reshape(shape)
 
 
@@ -74,24 +72,29 @@ def _open_unnamed_file() -> int:
 
 
 def copy_out(value: Any) -> Any:
-    """The dataclass ``value`` with its states in memory of this process, so that the shelf can be used again."""
+    """Return the dataclass ``value`` with its states copied to this process's memory; the buffer can be reused."""
     held = {name: clone(each) for name, each in vars(value).items() if isinstance(each, dict)}
     return type(value)(**{**vars(value), **held})
 
 
 def pickle_without_tensors(value: Any) -> tuple[list[Tensor], bytes]:
-    """The tensors in ``value``, and the rest pickled; raises what pickling raises where it cannot be."""
+    """Return the tensors in ``value``, and the rest pickled; raise the error of pickling where that is impossible."""
     file = io.BytesIO()
-    packer = _Packer(file)
-    packer.dump(value)
-    return packer.tensors, file.getvalue()
+    pickler = _Pickler(file)
+    pickler.dump(value)
+    return pickler.tensors, file.getvalue()
+
+
+def unpickle_with_tensors(packed: bytes, load: Callable[[int, torch.dtype, tuple[int, ...]], Tensor]) -> Any:
+    """Return the value that :func:`pickle_without_tensors` pickled; ``load`` gives each tensor by its number."""
+    return _Unpickler(packed, load).load()
 
 
 def _reduce_torch_constant(value: Any) -> Any:
     return getattr, (torch, str(value).removeprefix("torch."))
 
 
-class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Leaves plain tensors out, and numbers them; names torch's constants as torch does.
 
     Pickle by itself names them after any module that imported torch, which another process may not find.
@@ -116,15 +119,15 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
         return self._numbers[id(value)], value.dtype, tuple(value.shape)
 
 
-class _Unpacker(pickle.Unpickler):
-    """Puts tensors back: the numbered begin at ``starts``, and ``at`` gives what lies at a place."""
+class _Unpickler(pickle.Unpickler):
+    """Puts tensors back, one that occurs several times as one."""
 
-    def __init__(self, file: io.BytesIO, starts: list[int], at: Callable[[TensorLocation], Tensor]) -> None:
-        super().__init__(file)
-        self._starts, self._at, self._placed = starts, at, dict[int, Tensor]()
+    def __init__(self, packed: bytes, load: Callable[[int, torch.dtype, tuple[int, ...]], Tensor]) -> None:
+        super().__init__(io.BytesIO(packed))
+        self._load, self._loaded = load, dict[int, Tensor]()
 
     def persistent_load(self, pid: Any) -> Tensor:
         number, dtype, shape = pid
-        if number not in self._placed:
-            self._placed[number] = self._at((self._starts[number], dtype, shape))
-        return self._placed[number]
+        if number not in self._loaded:
+            self._loaded[number] = self._load(number, dtype, shape)
+        return self._loaded[number]

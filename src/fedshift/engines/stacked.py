@@ -1,9 +1,9 @@
-"""The stacked engine: clients side by side in one tensor program, a lane each, by ``torch.vmap``.
+"""The stacked engine: clients side by side in one tensor program, one lane each, by ``torch.vmap``.
 
-A small network spends its time on calls, not on arithmetic; side by side, clients share the calls. Lanes are taken in
-chunks whose tensors fit the processor's cache. At each step those lanes go together whose batches are of one size; a
-client that has done its steps leaves, so that no batch is padded and nothing is masked. What all lanes still share
-(the model that they were sent, before the first step) is read once, not copied for each.
+A small network spends its time on calls, not on arithmetic; side by side, clients share the calls. Lanes are stepped in
+chunks whose tensors fit the processor's cache. Each step groups the lanes whose batches have the same size; a client
+that has done its steps leaves, so that no batch is padded and nothing is masked. Tensors that all lanes still share
+(the broadcast model, before the first step) are read once, not copied for each.
 """
 
 from __future__ import annotations
@@ -40,24 +40,19 @@ from .engine import ClientResult, Data, Engine, refuse_divergence, total_loss
 
 CACHE = 2**25
 """Bytes of trained parameters that are stepped together."""
-
 ACTIVATIONS = 2**27
 """Bytes of layers' outputs that are held at a time."""
-
 PARTS = ("params", "rest", "optimizer", "memory")
-"""What each lane has of its own."""
-
-
+"""Parts of a local training state that differ between lanes."""
 Batches = Sequence[tuple[int, Tensor]]
 """Steps, each with its number and the indices of its samples."""
+Stack = dict[str, State]
+"""Parts of the lanes' local training states, each entry ``[lanes, ...]``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Lane:
-    """A client's steps of the round: ``batches``, each with its number and the indices of its samples.
-
-    ``apart``: those of the steps that train what the rules own apart, which come afterwards.
-    """
+    """A client's steps of the round: ``batches``, then those that train the rules' own parameters ``apart``."""
 
     name: str
     client: ClientState
@@ -71,7 +66,7 @@ class _Lane:
 
 
 class Stacked(Engine):
-    """Runs what ``torch.vmap`` can run; ``width``: lanes at most that are stepped together."""
+    """Runs what ``torch.vmap`` can run; ``width``: the most lanes that are stepped together."""
 
     def __init__(self, plan: Plan, data: Data, seed: int, workers: int | None = None) -> None:
         super().__init__(plan, data, seed, workers)
@@ -124,15 +119,13 @@ class Stacked(Engine):
             client, update = client_final(plan, done)
             doubtful = {**client.personal, **update.shared} if broken else {}
             refuse_divergence(per_lane[number], doubtful, lane.name, server)
-            yield (
-                lane.name,
-                ClientResult(client=client, update=update, loss_sum=total_loss(per_lane[number], lane.sizes)),
-            )
+            loss_sum = total_loss(per_lane[number], lane.sizes)
+            yield lane.name, ClientResult(client=client, update=update, loss_sum=loss_sum)
 
     def _steps(
         self, lanes: Sequence[_Lane], turns: Sequence[Batches], jobs: Sequence[LocalTrainingState], stack: Stack
     ) -> tuple[Stack, list[list[Tensor]]]:
-        """The stack after each lane's steps in ``turns``, begun from ``jobs``, and the losses of each lane."""
+        """Return the stack after each lane's steps in ``turns``, begun from ``jobs``, and each lane's losses."""
         plan = self.plan
         paced = any(rule.needs_step_budget for rule in plan.method.rules)
         losses: list[list[Tensor]] = [[] for _ in lanes]
@@ -158,7 +151,7 @@ class Stacked(Engine):
         return stack, losses
 
     def _batch(self, taken: Sequence[tuple[str, int, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
-        """Inputs ``[lanes, B, ...]``, labels ``[lanes, B]`` and dropout keys ``[lanes]`` of one step."""
+        """Return inputs ``[lanes, B, ...]``, labels ``[lanes, B]`` and dropout keys ``[lanes]`` of one step."""
         x, y, keys = [], [], []
         for name, step, index in taken:
             data = self.data[name]
@@ -170,7 +163,7 @@ class Stacked(Engine):
 
 
 def count_lanes(plan: Plan, data: Data, clients: int) -> int:
-    """How many of ``clients`` are stepped together: their parameters fit the cache, their activations the memory."""
+    """Return how many of ``clients`` are stepped together: parameters fit the cache, activations the memory."""
     held = nbytes(pick(plan.initial, plan.trained))
     largest = max(map(len, data.values()))
     made = measure_activations(plan, data) * min(plan.work.batch_size or largest, largest)
@@ -178,13 +171,9 @@ def count_lanes(plan: Plan, data: Data, clients: int) -> int:
 
 
 def run_stacked_step(plan: Plan, job: LocalTrainingState, lanes: int, x: Tensor, y: Tensor) -> object:
-    """One step of ``lanes`` clients that all have the batch ``x [B, ...]``, ``y [B]``, to time it, or to try."""
+    """Run one step of ``lanes`` clients that share the batch ``x [B, ...]``, ``y [B]``, to time it or to try it."""
     keys = torch.zeros(lanes, dtype=torch.int64, device=y.device)
     return _step(plan, job, _stack_jobs([job] * lanes), x.expand(lanes, *x.shape), y.expand(lanes, -1), keys)
-
-
-Stack = dict[str, State]
-"""The parts of the lanes' jobs, each entry ``[lanes, ...]``."""
 
 
 def _stack_jobs(jobs: Sequence[LocalTrainingState]) -> Stack:
@@ -197,7 +186,7 @@ def _replace_parts(job: LocalTrainingState, parts: Stack) -> LocalTrainingState:
 
 
 def _stack_states(states: Sequence[State]) -> State:
-    """Each entry ``[lanes, ...]``; expanded, not copied, where the lanes share one tensor."""
+    """Return each entry as ``[lanes, ...]``; expanded, not copied, where the lanes share one tensor."""
     stacked = {}
     for name, first in states[0].items():
         tensors = [state[name] for state in states]
@@ -209,9 +198,9 @@ def _stack_states(states: Sequence[State]) -> State:
 def _step(
     plan: Plan, job: LocalTrainingState, stack: Stack, x: Tensor, y: Tensor, keys: Tensor
 ) -> tuple[Stack, Tensor]:
-    """One step of all lanes of ``stack``, in its memory unless that is shared; ``job`` holds what they have in common.
+    """Step all lanes of ``stack``, in its memory unless that is shared; ``job`` holds all that lanes have in common.
 
-    ``x [lanes, B, ...]``, ``y [lanes, B]``, ``keys [lanes]``. Returns the stack after it and the losses ``[lanes]``.
+    ``x [lanes, B, ...]``, ``y [lanes, B]``, ``keys [lanes]``. Returns the new stack and the losses ``[lanes]``.
     """
 
     def descended(
@@ -240,14 +229,14 @@ def _step(
 
 
 def _is_elementwise(plan: Plan) -> bool:
-    """Whether an update treats every number alike, so that it need not know of lanes."""
+    """Return whether an update treats all numbers alike, so that it needs no ``torch.vmap`` over lanes."""
     return isinstance(plan.optimizer, SGD) and all(
         type(rule).transform_grads is Rule.transform_grads for rule in plan.method.rules
     )
 
 
 def _make_writable(state: State) -> State:
-    """``state`` in memory that can be written to."""
+    """Return ``state`` in memory that can be written to."""
     return {name: tensor.contiguous() for name, tensor in state.items()}
 
 
@@ -256,7 +245,7 @@ def _select_rows(stack: Stack, index: Tensor) -> Stack:
 
 
 def _write_rows(stack: Stack, changed: Stack, index: Tensor) -> Stack:
-    """``stack`` with the rows at ``index`` replaced by those of ``changed``."""
+    """Return ``stack`` with the rows at ``index`` replaced by those of ``changed``."""
     return {
         name: {
             entry: tensor.contiguous().index_copy_(0, index, changed[name][entry]) for entry, tensor in state.items()
@@ -266,7 +255,7 @@ def _write_rows(stack: Stack, changed: Stack, index: Tensor) -> Stack:
 
 
 def _is_finite(stack: Stack) -> bool:
-    """Whether all trained parameters and statistics are surely finite: then so are their sums."""
+    """Return whether the sums of all trained parameters and statistics are finite, hence these themselves."""
     sums = [
         tensor.sum() for name in ("params", "rest") for tensor in stack[name].values() if tensor.is_floating_point()
     ]

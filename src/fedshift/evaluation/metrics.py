@@ -26,6 +26,11 @@ RANKED = 1_000_000
 """Largest number of scores ranked at once."""
 
 
+def measured_splits(data: Federation) -> tuple[str, ...]:
+    """Return the splits that are measured: test data, and validation data where all clients have some."""
+    return ("test", "validation") if all(client.validation for client in data.clients) else ("test",)
+
+
 def evaluate(plan: Plan, state: State, split: Samples, classes: int) -> Row:
     """Return counts of the model under ``state`` on ``split``: samples, loss_sum, hits, support, auc."""
     return evaluate_together(plan, state, [split], classes)[0]

@@ -157,7 +157,8 @@ class ClientStore(Mapping[str, ClientState]):
         Raises :class:`FedshiftError` where a segment is missing or of another size.
         """
         self._clear()
-        self._steps = tensors["clients/steps"].numpy().copy()
+        steps = tensors["clients/steps"].numpy()
+        self._steps[: len(steps)] = steps  # clients that were admitted since have done nothing yet
         if segments:
             if folder is None:
                 raise ValueError("states of clients are in the checkpoint's folder: give it")

@@ -20,7 +20,7 @@ from ..analysis.privacy import Mechanism, describe_guarantee
 from ..core.method import Method
 from ..data.federation import Federation
 from ..engines.auto import EngineChoice
-from ..engines.engine import Diverged
+from ..engines.engine import Diverged, EngineFactory
 from ..evaluation.communication import summarize_method
 from ..models._factory import ModelFactory
 from ..results.checkpoint import load_checkpoint, load_facts
@@ -82,7 +82,8 @@ class Experiment:
 
     ``model(sample_shape, classes)`` makes a network; ``config`` is how a person wrote all this, for the record, and
     ``files`` are more files for it, by name. ``measured_later``: clients that who runs it measures when it has ended,
-    so that no notice need say that they are not.
+    so that no notice need say that they are not. ``make_engine``: makes each trial's engine where the samples are not
+    here, in place of the one that the settings name.
     """
 
     methods: tuple[Method, ...]
@@ -93,6 +94,7 @@ class Experiment:
     config: Mapping[str, Any] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
     measured_later: tuple[str, ...] = ()
+    make_engine: EngineFactory | None = None
 
     def __post_init__(self) -> None:
         names = [method.name for method in self.methods]
@@ -155,7 +157,7 @@ class Experiment:
             return True
 
     def _make_trial(self, method: Method, seed: int) -> Trial:
-        return Trial(method, self.model, self.data, self.settings, seed)
+        return Trial(method, self.model, self.data, self.settings, seed, make_engine=self.make_engine)
 
     def check_compatible(self, path: Path) -> None:
         """Refuse methods that do not fit model and data, and what ``path`` holds where it is of other settings.
@@ -291,7 +293,7 @@ class Experiment:
             "config": dict(self.config),
             "methods": {name: asdict(fact) for name, fact in methods.items()},
         }
-        write_summary(directory, facts, self._sample_images())
+        write_summary(directory, facts, {} if self.make_engine else self._sample_images())
 
 
 class _Notices:

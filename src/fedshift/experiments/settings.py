@@ -12,7 +12,7 @@ from ..core.optimizer import SGD, Optimizer
 from ..core.plan import Precision
 from ..core.work import Work
 from ..data.image_transforms import Augmentation
-from ..engines.catalog import ENGINES
+from ..engines import ENGINES
 from ..results.schema import METRICS, MOMENTS
 from ..utils.errors import UsageError, unknown_name
 from ..utils.random_streams import stream

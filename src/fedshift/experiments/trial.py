@@ -33,11 +33,11 @@ from ..core.server_round import StreamingAggregator
 from ..data.augmentation import check_augmentable
 from ..data.federation import ClientData, Federation, count_labels, pool_training_data
 from ..engines.auto import EngineChoice, choose_engine
-from ..engines.catalog import ENGINES
+from ..engines import ENGINES
 from ..engines.cost_model import count_operations, limit_threads
-from ..engines.engine import ClientResult, Engine
+from ..engines.engine import ClientResult, Engine, EngineFactory
 from ..evaluation.communication import downlink_bytes, uplink_bytes
-from ..evaluation.metrics import evaluate_clients, evaluate_trained
+from ..evaluation.metrics import evaluate_clients, evaluate_trained, measured_splits
 from ..evaluation.unseen_clients import UnseenClientModels, check_policy
 from ..models._factory import ModelFactory, make_network
 from ..results.checkpoint import load_facts, refuse_other, save_checkpoint
@@ -66,6 +66,7 @@ class Trial:
     """One method with one seed on one federation; see the module's text.
 
     ``client_memory``: bytes of clients' states held in memory; beyond it they are in files alone (``client_store``).
+    ``make_engine``: makes the engine in place of the one that the settings name.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class Trial:
         seed: int,
         *,
         client_memory: int = MEMORY,
+        make_engine: EngineFactory | None = None,
     ) -> None:
         self.data, self.settings, self.seed = data, settings, seed
         device = torch.device(settings.device)
@@ -123,7 +125,10 @@ class Trial:
             client.name: client.train for client in (trained_on.to(device).clients if method.pooled else measured)
         }
         self.choice = None if settings.engine == "auto" else EngineChoice(engine=settings.engine, reason="as asked for")
-        self._engine = self._make_engine(self.choice) if self.choice else None
+        if make_engine:
+            self._engine: Engine | None = make_engine(self.plan, self.train, seed)
+        else:
+            self._engine = self._make_engine(self.choice) if self.choice else None
         self.server = init_server(self.plan)
         self.clients = ClientStore(self.train, lambda: init_client(self.plan), device, client_memory)
         self._unseen_clients: UnseenClientModels | None = None
@@ -155,8 +160,11 @@ class Trial:
         return ENGINES[choice.engine](self.plan, self.train, self.seed, self.settings.workers)
 
     def _draw_participants(self, number: int) -> tuple[str, ...]:
-        """The clients that are asked to take part in round ``number``."""
-        return self.settings.draw_participants(self.seed, number, self.clients.names)
+        """Return the clients that are asked to take part in round ``number``."""
+        names = self.clients.names
+        return self.settings.draw_participants(
+            self.seed, number, self._engine.find_available(names) if self._engine else names
+        )
 
     def _train(self, names: tuple[str, ...]) -> Iterator[tuple[str, ClientResult]]:
         """The work of clients ``names`` in the coming round, as each is done; one that fails may be left out."""
@@ -236,7 +244,7 @@ class Trial:
             if measures:
                 paused = time.perf_counter()
                 with timed_section("evaluation"):
-                    after_work += self._evaluate_trained(name, trained)
+                    after_work += self._evaluate_trained(name, trained) if trained.rows is None else trained.rows
                 measuring += time.perf_counter() - paused
             if progress:
                 progress(name, trained.loss_sum / used)
@@ -261,13 +269,15 @@ class Trial:
 
         Newcomers' validation data are left alone, so that they have no say in which round is the best.
         """
-        rows = evaluate_clients(self.plan, self.server, self.measured, self._splits, self.personal_state)
+        rows = self._engine.evaluate(self.server) if self._engine else None
+        if rows is None:
+            rows = evaluate_clients(self.plan, self.server, self.measured, self._splits, self.personal_state)
         return [row for row in rows if row["split"] == "test" or row["client"] not in self.settings.newcomers]
 
     @property
     def _splits(self) -> tuple[str, ...]:
         """The splits that are measured."""
-        return ("test", "validation") if all(client.validation for client in self.data.clients) else ("test",)
+        return measured_splits(self.data)
 
     def _measures_trained(self, number: int) -> bool:
         """Whether clients are measured just after their work of round ``number``."""
@@ -336,7 +346,8 @@ class Trial:
 
     def _facts(self) -> dict[str, Any]:
         engine = (self.choice.engine, self.choice.threads) if self.choice else None
-        return {"round": self.server.round, "identity": self.identity, "engine": engine}
+        facts = {"round": self.server.round, "identity": self.identity, "engine": engine}
+        return facts | (self._engine.facts() if self._engine else {})
 
     def _server_tensors(self) -> State:
         flat: State = {}
@@ -364,6 +375,8 @@ class Trial:
         if self.choice is None and facts.get("engine"):  # another engine would round differently
             name, threads = facts["engine"]
             self.choice = EngineChoice(engine=name, threads=threads, reason="as the run was begun")
+        if self._engine:
+            self._engine.restore(facts)
         device = torch.device(self.settings.device)
         parts = {
             part: {name: tensor.to(device) for name, tensor in entries_under(f"server/{part}", tensors).items()}

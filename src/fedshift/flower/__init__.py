@@ -1,6 +1,6 @@
-"""The same experiment across machines, on Flower (``pip install 'fedshift[flower]'``), and parts for apps that exist.
+"""Experiments across machines on Flower (``pip install 'fedshift[flower]'``), and parts for existing Flower apps.
 
-What an app takes is imported when first used, so that ``quiet`` comes before anything of ``flwr``.
+These parts are imported when first used, so that ``no_telemetry`` is imported before anything of ``flwr``.
 """
 
 from __future__ import annotations
@@ -16,9 +16,12 @@ if TYPE_CHECKING:
     from .compat.strategy import MethodStrategy
 
 _HOME = {
-    "MethodStrategy": "compat.strategy", "clip_gradients_": "compat.dropin", "keep_local": "compat.local_entries", "list_local_entries": "compat.local_entries",
-    "prepare_model": "compat.dropin",
-}  # fmt: skip
+    "MethodStrategy": "strategy",
+    "clip_gradients_": "dropin",
+    "keep_local": "local_entries",
+    "list_local_entries": "local_entries",
+    "prepare_model": "dropin",
+}
 
 __all__ = ["MethodStrategy", "clip_gradients_", "keep_local", "list_local_entries", "prepare_model"]
 
@@ -26,4 +29,4 @@ __all__ = ["MethodStrategy", "clip_gradients_", "keep_local", "list_local_entrie
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_HOME[name]}", __name__), name)
+    return getattr(import_module(f".compat.{_HOME[name]}", __name__), name)

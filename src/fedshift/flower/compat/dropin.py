@@ -1,7 +1,7 @@
-"""What a method asks of a Flower app whose training loop is its own, and which methods such a loop cannot carry out.
+"""Methods for Flower apps that bring their own training loop, and refusals of methods that such a loop cannot follow.
 
-Scope, surgery, aggregation and server optimizer do without the training loop. Rules, local work and frozen statistics
-are part of it, so a method that has them is refused; adaptive gradient clipping is one line in any loop.
+Scope, surgery, aggregation and server optimizer work without the training loop. Rules, local work and frozen statistics
+are part of it, so a method with any of these is refused; adaptive gradient clipping is one line in any loop.
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ from ...methods.fednova import NormalizedAveraging
 from ...utils.errors import UsageError
 
 DONE, LAST = "fedshift-rounds-done", "fedshift-last-round"
-"""Keys of a message's configuration: rounds that the server has done, and the last of them that this node took part in
-(0: none)."""
+"""Keys in a message's configuration: rounds done by the server, and the last that this node took part in (0: none)."""
 MARK = "_fedshift_surgery"
 
 
 def prepare_model(method: Method, model: nn.Module) -> nn.Module:
-    """A copy of ``model`` after the method's surgery: the network that server and clients of an app must all use.
+    """Return a copy of ``model`` after the method's surgery, the network that an app's server and clients must all use.
 
     Weights that surgery draws come from torch's generator. Raises :class:`UsageError` where surgery does not fit.
     """
@@ -40,7 +39,7 @@ def prepare_model(method: Method, model: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def clip_gradients_(method: Method, model: nn.Module) -> None:
-    """Clip the gradients of ``model`` as ``method`` says (``fedshift.agc``); where it says nothing, do nothing.
+    """Clip the gradients of ``model`` as ``method`` asks (``fedshift.agc``), if it does.
 
     Call it between ``loss.backward()`` and ``optimizer.step()``.
     """
@@ -54,9 +53,9 @@ def clip_gradients_(method: Method, model: nn.Module) -> None:
 
 
 def resolve_plan(method: Method, model: nn.Module, seed: int = 0) -> Plan:
-    """The plan of ``method`` for the network that an app uses, on the CPU; ``seed``: what the server's draws go by.
+    """Return the plan of ``method`` for an app's network, on the CPU; ``seed`` keys the server's draws.
 
-    Raises :class:`UsageError` where an app's own training loop cannot be that method's, or ``model`` is not the network
+    Raises :class:`UsageError` where an app's own training loop cannot follow the method, or ``model`` lacks the surgery
     that the method asks for.
     """
     _refuse_rules_of_training(method)
@@ -66,9 +65,8 @@ def resolve_plan(method: Method, model: nn.Module, seed: int = 0) -> Plan:
             f"method {method.name!r} and the model differ in surgery (the method's: {wanted}): make the model by "
             "fedshift.flower.prepare_model(method, model) with this method, on the server and on all clients"
         )
-    plan = prepare(
-        replace(method, surgery=()), copy.deepcopy(model).cpu(), optimizer=SGD(lr=1.0), seed=seed
-    )  # the optimizer is the app's; this one only says that it is there
+    # The optimizer is the app's; a plan needs one all the same.
+    plan = prepare(replace(method, surgery=()), copy.deepcopy(model).cpu(), optimizer=SGD(lr=1.0), seed=seed)
     if not plan.sent:
         raise UsageError(f"method {method.name!r} sends nothing, for which no server is needed: choose another method")
     if tied := model.state_dict().keys() - plan.initial.keys():

@@ -1,12 +1,13 @@
-"""A mod for a Flower ClientApp that keeps a method's local entries on the client: FedBN in an app that exists.
+"""A mod for a Flower ClientApp that keeps a method's local entries on the client: FedBN in an existing app.
 
-Before the app trains, its entries from disk take their places in the arrays that came; afterwards they are taken out
-of the reply and written to disk. So the app sees whole models, and the server never sees what is local.
+Before the app trains, the client's entries from disk replace those in the arrays received; afterwards they are removed
+from the reply and written to disk. So the app sees whole models, and the server never sees local entries.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from urllib.parse import quote
 
 from ..transport import no_telemetry as no_telemetry  # isort: split
 
@@ -16,23 +17,85 @@ from torch import nn
 
 from ...core.method import Method
 from ...methods.fedbn import fedbn
+from ...results.checkpoint import load_checkpoint, save_checkpoint
 from ...utils.errors import FedshiftError, UsageError
-from ...utils.state import State, pick
+from ...utils.files import disk_error
+from ...utils.state import State, add_prefix, entries_under, pick
 from ..transport.arrays import RefusedMessage, check_finite, check_state, from_record, to_record
 from .dropin import DONE, LAST, resolve_plan
-from .local_state_store import LocalStateStore
 
 
 def list_local_entries(model: nn.Module, method: Method | None = None) -> frozenset[str]:
-    """Names of the entries of ``model`` that a client keeps to itself under ``method`` (FedBN).
+    """Return the names of the entries of ``model`` that ``method`` (default FedBN) keeps on a client.
 
-    Raises :class:`UsageError` where the method does not fit the model or an app of Flower's.
+    Raises :class:`UsageError` where the method does not fit the model or a Flower app.
     """
     return resolve_plan(method or fedbn(), model).personal
 
 
+class LocalStateStore:
+    """The local entries of ``client`` in ``experiment``, in a file below ``folder``; ``initial``: before any training.
+
+    Flower's node state is memory only and is lost without an error when a node restarts. The entries after the last two
+    rounds are kept, because a server that failed asks for a round again, which must start where it started before.
+    """
+
+    def __init__(self, folder: Path, experiment: str, client: str, initial: State) -> None:
+        self.path = folder / _to_file_name(experiment) / f"{_to_file_name(client)}.safetensors"
+        self.initial = initial
+        self.who = f"client {client!r} of experiment {experiment!r}"
+
+    def load_after(self, done: int, last: int) -> tuple[int, State] | None:
+        """Return the newest entries of the first ``done`` rounds with their round; None if the client never trained.
+
+        ``last``: the round that the server knows the client to have finished (0: none). Raises :class:`FedshiftError`
+        where entries are missing, older than that, newer than all of those rounds, or of another model.
+        """
+        held = self._read()
+        usable = [number for number in held if number <= done]
+        if not held and last == 0:
+            return None
+        if held and not usable:
+            raise FedshiftError(
+                f"{self.who} holds entries of round {min(held)} ({self.path}), but the server has done {done} rounds: "
+                "to begin anew, remove that file or name the experiment otherwise; to go on, give the server its state"
+            )
+        if max(usable, default=0) < last:
+            found = f"are of round {max(usable)}" if usable else "are missing"
+            raise FedshiftError(
+                f"{self.who} finished round {last}, but its own entries {found} ({self.path}): put the file back, or "
+                "begin an experiment of another name; they are not made up"
+            )
+        return max(usable), held[max(usable)]
+
+    def write(self, before: tuple[int, State], round: int, state: State) -> None:
+        """Write ``state`` as that after ``round``, and the one it started from; raise :class:`FedshiftError`."""
+        generations = {before[0]: before[1], round: state}
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            raise disk_error(self.path, error) from error
+        tensors = {name: x for number, held in generations.items() for name, x in add_prefix(str(number), held).items()}
+        save_checkpoint(self.path, tensors, {"client": self.who, "rounds": sorted(generations)})
+
+    def _read(self) -> dict[int, State]:
+        if not self.path.exists():
+            return {}
+        tensors, facts = load_checkpoint(self.path)
+        held = {int(number): entries_under(str(number), tensors) for number in facts["rounds"]}
+        for state in held.values():
+            try:
+                check_state(state, self.initial, "what is kept")
+            except RefusedMessage as error:
+                raise FedshiftError(
+                    f"{self.who} kept the entries of another model ({self.path}): {error}; use the model that it was "
+                    "begun with, or name the experiment otherwise"
+                ) from error
+        return held
+
+
 class LocalEntriesMod:
-    """The mod that :func:`keep_local` makes."""
+    """The mod that :func:`keep_local` returns."""
 
     def __init__(self, model: nn.Module, method: Method, experiment: str | None, folder: Path | None) -> None:
         self._plan = resolve_plan(method, model)
@@ -40,13 +103,13 @@ class LocalEntriesMod:
         self._experiment, self._folder = experiment, folder
 
     def __call__(self, message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-        """Pass ``message`` on to the app with the client's own entries, and the reply back without them."""
+        """Pass ``message`` to the app with the client's own entries, and return the reply without them."""
         kind = message.metadata.message_type.partition(".")[0]
         if kind not in ("train", "evaluate") or not self._initial:
             reply = call_next(message, context)
             self._strip(reply)
             return reply
-        kept = self._load_entries(context)
+        kept = self._open_store(context)
         done, last = _read_rounds(message, training=kind == "train")
         start = kept.load_after(done, last)
         if start is None and kind == "evaluate":
@@ -59,7 +122,7 @@ class LocalEntriesMod:
         self._strip(reply)
         return reply
 
-    def _load_entries(self, context: Context) -> LocalStateStore:
+    def _open_store(self, context: Context) -> LocalStateStore:
         experiment = self._experiment or context.run_config.get("experiment")
         if not experiment:
             raise UsageError("keep_local: the experiment has no name: give experiment=..., or that key in run-config")
@@ -81,7 +144,7 @@ class LocalEntriesMod:
         message.content[key] = ArrayRecord({**whole, **{n: array for n, array in came.items() if n not in whole}})
 
     def _take_entries(self, reply: Message, who: str) -> State:
-        """The client's entries in the reply; one that holds NaN anywhere is refused before anything is written."""
+        """Return the client's entries in the reply; refuse one that holds NaN before anything is written."""
         _, sent = _single_record(reply, f"the reply of {who}")
         try:
             state = from_record(sent)
@@ -96,7 +159,7 @@ class LocalEntriesMod:
         return {name: own[name] for name in self._initial}
 
     def _strip(self, reply: Message) -> None:
-        """Take out of every record what the method does not send."""
+        """Remove from every record the entries that the method does not send."""
         if reply.has_content():
             secret = self._plan.initial.keys() - self._plan.sent
             for key, record in list(reply.content.array_records.items()):
@@ -110,15 +173,22 @@ def keep_local(
     experiment: str | None = None,
     folder: str | Path | None = None,
 ) -> LocalEntriesMod:
-    """A mod that makes a ClientApp follow ``method`` (FedBN).
+    """Return a mod that makes a ClientApp follow ``method``.
 
-    It is the last of the app's mods, so that the others see what travels. ``model``: the app's network, whose values of
-    the local entries every client starts from. ``experiment``: its name, by default ``experiment`` of the run's
-    configuration; entries on disk belong to it. ``folder``: where they are, by default ``~/.fedshift/flower``. Clients
-    are told apart by ``name`` or ``partition-id`` of their node's configuration.
+    Make it the last of the app's mods, so that the others see what travels. Clients are told apart by ``name`` or
+    ``partition-id`` in their node's configuration. While a run goes on, the mod raises :class:`FedshiftError`, which
+    Flower reports as the node's error, where entries on disk are missing or do not fit; they are never made up.
 
-    Raises :class:`UsageError` as :func:`list_local_entries`. While it works it raises :class:`FedshiftError`, which Flower
-    reports as the node's error, where entries on disk are missing or do not fit: they are never made up.
+    Args:
+        model: the app's network; every client starts from its values of the local entries.
+        method: the method, FedBN by default.
+        experiment: name of the experiment to which entries on disk belong; by default ``experiment`` in the run's
+            configuration.
+        folder: directory of the entries, by default ``~/.fedshift/flower``.
+
+    Raises:
+        UsageError: as :func:`list_local_entries`.
+
     """
     return LocalEntriesMod(model, method or fedbn(), experiment, Path(folder).expanduser() if folder else None)
 
@@ -131,9 +201,14 @@ def _single_record(message: Message, what: str) -> tuple[str, ArrayRecord]:
 
 
 def _read_rounds(message: Message, *, training: bool) -> tuple[int, int]:
-    """Rounds that the server had done, and the last that it knows this client to have finished (0: none known)."""
+    """Return the rounds that the server had done, and the last that it knows this client to have finished (or 0)."""
     for config in message.content.config_records.values():
         for key, ahead in ((DONE, 0), ("server-round", int(training))):
             if isinstance(number := config.get(key), int) and isinstance(last := config.get(LAST, 0), int):
                 return number - ahead, last
     raise FedshiftError(f"the message from the server holds neither {DONE!r} nor 'server-round', its round: send one")
+
+
+def _to_file_name(name: str) -> str:
+    """Return ``name`` as a file name for any system, without separators or leading dots."""
+    return quote(name, safe="").replace(".", "%2E")

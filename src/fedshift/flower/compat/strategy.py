@@ -1,7 +1,7 @@
-"""A method as a strategy for a Flower ServerApp: what its scope sends travels, and the kernel folds what comes back.
+"""A method as a strategy for a Flower ServerApp: entries in its scope travel, and the kernel aggregates the replies.
 
-A reply that is an error, does not fit, or answers another round is left out and named in the log; a round that gets
-too few changes nothing. Integer entries stay integers and sums are float64, in an order that arrival does not change.
+A reply that is an error, does not fit, or answers another round is left out and named in the log; a round with too few
+replies changes nothing. Integer entries stay integers, and sums are float64 in an order independent of arrival.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import TypeVar
 
 from ..transport import no_telemetry as no_telemetry  # isort: split
@@ -23,7 +24,7 @@ from typing_extensions import override
 
 from ...core.kernel import ServerState, Update, init_server
 from ...core.method import Method
-from ...core.server_round import server_round as folded
+from ...core.server_round import server_round as aggregate
 from ...experiments.settings import Settings
 from ...utils.errors import FedshiftError, UsageError
 from ...utils.state import State, nbytes, pick
@@ -36,30 +37,30 @@ T = TypeVar("T")
 
 
 class LeakedEntries(RefusedMessage):
-    """A reply holds what the method keeps on clients."""
+    """A reply holds entries that the method keeps on clients."""
 
 
 class MethodStrategy(Strategy):
-    """``method`` for apps that use ``model`` (made by :func:`fedshift.flower.prepare_model` where the method has surgery).
+    """``method`` for apps that use ``model`` (from :func:`fedshift.flower.prepare_model` where the method has surgery).
 
     Messages are those of Flower's FedAvg: ``arrays`` and ``config``; a reply holds one array record and one metric
-    record with ``num-examples``, its weight. ``start`` takes from ``initial_arrays`` what the method sends, and the
-    ``arrays`` of its result are no more than that; called again, it goes on from there.
+    record with ``num-examples``, its weight. ``start`` takes from ``initial_arrays`` the entries that the method sends,
+    and the ``arrays`` of its result hold only these; called again, it continues from there.
 
     Args:
         method: for example ``fedbn()`` or ``silobn(fedadam())``.
         model: the app's network.
-        seed: what draws are keyed with.
+        seed: key of all random draws.
         participation: nodes in a round, a number, or a fraction (float in (0, 1]) of those connected; None: all.
-        min_clients: nodes that a round asks at least, and fitting replies without which it changes nothing.
+        min_clients: the fewest nodes to ask in a round, and the fewest fitting replies with which it changes anything.
         wait: seconds to wait for that many nodes.
-        evaluate: whether clients are asked to evaluate; those that keep entries are, once they have trained.
-        most_examples: a larger ``num-examples`` is refused.
-        server: the ``server`` of an earlier strategy, to go on from; ``initial_arrays`` are then not read.
+        evaluate: ask clients to evaluate; those that keep entries are asked once they have trained.
+        most_examples: the largest ``num-examples`` that is accepted.
+        server: the ``server`` of an earlier strategy to continue from; ``initial_arrays`` are then not read.
 
     Raises:
-        UsageError: where the method needs a training loop of its own, or does not fit the model or the numbers.
-        Refused: where ``server`` is of another model.
+        UsageError: where the method needs its own training loop, or does not fit the model or the numbers.
+        RefusedMessage: where ``server`` is of another model.
 
     """
 
@@ -109,7 +110,7 @@ class MethodStrategy(Strategy):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Ask this round's nodes to train on what clients load.
+        """Ask this round's nodes to train, starting from the entries that clients load.
 
         Raises :class:`FedshiftError` where fewer than ``min_clients`` nodes are connected after ``wait`` seconds, or
         the initial arrays are not those of the model.
@@ -128,9 +129,9 @@ class MethodStrategy(Strategy):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Fold the replies that fit; where they are too few, the server stays as it is.
+        """Aggregate the replies that fit; if they are too few, leave the server unchanged.
 
-        Raises :class:`FedshiftError` where clients send what the method keeps on them and nothing else comes.
+        Raises :class:`FedshiftError` where all replies hold entries that the method keeps on clients.
         """
         taken, leaks = self._answers(server_round, replies, lambda content: (self._update(content), content))
         if len(taken) < self.min_clients:
@@ -142,8 +143,10 @@ class MethodStrategy(Strategy):
                 "; does every ClientApp have the mod keep_local?" if self.plan.personal and not taken else "",
             )  # fmt: skip
             return to_record(self.server.shared), None
-        updates: dict[str, Update] = {str(node): update for node, (update, _) in taken.items()}
-        after = folded(self.plan, self.server, updates, {node: int(update.weight) for node, update in updates.items()})
+        updates = {str(node): update for node, (update, _) in taken.items()}
+        after = aggregate(
+            self.plan, self.server, updates, {node: int(update.weight) for node, update in updates.items()}
+        )
         try:
             check_state(after.shared, self.server.shared, "the server's model")
         except RefusedMessage as error:
@@ -156,7 +159,7 @@ class MethodStrategy(Strategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Ask every node to evaluate that has a model: all, or, where clients keep entries, those that have trained."""
+        """Ask the nodes that have a model to evaluate: all, or, where clients keep entries, those that have trained."""
         if not self.evaluate:
             return []
         nodes = [node for node in sorted(grid.get_node_ids()) if not self.plan.personal or node in self._finished]
@@ -164,7 +167,7 @@ class MethodStrategy(Strategy):
 
     @override
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """The mean of the clients' metrics, weighted by ``num-examples``."""
+        """Return the mean of the clients' metrics, weighted by ``num-examples``."""
         taken, _ = self._answers(server_round, replies, lambda content: (self._weight(content), content))
         return _mean_metrics([content for _, content in taken.values()]) if taken else None
 
@@ -177,10 +180,7 @@ class MethodStrategy(Strategy):
         if others := sorted(arrays.keys() - self.plan.sent):
             LOG.info("%d entries of initial_arrays stay here, since clients keep their own: %s", len(others), others)
         server = init_server(self.plan)
-        self.server = ServerState(
-            round=0, shared={name: shared[name] for name in server.shared}, memory=server.memory,
-            optimizer=server.optimizer,
-        )  # fmt: skip
+        self.server = replace(server, shared={name: shared[name] for name in server.shared})
         self._begun = True
 
     def _connected(self, grid: Grid) -> list[int]:
@@ -210,7 +210,7 @@ class MethodStrategy(Strategy):
     def _answers(
         self, server_round: int, replies: Iterable[Message], take: Callable[[RecordDict], T]
     ) -> tuple[dict[int, T], list[LeakedEntries]]:
-        """What ``take`` makes of each node's reply, by node; what it refuses is logged, leaks are returned too."""
+        """Return ``take`` of each node's reply, by node, and the leaks; log every reply that is refused."""
         asked = {message.metadata.message_id: message.metadata.dst_node_id for message in self._asked}
         taken: dict[int, T] = {}
         leaks: list[LeakedEntries] = []
@@ -255,7 +255,7 @@ class MethodStrategy(Strategy):
 
 
 def _mean_metrics(contents: list[RecordDict]) -> MetricRecord | None:
-    """Flower's weighted mean of metrics; None, and a line in the log, where clients report different ones."""
+    """Return Flower's weighted mean of metrics; None, with a line in the log, where clients report different ones."""
     try:
         metrics = [RecordDict({"metrics": next(iter(content.metric_records.values()))}) for content in contents]
         validate_message_reply_consistency(metrics, WEIGHT, check_arrayrecord=False)

@@ -1,7 +1,7 @@
 """The app that ``fedshift serve`` submits to its SuperLink: an experiment whose clients are behind Flower's grid.
 
-It tells ``fedshift serve``, which shows it to a person, what happens, over a local socket, and ends with it. Every
-round is saved in the run directory before the next begins, so it may be killed at any moment.
+It reports progress to ``fedshift serve`` over a local socket and ends when that does. Every round is saved in the run
+directory before the next begins, so the app may be killed at any moment.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Sequence
 from dataclasses import asdict, replace
-from functools import partial
+from functools import partial, partialmethod
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any
@@ -24,9 +23,10 @@ from flwr.serverapp import Grid, ServerApp
 from typing_extensions import override
 
 from ...config.spec import CompareSpec, RunSpec
+from ...core.plan import Plan
 from ...data.federation import count_labels
-from ...engines.auto import EngineChoice
-from ...experiments.experiment import Observer
+from ...engines.engine import Data
+from ...experiments.experiment import Experiment, Observer
 from ...experiments.factory import list_seeds, make_methods, make_settings, resolve_model
 from ...experiments.trial import RoundResult
 from ...results.run_directory import MACHINES
@@ -34,12 +34,12 @@ from ...utils.errors import FedshiftError, UsageError
 from ..transport.exchange import FACTS, Exchange
 from .nodes import Nodes, StopRequested
 from .registry import ClientRegistry, RemoteFederation, SiteDescription
-from .remote_trial import QuorumPolicy, RemoteExperiment
+from .remote_engine import QuorumPolicy, RemoteEngine
 
 COORDINATOR = "FEDSHIFT_COORDINATOR"
 """Names the socket on which ``fedshift serve`` listens."""
 PRIVATE: dict[str, Any] = {"data": "", "root": None, "domains": None, "split": None, "newcomers": None}
-"""Settings that are the coordinator's own business, as sites see them."""
+"""Settings that concern only the coordinator, as sites see them."""
 
 app = ServerApp()
 
@@ -47,11 +47,11 @@ app = ServerApp()
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """Run the experiment that the run's configuration describes."""
-    sys.path.append("")  # methods and models of the person's own, beside which `fedshift serve` was started
-    with Client(os.environ[COORDINATOR], family="AF_UNIX") as talk:
-        order = json.loads(talk.recv_bytes())
+    sys.path.append("")  # the user's methods and models, in the directory where `fedshift serve` was started
+    with Client(os.environ[COORDINATOR], family="AF_UNIX") as connection:
+        order = json.loads(connection.recv_bytes())
         spec = read_submission(str(context.run_config[FACTS]), order["settings"])
-        report = ProgressReport(talk)
+        report = ProgressReport(connection)
         try:
             finished = Coordinator(grid, spec, order, report, context.run_id).run()
         except FedshiftError as error:
@@ -61,72 +61,52 @@ def main(grid: Grid, context: Context) -> None:
 
 
 def read_submission(settings: str, expected: str) -> RunSpec | CompareSpec:
-    """The settings of a run; raises :class:`FedshiftError` unless they are the ones that `fedshift serve` submitted.
+    """Return a run's settings; raise :class:`FedshiftError` unless they are those that `fedshift serve` submitted.
 
-    Whoever reaches a SuperLink can submit a run, and settings may name any function of this machine.
+    Anyone who reaches a SuperLink can submit a run, and settings may name any function on this machine.
     """
     if settings != expected:
         raise FedshiftError("a run with other settings than those of `fedshift serve` was submitted: refused")
-    return make_spec(json.loads(settings))
-
-
-def make_spec(given: dict[str, Any]) -> RunSpec | CompareSpec:
-    """The settings in ``given``, one method's or several methods'."""
+    given = json.loads(settings)
     return RunSpec(**given) if "method" in given else CompareSpec(**given)
 
 
 class ProgressReport(Observer):
-    """Tells what an observer hears to the process at the other end of ``talk``, and ends with that."""
+    """Forwards an observer's events to the process at the other end of ``connection``, and ends when that does."""
 
-    def __init__(self, talk: Connection) -> None:
-        self.talk, self.stop, self.changed = talk, threading.Event(), threading.Event()
+    def __init__(self, connection: Connection) -> None:
+        self.connection, self.stop, self.changed = connection, threading.Event(), threading.Event()
         threading.Thread(target=self._listen, daemon=True).start()
 
-    def send(self, what: str, *values: Any) -> None:
-        """One message."""
-        self.talk.send_bytes(json.dumps([what, *values]).encode())
+    def send(self, event: str, *values: Any) -> None:
+        """Send one message."""
+        self.connection.send_bytes(json.dumps([event, *values]).encode())
 
     def _listen(self) -> None:
         try:
-            self.talk.recv_bytes()  # the only thing that it is ever told
+            self.connection.recv_bytes()  # the only message is the request to stop
         except (EOFError, OSError):
             os._exit(1)
         self.stop.set()
         self.changed.set()
 
     @override
-    def begin(
-        self, methods: Sequence[str], seeds: Sequence[int], rounds: int, clients: Sequence[str], metric: str
-    ) -> None:
-        self.send("begin", list(methods), list(seeds), rounds, list(clients), metric)
-
-    @override
-    def trial(self, method: str, seed: int, done: int) -> None:
-        self.send("trial", method, seed, done)
-
-    @override
-    def engine(self, method: str, choice: EngineChoice) -> None:
-        """Sites run the sequential engine."""
-
-    @override
-    def client(self, client: str, loss: float) -> None:
-        self.send("client", client, loss)
-
-    @override
     def round(self, done: RoundResult) -> None:
         self.send("round", asdict(done))
 
-    @override
-    def notice(self, text: str) -> None:
-        self.send("notice", text)
+    # Their arguments are JSON values, sent unchanged.
+    begin = partialmethod(send, "begin")
+    trial = partialmethod(send, "trial")
+    client = partialmethod(send, "client")
+    notice = partialmethod(send, "notice")
 
 
 class Coordinator:
-    """Runs the experiment ``spec`` with whoever is behind ``grid``.
+    """Runs the experiment ``spec`` with the sites behind ``grid``.
 
-    ``order``: ``directory`` (the run's), ``clients`` and ``seconds`` (see :class:`QuorumPolicy`), ``wait`` (seconds for the
-    first clients to come), and ``keys``: where the coordinator's and the nodes' public keys are (None: questions are
-    not signed, and nodes not told apart by keys). ``run``: the number of Flower's run.
+    ``order``: ``directory`` (the run's), ``clients`` and ``seconds`` (see :class:`QuorumPolicy`), ``wait`` (seconds for
+    the first clients to connect), and ``keys``: directory of the coordinator's keys and the nodes' public keys (None:
+    questions are not signed, and nodes not identified by keys). ``run``: the number of Flower's run.
     """
 
     def __init__(
@@ -136,13 +116,13 @@ class Coordinator:
         self.directory = Path(order["directory"])
         self.order = tuple(name.strip() for name in spec.domains.split(",")) if spec.domains else ()
         self.spec = replace(spec, engine="sequential", workers=None)
-        self.terms = QuorumPolicy(clients=int(order["clients"]), seconds=float(order["seconds"]))
+        self.quorum = QuorumPolicy(clients=int(order["clients"]), seconds=float(order["seconds"]))
         self.sent = {**asdict(self.spec), **PRIVATE}
-        self.turned_away: set[str] = set()
+        self.refused: set[str] = set()
         labels = make_settings(replace(self.spec, newcomers=None), ()).loss.counted
         hello = Exchange(kind="describe", facts={"spec": self.sent, "labels": labels})
         self.path = self.directory / MACHINES / "population.json"
-        self.population = ClientRegistry.read(self.path) if self.path.exists() else ClientRegistry.empty()
+        self.population = ClientRegistry.read(self.path) if self.path.exists() else ClientRegistry()
         known = {client.name: client for client in self.population.clients}
         secured = _make_security(Path(order["keys"]), run) if order["keys"] else {}
         self.nodes = Nodes(
@@ -150,42 +130,55 @@ class Coordinator:
         )
 
     def run(self) -> bool:
-        """Run to the end, or until it is told to stop; whether it got to the end."""
+        """Run until the end or until stopped; return whether the end was reached."""
+        members = frozenset(client.name for client in self.population.clients)
+        clients = min(self.quorum.clients, len(members or self.order) or self.quorum.clients)
         try:
-            return self._run()
+            self.nodes.wait(clients, self.wait, members or frozenset(self.order) or None)
+            while True:
+                data = self._admit_waiting()
+                self.report.changed.clear()
+                if self.report.stop.is_set():
+                    return False
+                resume = (self.directory / "config.toml").exists()
+                experiment = self._make_experiment(data)
+                if experiment.run(self.directory, resume=resume, observer=self.report, stop=self.report.changed):
+                    break
+                if self.report.stop.is_set():
+                    return False
         except StopRequested:
             return False
+        end = Exchange(kind="end", facts={"say": "the experiment is finished"})
+        for _ in self.nodes.ask(dict.fromkeys(self.nodes.online, end), 0, 30.0):
+            pass
+        return True
 
-    def _run(self) -> bool:
-        members = frozenset(client.name for client in self.population.clients)
-        clients = min(self.terms.clients, len(members or self.order) or self.terms.clients)
-        self.nodes.wait(clients, self.wait, members or frozenset(self.order) or None)
-        while True:
-            data = self._admit()
-            self.report.changed.clear()
-            if self.report.stop.is_set():
-                return False
-            resume = (self.directory / "config.toml").exists()
-            experiment = self._experiment(data)
-            finished = experiment.run(self.directory, resume=resume, observer=self.report, stop=self.report.changed)
-            if finished or self.report.stop.is_set():
-                if finished:
-                    self._say_goodbye()
-                return finished
-
-    def _experiment(self, data: RemoteFederation) -> RemoteExperiment:
-        facts = {
+    def _make_experiment(self, data: RemoteFederation) -> Experiment:
+        methods, settings = make_methods(self.spec), make_settings(self.spec, data.names)
+        for method in methods:
+            if method.pooled:
+                raise UsageError(f"{method.name} needs all data in one place: leave it out across machines")
+        names = [method.name for method in methods]
+        counted = all(client.labels for client in self.population.clients)  # where sites were asked to count labels
+        description = {
             "experiment": self.population.experiment, "spec": self.sent, "classes": data.classes,
-            "class_names": data.meanings, "columns": list(map(asdict, data.columns)), "labels": self._collect_labels(data),
+            "class_names": data.meanings, "columns": list(map(asdict, data.columns)),
+            "labels": count_labels(data).tolist() if counted else None,
         }  # fmt: skip
-        return RemoteExperiment(
-            methods=make_methods(self.spec), data=data, model=resolve_model(self.spec.model, data.sample_shape),
-            settings=make_settings(self.spec, data.names), seeds=list_seeds(self.spec), config=asdict(self.spec),
-            nodes=self.nodes, terms=self.terms, facts=facts,
+
+        def make_engine(plan: Plan, samples: Data, seed: int) -> RemoteEngine:
+            return RemoteEngine(
+                plan, samples, seed, federation=data, settings=settings, nodes=self.nodes, quorum=self.quorum,
+                description={**description, "method": names.index(plan.method.name), "seed": seed},
+            )  # fmt: skip
+
+        return Experiment(
+            methods=methods, data=data, model=resolve_model(self.spec.model, data.sample_shape), settings=settings,
+            seeds=list_seeds(self.spec), config=asdict(self.spec), make_engine=make_engine,
         )  # fmt: skip
 
-    def _admit(self) -> RemoteFederation:
-        """The clients, with those who have come; one whose data do not go with the others' is not admitted."""
+    def _admit_waiting(self) -> RemoteFederation:
+        """Admit the clients that have connected, except those whose data do not fit the others'; return all clients."""
         if not self.population.clients:
             grown = self.population.add_clients(self._find_new(), self.order)
             data = grown.to_federation(self.spec.classes)
@@ -200,7 +193,7 @@ class Coordinator:
                     if found.fingerprint != data.fingerprint:
                         raise FedshiftError(f"{new.name!r} has classes that the others lack")
                 except FedshiftError as error:
-                    self.turned_away.add(new.name)
+                    self.refused.add(new.name)
                     self.report.notice(f"{new.name} is not admitted: {error}")
                 else:
                     grown, data = wider, found
@@ -209,32 +202,22 @@ class Coordinator:
         return data
 
     def _find_new(self) -> list[SiteDescription]:
-        """Clients that are connected and not in yet, of those that the settings name, if they name some."""
+        """Return clients that are connected and not admitted yet, among those that the settings name, if any."""
         members = {client.name for client in self.population.clients}
-        names = sorted(self.nodes.online - members - self.turned_away)
+        names = sorted(self.nodes.online - members - self.refused)
         return [self.nodes.known[name] for name in names if not self.order or name in self.order]
 
     def _admit_newcomer(self) -> None:
-        """A client that is new is admitted after the round in progress, where the settings do not leave it out."""
-        for name in sorted(self.nodes.online - self.turned_away - set(self.order) if self.order else ()):
-            self.turned_away.add(name)
+        """Have new clients admitted after the round in progress, except those that the settings leave out."""
+        for name in sorted(self.nodes.online - self.refused - set(self.order) if self.order else ()):
+            self.refused.add(name)
             self.report.notice(f"{name} takes no part: the settings name {', '.join(self.order)} (domains)")
         if self.population.clients and self._find_new():
             self.report.changed.set()
 
-    def _collect_labels(self, data: RemoteFederation) -> list[int] | None:
-        """Training samples of each class at all sites, where they were asked for."""
-        return count_labels(data).tolist() if all(client.labels for client in self.population.clients) else None
-
-    def _say_goodbye(self) -> None:
-        """Tell the sites that it is over."""
-        end = Exchange(kind="end", facts={"say": "the experiment is finished"})
-        for _ in self.nodes.ask(dict.fromkeys(self.nodes.online, end), 0, 30.0):
-            pass
-
 
 def _extra_categories(found: RemoteFederation, data: RemoteFederation) -> str:
-    """The categories that ``found`` has and ``data``, of the same columns, has not."""
+    """Return the categories that ``found`` has and ``data``, with the same columns, lacks."""
     return ", ".join(
         f"{value!r} in column {wide.name!r}"
         for wide, column in zip(found.columns, data.columns, strict=True)

@@ -1,15 +1,16 @@
-"""The sites that are connected, and what is asked of them over one of Flower's grids; nothing here waits for ever.
+"""The connected sites, and questions to them over one of Flower's grids; every wait has a timeout.
 
-A node introduces itself by its client's name; under TLS that name is bound to the key that the coordinator knows for
-it. One that restarts introduces itself again, and is asked again what it had not answered. One that is gone is not
+A node introduces itself by its client's name; under TLS that name is bound to the key that the coordinator has for it.
+A node that restarts introduces itself again, and is asked again what it had not answered. A node that is gone is not
 asked, and not waited for where enough others answer.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from threading import Event
 
 from ..transport import no_telemetry as no_telemetry  # isort: split
@@ -25,17 +26,17 @@ from .registry import SiteDescription
 
 Say = Callable[[str], None]
 POLL = 0.25
-"""Seconds between two looks for answers."""
+"""Seconds between two polls for answers."""
 TOGETHER = 2**26
-"""Bytes of answers that are fetched at a time, were they as large as the questions; at least one is."""
+"""Bytes of answers to fetch at a time, if they are as large as the questions; at least one answer is fetched."""
 KINDS = {"describe": "query", "end": "query", "train": "train", "evaluate": "evaluate"}
 """Flower's types of messages."""
 FAILED = (ErrorCode.LOAD_CLIENT_APP_EXCEPTION, ErrorCode.CLIENT_APP_RAISED_EXCEPTION, ErrorCode.INVALID_FAB)
-"""Errors of a node that is there; others say that the message or its answer got lost."""
+"""Errors of a node that is connected; others mean that the message or its answer was lost."""
 
 
 class StopRequested(FedshiftError):
-    """Somebody asked to stop while sites were waited for."""
+    """A stop was requested while waiting for sites."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,16 @@ class _Address:
 class Nodes:
     """The sites behind ``grid``.
 
-    ``hello`` asks a new node to describe itself; ``known``: how clients did before. ``keys`` gives the public key of
-    each client's node; None: any node may say that it is any client. ``signed`` makes what is sent carry proof of who
-    asks. ``say`` hears who comes and goes, and ``changed`` is called when someone came.
+    Args:
+        grid: a grid of Flower's.
+        hello: the question that asks a new node to describe itself.
+        say: called with a line of text when a node comes or goes.
+        known: earlier descriptions of clients.
+        keys: returns the public key of each client's node; None: any node may claim any name.
+        changed: called when a client has come.
+        signed: signs a question.
+        stop: ends waiting, once set.
+
     """
 
     def __init__(
@@ -61,7 +69,7 @@ class Nodes:
         self.keys, self.changed, self.signed = keys, changed, signed
         self.known = dict(known or {})
         self._online: dict[str, _Address] = {}
-        self._greeted: dict[_Address, str] = {}  # and the number of the message
+        self._greeted: dict[_Address, str] = {}  # with the id of the pending greeting, "" once it is answered
         self._keys: dict[int, bytes] = {}
 
     @property
@@ -70,7 +78,7 @@ class Nodes:
         return frozenset(self._online)
 
     def refresh(self) -> None:
-        """Look who is there: greet new nodes, hear how they describe themselves, and see who has left."""
+        """Greet new nodes, read how they describe themselves, and forget nodes that have left."""
         listed = self._list_nodes()
         for address in listed:
             if address not in self._greeted:
@@ -86,9 +94,9 @@ class Nodes:
             self.say(f"{name} has left ({len(self._online)} connected)")
 
     def wait(self, number: int, seconds: float, among: frozenset[str] | None = None) -> None:
-        """Return once ``number`` clients (of those ``among``) are connected.
+        """Wait until ``number`` clients (of those ``among``) are connected.
 
-        Raises :class:`FedshiftError` naming those who are after ``seconds``, and :class:`StopRequested`.
+        Raises :class:`FedshiftError` naming those that are after ``seconds``, and :class:`StopRequested`.
         """
         until = time.monotonic() + seconds
         while True:
@@ -109,15 +117,15 @@ class Nodes:
     def ask(
         self, asked: Mapping[str, Exchange], enough: int, seconds: float
     ) -> Iterator[tuple[str, Exchange | FedshiftError]]:
-        """Each of the clients ``asked`` with its answer, or why there is none, as they come.
+        """Ask clients; yield each with its answer, or the reason why there is none, as they arrive.
 
         Ends when all have answered, after ``seconds``, or when only clients that are gone are missing and ``enough``
-        others have answered; those who are missing then have no answer.
+        others have answered.
         """
         until = time.monotonic() + seconds
         missing, answered = set(asked), 0
         together = max(1, TOGETHER // max((1, *map(_exchange_size, asked.values()))))
-        sent: dict[str, tuple[_Address, str]] = {}  # where, and the number of the message ("": lost)
+        sent: dict[str, tuple[_Address, str]] = {}  # address and message id ("": lost)
         while missing and time.monotonic() < until:
             self.refresh()
             for name in sorted(missing & self.online):
@@ -125,7 +133,9 @@ class Nodes:
                 if name not in sent or sent[name][0] != address:
                     sent[name] = address, self._push(address, asked[name], until - time.monotonic())
             numbers = {number: name for name, (_, number) in sent.items() if number and name in missing}
-            for reply in self._pull(sorted(numbers, key=numbers.__getitem__), together):
+            pending = sorted(numbers, key=numbers.__getitem__)
+            batches = (pending[start : start + together] for start in range(0, len(pending), together))
+            for reply in chain.from_iterable(map(self.grid.pull_messages, batches)):
                 name = numbers[reply.metadata.reply_to_message_id]  # an error's sender is not the node
                 if reply.has_error() and reply.error.code not in FAILED:
                     sent[name] = sent[name][0], ""
@@ -142,17 +152,11 @@ class Nodes:
             there = "did not answer in time" if name in self._online else "is gone"
             yield name, FedshiftError(f"it {there}")
 
-    def _pull(self, numbers: Sequence[str], together: int) -> Iterator[Message]:
-        """The answers that are there to messages ``numbers``, fetched ``together`` at a time and then let go."""
-        for start in range(0, len(numbers), together):
-            yield from self.grid.pull_messages(numbers[start : start + together])
-
     def _introduce(self, address: _Address, reply: Message) -> None:
         answer = _read_reply(reply)
-        if isinstance(answer, FedshiftError):
-            self.say(f"a node (number {address.node}) does not take part: {answer}")
-            return
         try:
+            if isinstance(answer, FedshiftError):
+                raise answer
             described = SiteDescription.of(answer.facts)
         except FedshiftError as error:
             self.say(f"a node (number {address.node}) does not take part: {error}")
@@ -171,14 +175,14 @@ class Nodes:
         self.changed()
 
     def _list_nodes(self) -> set[_Address]:
-        if not hasattr(self.grid, "get_nodes"):  # a grid of someone's own
+        if not hasattr(self.grid, "get_nodes"):  # another implementation of the interface
             return {_Address(node, "") for node in self.grid.get_node_ids()}
         found = list(self.grid.get_nodes())
         self._keys = {node.node_id: node.public_key for node in found}
         return {_Address(node.node_id, node.last_activated_at) for node in found}
 
     def _push(self, address: _Address, exchange: Exchange, seconds: float) -> str:
-        """Send to a node; the number of the message, "" where the SuperLink would not take it."""
+        """Send to a node; return the message's id, "" where the SuperLink did not accept it."""
         message = Message(
             self.signed(exchange).content(), address.node, KINDS[exchange.kind], ttl=max(1.0, seconds),
             group_id=str(exchange.facts.get("round", "")),

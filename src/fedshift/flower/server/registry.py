@@ -1,4 +1,9 @@
-"""The clients of an experiment as their coordinator knows them: names, numbers and shapes of samples, no sample."""
+"""The clients of an experiment as their coordinator knows them: names, numbers and shapes of samples, no samples.
+
+Columns and labels of tables at several sites are merged as by one process that reads them all. To a model the position
+of an input is its meaning. So all sites have the same columns; each reports their names and, for a column of text, its
+categories, whose sorted union is the schema by which every site reads its table.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,7 @@ import json
 import math
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +20,22 @@ from typing_extensions import override
 
 from ...data.federation import ClientData, Federation
 from ...data.files.images import sort_classes
-from ...data.files.table_schema import Column, feature_offsets
-from ...data.files.tables import number_classes
+from ...data.files.table_schema import MOST_CATEGORIES, Column, feature_offsets
+from ...data.files.tables import format_list, number_classes
 from ...data.samples import Samples
-from ...utils.errors import FedshiftError
+from ...utils.errors import FedshiftError, UsageError
 from ...utils.files import write_atomically
 from ..transport.arrays import NUMPY_TYPES
-from .merged_schema import is_possible, merge_columns, parse_columns
 
 MOST_SAMPLES, MOST_VALUES, MOST_CLASSES, LONGEST_NAME = 10**8, 2**30, 10**6, 200
-"""Samples of a site's part, values of a sample, classes, and signs of a name: more than any site has."""
+"""Upper bounds, above those of any real site: samples of a split, values of a sample, classes, letters of a name."""
+ColumnDescriptions = Sequence[Mapping[str, Any]]
+"""Columns as they travel: each a ``name`` and ``categories``, None for numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SiteDescription:
-    """What a site says of itself: see :meth:`fedshift.flower.site.site.Site.answer`."""
+    """A site's description of itself (see :meth:`fedshift.flower.site.site.Site.answer`)."""
 
     name: str
     version: str
@@ -43,7 +49,7 @@ class SiteDescription:
 
     @staticmethod
     def of(facts: Mapping[str, Any]) -> SiteDescription:
-        """From an answer's facts; raises :class:`FedshiftError` where they are not what a site says."""
+        """Return the description in an answer's facts; raise :class:`FedshiftError` where it is malformed."""
         try:
             made = SiteDescription(
                 name=str(facts["name"]), version=str(facts["version"]), shape=tuple(map(int, facts["shape"])),
@@ -59,7 +65,7 @@ class SiteDescription:
         return made
 
     def _check(self) -> None:
-        """Raise :class:`FedshiftError` where a site cannot be so: the coordinator makes room for what is said."""
+        """Raise :class:`FedshiftError` where a description is impossible: the coordinator allocates by it."""
         if not (0 < len(self.name) <= LONGEST_NAME and self.name.isprintable()):
             raise FedshiftError(f"a site calls itself {self.name[:LONGEST_NAME]!r}: give it a short name (--name)")
         whole = {"train", "test"} <= self.samples.keys() <= {"train", "validation", "test"}
@@ -73,7 +79,7 @@ class SiteDescription:
                 f"site {self.name!r} says that its samples are {self.dtype} of shape {self.shape}: they must be of a "
                 f"type that travels, and of at most {MOST_VALUES} values each"
             )
-        if not is_possible(self.columns, self.shape):
+        if not _fit_shape(self.columns, self.shape):
             raise FedshiftError(
                 f"site {self.name!r} says that it has {len(self.columns)} columns: its samples of shape {self.shape} "
                 "do not fit them, or their names or categories are not what a table's are"
@@ -88,12 +94,12 @@ class SiteDescription:
 
 
 class RemoteFederation(Federation):
-    """Clients whose samples are on other machines; here each sample is a zero and each label a count's."""
+    """Clients whose samples are on other machines; here samples are zeros, and labels only have the right counts."""
 
     @override
     @property
     def fingerprint(self) -> str:
-        """What samples are: each site knows for itself whether its data are those that it began with."""
+        """Shape, type and classes of samples; each site itself checks that its data are those that it began with."""
         dtype = self.clients[0].train.store.dtype
         columns = "".join(f", {column.name} {column.categories or ''}" for column in self.columns)
         return f"{self.sample_shape} {dtype}, {self.classes} classes {' '.join(self.class_names)}{columns}"
@@ -101,30 +107,25 @@ class RemoteFederation(Federation):
 
 @dataclass(frozen=True, kw_only=True)
 class ClientRegistry:
-    """Which clients take part in the experiment ``experiment``, in the order in which they were admitted."""
+    """The clients of the experiment ``experiment``, in the order in which they were admitted."""
 
-    experiment: str
+    experiment: str = field(default_factory=lambda: secrets.token_hex(8))
     clients: tuple[SiteDescription, ...] = ()
 
     @staticmethod
-    def empty() -> ClientRegistry:
-        """Nobody yet."""
-        return ClientRegistry(experiment=secrets.token_hex(8))
-
-    @staticmethod
     def read(path: Path) -> ClientRegistry:
-        """What :meth:`write` wrote."""
+        """Read a registry that :meth:`write` wrote."""
         found = json.loads(path.read_text(encoding="utf-8"))
         return ClientRegistry(experiment=found["experiment"], clients=tuple(map(SiteDescription.of, found["clients"])))
 
     def write(self, path: Path) -> None:
-        """Write atomically."""
+        """Write the registry atomically."""
         path.parent.mkdir(parents=True, exist_ok=True)
         content = {"experiment": self.experiment, "clients": [asdict(client) for client in self.clients]}
         write_atomically(path, (json.dumps(content, indent=2) + "\n").encode())
 
     def add_clients(self, found: Iterable[SiteDescription], order: Sequence[str] = ()) -> ClientRegistry:
-        """With those of ``found`` that are not in yet, in ``order`` as far as it goes, then by name."""
+        """Return the registry with the new ones of ``found``, in ``order`` as far as that goes, then by name."""
         known = {client.name for client in self.clients}
         place = {name: number for number, name in enumerate(order)}
         fresh = sorted(
@@ -134,9 +135,9 @@ class ClientRegistry:
         return replace(self, clients=(*self.clients, *fresh))
 
     def to_federation(self, classes: int | None) -> RemoteFederation:
-        """The clients as a federation; ``classes``: how many there are, where the experiment says.
+        """Return the clients as a federation; ``classes``: their number, if the experiment says.
 
-        Raises :class:`FedshiftError` naming two sites whose samples, columns or classes do not go together.
+        Raises :class:`FedshiftError` naming two sites whose samples, columns or classes do not fit together.
         """
         first = self.clients[0]
         for other in self.clients[1:]:
@@ -167,14 +168,14 @@ class ClientRegistry:
         return replace(whole, clients=tuple(_make_client(client, whole) for client in self.clients))
 
     def _class_names(self) -> tuple[tuple[str, ...], bool]:
-        """Names of the classes of all sites, and whether each site has them all."""
+        """Return the names of all sites' classes, and whether all sites have the same."""
         kinds = {client.class_names for client in self.clients}
         alike = len(kinds) == 1
         return (kinds.pop() if alike else sort_classes({name for kind in kinds for name in kind})), alike
 
 
 def _make_client(described: SiteDescription, data: Federation) -> ClientData:
-    """As a client; its labels count among those of all ``data``, as the site's own do (``local_data.meaning``)."""
+    """Return a site as a client, its labels numbered as in all ``data``, as the site itself does (``relabel``)."""
     names, shape = data.meanings, (feature_offsets(data.columns)[-1],) if data.columns else described.shape
     strange = set(described.class_names).difference(names)
     if strange:
@@ -190,3 +191,71 @@ def _make_client(described: SiteDescription, data: Federation) -> ClientData:
         return Samples(x=zero, y=y, rows=torch.zeros(number, dtype=torch.int64))
 
     return ClientData(name=described.name, **{part: split(part, n) for part, n in described.samples.items()})
+
+
+def parse_columns(descriptions: ColumnDescriptions) -> tuple[Column, ...]:
+    """Return columns as received; raise ``KeyError``, ``TypeError`` or ``AttributeError`` where malformed."""
+    return tuple(
+        Column(name=str(c["name"]), categories=None if c["categories"] is None else tuple(map(str, c["categories"])))
+        for c in descriptions
+    )
+
+
+def _fit_shape(columns: Sequence[Column], shape: tuple[int, ...]) -> bool:
+    """Return whether samples of ``shape`` can be rows of these columns; without columns, they are no rows."""
+    lists = [column.categories for column in columns if column.categories is not None]
+    sound = all(0 < len(some) <= MOST_CATEGORIES and len(set(some)) == len(some) for some in lists)
+    names = [column.name for column in columns]
+    return not columns or (sound and len(set(names)) == len(names) and shape == (feature_offsets(columns)[-1],))
+
+
+def require_repeating(columns: Iterable[Column], rows: int) -> None:
+    """Raise :class:`UsageError` where a list of categories would reveal single rows of a site that has ``rows``."""
+    for column in columns:
+        if column.categories is not None and 2 * len(column.categories) > rows:
+            raise UsageError(
+                f"column {column.name!r} holds text, {len(column.categories)} different ones in {rows} rows, and the "
+                "list of them would leave this site: group them, make them numbers, or leave the column out"
+            )
+
+
+def merge_columns(sites: Mapping[str, Sequence[Column]]) -> tuple[Column, ...]:
+    """Return the columns of ``sites``, by the site's name: in the order of the first, with the categories of all.
+
+    Raises :class:`FedshiftError` naming two sites and the column in which they differ, by name or by kind, and where
+    there are too many categories in all.
+    """
+    (first, columns), *others = sites.items()
+    for other, theirs in others:
+        for one, have, two, want in ((other, theirs, first, columns), (first, columns, other, theirs)):
+            lacking = {column.name for column in want} - {column.name for column in have}
+            if lacking:
+                names = format_list(map(repr, sorted(lacking)))
+                raise FedshiftError(
+                    f"{one!r} has no column {names}, which {two!r} has: tables of all sites need the same columns, by "
+                    "name (empty where something was not measured)"
+                )
+        kinds = {column.name: column.categories is None for column in theirs}
+        for column in columns:
+            if kinds[column.name] != (column.categories is None):
+                text, number = (first, other) if kinds[column.name] else (other, first)
+                raise FedshiftError(
+                    f"column {column.name!r} holds text at {text!r}, but numbers (or nothing) at {number!r}: give it "
+                    "one kind at all sites, or leave it out at all"
+                )
+    return tuple(_add_categories(column, sites.values()) for column in columns)
+
+
+def _add_categories(column: Column, sites: Iterable[Sequence[Column]]) -> Column:
+    if column.categories is None:
+        return column
+    lists = {c.categories or () for site in sites for c in site if c.name == column.name}
+    if len(lists) == 1:
+        return column
+    found = sorted({value for some in lists for value in some})
+    if len(found) > MOST_CATEGORIES:
+        raise FedshiftError(
+            f"column {column.name!r} holds text with {len(found)} different values at all sites together, more than "
+            f"{MOST_CATEGORIES}: call the same thing alike at all sites, or leave the column out at all"
+        )
+    return Column(name=column.name, categories=tuple(found))

@@ -1,8 +1,8 @@
 """``fedshift serve``: the coordinator of an experiment across machines.
 
-It starts Flower's SuperLink, makes the nodes' keys known to it, submits one fixed app (:mod:`.coordinator`) and shows
-what that tells. Whatever of this dies is started again and goes on with the last round that was saved; when this
-process dies, all of it ends, and ``--resume`` goes on.
+It starts Flower's SuperLink, registers the nodes' keys, submits one fixed app (:mod:`.coordinator`) and shows its
+progress. A program that dies is restarted and continues with the last round that was saved; when this process dies, all
+programs end, and ``--resume`` continues.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from .coordinator import COORDINATOR
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 TRIES = 3
-"""How often in a row the programs are started again without a round getting done."""
+"""Restarts in a row without a completed round after which to give up."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ListenOptions:
-    """Where a coordinator listens and what it asks of a round.
+    """A coordinator's address and its conditions for a round.
 
-    ``tls``: what `fedshift pki` made; None: plain text. ``clients``: how many must take part. ``seconds``: how long a
-    round takes at most. ``wait``: seconds for the first clients to come.
+    ``tls``: the directory that `fedshift pki` made; None: plain text. ``clients``: how many must take part.
+    ``seconds``: the most that a round takes. ``wait``: seconds for the first clients to connect.
     """
 
     host: str
@@ -55,23 +55,18 @@ class ListenOptions:
 
     @property
     def local_address(self) -> str:
-        """The address for this machine itself."""
+        """The address as reached from this machine."""
         host = "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host
         return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
 
     @property
     def flags(self) -> str:
-        """The flags that say the same."""
+        """The equivalent command-line flags."""
         secured = f"--tls {shlex.quote(str(self.tls))}" if self.tls else "--insecure"
         return f"--min-clients {self.clients} {secured} --host {self.host} --port {self.port}"
 
-    @property
-    def root(self) -> Path | None:
-        """The certificate that the coordinator's own is checked against."""
-        return self.tls / "ca.crt" if self.tls else None
-
     def check(self, *, forced: bool) -> None:
-        """Raise :class:`UsageError` where files are missing, plain text would go out, or the port is not free."""
+        """Raise :class:`UsageError` where files are missing, plain text would leave, or the port is not free."""
         if self.tls:
             for name in ("ca.crt", "server.crt", "server.key"):
                 if not (self.tls / name).is_file():
@@ -97,7 +92,7 @@ class ListenOptions:
 
 
 def serve(spec: RunSpec | CompareSpec, reach: ListenOptions, out: Path | None, resume: Path | None) -> int:
-    """Run ``spec`` with the sites that come; return the exit code, as ``fedshift run`` does."""
+    """Run ``spec`` with the sites that connect; return the exit code, as ``fedshift run`` does."""
     console, directory = Console(), resume or out or new_directory("serve")
     if resume is None and (directory / "config.toml").exists():
         raise UsageError(
@@ -127,25 +122,25 @@ def serve(spec: RunSpec | CompareSpec, reach: ListenOptions, out: Path | None, r
 
 
 class _ProgressReceiver:
-    """What the coordinator tells, for whoever watches."""
+    """Passes the coordinator's messages to ``observer``."""
 
     def __init__(self, observer: Observer) -> None:
         self.observer, self.rounds = observer, 0
 
-    def receive(self, what: str, *values: Any) -> None:
-        """One message."""
-        if what == "round":
+    def receive(self, event: str, *values: Any) -> None:
+        """Pass on one message."""
+        if event == "round":
             self.rounds += 1
             done = RoundResult(**{**values[0], "participants": tuple(values[0]["participants"])})
             self.observer.round(done)
             moved = f"{_format_bytes(done.down)} down, {_format_bytes(done.up)} up, {done.seconds:.1f} s"
             self.observer.notice(f"round {done.round}: {', '.join(done.participants)} took part; {moved}")
         else:
-            getattr(self.observer, what)(*values)
+            getattr(self.observer, event)(*values)
 
 
 class _Coordination:
-    """The SuperLink and the app on it, kept going; use as a context manager."""
+    """The SuperLink and the app on it, kept running; use as a context manager."""
 
     def __init__(self, spec: RunSpec | CompareSpec, reach: ListenOptions, directory: Path) -> None:
         self.reach, self.directory, self.logs = reach, directory, directory / MACHINES
@@ -167,7 +162,7 @@ class _Coordination:
         self._folder.cleanup()
 
     def run(self, shown: _ProgressReceiver, stop: Event) -> bool:
-        """Run to the end, or until ``stop``; whether it got to the end."""
+        """Run until the end or until ``stop``; return whether the end was reached."""
         tries, rounds = 0, 0
         while True:
             with self._superlink() as link:
@@ -203,7 +198,7 @@ class _Coordination:
             link.stop()
 
     def _submit(self, link: Program) -> None:
-        """Wait until the SuperLink listens, make the nodes' keys known to it, and submit the app."""
+        """Wait until the SuperLink listens, register the nodes' keys, and submit the app."""
         until = time.monotonic() + 60
         host, _, port = self.reach.local_address.rpartition(":")
         while True:
@@ -213,48 +208,48 @@ class _Coordination:
             if link.wait(0.1) is not None or time.monotonic() > until:
                 raise FedshiftError(f"Flower's SuperLink did not start ({link.last_message()}): see {link.log}")
         log = self.logs / "flwr.log"
-        connect(self.home, self.reach.local_address, self.reach.root)
+        connect(self.home, self.reach.local_address, self.reach.tls / "ca.crt" if self.reach.tls else None)
         self._registered: set[Path] = set()
         self._register()
         submit(self.config, home=self.home, log=log)
 
     def _register(self) -> None:
-        """Make the keys of nodes known that were not yet; there may be more while the experiment runs."""
+        """Register new keys of nodes, which may be added while the experiment runs."""
         if self.reach.tls:
             for key in sorted(set((self.reach.tls / "nodes").glob("*.pub")) - self._registered):
                 self._registered.add(key)
                 register(key, key.stem, home=self.home, log=self.logs / "flwr.log")
 
     def _follow(self, link: Program, shown: _ProgressReceiver, stop: Event) -> bool | None:
-        """Pass on what the app tells; whether the experiment got to its end, None where the app was lost."""
-        talk = self._wait_until_accepted(link, stop)
-        if talk is None:
+        """Pass on the app's messages; return whether the experiment reached its end, None where the app was lost."""
+        connection = self._accept(link, stop)
+        if connection is None:
             return None
         told = False
-        with talk:
-            talk.send_bytes(json.dumps(self._order()).encode())
+        with connection:
+            connection.send_bytes(json.dumps(self._order()).encode())
             try:
                 while True:
-                    if talk.poll(0.2):
-                        what, *values = json.loads(talk.recv_bytes())
-                        if what == "ended":
+                    if connection.poll(0.2):
+                        event, *values = json.loads(connection.recv_bytes())
+                        if event == "ended":
                             return bool(values[0])
-                        if what == "failed":
+                        if event == "failed":
                             raise (UsageError if values[1] else FedshiftError)(values[0])
-                        shown.receive(what, *values)
-                    elif link.code is not None:  # asking also lets Flower's other programs see that it is gone
+                        shown.receive(event, *values)
+                    elif link.code is not None:  # polling it also lets Flower's other programs notice its end
                         return None
                     try:
                         self._register()
                     except FedshiftError as error:
                         shown.observer.notice(str(error))
                     if stop.is_set() and not told:
-                        talk.send_bytes(b"stop")
+                        connection.send_bytes(b"stop")
                         told = True
             except (EOFError, OSError):
                 return None
 
-    def _wait_until_accepted(self, link: Program, stop: Event) -> Connection | None:
+    def _accept(self, link: Program, stop: Event) -> Connection | None:
         while link.code is None and not stop.is_set():
             try:
                 accepted, _ = self.socket.accept()
@@ -265,17 +260,11 @@ class _Coordination:
         return None
 
     def _order(self) -> dict[str, Any]:
-        reach = self.reach
-        keys = str(reach.tls.resolve()) if reach.tls else None
-        directory = str(self.directory.resolve())
+        reach, keys = self.reach, str(self.reach.tls.resolve()) if self.reach.tls else None
         return {
-            "directory": directory,
-            "clients": reach.clients,
-            "seconds": reach.seconds,
-            "wait": reach.wait,
-            "keys": keys,
-            "settings": self.settings,
-        }
+            "directory": str(self.directory.resolve()), "clients": reach.clients, "seconds": reach.seconds,
+            "wait": reach.wait, "keys": keys, "settings": self.settings,
+        }  # fmt: skip
 
 
 def _format_bytes(number: int) -> str:

@@ -1,8 +1,8 @@
 """``fedshift join``: one site of an experiment across machines.
 
-This process holds the data and does the work (:mod:`.site`). Flower's SuperNode, which it starts and starts again when
-it ends, fetches messages and, for each, starts a small program (:mod:`.forward`) that hands it over on a local socket.
-So data are read once, and no code that came over the network ever runs.
+This process holds the data and does the work (:mod:`.site`). It starts Flower's SuperNode, and restarts it when it
+ends. The SuperNode fetches messages and starts a small program for each (:mod:`fedshift.flower.transport.forwarding`),
+which forwards it on a local socket. So data are read once, and no code that came over the network ever runs.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from ..transport.programs import Program, free_port
 from .site import Site
 
 LONGEST = 30.0
-"""Seconds at most before a SuperNode that ended is started again."""
+"""The most seconds before a SuperNode that ended is restarted."""
 PARTING = 5.0
-"""Seconds in which the last answer gets out."""
+"""Seconds for the last answer to be sent."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CoordinatorLink:
-    """How a site reaches its coordinator.
+    """A site's connection to its coordinator.
 
     ``address``: HOST:PORT. ``tls``: folder of ``ca.crt``; None: plain text. ``key``: the node's private key. ``poll``:
-    seconds between two questions for messages; None: Flower's three.
+    seconds between two requests for messages; None: Flower's three.
     """
 
     address: str
@@ -48,7 +48,7 @@ class CoordinatorLink:
     poll: float | None
 
     def check(self) -> None:
-        """Raise :class:`UsageError` where the address or files cannot be."""
+        """Raise :class:`UsageError` where the address is malformed or files are missing."""
         host, _, port = self.address.rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:
             raise UsageError(
@@ -66,7 +66,7 @@ class CoordinatorLink:
             )
 
     def to_arguments(self) -> list[str]:
-        """What the SuperNode is told."""
+        """Return the SuperNode's command-line arguments."""
         if self.tls is None:
             secured = ["--insecure"]
         else:
@@ -75,12 +75,12 @@ class CoordinatorLink:
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """Variables of the SuperNode's environment."""
+        """Additional environment variables of the SuperNode."""
         return {} if self.poll is None else {"FEDSHIFT_POLL": str(self.poll)}
 
 
 def join(link: CoordinatorLink, site: Site, folder: Path, threads: int | None) -> int:
-    """Take part until the coordinator says that it is over (0) or Ctrl-C (130); ``folder``: the site's own.
+    """Take part until the coordinator ends the experiment (return 0) or Ctrl-C (130); ``folder``: the site's own.
 
     Raises :class:`UsageError` where another process works in ``folder``.
     """
@@ -111,7 +111,7 @@ def join(link: CoordinatorLink, site: Site, folder: Path, threads: int | None) -
 
 
 def _watch(link: CoordinatorLink, door: _MessageSocket, home: Path, log: Path, stop: threading.Event) -> int:
-    """Keep a SuperNode going, and the process in which what it starts runs."""
+    """Keep a SuperNode running, and the process from which its stand-in programs are forked; return the exit code."""
     pause = 1.0
     more = {SITE: str(door.path), PIPE: str(home / "pipe"), **link.environment}
     os.mkfifo(home / "pipe", 0o600)
@@ -120,7 +120,7 @@ def _watch(link: CoordinatorLink, door: _MessageSocket, home: Path, log: Path, s
         forward = Program("flwr-clientapp", [], home=home, log=log, more=more)
         node = Program("flower-supernode", link.to_arguments(), home=home, log=log, more=more)
         try:
-            while node.wait(0.2) is forward.code is None and not stop.is_set() and not door.is_drained:
+            while node.wait(0.2) is forward.code is None and not (stop.is_set() or door.broken.is_set() or door.over):
                 pass
             if door.over:
                 node.wait(PARTING)
@@ -138,10 +138,10 @@ def _watch(link: CoordinatorLink, door: _MessageSocket, home: Path, log: Path, s
 
 
 class _MessageSocket:
-    """Where messages come in: a socket at ``path``; one is answered after another.
+    """A socket at ``path`` on which messages arrive and are answered one after another.
 
-    ``broken``: the program that brought a message was gone before it had the answer. ``over``: what the coordinator
-    said at the end, "" before.
+    ``broken``: the program that brought a message was gone before it had the answer. ``over``: the coordinator's
+    closing words, "" before.
     """
 
     def __init__(self, site: Site, path: Path) -> None:
@@ -152,13 +152,8 @@ class _MessageSocket:
         self._socket.listen()
         threading.Thread(target=self._serve, daemon=True).start()
 
-    @property
-    def is_drained(self) -> bool:
-        """Whether nothing more will come through."""
-        return self.broken.is_set() or bool(self.over)
-
     def close(self) -> None:
-        """Take no more messages."""
+        """Accept no more messages."""
         self._socket.close()
 
     def _serve(self) -> None:

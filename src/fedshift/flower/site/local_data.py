@@ -1,4 +1,4 @@
-"""A site's own data: one client, read as `fedshift run` reads it among others, with labels that mean what all mean."""
+"""A site's own data: one client, read as by ``fedshift run`` among others, its labels numbered as at all sites."""
 
 from __future__ import annotations
 
@@ -15,22 +15,29 @@ from ...data.files.table_schema import Column, find_tables, is_table
 from ...data.samples import Samples
 from ...data.sources import load_source
 from ...utils.errors import UsageError
-from ..server.merged_schema import require_repeating
+from ..server.registry import require_repeating
 
 
 class TableRefused(UsageError):
-    """Why a table here cannot be used. It may show cells, so it is for this site's eyes alone."""
+    """A table here cannot be used. The reason may quote cells, so it must not leave this site."""
 
 
 def load_local(
     data: str, name: str | None, spec: DataSpec, place: Path, columns: tuple[Column, ...] = ()
 ) -> Federation:
-    """The client in ``data``, read as ``spec`` says, as a federation of one.
+    """Return the client in ``data`` as a federation of one.
 
-    ``data``: a directory of class folders (or of train and test folders of these), an .npz file, a table or a directory
-    with one: one client's. Or any data of several clients by name (digits, a benchmark), of which ``name`` is one.
-    ``place``: a folder to work in. ``columns``: those that the tables of all sites have together, by which a table is
-    read; without them, by its own. Raises :class:`UsageError` as reading does.
+    Args:
+        data: one client's directory of class folders (or of train and test folders of these), .npz file, table or
+            directory with a table; or the name of data of several clients (digits, a benchmark).
+        name: the client's name; needed for data by name.
+        spec: how to read the data.
+        place: a folder to work in.
+        columns: the merged columns of all sites' tables, by which a table is read; without them, its own.
+
+    Raises:
+        UsageError: where the data cannot be read.
+
     """
     path = Path(data)
     if not path.exists():
@@ -64,7 +71,7 @@ def load_local(
 
 
 def _find_table(path: Path) -> Path:
-    """The one table in directory ``path``; ``path`` itself where it is a file, or holds no table or images too."""
+    """Return the one table in directory ``path``, or ``path`` itself if it is a file or not a directory of tables."""
     tables = find_tables(path) if path.is_dir() and not holds_images(path) else []
     if len(tables) > 1:
         few = ", ".join(table.name for table in tables[:3])
@@ -73,17 +80,17 @@ def _find_table(path: Path) -> Path:
 
 
 def relabel(data: Federation, classes: int, names: Sequence[str]) -> Federation:
-    """``data`` with labels that count among ``names``, those of all sites; where there are none, as they are."""
+    """Return ``data`` with labels numbered as in ``names``, those of all sites; unchanged where there are no names."""
     own = data.meanings
     if not names or not own:
         return replace(data, classes=classes)
     place = torch.tensor([list(names).index(name) for name in own])
 
-    def counted(split: Samples) -> Samples:
+    def renumber(split: Samples) -> Samples:
         return Samples(x=split.store, y=place[split.y], rows=split.rows, normalization=split.normalization)
 
     clients = tuple(
-        ClientData(name=client.name, **{part: counted(split) for part, split in client.splits.items()})
+        ClientData(name=client.name, **{part: renumber(split) for part, split in client.splits.items()})
         for client in data.clients
     )
     return replace(data, clients=clients, classes=classes, class_names=tuple(names))

@@ -1,8 +1,8 @@
-"""A site: it holds one client's data and state, and answers what a coordinator asks; neither leaves it.
+"""A site: it holds one client's data and state, and answers a coordinator's questions; neither leaves it.
 
-What leaves is what the method's scope sends, the rules' uploads, numbers of samples, and counts of what was right on
-the site's own test data. The site makes the same plan as the coordinator from the same settings, and the sequential
-engine does the work with the same streams, so that results are those of ``fedshift run``, bit for bit.
+An answer holds the entries that the method's scope sends, the rules' uploads, numbers of samples, and counts of correct
+answers on the site's own test data. The site makes the same plan as the coordinator from the same settings, and the
+sequential engine does the work with the same streams, so that results are those of ``fedshift run``, bit for bit.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 from pydantic import ValidationError
+from safetensors.torch import save
 
 from ... import __version__
 from ...config.expressions import trust_only
 from ...config.spec import CompareSpec, DataSpec, RunSpec
-from ...core.kernel import ServerState, personal_state, trained_state
+from ...core.kernel import ClientState, ServerState, init_client, personal_state, trained_state
 from ...core.plan import Plan
 from ...data.federation import Federation, count_labels
 from ...data.files.table_schema import Column
@@ -27,26 +28,102 @@ from ...data.sources import prepare_clients
 from ...engines.engine import Diverged
 from ...engines.sequential import Sequential
 from ...evaluation.metrics import evaluate_clients, evaluate_trained
+from ...experiments.client_store import PARTS
 from ...experiments.factory import make_methods, make_settings, resolve_model
 from ...experiments.planning import make_plan
+from ...results.checkpoint import load_checkpoint, save_checkpoint
 from ...results.run_directory import to_file_name
 from ...utils.allocator import keep_freed_memory
 from ...utils.errors import FedshiftError, UsageError
-from ...utils.state import pick
-from ..server.merged_schema import parse_columns
+from ...utils.files import write_atomically
+from ...utils.state import State, add_prefix, entries_under, pick
+from ..server.registry import parse_columns
 from ..transport.arrays import RefusedMessage, check_state, from_record, to_record
 from ..transport.exchange import Exchange
 from .local_data import TableRefused, load_local, relabel
-from .state import SiteState
 
 Say = Callable[[str], None]
 Checked = Callable[[Exchange, int], Exchange]
 DATA = tuple(field.name for field in fields(DataSpec))
 
 
+class SiteState:
+    """The states of client ``name`` for one trial, in ``folder``; ``data``: fingerprint of the client's samples.
+
+    Flower keeps a node's state in memory: it is lost without an error when the node restarts. Here each state is a
+    checksummed safetensors file, ``state-<round>.safetensors``, written atomically before the answer leaves. The
+    coordinator names the round whose state is current (the *base*: the last round in which it used the client's
+    upload). Two states are kept, the base and its successor, so that a round that is asked for again, or whose upload
+    came too late, starts where it started before.
+    """
+
+    def __init__(self, folder: Path, name: str, plan: Plan, data: str) -> None:
+        self.folder, self.name, self.plan, self.data = folder, name, plan, data
+
+    def load_after(self, base: int) -> ClientState:
+        """Return the client after round ``base`` (0: before its first).
+
+        Raises :class:`RefusedMessage` where there is no such state, or it is damaged, another model's or of other data;
+        a lost state is never silently recreated.
+        """
+        like = init_client(self.plan)
+        if base == 0:
+            return like
+        path = self._path(base)
+        if not path.exists():
+            there = ", ".join(map(str, self.list_rounds())) or "none"
+            raise RefusedMessage(
+                f"client {self.name!r} has lost its state after round {base} (in {self.folder} there are those after "
+                f"rounds: {there}): bring the folder back from a copy; without it the client can only take part in a "
+                "new experiment"
+            )
+        try:
+            tensors, facts = load_checkpoint(path)
+        except FedshiftError as error:
+            raise RefusedMessage(
+                f"the state of client {self.name!r} in {path} cannot be read: bring the file back from a copy; without "
+                "it the client can only take part in a new experiment"
+            ) from error
+        if facts["data"] != self.data:
+            raise RefusedMessage(
+                f"the data of client {self.name!r} are not those of round {base}: give it the data that it began with, "
+                "or begin a new experiment"
+            )
+        parts = {part: entries_under(part, tensors) for part in PARTS}
+        for part in ("personal", "memory"):
+            check_state(parts[part], getattr(like, part), f"the {part} state of client {self.name!r} in {path}")
+        device = next(iter(self.plan.initial.values())).device
+        moved = {part: {name: tensor.to(device) for name, tensor in state.items()} for part, state in parts.items()}
+        return ClientState(steps=facts["steps"], **moved)
+
+    def save(self, client: ClientState, base: int, round: int) -> None:
+        """Write the client's state after ``round``, which it began from that after ``base``."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        tensors: State = {}
+        for part in PARTS:
+            tensors |= add_prefix(part, getattr(client, part))
+        save_checkpoint(self._path(round), tensors, {"steps": client.steps, "data": self.data, "round": round})
+        for old in self.list_rounds():
+            if old not in (base, round):
+                self._path(old).unlink()
+
+    def export_model(self, state: State, round: int) -> None:
+        """Write the model that the client uses now, for use at the site: ``model.safetensors``."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        owned = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()}
+        write_atomically(self.folder / "model.safetensors", save(owned, metadata={"round": str(round)}))
+
+    def list_rounds(self) -> list[int]:
+        """Return the rounds after which there is a state."""
+        return sorted(int(path.stem.removeprefix("state-")) for path in self.folder.glob("state-*.safetensors"))
+
+    def _path(self, round: int) -> Path:
+        return self.folder / f"state-{round}.safetensors"
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Trial:
-    """What a site has made for one method and seed of an experiment."""
+    """A site's objects for one method and seed of an experiment."""
 
     plan: Plan
     data: Federation
@@ -55,16 +132,23 @@ class _Trial:
 
     @property
     def name(self) -> str:
-        """The client's."""
+        """The client's name."""
         return self.data.names[0]
 
 
 class Site:
-    """The client in ``data`` (see :func:`local_data.local`), its states below ``folder``.
+    """The client in ``data`` (see :func:`.local_data.load_local`), with its states below ``folder``.
 
-    ``code``: functions of the site's own, ``package.module:function``, that an experiment may name. ``checked`` takes a
-    question and the number of its run, and raises :class:`RefusedMessage` unless the coordinator asked it (``proof``). ``say``
-    hears what is done.
+    Args:
+        data: path or name of the data.
+        name: the client's name; None: from the path.
+        folder: the site's own folder.
+        device: torch device of the work.
+        code: functions on this machine, ``package.module:function``, that an experiment may name.
+        checked: takes a question and the number of its run, and raises :class:`RefusedMessage` unless the coordinator
+            asked it (``transport.signatures``).
+        say: called with a line of text for each thing done.
+
     """
 
     def __init__(
@@ -77,10 +161,13 @@ class Site:
         self._trials: dict[str, _Trial] = {}
 
     def answer(self, asked: Exchange) -> Exchange:
-        """The answer to what a coordinator asks; what cannot be answered is said in the answer (``refused``)."""
-        answers = {"describe": self._describe, "train": self._train, "evaluate": self._evaluate, "end": self._end}
+        """Return the answer to a coordinator's question; one of kind ``refused`` says why there is no other."""
+        answers = {"describe": self._describe, "train": self._train, "evaluate": self._evaluate}
         try:
-            return answers[asked.kind](self.checked(asked, asked.run))
+            question = self.checked(asked, asked.run)
+            if question.kind == "end":
+                return Exchange(kind="ended", facts={"say": question.facts["say"]})
+            return answers[question.kind](question)
         except TableRefused as error:
             self.say(f"refused: {error}")
             return Exchange(kind="refused", facts={"why": "its table cannot be used: its own log says why"})
@@ -144,11 +231,8 @@ class Site:
                 self.say(f"{plan.method.name}, after round {server.round}: accuracy {right:.2f} % here")
         return Exchange(kind="evaluated", facts={"name": trial.name, "round": server.round, "rows": rows})
 
-    def _end(self, asked: Exchange) -> Exchange:
-        return Exchange(kind="ended", facts={"say": asked.facts["say"]})
-
     def _broadcast(self, plan: Plan, names: frozenset[str], asked: Exchange) -> tuple[ServerState, int]:
-        """What the coordinator broadcast, entries ``names`` checked against the plan, and the client's base."""
+        """Return the broadcast, its entries ``names`` checked against the plan, and the client's base."""
         arrays = {kind: from_record(asked.arrays[kind]) for kind in ("shared", "memory")}
         check_state(arrays["shared"], pick(plan.initial, names), "the broadcast")
         moved = {kind: {name: x.to(self.device) for name, x in state.items()} for kind, state in arrays.items()}
@@ -176,20 +260,19 @@ class Site:
         if not str(asked["experiment"]).isalnum():
             raise RefusedMessage(f"{asked['experiment']!r} is no experiment's name")
         folder = self.folder / str(asked["experiment"]) / f"{to_file_name(method.name)}-seed{seed}"
-        return _Trial(
-            plan=plan, data=data, engine=Sequential(plan, {client.name: client.train}, seed),
-            kept=SiteState(folder, client.name, plan, data.fingerprint),
-        )  # fmt: skip
+        engine = Sequential(plan, {client.name: client.train}, seed)
+        kept = SiteState(folder, client.name, plan, data.fingerprint)
+        return _Trial(plan=plan, data=data, engine=engine, kept=kept)
 
     def _load_source(self, spec: DataSpec, columns: tuple[Column, ...] = ()) -> Federation:
-        """The data, a table read by ``columns`` where there are some: see :func:`local_data.local`."""
+        """Return the data, cached; ``columns``: of all sites' tables (see :func:`.local_data.load_local`)."""
         key = json.dumps({name: getattr(spec, name) for name in DATA}, sort_keys=True) + repr(columns)
         if key not in self._sources:
             self._sources = {key: load_local(self.data, self.name, spec, self.folder, columns)}
         return self._sources[key]
 
     def _make_spec(self, given: Mapping[str, Any]) -> RunSpec | CompareSpec:
-        """The settings that a coordinator sent, but for what is this machine's own business."""
+        """Return the settings that a coordinator sent, with those that concern only this machine replaced."""
         kind = RunSpec if "method" in given else CompareSpec
         own = {"data": self.data, "root": None, "domains": None, "split": None, "classes": None, "newcomers": None}
         try:

@@ -1,8 +1,8 @@
-"""States as Flower's records, and the checks that an upload passes before it touches the server's model.
+"""States as Flower's records, and the checks that an upload must pass before it touches the server's model.
 
-Entries travel as NumPy's own format without pickle (``np.lib.format``), which other Flower code reads too; bfloat16,
-which NumPy has not, as its raw bytes under a serialization name of our own. Flower compares neither the declared
-shape nor the declared type with the bytes, so :func:`from_record` does, before it allocates anything.
+Entries travel in NumPy's format without pickle (``np.lib.format``), which other Flower code reads too; bfloat16, which
+NumPy lacks, travels as raw bytes under a serialization name of fedshift. Flower compares neither the declared shape nor
+the declared type with the bytes, so :func:`from_record` does, before it allocates anything.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ...utils.errors import FedshiftError
 from ...utils.state import State
 
 NUMPY = "numpy.ndarray"
-"""How Flower names NumPy's format."""
+"""Flower's name of NumPy's format."""
 RAW = "fedshift.raw"
 """Raw bytes, little endian, in C order."""
 NUMPY_TYPES = {
@@ -35,31 +35,32 @@ NUMPY_TYPES = {
     )
 }  # fmt: skip
 RAW_TYPES = {"bfloat16": torch.bfloat16}
+KNOWN_TYPES = ", ".join((*NUMPY_TYPES, *RAW_TYPES))
 MOST_SAMPLES = 10**12
-"""More samples than any client uses in a round: a weight above it is a fault."""
+"""More samples than any client uses in a round: a larger weight is a fault."""
 
 
 class RefusedMessage(FedshiftError):
-    """What came from the other side does not fit; the message is one sentence that says why."""
+    """Received content does not fit; the message is one sentence that says why."""
 
 
 def to_record(state: Mapping[str, Tensor]) -> ArrayRecord:
-    """``state`` as a record, entry by entry, bit for bit; raises :class:`RefusedMessage` for a type that cannot travel."""
+    """Return ``state`` as a record, bit for bit; raise :class:`RefusedMessage` for a type that cannot travel."""
     return ArrayRecord({name: _to_array(name, tensor) for name, tensor in state.items()})
 
 
 def from_record(record: Mapping[str, Array]) -> State:
-    """The inverse of :func:`to_record`, on the CPU and in memory of its own.
+    """Return the state in a record (see :func:`to_record`), copied, on the CPU.
 
-    Raises :class:`RefusedMessage` where the bytes of an entry are not what its declared type and shape ask for.
+    Raises :class:`RefusedMessage` where the bytes of an entry do not fit its declared type and shape.
     """
     return {name: _to_tensor(name, array) for name, array in record.items()}
 
 
 def check_state(found: Mapping[str, Tensor], like: Mapping[str, Tensor], what: str) -> None:
-    """Raise :class:`RefusedMessage` unless ``found`` has the entries of ``like``, of their shapes and types, all finite.
+    """Raise :class:`RefusedMessage` unless ``found`` has the entries, shapes and types of ``like``, all finite.
 
-    ``what``: how the sentence names it, for example ``"the upload"``.
+    ``what``: the name of ``found`` in the message, for example ``"the upload"``.
     """
     for name in like.keys() - found.keys():
         raise RefusedMessage(f"{what} lacks entry {name!r}")
@@ -92,12 +93,21 @@ def check_update(
     like_memory: Mapping[str, Tensor] | None = None,
     most: float | None = None,
 ) -> Update:
-    """The upload of one client, checked; entries in the server's order.
+    """Return one client's upload, checked, with entries in the server's order.
 
-    ``shared`` must hold exactly what the method's scope sends, as the server holds it; ``memory`` what ``like_memory``
-    holds (None: any), finite: that is the memory in ``finish(plan, arrive(plan, init_client(plan), server))``.
-    ``weight``: samples used this round, a whole number of 1 to ``most`` (at most :data:`MOST_SAMPLES`). ``steps``:
-    local steps, each of at least one sample. Raises :class:`RefusedMessage`.
+    Args:
+        plan: the trial's plan.
+        server: the server whose entries, shapes and types the upload must have.
+        shared: exactly the entries that the method's scope sends, finite.
+        memory: the rules' uploads, finite.
+        weight: samples used this round, a whole number from 1 to ``most``.
+        steps: local steps, each of at least one sample.
+        like_memory: the entries, shapes and types that ``memory`` must have; None: any.
+        most: the largest weight, at most :data:`MOST_SAMPLES`.
+
+    Raises:
+        RefusedMessage: saying why the upload cannot be used.
+
     """
     check_state(shared, {name: server.shared[name] for name in server.shared if name in plan.sent}, "the upload")
     if like_memory is not None:
@@ -112,7 +122,7 @@ def check_update(
 
 
 def check_weight(weight: float, most: float | None = None) -> float:
-    """``weight`` as a float, where it is a whole number of samples, 1 to ``most``; raises :class:`RefusedMessage`."""
+    """Return ``weight`` as a float; raise :class:`RefusedMessage` unless it is a whole number from 1 to ``most``."""
     bound = MOST_SAMPLES if most is None else min(most, MOST_SAMPLES)
     if not (1 <= weight <= bound and weight == math.floor(weight)):
         raise RefusedMessage(
@@ -129,14 +139,14 @@ def _to_array(name: str, tensor: Tensor) -> Array:
         return Array(kind, tuple(plain.shape), NUMPY, buffer.getvalue())
     if kind in RAW_TYPES:
         return Array(kind, tuple(plain.shape), RAW, plain.reshape(-1).view(torch.uint8).numpy().tobytes())
-    raise RefusedMessage(f"entry {name!r} has type {tensor.dtype}, which cannot travel: {_dtype_map()} can")
+    raise RefusedMessage(f"entry {name!r} has type {tensor.dtype}, which cannot travel: {KNOWN_TYPES} can")
 
 
 def _to_tensor(name: str, array: Array) -> Tensor:
     known = {NUMPY: NUMPY_TYPES, RAW: RAW_TYPES}.get(array.stype, {})
     if array.dtype not in known:
         raise RefusedMessage(
-            f"entry {name!r} comes as {array.dtype!r} in {array.stype!r}, which is not read: {_dtype_map()} are"
+            f"entry {name!r} comes as {array.dtype!r} in {array.stype!r}, which is not read: {KNOWN_TYPES} are"
         )
     dtype, shape = known[array.dtype], tuple(array.shape)
     start, column_major = _numpy_header(name, array) if array.stype == NUMPY else (0, False)
@@ -150,14 +160,14 @@ def _to_tensor(name: str, array: Array) -> Tensor:
         flat.numpy()[:] = np.frombuffer(array.data, np.uint8, offset=start)
         if dtype == torch.bool and (flat > 1).any():
             raise ValueError("a truth value is neither 0 nor 1")
-        laid = flat.view(dtype).reshape(shape[::-1] if column_major else shape)
+        tensor = flat.view(dtype).reshape(shape[::-1] if column_major else shape)
     except (RuntimeError, ValueError, OverflowError, TypeError) as error:
         raise RefusedMessage(f"entry {name!r} of shape {shape} cannot be read: {error}") from error
-    return laid.permute(*reversed(range(laid.ndim))).contiguous() if column_major else laid
+    return tensor.permute(*reversed(range(tensor.ndim))).contiguous() if column_major else tensor
 
 
 def _numpy_header(name: str, array: Array) -> tuple[int, bool]:
-    """Where the values begin, and whether they lie in Fortran's order; the header must say what was declared."""
+    """Return the offset of the values, and whether they are in Fortran order; check the header's declarations."""
     buffer = BytesIO(array.data)
     try:
         version = np.lib.format.read_magic(buffer)
@@ -171,7 +181,3 @@ def _numpy_header(name: str, array: Array) -> tuple[int, bool]:
             f"shape {shape}"
         )
     return buffer.tell(), column_major
-
-
-def _dtype_map() -> str:
-    return ", ".join((*NUMPY_TYPES, *RAW_TYPES))

@@ -1,8 +1,8 @@
-"""What coordinator and sites say to each other: facts as JSON, and named records of arrays; nothing else, no pickle.
+"""Messages between coordinator and sites: facts as JSON, and named records of arrays; nothing else, no pickle.
 
-Between machines an exchange is the content of one of Flower's messages, between two processes of one site a few blocks
-of bytes on a local socket. Nothing here imports torch: the process that Flower starts for each message only passes it
-on to the one that holds the data.
+Between machines an exchange is the content of one of Flower's messages; between two processes of a site it is a few
+blocks of bytes on a local socket. Nothing here imports torch: the process that Flower starts for each message only
+forwards it to the one that holds the data.
 """
 
 from __future__ import annotations
@@ -21,14 +21,19 @@ FACTS = "fedshift"
 
 
 class MalformedMessage(ValueError):
-    """A message is none of fedshift's."""
+    """A message that is not fedshift's."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
-    """``kind``: what is asked or answered. ``facts``: JSON values. ``arrays``: states by what they are.
+    """A question or an answer.
 
-    ``run``: the number of Flower's run in which it came, as the SuperNode knows it; not part of what is sent.
+    Attributes:
+        kind: the kind of question or answer.
+        facts: JSON values by name.
+        arrays: states by name, such as ``shared``.
+        run: the number of Flower's run in which it arrived, from the SuperNode; not sent between machines.
+
     """
 
     kind: str
@@ -37,38 +42,41 @@ class Exchange:
     run: int = 0
 
     def content(self) -> RecordDict:
-        """As the content of a message."""
+        """Return the exchange as the content of a message."""
         facts = ConfigRecord({FACTS: json.dumps({"kind": self.kind, **self.facts})})
         return RecordDict({"config": facts, **self.arrays})
 
     @staticmethod
     def of(content: RecordDict) -> Exchange:
-        """The inverse of :meth:`content`; raises :class:`MalformedMessage`."""
+        """Return the exchange in a message's content; raise :class:`MalformedMessage`."""
         try:
             facts = json.loads(str(content.config_records["config"][FACTS]))
             return Exchange(kind=str(facts.pop("kind")), facts=facts, arrays=dict(content.array_records))
         except (KeyError, ValueError, TypeError, AttributeError) as error:
             raise MalformedMessage(f"a message that is not fedshift's ({type(error).__name__}: {error})") from error
 
-    def send(self, talk: Connection) -> None:
-        """Write to a local socket."""
+    def send(self, connection: Connection) -> None:
+        """Write the exchange to a local socket."""
         arrays = {
             record: [(name, array.dtype, array.shape, array.stype) for name, array in content.items()]
             for record, content in self.arrays.items()
         }
         head = {"kind": self.kind, "facts": dict(self.facts), "arrays": arrays, "run": self.run}
-        talk.send_bytes(json.dumps(head).encode())
+        connection.send_bytes(json.dumps(head).encode())
         for content in self.arrays.values():
             for array in content.values():
-                talk.send_bytes(array.data)
+                connection.send_bytes(array.data)
 
     @staticmethod
-    def receive(talk: Connection) -> Exchange:
-        """Read what :meth:`send` wrote."""
-        head = json.loads(talk.recv_bytes())
+    def receive(connection: Connection) -> Exchange:
+        """Read an exchange that :meth:`send` wrote."""
+        head = json.loads(connection.recv_bytes())
         arrays = {
             record: ArrayRecord(
-                {name: Array(dtype, tuple(shape), stype, talk.recv_bytes()) for name, dtype, shape, stype in entries}
+                {
+                    name: Array(dtype, tuple(shape), stype, connection.recv_bytes())
+                    for name, dtype, shape, stype in entries
+                }
             )
             for record, entries in head["arrays"].items()
         }

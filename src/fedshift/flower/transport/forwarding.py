@@ -1,8 +1,8 @@
-"""What stands in for the programs that Flower starts for each message and run (:mod:`fedshift.flower.transport.programs`).
+"""Stand-ins for the programs that Flower starts for each message and run (:mod:`.programs`).
 
-Flower would run whatever app the coordinator sends. At a site nothing runs but what is installed there, and the app
-that came is not even unpacked: the message is passed on to ``fedshift join`` and the answer back. Flower starts a
-process for each message, which takes a second of imports; here one process has them behind it and forks.
+Flower would run any app that the coordinator sends. At a site nothing runs but what is installed there, and the app
+that was sent is not even unpacked: the message is forwarded to ``fedshift join``, and its answer back. Flower starts a
+process for each message, which takes a second of imports; here one process imports once and forks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .programs import exit_with_parent, is_own, poll_quickly
 SITE = "FEDSHIFT_SITE"
 """Names the socket on which ``fedshift join`` listens."""
 PIPE = "FEDSHIFT_PIPE"
-"""Names the pipe through which a site's SuperNode says what is to be run."""
+"""Names the pipe through which a site's SuperNode requests programs."""
 
 app = ClientApp()
 
@@ -36,25 +36,27 @@ app = ClientApp()
 @app.train()
 @app.evaluate()
 def forward(message: Message, context: Context) -> Message:
-    """The answer of the site to ``message``."""
-    with Client(os.environ[SITE], family="AF_UNIX") as talk:
-        replace(Exchange.of(message.content), run=context.run_id).send(talk)
-        answer = Exchange.receive(talk)
+    """Return the site's answer to ``message``."""
+    with Client(os.environ[SITE], family="AF_UNIX") as connection:
+        replace(Exchange.of(message.content), run=context.run_id).send(connection)
+        answer = Exchange.receive(connection)
     return Message(answer.content(), reply_to=message)
 
 
 def serve_requests() -> None:
-    """Run ``flwr-clientapp``, but :data:`app` alone, in a copy of this process for each line of arguments that comes.
+    """Run ``flwr-clientapp`` with :data:`app` in a fork of this process for each line of arguments.
 
-    They come through the pipe that :data:`PIPE` names. A copy ends with the process itself.
+    The lines arrive through the pipe that :data:`PIPE` names. Forks end with this process.
     """
     poll_quickly()
     runtime = import_module("flwr.supernode.runtime.run_clientapp")
     _replace(runtime, "install_from_fab", lambda *_, **__: None)
     _replace(runtime, "get_load_client_app_fn", lambda *_, **__: lambda *_, **__: app)
     run = import_module("flwr.supernode.cli").flwr_clientapp
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
-    with os.fdopen(os.open(os.environ[PIPE], os.O_RDWR), encoding="utf-8") as lines:  # which no last writer ends
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks are not waited for
+    with os.fdopen(
+        os.open(os.environ[PIPE], os.O_RDWR), encoding="utf-8"
+    ) as lines:  # read and write, so that it stays open without writers
         for line in lines:
             if os.fork() == 0:
                 threading.Thread(target=exit_with_parent, args=(sys.stdin.fileno(),), daemon=True).start()
@@ -66,7 +68,7 @@ def serve_requests() -> None:
 
 
 def run_serverapp() -> None:
-    """``flwr-serverapp``, but refusing every app but fedshift's own."""
+    """Run ``flwr-serverapp``, refusing all apps but fedshift's own."""
     from flwr.superlink.cli import flwr_serverapp
 
     poll_quickly()

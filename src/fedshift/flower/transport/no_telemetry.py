@@ -1,7 +1,8 @@
-"""What keeps Flower's programs from phoning home; import it before anything of ``flwr``.
+"""Environment that keeps Flower's programs from calling home; import it before anything of ``flwr``.
 
-They report use (telemetry) and ask for updates even for ``--help``. Both are read from the environment, telemetry when
-``flwr`` is imported, so importing this module switches them off in this process and in those that it starts.
+They report usage (telemetry) and check for updates even for ``--help``. Flower reads both settings from the
+environment, telemetry when ``flwr`` is imported, so importing this module disables them in this process and in its
+children.
 """
 
 from __future__ import annotations

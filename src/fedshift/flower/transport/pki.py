@@ -1,7 +1,7 @@
-"""Keys and certificates of one federation: an authority of its own, the coordinator's certificate, a key for each node.
+"""Keys and certificates of one federation: its certificate authority, the coordinator's certificate, a key per node.
 
-Flower's SuperLink shows ``server.crt``, which SuperNodes check against ``ca.crt`` (RFC 5280). They sign requests with
-ECDSA keys on a NIST curve, which Flower 1.41 and 1.42 read in OpenSSH's format (``flower-supernode
+Flower's SuperLink presents ``server.crt``, which SuperNodes verify against ``ca.crt`` (RFC 5280). They sign requests
+with ECDSA keys on a NIST curve, which Flower 1.41 and 1.42 read in OpenSSH format (``flower-supernode
 --auth-supernode-private-key``, ``flwr supernode register``). All keys are on P-384, which Flower's own generator uses.
 
 ``ca.crt ca.key server.crt server.key nodes/NAME.key nodes/NAME.pub``
@@ -31,11 +31,9 @@ except ModuleNotFoundError as error:
     raise UsageError("keys and certificates need the package cryptography: pip install 'fedshift[flower]'") from error
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
-"""Hosts that every server certificate is good for."""
-
+"""Hosts that every server certificate is valid for."""
 DAYS, MOST_DAYS = 825, 3650
-"""How long certificates are valid unless told (what strict clients accept of a server), and at most."""
-
+"""Days for which certificates are valid by default (the most that strict clients accept of a server), and at most."""
 _SKEW = timedelta(hours=1)
 _LABEL = r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?"
 _HOST = re.compile(rf"(?=.{{1,253}}\Z)({_LABEL}\.)*(?!\d+\Z){_LABEL}")
@@ -43,7 +41,7 @@ _HOST = re.compile(rf"(?=.{{1,253}}\Z)({_LABEL}\.)*(?!\d+\Z){_LABEL}")
 
 @dataclass(frozen=True, kw_only=True)
 class Authority:
-    """What was made: the coordinator's hosts, the nodes' names and the end of the certificates' validity."""
+    """A new authority: the coordinator's hosts, the nodes' names and the end of the certificates' validity."""
 
     hosts: tuple[str, ...]
     names: tuple[str, ...]
@@ -53,10 +51,18 @@ class Authority:
 def make_authority(directory: Path, hosts: Iterable[str], names: Iterable[str], days: int = DAYS) -> Authority:
     """Make an authority, a server certificate for ``hosts`` and :data:`LOOPBACK`, and keys of the nodes ``names``.
 
-    ``directory`` is new or empty and becomes its owner's alone (0700), as private keys are from the first byte (0600).
-    ``hosts`` are names or IP addresses; ``days`` is the validity of both certificates. All files are made, or none.
-    Raises :class:`UsageError` for a directory that holds something, a host, name or number of days that cannot be, and
-    :class:`FedshiftError` where files cannot be written.
+    All files are made, or none. Private keys are readable by their owner alone from the first byte (0600).
+
+    Args:
+        directory: a new or empty directory, which is made accessible to its owner alone (0700).
+        hosts: the coordinator's names or IP addresses.
+        names: the nodes' names.
+        days: validity of both certificates.
+
+    Raises:
+        UsageError: for a directory that is not empty, or an invalid host, name or number of days.
+        FedshiftError: where files cannot be written.
+
     """
     for path in (directory / "ca.crt", directory / "ca.key"):
         if path.exists():
@@ -89,7 +95,7 @@ def make_authority(directory: Path, hosts: Iterable[str], names: Iterable[str], 
 def add_nodes(directory: Path, names: Iterable[str]) -> tuple[str, ...]:
     """Make keys for more nodes of the authority in ``directory``, all or none, and return their names.
 
-    Raises :class:`UsageError` where there is no authority, no name, or one that is taken or cannot be a file's, and
+    Raises :class:`UsageError` where there is no authority, no name, or a name that is taken or invalid, and
     :class:`FedshiftError` where files cannot be written.
     """
     if not (directory / "ca.crt").is_file():
@@ -102,9 +108,9 @@ def add_nodes(directory: Path, names: Iterable[str]) -> tuple[str, ...]:
 
 
 def load_public_keys(directory: Path) -> dict[str, bytes]:
-    """Public keys by node name, sorted, as ``NodeInfo.public_key`` of Flower holds them (PEM, SubjectPublicKeyInfo).
+    """Return public keys by node name, sorted, in the format of Flower's ``NodeInfo.public_key`` (PEM).
 
-    Raises :class:`UsageError` where ``directory`` holds none, a file is no such key, or two nodes share one.
+    Raises :class:`UsageError` where ``directory`` holds none, a file is not such a key, or two nodes share one.
     """
     owners: dict[bytes, str] = {}
     for path in sorted((directory / "nodes").glob("*.pub"), key=lambda path: path.stem):
@@ -114,7 +120,8 @@ def load_public_keys(directory: Path) -> dict[str, bytes]:
             raise UsageError(f"{path} is no public key ({error}): take the file that `fedshift pki` made") from error
         if not isinstance(key, ec.EllipticCurvePublicKey):
             raise UsageError(f"{path}: Flower takes ECDSA keys on a NIST curve: take the file that `fedshift pki` made")
-        known = owners.setdefault(_encode_public(key), path.stem)
+        pem = key.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
+        known = owners.setdefault(pem, path.stem)
         if known != path.stem:
             raise UsageError(f"{path} is the key of node {known!r} too: each node needs one of its own")
     if not owners:
@@ -123,7 +130,7 @@ def load_public_keys(directory: Path) -> dict[str, bytes]:
 
 
 def _node_key_files(directory: Path, names: Iterable[str]) -> dict[Path, bytes]:
-    """The files of new keys for the nodes ``names``; :class:`UsageError` for a name that is taken or cannot be one."""
+    """Return files of new keys for the nodes ``names``; raise :class:`UsageError` for a taken or invalid name."""
     files: dict[Path, bytes] = {}
     for name in names:
         if not name.isprintable() or name != name.strip() or name[:1] in ("", ".") or set(name) & set("/\\,"):
@@ -141,7 +148,7 @@ def _node_key_files(directory: Path, names: Iterable[str]) -> dict[Path, bytes]:
 
 
 def _normalize_host(text: str) -> str:
-    """``text`` as a certificate names a host, which is in lower case and without scheme or port."""
+    """Return ``text`` in the form of a certificate's host: in lower case, without scheme or port."""
     try:
         return str(ip_address(text))
     except ValueError:
@@ -159,7 +166,7 @@ def _make_certificates(
     start: datetime,
     end: datetime,
 ) -> tuple[x509.Certificate, x509.Certificate]:
-    """The authority's certificate and the server's (RFC 5280, 4.2.1)."""
+    """Return the authority's certificate and the server's (RFC 5280, 4.2.1)."""
     issuer, subject = (
         x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"fedshift {role}")])
         for role in ("authority", "coordinator")
@@ -167,7 +174,7 @@ def _make_certificates(
     blank = x509.CertificateBuilder().issuer_name(issuer).not_valid_before(start).not_valid_after(end)
     blank = blank.add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()), critical=False)
 
-    def signed(
+    def sign(
         key: ec.EllipticCurvePrivateKey, name: x509.Name, *extensions: tuple[x509.ExtensionType, bool]
     ) -> x509.Certificate:
         draft = blank.subject_name(name).public_key(key.public_key()).serial_number(x509.random_serial_number())
@@ -176,20 +183,18 @@ def _make_certificates(
             draft = draft.add_extension(extension, critical=critical)
         return draft.sign(ca_key, hashes.SHA384())
 
-    ca = signed(
-        ca_key,
-        issuer,
+    ca = sign(
+        ca_key, issuer,
         (x509.BasicConstraints(ca=True, path_length=0), True),
         (_key_usage("key_cert_sign", "crl_sign"), True),
-    )
-    server = signed(
-        server_key,
-        subject,
+    )  # fmt: skip
+    server = sign(
+        server_key, subject,
         (x509.BasicConstraints(ca=False, path_length=None), True),
         (_key_usage("digital_signature"), True),
         (x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), False),
         (x509.SubjectAlternativeName(list(map(_general_name, hosts))), False),
-    )
+    )  # fmt: skip
     return ca, server
 
 
@@ -218,12 +223,8 @@ def _encode_private(
     return key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
 
 
-def _encode_public(key: ec.EllipticCurvePublicKey) -> bytes:
-    return key.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
-
-
 def _write(directory: Path, files: Mapping[Path, bytes]) -> None:
-    """Make ``files``, keys readable by their owner alone from the first byte; on any failure none of them is left."""
+    """Write ``files``, keys readable by their owner alone from the first byte; on any failure remove all of them."""
     place = directory
     with ExitStack() as undo:
         try:

@@ -1,9 +1,9 @@
 """Flower's own programs as children of ``fedshift serve`` and ``fedshift join``.
 
-They phone nobody (:mod:`fedshift.flower.transport.no_telemetry`), install nothing, keep what they write below one private folder, and
-end with the program that started them, however that ends: each watches its standard input, which the operating system
-closes. What Flower itself starts for each run and message is looked up by name, and here found as
-:mod:`fedshift.flower.transport.forwarding`, which runs what is installed on this machine and nothing that was sent.
+They report to nobody (:mod:`.no_telemetry`), install nothing, write below one private folder, and exit when their
+parent does, however it ends: each watches its standard input, which the operating system closes. Flower starts further
+programs for each run and message by name; here those names lead to :mod:`.forwarding`, which runs only what is
+installed on this machine. Other machines reach of the SuperLink only what nodes need (:class:`Firewall`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ import tomllib
 import zipfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from ipaddress import ip_address
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 from ...utils.errors import FedshiftError, UsageError
 from .no_telemetry import QUIET
@@ -40,15 +42,15 @@ PROGRAMS = {
 REFUSED = ("flwr-agentapp", "flwr-connector", "flwr-model", "flwr-simulation")
 COLOR, REASON = re.compile(r"\x1b\[[\d;]*m"), re.compile(r"Exit Code: \d+\n(.+(?:\n.+)*)")
 GRACE = 5.0
-"""Seconds in which a program may end by itself."""
+"""Seconds in which a program may exit by itself."""
 HEARTBEAT = 10.0
-"""Seconds, the fewest that a SuperLink takes: a node that died is gone, and may come back, after twice as many."""
+"""Seconds between heartbeats, the fewest that a SuperLink accepts; a dead node counts as gone after twice as many."""
 
 
 class Program:
-    """One of :data:`PROGRAMS` as a child; what it says goes to the file ``log``.
+    """One of :data:`PROGRAMS` as a child process; its output is appended to the file ``log``.
 
-    ``home``: a private folder for what it writes. ``more``: further variables of its environment.
+    ``home``: a private folder for the files it writes. ``more``: additional environment variables.
     """
 
     def __init__(
@@ -56,33 +58,34 @@ class Program:
     ) -> None:
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("ab") as said:
-            self._began = said.tell()
+        run = "from fedshift.flower.transport.programs import main; main()"
+        with log.open("ab") as output:
+            self._began = output.tell()
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", "from fedshift.flower.transport.programs import main; main()", name, *arguments],
-                stdin=subprocess.PIPE, stdout=said, stderr=subprocess.STDOUT, env=make_environment(home, more or {}),
-                start_new_session=True,  # Ctrl-C is for whoever started it
+                [sys.executable, "-P", "-c", run, name, *arguments],
+                stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, env=make_environment(home, more or {}),
+                start_new_session=True,  # Ctrl-C is meant for the parent
             )  # fmt: skip
 
     @property
     def pid(self) -> int:
-        """The number of the process."""
+        """The process id."""
         return self._process.pid
 
     @property
     def code(self) -> int | None:
-        """How it ended; None while it runs."""
+        """The exit code; None while it runs."""
         return self._process.poll()
 
     def wait(self, seconds: float) -> int | None:
-        """How it ended, after at most ``seconds``; None where it still runs."""
+        """Wait at most ``seconds``; return the exit code, or None if it still runs."""
         try:
             return self._process.wait(seconds)
         except subprocess.TimeoutExpired:
             return None
 
     def stop(self) -> None:
-        """End it, and what it started."""
+        """Stop the program and all processes that it started."""
         if self._process.stdin:
             self._process.stdin.close()
         if self.wait(GRACE) is None:
@@ -92,7 +95,7 @@ class Program:
             os.killpg(self.pid, signal.SIGKILL)
 
     def last_message(self) -> str:
-        """Why it ended, where Flower says so, else the last line that it wrote."""
+        """Return Flower's reason for the exit, or else the last line of output."""
         with self.log.open("rb") as log:
             log.seek(self._began)
             text = COLOR.sub("", log.read().decode(errors="replace")).strip()
@@ -102,14 +105,14 @@ class Program:
 
 
 def make_environment(home: Path, more: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a program whose folder is ``home``; makes the folder and the programs that Flower starts.
+    """Return the environment of a program whose folder is ``home``; create it, and the stand-ins that Flower starts.
 
-    Raises :class:`UsageError` where these could not run, as Flower's own would then be started in their place.
+    Raises :class:`UsageError` where these cannot run, since Flower's own programs would then be started instead.
     """
     found = home / "bin"
     found.mkdir(parents=True, exist_ok=True)
     home.chmod(0o700)
-    serverapp = shlex.quote("from fedshift.flower.transport.forwarding import serverapp; serverapp()")
+    serverapp = shlex.quote("from fedshift.flower.transport.forwarding import run_serverapp; run_serverapp()")
     started = {
         "flwr-clientapp": 'exec printf \'%s\\n\' "$*" > "$FEDSHIFT_PIPE"',
         "flwr-serverapp": f'exec {shlex.quote(sys.executable)} -P -c {serverapp} "$@"',
@@ -120,7 +123,7 @@ def make_environment(home: Path, more: Mapping[str, str]) -> dict[str, str]:
         beside.write_text(f"#!/bin/sh\n{run}\n", encoding="utf-8")
         beside.chmod(0o700)
         beside.replace(found / name)
-        if not os.access(found / name, os.X_OK):  # the search would go on, and find Flower's own
+        if not os.access(found / name, os.X_OK):  # the search would continue and find Flower's own
             raise UsageError(f"{home} does not let programs run (noexec): set TMPDIR to a folder that does")
     path = os.pathsep.join((str(found), str(Path(sys.executable).parent), os.environ.get("PATH", "")))
     return {
@@ -130,7 +133,7 @@ def make_environment(home: Path, more: Mapping[str, str]) -> dict[str, str]:
 
 
 def is_own(app: bytes) -> bool:
-    """Whether ``app``, as Flower packs apps, is :data:`APP`: its names, and no code beside them."""
+    """Return whether ``app``, in Flower's package format, is :data:`APP`: its components, and no code."""
     own = tomllib.loads((APP / "pyproject.toml").read_text(encoding="utf-8"))
     try:
         with zipfile.ZipFile(io.BytesIO(app)) as packed:
@@ -143,16 +146,16 @@ def is_own(app: bytes) -> bool:
 
 
 def free_port() -> int:
-    """A port of this machine that nobody uses."""
+    """Return a port of this machine that is not in use."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def connect(home: Path, address: str, root: Path | None) -> None:
-    """Tell ``flwr`` in ``home`` where the SuperLink is.
+    """Configure ``flwr`` in ``home`` for the SuperLink at ``address``.
 
-    ``root``: the certificate that it is checked against; None: plain text.
+    ``root``: the certificate authority's certificate; None: plain text.
     """
     trust = f'root-certificates = "{root.resolve()}"' if root else "insecure = true"
     (home / "config.toml").write_text(
@@ -179,11 +182,11 @@ def _finish(program: Program, what: str) -> None:
 
 
 def main() -> None:
-    """What the child runs: the program that its arguments name, until it ends or nobody is left who wants it."""
+    """Run the program that the arguments name, until it exits or its parent dies; called in the child process."""
     threading.Thread(target=exit_with_parent, args=(sys.stdin.fileno(),), daemon=True).start()
     del sys.argv[0]
     if sys.argv[0] == "flower-superlink":
-        importlib.import_module("fedshift.flower.transport.firewall").guard_port()
+        install_firewall()
     if sys.argv[0] == "flower-supernode":
         _beat_every(HEARTBEAT)
         poll_quickly()
@@ -194,7 +197,7 @@ def main() -> None:
 
 
 def exit_with_parent(lifeline: int) -> None:
-    """Wait for the end of file ``lifeline``, then end this process."""
+    """Wait for the end of file ``lifeline``, then terminate this process."""
     while os.read(lifeline, 1):
         pass
     os.kill(os.getpid(), signal.SIGTERM)
@@ -203,9 +206,9 @@ def exit_with_parent(lifeline: int) -> None:
 
 
 def poll_quickly() -> None:
-    """Let this process look after 0.05 seconds for what of a message is still on its way, then ever less often.
+    """Make this process retry after 0.05 seconds for parts of a message still in transit, then less and less often.
 
-    Flower begins with one second, whatever the size; it has no setting.
+    Flower begins with one second, whatever the size, and has no setting for it.
     """
     utils = importlib.import_module("flwr.supercore.inflatable.inflatable_utils")
     for function in (utils.pull_objects, utils.pull_and_inflate_object_from_tree):
@@ -213,12 +216,49 @@ def poll_quickly() -> None:
 
 
 def _beat_every(seconds: float) -> None:
-    """Let a SuperNode say every ``seconds`` that it is there, in place of 30; Flower has no setting."""
+    """Make a SuperNode send heartbeats every ``seconds`` instead of 30; Flower has no setting for it."""
     for module in ("flwr.supercore.heartbeat", "flwr.supernode.fleet_http_connection"):
         importlib.import_module(module).HEARTBEAT_DEFAULT_INTERVAL = seconds  # type: ignore[attr-defined]
 
 
 def _poll_every(seconds: float) -> None:
-    """Let a SuperNode, which asks for messages every three seconds, ask every ``seconds``; Flower has no setting."""
+    """Make a SuperNode ask for messages every ``seconds`` instead of three; Flower has no setting for it."""
     node = importlib.import_module("flwr.supernode.start_client_internal")
     node.time = SimpleNamespace(**{**vars(time), "sleep": lambda wanted: time.sleep(min(wanted, seconds))})  # type: ignore[attr-defined]
+
+
+class Firewall:
+    """ASGI middleware around a SuperLink's ``app``: other machines reach only paths below ``/v1/fleet/``.
+
+    A SuperLink has one port, for nodes and for those who submit runs, register nodes, stop runs and read logs. Flower's
+    open-source build has no login for the latter; here they must be on the coordinator's machine.
+    """
+
+    def __init__(self, app: Any) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Mapping[str, Any], receive: Any, send: Any) -> None:
+        """Pass a request on, or answer it with 403."""
+        if scope["type"] == "lifespan" or scope["path"].startswith("/v1/fleet/") or _is_local(scope):
+            await self.app(scope, receive, send)
+        elif scope["type"] == "http":
+            await send({"type": "http.response.start", "status": 403, "headers": [(b"content-length", b"0")]})
+            await send({"type": "http.response.body", "body": b""})
+        else:
+            await send({"type": "websocket.close", "code": 1008})
+
+
+def _is_local(scope: Mapping[str, Any]) -> bool:
+    """Return whether a request comes from this machine."""
+    if not scope.get("client"):
+        return False
+    address = ip_address(scope["client"][0].partition("%")[0])
+    own = (scope.get("server") or ("",))[0]
+    return address.is_loopback or str(address) == own
+
+
+def install_firewall() -> None:
+    """Wrap every app that ``uvicorn.run`` serves from now on in this process in a :class:`Firewall`."""
+    uvicorn = importlib.import_module("uvicorn")
+    run = uvicorn.run
+    uvicorn.run = lambda app, **named: run(Firewall(app), **named)  # type: ignore[attr-defined]

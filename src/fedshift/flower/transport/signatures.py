@@ -1,9 +1,9 @@
-"""Proof that a question comes from the coordinator, and for the run in which it arrives.
+"""Signatures that prove a question to come from the coordinator, for the run in which it arrives.
 
-Whoever reaches a SuperLink's port can submit runs to it, whose messages a node would answer. So under TLS the
-coordinator signs each question with the key of its certificate, and a site answers only what it can check against the
-authority's (``ca.crt``). The signature is over the facts, all bytes of the arrays, and the number of Flower's run, so
-that a question heard elsewhere cannot be asked again in a run of someone else's. ECDSA with SHA-384.
+Anyone who reaches a SuperLink's port can submit runs to it, whose messages a node would answer. So under TLS the
+coordinator signs each question with the key of its certificate, and a site answers only questions that it can verify
+against the authority's certificate (``ca.crt``). The signature covers the facts, all bytes of the arrays, and the
+number of Flower's run, so that a recorded question cannot be replayed in another run. ECDSA with SHA-384.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SCHEME = ec.ECDSA(hashes.SHA384())
 
 
 class Signer:
-    """Signs questions of run ``run`` with ``server.key`` in ``directory``, whose ``server.crt`` it shows."""
+    """Signs questions of run ``run`` with ``server.key`` in ``directory``, and attaches ``server.crt``."""
 
     def __init__(self, directory: Path, run: int) -> None:
         key = serialization.load_pem_private_key((directory / "server.key").read_bytes(), password=None)
@@ -40,20 +40,20 @@ class Signer:
         self._certificate = (directory / "server.crt").read_text(encoding="utf-8")
 
     def __call__(self, exchange: Exchange) -> Exchange:
-        """``exchange`` with its proof."""
+        """Return ``exchange`` with its proof."""
         signature = self._key.sign(_signed_content(exchange, self._run), SCHEME)
         proof = {"certificate": self._certificate, "signature": base64.b64encode(signature).decode()}
         return replace(exchange, facts={**exchange.facts, "proof": proof})
 
 
 class Verifier:
-    """Checks questions against the authority's certificate in file ``root``."""
+    """Verifies questions against the authority's certificate in file ``root``."""
 
     def __init__(self, root: Path) -> None:
         self._root = x509.load_pem_x509_certificate(root.read_bytes())
 
     def __call__(self, exchange: Exchange, run: int) -> Exchange:
-        """``exchange`` without its proof; raises :class:`RefusedMessage` where that is none for run ``run``."""
+        """Return ``exchange`` without its proof; raise :class:`RefusedMessage` if that is invalid for run ``run``."""
         facts = dict(exchange.facts)
         proof = facts.pop("proof", None)
         plain = replace(exchange, facts=facts)
@@ -76,7 +76,7 @@ class Verifier:
 
 
 def _signed_content(exchange: Exchange, run: int) -> bytes:
-    """What the signature is over."""
+    """Return the bytes that the signature covers."""
     arrays = {record: _digest_record(content) for record, content in sorted(exchange.arrays.items())}
     said: dict[str, Any] = {"kind": exchange.kind, "facts": exchange.facts, "arrays": arrays, "run": run}
     return json.dumps(said, sort_keys=True).encode()

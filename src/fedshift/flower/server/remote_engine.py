@@ -1,0 +1,189 @@
+"""An engine whose clients are sites behind Flower's grid; experiment and trial are those of one process.
+
+The coordinator aggregates uploads, evaluates nothing itself and sees no sample. For each client it keeps only the
+number of steps done and the round after which the client's state is current (its *base*, see
+:class:`fedshift.flower.site.site.SiteState`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from flwr.app import Array
+from typing_extensions import override
+
+from ...core.kernel import ClientState, ServerState, client_final, client_init, init_client, init_server
+from ...core.plan import Plan
+from ...data.federation import Federation
+from ...engines.engine import ClientResult, Data, Diverged, Engine
+from ...evaluation.metrics import measured_splits
+from ...experiments.settings import Settings
+from ...results.schema import Row
+from ...utils.errors import FedshiftError
+from ...utils.state import State, pick
+from ..transport.arrays import RefusedMessage, check_update, from_record, to_record
+from ..transport.exchange import Exchange
+from .nodes import Nodes
+
+ROWS = ("samples", "loss_sum", "hits", "support", "auc")
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuorumPolicy:
+    """Conditions for closing a round: at least ``clients`` uploads, and at most ``seconds``."""
+
+    clients: int
+    seconds: float
+
+
+class RemoteEngine(Engine):
+    """Asks the sites behind ``nodes`` to train and to evaluate; ``description`` tells them which trial it is."""
+
+    def __init__(
+        self, plan: Plan, data: Data, seed: int, *, federation: Federation, settings: Settings, nodes: Nodes,
+        quorum: QuorumPolicy, description: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        super().__init__(plan, data, seed)
+        self.federation, self.settings, self.nodes, self.quorum = federation, settings, nodes, quorum
+        self.description = {**description, "clients": len(data)}
+        self.bases: dict[str, int] = {}
+        if check := getattr(plan.method.aggregate, "check", None):
+            check(plan, min(quorum.clients, len(settings.draw_participants(seed, 1, tuple(data)))))
+        _, update = client_final(plan, client_init(plan, init_client(plan), init_server(plan)))
+        self._memory = update.memory
+
+    @override
+    def find_available(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the clients that are connected, once there are enough of them."""
+        self.nodes.wait(min(self.quorum.clients, len(names)), self.quorum.seconds, frozenset(names))
+        return tuple(name for name in names if name in self.nodes.online)
+
+    @override
+    def train(self, server: ServerState, clients: Mapping[str, ClientState]) -> Iterator[tuple[str, ClientResult]]:
+        round, enough = server.round + 1, min(self.quorum.clients, len(clients))
+        done: list[str] = []
+        diverged: FedshiftError | None = None
+        measures = "trained" in self.settings.moments and self.settings.is_evaluated(round)
+        splits = measured_splits(self.federation) if measures else ()
+        for name, answer in self._ask("train", server, clients, self.plan.loaded, enough, splits):
+            try:
+                result = self._check_update(server, name, clients[name].steps, answer, measures)
+            except FedshiftError as error:
+                self.nodes.say(f"round {round}: {name} is left out: {error}")
+                diverged = error if isinstance(error, Diverged) else diverged
+                continue
+            done.append(name)
+            yield name, result
+        if len(done) < enough and diverged:
+            raise diverged
+        if len(done) < enough:
+            raise FedshiftError(
+                f"round {round}: of {len(clients)} clients that were asked, {len(done)} sent an upload that can be "
+                f"used; {enough} must (--min-clients). The model is that of round {round - 1}: go on with --resume"
+            )
+        self.bases |= dict.fromkeys(done, round)
+
+    @override
+    def evaluate(self, server: ServerState) -> list[Row]:
+        """Return rows of every client that is connected; a client that does not answer has none."""
+        plan, data = self.plan, self.federation
+        names = [name for name in data.names if name in self.nodes.online and (plan.has_global or name in self.bases)]
+        entries = plan.sent if plan.has_global else plan.loaded
+        enough = min(self.quorum.clients, len(names))
+        rows: dict[str, list[Row]] = {}
+        for name, answer in self._ask("evaluate", server, names, entries, enough, measured_splits(data)):
+            try:
+                facts, _ = _check_answer(name, answer, "evaluated", server.round)
+                rows[name] = self._check_rows(name, facts, "loaded")
+            except FedshiftError as error:
+                self.nodes.say(f"round {server.round}: {name} is not measured: {error}")
+        return [row for name in data.names for row in rows.get(name, [])]
+
+    @override
+    def facts(self) -> dict[str, Any]:
+        return {"bases": self.bases}
+
+    @override
+    def restore(self, facts: Mapping[str, Any]) -> None:
+        self.bases = dict(facts["bases"])
+
+    def _ask(
+        self, kind: str, server: ServerState, names: Iterable[str], entries: frozenset[str], enough: int,
+        splits: tuple[str, ...],
+    ) -> Iterator[tuple[str, Exchange | FedshiftError]]:  # fmt: skip
+        arrays = {"shared": to_record(pick(server.shared, entries)), "memory": to_record(server.memory)}
+        facts = {"trial": self.description, "round": server.round, "splits": splits}
+        questions = {
+            name: Exchange(kind=kind, facts={**facts, "base": self.bases.get(name, 0)}, arrays=arrays) for name in names
+        }
+        return self.nodes.ask(questions, enough, self.quorum.seconds)
+
+    def _check_update(
+        self, server: ServerState, name: str, steps_before: int, answer: Exchange | FedshiftError, measured: bool
+    ) -> ClientResult:
+        """Return the upload of client ``name``; raise :class:`FedshiftError` saying why it cannot be used."""
+        facts, arrays = _check_answer(name, answer, "trained", server.round + 1)
+        samples = len(self.data[name])
+        bounds, steps = self.steps_of_round(name, ClientState(personal={}, steps=steps_before))
+        used = sum(stop - start for start, stop in (bounds[step % len(bounds)] for step in steps))
+        try:
+            weight, count, loss = float(facts["weight"]), int(facts["steps"]), float(facts["loss_sum"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise RefusedMessage(f"it does not say what it did ({error!r})") from error
+        if (weight, count) != (used, len(steps)):
+            raise RefusedMessage(
+                f"it says {weight:g} samples in {count} steps, where its {samples} make {used} in {len(steps)}"
+            )
+        if not math.isfinite(loss):
+            raise RefusedMessage(f"its training loss is {loss}")
+        shared, memory = self._to_device(arrays["shared"]), self._to_device(arrays["memory"])
+        update = check_update(self.plan, server, shared, memory, weight, count, self._memory, used)
+        return ClientResult(
+            client=ClientState(personal={}, steps=steps_before + count), update=update, loss_sum=loss,
+            rows=self._check_rows(name, facts, "trained") if measured else None,
+        )  # fmt: skip
+
+    def _check_rows(self, name: str, facts: Mapping[str, Any], moment: str) -> list[Row]:
+        """Return a site's measurements; raise :class:`RefusedMessage` where they cannot be those of its samples."""
+        splits, classes = self.federation.client(name).splits, self.federation.classes
+        models = ("global", "personal") if moment == "loaded" else ("personal",)
+        try:
+            rows = [
+                {
+                    "client": name, "split": row["split"], "model": row["model"], "moment": moment,
+                    **{key: row[key] for key in ROWS},
+                }
+                for row in facts["rows"]
+            ]  # fmt: skip
+            for row in rows:
+                counts = len(row["hits"]), len(row["support"]), sum(row["support"]), row["samples"]
+                size = len(splits[row["split"]])
+                sound = counts == (classes, classes, size, size)
+                if not sound or not math.isfinite(row["loss_sum"]) or row["model"] not in models:
+                    raise RefusedMessage(f"its counts do not fit its {size} samples: {row}")
+        except (KeyError, TypeError) as error:
+            raise RefusedMessage(f"it does not say what it measured ({error!r})") from error
+        return rows
+
+    def _to_device(self, record: Mapping[str, Array]) -> State:
+        device = torch.device(self.settings.device)
+        return {name: tensor.to(device) for name, tensor in from_record(record).items()}
+
+
+def _check_answer(
+    name: str, answer: Exchange | FedshiftError, kind: str, round: int
+) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Return facts and arrays of an answer of this kind; raise :class:`FedshiftError` where it is another."""
+    if isinstance(answer, FedshiftError):
+        raise answer
+    said = answer.kind, answer.facts.get("name"), answer.facts.get("round")
+    if said != (kind, name, round):
+        raise RefusedMessage(f"it answers {said[0]!r} as {said[1]!r} for round {said[2]}, where {kind!r} was asked")
+    missing = {"shared", "memory"} - answer.arrays.keys() if kind == "trained" else set()
+    if missing:
+        raise RefusedMessage(f"it sent no {' and no '.join(sorted(missing))} entries")
+    return answer.facts, answer.arrays
