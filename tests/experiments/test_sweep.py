@@ -97,9 +97,11 @@ def test_a_value_that_a_setting_does_not_take_is_named_on_the_command_line(sweep
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("reach", [0, 1.5, -0.1])
-def test_a_target_is_a_share(reach):
-    with pytest.raises(UsageError, match=f"target_metric={reach}: give a share above 0 and at most 1"):
+@pytest.mark.parametrize(
+    ("reach", "said"), [(0, "greater than 0"), (1.5, "less than or equal to 1"), (-0.1, "greater than 0")]
+)
+def test_a_target_is_a_share(reach, said):
+    with pytest.raises(UsageError, match=f"target_metric={reach}: should be {said}"):
         Settings(target_metric=reach)
     assert Settings(target_metric=1.0).target_metric == 1.0
 

@@ -1,17 +1,24 @@
-"""Settings as a person writes them: one class from which the flags, the TOML keys, their help and their checks derive.
+"""User-facing settings, each defined once: its name, type, default, bounds and help.
 
-Nothing here imports torch, so that ``fedshift --help`` answers at once.
+Command-line flags, TOML keys, the arguments of :func:`fedshift.compare` and the settings of a trial derive from these
+classes. Nothing here imports torch, so that ``fedshift --help`` answers at once.
 """
 
 from __future__ import annotations
 
+import ast
+import dataclasses
+import inspect
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from textwrap import dedent
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from cyclopts import Group, Parameter
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from ..utils.errors import UsageError, unknown_name
@@ -40,6 +47,69 @@ Positive = Annotated[int, Field(ge=1)]
 Unseen = Literal["skip", "average", "nearest", "reestimate", "finetune", "finetune_bn"]
 OF_ONE = {"over": "sweep", "leave_out": "compare", "method": "run", "methods": "compare"}
 """Settings that tell for which command a file was written."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrialSpec:
+    """Settings that a trial takes as they are written."""
+
+    rounds: Annotated[Positive, Parameter(group=TRAINING)] = 20
+    """Communication rounds."""
+
+    participation: Annotated[float | None, Field(gt=0), Parameter(group=TRAINING)] = None
+    """Clients that take part in a round: a whole number of 1 or more counts them, a value below 1 is the fraction."""
+
+    engine: Annotated[str, Parameter(group=TRAINING)] = "auto"
+    """How clients are run: sequential, one after another; stacked, side by side in one tensor program (small networks);
+    pool, spread over processes (larger ones); ray, over the hosts of a Ray cluster (RAY_ADDRESS; without it over
+    processes); identity, all as one big batch (one plain step a round); auto chooses, by a timed step, but never ray.
+    Engines agree up to rounding."""
+
+    workers: Annotated[Positive | None, Parameter(group=TRAINING)] = None
+    """Largest number of processes of the engines pool and ray; by default one for each free processor, or one for each
+    processor of the Ray cluster."""
+
+    precision: Annotated[Literal["float32", "bfloat16"], Parameter(group=TRAINING)] = "float32"
+    """Number format of the layers' computations; bfloat16 is faster where the processor supports it, and inexact: about
+    three digits."""
+
+    device: Annotated[str, Parameter(group=TRAINING)] = "cpu"
+    """Torch device: cpu, cuda, cuda:1."""
+
+    unseen: Annotated[Unseen, Parameter(group=MEASURING)] = "skip"
+    """How to measure a client that never trained, under a method that keeps state on clients: not at all (skip); with
+    the average of the others' entries; with the model of the client that fits its training data best (nearest); with
+    the average and BatchNorm statistics estimated on its own training inputs (reestimate); with the average after a
+    round of training on its data (finetune); or with the shared layers unchanged and BatchNorm alone trained on its
+    data (finetune_bn). Methods with one global model measure it on that."""
+
+    evaluate_every: Annotated[Positive | None, Parameter(group=MEASURING)] = None
+    """Rounds between evaluations; the last is always evaluated. By default about ten evaluations in all."""
+
+    metric: Annotated[Literal["accuracy", "balanced_accuracy", "auc"], Parameter(group=MEASURING)] = "accuracy"
+    """Metric of the tables, by which the best round is selected: accuracy; balanced accuracy, the mean over classes; or
+    the area under the ROC curve, one class against the rest. The report page has all of them."""
+
+    select: Annotated[Literal["last", "best"], Parameter(group=MEASURING)] = "last"
+    """Round that tables report: the last, or the best on validation data; never the best on test data."""
+
+    target_metric: Annotated[float | None, Field(gt=0, le=1), Parameter(group=MEASURING)] = None
+    """Value of the metric to reach, 0.9 for 90 %: the report says after how many rounds and bytes each method reached
+    it. Only evaluated rounds count, so evaluate every round to find the exact one."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SharedSpec(TrialSpec):
+    """Settings that the command line, TOML and Python write in the same way."""
+
+    epochs: Annotated[Positive | None, Parameter(group=TRAINING)] = None
+    """Passes of each client over its data in a round; 1 unless batches are given."""
+
+    batches: Annotated[Positive | None, Parameter(group=TRAINING)] = None
+    """Batches of each client in a round, in place of epochs."""
+
+    lr: Annotated[float, Field(ge=0, allow_inf_nan=False), Parameter(group=TRAINING)] = 0.01
+    """Learning rate of the local optimizer."""
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
@@ -103,7 +173,7 @@ class DataSpec:
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
-class Spec(DataSpec):
+class Spec(DataSpec, SharedSpec):
     """Everything that determines an experiment but its methods."""
 
     data: Annotated[str, Parameter(group=DATA)] = "digits"
@@ -128,23 +198,11 @@ class Spec(DataSpec):
     """What is done to training images, one or several of flip(), rotate(degrees=30), crop(padding=4), color_jitter(),
     scale(), shear(), erase(), or fedbn_office(), fedmmb_cifar(), flamby_isic()."""
 
-    rounds: Annotated[Positive, Parameter(group=TRAINING)] = 20
-    """Communication rounds."""
-
-    epochs: Annotated[Positive | None, Parameter(group=TRAINING)] = None
-    """Passes of each client over its data in a round; 1 unless --batches is given."""
-
-    batches: Annotated[Positive | None, Parameter(group=TRAINING)] = None
-    """Batches of each client in a round, in place of --epochs."""
-
     batch_size: Annotated[int, Field(ge=0), Parameter(group=TRAINING)] = 32
     """Samples in a batch; 0 takes all of a client's."""
 
     optimizer: Annotated[Literal["sgd", "adamw"], Parameter(group=TRAINING)] = "sgd"
     """Local optimizer."""
-
-    lr: Annotated[float, Field(ge=0, allow_inf_nan=False), Parameter(group=TRAINING)] = 0.01
-    """Learning rate of the local optimizer."""
 
     momentum: Annotated[float, Field(ge=0, lt=1), Parameter(group=TRAINING)] = 0.0
     """Momentum of SGD."""
@@ -161,18 +219,8 @@ class Spec(DataSpec):
     keep_optimizer: Annotated[bool, Parameter(group=TRAINING, negative=())] = False
     """Keep the optimizer's state on the client from round to round instead of resetting it."""
 
-    participation: Annotated[float | None, Field(gt=0), Parameter(group=TRAINING)] = None
-    """Clients that take part in a round: a whole number of 1 or more counts them, a value below 1 is the fraction."""
-
     newcomers: Annotated[Names | None, Parameter(group=TRAINING)] = None
     """Clients, comma-separated, that never take part in training and are only measured; usps-* names all that fit."""
-
-    unseen: Annotated[Unseen, Parameter(group=MEASURING)] = "skip"
-    """How a client that never trained is measured by a method that keeps state on clients: not at all; with the average
-    of the others' entries; with the model of the client that fits its training data best; with the average and
-    BatchNorm statistics estimated on its own training inputs; with the average after a round of training on its
-    data; or (finetune_bn) with the shared layers as they are and BatchNorm alone trained on its data. Methods
-    with one global model measure it on that."""
 
     seeds: Annotated[Positive, Parameter(group=TRAINING)] = 1
     """Number of seeds, run from --first-seed on; 3 or more give standard deviations and intervals."""
@@ -180,43 +228,13 @@ class Spec(DataSpec):
     first_seed: Annotated[int, Field(ge=0), Parameter(group=TRAINING)] = 0
     """The first seed."""
 
-    engine: Annotated[str, Parameter(group=TRAINING)] = "auto"
-    """How clients are run: sequential, one after another; stacked, side by side in one tensor program (small networks);
-    pool, spread over processes (larger ones); ray, over the hosts of a Ray cluster (RAY_ADDRESS; without it over
-    processes); identity, all as one big batch (one plain step a round); auto chooses, by a timed step, but never ray.
-    Engines agree up to rounding."""
-
-    workers: Annotated[Positive | None, Parameter(group=TRAINING)] = None
-    """Processes of the engines pool and ray at most; without it one for each processor that is free to use, or that
-    the Ray cluster has."""
-
-    precision: Annotated[Literal["float32", "bfloat16"], Parameter(group=TRAINING)] = "float32"
-    """What layers compute in; bfloat16 is faster where the processor has it, and inexact: about three digits."""
-
-    device: Annotated[str, Parameter(group=TRAINING)] = "cpu"
-    """Torch device: cpu, cuda, cuda:1."""
-
     threads: Annotated[Positive | None, Parameter(group=TRAINING)] = None
     """Threads of torch; without it, torch's own choice. Small networks run faster on one, and results are equal bit for
     bit only under the same number."""
 
-    evaluate_every: Annotated[Positive | None, Parameter(group=MEASURING)] = None
-    """Rounds between evaluations; the last is always evaluated. Without it, about ten evaluations in all."""
-
     moments: Annotated[Names, Parameter(group=MEASURING)] = "loaded"
     """When clients' models are measured in an evaluated round, comma-separated: loaded (just after aggregation; what
     tables report, always) and trained (just after local work, before aggregation; shown in a further table)."""
-
-    metric: Annotated[Literal["accuracy", "balanced_accuracy", "auc"], Parameter(group=MEASURING)] = "accuracy"
-    """What tables report and --select best goes by: accuracy; balanced accuracy, the mean over classes; or the area
-    under the ROC curve, one class against the rest. The report page has all of them."""
-
-    select: Annotated[Literal["last", "best"], Parameter(group=MEASURING)] = "last"
-    """The round that tables report: the last, or the best on validation data; never the best on test data."""
-
-    target_metric: Annotated[float | None, Field(gt=0, le=1), Parameter(group=MEASURING)] = None
-    """Value of the metric to reach, 0.9 for 90 %: the report says after how many rounds and bytes each method did. It
-    goes by evaluated rounds: --evaluate-every 1 finds the very one."""
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
@@ -289,3 +307,39 @@ def read_settings(path: Path, allowed: Sequence[str]) -> dict[str, Any]:
             raise UsageError(f"{path}: {unknown_name('setting', key, allowed)}")
         settings[name] = ",".join(map(str, value)) if isinstance(value, list) else value
     return settings
+
+
+def check_settings(settings: object, kind: type) -> None:
+    """Raise :class:`UsageError` where a value of ``settings`` is not what ``kind`` declares for its field."""
+    for name, (hint, adapter) in _adapters(kind).items():
+        value = getattr(settings, name)
+        try:
+            adapter.validate_python(value, strict=isinstance(value, str | float | bool))  # "3" and 3.0 are no integers
+        except ValidationError as error:
+            problem = error.errors()[0]
+            if problem["type"] == "literal_error":
+                raise unknown_name(f"value of {name}", str(value), get_args(get_args(hint)[0])) from error
+            raise UsageError(f"{name}={value!r}: {explain(problem)}") from error
+
+
+def explain(problem: Mapping[str, Any]) -> str:
+    """Return what a value "should be", of one of the errors of a pydantic ``ValidationError``."""
+    return str(problem["msg"]).removeprefix("Input ")
+
+
+@cache
+def _adapters(kind: type) -> dict[str, tuple[Any, TypeAdapter[Any]]]:
+    hints = get_type_hints(kind, include_extras=True)
+    return {name: (hint, TypeAdapter(hint)) for name, hint in hints.items()}
+
+
+def read_help(kind: type) -> dict[str, str]:
+    """Return the help of each field of dataclass ``kind``, the string below it in the source, in one line."""
+    found: dict[str, str] = {}
+    for base in reversed(kind.__mro__[:-1]):
+        (definition,) = ast.parse(dedent(inspect.getsource(base))).body
+        assert isinstance(definition, ast.ClassDef)
+        for field, text in pairwise(definition.body):
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+                found[ast.unparse(field.target)] = " ".join(str(ast.literal_eval(text.value)).split())
+    return found

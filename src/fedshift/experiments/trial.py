@@ -46,8 +46,7 @@ from ..utils.errors import UsageError
 from ..utils.profiling import OPERATIONS, add_seconds, is_recording, timed_section
 from ..utils.state import State, add_prefix, entries_under
 from .client_store import MEMORY, ClientStore, remove_unused_segments
-from .planning import make_plan
-from .settings import Settings
+from .settings import Settings, make_plan
 
 
 @dataclass(frozen=True, kw_only=True)

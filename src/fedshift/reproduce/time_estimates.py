@@ -29,8 +29,7 @@ from ..data.federation import Federation, count_labels
 from ..data.files.read_options import Progress
 from ..data.sources import data_root, load_source, prepare_clients
 from ..experiments.factory import make_methods, make_settings, resolve_model
-from ..experiments.planning import make_plan
-from ..experiments.settings import Settings
+from ..experiments.settings import Settings, make_plan
 from ..utils.disk_cache import cached_measurement
 from ..utils.errors import UsageError
 from . import step_costs

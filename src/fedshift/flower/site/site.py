@@ -28,7 +28,7 @@ from ...engines.engine import Diverged
 from ...engines.sequential import Sequential
 from ...evaluation.metrics import evaluate_clients, evaluate_trained
 from ...experiments.factory import make_methods, make_settings, resolve_model
-from ...experiments.planning import make_plan
+from ...experiments.settings import make_plan
 from ...results.run_directory import to_file_name
 from ...utils.allocator import keep_freed_memory
 from ...utils.errors import FedshiftError, UsageError
