@@ -46,7 +46,7 @@ def compared(tiny):
 
 
 def test_tables_derive_from_the_records(compared):
-    rows = compared.study.rows
+    rows = compared.summary.rows
     last = rows[(rows["round"] == 2) & (rows["split"] == "test") & (rows["model"] == "personal")]
     table = compared.table()
     assert list(table.index) == ["ann", "bob", "cid", "macro", "pooled", "worst client"]
@@ -73,7 +73,7 @@ def test_the_report_is_written_where_asked(compared, tmp_path):
 
 
 def test_models_are_those_that_were_measured(compared, tiny):
-    rows = compared.study.rows
+    rows = compared.summary.rows
     for method, client, model in (
         ("fedavg", None, "global"),
         ("fedbn", "cid", "personal"),

@@ -2,7 +2,7 @@
 
 >>> import fedshift
 >>> result = fedshift.compare(
-...     [fedshift.fedavg(), fedshift.fedbn()], data=fedshift.digits().limit(64), rounds=2, seeds=2, lr=0.03
+...     [fedshift.fedavg(), fedshift.fedbn()], data=fedshift.digits().limit_samples(64), rounds=2, seeds=2, lr=0.03
 ... )
 >>> list(result.table().index)
 ['pen', 'photo', 'print', 'faded', 'worn', 'macro', 'pooled', 'worst client']
@@ -248,14 +248,14 @@ def compare(given: CompareArguments) -> Comparison:
         FedshiftError: where training diverges or the disk refuses.
 
     """
-    shape = given.data.sample_shape
+    data, model = given.data.fit_images().check(allow_single_class=given.allow_single_class), given.model
     experiment = Experiment(
         methods=tuple(given.methods),
-        data=given.data.fit_images().check(allow_single_class=given.allow_single_class),
-        model=resolve_model(given.model, shape) if isinstance(given.model, str) else _check_model(given.model),
+        data=data,
+        model=resolve_model(model, data.sample_shape) if isinstance(model, str) else _check_model(model),
         settings=resolve_settings(
             given,
-            given.data.names,
+            data.names,
             batch_size=given.batch_size,
             optimizer=given.optimizer or SGD(lr=given.lr),
             loss=given.loss,

@@ -131,7 +131,7 @@ def test_a_benchmark_is_fetched_to_where_root_says(cli, tmp_path, monkeypatch):
 
 def test_the_suggested_command_repeats_what_was_asked_for(cli, tiny_folder):
     done = cli("diagnose", tiny_folder, "--permutations", 99, "--split", "iid(clients=3)", "--classes", 3)
-    spoken = next(line for line in done.out.splitlines() if line.startswith("fedshift compare"))
+    spoken = next(line for line in done.out.splitlines() if line.startswith("fedshift sweep"))
     assert f"--data {tiny_folder} --split 'iid(clients=3)' --classes 3 --methods fedavg" in spoken
 
 
@@ -159,7 +159,7 @@ def test_images_of_several_sizes_are_diagnosed_and_the_command_gives_a_size(cli,
     done = cli("diagnose", photos, "--on-unreadable", "skip", "--permutations", 99)
     assert done.code == 0, done.err
     assert "images of several sizes are looked at in 64 x 64 pixels" in done.out
-    spoken = next(line for line in done.out.splitlines() if line.startswith("fedshift compare"))
+    spoken = next(line for line in done.out.splitlines() if line.startswith("fedshift sweep"))
     assert f"--data {photos} --image-size 64 --on-unreadable skip" in spoken
 
 
@@ -187,7 +187,7 @@ def test_no_validation_is_suggested_where_there_is_some(cli, tiny_folder, rewrit
         x, y = packed["x_train"], packed["y_train"]
     rewrite("bob", x_val=x[:4], y_val=y[:4])
     done = cli("diagnose", tiny_folder, "--permutations", 99)
-    spoken = next(line for line in done.out.splitlines() if line.startswith("fedshift compare"))
+    spoken = next(line for line in done.out.splitlines() if line.startswith("fedshift sweep"))
     assert "--validation" not in spoken
 
 

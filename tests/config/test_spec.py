@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fedshift.cli import app as program
-from fedshift.config.spec import CompareSpec, DataSpec, RunSpec, Spec
+from fedshift.config.spec import CompareSpec, RunSpec
 from fedshift.results.run_directory import to_toml
 
 OTHER = {
@@ -179,7 +179,7 @@ def test_a_wrong_flag_is_one_message(resolved, arguments, said):
 
 @pytest.mark.parametrize("spec", [RunSpec, CompareSpec])
 def test_every_setting_is_described_where_it_stands(spec):
-    source = inspect.getsource(DataSpec) + inspect.getsource(Spec) + inspect.getsource(spec)
+    source = "".join(inspect.getsource(base) for base in spec.__mro__[:-1])
     for field in dataclasses.fields(spec):
         line = next(line for line in source.splitlines() if line.strip().startswith(f"{field.name}:"))
         assert source.split(line)[1].lstrip().startswith('"""'), field.name

@@ -17,10 +17,10 @@ from cyclopts import App, Parameter
 from pydantic import ValidationError
 from rich.console import Console
 
-from .. import __version__
 from ..config.spec import TRAINING, CompareSpec, OutputOptions, RunSpec, read_settings
 from ..console.session import directory_kind, make_console, rebuild_run, run_experiment
 from ..utils.errors import FedshiftError, UsageError
+from ..utils.version import __version__
 from .adapt import adapt
 from .data import data, diagnose
 from .deployment import join, pki, serve

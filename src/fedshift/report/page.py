@@ -10,9 +10,9 @@ from typing import Any
 import pandas as pd
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from .. import __version__
 from ..results.schema import METRICS, PICTURED, RunSummary
 from ..utils.files import write_atomically
+from ..utils.version import __version__
 from .claims import claims, differences, readings, standing
 from .concordance import concordance_cells, concordance_table, concordance_title
 from .figures import make_panels, to_svg

@@ -18,9 +18,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from .. import __version__
 from ..analysis.statistics import mean_and_std
 from ..utils.files import write_atomically
+from ..utils.version import __version__
 from .curves import TRAIN_LOSS, CurvePoint, final_metric, format_setting, plot_by_round, plot_by_setting
 from .figures import save_each, to_svg
 from .formatting import (

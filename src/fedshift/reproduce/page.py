@@ -7,10 +7,10 @@ from typing import Any
 
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 
-from .. import __version__
 from ..report.formatting import to_latex, to_markdown
 from ..report.inline_images import embed_svg
 from ..utils.files import write_atomically
+from ..utils.version import __version__
 from .figures import load_figures
 from .published_tables import PAPERS, Table, load_tables
 from .results import read_results

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from .. import __version__
 from ..config.spec import DataSpec, RunSpec
 from ..core.aggregation import average_uploads
 from ..core.method import Method
@@ -32,6 +31,7 @@ from ..experiments.factory import make_methods, make_settings, resolve_model
 from ..experiments.settings import Settings, make_plan
 from ..utils.disk_cache import cached_measurement
 from ..utils.errors import UsageError
+from ..utils.version import __version__
 from . import step_costs
 from .step_costs import StepCosts, VisitCosts
 

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from ... import __version__
 from ...config.expressions import trust_only
 from ...config.spec import CompareSpec, DataSpec, RunSpec
 from ...core.kernel import ServerState, personal_state, trained_state
@@ -33,6 +32,7 @@ from ...results.run_directory import to_file_name
 from ...utils.allocator import keep_freed_memory
 from ...utils.errors import FedshiftError, UsageError
 from ...utils.state import pick
+from ...utils.version import __version__
 from ..server.merged_schema import parse_columns
 from ..transport.arrays import RefusedMessage, check_state, from_record, to_record
 from ..transport.exchange import Exchange
