@@ -131,7 +131,7 @@ def test_directories_differ_where_values_look_alike_in_them():
 
 def test_flags_and_toml_say_the_same(cli, monkeypatch, tmp_path):
     given = []
-    monkeypatch.setattr("fedshift.cli.sweep._run", lambda spec, wanted, *_, **__: given.append((spec, len(wanted))))
+    monkeypatch.setattr("fedshift.cli.sweep.run_several", lambda parts, *_, **__: given.append(parts))
     monkeypatch.setattr("fedshift.experiments.sweep.check_combination", lambda *_: None)
     (tmp_path / "s.toml").write_text(
         'lr = 0.5\nover = ["epochs=1,4", "split=iid(clients=3),labels(clients=3, per_client=2)"]'
@@ -139,9 +139,9 @@ def test_flags_and_toml_say_the_same(cli, monkeypatch, tmp_path):
     split = "split=iid(clients=3),labels(clients=3, per_client=2)"
     assert cli("sweep", "--config", "s.toml").code == 0
     assert cli("sweep", "--lr", 0.5, "--over", "epochs=1,4", "--over", split).code == 0
-    (first, count), (second, _) = given
-    assert count == 4
-    assert make_combinations(first) == make_combinations(second)
+    first, second = ([part.settings for part in parts.values()] for parts in given)
+    assert len(first) == 4
+    assert first == second
 
 
 def test_every_example_is_a_sweep_of_a_few_lines():
@@ -243,7 +243,7 @@ def test_other_settings_are_refused_for_what_was_begun(sweep, cli, tmp_path, pag
         outcome = cli("sweep", "--resume", "out/epochs=1", *over)
         assert (outcome.code, "out/epochs=1 holds no sweep: give the directory of one" in outcome.err) == (2, True)
     outcome = cli("sweep", "--resume", "out", "--out", "there")
-    assert "--out there and --resume out: a resumed sweep stays in its directory" in outcome.err
+    assert "--out there and --resume out: a resumed run stays in its directory" in outcome.err
     outcome = cli("compare", "--resume", "out")
     assert (outcome.code, outcome.err) == (2, "fedshift: out/config.toml has 'over': use it with `fedshift sweep`\n")
 

@@ -1,4 +1,4 @@
-"""The command ``fedshift adapt``: a run's models brought to clients that it never saw."""
+"""The command ``fedshift adapt``: a run's models adapted to clients that it never saw."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Literal
 
 from rich.console import Console
 
-from ..console.session import make_console, print_line, show_loading, use_threads
+from ..console.terminal import make_console, print_line, show_loading
 from ..utils.errors import FedshiftError, UsageError
+from .run import use_threads
 
 if TYPE_CHECKING:
     from ..experiments.experiment import Experiment
@@ -30,35 +31,24 @@ def adapt(
     device: str | None = None,
     save: Path | None = None,
 ) -> int:
-    """Bring a run's models to clients that it never saw, by every policy, and measure each.
+    """Adapt a run's models to clients that it never saw, by every policy, and measure each.
 
-    Parameters
-    ----------
-    run
-        Directory that `fedshift run` or `compare` wrote.
-    data
-        The new clients: a directory, a benchmark or digits, as --data of a run. They are read and scaled as the run's.
-    clients
-        Which of them, comma-separated; usps-* names all that fit. Without it all.
-    policies
-        Which policies, comma-separated: average, reestimate, nearest, finetune, finetune_bn. Without it all
-        that make sense.
-    rounds
-        Rounds of the run's local work that finetune and finetune_bn do.
-    unlabeled
-        Folder of images, or .npz file with an array x, from which reestimate takes its statistics; no labels are
-        needed. Without --data models are made and saved, and nothing is measured.
-    broken
-        What becomes of new images that cannot be read: refuse or skip; without it as in the run.
-    methods
-        Which of the run's methods, comma-separated, by name, as patterns such as fedbn*, or as it was given them;
-        without it all.
-    seeds
-        Number of the run's seeds, the first ones; without it all.
-    device
-        Torch device to compute on; without it the run's, or cpu where this machine has none such.
-    save
-        New directory for the models of the first seed (safetensors) and the table.
+    Args:
+        run: Directory that `fedshift run` or `compare` wrote.
+        data: The new clients: a directory, a benchmark or digits, as --data of a run. They are read and scaled as the
+            run's.
+        clients: Which of them, comma-separated; usps-* names all that fit. Without it all.
+        policies: Which policies, comma-separated: average, reestimate, nearest, finetune, finetune_bn. Without it all
+            that make sense.
+        rounds: Rounds of the run's local work that finetune and finetune_bn do.
+        unlabeled: Folder of images, or .npz file with an array x, from which reestimate takes its statistics; no labels
+            are needed. Without --data models are made and saved, and nothing is measured.
+        broken: What becomes of new images that cannot be read: refuse or skip; without it as in the run.
+        methods: Which of the run's methods, comma-separated, by name, as patterns such as fedbn*, or as it was given
+            them; without it all.
+        seeds: Number of the run's seeds, the first ones; without it all.
+        device: Torch device to compute on; without it the run's, or cpu where this machine has none such.
+        save: New directory for the models of the first seed (safetensors) and the table.
 
     """
     from ..new_clients.policies import LABELED, parse_policies, require_no_labels
@@ -98,8 +88,7 @@ def adapt(
         training = {client.name: client.train for client in new.clients}
         notices += [*new.notices, *find_overlap(new, experiment)]
     else:
-        assert unlabeled is not None
-        assert inputs is not None
+        assert unlabeled is not None and inputs is not None  # noqa: PT018
         training = {client_name(unlabeled): inputs}
         wanted = tuple(name for name in wanted if name not in LABELED)
     with show_loading(console) as progress:
@@ -118,7 +107,7 @@ def adapt(
 
 
 def _print_results(console: Console, rows: list[Row], experiment: Experiment, rounds: int, save: Path | None) -> None:
-    """Print what the models get right as one table, and write it into ``save``."""
+    """Print the results of the models as one table, and write it into ``save``."""
     from ..new_clients.policy_tables import (
         collect_needs,
         explain_needs,

@@ -11,7 +11,7 @@ from cyclopts import App, Parameter
 from rich.console import Console
 
 from ..config.spec import CompareSpec, RunSpec, read_settings
-from ..console.session import make_console
+from ..console.terminal import make_console, print_line
 from ..utils.errors import UsageError
 
 pki = App(name="pki", help="Make the keys and certificates of a federation across machines.")
@@ -23,28 +23,23 @@ def init(
 ) -> int:
     """Make an authority, the coordinator's certificate and the nodes' keys in a new directory.
 
-    Parameters
-    ----------
-    directory
-        New or empty directory, which becomes readable by its owner alone.
-    host
-        Name or IP address by which nodes reach the coordinator; may be given several times.
-    nodes
-        Names of the nodes, with commas; `fedshift pki add` makes keys for more.
-    days
-        Validity of the certificates.
+    Args:
+        directory: New or empty directory, which becomes readable by its owner alone.
+        host: Name or IP address by which nodes reach the coordinator; may be given several times.
+        nodes: Names of the nodes, with commas; `fedshift pki add` makes keys for more.
+        days: Validity of the certificates.
 
     """
     from ..flower.transport.pki import make_authority
 
     made = make_authority(directory, _split_names(host), _split_names([nodes]), days)
     console = make_console()
-    _print_line(
+    print_line(
         console, f"The coordinator's certificate is for {', '.join(made.hosts)}, until {made.until:%Y-%m-%d} (UTC)."
     )
-    _print_line(console, f"To the coordinator: ca.crt server.crt server.key nodes/*.pub, all of {directory}")
+    print_line(console, f"To the coordinator: ca.crt server.crt server.key nodes/*.pub, all of {directory}")
     _explain_delivery(console, made.names)
-    _print_line(
+    print_line(
         console, f"Keep {directory / 'ca.key'} offline: no machine needs it, and who has it can pose as coordinator."
     )
     return 0
@@ -54,18 +49,15 @@ def init(
 def add(directory: Path, *names: str) -> int:
     """Make keys for more nodes.
 
-    Parameters
-    ----------
-    directory
-        What `fedshift pki init` made.
-    names
-        Names of the nodes.
+    Args:
+        directory: What `fedshift pki init` made.
+        names: Names of the nodes.
 
     """
     from ..flower.transport.pki import add_nodes
 
     console, made = make_console(), add_nodes(directory, names)
-    _print_line(console, f"To the coordinator: {' '.join(f'nodes/{name}.pub' for name in made)}, of {directory}")
+    print_line(console, f"To the coordinator: {' '.join(f'nodes/{name}.pub' for name in made)}, of {directory}")
     _explain_delivery(console, made)
     return 0
 
@@ -86,30 +78,19 @@ def serve(
 ) -> int:
     """Coordinate an experiment across machines: wait for sites that `fedshift join`, and train with them.
 
-    Parameters
-    ----------
-    config
-        TOML file of settings, as for `fedshift run` or `compare`; data are the sites' own. With --resume, the run's.
-    min_clients
-        Sites that must be connected for the first round to begin, and whose uploads a round needs.
-    tls
-        Directory that `fedshift pki init` made, or what of it belongs to the coordinator.
-    insecure
-        Plain text and no keys, in place of --tls; listens on this machine alone.
-    force_insecure
-        With --insecure, listen for other machines too: anyone on the way can read and change models.
-    host
-        Address to listen on; without it 0.0.0.0, all of this machine's, or 127.0.0.1 with --insecure.
-    port
-        Port to listen on.
-    round_timeout
-        Seconds after which a round is closed with the uploads that came.
-    wait
-        Seconds to wait for the first --min-clients sites.
-    out
-        Directory to write; without it a new one under runs/.
-    resume
-        Directory of an interrupted run to go on with, bit for bit.
+    Args:
+        config: TOML file of settings, as for `fedshift run` or `compare`; data are the sites' own. With --resume, the
+            run's.
+        min_clients: Sites that must be connected for the first round to begin, and whose uploads a round needs.
+        tls: Directory that `fedshift pki init` made, or what of it belongs to the coordinator.
+        insecure: Plain text and no keys, in place of --tls; listens on this machine alone.
+        force_insecure: With --insecure, listen for other machines too: anyone on the way can read and change models.
+        host: Address to listen on; without it 0.0.0.0, all of this machine's, or 127.0.0.1 with --insecure.
+        port: Port to listen on.
+        round_timeout: Seconds after which a round is closed with the uploads that came.
+        wait: Seconds to wait for the first --min-clients sites.
+        out: Directory to write; without it a new one under runs/.
+        resume: Directory of an interrupted run to go on with, bit for bit.
 
     """
     if (config is None) == (resume is None):
@@ -152,31 +133,20 @@ def join(
 ) -> int:
     """Take part in an experiment across machines with the data of one site, which do not leave it.
 
-    Parameters
-    ----------
-    address
-        HOST:PORT of the coordinator.
-    data
-        The site's own: a directory of class folders (or of train and test with these), an .npz file or a table.
-    name
-        What the site is called; without it the name of its key, else of its data.
-    tls
-        Directory that holds ca.crt, from `fedshift pki init`.
-    key
-        The site's private key, from `fedshift pki init`.
-    insecure
-        Plain text and no key, in place of --tls and --key.
-    state
-        Directory of what the site keeps between rounds; without it sites/NAME. Losing it means losing the site's part.
-    device
-        Torch device: cpu, cuda, cuda:1.
-    threads
-        Threads of torch; without it, torch's own choice.
-    code
-        Function of this machine, package.module:function, that the experiment may use as method or model; may be given
-        several times. No other is called.
-    poll
-        Seconds between two questions to the coordinator; without it Flower's three.
+    Args:
+        address: HOST:PORT of the coordinator.
+        data: The site's own: a directory of class folders (or of train and test with these), an .npz file or a table.
+        name: What the site is called; without it the name of its key, else of its data.
+        tls: Directory that holds ca.crt, from `fedshift pki init`.
+        key: The site's private key, from `fedshift pki init`.
+        insecure: Plain text and no key, in place of --tls and --key.
+        state: Directory of what the site keeps between rounds; without it sites/NAME. Losing it means losing the site's
+            part.
+        device: Torch device: cpu, cuda, cuda:1.
+        threads: Threads of torch; without it, torch's own choice.
+        code: Function of this machine, package.module:function, that the experiment may use as method or model; may be
+            given several times. No other is called.
+        poll: Seconds between two questions to the coordinator; without it Flower's three.
 
     """
     if (tls is None) != insecure:
@@ -217,10 +187,6 @@ def _split_names(texts: Iterable[str]) -> list[str]:
 
 def _explain_delivery(console: Console, names: tuple[str, ...]) -> None:
     for name in names:
-        _print_line(console, f"To {name}: ca.crt nodes/{name}.key")
+        print_line(console, f"To {name}: ca.crt nodes/{name}.key")
     if names:
-        _print_line(console, "A key belongs to one machine: carry it there by a safe way, and keep no copy.")
-
-
-def _print_line(console: Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+        print_line(console, "A key belongs to one machine: carry it there by a safe way, and keep no copy.")

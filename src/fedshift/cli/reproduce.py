@@ -16,18 +16,17 @@ from rich.console import Console
 from rich.table import Table as Grid
 
 from ..config.spec import DataSpec
-from ..console.session import (
-    announced_cache,
+from ..console.terminal import (
+    announce_cache,
     catch_interrupts,
-    directory_kind,
     make_console,
     print_line,
     show_loading,
     show_progress,
-    use_threads,
 )
 from ..utils.errors import FedshiftError, UsageError
 from ..utils.files import write_atomically
+from .run import find_kind, use_threads
 
 if TYPE_CHECKING:
     from ..config.spec import RunSpec
@@ -54,28 +53,18 @@ def reproduce(
 ) -> int:
     """Run tables and figures of the papers beside what they print; without a name, list all and what each takes.
 
-    Parameters
-    ----------
-    table
-        Which, for example fedbn/table11.
-    all
-        All that have a recipe, those that take least first.
-    present
-        With --all, leave out those whose data are not here, nor others that stand in for them.
-    hours
-        With --all, the time for all together on this machine: each is run with the share of its rounds that fits.
-    light
-        Train small networks in place of the papers', for a look in a small part of the time; outputs say so.
-    seeds
-        Seeds of each run; 3 or more give standard deviations.
-    scale
-        Share of the rounds to run, for a quick look.
-    version
-        Version of the paper where it has several, v1 or final; without it the last.
-    root
-        Directory of the data; without it the one that FEDSHIFT_DATA names, else data.
-    out
-        Directory of the runs, which tables share, of the results and of the page.
+    Args:
+        table: Which, for example fedbn/table11.
+        all: All that have a recipe, those that take least first.
+        present: With --all, leave out those whose data are not here, nor others that stand in for them.
+        hours: With --all, the time for all together on this machine: each is run with the share of its rounds that
+            fits.
+        light: Train small networks in place of the papers', for a look in a small part of the time; outputs say so.
+        seeds: Seeds of each run; 3 or more give standard deviations.
+        scale: Share of the rounds to run, for a quick look.
+        version: Version of the paper where it has several, v1 or final; without it the last.
+        root: Directory of the data; without it the one that FEDSHIFT_DATA names, else data.
+        out: Directory of the runs, which tables share, of the results and of the page.
 
     """
     from ..data.sources import data_root
@@ -112,7 +101,7 @@ def _require_own_directory(out: Path) -> None:
     """Raise :class:`UsageError` where ``out`` holds other things than tables that were run."""
     from ..reproduce.directory_lock import KNOWN
 
-    kind = directory_kind(out) if out.is_dir() else None
+    kind = find_kind(out) if out.is_dir() else None
     others = out.is_dir() and {path.name for path in out.iterdir()} - KNOWN
     if (out.exists() and not out.is_dir()) or kind not in (None, "reproduce") or (kind is None and others):
         raise UsageError(f"--out {out} holds something else: give a directory of runs of tables, or a new one")
@@ -223,7 +212,7 @@ def _run(wanted: Sequence[Table], way: ReproductionOptions, version: str | None,
             print_line(console, f"{len(wanted)} tables and figures, those that take least first; steps are timed.")
             with _counted(Console(stderr=True)) as progress:
                 wanted = budget.order_by_time(wanted, way, out, progress)
-        shown.enter_context(announced_cache(console))
+        shown.enter_context(announce_cache(console))
         observer = shown.enter_context(show_progress(console))
         for number, table in enumerate(wanted):
             chosen = budget.fit_scale(table, way, out, len(wanted) - number)

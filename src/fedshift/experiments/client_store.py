@@ -106,9 +106,9 @@ class ClientStore(Mapping[str, ClientState]):
     def save(self, folder: Path, round: int) -> tuple[State, dict[str, int]]:
         """Write what changed since the last time as a segment in ``folder``, if anything did.
 
-        Returns what :meth:`restore` needs: tensors, and the segments that now hold states with their sizes. What an
-        older call returned stays valid until :func:`remove_unused_segments` removes segments. In another folder than before, all states
-        are written. Raises :class:`FedshiftError` where the disk refuses; nothing is changed then.
+        Returns what :meth:`restore` needs: tensors, and the segments that now hold states with their sizes. The result
+        of an older call stays valid until :func:`remove_unused_segments` removes segments. In another folder than
+        before, all states are written. Raises :class:`FedshiftError` where the disk refuses; nothing is changed then.
         """
         segment = self._place[:, 0]
         current = np.bincount(segment, weights=self._place[:, 2], minlength=1 + max(self._segments, default=0))

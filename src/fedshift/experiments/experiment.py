@@ -157,10 +157,9 @@ class Experiment:
             for seed in self.seeds:
                 for method in self.methods:
                     try:
-                        if not self._run_trial(
-                            trials.pop(method.name, None) or self._make_trial(method, seed),
-                            directory, observer, notices, stop,
-                        ):  # fmt: skip
+                        known = method.name in trials
+                        trial = trials.pop(method.name) if known else self._make_trial(method, seed)
+                        if not self._run_trial(trial, directory, observer, notices, stop):
                             return False
                     except Diverged as error:
                         notices.say(f"{method.name}, seed {seed}: {error}. Its numbers are those of the round before.")
@@ -173,7 +172,7 @@ class Experiment:
         return Trial(method, self.model, self.data, self.settings, seed)
 
     def check_compatible(self, path: Path) -> None:
-        """Raise :class:`UsageError` where a method does not fit model and data, or ``path`` holds other settings' trials.
+        """Raise :class:`UsageError` where a method does not fit model and data, or ``path`` holds another run's trials.
 
         Nothing is trained, and nothing in ``path`` is changed.
         """
@@ -271,7 +270,7 @@ class Experiment:
         return settings.skips_clients(self._without_later(self.data.names))
 
     def _score(self, rows: list[Row]) -> tuple[int, float]:
-        """Return how good a round is: clients with validation rows, so that none is left out, then their macro metric."""
+        """Return a round's score: number of clients with validation rows, so that all count, then their macro metric."""
         if self.settings.select != "best":
             return NO_SCORE
         chosen = rows_to_frame(

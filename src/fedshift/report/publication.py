@@ -8,6 +8,8 @@ import pandas as pd
 from rich.console import Console
 
 from ..results.schema import RunSummary
+from ..results.summary import read_summary
+from ..utils.errors import FedshiftError
 from ..utils.files import write_atomically
 from .claims import claims, differences, readings
 from .concordance import concordance_cells, concordance_table, concordance_title
@@ -87,3 +89,18 @@ def publish_summary(study: RunSummary, directory: Path, console: Console) -> Non
     save_figures(study, directory / "figures")
     write_page(study, directory / "report.html")
     console.print(f"Page: {directory / 'report.html'}", markup=False, highlight=False, soft_wrap=True)
+
+
+def publish_run(directory: Path, console: Console) -> None:
+    """Publish what the run in ``directory`` has left so far, if it has begun."""
+    if (directory / "study.json").exists():
+        publish_summary(read_summary(directory), directory, console)
+
+
+def publish_safely(directory: Path, console: Console) -> FedshiftError | OSError | None:
+    """Publish a run that may have failed already; return the error that prevented it, if any."""
+    try:
+        publish_run(directory, console)
+    except (FedshiftError, OSError) as error:
+        return error
+    return None
