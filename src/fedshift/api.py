@@ -1,4 +1,4 @@
-"""The Python interface: a comparison in five lines, and what came of it.
+"""The Python interface: a comparison in five lines, and its results.
 
 >>> import fedshift
 >>> result = fedshift.compare(
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 
 class Comparison:
-    """What a comparison left in ``directory``: tables as data frames, figures, a report page, the trained models."""
+    """Results of a comparison in ``directory``: tables as data frames, figures, a report page, the trained models."""
 
     def __init__(self, experiment: Experiment, directory: Path) -> None:
         self.experiment, self.directory = experiment, directory
@@ -74,19 +74,29 @@ class Comparison:
         split: Literal["test", "validation"] = "test",
         moment: Literal["loaded", "trained"] = "loaded",
     ) -> pd.DataFrame:
-        """Clients and their aggregates against methods, mean and std over seeds, at the reported round.
+        """Return the metric of clients and their aggregates (rows) by method (columns), at the reported round.
 
-        ``metric`` defaults to the comparison's own; ``moment="trained"`` is there with ``moments="loaded,trained"``.
-        Choose learning rates and methods by ``split="validation"``, which is there where some data were held out.
+        Args:
+            metric: metric to report; None: the comparison's.
+            model: the model that each client would use, or the server's.
+            split: samples to measure; choose learning rates and methods by ``validation``, where some were held out.
+            moment: ``trained`` is available with ``moments="loaded,trained"``.
+
+        Returns:
+            Mean, std and number of seeds, as shares in [0, 1]; NaN where nothing was measured.
+
+        Raises:
+            UsageError: the metric, model, split or moment is unknown.
+
         """
         return accuracy_table(self.summary, metric, model, split, moment)
 
     def differences(self, baseline: str | None = None) -> pd.DataFrame:
-        """Macro metric of each method minus the baseline's (FedAvg, else the first), paired over seeds."""
+        """Return each method's macro metric minus the baseline's (FedAvg, else the first), paired over seeds."""
         return difference_table(self.summary, baseline)
 
     def figures(self) -> dict[str, Figure]:
-        """Matplotlib figures by name."""
+        """Return Matplotlib figures by name."""
         return make_figures(self.summary)
 
     def report(self, path: str | Path | None = None) -> Path:
@@ -96,9 +106,9 @@ class Comparison:
         return target
 
     def model(self, method: str, client: str | None = None, seed: int | None = None) -> nn.Module:
-        """The network that ``client`` uses after training, or the server's (``client=None``), in evaluation mode.
+        """Return the network that ``client`` uses after training, or the server's (``client=None``), in evaluation mode.
 
-        ``seed`` defaults to the first. With ``select="best"`` it is that of the reported round. Raises
+        ``seed`` defaults to the first. With ``select="best"`` the network is that of the reported round. Raises
         :class:`UsageError` where the method's server holds no whole model.
         """
         if seed is not None and seed not in self.experiment.seeds:
@@ -117,14 +127,25 @@ class Comparison:
         self, data: Federation, policies: str | Sequence[str] | None = None, *, rounds: int = 1,
         methods: str | Sequence[str] | None = None,
     ) -> pd.DataFrame:  # fmt: skip
-        """What each policy for new clients gets right on the test data of those of ``data``, which took no part.
+        """Return the results of each policy for new clients on the test data of the clients in ``data``.
 
-        Rows are clients and their mean, ``macro``; columns are method and policy with mean, std and number of seeds, of
-        the comparison's metric. ``data`` are brought to the comparison's shape, scale and classes;
-        ``policies``: average, reestimate, nearest, finetune, finetune_bn, by default those that make sense;
-        ``rounds`` of local work that the last two do; ``methods``: some alone. Warns where a client is known,
-        or a model could not be made. Raises :class:`UsageError` where data do not fit, and
-        :class:`FedshiftError` where files are damaged.
+        Args:
+            data: clients that took no part, which are brought to the comparison's shape, scale and classes.
+            policies: average, reestimate, nearest, finetune, finetune_bn; None: those that apply.
+            rounds: rounds of local work under finetune and finetune_bn.
+            methods: methods to adapt; None: all.
+
+        Returns:
+            The comparison's metric: rows are clients and their mean, ``macro``; columns are method and policy with
+            mean, std and number of seeds.
+
+        Warns:
+            UserWarning: a client took part in training, or a model could not be made.
+
+        Raises:
+            UsageError: the data do not fit.
+            FedshiftError: files are damaged.
+
         """
         wanted, experiment = parse_policies(policies), select_trials(self.experiment, methods)
         if rounds < 1:
@@ -147,7 +168,7 @@ class Comparison:
         methods: str | Sequence[str] | None = None,
         seeds: int | Sequence[int] | None = None,
     ) -> RepresentationComparison:
-        """How alike feature maps of clients and server are, and their BatchNorm; arguments of ``features.study``."""
+        """Compare feature maps and BatchNorm of clients and server, as ``representations.compare_representations``."""
         go_on = "compare(..., out=..., resume=True)"
         experiment = select_trials(self.experiment, methods, seeds)
         return collect_comparison(experiment, self.directory, go_on, samples=samples, clients=clients, layer=layer)

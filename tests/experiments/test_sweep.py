@@ -73,7 +73,7 @@ def test_settings_and_their_values_are_read(written, meant):
         (("epochs=",), "over 'epochs=': epochs has an empty value"),
         (("epochs=1,,4",), "over 'epochs=1,,4': epochs has an empty value"),
         (("epochs=1,4,1",), "epochs has 1 twice"),
-        (("lr=0.1,0.10",), "over lr: 0.10 stands for the same as another value"),
+        (("lr=0.1,0.10",), "over lr: 0.10 is the same as another value"),
         (("epochs=1", "epochs=4"), "over epochs: it is given twice"),
         (("split=iid(clients=3",), "a bracket or a quotation mark is not closed"),
         (("methods=fedbn",), "over methods: every combination compares all methods: list them with --methods"),

@@ -181,7 +181,7 @@ def _read_spec(settings: dict[str, Any], path: Path) -> RunSpec | CompareSpec:
 
 
 def _split_names(texts: Iterable[str]) -> list[str]:
-    """What ``texts`` name, alone or with commas."""
+    """Return the names in ``texts``, which may hold several with commas."""
     return [name.strip() for text in texts for name in text.split(",") if name.strip()]
 
 

@@ -124,10 +124,10 @@ class DataSpec:
     """Clients to use, comma-separated, in the order of the tables; by default all."""
 
     split: Annotated[str | None, Parameter(group=PREPARING)] = None
-    """Distribution of the samples among clients, one change or several in turn: iid(clients=10), dirichlet(clients=10, alpha=0.3),
-    labels(clients=100, per_client=2), quantity(clients=10), ham_non_iid(), sample(size=743), truncate(), repeat(),
-    validation(fraction=0.1) or validation(size=50), only(clients='usps-*') or saved(path='split.csv'); within='domain'
-    distributes the samples of each client separately."""
+    """Distribution of the samples among clients, one change or several in turn: iid(clients=10), dirichlet(clients=10,
+    alpha=0.3), labels(clients=100, per_client=2), quantity(clients=10), ham_non_iid(), sample(size=743), truncate(),
+    repeat(), validation(fraction=0.1) or validation(size=50), only(clients='usps-*') or saved(path='split.csv');
+    within='domain' distributes the samples of each client separately."""
 
     samples: Annotated[Positive | None, Parameter(group=PREPARING)] = None
     """Training samples of each client, drawn once; by default all."""
@@ -178,12 +178,12 @@ class Spec(DataSpec, SharedSpec):
     """All settings of an experiment but its methods."""
 
     data: Annotated[str, Parameter(group=DATA)] = "digits"
-    """Data to use: the embedded digits; a benchmark by name (see `fedshift data list`); or a directory of your own: images in
-    client/class or client/train/class, one .npz file a client, or CSV or Parquet tables."""
+    """Data to use: the embedded digits; a benchmark by name (see `fedshift data list`); or a directory of your own:
+    images in client/class or client/train/class, one .npz file a client, or CSV or Parquet tables."""
 
     model: Annotated[str, Parameter(group=MODEL)] = "auto"
-    """Network by name (see `fedshift list models`), or your own function, package.module:function, called with the shape
-    of a sample and the number of classes; auto is small-cnn for images and abide-mlp for other samples."""
+    """Network by name (see `fedshift list models`), or your own function, package.module:function, called with the
+    shape of a sample and the number of classes; auto is small-cnn for images and abide-mlp for other samples."""
 
     agc: Annotated[float | None, Field(gt=0, allow_inf_nan=False), Parameter(group=MODEL)] = None
     """Adaptive gradient clipping for every method, at this multiple of each unit's weights (FedWon uses 0.64, 1.28)."""
@@ -215,13 +215,15 @@ class Spec(DataSpec, SharedSpec):
     """L2 weight decay of SGD, decoupled weight decay of AdamW."""
 
     schedule: Annotated[str, Parameter(group=TRAINING)] = "constant"
-    """Schedule of the learning rate over rounds: constant, cosine(floor=0.0), step(every=10, gamma=0.1) or exponential(gamma=0.99)."""
+    """Schedule of the learning rate over rounds: constant, cosine(floor=0.0), step(every=10, gamma=0.1) or
+    exponential(gamma=0.99)."""
 
     keep_optimizer: Annotated[bool, Parameter(group=TRAINING, negative=())] = False
     """Keep the optimizer's state on the client from round to round instead of resetting it."""
 
     newcomers: Annotated[Names | None, Parameter(group=TRAINING)] = None
-    """Clients, comma-separated, that never take part in training and are only measured; usps-* matches all such names."""
+    """Clients, comma-separated, that never take part in training and are only measured; usps-* matches all such
+    names."""
 
     seeds: Annotated[Positive, Parameter(group=TRAINING)] = 1
     """Number of seeds, run from --first-seed on; 3 or more give standard deviations and intervals."""
@@ -263,8 +265,8 @@ class SweepSpec(CompareSpec):
 
     over: Annotated[Texts, Parameter(group=SWEEPING, negative=(), show_default=False)] = ()
     """Setting and its values, once for each setting: --over epochs=1,4,16 --over batch_size=10,50,0. Every combination
-    is a separate comparison; commas inside brackets do not separate values, and none unsets a setting. In TOML:
-    over = ["epochs=1,4,16", "batch_size=10,50,0"]."""
+    is a separate comparison; commas inside brackets do not separate values, and none unsets a setting. In TOML: over =
+    ["epochs=1,4,16", "batch_size=10,50,0"]."""
 
 
 @dataclass(frozen=True, kw_only=True)

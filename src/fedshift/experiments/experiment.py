@@ -270,7 +270,7 @@ class Experiment:
         return settings.skips_clients(self._without_later(self.data.names))
 
     def _score(self, rows: list[Row]) -> tuple[int, float]:
-        """Return a round's score: number of clients with validation rows, so that all count, then their macro metric."""
+        """Return a round's score: number of clients with validation rows, so that all count, then macro metric."""
         if self.settings.select != "best":
             return NO_SCORE
         chosen = rows_to_frame(
