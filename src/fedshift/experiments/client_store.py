@@ -5,8 +5,8 @@ safetensors file; it is written once, completely or not at all, and never change
 is current, that part moves into the next one, so that files take at most about twice the space of the states.
 
 A client that never trained, or that keeps nothing, has no state here but its number of steps. Each state has a checksum
-that is compared when the state is read. Opening a store looks only at names and sizes of segments, so that its cost does
-not depend on the number of clients.
+that is compared when the state is read. Opening a store looks only at names and sizes of segments, so that it costs
+little with many clients.
 """
 
 from __future__ import annotations
