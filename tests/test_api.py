@@ -1,9 +1,11 @@
 """The Python interface: its example, what a comparison gives back, and what it refuses."""
 
+import dataclasses
 import doctest
 import gc
 import inspect
 import re
+from typing import get_type_hints
 
 import numpy as np
 import pandas as pd
@@ -13,6 +15,7 @@ from torch import nn
 
 import fedshift
 from fedshift import api
+from fedshift.config.spec import SharedSpec
 from fedshift.experiments.experiment import Observer
 from fedshift.representations import compare_representations
 from fedshift.results.checkpoint import load_checkpoint
@@ -27,6 +30,14 @@ def test_the_example_of_the_module_is_true():
 def test_every_argument_of_compare_has_a_line_of_its_own():
     told = re.findall(r"^    (\w+): ", inspect.getdoc(fedshift.compare), re.MULTILINE)
     assert told[: -len(("UsageError", "FedshiftError"))] == list(inspect.signature(fedshift.compare).parameters)
+
+
+def test_settings_of_compare_are_those_of_the_command_line():
+    arguments, types = inspect.signature(fedshift.compare).parameters, get_type_hints(SharedSpec)
+    for each in dataclasses.fields(SharedSpec):
+        assert (arguments[each.name].default, arguments[each.name].annotation) == (each.default, types[each.name])
+    with pytest.raises(TypeError, match=r"compare\(\): unknown argument 'batchsize': did you mean 'batch_size'"):
+        fedshift.compare([], data=None, batchsize=3)
 
 
 def test_all_that_is_promised_is_there():
@@ -229,6 +240,7 @@ def test_arrays_of_ones_own_and_a_network_of_ones_own(tiny):
     ("changed", "said"),
     [
         ({"methods": []}, "no method is given"),
+        ({"rounds": "3"}, "rounds='3': should be a valid integer"),
         ({"seeds": 0}, "seeds []: give at least one, each once"),
         ({"seeds": [1, 1]}, "seeds [1, 1]: give at least one, each once"),
         ({"rounds": 0}, "rounds=0: should be greater than or equal to 1"),

@@ -14,8 +14,8 @@ from fedshift.results.run_directory import to_toml
 OTHER = {
     "data": "some/where", "domains": "ann,bob", "samples": 20, "validation": 0.25, "image_size": 16, "classes": 4,
     "allow_single_class": True, "root": "/data", "split": "iid(clients=3),repeat()", "test_fraction": 0.3,
-    "normalize": "client", "on_unreadable": "skip", "client_column": "hospital", "target": "outcome", "split_column": "part",
-    "group_column": "patient", "missing": "refuse", "scaling": "none", "loss": "focal(gamma=1.0)", "augment": "flip()",
+    "normalize": "client", "on_unreadable": "skip", "client_column": "hospital", "target": "outcome",
+    "split_column": "part", "group_column": "patient", "missing": "refuse", "scaling": "none", "loss": "focal(gamma=1.0)", "augment": "flip()",
     "metric": "auc", "model": "digit-cnn-bn", "rounds": 7, "epochs": 2, "batches": 3, "batch_size": 0,
     "optimizer": "adamw", "lr": 1e-05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.001,
     "schedule": "step(every=3, gamma=0.5)", "keep_optimizer": True, "participation": 0.5, "seeds": 3, "first_seed": 5,

@@ -17,7 +17,7 @@ from cyclopts import App, Parameter
 from pydantic import ValidationError
 from rich.console import Console
 
-from ..config.spec import TRAINING, CompareSpec, OutputOptions, RunSpec, explain, read_settings
+from ..config.spec import TRAINING, CompareSpec, OutputOptions, RunSpec, explain, find_settings, read_settings
 from ..console.terminal import make_console, print_line
 from ..utils.errors import FedshiftError, UsageError
 from ..utils.version import __version__
@@ -39,10 +39,7 @@ def _settings_from_file(app: App, commands: tuple[str, ...], arguments: cyclopts
     for argument in arguments:
         if argument.name in ("--config", "--resume") and argument.tokens:
             given = Path(argument.tokens[0].value)
-            path = given if argument.name == "--config" else given / "config.toml"
-            if not path.is_file():
-                what = "settings file" if argument.name == "--config" else "run to resume"
-                raise UsageError(f"no {what} at {path}: give the path of one that exists")
+            path = find_settings(*((given, None) if argument.name == "--config" else (None, given)))
             flags = (other.name for other in arguments if other.name not in ("*", "--config", "--resume"))
             settings = read_settings(path, [flag.removeprefix("--").replace("-", "_") for flag in flags])
             for command in reversed(commands):

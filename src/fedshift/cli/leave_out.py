@@ -180,16 +180,7 @@ def _read_measured(spec: CompareSpec, directory: Path) -> list[dict[str, Any]]:
 
 def _publish(spec: CompareSpec, directory: Path, console: Console) -> None:
     """Print and write one table of the results of every policy on each client that was left out so far."""
-    from ..new_clients.policy_tables import (
-        collect_needs,
-        explain_needs,
-        format_differences,
-        mean_over_seeds,
-        policy_differences,
-        policy_table,
-        seed_table,
-        write_table,
-    )
+    from ..new_clients import policy_tables as tables
     from ..report.formatting import metric_cells, to_terminal
     from ..results.schema import METRICS
 
@@ -199,25 +190,25 @@ def _publish(spec: CompareSpec, directory: Path, console: Console) -> None:
         print_line(console, "No client that was left out is measured yet, so there is nothing to report.")
         return
     text, metric = make_console(60 + 17 * len(measured)), spec.metric
-    seeds = seed_table(rows, metric)
-    table = mean_over_seeds(seeds)
-    needs = collect_needs(rows)
+    seeds = tables.seed_table(rows, metric)
+    table = tables.mean_over_seeds(seeds)
+    needs = tables.collect_needs(rows)
     over = f"{spec.seeds} seeds" if spec.seeds > 1 else "one seed"
     print_line(
         console,
         f"Test {METRICS[metric]} in percent of the client that was left out, mean (std) over {over}, "
         f"{spec.select} round",
     )
-    text.print(to_terminal(policy_table(table, metric, needs)))
-    print_line(console, explain_needs(needs.values()))
-    write_table(directory / "tables", metric, metric_cells(table, metric), table)
-    gaps = policy_differences(seeds)
+    text.print(to_terminal(tables.policy_table(table, metric, needs)))
+    print_line(console, tables.explain_needs(needs.values()))
+    tables.write_table(directory / "tables", metric, metric_cells(table, metric), table)
+    gaps = tables.policy_differences(seeds)
     if len(gaps):
         pairs = "clients" if len(seeds) > 1 else "seeds"
-        shown = format_differences(gaps, metric, len(seeds))
+        shown = tables.format_differences(gaps, metric, len(seeds))
         print_line(console, f"Minus {gaps['baseline'].iloc[0]}, in points, paired over {pairs}")
         text.print(to_terminal(shown))
-        write_table(directory / "tables", "differences", shown, gaps)
+        tables.write_table(directory / "tables", "differences", shown, gaps)
     counted = {_folder_name(directory, each["client"]) for each in measured}
     for folder in sorted(set(directory.glob("without-*")) - counted):
         print_line(console, f"note: {folder.name} has not ended under these settings: it is not in the table")

@@ -7,8 +7,9 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+from cyclopts import Parameter
 from rich.console import Console
 
 from ..config.spec import CompareSpec, OutputOptions, RunLocation, RunSpec
@@ -20,6 +21,20 @@ from ..utils.profiling import OPERATIONS, Seconds, record_seconds
 if TYPE_CHECKING:
     from ..experiments.experiment import Experiment
     from ..experiments.run_queue import QueuedRun
+
+RunMethods = Annotated[
+    str | None,
+    Parameter(
+        help="Methods of the run, comma-separated, by name, as patterns such as fedbn*, or as given to the run; by "
+        "default all."
+    ),
+]
+RunSeeds = Annotated[int | None, Parameter(help="Number of the run's seeds, the first ones; by default all.")]
+RunDevice = Annotated[
+    str | None,
+    Parameter(help="Torch device to compute on; by default the run's, or cpu where this machine has none such."),
+]
+"""Arguments that commands on a finished run share."""
 
 
 def run_experiment(spec: RunSpec | CompareSpec, command: str, place: OutputOptions) -> int:

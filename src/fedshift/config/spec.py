@@ -291,6 +291,15 @@ class OutputOptions(RunLocation):
     """Print at the end where the time went, and what share of this machine's measured peak training reached."""
 
 
+def find_settings(config: Path | None, resume: Path | None) -> Path:
+    """Return the TOML file ``config``, or that of the run in ``resume``; raise :class:`UsageError` without one."""
+    path = config or (resume or Path()) / "config.toml"
+    if not path.is_file():
+        kind = "settings file" if config else "run to resume"
+        raise UsageError(f"no {kind} at {path}: give the path of one that exists")
+    return path
+
+
 def read_settings(path: Path, allowed: Sequence[str]) -> dict[str, Any]:
     """Return the settings in a TOML file by their names in Python, lists in the form of the flags."""
     try:
