@@ -1,9 +1,11 @@
 """The Python interface: its example, what a comparison gives back, and what it refuses."""
 
+import dataclasses
 import doctest
 import gc
 import inspect
 import re
+from typing import get_type_hints
 
 import numpy as np
 import pandas as pd
@@ -13,6 +15,7 @@ from torch import nn
 
 import fedshift
 from fedshift import api
+from fedshift.config.spec import SharedSpec
 from fedshift.experiments.experiment import Observer
 from fedshift.representations import compare_representations
 from fedshift.results.checkpoint import load_checkpoint
@@ -27,6 +30,14 @@ def test_the_example_of_the_module_is_true():
 def test_every_argument_of_compare_has_a_line_of_its_own():
     told = re.findall(r"^    (\w+): ", inspect.getdoc(fedshift.compare), re.MULTILINE)
     assert told[: -len(("UsageError", "FedshiftError"))] == list(inspect.signature(fedshift.compare).parameters)
+
+
+def test_settings_of_compare_are_those_of_the_command_line():
+    arguments, types = inspect.signature(fedshift.compare).parameters, get_type_hints(SharedSpec)
+    for each in dataclasses.fields(SharedSpec):
+        assert (arguments[each.name].default, arguments[each.name].annotation) == (each.default, types[each.name])
+    with pytest.raises(TypeError, match=r"compare\(\): unknown argument 'batchsize': did you mean 'batch_size'"):
+        fedshift.compare([], data=None, batchsize=3)
 
 
 def test_all_that_is_promised_is_there():
@@ -46,7 +57,7 @@ def compared(tiny):
 
 
 def test_tables_derive_from_the_records(compared):
-    rows = compared.study.rows
+    rows = compared.summary.rows
     last = rows[(rows["round"] == 2) & (rows["split"] == "test") & (rows["model"] == "personal")]
     table = compared.table()
     assert list(table.index) == ["ann", "bob", "cid", "macro", "pooled", "worst client"]
@@ -73,7 +84,7 @@ def test_the_report_is_written_where_asked(compared, tmp_path):
 
 
 def test_models_are_those_that_were_measured(compared, tiny):
-    rows = compared.study.rows
+    rows = compared.summary.rows
     for method, client, model in (
         ("fedavg", None, "global"),
         ("fedbn", "cid", "personal"),
@@ -229,15 +240,16 @@ def test_arrays_of_ones_own_and_a_network_of_ones_own(tiny):
     ("changed", "said"),
     [
         ({"methods": []}, "no method is given"),
+        ({"rounds": "3"}, "rounds='3': should be a valid integer"),
         ({"seeds": 0}, "seeds []: give at least one, each once"),
         ({"seeds": [1, 1]}, "seeds [1, 1]: give at least one, each once"),
-        ({"rounds": 0}, "rounds=0: must be at least 1"),
+        ({"rounds": 0}, "rounds=0: should be greater than or equal to 1"),
         ({"lr": -1.0}, "learning rate lr=-1: it must be a number of 0 or more"),
         ({"batch_size": 0}, "batch_size=0: must be at least 1"),
         ({"epochs": 1, "batches": 1}, "give exactly one of the two"),
-        ({"participation": 1.5}, "participation=1.5: give a number of clients"),
-        ({"evaluate_every": 0}, "evaluate_every=0: must be at least 1"),
-        ({"select": "bets"}, "unknown selection 'bets': did you mean 'best'?"),
+        ({"participation": 1.5}, "participation=1.5: give a whole number of clients"),
+        ({"evaluate_every": 0}, "evaluate_every=0: should be greater than or equal to 1"),
+        ({"select": "bets"}, "unknown value of select 'bets': did you mean 'best'?"),
         ({"select": "best"}, "select='best' needs validation data"),
         ({"engine": "none"}, "unknown engine 'none'"),
         ({"model": "small-cn"}, "unknown model 'small-cn': did you mean 'small-cnn'?"),

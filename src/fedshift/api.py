@@ -1,8 +1,8 @@
-"""The Python interface: a comparison in five lines, and what came of it.
+"""The Python interface: a comparison in five lines, and its results.
 
 >>> import fedshift
 >>> result = fedshift.compare(
-...     [fedshift.fedavg(), fedshift.fedbn()], data=fedshift.digits().limit(64), rounds=2, seeds=2, lr=0.03
+...     [fedshift.fedavg(), fedshift.fedbn()], data=fedshift.digits().limit_samples(64), rounds=2, seeds=2, lr=0.03
 ... )
 >>> list(result.table().index)
 ['pen', 'photo', 'print', 'faded', 'worn', 'macro', 'pooled', 'worst client']
@@ -12,12 +12,15 @@ torch.Size([16])
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import wraps
 from pathlib import Path
 from shutil import rmtree
 from tempfile import mkdtemp
 from threading import Event
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, ParamSpec, TypeVar, get_type_hints
 from warnings import warn
 from weakref import finalize
 
@@ -25,18 +28,15 @@ import pandas as pd
 import torch
 from torch import nn
 
+from .config.spec import SharedSpec, Spec, read_help
 from .core.loss import Loss, as_loss
 from .core.method import Method
 from .core.optimizer import SGD, Optimizer
-from .core.work import Work
-from .data.augmentation import parse_augmentation
 from .data.federation import Federation
 from .data.image_transforms import Augmentation
-from .data.partition import match_names
 from .experiments.experiment import Experiment, Observer
-from .experiments.factory import moments_of, resolve_model
+from .experiments.factory import resolve_model, resolve_settings
 from .experiments.restoration import restore_trial, select_trials
-from .experiments.settings import Settings
 from .models._factory import ModelFactory
 from .new_clients.adaptation import adapt_all
 from .new_clients.overlap import find_overlap
@@ -50,14 +50,14 @@ from .report.tables import accuracy_table
 from .representations import RepresentationComparison, collect_comparison
 from .results.schema import RunSummary
 from .results.summary import read_summary
-from .utils.errors import FedshiftError, UsageError
+from .utils.errors import FedshiftError, UsageError, unknown_name
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
 class Comparison:
-    """What a comparison left in ``directory``: tables as data frames, figures, a report page, the trained models."""
+    """Results of a comparison in ``directory``: tables as data frames, figures, a report page, the trained models."""
 
     def __init__(self, experiment: Experiment, directory: Path) -> None:
         self.experiment, self.directory = experiment, directory
@@ -74,19 +74,29 @@ class Comparison:
         split: Literal["test", "validation"] = "test",
         moment: Literal["loaded", "trained"] = "loaded",
     ) -> pd.DataFrame:
-        """Clients and their aggregates against methods, mean and std over seeds, at the reported round.
+        """Return the metric of clients and their aggregates (rows) by method (columns), at the reported round.
 
-        ``metric`` defaults to the comparison's own; ``moment="trained"`` is there with ``moments="loaded,trained"``.
-        Choose learning rates and methods by ``split="validation"``, which is there where some data were held out.
+        Args:
+            metric: metric to report; None: the comparison's.
+            model: the model that each client would use, or the server's.
+            split: samples to measure; choose learning rates and methods by ``validation``, where some were held out.
+            moment: ``trained`` is available with ``moments="loaded,trained"``.
+
+        Returns:
+            Mean, std and number of seeds, as shares in [0, 1]; NaN where nothing was measured.
+
+        Raises:
+            UsageError: the metric, model, split or moment is unknown.
+
         """
         return accuracy_table(self.summary, metric, model, split, moment)
 
     def differences(self, baseline: str | None = None) -> pd.DataFrame:
-        """Macro metric of each method minus the baseline's (FedAvg, else the first), paired over seeds."""
+        """Return each method's macro metric minus the baseline's (FedAvg, else the first), paired over seeds."""
         return difference_table(self.summary, baseline)
 
     def figures(self) -> dict[str, Figure]:
-        """Matplotlib figures by name."""
+        """Return Matplotlib figures by name."""
         return make_figures(self.summary)
 
     def report(self, path: str | Path | None = None) -> Path:
@@ -96,9 +106,9 @@ class Comparison:
         return target
 
     def model(self, method: str, client: str | None = None, seed: int | None = None) -> nn.Module:
-        """The network that ``client`` uses after training, or the server's (``client=None``), in evaluation mode.
+        """Return, in evaluation mode, the network that ``client`` uses after training, or the server's (``client=None``).
 
-        ``seed`` defaults to the first. With ``select="best"`` it is that of the reported round. Raises
+        ``seed`` defaults to the first. With ``select="best"`` the network is that of the reported round. Raises
         :class:`UsageError` where the method's server holds no whole model.
         """
         if seed is not None and seed not in self.experiment.seeds:
@@ -117,14 +127,25 @@ class Comparison:
         self, data: Federation, policies: str | Sequence[str] | None = None, *, rounds: int = 1,
         methods: str | Sequence[str] | None = None,
     ) -> pd.DataFrame:  # fmt: skip
-        """What each policy for new clients gets right on the test data of those of ``data``, which took no part.
+        """Return the results of each policy for new clients on the test data of the clients in ``data``.
 
-        Rows are clients and their mean, ``macro``; columns are method and policy with mean, std and number of seeds, of
-        the comparison's metric. ``data`` are brought to the comparison's shape, scale and classes;
-        ``policies``: average, reestimate, nearest, finetune, finetune_bn, by default those that make sense;
-        ``rounds`` of local work that the last two do; ``methods``: some alone. Warns where a client is known,
-        or a model could not be made. Raises :class:`UsageError` where data do not fit, and
-        :class:`FedshiftError` where files are damaged.
+        Args:
+            data: clients that took no part, which are brought to the comparison's shape, scale and classes.
+            policies: average, reestimate, nearest, finetune, finetune_bn; None: those that apply.
+            rounds: rounds of local work under finetune and finetune_bn.
+            methods: methods to adapt; None: all.
+
+        Returns:
+            The comparison's metric: rows are clients and their mean, ``macro``; columns are method and policy with
+            mean, std and number of seeds.
+
+        Warns:
+            UserWarning: a client took part in training, or a model could not be made.
+
+        Raises:
+            UsageError: the data do not fit.
+            FedshiftError: files are damaged.
+
         """
         wanted, experiment = parse_policies(policies), select_trials(self.experiment, methods)
         if rounds < 1:
@@ -147,79 +168,99 @@ class Comparison:
         methods: str | Sequence[str] | None = None,
         seeds: int | Sequence[int] | None = None,
     ) -> RepresentationComparison:
-        """How alike feature maps of clients and server are, and their BatchNorm; arguments of ``features.study``."""
+        """Compare feature maps and BatchNorm of clients and server, as ``representations.compare_representations``."""
         go_on = "compare(..., out=..., resume=True)"
         experiment = select_trials(self.experiment, methods, seeds)
         return collect_comparison(experiment, self.directory, go_on, samples=samples, clients=clients, layer=layer)
 
 
-def compare(
-    methods: Sequence[Method],
-    *,
-    data: Federation,
-    model: str | ModelFactory = "auto",
-    rounds: int = 20,
-    seeds: int | Sequence[int] = 1,
-    epochs: int | None = None,
-    batches: int | None = None,
-    batch_size: int | None = 32,
-    lr: float = 0.01,
-    optimizer: Optimizer | None = None,
-    participation: int | float | None = None,
-    evaluate_every: int | None = None,
-    moments: str | Sequence[str] = "loaded",
-    loss: str | Loss | nn.CrossEntropyLoss = "cross_entropy",
-    augment: str | Augmentation | None = None,
-    select: Literal["last", "best"] = "last",
-    metric: Literal["accuracy", "balanced_accuracy", "auc"] = "accuracy",
-    newcomers: str | Sequence[str] = (),
-    unseen: Literal["skip", "average", "nearest", "reestimate", "finetune", "finetune_bn"] = "skip",
-    engine: str = "auto",
-    workers: int | None = None,
-    precision: Literal["float32", "bfloat16"] = "float32",
-    device: str = "cpu",
-    allow_single_class: bool = False,
-    out: str | Path | None = None,
-    resume: bool = False,
-    observer: Observer | None = None,
-    stop: Event | None = None,
-) -> Comparison:
+@dataclass(frozen=True, kw_only=True)
+class CompareArguments(SharedSpec):
+    """Arguments of :func:`compare`: the settings of the command line, and these."""
+
+    methods: Sequence[Method] = field(kw_only=False)
+    """Methods to compare; those of one seed share initial weights and the order of samples."""
+
+    data: Federation
+    """Clients, for example ``digits()``, ``read_folder(path)`` or ``federation({...})``."""
+
+    model: str | ModelFactory = Spec.model
+    """Name of a network (``auto`` depends on the samples' shape), or a function ``(sample_shape, classes)`` that makes
+    an ``nn.Module``."""
+
+    seeds: int | Sequence[int] = Spec.seeds
+    """Number of seeds (0, 1, ...), or the seeds."""
+
+    batch_size: int | None = Spec.batch_size
+    """Samples in a batch; None takes all of a client's."""
+
+    optimizer: Optimizer | None = None
+    """Local optimizer, for example ``SGD(lr=0.01, momentum=0.9)`` or ``AdamW(lr=1e-3)``; None: plain SGD, with ``lr``
+    as its learning rate."""
+
+    loss: str | Loss | nn.CrossEntropyLoss = Spec.loss
+    """Training loss, an expression such as ``"focal(gamma=2.0, weights='balanced')"``, its value, or
+    ``torch.nn.CrossEntropyLoss()``."""
+
+    augment: str | Augmentation | None = Spec.augment
+    """Augmentation of training images, an expression such as ``"flip(), rotate(degrees=30)"`` or its value."""
+
+    newcomers: str | Sequence[str] = ()
+    """Clients that never take part in training, a list of names or a pattern such as ``"usps-*"``."""
+
+    moments: str | Sequence[str] = Spec.moments
+    """Moments of an evaluated round at which clients' models are measured: ``"loaded"``, just after aggregation, or
+    ``"loaded,trained"``, just after local work as well."""
+
+    allow_single_class: bool = Spec.allow_single_class
+    """Accept clients whose training data hold one class only."""
+
+    out: str | Path | None = None
+    """Run directory to keep; None: a temporary one that lives as long as the result."""
+
+    resume: bool = False
+    """Continue the run in ``out``."""
+
+    observer: Observer | None = None
+    """Callbacks for progress."""
+
+    stop: Event | None = None
+    """Event that ends the run after the round in progress once it is set."""
+
+
+P = ParamSpec("P")
+A = TypeVar("A")
+R = TypeVar("R")
+
+
+def _take_fields_of(kind: Callable[P, A]) -> Callable[[Callable[[A], R]], Callable[P, R]]:
+    """Return a decorator that gives a function the fields of dataclass ``kind`` as its arguments, and their help."""
+
+    def decorate(function: Callable[[A], R]) -> Callable[P, R]:
+        @wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            for name in kwargs:
+                if name not in help_of:
+                    raise TypeError(f"{function.__name__}(): {unknown_name('argument', name, help_of)}")
+            return function(kind(*args, **kwargs))
+
+        assert isinstance(kind, type)
+        help_of, types = read_help(kind), get_type_hints(kind)
+        found = [one.replace(annotation=types[one.name]) for one in inspect.signature(kind).parameters.values()]
+        found.sort(key=lambda one: one.name not in vars(kind)["__annotations__"])
+        lines = "\n".join(f"        {one.name}: {help_of[one.name]}" for one in found)
+        call.__doc__ = str(function.__doc__).replace("    Returns:", f"    Args:\n{lines}\n\n    Returns:", 1)
+        vars(call)["__signature__"] = inspect.Signature(found, return_annotation=function.__annotations__["return"])
+        return call
+
+    return decorate
+
+
+@_take_fields_of(CompareArguments)
+def compare(given: CompareArguments) -> Comparison:
     """Train every method with every seed on ``data`` and measure each client's test set after aggregation.
 
-    Args:
-        methods: what to compare; methods of one seed share initial weights and the order of samples.
-        data: the clients, for example ``digits()``, ``read_folder(path)`` or ``federation({...})``.
-        model: name of a network (``auto`` goes by the samples' shape), or a factory
-            ``(sample_shape, classes) -> nn.Module``.
-        rounds: communication rounds.
-        seeds: how many (0, 1, ...), or which.
-        epochs: passes of a client over its data in a round (1 unless ``batches`` is given).
-        batches: batches of a client in a round, in place of ``epochs``.
-        batch_size: samples in a batch; None takes all of the client's.
-        lr: learning rate of plain SGD; for anything else give ``optimizer``.
-        optimizer: for example ``SGD(lr=0.01, momentum=0.9)`` or ``AdamW(lr=1e-3)``.
-        participation: clients in a round, a number or a fraction; None: all.
-        evaluate_every: rounds between evaluations; None: about ten in all. The last round is always evaluated.
-        moments: when clients' models are measured in an evaluated round: ``"loaded"``, just after aggregation, or
-            ``"loaded,trained"``, just after local work as well.
-        loss: what is trained on, an expression such as ``"focal(gamma=2.0, weights='balanced')"``, its value, or
-            ``torch.nn.CrossEntropyLoss()``.
-        augment: what is done to training images, an expression such as ``"flip(), rotate(degrees=30)"`` or its value.
-        select: the reported round, ``last`` or ``best`` (on validation data, see ``Federation.hold_out``).
-        metric: what tables report and ``best`` goes by.
-        newcomers: clients that never take part in training, a list of names or a pattern such as ``"usps-*"``.
-        unseen: how a client that never trained is measured by a method that keeps state on clients: not at all, or on
-            a model made by the policy (see ``fedshift.evaluation.unseen_clients``).
-        engine: how clients are run: ``sequential``, ``stacked``, ``pool``, ``ray``, ``identity`` or ``auto``, which
-            chooses.
-        workers: processes of the engines pool and ray at most; None: one for each free processor, or of the cluster.
-        precision: what layers compute in; ``bfloat16`` is inexact.
-        device: torch device.
-        allow_single_class: accept clients whose training data hold one class.
-        out: run directory to keep; without it a temporary one that lives as long as the result.
-        resume: go on with the run in ``out``.
-        observer: hears of progress.
-        stop: once set, the run ends after the round in progress.
+    The arguments are the fields of :class:`CompareArguments`.
 
     Returns:
         The :class:`Comparison`.
@@ -229,40 +270,31 @@ def compare(
         FedshiftError: where training diverges or the disk refuses.
 
     """
+    data, model = given.data.fit_images().check(allow_single_class=given.allow_single_class), given.model
     experiment = Experiment(
-        methods=tuple(methods),
-        data=data.fit_images().check(allow_single_class=allow_single_class),
-        model=resolve_model(model, data.sample_shape) if isinstance(model, str) else _resolve_model(model),
-        settings=Settings(
-            rounds=rounds,
-            work=Work(
-                batch_size=batch_size, epochs=1 if epochs is None and batches is None else epochs, batches=batches
-            ),
-            optimizer=optimizer or SGD(lr=lr),
-            participation=participation,
-            evaluate_every=evaluate_every,
-            moments=moments_of(moments),
-            loss=as_loss(loss),
-            augment=parse_augmentation(augment) if isinstance(augment, str) else augment,
-            select=select,
-            metric=metric,
-            newcomers=match_names(newcomers, data.names) if isinstance(newcomers, str) else tuple(newcomers),
-            unseen=unseen,
-            engine=engine,
-            workers=workers,
-            precision=precision,
-            device=device,
+        methods=tuple(given.methods),
+        data=data,
+        model=resolve_model(model, data.sample_shape) if isinstance(model, str) else _check_model(model),
+        settings=resolve_settings(
+            given,
+            data.names,
+            batch_size=given.batch_size,
+            optimizer=given.optimizer or SGD(lr=given.lr),
+            loss=as_loss(given.loss),
+            augment=given.augment,
+            newcomers=given.newcomers,
+            moments=given.moments,
         ),
-        seeds=tuple(range(seeds)) if isinstance(seeds, int) else tuple(seeds),
+        seeds=tuple(range(given.seeds)) if isinstance(given.seeds, int) else tuple(given.seeds),
     )
-    result = Comparison(experiment, Path(out or mkdtemp(prefix="fedshift-")))
-    if not out:
+    result = Comparison(experiment, Path(given.out or mkdtemp(prefix="fedshift-")))
+    if not given.out:
         finalize(result, rmtree, result.directory, ignore_errors=True)
-    experiment.run(result.directory, resume=resume, observer=observer, stop=stop)
+    experiment.run(result.directory, resume=given.resume, observer=given.observer, stop=given.stop)
     return result
 
 
-def _resolve_model(model: ModelFactory) -> ModelFactory:
+def _check_model(model: ModelFactory) -> ModelFactory:
     if isinstance(model, nn.Module) or not callable(model):
         raise UsageError(
             f"model is a {type(model).__name__}: give a name, or a function (sample_shape, classes) -> nn.Module, "

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from fedshift.console.session import show_loading
+from fedshift.console.terminal import show_loading
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pandas as pd
 import pytest
 
-from fedshift.cli import leave_out
+from fedshift.cli import run
 from fedshift.experiments.experiment import Experiment
 from fedshift.results.checkpoint import load_facts
 from fedshift.results.schema import read_rows
@@ -81,7 +81,7 @@ def test_stopped_by_ctrl_c_it_goes_on_where_it_was_and_does_nothing_again(
     def listening(console):
         yield Listener(interrupt)
 
-    monkeypatch.setattr(leave_out, "show_progress", listening)
+    monkeypatch.setattr(run, "show_progress", listening)
     outcome = cli(*told, "--out", "stopped")
     assert (outcome.code, len(heard)) == (130, 6)
     assert "go on with: fedshift compare --resume stopped" in outcome.out

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from fedshift.cli import app as program
-from fedshift.config.spec import CompareSpec, DataSpec, RunSpec, Spec
+from fedshift.config.spec import CompareSpec, RunSpec
 from fedshift.results.run_directory import to_toml
 
 OTHER = {
     "data": "some/where", "domains": "ann,bob", "samples": 20, "validation": 0.25, "image_size": 16, "classes": 4,
     "allow_single_class": True, "root": "/data", "split": "iid(clients=3),repeat()", "test_fraction": 0.3,
-    "normalize": "client", "on_unreadable": "skip", "client_column": "hospital", "target": "outcome", "split_column": "part",
-    "group_column": "patient", "missing": "refuse", "scaling": "none", "loss": "focal(gamma=1.0)", "augment": "flip()",
+    "normalize": "client", "on_unreadable": "skip", "client_column": "hospital", "target": "outcome",
+    "split_column": "part", "group_column": "patient", "missing": "refuse", "scaling": "none", "loss": "focal(gamma=1.0)", "augment": "flip()",
     "metric": "auc", "model": "digit-cnn-bn", "rounds": 7, "epochs": 2, "batches": 3, "batch_size": 0,
     "optimizer": "adamw", "lr": 1e-05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.001,
     "schedule": "step(every=3, gamma=0.5)", "keep_optimizer": True, "participation": 0.5, "seeds": 3, "first_seed": 5,
@@ -179,7 +179,7 @@ def test_a_wrong_flag_is_one_message(resolved, arguments, said):
 
 @pytest.mark.parametrize("spec", [RunSpec, CompareSpec])
 def test_every_setting_is_described_where_it_stands(spec):
-    source = inspect.getsource(DataSpec) + inspect.getsource(Spec) + inspect.getsource(spec)
+    source = "".join(inspect.getsource(base) for base in spec.__mro__[:-1])
     for field in dataclasses.fields(spec):
         line = next(line for line in source.splitlines() if line.strip().startswith(f"{field.name}:"))
         assert source.split(line)[1].lstrip().startswith('"""'), field.name

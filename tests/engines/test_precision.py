@@ -55,9 +55,9 @@ def test_a_run_is_not_resumed_in_another_precision():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"precision": "float16"}, "unknown precision 'float16'.*bfloat16, float32"),
+        ({"precision": "float16"}, "unknown value of precision 'float16'.*bfloat16, float32"),
         ({"engine": "vectorised"}, "unknown engine 'vectorised'.*auto, identity, pool, ray, sequential, stacked"),
-        ({"workers": 0}, "workers=0: must be at least 1"),
+        ({"workers": 0}, "workers=0: should be greater than or equal to 1"),
     ],
 )
 def test_settings_that_do_not_exist_are_refused(changes, message):

@@ -15,6 +15,8 @@ from torch import nn
 
 from fedshift.engines.engine import Diverged
 from fedshift.engines.sequential import client_step_
+from fedshift.experiments.experiment import Experiment
+from fedshift.experiments.trial import Trial
 from fedshift.methods.fedsmb import fedsmb
 from fedshift.report.tables import find_reported_rounds, seed_table
 from fedshift.results.checkpoint import load_checkpoint
@@ -219,7 +221,7 @@ def test_a_resumed_run_measures_after_local_work_as_an_uninterrupted_one(make, t
 
 def test_auto_takes_an_engine_that_knows_clients_apart_where_they_are_measured(make, tmp_path):
     one_step = {"method": "fedsmb", "batches": 1, "rounds": 1, "model": "fnn2"}
-    chosen = [make(**one_step, **more)._make_trial(fedsmb(), 0).chosen.engine for more in ({}, TRAINED)]
+    chosen = [make(**one_step, **more)._make_trial(fedsmb(), 0).engine_choice.engine for more in ({}, TRAINED)]
     assert chosen == ["identity", "sequential"]
     with pytest.raises(UsageError, match=r"moments='trained' measures .* the identity engine never computes: use the"):
         make(**one_step, **TRAINED, engine="identity").run(tmp_path / "run")
@@ -374,3 +376,19 @@ def test_only_a_run_is_read(tmp_path):
     (tmp_path / "study.json").write_text("{")
     with pytest.raises(FedshiftError, match="is damaged"):
         read_summary(tmp_path)
+
+
+def test_each_trial_is_made_once(make, tmp_path, monkeypatch):
+    made = []
+
+    def count(self, method, seed):
+        made.append((method.name, seed))
+        return Trial(method, self.model, self.data, self.settings, seed)
+
+    monkeypatch.setattr(Experiment, "_make_trial", count)
+    both = [(method, seed) for seed in (0, 1) for method in ("fedavg", "fedbn")]
+    make(methods="fedavg,fedbn", seeds=2, rounds=1).run(tmp_path / "run")
+    assert made == both
+    made.clear()
+    make(methods="fedavg,fedbn", seeds=2, rounds=2).run(tmp_path / "run", resume=True)
+    assert made == both

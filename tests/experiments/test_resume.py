@@ -74,12 +74,12 @@ def test_a_finished_run_resumed_does_nothing_and_may_be_given_more_rounds(make, 
 # Where a killed process may die, as Python that runs in it before the program: each counts what happens, and kills.
 KILL = "import os, signal; die = lambda: os.kill(os.getpid(), signal.SIGKILL)\n"
 IN_A_CLIENTS_WORK = KILL + (
-    "import fedshift.engines.sequential as loop; real, calls = loop.step_, []\n"
-    "def step_(*given):\n"
+    "import fedshift.engines.sequential as loop; real, calls = loop.client_step_, []\n"
+    "def client_step_(*given):\n"
     "    calls.append(1)\n"
     "    if len(calls) == {at}: die()\n"
     "    return real(*given)\n"
-    "loop.step_ = step_\n"
+    "loop.client_step_ = client_step_\n"
 )
 BETWEEN_CLIENTS_AND_CHECKPOINT = KILL + (
     "import fedshift.experiments.trial as t; real, calls = t.save_checkpoint, []\n"
@@ -204,11 +204,11 @@ def test_a_process_killed_from_outside_and_resumed_equals_uninterrupted(
 @pytest.mark.parametrize(
     ("step", "at"),
     [
-        ("client_store.write_atomically", 2),  # of the last round's clients
-        ("checkpoint.write_atomically", 0),  # of the first checkpoint
-        ("checkpoint.write_atomically", "best.safetensors"),  # of the last best, after its checkpoint
-        ("trial.sweep", 2),
-        ("trial.sweep", -1),  # after the last round
+        ("experiments.client_store.write_atomically", 2),  # of the last round's clients
+        ("results.checkpoint.write_atomically", 0),  # of the first checkpoint
+        ("results.checkpoint.write_atomically", "best.safetensors"),  # of the last best, after its checkpoint
+        ("experiments.trial.remove_unused_segments", 2),
+        ("experiments.trial.remove_unused_segments", -1),  # after the last round
     ],
 )
 def test_ended_between_any_two_files_and_resumed_equals_uninterrupted(

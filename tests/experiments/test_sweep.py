@@ -73,7 +73,7 @@ def test_settings_and_their_values_are_read(written, meant):
         (("epochs=",), "over 'epochs=': epochs has an empty value"),
         (("epochs=1,,4",), "over 'epochs=1,,4': epochs has an empty value"),
         (("epochs=1,4,1",), "epochs has 1 twice"),
-        (("lr=0.1,0.10",), "over lr: 0.10 stands for the same as another value"),
+        (("lr=0.1,0.10",), "over lr: 0.10 is the same as another value"),
         (("epochs=1", "epochs=4"), "over epochs: it is given twice"),
         (("split=iid(clients=3",), "a bracket or a quotation mark is not closed"),
         (("methods=fedbn",), "over methods: every combination compares all methods: list them with --methods"),
@@ -97,9 +97,11 @@ def test_a_value_that_a_setting_does_not_take_is_named_on_the_command_line(sweep
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("reach", [0, 1.5, -0.1])
-def test_a_target_is_a_share(reach):
-    with pytest.raises(UsageError, match=f"target_metric={reach}: give a share above 0 and at most 1"):
+@pytest.mark.parametrize(
+    ("reach", "said"), [(0, "greater than 0"), (1.5, "less than or equal to 1"), (-0.1, "greater than 0")]
+)
+def test_a_target_is_a_share(reach, said):
+    with pytest.raises(UsageError, match=f"target_metric={reach}: should be {said}"):
         Settings(target_metric=reach)
     assert Settings(target_metric=1.0).target_metric == 1.0
 
@@ -129,7 +131,7 @@ def test_directories_differ_where_values_look_alike_in_them():
 
 def test_flags_and_toml_say_the_same(cli, monkeypatch, tmp_path):
     given = []
-    monkeypatch.setattr("fedshift.cli.sweep._run", lambda spec, wanted, *_, **__: given.append((spec, len(wanted))))
+    monkeypatch.setattr("fedshift.cli.sweep.run_several", lambda parts, *_, **__: given.append(parts))
     monkeypatch.setattr("fedshift.experiments.sweep.check_combination", lambda *_: None)
     (tmp_path / "s.toml").write_text(
         'lr = 0.5\nover = ["epochs=1,4", "split=iid(clients=3),labels(clients=3, per_client=2)"]'
@@ -137,9 +139,9 @@ def test_flags_and_toml_say_the_same(cli, monkeypatch, tmp_path):
     split = "split=iid(clients=3),labels(clients=3, per_client=2)"
     assert cli("sweep", "--config", "s.toml").code == 0
     assert cli("sweep", "--lr", 0.5, "--over", "epochs=1,4", "--over", split).code == 0
-    (first, count), (second, _) = given
-    assert count == 4
-    assert make_combinations(first) == make_combinations(second)
+    first, second = ([part.settings for part in parts.values()] for parts in given)
+    assert len(first) == 4
+    assert first == second
 
 
 def test_every_example_is_a_sweep_of_a_few_lines():
@@ -241,7 +243,7 @@ def test_other_settings_are_refused_for_what_was_begun(sweep, cli, tmp_path, pag
         outcome = cli("sweep", "--resume", "out/epochs=1", *over)
         assert (outcome.code, "out/epochs=1 holds no sweep: give the directory of one" in outcome.err) == (2, True)
     outcome = cli("sweep", "--resume", "out", "--out", "there")
-    assert "--out there and --resume out: a resumed sweep stays in its directory" in outcome.err
+    assert "--out there and --resume out: a resumed run stays in its directory" in outcome.err
     outcome = cli("compare", "--resume", "out")
     assert (outcome.code, outcome.err) == (2, "fedshift: out/config.toml has 'over': use it with `fedshift sweep`\n")
 

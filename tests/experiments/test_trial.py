@@ -47,9 +47,17 @@ def test_each_client_is_as_likely_to_take_part():
     assert all(500 < count < 700 for count in drawn.values())  # 600 expected, standard deviation 20
 
 
-@pytest.mark.parametrize("share", [0, -1, 1.5, 0.0])
-def test_other_participation_is_refused(share):
-    with pytest.raises(UsageError, match=f"participation={share}: give a number of clients"):
+@pytest.mark.parametrize(
+    ("share", "said"),
+    [
+        (0, "should be greater than 0"),
+        (-1, "should be greater than 0"),
+        (0.0, "should be greater than 0"),
+        (1.5, "give a whole number of clients, or a fraction below 1"),
+    ],
+)
+def test_other_participation_is_refused(share, said):
+    with pytest.raises(UsageError, match=f"participation={share}: {said}"):
         Settings(participation=share)
 
 

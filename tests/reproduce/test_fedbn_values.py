@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from fedshift.cli.data_commands import find_card
+from fedshift.cli.data import find_card
 from fedshift.config.expressions import resolve
 
 FOLDER = files("fedshift.reproduce") / "values" / "fedbn"

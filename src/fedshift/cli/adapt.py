@@ -1,4 +1,4 @@
-"""The command ``fedshift adapt``: a run's models brought to clients that it never saw."""
+"""The command ``fedshift adapt``: a run's models adapted to clients that it never saw."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Literal
 
 from rich.console import Console
 
-from ..console.session import make_console, print_line, show_loading, use_threads
+from ..console.terminal import make_console, print_line, show_loading
 from ..utils.errors import FedshiftError, UsageError
+from .run import RunDevice, RunMethods, RunSeeds, use_threads
 
 if TYPE_CHECKING:
     from ..experiments.experiment import Experiment
@@ -25,40 +26,25 @@ def adapt(
     rounds: int = 1,
     unlabeled: Path | None = None,
     broken: Literal["refuse", "skip"] | None = None,
-    methods: str | None = None,
-    seeds: int | None = None,
-    device: str | None = None,
+    methods: RunMethods = None,
+    seeds: RunSeeds = None,
+    device: RunDevice = None,
     save: Path | None = None,
 ) -> int:
-    """Bring a run's models to clients that it never saw, by every policy, and measure each.
+    """Adapt a run's models to clients that it never saw, by every policy, and measure each.
 
-    Parameters
-    ----------
-    run
-        Directory that `fedshift run` or `compare` wrote.
-    data
-        The new clients: a directory, a benchmark or digits, as --data of a run. They are read and scaled as the run's.
-    clients
-        Which of them, comma-separated; usps-* names all that fit. Without it all.
-    policies
-        Which policies, comma-separated: average, reestimate, nearest, finetune, finetune_bn. Without it all
-        that make sense.
-    rounds
-        Rounds of the run's local work that finetune and finetune_bn do.
-    unlabeled
-        Folder of images, or .npz file with an array x, from which reestimate takes its statistics; no labels are
-        needed. Without --data models are made and saved, and nothing is measured.
-    broken
-        What becomes of new images that cannot be read: refuse or skip; without it as in the run.
-    methods
-        Which of the run's methods, comma-separated, by name, as patterns such as fedbn*, or as it was given them;
-        without it all.
-    seeds
-        Number of the run's seeds, the first ones; without it all.
-    device
-        Torch device to compute on; without it the run's, or cpu where this machine has none such.
-    save
-        New directory for the models of the first seed (safetensors) and the table.
+    Args:
+        run: Directory that `fedshift run` or `compare` wrote.
+        data: New clients: a directory, a benchmark or digits, as --data of a run. They are read and scaled as the
+            run's.
+        clients: Clients to use of these, comma-separated; usps-* matches all such names. By default all.
+        policies: Policies, comma-separated: average, reestimate, nearest, finetune, finetune_bn. By default all that
+            apply.
+        rounds: Rounds of the run's local work under finetune and finetune_bn.
+        unlabeled: Folder of images, or .npz file with an array x, from which reestimate takes its statistics; no labels
+            are needed. Without --data models are made and saved, and nothing is measured.
+        broken: Treatment of new images that cannot be read: refuse or skip; by default as in the run.
+        save: New directory for the models of the first seed (safetensors) and the table.
 
     """
     from ..new_clients.policies import LABELED, parse_policies, require_no_labels
@@ -98,8 +84,7 @@ def adapt(
         training = {client.name: client.train for client in new.clients}
         notices += [*new.notices, *find_overlap(new, experiment)]
     else:
-        assert unlabeled is not None
-        assert inputs is not None
+        assert unlabeled is not None and inputs is not None  # noqa: PT018
         training = {client_name(unlabeled): inputs}
         wanted = tuple(name for name in wanted if name not in LABELED)
     with show_loading(console) as progress:
@@ -118,22 +103,15 @@ def adapt(
 
 
 def _print_results(console: Console, rows: list[Row], experiment: Experiment, rounds: int, save: Path | None) -> None:
-    """Print what the models get right as one table, and write it into ``save``."""
-    from ..new_clients.policy_tables import (
-        collect_needs,
-        explain_needs,
-        mean_over_seeds,
-        policy_table,
-        seed_table,
-        write_table,
-    )
+    """Print the results of the models as one table, and write it into ``save``."""
+    from ..new_clients import policy_tables as tables
     from ..report.formatting import to_terminal
     from ..results.schema import METRICS
 
     metric, count = experiment.settings.metric, len(experiment.seeds)
-    needs = collect_needs(rows)
-    table = mean_over_seeds(seed_table(rows, metric))
-    cells = policy_table(table, metric, needs)
+    needs = tables.collect_needs(rows)
+    table = tables.mean_over_seeds(tables.seed_table(rows, metric))
+    cells = tables.policy_table(table, metric, needs)
     over = f"mean (std) over {count} seeds" if count > 1 else "one seed"
     trained = [name for name in ("finetune", "finetune_bn") if any(row["policy"] == name for row in rows)]
     tuned = f"; {' and '.join(trained)}: {rounds} round{'s' * (rounds > 1)} of the run's local work" if trained else ""
@@ -142,6 +120,6 @@ def _print_results(console: Console, rows: list[Row], experiment: Experiment, ro
         f"Test {METRICS[metric]} in percent of new clients, {over}, {experiment.settings.select} round{tuned}",
     )
     make_console(60 + 17 * len(table)).print(to_terminal(cells))
-    print_line(console, explain_needs(needs.values()))
+    print_line(console, tables.explain_needs(needs.values()))
     if save:
-        write_table(save, experiment.settings.metric, cells, table)
+        tables.write_table(save, experiment.settings.metric, cells, table)

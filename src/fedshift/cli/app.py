@@ -17,31 +17,29 @@ from cyclopts import App, Parameter
 from pydantic import ValidationError
 from rich.console import Console
 
-from .. import __version__
-from ..config.spec import TRAINING, CompareSpec, OutputOptions, RunSpec, read_settings
-from ..console.session import directory_kind, make_console, rebuild_run, run_experiment
+from ..config.spec import TRAINING, CompareSpec, OutputOptions, RunSpec, explain, find_settings, read_settings
+from ..console.terminal import make_console, print_line
 from ..utils.errors import FedshiftError, UsageError
+from ..utils.version import __version__
 from .adapt import adapt
 from .data import data, diagnose
 from .deployment import join, pki, serve
 from .features import features
 from .leave_out import rebuild_without, run_without
 from .reproduce import rebuild_papers, reproduce
+from .run import find_kind, run_experiment
 from .sweep import rebuild_sweep, sweep
 from .theory import theory
 
 
 def _settings_from_file(app: App, commands: tuple[str, ...], arguments: cyclopts.ArgumentCollection) -> None:
-    """Fill flags that were not given from the TOML file of --config, or of the run that --resume names."""
-    if commands == ("serve",):  # which has few of the flags, and reads the file by itself
+    """Fill in flags that were not given from the TOML file of --config, or of the run that --resume names."""
+    if commands == ("serve",):  # has few of the flags, and reads the file itself
         return
     for argument in arguments:
         if argument.name in ("--config", "--resume") and argument.tokens:
             given = Path(argument.tokens[0].value)
-            path = given if argument.name == "--config" else given / "config.toml"
-            if not path.is_file():
-                what = "settings file" if argument.name == "--config" else "run to resume"
-                raise UsageError(f"no {what} at {path}: give the path of one that exists")
+            path = find_settings(*((given, None) if argument.name == "--config" else (None, given)))
             flags = (other.name for other in arguments if other.name not in ("*", "--config", "--resume"))
             settings = read_settings(path, [flag.removeprefix("--").replace("-", "_") for flag in flags])
             for command in reversed(commands):
@@ -56,23 +54,12 @@ app = App(
     help_epilogue="Every command takes --debug, which shows the traceback of an error.",
     config=(_settings_from_file,),
 )
-app.command(data)
-app.command(diagnose)
-app.command(pki)
-app.command(serve)
-app.command(join)
-app.command(adapt)
-app.command(reproduce)
-app.command(theory)
-app.command(sweep)
-app.command(features)
+for command in (data, diagnose, pki, serve, join, adapt, reproduce, theory, sweep, features):
+    app.command(command)
 
-
-REBUILD = {"run": rebuild_run, "sweep": rebuild_sweep, "leave-out": rebuild_without, "reproduce": rebuild_papers}
-"""How tables and pages are made again, by what wrote the directory."""
 LEAVE_OUT = (
-    "Clients, comma-separated, or all: for each in turn a comparison in which it never trains, then one table of what "
-    "every policy gives a client that the run never saw."
+    "Clients, comma-separated, or all: for each in turn a comparison in which it never trains, then one table of the "
+    "results of every policy for a client that the run never saw."
 )
 
 
@@ -92,7 +79,7 @@ def compare(
     *,
     leave_out: Annotated[str | None, Parameter(group=TRAINING, help=LEAVE_OUT)] = None,
 ) -> int:
-    """Train several methods with several seeds, and put them side by side."""
+    """Train several methods with several seeds, and compare them."""
     if leave_out is None:
         return run_experiment(spec, "compare", output)
     return run_without(spec, leave_out, output)
@@ -100,20 +87,21 @@ def compare(
 
 @app.command
 def report(directory: Path) -> int:
-    """Make tables, figures and pages again from what a directory holds; nothing is trained.
+    """Make tables, figures and pages again from a run directory; nothing is trained.
 
-    Parameters
-    ----------
-    directory
-        What run, compare, sweep or reproduce wrote, finished or not.
+    Args:
+        directory: Directory that run, compare, sweep or reproduce wrote, finished or not.
 
     """
-    remake = REBUILD.get(directory_kind(directory) or "")
-    if remake is None:
+    from ..report.publication import publish_run
+
+    rebuild = {"run": publish_run, "sweep": rebuild_sweep, "leave-out": rebuild_without, "reproduce": rebuild_papers}
+    kind = find_kind(directory)
+    if kind is None:
         raise UsageError(
             f"{directory} holds no run: give a directory that `fedshift run`, `compare`, `sweep` or `reproduce` wrote"
         )
-    remake(directory, Console())
+    rebuild[kind](directory, Console())
     return 0
 
 
@@ -127,16 +115,11 @@ def inspect(
 ) -> int:
     """Show what a method does with every named entry of a model, and the bytes it moves.
 
-    Parameters
-    ----------
-    model
-        Network by name, or package.module:function.
-    method
-        Method, with arguments and composed if need be.
-    shape
-        Shape of one sample: channels, height, width.
-    classes
-        Number of classes.
+    Args:
+        model: Network by name, or package.module:function.
+        method: Method, with arguments and composed where needed.
+        shape: Shape of one sample: channels, height, width.
+        classes: Number of classes.
 
     """
     from .inspection import describe_method
@@ -155,10 +138,8 @@ def inspect(
 def list_(what: Literal["methods", "models", "data", "all"] = "all") -> int:
     """List methods, models and data.
 
-    Parameters
-    ----------
-    what
-        Which of them.
+    Args:
+        what: Kind of names to list.
 
     """
     from .inspection import make_listings
@@ -170,7 +151,7 @@ def list_(what: Literal["methods", "models", "data", "all"] = "all") -> int:
 
 
 def _run_guarded(call: Callable[[], Any], debug: bool) -> int:
-    """Run ``call``; an error becomes one message on standard error and an exit code."""
+    """Run ``call`` and return the exit code; print an error as one message on standard error."""
     errors = Console(stderr=True)
     try:
         return int(call() or 0)
@@ -178,39 +159,39 @@ def _run_guarded(call: Callable[[], Any], debug: bool) -> int:
         if debug:
             errors.print_exception()
         code = error.exit_code if isinstance(error, FedshiftError) else 1 if isinstance(error, OSError) else 2
-        errors.print(f"fedshift: {_format_error(error)}", markup=False, highlight=False, soft_wrap=True)
+        print_line(errors, f"fedshift: {_format_error(error)}")
         return code
     except KeyboardInterrupt:
         return 130
     except Exception as error:
         if debug:
             errors.print_exception()
-        errors.print(
+        print_line(
+            errors,
             f"fedshift: unexpected {type(error).__name__}: {error}. This is a defect, of fedshift or of a function of "
             "yours that it called: --debug shows where",
-            markup=False, highlight=False, soft_wrap=True,
-        )  # fmt: skip
+        )
         return 1
 
 
 def _format_error(error: BaseException) -> str:
     cause = error.__cause__ if isinstance(error.__cause__, ValidationError) else error
     if isinstance(cause, ValidationError):
-        said = ((item, str(item["loc"][0]).replace("_", "-")) for item in cause.errors())
-        return "; ".join(f"--{flag} {item['input']}: {item['msg'].removeprefix('Input ')}" for item, flag in said)
+        problems = ((str(problem["loc"][0]).replace("_", "-"), problem) for problem in cause.errors())
+        return "; ".join(f"--{flag} {problem['input']}: {explain(problem)}" for flag, problem in problems)
     if isinstance(error, cyclopts.UnusedCliTokensError):
         return f"{' '.join(error.unused_tokens or ())!r} belongs to no flag: write --flag value, and lists with commas"
     return str(error)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point of the program ``fedshift``."""
+    """Run the program ``fedshift``."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in given
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # waiting threads that spin stall torch on a busy machine
     rest = [argument for argument in given if argument != "--debug"]
     if "" not in sys.path:
-        sys.path.append("")  # methods and models of the person's own, beside which the program is started
+        sys.path.append("")  # for methods and models in the current directory
     sys.exit(
         _run_guarded(lambda: app(rest, exit_on_error=False, print_error=False, result_action="return_value"), debug)
     )

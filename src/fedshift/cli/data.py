@@ -1,121 +1,151 @@
-"""The commands that look at data: ``fedshift data list|fetch|check|show|cache`` and ``fedshift diagnose``."""
+"""The commands that look at data before anything trains on them: ``fedshift data ...`` and ``fedshift diagnose``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import shlex
+from collections.abc import Iterator
+from dataclasses import fields, replace
 from json import dumps
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
 
 from ..config.spec import DataSpec
-from ..console.session import cache_use, make_console, show_loading
+from ..console.terminal import describe_cache, make_console, print_line, print_parts, show_loading
+from ..utils.errors import UsageError, unknown_name
 from ..utils.files import write_atomically
+
+if TYPE_CHECKING:
+    from ..data.datasets._card import Card
+    from ..data.federation import Federation
+
+LOOKED_AT = 64
+"""Height and width in pixels to which images of several sizes are brought for looking at them."""
+Where = Annotated[str, Parameter(help="Directory of your own, benchmark or embedded data, as for --data.")]
+Reading = Annotated[DataSpec, Parameter(name="*")]
+Root = Annotated[
+    str | None,
+    Parameter(
+        help="Directory that holds the files of benchmarks; by default the one that FEDSHIFT_DATA names, or data."
+    ),
+]
+Json = Annotated[Path | None, Parameter(help="File to write the findings to.")]
 
 data = App(name="data", help="List, fetch, check and show data, and the cache of decoded images.")
 
 
 @data.command(name="list")
-def data_list(*, root: str | None = None) -> int:
-    """List the embedded data and the papers' benchmarks: clients, classes, sizes, license, where to get them.
+def data_list(*, root: Root = None) -> int:
+    """List the embedded data and the papers' benchmarks: clients, classes, sizes, license, where to get them."""
+    from ..config.expressions import resolve
+    from ..data.sources import EMBEDDED, data_root
 
-    Parameters
-    ----------
-    root
-        Directory that holds the files of benchmarks; without it the one that FEDSHIFT_DATA names, else data.
-
-    """
-    from ..data.sources import data_root
-    from .data_commands import benchmark_table
-
-    return _print_parts(make_console(), benchmark_table(data_root(DataSpec(root=root))))
-
-
-@data.command
-def fetch(name: str, *, root: str | None = None, hub: bool = False) -> int:
-    """Download a benchmark from its publisher, checked and resumable: the one command that uses the network.
-
-    Parameters
-    ----------
-    name
-        A benchmark, see `fedshift data list`.
-    root
-        Directory to keep it in; without it the one that FEDSHIFT_DATA names, else data.
-    hub
-        From Hugging Face in place of the publisher (needs `pip install 'fedshift[hub]'`).
-
-    """
-    from ..data.downloads import fetch as download
-    from ..data.sources import data_root
-    from .data_commands import find_card
-
-    console, place = Console(), data_root(DataSpec(root=root))
-    with show_loading(console) as progress:
-        files = download(name, find_card(name), place, progress=progress, hub=hub)
-    for file in files:
-        console.print(str(file), markup=False, highlight=False, soft_wrap=True)
+    console, place = make_console(), data_root(DataSpec(root=root))
+    for name, function in EMBEDDED.items():
+        made: Federation = resolve("data", function)()
+        facts = f" embedded: {len(made.clients)} clients, {made.classes} classes. {made.note}\n"
+        print_parts(console, [Text.assemble((name, "bold"), facts)])
+    table = Table(title=f"benchmarks, with files under {place}", box=None, title_justify="left", padding=(0, 2, 1, 0))
+    for column in ("name", "here"):
+        table.add_column(column, no_wrap=True)
+    table.add_column("what it is, license, where to get it", overflow="fold")
+    for name, card in list_cards().items():
+        here = "made" if card.generated else "yes" if card.present(name, place) else "no"
+        who = f"Clients: {', '.join(card.clients)}" if len(card.clients) > 1 else "One client"
+        lines = (
+            f"{card.title}. {who}; {card.classes} classes. {card.samples}.",
+            f"Source: {card.source}. License: {card.license}.",
+            f"{card.homepage}{' (or fedshift data fetch ' + name + ')' if card.remotes or card.hub else ''}",
+        )
+        table.add_row(name, here, Text("\n".join(lines)))
+    print_parts(console, [table])
     return 0
 
 
 @data.command
-def check(where: str, spec: Annotated[DataSpec, Parameter(name="*")] = DataSpec(), *, json: Path | None = None) -> int:
-    """Look for what would spoil an experiment: duplicates, leakage, missing classes, constant features.
+def fetch(name: str, *, root: Root = None, hub: bool = False) -> int:
+    """Download a benchmark from its publisher, checked and resumable: the one command that uses the network.
 
-    The exit code is 1 where something must be mended before training.
-
-    Parameters
-    ----------
-    where
-        A directory of your own, a benchmark or the embedded data, as for --data.
-    spec
-        How data are read and prepared.
-    json
-        File to write the findings to.
+    Args:
+        name: Benchmark, see `fedshift data list`.
+        hub: Download from Hugging Face in place of the publisher (needs `pip install 'fedshift[hub]'`).
 
     """
-    from .data_commands import check_data
+    from ..data.downloads import fetch as download
+    from ..data.sources import data_root
 
-    console = make_console()
+    console, place = Console(), data_root(DataSpec(root=root))
     with show_loading(console) as progress:
-        facts, parts, faulty = check_data(where, spec, progress)
-    return _print_parts(console, parts, facts, json) or int(faulty)
+        files = download(name, find_card(name), place, progress=progress, hub=hub)
+    print_parts(console, map(str, files))
+    return 0
 
 
 @data.command
-def show(where: str, spec: Annotated[DataSpec, Parameter(name="*")] = DataSpec(), *, out: Path | None = None) -> int:
-    """Draw what each client has: a sheet of samples, and how classes are shared out.
+def check(where: Where, spec: Reading = DataSpec(), *, json: Json = None) -> int:
+    """Look for what would spoil an experiment: duplicates, leakage, missing classes, constant features.
 
-    Parameters
-    ----------
-    where
-        A directory of your own, a benchmark or the embedded data, as for --data.
-    spec
-        How data are read and prepared.
-    out
-        Directory for the pictures, and for split.csv where a split is asked for; without it, shown/<name>.
-
+    Unreadable images are skipped and named. The exit code is 1 where something must be corrected before training.
     """
-    from .data_commands import show_data
+    from ..data.sources import apply_splits, load_federation, load_source
+    from ..diagnosis.overview import describe, render_quality
+    from ..diagnosis.quality import examine
 
     console = make_console()
     with show_loading(console) as progress:
-        parts, files = show_data(where, spec, out, progress)
-    _print_parts(console, parts)
-    for file in files:
-        console.print(str(file), markup=False, highlight=False, soft_wrap=True)
+        lenient = replace(spec, on_unreadable="skip") if Path(where).exists() else spec
+        made = load_source(where, lenient, progress, differing=LOOKED_AT)
+        if spec.split or spec.samples or spec.validation:
+            made = apply_splits(made.fit_images(spec.image_size), spec)
+        found, refusal = examine(made), ""
+        try:
+            load_federation(where, spec, progress)
+        except UsageError as error:
+            refusal = f"Training would refuse these data: {error}."
+    print_parts(console, [describe(made), *_format_notices(made), *render_quality(found)])
+    if refusal:
+        print_parts(console, [Text(refusal, style="bold red")])
+    _write_json(console, {**found.as_dict(), "notices": made.notices, "refusal": refusal}, json)
+    return int(bool(refusal or found.of("error")))
+
+
+@data.command
+def show(where: Where, spec: Reading = DataSpec(), *, out: Path | None = None) -> int:
+    """Draw what each client has: a sheet of samples, and how classes are shared out.
+
+    Args:
+        out: Directory for the pictures, and for split.csv where a split is asked for; by default shown/NAME.
+
+    """
+    from ..data.sources import load_source, prepare_clients, write_assignment
+    from ..diagnosis.overview import describe, draw_overview
+    from ..results.run_directory import to_file_name
+
+    console = make_console()
+    with show_loading(console) as progress:
+        source = load_source(where, spec, progress, differing=LOOKED_AT).fit_images(spec.image_size)
+        made = prepare_clients(source, replace(spec, allow_single_class=True))
+        directory = out or Path("shown") / to_file_name(made.name)
+        if directory.exists() and not directory.is_dir():
+            raise UsageError(f"{directory} is a file: choose another directory (--out)")
+        files = draw_overview(made, directory)
+        if spec.split:
+            files.append(directory / "split.csv")
+            write_atomically(files[-1], write_assignment(source, spec).encode())
+    print_parts(console, [describe(made), *_format_notices(made), *map(str, files)])
     return 0
 
 
 @data.command
 def cache(*, clear: Annotated[bool, Parameter(negative=())] = False) -> int:
-    """Say how many bytes of decoded images are kept, where, and how many may be (FEDSHIFT_CACHE_LIMIT, in gigabytes).
+    """Print how many bytes of decoded images are kept, where, and how many may be (FEDSHIFT_CACHE_LIMIT, in gigabytes).
 
-    Parameters
-    ----------
-    clear
-        Remove them all. Programs that use some go on; later ones decode the files again.
+    Args:
+        clear: Remove them all. Programs that use some go on; later ones decode the files again.
 
     """
     from ..data.files import image_store
@@ -123,60 +153,88 @@ def cache(*, clear: Annotated[bool, Parameter(negative=())] = False) -> int:
     from ..utils.files import cache_directory
 
     images = image_store.images_in(cache_directory())
-    before = cache_use(images)
+    use = describe_cache(images)
     if clear:
         image_store.clear(images)
-        before = f"{before}, now {format_bytes(image_store.taken(images))}"
-    return _print_parts(Console(), [f"{images}: {before}"])
+        use = f"{use}, now {format_bytes(image_store.taken(images))}"
+    print_line(Console(), f"{images}: {use}")
+    return 0
 
 
 def diagnose(
-    where: str,
-    spec: Annotated[DataSpec, Parameter(name="*")] = DataSpec(),
+    where: Where,
+    spec: Reading = DataSpec(),
     *,
     permutations: int = 999,
     features: Literal["pixels", "network"] = "pixels",
     limit: int = 1000,
     seed: int = 0,
-    json: Path | None = None,
+    json: Json = None,
 ) -> int:
     """Say how clients differ (label skew, feature shift, quantity skew, concept shift), how much, and what helps.
 
-    Parameters
-    ----------
-    where
-        A directory of your own, a benchmark or the embedded data, as for --data.
-    spec
-        How data are read and prepared.
-    permutations
-        Permutations behind each p-value.
-    features
-        What looks are compared by: pixels (or columns), or a small network's features.
-    limit
-        Samples of each client that are looked at.
-    seed
-        Seed of subsamples, folds and permutations.
-    json
-        File to write the findings to.
+    Args:
+        permutations: Permutations behind each p-value.
+        features: What looks are compared by: pixels (or columns), or a small network's features.
+        limit: Samples of each client that are looked at.
+        seed: Seed of subsamples, folds and permutations.
 
     """
-    from .data_commands import diagnose_data
+    from ..data.sources import load_federation
+    from ..diagnosis import diagnose as find_shifts
+    from ..diagnosis import render_diagnosis
 
     console = make_console()
     with show_loading(console) as progress:
-        found, parts = diagnose_data(
-            where, spec, progress, permutations=permutations, features=features, limit=limit, seed=seed
+        made = load_federation(where, replace(spec, allow_single_class=True), progress, differing=LOOKED_AT)
+        found = find_shifts(
+            made, seed=seed, permutations=permutations, features=features, limit=limit, progress=progress
         )
-    return _print_parts(console, parts, found.as_dict(), json)
+    if spec.target and spec.scaling == "client":
+        note = "Numbers were scaled by each client's own training rows, which takes shifts of mean and spread away; "
+        print_parts(console, [Text(f"Note: {note}--scaling none shows them.", style="dim")])
+    if made.sample_shape[1:] == (LOOKED_AT, LOOKED_AT):
+        spec = replace(spec, image_size=LOOKED_AT)
+    print_parts(console, [*_format_notices(made), *render_diagnosis(found, _format_flags(where, spec))])
+    _write_json(console, found.as_dict(), json)
+    return 0
 
 
-def _print_parts(
-    console: Console, parts: Iterable[Any], facts: Mapping[str, Any] | None = None, file: Path | None = None
-) -> int:
-    """Print ``parts`` (text as one line each, to be copied), and write ``facts`` to ``file``."""
-    for part in parts:
-        console.print(part, markup=False, highlight=False, soft_wrap=isinstance(part, str))
+def list_cards() -> dict[str, Card]:
+    """Return the card of every benchmark, by name."""
+    from ..config.expressions import list_catalog
+    from ..data.datasets._card import get_card
+
+    return {name: get_card(loader) for name, loader in sorted(list_catalog("data.datasets").items())}
+
+
+def find_card(name: str) -> Card:
+    """Return the card of a benchmark; raise :class:`UsageError` with the nearest name where there is none."""
+    known = list_cards()
+    if name not in known:
+        raise unknown_name("benchmark", name, known)
+    return known[name]
+
+
+def _format_flags(where: str, spec: DataSpec) -> str:
+    """Return ``where`` and the settings other than their defaults, to follow ``--data`` on a command line."""
+    words = [where]
+    for field in fields(spec):
+        value = getattr(spec, field.name)
+        if value != field.default and field.name not in ("allow_single_class", "validation"):
+            words += [f"--{field.name.replace('_', '-')}", str(value)]
+    return shlex.join(words)
+
+
+def _format_notices(data: Federation) -> Iterator[RenderableType]:
+    for notice in data.notices:
+        yield Text(f"Note: {notice}", style="dim")
+    scales = {client.train.normalization for client in data.clients if str(client.train.store.dtype) == "torch.uint8"}
+    if len(scales) == 1:
+        yield Text(f"Note: a network is given {scales.pop()}", style="dim")
+
+
+def _write_json(console: Console, facts: Any, file: Path | None) -> None:
     if file:
         write_atomically(file, (dumps(facts, indent=2) + "\n").encode())
-        console.print(f"Written: {file}", markup=False, highlight=False, soft_wrap=True)
-    return 0
+        print_line(console, f"Written: {file}")

@@ -10,9 +10,10 @@ from typing import Annotated, Any
 from cyclopts import App, Parameter
 from rich.console import Console
 
-from ..config.spec import CompareSpec, RunSpec, read_settings
-from ..console.session import make_console
+from ..config.spec import CompareSpec, RunLocation, RunSpec, find_settings, read_settings
+from ..console.terminal import make_console, print_line
 from ..utils.errors import UsageError
+from .run import require_one_directory
 
 pki = App(name="pki", help="Make the keys and certificates of a federation across machines.")
 
@@ -23,28 +24,23 @@ def init(
 ) -> int:
     """Make an authority, the coordinator's certificate and the nodes' keys in a new directory.
 
-    Parameters
-    ----------
-    directory
-        New or empty directory, which becomes readable by its owner alone.
-    host
-        Name or IP address by which nodes reach the coordinator; may be given several times.
-    nodes
-        Names of the nodes, with commas; `fedshift pki add` makes keys for more.
-    days
-        Validity of the certificates.
+    Args:
+        directory: New or empty directory, which becomes readable by its owner alone.
+        host: Name or IP address by which nodes reach the coordinator; may be given several times.
+        nodes: Names of the nodes, with commas; `fedshift pki add` makes keys for more.
+        days: Validity of the certificates in days.
 
     """
     from ..flower.transport.pki import make_authority
 
     made = make_authority(directory, _split_names(host), _split_names([nodes]), days)
     console = make_console()
-    _print_line(
+    print_line(
         console, f"The coordinator's certificate is for {', '.join(made.hosts)}, until {made.until:%Y-%m-%d} (UTC)."
     )
-    _print_line(console, f"To the coordinator: ca.crt server.crt server.key nodes/*.pub, all of {directory}")
+    print_line(console, f"To the coordinator: ca.crt server.crt server.key nodes/*.pub, all of {directory}")
     _explain_delivery(console, made.names)
-    _print_line(
+    print_line(
         console, f"Keep {directory / 'ca.key'} offline: no machine needs it, and who has it can pose as coordinator."
     )
     return 0
@@ -54,18 +50,15 @@ def init(
 def add(directory: Path, *names: str) -> int:
     """Make keys for more nodes.
 
-    Parameters
-    ----------
-    directory
-        What `fedshift pki init` made.
-    names
-        Names of the nodes.
+    Args:
+        directory: Directory that `fedshift pki init` made.
+        names: Names of the nodes.
 
     """
     from ..flower.transport.pki import add_nodes
 
     console, made = make_console(), add_nodes(directory, names)
-    _print_line(console, f"To the coordinator: {' '.join(f'nodes/{name}.pub' for name in made)}, of {directory}")
+    print_line(console, f"To the coordinator: {' '.join(f'nodes/{name}.pub' for name in made)}, of {directory}")
     _explain_delivery(console, made)
     return 0
 
@@ -86,48 +79,31 @@ def serve(
 ) -> int:
     """Coordinate an experiment across machines: wait for sites that `fedshift join`, and train with them.
 
-    Parameters
-    ----------
-    config
-        TOML file of settings, as for `fedshift run` or `compare`; data are the sites' own. With --resume, the run's.
-    min_clients
-        Sites that must be connected for the first round to begin, and whose uploads a round needs.
-    tls
-        Directory that `fedshift pki init` made, or what of it belongs to the coordinator.
-    insecure
-        Plain text and no keys, in place of --tls; listens on this machine alone.
-    force_insecure
-        With --insecure, listen for other machines too: anyone on the way can read and change models.
-    host
-        Address to listen on; without it 0.0.0.0, all of this machine's, or 127.0.0.1 with --insecure.
-    port
-        Port to listen on.
-    round_timeout
-        Seconds after which a round is closed with the uploads that came.
-    wait
-        Seconds to wait for the first --min-clients sites.
-    out
-        Directory to write; without it a new one under runs/.
-    resume
-        Directory of an interrupted run to go on with, bit for bit.
+    Args:
+        config: TOML file of settings, as for `fedshift run` or `compare`; data are the sites' own. Not with --resume.
+        min_clients: Sites that must be connected for the first round to begin, and whose uploads a round needs.
+        tls: Directory that `fedshift pki init` made, or the coordinator's part of it.
+        insecure: Plain text and no keys, in place of --tls; listens on this machine only.
+        force_insecure: With --insecure, listen for other machines too: anyone on the network can read and change models.
+        host: Address to listen on; by default 0.0.0.0, all of this machine's, or 127.0.0.1 with --insecure.
+        port: Port to listen on.
+        round_timeout: Seconds after which a round is closed with the uploads received.
+        wait: Seconds to wait for the first --min-clients sites.
+        out: Directory to write; by default a new one under runs/.
+        resume: Directory of an interrupted run to continue, bit for bit.
 
     """
     if (config is None) == (resume is None):
         raise UsageError("give either a settings file or --resume with the directory of a run")
-    if out and resume:
-        raise UsageError(f"--out {out} and --resume {resume}: a resumed run stays in its directory; give one of them")
+    require_one_directory(RunLocation(out=out, resume=resume))
     if (tls is None) != insecure:
         raise UsageError("give either --tls DIR (see `fedshift pki init`) or --insecure, for plain text")
     from ..flower.server.serve import ListenOptions
     from ..flower.server.serve import serve as coordinate
 
-    path = config or (resume or Path()) / "config.toml"
-    if not path.is_file():
-        what = "settings file" if config else "run to resume"
-        raise UsageError(f"no {what} at {path}: give the path of one that exists")
-    spec = _read_spec(
-        read_settings(path, [field.name for kind in (RunSpec, CompareSpec) for field in fields(kind)]), path
-    )
+    path = find_settings(config, resume)
+    names = [field.name for kind in (RunSpec, CompareSpec) for field in fields(kind)]
+    spec = _make_spec(read_settings(path, names), path)
     reach = ListenOptions(
         host=host or ("127.0.0.1" if insecure else "0.0.0.0"), port=port, tls=tls, clients=min_clients,
         seconds=round_timeout, wait=wait,
@@ -152,31 +128,19 @@ def join(
 ) -> int:
     """Take part in an experiment across machines with the data of one site, which do not leave it.
 
-    Parameters
-    ----------
-    address
-        HOST:PORT of the coordinator.
-    data
-        The site's own: a directory of class folders (or of train and test with these), an .npz file or a table.
-    name
-        What the site is called; without it the name of its key, else of its data.
-    tls
-        Directory that holds ca.crt, from `fedshift pki init`.
-    key
-        The site's private key, from `fedshift pki init`.
-    insecure
-        Plain text and no key, in place of --tls and --key.
-    state
-        Directory of what the site keeps between rounds; without it sites/NAME. Losing it means losing the site's part.
-    device
-        Torch device: cpu, cuda, cuda:1.
-    threads
-        Threads of torch; without it, torch's own choice.
-    code
-        Function of this machine, package.module:function, that the experiment may use as method or model; may be given
-        several times. No other is called.
-    poll
-        Seconds between two questions to the coordinator; without it Flower's three.
+    Args:
+        address: HOST:PORT of the coordinator.
+        data: Data of the site: a directory of class folders (or of train and test with these), an .npz file or a table.
+        name: Name of the site; by default the name of its key, or of its data.
+        tls: Directory that holds ca.crt, from `fedshift pki init`.
+        key: The site's private key, from `fedshift pki init`.
+        insecure: Plain text and no key, in place of --tls and --key.
+        state: Directory of the site's state between rounds; by default sites/NAME. Without it the site cannot continue.
+        device: Torch device: cpu, cuda, cuda:1.
+        threads: Threads of torch; by default torch's own choice.
+        code: Function on this machine, package.module:function, that the experiment may use as method or model; may be
+            given several times. No other is called.
+        poll: Seconds between two requests to the coordinator; by default Flower's three.
 
     """
     if (tls is None) != insecure:
@@ -202,7 +166,7 @@ def join(
     return take_part(link, site, folder, threads)
 
 
-def _read_spec(settings: dict[str, Any], path: Path) -> RunSpec | CompareSpec:
+def _make_spec(settings: dict[str, Any], path: Path) -> RunSpec | CompareSpec:
     if "method" in settings and "methods" in settings:
         raise UsageError(f"{path} has both method and methods: leave one of them out")
     if settings.get("split"):
@@ -211,16 +175,12 @@ def _read_spec(settings: dict[str, Any], path: Path) -> RunSpec | CompareSpec:
 
 
 def _split_names(texts: Iterable[str]) -> list[str]:
-    """What ``texts`` name, alone or with commas."""
+    """Return the names in ``texts``, which may hold several with commas."""
     return [name.strip() for text in texts for name in text.split(",") if name.strip()]
 
 
 def _explain_delivery(console: Console, names: tuple[str, ...]) -> None:
     for name in names:
-        _print_line(console, f"To {name}: ca.crt nodes/{name}.key")
+        print_line(console, f"To {name}: ca.crt nodes/{name}.key")
     if names:
-        _print_line(console, "A key belongs to one machine: carry it there by a safe way, and keep no copy.")
-
-
-def _print_line(console: Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+        print_line(console, "A key belongs to one machine: carry it there by a safe way, and keep no copy.")

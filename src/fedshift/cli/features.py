@@ -1,4 +1,4 @@
-"""The command that looks at what models see: ``fedshift features``."""
+"""The command ``fedshift features``: feature maps and BatchNorm statistics of a run's models."""
 
 from __future__ import annotations
 
@@ -6,43 +6,34 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ..console.session import make_console, print_line, show_loading
+from ..console.terminal import make_console, print_line, print_parts, show_loading
+from .run import RunDevice, RunMethods, RunSeeds
 
 
 def features(
     directory: Path,
     *,
-    methods: str | None = None,
-    seeds: int | None = None,
+    methods: RunMethods = None,
+    seeds: RunSeeds = None,
     clients: str | None = None,
     samples: int = 64,
     layer: str | None = None,
-    device: str | None = None,
+    device: RunDevice = None,
     out: Path | None = None,
 ) -> int:
-    """Compare what clients' and the server's models see: feature maps and BatchNorm's statistics of a run.
+    """Compare the feature maps and BatchNorm statistics of clients' and the server's models in a run.
 
-    Each client is trained one round further, and its model is taken before aggregation; the run is left as it is.
+    Each client is trained one more round, and its model is taken before aggregation; the run is not changed.
+    Pictures show the first seed.
 
-    Parameters
-    ----------
-    directory
-        The directory of a run that is finished.
-    methods
-        Which of its methods, comma-separated, by name, as patterns such as fedbn*, or as it was given them; without it
-        all.
-    seeds
-        Number of its seeds, the first ones; without it all. Pictures show the first.
-    clients
-        Clients to look at, comma-separated, also as patterns such as usps-*; without it the first 24 that train.
-    samples
-        Test images of each client.
-    layer
-        Name of the convolution whose maps are compared and drawn; without it the last is compared, and all are drawn.
-    device
-        Torch device to compute on; without it the run's, or cpu where this machine has none such.
-    out
-        Directory for tables and pictures; without it features in the run's directory.
+    Args:
+        directory: Directory of a finished run.
+        clients: Clients to look at, comma-separated, also as patterns such as usps-*; by default the first 24 that
+            train.
+        samples: Test images of each client.
+        layer: Name of the convolution whose maps are compared and drawn; by default the last is compared, and all are
+            drawn.
+        out: Directory for tables and pictures; by default features in the run's directory.
 
     """
     from ..experiments.restoration import load_spec, resolve_device
@@ -57,10 +48,7 @@ def features(
             directory, samples=samples, clients=clients, layer=layer, methods=methods, seeds=seeds, device=device,
             progress=progress,
         )  # fmt: skip
-    for part in render_comparison(found):
-        console.print(part, markup=False, highlight=False, soft_wrap=isinstance(part, str))
-    for notice in notices:
-        print_line(console, f"note: {notice}")
+    print_parts(console, [*render_comparison(found), *(f"note: {notice}" for notice in notices)])
     place = out or directory / "features"
     for file in (*write_tables(found, place), *save_panels(found, place)):
         print_line(console, f"Written: {file}")

@@ -1,4 +1,4 @@
-"""What fedshift knows, as tables for the terminal: a method's scope over a model's entries, and what can be named."""
+"""Tables for the terminal: a method's scope over a model's entries, and the names of methods, models and data."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..utils.errors import UsageError
 
 
 def describe_method(model: str, method: str, shape: tuple[int, ...], classes: int) -> Iterator[Table | Text]:
-    """The table of every named entry of ``model`` under ``method``, and the bytes of one client in one round."""
+    """Yield a table of every named entry of ``model`` under ``method``, and the bytes of one client in one round."""
     if classes < 1 or min(shape) < 1:
         raise UsageError(f"shape {shape} and classes {classes}: numbers of 1 or more")
     chosen, *others = parse_methods(method)
@@ -53,7 +53,7 @@ def describe_method(model: str, method: str, shape: tuple[int, ...], classes: in
 
 
 def make_listings(kinds: Sequence[str]) -> Iterator[Table]:
-    """A table for each of ``parse_methods``, ``models``, ``data``: the name, its arguments, and what it is."""
+    """Yield a table for each kind of ``methods``, ``models`` and ``data``: name, arguments and description."""
     for kind in kinds:
         table = Table(title=kind, box=None, title_justify="left", title_style="bold", padding=(0, 2, 0, 0))
         table.add_column("name", no_wrap=True)
@@ -79,7 +79,7 @@ def make_listings(kinds: Sequence[str]) -> Iterator[Table]:
 
 
 def _describe_capabilities(known: Mapping[str, Callable[..., Any]]) -> Table:
-    """What each method needs and does, derived from the method (FedWon's table 7, extended)."""
+    """Return a table of what each method needs and does, derived from the method (FedWon's table 7, extended)."""
     title = "what methods need and do, on a network with BatchNorm"
     table = Table(title=title, box=None, title_justify="left", title_style="bold", padding=(0, 2, 0, 0))
     for column in ("name", "client keeps", "cross-device", "BatchNorm", "client sends", "up", "global model"):

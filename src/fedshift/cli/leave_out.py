@@ -1,8 +1,8 @@
 """``fedshift compare --leave-out``: for each client in turn a comparison in which it never trains, then one table.
 
-The directory holds a run for each, ``without-<client>/``, which is that of ``--newcomers <client>`` with the same
-settings, and in it ``policies.json``: what every policy for unknown clients gets right there. ``tables/`` has all of
-them. Leave-one-out over domains is how FedWon measures unseen domains (arXiv:2306.05879, table 12).
+The directory holds a run for each client, ``without-<client>/``, equal to that of ``--newcomers <client>`` with the
+same settings, and in it ``policies.json``, the results of every policy for unknown clients. ``tables/`` covers all.
+FedWon measures unseen domains by leaving one out in this way (arXiv:2306.05879, table 12).
 """
 
 from __future__ import annotations
@@ -18,21 +18,10 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from ..config.spec import CompareSpec, OutputOptions
-from ..console.session import (
-    catch_interrupts,
-    directory_kind,
-    make_console,
-    new_directory,
-    print_line,
-    rebuild_run,
-    report_stop,
-    show_loading,
-    show_progress,
-    summarize_experiment,
-    use_threads,
-)
-from ..utils.errors import FedshiftError, UsageError
+from ..console.terminal import make_console, new_directory, print_line, show_loading
+from ..utils.errors import UsageError
 from ..utils.files import write_atomically
+from .run import find_kind, require_one_directory, run_several, summarize_experiment, use_threads
 
 if TYPE_CHECKING:
     from ..experiments.experiment import Experiment
@@ -40,21 +29,19 @@ if TYPE_CHECKING:
 
 ALL = "all"
 MEASURED = "policies.json"
-"""What each policy got right on the client that a run left out, in the run's directory."""
+"""File in a run's directory with the results of each policy on the client that the run left out."""
 
 
 def run_without(spec: CompareSpec, leave_out: str, place: OutputOptions) -> int:
-    """Run a comparison without each of the clients that ``leave_out`` names, or go on with them; the exit code.
+    """Run a comparison without each of the clients that ``leave_out`` names, or continue them; return the exit code.
 
     ``leave_out``: names or patterns with commas, or ``all``. Raises :class:`FedshiftError` where one diverges, after
-    the others are done and what there is has been published.
+    the others are done and published.
     """
     _check(spec, place)
     console = Console()
     with show_loading(console) as progress:
         from ..experiments.factory import make_experiment
-        from ..experiments.run_queue import read_outcome, run_pending
-        from ..results.run_directory import RunDirectory, to_toml
 
         use_threads(spec.threads)
         experiment = make_experiment(spec, progress)
@@ -67,37 +54,28 @@ def run_without(spec: CompareSpec, leave_out: str, place: OutputOptions) -> int:
         (part.folder / MEASURED).unlink(missing_ok=True)
         print_line(console, f"Without {list(parts)[number - 1]} ({number} of {len(parts)}): {part.folder}")
 
-    def end(part: QueuedRun, finished: bool) -> None:
-        rebuild_run(part.folder, Console(quiet=True))
-        if finished:
-            _measure(part.experiment(), part.folder)
-
-    with closing(RunDirectory(directory, resume=place.resume is not None)) as kept:
-        kept.write("config.toml", to_toml({**asdict(spec), "leave_out": leave_out}))
-        print_line(
-            console,
-            f"{directory}: {summarize_experiment(experiment)}, without each of {', '.join(parts)}, which is then measured",
-        )
-        try:
-            with catch_interrupts(console) as stop, show_progress(console) as observer:
-                finished = run_pending(parts.values(), observer=observer, stop=stop, begin=begin, end=end)
-        except KeyboardInterrupt:
-            return report_stop(console, "compare", directory)
-        _publish(spec, directory, console)
-    if not finished:
-        return report_stop(console, "compare", directory)
-    endings = {client: read_outcome(part.folder, part.settings) for client, part in parts.items()}
-    if diverged := [f"without {client}: {error}" for client, error in endings.items() if error]:
-        raise FedshiftError("; ".join(diverged))
-    return 0
+    return run_several(
+        {f"without {client}": part for client, part in parts.items()},
+        "compare",
+        directory,
+        {**asdict(spec), "leave_out": leave_out},
+        console,
+        resume=place.resume is not None,
+        title=f"{summarize_experiment(experiment)}, without each of {', '.join(parts)}, which is then measured",
+        begin=begin,
+        measure=lambda part: _measure(part.experiment(), part.folder),
+        publish=lambda: _publish(spec, directory, console),
+    )
 
 
 def rebuild_without(directory: Path, console: Console) -> None:
-    """Show and write again what the comparisons without each client in ``directory`` have left so far."""
+    """Publish again what the comparisons without each client in ``directory`` have left so far."""
+    from ..report.publication import publish_run
+
     settings = tomllib.loads((directory / "config.toml").read_text(encoding="utf-8"))
     del settings["leave_out"]
     for folder in sorted(directory.glob("without-*")):
-        rebuild_run(folder, Console(quiet=True))
+        publish_run(folder, Console(quiet=True))
     _publish(CompareSpec(**settings), directory, console)
 
 
@@ -108,14 +86,13 @@ def _check(spec: CompareSpec, place: OutputOptions) -> None:
         )
     if place.profile:
         raise UsageError("--profile times one comparison, and --leave-out makes several: give one of the two")
-    if place.out and place.resume:
-        raise UsageError(f"--out {place.out} and --resume {place.resume}: a resumed run stays in its directory")
-    if place.resume and directory_kind(place.resume) == "run":
+    require_one_directory(place)
+    if place.resume and find_kind(place.resume) == "run":
         raise UsageError(f"{place.resume} holds one comparison and none without clients: start anew (--out)")
 
 
 def _make_experiments(experiment: Experiment, leave_out: str, directory: Path) -> Mapping[str, Experiment]:
-    """The comparison without each client, by its name; refused before any starts where one makes no sense."""
+    """Return the comparison without each client, by its name; raise :class:`UsageError` where one cannot be run."""
     from ..data.partition import match_names
 
     names = experiment.data.names if leave_out == ALL else match_names(leave_out, experiment.data.names)
@@ -144,9 +121,9 @@ def _queue_run(spec: CompareSpec, client: str, directory: Path, experiment: Expe
 
 
 def _require_valid(without: Mapping[str, Experiment], parts: Mapping[str, QueuedRun]) -> None:
-    """Raise :class:`UsageError`, before anything is written, where a method, the model and the data do not fit.
+    """Raise :class:`UsageError`, before anything is written, where a run cannot be made or continued.
 
-    And where a policy cannot work for a client, or what is there already is of other settings.
+    Checked are methods, model and data, policies for each client, and the settings of runs that exist already.
     """
     from ..evaluation.unseen_clients import check_policy
     from ..experiments.trial import Trial
@@ -172,7 +149,7 @@ def _folder_name(directory: Path, client: str) -> Path:
 
 
 def _measure(part: Experiment, folder: Path) -> None:
-    """Write down what every policy gets right on the client that ``part`` left out, from checkpoints in ``folder``."""
+    """Write down the results of every policy on the client that ``part`` left out, from checkpoints in ``folder``."""
     import torch
 
     from ..experiments.restoration import select_trials
@@ -188,7 +165,7 @@ def _measure(part: Experiment, folder: Path) -> None:
 
 
 def _read_measured(spec: CompareSpec, directory: Path) -> list[dict[str, Any]]:
-    """What :func:`_measure` wrote of those comparisons that ended under ``spec``, in the order of the clients."""
+    """Return what :func:`_measure` wrote for comparisons that ended under ``spec``, in the order of the clients."""
     from ..experiments.run_queue import read_outcome
 
     found = [json.loads(file.read_text(encoding="utf-8")) for file in directory.glob(f"without-*/{MEASURED}")]
@@ -202,7 +179,7 @@ def _read_measured(spec: CompareSpec, directory: Path) -> list[dict[str, Any]]:
 
 
 def _publish(spec: CompareSpec, directory: Path, console: Console) -> None:
-    """Print and write one table of what every policy gets right on each client that was left out so far."""
+    """Print and write one table of the results of every policy on each client that was left out so far."""
     from ..new_clients.policy_tables import (
         collect_needs,
         explain_needs,

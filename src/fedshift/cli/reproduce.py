@@ -1,4 +1,4 @@
-"""The command ``fedshift reproduce``: the papers' tables and figures, run here and put beside what is printed there."""
+"""The command ``fedshift reproduce``: the papers' tables and figures, run here and compared with the printed values."""
 
 from __future__ import annotations
 
@@ -16,18 +16,17 @@ from rich.console import Console
 from rich.table import Table as Grid
 
 from ..config.spec import DataSpec
-from ..console.session import (
-    announced_cache,
+from ..console.terminal import (
+    announce_cache,
     catch_interrupts,
-    directory_kind,
     make_console,
     print_line,
     show_loading,
     show_progress,
-    use_threads,
 )
 from ..utils.errors import FedshiftError, UsageError
 from ..utils.files import write_atomically
+from .run import find_kind, use_threads
 
 if TYPE_CHECKING:
     from ..config.spec import RunSpec
@@ -52,30 +51,19 @@ def reproduce(
     root: Path | None = None,
     out: Path = Path("reproduced"),
 ) -> int:
-    """Run tables and figures of the papers beside what they print; without a name, list all and what each takes.
+    """Run tables and figures of the papers, and compare with their values; without a name, list all with their costs.
 
-    Parameters
-    ----------
-    table
-        Which, for example fedbn/table11.
-    all
-        All that have a recipe, those that take least first.
-    present
-        With --all, leave out those whose data are not here, nor others that stand in for them.
-    hours
-        With --all, the time for all together on this machine: each is run with the share of its rounds that fits.
-    light
-        Train small networks in place of the papers', for a look in a small part of the time; outputs say so.
-    seeds
-        Seeds of each run; 3 or more give standard deviations.
-    scale
-        Share of the rounds to run, for a quick look.
-    version
-        Version of the paper where it has several, v1 or final; without it the last.
-    root
-        Directory of the data; without it the one that FEDSHIFT_DATA names, else data.
-    out
-        Directory of the runs, which tables share, of the results and of the page.
+    Args:
+        table: Table or figure, for example fedbn/table11.
+        all: Run all that have a recipe, the shortest first.
+        present: With --all, leave out those whose data are missing and have no stand-in here.
+        hours: With --all, the time for all together on this machine: each runs the share of its rounds that fits.
+        light: Train small networks in place of the papers', for a quick look; outputs say so.
+        seeds: Seeds of each run; 3 or more give standard deviations.
+        scale: Share of the rounds to run, for a quick look.
+        version: Version of the paper where it has several, v1 or final; by default the last.
+        root: Directory of the data; by default the one that FEDSHIFT_DATA names, or data.
+        out: Directory of the runs, which tables share, and of the results and the page.
 
     """
     from ..data.sources import data_root
@@ -109,10 +97,10 @@ def reproduce(
 
 
 def _require_own_directory(out: Path) -> None:
-    """Raise :class:`UsageError` where ``out`` holds other things than tables that were run."""
+    """Raise :class:`UsageError` where ``out`` holds anything but tables that were run."""
     from ..reproduce.results import KNOWN
 
-    kind = directory_kind(out) if out.is_dir() else None
+    kind = find_kind(out) if out.is_dir() else None
     others = out.is_dir() and {path.name for path in out.iterdir()} - KNOWN
     if (out.exists() and not out.is_dir()) or kind not in (None, "reproduce") or (kind is None and others):
         raise UsageError(f"--out {out} holds something else: give a directory of runs of tables, or a new one")
@@ -158,7 +146,7 @@ def _print_list(way: ReproductionOptions, out: Path) -> int:
 
 @contextmanager
 def _counted(console: Console) -> Iterator[Progress]:
-    """Progress of what takes up to a minute: a bar on a terminal, elsewhere a plain line for each tenth of it."""
+    """Yield a progress callback: a bar on a terminal, elsewhere a plain line for each tenth."""
     said = set()
 
     def line(what: str, done: int, total: int) -> None:
@@ -173,7 +161,7 @@ def _counted(console: Console) -> Iterator[Progress]:
 def _list_needs(
     asked: Sequence[RunSpec], plans: Sequence[TablePlan], way: ReproductionOptions, notes: dict[str, int]
 ) -> list[str]:
-    """Lines on the data, networks and methods of runs; what stands in is numbered in ``notes``."""
+    """Return lines on the data, networks and methods of runs; stand-ins are numbered in ``notes``."""
     from ..reproduce.recipes import base_name, is_present
 
     where = []
@@ -194,7 +182,7 @@ def _format_time(seconds: float) -> str:
 
 
 def _select_tables(way: ReproductionOptions, present: bool) -> list[Table]:
-    """All tables with a recipe, of which those without data are left out, or refused."""
+    """Return all tables with a recipe; those without data are left out (``present``) or refused."""
     from ..reproduce.planning import list_runnable, make_plans
     from ..reproduce.published_tables import find_table
 
@@ -223,7 +211,7 @@ def _run(wanted: Sequence[Table], way: ReproductionOptions, version: str | None,
             print_line(console, f"{len(wanted)} tables and figures, those that take least first; steps are timed.")
             with _counted(Console(stderr=True)) as progress:
                 wanted = budget.order_by_time(wanted, way, out, progress)
-        shown.enter_context(announced_cache(console))
+        shown.enter_context(announce_cache(console))
         observer = shown.enter_context(show_progress(console))
         for number, table in enumerate(wanted):
             chosen = budget.fit_scale(table, way, out, len(wanted) - number)
@@ -251,7 +239,7 @@ def _run(wanted: Sequence[Table], way: ReproductionOptions, version: str | None,
 
 
 def rebuild_papers(place: Path, console: Console) -> None:
-    """Show and write again what the ended runs in ``place`` make of each table that was begun there."""
+    """Publish again each table that was begun in ``place``, from the runs that have ended."""
     from ..reproduce.page import write_results_page
     from ..reproduce.published_tables import load_tables
     from ..reproduce.results import lock_directory
@@ -265,7 +253,7 @@ def rebuild_papers(place: Path, console: Console) -> None:
 
 
 def _publish_table(table: Table, done: FinishedTable, out: Path, console: Console) -> None:
-    """Print what came out of a table, and write it as Markdown and LaTeX."""
+    """Print the results of a table, and write them as Markdown and LaTeX."""
     from ..report.formatting import escape_latex, to_latex, to_markdown, to_terminal
     from ..reproduce.published_tables import PAPERS
     from ..reproduce.verdict import compare_values

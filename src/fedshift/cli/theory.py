@@ -5,7 +5,8 @@ from __future__ import annotations
 from json import dumps
 from pathlib import Path
 
-from ..console.session import make_console
+from ..console.terminal import make_console, print_line, print_parts
+from ..utils.errors import UsageError
 from ..utils.files import write_atomically
 
 
@@ -25,35 +26,23 @@ def theory(
 ) -> int:
     """Check FedBN's theory by number: Gram matrices, corollary 4.6, lemma 4.3, predicted and measured convergence.
 
-    Parameters
-    ----------
-    clients
-        Clients, each with a random covariance of its own.
-    samples
-        Samples of each client.
-    dimension
-        Inputs of a sample.
-    width
-        Neurons of the network that is trained; others of a sixteenth, a quarter and four times as many beside it.
-    heterogeneity
-        How far covariances differ: their eigenvalues lie between e to the minus this and e to this.
-    alpha
-        Standard deviation of the network's weights at the start: the larger, the more gamma does.
-    seed
-        Seed of everything.
-    steps
-        Steps of gradient descent.
-    draws
-        Random federations on which corollary 4.6 is tried.
-    monte_carlo
-        Sampled neurons with which the integrated Gram matrix is compared.
-    out
-        Directory for the figures (SVG and PNG) and theory.json; without it nothing is written.
+    Args:
+        clients: Clients, each with a random covariance of its own.
+        samples: Samples of each client.
+        dimension: Inputs of a sample.
+        width: Neurons of the network that is trained; others of a sixteenth, a quarter and four times as many beside
+            it.
+        heterogeneity: How far covariances differ: their eigenvalues lie between e to the minus this and e to this.
+        alpha: Standard deviation of the network's weights at the start: the larger, the more gamma does.
+        seed: Seed of everything.
+        steps: Steps of gradient descent.
+        draws: Random federations on which corollary 4.6 is tried.
+        monte_carlo: Sampled neurons with which the integrated Gram matrix is compared.
+        out: Directory for the figures (SVG and PNG) and theory.json; without it nothing is written.
 
     """
     from ..theory import TheorySettings, check_theory
     from ..theory.rendering import render_theory, to_plain_values
-    from ..utils.errors import UsageError
 
     setting = TheorySettings(
         clients=clients, samples=samples, dimension=dimension, width=width, heterogeneity=heterogeneity, alpha=alpha,
@@ -67,13 +56,12 @@ def theory(
     console = make_console()
     with console.status("computing"):
         found = check_theory(setting)
-    for part in render_theory(found):
-        console.print(part, markup=False, highlight=False, soft_wrap=isinstance(part, str))
+    print_parts(console, render_theory(found))
     if out:
         from ..theory.figures import save_panels
 
         files = save_panels(found, out)
         write_atomically(out / "theory.json", (dumps(to_plain_values(found), indent=2) + "\n").encode())
         for file in (*files, out / "theory.json"):
-            console.print(f"Written: {file}", markup=False, highlight=False, soft_wrap=True)
+            print_line(console, f"Written: {file}")
     return 0

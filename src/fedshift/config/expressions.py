@@ -1,9 +1,9 @@
-"""Names that a person writes, resolved without a registry.
+"""Expressions such as ``fedbn+fedprox(mu=0.1)``, resolved by name without a registry.
 
 ``fedprox(mu=0.1)`` calls ``fedshift.methods.fedprox:fedprox``; ``digit-cnn-bn`` is
-``fedshift.models.digits:digit_cnn_bn``; ``my_package.module:function`` is a function of yours. Methods compose as in
-Python, ``fedbn(fedprox(mu=0.1))``, or with ``+``: ``fedbn+fedprox(mu=0.1)``. Expressions are parsed, never evaluated:
-only calls of such names with literals.
+``fedshift.models.digits:digit_cnn_bn``; ``my_package.module:function`` is a user's own function. Methods compose as in
+Python, ``fedbn(fedprox(mu=0.1))``, or with ``+``: ``fedbn+fedprox(mu=0.1)``. Expressions are parsed, not evaluated, and
+may hold only calls of such names with literals.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..utils.errors import UsageError, unknown_name
 
 @cache
 def list_catalog(package: str) -> Mapping[str, Callable[..., Any]]:
-    """Public functions defined in the modules of ``fedshift.<package>``, by the name a person writes."""
+    """Return the public functions of the modules of ``fedshift.<package>``, by the name in expressions."""
     root = importlib.import_module(f"fedshift.{package}")
     found: dict[str, Callable[..., Any]] = {}
     for module_info in pkgutil.iter_modules(root.__path__):
@@ -38,13 +38,13 @@ def list_catalog(package: str) -> Mapping[str, Callable[..., Any]]:
 
 
 def _spell(package: str, name: str) -> str:
-    """Models are written with dashes, methods, which stand in expressions, with underscores; either is understood."""
+    """Return ``name`` in the package's spelling, models with dashes, methods with underscores; both are understood."""
     return name.replace("-", "_").lower() if package == "methods" else name.replace("_", "-").lower()
 
 
 @contextmanager
 def trust_only(names: Iterable[str]) -> Iterator[None]:
-    """Let no name stand for a function outside of fedshift but ``names``: what to resolve was said by someone else."""
+    """Resolve no function outside of fedshift but ``names`` in this block, whose expressions came from elsewhere."""
     token = _TRUSTED.set(frozenset(name.replace(":", ".") for name in names))
     try:
         yield
@@ -56,7 +56,7 @@ _TRUSTED: ContextVar[frozenset[str] | None] = ContextVar("trusted", default=None
 
 
 def resolve(package: str, name: str) -> Callable[..., Any]:
-    """The function that ``name`` stands for; :class:`UsageError` naming the nearest where there is none."""
+    """Return the function called ``name``; raise :class:`UsageError` with the nearest name where there is none."""
     kind = package.removesuffix("s")
     module_name, _, attribute = name.replace(":", ".").rpartition(".")
     if not module_name:
@@ -79,9 +79,9 @@ def resolve(package: str, name: str) -> Callable[..., Any]:
 
 
 def expressions(kind: str, text: str, lookup: Callable[[str], Callable[..., Any]]) -> list[Any]:
-    """The values of a comma-separated list of expressions, for example ``fedavg, fedbn+fedprox(mu=0.1)``.
+    """Return the values of a comma-separated list of expressions, for example ``fedavg, fedbn+fedprox(mu=0.1)``.
 
-    ``lookup`` finds the function of a name; ``kind`` says in errors what is being read.
+    ``lookup`` returns the function of a name; ``kind`` is the subject of errors.
     """
     source = re.sub(r"(?<=\w):(?=\w)", ".", text)
     try:
@@ -94,7 +94,7 @@ def expressions(kind: str, text: str, lookup: Callable[[str], Callable[..., Any]
 
 
 def split_expressions(kind: str, text: str) -> list[str]:
-    """``text`` at its commas outside of brackets and quotes; :class:`UsageError` where one of these is not closed."""
+    """Split ``text`` at commas outside brackets and quotes; raise :class:`UsageError` where one is not closed."""
     found, depth, quote = [""], 0, ""
     for sign in text:
         if quote:

@@ -1,4 +1,4 @@
-"""What a person sees while an experiment runs: a live display on a terminal, plain lines elsewhere."""
+"""Progress of an experiment: a live display on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ..experiments.trial import RoundResult
 from ..results.schema import METRICS, compute_metric, rows_to_frame
 
 SHOWN = 20
-"""Clients that are shown one by one."""
+"""Most clients that are shown individually."""
 
 
 class _ProgressObserver(Observer):
-    """Keeps the figures that both displays show."""
+    """Figures that both displays show."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -68,7 +68,7 @@ class _ProgressObserver(Observer):
 
 
 class PlainLines(_ProgressObserver):
-    """One line for each evaluated round; what a log file or a pipe gets."""
+    """One line for each evaluated round, for log files and pipes."""
 
     @override
     def begin(
@@ -152,7 +152,7 @@ class LiveDisplay(_ProgressObserver):
         self.bar.update(self.task, advance=rounds, description=said)
 
     def _render(self) -> Group:
-        """The bar and the table as they are now; the display asks for it a few times a second."""
+        """Return the current bar and table; the display calls this some times a second."""
         names, table = list(self.names), Table(box=None, padding=(0, 2))
         for title in ("client", "training loss", f"test {METRICS[self.metric]}"):
             table.add_column(title, justify="left" if title == "client" else "right")

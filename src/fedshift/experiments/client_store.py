@@ -1,12 +1,12 @@
-"""Clients' states: in memory while there is room, otherwise in files, of which each round writes only what changed.
+"""Clients' states, in memory while there is room and otherwise in files; a round writes only the states that changed.
 
-A log-structured store (Rosenblum and Ousterhout 1992). A segment is a file of states one after another, each an
-ordinary safetensors file; it is written once, whole or not at all, and never changed. What is still current in segments
-of which less than half is, goes into the next one, so that files take at most about twice what clients keep.
+A log-structured store (Rosenblum and Ousterhout 1992). A segment is a file of consecutive states, each an ordinary
+safetensors file; it is written once, completely or not at all, and never changed. Where less than half of a segment
+is current, that part moves into the next one, so that files take at most about twice the space of the states.
 
 A client that never trained, or that keeps nothing, has no state here but its number of steps. Each state has a checksum
-that is compared when the state is read: opening a store of many clients looks only at which segments there are and how
-long, so that it takes no longer and no more memory than what is asked of it afterwards.
+that is compared when the state is read. Opening a store looks only at names and sizes of segments, so that it costs
+little with many clients.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from ..utils.files import write_atomically
 from ..utils.state import State, add_prefix, entries_under, nbytes
 
 MEMORY = 512 * 2**20
-"""Bytes of clients' states that are held in memory unless told otherwise."""
+"""Default limit on the bytes of clients' states held in memory."""
 PARTS = ("personal", "optimizer", "memory")
 
 
 class ClientStore(Mapping[str, ClientState]):
-    """Each client by name: as ``fresh`` makes it until it trained, then what :meth:`put` was given last.
+    """Clients by name: the result of ``fresh`` until a client trained, then the last state given to :meth:`put`.
 
-    ``limit``: bytes of states held in memory, which only those that :meth:`save` has not written yet may exceed;
-    ``held``: how many there are now.
-    Reading a client raises :class:`FedshiftError` where its state on disk is missing or damaged.
+    ``limit``: bytes of states held in memory, which only states that :meth:`save` has not written yet may exceed;
+    ``held``: bytes held now. Reading a client raises :class:`FedshiftError` where its state on disk is missing or
+    damaged.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class ClientStore(Mapping[str, ClientState]):
         return len(self.names)
 
     def has_trained(self, name: str) -> bool:
-        """Whether there is a client of this name and it has taken part."""
+        """Return whether there is a client of this name and it has taken part."""
         return name in self._number and bool(self._steps[self._number[name]])
 
     @property
@@ -91,7 +91,7 @@ class ClientStore(Mapping[str, ClientState]):
         return tuple(self.names[number] for number in np.flatnonzero(self._steps))
 
     def put(self, clients: Mapping[str, ClientState]) -> None:
-        """Take over these clients as they are after a round."""
+        """Store ``clients`` after a round."""
         for name, client in clients.items():
             number = self._number[name]
             for place in (self._unsaved, self._cached):
@@ -104,11 +104,11 @@ class ClientStore(Mapping[str, ClientState]):
         self._shrink()
 
     def save(self, folder: Path, round: int) -> tuple[State, dict[str, int]]:
-        """Write what changed since the last time as a segment in ``folder``, if anything did.
+        """Write the states that changed since the last call as a segment in ``folder``, if any did.
 
-        Returns what :meth:`restore` needs: tensors, and the segments that now hold states with their sizes. What an
-        older call returned stays valid until :func:`remove_unused_segments` removes segments. In another folder than before, all states
-        are written. Raises :class:`FedshiftError` where the disk refuses; nothing is changed then.
+        Returns what :meth:`restore` needs: tensors, and the segments that now hold states with their sizes. The result
+        of an older call stays valid until :func:`remove_unused_segments` removes segments. In another folder than
+        before, all states are written. Raises :class:`FedshiftError` where the disk refuses; nothing is changed then.
         """
         segment = self._place[:, 0]
         current = np.bincount(segment, weights=self._place[:, 2], minlength=1 + max(self._segments, default=0))
@@ -135,7 +135,7 @@ class ClientStore(Mapping[str, ClientState]):
         return index, {str(number): size for number, size in self._segments.items()}
 
     def spill(self, round: int) -> None:
-        """Where more than ``limit`` is held, write states that were not saved to a temporary folder of the store's."""
+        """Write unsaved states to the store's temporary folder where more than ``limit`` is held."""
         if self.held > self._limit and self._unsaved:
             if self._scratch is None:
                 self._scratch = Path(mkdtemp(prefix="fedshift-clients-"))
@@ -144,7 +144,7 @@ class ClientStore(Mapping[str, ClientState]):
             remove_unused_segments(self._scratch, self._segments)
 
     def tensors(self) -> State:
-        """All states as flat tensors, by the numbers of their clients."""
+        """Return all states as flat tensors, by the numbers of their clients."""
         flat: State = {"clients/steps": torch.tensor(self._steps)}
         for number in np.flatnonzero(self._steps):
             for part in PARTS:
@@ -152,7 +152,7 @@ class ClientStore(Mapping[str, ClientState]):
         return flat
 
     def restore(self, tensors: State, segments: Mapping[str, int], folder: Path | None) -> None:
-        """Go back to what :meth:`save` returned, in ``folder``, or :meth:`tensors`.
+        """Restore the result of :meth:`save`, in ``folder``, or of :meth:`tensors`.
 
         Raises :class:`FedshiftError` where a segment is missing or of another size.
         """
@@ -179,7 +179,7 @@ class ClientStore(Mapping[str, ClientState]):
         )
 
     def _pack(self, number: int) -> bytes:
-        """A client's state as a file; safetensors has no tensors that share memory."""
+        """Return a client's state as the content of a file; safetensors has no tensors that share memory."""
         if number not in self._unsaved:
             return self._read(number)
         flat: State = {}
@@ -210,7 +210,7 @@ class ClientStore(Mapping[str, ClientState]):
 
 
 def remove_unused_segments(folder: Path, used: Iterable[int]) -> None:
-    """Remove all segments in ``folder`` but those ``used``, and what a crash left of one that was being written."""
+    """Remove all segments in ``folder`` but those ``used``, and incomplete files that a crash left."""
     names = {_segment_name(number) for number in used}
     for path in folder.glob("clients-*"):
         if path.name not in names:
@@ -230,7 +230,7 @@ def _state_bytes(client: ClientState) -> int:
 
 
 def _compact_state(client: ClientState) -> ClientState:
-    """``client`` with a copy of each entry that keeps a larger array in memory, as one of many stacked clients does."""
+    """Return ``client`` with a copy of each entry that is part of a larger array, as under the stacked engine."""
 
     def own(state: State) -> State:
         return {

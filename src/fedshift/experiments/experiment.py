@@ -1,6 +1,6 @@
-"""Experiments: several methods and seeds on one federation, kept on disk as they go.
+"""Experiments: several methods and seeds on one federation, kept on disk as they run.
 
-Trials run seed by seed, all methods of a seed before the next, so that what an interrupted experiment leaves can be
+Trials run seed by seed, all methods of a seed before the next, so that the results of an interrupted experiment can be
 compared. Methods of one seed start from the same weights and see the same order of samples: differences are paired.
 """
 
@@ -44,46 +44,46 @@ from .trial import RoundResult, Trial
 
 CHECKPOINT, BEST = "checkpoint.safetensors", "best.safetensors"
 SAMPLES = 8
-"""Images of each client that a run keeps to show."""
+"""Images of each client that a run keeps for its report."""
 MAX_NAMED = 5
-"""Clients that a notice names."""
+"""Most clients that a notice names."""
 NO_SCORE = (0, 0.0)
 MAKING = f"{', '.join(POLICIES[1:-1])} or {POLICIES[-1]}"
 """The policies that give a client a model."""
 
 
 class Observer:
-    """Hears what happens while an experiment runs; every method is a no-op to override."""
+    """Callbacks for the events of an experiment; every method is a no-op to override."""
 
     def begin(
         self, methods: Sequence[str], seeds: Sequence[int], rounds: int, clients: Sequence[str], metric: str
     ) -> None:
-        """The experiment starts; ``metric`` is what its tables will report."""
+        """The experiment starts; its tables will report ``metric``."""
 
     def trial(self, method: str, seed: int, done: int) -> None:
-        """A trial starts, or goes on after ``done`` rounds."""
+        """A trial starts, or continues after ``done`` rounds."""
 
     def engine(self, method: str, choice: EngineChoice) -> None:
-        """The engine that the trials of ``method`` run on, where that was left to be chosen."""
+        """An engine was chosen for the trials of ``method`` (``engine="auto"``)."""
 
     def client(self, client: str, loss: float) -> None:
-        """A client ended its work of the round with this mean training loss."""
+        """A client finished its work of the round with this mean training loss."""
 
     def round(self, done: RoundResult) -> None:
         """A round ended and is saved."""
 
     def notice(self, text: str) -> None:
-        """Something a person should know, said once."""
+        """A notice for the user; each is given once."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Experiment:
-    """What is to be run: methods and seeds, on which data, with which model and settings.
+    """Methods and seeds to run on a federation, with a model and settings.
 
-    ``model(sample_shape, classes)`` makes a network; ``config`` is how a person wrote all this, for the record, and
-    ``files`` are more files for it, by name. ``measured_later``: clients that who runs it measures when it has ended,
-    so that no notice need say that they are not. ``make_engine``: makes each trial's engine where the samples are not
-    here, in place of the one that the settings name.
+    ``model(sample_shape, classes)`` makes a network. ``config`` holds the settings as the user wrote them, for the
+    record, and ``files`` further files for the run directory, by name. ``measured_later``: clients that the caller
+    measures after the experiment, about which no notice is needed. ``make_engine``: makes each trial's engine where the
+    samples are elsewhere, in place of the one that the settings name.
     """
 
     methods: tuple[Method, ...]
@@ -126,17 +126,29 @@ class Experiment:
     def run(
         self, path: Path, *, resume: bool = False, observer: Observer | None = None, stop: Event | None = None
     ) -> bool:
-        """Run all trials in directory ``path``, checkpointing each round; whether it got to the end.
+        """Run all trials in directory ``path``, with a checkpoint after each round.
 
-        ``stop``: once set, the run ends after the round in progress, and this returns False. Raises
-        :class:`UsageError` before anything starts where a method, the model and the data do not fit, ``Diverged`` after
-        the other trials where one diverged, and other :class:`FedshiftError` where the disk or the directory refuses.
+        Args:
+            path: run directory.
+            resume: whether to continue the run in ``path``.
+            observer: callbacks for events.
+            stop: event that ends the run after the round in progress once it is set.
+
+        Returns:
+            Whether the run reached its end.
+
+        Raises:
+            UsageError: a method, the model and the data do not fit; nothing is started then.
+            Diverged: a trial diverged; raised after the other trials.
+            FedshiftError: the disk or the directory refuses.
+
         """
         observer, stop = observer or Observer(), stop or Event()
-        facts = {method.name: summarize_method(self._make_trial(method, self.seeds[0]).plan) for method in self.methods}
+        trials = self._make_first_trials()
+        facts = {name: summarize_method(trial.plan) for name, trial in trials.items()}
         with closing(RunDirectory(path, resume=resume)) as directory:
             if resume:
-                self.check_compatible(path)
+                self._check_kept(path, trials)
             self._describe(directory, facts)
             names, settings = [method.name for method in self.methods], self.settings
             observer.begin(names, self.seeds, settings.rounds, self.data.names, settings.metric)
@@ -147,7 +159,9 @@ class Experiment:
             for seed in self.seeds:
                 for method in self.methods:
                     try:
-                        if not self._run_trial(method, seed, directory, observer, notices, stop):
+                        known = method.name in trials
+                        trial = trials.pop(method.name) if known else self._make_trial(method, seed)
+                        if not self._run_trial(trial, directory, observer, notices, stop):
                             return False
                     except Diverged as error:
                         notices.say(f"{method.name}, seed {seed}: {error}. Its numbers are those of the round before.")
@@ -160,37 +174,44 @@ class Experiment:
         return Trial(method, self.model, self.data, self.settings, seed, make_engine=self.make_engine)
 
     def check_compatible(self, path: Path) -> None:
-        """Refuse methods that do not fit model and data, and what ``path`` holds where it is of other settings.
+        """Raise :class:`UsageError` where a method does not fit model and data, or ``path`` holds another run's trials.
 
-        Raises :class:`UsageError`; nothing is trained, and nothing in ``path`` is changed.
+        Nothing is trained, and nothing in ``path`` is changed.
         """
-        for method in self.methods:
-            trial = self._make_trial(method, self.seeds[0])
+        self._check_kept(path, self._make_first_trials())
+
+    def _make_first_trials(self) -> dict[str, Trial]:
+        """Make each method's trial of the first seed, which shows whether method, model and data fit."""
+        return {method.name: self._make_trial(method, self.seeds[0]) for method in self.methods}
+
+    def _check_kept(self, path: Path, trials: Mapping[str, Trial]) -> None:
+        for name, trial in trials.items():
             for seed in self.seeds:
-                kept = trial_folder(path, method.name, seed) / CHECKPOINT
+                kept = trial_folder(path, name, seed) / CHECKPOINT
                 if kept.exists():
                     trial.check_compatible(load_facts(kept), seed)
 
     def _run_trial(
-        self, method: Method, seed: int, directory: RunDirectory, observer: Observer, notices: _Notices, stop: Event
+        self, trial: Trial, directory: RunDirectory, observer: Observer, notices: _Notices, stop: Event
     ) -> bool:
-        folder = directory.trial(method.name, seed)
-        trial = self._make_trial(method, seed)
+        """Run ``trial``, or continue it; return whether it reached its end."""
+        name = trial.plan.method.name
+        folder = directory.trial(name, trial.seed)
         checkpoint = folder / CHECKPOINT
         if checkpoint.exists():
             trial.restore(*load_checkpoint(checkpoint), folder)
         done = trial.server.round
-        for name in (METRICS, ROUNDS):
-            cut_rows(folder / name, done)
+        for file in (METRICS, ROUNDS):
+            cut_rows(folder / file, done)
         best, reached = self._find_best(read_rows(folder / METRICS))
         # Had the program been killed before this round was kept as the best, or files that none needs were removed:
         trial.save(folder, *((BEST,) if best == done > 0 else ()))
-        observer.trial(method.name, seed, done)
+        observer.trial(name, trial.seed, done)
         for text in self._notices_before(trial):
             notices.say(text)
         with closing(trial), keep_freed_memory():
             if self.settings.engine == "auto" and trial.server.round < self.settings.rounds:
-                observer.engine(method.name, trial.engine_choice)
+                observer.engine(name, trial.engine_choice)
             while trial.server.round < self.settings.rounds:
                 if stop.is_set():
                     return False
@@ -209,7 +230,7 @@ class Experiment:
         return True
 
     def _notices_before(self, trial: Trial) -> Iterator[str]:
-        """What a person should know of a trial that begins."""
+        """Yield the notices on a trial that begins."""
         for rule in trial.plan.method.rules:
             yield from rule.notices(trial.plan)
         merged = trial.find_merged_batches()
@@ -225,7 +246,7 @@ class Experiment:
             )
 
     def _notices_after(self, trial: Trial) -> Iterator[str]:
-        """What a person should know of a trial that has ended."""
+        """Yield the notices on a trial that has ended."""
         method = trial.plan.method
         untrained = [name for name in self._without_later(self.data.names) if not trial.clients.has_trained(name)]
         if untrained and trial.plan.personalizes:
@@ -246,12 +267,12 @@ class Experiment:
 
     @property
     def _has_unmeasured(self) -> bool:
-        """Whether a client that a person is to be told of may have no model."""
+        """Return whether a client on which notices are due may have no model."""
         settings = replace(self.settings, newcomers=self._without_later(self.settings.newcomers))
         return settings.skips_clients(self._without_later(self.data.names))
 
     def _score(self, rows: list[Row]) -> tuple[int, float]:
-        """How good a round is: clients with validation rows, so that none is left out, then their macro metric."""
+        """Return a round's score: number of clients with validation rows, so that all count, then macro metric."""
         if self.settings.select != "best":
             return NO_SCORE
         chosen = rows_to_frame(
@@ -261,14 +282,14 @@ class Experiment:
         return (int(found.count()), float(found.mean())) if found.count() else NO_SCORE
 
     def _find_best(self, rows: list[Row]) -> tuple[int, tuple[int, float]]:
-        """The first of the best rounds, 0 where there is none, and how good it is."""
+        """Return the first of the best rounds, 0 where there is none, and its score."""
         rounds = groupby(rows, key=lambda row: row["round"])
         reached = {0: NO_SCORE} | {number: self._score(list(of_round)) for number, of_round in rounds}
         best = max(reached, key=lambda number: reached[number])
         return best, reached[best]
 
     def _sample_images(self) -> dict[str, np.ndarray]:
-        """A few test images of each client that a report has pictures of, uint8 ``[n, H, W, C]``."""
+        """Return some test images of each client that the report pictures, uint8 ``[n, H, W, C]``."""
         pictured = self.data.clients[:PICTURED]
         shown = {client.name: _to_images(client.test.copy_rows(slice(0, SAMPLES)).cpu().numpy()) for client in pictured}
         return {name: image for name, image in shown.items() if image is not None}
@@ -297,7 +318,7 @@ class Experiment:
 
 
 class _Notices:
-    """Notices said once each, kept in the directory."""
+    """Notices, given once each and kept in the directory."""
 
     def __init__(self, directory: RunDirectory, observer: Observer) -> None:
         self.directory, self.observer = directory, observer
@@ -311,7 +332,7 @@ class _Notices:
 
 
 def _to_images(x: np.ndarray) -> np.ndarray | None:
-    """Samples as images uint8 ``[n, H, W, C]``; None where they are not images."""
+    """Return samples as images uint8 ``[n, H, W, C]``; None where they are not images."""
     if x.ndim != 4:
         return None
     if x.dtype != np.uint8:

@@ -1,4 +1,4 @@
-"""A run directory's experiment, made again from its settings, and its trials as they were left."""
+"""Experiments made again from the settings in a run directory, and their trials restored from checkpoints."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from ..results.checkpoint import load_checkpoint, load_facts
 from ..results.run_directory import trial_folder
 from ..utils.errors import UsageError, unknown_name
 from .experiment import BEST, CHECKPOINT, Experiment
-from .factory import make_experiment
-from .factory import parse_methods as parsed
+from .factory import make_experiment, parse_methods
 from .settings import Settings
 from .trial import Trial
 
 
 def load_spec(directory: Path) -> RunSpec | CompareSpec:
-    """The settings of the run in ``directory``; :class:`UsageError` where there is none that can be made again."""
+    """Return the settings of the run in ``directory``; raise :class:`UsageError` where it cannot be made again."""
     if not (directory / "study.json").is_file():
         inner = next((path.parent for path in sorted(directory.glob("*/study.json"))), None)
         hint = f", such as {inner}" if inner else ""
@@ -40,7 +39,7 @@ def load_spec(directory: Path) -> RunSpec | CompareSpec:
 
 
 def resolve_device(spec: RunSpec | CompareSpec, asked: str | None = None) -> tuple[str, list[str]]:
-    """The device that is ``asked`` for, else the run's, or cpu with a sentence on that where it is not to be had.
+    """Return the device that is ``asked`` for, else the run's, or cpu and a notice where the run's is unavailable.
 
     Raises :class:`UsageError` where the device that is asked for cannot be used here.
     """
@@ -55,9 +54,9 @@ def resolve_device(spec: RunSpec | CompareSpec, asked: str | None = None) -> tup
 def load_experiment(
     directory: Path, progress: Progress | None = None, device: str | None = None
 ) -> tuple[RunSpec | CompareSpec, Experiment]:
-    """The settings and the experiment of the run in ``directory``; its trials can be restored, and need no engine.
+    """Return the settings and the experiment of the run in ``directory``, whose trials can be restored.
 
-    ``device``: where they compute; see :func:`resolve_device`.
+    ``device``: device to compute on; see :func:`resolve_device`.
     """
     spec = load_spec(directory)
     return spec, select_trials(make_experiment(replace(spec, device=resolve_device(spec, device)[0]), progress))
@@ -66,10 +65,16 @@ def load_experiment(
 def select_trials(
     experiment: Experiment, methods: str | Sequence[str] | None = None, seeds: int | Sequence[int] | None = None
 ) -> Experiment:
-    """``experiment`` with some of its ``methods`` and ``seeds`` alone, for trials that are restored and need no engine.
+    """Return ``experiment`` with some of its methods and seeds, for trials that are restored and need no engine.
 
-    ``methods``: names, patterns such as ``"fed*"``, or expressions as the run was given, a text with commas; None: all.
-    ``seeds``: how many, the first ones, or which; None: all. Raises :class:`UsageError` for one that it has not.
+    Args:
+        experiment: experiment to select from.
+        methods: names, patterns such as ``"fed*"``, or the expressions given to the run; None: all.
+        seeds: number of the first seeds, or the seeds; None: all.
+
+    Raises:
+        UsageError: the experiment has no such method or seed.
+
     """
     names = [method.name for method in experiment.methods]
     asked = names if methods is None else [methods] if isinstance(methods, str) and methods in names else methods
@@ -92,11 +97,11 @@ def select_trials(
 
 
 def _match_methods(text: str, names: Sequence[str]) -> list[str]:
-    """Those of ``names`` that ``text`` says or fits, or that the method has which it makes."""
+    """Return method names that equal ``text``, match it as a pattern, or result from parsing it."""
     if found := [name for name in names if name == text or fnmatchcase(name, text)]:
         return found
     try:
-        (made,) = parsed(text)
+        (made,) = parse_methods(text)
     except ValueError:  # it makes none, or several
         made = None
     if made is None or made.name not in names:
@@ -105,15 +110,15 @@ def _match_methods(text: str, names: Sequence[str]) -> list[str]:
 
 
 def count_rounds_done(directory: Path, name: str, seed: int) -> int:
-    """How many rounds a trial in ``directory`` has done; :class:`FedshiftError` where it left no checkpoint."""
+    """Return the rounds that a trial in ``directory`` has done; raise :class:`FedshiftError` without a checkpoint."""
     return int(load_facts(trial_folder(directory, name, seed) / CHECKPOINT)["round"])
 
 
 def restore_trial(experiment: Experiment, directory: Path, name: str, seed: int) -> Trial:
-    """The trial of method ``name`` as ``directory`` has it: after its last round, or the best with ``select="best"``.
+    """Return the trial of method ``name`` in ``directory`` after its last round, or the best with ``select="best"``.
 
     Raises :class:`UsageError` for an unknown method or other settings, and :class:`FedshiftError` where the run has not
-    got that far or its files are damaged.
+    reached that round or its files are damaged.
     """
     for method in experiment.methods:
         if method.name == name:
@@ -126,5 +131,5 @@ def restore_trial(experiment: Experiment, directory: Path, name: str, seed: int)
 
 
 def iterate_trials(experiment: Experiment) -> Iterator[tuple[str, int]]:
-    """Method and seed of every trial, method by method."""
+    """Return an iterator over method and seed of every trial, method by method."""
     return ((method.name, seed) for method in experiment.methods for seed in experiment.seeds)

@@ -1,6 +1,6 @@
-"""Several runs in one directory, one after another: what has ended is never run again, what was begun goes on.
+"""Several runs in one directory, one after another: ended runs are never repeated, interrupted ones continue.
 
-``done.json`` in a run's directory says that it came to its end, under which settings, and what diverged in it.
+``done.json`` in a run's directory says that it ended, under which settings, and what diverged in it.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ DIVERGED = "diverged"
 
 @dataclass(frozen=True, kw_only=True)
 class QueuedRun:
-    """One of several runs: its directory ``folder``, and its ``experiment``, made when its turn has come.
+    """One of several runs: its directory ``folder``, and its ``experiment``, made when its turn comes.
 
-    ``settings``: those under which it counts as having ended; none where the name of the directory tells them.
+    ``settings``: settings under which it counts as ended; none where the name of the directory tells them.
     """
 
     folder: Path
@@ -36,7 +36,7 @@ class QueuedRun:
 
 
 def read_outcome(folder: Path, settings: Mapping[str, Any]) -> str | None:
-    """What diverged in the run in ``folder``, ``""`` for nothing; None where it has not ended under ``settings``."""
+    """Return what diverged in the run in ``folder``, ``""`` for nothing; None: not ended under ``settings``."""
     try:
         kept = json.loads((folder / DONE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -53,10 +53,11 @@ def run_pending(
     begin: Callable[[int, QueuedRun], None] = lambda *_: None,
     end: Callable[[QueuedRun, bool], None] = lambda *_: None,
 ) -> bool:
-    """Run what of ``parts`` has not ended; whether all was got to before ``stop`` was set.
+    """Run those of ``parts`` that have not ended; return whether all were run before ``stop`` was set.
 
-    ``begin`` and ``end`` hear of each that is run, ``end`` also whether it was not stopped. A part that diverges has
-    ended and keeps the others from nothing. Raises what :meth:`~fedshift.experiments.experiment.Experiment.run` raises otherwise.
+    ``begin`` and ``end`` are called for each part that is run, ``end`` also with whether it was not stopped. A part
+    that diverges has ended and does not stop the others; other errors are those of
+    :meth:`~fedshift.experiments.experiment.Experiment.run`.
     """
     threads = min(torch.get_num_threads(), available_processors())
     for number, part in enumerate(parts, 1):

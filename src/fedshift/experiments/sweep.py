@@ -1,7 +1,7 @@
-"""A sweep: one comparison for each combination of settings' values, each in a run directory of its own.
+"""A sweep: one comparison for each combination of settings' values, each in its own run directory.
 
-Every combination is checked before the first is run: its settings, its data, and whether methods, model and what an
-earlier run left fit them. A combination is what `fedshift compare` runs with the same settings, bit for bit.
+Every combination is checked before the first is run: its settings, its data, and whether methods, model and the files
+of an earlier run fit them. A combination equals `fedshift compare` with the same settings, bit for bit.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from .factory import make_experiment, make_methods, make_settings, parse_methods
 from .run_queue import QueuedRun, read_outcome
 
 NONE = "none"
-"""How it is written that a setting is not given."""
+"""Value that leaves a setting unset."""
 LONGEST = 80
-"""Characters of a value in the name of a directory."""
+"""Most characters of a value in the name of a directory."""
 WHOLE = {
     "methods": "every combination compares all methods: list them with --methods",
     **dict.fromkeys(
@@ -36,7 +36,7 @@ WHOLE = {
         "a sweep's table is over one such for all: give it alone",
     ),
 }
-"""Settings that belong to the sweep as a whole, and why."""
+"""Settings that belong to the sweep as a whole, and the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,20 +48,20 @@ class Combination:
     folder: str
 
     def to_queued_run(self, path: Path) -> QueuedRun:
-        """The run that it is of the sweep in ``path``."""
+        """Return the combination's run in the sweep in ``path``."""
         settings = asdict(self.spec)
         return QueuedRun(folder=path / self.folder, settings=settings, experiment=partial(make_experiment, self.spec))
 
     def read_outcome(self, path: Path) -> str | None:
-        """What diverged in it, in a sentence, ``""`` for nothing; None where sweep ``path`` has not ended it."""
+        """Return what diverged in it, ``""`` for nothing; None where sweep ``path`` has not ended it."""
         diverged = read_outcome(path / self.folder, asdict(self.spec))
         return f"{self.folder}: {diverged}" if diverged else diverged
 
 
 def make_combinations(spec: SweepSpec) -> list[Combination]:
-    """All combinations, the first setting slowest.
+    """Return all combinations, the first setting slowest.
 
-    Raises :class:`UsageError`, or pydantic's ``ValidationError``, naming the value that cannot be.
+    Raises :class:`UsageError`, or pydantic's ``ValidationError``, naming the value that is not allowed.
     """
     over = parse_swept(spec.over)
     if not over:
@@ -73,18 +73,16 @@ def make_combinations(spec: SweepSpec) -> list[Combination]:
         made = CompareSpec(**common | given)
         values = {name: getattr(made, name) for name in over}
         if values in [other.values for other in found]:
-            raise UsageError(
-                f"over {', '.join(over)}: {' '.join(texts)} stands for the same as another value; drop one"
-            )
+            raise UsageError(f"over {', '.join(over)}: {' '.join(texts)} is the same as another value; drop one")
         found.append(Combination(values=values, spec=made, folder=_folder_name(values, [c.folder for c in found])))
         _parse_expressions(found[-1])
     return found
 
 
 def parse_swept(texts: Sequence[str]) -> dict[str, list[str]]:
-    """Settings and their values as written: ``["epochs=1,4"]`` and ``["epochs=1,4,lr=0.1"]`` are understood.
+    """Return settings and their values in ``texts`` such as ``["epochs=1,4"]`` and ``["epochs=1,4,lr=0.1"]``.
 
-    Commas inside of brackets or quotes part nothing; a value in square brackets is what stands in them.
+    Commas inside brackets or quotes do not separate values; square brackets around a value are removed.
     """
     allowed = [field.name for field in fields(CompareSpec) if field.name not in WHOLE]
     found: dict[str, list[str]] = {}
@@ -111,7 +109,7 @@ def parse_swept(texts: Sequence[str]) -> dict[str, list[str]]:
 
 
 def split_settings(over: Sequence[str]) -> tuple[str, ...]:
-    """``over`` with each setting in a text of its own, as it is kept however it was written."""
+    """Return ``over`` with one text for each setting, the form in which it is kept."""
     quoted = {
         name: [
             f"[{value}]" if value.startswith("[") or len(split_expressions("over", value)) > 1 else value
@@ -123,7 +121,7 @@ def split_settings(over: Sequence[str]) -> tuple[str, ...]:
 
 
 def check_combination(combination: Combination, path: Path, progress: Progress | None = None) -> None:
-    """Raise :class:`UsageError`, naming the combination, unless it can be run, or gone on with, in sweep ``path``."""
+    """Raise :class:`UsageError`, naming the combination, unless it can be run, or continued, in sweep ``path``."""
     try:
         make_experiment(combination.spec, progress).check_compatible(path / combination.folder)
     except UsageError as error:
@@ -131,9 +129,9 @@ def check_combination(combination: Combination, path: Path, progress: Progress |
 
 
 def collect_points(wanted: Sequence[Combination], path: Path) -> Iterator[tuple[Combination, CurvePoint]]:
-    """What the combinations of sweep ``path`` have left so far, those that were begun.
+    """Yield the results so far of the combinations of sweep ``path`` that were begun.
 
-    Methods are named alike in all of them: as they are written, without what swept settings add to their names.
+    Methods have the same names in all of them: as written, without what swept settings add.
     """
     for combination in wanted:
         folder = path / combination.folder
@@ -150,7 +148,7 @@ def collect_points(wanted: Sequence[Combination], path: Path) -> Iterator[tuple[
 
 
 def _parse_expressions(combination: Combination) -> None:
-    """Refuse expressions that cannot be read, before any data are."""
+    """Raise :class:`UsageError` for expressions that cannot be read, before any data are loaded."""
     spec = combination.spec
     try:
         make_methods(spec)
@@ -161,12 +159,12 @@ def _parse_expressions(combination: Combination) -> None:
 
 
 def _parse_value(name: str, text: str) -> Any:
-    """The value that ``text`` stands for before it is checked: none is a setting's not being given."""
+    """Return the value of ``text``, unchecked; None where it leaves the setting unset."""
     default = next(field.default for field in fields(CompareSpec) if field.name == name)
     return None if text == NONE and default is None else text
 
 
 def _folder_name(values: Mapping[str, object], taken: Sequence[str]) -> str:
-    """``epochs=1,batch_size=10``: a name for a directory, with a number where another has it."""
+    """Return a name for a directory, ``epochs=1,batch_size=10``, with a number where it is taken."""
     name = ",".join(f"{key}={to_file_name(format_setting(key, value))[:LONGEST]}" for key, value in values.items())
     return next(free for n in count(1) if (free := name if n == 1 else f"{name}-{n}") not in taken)

@@ -1,8 +1,8 @@
 """A trial: one method with one seed, round after round, that can be stopped and resumed bit for bit.
 
-Everything that a trial knows besides its settings is in its state: the server, and each client that has taken part.
-Draws come from keyed streams, so a trial restored from a checkpoint goes on as if it had never stopped. What a round
-costs depends on the clients that take part in it, not on how many there are.
+All state of a trial besides its settings is in the server and in each client that has taken part. Draws come from keyed
+streams, so a trial restored from a checkpoint continues as if it had never stopped. The cost of a round depends on the
+clients that take part in it, not on the number of all clients.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from ..core.preparation import apply_surgery
 from ..core.server_round import StreamingAggregator
 from ..data.augmentation import check_augmentable
 from ..data.federation import ClientData, Federation, count_labels, pool_training_data
-from ..engines.auto import EngineChoice, choose_engine
 from ..engines import ENGINES
+from ..engines.auto import EngineChoice, choose_engine
 from ..engines.cost_model import count_operations, limit_threads
 from ..engines.engine import ClientResult, Engine, EngineFactory
 from ..evaluation.communication import downlink_bytes, uplink_bytes
@@ -46,13 +46,12 @@ from ..utils.errors import UsageError
 from ..utils.profiling import OPERATIONS, add_seconds, is_recording, timed_section
 from ..utils.state import State, add_prefix, entries_under
 from .client_store import MEMORY, ClientStore, remove_unused_segments
-from .planning import make_plan
-from .settings import Settings
+from .settings import Settings, make_plan
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoundResult:
-    """What one round left: who took part, bytes moved by all clients, seconds of training, and rows of measurements."""
+    """Outcome of a round: participants, bytes moved by all clients, seconds of training, and rows of measurements."""
 
     round: int
     participants: tuple[str, ...]
@@ -63,9 +62,9 @@ class RoundResult:
 
 
 class Trial:
-    """One method with one seed on one federation; see the module's text.
+    """One method with one seed on one federation; see the module's docstring.
 
-    ``client_memory``: bytes of clients' states held in memory; beyond it they are in files alone (``client_store``).
+    ``client_memory``: bytes of clients' states held in memory; those beyond it are in files alone (``client_store``).
     ``make_engine``: makes the engine in place of the one that the settings name.
     """
 
@@ -135,7 +134,7 @@ class Trial:
 
     @property
     def engine_choice(self) -> EngineChoice:
-        """Which engine runs the trial, and why; under ``auto`` that is found out when it is first asked for."""
+        """Engine that runs the trial, and the reason; under ``auto`` it is chosen at the first access."""
         if self.choice is None:
             settings, clients = self.settings, len(self.settings.draw_participants(self.seed, 1, self.clients.names))
             self.choice = choose_engine(
@@ -146,7 +145,7 @@ class Trial:
 
     @property
     def engine(self) -> Engine:
-        """What carries out the clients' work."""
+        """Engine that carries out the clients' work."""
         if self._engine is None:
             self._engine = self._make_engine(self.engine_choice)
         return self._engine
@@ -167,7 +166,7 @@ class Trial:
         )
 
     def _train(self, names: tuple[str, ...]) -> Iterator[tuple[str, ClientResult]]:
-        """The work of clients ``names`` in the coming round, as each is done; one that fails may be left out."""
+        """Yield the results of clients ``names`` in the coming round as they end; one that fails may be left out."""
         working = {name: self.clients[name] for name in sorted(names)}
         with limit_threads(self.engine_choice.threads):
             yield from self.engine.train(self.server, working)
@@ -181,12 +180,12 @@ class Trial:
         return count_operations(self.plan, self.train)
 
     def close(self) -> None:
-        """Let go of what the engine holds."""
+        """Release the engine's resources."""
         if self._engine:
             self._engine.close()
 
     def find_merged_batches(self) -> tuple[str, ...]:
-        """Clients whose last batch would hold a single sample, which joins the batch before it."""
+        """Return the clients whose last batch would hold a single sample, which joins the batch before it."""
         work, smallest = self.plan.work, self.plan.smallest_batch
         sizes = {name: len(split) for name, split in self.train.items()}
         return tuple(
@@ -195,7 +194,7 @@ class Trial:
 
     @property
     def identity(self) -> dict[str, str]:
-        """What must be the same for a checkpoint to be continued, by setting."""
+        """Settings that must be the same for a checkpoint to be continued, by name."""
         return {
             "method": self.plan.method.text,
             "seed": str(self.seed),
@@ -215,9 +214,9 @@ class Trial:
         }
 
     def advance(self, progress: Callable[[str, float], None] | None = None) -> RoundResult:
-        """Run the next round and evaluate where it is due. ``progress(client, loss)`` hears of each client as it ends.
+        """Run the next round and evaluate where it is due; call ``progress(client, loss)`` as each client ends.
 
-        Raises ``Diverged`` where a loss becomes NaN; the trial is then as it was before the round.
+        Raises ``Diverged`` where a loss becomes NaN; the trial is then in its state before the round.
         """
         began = time.perf_counter()
         self.clients.spill(self.server.round)
@@ -265,9 +264,9 @@ class Trial:
         return RoundResult(round=number, participants=took_part, down=down, up=up, seconds=seconds, rows=rows)
 
     def evaluate(self) -> list[Row]:
-        """Rows for every client's test data, and validation data where all have some.
+        """Return rows for every client's test data, and validation data where all have some.
 
-        Newcomers' validation data are left alone, so that they have no say in which round is the best.
+        Newcomers' validation data are not measured, so that they do not influence the choice of the best round.
         """
         rows = self._engine.evaluate(self.server) if self._engine else None
         if rows is None:
@@ -276,15 +275,15 @@ class Trial:
 
     @property
     def _splits(self) -> tuple[str, ...]:
-        """The splits that are measured."""
+        """Splits that are measured."""
         return measured_splits(self.data)
 
     def _measures_trained(self, number: int) -> bool:
-        """Whether clients are measured just after their work of round ``number``."""
+        """Return whether clients are measured just after their work of round ``number``."""
         return "trained" in self.settings.moments and self.settings.is_evaluated(number)
 
     def _evaluate_trained(self, name: str, trained: ClientResult) -> list[Row]:
-        """Rows of the model that client ``name`` has just after its work; of all clients, where that has their data."""
+        """Return rows of the model of client ``name`` after its work; on all clients' data where they are pooled."""
         plan = self.plan
         state = trained_state(plan, trained.client, trained.update, self.server)
         names = [n for n in self.data.names if n not in self.settings.newcomers] if plan.method.pooled else [name]
@@ -295,7 +294,7 @@ class Trial:
         return 0 if self.plan.method.pooled else downlink_bytes(self.plan, self.server)
 
     def model_state(self, client: str | None = None) -> State | None:
-        """The server's model (``client=None``; None where there is none), or the model that ``client`` would use."""
+        """Return the model that ``client`` would use, or the server's (``client=None``; None where there is none)."""
         if client is None:
             return global_state(self.plan, self.server)
         state = self.personal_state(self.measured.client(client))
@@ -307,7 +306,7 @@ class Trial:
         return state
 
     def personal_state(self, client: ClientData) -> State | None:
-        """The model that ``client`` would use; None where it has none and the policy makes none."""
+        """Return the model that ``client`` would use; None where it has none and the policy makes none."""
         if not self.plan.personalizes:
             return global_state(self.plan, self.server)
         if self.clients.has_trained(client.name):
@@ -316,26 +315,26 @@ class Trial:
 
     @property
     def unseen_clients(self) -> UnseenClientModels:
-        """What makes models for clients that never trained."""
+        """Models for clients that never trained."""
         if self._unseen_clients is None or self._unseen_clients.server is not self.server:
             samples = {name: len(self.train[name]) for name in self.clients.seen}
             self._unseen_clients = UnseenClientModels(self.plan, self.server, self.clients, samples)
         return self._unseen_clients
 
     def make_network(self) -> nn.Module:
-        """A network of the trial's kind, after the method's surgery, with weights of no meaning."""
+        """Return a network of the trial's kind, after the method's surgery, with arbitrary weights."""
         return apply_surgery(self.plan.method, make_network(self.model, self.data.sample_shape, self.data.classes))
 
     def to_tensors(self) -> tuple[State, dict[str, Any]]:
-        """All state as flat tensors and JSON facts; clients that never took part are left out."""
+        """Return all state as flat tensors and JSON facts; clients that never took part are left out."""
         facts = {"round": self.server.round, "identity": self.identity}
         return self._server_tensors() | self.clients.tensors(), facts
 
     def save(self, folder: Path, *names: str) -> None:
         """Write clients that changed, then checkpoints ``names``, in ``folder``, which holds no other trial's.
 
-        A crash at any moment leaves each checkpoint in the folder as it was or as it is to be, and the clients' states
-        that belong to it; those that belong to none are removed at last.
+        A crash at any moment leaves each checkpoint in the folder either old or new, with the clients' states that
+        belong to it; states that belong to none are removed last.
         """
         index, segments = self.clients.save(folder, self.server.round)
         for name in names:
@@ -365,10 +364,10 @@ class Trial:
             )
 
     def restore(self, tensors: State, facts: Mapping[str, Any], folder: Path | None = None) -> None:
-        """Take up what :meth:`to_tensors` gave, or the content of a checkpoint that :meth:`save` left in ``folder``.
+        """Restore the result of :meth:`to_tensors`, or a checkpoint that :meth:`save` left in ``folder``.
 
         Clients' states are read from there when they are needed. Raises :class:`UsageError` where it is another
-        trial's, and :class:`FedshiftError` where a file of clients' states is missing or cut short.
+        trial's, and :class:`FedshiftError` where a file of clients' states is missing or truncated.
         """
         self.check_compatible(facts, self.seed)
         self.clients.restore(tensors, facts.get("segments", {}), folder)

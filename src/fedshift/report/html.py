@@ -12,7 +12,7 @@ from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 from matplotlib.image import imsave
 
-from .. import __version__
+from ..utils.version import __version__
 from .formatting import to_latex, to_markdown
 from .style import GRID, INK
 

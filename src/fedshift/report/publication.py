@@ -7,6 +7,8 @@ from pathlib import Path
 from rich.console import Console
 
 from ..results.schema import RunSummary
+from ..results.summary import read_summary
+from ..utils.errors import FedshiftError
 from ..utils.files import write_atomically
 from .claims import collect_claims, describe_baseline, describe_ranking, tabulate_claims
 from .figures import save_figures
@@ -48,3 +50,18 @@ def publish_summary(summary: RunSummary, directory: Path, console: Console) -> N
     save_figures(summary, directory / "figures")
     write_page(summary, directory / "report.html")
     print_lines(console, f"Page: {directory / 'report.html'}")
+
+
+def publish_run(directory: Path, console: Console) -> None:
+    """Publish what the run in ``directory`` has left so far, if it has begun."""
+    if (directory / "study.json").exists():
+        publish_summary(read_summary(directory), directory, console)
+
+
+def publish_safely(directory: Path, console: Console) -> FedshiftError | OSError | None:
+    """Publish a run that may have failed already; return the error that prevented it, if any."""
+    try:
+        publish_run(directory, console)
+    except (FedshiftError, OSError) as error:
+        return error
+    return None

@@ -24,7 +24,6 @@ from typing import Any, Self
 
 import torch
 
-from .. import __version__
 from ..config.spec import DataSpec, RunSpec
 from ..core.aggregation import average_uploads
 from ..core.kernel import client_final, client_init, client_step_, init_client, init_server
@@ -40,14 +39,14 @@ from ..data.sources import data_root, load_source, prepare_clients
 from ..engines.cost_model import limit_threads
 from ..engines.identity import Identity
 from ..experiments.factory import make_methods, make_settings, resolve_model
-from ..experiments.planning import make_plan
-from ..experiments.settings import Settings
+from ..experiments.settings import Settings, make_plan
 from ..results.checkpoint import save_checkpoint
 from ..utils.allocator import keep_freed_memory
 from ..utils.disk_cache import cached_measurement
 from ..utils.errors import UsageError
 from ..utils.random_streams import torch_stream
 from ..utils.state import add_prefix
+from ..utils.version import __version__
 from .planning import make_plans
 from .published_tables import Table
 from .recipes import ReproductionOptions

@@ -24,7 +24,7 @@ from typing import Any
 from rich.console import Console
 
 from ...config.spec import CompareSpec, RunSpec
-from ...console.session import catch_interrupts, new_directory, publish_safely, report_stop, show_progress
+from ...console.terminal import catch_interrupts, new_directory, report_stop, show_progress
 from ...experiments.experiment import Observer
 from ...experiments.trial import RoundResult
 from ...results.run_directory import MACHINES
@@ -114,6 +114,8 @@ def serve(spec: RunSpec | CompareSpec, reach: ListenOptions, out: Path | None, r
             failure = error
         except KeyboardInterrupt:
             pass
+    from ...report.publication import publish_safely
+
     unpublished = publish_safely(directory, console)
     failure = failure or unpublished
     if failure:

@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 from filelock import FileLock, Timeout
 from rich.console import Console
 
-from ...console.session import catch_interrupts
+from ...console.terminal import catch_interrupts
 from ...utils.errors import UsageError
 from ...utils.processors import available_processors
 from ..transport.exchange import Exchange

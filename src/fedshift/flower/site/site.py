@@ -17,7 +17,6 @@ import torch
 from pydantic import ValidationError
 from safetensors.torch import save
 
-from ... import __version__
 from ...config.expressions import trust_only
 from ...config.spec import CompareSpec, DataSpec, RunSpec
 from ...core.kernel import ClientState, ServerState, init_client, personal_state, trained_state
@@ -30,13 +29,14 @@ from ...engines.sequential import Sequential
 from ...evaluation.metrics import evaluate_clients, evaluate_trained
 from ...experiments.client_store import PARTS
 from ...experiments.factory import make_methods, make_settings, resolve_model
-from ...experiments.planning import make_plan
+from ...experiments.settings import make_plan
 from ...results.checkpoint import load_checkpoint, save_checkpoint
 from ...results.run_directory import to_file_name
 from ...utils.allocator import keep_freed_memory
 from ...utils.errors import FedshiftError, UsageError
 from ...utils.files import write_atomically
 from ...utils.state import State, add_prefix, entries_under, pick
+from ...utils.version import __version__
 from ..server.registry import parse_columns
 from ..transport.arrays import RefusedMessage, check_state, from_record, to_record
 from ..transport.exchange import Exchange

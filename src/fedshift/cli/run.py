@@ -1,0 +1,204 @@
+"""Runs started by commands: one experiment, or several in one directory, shown, stopped and published."""
+
+from __future__ import annotations
+
+import time
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+from rich.console import Console
+
+from ..config.spec import CompareSpec, OutputOptions, RunLocation, RunSpec
+from ..console.terminal import catch_interrupts, new_directory, print_line, report_stop, show_loading, show_progress
+from ..utils.errors import FedshiftError, UsageError
+from ..utils.processors import available_processors
+from ..utils.profiling import OPERATIONS, Seconds, record_seconds
+
+if TYPE_CHECKING:
+    from ..experiments.experiment import Experiment
+    from ..experiments.run_queue import QueuedRun
+
+RunMethods = Annotated[
+    str | None,
+    Parameter(
+        help="Methods of the run, comma-separated, by name, as patterns such as fedbn*, or as given to the run; by "
+        "default all."
+    ),
+]
+RunSeeds = Annotated[int | None, Parameter(help="Number of the run's seeds, the first ones; by default all.")]
+RunDevice = Annotated[
+    str | None,
+    Parameter(help="Torch device to compute on; by default the run's, or cpu where this machine has none such."),
+]
+"""Arguments that commands on a finished run share."""
+
+
+def run_experiment(spec: RunSpec | CompareSpec, command: str, place: OutputOptions) -> int:
+    """Run the experiment that ``spec`` describes in ``place.out`` (or a new directory), or continue it.
+
+    Returns the exit code. Raises :class:`FedshiftError` where it fails, after what was done has been published.
+    """
+    require_one_directory(place)
+    console = Console()
+    with show_loading(console) as progress:
+        from ..experiments.factory import make_experiment
+        from ..report.publication import publish_safely
+
+        use_threads(spec.threads)
+        experiment = make_experiment(spec, progress)
+    directory = place.resume or place.out or new_directory(command)
+    print_line(console, f"{directory}: {summarize_experiment(experiment)}")
+    began, finished = time.perf_counter(), False
+    failure: FedshiftError | OSError | None = None
+    with catch_interrupts(console) as stop, show_progress(console) as observer, _profile(place.profile) as seconds:
+        try:
+            finished = experiment.run(directory, resume=place.resume is not None, observer=observer, stop=stop)
+        except UsageError:
+            raise
+        except FedshiftError as error:
+            failure = error
+        except KeyboardInterrupt:
+            return report_stop(console, command, directory)
+    if seconds:
+        _print_profile(console, seconds, time.perf_counter() - began, spec.device)
+    unpublished = publish_safely(directory, console)
+    if failure := failure or unpublished:
+        raise failure
+    return 0 if finished else report_stop(console, command, directory)
+
+
+def run_several(
+    parts: Mapping[str, QueuedRun],
+    command: str,
+    directory: Path,
+    settings: Mapping[str, Any],
+    console: Console,
+    *,
+    resume: bool,
+    title: str,
+    begin: Callable[[int, QueuedRun], None],
+    publish: Callable[[], None],
+    measure: Callable[[QueuedRun], None] = lambda _: None,
+) -> int:
+    """Run those of ``parts`` that have not ended, or continue them, in one directory; return the exit code.
+
+    Args:
+        parts: runs by the names that errors give them.
+        command: command that the user called.
+        directory: directory of all runs.
+        settings: settings to write down.
+        console: where progress is shown.
+        resume: whether to continue the runs in ``directory``.
+        title: line to print first.
+        begin: called with the number of each part, from 1, before it runs.
+        publish: called after the last.
+        measure: called with each part that was not stopped.
+
+    Raises:
+        FedshiftError: a part diverged; the others have been run and published then.
+
+    """
+    from ..experiments.run_queue import read_outcome, run_pending
+    from ..report.publication import publish_run
+    from ..results.run_directory import RunDirectory, to_toml
+
+    def end(part: QueuedRun, finished: bool) -> None:
+        publish_run(part.folder, Console(quiet=True))
+        if finished:
+            measure(part)
+
+    with closing(RunDirectory(directory, resume=resume)) as kept:
+        kept.write("config.toml", to_toml(settings))
+        print_line(console, f"{directory}: {title}")
+        try:
+            with catch_interrupts(console) as stop, show_progress(console) as observer:
+                finished = run_pending(parts.values(), observer=observer, stop=stop, begin=begin, end=end)
+        except KeyboardInterrupt:
+            return report_stop(console, command, directory)
+        publish()
+    if not finished:
+        return report_stop(console, command, directory)
+    outcomes = {name: read_outcome(part.folder, part.settings) for name, part in parts.items()}
+    if diverged := [f"{name}: {error}" for name, error in outcomes.items() if error]:
+        raise FedshiftError("; ".join(diverged))
+    return 0
+
+
+def require_one_directory(place: RunLocation) -> None:
+    """Raise :class:`UsageError` where a directory to write and one to continue are both given."""
+    if place.out and place.resume:
+        raise UsageError(
+            f"--out {place.out} and --resume {place.resume}: a resumed run stays in its directory; give one of them"
+        )
+
+
+def find_kind(directory: Path) -> str | None:
+    """Return what wrote ``directory``: run (or compare), sweep, leave-out or reproduce; None: none of them."""
+    if (directory / "study.json").is_file():
+        return "run"
+    written = directory / "config.toml"
+    if written.is_file():
+        try:
+            settings = tomllib.loads(written.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise UsageError(f"{written} is damaged ({error}): give the directory of another run") from error
+        return "sweep" if "over" in settings else "leave-out" if "leave_out" in settings else None
+    found = directory.glob("results/*/*.json"), directory.glob(f"runs/{'[0-9a-f]' * 16}/config.toml")
+    return "reproduce" if any(map(any, found)) else None
+
+
+def summarize_experiment(experiment: Experiment) -> str:
+    """Return an experiment in one line: methods, data, rounds and seeds."""
+    data, names = experiment.data, ", ".join(method.name for method in experiment.methods)
+    rounds, seeds = experiment.settings.rounds, len(experiment.seeds)
+    return (
+        f"{names} on {data.name} ({len(data.clients)} clients, {sum(len(c.train) for c in data.clients)} training "
+        f"samples, {data.classes} classes), {rounds} round{'s' * (rounds > 1)}, {seeds} seed{'s' * (seeds > 1)}"
+    )
+
+
+def use_threads(threads: int | None) -> None:
+    """Set the number of torch's threads; None: torch's own choice, but no more than there are processors."""
+    import torch
+
+    threads = threads or min(torch.get_num_threads(), available_processors())
+    if threads != torch.get_num_threads():
+        torch.set_num_threads(threads)
+
+
+@contextmanager
+def _profile(wanted: bool) -> Iterator[Seconds]:
+    """Yield the seconds that the parts of the block take, where that is ``wanted``."""
+    if not wanted:
+        yield {}
+        return
+    with record_seconds() as seconds:
+        yield seconds
+
+
+def _print_profile(console: Console, seconds: Seconds, whole: float, device: str) -> None:
+    """Print a table of the parts, and how near to the measured peak training came."""
+    from rich.table import Table
+
+    from ..engines.cost_model import measure_peak
+
+    done, total = seconds.pop(OPERATIONS, 0.0), sum(seconds.values())
+    table = Table(box=None)
+    for title in ("part", "seconds", "share"):
+        table.add_column(title, justify="left" if title == "part" else "right")
+    for name, value in sorted(seconds.items(), key=lambda item: -item[1]):
+        table.add_row(name, f"{value:.2f}", f"{100 * value / total:.1f} %")
+    console.print(f"Where {whole:.1f} s went, in seconds of all processes:", highlight=False)
+    console.print(table)
+    busy = seconds.get("forward and backward")
+    if busy and device == "cpu":
+        best = max(measure_peak(1).values())
+        print_line(
+            console,
+            f"Forward and backward: {done / 1e9:.1f} GFLOP at {done / busy / 1e9:.1f} GFLOP/s, "
+            f"{100 * done / busy / best:.0f} % of the {best / 1e9:.0f} GFLOP/s that one thread reaches here at best.",
+        )

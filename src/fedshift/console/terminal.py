@@ -1,0 +1,138 @@
+"""Terminal output that commands share: lines and tables, progress while loading and running, and Ctrl-C.
+
+Heavy modules are imported inside the functions, so that the command line answers at once.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+import signal
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from itertools import count
+from pathlib import Path
+from threading import Event
+from typing import TYPE_CHECKING
+
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+
+if TYPE_CHECKING:
+    from ..experiments.experiment import Observer
+
+
+def make_console(width: int = 120) -> Console:
+    """Return a console for tables: as wide as the terminal, and ``width`` where it is a file or a pipe."""
+    console = Console()
+    return console if console.is_terminal else Console(width=width)
+
+
+def print_line(console: Console, text: str) -> None:
+    """Print ``text`` literally, in one line however long."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def print_parts(console: Console, parts: Iterable[RenderableType]) -> None:
+    """Print ``parts``, those that are strings in one line each, to be copied."""
+    for part in parts:
+        console.print(part, markup=False, highlight=False, soft_wrap=isinstance(part, str))
+
+
+@contextmanager
+def show_loading(console: Console) -> Iterator[Callable[[str, int, int], None]]:
+    """Show on a terminal what is loaded and how far, then everywhere what was added to the cache of images."""
+    with announce_cache(console), _show_bar(console) as progress:
+        yield progress
+
+
+@contextmanager
+def _show_bar(console: Console) -> Iterator[Callable[[str, int, int], None]]:
+    if not console.is_terminal:
+        yield lambda *_: None
+        return
+    text = TextColumn("{task.description}")
+    columns = SpinnerColumn(), text, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("loading", total=None)
+        yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
+
+
+@contextmanager
+def announce_cache(console: Console) -> Iterator[None]:
+    """Say after the block how many bytes of decoded images it added to the cache, where, and how to remove them."""
+    from ..data.files.image_store import BEGUN, entries, images_in, limit
+    from ..utils.files import cache_directory
+
+    images = images_in(cache_directory())
+    before = {entry.place for entry in entries(images)}
+    limit()  # refused before anything is read where it is no number
+    try:
+        yield
+    finally:
+        new = [entry for entry in entries(images) if entry.place not in before and entry.place.suffix != BEGUN]
+        if new:
+            from ..report.formatting import format_bytes
+
+            added = format_bytes(sum(entry.size for entry in new))
+            print_line(
+                console,
+                f"Decoded images are kept for the next time: {added} in {images}, in all {describe_cache(images)}; "
+                "`fedshift data cache --clear` removes them.",
+            )
+
+
+def describe_cache(images: Path) -> str:
+    """Return how many bytes the directory of decoded images holds, and how many it may."""
+    from ..data.files.image_store import VARIABLE, limit, taken
+    from ..report.formatting import format_bytes
+
+    most = f"of at most {format_bytes(limit())}" if math.isfinite(limit()) else "without a limit"
+    return f"{format_bytes(taken(images))} {most} ({VARIABLE})"
+
+
+@contextmanager
+def show_progress(console: Console) -> Iterator[Observer]:
+    """Yield an observer that shows events: a live display on a terminal, plain lines elsewhere."""
+    from .progress import LiveDisplay, PlainLines
+
+    if not console.is_terminal:
+        yield PlainLines(console)
+        return
+    with LiveDisplay(console) as display:
+        yield display
+
+
+@contextmanager
+def catch_interrupts(console: Console, then: str = "Stopping after this round") -> Iterator[Event]:
+    """Yield an event that the first Ctrl-C sets; the second stops at once. ``then``: what the first does, in words."""
+    stop = Event()
+
+    def on_interrupt(*_: object) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+        console.print(f"{then}; press Ctrl-C again to stop at once.")
+
+    before = signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def report_stop(console: Console, command: str, directory: Path) -> int:
+    """Print how to continue a run that Ctrl-C stopped, and return the exit code."""
+    go_on = f"fedshift {command} --resume {shlex.quote(str(directory))}"
+    if not (directory / "config.toml").exists():
+        go_on = "the same command"
+    print_line(console, f"Stopped. What was done is kept; go on with: {go_on}")
+    return 130
+
+
+def new_directory(command: str) -> Path:
+    """Return a directory under ``runs`` that does not exist yet."""
+    stamp = f"{datetime.now():%Y%m%d-%H%M%S}"
+    names = (Path("runs") / f"{command}-{stamp}{'' if n == 0 else f'-{n}'}" for n in count())
+    return next(name for name in names if not name.exists())
