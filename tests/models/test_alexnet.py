@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedshift.models.alexnet import alexnet_bn, alexnet_dropout
+from fedshift.models.vision import alexnet_bn, alexnet_dropout
 
 
 @pytest.fixture(autouse=True)

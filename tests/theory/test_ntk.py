@@ -5,21 +5,23 @@ import pytest
 import torch
 from torch.func import functional_call, jacrev
 
-from fedshift.models.theory import two_layer
-from fedshift.theory.arc_cosine import arc_cosine, isotropic_limit, magnitude_limit
+from fedshift.models.mlp import two_layer
+from fedshift.theory.checks import draw_inputs
 from fedshift.theory.ntk import (
     FederatedInputs,
     Network,
+    arc_cosine,
     block_diagonal,
     compute_jacobians,
     compute_outputs,
     gram_matrices,
     init_network,
+    isotropic_limit,
+    magnitude_limit,
     measure_inputs,
     monte_carlo,
     smallest_eigenvalue,
 )
-from fedshift.theory.settings import draw_inputs
 from fedshift.utils.errors import UsageError
 
 CLIENTS, COUNT, SIZE = 3, 4, 5

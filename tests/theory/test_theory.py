@@ -11,13 +11,18 @@ import pytest
 
 from fedshift.cli.app import app, main
 from fedshift.theory import TheorySettings, check_theory
-from fedshift.theory.corollary import CorollaryCheck, try_corollary
+from fedshift.theory.checks import (
+    DEVIATIONS,
+    CorollaryCheck,
+    close_angle,
+    compute_toy,
+    make_cases,
+    make_clients,
+    try_corollary,
+)
 from fedshift.theory.figures import draw_panels
-from fedshift.theory.lemma import close_angle, make_cases
 from fedshift.theory.ntk import smallest_eigenvalue
 from fedshift.theory.rendering import render_theory
-from fedshift.theory.settings import make_clients
-from fedshift.theory.toy_example import DEVIATIONS, compute_toy
 from fedshift.utils.errors import UsageError
 
 SMALL = {"clients": 2, "samples": 4, "dimension": 4, "width": 64, "steps": 30, "draws": 20, "monte_carlo": 2000}

@@ -79,9 +79,8 @@ def adapt(
     from torch import device as torch_device
 
     from ..experiments.restoration import load_experiment, load_spec, resolve_device, select_trials
-    from ..new_clients.adaptation import adapt_all
-    from ..new_clients.overlap import find_overlap
-    from ..new_clients.site_data import client_name, load_site
+    from ..new_clients.policies import adapt_all
+    from ..new_clients.site_data import client_name, find_overlap, load_site
     from ..new_clients.site_data import load_unlabeled as unlabeled_in
 
     console = Console()

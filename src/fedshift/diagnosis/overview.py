@@ -20,7 +20,8 @@ from ..data.samples import Samples
 from ..report.figures import save_each
 from ..report.gallery import COLUMNS, class_chart, contact_sheet, feature_chart, pick_samples
 from ..utils.random_streams import stream
-from .quality import Quality, QualityFinding, Severity, survey_splits
+from .quality import Quality, QualityFinding, Severity
+from .survey import survey_splits
 
 SHOWN = 20
 """Clients that tables and sheets show one by one."""

@@ -7,7 +7,7 @@ from torch import Tensor
 from ..core.method import Method
 from ..core.plan import Plan, forward
 from ..core.preparation import prepare
-from ..models._factory import ModelFactory, make_network
+from ..models import ModelFactory, make_network
 from ..utils.errors import UsageError
 from ..utils.random_streams import torch_stream
 from .settings import Settings

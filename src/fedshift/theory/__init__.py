@@ -1,26 +1,36 @@
-"""FedBN's theory put to the test: what ``fedshift theory`` computes, tabulates and draws.
+"""Numerical tests of FedBN's theory: the computations, tables and figures of ``fedshift theory``.
 
-Li et al. 2021, arXiv:2102.07623, section 4 and appendix B; the mathematics is in ``theory/ntk.py``,
-``theory/arc_cosine.py`` and ``theory/convergence.py``.
+Li et al. 2021, arXiv:2102.07623, section 4 and appendix B. The mathematics is in ``theory/ntk.py``.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .corollary import CorollaryCheck, try_corollary
-from .gradient_descent import TrainingCourse, WidthComparison, compare_training
-from .infinite_width import InfiniteWidthLimits, compute_limits
-from .lemma import ClosingAngle, LemmaCase, close_angle, make_cases
-from .settings import TheorySettings, make_clients
-from .toy_example import ToyExample, compute_toy
+from .checks import (
+    ClosingAngle,
+    CorollaryCheck,
+    InfiniteWidthLimits,
+    LemmaCase,
+    TheorySettings,
+    ToyExample,
+    TrainingCourse,
+    WidthComparison,
+    close_angle,
+    compare_training,
+    compute_limits,
+    compute_toy,
+    make_cases,
+    make_clients,
+    try_corollary,
+)
 
 __all__ = ["TheoryResults", "TheorySettings", "check_theory"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TheoryResults:
-    """All that the command finds, in the order in which it is told."""
+    """All results of the command, in the order in which it prints them."""
 
     setting: TheorySettings
     limits: InfiniteWidthLimits
@@ -33,7 +43,7 @@ class TheoryResults:
 
 
 def check_theory(setting: TheorySettings) -> TheoryResults:
-    """Everything, from the seed of ``setting`` alone."""
+    """Run every check; the result is a function of ``setting``, seed included, alone."""
     samples, targets = make_clients(setting)
     found = compute_limits(setting, samples)
     widths, courses = compare_training(setting, samples, targets, found)

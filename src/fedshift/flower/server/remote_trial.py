@@ -24,7 +24,7 @@ from ...engines.engine import ClientResult, Diverged
 from ...experiments.experiment import Experiment
 from ...experiments.settings import Settings
 from ...experiments.trial import Trial
-from ...models._factory import ModelFactory
+from ...models import ModelFactory
 from ...results.schema import Row
 from ...utils.errors import FedshiftError, UsageError
 from ...utils.state import State, pick
