@@ -238,7 +238,7 @@ def test_images_of_several_sizes_are_brought_to_the_runs_and_that_is_said(tiny, 
     pictures(tmp_path / "new" / "south", {"0": 4, "1": 4}, size=(20, 11))
     new = load_site(str(tmp_path / "new"), RunSpec(), tiny)
     assert new.sample_shape == (3, 8, 8)
-    assert new.notices[-1] == "images of several sizes are brought to the run's 8 x 8 pixels"
+    assert new.notices[-1] == "images of several sizes are resized to the run's 8 x 8 pixels"
 
 
 # Data without labels

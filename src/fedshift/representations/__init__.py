@@ -4,18 +4,8 @@ FedWon (Zhuang & Lyu 2024, arXiv:2306.05879), section 4.2 and figures 5, 12, 13.
 images and pairs; the choices made here are documented in ``comparison``.
 """
 
-from .comparison import (
-    RepresentationComparison,
-    Similarity,
-    collect_comparison,
-    compare_representations,
-    compute_similarities,
-)
-
-__all__ = [
-    "RepresentationComparison",
-    "Similarity",
-    "collect_comparison",
-    "compare_representations",
-    "compute_similarities",
-]
+from .comparison import RepresentationComparison as RepresentationComparison
+from .comparison import Similarity as Similarity
+from .comparison import collect_comparison as collect_comparison
+from .comparison import compare_representations as compare_representations
+from .comparison import compute_similarities as compute_similarities

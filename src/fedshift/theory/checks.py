@@ -437,3 +437,34 @@ def compute_toy(seed: int, points: int = 301) -> ToyExample:
 def _compute_losses(w: Floats, x: Floats, y: Floats) -> Floats:
     result: Floats = np.square(np.cos(np.outer(w, x)) - y).mean(axis=1)
     return result
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TheoryResults:
+    """All results of the command, in the order in which it prints them."""
+
+    setting: TheorySettings
+    limits: InfiniteWidthLimits
+    corollary: CorollaryCheck
+    cases: tuple[LemmaCase, ...]
+    closing: ClosingAngle
+    widths: tuple[WidthComparison, ...]
+    courses: tuple[TrainingCourse, ...]
+    toy: ToyExample
+
+
+def check_theory(setting: TheorySettings) -> TheoryResults:
+    """Run every check; the result is a function of ``setting``, seed included, alone."""
+    samples, targets = make_clients(setting)
+    found = compute_limits(setting, samples)
+    widths, courses = compare_training(setting, samples, targets, found)
+    return TheoryResults(
+        setting=setting,
+        limits=found,
+        corollary=try_corollary(setting),
+        cases=make_cases(setting.seed),
+        closing=close_angle(setting.seed),
+        widths=widths,
+        courses=courses,
+        toy=compute_toy(setting.seed),
+    )
