@@ -1,4 +1,4 @@
-"""Federations made with one known shift, or with none, and what the diagnosis says of them."""
+"""Diagnosis of federations made with one known shift, or with none."""
 
 import json
 import shlex

@@ -1,4 +1,4 @@
-"""The check: every fault is found where it was put, and nothing is found in data without one."""
+"""Quality check: every planted fault is found, and nothing is found in data without one."""
 
 import json
 import math
@@ -45,7 +45,7 @@ def vectors():
 
 
 def found(data, **fields):
-    """The findings by kind, in order; each kind is found once at most."""
+    """Return the findings by kind, in order; each kind is found at most once."""
     data = data if isinstance(data, Federation) else federation(data, **fields)
     findings = examine(data).findings
     kinds = {finding.kind: finding for finding in findings}

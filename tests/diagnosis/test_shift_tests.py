@@ -1,4 +1,4 @@
-"""Statistics of shifts against scikit-learn, SciPy and torch, and p-values against what chance makes of them."""
+"""Statistics of shifts against scikit-learn, SciPy and torch, and p-values against their distribution by chance."""
 
 from itertools import combinations
 
@@ -37,7 +37,7 @@ def rng(key=0):
 
 
 def clusters(key, clients=3, size=90, classes=3, width=6, gap=2.0):
-    """Vectors of well separated classes, their labels, and clients that differ in nothing."""
+    """Return vectors of well separated classes, their labels, and clients without any difference."""
     random = rng(key)
     y = random.integers(0, classes, clients * size)
     centers = gap * np.eye(classes, width)

@@ -9,7 +9,7 @@ from fedshift.models.vision import alexnet_bn, alexnet_dropout
 
 @pytest.fixture(autouse=True)
 def shapes_alone():
-    """57 million weights cost nothing where they have no values."""
+    """Make networks without values, so that 57 million weights take no memory."""
     with torch.device("meta"):
         yield
 

@@ -1,4 +1,4 @@
-"""FedBN's theory as networks: the closed form in float64 against NumPy, and what FedBN keeps on the client."""
+"""FedBN's theory as networks: the closed form in float64 against NumPy, and the entries that FedBN keeps local."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Networks that take torchvision's published weights: its names, shapes, parameter counts and first weights."""
+"""Networks compatible with torchvision's published weights: names, shapes, parameter counts, initial weights."""
 
 from hashlib import sha256
 from math import sqrt

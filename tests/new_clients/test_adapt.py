@@ -1,4 +1,4 @@
-"""``fedshift adapt``: a run's models brought to clients that it never saw, against what the run itself says of them."""
+"""``fedshift adapt``: a run's models for clients that it never saw, against the run's own measurements."""
 
 import re
 from dataclasses import replace
@@ -49,7 +49,7 @@ def kept(tmp_path_factory):
 
 @pytest.fixture
 def run(make, kept, tiny_folder, tmp_path):
-    """A run of three methods on two of the tiny clients, trained once, in a directory of the test's own."""
+    """Run of three methods on two of the tiny clients, trained once, in a separate directory."""
     if not kept.exists():
         make(methods="fedavg,fedbn,fedwon", **LEFT).run(kept)
     copytree(kept, tmp_path / "run")

@@ -1,4 +1,4 @@
-"""A new site's data for ``fedshift adapt``: brought to the run's kind, or refused; with labels and without."""
+"""A new site's data for ``fedshift adapt``: converted to the run's kind, or refused; with labels and without."""
 
 import re
 from dataclasses import replace
@@ -86,7 +86,7 @@ def test_samples_of_another_shape_are_refused_naming_both(tiny, tmp_path):
 
 
 def patients(key=0, count=60):
-    """Rows of a hospital: two numbers, two columns of text, and a label that follows from them."""
+    """Return rows of a hospital: two numbers, two columns of text, and a label determined by them."""
     draw = np.random.default_rng(key)
     age, pain = draw.integers(20, 90, count), np.resize(["none", "typical", "atypical"], count)
     ill = np.where(age + 30 * (pain == "typical") > 65, "yes", "no")
@@ -96,7 +96,7 @@ def patients(key=0, count=60):
 
 @pytest.fixture
 def hospitals(tmp_path):
-    """What a run on two hospitals' tables was made on."""
+    """Federation of two hospitals' tables on which a run was made."""
     (tmp_path / "hospitals").mkdir()
     for key, name in enumerate(("bonn", "oslo")):
         patients(key).to_csv(tmp_path / "hospitals" / f"{name}.csv", index=False)

@@ -1,4 +1,4 @@
-"""``fedshift features``: similarities and distances of a run, and what is told, drawn, written and refused."""
+"""``fedshift features``: similarities and distances of a run, its output, pictures, files and refusals."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""Which models ``fedshift features`` takes of a trial, and what leaves their convolutions."""
+"""Models that ``fedshift features`` takes from a trial, and the outputs of their convolutions."""
 
 import math
 
@@ -43,7 +43,7 @@ def trial_of(method, data, rounds=1, model=small_cnn, optimizer=SGD(lr=0.1)):  #
 
 
 class Odd(nn.Module):
-    """Registered in another order than used; the activation works in place; one convolution is used twice."""
+    """Network whose layers are used in another order than registered, in place, and one convolution twice."""
 
     def __init__(self, shape, classes):
         super().__init__()

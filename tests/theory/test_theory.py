@@ -1,4 +1,4 @@
-"""``fedshift theory``: the corollary on a thousand federations, the lemma's cases, what is told, drawn and written."""
+"""``fedshift theory``: the corollary on a thousand federations, the lemma's cases, output, figures and files."""
 
 import json
 import re
@@ -39,7 +39,7 @@ def test_corollary_4_6_holds_on_a_thousand_federations_and_for_algorithm_1_of_al
     assert corollary.magnitude.shape == (1000, 2)
     assert corollary.count_violations(corollary.magnitude) == 0
     assert corollary.count_violations(corollary.run) == 0
-    assert corollary.count_violations(corollary.joint) > 0  # which the paper does not claim
+    assert corollary.count_violations(corollary.joint) > 0  # the paper does not claim this
     assert (corollary.magnitude > 0).all()
     assert np.median(corollary.magnitude[:, 1] / corollary.magnitude[:, 0]) > 1.5
 
@@ -120,7 +120,7 @@ def test_figures_show_the_numbers(found):
     lines = shown["training"].figure.axes[0].lines
     np.testing.assert_allclose(lines[0].get_ydata(), found.courses[0].predicted)
     np.testing.assert_allclose(lines[1].get_ydata(), found.courses[0].measured)
-    assert "0 of them lie below" in shown["corollary"].description
+    assert "0 of them are below" in shown["corollary"].description
 
 
 def marked(axes, marker):

@@ -226,7 +226,7 @@ def describe_array(where: str, value: object) -> Description:
 
 
 def is_float(value: Array) -> bool:
-    """Whether the array holds floating-point numbers."""
+    """Return whether the array holds floating-point numbers."""
     return value.dtype.kind == "f" if isinstance(value, np.ndarray) else value.is_floating_point()
 
 

@@ -24,7 +24,7 @@ def adapt(
     policies: str | None = None,
     rounds: int = 1,
     unlabeled: Path | None = None,
-    broken: Literal["refuse", "skip"] | None = None,
+    on_unreadable: Literal["refuse", "skip"] | None = None,
     methods: str | None = None,
     seeds: int | None = None,
     device: str | None = None,
@@ -48,7 +48,7 @@ def adapt(
     unlabeled
         Folder of images, or .npz file with an array x, from which reestimate takes its statistics; no labels are
         needed. Without --data models are made and saved, and nothing is measured.
-    broken
+    on_unreadable
         What becomes of new images that cannot be read: refuse or skip; without it as in the run.
     methods
         Which of the run's methods, comma-separated, by name, as patterns such as fedbn*, or as it was given them;
@@ -90,7 +90,7 @@ def adapt(
     with show_loading(console) as progress:
         spec, experiment = load_experiment(run, progress, device)
         experiment = select_trials(experiment, methods, seeds)
-        spec = replace(spec, on_unreadable=broken or spec.on_unreadable)
+        spec = replace(spec, on_unreadable=on_unreadable or spec.on_unreadable)
         new = load_site(data, spec, experiment.data, clients, progress).to(place) if data else None
         inputs = unlabeled_in(unlabeled, spec, experiment.data, progress, notices).to(place) if unlabeled else None
     if new:

@@ -262,7 +262,7 @@ def _judge_form(surveys: Sequence[SplitSurvey]) -> Iterator[QualityFinding]:
 
 
 def _is_byte_scaled(part: SplitSurvey) -> bool:
-    """Whether a network receives values from -1 to 1: bytes are scaled to that, floats must lie there."""
+    """Return whether a network receives values from -1 to 1: bytes are scaled to that range, floats must be in it."""
     return part.dtype == "uint8" or bool((part.low >= -1).all() and (part.high <= 1).all())
 
 

@@ -1,4 +1,4 @@
-"""The six-layer digit networks of FedBN and FedWon, and a small one for demonstrations.
+"""Six-layer digit networks of FedBN and FedWon, and a small one for demonstrations.
 
 Each takes images of any number of channels and any size of at least 4 pixels; 3 x 28 x 28 gives the published networks.
 """

@@ -57,7 +57,7 @@ METHODS = ("fedavg", "fedbn, joint", "fedbn")
 DEVIATIONS = (1.0, 2.5)
 """Standard deviations of x on the two clients of the toy example."""
 TRUE = 1.0
-"""The w of its labels."""
+"""True w of its labels."""
 
 _NOISE, _COUNT = 0.1, 500  # of the toy example's labels and samples
 _LARGEST = 25_000_000  # a Jacobian of the widest network is four times as many numbers, 0.8 GB
@@ -97,10 +97,10 @@ class TheorySettings:
             if value < least:
                 raise UsageError(f"{field.name.replace('_', '-')}={value}: must be at least {least}")
         if not 1e-6 <= self.alpha <= 1e6:
-            raise UsageError(f"alpha={self.alpha:g}: must lie between 0.000001 and 1000000")
+            raise UsageError(f"alpha={self.alpha:g}: must be between 0.000001 and 1000000")
         if not self.heterogeneity <= 8:
             raise UsageError(
-                f"heterogeneity={self.heterogeneity:g}: must lie between 0 and 8, a factor of 9 million in variance"
+                f"heterogeneity={self.heterogeneity:g}: must be between 0 and 8, a factor of 9 million in variance"
             )
         if self.clients * self.samples * self.dimension * self.width > _LARGEST:
             raise UsageError(

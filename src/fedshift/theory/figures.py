@@ -1,4 +1,4 @@
-"""The figures of ``fedshift theory``, in the reports' style."""
+"""Figures of ``fedshift theory``, in the reports' style."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _draw_corollary(found: TheoryResults) -> FigurePanel:
         name="corollary",
         figure=figure,
         description=f"Least eigenvalue of FedBN's expected Gram matrix against FedAvg's in {count:,} random "
-        f"federations: {below} of them lie below the diagonal.",
+        f"federations: {below} of them are below the diagonal.",
     )
 
 

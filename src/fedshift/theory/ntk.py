@@ -86,7 +86,7 @@ class Network:
 
     @property
     def has_local_gamma(self) -> bool:
-        """Whether gamma differs by client."""
+        """Return whether gamma differs by client."""
         return self.gamma.ndim == 2
 
     def gamma_of(self, samples: FederatedInputs) -> Floats:
@@ -215,7 +215,7 @@ def isotropic_limit(samples: FederatedInputs) -> Gram:
 def magnitude_limit(samples: FederatedInputs, nodes: int = 61) -> Floats:
     """Integrate G_inf [P, P] for any second moments, with ``nodes`` nodes per integral.
 
-    Where the eigenvalues of S lie between e^-4 and e^4, errors are about 1e-12 of the largest entry with 61 nodes, 1e-8
+    For eigenvalues of S between e^-4 and e^4, errors are about 1e-12 of the largest entry with 61 nodes, 1e-8
     with 41 and 1e-5 with 25.
     """
     result = np.empty((len(samples.x), len(samples.x)))
