@@ -37,12 +37,10 @@ from .data.image_transforms import Augmentation
 from .experiments.experiment import Experiment, Observer
 from .experiments.factory import resolve_model, resolve_settings
 from .experiments.restoration import restore_trial, select_trials
-from .models._factory import ModelFactory
-from .new_clients.adaptation import adapt_all
-from .new_clients.overlap import find_overlap
-from .new_clients.policies import parse_policies
+from .models import ModelFactory
+from .new_clients.policies import adapt_all, parse_policies
 from .new_clients.policy_tables import mean_over_seeds, seed_table
-from .new_clients.site_data import prepare_clients
+from .new_clients.site_data import find_overlap, prepare_clients
 from .report.claims import difference_table
 from .report.figures import make_figures
 from .report.page import write_page

@@ -1,4 +1,4 @@
-"""Which entries names alone show to be normalization, against selection by type, Keras and Flax names, and refusals."""
+"""Normalization entries recognized by names, against selection by type, Keras and Flax names, and refusals."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Federations made with one known shift, or with none, and what the diagnosis says of them."""
+"""Diagnosis of federations made with one known shift, or with none."""
 
 import json
 import shlex
@@ -116,7 +116,7 @@ def printed(found, **options):
 
 def test_the_text_names_the_client_and_gives_the_command():
     text = printed(diagnose(vectors("concept shift", 8), permutations=99), data="'my sites'")
-    assert "Concept shift, strong: among like inputs, a label of c0 is" in text
+    assert "Concept shift, strong: among similar inputs, a label of c0 is" in text
     assert "Feature shift is not found" in text
     assert "fedshift sweep --data 'my sites' --methods fedavg,ditto" in text
     assert "within classes predicted from inputs" in text

@@ -1,4 +1,4 @@
-"""Tables and pictures of a federation's data: every client and number is there, and names are printed as they are."""
+"""Tables and pictures of a federation's data: every client and number is present, and names are printed literally."""
 
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ def printed(*parts):
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """The figures that were saved, by name."""
+    """Return the saved figures, by name."""
     figures = {}
     save = overview.save_each
     monkeypatch.setattr(overview, "save_each", lambda made, place: figures.update(made) or save(made, place))

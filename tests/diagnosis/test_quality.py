@@ -1,4 +1,4 @@
-"""The check: every fault is found where it was put, and nothing is found in data without one."""
+"""Quality check: every planted fault is found, and nothing is found in data without one."""
 
 import json
 import math
@@ -16,8 +16,8 @@ from fedshift.data.digits import digits
 from fedshift.data.federation import ClientData, Federation, federation
 from fedshift.data.files.folder import read_folder
 from fedshift.data.samples import Samples
-from fedshift.diagnosis.quality import SampleLocation, examine, survey_splits
-from fedshift.diagnosis.quality.duplicates import find_duplicates
+from fedshift.diagnosis.quality import SampleLocation, examine, find_duplicates
+from fedshift.diagnosis.survey import survey_splits
 
 X, Y, X_TEST, Y_TEST = range(4)
 
@@ -45,7 +45,7 @@ def vectors():
 
 
 def found(data, **fields):
-    """The findings by kind, in order; each kind is found once at most."""
+    """Return the findings by kind, in order; each kind is found at most once."""
     data = data if isinstance(data, Federation) else federation(data, **fields)
     findings = examine(data).findings
     kinds = {finding.kind: finding for finding in findings}
@@ -344,7 +344,7 @@ def test_findings_come_worst_first_and_pass_through_json(arrays):
 def test_statistics_taken_in_chunks_are_those_of_the_whole(kind, request, monkeypatch):
     data = federation(request.getfixturevalue(kind))
     part = data.clients[0].train.take(torch.from_numpy(np.random.default_rng(2).permutation(40)[:37]))
-    monkeypatch.setattr("fedshift.diagnosis.quality.survey.CHUNK", 5 * math.prod(part.shape))
+    monkeypatch.setattr("fedshift.diagnosis.survey.CHUNK", 5 * math.prod(part.shape))
     client = replace(data.clients[0], train=part)
     got = survey_splits(replace(data, clients=(client,)))[0]
     x = part.x.numpy().astype(np.float64)
@@ -362,7 +362,7 @@ def test_large_offsets_do_not_spoil_standard_deviations():
 
 
 def test_samples_are_read_in_pieces_and_those_in_common_once(arrays, monkeypatch):
-    monkeypatch.setattr("fedshift.diagnosis.quality.survey.CHUNK", 10 * 108)
+    monkeypatch.setattr("fedshift.diagnosis.survey.CHUNK", 10 * 108)
     sizes = []
 
     class Watched(Samples):

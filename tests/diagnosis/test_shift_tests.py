@@ -1,4 +1,4 @@
-"""Statistics of shifts against scikit-learn, SciPy and torch, and p-values against what chance makes of them."""
+"""Statistics of shifts against scikit-learn, SciPy and torch, and p-values against their distribution by chance."""
 
 from itertools import combinations
 
@@ -13,10 +13,18 @@ from torch.distributions import Normal, kl_divergence
 from fedshift.core.optimizer import SGD
 from fedshift.core.preparation import prepare
 from fedshift.diagnosis.advice import advise
-from fedshift.diagnosis.concept_shift import concept_shift, explained, predict_by_neighbors
+from fedshift.diagnosis.concept_shift import bound_variation, concept_shift, predict_by_neighbors
 from fedshift.diagnosis.feature_shift import feature_shift
-from fedshift.diagnosis.layer_shift import Moments, layer_shift
-from fedshift.diagnosis.shift_tests import Evidence, assess, classify_strength, gini, label_skew, quantity_skew
+from fedshift.diagnosis.shift_tests import (
+    Evidence,
+    Moments,
+    assess,
+    classify_strength,
+    gini,
+    label_skew,
+    layer_shift,
+    quantity_skew,
+)
 from fedshift.experiments.factory import parse_methods
 from fedshift.models.digits import small_cnn
 from fedshift.models.mlp import abide_mlp
@@ -29,7 +37,7 @@ def rng(key=0):
 
 
 def clusters(key, clients=3, size=90, classes=3, width=6, gap=2.0):
-    """Vectors of well separated classes, their labels, and clients that differ in nothing."""
+    """Return vectors of well separated classes, their labels, and clients without any difference."""
     random = rng(key)
     y = random.integers(0, classes, clients * size)
     centers = gap * np.eye(classes, width)
@@ -228,11 +236,11 @@ def test_clients_that_do_not_overlap_are_not_judged():
 @pytest.mark.parametrize("shift", [0.1, 0.5, 1.0, 2.0])
 def test_what_looks_may_explain_is_no_less_than_the_total_variation_of_two_normals(shift):
     auc, variation = norm.cdf(shift / np.sqrt(2)), 2 * norm.cdf(shift / 2) - 1
-    assert variation <= explained(auc) <= 1.5 * variation
+    assert variation <= bound_variation(auc) <= 1.5 * variation
 
 
 def test_what_looks_may_explain_at_its_ends():
-    assert [explained(auc) for auc in (None, 0.4, 0.5, 1.0)] == [0, 0, 0, 1]
+    assert [bound_variation(auc) for auc in (None, 0.4, 0.5, 1.0)] == [0, 0, 0, 1]
 
 
 def test_labels_that_differ_no_more_than_looks_may_explain_are_not_held_against_a_client():

@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import nn
 
-from fedshift.models.alexnet import alexnet_bn, alexnet_dropout
+from fedshift.models.vision import alexnet_bn, alexnet_dropout
 
 
 @pytest.fixture(autouse=True)
 def shapes_alone():
-    """57 million weights cost nothing where they have no values."""
+    """Make networks without values, so that 57 million weights take no memory."""
     with torch.device("meta"):
         yield
 

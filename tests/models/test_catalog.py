@@ -1,4 +1,4 @@
-"""What every model promises: a described source, its defaults, other samples and classes, and a refusal that helps."""
+"""Common properties of all models: a described source, defaults, other samples and classes, and a helpful refusal."""
 
 import inspect
 import re
@@ -20,7 +20,7 @@ SMALLEST = {
 
 @pytest.fixture(autouse=True)
 def shapes_alone():
-    """Networks of shapes without values: the large ones cost nothing."""
+    """Make networks without values, so that large ones take no memory."""
     with torch.device("meta"):
         yield
 

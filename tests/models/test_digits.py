@@ -1,4 +1,4 @@
-"""Digit networks: published parameter counts and layers, any size and channel count that makes sense."""
+"""Digit networks: published parameter counts and layers, any valid size and channel count."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Networks of FedSMB / FedMMB, and FedBN's fully connected ones: counts, layers, first weights."""
+"""Networks of FedSMB and FedMMB, and FedBN's fully connected ones: counts, layers, initial weights."""
 
 import pytest
 import torch

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedshift.models.resnet import resnet20
+from fedshift.models.vision import resnet20
 
 
 def test_parameters_and_layers():

@@ -1,4 +1,4 @@
-"""FedBN's theory as networks: the closed form in float64 against NumPy, and what FedBN keeps on the client."""
+"""FedBN's theory as networks: the closed form in float64 against NumPy, and the entries that FedBN keeps local."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from fedshift.core.optimizer import SGD
 from fedshift.core.preparation import prepare
 from fedshift.core.selection import batch_norm, entries
 from fedshift.methods.fedbn import fedbn
-from fedshift.models.theory import ScaleNorm, cosine, two_layer
+from fedshift.models.mlp import ScaleNorm, cosine, two_layer
 
 
 def inputs(samples=17, size=4, seed=0):

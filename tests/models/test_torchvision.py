@@ -1,4 +1,4 @@
-"""Networks that take torchvision's published weights: its names, shapes, parameter counts and first weights."""
+"""Networks compatible with torchvision's published weights: names, shapes, parameter counts, initial weights."""
 
 from hashlib import sha256
 from math import sqrt
@@ -7,9 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedshift.models.mobilenet import mobilenet_v2
-from fedshift.models.resnet import resnet18
-from fedshift.models.vgg import vgg16, vgg16_bn, vgg16_fedmmb
+from fedshift.models.vision import mobilenet_v2, resnet18, vgg16, vgg16_bn, vgg16_fedmmb
 
 
 def on_meta(make, *arguments):

@@ -1,4 +1,4 @@
-"""``fedshift adapt``: a run's models brought to clients that it never saw, against what the run itself says of them."""
+"""``fedshift adapt``: a run's models for clients that it never saw, against the run's own measurements."""
 
 import re
 from dataclasses import replace
@@ -18,11 +18,16 @@ from fedshift.experiments.factory import parse_methods
 from fedshift.experiments.restoration import load_experiment, restore_trial, select_trials
 from fedshift.experiments.settings import Settings
 from fedshift.experiments.trial import Trial
-from fedshift.new_clients.adaptation import adapt_all
-from fedshift.new_clients.overlap import find_overlap
-from fedshift.new_clients.policies import UNCHANGED, applicable_policies, describe_needs, evaluate_model, make_models
+from fedshift.new_clients.policies import (
+    UNCHANGED,
+    adapt_all,
+    applicable_policies,
+    describe_needs,
+    evaluate_model,
+    make_models,
+)
 from fedshift.new_clients.policy_tables import mean_over_seeds, policy_differences, seed_table
-from fedshift.new_clients.site_data import load_site
+from fedshift.new_clients.site_data import find_overlap, load_site
 from fedshift.results.schema import compute_metric, read_rows
 from fedshift.utils.errors import FedshiftError, UsageError
 from fedshift.utils.state import is_equal
@@ -44,7 +49,7 @@ def kept(tmp_path_factory):
 
 @pytest.fixture
 def run(make, kept, tiny_folder, tmp_path):
-    """A run of three methods on two of the tiny clients, trained once, in a directory of the test's own."""
+    """Run of three methods on two of the tiny clients, trained once, in a separate directory."""
     if not kept.exists():
         make(methods="fedavg,fedbn,fedwon", **LEFT).run(kept)
     copytree(kept, tmp_path / "run")
@@ -113,7 +118,7 @@ def test_samples_that_the_run_has_are_counted_whatever_part_they_were_in_and_lab
 def test_policies_that_make_no_sense_are_told_by_method_and_one_named_twice_counts_once(cli, run, tiny_folder):
     words = ("adapt", run, "--data", tiny_folder, "--clients", "cid", "--policies")
     said = cli(*words, "nearest, reestimate,nearest").out
-    assert "note: nearest: the one global model, shown as it is, under fedavg, fedwon\n" in said
+    assert "note: nearest: the one global model, shown unchanged, under fedavg, fedwon\n" in said
     assert "note: reestimate: there are no BatchNorm statistics under fedwon\n" in said
     assert said.count("fedbn: nearest") == 1
     assert "note: finetune_bn: there is no BatchNorm to train under fedwon\n" in cli(*words, "finetune_bn").out
@@ -194,7 +199,7 @@ def test_a_client_of_one_sample_lacks_what_needs_several_and_the_others_have_it(
     _, experiment = load_experiment(run)
     trial, said = restore_trial(experiment, run, "fedbn", 0), []
     training = {"lone": tiny.client("cid").train.take(torch.tensor([0])), "cid": tiny.client("cid").train}
-    made = {(model.client, model.policy) for model in make_models(trial, training, POLICIES, say=said)}
+    made = {(model.client, model.policy) for model in make_models(trial, training, POLICIES, notices=said)}
     assert made == {("lone", "average"), ("lone", "nearest"), *(("cid", policy) for policy in POLICIES)}
     assert said == [
         "client 'lone': one sample has no variance to normalize by, so without reestimate, finetune, finetune_bn"
@@ -399,7 +404,8 @@ def test_where_finetuning_diverges_the_others_are_told(make):
     trial.clients.put({"ann": replace(trial.clients["ann"], steps=4)})
     said = []
     made = [
-        model.policy for model in make_models(trial, {"cid": experiment.data.client("cid").train}, POLICIES, say=said)
+        model.policy
+        for model in make_models(trial, {"cid": experiment.data.client("cid").train}, POLICIES, notices=said)
     ]
     assert made == ["average", "reestimate", "nearest"]
     assert said[0].startswith("fedbn, seed 0: training diverged: client 'cid'")

@@ -1,4 +1,4 @@
-"""A new site's data for ``fedshift adapt``: brought to the run's kind, or refused; with labels and without."""
+"""A new site's data for ``fedshift adapt``: converted to the run's kind, or refused; with labels and without."""
 
 import re
 from dataclasses import replace
@@ -86,7 +86,7 @@ def test_samples_of_another_shape_are_refused_naming_both(tiny, tmp_path):
 
 
 def patients(key=0, count=60):
-    """Rows of a hospital: two numbers, two columns of text, and a label that follows from them."""
+    """Return rows of a hospital: two numbers, two columns of text, and a label determined by them."""
     draw = np.random.default_rng(key)
     age, pain = draw.integers(20, 90, count), np.resize(["none", "typical", "atypical"], count)
     ill = np.where(age + 30 * (pain == "typical") > 65, "yes", "no")
@@ -96,7 +96,7 @@ def patients(key=0, count=60):
 
 @pytest.fixture
 def hospitals(tmp_path):
-    """What a run on two hospitals' tables was made on."""
+    """Federation of two hospitals' tables on which a run was made."""
     (tmp_path / "hospitals").mkdir()
     for key, name in enumerate(("bonn", "oslo")):
         patients(key).to_csv(tmp_path / "hospitals" / f"{name}.csv", index=False)
@@ -238,7 +238,7 @@ def test_images_of_several_sizes_are_brought_to_the_runs_and_that_is_said(tiny, 
     pictures(tmp_path / "new" / "south", {"0": 4, "1": 4}, size=(20, 11))
     new = load_site(str(tmp_path / "new"), RunSpec(), tiny)
     assert new.sample_shape == (3, 8, 8)
-    assert new.notices[-1] == "images of several sizes are brought to the run's 8 x 8 pixels"
+    assert new.notices[-1] == "images of several sizes are resized to the run's 8 x 8 pixels"
 
 
 # Data without labels
@@ -262,7 +262,7 @@ def test_broken_images_of_a_flat_folder_are_refused_or_skipped(tiny, tmp_path):
     with pytest.raises(UsageError, match=r"1 of 4 images in .*flat cannot be read: 2\.png: is no image"):
         load_unlabeled(tmp_path / "flat", RunSpec(), tiny)
     said = []
-    assert len(load_unlabeled(tmp_path / "flat", RunSpec(on_unreadable="skip"), tiny, say=said)) == 3
+    assert len(load_unlabeled(tmp_path / "flat", RunSpec(on_unreadable="skip"), tiny, notices=said)) == 3
     assert said[0].endswith("; left out")
     assert "1 of 4 images" in said[0]
 

@@ -13,10 +13,8 @@ from fedshift.methods.fedwon import fedwon
 from fedshift.methods.gn import gn
 from fedshift.methods.ln import ln
 from fedshift.methods.nonorm import nonorm
-from fedshift.models.alexnet import alexnet_dropout
 from fedshift.models.digits import digit_cnn_dropout
-from fedshift.models.mobilenet import mobilenet_v2
-from fedshift.models.resnet import resnet18, resnet20
+from fedshift.models.vision import alexnet_dropout, mobilenet_v2, resnet18, resnet20
 from fedshift.nn.scaled_std_conv import ScaledStd
 from fedshift.utils.errors import UsageError
 

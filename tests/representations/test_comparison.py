@@ -1,4 +1,4 @@
-"""``fedshift features``: similarities and distances of a run, and what is told, drawn, written and refused."""
+"""``fedshift features``: similarities and distances of a run, its output, pictures, files and refusals."""
 
 import itertools
 import math
@@ -19,10 +19,9 @@ from fedshift.experiments.factory import make_experiment
 from fedshift.experiments.restoration import load_experiment, restore_trial
 from fedshift.methods.fedavg import fedavg
 from fedshift.representations import Similarity, compare_representations, compute_similarities
-from fedshift.representations.feature_maps import select_inputs
+from fedshift.representations.comparison import select_inputs, train_models
 from fedshift.representations.figures import draw_panels, tile_maps
 from fedshift.representations.rendering import distance_table, list_notes, render_comparison, similarity_table
-from fedshift.representations.trained_models import train_models
 from fedshift.utils.errors import FedshiftError, UsageError
 
 pytestmark = pytest.mark.xdist_group("features")  # one run is looked at by most
@@ -118,8 +117,8 @@ def test_one_client_has_no_pair_and_pooled_data_no_clients(run, found):
     assert alone.distances["mean_client_client"].isna().all()
     assert math.isnan(found.similarity["centralized"][0].server_client)
     said = [*list_notes(found)]
-    assert said[0] == "All data are in one place, so that there are no clients' models: centralized."
-    assert said[1] == "No BatchNorm layer that keeps statistics: fedwon."
+    assert said[0] == "All data are pooled, so there are no clients' models: centralized."
+    assert said[1] == "No BatchNorm layer with running statistics: fedwon."
     assert [cell.text for cell in similarity_table(found).rows[3]] == ["centralized", "-", "-"]
 
 
@@ -127,7 +126,7 @@ def test_a_seed_whose_maps_are_not_finite_is_left_out_and_named(found):
     one = found.similarity["fedavg"][0]
     lost = replace(found, similarity={"fedavg": [one, Similarity(client_client=math.nan, server_client=math.nan)]})
     assert similarity_table(lost).rows[0][1].text == f"{one.client_client:.3f}"
-    assert "Feature maps are not finite, and similarities left out: fedavg with seed 1." in [*list_notes(lost)]
+    assert "Feature maps are not finite, so similarities are left out: fedavg with seed 1." in [*list_notes(lost)]
 
 
 def test_the_reported_round_is_the_one_that_is_looked_at(tmp_path):
@@ -331,7 +330,7 @@ def test_a_run_made_from_python_is_looked_at_there_alone(tmp_path):
 
 
 def test_of_many_clients_the_first_are_looked_at_and_that_is_said(run, monkeypatch):
-    monkeypatch.setattr("fedshift.representations.trained_models.PICTURED", 2)
+    monkeypatch.setattr("fedshift.representations.comparison.PICTURED", 2)
     found = compare_representations(run, samples=2)
     assert (found.clients, found.of) == (("pen", "photo"), 3)
     assert "2 of 3 clients" in str(next(iter(render_comparison(found))))

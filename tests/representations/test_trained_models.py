@@ -1,4 +1,4 @@
-"""Which models ``fedshift features`` takes of a trial, and what leaves their convolutions."""
+"""Models that ``fedshift features`` takes from a trial, and the outputs of their convolutions."""
 
 import math
 
@@ -21,8 +21,14 @@ from fedshift.methods.nonorm import nonorm
 from fedshift.methods.single import single
 from fedshift.models.digits import small_cnn
 from fedshift.nn.scaled_std_conv import ScaledStdConv2d
-from fedshift.representations.feature_maps import choose_rows, find_layer, list_convolutions, record_maps, select_inputs
-from fedshift.representations.trained_models import train_models
+from fedshift.representations.comparison import (
+    choose_rows,
+    find_layer,
+    list_convolutions,
+    record_maps,
+    select_inputs,
+    train_models,
+)
 
 
 def trial_of(method, data, rounds=1, model=small_cnn, optimizer=SGD(lr=0.1)):  # noqa: B008 - a frozen value
@@ -37,7 +43,7 @@ def trial_of(method, data, rounds=1, model=small_cnn, optimizer=SGD(lr=0.1)):  #
 
 
 class Odd(nn.Module):
-    """Registered in another order than used; the activation works in place; one convolution is used twice."""
+    """Network whose layers are used in another order than registered, in place, and one convolution twice."""
 
     def __init__(self, shape, classes):
         super().__init__()
@@ -85,7 +91,7 @@ def test_many_images_are_looked_at_in_parts_and_no_hook_stays(tiny, monkeypatch)
     trial = trial_of(nonorm(), tiny)
     x = select_inputs(trial.plan, tiny.clients[0], 12)
     whole = record_maps(trial.plan, trial.model_state(), x, ("conv1",))["conv1"]
-    monkeypatch.setattr("fedshift.representations.feature_maps.BATCH", 5)
+    monkeypatch.setattr("fedshift.representations.comparison.BATCH", 5)
     np.testing.assert_allclose(record_maps(trial.plan, trial.model_state(), x, ("conv1",))["conv1"], whole, atol=1e-6)
     assert len(whole) == 12
     assert not any(layer._forward_hooks for layer in trial.plan.module.modules())

@@ -12,18 +12,21 @@ from fedshift.core.preparation import prepare
 from fedshift.core.server_round import server_round
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedbn import fedbn
-from fedshift.models.theory import two_layer
-from fedshift.theory.convergence import descend, descent_step, guaranteed_residual, linear_prediction
+from fedshift.models.mlp import two_layer
+from fedshift.theory.checks import draw_inputs
 from fedshift.theory.ntk import (
     Network,
     compute_jacobians,
     compute_outputs,
+    descend,
+    descent_step,
     gram_matrices,
+    guaranteed_residual,
     init_network,
+    linear_prediction,
     measure_inputs,
     smallest_eigenvalue,
 )
-from fedshift.theory.settings import draw_inputs
 
 CLIENTS, COUNT, SIZE, STEPS, LR = 3, 6, 4, 8, 0.4
 

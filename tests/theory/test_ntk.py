@@ -5,21 +5,23 @@ import pytest
 import torch
 from torch.func import functional_call, jacrev
 
-from fedshift.models.theory import two_layer
-from fedshift.theory.arc_cosine import arc_cosine, isotropic_limit, magnitude_limit
+from fedshift.models.mlp import two_layer
+from fedshift.theory.checks import draw_inputs
 from fedshift.theory.ntk import (
     FederatedInputs,
     Network,
+    arc_cosine,
     block_diagonal,
     compute_jacobians,
     compute_outputs,
     gram_matrices,
     init_network,
+    isotropic_limit,
+    magnitude_limit,
     measure_inputs,
     monte_carlo,
     smallest_eigenvalue,
 )
-from fedshift.theory.settings import draw_inputs
 from fedshift.utils.errors import UsageError
 
 CLIENTS, COUNT, SIZE = 3, 4, 5
@@ -37,7 +39,7 @@ def scaled(deviations, seed=0):
 
 
 def trained(samples, width=6, local=True, seed=1):
-    """A network away from its start: gammas that differ by client, and c that are not signs."""
+    """Return a network that differs from an initial one: gammas differ by client, and c are not signs."""
     rng = np.random.default_rng(seed)
     shape = (len(samples.covariance), width) if local else (width,)
     return Network(v=rng.normal(size=(width, SIZE)), gamma=rng.uniform(0.5, 2, shape), c=rng.normal(size=width))
@@ -161,7 +163,7 @@ def test_the_integral_has_converged_and_scales_of_clients_cancel(heterogeneity):
 
 @pytest.mark.parametrize("samples", [federation(), scaled([0.5, 2.0])], ids=["any covariance", "isotropic"])
 def test_a_million_sampled_neurons_agree_with_the_integral(samples):
-    """To 1e-2 relative in norm and of each entry's scale, and to what sampling error allows."""
+    """Agree to 1e-2 relative in norm and of each entry's scale, and within sampling error."""
     limit = magnitude_limit(samples)
     found, error = monte_carlo(samples, 1_000_000, np.random.default_rng(2))
     assert np.linalg.norm(found - limit) < 1e-2 * np.linalg.norm(limit)

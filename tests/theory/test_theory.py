@@ -1,4 +1,4 @@
-"""``fedshift theory``: the corollary on a thousand federations, the lemma's cases, what is told, drawn and written."""
+"""``fedshift theory``: the corollary on a thousand federations, the lemma's cases, output, figures and files."""
 
 import json
 import re
@@ -11,13 +11,18 @@ import pytest
 
 from fedshift.cli.app import app, main
 from fedshift.theory import TheorySettings, check_theory
-from fedshift.theory.corollary import CorollaryCheck, try_corollary
+from fedshift.theory.checks import (
+    DEVIATIONS,
+    CorollaryCheck,
+    close_angle,
+    compute_toy,
+    make_cases,
+    make_clients,
+    try_corollary,
+)
 from fedshift.theory.figures import draw_panels
-from fedshift.theory.lemma import close_angle, make_cases
 from fedshift.theory.ntk import smallest_eigenvalue
 from fedshift.theory.rendering import render_theory
-from fedshift.theory.settings import make_clients
-from fedshift.theory.toy_example import DEVIATIONS, compute_toy
 from fedshift.utils.errors import UsageError
 
 SMALL = {"clients": 2, "samples": 4, "dimension": 4, "width": 64, "steps": 30, "draws": 20, "monte_carlo": 2000}
@@ -34,7 +39,7 @@ def test_corollary_4_6_holds_on_a_thousand_federations_and_for_algorithm_1_of_al
     assert corollary.magnitude.shape == (1000, 2)
     assert corollary.count_violations(corollary.magnitude) == 0
     assert corollary.count_violations(corollary.run) == 0
-    assert corollary.count_violations(corollary.joint) > 0  # which the paper does not claim
+    assert corollary.count_violations(corollary.joint) > 0  # the paper does not claim this
     assert (corollary.magnitude > 0).all()
     assert np.median(corollary.magnitude[:, 1] / corollary.magnitude[:, 0]) > 1.5
 
@@ -115,7 +120,7 @@ def test_figures_show_the_numbers(found):
     lines = shown["training"].figure.axes[0].lines
     np.testing.assert_allclose(lines[0].get_ydata(), found.courses[0].predicted)
     np.testing.assert_allclose(lines[1].get_ydata(), found.courses[0].measured)
-    assert "0 of them lie below" in shown["corollary"].description
+    assert "0 of them are below" in shown["corollary"].description
 
 
 def marked(axes, marker):

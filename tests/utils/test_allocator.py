@@ -1,4 +1,4 @@
-"""Freed memory is kept inside the outermost block, whatever happens in it, and no result depends on it."""
+"""Allocator: freed memory is kept inside the outermost block, even after errors, and no result depends on it."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ GIVEN_BACK = [
 
 @pytest.fixture
 def calls(monkeypatch):
-    """What the C library is asked to do; nobody else holds memory."""
+    """Record calls of the C library, with no other holder of memory."""
     made = []
     monkeypatch.setattr(allocator, "_call", lambda function, *arguments: made.append((function, *arguments)))
     monkeypatch.setattr(allocator, "_holders", 0)

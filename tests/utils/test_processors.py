@@ -1,4 +1,4 @@
-"""Processors: what the scheduler lets the process use, and what its container grants."""
+"""Processors granted to the process by the scheduler and by its container."""
 
 import os
 
@@ -9,7 +9,7 @@ from fedshift.utils.processors import available_processors
 
 @pytest.fixture
 def eight(monkeypatch):
-    """The scheduler lets this process run on eight processors."""
+    """Let the scheduler grant this process eight processors."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
 
 

@@ -1,4 +1,4 @@
-"""Seconds by part, under a clock that moves as told."""
+"""Seconds by section, under a controlled clock."""
 
 import threading
 from types import SimpleNamespace
@@ -11,7 +11,7 @@ from fedshift.utils.profiling import add_seconds, is_recording, record_seconds, 
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that stands still; set ``now``."""
+    """Clock that moves only when ``now`` is set."""
     hands = SimpleNamespace(now=0.0, read=0)
 
     def perf_counter():

@@ -2,49 +2,66 @@
 
 Li et al. 2021 (arXiv:2102.07623), Algorithm 1: every entry outside batch normalization becomes the mean of the clients'
 entries weighted by their numbers of samples (McMahan et al. 2017, arXiv:1602.05629); normalization never leaves its
-client. The global result therefore holds no normalization at all, and each client gets its own back.
+client. The global result therefore holds no normalization, and each client gets its own back.
 
-fedshift itself chooses entries by the type of their layer (:mod:`fedshift.core.selection`). Here there are names alone, so
-they are read as whole words ("bn" is in ``conv_bn.gamma``, not in ``subnet.weight``), and a layer that owns running
-statistics is batch normalization whatever its name. torch is used where tensors are given, and never imported.
+fedshift itself selects entries by the type of their layer (:mod:`fedshift.core.selection`). Only names are available
+here, so they are read as whole words ("bn" is in ``conv_bn.gamma``, not in ``subnet.weight``), and a layer that owns
+running statistics is batch normalization whatever its name; where names do not suffice,
+shapes decide. torch is used where tensors are given, and never imported.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+import sys
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from difflib import get_close_matches
 from functools import reduce
+from numbers import Real
 from operator import add
-from typing import Generic
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 
 from ..utils.errors import UsageError
-from .checks import Array, Client, Models, check_models, describe_array, is_float, to_float64
-from .name_matching import (
-    BATCH_NORM,
-    LAYER_NORM,
-    RUNNING,
-    STATISTICS,
-    find_normalization,
-    find_pattern,
-    find_unclear,
-    split_words,
-)
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [
     "BATCH_NORM", "LAYER_NORM", "RUNNING", "STATISTICS", "Aggregated", "Array", "FedBNAggregation", "weighted_mean",
 ]  # fmt: skip
 
 
+BATCH_NORM = ("bn", "syncbn", "batchnorm", "batch_norm", "batchnormalization", "batch_normalization")
+"""Words that name a batch normalization layer."""
+LAYER_NORM = ("ln", "layernorm", "layer_norm", "layernormalization", "layer_normalization")
+"""Words that name a layer normalization layer."""
+RUNNING = ("running_mean", "running_var", "num_batches_tracked", "moving_mean", "moving_var", "moving_variance")
+"""Words for batch normalization's statistics: their layer is batch normalization whatever its name."""
+STATISTICS = (*RUNNING, "batch_stats")
+"""The same and Flax's collection of them, whose entries are named only ``mean`` and ``var``."""
+
+_WORD = re.compile(r"\d+|[A-Z]+(?![^\W\d_A-Z])|[A-Z]?[^\W\d_A-Z]+")
+_COLLECTION = re.compile(r"(^|(?<=[./]))(params|batch_stats)[./]")  # Flax's collections, each with half of a layer
+
+Array: TypeAlias = "np.ndarray[Any, Any] | torch.Tensor"
+Client = TypeVar("Client")
+Models: TypeAlias = Mapping[Client, Mapping[str, Array]]
+Description: TypeAlias = tuple[str, str, tuple[int, ...]]
+_FIELDS = ("kind", "dtype", "shape")
+
+
 @dataclass(frozen=True, eq=False)
 class Aggregated(Generic[Client]):
-    """What one aggregation gives. Every array in it is its own: none is an input, and none stands in it twice.
+    """Result of one aggregation. Its arrays are copies: none is an input, and none occurs twice.
 
-    ``shared`` is the global result, without any local entry. ``clients`` gives each client, in the order of their keys,
-    the shared entries and its own local ones, in that client's order of entries. ``local`` names what stayed local.
+    ``shared`` is the global result, without any local entry. ``clients`` holds for each client, in the order of their
+    keys, the shared entries and its own local ones, in that client's order of entries. ``local`` are the names of the
+    local entries.
     """
 
     shared: dict[str, Array]
@@ -56,12 +73,16 @@ class Aggregated(Generic[Client]):
 class FedBNAggregation:
     """FedBN: normalization stays with its client, everything else is averaged.
 
-    ``local`` gives the exact names of the entries that stay local. Without it they are found by their names: batch
-    normalization's, and with ``include_layer_norm`` layer normalization's. ``patterns`` are words of yours in addition
-    ("head", "norm1"): each entry whose name holds one stays local. ``statistics_only`` shares batch normalization's
-    affine parameters and keeps its statistics (SiloBN: Andreux et al. 2020, arXiv:2008.07424).
+    Args:
+        local: exact names of the entries that stay local. Without it, they are found by name.
+        patterns: additional words, such as "head" or "norm1": entries whose names contain one stay local.
+        include_layer_norm: keep layer normalization local too.
+        statistics_only: share batch normalization's affine parameters and keep its statistics local (SiloBN: Andreux
+            et al. 2020, arXiv:2008.07424).
 
-    Raises :class:`UsageError` for ``local`` beside another option, and for a pattern that is not words.
+    Raises:
+        UsageError: ``local`` is combined with another option, or a pattern does not consist of words.
+
     """
 
     local: Collection[str] | None = None
@@ -85,22 +106,22 @@ class FedBNAggregation:
 
     @property
     def name(self) -> str:
-        """``"FedBN"``, or ``"SiloBN"`` where only statistics stay local."""
+        """``"FedBN"``, or ``"SiloBN"`` if only statistics stay local."""
         return "SiloBN" if self.statistics_only else "FedBN"
 
     @property
     def batch_norm_patterns(self) -> tuple[str, ...]:
-        """The words looked for; none where ``local`` gives exact names."""
+        """Words that mark local entries; none if ``local`` gives exact names."""
         return () if self.local is not None else (*self._layers(), *STATISTICS, *self.patterns)
 
     def _layers(self) -> tuple[str, ...]:
         return (() if self.statistics_only else BATCH_NORM) + (LAYER_NORM if self.include_layer_norm else ())
 
     def local_names(self, model: Mapping[str, Array]) -> frozenset[str]:
-        """Names of the entries of ``model`` (name to array of any shape) that stay local.
+        """Return the names of the entries of ``model`` (name to array of any shape) that stay local.
 
-        Raises :class:`UsageError` where a local name, a pattern or an option matches no entry, where nothing stays
-        local, and where a model without any statistics has layers of which names do not tell what they are.
+        Raises :class:`UsageError` if a local name, a pattern or an option matches no entry, if nothing stays local, and
+        if a model without statistics has layers whose kind their names do not reveal.
         """
         shapes = {name: describe_array(f"entry {name!r}", value)[2] for name, value in model.items()}
         found = (
@@ -129,10 +150,15 @@ class FedBNAggregation:
         return local
 
     def aggregate(self, client_models: Models[Client], client_weights: Mapping[Client, float]) -> Aggregated[Client]:
-        """Average what is shared and give each client its own model back.
+        """Average the shared entries and return each client's model.
 
-        ``client_models`` are alike in names, kinds, dtypes and shapes, which may be any; ``client_weights`` are the
-        clients' numbers of samples. Raises :class:`UsageError` as :func:`weighted_mean` and :meth:`local_names` do.
+        Args:
+            client_models: entries of each client; names, kinds, dtypes and shapes must agree.
+            client_weights: each client's number of samples.
+
+        Raises:
+            UsageError: as :func:`weighted_mean` and :meth:`local_names` do.
+
         """
         models, shares = check_models(client_models, client_weights)
         local = self.local_names(next(iter(models.values())))
@@ -145,14 +171,16 @@ class FedBNAggregation:
 
 
 def weighted_mean(client_models: Models[Client], client_weights: Mapping[Client, float]) -> dict[str, Array]:
-    """Mean of every entry over the clients, weighted by ``client_weights``: plain FedAvg, nothing stays local.
+    """Return the mean of every entry over the clients, weighted by ``client_weights``: FedAvg, without local entries.
 
-    Sums run in float64 in the order of the sorted client keys; each result has the kind (NumPy, or torch and its
-    device), dtype and shape of its entry. Integers (and booleans, as 0 and 1) are rounded to the nearest.
+    Sums are accumulated in float64 in the order of the sorted client keys; each result has the kind (NumPy, or torch
+    and its device), dtype and shape of its entry. Integers (and booleans, as 0 and 1) are rounded to the nearest.
 
-    Raises :class:`UsageError`, naming client and entry, for entries that are missing, extra, or differ in kind, dtype
-    or shape; for complex and object arrays, NaN, infinity, and integers from 2**53 on, which float64 cannot hold; for
-    weights that are missing, extra, negative, not finite, or all zero; for no clients, and keys that do not sort.
+    Raises:
+        UsageError: naming client and entry, for entries that are missing, extra, or differ in kind, dtype or shape; for
+            complex and object arrays, NaN, infinity, and integers from 2**53 on, which float64 cannot hold; for weights
+            that are missing, extra, negative, not finite, or all zero; for no clients, and keys that do not sort.
+
     """
     return _means(*check_models(client_models, client_weights), leave=frozenset())
 
@@ -171,3 +199,144 @@ def _means(models: Models[Client], shares: Sequence[float], *, leave: frozenset[
 
 def _copy(value: Array) -> Array:
     return np.array(value) if isinstance(value, np.ndarray) else value.detach().clone()
+
+
+def to_float64(value: Array) -> Any:
+    """Convert to float64."""
+    if isinstance(value, np.ndarray):
+        return np.asarray(value, np.float64)
+    return value.detach().to("cpu" if value.device.type == "mps" else value.device).double()  # MPS has no float64
+
+
+def describe_array(where: str, value: object) -> Description:
+    """Return kind, dtype and shape of an array; raise UsageError, beginning with ``where``, if it has no mean."""
+    torch = sys.modules.get("torch")  # if it is not imported, nothing is a tensor
+    if torch is not None and isinstance(value, torch.Tensor):
+        described = (f"torch on {value.device}", str(value.dtype), tuple(value.shape))
+        fits = value.layout == torch.strided and not value.is_complex()
+    elif isinstance(value, np.ndarray) and not isinstance(value, np.ma.MaskedArray):
+        described = ("NumPy", value.dtype.name, value.shape)
+        fits = value.dtype.kind in "biu" or (value.dtype.kind == "f" and value.dtype.itemsize <= 8)
+    else:
+        raise UsageError(f"{where} is a {type(value).__name__}: give a NumPy array (numpy.asarray) or a torch tensor")
+    if not fits:
+        allowed = "dense boolean, integer and floating-point arrays of up to 64 bits"
+        raise UsageError(f"{where} has dtype {described[1]}: allowed are {allowed}; convert it, or leave it out")
+    return described
+
+
+def is_float(value: Array) -> bool:
+    """Return whether the array holds floating-point numbers."""
+    return value.dtype.kind == "f" if isinstance(value, np.ndarray) else value.is_floating_point()
+
+
+def check_models(
+    models: Models[Client], weights: Mapping[Client, float]
+) -> tuple[dict[Client, Mapping[str, Array]], list[float]]:
+    """Return the models in the order of their sorted keys, and their weights' shares; refuse what has no mean."""
+    if not models:
+        raise UsageError("client_models is empty: give the entries of one client or more, {client: {name: array}}")
+    for client in [*models, *weights]:
+        if (client in models) != (client in weights):
+            fault = "no weight" if client in models else "a weight but no model"
+            raise UsageError(f"client {client!r} has {fault}: client_models and client_weights must have the same keys")
+    try:
+        order: list[Client] = sorted(models)  # type: ignore[type-var]
+    except TypeError as error:
+        raise UsageError(f"clients {[*models]} have no common order: use strings alone, or numbers alone") from error
+    for client in order:
+        if not isinstance(weights[client], Real) or not 0 <= weights[client] < math.inf:
+            raise UsageError(f"client {client!r} has weight {weights[client]!r}: give a finite number, zero or more")
+    total = sum(float(weights[client]) for client in order)
+    if not 0 < total < math.inf:
+        raise UsageError(f"the weights of clients {order} add up to {total}: give their numbers of samples")
+    expected: dict[str, Description] = {}
+    for client in order:
+        expected = _check_entries(client, models[client], order[0], expected)
+    return {client: models[client] for client in order}, [float(weights[client]) / total for client in order]
+
+
+def _check_entries(
+    client: Client, model: Mapping[str, Array], first: Client, expected: Mapping[str, Description]
+) -> dict[str, Description]:
+    """Describe the entries of ``model``; raise UsageError unless they match ``expected``, those of client ``first``."""
+    if not isinstance(model, Mapping) or not model or not all(isinstance(name, str) for name in model):
+        raise UsageError(f"the model of client {client!r} must be a dictionary from entry names (strings) to arrays")
+    for name in [*model, *expected] if expected else ():
+        if (name in model) != (name in expected):
+            lacks, has = (client, first) if name in expected else (first, client)
+            raise UsageError(f"client {lacks!r} has no entry {name!r}, but client {has!r} has: add or remove it there")
+    described = {name: describe_array(f"entry {name!r} of client {client!r}", value) for name, value in model.items()}
+    for name, value in model.items():
+        where = f"entry {name!r} of client {client!r}"
+        for part, mine, theirs in zip(_FIELDS, described[name], expected.get(name, described[name]), strict=True):
+            if mine != theirs:
+                raise UsageError(f"{where} has {part} {mine}, but client {first!r} has {theirs}: make them alike")
+        if not bool((abs(to_float64(value)) < (math.inf if is_float(value) else 2**53)).all()):
+            fault = "NaN or infinity" if is_float(value) else "integers of 2**53 or more, which float64 cannot hold"
+            raise UsageError(f"{where} holds {fault}: leave this client out of the round, or repair its model")
+    return described
+
+
+def split_words(name: str) -> list[str]:
+    """Split ``name`` into lower-case words at separators, at camel case, and between letters and digits."""
+    return [word.lower() for word in _WORD.findall(name)]
+
+
+def find_pattern(name: str, patterns: Iterable[str]) -> tuple[int, int] | None:
+    """Return start and end of the last match of any pattern in ``name``, as whole words."""
+    spans, own = [match.span() for match in _WORD.finditer(name)], split_words(name)
+    matches = [
+        (spans[at][0], spans[at + len(wanted) - 1][1])
+        for wanted in map(split_words, patterns)
+        for at in range(len(own) - len(wanted) + 1)
+        if own[at : at + len(wanted)] == wanted
+    ]
+    return max(matches, default=None)
+
+
+def _layer_name(name: str) -> str:
+    """Return the common prefix of the layer's entries: the name up to its statistic, or up to its last word."""
+    name = _COLLECTION.sub("", name)
+    statistic = find_pattern(name, RUNNING)
+    starts = [match.start() for match in _WORD.finditer(name) if not match.group().isdigit()]
+    return name[: statistic[0] if statistic else max(starts, default=0)]
+
+
+def find_normalization(shapes: Mapping[str, tuple[int, ...]], patterns: Iterable[str], affine: bool) -> frozenset[str]:
+    """Find statistics, with ``affine`` the other entries of layers that own them, and layers that ``patterns`` name.
+
+    Patterns may name a whole block, as in ``conv_bn.0.weight``: they do not count in a layer that has a kernel, nor if
+    statistics show which layers of the block are its normalization.
+    """
+    layer = {name: _layer_name(name) for name in shapes}
+    statistics = {name for name in shapes if find_pattern(name, STATISTICS)}
+    owners = {layer[name] for name in statistics}
+    statistic_shapes = {(layer[name], shapes[name]) for name in statistics}
+    kernels = {layer[name] for name, shape in shapes.items() if len(shape) > 1} - {""}
+
+    def is_normalization(name: str, shape: tuple[int, ...]) -> bool:
+        if layer[name] in owners:
+            return affine and (len(shape) < 2 or (layer[name], shape) in statistic_shapes)
+        span = find_pattern(name, patterns)
+        if span is None or len(shape) > 1 or layer[name] in kernels:
+            return False
+        end = re.search(r"[./]", name[span[1] :])
+        block = end and _COLLECTION.sub("", name[: span[1] + end.end()])
+        return not block or not any(owner.startswith(block) for owner in owners)
+
+    return frozenset(statistics | {name for name, shape in shapes.items() if is_normalization(name, shape)})
+
+
+def find_unclear(shapes: Mapping[str, tuple[int, ...]], local: frozenset[str]) -> list[str]:
+    """Find, in a model without statistics, likely scales and shifts: vectors of one shape in layers without kernel."""
+    if any(find_pattern(name, STATISTICS) for name in local):
+        return []
+    alike = Counter((_layer_name(name), shape) for name, shape in shapes.items())
+    kernels = {_layer_name(name) for name, shape in shapes.items() if len(shape) > 1} | {""}
+    return [
+        name
+        for name, shape in shapes.items()
+        if len(shape) == 1 and alike[_layer_name(name), shape] > 1 and _layer_name(name) not in kernels
+        if name not in local and not find_pattern(name, LAYER_NORM)
+    ]

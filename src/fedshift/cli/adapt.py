@@ -25,7 +25,7 @@ def adapt(
     policies: str | None = None,
     rounds: int = 1,
     unlabeled: Path | None = None,
-    broken: Literal["refuse", "skip"] | None = None,
+    on_unreadable: Literal["refuse", "skip"] | None = None,
     methods: RunMethods = None,
     seeds: RunSeeds = None,
     device: RunDevice = None,
@@ -43,7 +43,7 @@ def adapt(
         rounds: Rounds of the run's local work under finetune and finetune_bn.
         unlabeled: Folder of images, or .npz file with an array x, from which reestimate takes its statistics; no labels
             are needed. Without --data models are made and saved, and nothing is measured.
-        broken: Treatment of new images that cannot be read: refuse or skip; by default as in the run.
+        on_unreadable: Treatment of new images that cannot be read: refuse or skip; by default as in the run.
         save: New directory for the models of the first seed (safetensors) and the table.
 
     """
@@ -65,9 +65,8 @@ def adapt(
     from torch import device as torch_device
 
     from ..experiments.restoration import load_experiment, load_spec, resolve_device, select_trials
-    from ..new_clients.adaptation import adapt_all
-    from ..new_clients.overlap import find_overlap
-    from ..new_clients.site_data import client_name, load_site
+    from ..new_clients.policies import adapt_all
+    from ..new_clients.site_data import client_name, find_overlap, load_site
     from ..new_clients.site_data import load_unlabeled as unlabeled_in
 
     console = Console()
@@ -77,7 +76,7 @@ def adapt(
     with show_loading(console) as progress:
         spec, experiment = load_experiment(run, progress, device)
         experiment = select_trials(experiment, methods, seeds)
-        spec = replace(spec, on_unreadable=broken or spec.on_unreadable)
+        spec = replace(spec, on_unreadable=on_unreadable or spec.on_unreadable)
         new = load_site(data, spec, experiment.data, clients, progress).to(place) if data else None
         inputs = unlabeled_in(unlabeled, spec, experiment.data, progress, notices).to(place) if unlabeled else None
     if new:

@@ -16,7 +16,7 @@ from ..core.preparation import prepare
 from ..data.sources import EMBEDDED
 from ..evaluation.communication import find_capabilities, summarize_method
 from ..experiments.factory import parse_methods
-from ..models._factory import make_network
+from ..models import make_network
 from ..utils.errors import UsageError
 
 

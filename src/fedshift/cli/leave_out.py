@@ -153,8 +153,7 @@ def _measure(part: Experiment, folder: Path) -> None:
     import torch
 
     from ..experiments.restoration import select_trials
-    from ..new_clients.adaptation import adapt_all
-    from ..new_clients.policies import POLICIES
+    from ..new_clients.policies import POLICIES, adapt_all
 
     (client,) = part.settings.newcomers
     data = part.data.select_clients([client]).to(torch.device(part.settings.device))

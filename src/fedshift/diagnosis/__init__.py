@@ -1,8 +1,8 @@
-"""Diagnosis: which shift a federation has, how strong, with p-values, and which methods the evidence favors.
+"""Diagnosis of a federation: its shifts, their strength, p-values, and the methods that the evidence favors.
 
-Four tests, each valid beside the other shifts: labels over clients, sizes, features within a class, and labels of like
-inputs (:mod:`fedshift.analysis`). P-values are corrected for their number (Holm 1979), so that where there is no shift
-one is named in at most 5 of 100 federations. Nothing is trained but, on the pooled samples, one small network.
+Four tests, each valid in the presence of the other shifts: labels over clients, sizes, features within a class, and
+labels of similar inputs. P-values are corrected for their number (Holm 1979), so that without any shift one is named in
+at most 5 of 100 federations. The only training is that of one small network on the pooled samples.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from ..data.federation import Federation
+from ..data.federation import ClientData, Federation
 from ..data.files.read_options import Progress
 from ..utils.errors import UsageError, unknown_name
 from ..utils.random_streams import stream
@@ -22,12 +22,11 @@ from .advice import Advice, advise
 from .concept_shift import concept_shift, predict_by_neighbors
 from .feature_shift import feature_shift
 from .inputs import appearance_features, classifier_features, gather_samples, principal_components, to_vectors, warm_up
-from .layer_shift import layer_shift
 from .rendering import render_diagnosis as render_diagnosis
-from .shift_tests import LEVEL, SIZES, Evidence, Ints, ShiftFinding, assess, label_skew, quantity_skew
+from .shift_tests import LEVEL, SIZES, Evidence, Ints, ShiftFinding, assess, label_skew, layer_shift, quantity_skew
 
 MOST_CLIENTS, MOST_SAMPLES = 20, 6_000
-"""Clients, and samples of all clients, that features and concepts are tested on; more are drawn from at random."""
+"""Most clients, and samples of all clients, on which features and concepts are tested; of more, a random part is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,12 +39,12 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """What was found in a federation.
+    """Shifts found in a federation, with the evidence.
 
     ``sizes``: training samples of each client. ``tested``: clients on which features and concepts were tested, in the
     order of ``pairs`` (AUC of one against another, None on the diagonal) and of their evidence.
-    ``single_class``: whether some client has one class only; ``validation``: whether there are validation data;
-    ``notes``: what a reader of the numbers should know.
+    ``single_class``: whether some client has only one class; ``validation``: whether there are validation data;
+    ``notes``: remarks on how to read the numbers.
     """
 
     federation: str
@@ -61,16 +60,16 @@ class Diagnosis:
     notes: tuple[str, ...] = ()
 
     def __getitem__(self, kind: str) -> ShiftFinding:
-        """What was found of one kind of shift."""
+        """Return the finding on one kind of shift."""
         return {finding.kind: finding for finding in self.findings}[kind]  # type: ignore[index]
 
     @property
     def named(self) -> tuple[str, ...]:
-        """The kinds of shift that the federation has."""
+        """Kinds of shift that the federation has."""
         return tuple(finding.kind for finding in self.findings if finding.named)
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything as dictionaries, lists, numbers, strings and None."""
+        """Return everything as dictionaries, lists, numbers, strings and None."""
         return asdict(self)
 
 
@@ -85,10 +84,10 @@ def diagnose(
 ) -> Diagnosis:
     """Diagnose the training data of ``data``.
 
-    ``features``: what the tests see, principal components of pixels (or columns), or of the channel statistics of a
-    small network trained for a moment on all clients. ``limit``: samples of each client that are drawn for the tests of
-    features and concepts; labels and sizes count all. ``progress`` hears what is being tested. The result is a function
-    of data and ``seed``. Raises :class:`UsageError` for one client, and for samples that
+    ``features``: inputs of the tests, principal components of pixels (or columns), or of the channel statistics of a
+    small network trained briefly on all clients. ``limit``: samples drawn from each client for the tests of features
+    and concepts; labels and sizes use all. ``progress`` is called with the name of each test. The result is a function
+    of data and ``seed``. Raises :class:`UsageError` for a single client, and for samples that
     :meth:`~fedshift.data.federation.Federation.check` refuses.
     """
     _check(data, permutations, features, limit)
@@ -106,10 +105,9 @@ def diagnose(
     sized = quantity_skew(sizes, stream(seed, "diagnose/sizes"), permutations)
 
     now("layers")
-    chosen, rows = _drawn(data, seed, limit)
-    names = [data.clients[place].name for place in chosen]
-    x = gather_samples([data.clients[place].train for place in chosen], rows)
-    y = np.concatenate([data.clients[place].train.y.numpy()[own] for place, own in zip(chosen, rows, strict=True)])
+    members, rows = _draw_samples(data, seed, limit)
+    x = gather_samples([member.train for member in members], rows)
+    y = np.concatenate([member.train.y.numpy()[own] for member, own in zip(members, rows, strict=True)])
     client = np.repeat(np.arange(len(rows)), [len(own) for own in rows])
     moments = warm_up(x, torch.from_numpy(y), data.classes, seed)
     if features == "network":
@@ -151,13 +149,13 @@ def diagnose(
         clients=data.names,
         sizes=sizes,
         findings=findings,
-        tested=tuple(names),
+        tested=tuple(member.name for member in members),
         pairs=two_sample.pairs,
         layers=layers,
         advice=advise(findings, clients=len(sizes), images=images),
         validation=any(client.validation is not None for client in data.clients),
         single_class=data.classes > 1 and any((each > 0).sum() == 1 for each in counts),
-        notes=tuple(_notes(data, x.flatten(1).numpy(), y, client, disagree)),
+        notes=tuple(_list_notes(data, x.flatten(1).numpy(), y, client, disagree)),
     )
 
 
@@ -175,31 +173,29 @@ def _check(data: Federation, permutations: int, features: str, limit: int) -> No
         raise UsageError(f"limit={limit} samples a client: must be at least 1; 1000 is usual")
 
 
-def _drawn(data: Federation, seed: int, limit: int) -> tuple[list[int], list[Ints]]:
-    """Clients and rows of their training samples that are tested, in order."""
-    clients = range(len(data.clients))
-    if len(clients) > MOST_CLIENTS:
-        clients = stream(seed, "diagnose/clients").choice(len(clients), MOST_CLIENTS, replace=False)  # type: ignore[assignment]
-    chosen = sorted(int(place) for place in clients)
-    most = min(limit, MOST_SAMPLES // len(chosen))
-    rows = []
-    for place in chosen:
-        member = data.clients[place]
-        rows.append(np.sort(stream(seed, "diagnose/samples", member.name).permutation(len(member.train))[:most]))
-    return chosen, rows
+def _draw_samples(data: Federation, seed: int, limit: int) -> tuple[list[ClientData], list[Ints]]:
+    """Draw the clients to test and the rows of their training samples, in order."""
+    members = list(data.clients)
+    if len(members) > MOST_CLIENTS:
+        drawn = stream(seed, "diagnose/clients").choice(len(members), MOST_CLIENTS, replace=False)
+        members = [members[number] for number in sorted(drawn)]
+    most = min(limit, MOST_SAMPLES // len(members))
+    streams = (stream(seed, "diagnose/samples", member.name) for member in members)
+    rows = [np.sort(rng.permutation(len(member.train))[:most]) for member, rng in zip(members, streams, strict=True)]
+    return members, rows
 
 
-def _notes(data: Federation, x: np.ndarray, y: Ints, client: Ints, disagree: bool) -> Iterator[str]:
+def _list_notes(data: Federation, x: np.ndarray, y: Ints, client: Ints, disagree: bool) -> Iterator[str]:
     if len(data.clients) > MOST_CLIENTS:
         yield f"Features and concepts were tested on {MOST_CLIENTS} of {len(data.clients)} clients, drawn at random."
     repeated = len(x) - len(np.unique(np.column_stack([x, y, client]), axis=0))
     if repeated > len(x) // 100:
         yield (
-            f"{repeated} of {len(x)} samples occur more than once at their client. Tests take samples for independent: "
-            "copies, or many pictures of one patient, make chance look like a shift of features or concepts."
+            f"{repeated} of {len(x)} samples occur more than once at their client. The tests assume independent "
+            "samples: copies, or many pictures of one patient, make chance look like a shift of features or concepts."
         )
     if disagree:
         yield (
-            "Since labels of like inputs differ, features were compared within classes predicted from inputs, "
+            "Because labels of similar inputs differ, features were compared within classes predicted from inputs, "
             "not within labels."
         )

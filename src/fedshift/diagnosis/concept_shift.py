@@ -1,24 +1,24 @@
-"""Concept shift: where inputs are alike, other clients' labels mislead.
+"""Concept shift: other clients' labels of similar inputs differ.
 
-Every sample is compared with its neighbors: the share of its own client's neighbors that have its label, less the share
-of the other clients' neighbors in the same ball. Both see the same place, so without concept shift the gap is 0 on
-average, however few the neighbors. Three things that are no concept shift are taken out first:
+Every sample is compared with its neighbors: the share of its own client's neighbors that have its label, minus the
+share of the other clients' neighbors in the same ball. Both are in the same region, so without concept shift the gap is
+0 on average, however few the neighbors. Four effects that are not concept shift are removed first:
 
 * Label skew: other clients' neighbors are weighted to the client's own class shares, pi_c(y) / pi_c'(y) (Saerens et al.
   2002, "Adjusting the Outputs of a Classifier to New a Priori Probabilities", equation 4).
-* Feature shift that a normalization of one's own would undo: where there is evidence of feature shift, each client's
-  inputs are brought to the pooled mean and total variance, over classes as predicted from inputs, in equal shares.
-* Inputs that do not overlap: a client that a classifier tells from the others nearly always, or whose samples have few
-  others about them, is not judged, since there other labels and other looks cannot be told apart.
-* Looks that carry samples of one class to where another's are, as a negative does with bright and dark scenes. A
+* Feature shift that a local normalization would undo: if there is evidence of feature shift, each client's inputs are
+  brought to the pooled mean and total variance, over classes as predicted from inputs, in equal shares.
+* Inputs that do not overlap: a client that a classifier nearly always tells from the others, or whose samples have few
+  others around them, is not judged, because there a difference in labels cannot be told from one in appearance.
+* Appearance that moves samples of one class to the region of another, as a negative does with bright and dark scenes. A
   classifier whose area under the curve is A has found clients' inputs to differ in at most a share 2 A - 1 of samples:
-  the curve of the best classifier is concave, so twice the area between it and the diagonal is no less than the
-  greatest distance of the two, which is their total variation. Were all of these among other labels, others' agreement
-  would fall by that share of the client's agreement with itself. Only what the gap has beyond that counts. Matching
+  the curve of the best classifier is concave, so twice the area between it and the diagonal is at least the greatest
+  distance of the two, which is their total variation. If all of these were among other labels, others' agreement would
+  fall by that share of the client's agreement with itself. Only the part of the gap beyond that counts. Matching
   neighbors by propensity does not replace this: inverted photographs that a classifier takes for upright ones disagree
   with their neighbors just as much.
 
-The null redraws every label from those of the neighbors, of all clients together and weighted as above: a local
+The null redraws every label from those of the neighbors of all clients together, weighted as above: a local
 bootstrap (Paparoditis and Politis 2000).
 """
 
@@ -30,23 +30,23 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from scipy import sparse
 
-from .shift_tests import Evidence, Floats, Ints, permutation_p_value
+from .shift_tests import Evidence, Floats, Ints
 
 SEPARABLE = 0.9
-"""AUC against the others from which on a client's inputs count as not overlapping theirs."""
+"""AUC against the others from which a client's inputs count as not overlapping theirs."""
 
 NEIGHBORS = 10
-"""A client's own neighbors that make the ball, and at least half as many others expected in it."""
+"""A client's own neighbors that define the ball, with at least half as many others expected in it."""
 
 FEWEST, SHARE, STRATUM = 20, 0.1, 8
-"""Samples, and share of a client's samples, that need others about them; samples of a class to align by."""
+"""Samples, and share of a client's samples, that need others around them; samples of a class needed to align by it."""
 
 _DENSITY = 0.25  # others in the ball, as a multiple of what clients with equal inputs would have there
 _TOGETHER = 512  # rows of the distance matrix at a time
 
 
 def predict_by_neighbors(x: Floats, y: Ints, neighbors: int = 15) -> Ints:
-    """The class of each sample, ``[N]``, by vote of its nearest ``neighbors`` of any client, itself left out."""
+    """Predict the class of each sample, ``[N]``, by vote of its nearest ``neighbors`` of any client but itself."""
     votes = np.zeros((len(x), int(y.max()) + 1), dtype=int)
     for rows, distance in _distances(x, np.arange(len(x))):
         nearest = np.argpartition(distance, min(neighbors, len(x) - 1) - 1, axis=1)[:, :neighbors]
@@ -65,11 +65,11 @@ def concept_shift(
     rng: np.random.Generator,
     permutations: int,
 ) -> Evidence:
-    """Whether labels ``y`` ``[N]`` of like inputs ``x`` ``[N, D]`` differ between clients (``client`` ``[N]`` from 0).
+    """Test whether labels ``y`` ``[N]`` of similar inputs ``x`` ``[N, D]`` differ by client (``client`` ``[N]``).
 
-    ``strata``: classes as :func:`predict_by_neighbors`; ``separation``: AUC of each client's inputs against the others' within
-    these. The statistic is the largest gap of a client beyond what its inputs explain, in probability; clients that
-    cannot be judged have None.
+    ``strata``: classes as :func:`predict_by_neighbors`; ``separation``: AUC of each client's inputs against the others'
+    within these. The statistic is the largest gap of a client beyond what its inputs explain, in probability; clients
+    that cannot be judged have None.
     """
     clients = len(separation)
     alike = [
@@ -87,20 +87,20 @@ def concept_shift(
     own, others, expected = _find_neighborhoods(_align(x, strata, client) if align else x, client)
 
     def shares(labels: Ints) -> tuple[Floats, Floats]:
-        """Labels of own and of others' neighbors, the latter as the client's class shares would have them, [N, K]."""
+        """Count labels of own and of others' neighbors, the latter weighted to the client's class shares, [N, K]."""
         hot = np.eye(prior_CK.shape[1])[labels]
         return own @ hot, (others @ (hot / prior_CK[client])) * prior_CK[client]
 
     def gap(labels: Ints, mine: Floats, theirs: Floats) -> Floats:
-        """How much more of a sample's own neighbors than of the others have its label, [N]."""
-        place = np.arange(len(labels))
+        """Return the share of own neighbors with a sample's label minus that of the others, [N]."""
+        rows = np.arange(len(labels))
         total_mine, total_theirs = (np.maximum(part.sum(axis=1), 1e-9) for part in (mine, theirs))
-        difference: Floats = mine[place, labels] / total_mine - theirs[place, labels] / total_theirs
+        difference: Floats = mine[rows, labels] / total_mine - theirs[rows, labels] / total_theirs
         return difference
 
     mine, theirs = shares(y)
-    met = (theirs.sum(axis=1) >= _DENSITY * expected) & (np.diff(others.indptr) >= 3)
-    members = [met & (client == c) for c in alike]
+    overlaps = (theirs.sum(axis=1) >= _DENSITY * expected) & (np.diff(others.indptr) >= 3)
+    members = [overlaps & (client == c) for c in alike]
     judged = [
         (c, rows) for c, rows in zip(alike, members, strict=True)
         if rows.sum() >= max(FEWEST, SHARE * (client == c).sum())
@@ -110,29 +110,24 @@ def concept_shift(
     observed = gap(y, mine, theirs)
     agreement = mine[np.arange(len(y)), y] / np.maximum(mine.sum(axis=1), 1e-9)
     gaps = {
-        c: float(observed[rows].mean() - explained(separation[c]) * agreement[rows].mean()) for c, rows in judged
+        c: float(observed[rows].mean() - bound_variation(separation[c]) * agreement[rows].mean()) for c, rows in judged
     }  # fmt: skip
-    mixed = np.cumsum(mine + theirs * met[:, None], axis=1)
+    mixed = np.cumsum(mine + theirs * overlaps[:, None], axis=1)
     null = np.empty(permutations)
     for draw in range(permutations):
         labels = (rng.random((len(y), 1)) * mixed[:, -1:] >= mixed[:, :-1]).sum(axis=1)
         redrawn = gap(labels, *shares(labels))
         null[draw] = max(redrawn[rows].mean() for _, rows in judged)
-    return Evidence(
-        statistic=max(gaps.values()),
-        chance=float(null.mean()),
-        p=permutation_p_value(max(gaps.values()), null),
-        clients=tuple(gaps.get(c) for c in range(clients)),
-    )
+    return Evidence.from_permutations(max(gaps.values()), null, [gaps.get(c) for c in range(clients)])
 
 
-def explained(auc: float | None) -> float:
-    """The most that the total variation of inputs of this ``auc`` can be: a share of samples."""
+def bound_variation(auc: float | None) -> float:
+    """Return the largest total variation of inputs that this ``auc`` allows, as a share of samples."""
     return max(0.0, 2 * (auc or 0.5) - 1)
 
 
 def _align(x: Floats, strata: Ints, client: Ints) -> Floats:
-    """Each client's inputs brought to the pooled mean and variance over the strata that it has, in pooled shares."""
+    """Bring each client's inputs to the pooled mean and variance over the strata that it has, in pooled shares."""
     share_S = np.bincount(strata) / len(strata)
     result = x.copy()
     for c in np.unique(client):
@@ -146,7 +141,7 @@ def _align(x: Floats, strata: Ints, client: Ints) -> Floats:
 
 
 def _mixture_moments(x: Floats, strata: Ints, share_S: Floats, seen: Ints) -> tuple[Floats, float]:
-    """Mean ``[D]`` and total variance of a mixture of the strata ``seen`` in shares ``share_S``."""
+    """Return mean ``[D]`` and total variance of a mixture of the strata ``seen`` in shares ``share_S``."""
     weights = share_S[seen] / share_S[seen].sum()
     mean: Floats = weights @ np.stack([x[strata == s].mean(axis=0) for s in seen])
     variances = [((x[strata == s] - mean) ** 2).sum(axis=1).mean() for s in seen]
@@ -154,7 +149,7 @@ def _mixture_moments(x: Floats, strata: Ints, share_S: Floats, seen: Ints) -> tu
 
 
 def _find_neighborhoods(x: Floats, client: Ints) -> tuple[sparse.csr_array, sparse.csr_array, Floats]:
-    """Own and other samples in the ball about each sample, ``[N, N]``, and how many others equal inputs would give."""
+    """Find own and other samples in the ball around each sample, ``[N, N]``, and the number of others expected."""
     size_C = np.bincount(client)
     inside: tuple[list[Ints], list[Ints]] = ([], [])
     expected = np.empty(len(x))
@@ -177,7 +172,7 @@ def _find_neighborhoods(x: Floats, client: Ints) -> tuple[sparse.csr_array, spar
 
 
 def _distances(x: Floats, rows: Ints) -> Iterator[tuple[Ints, Floats]]:
-    """Squared distances from some ``rows`` at a time to all samples; infinite from a sample to itself."""
+    """Yield squared distances from some ``rows`` at a time to all samples; infinite from a sample to itself."""
     norms = (x**2).sum(axis=1)
     for start in range(0, len(rows), _TOGETHER):
         some = rows[start : start + _TOGETHER]

@@ -1,9 +1,9 @@
-"""Feature shift: a classifier that sees samples of one class alone can tell which client they come from.
+"""Feature shift: a classifier that sees only samples of one class can tell which client they come from.
 
 The classifier two-sample test of Lopez-Paz and Oquab 2017 (arXiv:1610.06545), here for many clients at once and within
 strata (classes), so that label skew gives no signal. The classifier is ridge regression onto client codes in two folds.
-Being a matrix product it is trained anew under every permutation. Permuting held-out scores alone would not do: the
-scores of one fold come from the labels of the other, the two agree by chance, and false alarms would be twice as many.
+As a matrix product it can be trained again for every permutation. Permuting only held-out scores would be invalid: the
+scores of one fold come from the labels of the other, the two agree by chance, and false alarms would double.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from scipy.stats import rankdata
 from .shift_tests import Evidence, Floats, Ints, permutation_p_value
 
 FEWEST = 8
-"""Samples of a stratum that a client needs to take part in it; a stratum counts where two clients have as many."""
+"""Samples of a stratum that a client needs to be compared in it; a stratum counts if two clients have as many."""
 
 _TOGETHER = 64  # permutations in one matrix product
 
 
 @dataclass(frozen=True, kw_only=True)
 class TwoSample:
-    """``evidence`` with the AUC of each client against all others, and ``pairs[i][j]``, that of client i against j.
+    """Result of the two-sample test: ``evidence`` with the AUC of each client against all others, and ``pairs``.
 
-    AUC: probability that the classifier puts a held-out sample of the client before one of another client of the same
-    stratum, 0.5 if it cannot tell them and 1 if it always can; None where they have no stratum in common.
+    ``pairs[i][j]`` is the AUC of client i against j: the probability that the classifier ranks a held-out sample of the
+    client above one of the other client in the same stratum, 0.5 if it cannot tell them apart and 1 if it always can;
+    None if they have no stratum in common.
     """
 
     evidence: Evidence
@@ -39,10 +40,10 @@ class TwoSample:
 def feature_shift(
     x: Floats, strata: Ints, client: Ints, clients: int, rng: np.random.Generator, permutations: int
 ) -> TwoSample:
-    """Whether samples ``x`` ``[N, D]`` of one stratum differ between clients; ``strata``, ``client``: ``[N]`` from 0.
+    """Test whether samples ``x`` ``[N, D]`` of one stratum differ by client; ``strata``, ``client``: ``[N]`` from 0.
 
-    The statistic is the largest AUC of a client against all others. Its p-value is that of the mean lead, in held-out
-    score, of a client's samples over the others', which a permutation of clients within strata leaves to chance.
+    The statistic is the largest AUC of a client against all others. The p-value is that of the mean lead, in held-out
+    score, of a client's samples over the others', under permutations of clients within strata.
     """
     kept = _find_comparable(strata, client, clients)
     if not kept.any():
@@ -69,7 +70,7 @@ def feature_shift(
 
 
 def _find_comparable(strata: Ints, client: Ints, clients: int) -> NDArray[np.bool_]:
-    """Samples of a client and stratum with :data:`FEWEST` of them, where another client has as many too."""
+    """Mask the samples whose client has at least :data:`FEWEST` of their stratum, and another client too."""
     counts_SC = np.zeros((int(strata.max()) + 1, clients), dtype=int)
     np.add.at(counts_SC, (strata, client), 1)
     enough_SC = counts_SC >= FEWEST
@@ -79,7 +80,7 @@ def _find_comparable(strata: Ints, client: Ints, clients: int) -> NDArray[np.boo
 
 
 class _Ridge:
-    """Regression of client codes on ``x`` in two folds, with weights that all strata share plus weights of their own.
+    """Regression of client codes on ``x`` in two folds, with weights shared by all strata plus weights per stratum.
 
     The penalty is D on features of unit variance, so that n samples shrink weights by about n / (n + D).
     """
@@ -103,7 +104,7 @@ class _Ridge:
         return inverse
 
     def held_out(self, codes: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Scores ``[N, C]`` of every sample by the weights that the other fold gives."""
+        """Return scores ``[N, C]`` of every sample by the weights of the other fold."""
         scores = np.empty_like(codes)
         for train, test, solver, strata in self.folds:
             shared = solver @ (self.x[train].T @ codes[train])
@@ -115,7 +116,7 @@ class _Ridge:
 
 
 def _encode_clients(client: Ints, clients: int, cells: Sequence[Ints]) -> NDArray[np.float32]:
-    """One column a client, all of one scale however large the client is, with mean 0 in each cell."""
+    """Return a column per client, on the same scale whatever the client's size, with mean 0 in each cell."""
     size_C = np.bincount(client, minlength=clients)
     codes: NDArray[np.float32] = np.eye(clients, dtype=np.float32)[client]
     codes *= (len(client) / np.maximum(size_C, 1)).astype(np.float32)
@@ -125,7 +126,7 @@ def _encode_clients(client: Ints, clients: int, cells: Sequence[Ints]) -> NDArra
 
 
 def _split_in_halves(keys: Ints, rng: np.random.Generator) -> Ints:
-    """Fold 0 or 1 of each sample, both of about the same size within each key."""
+    """Assign each sample to fold 0 or 1, of about equal size within each key."""
     fold = np.empty_like(keys)
     for rows in _group_rows(keys):
         fold[rng.permutation(rows)] = (np.arange(len(rows)) + rng.integers(2)) % 2
@@ -133,7 +134,7 @@ def _split_in_halves(keys: Ints, rng: np.random.Generator) -> Ints:
 
 
 def _group_rows(keys: Ints) -> list[Ints]:
-    """Places of equal keys."""
+    """Return the indices of each group of equal keys."""
     order = np.argsort(keys, kind="stable")
     return np.split(order, np.flatnonzero(np.diff(keys[order])) + 1)
 
@@ -146,7 +147,7 @@ def _shuffle(client: Ints, cells: Sequence[Ints], rng: np.random.Generator) -> I
 
 
 def _auc(score: NDArray[np.floating], own: NDArray[np.bool_], cells: Sequence[Ints]) -> float | None:
-    """Mann and Whitney's U over the number of pairs, within cells, a cell weighing by the harmonic mean of its two."""
+    """Return Mann and Whitney's U over the number of pairs in cells, weighted by the harmonic mean of both sizes."""
     total = weight = 0.0
     for rows in cells:
         mine = own[rows]

@@ -1,8 +1,9 @@
-"""What the tests see of samples: principal components, simple looks of images, and BatchNorm's inputs in a network."""
+"""Inputs of the shift tests: principal components, simple statistics of images, and BatchNorm's inputs in a network."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -15,18 +16,17 @@ from ..data.samples import Samples
 from ..models.digits import small_cnn
 from ..models.mlp import abide_mlp
 from ..utils.random_streams import key_bits, stream, torch_stream
-from .layer_shift import Moments
-from .shift_tests import Floats, Ints
+from .shift_tests import Floats, Ints, Moments
 
 PIXELS, COMPONENTS = 32, 50
-"""Images larger than ``PIXELS`` each way are shrunk to it; principal components that are kept."""
+"""Largest height and width, to which larger images are shrunk; number of principal components."""
 
 STEPS, BATCH = 60, 64
-"""How long the small network is trained: batches, and samples in each."""
+"""Training of the small network: number of batches, and samples in each."""
 
 
 def gather_samples(splits: Sequence[Samples], rows: Sequence[Ints]) -> Tensor:
-    """The samples at ``rows`` of each split as float32 ``[N, C, H, W]``, pixels from 0 to 1, or ``[N, D]``."""
+    """Gather the samples at ``rows`` of each split as float32 ``[N, C, H, W]``, pixels from 0 to 1, or ``[N, D]``."""
     parts = []
     for split, own in zip(splits, rows, strict=True):
         x = split.copy_rows(torch.from_numpy(own))
@@ -39,13 +39,13 @@ def gather_samples(splits: Sequence[Samples], rows: Sequence[Ints]) -> Tensor:
 
 
 def to_vectors(x: Tensor) -> Floats:
-    """Samples as centered vectors ``[N, D]``: pixels keep their scale, columns of a table get unit variance."""
+    """Return samples as centered vectors ``[N, D]``: pixels keep their scale, columns of a table get unit variance."""
     vectors = x.flatten(1).double().numpy()
     return vectors - vectors.mean(axis=0) if x.ndim == 4 else _standardize(vectors)
 
 
 def appearance_features(x: Tensor) -> Floats:
-    """Mean and contrast of each channel, and its mean step between neighboring pixels; nothing for vectors."""
+    """Return mean, contrast and mean step between neighboring pixels of each channel; nothing for vectors."""
     if x.ndim != 4:
         return np.empty((len(x), 0))
     steps = [x.diff(dim=dim).abs().mean(dim=(2, 3)) for dim in (2, 3) if x.shape[dim] > 1]
@@ -53,7 +53,7 @@ def appearance_features(x: Tensor) -> Floats:
 
 
 def principal_components(vectors: NDArray[np.floating], seed: int) -> Floats:
-    """Scores of the first :data:`COMPONENTS` principal components, ``[N, at most 50]``."""
+    """Return scores of the first :data:`COMPONENTS` principal components, ``[N, at most 50]``."""
     centered = vectors - vectors.mean(axis=0)
     kept = min(COMPONENTS, *centered.shape)
     state = key_bits(seed, "diagnose/components") % 2**32
@@ -63,14 +63,15 @@ def principal_components(vectors: NDArray[np.floating], seed: int) -> Floats:
 
 
 def classifier_features(scores: Floats, extra: Floats | None = None) -> Floats:
-    """What the classifier sees: components, their squares, by which it sees contrast and noise, and ``extra``."""
+    """Return the classifier's inputs: components, their squares (which show contrast and noise), and ``extra``."""
     return _standardize(np.concatenate([scores, scores**2, *([] if extra is None else [extra])], axis=1))
 
 
 def warm_up(x: Tensor, y: Tensor, classes: int, seed: int) -> list[Moments]:
-    """Inputs of each BatchNorm layer of a small network after :data:`STEPS` steps on samples of all clients together.
+    """Record the inputs of each BatchNorm layer of a small network after :data:`STEPS` steps on the pooled samples.
 
-    ``small-cnn`` for images, ``abide-mlp`` for vectors. As clients play no part, permuting them needs no new training.
+    ``small-cnn`` for images, ``abide-mlp`` for vectors. Training ignores clients, so permuting them needs no new
+    training.
     """
     images = x.ndim == 4 and min(x.shape[2:]) >= 4
     x = (x - x.mean()) / x.std().clamp_min(1e-6) if images else torch.from_numpy(_standardize(to_vectors(x))).float()
@@ -88,18 +89,15 @@ def warm_up(x: Tensor, y: Tensor, classes: int, seed: int) -> list[Moments]:
 
 @torch.no_grad()
 def _record_moments(network: nn.Module, x: Tensor) -> list[Moments]:
-    heard: dict[str, list[tuple[Tensor, Tensor]]] = {}
+    recorded: dict[str, list[tuple[Tensor, Tensor]]] = {}
 
-    def listen(name: str, layer: nn.Module) -> None:
-        def hear(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            values = inputs[0].reshape(*inputs[0].shape[:2], -1)
-            heard.setdefault(name, []).append((values.mean(dim=2), values.square().mean(dim=2)))
-
-        layer.register_forward_pre_hook(hear)
+    def record(name: str, _layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        values = inputs[0].reshape(*inputs[0].shape[:2], -1)
+        recorded.setdefault(name, []).append((values.mean(dim=2), values.square().mean(dim=2)))
 
     for name, layer in network.named_modules():
         if isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d):
-            listen(name, layer)
+            layer.register_forward_pre_hook(partial(record, name))
     for start in range(0, len(x), 256):
         network(x[start : start + 256])
     return [
@@ -108,7 +106,7 @@ def _record_moments(network: nn.Module, x: Tensor) -> list[Moments]:
             mean=torch.cat([mean for mean, _ in parts]).numpy(),
             square=torch.cat([square for _, square in parts]).numpy(),
         )
-        for name, parts in heard.items()
+        for name, parts in recorded.items()
     ]
 
 

@@ -1,4 +1,4 @@
-"""What a federation's data are, for the terminal and as pictures: sizes, what the check found, images and classes."""
+"""Overview of a federation's data, for the terminal and as pictures: sizes, findings of the check, images, classes."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ from ..data.samples import Samples
 from ..report.figures import save_each
 from ..report.gallery import COLUMNS, class_chart, contact_sheet, feature_chart, pick_samples
 from ..utils.random_streams import stream
-from .quality import Quality, QualityFinding, Severity, survey_splits
+from .quality import Quality, QualityFinding, Severity
+from .survey import survey_splits
 
 SHOWN = 20
-"""Clients that tables and sheets show one by one."""
+"""Most clients that tables and sheets show one by one."""
 _STYLE: Mapping[Severity, str] = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 
 
 def describe(data: Federation) -> Table:
-    """Samples of each client's splits, the classes it trains on, and the shape of a sample; the last row sums up."""
+    """Tabulate samples of each client's splits, number of training classes, and sample shape, with totals."""
     splits = [name for name in ("train", "validation", "test") if any(name in c.splits for c in data.clients)]
     table = Table(box=None, title=Text(f"{data.name}: {len(data.clients):,} clients"), title_justify="left")
     table.add_column("client", overflow="fold")
@@ -45,7 +46,7 @@ def describe(data: Federation) -> Table:
     if len(data.clients) > SHOWN:
         table.add_row(Text(f"and {len(data.clients) - SHOWN:,} more", style="dim"))
     distinct = [{id(c.splits[name]): len(c.splits[name]) for c in data.clients if name in c.splits} for name in splits]
-    totals = [f"{sum(sizes.values()):,}" for sizes in distinct]  # what clients share counts once
+    totals = [f"{sum(sizes.values()):,}" for sizes in distinct]  # shared splits count once
     trained = np.any([_class_counts(client, data.classes) > 0 for client in data.clients], axis=0).sum()
     table.add_section()
     table.add_row("all", *totals, f"{trained} of {data.classes}", style="bold")
@@ -53,7 +54,7 @@ def describe(data: Federation) -> Table:
 
 
 def render_quality(quality: Quality) -> Iterator[RenderableType]:
-    """What the check found, worst first: each fault, its fix, and where to look; then how many of each severity."""
+    """Yield the findings of the check, worst first, with fixes and examples; then the number of each severity."""
     for finding in quality.findings:
         yield Padding(_render_finding(finding), (0, 0, 1, 0))
     samples, clients = sum(part.samples for part in quality.splits), len({part.client for part in quality.splits})
@@ -63,7 +64,7 @@ def render_quality(quality: Quality) -> Iterator[RenderableType]:
 
 
 def _class_counts(client: ClientData, classes: int) -> NDArray[np.int64]:
-    """Training samples of each class; labels out of range count nowhere."""
+    """Count the training samples of each class, without labels out of range."""
     y = client.train.y.numpy()
     return np.bincount(y[(y >= 0) & (y < classes)], minlength=classes)
 
@@ -75,8 +76,8 @@ def _render_finding(finding: QualityFinding) -> RenderableType:
     grid.add_row(Text(finding.severity, style=_STYLE[finding.severity]), Text(finding.text))
     lines = [Text(finding.fix, style="dim")]
     for example in finding.examples:
-        places = (f"{place.client} {place.split} row {place.row} (label {place.label})" for place in example)
-        lines.append(Text(" = ".join(places), style="dim"))
+        samples = (f"{each.client} {each.split} row {each.row} (label {each.label})" for each in example)
+        lines.append(Text(" = ".join(samples), style="dim"))
     grid.add_row("", Group(*lines))
     return grid
 
@@ -84,8 +85,8 @@ def _render_finding(finding: QualityFinding) -> RenderableType:
 def draw_overview(data: Federation, directory: Path) -> list[Path]:
     """Write pictures of the training data into ``directory``, as SVG and PNG, and return their paths.
 
-    ``samples``: for images, a sheet of some of each client's; for vectors ``features``, where clients differ most.
-    ``classes``: how many samples of each class each client has.
+    ``samples``: for images, a sheet with some of each client's; for vectors ``features``, those in which clients differ
+    most. ``classes``: the number of samples of each class at each client.
     """
     classes = list(data.class_names) or [str(number) for number in range(data.classes)]
     counts = pd.DataFrame(
@@ -111,7 +112,7 @@ def draw_overview(data: Federation, directory: Path) -> list[Path]:
 
 
 def _draw_sheet(data: Federation, classes: list[str]) -> Figure:
-    """Training images of the first clients: the same number of each class, drawn once."""
+    """Draw training images of the first clients, the same number of each class, chosen once."""
     shown = data.clients[:SHOWN]
     rows = max(1, min(3, 2 * COLUMNS // len(shown)))
     per_class, total = (rows, rows * len(classes)) if len(classes) <= COLUMNS else (1, rows * COLUMNS)
@@ -125,7 +126,7 @@ def _draw_sheet(data: Federation, classes: list[str]) -> Figure:
 
 
 def _to_pixels(split: Samples, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
-    """Images as uint8 ``[n, H, W, C]``; floats are stretched from their lowest to their highest value."""
+    """Return images as uint8 ``[n, H, W, C]``; floats are stretched from their lowest to their highest value."""
     x = split.copy_rows(torch.from_numpy(rows)).numpy()
     if x.dtype != np.uint8:
         low, high = x.min(), x.max()

@@ -1,8 +1,8 @@
-"""A diagnosis as a person reads it: tables, sentences that say what the numbers mean, methods, a command to try."""
+"""Text of a diagnosis: tables, sentences that interpret the numbers, methods, and a command to try."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations
 from shlex import quote
 from typing import TYPE_CHECKING
@@ -13,7 +13,7 @@ from rich.text import Text
 
 from ..report.formatting import MISSING, format_p_value
 from .concept_shift import SEPARABLE
-from .shift_tests import LEVEL, ShiftFinding
+from .shift_tests import LEVEL, Evidence, ShiftFinding
 
 if TYPE_CHECKING:
     from . import Diagnosis
@@ -25,19 +25,15 @@ MEASURES = {
     "concept shift": "labels of neighbors, own - others - looks",
 }
 RATES = (0.003, 0.01, 0.03, 0.1, 0.3)
-"""Learning rates that the command tries for each method."""
+"""Learning rates in the suggested command."""
 SHOWN = 10
-"""Clients up to which pairs are printed as a matrix."""
+"""Most clients for which pairs are printed as a matrix."""
 
 
 def render_diagnosis(diagnosis: Diagnosis, data: str | None = None) -> Iterator[RenderableType]:
-    """Tables, reading, recommended methods and a command; ``data``: what ``--data`` shall be, as a shell reads it."""
-    yield _findings_table(diagnosis)
-    yield _client_table(diagnosis)
-    if 2 < len(diagnosis.tested) <= SHOWN and diagnosis.pairs:
-        yield _pairs_table(diagnosis)
-    yield _layers_table(diagnosis)
-    yield Text("Reading", style="bold")
+    """Yield tables, interpretation, recommended methods and a command; ``data``: the argument of ``--data``, quoted."""
+    yield from _make_tables(diagnosis)
+    yield Text("Interpretation", style="bold")
     for sentence in interpret(diagnosis):
         yield Text(f"- {sentence}")
     yield Text("Methods to try", style="bold")
@@ -45,26 +41,26 @@ def render_diagnosis(diagnosis: Diagnosis, data: str | None = None) -> Iterator[
         yield Text.assemble("- ", (each.method, "bold"), f": {each.reason}.")
     for caution in diagnosis.advice.cautions:
         yield Text(f"- {caution}")
-    yield Text("To compare them, each at the learning rate that is best for it on validation data:")
-    yield comparison_command(diagnosis, data)  # text that is not to be broken into lines
+    yield Text("To compare them, each at its best learning rate on validation data:")
+    yield comparison_command(diagnosis, data)  # a string: printed without line breaks
 
 
 def comparison_command(diagnosis: Diagnosis, data: str | None = None) -> str:
-    """The command line that compares the recommended methods, each at the learning rate best on validation data."""
+    """Return the command that compares the recommended methods, each at its best learning rate on validation data."""
     methods = ",".join(each.method for each in diagnosis.advice.methods)
     single = " --allow-single-class" if diagnosis.single_class else ""
-    held = "" if diagnosis.validation else " --validation 0.2"
-    place = data or quote(diagnosis.federation)
+    validation = "" if diagnosis.validation else " --validation 0.2"
+    source = data or quote(diagnosis.federation)
     rates = ",".join(f"{rate:g}" for rate in RATES)
-    return f"fedshift sweep --data {place}{single} --methods {quote(methods)} --over lr={rates}{held} --seeds 3"
+    return f"fedshift sweep --data {source}{single} --methods {quote(methods)} --over lr={rates}{validation} --seeds 3"
 
 
 def interpret(diagnosis: Diagnosis) -> Iterator[str]:
-    """What was found, in sentences."""
+    """Yield the findings as sentences."""
     if not diagnosis.named:
         whole = all(finding.evidence.p is not None for finding in diagnosis.findings)
-        parts = ": the clients' data are not told apart from random parts of one whole" if whole else ""
-        yield f"No shift is named{parts}."
+        why = ": the clients' data cannot be told from random parts of one data set" if whole else ""
+        yield f"No shift is named{why}."
     for finding in diagnosis.findings:
         yield _describe_finding(finding, diagnosis)
     if diagnosis["feature shift"].named:
@@ -78,14 +74,14 @@ def _describe_finding(finding: ShiftFinding, diagnosis: Diagnosis) -> str:
     kind = finding.kind.capitalize()
     if found.statistic is None or finding.corrected is None:
         hint = "" if finding.kind != "concept shift" else (
-            f": where a classifier tells clients apart (AUC of {SEPARABLE} or more), other labels and other looks "
-            "cannot be told apart, so this is no sign that concepts agree"
+            f": where a classifier tells clients apart (AUC of {SEPARABLE} or more), a difference in labels cannot be "
+            "told from one in appearance, so this is no evidence that concepts agree"
         )  # fmt: skip
         return f"{kind} cannot be tested: {found.untestable_because}{hint}."
     chance = f"p {_format_p_bound(finding.corrected)}"
     if not finding.named:
         small = finding.corrected <= LEVEL
-        beyond = " beyond what looks may explain" if finding.kind == "concept shift" else ""
+        beyond = " beyond what appearance may explain" if finding.kind == "concept shift" else ""
         return (
             f"{kind} is too small to matter ({found.statistic:.3f}, {chance})." if small
             else f"{kind} is not found ({found.statistic:.3f}{beyond}, by chance {found.chance:.3f}, {chance})."
@@ -98,8 +94,8 @@ def _describe_finding(finding: ShiftFinding, diagnosis: Diagnosis) -> str:
         f"{100 * found.statistic:.0f} of 100 cases (by chance 50)",
         "quantity skew": f"Gini {found.statistic:.2f}, from {min(diagnosis.sizes):,} to {max(diagnosis.sizes):,} "
         "training samples",
-        "concept shift": f"among like inputs, a label of {strongest} is {100 * found.statistic:.0f} points less "
-        "frequent at other clients than at home, beyond what looks may explain",
+        "concept shift": f"among similar inputs, a label of {strongest} is {100 * found.statistic:.0f} points less "
+        "frequent at other clients than at its own, beyond what appearance may explain",
     }[finding.kind]
     return f"{kind}, {finding.strength}: {what}, {chance}."
 
@@ -128,73 +124,76 @@ def _describe_layers(diagnosis: Diagnosis) -> Iterator[str]:
     if all((layer.evidence.p or 1) > LEVEL for layer in diagnosis.layers):
         return
     if first >= 2 * last:
-        yield "BatchNorm's statistics differ most in the first layer: it is how data look that differs."
+        yield "BatchNorm's statistics differ most in the first layer: the appearance of the data differs."
     elif last >= 2 * first:
-        yield "BatchNorm's statistics differ most in the last layer: it is what data show, more than how they look."
+        yield "BatchNorm's statistics differ most in the last layer: content differs more than appearance."
     else:
         yield "BatchNorm's statistics differ in early and late layers alike."
 
 
-def _findings_table(diagnosis: Diagnosis) -> Table:
-    table = _make_table(
-        f"{diagnosis.federation}: shifts among {len(diagnosis.clients)} clients", "shift", "measured as"
+def _make_tables(diagnosis: Diagnosis) -> Iterator[Table]:
+    """Make the tables of findings, clients, pairs of clients (if few) and layers."""
+    yield _make_table(
+        f"{diagnosis.federation}: shifts among {len(diagnosis.clients)} clients",
+        ("shift", "measured as", "value", "by chance", "p", "p corrected", "verdict"),
+        [
+            (
+                finding.kind,
+                MEASURES[finding.kind],
+                *_format_evidence(finding.evidence),
+                _format_p(finding.corrected),
+                _format_verdict(finding),
+            )
+            for finding in diagnosis.findings
+        ],
     )
-    for title in ("value", "by chance", "p", "p corrected"):
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("verdict")
-    for finding in diagnosis.findings:
-        found = finding.evidence
-        verdict = Text(finding.strength, style="bold") if finding.named else Text(
-            "not testable" if found.p is None else "not named"
-        )  # fmt: skip
-        table.add_row(
-            finding.kind, MEASURES[finding.kind], _format_number(found.statistic), _format_number(found.chance), _format_p(found.p),
-            _format_p(finding.corrected), verdict,
-        )  # fmt: skip
-    return table
-
-
-def _client_table(diagnosis: Diagnosis) -> Table:
-    table = _make_table("by client", "client")
-    for title in ("samples", "labels, bits", "features, AUC", "concept, gap"):
-        table.add_column(title, justify="right", no_wrap=True)
     bits = diagnosis["label skew"].evidence.clients or (None,) * len(diagnosis.clients)
     labels, sizes = (dict(zip(diagnosis.clients, values, strict=True)) for values in (bits, diagnosis.sizes))
-    features, concepts = (
-        diagnosis[kind].evidence.clients or (None,) * len(diagnosis.tested)
-        for kind in ("feature shift", "concept shift")
+    unknown = (None,) * len(diagnosis.tested)
+    features, concepts = (diagnosis[kind].evidence.clients or unknown for kind in ("feature shift", "concept shift"))
+    yield _make_table(
+        "by client",
+        ("client", "samples", "labels, bits", "features, AUC", "concept, gap"),
+        [
+            (name, f"{sizes[name]:,}", *map(_format_number, (labels[name], auc, gap)))
+            for name, auc, gap in zip(diagnosis.tested, features, concepts, strict=True)
+        ],
     )
-    for name, auc, gap in zip(diagnosis.tested, features, concepts, strict=True):
-        table.add_row(
-            Text(name), f"{sizes[name]:,}", _format_number(labels[name]), _format_number(auc), _format_number(gap)
+    if 2 < len(diagnosis.tested) <= SHOWN and diagnosis.pairs:
+        pairs = zip(diagnosis.tested, diagnosis.pairs, strict=True)
+        yield _make_table(
+            "pairs, AUC within a class",
+            ("client", *diagnosis.tested),
+            [(name, *(_format_number(auc, 2) for auc in row)) for name, row in pairs],
+            wrap=True,
         )
-    return table
+    yield _make_table(
+        "divergence of BatchNorm's inputs, nats",
+        ("layer", "value", "by chance", "p"),
+        [(layer.name, *_format_evidence(layer.evidence)) for layer in diagnosis.layers],
+    )
 
 
-def _pairs_table(diagnosis: Diagnosis) -> Table:
-    table = _make_table("pairs, AUC within a class", "client")
-    for name in diagnosis.tested:
-        table.add_column(Text(name), justify="right")
-    for name, row in zip(diagnosis.tested, diagnosis.pairs, strict=True):
-        table.add_row(Text(name), *(_format_number(auc, 2) for auc in row))
-    return table
-
-
-def _layers_table(diagnosis: Diagnosis) -> Table:
-    table = _make_table("divergence of BatchNorm's inputs, nats", "layer")
-    for title in ("value", "by chance", "p"):
-        table.add_column(title, justify="right")
-    for layer in diagnosis.layers:
-        found = layer.evidence
-        table.add_row(layer.name, _format_number(found.statistic), _format_number(found.chance), _format_p(found.p))
-    return table
-
-
-def _make_table(title: str, *columns: str) -> Table:
+def _make_table(
+    title: str, header: Sequence[str], rows: Iterable[Sequence[str | Text]], *, wrap: bool = False
+) -> Table:
     table = Table(title=Text(title), box=None, title_justify="left", title_style="bold", padding=(0, 2, 0, 0))
-    for column in columns:
-        table.add_column(column)
+    for name in header:
+        words = name in ("shift", "measured as", "verdict", "client", "layer")
+        table.add_column(Text(name), justify="left" if words else "right", no_wrap=not (words or wrap))
+    for row in rows:
+        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
     return table
+
+
+def _format_verdict(finding: ShiftFinding) -> Text:
+    if finding.named:
+        return Text(finding.strength, style="bold")
+    return Text("not testable" if finding.evidence.p is None else "not named")
+
+
+def _format_evidence(found: Evidence) -> tuple[str, str, str]:
+    return _format_number(found.statistic), _format_number(found.chance), _format_p(found.p)
 
 
 def _format_number(value: float | None, digits: int = 3) -> str:

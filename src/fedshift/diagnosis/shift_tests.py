@@ -1,7 +1,10 @@
-"""Which shift a federation has: what a test returns, how labels and sizes are tested, and when a shift is named.
+"""Kinds of shift and their tests: the result of a test, when a shift is named, and tests of labels, sizes and layers.
 
-Kairouz et al. 2021 (arXiv:1912.04977, section 3.1) tell label skew (P(y) differs), feature shift (P(x|y)), concept
-shift (P(y|x)) and quantity skew apart. The tests of features and concepts have files of their own beside this one.
+Kairouz et al. 2021 (arXiv:1912.04977, section 3.1) distinguish label skew (P(y) differs), feature shift (P(x|y)),
+concept shift (P(y|x)) and quantity skew. The tests of features and of concepts are in ``feature_shift`` and
+``concept_shift``. FedBN (Li et al. 2021, arXiv:2102.07623, section 3) defines feature shift by the statistics that
+BatchNorm would keep for each client. Early layers see appearance (brightness, contrast, texture), late layers the
+network's own features.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ Kind = Literal["label skew", "feature shift", "quantity skew", "concept shift"]
 Strength = Literal["negligible", "weak", "moderate", "strong"]
 
 LEVEL = 0.05
-"""Chance of naming any shift where there is none, over all four together (Holm 1979)."""
+"""Probability of naming any shift where there is none, over all four together (Holm 1979)."""
 
 SIZES: Mapping[Kind, tuple[float, float, float]] = {
     "label skew": (0.01, 0.1, 0.3),
@@ -31,19 +34,19 @@ SIZES: Mapping[Kind, tuple[float, float, float]] = {
     "quantity skew": (0.1, 0.25, 0.5),
     "concept shift": (0.05, 0.15, 0.3),
 }
-"""From where on an effect is weak, moderate and strong; a smaller one is never named, however many samples prove it.
+"""Thresholds of a weak, moderate and strong effect; a smaller one is never named, however many samples prove it.
 
-Bits above chance for labels (ten classes shared out by a Dirichlet of 5 and of 1 give about 0.1 and 0.35); AUC for
+Bits above chance for labels (ten classes divided by a Dirichlet of 5 and of 1 give about 0.1 and 0.35); AUC for
 features, at Cohen's (1988) small, medium and large d of 0.2, 0.5 and 0.8; Gini; probability for concepts.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """One test: the statistic, its mean under the null, the p-value, and the statistic of each client.
+    """Result of one test: the statistic, its mean under the null, the p-value, and the statistic of each client.
 
-    ``p`` is one-sided, (1 + draws at least as large) / (1 + draws), and so never 0 (Phipson and Smyth 2010). Where
-    nothing can be tested ``statistic`` and ``p`` are None and ``untestable_because`` says the reason.
+    ``p`` is one-sided, (1 + draws at least as large) / (1 + draws), and so never 0 (Phipson and Smyth 2010). If nothing
+    can be tested, ``statistic`` and ``p`` are None and ``untestable_because`` gives the reason.
     """
 
     statistic: float | None = None
@@ -52,10 +55,18 @@ class Evidence:
     clients: tuple[float | None, ...] = ()
     untestable_because: str = ""
 
+    @classmethod
+    def from_permutations(
+        cls, statistic: float, null_P: NDArray[np.floating], clients: Sequence[float | None]
+    ) -> Evidence:
+        """Return the evidence of ``statistic`` against its values under permutations ``[P]``."""
+        p = permutation_p_value(statistic, null_P)
+        return cls(statistic=statistic, chance=float(null_P.mean()), p=p, clients=tuple(clients))
+
 
 @dataclass(frozen=True, kw_only=True)
 class ShiftFinding:
-    """What was found of one kind of shift: named if its corrected p is at most 0.05 and its effect at least weak."""
+    """Finding on one kind of shift: named if its corrected p is at most 0.05 and its effect at least weak."""
 
     kind: Kind
     evidence: Evidence
@@ -65,7 +76,7 @@ class ShiftFinding:
 
 
 def assess(evidence: Mapping[Kind, Evidence]) -> tuple[ShiftFinding, ...]:
-    """Findings in the order of ``evidence``, p-values corrected for the number of tests."""
+    """Return findings in the order of ``evidence``, with p-values corrected for the number of tests."""
     corrected = holm_correction([math.nan if each.p is None else each.p for each in evidence.values()])
     found = []
     for (kind, each), value in zip(evidence.items(), corrected, strict=True):
@@ -77,7 +88,7 @@ def assess(evidence: Mapping[Kind, Evidence]) -> tuple[ShiftFinding, ...]:
 
 
 def classify_strength(kind: Kind, evidence: Evidence) -> Strength:
-    """The effect in a word; see :data:`SIZES`."""
+    """Name the size of the effect; see :data:`SIZES`."""
     effect = evidence.statistic or 0.0
     if kind == "label skew":
         effect -= evidence.chance or 0.0
@@ -86,16 +97,16 @@ def classify_strength(kind: Kind, evidence: Evidence) -> Strength:
 
 
 def permutation_p_value(observed: float, null: NDArray[np.floating]) -> float:
-    """The p-value of ``observed`` among draws ``null`` ``[P]``; sums that differ by rounding count as equal."""
+    """Return the p-value of ``observed`` among draws ``null`` ``[P]``; sums that differ by rounding count as equal."""
     return float((1 + (null >= observed - 1e-9 * abs(observed)).sum()) / (1 + len(null)))
 
 
 def label_skew(counts: ArrayLike, rng: np.random.Generator, permutations: int) -> Evidence:
-    """Jensen-Shannon divergence of the clients' label distributions, in bits, clients weighted by size.
+    """Test for label skew with the Jensen-Shannon divergence of label distributions, in bits, weighted by client size.
 
-    ``counts``: samples of each client and class, ``[clients, classes]``. It is the mean divergence of a client's shares
-    from the pooled shares, and the mutual information of client and label. The null permutes labels over clients with
-    all sizes kept, that is, draws tables of the same margins.
+    ``counts``: samples of each client and class, ``[clients, classes]``. The statistic is the mean divergence of a
+    client's shares from the pooled shares, and the mutual information of client and label. The null permutes labels
+    over clients at fixed sizes, that is, draws tables with the same margins.
     """
     table_CK = np.asarray(counts, dtype=np.int64)
     table_CK = table_CK[:, table_CK.sum(axis=0) > 0]
@@ -105,18 +116,11 @@ def label_skew(counts: ArrayLike, rng: np.random.Generator, permutations: int) -
     weights_C = sizes_C / sizes_C.sum()
     tables_PCK = stats.random_table(sizes_C, table_CK.sum(axis=0), seed=rng).rvs(permutations)
     own_C = _divergence(table_CK[None])[0]
-    null_P = _divergence(tables_PCK) @ weights_C
-    statistic = float(own_C @ weights_C)
-    return Evidence(
-        statistic=statistic,
-        chance=float(null_P.mean()),
-        p=permutation_p_value(statistic, null_P),
-        clients=tuple(own_C.tolist()),
-    )
+    return Evidence.from_permutations(float(own_C @ weights_C), _divergence(tables_PCK) @ weights_C, own_C.tolist())
 
 
 def _divergence(tables_PCK: NDArray[np.number]) -> Floats:
-    """Kullback-Leibler divergence of each client's class shares from the pooled shares, in bits, ``[P, C]``."""
+    """Return the Kullback-Leibler divergence of each client's shares from the pooled shares, in bits, ``[P, C]``."""
     shares = tables_PCK / tables_PCK.sum(axis=2, keepdims=True)
     pooled = tables_PCK.sum(axis=1, keepdims=True) / tables_PCK.sum(axis=(1, 2), keepdims=True)
     ratio = np.divide(shares, pooled, out=np.ones_like(shares), where=shares > 0)
@@ -125,7 +129,7 @@ def _divergence(tables_PCK: NDArray[np.number]) -> Floats:
 
 
 def gini(sizes: ArrayLike) -> Floats:
-    """Gini coefficient over the last axis: the mean difference of two clients' sizes over twice the mean size."""
+    """Return the Gini coefficient over the last axis: mean difference of two sizes over twice the mean size."""
     ordered = np.sort(np.asarray(sizes, dtype=np.float64), axis=-1)
     count = ordered.shape[-1]
     coefficient: Floats = ordered @ (2.0 * np.arange(1, count + 1) - count - 1) / (count * ordered.sum(axis=-1))
@@ -133,15 +137,60 @@ def gini(sizes: ArrayLike) -> Floats:
 
 
 def quantity_skew(sizes: Sequence[int], rng: np.random.Generator, permutations: int) -> Evidence:
-    """Gini coefficient of the clients' sizes; the null gives every sample to one of the clients at random.
+    """Test for quantity skew with the Gini coefficient of the clients' sizes.
 
-    ``clients`` are sizes over the mean size.
+    The null assigns every sample to a random client. ``clients`` of the evidence are sizes over the mean size.
     """
-    observed = float(gini(sizes))
     null_P = gini(rng.multinomial(sum(sizes), np.full(len(sizes), 1 / len(sizes)), size=permutations))
-    return Evidence(
-        statistic=observed,
-        chance=float(null_P.mean()),
-        p=permutation_p_value(observed, null_P),
-        clients=tuple(size * len(sizes) / sum(sizes) for size in sizes),
-    )
+    return Evidence.from_permutations(float(gini(sizes)), null_P, [size * len(sizes) / sum(sizes) for size in sizes])
+
+
+_TOGETHER = 64  # permutations in one matrix product
+_EPSILON = 1e-5  # BatchNorm adds it to a variance
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moments:
+    """Mean and mean square of the input of one layer, by sample and channel, ``[N, channels]``."""
+
+    layer: str
+    mean: NDArray[np.floating]
+    square: NDArray[np.floating]
+
+
+def layer_shift(
+    moments: Moments, strata: Ints, client: Ints, clients: int, rng: np.random.Generator, permutations: int
+) -> Evidence:
+    """Measure the symmetric Kullback-Leibler divergence between a client's Gaussian and the pooled one, in nats.
+
+    It is the mean of both directions, over channels and clients. The null permutes clients within strata, so ``chance``
+    includes the effect of label skew alone.
+    """
+    both_ND = np.concatenate([moments.mean, moments.square], axis=1).astype(np.float64)
+    pooled_D = both_ND.mean(axis=0)
+    groups = [np.flatnonzero(strata == stratum) for stratum in np.unique(strata)]
+    size_C = np.maximum(np.bincount(client, minlength=clients), 1)
+
+    def divergence(codes_PN: Ints) -> Floats:
+        """Return the divergence of each client under each assignment of clients, ``[P, C]``."""
+        members = np.equal(codes_PN[:, None, :], np.arange(clients)[None, :, None]).reshape(-1, both_ND.shape[0])
+        means = (members @ both_ND).reshape(len(codes_PN), clients, -1) / size_C[None, :, None]
+        over_channels: Floats = _jeffreys(means, pooled_D).mean(axis=2)
+        return over_channels
+
+    own_C = divergence(client[None])[0]
+    null = []
+    for start in range(0, permutations, _TOGETHER):
+        drawn = np.tile(client, (min(_TOGETHER, permutations - start), 1))
+        for rows in groups:
+            drawn[:, rows] = rng.permuted(drawn[:, rows], axis=1)
+        null.append(divergence(drawn).mean(axis=1))
+    return Evidence.from_permutations(float(own_C.mean()), np.concatenate(null), own_C.tolist())
+
+
+def _jeffreys(moments: Floats, pooled: Floats) -> Floats:
+    """Return the mean of KL(a|b) and KL(b|a) of Gaussians, given by mean and mean square as halves of the last axis."""
+    (m, q), (m0, q0) = np.split(moments, 2, axis=-1), np.split(pooled, 2, axis=-1)
+    v, v0 = (np.maximum(square - mean**2, 0) + _EPSILON for mean, square in ((m, q), (m0, q0)))
+    result: Floats = (v / v0 + v0 / v + (m - m0) ** 2 * (1 / v + 1 / v0) - 2) / 4
+    return result

@@ -22,7 +22,7 @@ from ..data.federation import Federation
 from ..engines.auto import EngineChoice
 from ..engines.engine import Diverged, EngineFactory
 from ..evaluation.communication import summarize_method
-from ..models._factory import ModelFactory
+from ..models import ModelFactory
 from ..results.checkpoint import load_checkpoint, load_facts
 from ..results.run_directory import (
     METRICS,

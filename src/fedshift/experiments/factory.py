@@ -19,7 +19,7 @@ from ..data.image_transforms import Augmentation
 from ..data.partition import match_names
 from ..data.sources import load_source, prepare_clients, write_assignment
 from ..methods.agc import agc
-from ..models._factory import ModelFactory
+from ..models import ModelFactory
 from ..utils.errors import UsageError, unknown_name
 from .experiment import Experiment
 from .settings import Settings

@@ -17,7 +17,7 @@ from ..core.preparation import prepare
 from ..core.work import Work
 from ..data.image_transforms import Augmentation
 from ..engines import ENGINES
-from ..models._factory import ModelFactory, make_network
+from ..models import ModelFactory, make_network
 from ..results.schema import MOMENTS
 from ..utils.errors import UsageError, unknown_name
 from ..utils.random_streams import stream, torch_stream

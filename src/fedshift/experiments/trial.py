@@ -39,7 +39,7 @@ from ..engines.engine import ClientResult, Engine, EngineFactory
 from ..evaluation.communication import downlink_bytes, uplink_bytes
 from ..evaluation.metrics import evaluate_clients, evaluate_trained, measured_splits
 from ..evaluation.unseen_clients import UnseenClientModels, check_policy
-from ..models._factory import ModelFactory, make_network
+from ..models import ModelFactory, make_network
 from ..results.checkpoint import load_facts, refuse_other, save_checkpoint
 from ..results.schema import Row
 from ..utils.errors import UsageError

@@ -1,10 +1,12 @@
-"""What the networks here share: which samples they take, weights as published, group counts for GroupNorm.
+"""Common parts of the networks: checks of samples, FC heads, published initialization, group counts for GroupNorm.
 
 Initialization after He et al. 2015, arXiv:1502.01852; group counts after tables 5 and 6 of FedWon (Zhuang & Lyu 2024).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
 from math import prod
 
 from torch import nn
@@ -15,7 +17,7 @@ Shape = tuple[int, ...]
 
 
 def _image_channels(model: str, shape: Shape, smallest: int = 1) -> int:
-    """Channels of an image of at least ``smallest`` pixels each way; refuses samples that are no such image."""
+    """Return the channels of an image of at least ``smallest`` pixels each way; refuse other samples."""
     if len(shape) != 3 or min(shape) < 1 or min(shape[1:]) < smallest:
         raise UsageError(
             f"model {model} takes images (C, H, W) of at least {smallest} x {smallest} pixels, not samples of shape "
@@ -25,20 +27,38 @@ def _image_channels(model: str, shape: Shape, smallest: int = 1) -> int:
 
 
 def _vector_length(model: str, shape: Shape) -> int:
-    """Numbers in a sample of any shape, which the network sees as one vector; refuses a sample without any."""
+    """Return the numbers in a sample of any shape, which the network takes as one vector; refuse an empty sample."""
     if not shape or min(shape) < 1:
         raise UsageError(f"model {model} takes samples of 1 or more numbers, not of shape {shape}: choose other data")
     return prod(shape)
 
 
+def _dense_layers(widths: Sequence[int], first: int, *, norm: bool, dropout: bool = False) -> dict[str, nn.Module]:
+    """Return FC layers ``fc1``, ``fc2``, ... from ``widths[0]`` to ``widths[-1]`` with ReLU after all but the last.
+
+    ``norm``: BatchNorm before each ReLU; ``dropout``: dropout (0.5) before each hidden layer. ``bn`` and ``relu`` are
+    numbered from ``first``.
+    """
+    layers: dict[str, nn.Module] = {}
+    for i, (before, after) in enumerate(pairwise(widths), start=1):
+        hidden = i < len(widths) - 1
+        if dropout and hidden:
+            layers[f"dropout{i}"] = nn.Dropout()
+        layers[f"fc{i}"] = nn.Linear(before, after)
+        if hidden:
+            layers |= {f"bn{first + i - 1}": nn.BatchNorm1d(after)} if norm else {}
+            layers[f"relu{first + i - 1}"] = nn.ReLU()
+    return layers
+
+
 def _with_groups(layer: nn.BatchNorm2d, groups: int) -> nn.BatchNorm2d:
-    """The same layer with the number of groups that its paper prescribes where GroupNorm takes its place."""
+    """Set the number of groups that the layer's paper prescribes if GroupNorm replaces it."""
     layer.groups = groups  # type: ignore[assignment]
     return layer
 
 
 def _kaiming(network: nn.Module, dense_std: float | None = None) -> nn.Module:
-    """Weights as torchvision draws them: convolutions by He's rule over outgoing connections, biases zero.
+    """Initialize as torchvision does: convolutions by He's rule over outgoing connections, biases zero.
 
     ``dense_std``: standard deviation of fully connected weights; None leaves PyTorch's.
     """

@@ -1,4 +1,4 @@
-"""The six-layer digit networks of FedBN and FedWon, and a small one for demonstrations.
+"""Six-layer digit networks of FedBN and FedWon, and a small one for demonstrations.
 
 Each takes images of any number of channels and any size of at least 4 pixels; 3 x 28 x 28 gives the published networks.
 """
@@ -11,11 +11,11 @@ from itertools import pairwise
 from torch import nn
 
 from ..utils.errors import UsageError
-from ._common import Shape, _with_groups
+from ._common import Shape, _dense_layers, _with_groups
 
 
 def _pooled_twice(shape: Shape, model: str) -> int:
-    """Pixels a channel after two 2 x 2 poolings; refuses what is not an image or too small for it."""
+    """Return the pixels per channel after two 2 x 2 poolings; refuse samples that are no image or too small."""
     if len(shape) != 3 or min(shape[1:]) < 4:
         raise UsageError(
             f"model {model} takes images of at least 4 x 4 pixels, not samples of shape {shape}: "
@@ -25,9 +25,9 @@ def _pooled_twice(shape: Shape, model: str) -> int:
 
 
 def _blocks(channels: tuple[int, ...], kernel: int, groups: tuple[int, ...] = ()) -> dict[str, nn.Module]:
-    """Convolutions that keep the size, each with BatchNorm and ReLU, the first two with 2 x 2 max-pooling.
+    """Return convolutions that keep the size, each with BatchNorm and ReLU, the first two with 2 x 2 max-pooling.
 
-    ``groups``: how many each BatchNorm has where GroupNorm takes its place (FedWon's table 5).
+    ``groups``: groups of each BatchNorm if GroupNorm replaces it (FedWon's table 5).
     """
     layers: dict[str, nn.Module] = {}
     for i, (before, after) in enumerate(pairwise(channels), start=1):
@@ -43,46 +43,20 @@ def _blocks(channels: tuple[int, ...], kernel: int, groups: tuple[int, ...] = ()
 def digit_cnn_bn(shape: Shape = (3, 28, 28), classes: int = 10) -> nn.Module:
     """Digit network of FedBN's table 3: BatchNorm after every layer but the last; 14,219,210 parameters."""
     pixels = _pooled_twice(shape, "digit-cnn-bn")
-    return nn.Sequential(
-        OrderedDict(
-            **_blocks((shape[0], 64, 64, 128), kernel=5, groups=(32, 32, 64)),
-            fc1=nn.Linear(128 * pixels, 2048),
-            bn4=nn.BatchNorm1d(2048),
-            relu4=nn.ReLU(),
-            fc2=nn.Linear(2048, 512),
-            bn5=nn.BatchNorm1d(512),
-            relu5=nn.ReLU(),
-            fc3=nn.Linear(512, classes),
-        )
-    )
+    features = _blocks((shape[0], 64, 64, 128), kernel=5, groups=(32, 32, 64))
+    return nn.Sequential(OrderedDict(features | _dense_layers((128 * pixels, 2048, 512, classes), 4, norm=True)))
 
 
 def digit_cnn_dropout(shape: Shape = (3, 28, 28), classes: int = 10) -> nn.Module:
     """Digit network of FedWon's table 5: BatchNorm after convolutions, dropout (0.5) before the two wide FC layers."""
     pixels = _pooled_twice(shape, "digit-cnn-dropout")
-    return nn.Sequential(
-        OrderedDict(
-            **_blocks((shape[0], 64, 64, 128), kernel=5, groups=(32, 32, 64)),
-            dropout1=nn.Dropout(),
-            fc1=nn.Linear(128 * pixels, 2048),
-            relu4=nn.ReLU(),
-            dropout2=nn.Dropout(),
-            fc2=nn.Linear(2048, 512),
-            relu5=nn.ReLU(),
-            fc3=nn.Linear(512, classes),
-        )
-    )
+    features = _blocks((shape[0], 64, 64, 128), kernel=5, groups=(32, 32, 64))
+    dense = _dense_layers((128 * pixels, 2048, 512, classes), 4, norm=False, dropout=True)
+    return nn.Sequential(OrderedDict(features | dense))
 
 
 def small_cnn(shape: Shape = (3, 28, 28), classes: int = 10) -> nn.Module:
     """Two 3 x 3 convolutions (16, 32) and one hidden FC layer (64), BatchNorm after each: seconds on a CPU."""
     pixels = _pooled_twice(shape, "small-cnn")
-    return nn.Sequential(
-        OrderedDict(
-            **_blocks((shape[0], 16, 32), kernel=3),
-            fc1=nn.Linear(32 * pixels, 64),
-            bn3=nn.BatchNorm1d(64),
-            relu3=nn.ReLU(),
-            fc2=nn.Linear(64, classes),
-        )
-    )
+    features = _blocks((shape[0], 16, 32), kernel=3)
+    return nn.Sequential(OrderedDict(features | _dense_layers((32 * pixels, 64, classes), 3, norm=True)))

@@ -1,8 +1,8 @@
-"""The networks of FedSMB and FedMMB (Nasirigerdeh et al., arXiv:2011.07006, section 4): 2FNN, 3CFNN and 4CFNN.
+"""Networks of FedSMB and FedMMB (Nasirigerdeh et al., arXiv:2011.07006, section 4): 2FNN, 3CFNN and 4CFNN.
 
 The first two are those of FedAvg (McMahan et al. 2017, arXiv:1602.05629, section 3), whose parameter counts show that
-convolutions keep the size; 4CFNN follows them in that, its paper being silent. ReLU stands after convolutions too. The
-paper trains them in Keras and tells nothing of initialization; here it is PyTorch's.
+convolutions keep the size; for 4CFNN, where the paper is silent, they do too. ReLU follows convolutions as well. The
+paper trains them in Keras and does not describe initialization; here it is PyTorch's.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ._common import Shape, _image_channels, _vector_length
 
 
 def _convolutional(shape: Shape, channels: tuple[int, ...], kernel: int, hidden: int, classes: int) -> nn.Module:
-    """Convolutions, each with ReLU and 2 x 2 max-pooling, one hidden FC layer, and the output layer."""
+    """Return convolutions, each with ReLU and 2 x 2 max-pooling, one hidden FC layer, and the output layer."""
     layers: list[nn.Module] = []
     before, height, width = shape
     for after in channels:

@@ -1,5 +1,5 @@
-"""Trained models brought to clients that they never saw: each policy of ``newcomers``, measured beside the others.
+"""Trained models for clients that never took part in training: the policies of ``newcomers``, measured side by side.
 
-``site``: the new clients' data, prepared as the run's own were.
-``policies``: the models, what each needs, and what it gets right. ``tables``: that as tables and files.
+``site_data``: the new clients' data, prepared like the run's own. ``policies``: the models, their needs, and how well
+they do. ``policy_tables``: these results as tables and files.
 """

@@ -1,4 +1,4 @@
-"""The policies for an unknown client beside one another: which make sense, what they need, what their models get right.
+"""Policies for unknown clients, side by side: which apply, what they need, and how well their models do.
 
 FedBN compares its own in appendix G (arXiv:2102.07623), FedWon one global model with FedBN's average in table 12
 (arXiv:2306.05879).
@@ -7,39 +7,46 @@ FedBN compares its own in appendix G (arXiv:2102.07623), FedWon one global model
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors.torch import save as to_safetensors
 
 from ..core.plan import Plan
 from ..core.selection import batch_norm, norm_statistics
-from ..data.federation import ClientData
+from ..data.federation import ClientData, Federation
+from ..data.files.read_options import Progress
 from ..data.samples import Samples
 from ..engines.engine import Diverged
 from ..evaluation.metrics import evaluate
 from ..evaluation.unseen_clients import check_policy, has_statistics, list_batch_norm_parameters
+from ..experiments.experiment import Experiment
+from ..experiments.restoration import count_rounds_done, iterate_trials, restore_trial
 from ..experiments.trial import Trial
+from ..results.run_directory import to_file_name
 from ..results.schema import Row
 from ..utils.errors import FedshiftError, UsageError, unknown_name
+from ..utils.files import write_atomically
 from ..utils.state import State
 
 UNCHANGED = "as it is"
-"""What a method with one global model gives an unknown client: that model."""
+"""Policy of a method with one global model: an unknown client gets that model."""
 POLICIES = ("average", "reestimate", "nearest", "finetune", "finetune_bn")
 LABELED = frozenset({"nearest", "finetune", "finetune_bn"})
-ESTIMATED = frozenset({"reestimate", "finetune", "finetune_bn"})  # which take statistics of the client's samples
+ESTIMATED = frozenset({"reestimate", "finetune", "finetune_bn"})  # policies that measure statistics on client samples
 
 NEEDS = {
     "inputs": "the new client's training inputs, without labels",
     "labels": "its training inputs with labels",
-    "entries": (
-        "what the run's clients keep to themselves, which a simulation sees and a deployment only where they agree"
-    ),
+    "entries": "the entries that the run's clients keep local: a simulation sees them, a deployment only by agreement",
 }
-"""What a policy may need, and what that is in a sentence."""
+"""Needs of the policies, described."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AdaptedModel:
-    """A model for ``client`` by ``policy``, of ``method`` under ``seed``, and what it ``needs``, from :data:`NEEDS`."""
+    """A model for ``client`` by ``policy``, of ``method`` under ``seed``; ``needs``: keys of :data:`NEEDS`."""
 
     method: str
     seed: int
@@ -50,12 +57,12 @@ class AdaptedModel:
 
     @property
     def title(self) -> str:
-        """Method and policy as tables name them."""
+        """Method and policy in the spelling of tables."""
         return f"{self.method}: {self.policy}"
 
 
 def parse_policies(asked: str | Sequence[str] | None) -> tuple[str, ...]:
-    """The policies that a person names, a text with commas; None: all. :class:`UsageError` for an unknown one."""
+    """Return the named policies (a sequence, or text with commas; None: all). Raises UsageError for an unknown one."""
     named = asked.split(",") if isinstance(asked, str) else POLICIES if asked is None else asked
     wanted = tuple(dict.fromkeys(name.strip() for name in named))
     for name in wanted:
@@ -65,9 +72,9 @@ def parse_policies(asked: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 def applicable_policies(plan: Plan, wanted: Collection[str]) -> tuple[str, ...]:
-    """Which of the policies ``wanted`` make sense under ``plan``.
+    """Return the policies of ``wanted`` that apply under ``plan``.
 
-    A method with one global model has that model, always shown; what is averaged and nearest has no meaning there.
+    A method with one global model always shows that model; ``average`` and ``nearest`` have no meaning there.
     """
     if not plan.personalizes:
         wanted = (UNCHANGED, *(name for name in wanted if name in ESTIMATED))
@@ -76,23 +83,24 @@ def applicable_policies(plan: Plan, wanted: Collection[str]) -> tuple[str, ...]:
 
 
 def inapplicable_policies(plans: Iterable[Plan], wanted: Collection[str]) -> list[str]:
-    """Which of the policies ``wanted`` make no sense under which methods, in sentences."""
+    """Explain in sentences which of the policies ``wanted`` do not apply under which methods."""
     plans = list(plans)
-    whole = [plan.method.name for plan in plans if not plan.personalizes]
-    plain = [plan.method.name for plan in plans if not has_statistics(plan)]
     same = " and ".join(name for name in ("average", "nearest") if name in wanted)
-    said = [f"{same}: the one global model, shown as it is, under {', '.join(whole)}"] if same and whole else []
-    if plain and "reestimate" in wanted:
-        said.append(f"reestimate: there are no BatchNorm statistics under {', '.join(plain)}")
-    fixed = [plan.method.name for plan in plans if not list_batch_norm_parameters(plan)]
-    if fixed and "finetune_bn" in wanted:
-        said.append(f"finetune_bn: there is no BatchNorm to train under {', '.join(fixed)}")
-    return said
+    reasons = (
+        (same, "the one global model, shown unchanged,", [plan for plan in plans if not plan.personalizes]),
+        ("reestimate", "there are no BatchNorm statistics", [plan for plan in plans if not has_statistics(plan)]),
+        ("finetune_bn", "there is no BatchNorm to train", [plan for plan in plans if not list_batch_norm_parameters(plan)]),
+    )
+    return [
+        f"{policy}: {reason} under {', '.join(plan.method.name for plan in affected)}"
+        for policy, reason, affected in reasons
+        if affected and policy and (policy == same or policy in wanted)
+    ]
 
 
 def describe_needs(plan: Plan, policy: str) -> tuple[str, ...]:
-    """What ``policy`` needs beside what the server holds: see :data:`NEEDS`."""
-    lacking = [entry for entry in plan.entries if entry.name not in plan.sent]  # averaged over clients' own
+    """Return the needs of ``policy`` beyond the server's entries: keys of :data:`NEEDS`."""
+    lacking = [entry for entry in plan.entries if entry.name not in plan.sent]  # averaged over the clients
     if policy == "reestimate":
         lacking = [entry for entry in lacking if not norm_statistics(entry)]
     if policy == "finetune_bn":
@@ -108,28 +116,30 @@ def make_models(
     *,
     rounds: int = 1,
     inputs: Samples | None = None,
-    say: list[str] | None = None,
+    notices: list[str] | None = None,
 ) -> Iterator[AdaptedModel]:
-    """A model of ``trial`` for each client with ``training`` data by each of the policies ``wanted`` that makes sense.
+    """Make a model of ``trial`` for each client with ``training`` data by each applicable policy of ``wanted``.
 
-    ``rounds``: rounds of local work that ``finetune`` and ``finetune_bn`` do. ``inputs``: what ``reestimate`` measures
-    instead of the client's training data. ``say``: takes a sentence for each model that is left out, where
-    fine-tuning diverges or a client has too few samples for a policy. The trial is not changed. Without ``say``,
-    raises :class:`UsageError` where a client's data are too few to fine-tune on.
+    ``rounds``: rounds of local work of ``finetune`` and ``finetune_bn``. ``inputs``: samples that ``reestimate``
+    measures instead of the client's training data. ``notices``: receives a sentence for each model left out because
+    fine-tuning diverges or a client has too few samples for a policy. The trial is not changed. Without ``notices``,
+    raises :class:`UsageError` if a client has too few samples to fine-tune on.
     """
     plan = trial.plan
     policies = applicable_policies(plan, wanted)
     if trial.server.round == 0:
         raise FedshiftError(f"{plan.method.name}, seed {trial.seed}, has done no round: go on with the run first")
-    for policy in policies if say is None else ():
+    for policy in policies if notices is None else ():
         check_policy(plan, policy, training)
     for name, split in training.items():
         data = dict.fromkeys(policies, split)
         if inputs is not None and "reestimate" in data:
             data["reestimate"] = inputs
         few = [policy for policy in data if policy in ESTIMATED and len(data[policy]) < plan.smallest_batch]
-        if few and say is not None:
-            _say_once(say, f"client {name!r}: one sample has no variance to normalize by, so without {', '.join(few)}")
+        if few and notices is not None:
+            _add_once(
+                notices, f"client {name!r}: one sample has no variance to normalize by, so without {', '.join(few)}"
+            )
             data = {policy: data[policy] for policy in data if policy not in few}
         for policy in data:
             try:
@@ -137,25 +147,24 @@ def make_models(
                     "average" if policy == UNCHANGED else policy, name, data[policy], rounds
                 )
             except Diverged as error:
-                if say is not None:
-                    _say_once(
-                        say, f"{plan.method.name}, seed {trial.seed}: {error}. Fine-tuned there, it has no model."
-                    )
+                if notices is not None:
+                    where = f"{plan.method.name}, seed {trial.seed}"
+                    _add_once(notices, f"{where}: {error}. Fine-tuned there, it has no model.")
                 continue
             assert state is not None  # a round was done
             yield AdaptedModel(
-                method=plan.method.name, seed=trial.seed, policy=policy, client=name, needs=describe_needs(plan, policy),
-                state=state,
+                method=plan.method.name, seed=trial.seed, policy=policy, client=name,
+                needs=describe_needs(plan, policy), state=state,
             )  # fmt: skip
 
 
-def _say_once(said: list[str], text: str) -> None:
-    if text not in said:
-        said.append(text)
+def _add_once(notices: list[str], text: str) -> None:
+    if text not in notices:
+        notices.append(text)
 
 
 def evaluate_model(trial: Trial, model: AdaptedModel, client: ClientData) -> Row:
-    """What ``model`` gets right on the test data of ``client``, as counts (see ``records``)."""
+    """Measure ``model`` on the test data of ``client``, as counts (see ``results.schema``)."""
     counted = evaluate(trial.plan, model.state, client.test, trial.data.classes)
     return {
         "title": model.title, "method": model.method, "policy": model.policy, "needs": ", ".join(model.needs),
@@ -164,7 +173,90 @@ def evaluate_model(trial: Trial, model: AdaptedModel, client: ClientData) -> Row
 
 
 def require_no_labels(wanted: Collection[str]) -> None:
-    """Raise :class:`UsageError` where a policy needs labels, and there are none."""
+    """Raise :class:`UsageError` if a policy needs labels, because there are none."""
     for name in wanted:
         if name in LABELED:
-            raise UsageError(f"policy {name!r} needs labels, which --unlabeled has not: give --data, or leave it out")
+            raise UsageError(f"policy {name!r} needs labels, and --unlabeled has none: give --data, or leave it out")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adaptation:
+    """Results of the policies: ``rows`` of measurements, and sentences.
+
+    ``notices``: on models that are left out; ``inapplicable``: on policies that do not apply under some methods;
+    ``failures``: on trials that are left out.
+    """
+
+    rows: list[Row] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
+    inapplicable: list[str] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+
+
+def adapt_all(
+    experiment: Experiment,
+    directory: Path,
+    training: Mapping[str, Samples],
+    wanted: Collection[str],
+    *,
+    data: Federation | None = None,
+    rounds: int = 1,
+    inputs: Samples | None = None,
+    save: Path | None = None,
+    progress: Progress | None = None,
+) -> Adaptation:
+    """Make and measure the models of :func:`make_models` for each trial that ``experiment`` left in ``directory``.
+
+    ``training``, ``wanted``, ``rounds`` and ``inputs`` as there. ``data``: federation whose test data measure them;
+    ``save``: directory for the models of the first seed. A trial whose files are damaged or missing stops no other.
+    Raises :class:`UsageError` if two clients' models would be one file, no policy gives any model, or the run was made
+    with other settings.
+    """
+    files = [to_file_name(name) for name in training]
+    for name, file in zip(training, files, strict=True):
+        if save and files.count(file) > 1:
+            raise UsageError(f"client {name!r} and another would share the file {file}.safetensors: rename one")
+    made = Adaptation()
+    plans: dict[str, Plan] = {}
+    count = 0
+    trials, asked = [*iterate_trials(experiment)], experiment.settings.rounds
+    for number, (method, seed) in enumerate(trials):
+        if progress:
+            progress(f"{method}, seed {seed}", number, len(trials))
+        try:
+            done = count_rounds_done(directory, method, seed)
+            trial = restore_trial(experiment, directory, method, seed)
+            plans[method] = trial.plan
+            for model in make_models(trial, training, wanted, rounds=rounds, inputs=inputs, notices=made.notices):
+                count += 1
+                if save and seed == experiment.seeds[0]:
+                    write_model(save, model)
+                if data:
+                    made.rows.append(evaluate_model(trial, model, data.client(model.client)))
+            if done < asked:
+                made.notices.append(f"{method}, seed {seed}: {done} of {asked} rounds are done")
+        except UsageError:
+            raise
+        except FedshiftError as error:
+            made.failures.append(f"{method}, seed {seed}, is left out: {error}")
+    made.inapplicable.extend(inapplicable_policies(plans.values(), wanted))
+    if not (count or made.failures):
+        raise UsageError(f"no policy gives a model: {'; '.join([*made.inapplicable, *made.notices])}")
+    return made
+
+
+def write_model(folder: Path, model: AdaptedModel) -> Path:
+    """Write the state of ``model`` as ``<method>/<policy>/<client>.safetensors`` in ``folder``; return the path.
+
+    Tensors have torch's names in the network after the method's surgery; the header identifies the model.
+    """
+    owned = {
+        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in model.state.items()
+    }
+    header = {"method": model.method, "policy": model.policy, "client": model.client, "seed": str(model.seed)}
+    file = (
+        folder / to_file_name(model.method) / to_file_name(model.policy) / f"{to_file_name(model.client)}.safetensors"
+    )
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(file, to_safetensors(owned, metadata=header))
+    return file

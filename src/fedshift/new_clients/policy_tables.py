@@ -1,4 +1,4 @@
-"""What the policies get right, as tables, and models as files."""
+"""Tables of what the policies achieve."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
-import torch
 from rich.console import Console
-from safetensors.torch import save
 
 from ..analysis.statistics import correct_family, paired_difference
 from ..report.claims import tabulate_differences
@@ -23,14 +21,13 @@ from ..report.formatting import (
 )
 from ..report.formatting import write_table as write_report_table
 from ..report.tables import ONE_BY_ONE, mask_incomparable
-from ..results.run_directory import to_file_name
 from ..results.schema import Row, compute_metric
 from ..utils.files import write_atomically
-from .policies import NEEDS, UNCHANGED, AdaptedModel
+from .policies import NEEDS, UNCHANGED
 
 
 def seed_table(rows: Iterable[Row], metric: str) -> pd.DataFrame:
-    """``metric`` of each client, in the order of ``rows``, x (method and policy, seed); NaN where missing."""
+    """Tabulate ``metric`` of each client, in the order of ``rows``, x (method and policy, seed); NaN where missing."""
     frame = pd.DataFrame(list(rows))
     values = frame.assign(value=compute_metric(frame, metric).astype(float))
     wide = values.pivot(index="client", columns=["title", "seed"], values="value")
@@ -39,7 +36,7 @@ def seed_table(rows: Iterable[Row], metric: str) -> pd.DataFrame:
 
 
 def mean_over_seeds(seeds: pd.DataFrame) -> pd.DataFrame:
-    """:func:`seed_table` and the mean over its clients, ``macro``, x (method and policy, mean | std | seeds).
+    """Summarize :func:`seed_table` and its mean over clients, ``macro``, x (method and policy, mean | std | seeds).
 
     ``macro`` is over the clients that every policy has under a seed.
     """
@@ -54,7 +51,7 @@ def mean_over_seeds(seeds: pd.DataFrame) -> pd.DataFrame:
 
 
 def policy_table(table: pd.DataFrame, metric: str, needs: dict[str, str]) -> TextTable:
-    """A row for each method and policy with what it ``needs``: the clients, and the mean of several; best in bold."""
+    """Make a row per method and policy with its ``needs``, the clients, and the mean of several; best in bold."""
     cells = format_metric_table(table, metric, one_by_one=len(table) - 1 <= ONE_BY_ONE)
     columns = list(zip(*cells.rows[: 1 if len(table) == 2 else None], strict=True))
     names = [cell.text for cell in columns[0]]
@@ -65,23 +62,23 @@ def policy_table(table: pd.DataFrame, metric: str, needs: dict[str, str]) -> Tex
 
 
 def collect_needs(rows: Iterable[Row]) -> dict[str, str]:
-    """What each method and policy of ``rows`` needs."""
+    """Map each method and policy of ``rows`` to its needs."""
     return {row["title"]: row["needs"] for row in rows}
 
 
 def explain_needs(needs: Iterable[str]) -> str:
-    """What the words mean that say what a policy needs, those that occur."""
+    """Explain the words for needs that occur."""
     said = {word for text in needs for word in text.split(", ")}
     parts = "; ".join(f"{word}: {meaning}" for word, meaning in NEEDS.items() if word in said)
-    return f"Needed beside what the server holds: {parts}." if parts else "Nothing but what the server holds is needed."
+    return f"Needed besides the server's entries: {parts}." if parts else "Only the server's entries are needed."
 
 
 def policy_differences(seeds: pd.DataFrame, level: float = 0.95) -> pd.DataFrame:
-    """Each method and policy minus the first of FedAvg or else of the table, paired over clients, or over seeds.
+    """Subtract FedAvg, or else the first of the table, from each method and policy, paired over clients or seeds.
 
-    Of several clients each counts once, with its mean over seeds, since seeds tell nothing new of a client; of one the
-    pairs are seeds. Intervals and p-values are corrected for the number of rows, and NaN below three pairs. Columns as
-    of ``report.claims.difference_table``, where ``seeds`` is the number of pairs.
+    If there are several clients, each counts once, with its mean over seeds, because seeds add no new clients; with one
+    client the pairs are seeds. Intervals and p-values are corrected for the number of rows, and NaN below three pairs.
+    Columns as in ``report.claims.difference_table``, where ``seeds`` is the number of pairs.
     """
     titles = list(seeds.columns.get_level_values(0).unique())
     baseline = f"fedavg: {UNCHANGED}" if f"fedavg: {UNCHANGED}" in titles else titles[0]
@@ -96,7 +93,7 @@ def policy_differences(seeds: pd.DataFrame, level: float = 0.95) -> pd.DataFrame
 
 
 def format_differences(table: pd.DataFrame, metric: str, clients: int) -> TextTable:
-    """:func:`policy_differences` of so many clients as text."""
+    """Format :func:`policy_differences` of so many clients as text."""
     over = "which clients there are, each once with its mean over seeds, and nothing else"
     cells = format_difference_table(table, metric, *([over] if clients > 1 else []))
     return replace(cells, header=(*cells.header[:-1], "pairs"))
@@ -110,20 +107,3 @@ def write_table(folder: Path, name: str, cells: TextTable, table: pd.DataFrame) 
     text = "\n".join(line.rstrip() for line in plain.file.getvalue().strip("\n").splitlines()) + "\n"
     write_report_table(folder, name, cells, table)
     write_atomically(folder / f"{name}.txt", text.encode())
-
-
-def write_model(folder: Path, model: AdaptedModel) -> Path:
-    """Write the state of ``model`` as ``<method>/<policy>/<client>.safetensors`` below ``folder``; the file.
-
-    Tensors have torch's own names in the network after the method's surgery; the header says whose model it is.
-    """
-    owned = {
-        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in model.state.items()
-    }
-    header = {"method": model.method, "policy": model.policy, "client": model.client, "seed": str(model.seed)}
-    file = (
-        folder / to_file_name(model.method) / to_file_name(model.policy) / f"{to_file_name(model.client)}.safetensors"
-    )
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, save(owned, metadata=header))
-    return file

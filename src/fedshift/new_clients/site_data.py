@@ -1,10 +1,13 @@
-"""A new site's data, prepared as a run's own were: size of images, channels, scale, and what labels mean."""
+"""A new site's data, prepared like a run's own: image size, channels, scale, labels; and its overlap with the run."""
 
 from __future__ import annotations
 
 import zipfile
 import zlib
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import fields, replace
+from hashlib import blake2b
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,7 @@ from ..data.files.read_options import Progress
 from ..data.files.table_schema import Column
 from ..data.samples import CHUNK, HALF, Samples, to_samples
 from ..data.sources import READ, load_source, normalize
+from ..experiments.experiment import Experiment
 from ..utils.errors import UsageError
 from ..utils.files import cache_directory
 
@@ -32,13 +36,13 @@ def load_site(
     clients: str | None = None,
     progress: Progress | None = None,
 ) -> Federation:
-    """The clients of ``data``, which is what ``--data`` takes, as samples of the run's kind.
+    """Load the clients of ``data``, in the form that ``--data`` takes, as samples of the run's kind.
 
-    ``spec``: the run's settings, by which files are read; its split, samples and validation are the run's own affair.
-    ``clients``: names or patterns; None: all. Raises :class:`UsageError` naming both where shapes or classes differ.
+    ``spec``: the run's settings, by which files are read; its split, samples and validation apply to the run only.
+    ``clients``: names or patterns; None: all. Raises :class:`UsageError` naming both if shapes or classes differ.
     """
     own: dict[str, Any] = {}
-    if not Path(data).exists():  # what was said of the run's files is not meant for data by name
+    if not Path(data).exists():  # settings for the run's files do not apply to data by name
         own = {field.name: field.default for field in fields(DataSpec) if field.name in READ}
     asked = replace(spec, domains=clients, split=None, samples=None, validation=0.0, classes=None, **own)
     try:
@@ -48,20 +52,20 @@ def load_site(
             raise
         size = run.sample_shape[-1]
         found = load_source(data, replace(asked, image_size=size), progress, like=run)
-        said = f"images of several sizes are brought to the run's {size} x {size} pixels"
+        said = f"images of several sizes are resized to the run's {size} x {size} pixels"
         found = replace(found, notices=(*found.notices, said))
     return prepare_clients(found, run, own_scale=spec.normalize == "client")
 
 
 def load_unlabeled(
-    path: Path, spec: DataSpec, run: Federation, progress: Progress | None = None, say: list[str] | None = None
+    path: Path, spec: DataSpec, run: Federation, progress: Progress | None = None, notices: list[str] | None = None
 ) -> Samples:
-    """Samples without labels as samples of the run's kind: a folder of images, or an .npz file with an array ``x``.
+    """Load samples without labels as samples of the run's kind, from a folder of images or array ``x`` of an .npz file.
 
-    Images may lie in folders of the folder. Every label of the split is 0 and means nothing. ``say`` takes a sentence
-    where images cannot be read and are left out. Raises :class:`UsageError` as :func:`load_site` does.
+    Images may be in subfolders. Every label of the result is 0 and has no meaning. ``notices`` receives a sentence if
+    unreadable images are left out. Raises :class:`UsageError` as :func:`load_site` does.
     """
-    x = _read_array(path) if path.suffix == ".npz" else _read_images(path, spec, run, progress, say)
+    x = _read_array(path) if path.suffix == ".npz" else _read_images(path, spec, run, progress, notices)
     data = Federation(
         name=str(path), clients=(ClientData(name=client_name(path), train=x, test=x),), classes=run.classes
     )
@@ -69,15 +73,15 @@ def load_unlabeled(
 
 
 def client_name(path: Path) -> str:
-    """What a client is called whose samples without labels are in ``path``."""
+    """Return the name of the client whose unlabeled samples are in ``path``."""
     return path.stem if path.suffix == ".npz" else path.resolve().name
 
 
 def prepare_clients(data: Federation, run: Federation, *, own_scale: bool = False) -> Federation:
-    """``data`` in the shape of the ``run``'s data, with their scale and labels, checked.
+    """Convert ``data`` to the shape, scale and labels of the ``run``'s data, and check them.
 
     ``own_scale``: each client of the run was scaled by its own training images, and so are these. Raises
-    :class:`UsageError` naming both where shapes, classes or scales do not go together.
+    :class:`UsageError` naming both if shapes, classes or scales do not match.
     """
     _require_columns(data, run)
     shape, square = run.sample_shape, run.sample_shape[1:2] == run.sample_shape[2:]
@@ -100,26 +104,26 @@ def prepare_clients(data: Federation, run: Federation, *, own_scale: bool = Fals
 
 
 def _require_columns(data: Federation, run: Federation) -> None:
-    """Refuse tables of other columns or categories than the run's, or in another order."""
+    """Refuse tables with other columns or categories than the run's, or in another order."""
     if data.columns and run.columns and data.columns != run.columns:
         pairs = zip_longest(data.columns, run.columns)
         ours, theirs = next((ours, theirs) for ours, theirs in pairs if ours != theirs)
         raise UsageError(
             f"{data.name} has not the columns and categories of the run's data, {run.name}, in their order: first "
-            f"{_describe_column(ours)} where the run has {_describe_column(theirs)}. Read it by those of the run: read_folder(..., "
-            "like=data of the run)"
+            f"{_describe_column(ours)} where the run has {_describe_column(theirs)}. Read it by those of the run: "
+            "read_folder(..., like=data of the run)"
         )
 
 
 def _describe_column(column: Column | None) -> str:
-    """What errors call a column, with its categories."""
+    """Describe a column in errors, with its categories."""
     if column is None:
         return "nothing"
     return repr(column.name) if column.categories is None else f"{column.name!r} ({', '.join(column.categories)})"
 
 
 def _require_range(data: Federation, run: Federation) -> None:
-    """Refuse images of 8 bits beside floating-point ones, which are used as they are, unless both come to [-1, 1]."""
+    """Refuse 8-bit images beside floating-point ones, which are not scaled, unless both end up in [-1, 1]."""
     ours, scale = run.clients[0].train, run.clients[0].train.normalization
     words = {True: "of 8 bits", False: "floating-point numbers"}
     for client in data.clients:
@@ -134,7 +138,7 @@ def _require_range(data: Federation, run: Federation) -> None:
 
 
 def _map_labels(data: Federation, run: Federation) -> Federation:
-    """``data`` with labels that count the run's classes: by name where both name theirs, else as numbers."""
+    """Map the labels of ``data`` to the run's classes: by name if both have names, else as numbers."""
     ours, theirs = data.meanings, run.meanings
     if ours and theirs:
         for name in ours:
@@ -143,13 +147,13 @@ def _map_labels(data: Federation, run: Federation) -> Federation:
                     f"{data.name} has a class {name!r}, which the run's data, {run.name}, have not: theirs are "
                     f"{', '.join(theirs)}. Leave it out, or rename it"
                 )
-        place = torch.tensor([theirs.index(name) for name in ours])
+        number = torch.tensor([theirs.index(name) for name in ours])
 
-        def counted(split: Samples) -> Samples:
-            y = place.to(split.y.device)[split.y]
+        def relabel(split: Samples) -> Samples:
+            y = number.to(split.y.device)[split.y]
             return Samples(x=split.store, y=y, rows=split.rows, normalization=split.normalization)
 
-        data = data.map_splits(counted)
+        data = data.map_splits(relabel)
     elif data.classes > run.classes:
         raise UsageError(
             f"{data.name} has labels up to {data.classes - 1}, but the run's data, {run.name}, have {run.classes} "
@@ -173,9 +177,9 @@ def _read_array(path: Path) -> Samples:
 
 
 def _read_images(
-    path: Path, spec: DataSpec, run: Federation, progress: Progress | None, say: list[str] | None
+    path: Path, spec: DataSpec, run: Federation, progress: Progress | None, notices: list[str] | None
 ) -> Samples:
-    """The images that lie in folder ``path`` and below it, decoded once as those of clients are."""
+    """Read the images in folder ``path`` and below it, decoded once as those of clients are."""
     wanted = "give a folder of images, or an .npz file with an array x"
     if not path.is_dir():
         raise UsageError(f"{path} is no folder: {wanted}")
@@ -193,23 +197,48 @@ def _read_images(
         raise UsageError(f"{path} has images of different depth, {kinds[0]} and {kinds[1]}: convert all to one")
     sizes = {(header.height, header.width) for header in headers.values()}
     size = (spec.image_size,) * 2 if spec.image_size else sizes.pop() if len(sizes) == 1 else run.sample_shape[1:]
-    place = cache_entry(cache_directory(), path, files, "unlabeled", size)
+    entry = cache_entry(cache_directory(), path, files, "unlabeled", size)
     facts = ImageFacts(
         kind=kinds[0] if kinds else "byte", channels=max((h.channels for h in headers.values()), default=1),
         height=size[0], width=size[1], broken=broken,
     )  # fmt: skip
 
-    def usable(broken: frozenset[str]) -> list[int]:
+    def list_usable(broken: frozenset[str]) -> list[int]:
         return [row for row, name in enumerate(names) if name not in broken]
 
-    store = load_store(place) or decode_all(path, names, facts, place, usable, "images", progress)
+    store = load_store(entry) or decode_all(path, names, facts, entry, list_usable, "images", progress)
     unread = store.facts.broken
     if unread:
         file, why = next(iter(unread.items()))
         said = f"{len(unread)} of {len(names)} images in {path} cannot be read: {file}: {why}"
         if spec.on_unreadable == "refuse" or len(unread) == len(names):
             raise UsageError(f"{said}; remove them, or leave them out (--on-unreadable skip)")
-        if say is not None:
-            say.append(f"{said}; left out")
-    rows = torch.tensor(usable(frozenset(unread)))
+        if notices is not None:
+            notices.append(f"{said}; left out")
+    rows = torch.tensor(list_usable(frozenset(unread)))
     return Samples(x=torch.from_numpy(store.pixels), y=torch.zeros(len(rows), dtype=torch.int64), rows=rows)
+
+
+def find_overlap(data: Federation, experiment: Experiment) -> list[str]:
+    """Return sentences on the clients of ``data`` that share samples with a training client, whatever their labels.
+
+    Stored samples are compared value by value, training, validation and test data alike.
+    """
+    trained = [client for client in experiment.data.clients if client.name not in experiment.settings.newcomers]
+    owner = {key: client.name for client in trained for key in _sample_keys(client)}
+    said = []
+    for client in data.clients:
+        keys = set(_sample_keys(client))
+        if found := Counter(owner[key] for key in keys if key in owner):
+            whose, count = found.most_common(1)[0][0], found.total()
+            share = "its samples" if count == len(keys) else f"{count:,} of its {len(keys):,} samples"
+            said.append(f"client {client.name!r} is not unknown: the run has {share}, as client {whose!r}")
+    return said
+
+
+def _sample_keys(client: ClientData) -> Iterator[bytes]:
+    """Yield a 128-bit digest of each sample."""
+    for split in client.splits.values():
+        for start in range(0, len(split), CHUNK):
+            for sample in split.copy_rows(slice(start, start + CHUNK)).cpu().contiguous().numpy():
+                yield blake2b(sample, digest_size=16).digest()

@@ -1,21 +1,11 @@
-"""What clients' and the server's models see: how alike their feature maps are, and what their BatchNorm keeps.
+"""Representations of clients' and server's models: similarity of feature maps, and BatchNorm's statistics.
 
-FedWon (Zhuang & Lyu 2024, arXiv:2306.05879), section 4.2 and figures 5, 12, 13. The paper does not say which models,
-images and pairs it took; what is taken here stands in ``models``, ``maps`` and ``collect_comparison``.
+FedWon (Zhuang & Lyu 2024, arXiv:2306.05879), section 4.2 and figures 5, 12, 13. The paper does not name its models,
+images and pairs; the choices made here are documented in ``comparison``.
 """
 
-from .comparison import (
-    RepresentationComparison,
-    Similarity,
-    collect_comparison,
-    compare_representations,
-    compute_similarities,
-)
-
-__all__ = [
-    "RepresentationComparison",
-    "Similarity",
-    "collect_comparison",
-    "compare_representations",
-    "compute_similarities",
-]
+from .comparison import RepresentationComparison as RepresentationComparison
+from .comparison import Similarity as Similarity
+from .comparison import collect_comparison as collect_comparison
+from .comparison import compare_representations as compare_representations
+from .comparison import compute_similarities as compute_similarities

@@ -1,14 +1,25 @@
-"""Similarities and distances of one run, and what pictures of it need.
+"""Comparison of the representations of one run: similarity of feature maps, and distance of BatchNorm's statistics.
 
 Client against client: all pairs, on test images of both; server against client: on test images of the client. A
 similarity is the mean over images and channels, then over pairs.
+
+The server's model is the one each client started its last local work from; each client's model is its own after local
+work. Under a method with one global model, clients hold the same model after aggregation, and only local work makes
+them differ. So under every method each client is trained one round further than the checkpoint, with the learning rate
+of the last round (a schedule may end at 0), and its model is taken before aggregation. The result depends on the run
+alone, is computed by the sequential engine, and is not stored.
+
+Feature maps are the outputs of convolutions. A convolution is recognized by its type (scaled weight standardization is
+one too), never by its name. Its maps are its own output, before any normalization, activation or pooling: the one place
+that networks with and without BatchNorm have in common.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from statistics import fmean
@@ -16,20 +27,29 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
 
 from ..analysis.similarity import Reals, cosine, mean_distance, variance_distance
 from ..config.spec import CompareSpec
+from ..core.kernel import personal_state
+from ..core.plan import Plan, forward
+from ..data.federation import ClientData
 from ..data.files.read_options import Progress
+from ..data.partition import match_names
 from ..engines.cost_model import limit_threads
+from ..engines.engine import Diverged
+from ..evaluation.metrics import BATCH
 from ..experiments.experiment import Experiment
-from ..experiments.restoration import iterate_trials, load_experiment, restore_trial, select_trials
-from ..utils.errors import UsageError
+from ..experiments.restoration import count_rounds_done, iterate_trials, load_experiment, restore_trial, select_trials
+from ..experiments.trial import Trial
+from ..results.schema import PICTURED
+from ..utils.errors import UsageError, unknown_name
+from ..utils.random_streams import stream
 from ..utils.state import State
-from .feature_maps import choose_rows, find_layer, list_convolutions, record_maps, select_inputs
-from .trained_models import TrainedModels, require_finished, select_clients, train_models
 
 DISTANCES = ("mean_client_client", "variance_client_client", "mean_server_client", "variance_server_client")
 
@@ -55,9 +75,9 @@ class Statistics:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PictureData:
-    """What pictures show of one method under one seed.
+    """Data for the pictures of one method under one seed.
 
-    ``maps``: of one test image of each client, ``[C, H, W]`` by client and convolution, as its local model sees it;
+    ``maps``: of one test image of each client, ``[C, H, W]`` by client and convolution, from its local model;
     ``server`` and ``clients``: statistics by BatchNorm layer (and client).
     """
 
@@ -68,12 +88,12 @@ class PictureData:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RepresentationComparison:
-    """What is found of a run.
+    """Similarities and distances of one run.
 
-    ``of``: how many clients train, of which ``clients`` are looked at; ``layers``: by method, the convolution whose
+    ``of``: number of training clients, of which ``clients`` are compared; ``layers``: by method, the convolution whose
     maps are compared; ``similarity``: by method, one for each seed; ``distances``: a row for each method, seed and
-    BatchNorm layer, with columns :data:`DISTANCES`; ``drawn``: by method, under the first seed; ``images``: the test
-    sample of each client whose maps are drawn, as it is kept.
+    BatchNorm layer, with columns :data:`DISTANCES`; ``drawn``: by method, under the first seed; ``images``: the stored
+    test sample of each client whose maps are drawn.
     """
 
     clients: tuple[str, ...]
@@ -90,9 +110,9 @@ class RepresentationComparison:
 def compute_similarities(
     directory: Path, samples: int = 64, clients: str | Sequence[str] | None = None
 ) -> dict[str, list[Similarity]]:
-    """For each method of the run in ``directory``, one :class:`Similarity` a seed, of the last convolution's maps.
+    """Return, for each method of the run in ``directory``, a :class:`Similarity` per seed, of the last convolution.
 
-    Arguments and errors as of :func:`compare_representations`.
+    Arguments and errors are those of :func:`compare_representations`.
     """
     return compare_representations(directory, samples=samples, clients=clients).similarity
 
@@ -108,16 +128,23 @@ def compare_representations(
     device: str | None = None,
     progress: Progress | None = None,
 ) -> RepresentationComparison:
-    """Look at the finished run that the command line left in ``directory``, which is left as it is.
+    """Compare the models of the finished run in ``directory``, without changing it.
 
-    ``samples``: test images of each client, or all where it has fewer; ``clients``: names, or a pattern such as
-    ``"usps-*"``, by default the first :data:`~fedshift.results.schema.PICTURED` that train; ``layer``: the convolution whose
-    maps are compared and drawn, by default the last and all; ``methods``, ``seeds``: some of the run's alone, as
-    :func:`~fedshift.experiments.restoration.select_trials` takes them; ``device``: where it computes, by default where the run did if that
-    is here, else the CPU; ``progress`` hears of what is read, and of trials.
+    Args:
+        directory: run directory of the command line.
+        samples: test images of each client; all if it has fewer.
+        clients: names, or a pattern such as ``"usps-*"``; by default the first
+            :data:`~fedshift.results.schema.PICTURED` that train.
+        layer: convolution whose maps are compared and drawn; by default the last is compared and all are drawn.
+        methods: methods of the run to compare, as :func:`~fedshift.experiments.restoration.select_trials` takes them.
+        seeds: seeds of the run to compare, likewise.
+        device: device to compute on; by default the run's if available, else the CPU.
+        progress: called while data are read and for each trial.
 
-    Raises :class:`UsageError` where one of them does not exist, the run is not finished or the network has no
-    convolution, and :class:`FedshiftError` where files of the run are damaged or a client's further round diverges.
+    Raises:
+        UsageError: a choice does not exist, the run is not finished, or the network has no convolution.
+        FedshiftError: files of the run are damaged, or a client's further round diverges.
+
     """
     spec, experiment = load_experiment(directory, progress, device)
     go_on = f"fedshift {'compare' if isinstance(spec, CompareSpec) else 'run'} --resume {directory}"
@@ -138,9 +165,9 @@ def collect_comparison(
     layer: str | None = None,
     progress: Progress | None = None,
 ) -> RepresentationComparison:
-    """What is found in every trial that ``experiment`` left in ``directory``; arguments and errors as of :func:`compare_representations`.
+    """Compare the models of every trial that ``experiment`` left in ``directory``, as :func:`compare_representations`.
 
-    ``experiment`` is to run its trials by the sequential engine; ``go_on`` says how a run is gone on with.
+    ``experiment`` must use the sequential engine; ``go_on`` is the command that resumes a run, for errors.
     """
     if samples < 1:
         raise UsageError(f"samples={samples}: must be at least 1")
@@ -162,8 +189,8 @@ def collect_comparison(
         models = train_models(trial, clients)
         similarity.setdefault(method, []).append(_compute_similarity(models, x, layers[method]))
         kept = [*_collect_statistics(models)]
-        of = {"method": method, "seed": seed}
-        rows += [{**of, "layer": name, **_compute_distances(server, own)} for name, server, own in kept]
+        trial_key = {"method": method, "seed": seed}
+        rows += [{**trial_key, "layer": name, **_compute_distances(server, own)} for name, server, own in kept]
         if method not in drawn:
             shown = (layer,) if layer else list_convolutions(plan, first)
             seen = ((name, record_maps(plan, state, x[name][:1], shown)) for name, state in models.local.items())
@@ -188,15 +215,14 @@ def collect_comparison(
 
 
 def _compute_similarity(models: TrainedModels, x: Mapping[str, Tensor], layer: str) -> Similarity:
-    """Over the clients' images ``x [N, ...]``, each given to every model."""
+    """Compare all models on each client's images ``x [N, ...]``."""
     plan, local = models.trial.plan, models.local
 
     def maps(state: State, client: str) -> Reals:
         return record_maps(plan, state, x[client], (layer,))[layer]
 
-    alike: dict[
-        tuple[str, str], NDArray[np.float64]
-    ] = {}  # of the model of one client with that of another, on the latter's images
+    # by client pair: the first one's model against the second one's, on the second one's images
+    alike: dict[tuple[str, str], NDArray[np.float64]] = {}
     server = []
     for client, state in local.items():
         own = maps(state, client)
@@ -207,15 +233,15 @@ def _compute_similarity(models: TrainedModels, x: Mapping[str, Tensor], layer: s
 
 
 def _collect_statistics(models: TrainedModels) -> Iterator[tuple[str, Statistics, dict[str, Statistics]]]:
-    """Of each BatchNorm layer that keeps some: its name, the server's and each client's; nothing without clients."""
+    """Yield name, server's and each client's statistics of each BatchNorm layer that has some, if there are clients."""
 
-    def of(state: State, layer: str) -> Statistics:
+    def read(state: State, layer: str) -> Statistics:
         mean, variance = (state[f"{layer}.{name}"].cpu().numpy() for name in ("running_mean", "running_var"))
         return Statistics(mean=mean, variance=variance)
 
     for name, layer in models.trial.plan.module.named_modules() if models.local else ():
         if isinstance(layer, _BatchNorm) and layer.running_mean is not None:
-            yield name, of(models.server, name), {client: of(state, name) for client, state in models.local.items()}
+            yield name, read(models.server, name), {client: read(state, name) for client, state in models.local.items()}
 
 
 def _compute_distances(server: Statistics, clients: Mapping[str, Statistics]) -> dict[str, float]:
@@ -229,3 +255,133 @@ def _compute_distances(server: Statistics, clients: Mapping[str, Statistics]) ->
 def _mean(values: Iterable[float]) -> float:
     found = list(values)
     return fmean(found) if found else math.nan
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TrainedModels:
+    """Models of one method under one seed: the ``server``'s and each client's ``local`` one; ``trial`` has the plan.
+
+    ``local`` is empty if all data are pooled.
+    """
+
+    trial: Trial
+    server: State
+    local: Mapping[str, State]
+
+
+def require_finished(experiment: Experiment, directory: Path, go_on: str) -> None:
+    """Raise :class:`UsageError` unless ``directory`` has all rounds of every trial; ``go_on``: command that resumes it.
+
+    Raises :class:`FedshiftError` if a trial left no checkpoint.
+    """
+    for name, seed in iterate_trials(experiment):
+        done = count_rounds_done(directory, name, seed)
+        if done < experiment.settings.rounds:
+            raise UsageError(
+                f"{directory} is not finished: {name} with seed {seed} has done {done} of "
+                f"{experiment.settings.rounds} rounds; leave it out (methods, seeds), or go on with it: {go_on}"
+            )
+
+
+def select_clients(experiment: Experiment, clients: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Select clients by names or a pattern such as ``"usps-*"``; None: the first :data:`PICTURED` that train.
+
+    Raises :class:`UsageError` if a client is unknown or never trained.
+    """
+    names = experiment.data.names
+    training = tuple(name for name in names if name not in experiment.settings.newcomers)
+    if clients is None:
+        return training[:PICTURED]
+    asked = match_names(clients, names) if isinstance(clients, str) else tuple(dict.fromkeys(clients))
+    if not asked:
+        raise UsageError("clients: name at least one, or leave it out for all")
+    for name in asked:
+        if experiment.data.client(name).name not in training:
+            raise UsageError(f"client {name!r} is a newcomer, which never trains: choose from {', '.join(training)}")
+    return asked
+
+
+def train_models(trial: Trial, clients: Sequence[str]) -> TrainedModels:
+    """Return the current models of ``trial`` and of ``clients``; raise ``Diverged`` if a client's further round does.
+
+    A client's model is the one it would use if its upload became the server's state: under Ditto its personal model.
+    """
+    plan, last = trial.plan, replace(trial.server, round=trial.server.round - 1)
+    kept = {} if plan.method.pooled else {name: trial.clients[name] for name in clients}
+    try:
+        local = {
+            name: personal_state(plan, done.client, replace(last, shared=done.update.shared))
+            for name, done in trial.engine.train(last, kept)
+        }
+    except Diverged as error:
+        raise Diverged(f"{plan.method.name}, seed {trial.seed}, one round further than the run: {error}") from error
+    return TrainedModels(trial=trial, server=_make_server_model(trial), local=local)
+
+
+def _make_server_model(trial: Trial) -> State:
+    """Complete the server's entries of ``trial`` to a whole model, as ``unseen="average"`` does.
+
+    Where the server holds only a part (FedBN), the clients' local entries are averaged by the method's weighting; a
+    real server cannot see them.
+    """
+    client = trial.data.clients[0]  # its data are not used
+    made = trial.unseen_clients.make_state("average", client.name, client.train)
+    assert made is not None  # in a finished run some client has trained
+    return made
+
+
+def list_convolutions(plan: Plan, x: Tensor) -> tuple[str, ...]:
+    """List the convolutions that inputs ``x [N, ...]`` pass, in that order; raise :class:`UsageError` without any."""
+    names = [name for name, layer in plan.module.named_modules() if isinstance(layer, _ConvNd)]
+    found = tuple(record_maps(plan, plan.initial, x, names))
+    if not found:
+        raise UsageError(
+            f"the network of {plan.method.name} has no convolution, and so no feature maps: choose a run of one that "
+            "has, for example small-cnn"
+        )
+    return found
+
+
+def find_layer(plan: Plan, x: Tensor, wanted: str | None) -> str:
+    """Return the convolution named ``wanted``, or the last one; raise :class:`UsageError` if there is none."""
+    names = list_convolutions(plan, x)
+    if wanted is not None and wanted not in names:
+        raise unknown_name("convolution", wanted, names)
+    return wanted or names[-1]
+
+
+def record_maps(plan: Plan, state: State, x: Tensor, layers: Collection[str]) -> dict[str, Reals]:
+    """Record the outputs ``[N, C, *pixels]`` of ``layers`` under ``state``, by layer in the order of execution.
+
+    If a layer runs several times, the last output counts. Outputs are copied, because an activation may work in place.
+    """
+    parts = [_record_maps(plan, state, part, layers) for part in torch.split(x, BATCH)]
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
+def _record_maps(plan: Plan, state: State, x: Tensor, layers: Collection[str]) -> dict[str, Reals]:
+    found: dict[str, Reals] = {}
+
+    def keep(name: str, _layer: nn.Module, _inputs: Any, output: Tensor) -> None:
+        found.pop(name, None)
+        plain = torch.promote_types(output.dtype, torch.float32)  # NumPy has no bfloat16
+        found[name] = output.detach().to("cpu", plain, copy=True).numpy()
+
+    named = ((name, layer) for name, layer in plan.module.named_modules() if name in layers)
+    hooks = [layer.register_forward_hook(partial(keep, name)) for name, layer in named]
+    try:
+        forward(plan, state, x)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def choose_rows(client: ClientData, samples: int) -> Tensor:
+    """Choose at most ``samples`` test samples of ``client``, int64 ``[N]``, the same in every trial."""
+    return torch.from_numpy(stream(0, "features", client.name).permutation(len(client.test))[:samples])
+
+
+def select_inputs(plan: Plan, client: ClientData, samples: int) -> Tensor:
+    """Return the chosen samples as inputs of the network of ``plan``, ``[N, ...]``."""
+    return client.test.inputs(choose_rows(client, samples).to(client.test.y.device), plan.dtype)

@@ -20,7 +20,7 @@ from ..results.run_directory import to_file_name
 from .comparison import RepresentationComparison
 
 SIDE = 3
-"""Maps side by side, and one above the other, of one convolution."""
+"""Rows and columns of maps of one convolution."""
 _CELL = 1.15  # inches
 _GAP = 2  # pixels between maps
 
@@ -31,7 +31,7 @@ def save_panels(found: RepresentationComparison, directory: Path) -> list[Path]:
 
 
 def draw_panels(found: RepresentationComparison) -> Iterator[FigurePanel]:
-    """A picture of maps for each client, where there are images, and one of statistics for each BatchNorm layer."""
+    """Draw a picture of maps for each client, if samples are images, and one of statistics for each BatchNorm layer."""
     for number, (client, image) in enumerate(found.images.items(), start=1):
         if any(drawn.maps.get(client) for drawn in found.drawn.values()):
             with figure_settings():
@@ -45,7 +45,7 @@ def _draw_maps(found: RepresentationComparison, client: str, name: str, image: N
     rows = {method: drawn.maps[client] for method, drawn in found.drawn.items() if drawn.maps.get(client)}
     layers = list(dict.fromkeys(layer for maps in rows.values() for layer in maps))
     figure = Figure(figsize=(1.0 + _CELL * (1 + len(layers)), 0.45 + _CELL * len(rows)), layout="constrained")
-    figure.suptitle(shorten(f"What {client} sees", 60), x=0.02, ha="left", fontsize=9, fontweight="bold")
+    figure.suptitle(shorten(f"Feature maps for {client}", 60), x=0.02, ha="left", fontsize=9, fontweight="bold")
     grid = figure.subplots(len(rows), 1 + len(layers), squeeze=False)
     for axes in grid.flat:
         axes.set_axis_off()
@@ -66,16 +66,16 @@ def _draw_maps(found: RepresentationComparison, client: str, name: str, image: N
 
 
 def _to_picture(image: NDArray[np.generic]) -> NDArray[np.float64]:
-    """An image ``[C, H, W]`` as matplotlib takes it, 0..1, of its first channel unless there are three.
+    """Convert an image ``[C, H, W]`` for matplotlib, 0..1, using its first channel unless there are three.
 
-    Pixels of 8 bits are shown as they are, floating-point ones scaled from the least to the greatest.
+    8-bit pixels keep their scale, floating-point ones are scaled from the least to the greatest.
     """
     scaled = image.astype(np.float64) / 255 if image.dtype == np.uint8 else _rescale(image)
     return scaled.transpose(1, 2, 0) if len(scaled) == 3 else scaled[0]
 
 
 def tile_maps(maps: Reals) -> NDArray[np.float64]:
-    """The first maps of ``[C, H, W]`` in :data:`SIDE` rows and columns, each scaled to 0..1; NaN between them."""
+    """Tile the first maps of ``[C, H, W]`` in :data:`SIDE` rows and columns, each scaled to 0..1; NaN between them."""
     count, high, wide = min(len(maps), SIDE**2), *maps.shape[1:]
     made = np.full((SIDE * (high + _GAP) - _GAP, SIDE * (wide + _GAP) - _GAP), np.nan)
     for number in range(count):
@@ -103,10 +103,10 @@ def _draw_statistics(found: RepresentationComparison, layer: str) -> FigurePanel
         first, facing = drawn.clients[layer][one], [drawn.server[layer]]
         if other:
             facing.insert(0, drawn.clients[layer][other])
-        places = iter(line)
+        panels = iter(line)
         for kind in ("mean", "variance"):
             for name, second in zip(against, facing, strict=True):
-                axes = next(places)
+                axes = next(panels)
                 _draw_dots(axes, getattr(first, kind), getattr(second, kind))
                 axes.set_title(f"{kind}, {shorten(name, 12)}", fontsize=8, fontweight="normal")
         line[0].set_ylabel(shorten(method, 16), fontweight="bold")

@@ -1,4 +1,4 @@
-"""What ``fedshift features`` says: tables of similarities and distances, mean (std) over seeds, and what lacks."""
+"""Output of ``fedshift features``: tables of similarities and distances, mean (std) over seeds, and notes on gaps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PAIRS = ("client-client", "server-client")
 
 
 def render_comparison(found: RepresentationComparison) -> Iterator[RenderableType]:
-    """Sentences and tables, in order."""
+    """Yield sentences and tables, in order."""
     over = f"mean (std) over {len(found.seeds)} seeds" if len(found.seeds) > 1 else "one seed"
     some = f", {len(found.clients)} of {found.of} clients" if len(found.clients) < found.of else ""
     images = f"up to {found.samples} test images of each client"
@@ -33,11 +33,11 @@ def render_comparison(found: RepresentationComparison) -> Iterator[RenderableTyp
 
 
 def list_notes(found: RepresentationComparison) -> Iterator[str]:
-    """What lacks, a sentence each."""
+    """Yield a sentence on each gap."""
     pooled = [method for method, drawn in found.drawn.items() if not drawn.maps]
     plain = [method for method, drawn in found.drawn.items() if drawn.maps and not drawn.server]
     if pooled:
-        yield f"All data are in one place, so that there are no clients' models: {', '.join(pooled)}."
+        yield f"All data are pooled, so there are no clients' models: {', '.join(pooled)}."
     broken = [
         f"{method} with seed {seed}"
         for method, several in found.similarity.items()
@@ -45,9 +45,9 @@ def list_notes(found: RepresentationComparison) -> Iterator[str]:
         if method not in pooled and math.isnan(own.server_client)
     ]
     if broken:
-        yield f"Feature maps are not finite, and similarities left out: {', '.join(broken)}."
+        yield f"Feature maps are not finite, so similarities are left out: {', '.join(broken)}."
     if plain:
-        yield f"No BatchNorm layer that keeps statistics: {', '.join(plain)}."
+        yield f"No BatchNorm layer with running statistics: {', '.join(plain)}."
 
 
 def write_tables(found: RepresentationComparison, directory: Path) -> list[Path]:
@@ -60,7 +60,7 @@ def write_tables(found: RepresentationComparison, directory: Path) -> list[Path]
 
 
 def similarity_frame(found: RepresentationComparison) -> pd.DataFrame:
-    """A row for each method and seed: ``layer``, ``client_client`` and ``server_client``."""
+    """Return a row for each method and seed: ``layer``, ``client_client`` and ``server_client``."""
     rows = [
         (method, seed, found.layers[method], own.client_client, own.server_client)
         for method, several in found.similarity.items()
@@ -71,7 +71,7 @@ def similarity_frame(found: RepresentationComparison) -> pd.DataFrame:
 
 
 def similarity_table(found: RepresentationComparison) -> TextTable:
-    """A row for each method."""
+    """Return a row for each method."""
     rows = [
         (method, *(_format_cell(getattr(own, pair.replace("-", "_")) for own in several) for pair in PAIRS))
         for method, several in found.similarity.items()
@@ -80,7 +80,7 @@ def similarity_table(found: RepresentationComparison) -> TextTable:
 
 
 def distance_table(found: RepresentationComparison) -> TextTable:
-    """A row for each method and BatchNorm layer."""
+    """Return a row for each method and BatchNorm layer."""
     groups = found.distances.groupby(["method", "layer"], sort=False)
     rows = [
         (" ".join(map(str, names)), *(_format_cell(rows[column]) for column in DISTANCES)) for names, rows in groups

@@ -20,8 +20,8 @@ from ..report.style import add_legend, figure_settings, make_panel, make_styles
 from ..report.tables import metric_history, seed_table
 from ..representations.figures import draw_panels
 from ..results.summary import read_summary
+from ..theory.checks import compute_toy
 from ..theory.figures import draw_toy_panels
-from ..theory.toy_example import compute_toy
 from ..utils.files import write_atomically
 from .measurements import load_features, run_folder
 from .planning import PanelPlan, TablePlan

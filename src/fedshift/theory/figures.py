@@ -1,4 +1,4 @@
-"""The figures of ``fedshift theory``, in the reports' style."""
+"""Figures of ``fedshift theory``, in the reports' style."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from matplotlib.ticker import FuncFormatter, NullFormatter
 from ..report.figures import FigurePanel, save_each
 from ..report.style import INK, MethodStyle, add_legend, figure_settings, make_legend_entry, make_panel
 from . import TheoryResults
-from .gradient_descent import METHODS
-from .toy_example import DEVIATIONS, TRUE, ToyExample
+from .checks import DEVIATIONS, METHODS, TRUE, ToyExample
 
 _LOOKS = tuple(
     MethodStyle(number=number, color=color, marker=marker, dashes=dashes, hatch="")
@@ -26,7 +25,7 @@ _LOOKS = tuple(
 )
 
 _ERRORS = (0, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 1.6)
-"""Mean squared errors between which figure 2 changes its color: closer where the model is good."""
+"""Mean squared errors at which figure 2 changes its color: closer together where the model is good."""
 
 
 def save_panels(found: TheoryResults, directory: Path) -> list[Path]:
@@ -35,7 +34,7 @@ def save_panels(found: TheoryResults, directory: Path) -> list[Path]:
 
 
 def draw_panels(found: TheoryResults) -> list[FigurePanel]:
-    """Every figure with a description."""
+    """Draw every figure, with a description."""
     with figure_settings():
         return [
             _draw_corollary(found),
@@ -62,7 +61,7 @@ def _draw_corollary(found: TheoryResults) -> FigurePanel:
         name="corollary",
         figure=figure,
         description=f"Least eigenvalue of FedBN's expected Gram matrix against FedAvg's in {count:,} random "
-        f"federations: {below} of them lie below the diagonal.",
+        f"federations: {below} of them are below the diagonal.",
     )
 
 
@@ -133,7 +132,7 @@ def _draw_widths(found: TheoryResults) -> FigurePanel:
 
 
 def draw_toy_panels(seen: ToyExample) -> Iterator[FigurePanel]:
-    """FedBN's figures 1 (both clients' losses over w, raw and normalized) and 2 (one client's over w and gamma)."""
+    """Draw FedBN's figures 1 (both clients' losses over w, raw and normalized) and 2 (one client's over w, gamma)."""
     for name, title, losses in (
         ("toy-raw", "Toy: as each client sees x", seen.raw),
         ("toy-normalized", "Toy: x normalized on each client", seen.normalized),
@@ -181,7 +180,7 @@ def draw_toy_panels(seen: ToyExample) -> Iterator[FigurePanel]:
 
 
 def _set_log_axes(axes: Axes, which: str) -> None:
-    """Make axes logarithmic, "x", "y" or "xy", with plain numbers: in the reports' style text is never mathematics."""
+    """Make axes ("x", "y" or "xy") logarithmic with plain numbers: the reports' style never renders mathematics."""
     for letter in which:
         axes.set(**{f"{letter}scale": "log"})
         axis = axes.xaxis if letter == "x" else axes.yaxis

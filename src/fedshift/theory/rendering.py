@@ -1,4 +1,4 @@
-"""What ``fedshift theory`` says: a sentence and a table on each question, and the numbers as plain values."""
+"""Output of ``fedshift theory``: a sentence and a table for each question, and the numbers as plain values."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from rich.console import RenderableType
 
 from ..report.formatting import make_table, to_terminal
 from . import TheoryResults
-from .gradient_descent import METHODS
+from .checks import METHODS
 
 _ROUNDING = 1e-12  # of eigenvalues about 1
 SHARES = (0.1, 0.01, 0.001)
-"""Shares of the squared residual at the start, steps to which are counted."""
+"""Shares of the initial squared residual to which steps are counted."""
 
 
 def render_theory(found: TheoryResults) -> Iterator[RenderableType]:
-    """Sentences and tables, in order."""
+    """Yield sentences and tables, in order."""
     setting, limits = found.setting, found.limits
     yield (
         f"{setting.clients} clients of {setting.samples} samples in {setting.dimension} dimensions, heterogeneity "
@@ -58,7 +58,7 @@ def render_theory(found: TheoryResults) -> Iterator[RenderableType]:
         ("neurons", "|G - G_inf| / |G_inf|", "lambda_min G", "G*", *METHODS),
         [
             (
-                str(width.neurons), f"{width.distance:.4f}", _format_eigenvalue(width.full), _format_eigenvalue(width.local),
+                str(width.neurons), f"{width.distance:.4f}", *map(_format_eigenvalue, (width.full, width.local)),
                 *(f"{width.error[method]:.1e}" for method in METHODS),
             )
             for width in found.widths
@@ -75,7 +75,7 @@ def render_theory(found: TheoryResults) -> Iterator[RenderableType]:
 
 
 def to_plain_values(found: TheoryResults) -> dict[str, Any]:
-    """The same as plain values, for JSON; None where steps did not suffice."""
+    """Return the results as plain values for JSON; None where there were too few steps."""
     corollary, best = found.corollary, found.toy.best_scales()
     return {
         "setting": asdict(found.setting),
@@ -108,18 +108,16 @@ def to_plain_values(found: TheoryResults) -> dict[str, Any]:
             for course in found.courses
         ],
         "toy": {
-            "without normalization": _format_averaged(found.toy.best_frequencies(found.toy.raw)),
-            "normalized": _format_averaged(found.toy.best_frequencies(found.toy.normalized)),
+            **{
+                name: {"best w": w.tolist(), "mean w": mean, "loss at the mean": left.tolist()}
+                for name, losses in (("without normalization", found.toy.raw), ("normalized", found.toy.normalized))
+                for w, mean, left in [found.toy.best_frequencies(losses)]
+            },
             "gamma": best[0].tolist(),
             "loss, own gamma": best[2].tolist(),
             "loss, averaged gamma": best[3].tolist(),
         },
     }
-
-
-def _format_averaged(averaged: tuple[Any, float, Any]) -> dict[str, Any]:
-    best, mean, losses = averaged
-    return {"best w": best.tolist(), "mean w": mean, "loss at the mean": losses.tolist()}
 
 
 def _render_corollary(found: TheoryResults) -> Iterator[tuple[str, ...]]:

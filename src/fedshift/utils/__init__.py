@@ -1,1 +1,1 @@
-"""What everything stands on: errors, tensor dictionaries, keyed random streams. Imports nothing of fedshift."""
+"""Foundation of the package: errors, states, keyed random streams, files. Imports nothing of fedshift."""

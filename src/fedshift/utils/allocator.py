@@ -1,8 +1,8 @@
-"""Memory that is freed is kept for the next step, where glibc would give it back to the kernel and fault it in again.
+"""Memory allocator settings: keep freed memory for the next step instead of returning it to the kernel.
 
-By default glibc takes large blocks from the kernel and returns them when they are freed; a training step frees and
-takes the same gradients and activations every time, and zeroing their pages costs a good part of it. Keeping them
-changes no bit of any result. Elsewhere than under glibc nothing is done.
+By default glibc takes large blocks from the kernel and returns them when they are freed. A training step frees and
+allocates the same gradients and activations every time, and zeroing their pages takes a good part of it. Keeping them
+changes no bit of any result. Without glibc nothing is done.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from contextlib import contextmanager
 
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
 GROWN = 2**25
-"""Bytes to which glibc by itself raises the first threshold at most; the second is then twice that."""
+"""Largest value in bytes to which glibc raises the first threshold; the second is then twice that."""
 _holders = 0
 
 
 @contextmanager
 def keep_freed_memory() -> Iterator[None]:
-    """Inside the block, this process keeps the memory that it frees; after the outermost it is given back.
+    """Keep freed memory in this process inside the block; release it after the outermost block.
 
-    glibc's thresholds are then set to what they grow to in a program that frees large blocks; they cannot be made to
-    adapt by themselves again.
+    Afterwards glibc's thresholds have the values they reach in a program that frees large blocks; its automatic
+    adaptation cannot be restored.
     """
     global _holders
     _holders += 1

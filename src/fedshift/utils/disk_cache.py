@@ -1,4 +1,4 @@
-"""What was measured on this machine, kept in the cache directory so that it is measured once."""
+"""Disk cache of measurements on this machine."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ Found = TypeVar("Found")
 
 
 def cached_measurement(name: str, facts: object, measure: Callable[[], dict[str, Found]]) -> dict[str, Found]:
-    """What ``measure()`` gives, or gave on such a machine before, under ``facts``, all that it depends on.
+    """Return ``measure()``, or its cached result on the same kind of machine for the same ``facts``.
 
-    Kept as JSON in the file ``name`` of the cache directory, where that can be written; ``facts`` are told apart by
-    their repr.
+    Results are cached as JSON in the file ``name`` of the cache directory, if it can be written. ``facts`` must hold
+    everything else the measurement depends on, and are compared by their repr.
     """
     key = blake2b(repr((describe_processors(), facts)).encode(), digest_size=12).hexdigest()
-    place = cache_directory() / name
-    known: dict[str, dict[str, Found]] = _read(place)
+    path = cache_directory() / name
+    known: dict[str, dict[str, Found]] = _read(path)
     if key not in known:
         known[key] = measure()
-        with suppress(OSError, FedshiftError):  # nothing is remembered where nothing can be written
-            place.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(place, json.dumps(known, indent=1).encode())
+        with suppress(OSError, FedshiftError):  # a cache that cannot be written stays empty
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, json.dumps(known, indent=1).encode())
     return known[key]
 
 
 def describe_processors() -> str:
-    """The kinds of processor that this machine has, as Linux names them."""
+    """Return the processor models of this machine as Linux names them."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -41,9 +41,9 @@ def describe_processors() -> str:
     return " ".join(sorted({line for line in lines if line.startswith(("model name", "vendor_id", "model\t"))}))
 
 
-def _read(place: Path) -> dict[str, Any]:
+def _read(path: Path) -> dict[str, Any]:
     try:
-        known = json.loads(place.read_text(encoding="utf-8"))
+        known = json.loads(path.read_text(encoding="utf-8"))
         return {key: dict(found) for key, found in known.items()}
-    except (OSError, ValueError, AttributeError, TypeError):  # none, or damaged
+    except (OSError, ValueError, AttributeError, TypeError):  # missing or damaged
         return {}

@@ -1,6 +1,6 @@
-"""Errors that a person reads: each names the value, what was allowed, and the fix.
+"""Errors for users: each message names the value, the allowed values, and the fix.
 
-The command line prints the message alone and exits with ``exit_code``; ``--debug`` shows the traceback.
+The command line prints only the message and exits with ``exit_code``; ``--debug`` shows the traceback.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from difflib import get_close_matches
 
 
 class FedshiftError(Exception):
-    """Something failed while it ran (disk, checkpoint, divergence)."""
+    """Failure during a run (disk, checkpoint, divergence)."""
 
     exit_code = 1
 
 
 class UsageError(FedshiftError, ValueError):
-    """What was asked for cannot be done; nothing was started."""
+    """Request that cannot be carried out; nothing was started."""
 
     exit_code = 2
 
 
 def unknown_name(kind: str, value: str, allowed: Iterable[str]) -> UsageError:
-    """The error for a name that is not among ``allowed``, with the nearest valid one."""
+    """Return the error for a name that is not among ``allowed``, with the nearest valid one."""
     allowed = sorted(allowed)
     near = get_close_matches(value, allowed, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}? " if near else ""

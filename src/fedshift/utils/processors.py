@@ -1,4 +1,4 @@
-"""How many processors this process may use: more threads than that slow torch down by an order of magnitude."""
+"""Processors available to this process: more threads than that slow torch down by an order of magnitude."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ UNLIMITED = 2**16
 
 
 def available_processors(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Processors that the scheduler lets this process run on, and that its control group (a container) grants it."""
+    """Count the processors that the scheduler and the control group (a container) grant this process."""
     schedulable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(schedulable, _cgroup_limit(cgroup)))
 
 
 def _cgroup_limit(cgroup: Path) -> int:
-    """The processors' worth of time that ``cgroup`` (version 2, else 1) grants, rounded up; many where it sets none."""
+    """Return the processors that ``cgroup`` (version 2, else 1) grants, rounded up, or :data:`UNLIMITED`."""
     first = cgroup / "cpu"
     for files in ([cgroup / "cpu.max"], [first / "cpu.cfs_quota_us", first / "cpu.cfs_period_us"]):
         if all(file.is_file() for file in files):

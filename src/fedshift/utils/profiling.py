@@ -1,7 +1,7 @@
-"""Where the time of a round goes: seconds by part, kept by whoever asks for it and by nobody else.
+"""Profiling of a round: seconds by section, measured only while they are recorded.
 
->>> with recording() as seconds:
-...     with part("update"):
+>>> with record_seconds() as seconds:
+...     with timed_section("update"):
 ...         pass
 >>> list(seconds)
 ['update']
@@ -16,14 +16,14 @@ from contextvars import ContextVar
 
 Seconds = dict[str, float]
 OPERATIONS = "operations"
-"""The name under which floating-point operations of training are counted beside the seconds."""
+"""Key under which the floating-point operations of training are counted beside the seconds."""
 
 _now: ContextVar[Seconds | None] = ContextVar("profile", default=None)
 
 
 @contextmanager
 def record_seconds() -> Iterator[Seconds]:
-    """Inside the block, the seconds of each part, by name."""
+    """Record the seconds of each section, by name, inside the block."""
     seconds: Seconds = {}
     token = _now.set(seconds)
     try:
@@ -33,20 +33,20 @@ def record_seconds() -> Iterator[Seconds]:
 
 
 def is_recording() -> bool:
-    """Whether somebody asked for the seconds."""
+    """Return whether seconds are being recorded."""
     return _now.get() is not None
 
 
 def add_seconds(seconds: Mapping[str, float]) -> None:
-    """Count ``seconds`` that were spent elsewhere, as in a worker."""
+    """Add ``seconds`` that were spent elsewhere, such as in a worker."""
     counted = _now.get()
     if counted is not None:
         for name, value in seconds.items():
             counted[name] = counted.get(name, 0.0) + value
 
 
-class timed_section:  # noqa: N801 - used as a keyword is
-    """The seconds of the block count as those of ``name``; nothing is measured unless somebody records."""
+class timed_section:  # noqa: N801 - used like a keyword
+    """Context manager that counts the seconds of its block under ``name`` if they are being recorded."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -1,7 +1,7 @@
-"""Keyed random streams: every random draw is a function of ``(seed, purpose, ...)`` and of nothing else.
+"""Keyed random streams: every random draw is a function of ``(seed, purpose, ...)`` alone.
 
 Because no stream is shared, the order in which clients run, a resumed run and another engine cannot change a draw.
-Keys are hashed to 128 bits (BLAKE2b), so that streams of different keys do not meet.
+Keys are hashed to 128 bits (BLAKE2b), so that streams of different keys do not collide.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ Key = int | str
 
 
 def key_bits(seed: int, purpose: str, *key: Key) -> int:
-    """The 128-bit integer that names the stream ``(seed, purpose, *key)``."""
+    """Return the 128-bit integer that identifies the stream ``(seed, purpose, *key)``."""
     text = repr((seed, purpose, *key)).encode()
     return int.from_bytes(blake2b(text, digest_size=16).digest(), "little")
 
 
 def stream(seed: int, purpose: str, *key: Key) -> np.random.Generator:
-    """A NumPy generator (Philox, counter based) of its own for this key."""
+    """Return a separate NumPy generator (Philox, counter based) for this key."""
     return np.random.Generator(np.random.Philox(key=key_bits(seed, purpose, *key)))
 
 
 @contextmanager
 def torch_stream(seed: int, purpose: str, *key: Key) -> Iterator[None]:
-    """Torch's global generators set from this key inside the block; the CPU's is restored after it.
+    """Set torch's global generators from this key inside the block; restore the CPU's after it.
 
     ``torch.manual_seed`` does this too, but formats the stack each time, which takes longer than a small step.
     """

@@ -1,4 +1,4 @@
-"""States: dictionaries from torch's own entry names to tensors, and the little arithmetic they need."""
+"""States: dictionaries from torch's entry names to tensors, and basic operations on them."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ State = dict[str, Tensor]
 
 
 def pick(state: Mapping[str, Tensor], names: Iterable[str]) -> State:
-    """The entries of ``state`` that ``names`` lists, in the order of ``state``."""
+    """Return the entries of ``state`` that ``names`` lists, in the order of ``state``."""
     wanted = frozenset(names)
     return {name: tensor for name, tensor in state.items() if name in wanted}
 
 
 def clone(state: Mapping[str, Tensor]) -> State:
-    """A copy that shares no memory with ``state``."""
+    """Return a copy that shares no memory with ``state``."""
     return {name: tensor.clone() for name, tensor in state.items()}
 
 
 def add_prefix(prefix: str, state: Mapping[str, Tensor]) -> State:
-    """``state`` with ``prefix/`` before every name."""
+    """Prepend ``prefix/`` to every name of ``state``."""
     return {f"{prefix}/{name}": tensor for name, tensor in state.items()}
 
 
 def entries_under(prefix: str, state: Mapping[str, Tensor]) -> State:
-    """The inverse of :func:`add_prefix`: the entries below ``prefix/``, without it."""
+    """Return the entries below ``prefix/``, without it: the inverse of :func:`add_prefix`."""
     start = f"{prefix}/"
     return {name.removeprefix(start): tensor for name, tensor in state.items() if name.startswith(start)}
 
 
 def nbytes(state: Mapping[str, Tensor]) -> int:
-    """Bytes of all entries, as they would travel uncompressed."""
+    """Return the bytes of all entries, uncompressed."""
     return sum(tensor.numel() * tensor.element_size() for tensor in state.values())
 
 
 def is_equal(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
-    """Whether both hold the same names with bitwise equal values."""
+    """Return whether both hold the same names with bitwise equal values."""
     return a.keys() == b.keys() and all(torch.equal(tensor, b[name]) for name, tensor in a.items())

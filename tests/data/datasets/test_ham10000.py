@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from fedshift.data.datasets.dermoscopy import HAM10000, ham10000
-from fedshift.models.vgg import vgg16_fedmmb
+from fedshift.models.vision import vgg16_fedmmb
 from fedshift.utils.errors import UsageError
 
 CLASSES = ("akiec", "bcc", "bkl", "df", "mel", "nv", "vasc")

@@ -1,7 +1,7 @@
-"""One pass over every sample of a federation, in chunks: what the judges of this package go by, and figures show.
+"""Survey of a federation: statistics and digests of every sample, from one pass in chunks.
 
-A sample is known by the BLAKE2b digest of its bytes (RFC 7693), 128 bits: among a million different samples two share
-one with probability below 1e-26. Means and variances of chunks are joined as by Chan, Golub and LeVeque (1979),
+A sample is identified by the BLAKE2b digest of its bytes (RFC 7693), 128 bits: among a million different samples two
+share one with probability below 1e-26. Means and variances of chunks are combined as by Chan, Golub and LeVeque (1979),
 "Updating formulae and a pairwise algorithm for computing sample variances", equation 2.1.
 """
 
@@ -15,8 +15,8 @@ from hashlib import blake2b
 import numpy as np
 from numpy.typing import NDArray
 
-from ...data.federation import Federation
-from ...data.samples import Samples
+from ..data.federation import Federation
+from ..data.samples import Samples
 
 CHUNK = 2**21
 """Numbers read at a time."""
@@ -27,12 +27,17 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SplitSurvey:
-    """What one split of one client holds; a feature is a column of vectors and a channel of images.
+    """Contents of one split of one client; a feature is a column of vectors or a channel of images.
 
-    ``labels`` ``[N]`` and ``digests`` (uint64 ``[N, 2]``) of the samples; ``broken``: rows with NaN or infinite values,
-    which the statistics leave out; ``blank``: rows of images whose channels hold one value each. ``low``, ``high``,
-    ``mean`` and ``std`` of each feature, ``[F]``: infinite or NaN where no sample is left; ``std`` is the population's.
-    ``content`` is the same for two splits of the same samples and labels in the same order.
+    Attributes:
+        labels: labels of the samples, ``[N]``.
+        digests: digests of the samples, uint64 ``[N, 2]``.
+        broken: rows with NaN or infinite values, which the statistics exclude.
+        blank: rows of images whose channels hold one value each.
+        low, high, mean, std: of each feature, ``[F]``; infinite or NaN if no sample is left; ``std`` is the
+            population's.
+        content: digest that is equal for two splits with the same samples and labels in the same order.
+
     """
 
     client: str
@@ -51,39 +56,39 @@ class SplitSurvey:
 
     @property
     def where(self) -> str:
-        """The split in words."""
+        """Name of the split in messages."""
         return f"{self.client} ({self.split})"
 
     def share(self, samples: int) -> str:
-        """``samples`` of this split in words."""
+        """Format ``samples`` as a share of this split."""
         return f"{self.where} {samples:,} of {len(self.labels):,}"
 
     def counts(self, classes: int) -> Ints:
-        """Samples of each class ``[classes]``; labels out of range count nowhere."""
+        """Count the samples of each class, ``[classes]``, without labels out of range."""
         return np.bincount(self.labels[(self.labels >= 0) & (self.labels < classes)], minlength=classes)
 
 
 def survey_splits(data: Federation) -> tuple[SplitSurvey, ...]:
-    """A survey of every split of every client, in their order; samples that splits share in memory are read once."""
+    """Survey every split of every client, in their order; samples that splits share in memory are read once."""
     read: dict[Hashable, SplitSurvey] = {}
     found = []
     for client in data.clients:
         for name, split in client.splits.items():
-            place = _memory_address(split)
-            if place not in read:
-                read[place] = _survey_split(split)
-            found.append(replace(read[place], client=client.name, split=name))
+            address = _memory_address(split)
+            if address not in read:
+                read[address] = _survey_split(split)
+            found.append(replace(read[address], client=client.name, split=name))
     return tuple(found)
 
 
 def _memory_address(split: Samples) -> Hashable:
-    """Where in memory samples and labels are."""
+    """Return a key of the memory that holds samples and labels."""
     tensors = (split.store, split.y, *(() if split.rows is None else (split.rows,)))
     return tuple((t.data_ptr(), t.shape, t.stride()) for t in tensors)
 
 
 def _survey_split(split: Samples) -> SplitSurvey:
-    """The survey of ``split``, which has no name yet."""
+    """Survey ``split``, without naming it."""
     features = split.shape[0]
     low, high = np.full(features, np.inf), np.full(features, -np.inf)
     mean, squares, count = np.zeros(features), np.zeros(features), 0
@@ -126,7 +131,7 @@ def _survey_split(split: Samples) -> SplitSurvey:
 
 
 def _sample_digests(x: NDArray[np.generic]) -> NDArray[np.uint64]:
-    """The digest of each sample's bytes, ``[n, 2]``."""
+    """Return the digest of each sample's bytes, ``[n, 2]``."""
     rows = x.reshape(len(x), -1).view(np.uint8)
     joined = b"".join(blake2b(row.data, digest_size=16).digest() for row in rows)
     return np.frombuffer(joined, np.uint64).reshape(-1, 2)

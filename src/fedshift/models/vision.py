@@ -1,0 +1,259 @@
+"""Networks for pictures: AlexNet, VGG16, ResNet-18 and ResNet-20, MobileNetV2.
+
+- AlexNet as FedBN (arXiv:2102.07623, table 9) and FedWon (ICLR 2024, table 6) adapt it for 256 x 256 pictures. The
+  convolutions are those of Krizhevsky's one-column AlexNet (arXiv:1404.5997) with BatchNorm; FedBN normalizes the wide
+  FC layers too, FedWon drops half of their inputs instead. Average pooling to 6 x 6 lets pictures have any size.
+- VGG16 (Simonyan & Zisserman 2015, arXiv:1409.1556, table 1, column D) with torchvision's names and shapes. FedMMB's
+  VGG16 (arXiv:2011.07006, section 4) is TensorFlow's, whose FC layers read the last feature map directly, without an
+  average pool to 7 x 7 and without dropout.
+- Residual networks of He et al. 2016 (arXiv:1512.03385). ResNet-18 (table 1, projection shortcuts) has torchvision's
+  names and shapes, so that its published weights load; ResNet-20 (section 4.2) has shortcuts without parameters. FedWon
+  uses both on Office-Caltech-10.
+- MobileNetV2 (Sandler et al. 2018, arXiv:1801.04381, table 2) with torchvision's names and shapes. FedWon trains
+  torchvision's network, unchanged, on CIFAR-10 (section A.2).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from itertools import pairwise
+
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from ._common import Shape, _dense_layers, _image_channels, _kaiming, _with_groups
+
+_SMALLEST = 63
+"""Below this size nothing is left for the last pooling."""
+
+_CONVOLUTIONS = (
+    (64, 11, 4, 2, 32, True),
+    (192, 5, 1, 2, 32, True),
+    (384, 3, 1, 1, 64, False),
+    (256, 3, 1, 1, 64, False),
+    (256, 3, 1, 1, 64, True),
+)
+"""Output channels, kernel, stride, padding, groups if GroupNorm replaces BatchNorm, whether a pooling follows."""
+
+
+def _alexnet_features(channels: int) -> dict[str, nn.Module]:
+    """Return the five convolutions up to a vector of 9216 features."""
+    layers: dict[str, nn.Module] = {}
+    for i, (after, kernel, stride, padding, groups, pooled) in enumerate(_CONVOLUTIONS, start=1):
+        layers[f"conv{i}"] = nn.Conv2d(channels, after, kernel, stride, padding)
+        layers[f"bn{i}"] = _with_groups(nn.BatchNorm2d(after), groups)
+        layers[f"relu{i}"] = nn.ReLU()
+        if pooled:
+            layers[f"pool{i}"] = nn.MaxPool2d(3, stride=2)
+        channels = after
+    return layers | {"avgpool": nn.AdaptiveAvgPool2d(6), "flatten": nn.Flatten()}
+
+
+def alexnet_bn(shape: Shape = (3, 256, 256), classes: int = 10) -> nn.Module:
+    """AlexNet of FedBN's table 9: BatchNorm after every layer but the last; 57,063,498 parameters for ten classes."""
+    features = _alexnet_features(_image_channels("alexnet-bn", shape, _SMALLEST))
+    return nn.Sequential(OrderedDict(features | _dense_layers((9216, 4096, 4096, classes), 6, norm=True)))
+
+
+def alexnet_dropout(shape: Shape = (3, 256, 256), classes: int = 10) -> nn.Module:
+    """AlexNet of FedWon's table 6: BatchNorm after convolutions, dropout (0.5) before the two wide FC layers."""
+    features = _alexnet_features(_image_channels("alexnet-dropout", shape, _SMALLEST))
+    dense = _dense_layers((9216, 4096, 4096, classes), 6, norm=False, dropout=True)
+    return nn.Sequential(OrderedDict(features | dense))
+
+
+_VGG_STAGES = ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3))
+"""Channels and number of the 3 x 3 convolutions before each of the five poolings."""
+
+
+def _vgg_features(channels: int, batch_norm: bool) -> nn.Module:
+    features: list[nn.Module] = []
+    for after, convolutions in _VGG_STAGES:
+        for _ in range(convolutions):
+            features.append(nn.Conv2d(channels, after, 3, padding=1))
+            features += [nn.BatchNorm2d(after), nn.ReLU()] if batch_norm else [nn.ReLU()]
+            channels = after
+        features.append(nn.MaxPool2d(2))
+    return nn.Sequential(*features)
+
+
+def _vgg16(channels: int, classes: int, *, batch_norm: bool = False, pixels: int = 49, own: bool = False) -> nn.Module:
+    """Return VGG16; ``own``: FedMMB's, whose FC layers read ``pixels`` pixels directly, without dropout."""
+    layers: list[nn.Module] = []
+    for before, after in ((512 * pixels, 4096), (4096, 4096)):
+        layers += [nn.Linear(before, after), nn.ReLU(), *([] if own else [nn.Dropout()])]
+    parts = {
+        "features": _vgg_features(channels, batch_norm),
+        **({} if own else {"avgpool": nn.AdaptiveAvgPool2d(7)}),
+        "flatten": nn.Flatten(),
+        "classifier": nn.Sequential(*layers, nn.Linear(4096, classes)),
+    }
+    return _kaiming(nn.Sequential(OrderedDict(parts)), dense_std=0.01)
+
+
+def vgg16_fedmmb(shape: Shape = (3, 150, 200), classes: int = 7) -> nn.Module:
+    """VGG16 of FedSMB and FedMMB (arXiv:2011.07006, section 4): no average pool, no dropout; 81,860,423 parameters."""
+    channels, pixels = _image_channels("vgg16-fedmmb", shape, 32), (shape[1] // 32) * (shape[2] // 32)
+    return _vgg16(channels, classes, pixels=pixels, own=True)
+
+
+def vgg16(shape: Shape = (3, 224, 224), classes: int = 1000) -> nn.Module:
+    """VGG16 of Simonyan & Zisserman 2015 (arXiv:1409.1556, table 1 D), torchvision's; 138,357,544 parameters."""
+    return _vgg16(_image_channels("vgg16", shape, 32), classes)
+
+
+def vgg16_bn(shape: Shape = (3, 224, 224), classes: int = 1000) -> nn.Module:
+    """VGG16 (arXiv:1409.1556, table 1 D) with BatchNorm after convolutions, torchvision's; 138,365,992 parameters."""
+    return _vgg16(_image_channels("vgg16-bn", shape, 32), classes, batch_norm=True)
+
+
+class _Block(nn.Module):
+    """Two 3 x 3 convolutions whose result is added to the input, or to ``downsample`` of it."""
+
+    def __init__(self, before: int, after: int, stride: int, downsample: nn.Module | None) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(before, after, 3, stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(after)
+        self.relu = nn.ReLU()
+        self.conv2 = nn.Conv2d(after, after, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(after)
+        self.downsample = downsample
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``x [N, before, H, W]`` to ``[N, after, H / stride, W / stride]``, sizes rounded up."""
+        residual = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
+        result: Tensor = self.relu(residual + (x if self.downsample is None else self.downsample(x)))
+        return result
+
+
+class _Subsample(nn.Module):
+    """Shortcut A: every second pixel each way, and ``new`` more channels that are zero."""
+
+    def __init__(self, new: int) -> None:
+        super().__init__()
+        self.new = new
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``x [N, C, H, W]`` to ``[N, C + new, H / 2, W / 2]``, sizes rounded up."""
+        return pad(x[:, :, ::2, ::2], (0, 0, 0, 0, 0, self.new))
+
+
+def _projection(before: int, after: int) -> nn.Module:
+    """Return shortcut B: a 1 x 1 convolution of stride 2 with BatchNorm."""
+    return nn.Sequential(nn.Conv2d(before, after, 1, 2, bias=False), nn.BatchNorm2d(after))
+
+
+def _padding(before: int, after: int) -> nn.Module:
+    return _Subsample(after - before)
+
+
+def _stage(before: int, after: int, blocks: int, shortcut: Callable[[int, int], nn.Module]) -> nn.Module:
+    """Return ``blocks`` blocks of ``after`` channels; the first halves the image if channels change."""
+    first = _Block(before, after, 1, None) if before == after else _Block(before, after, 2, shortcut(before, after))
+    return nn.Sequential(first, *(_Block(after, after, 1, None) for _ in range(blocks - 1)))
+
+
+def _residual(
+    stem: dict[str, nn.Module],
+    channels: tuple[int, ...],
+    blocks: int,
+    shortcut: Callable[[int, int], nn.Module],
+    classes: int,
+) -> nn.Module:
+    """Return ``stem`` followed by a stage of blocks for each number of channels, pooling, and the output layer."""
+    pairs = pairwise((channels[0], *channels))
+    stages = {f"layer{i}": _stage(*pair, blocks, shortcut) for i, pair in enumerate(pairs, start=1)}
+    end = {"avgpool": nn.AdaptiveAvgPool2d(1), "flatten": nn.Flatten(), "fc": nn.Linear(channels[-1], classes)}
+    return nn.Sequential(OrderedDict(stem | stages | end))
+
+
+def resnet18(shape: Shape = (3, 224, 224), classes: int = 1000) -> nn.Module:
+    """ResNet-18 of He et al. 2016 (arXiv:1512.03385, table 1) as torchvision names it; 11,689,512 parameters."""
+    stem = {
+        "conv1": nn.Conv2d(_image_channels("resnet18", shape), 64, 7, 2, padding=3, bias=False),
+        "bn1": nn.BatchNorm2d(64),
+        "relu": nn.ReLU(),
+        "maxpool": nn.MaxPool2d(3, stride=2, padding=1),
+    }
+    return _kaiming(_residual(stem, (64, 128, 256, 512), 2, _projection, classes))
+
+
+def resnet20(shape: Shape = (3, 32, 32), classes: int = 10) -> nn.Module:
+    """ResNet-20 for CIFAR of He et al. 2016 (arXiv:1512.03385, section 4.2, table 6); 269,722 parameters.
+
+    Every weight is drawn by the rule of He et al. 2015 (arXiv:1502.01852) over incoming connections, as in the paper.
+    """
+    stem = {
+        "conv1": nn.Conv2d(_image_channels("resnet20", shape), 16, 3, padding=1, bias=False),
+        "bn1": nn.BatchNorm2d(16),
+        "relu": nn.ReLU(),
+    }
+    network = _residual(stem, (16, 32, 64), 3, _padding, classes)
+    for layer in network.modules():
+        if isinstance(layer, nn.Conv2d | nn.Linear):
+            nn.init.kaiming_normal_(layer.weight)
+            if layer.bias is not None:
+                nn.init.zeros_(layer.bias)
+    return network
+
+
+_MOBILENET_STAGES = (
+    (1, 16, 1, 1),
+    (6, 24, 2, 2),
+    (6, 32, 3, 2),
+    (6, 64, 4, 2),
+    (6, 96, 3, 1),
+    (6, 160, 3, 2),
+    (6, 320, 1, 1),
+)
+"""Expansion, output channels, blocks, and stride of the first block."""
+
+
+def _convolution(before: int, after: int, kernel: int, stride: int = 1, groups: int = 1) -> nn.Module:
+    """Return a convolution with BatchNorm and ReLU6 that keeps the size at stride 1."""
+    return nn.Sequential(
+        nn.Conv2d(before, after, kernel, stride, kernel // 2, groups=groups, bias=False),
+        nn.BatchNorm2d(after),
+        nn.ReLU6(),
+    )
+
+
+class _InvertedResidual(nn.Module):
+    """Block that widens each pixel, filters each channel, narrows linearly, and adds the input if shapes match."""
+
+    def __init__(self, before: int, after: int, stride: int, expansion: int) -> None:
+        super().__init__()
+        wide = before * expansion
+        self.adds = stride == 1 and before == after
+        self.conv = nn.Sequential(
+            *([_convolution(before, wide, 1)] if expansion > 1 else []),
+            _convolution(wide, wide, 3, stride, groups=wide),
+            nn.Conv2d(wide, after, 1, bias=False),
+            nn.BatchNorm2d(after),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``x [N, before, H, W]`` to ``[N, after, H / stride, W / stride]``, sizes rounded up."""
+        result: Tensor = self.conv(x)
+        return x + result if self.adds else result
+
+
+def mobilenet_v2(shape: Shape = (3, 224, 224), classes: int = 1000) -> nn.Module:
+    """MobileNetV2 of Sandler et al. 2018 (arXiv:1801.04381, table 2) as torchvision names it; 3,504,872 parameters."""
+    before = 32
+    features = [_convolution(_image_channels("mobilenet-v2", shape), before, 3, stride=2)]
+    for expansion, after, blocks, stride in _MOBILENET_STAGES:
+        for i in range(blocks):
+            features.append(_InvertedResidual(before, after, stride if i == 0 else 1, expansion))
+            before = after
+    features.append(_convolution(before, 1280, 1))
+    network = nn.Sequential(
+        OrderedDict(
+            features=nn.Sequential(*features),
+            avgpool=nn.AdaptiveAvgPool2d(1),
+            flatten=nn.Flatten(),
+            classifier=nn.Sequential(nn.Dropout(0.2), nn.Linear(1280, classes)),
+        )
+    )
+    return _kaiming(network, dense_std=0.01)
