@@ -181,7 +181,7 @@ def described(name, *columns, **changes):
 
 def test_the_order_of_columns_is_the_first_site_s_and_categories_are_those_of_all():
     north, rome = described("north"), described("rome", Column(name="ward", categories=("0",)), Column(name="age"))
-    data = ClientRegistry.empty().add_clients([rome, north]).to_federation(None)
+    data = ClientRegistry().add_clients([rome, north]).to_federation(None)
     assert data.columns == (Column(name="age"), Column(name="ward", categories=("0", "A", "B")))
     assert (data.sample_shape, data.classes, data.class_names) == ((4,), 2, ())
 
@@ -204,24 +204,24 @@ def test_the_order_of_columns_is_the_first_site_s_and_categories_are_those_of_al
 )
 def test_columns_that_do_not_go_together_are_named_with_both_sites(columns, why):
     with pytest.raises(FedshiftError, match=why):
-        ClientRegistry.empty().add_clients([described("a"), described("b", *columns)]).to_federation(None)
+        ClientRegistry().add_clients([described("a"), described("b", *columns)]).to_federation(None)
 
 
 def test_a_table_does_not_go_with_other_data():
     array = SiteDescription(**(vars(described("b")) | {"columns": (), "class_names": ()}))
     with pytest.raises(FedshiftError, match="of 'a' and 'b' only one has a table"):
-        ClientRegistry.empty().add_clients([described("a"), array]).to_federation(None)
+        ClientRegistry().add_clients([described("a"), array]).to_federation(None)
 
 
 def test_labels_that_no_table_has_are_refused():
     odd = SiteDescription(**(vars(described("b")) | {"class_names": ("01", "2")}))
     with pytest.raises(FedshiftError, match="site 'b' has a class '01', which is not how labels are written"):
-        ClientRegistry.empty().add_clients([described("a"), odd]).to_federation(None)
+        ClientRegistry().add_clients([described("a"), odd]).to_federation(None)
 
 
 def test_what_all_sites_have_in_one_order_stays_in_it():
     columns = (Column(name="pain", categories=("none", "much")),)
     sites = [described(name, *columns) for name in "ab"]
     sites = [SiteDescription(**(vars(site) | {"class_names": ("well", "ill")})) for site in sites]
-    data = ClientRegistry.empty().add_clients(sites).to_federation(None)
+    data = ClientRegistry().add_clients(sites).to_federation(None)
     assert (data.columns, data.class_names) == (columns, ("well", "ill"))
