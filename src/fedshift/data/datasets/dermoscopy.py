@@ -5,7 +5,6 @@ Besides the published images, compact files of the four sources with images of 3
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from ...utils.errors import UsageError
 from ...utils.random_streams import stream
 from ..federation import ClientData, Federation
 from ..files.read_options import Progress
-from ..formats import explain_errors, read_npz
+from ..formats import explain_errors, read_csv, read_npz
 from ..samples import IMAGENET, Samples
 from ..stratification import split_stratified
 from ._card import make_card
@@ -259,15 +258,10 @@ def _split_ham(images: _Images, by_lesion: bool, fraction: float, seed: int) -> 
     return np.flatnonzero(~test), np.flatnonzero(test)
 
 
-def _read_csv(file: Path, kind: str = "a table of images") -> list[dict[str, str]]:
-    with explain_errors(file, kind), file.open(encoding="utf-8-sig", newline="") as table:
-        return list(csv.DictReader(table, delimiter="\t" if file.suffix == ".tab" else ","))
-
-
 def _read_ham_table(found: _Published) -> _Images:
     """Return the images that the table names; ``x`` holds paths relative to ``found.images``."""
     there = {file.stem: file.relative_to(found.images).as_posix() for file in sorted(found.images.rglob("ISIC_*.jpg"))}
-    rows = _read_csv(found.table)
+    rows = read_csv(found.table, "a table of images")
     with explain_errors(found.table, "a table of images"):
         missing = [row["image_id"] for row in rows if row["image_id"] not in there]
         if missing:
@@ -287,7 +281,7 @@ def _read_ham_table(found: _Published) -> _Images:
 def _list_isic_images(found: _Published, clean: bool) -> dict[str, list[ListedImage]]:
     clients: dict[str, list[ListedImage]] = {center: [] for center in _CENTERS}
     with explain_errors(found.table, "FLamby's list"):
-        for row in _read_csv(found.table, "FLamby's list"):
+        for row in read_csv(found.table, "FLamby's list"):
             image = ListedImage(path=f"{row['image']}.jpg", label=int(row["target"]), part=row["fold"])
             if image.part not in ("train", "test") or not 0 <= image.label < len(_ISIC_CLASSES):
                 raise ValueError(f"{row['image']} has target {image.label} and fold {image.part!r}")
@@ -314,7 +308,8 @@ def _read_lesions(folder: Path) -> dict[str, str]:
     lesions: dict[str, str] = {}
     for file, image in ((isic, "image"), (ham, "image_id")):
         with explain_errors(file, "a table of images"):
-            lesions |= {f"{row[image]}.jpg": row["lesion_id"] for row in _read_csv(file) if row["lesion_id"]}
+            rows = [row for row in read_csv(file, "a table of images") if row["lesion_id"]]
+            lesions |= {f"{row[image]}.jpg": row["lesion_id"] for row in rows}
     return lesions
 
 
