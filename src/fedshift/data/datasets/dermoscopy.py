@@ -103,8 +103,6 @@ def _find_isic(folder: Path) -> _Published | DomainFolders | dict[str, Path] | N
     return find_domains(folder / "hub", map(str, range(len(_CENTERS)))) or _find_compact(folder)
 
 
-_COMPACT_LAYOUT = f"the files {', '.join(f'{site}.npz' for site in _SITES)}"
-
 HAM10000 = make_card("ham10000", find=_find_ham)
 
 FED_ISIC2019 = make_card("fed-isic2019", find=_find_isic)
