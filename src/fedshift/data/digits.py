@@ -111,7 +111,7 @@ def list_sources() -> dict[str, dict[str, Ints]]:
 
 
 def _load_handwriting(size: int) -> tuple[Floats, Ints]:
-    """Return all handwritten digits as ink from 0 to 1, ``[1797, size, size]`` with a margin as in MNIST, and labels."""
+    """Return all handwritten digits as ink in [0, 1], ``[1797, size, size]`` with a margin as in MNIST, and labels."""
     data = load_digits()
     ink = torch.from_numpy(np.pad(data.images / 16, ((0, 0), (1, 1), (1, 1))))
     smooth = F.interpolate(ink[:, None], size=(size, size), mode="bicubic", align_corners=False)

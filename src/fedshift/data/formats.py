@@ -8,6 +8,7 @@ of MNIST define it (http://yann.lecun.com/exdb/mnist/); the .mat layout is SVHN'
 from __future__ import annotations
 
 import bz2
+import csv
 import gzip
 import math
 from collections.abc import Iterable, Iterator
@@ -47,6 +48,12 @@ def read_npz(file: Path, names: Iterable[str]) -> dict[str, Numbers]:
         if missing:
             raise UsageError(f"{file} has no array {missing[0]!r} (it has {', '.join(packed)}): get the file again")
         return {name: packed[name] for name in names}
+
+
+def read_csv(file: Path, kind: str) -> list[dict[str, str]]:
+    """Return the rows of a CSV file (TSV if named ``.tab``) by column; errors call the file ``kind``."""
+    with explain_errors(file, kind), file.open(encoding="utf-8-sig", newline="") as table:
+        return list(csv.DictReader(table, delimiter="\t" if file.suffix == ".tab" else ","))
 
 
 @contextmanager

@@ -90,9 +90,8 @@ def labels(*, clients: int, per_client: int, within: Within = "all", test: Test 
         parts = clients * per_client // classes
         left, share = np.full(classes, parts), np.zeros((classes, clients))
         for client in range(clients):
-            chosen = np.lexsort((rng.random(classes), -left))[
-                :per_client
-            ]  # the fullest first, so that no label is left over
+            # the fullest first, so that no label is left over
+            chosen = np.lexsort((rng.random(classes), -left))[:per_client]
             left[chosen] -= 1
             share[chosen, client] = 1 / parts
         return _deal_by_class(share)

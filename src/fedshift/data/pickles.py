@@ -33,7 +33,7 @@ def read_pickle(path: Path) -> Any:
 
 
 def load_pickle(file: IO[bytes], where: Path | str) -> Any:
-    """:func:`read_pickle` for an open file, which errors call ``where``."""
+    """Read a pickle as :func:`read_pickle` does, from an open file that errors call ``where``."""
     with explain_errors(where, "a pickle of arrays"):
         return _require_plain(_Unpickler(file, where).load(), where)
 

@@ -132,7 +132,7 @@ def test_a_folder_without_data_is_refused_and_told_what_is_understood(tmp_path):
 
 def test_a_folder_with_two_kinds_of_data_is_refused(tiny_folder):
     (tiny_folder / "more.csv").write_text("a,y\n1,0\n")
-    with pytest.raises(UsageError, match=r"holds \.npz files and tables: put each kind into a directory of its own"):
+    with pytest.raises(UsageError, match=r"holds \.npz files and tables: put each kind into its own directory"):
         read_folder(tiny_folder)
 
 
@@ -141,7 +141,7 @@ def test_images_beside_another_kind_are_refused(tmp_path, beside):
     (tmp_path / "north" / "cat").mkdir(parents=True)
     (tmp_path / "north" / "cat" / "1.png").write_bytes(b"")
     (tmp_path / beside).write_bytes(b"a,y\n1,0\n")
-    with pytest.raises(UsageError, match="and images: put each kind into a directory of its own"):
+    with pytest.raises(UsageError, match="and images: put each kind into its own directory"):
         read_folder(tmp_path)
 
 

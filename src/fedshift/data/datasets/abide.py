@@ -12,9 +12,8 @@ region it left out; here it is ``#3455``, which lacks a signal in 237 of 1,035 s
 
 from __future__ import annotations
 
-import csv
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +24,7 @@ from numpy.typing import NDArray
 from ...utils.errors import UsageError, unknown_name
 from ...utils.random_streams import stream
 from ..federation import ClientData, Federation
-from ..formats import explain_errors, read_npz
+from ..formats import explain_errors, read_csv, read_npz
 from ..samples import Samples
 from ..stratification import split_stratified
 from ._card import make_card
@@ -163,13 +162,10 @@ class _TimeSeries:
             other = self.files.setdefault(file.name.removesuffix(_SUFFIX), file)
             if other != file:
                 raise UsageError(f"{other} and {file} are of one subject: keep the files of one pipeline and strategy")
-        with (
-            explain_errors(phenotypes, "a table of subjects"),
-            phenotypes.open(encoding="utf-8-sig", newline="") as table,
-        ):
+        with explain_errors(phenotypes, "a table of subjects"):
             self.rows = [
                 (row["SITE_ID"], row["FILE_ID"], {"1": 1, "2": 0}[row["DX_GROUP"]])
-                for row in csv.DictReader(table)
+                for row in read_csv(phenotypes, "a table of subjects")
                 if row["FILE_ID"] != "no_filename"
             ]
         self.series: dict[int, tuple[list[str], Floats]] = {}
@@ -177,9 +173,7 @@ class _TimeSeries:
     def subjects(self, site: str) -> list[_Subject]:
         if site not in {where for where, _, _ in self.rows}:
             raise unknown_name("site", site, {where for where, _, _ in self.rows})
-        return list(self._read(site))
-
-    def _read(self, site: str) -> Iterator[_Subject]:
+        found = []
         for row, (where, name, label) in enumerate(self.rows):
             if where != site:
                 continue
@@ -190,7 +184,8 @@ class _TimeSeries:
                 )
             _, x_TR = self.series[row] = _read_series(self.files[name])
             dead = int((np.ptp(x_TR, axis=0) == 0).sum())
-            yield _Subject(label=label, frames=len(x_TR), dead=dead, row=row)
+            found.append(_Subject(label=label, frames=len(x_TR), dead=dead, row=row))
+        return found
 
     def samples(self, subjects: Sequence[_Subject], rois: int, window: int | None) -> tuple[Floats, list[int]]:
         counts = [1 if window is None else subject.frames - window + 1 for subject in subjects]

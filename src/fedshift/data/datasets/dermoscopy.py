@@ -5,7 +5,7 @@ Besides the published images, compact files of the four sources with images of 3
 
 from __future__ import annotations
 
-import csv
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +18,7 @@ from ...utils.errors import UsageError
 from ...utils.random_streams import stream
 from ..federation import ClientData, Federation
 from ..files.read_options import Progress
-from ..formats import explain_errors, read_npz
+from ..formats import explain_errors, read_csv, read_npz
 from ..samples import IMAGENET, Samples
 from ..stratification import split_stratified
 from ._card import make_card
@@ -36,6 +36,8 @@ _ISIC_METADATA = "ISIC_2019_Training_Metadata.csv"
 _FLAMBY_LISTS = ("train_test_split", "train_test_split.csv", "train_test_folds.csv")
 _ISIC_IMAGES = ("ISIC_2019_Training_Input_preprocessed", "ISIC_2019_Training_Input")
 
+Rows = NDArray[np.int64]
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Published:
@@ -47,12 +49,30 @@ class _Published:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Images:
-    """N images: files or pixels ``x``, labels, lesions, and sites (empty where unknown)."""
+    """N images: files or pixels ``x``, labels, lesions, sites and published parts (empty where unknown)."""
 
     x: NDArray[Any]
     y: NDArray[np.int64]
     lesion: NDArray[Any]
     site: NDArray[Any]
+    part: NDArray[Any]
+
+    def build(
+        self, name: str, clients: Mapping[str, Mapping[str, Rows]], classes: tuple[str, ...], note: str
+    ) -> Federation:
+        """Return the federation of clients with these rows, for images held as pixels."""
+        store = torch.from_numpy(self.x)
+        data = [
+            ClientData(
+                name=client,
+                **{
+                    part: Samples(x=store, y=torch.from_numpy(self.y[rows]), rows=torch.from_numpy(rows))
+                    for part, rows in parts.items()
+                },
+            )
+            for client, parts in clients.items()
+        ]
+        return Federation(name=name, clients=tuple(data), classes=len(classes), note=note, class_names=classes)
 
 
 def _find_file(folder: Path, names: tuple[str, ...]) -> Path | None:
@@ -82,8 +102,6 @@ def _find_isic(folder: Path) -> _Published | DomainFolders | dict[str, Path] | N
         return _Published(table=table, images=images)
     return find_domains(folder / "hub", map(str, range(len(_CENTERS)))) or _find_compact(folder)
 
-
-_COMPACT_LAYOUT = f"the files {', '.join(f'{site}.npz' for site in _SITES)}"
 
 HAM10000 = make_card("ham10000", find=_find_ham)
 
@@ -130,7 +148,7 @@ def ham10000(
     _check_size(size)
     found = HAM10000.locate("ham10000", root)
     published = isinstance(found, _Published)
-    images = _read_ham_table(found) if published else _read_ham_compact(found)
+    images = _read_ham_table(found) if published else _read_compact(found, "dx")
     if by == "site" and "" in images.site:
         raise UsageError(f"by='site': {found.table} has no column 'dataset', which names the site; use by='one'")
     of = images.site if by == "site" else np.full(len(images.y), "ham10000")
@@ -152,21 +170,7 @@ def ham10000(
             found.images, listed, name="ham10000", class_names=_HAM_CLASSES, size=size or _HAM_SIZE,
             note=note, progress=progress,
         )  # fmt: skip
-    store = torch.from_numpy(images.x)
-
-    def split(rows: NDArray[np.int64]) -> Samples:
-        return Samples(x=store, y=torch.from_numpy(images.y[rows]), rows=torch.from_numpy(rows))
-
-    federation = Federation(
-        name="ham10000",
-        clients=tuple(
-            ClientData(name=name, train=split(parts["train"]), test=split(parts["test"]))
-            for name, parts in clients.items()
-        ),
-        classes=len(_HAM_CLASSES),
-        note=note,
-        class_names=_HAM_CLASSES,
-    )
+    federation = images.build("ham10000", clients, _HAM_CLASSES, note)
     return federation if size is None else federation.fit_images(size)
 
 
@@ -201,7 +205,16 @@ def fed_isic2019(
     cleaned = ", without training images of lesions that are in test data" if clean else ""
     note = f"Fed-ISIC2019, FLamby's split{cleaned}"
     if isinstance(found, dict):
-        federation = _read_isic_compact(found, clean, note)
+        images = _read_compact(found, "y")
+        test = images.part == "test"
+        train = ~test & ~(clean & np.isin(images.lesion, images.lesion[test]))
+        sides = {
+            site: {"train": np.flatnonzero(train & of), "test": np.flatnonzero(test & of)}
+            for site, of in ((site, images.site == site) for site in found)
+        }
+        federation = images.build("fed-isic2019", sides, _ISIC_CLASSES, note)
+        missing = "these files have four centers of the six: bcn and msk are not in them"
+        federation = replace(federation, notices=(missing,))
         return (federation if size is None else federation.fit_images(size)).normalize(IMAGENET)
     notices: tuple[str, ...] = ()
     if isinstance(found, DomainFolders):
@@ -229,9 +242,7 @@ def _check_size(size: int | None) -> None:
         raise UsageError(f"size={size} pixels: must be at least 1")
 
 
-def _split_ham(
-    images: _Images, by_lesion: bool, fraction: float, seed: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _split_ham(images: _Images, by_lesion: bool, fraction: float, seed: int) -> tuple[Rows, Rows]:
     """Return the rows of the images for training and testing."""
     if not by_lesion:
         order = stream(seed, "ham10000").permutation(len(images.y))
@@ -245,15 +256,10 @@ def _split_ham(
     return np.flatnonzero(~test), np.flatnonzero(test)
 
 
-def _read_csv(file: Path, kind: str = "a table of images") -> list[dict[str, str]]:
-    with explain_errors(file, kind), file.open(encoding="utf-8-sig", newline="") as table:
-        return list(csv.DictReader(table, delimiter="\t" if file.suffix == ".tab" else ","))
-
-
 def _read_ham_table(found: _Published) -> _Images:
     """Return the images that the table names; ``x`` holds paths relative to ``found.images``."""
     there = {file.stem: file.relative_to(found.images).as_posix() for file in sorted(found.images.rglob("ISIC_*.jpg"))}
-    rows = _read_csv(found.table)
+    rows = read_csv(found.table, "a table of images")
     with explain_errors(found.table, "a table of images"):
         missing = [row["image_id"] for row in rows if row["image_id"] not in there]
         if missing:
@@ -266,13 +272,14 @@ def _read_ham_table(found: _Published) -> _Images:
             y=np.array([_HAM_CLASSES.index(row["dx"]) for row in rows]),
             lesion=np.array([row["lesion_id"] for row in rows]),
             site=np.array([row.get("dataset", "") for row in rows]),
+            part=np.full(len(rows), ""),
         )
 
 
 def _list_isic_images(found: _Published, clean: bool) -> dict[str, list[ListedImage]]:
     clients: dict[str, list[ListedImage]] = {center: [] for center in _CENTERS}
     with explain_errors(found.table, "FLamby's list"):
-        for row in _read_csv(found.table, "FLamby's list"):
+        for row in read_csv(found.table, "FLamby's list"):
             image = ListedImage(path=f"{row['image']}.jpg", label=int(row["target"]), part=row["fold"])
             if image.part not in ("train", "test") or not 0 <= image.label < len(_ISIC_CLASSES):
                 raise ValueError(f"{row['image']} has target {image.label} and fold {image.part!r}")
@@ -299,49 +306,23 @@ def _read_lesions(folder: Path) -> dict[str, str]:
     lesions: dict[str, str] = {}
     for file, image in ((isic, "image"), (ham, "image_id")):
         with explain_errors(file, "a table of images"):
-            lesions |= {f"{row[image]}.jpg": row["lesion_id"] for row in _read_csv(file) if row["lesion_id"]}
+            rows = [row for row in read_csv(file, "a table of images") if row["lesion_id"]]
+            lesions |= {f"{row[image]}.jpg": row["lesion_id"] for row in rows}
     return lesions
 
 
-def _read_compact(file: Path, label: str) -> dict[str, dict[str, NDArray[Any]]]:
-    """Return ``{part: {x, y, lesion}}`` of a site: images ``[N, H, W, 3]``, and the labels called ``label``."""
-    kinds = {"x": "x", "y": label, "lesion": "lesion"}
-    arrays = read_npz(file, [f"{kind}_{part}" for kind in kinds.values() for part in ("train", "test")])
-    return {part: {name: arrays[f"{kind}_{part}"] for name, kind in kinds.items()} for part in ("train", "test")}
-
-
-def _read_ham_compact(files: dict[str, Path]) -> _Images:
-    """Return the images of all sites; ``x`` holds their pixels ``[N, 3, H, W]``."""
-    parts = [(site, part) for site, file in files.items() for part in _read_compact(file, "dx").values()]
+def _read_compact(files: dict[str, Path], label: str) -> _Images:
+    """Return the images of all sites, with the labels called ``label``; ``x`` holds their pixels ``[N, 3, H, W]``."""
+    kinds, found = ("x", label, "lesion"), []
+    for site, file in files.items():
+        arrays = read_npz(file, [f"{kind}_{part}" for kind in kinds for part in ("train", "test")])
+        found += [(site, part, *(arrays[f"{kind}_{part}"] for kind in kinds)) for part in ("train", "test")]
+    sites, parts, x, y, lesions = zip(*found, strict=True)
+    sizes = list(map(len, y))
     return _Images(
-        x=np.ascontiguousarray(np.concatenate([part["x"] for _, part in parts]).transpose(0, 3, 1, 2)),
-        y=np.concatenate([part["y"] for _, part in parts]).astype(np.int64),
-        lesion=np.concatenate([part["lesion"] for _, part in parts]),
-        site=np.concatenate([np.full(len(part["y"]), site) for site, part in parts]),
-    )
-
-
-def _read_isic_compact(files: dict[str, Path], clean: bool, note: str) -> Federation:
-    centers = {site: _read_compact(file, "y") for site, file in files.items()}
-    tested = np.concatenate([parts["test"]["lesion"] for parts in centers.values()])
-    clients = []
-    for site, parts in centers.items():
-        if clean:
-            keep = ~np.isin(parts["train"]["lesion"], tested)
-            parts["train"] = {name: array[keep] for name, array in parts["train"].items()}
-        splits = {
-            part: Samples(
-                x=torch.from_numpy(np.ascontiguousarray(arrays["x"].transpose(0, 3, 1, 2))),
-                y=torch.from_numpy(arrays["y"].astype(np.int64)),
-            )
-            for part, arrays in parts.items()
-        }
-        clients.append(ClientData(name=site, **splits))
-    return Federation(
-        name="fed-isic2019",
-        clients=tuple(clients),
-        classes=len(_ISIC_CLASSES),
-        note=note,
-        class_names=_ISIC_CLASSES,
-        notices=("these files have four centers of the six: bcn and msk are not in them",),
+        x=np.ascontiguousarray(np.concatenate(x).transpose(0, 3, 1, 2)),
+        y=np.concatenate(y).astype(np.int64),
+        lesion=np.concatenate(lesions),
+        site=np.repeat(sites, sizes),
+        part=np.repeat(parts, sizes),
     )

@@ -32,7 +32,6 @@ _NAMES = (
 )  # fmt: skip
 _ZERO_IS_MISSING = ("trestbps", "chol")
 _FLAMBY_LEAVES_OUT = ("slope", "ca", "thal")
-_URL = "https://archive.ics.uci.edu/ml/machine-learning-databases/heart-disease"
 
 Floats = NDArray[np.float32]
 

@@ -53,7 +53,7 @@ def read_directory(path: Path, reading: ReadOptions) -> Federation:
     }
     kinds = [kind for kind, there in found.items() if there]
     if len(kinds) > 1:
-        raise UsageError(f"{path} holds {' and '.join(kinds)}: put each kind into a directory of its own")
+        raise UsageError(f"{path} holds {' and '.join(kinds)}: put each kind into its own directory")
     if found[".npz files"]:
         return read_arrays(path, reading)
     if found["tables"]:

@@ -22,14 +22,14 @@ class ReadOptions:
         domains: Clients to read, in this order; None: all, by name.
         classes: Number of classes; None: as found.
         image_size: Height and width in pixels; None: unchanged, in which case all images must have one size.
-        on_unreadable: Whether a file that cannot be read is an error or is skipped.
+        on_unreadable: ``refuse`` raises an error for a file that cannot be read, ``skip`` leaves it out.
         test_fraction: Share of a client's samples for testing where the files define no split.
         client_column: Column of a table that holds the client.
         target: Column of a table that holds the label.
         split_column: Column of a table that holds train, validation or test.
         group_column: Column of a table whose groups (such as the samples of one patient) stay on one side.
-        missing: Whether missing values are imputed from the client's training rows or refused.
-        scaling: Whether numeric columns are standardized by the client's training rows.
+        missing: ``impute`` fills missing values from the client's training rows, ``refuse`` raises an error.
+        scaling: ``client`` standardizes numeric columns by the client's training rows.
         like: Federation that these clients join, by whose columns tables are read; a single file is then one client.
         cache: Directory of decoded images; None: the user's cache directory.
         progress: Callback for progress.
