@@ -104,7 +104,7 @@ class Comparison:
         return target
 
     def model(self, method: str, client: str | None = None, seed: int | None = None) -> nn.Module:
-        """Return, in evaluation mode, the network that ``client`` uses after training, or the server's (``client=None``).
+        """Return the trained network of ``client``, or the server's (``client=None``), in evaluation mode.
 
         ``seed`` defaults to the first. With ``select="best"`` the network is that of the reported round. Raises
         :class:`UsageError` where the method's server holds no whole model.

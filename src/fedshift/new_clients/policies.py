@@ -89,7 +89,7 @@ def inapplicable_policies(plans: Iterable[Plan], wanted: Collection[str]) -> lis
     reasons = (
         (same, "the one global model, shown unchanged,", [plan for plan in plans if not plan.personalizes]),
         ("reestimate", "there are no BatchNorm statistics", [plan for plan in plans if not has_statistics(plan)]),
-        ("finetune_bn", "there is no BatchNorm to train", [plan for plan in plans if not list_batch_norm_parameters(plan)]),
+        ("finetune_bn", "there is no BatchNorm to train", [p for p in plans if not list_batch_norm_parameters(p)]),
     )
     return [
         f"{policy}: {reason} under {', '.join(plan.method.name for plan in affected)}"
