@@ -83,5 +83,5 @@ def test_the_promise_says_for_whom_it_holds():
     said = describe_guarantee(public, 1.0, 3)
     assert said.startswith("not differentially private, since its noise is a function of the seed and the method")
     assert said.endswith(f"with secret=True it would be {describe_guarantee(secret, 1.0, 3)}")
-    assert describe_guarantee(secret, 0.5, 3).endswith("nobody knowing who took part in which round")
+    assert describe_guarantee(secret, 0.5, 3).endswith("the participants of each round are secret")
     assert "no differential privacy" in describe_guarantee(PrivateMean(1.0, 0.0, DELTA, secret=True), 1.0, 3)

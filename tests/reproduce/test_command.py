@@ -146,7 +146,7 @@ def test_a_table_is_written_with_its_verdict_and_what_stands_in(tmp_path, capsys
         assert f"{block.columns[0]} (here pen)" in shown
         assert "Verdict (version final, 1 seed, 0.5 of the rounds)" in shown
         assert "Stand-in: a small network." in shown
-        assert "Left out: abide, which is not here and for which nothing stands in." in shown
+        assert "Left out: abide, which is missing and has no substitute." in shown
         assert "svhn is left out." in shown
         assert "difference" not in shown
     assert "Stand-in: 100 % other digits; " in said

@@ -203,7 +203,7 @@ def test_clients_for_which_nothing_stands_in_and_sizes_that_are_not_here_are_sai
     of_domains = [made for _, made in make_plans(find_table("fedbn/table1"), nothing) if "domainnet" in made.stood]
     assert of_domains
     for made in of_domains:
-        assert made.stood["domainnet"].endswith("; sketch is left out: nothing stands in for it")
+        assert made.stood["domainnet"].endswith("; sketch is left out: it has no substitute")
         assert "sketch" not in made.shown
     (sizes,) = [made for block, made in make_plans(find_table("fedbn/table14"), nothing) if block]
     assert sizes.notes[0].endswith("; 371 to 7,438 samples a client are left out: there are 300 at most")

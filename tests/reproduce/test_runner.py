@@ -360,8 +360,8 @@ def test_a_table_that_was_cut_short_or_lacks_data_is_said_to_be_on_page_and_list
     assert found.missing == ("usps",)
     assert read_results(made, tmp_path) == [found]
     assert read_verdicts(made, tmp_path) == ["too short to judge (scale 0.12)"]
-    shown = page._render_table(made, tmp_path)
-    assert shown["blocks"][0][0].remarks == ["Left out: usps, which is not here and for which nothing stands in."]
+    shown = page._make_entry(made, tmp_path)
+    assert shown["blocks"][0][0].remarks == ["Left out: usps, which is missing and has no substitute."]
 
 
 def test_a_budget_gives_each_table_a_share_of_the_rounds(tiny, tmp_path, monkeypatch):

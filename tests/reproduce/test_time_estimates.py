@@ -191,6 +191,6 @@ def test_a_step_is_told_from_its_samples(cache, monkeypatch):
     monkeypatch.setattr(time_estimates, "_time_quickest", lambda work, clock: next(given))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     monkeypatch.setattr(time_estimates, "limit_threads", lambda threads: nullcontext())
-    TimeEstimates(moves=lambda plan: VisitCosts(visit=0.0, save=0.0)).estimate([RUN])
+    TimeEstimates(visits=lambda plan: VisitCosts(visit=0.0, save=0.0)).estimate([RUN])
     (found,) = json.loads((cache / "steps.json").read_text()).values()
     assert (found["step"], found["sample"], found["look"]) == pytest.approx((0.5, 0.1, 0.04))

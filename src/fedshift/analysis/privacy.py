@@ -72,7 +72,7 @@ def describe_guarantee(mechanism: Mechanism, sampling: float, rounds: int) -> st
             "accountant of Opacus)"
         )
         if sampling < 1:
-            said += "; this counts on nobody knowing who took part in which round"
+            said += "; this assumes that the participants of each round are secret"
     if mechanism.secret:
         return said
     return (

@@ -20,7 +20,7 @@ from ..report.formatting import (
     to_terminal,
 )
 from ..report.formatting import write_table as write_report_table
-from ..report.tables import ONE_BY_ONE, mask_incomparable
+from ..report.tables import ONE_BY_ONE, mask_incomparable, summarize_seeds
 from ..results.schema import Row, compute_metric
 from ..utils.files import write_atomically
 from .policies import NEEDS, UNCHANGED
@@ -40,14 +40,8 @@ def mean_over_seeds(seeds: pd.DataFrame) -> pd.DataFrame:
 
     ``macro`` is over the clients that every policy has under a seed.
     """
-    whole = pd.concat([seeds, mask_incomparable(seeds).mean().to_frame("macro").T])
-    groups = whole.T.groupby(level=0, sort=False)
-    parts = {"mean": groups.mean().T, "std": groups.std().T, "seeds": groups.count().T.astype(float)}
-    table = pd.concat(parts, axis=1).swaplevel(axis=1)
-    columns = pd.MultiIndex.from_product(
-        [seeds.columns.get_level_values(0).unique(), parts], names=["method", "statistic"]
-    )
-    return table.reindex(columns=columns).rename_axis("client")
+    macro = mask_incomparable(seeds).mean().to_frame("macro").T
+    return summarize_seeds(pd.concat([seeds, macro])).rename_axis("client")
 
 
 def policy_table(table: pd.DataFrame, metric: str, needs: dict[str, str]) -> TextTable:

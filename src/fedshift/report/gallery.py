@@ -147,7 +147,7 @@ def _draw_bubbles(counts: pd.DataFrame, title: str) -> Figure:
     totals.barh(range(clients), counts.sum(axis=1), height=0.6, color=GRID)
     for row, total in enumerate(counts.sum(axis=1)):
         totals.text(0, row, f" {total:,}", va="center")
-    sizes = sorted({size for share in (0.6, 0.2, 0.05) if (size := _round_count(share * biggest))})
+    sizes = sorted({size for share in (0.6, 0.2, 0.05) if (size := int(float(f"{share * biggest:.0e}")))})
     dots = [Line2D([], [], ls="", marker="o", color=BLUE, markeredgewidth=0, ms=area(size) ** 0.5) for size in sizes]
     figure.legend(
         dots, [f"{size:,}" for size in sizes], loc="outside lower center", ncols=len(sizes), title="samples of a class",
@@ -159,7 +159,11 @@ def _draw_bubbles(counts: pd.DataFrame, title: str) -> Figure:
 def _draw_shares(counts: pd.DataFrame, title: str) -> Figure:
     clients, classes = counts.shape
     named = clients <= NAMED
-    table = counts if named else _sort_clients(counts)
+    table = counts
+    if not named:  # sorted by main class, and by its share
+        values = counts.to_numpy()
+        share_N = values.max(axis=1) / np.maximum(values.sum(axis=1), 1)
+        table = counts.iloc[np.lexsort((-share_N, values.argmax(axis=1)))]
     lines = np.array_split(np.arange(clients), min(clients, LINES))
     total_N = table.sum(axis=1).to_numpy()
     share_NC = table.to_numpy() / np.maximum(total_N, 1)[:, None]
@@ -220,18 +224,6 @@ def _name_axis(axes: Axes, counts: pd.DataFrame) -> None:
         axes.set_xticks(range(len(names)), names, **(turned if max(map(len, names)) > 3 else {}))
     else:
         axes.xaxis.set_major_locator(MaxNLocator(nbins=10, integer=True))
-
-
-def _sort_clients(counts: pd.DataFrame) -> pd.DataFrame:
-    """Sort clients by their main class, and by its share."""
-    table = counts.to_numpy()
-    main, share = table.argmax(axis=1), table.max(axis=1) / np.maximum(table.sum(axis=1), 1)
-    return counts.iloc[np.lexsort((-share, main))]
-
-
-def _round_count(count: float) -> int:
-    """Return ``count`` to one significant digit."""
-    return int(float(f"{count:.0e}"))
 
 
 def feature_chart(means: pd.DataFrame, stds: pd.DataFrame, title: str) -> Figure:

@@ -68,30 +68,27 @@ class ReportTable:
 def collect_tables(summary: RunSummary, claims: Claims) -> dict[str, ReportTable]:
     """Return the tables that ``summary`` has data for: metric, trained, differences, target and concordance."""
     tables: dict[str, ReportTable] = {}
-    one_by_one = len(summary.clients) <= ONE_BY_ONE
-    for name, moment, which in (("metric", "loaded", ""), ("trained", "trained", f" {AFTER_WORK}")):
+
+    def add(name: str, caption: str, frame: pd.DataFrame, text: TextTable, file: str = "") -> None:
+        tables[name] = ReportTable(caption=caption, frame=frame, text=text, file=file or name)
+
+    metric, one_by_one = summary.metric, len(summary.clients) <= ONE_BY_ONE
+    for name, moment, when in (("metric", "loaded", ""), ("trained", "trained", f" {AFTER_WORK}")):
         if moment == "loaded" or measures_trained(summary):
             frame = accuracy_table(summary, moment=moment)
-            tables[name] = ReportTable(
-                file=summary.metric if moment == "loaded" else f"{summary.metric}-trained",
-                caption=f"Test {summary.metric_name} of the personal model in percent{which}, "
-                f"{describe_seeds(summary)}, {summary.select} round",
-                frame=frame,
-                text=format_metric_table(frame, summary.metric, one_by_one=one_by_one),
-            )
-    frame = tabulate_claims(claims)
-    if len(frame):
+            caption = f"Test {summary.metric_name} of the personal model in percent{when}"
+            caption += f", {describe_seeds(summary)}, {summary.select} round"
+            file = metric if moment == "loaded" else f"{metric}-trained"
+            add(name, caption, frame, format_metric_table(frame, metric, one_by_one=one_by_one), file)
+    if len(frame := tabulate_claims(claims)):
         caption = f"Macro {summary.metric_name} minus {claims.baseline}'s in points, paired over seeds"
-        text = format_difference_table(frame, summary.metric)
-        tables["differences"] = ReportTable(file="differences", caption=caption, frame=frame, text=text)
+        add("differences", caption, frame, format_difference_table(frame, metric))
     if (target := summary.target_metric) is not None:
-        frame, caption = target_table(summary, target), describe_target(summary, target)
-        text = format_target_table(frame)
-        tables["target"] = ReportTable(file="target", caption=caption, frame=frame, text=text)
-    frame = concordance_table(summary)
-    if len(frame):
-        caption, text = describe_concordance(summary, frame), format_concordance_table(frame, claims.concordance)
-        tables["concordance"] = ReportTable(file="concordance", caption=caption, frame=frame, text=text)
+        frame = target_table(summary, target)
+        add("target", describe_target(summary, target), frame, format_target_table(frame))
+    if len(frame := concordance_table(summary)):
+        text = format_concordance_table(frame, claims.concordance)
+        add("concordance", describe_concordance(summary, frame), frame, text)
     return tables
 
 
@@ -165,15 +162,9 @@ def _method_table(summary: RunSummary) -> TextTable:
     rows = []
     for name, method in summary.methods.items():
         rounds = reported.get(name, pd.Series(dtype=int)).tolist()
-        rows.append(
-            (
-                name,
-                method.text,
-                "yes" if method.has_global else "none",
-                ", ".join(map(str, rounds[:1] if len(set(rounds)) == 1 else rounds)) or MISSING,
-                *map(format_bytes, (method.down, method.up, per_round[name], total[name])),
-            )
-        )
+        round_text = ", ".join(map(str, rounds[:1] if len(set(rounds)) == 1 else rounds)) or MISSING
+        sizes = (format_bytes(count) for count in (method.down, method.up, per_round[name], total[name]))
+        rows.append((name, method.text, "yes" if method.has_global else "none", round_text, *sizes))
     header = ("method", "written as", "global model", "reported round", "down", "up", "all clients", "whole run")
     return make_table(header, rows)
 

@@ -135,15 +135,18 @@ def accuracy_table(
 
     ``std`` is the sample standard deviation; ``seeds`` is the number of seeds that both are over.
     """
-    seeds = seed_table(summary, metric, model, split, moment)
-    methods = seeds.columns.get_level_values("method").unique()
+    return summarize_seeds(seed_table(summary, metric, model, split, moment))
+
+
+def summarize_seeds(seeds: pd.DataFrame) -> pd.DataFrame:
+    """Return mean, std and number of ``seeds``: columns (method, seed) become (method, mean | std | seeds)."""
+    methods = seeds.columns.get_level_values(0).unique()
     columns = pd.MultiIndex.from_product([methods, ["mean", "std", "seeds"]], names=["method", "statistic"])
     cells = {}
     for method in methods:
         runs = seeds[method]
-        statistics = runs.mean(axis=1), runs.std(axis=1), np.isfinite(runs).sum(axis=1)
-        for name, values in zip(("mean", "std", "seeds"), statistics, strict=True):
-            cells[method, name] = values.to_numpy()
+        cells[method, "mean"], cells[method, "std"] = runs.mean(axis=1).to_numpy(), runs.std(axis=1).to_numpy()
+        cells[method, "seeds"] = runs.count(axis=1).to_numpy()
     return pd.DataFrame(cells, index=seeds.index, columns=columns, dtype=float)
 
 

@@ -265,7 +265,7 @@ class _Substitution:
                 f"{stand.columns[column]} has {stand.least[column]:,} training samples of the {_range(asked)} asked for"
             )
             parts.append(f"{column} is left out{' of some runs' if column in self._used else ''}: {have}")
-        parts += [f"{client} is left out: nothing stands in for it" for client in self.excluded]
+        parts += [f"{client} is left out: it has no substitute" for client in self.excluded]
         if self.too_few:
             parts.append(f"{_range(self.too_few)} samples a client are left out: there are {stand.most:,} at most")
         return "; ".join(parts)

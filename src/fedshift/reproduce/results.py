@@ -90,10 +90,15 @@ def compare_block(
 ) -> ReproducedBlock:
     """Return ``block`` with the finished runs of ``plan`` in ``directory``, and store it there."""
     runs, cells = FinishedRuns(directory), completed_part(plan, directory).cells
+    known = load_recipes().get("published", {})
+    notes = list(plan.notes)
+    for data, size in runs.count_training_samples(cells).items():
+        if size < (published := known.get(data, known.get(base_name(data), 0))):
+            notes.append(f"{size:,} training samples of {base_name(data)}'s {published:,}")
     reproduced = ReproducedBlock(
         table=table, block=block, scale=options.scale, seeds=options.seeds, values=runs.measure_cells(table, cells),
-        notes=(*plan.notes, *_describe_fewer(runs.count_training_samples(cells))), shown=plan.shown, own=not plan.notes,
-        missing=plan.missing, part=_describe_part(plan, directory), grid=runs.measure_grids(table, cells),
+        notes=tuple(notes), shown=plan.shown, own=not plan.notes, missing=plan.missing,
+        part=_describe_part(plan, directory), grid=runs.measure_grids(table, cells),
     )  # fmt: skip
     _write_record(reproduced, options, directory)
     return reproduced
@@ -154,17 +159,6 @@ def _write_record(block: ReproducedBlock, options: ReproductionOptions, director
     path = _record_path(block.table, block.block, directory)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, (json.dumps(record, indent=1) + "\n").encode())
-
-
-def _describe_fewer(sizes: Mapping[str, int]) -> list[str]:
-    """Return a note on each data set with fewer samples than were published."""
-    known = load_recipes().get("published", {})
-    published = {data: known.get(data, known.get(base_name(data), 0)) for data in sizes}
-    return [
-        f"{size:,} training samples of {base_name(data)}'s {published[data]:,}"
-        for data, size in sizes.items()
-        if size < published[data]
-    ]
 
 
 def _record_path(table: Table, block: Block, directory: Path) -> Path:

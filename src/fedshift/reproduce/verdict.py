@@ -183,42 +183,37 @@ class ReproducedBlock:
             keys = {**self.block.keys, **self.block.rows[row][0]}
             within = self._recipe.get("within", [key for key in keys if key not in APART])
             groups.setdefault(repr([keys.get(key) for key in within]), []).append(row)
-        for one, other in (pair for rows in groups.values() for pair in combinations(rows, 2)):
-            columns = [column for column in range(len(self.block.columns)) if self._both(one, other, column)]
-            clients = [column for column in columns if self.block.columns[column] != "average"]
-            columns = clients or columns  # the paper's average may be over clients that are not here
-            theirs = self._paper(one, columns) - self._paper(other, columns)
-            if columns and abs(theirs) > self._half(one, other, columns):
-                seeds = min(len(self.values[row, column]) for row in (one, other) for column in columns)
-                gaps = (self._mean(one, columns, n) - self._mean(other, columns, n) for n in range(seeds))
-                steps = sum(self.grid.get((row, column), 0.0) for row in (one, other) for column in columns)
-                yield theirs, tuple(gap for gap in gaps if not math.isnan(gap)), math.sqrt(steps) / len(columns)
+        for pair in (pair for rows in groups.values() for pair in combinations(rows, 2)):
+            ranked = filter(self._ranks, range(len(self.block.columns)))
+            shared = [column for column in ranked if all((row, column) in self.values for row in pair)]
+            # the paper's average may be over clients that are not here
+            columns = [column for column in shared if self.block.columns[column] != "average"] or shared
+            cells = [[(row, column) for column in columns] for row in pair]
+            printed = [[value for cell in row if (value := self.published_value(*cell))] for row in cells]
+            if not columns:
+                continue
+            theirs, other = (_mean([value.mean for value in row]) for row in printed)
+            rounding = 0.5 * max(value.unit for row in printed for value in row) * (1 + 1e-9)  # and floating point
+            if abs(theirs - other) > rounding:
+                seeds = range(min(len(self.values[cell]) for row in cells for cell in row))
+                ours = ([_mean([self.values[cell][seed] for cell in row]) for seed in seeds] for row in cells)
+                gaps = (one - two for one, two in zip(*ours, strict=True) if not math.isnan(one - two))
+                steps = sum(self.grid.get(cell, 0.0) for row in cells for cell in row)
+                yield theirs - other, tuple(gaps), math.sqrt(steps) / len(columns)
 
     def _ranks(self, column: int) -> bool:
         ranked, measure = self._recipe.get("ranked"), self.measure(column)
         return bool(measure == ranked if ranked else measure not in (DISCORDANCE, "rounds"))
 
-    def _both(self, one: int, other: int, column: int) -> bool:
-        return (one, column) in self.values and (other, column) in self.values and self._ranks(column)
 
-    def _paper(self, row: int, columns: Sequence[int]) -> float:
-        return sum(number.mean for column in columns if (number := self.published_value(row, column))) / max(
-            1, len(columns)
-        )
-
-    def _half(self, one: int, other: int, columns: Sequence[int]) -> float:
-        """Return half of the paper's last digit, with a tolerance for floating-point rounding."""
-        printed = (self.published_value(row, column) for row in (one, other) for column in columns)
-        return 0.5 * max(number.unit for number in printed if number) * (1 + 1e-9)
-
-    def _mean(self, row: int, columns: Sequence[int], seed: int) -> float:
-        return sum(self.values[row, column][seed] for column in columns) / len(columns)
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
 
 
 def list_remarks(notes: Iterable[str], missing: Iterable[str], *, own: bool = False) -> list[str]:
     """Return sentences on substitutes, or on ``own`` data that are smaller, and on missing data."""
     sentences = [f"{'Data' if own else 'Stand-in'}: {note}." for note in notes]
-    return [*sentences, *(f"Left out: {data}, which is not here and for which nothing stands in." for data in missing)]
+    return [*sentences, *(f"Left out: {data}, which is missing and has no substitute." for data in missing)]
 
 
 def compare_values(reproduced: ReproducedBlock) -> TextTable:

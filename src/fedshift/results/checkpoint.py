@@ -79,7 +79,7 @@ def refuse_other(then: Mapping[str, str], now: Mapping[str, str]) -> None:
             shown = slice(max(0, same - 40), max(0, same - 40) + 120)
             raise UsageError(
                 f"this run was begun with another {key}: then {before[shown]!r}, now {value[shown]!r}. Resume it with "
-                "the settings it was begun with, or start a new run in another directory"
+                "its original settings, or start a new run in another directory"
             )
 
 
@@ -94,9 +94,7 @@ def _open(path: Path) -> Iterator[tuple[Any, Mapping[str, Any]]]:
                 raise FedshiftError(f"checkpoint {path} was written by another version of fedshift: {_RESTART}")
             yield file, header
     except FileNotFoundError as error:
-        raise FedshiftError(
-            f"no checkpoint at {path}: the run has not got that far; start it, or go on with it"
-        ) from error
+        raise FedshiftError(f"no checkpoint at {path}: the run has not got that far; start it, or resume it") from error
     except (SafetensorError, KeyError, TypeError, ValueError, OSError) as error:
         raise FedshiftError(f"checkpoint {path} is corrupt or truncated ({error}): {_RESTART}") from error
 

@@ -50,16 +50,16 @@ def read_summary(path: Path) -> RunSummary:
     ]
     with np.load(path / "samples.npz") as packed:
         samples = {name: packed[str(i)] for i, name in enumerate(facts.pop("samples"))}
+    methods = {
+        name: MethodSummary(**{**method, "entries": tuple(method["entries"])})
+        for name, method in facts["methods"].items()
+    }
     notices = path / "notices.json"
     return RunSummary(
-        **{**facts, "seeds": tuple(facts["seeds"]), "methods": _read_methods(facts["methods"])},
+        **{**facts, "seeds": tuple(facts["seeds"]), "methods": methods},
         rows=rows_to_frame(row for *_, folder in trials for row in stream_rows(folder / METRICS)),
         traffic=pd.DataFrame(traffic, columns=["method", "seed", *moved]),
         environment=machine,
         samples=samples,
         notices=tuple(json.loads(notices.read_text(encoding="utf-8"))) if notices.exists() else (),
     )
-
-
-def _read_methods(methods: Mapping[str, Any]) -> dict[str, MethodSummary]:
-    return {name: MethodSummary(**{**fact, "entries": tuple(fact["entries"])}) for name, fact in methods.items()}
