@@ -16,6 +16,7 @@ from fedshift.config.expressions import list_catalog
 from fedshift.evaluation.communication import Capabilities, find_capabilities
 from fedshift.experiments.factory import parse_methods
 from fedshift.experiments.settings import POLICIES
+from fedshift.report.style import shorten
 from fedshift.utils.errors import UsageError
 
 ROOT = Path(__file__).parents[1]
@@ -92,7 +93,7 @@ def test_a_figure_is_small_and_of_the_method_as_the_page_says(name):
     figure = GUIDE / "images" / f"{name}.svg"
     shown = {text.text for text in ElementTree.parse(figure).iter("{http://www.w3.org/2000/svg}text")}
     assert figure.stat().st_size < 60_000
-    assert {"fedavg", parse_methods(DRAWN[name])[0].name} <= shown
+    assert {"fedavg", shorten(parse_methods(DRAWN[name])[0].name, 44)} <= shown  # legends cut longer names
     assert DRAWN[name] == name or f"`{DRAWN[name]}`" in PAGES[name]
 
 
