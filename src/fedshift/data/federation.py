@@ -13,8 +13,9 @@ from functools import cached_property
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -34,6 +35,12 @@ class ClientData:
     train: Samples
     test: Samples
     validation: Samples | None = None
+
+    @classmethod
+    def from_rows(cls, name: str, x: Tensor, y: Tensor, rows: Mapping[str, NDArray[np.int64]]) -> ClientData:
+        """Return a client whose splits are ``rows`` of one array ``x`` with labels ``y``, by the split's name."""
+        parts = {part: torch.from_numpy(index) for part, index in rows.items() if len(index) or part != "validation"}
+        return cls(name=name, **{part: Samples(x=x, y=y[index], rows=index) for part, index in parts.items()})
 
     def normalize(self) -> ClientData:
         """Return the client with images scaled by mean and standard deviation of its training images' channels."""

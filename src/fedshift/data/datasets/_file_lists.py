@@ -20,7 +20,6 @@ from ..files.image_store import ImageFacts, ImageFile, cache_entry, decode_all, 
 from ..files.images import list_files
 from ..files.read_options import Progress, ReadOptions
 from ..pickles import read_pickle
-from ..samples import Samples
 from ..stratification import split_stratified
 
 
@@ -240,5 +239,4 @@ def _read_client(
             f"{root / first}: {why}; get them again"
         )
     x, y = torch.from_numpy(store.pixels), torch.tensor([image.label for image in listed])
-    parts = {one: torch.from_numpy(index) for one, index in rows.items() if len(index)}
-    return ClientData(name=client, **{one: Samples(x=x, y=y[index], rows=index) for one, index in parts.items()})
+    return ClientData.from_rows(client, x, y, rows)

@@ -19,7 +19,7 @@ from ...utils.random_streams import stream
 from ..federation import ClientData, Federation
 from ..files.read_options import Progress
 from ..formats import explain_errors, read_csv, read_npz
-from ..samples import IMAGENET, Samples
+from ..samples import IMAGENET
 from ..stratification import split_stratified
 from ._card import make_card
 from ._file_lists import DomainFolders, ListedImage, find_domains, list_from_folders, read_listed
@@ -61,18 +61,9 @@ class _Images:
         self, name: str, clients: Mapping[str, Mapping[str, Rows]], classes: tuple[str, ...], note: str
     ) -> Federation:
         """Return the federation of clients with these rows, for images held as pixels."""
-        store = torch.from_numpy(self.x)
-        data = [
-            ClientData(
-                name=client,
-                **{
-                    part: Samples(x=store, y=torch.from_numpy(self.y[rows]), rows=torch.from_numpy(rows))
-                    for part, rows in parts.items()
-                },
-            )
-            for client, parts in clients.items()
-        ]
-        return Federation(name=name, clients=tuple(data), classes=len(classes), note=note, class_names=classes)
+        x, y = torch.from_numpy(self.x), torch.from_numpy(self.y)
+        data = tuple(ClientData.from_rows(client, x, y, rows) for client, rows in clients.items())
+        return Federation(name=name, clients=data, classes=len(classes), note=note, class_names=classes)
 
 
 def _find_file(folder: Path, names: tuple[str, ...]) -> Path | None:

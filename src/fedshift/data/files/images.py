@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from ...utils.errors import UsageError, unknown_name
 from ...utils.random_streams import stream
 from ..federation import ClientData, Federation
-from ..samples import Samples
 from ..stratification import split_stratified
 from .image_decoding import SUFFIXES, Header
 from .image_store import ImageFacts, ImageFile, ImageStore, cache_entry, decode_all, inspect_all, load_store
@@ -325,8 +324,7 @@ def _make_client(
             "add images, or leave the client out (--domains)"
         )
     x, y = torch.from_numpy(store.pixels), torch.tensor([labels[file.category] for file in files])
-    parts = {part: torch.from_numpy(index) for part, index in rows.items() if len(index)}
-    return ClientData(name=name, **{part: Samples(x=x, y=y[index], rows=index) for part, index in parts.items()})
+    return ClientData.from_rows(name, x, y, rows)
 
 
 def _list_notices(name: str, files: tuple[ImageFile, ...], facts: ImageFacts, reading: ReadOptions) -> list[str]:
