@@ -104,10 +104,10 @@ class Comparison:
         return target
 
     def model(self, method: str, client: str | None = None, seed: int | None = None) -> nn.Module:
-        """Return the trained network of ``client``, or the server's (``client=None``), in evaluation mode.
+        """Return the network that ``client`` uses after training, or the server's (``client=None``).
 
-        ``seed`` defaults to the first. With ``select="best"`` the network is that of the reported round. Raises
-        :class:`UsageError` where the method's server holds no whole model.
+        It is in evaluation mode; with ``select="best"`` it is that of the reported round. ``seed`` defaults to the
+        first. Raises :class:`UsageError` where the method's server holds no whole model.
         """
         if seed is not None and seed not in self.experiment.seeds:
             raise UsageError(f"no seed {seed} here: there are {', '.join(map(str, self.experiment.seeds))}")

@@ -84,8 +84,7 @@ def serve(
         min_clients: Sites that must be connected for the first round to begin, and whose uploads a round needs.
         tls: Directory that `fedshift pki init` made, or the coordinator's part of it.
         insecure: Plain text and no keys, in place of --tls; listens on this machine only.
-        force_insecure: With --insecure, listen for other machines too; anyone on the network can then read and change
-            models.
+        force_insecure: With --insecure, listen for other machines too: anyone on the way can read and change models.
         host: Address to listen on; by default 0.0.0.0, all of this machine's, or 127.0.0.1 with --insecure.
         port: Port to listen on.
         round_timeout: Seconds after which a round is closed with the uploads received.
