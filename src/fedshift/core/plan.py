@@ -12,11 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..data.image_transforms import Augmentation
-from ..data.samples import Samples
 from ..nn.dropout import dropout_key
 from ..utils.errors import UsageError
-from ..utils.random_streams import stream
 from ..utils.state import State, clone
 from .method import Method
 from .optimizer import SGD, Optimizer
@@ -35,9 +32,8 @@ class Plan:
     ``module`` is a stateless template, after surgery; ``initial`` the state that server and clients start from;
     ``loaded``, ``sent`` and ``trained`` are sets of entry names; ``extra_entries`` and ``extra_trained`` what the rules add on each
     client, by prefixed name; ``freeze_from`` the round (from 0) from which statistics are frozen; ``smallest_batch`` is
-    2 where the model cannot train on one sample; ``augment`` is what is done to training images; ``precision`` is what
-    layers compute in, while parameters, statistics, losses and updates keep their types; ``seed`` is that of the trial,
-    with which the server's draws are keyed.
+    2 where the model cannot train on one sample; ``precision`` is what layers compute in, while parameters, statistics,
+    losses and updates keep their types; ``seed`` is that of the trial, with which the server's draws are keyed.
     """
 
     method: Method
@@ -54,7 +50,6 @@ class Plan:
     optimizer: Optimizer
     loss: Loss
     smallest_batch: int
-    augment: Augmentation | None = None
     precision: Precision = "float32"
     seed: int = 0
 
@@ -137,13 +132,6 @@ class Plan:
         if self.image_format == torch.contiguous_format:
             return clone(state)
         return {name: to_memory_format(tensor.clone(), self.image_format) for name, tensor in state.items()}
-
-    def training_inputs(self, data: Samples, index: Tensor, seed: int, client: str, step: int) -> Tensor:
-        """Inputs of one local step, augmented as a function of ``(seed, client, step)`` alone."""
-        change = self.augment
-        if change is None:
-            return data.inputs(index, self.dtype)
-        return data.inputs(index, self.dtype, lambda x: change(x, stream(seed, "augment", client, step)))
 
     def require_shared(self, purpose: str) -> None:
         """Raise :class:`UsageError` where clients load no parameter that is trained."""

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from ..data.image_transforms import Augmentation
 from ..nn.dropout import key_dropouts
 from ..nn.linear import use_fast_linear
 from ..utils.errors import UsageError
@@ -51,7 +50,6 @@ def prepare(
     work: Work | None = None,
     optimizer: Optimizer | None = None,
     loss: Loss = nn.functional.cross_entropy,
-    augment: Augmentation | None = None,
     precision: Precision = "float32",
     sample: Tensor | None = None,
     rounds: int = 1,
@@ -60,8 +58,7 @@ def prepare(
 ) -> Plan:
     """Resolve ``method`` against ``model``.
 
-    ``loss(outputs, labels)`` is the mean over a batch, ``augment`` what is done to its images, ``precision`` what
-    layers compute in. ``sample``: inputs ``[1, ...]`` of one sample, with which the model is tried once. ``work`` and
+    ``loss(outputs, labels)`` is the mean over a batch, ``precision`` what layers compute in. ``sample``: inputs ``[1, ...]`` of one sample, with which the model is tried once. ``work`` and
     ``optimizer`` are the experiment's, of which a method may change fields; ``rounds``: how many there will be;
     ``clients``: how many train in all; ``seed``: what the server's draws are keyed with. Surgery that draws weights
     uses torch's generator. Raises :class:`UsageError` where the scope matches nothing, loads what nobody sends, parts
@@ -96,7 +93,7 @@ def prepare(
         trained=trained, extra_entries={}, extra_trained=frozenset(), freeze_from=float("inf"),
         work=_resolve_work(method, work or Work(epochs=1), clients),
         optimizer=_override_settings(optimizer, method.optimizer, method),
-        loss=loss, augment=augment, smallest_batch=1, precision=precision, seed=seed,
+        loss=loss, smallest_batch=1, precision=precision, seed=seed,
     )  # fmt: skip
     plan = add_extra_entries(plan)
     if method.freeze:

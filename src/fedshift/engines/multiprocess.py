@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from ..core.kernel import ClientState, ServerState
 from ..core.plan import Plan
+from ..data.image_transforms import Augmentation
 from ..utils.errors import FedshiftError
 from .engine import ClientResult, Data, Engine
 from .shared_memory import pickle_without_tensors
@@ -26,12 +27,12 @@ class ProcessEngine(Engine):
 
     @override
     @classmethod
-    def refusal(cls, plan: Plan, data: Data) -> str | None:
+    def refusal(cls, plan: Plan, data: Data, augment: Augmentation | None = None) -> str | None:
         device = next(iter(data.values())).y.device.type
         if device != "cpu":
             return f"uses processors, but the device is {device}"
         try:
-            pickle_without_tensors(plan)
+            pickle_without_tensors((plan, augment))
         except Exception as error:
             return f"cannot send {plan.method.name} or the model to another process ({error})"
         return None

@@ -26,6 +26,7 @@ from typing_extensions import override
 
 from ..core.kernel import ClientState, ServerState
 from ..core.plan import Plan
+from ..data.image_transforms import Augmentation
 from ..utils.errors import FedshiftError
 from ..utils.processors import available_processors
 from ..utils.profiling import add_seconds, timed_section
@@ -45,8 +46,10 @@ class Pool(ProcessEngine):
 
     _numbers = count()
 
-    def __init__(self, plan: Plan, data: Data, seed: int, workers: int | None = None) -> None:
-        super().__init__(plan, data, seed, workers)
+    def __init__(
+        self, plan: Plan, data: Data, seed: int, workers: int | None = None, augment: Augmentation | None = None
+    ) -> None:
+        super().__init__(plan, data, seed, workers, augment)
         self._number = next(self._numbers)
         self._buffers: tuple[SharedMemoryBuffer, SharedMemoryBuffer] | None = None
         self._informed: list[_WorkerHandle] = []
@@ -56,10 +59,10 @@ class Pool(ProcessEngine):
 
     @override
     @classmethod
-    def refusal(cls, plan: Plan, data: Data) -> str | None:
+    def refusal(cls, plan: Plan, data: Data, augment: Augmentation | None = None) -> str | None:
         if os.name != "posix":
             return "shares memory in a way that this operating system does not have"
-        return super().refusal(plan, data)
+        return super().refusal(plan, data, augment)
 
     @override
     def close(self) -> None:
@@ -113,7 +116,7 @@ class Pool(ProcessEngine):
         """Let ``hands`` know the trial, if they do not, and what the server broadcasts."""
         if self._buffers is None:
             shelves = SharedMemoryBuffer(), SharedMemoryBuffer()
-            self._trial = shelves[0].write((self.plan, self.data, self.seed))
+            self._trial = shelves[0].write((self.plan, self.data, self.seed, 1, self.augment))
             self._buffers = shelves
         laid = self._buffers[1].write(server)
         self._informed = [hand for hand in self._informed if hand.process.poll() is None]

@@ -24,6 +24,7 @@ from typing_extensions import override
 
 from ..core.kernel import ClientState, ServerState
 from ..core.plan import Plan
+from ..data.image_transforms import Augmentation
 from ..data.samples import Samples
 from ..utils.allocator import keep_freed_memory
 from ..utils.errors import FedshiftError, UsageError
@@ -46,8 +47,10 @@ PATIENCE = 10.0
 class Ray(ProcessEngine):
     """Runs what can be sent to another process, on CPUs, where the package ``ray`` is installed."""
 
-    def __init__(self, plan: Plan, data: Data, seed: int, workers: int | None = None) -> None:
-        super().__init__(plan, data, seed, workers)
+    def __init__(
+        self, plan: Plan, data: Data, seed: int, workers: int | None = None, augment: Augmentation | None = None
+    ) -> None:
+        super().__init__(plan, data, seed, workers, augment)
         self._ray: Any = None
         self._plan: Any = None
         self._known: list[Any] = []
@@ -55,10 +58,10 @@ class Ray(ProcessEngine):
 
     @override
     @classmethod
-    def refusal(cls, plan: Plan, data: Data) -> str | None:
+    def refusal(cls, plan: Plan, data: Data, augment: Augmentation | None = None) -> str | None:
         if find_spec("ray") is None:
             return "needs the package ray (pip install 'fedshift[ray]')"
-        return super().refusal(plan, data)
+        return super().refusal(plan, data, augment)
 
     @override
     def close(self) -> None:
@@ -69,7 +72,7 @@ class Ray(ProcessEngine):
         with timed_section("start"):
             self._ray = _connect(self.workers)
         with timed_section("hand over"):
-            self._plan = self._plan or self._ray.put(serialize(self.plan))
+            self._plan = self._plan or self._ray.put(serialize((self.plan, self.augment)))
             self._known = [self._plan, self._ray.put(serialize(server))]  # in a list: fetched by who has them not yet
         there = int(self._ray.cluster_resources().get("CPU", 0))
         if not there:
@@ -116,13 +119,14 @@ def train_client(
 ) -> tuple[SerializedTensors, Seconds]:
     """One client's outcome, or the error that there was instead, and the seconds of its parts: a worker's task.
 
-    ``known``: where plan and broadcast lie.
+    ``known``: where the plan with its augmentation, and the broadcast, lie.
     """
     torch.set_num_threads(1)
 
     def trained() -> ClientResult:
-        plan, server = map(_fetch, known)
-        return Sequential(plan, {name: deserialize(samples)}, seed).train_client(server, name, deserialize(client))
+        (plan, augment), server = map(_fetch, known)
+        engine = Sequential(plan, {name: deserialize(samples)}, seed, augment=augment)
+        return engine.train_client(server, name, deserialize(client))
 
     with keep_freed_memory(), record_seconds() as seconds:
         done = capture_error(trained)

@@ -36,21 +36,17 @@ class Sequential(Engine):
         losses: list[Tensor] = []
         sizes: list[int] = []
         for step, index in iterate_batches(self.seed, name, len(data), bounds, coming):
-            job, loss = client_step_(plan, job, *self._batch(name, step, index))
+            job, loss = client_step_(plan, job, *self._timed_batch(name, step, index))
             losses.append(loss)
             sizes.append(len(index))
         job = replace(job, apart=True)
         for step, index in iterate_batches(self.seed, name, len(data), bounds, self.apart(client, len(bounds))):
-            job, _ = client_step_(plan, job, *self._batch(name, step, index))
+            job, _ = client_step_(plan, job, *self._timed_batch(name, step, index))
         done, update = client_final(plan, job)
         per_step = torch.stack(losses).double().cpu()
         refuse_divergence(per_step, {**done.personal, **update.shared}, name, server)
         return ClientResult(client=done, update=update, loss_sum=total_loss(per_step, sizes))
 
-    def _batch(self, name: str, step: int, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Inputs, labels and dropout key of one step."""
-        data = self.data[name]
+    def _timed_batch(self, name: str, step: int, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         with timed_section("data"):
-            index = index.to(data.y.device)
-            key = self.dropout_key(name, step, data.y.device)
-            return self.plan.training_inputs(data, index, self.seed, name, step), data.y[index], key
+            return *self.load_batch(name, step, index), self.step_key(name, step)

@@ -32,6 +32,7 @@ from ..core.optimizer import SGD
 from ..core.plan import Plan
 from ..core.rule import Rule
 from ..core.work import iterate_batches
+from ..data.image_transforms import Augmentation
 from ..nn.linear import vmapped_lanes
 from ..utils.profiling import timed_section
 from ..utils.state import State, nbytes, pick
@@ -73,13 +74,15 @@ class _Lane:
 class Stacked(Engine):
     """Runs what ``torch.vmap`` can run; ``width``: lanes at most that are stepped together."""
 
-    def __init__(self, plan: Plan, data: Data, seed: int, workers: int | None = None) -> None:
-        super().__init__(plan, data, seed, workers)
+    def __init__(
+        self, plan: Plan, data: Data, seed: int, workers: int | None = None, augment: Augmentation | None = None
+    ) -> None:
+        super().__init__(plan, data, seed, workers, augment)
         self.width = count_lanes(plan, data, len(data))
 
     @override
     @classmethod
-    def refusal(cls, plan: Plan, data: Data) -> str | None:
+    def refusal(cls, plan: Plan, data: Data, augment: Augmentation | None = None) -> str | None:
         split = next(iter(data.values()))
         count = plan.smallest_batch
         job = client_init(plan, init_client(plan), init_server(plan), planned_steps=1)
@@ -144,7 +147,9 @@ class Stacked(Engine):
                     together.setdefault(kind, []).append(number)
             for members in together.values():
                 with timed_section("data"):
-                    x, y, keys = self._batch([(lanes[number].name, *turns[number][at]) for number in members])
+                    taken = [(lanes[number].name, *turns[number][at]) for number in members]
+                    x, y = map(torch.stack, zip(*(self.load_batch(*each) for each in taken), strict=True))
+                    keys = torch.stack([self.step_key(name, step) for name, step, _ in taken])
                 first = jobs[members[0]]
                 template = first if first.apart else replace(first, done=first.start + at)
                 if len(members) == len(lanes):
@@ -156,17 +161,6 @@ class Stacked(Engine):
                 for number, value in zip(members, loss.unbind(), strict=True):
                     losses[number].append(value)
         return stack, losses
-
-    def _batch(self, taken: Sequence[tuple[str, int, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
-        """Inputs ``[lanes, B, ...]``, labels ``[lanes, B]`` and dropout keys ``[lanes]`` of one step."""
-        x, y, keys = [], [], []
-        for name, step, index in taken:
-            data = self.data[name]
-            index = index.to(data.y.device)
-            x.append(self.plan.training_inputs(data, index, self.seed, name, step))
-            y.append(data.y[index])
-            keys.append(self.dropout_key(name, step, data.y.device))
-        return torch.stack(x), torch.stack(y), torch.stack(keys)
 
 
 def count_lanes(plan: Plan, data: Data, clients: int) -> int:

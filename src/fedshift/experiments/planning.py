@@ -39,7 +39,6 @@ def make_plan(
             work=settings.work,
             optimizer=settings.optimizer,
             loss=settings.loss.resolve(labels),
-            augment=settings.augment,
             precision=settings.precision,
             sample=sample,
             rounds=settings.rounds,

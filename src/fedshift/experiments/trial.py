@@ -135,7 +135,7 @@ class Trial:
             settings, clients = self.settings, len(self.settings.draw_participants(self.seed, 1, self.clients.names))
             self.choice = choose_engine(
                 self.plan, self.train, clients=clients, rounds=settings.rounds, workers=settings.workers,
-                apart="trained" in settings.moments,
+                augment=settings.augment, apart="trained" in settings.moments,
             )  # fmt: skip
         return self.choice
 
@@ -152,7 +152,7 @@ class Trial:
                 "moments='trained' measures clients' models after local work, which the identity engine never "
                 "computes: use the sequential engine, or auto"
             )
-        return ENGINES[choice.engine](self.plan, self.train, self.seed, self.settings.workers)
+        return ENGINES[choice.engine](self.plan, self.train, self.seed, self.settings.workers, self.settings.augment)
 
     def _draw_participants(self, number: int) -> tuple[str, ...]:
         """The clients that are asked to take part in round ``number``."""
@@ -309,7 +309,9 @@ class Trial:
         """What makes models for clients that never trained."""
         if self._unseen_clients is None or self._unseen_clients.server is not self.server:
             samples = {name: len(self.train[name]) for name in self.clients.seen}
-            self._unseen_clients = UnseenClientModels(self.plan, self.server, self.clients, samples)
+            self._unseen_clients = UnseenClientModels(
+                self.plan, self.server, self.clients, samples, self.settings.augment
+            )
         return self._unseen_clients
 
     def make_network(self) -> nn.Module:

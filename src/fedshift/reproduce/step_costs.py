@@ -18,8 +18,10 @@ from ..core.kernel import client_final, client_init, client_step_, init_client, 
 from ..core.plan import Plan, forward
 from ..core.server_round import StreamingAggregator
 from ..core.work import Work
+from ..data.image_transforms import Augmentation
 from ..data.samples import Samples
 from ..engines.cost_model import limit_threads
+from ..engines.engine import training_inputs
 from ..engines.identity import Identity
 from ..results.checkpoint import save_checkpoint
 from ..utils.allocator import keep_freed_memory
@@ -55,7 +57,9 @@ class VisitCosts:
     save: float
 
 
-def time_steps(plan: Plan, shape: tuple[int, ...], *, pixels: bool, classes: int) -> StepCosts:
+def time_steps(
+    plan: Plan, shape: tuple[int, ...], *, pixels: bool, classes: int, augment: Augmentation | None = None
+) -> StepCosts:
     """Time steps of ``plan`` and looks on made up samples of this shape, uint8 where they are ``pixels``."""
     many = min(MANY, max(LEAST, NUMBERS // max(1, torch.Size(shape).numel())))
     with torch_stream(0, "timing"), keep_freed_memory():
@@ -67,7 +71,7 @@ def time_steps(plan: Plan, shape: tuple[int, ...], *, pixels: bool, classes: int
         def step(batch: int) -> Callable[[], object]:
             index = torch.arange(batch)
             return lambda: client_step_(
-                plan, job, plan.training_inputs(split, index, 0, "client", 0), split.y[index], key
+                plan, job, training_inputs(split, index, plan.dtype, augment, 0, "client", 0), split.y[index], key
             )
 
         small, large = _time_on_one_thread(step(FEW)), _time_on_any_threads(step(many))

@@ -135,7 +135,9 @@ class TimeEstimates:
             )  # fmt: skip
 
         def timed() -> dict[str, Any]:
-            return asdict(self._time_steps(plan(), shape, pixels=sizes.pixels, classes=classes))
+            return asdict(
+                self._time_steps(plan(), shape, pixels=sizes.pixels, classes=classes, augment=settings.augment)
+            )
 
         if (one := repr((network, form))) not in self._steps:
             self._steps[one] = StepCosts(**cached_measurement("steps.json", one, timed))

@@ -177,7 +177,7 @@ class Site:
             raise RefusedMessage(f"{asked['experiment']!r} is no experiment's name")
         folder = self.folder / str(asked["experiment"]) / f"{to_file_name(method.name)}-seed{seed}"
         return _Trial(
-            plan=plan, data=data, engine=Sequential(plan, {client.name: client.train}, seed),
+            plan=plan, data=data, engine=Sequential(plan, {client.name: client.train}, seed, augment=settings.augment),
             kept=SiteState(folder, client.name, plan, data.fingerprint),
         )  # fmt: skip
 
