@@ -8,16 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from ..utils.errors import UsageError
 from ..utils.state import State, clone
-
-if TYPE_CHECKING:
-    from .plan import Plan
+from .requirements import Requirements
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -48,8 +45,8 @@ class Uploads:
 class Aggregation(Protocol):
     """A function of :class:`Uploads`.
 
-    One with a method ``bind(plan)`` is replaced, before anything starts, by what that returns. One with a method
-    ``check(plan, clients)`` may refuse a number of clients a round.
+    One with a method ``bind(plan)`` is replaced, before anything starts, by what that returns. One with an attribute
+    ``requires`` (:class:`~fedshift.core.requirements.Requirements`) is refused where these are not met.
     """
 
     def __call__(self, uploads: Uploads) -> State:
@@ -154,15 +151,15 @@ def squared_distances(uploads: Uploads) -> Tensor:
 
 
 class RobustAggregation:
-    """An aggregation that tolerates clients whose uploads are arbitrary; ``min_clients``: clients that it needs a round."""
+    """An aggregation that tolerates clients whose uploads are arbitrary, if at least ``min_clients`` take part."""
 
-    min_clients: int = 1
+    @property
+    def min_clients(self) -> int:
+        """Clients that must take part in a round."""
+        return 1
 
-    def check(self, plan: Plan, clients: int) -> None:
-        """Raise :class:`UsageError` where ``clients`` a round are too few, or send what is not aggregated robustly."""
-        plan.require_entries_alone("robust aggregation protects, so that one faulty client could move the rest at will")
-        if clients < self.min_clients:
-            raise UsageError(
-                f"{self!r} needs at least {self.min_clients} clients in a round, but {clients} take part: let more take "
-                "part, or tolerate fewer that are faulty"
-            )
+    @property
+    def requires(self) -> Requirements:
+        """What the rest of the method must be like."""
+        robust = "robust aggregation protects, so that one faulty client could move the rest at will"
+        return Requirements(entries_only=robust, min_clients=self.min_clients)

@@ -15,7 +15,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from ..core.method import Method
-from ..core.plan import Plan
 from ..core.rule import Rule, RuleContext
 from ..core.selection import Entry, last_layers
 from ..utils.errors import UsageError
@@ -44,19 +43,17 @@ class Clipping(Rule):
         return replace(self, names=frozenset(entry.name for entry in entries) - left_out)
 
     @override
-    def notices(self, plan: Plan) -> Iterator[str]:
-        size, name = plan.work.batch_size, plan.method.name
-        if size is not None and size <= SMALL_BATCH:
+    def notices(self, method: str, batch_size: int | None, params: State) -> Iterator[str]:
+        if batch_size is not None and batch_size <= SMALL_BATCH:
             yield (
-                f"{name} clips gradients of batches of {size}, where FedWon's authors leave clipping out (batches of "
+                f"{method} clips gradients of batches of {batch_size}, where FedWon's authors leave clipping out (batches of "
                 f"{SMALL_BATCH} or fewer): fedwon(agc=None) does, as do methods without agc"
             )
-        clipped = sorted(plan.trained & self.names)
-        pinned = [entry for entry in clipped if not plan.initial[entry].any()]
+        pinned = [name for name in sorted(params.keys() & self.names) if not params[name].any()]
         if pinned:
             more = f" and {len(pinned) - NAMED} more" if len(pinned) > NAMED else ""
             yield (
-                f"{name} clips the gradients of {', '.join(pinned[:NAMED])}{more}, which start at zero, to a norm of "
+                f"{method} clips the gradients of {', '.join(pinned[:NAMED])}{more}, which start at zero, to a norm of "
                 f"{self.clip * EPS:.3g} (clip * {EPS:g}) each until their own norm is above {EPS:g}: they hardly move "
                 "in a short run"
             )

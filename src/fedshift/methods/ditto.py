@@ -13,7 +13,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ..core.method import Method
-from ..core.plan import Plan
+from ..core.requirements import Requirements
 from ..core.rule import Rule, RuleContext
 from ..utils.errors import UsageError
 from ..utils.state import State
@@ -27,10 +27,7 @@ class PersonalModel(Rule):
     lam: float
     epochs: int | None = None
     personalizes = True
-
-    @override
-    def check(self, plan: Plan) -> None:
-        plan.require_shared("Ditto holds each client's model near the one that clients share")
+    requires = Requirements(shared_entries="Ditto holds each client's model near the one that clients share")
 
     @override
     def extra_entries(self, params: State, rest: State) -> tuple[State, State]:

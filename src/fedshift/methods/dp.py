@@ -22,8 +22,7 @@ from torch import Tensor
 
 from ..core.aggregation import StreamingMean, Uploads, cast_to
 from ..core.method import Method
-from ..core.plan import Plan
-from ..core.selection import norm_layers
+from ..core.requirements import Requirements
 from ..utils.errors import UsageError
 from ..utils.random_streams import stream
 from ..utils.state import State, clone
@@ -42,6 +41,10 @@ class PrivateMean:
     noise_multiplier: float
     delta: float
     secret: bool
+    requires = Requirements(
+        entries_only="dp clips, which noise does not hide",
+        no_constant_buffers="to which dp would add noise even if it is a constant",
+    )
 
     def __post_init__(self) -> None:
         if not (self.clipping_norm > 0 and 0 <= self.noise_multiplier < inf and 0 < self.delta < 1):
@@ -74,18 +77,6 @@ class PrivateMean:
                 after = torch.where(after < 0, before[name].double(), after)
             folded[name] = cast_to(after, before[name].dtype)
         return folded
-
-    def check(self, plan: Plan, clients: int) -> None:
-        """Refuse what noise does not hide, and buffers that noise would spoil."""
-        plan.require_entries_alone("dp clips, which noise does not hide")
-        for entry in plan.entries:
-            sent = entry.name in plan.sent and plan.initial[entry.name].is_floating_point()
-            if sent and entry.is_buffer and not norm_layers(entry):
-                kind = type(entry.owner).__name__
-                raise UsageError(
-                    f"method {plan.method.name!r}: entry {entry.name!r} is a buffer of a {kind}, to which dp would add "
-                    "noise even if it is a constant: register it with persistent=False, or keep it on clients"
-                )
 
     def _draw_noise(self, uploads: Uploads, name: str) -> Tensor:
         """Standard normal draws for entry ``name``, float64."""

@@ -17,6 +17,7 @@ from ..core.aggregation import Uploads, average_uploads, cast_to, stack_entry
 from ..core.method import Method
 from ..core.optimizer import SGD
 from ..core.plan import Plan
+from ..core.requirements import Requirements
 from ..utils.errors import UsageError
 from ..utils.state import State
 from .fedavg import fedavg
@@ -29,24 +30,23 @@ class NormalizedAveraging:
 
     optimizer: SGD = field(default_factory=lambda: SGD(lr=0.0), repr=False)
     mu: float = field(default=0.0, repr=False)
+    requires = Requirements(
+        plain_steps="FedNova's normalization by the number of steps",
+        momentum=True,
+        several_steps="FedNova makes up for different numbers of local steps, but every client takes one",
+    )
 
     def bind(self, plan: Plan) -> Self:
         """Return the aggregation for the local steps of ``plan``.
 
-        Refuses local work whose change is not a known sum of gradients, or where there is nothing to normalize.
+        Refuses local work whose change is not a known sum of gradients.
         """
-        plan.require_plain_path("FedNova's normalization by the number of steps", momentum=True)
         optimizer = cast("SGD", plan.optimizer)
         mu = sum(rule.mu for rule in plan.method.rules if isinstance(rule, Proximal))
         if optimizer.lr * mu >= 1:
             raise UsageError(
                 f"method {plan.method.name!r}: FedNova's normalization holds where no step overshoots the proximal "
                 f"term, lr * mu < 1, not for lr={optimizer.lr:g} and mu={mu:g}: lower one of the two"
-            )
-        if plan.method.work.get("batches") == 1:
-            raise UsageError(
-                f"method {plan.method.name!r}: FedNova makes up for different numbers of local steps, but every client "
-                "takes one: leave it out"
             )
         return replace(self, optimizer=optimizer, mu=mu)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing_extensions import override
 
 from ..core.method import Method
-from ..core.plan import Plan
+from ..core.requirements import Requirements
 from ..core.rule import Rule, RuleContext
 from ..utils.errors import UsageError
 from ..utils.state import State
@@ -25,15 +25,11 @@ class Proximal(Rule):
 
     mu: float
 
-    @override
-    def check(self, plan: Plan) -> None:
-        plan.require_unique(self)
-        plan.require_shared("FedProx holds parameters near those that the server sent")
-        if plan.method.work.get("batches") == 1:
-            raise UsageError(
-                f"method {plan.method.name!r}: FedProx has no effect on one local step, which starts at the server's "
-                "parameters: leave it out"
-            )
+    requires = Requirements(
+        unique=True,
+        shared_entries="FedProx holds parameters near those that the server sent",
+        several_steps="FedProx has no effect on one local step, which starts at the server's parameters",
+    )
 
     @override
     def transform_grads(self, grads: State, params: State, context: RuleContext) -> State:

@@ -13,6 +13,7 @@ from typing import Self
 from typing_extensions import override
 
 from ..core.method import Method
+from ..core.requirements import Requirements
 from ..core.rule import Rule, RuleContext
 from ..core.selection import Entry, parse_selection
 from ..utils.errors import UsageError
@@ -27,7 +28,7 @@ class HeadThenBody(Rule):
     layers: int | str
     head: frozenset[str] = field(default=frozenset(), repr=False)
     body: frozenset[str] = field(default=frozenset(), repr=False)
-    needs_step_budget = True
+    requires = Requirements(step_budget=True)
 
     @override
     def bind(self, entries: tuple[Entry, ...]) -> Self:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 from ..core.aggregation import RobustAggregation, Uploads, squared_distances, weighted_mean
 from ..core.method import Method
 from ..utils.errors import UsageError
@@ -30,9 +32,11 @@ class Krum(RobustAggregation):
             raise UsageError(
                 f"krum: num_malicious={self.num_malicious} and num_selected={self.num_selected}: give 0 or more, and 1 or more"
             )
-        object.__setattr__(
-            self, "min_clients", max(2 * self.num_malicious + 3, (self.num_selected or 1) + self.num_malicious + 2)
-        )
+
+    @property
+    @override
+    def min_clients(self) -> int:
+        return max(2 * self.num_malicious + 3, (self.num_selected or 1) + self.num_malicious + 2)
 
     def __call__(self, uploads: Uploads) -> State:
         """The server's entries after the round."""

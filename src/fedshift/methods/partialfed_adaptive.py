@@ -17,7 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ..core.method import Method
-from ..core.plan import Plan
+from ..core.requirements import Requirements
 from ..core.rule import Rule, RuleContext
 from ..core.selection import Entry, norm_statistics
 from ..nn.dropout import draw_bits
@@ -38,6 +38,7 @@ class Gates(Rule):
     layers: tuple[tuple[str, ...], ...] = field(default=(), repr=False)
     statistics: tuple[str, ...] = field(default=(), repr=False)
     personalizes = True
+    requires = Requirements(loads_everything="partialfed_adaptive chooses which layers to load")
 
     @override
     def bind(self, entries: tuple[Entry, ...]) -> Self:
@@ -47,14 +48,6 @@ class Gates(Rule):
             if entry.name not in statistics:
                 layers.setdefault(id(entry.owner), []).append(entry.name)
         return replace(self, layers=tuple(map(tuple, layers.values())), statistics=statistics)
-
-    @override
-    def check(self, plan: Plan) -> None:
-        if plan.personal or not plan.loaded:
-            raise UsageError(
-                f"method {plan.method.name!r}: partialfed_adaptive chooses which layers to load, but another part of "
-                f"the method already keeps {min(plan.personal)!r} on the client: use one of the two"
-            )
 
     @override
     def extra_entries(self, params: State, rest: State) -> tuple[State, State]:

@@ -18,7 +18,7 @@ import torch
 from typing_extensions import override
 
 from ..core.method import Method
-from ..core.plan import Plan
+from ..core.requirements import Requirements
 from ..core.rule import Rule, RuleContext
 from ..core.server_optimizer import Scaled
 from ..utils.state import State
@@ -28,11 +28,11 @@ from .fedavg import fedavg
 class ControlVariates(Rule):
     """Keeps c_i on the client and c on the server; only the change of c_i travels."""
 
-    @override
-    def check(self, plan: Plan) -> None:
-        plan.require_unique(self)
-        plan.require_shared("SCAFFOLD corrects the drift of what clients share")
-        plan.require_plain_path("SCAFFOLD's control variate")
+    requires = Requirements(
+        unique=True,
+        shared_entries="SCAFFOLD corrects the drift of what clients share",
+        plain_steps="SCAFFOLD's control variate",
+    )
 
     @override
     def client_memory(self, params: State, rest: State) -> State:

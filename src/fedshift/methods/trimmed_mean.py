@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 from ..core.aggregation import RobustAggregation, Uploads, compute_trimmed_mean
 from ..core.method import Method
 from ..utils.errors import UsageError
@@ -23,7 +25,11 @@ class TrimmedMean(RobustAggregation):
     def __post_init__(self) -> None:
         if self.trim < 1:
             raise UsageError(f"trimmed_mean: trim={self.trim}: give 1 or more; 0 would be the mean")
-        object.__setattr__(self, "min_clients", 2 * self.trim + 1)
+
+    @property
+    @override
+    def min_clients(self) -> int:
+        return 2 * self.trim + 1
 
     def __call__(self, uploads: Uploads) -> State:
         """The server's entries after the round."""
