@@ -13,11 +13,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..nn.dropout import dropout_key
-from ..utils.errors import UsageError
 from ..utils.state import State, clone
 from .method import Method
-from .optimizer import SGD, Optimizer
-from .rule import Rule
+from .optimizer import Optimizer
 from .selection import Entry, norm_statistics
 from .work import Work
 
@@ -43,8 +41,8 @@ class Plan:
     loaded: frozenset[str]
     sent: frozenset[str]
     trained: frozenset[str]
-    extra_entries: State
-    extra_trained: frozenset[str]
+    extra_params: tuple[State, ...]
+    extra_rest: tuple[State, ...]
     freeze_from: float
     work: Work
     optimizer: Optimizer
@@ -133,55 +131,26 @@ class Plan:
             return clone(state)
         return {name: to_memory_format(tensor.clone(), self.image_format) for name, tensor in state.items()}
 
-    def require_shared(self, purpose: str) -> None:
-        """Raise :class:`UsageError` where clients load no parameter that is trained."""
-        if self.method.pooled or not self.trained & self.loaded:
-            where = "with all data in one place" if self.method.pooled else "here"
-            raise UsageError(f"method {self.method.name!r}: {purpose}, of which there is none {where}: leave it out")
+    @cached_property
+    def rule_names(self) -> tuple[str, ...]:
+        """Unique names of the rules, which tell their states apart in checkpoints and uploads."""
+        return tuple(f"{index}.{type(rule).__name__.lower()}" for index, rule in enumerate(self.method.rules))
 
-    def require_unique(self, rule: Rule) -> None:
-        """Raise :class:`UsageError` where the method has another rule of the same kind."""
-        if sum(type(other) is type(rule) for other in self.method.rules) > 1:
-            raise UsageError(f"method {self.method.name!r} has {rule.source_method} twice: leave one of the two out")
+    @cached_property
+    def extra_names(self) -> tuple[dict[str, str], ...]:
+        """Names of each rule's extra entries in local training, beside the model's, by their names in the rule."""
+        return tuple(
+            {entry: f"{name}/{entry}" for entry in (*params, *rest)}
+            for name, params, rest in zip(self.rule_names, self.extra_params, self.extra_rest, strict=True)
+        )
 
-    def require_entries_alone(self, why: str) -> None:
-        """Raise :class:`UsageError` where clients send a rule's memory, too, which the server adds up unseen.
-
-        ``why``: what the method does with entries and not with that memory, as the end of a sentence.
-        """
-        for rule in self.method.rules:
-            if type(rule).aggregate_memory is not Rule.aggregate_memory:
-                raise UsageError(
-                    f"method {self.method.name!r}: {rule.source_method} sends more than the entries that {why}: leave one of "
-                    "the two out"
-                )
-
-    def require_plain_path(self, what: str, *, momentum: bool = False) -> None:
-        """Raise :class:`UsageError` unless each local step moves every parameter along its gradient.
-
-        ``momentum``: whether along those of the round's earlier steps, too.
-        """
-        optimizer = self.optimizer
-        if not isinstance(optimizer, SGD) or (optimizer.momentum and (optimizer.keep or not momentum)):
-            which, fix = (
-                ("SGD whose momentum starts anew each round", "sgd, and momentum that is not kept")
-                if momentum
-                else ("SGD without momentum", "sgd with momentum=0")
-            )
-            raise UsageError(f"{what} holds for {which}, not for {optimizer}: use {fix}, or another method")
-        for rule in self.method.rules:
-            if (
-                type(rule).init_local is not Rule.init_local
-                or type(rule).trainable_at_step is not Rule.trainable_at_step
-            ):
-                raise UsageError(
-                    f"method {self.method.name!r}: {what} holds where every step moves every parameter from what was "
-                    f"loaded, which {rule.source_method} changes: leave one of the two out"
-                )
-
-    def rule_prefix(self, index: int) -> str:
-        """Prefix under which the rule at ``index`` keeps its memories, so that chained rules never meet."""
-        return f"{index}.{type(self.method.rules[index]).__name__.lower()}"
+    @cached_property
+    def extra_trained(self) -> tuple[frozenset[str], ...]:
+        """Names of each rule's extra parameters in local training."""
+        return tuple(
+            frozenset(names[entry] for entry in params)
+            for names, params in zip(self.extra_names, self.extra_params, strict=True)
+        )
 
 
 def compute_outputs(plan: Plan, state: State, x: Tensor) -> Tensor:

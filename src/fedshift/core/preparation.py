@@ -18,8 +18,8 @@ from torch.nn.utils.weight_norm import WeightNorm
 from ..nn.dropout import key_dropouts
 from ..nn.linear import use_fast_linear
 from ..utils.errors import UsageError
-from ..utils.state import State, add_prefix, clone, pick
-from .aggregation import average_uploads
+from ..utils.state import clone, pick
+from .compatibility import check_compatibility
 from .method import Method
 from .optimizer import Optimizer
 from .plan import Loss, Plan, Precision, forward
@@ -90,7 +90,7 @@ def prepare(
         raise UsageError(f"method {method.name!r} trains no parameter of the model: leave some requires_grad=True")
     plan = Plan(
         method=replace(method, rules=rules), module=template, entries=found, initial=initial, loaded=loaded, sent=sent,
-        trained=trained, extra_entries={}, extra_trained=frozenset(), freeze_from=float("inf"),
+        trained=trained, extra_params=(), extra_rest=(), freeze_from=float("inf"),
         work=_resolve_work(method, work or Work(epochs=1), clients),
         optimizer=_override_settings(optimizer, method.optimizer, method),
         loss=loss, smallest_batch=1, precision=precision, seed=seed,
@@ -99,7 +99,7 @@ def prepare(
     if method.freeze:
         norm_statistics.names(found)
         plan = replace(plan, freeze_from=method.freeze.rounds(rounds))
-    _check(plan)
+    check_compatibility(plan)
     if bind := getattr(method.aggregate, "bind", None):
         plan = replace(plan, method=replace(plan.method, aggregate=bind(plan)))
     plan = replace(plan, smallest_batch=_smallest_batch(plan, sample)) if sample is not None else plan
@@ -130,38 +130,10 @@ def _override_settings(settings: Settings, changes: Mapping[str, Any], method: M
 
 
 def add_extra_entries(plan: Plan) -> Plan:
-    """``plan`` with what its rules add on a client that starts from ``plan.initial``."""
+    """Return ``plan`` with the entries that its rules add on a client that starts from ``plan.initial``."""
     params, rest = pick(plan.initial, plan.trained), pick(plan.initial, frozenset(plan.initial) - plan.trained)
-    own: State = {}
-    trained: frozenset[str] = frozenset()
-    for index, rule in enumerate(plan.method.rules):
-        first, other = (add_prefix(plan.rule_prefix(index), part) for part in rule.extra_entries(params, rest))
-        own, trained = {**own, **first, **other}, trained | first.keys()
-    return replace(plan, extra_entries=own, extra_trained=trained)
-
-
-def _check(plan: Plan) -> None:
-    """Refuse parts of a method that do not go together."""
-    method = plan.method
-    for rule in method.rules:
-        rule.check(plan)
-    personalizing = [rule.source_method for rule in method.rules if rule.personalizes]
-    if len(personalizing) > 1:
-        raise UsageError(
-            f"method {method.name!r}: {' and '.join(personalizing)} both make the client's model: choose one of the two"
-        )
-    if method.pooled and personalizing:
-        raise UsageError(
-            f"method {method.name!r} pools all data but makes models of clients, of which pooling leaves none: "
-            "use centralized without a personal method"
-        )
-    nothing_to_fold = not plan.sent & plan.trained or method.pooled
-    if nothing_to_fold and (method.server is not None or method.aggregate is not average_uploads):
-        raise UsageError(
-            f"method {method.name!r} folds uploads in a way of its own, but there is nothing to fold: "
-            f"{'all data are in one place' if method.pooled else 'clients send nothing that they train'}; "
-            "use it without that part"
-        )
+    extra = [rule.extra_entries(params, rest) for rule in plan.method.rules]
+    return replace(plan, extra_params=tuple(each[0] for each in extra), extra_rest=tuple(each[1] for each in extra))
 
 
 def _refuse_unsupported(module: nn.Module) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from ..utils.state import State, add_prefix, entries_under, pick
+from ..utils.state import pick
 from .aggregation import StreamingMean, Uploads, average_uploads
 from .kernel import ServerState, Update
 from .plan import Plan
@@ -47,12 +47,11 @@ class StreamingAggregator:
         raw = [plan.method.weigh(update.weight) for update in ordered]
         sizes = [plan.method.weigh(self._sizes[name]) for name, _ in self._folded]
         everyone = sum(map(plan.method.weigh, self._sizes.values()))
-        memory: State = {}
-        for index, rule in enumerate(plan.method.rules):
-            prefix = plan.rule_prefix(index)
-            uploads = [entries_under(prefix, update.memory) for update in ordered]
-            shares = [size / everyone for size in sizes]
-            memory |= add_prefix(prefix, rule.aggregate_memory(entries_under(prefix, server.memory), uploads, shares))
+        shares = [size / everyone for size in sizes]
+        memory = tuple(
+            rule.aggregate_memory(server.memory[index], [update.memory[index] for update in ordered], shares)
+            for index, rule in enumerate(plan.method.rules)
+        )
         trained = plan.trained & plan.sent
         if self._mean:
             shared = self._mean.result()

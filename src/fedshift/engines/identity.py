@@ -91,7 +91,7 @@ class Identity(Engine):
             raise
         for number, (name, client) in enumerate(clients.items()):
             loss = total_loss(per_client[number : number + 1], [sizes[number]])
-            update = Update(shared=shared, memory={}, weight=float(sizes[number]), steps=1)
+            update = Update(shared=shared, weight=float(sizes[number]), steps=1)
             yield (
                 name,
                 ClientResult(client=ClientState(personal={}, steps=client.steps + 1), update=update, loss_sum=loss),

@@ -75,8 +75,13 @@ def _open_unnamed_file() -> int:
 
 def copy_out(value: Any) -> Any:
     """The dataclass ``value`` with its states in memory of this process, so that the shelf can be used again."""
-    held = {name: clone(each) for name, each in vars(value).items() if isinstance(each, dict)}
-    return type(value)(**{**vars(value), **held})
+
+    def copied(part: Any) -> Any:
+        if isinstance(part, tuple):
+            return tuple(map(copied, part))
+        return clone(part) if isinstance(part, dict) else part
+
+    return type(value)(**{name: copied(part) for name, part in vars(value).items()})
 
 
 def pickle_without_tensors(value: Any) -> tuple[list[Tensor], bytes]:

@@ -45,10 +45,6 @@ CACHE = 2**25
 ACTIVATIONS = 2**27
 """Bytes of layers' outputs that are held at a time."""
 
-PARTS = ("params", "rest", "optimizer", "memory")
-"""What each lane has of its own."""
-
-
 Batches = Sequence[tuple[int, Tensor]]
 """Steps, each with its number and the indices of its samples."""
 
@@ -122,7 +118,7 @@ class Stacked(Engine):
         per_lane = [torch.stack(each).double().cpu() for each in losses]
         broken = not _is_finite(stack)
         for number, (lane, job) in enumerate(zip(lanes, jobs, strict=True)):
-            own = {name: {entry: tensor[number] for entry, tensor in stack[name].items()} for name in PARTS}
+            own = tuple({entry: tensor[number] for entry, tensor in state.items()} for state in stack)
             done = replace(_replace_parts(job, own), done=job.start + len(lane.batches), samples=sum(lane.sizes))
             client, update = client_final(plan, done)
             doubtful = {**client.personal, **update.shared} if broken else {}
@@ -137,7 +133,7 @@ class Stacked(Engine):
     ) -> tuple[Stack, list[list[Tensor]]]:
         """The stack after each lane's steps in ``turns``, begun from ``jobs``, and the losses of each lane."""
         plan = self.plan
-        paced = any(rule.needs_step_budget for rule in plan.method.rules)
+        paced = any(rule.requires.step_budget for rule in plan.method.rules)
         losses: list[list[Tensor]] = [[] for _ in lanes]
         for at in range(max(map(len, turns))):
             together: dict[tuple[int, int], list[int]] = {}
@@ -177,17 +173,18 @@ def run_stacked_step(plan: Plan, job: LocalTrainingState, lanes: int, x: Tensor,
     return _step(plan, job, _stack_jobs([job] * lanes), x.expand(lanes, *x.shape), y.expand(lanes, -1), keys)
 
 
-Stack = dict[str, State]
-"""The parts of the lanes' jobs, each entry ``[lanes, ...]``."""
+Stack = tuple[State, ...]
+"""The lanes' parameters, other entries, optimizer states and memories of each rule, each entry ``[lanes, ...]``."""
 
 
 def _stack_jobs(jobs: Sequence[LocalTrainingState]) -> Stack:
-    return {name: _stack_states([getattr(job, name) for job in jobs]) for name in PARTS}
+    parts = [(job.params, job.rest, job.optimizer, *job.memory) for job in jobs]
+    return tuple(map(_stack_states, zip(*parts, strict=True)))
 
 
 def _replace_parts(job: LocalTrainingState, parts: Stack) -> LocalTrainingState:
-    params, rest, optimizer, memory = (parts[name] for name in PARTS)
-    return replace(job, params=params, rest=rest, optimizer=optimizer, memory=memory)
+    params, rest, optimizer, *memory = parts
+    return replace(job, params=params, rest=rest, optimizer=optimizer, memory=tuple(memory))
 
 
 def _stack_states(states: Sequence[State]) -> State:
@@ -209,28 +206,30 @@ def _step(
     """
 
     def descended(
-        params: State, rest: State, memory: State, x: Tensor, y: Tensor, key: Tensor
+        params: State, rest: State, memory: Stack, x: Tensor, y: Tensor, key: Tensor
     ) -> tuple[Tensor, Tensor, State]:
         return compute_objective(plan, replace(job, rest=rest, memory=memory), params, x, y, key)
 
-    def updated(grads: State, rest: State, own: Stack, key: Tensor) -> tuple[Stack, State]:
+    def updated(grads: State, rest: State, own: Stack, key: Tensor) -> Stack:
         lane = _replace_parts(job, own)
         after = update_(plan, lane, transform_gradients(plan, lane, grads, key), rest, 0)
-        return {"params": after.params, "optimizer": after.optimizer}, after.rest
+        return after.params, after.optimizer, after.rest
 
+    params, rest, optimizer, *memory = stack
     with timed_section("forward and backward"), vmapped_lanes():
-        leaves = {name: tensor.detach().requires_grad_() for name, tensor in stack["params"].items()}
-        total, loss, rest = torch.vmap(descended)(leaves, stack["rest"], stack["memory"], x, y, keys)
+        leaves = {name: tensor.detach().requires_grad_() for name, tensor in params.items()}
+        total, loss, rest = torch.vmap(descended)(leaves, rest, tuple(memory), x, y, keys)
         found = torch.autograd.grad(total.sum(), tuple(leaves.values()), materialize_grads=True)
         grads = dict(zip(leaves, found, strict=True))
         rest = {name: tensor.detach() for name, tensor in rest.items()}
     with timed_section("update"):
-        own = {**stack, "params": _make_writable(stack["params"]), "optimizer": _make_writable(stack["optimizer"])}
+        params, optimizer = _make_writable(params), _make_writable(optimizer)
+        own = params, stack[1], optimizer, *memory
         if _is_elementwise(plan):
             update_(plan, _replace_parts(job, own), grads, rest, 0)
         else:
             torch.vmap(updated)(grads, rest, own, keys)
-    return {**own, "rest": rest}, loss.detach()
+    return (params, rest, optimizer, *memory), loss.detach()
 
 
 def _is_elementwise(plan: Plan) -> bool:
@@ -246,22 +245,18 @@ def _make_writable(state: State) -> State:
 
 
 def _select_rows(stack: Stack, index: Tensor) -> Stack:
-    return {name: {entry: tensor[index] for entry, tensor in state.items()} for name, state in stack.items()}
+    return tuple({entry: tensor[index] for entry, tensor in state.items()} for state in stack)
 
 
 def _write_rows(stack: Stack, changed: Stack, index: Tensor) -> Stack:
     """``stack`` with the rows at ``index`` replaced by those of ``changed``."""
-    return {
-        name: {
-            entry: tensor.contiguous().index_copy_(0, index, changed[name][entry]) for entry, tensor in state.items()
-        }
-        for name, state in stack.items()
-    }
+    return tuple(
+        {entry: tensor.contiguous().index_copy_(0, index, rows[entry]) for entry, tensor in state.items()}
+        for state, rows in zip(stack, changed, strict=True)
+    )
 
 
 def _is_finite(stack: Stack) -> bool:
     """Whether all trained parameters and statistics are surely finite: then so are their sums."""
-    sums = [
-        tensor.sum() for name in ("params", "rest") for tensor in stack[name].values() if tensor.is_floating_point()
-    ]
+    sums = [tensor.sum() for state in stack[:2] for tensor in state.values() if tensor.is_floating_point()]
     return bool(torch.stack([value.double() for value in sums]).isfinite().all())

@@ -129,7 +129,7 @@ class UnseenClientModels:
         own = frozenset(entry.name for entry in plan.entries if batch_norm(entry))
         start = reestimate_statistics(plan, {**self._averaged, **pick(plan.initial, own & plan.personal)}, train)
         method = replace(plan.method, rules=())
-        alone = replace(plan, method=method, trained=tunable(plan), extra_entries={}, extra_trained=frozenset())
+        alone = replace(plan, method=method, trained=tunable(plan), extra_params=(), extra_rest=())
         return {**start, **pick(self._worked(alone, start, name, train, rounds), own)}
 
     @cached_property

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from ..core.architecture import architecture
+from ..core.compatibility import check_client_count
 from ..core.kernel import (
     ClientState,
     ServerState,
@@ -44,10 +45,12 @@ from ..results.checkpoint import load_facts, refuse_other, save_checkpoint
 from ..results.schema import Row
 from ..utils.errors import UsageError
 from ..utils.profiling import OPERATIONS, add_seconds, is_recording, timed_section
-from ..utils.state import State, add_prefix, entries_under
+from ..utils.state import State, entries_under, join_states, split_state
 from .client_store import MEMORY, ClientStore, remove_unused_segments
 from .planning import make_plan
 from .settings import Settings
+
+SERVER_PARTS = ("shared", "memory", "optimizer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,8 +116,7 @@ class Trial:
                     f"client {client.name!r} has one training sample, over which batch normalization has no variance: "
                     "leave the client out, or use a model without BatchNorm"
                 )
-        if check := getattr(method.aggregate, "check", None):
-            check(self.plan, len(settings.draw_participants(seed, 1, trained_on.names)))
+        check_client_count(method.aggregate, len(settings.draw_participants(seed, 1, trained_on.names)))
         if self.plan.personalizes:
             check_policy(self.plan, settings.unseen, {client.name: client.train for client in data.clients})
         self.measured = data.to(device)
@@ -125,7 +127,9 @@ class Trial:
         self.choice = None if settings.engine == "auto" else EngineChoice(engine=settings.engine, reason="as asked for")
         self._engine = self._make_engine(self.choice) if self.choice else None
         self.server = init_server(self.plan)
-        self.clients = ClientStore(self.train, lambda: init_client(self.plan), device, client_memory)
+        self.clients = ClientStore(
+            self.train, lambda: init_client(self.plan), device, client_memory, self.plan.rule_names
+        )
         self._unseen_clients: UnseenClientModels | None = None
 
     @property
@@ -341,10 +345,9 @@ class Trial:
         return {"round": self.server.round, "identity": self.identity, "engine": engine}
 
     def _server_tensors(self) -> State:
-        flat: State = {}
-        for kind in ("shared", "memory", "optimizer"):
-            flat |= add_prefix(f"server/{kind}", getattr(self.server, kind))
-        return flat
+        server = self.server
+        parts = server.shared, join_states(self.plan.rule_names, server.memory), server.optimizer
+        return join_states([f"server/{part}" for part in SERVER_PARTS], parts)
 
     def check_compatible(self, facts: Mapping[str, Any], seed: int) -> None:
         """Raise :class:`UsageError` unless a checkpoint with ``facts`` is of this trial, but under ``seed``."""
@@ -367,8 +370,10 @@ class Trial:
             name, threads = facts["engine"]
             self.choice = EngineChoice(engine=name, threads=threads, reason="as the run was begun")
         device = torch.device(self.settings.device)
-        parts = {
-            part: {name: tensor.to(device) for name, tensor in entries_under(f"server/{part}", tensors).items()}
-            for part in ("shared", "memory", "optimizer")
-        }
-        self.server = ServerState(round=facts["round"], **parts)
+        shared, memory, optimizer = (
+            {name: tensor.to(device) for name, tensor in entries_under(f"server/{part}", tensors).items()}
+            for part in SERVER_PARTS
+        )
+        self.server = ServerState(
+            round=facts["round"], shared=shared, memory=split_state(self.plan.rule_names, memory), optimizer=optimizer
+        )

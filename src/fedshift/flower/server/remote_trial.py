@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from typing_extensions import override
 
+from ...core.compatibility import check_client_count
 from ...core.kernel import ClientState, client_final, client_init, init_client
 from ...core.method import Method
 from ...data.federation import Federation
@@ -27,7 +28,7 @@ from ...experiments.trial import Trial
 from ...models._factory import ModelFactory
 from ...results.schema import Row
 from ...utils.errors import FedshiftError, UsageError
-from ...utils.state import State, pick
+from ...utils.state import State, join_states, pick
 from ..transport.arrays import RefusedMessage, check_update, from_record, to_record
 from ..transport.exchange import Exchange
 from .nodes import Nodes
@@ -56,10 +57,9 @@ class RemoteTrial(Trial):
         self.nodes, self.terms, self.facts = nodes, terms, {**facts, "clients": len(self.clients)}
         self.bases: dict[str, int] = {}
         least = min(terms.clients, len(settings.draw_participants(seed, 1, self.clients.names)))
-        if check := getattr(method.aggregate, "check", None):
-            check(self.plan, least)
+        check_client_count(method.aggregate, least)
         _, update = client_final(self.plan, client_init(self.plan, init_client(self.plan), self.server))
-        self._memory = update.memory
+        self._memory = join_states(self.plan.rule_names, update.memory)
         self._after_work: dict[str, list[Row]] = {}
 
     @override
@@ -122,7 +122,8 @@ class RemoteTrial(Trial):
     def _ask(
         self, kind: str, names: tuple[str, ...], entries: frozenset[str], enough: int, splits: tuple[str, ...]
     ) -> Iterator[tuple[str, Exchange | FedshiftError]]:
-        arrays = {"shared": to_record(pick(self.server.shared, entries)), "memory": to_record(self.server.memory)}
+        memory = join_states(self.plan.rule_names, self.server.memory)
+        arrays = {"shared": to_record(pick(self.server.shared, entries)), "memory": to_record(memory)}
         facts = {"trial": self.facts, "round": self.server.round, "splits": splits}
         asked = {
             name: Exchange(kind=kind, facts={**facts, "base": self.bases.get(name, 0)}, arrays=arrays) for name in names

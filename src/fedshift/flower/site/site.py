@@ -32,7 +32,7 @@ from ...experiments.planning import make_plan
 from ...results.run_directory import to_file_name
 from ...utils.allocator import keep_freed_memory
 from ...utils.errors import FedshiftError, UsageError
-from ...utils.state import pick
+from ...utils.state import join_states, pick, split_state
 from ..server.merged_schema import parse_columns
 from ..transport.arrays import RefusedMessage, check_state, from_record, to_record
 from ..transport.exchange import Exchange
@@ -126,7 +126,10 @@ class Site:
         if splits := tuple(asked.facts["splits"]):  # on which the model is to be measured before it is aggregated
             state = trained_state(trial.plan, trained.client, update, server)
             facts["rows"] = evaluate_trained(trial.plan, state, trial.data.clients, splits, trial.data.classes)
-        arrays = {"shared": to_record(update.shared), "memory": to_record(update.memory)}
+        arrays = {
+            "shared": to_record(update.shared),
+            "memory": to_record(join_states(trial.plan.rule_names, update.memory)),
+        }
         return Exchange(kind="trained", facts=facts, arrays=arrays)
 
     def _evaluate(self, asked: Exchange) -> Exchange:
@@ -151,8 +154,11 @@ class Site:
         """What the coordinator broadcast, entries ``names`` checked against the plan, and the client's base."""
         arrays = {kind: from_record(asked.arrays[kind]) for kind in ("shared", "memory")}
         check_state(arrays["shared"], pick(plan.initial, names), "the broadcast")
-        moved = {kind: {name: x.to(self.device) for name, x in state.items()} for kind, state in arrays.items()}
-        return ServerState(round=int(asked.facts["round"]), **moved), int(asked.facts["base"])
+        shared, memory = ({name: x.to(self.device) for name, x in state.items()} for state in arrays.values())
+        server = ServerState(
+            round=int(asked.facts["round"]), shared=shared, memory=split_state(plan.rule_names, memory)
+        )
+        return server, int(asked.facts["base"])
 
     def _trial(self, asked: Mapping[str, Any]) -> _Trial:
         key = json.dumps(asked, sort_keys=True)

@@ -15,11 +15,11 @@ from safetensors.torch import save
 
 from ...core.kernel import ClientState, init_client
 from ...core.plan import Plan
-from ...experiments.client_store import PARTS
+from ...experiments.client_store import to_client, to_tensors
 from ...results.checkpoint import load_checkpoint, save_checkpoint
 from ...utils.errors import FedshiftError
 from ...utils.files import write_atomically
-from ...utils.state import State, add_prefix, entries_under
+from ...utils.state import State, entries_under
 from ..transport.arrays import RefusedMessage, check_state
 
 
@@ -58,19 +58,18 @@ class SiteState:
                 f"the data of client {self.name!r} are not those of round {base}: give it the data that it began with, "
                 "or begin a new experiment"
             )
-        parts = {part: entries_under(part, tensors) for part in PARTS}
+        expected = to_tensors(like, self.plan.rule_names)
         for part in ("personal", "memory"):
-            check_state(parts[part], getattr(like, part), f"the {part} state of client {self.name!r} in {path}")
+            where = f"the {part} state of client {self.name!r} in {path}"
+            check_state(entries_under(part, tensors), entries_under(part, expected), where)
         device = next(iter(self.plan.initial.values())).device
-        moved = {part: {name: tensor.to(device) for name, tensor in state.items()} for part, state in parts.items()}
-        return ClientState(steps=facts["steps"], **moved)
+        moved = {name: tensor.to(device) for name, tensor in tensors.items()}
+        return to_client(moved, facts["steps"], self.plan.rule_names)
 
     def save(self, client: ClientState, base: int, round: int) -> None:
         """Write the client as it is after ``round``, which it began from ``base``."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        tensors: State = {}
-        for part in PARTS:
-            tensors |= add_prefix(part, getattr(client, part))
+        tensors = to_tensors(client, self.plan.rule_names)
         save_checkpoint(self._path(round), tensors, {"steps": client.steps, "data": self.data, "round": round})
         for old in self.list_rounds():
             if old not in (base, round):

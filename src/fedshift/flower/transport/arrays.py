@@ -21,7 +21,7 @@ from torch import Tensor
 from ...core.kernel import ServerState, Update
 from ...core.plan import Plan
 from ...utils.errors import FedshiftError
-from ...utils.state import State
+from ...utils.state import State, split_state
 
 NUMPY = "numpy.ndarray"
 """How Flower names NumPy's format."""
@@ -94,7 +94,7 @@ def check_update(
 ) -> Update:
     """The upload of one client, checked; entries in the server's order.
 
-    ``shared`` must hold exactly what the method's scope sends, as the server holds it; ``memory`` what ``like_memory``
+    ``shared`` must hold exactly what the method's scope sends, as the server holds it; ``memory``, by name as it travels, what ``like_memory``
     holds (None: any), finite: that is the memory in ``finish(plan, arrive(plan, init_client(plan), server))``.
     ``weight``: samples used this round, a whole number of 1 to ``most`` (at most :data:`MOST_SAMPLES`). ``steps``:
     local steps, each of at least one sample. Raises :class:`RefusedMessage`.
@@ -108,7 +108,7 @@ def check_update(
     if not 1 <= steps <= samples:
         raise RefusedMessage(f"{steps} local steps on {samples:.0f} samples: each step takes one sample or more")
     ordered = {name: shared[name] for name in server.shared}
-    return Update(shared=ordered, memory=memory, weight=samples, steps=steps)
+    return Update(shared=ordered, memory=split_state(plan.rule_names, memory), weight=samples, steps=steps)
 
 
 def check_weight(weight: float, most: float | None = None) -> float:
