@@ -6,153 +6,118 @@ Everything below is imported when first used, so that the command line answers a
 from __future__ import annotations
 
 from importlib import import_module
+from pathlib import Path
+from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-if TYPE_CHECKING:
-    from .api import Comparison, compare
-    from .core.aggregation import Uploads
-    from .core.method import Freeze, Method
-    from .core.optimizer import SGD, AdamW, Cosine, Exponential, StepDecay
-    from .core.rule import Rule, RuleContext
-    from .core.selection import (
-        Scope,
-        batch_norm,
-        everything,
-        last_layers,
-        name_matches,
-        norm_layers,
-        norm_statistics,
-        nothing,
-        of_type,
+# isort: off
+if TYPE_CHECKING:  # for editors and type checkers; at run time every public name is found without this list
+    from .api import (
+        Comparison as Comparison,
+        compare as compare,
     )
-    from .core.work import Work
-    from .data.digits import digits
-    from .data.federation import Federation, federation
-    from .data.files.folder import read_folder
-    from .methods.agc import agc
-    from .methods.centralized import centralized
-    from .methods.ditto import ditto
-    from .methods.dp import dp
-    from .methods.fedadagrad import fedadagrad
-    from .methods.fedadam import fedadam
-    from .methods.fedavg import fedavg
-    from .methods.fedavgm import fedavgm
-    from .methods.fedbn import fedbn
-    from .methods.fedmmb import fedmmb
-    from .methods.fednova import fednova
-    from .methods.fedper import fedper
-    from .methods.fedprox import fedprox
-    from .methods.fedrep import fedrep
-    from .methods.fedsmb import fedsmb
-    from .methods.fedwon import fedwon
-    from .methods.fedyogi import fedyogi
-    from .methods.fixbn import fixbn
-    from .methods.geometric_median import geometric_median
-    from .methods.gn import gn
-    from .methods.krum import krum
-    from .methods.ln import ln
-    from .methods.median import median
-    from .methods.multi_krum import multi_krum
-    from .methods.nonorm import nonorm
-    from .methods.partialfed_adaptive import partialfed_adaptive
-    from .methods.partialfed_fix import partialfed_fix
-    from .methods.scaffold import scaffold
-    from .methods.silobn import silobn
-    from .methods.single import single
-    from .methods.trimmed_mean import trimmed_mean
-    from .methods.tuned import tuned
-    from .utils.errors import FedshiftError, UsageError
+    from .core.aggregation import Uploads as Uploads
+    from .core.method import (
+        Freeze as Freeze,
+        Method as Method,
+        method as method,
+        modifier as modifier,
+    )
+    from .core.optimizer import (
+        SGD as SGD,
+        AdamW as AdamW,
+        Cosine as Cosine,
+        Exponential as Exponential,
+        StepDecay as StepDecay,
+    )
+    from .core.requirements import Requirements as Requirements
+    from .core.rule import (
+        Rule as Rule,
+        RuleContext as RuleContext,
+    )
+    from .core.selection import (
+        Scope as Scope,
+        batch_norm as batch_norm,
+        everything as everything,
+        last_layers as last_layers,
+        name_matches as name_matches,
+        norm_layers as norm_layers,
+        norm_statistics as norm_statistics,
+        nothing as nothing,
+        of_type as of_type,
+    )
+    from .core.work import Work as Work
+    from .data.digits import digits as digits
+    from .data.federation import (
+        Federation as Federation,
+        federation as federation,
+    )
+    from .data.files.folder import read_folder as read_folder
+    from .methods.agc import agc as agc
+    from .methods.centralized import centralized as centralized
+    from .methods.ditto import ditto as ditto
+    from .methods.dp import dp as dp
+    from .methods.fedadagrad import fedadagrad as fedadagrad
+    from .methods.fedadam import fedadam as fedadam
+    from .methods.fedavg import fedavg as fedavg
+    from .methods.fedavgm import fedavgm as fedavgm
+    from .methods.fedbn import fedbn as fedbn
+    from .methods.fedmmb import fedmmb as fedmmb
+    from .methods.fednova import fednova as fednova
+    from .methods.fedper import fedper as fedper
+    from .methods.fedprox import fedprox as fedprox
+    from .methods.fedrep import fedrep as fedrep
+    from .methods.fedsmb import fedsmb as fedsmb
+    from .methods.fedwon import fedwon as fedwon
+    from .methods.fedyogi import fedyogi as fedyogi
+    from .methods.fixbn import fixbn as fixbn
+    from .methods.geometric_median import geometric_median as geometric_median
+    from .methods.gn import gn as gn
+    from .methods.krum import krum as krum
+    from .methods.ln import ln as ln
+    from .methods.median import median as median
+    from .methods.multi_krum import multi_krum as multi_krum
+    from .methods.nonorm import nonorm as nonorm
+    from .methods.partialfed_adaptive import partialfed_adaptive as partialfed_adaptive
+    from .methods.partialfed_fix import partialfed_fix as partialfed_fix
+    from .methods.scaffold import scaffold as scaffold
+    from .methods.silobn import silobn as silobn
+    from .methods.single import single as single
+    from .methods.trimmed_mean import trimmed_mean as trimmed_mean
+    from .methods.tuned import tuned as tuned
+    from .utils.errors import (
+        FedshiftError as FedshiftError,
+        UsageError as UsageError,
+    )
 
+# isort: on
 _HOME = {
     "api": ("Comparison", "compare"),
     "utils.errors": ("FedshiftError", "UsageError"),
     "core.aggregation": ("Uploads",),
-    "core.method": ("Freeze", "Method"),
+    "core.method": ("Freeze", "Method", "method", "modifier"),
     "core.optimizer": ("SGD", "AdamW", "Cosine", "Exponential", "StepDecay"),
+    "core.requirements": ("Requirements",),
     "core.rule": ("RuleContext", "Rule"),
     "core.selection": (
-        "Scope", "batch_norm", "everything", "last_layers", "name_matches", "norm_layers", "norm_statistics", "nothing", "of_type",
+        "Scope", "batch_norm", "everything", "last_layers", "name_matches", "norm_layers", "norm_statistics", "nothing",
+        "of_type",
     ),
     "core.work": ("Work",),
     "data.digits": ("digits",),
     "data.federation": ("Federation", "federation"),
     "data.files.folder": ("read_folder",),
     **{
-        f"methods.{name}": (name,)
-        for name in (
-            "agc", "centralized", "ditto", "dp", "fedadagrad", "fedadam", "fedavg", "fedavgm", "fedbn", "fedmmb",
-            "fednova", "fedper", "fedprox", "fedrep", "fedsmb", "fedwon", "fedyogi", "fixbn", "geometric_median",
-            "gn", "krum", "ln", "median", "multi_krum", "nonorm", "partialfed_adaptive", "partialfed_fix",
-            "scaffold", "silobn", "single", "trimmed_mean", "tuned",
-        )
+        f"methods.{found.name}": (found.name,)
+        for found in iter_modules([str(Path(__file__).parent / "methods")])
+        if not found.name.startswith("_")
     },
 }  # fmt: skip
 _MODULE = {name: module for module, names in _HOME.items() for name in names}
 
-__all__ = [
-    "SGD",
-    "AdamW",
-    "Comparison",
-    "Cosine",
-    "Exponential",
-    "Federation",
-    "FedshiftError",
-    "Freeze",
-    "Method",
-    "Rule",
-    "RuleContext",
-    "Scope",
-    "StepDecay",
-    "Uploads",
-    "UsageError",
-    "Work",
-    "agc",
-    "batch_norm",
-    "centralized",
-    "compare",
-    "digits",
-    "ditto",
-    "dp",
-    "everything",
-    "fedadagrad",
-    "fedadam",
-    "fedavg",
-    "fedavgm",
-    "fedbn",
-    "federation",
-    "fedmmb",
-    "fednova",
-    "fedper",
-    "fedprox",
-    "fedrep",
-    "fedsmb",
-    "fedwon",
-    "fedyogi",
-    "fixbn",
-    "geometric_median",
-    "gn",
-    "krum",
-    "last_layers",
-    "ln",
-    "median",
-    "multi_krum",
-    "name_matches",
-    "nonorm",
-    "norm_layers",
-    "norm_statistics",
-    "nothing",
-    "of_type",
-    "partialfed_adaptive",
-    "partialfed_fix",
-    "read_folder",
-    "scaffold",
-    "silobn",
-    "single",
-    "trimmed_mean",
-    "tuned",
-]  # fmt: skip
+__all__ = sorted(_MODULE)
 
 
 def __getattr__(name: str) -> Any:

@@ -220,7 +220,10 @@ def test_evaluation_changes_nothing_and_hidden_buffers_do_not_leak():
     [
         (lambda: prepare(fedavg(), nn.Linear(2, 2)), "no optimizer"),
         (lambda: plan_of(fedbn(), nn.Linear(2, 2)), "batch_norm matches no entry.*Linear"),
-        (lambda: plan_of(Method(name="odd", scope=Scope(send=~name_matches("0.*")))), "loads '0.bias', which no client sends"),
+        (
+            lambda: plan_of(Method(name="odd", scope=Scope(send=~name_matches("0.*")))),
+            "loads '0.bias', which no client sends",
+        ),
         (lambda: plan_of(fedbn(centralized())), "pools all data but keeps entries"),
         (lambda: plan_of(fedavg(), network().requires_grad_(False)), "trains no parameter"),
         (

@@ -168,7 +168,9 @@ def test_the_gradient_of_the_logits_is_that_of_the_straight_through_estimator(ta
             )
             slope = soft[layer, 0] * soft[layer, 1] / tau
             expected = torch.tensor([slope, -slope]) * along
-            assert (found[plan.extra_names[0][LOGITS]][layer] - expected).abs().max() <= 1e-10 * (1 + expected.abs().max())
+            assert (found[plan.extra_names[0][LOGITS]][layer] - expected).abs().max() <= 1e-10 * (
+                1 + expected.abs().max()
+            )
     assert len(choices) > 2
 
 

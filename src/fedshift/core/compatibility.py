@@ -1,7 +1,7 @@
 """Compatibility: whether the parts of a method go together, checked before anything starts.
 
-Needs are read from :class:`~fedshift.core.requirements.Requirements`; what a rule does to others' needs is read from the
-hooks that it overrides.
+Needs are declared (:class:`~fedshift.core.requirements.Requirements`); what a rule does is read from the hooks that it
+overrides.
 """
 
 from __future__ import annotations

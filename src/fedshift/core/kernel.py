@@ -3,12 +3,12 @@
 One communication round is, for each client that takes part, ``client_init``, one ``client_step_`` for each batch and
 ``client_final``; then the uploads are aggregated (:mod:`fedshift.core.server_round`). States are plain values, so an
 engine may keep them in a dictionary, in another process or on another machine. A step is ``compute_gradients`` (of
-``compute_objective``, then changed by the rules in ``transform_gradients``) followed by ``update_``; the last three also
-work under ``torch.vmap``, so that an engine can run many clients in one tensor program.
+``compute_objective``, changed by the rules in ``transform_gradients``), then ``update_``; these three parts also work
+under ``torch.vmap``, so that an engine can run many clients in one tensor program.
 
-A method's rules have one memory each: ``memory[i]`` and ``server_memory[i]`` belong to rule ``i``. While a client works,
-a rule's extra entries lie beside the model's (:attr:`fedshift.core.plan.Plan.extra_names`), so that one optimizer step
-changes them all; between rounds they are part of the rule's memory.
+A method's rules have one memory each: ``memory[i]`` and ``server_memory[i]`` belong to rule ``i``. While a client
+works, a rule's extra entries lie beside the model's (:attr:`fedshift.core.plan.Plan.extra_names`), so that the
+optimizer changes them all; between rounds they are part of the rule's memory.
 """
 
 from __future__ import annotations
@@ -218,8 +218,8 @@ def compute_objective(
 ) -> tuple[Tensor, Tensor, State]:
     """Return the training objective at ``params`` on one batch, the data loss, and the updated ``rest``. Pure.
 
-    ``x [B, ...]``, ``y [B]``; ``key``: int64 scalar that keys dropout masks. In steps ``apart`` the model is not run, and
-    the data loss is 0.
+    ``x [B, ...]``, ``y [B]``; ``key``: int64 scalar that keys dropout masks. In steps ``apart`` the model is not run,
+    and the data loss is 0.
     """
     plan.set_mode(training=True, frozen=job.frozen)
     rest = clone(job.rest)
@@ -265,7 +265,7 @@ def transform_gradients(plan: Plan, job: LocalTrainingState, grads: State, key: 
 
 
 def update_(plan: Plan, job: LocalTrainingState, grads: State, rest: State, samples: int) -> LocalTrainingState:
-    """Take the optimizer's step along ``grads`` in the memory of ``job``; returns the job after ``samples`` more samples."""
+    """Take the optimizer's step along ``grads``, found on ``samples`` samples, in the memory of ``job``."""
     active = frozenset(job.params)
     for index, rule in enumerate(plan.method.rules):
         active = rule.trainable_at_step(active, _rule_context(plan, job, index))

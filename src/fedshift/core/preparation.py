@@ -1,7 +1,7 @@
 """Preparation: a method and a model made into a plan, once and before anything starts.
 
-Surgery makes a stateless template of the model; its entries are named, and it is decided which are loaded, sent and
-trained; the template is tried on one sample. Whatever does not fit or does not go together is refused here.
+Surgery makes a stateless template of the model; its entries are named and sorted into loaded, sent and trained ones;
+the template is tried on one sample. Parts that do not fit or do not go together are refused here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Settings = TypeVar("Settings", Work, Optimizer)
 
 
 def apply_surgery(method: Method, model: nn.Module) -> nn.Module:
-    """A copy of ``model`` after the method's surgery."""
+    """Return a copy of ``model`` after the method's surgery."""
     module = copy.deepcopy(model)
     fates = [change for change in method.surgery if getattr(change, "decides_normalization", False)]
     if len(fates) > 1:
@@ -58,11 +58,24 @@ def prepare(
 ) -> Plan:
     """Resolve ``method`` against ``model``.
 
-    ``loss(outputs, labels)`` is the mean over a batch, ``precision`` what layers compute in. ``sample``: inputs ``[1, ...]`` of one sample, with which the model is tried once. ``work`` and
-    ``optimizer`` are the experiment's, of which a method may change fields; ``rounds``: how many there will be;
-    ``clients``: how many train in all; ``seed``: what the server's draws are keyed with. Surgery that draws weights
-    uses torch's generator. Raises :class:`UsageError` where the scope matches nothing, loads what nobody sends, parts
-    of the method do not go together, or the model holds what cannot travel or refuses the sample.
+    Surgery that draws weights uses torch's generator.
+
+    Args:
+        method: The method.
+        model: The network, which is copied.
+        work: The experiment's local work, of which the method may change fields.
+        optimizer: The experiment's local optimizer, of which the method may change fields.
+        loss: Returns the mean loss of a batch, given outputs and labels.
+        precision: Type in which layers compute.
+        sample: Inputs ``[1, ...]`` of one sample, with which the model is tried once.
+        rounds: Number of rounds to come.
+        clients: Number of clients that train in all.
+        seed: Keys the server's draws.
+
+    Raises:
+        UsageError: The scope matches nothing or loads what nobody sends, parts of the method do not go together, or the
+            model holds entries that cannot travel or refuses the sample.
+
     """
     if optimizer is None:
         raise UsageError(f"method {method.name!r} has no optimizer: pass one, for example SGD(lr=0.01)")
@@ -137,7 +150,7 @@ def add_extra_entries(plan: Plan) -> Plan:
 
 
 def _refuse_unsupported(module: nn.Module) -> None:
-    """Refuse by name what cannot be averaged, copied or called as a function."""
+    """Raise :class:`UsageError` naming an entry or layer that cannot be averaged, copied or called as a function."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if nn.parameter.is_lazy(tensor):
             raise UsageError(
@@ -159,7 +172,7 @@ def _refuse_unsupported(module: nn.Module) -> None:
 
 
 def _smallest_batch(plan: Plan, sample: Tensor) -> int:
-    """1, or 2 where the model refuses to train on one sample, as BatchNorm does on one value a channel."""
+    """Return 1, or 2 where the model refuses to train on one sample, as BatchNorm does on one value a channel."""
     inputs = sample.to(plan.dtype)
 
     def tried(size: int, *, training: bool) -> None:

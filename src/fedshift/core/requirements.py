@@ -16,13 +16,14 @@ class Requirements:
         unique: The method has no other rule of this kind.
         shared_entries: Clients load parameters that they train. Begins the refusal: what the part does with them.
         several_steps: Clients may take more than one step a round. Begins the refusal: why one step is too few.
-        plain_steps: Each local step moves every parameter along its gradient, starting from what was loaded: SGD without
-            momentum, and no rule that changes the start or freezes parameters. Begins the refusal: what holds only then.
+        plain_steps: Each local step moves every parameter along its gradient, starting from the loaded values: SGD
+            without momentum, and no rule that changes the start or freezes parameters. Begins the refusal: the claim
+            that holds only then.
         momentum: ``plain_steps`` may carry momentum that starts anew each round.
         loads_everything: Clients load every entry. Begins the refusal: what the part does.
         entries_only: Clients send nothing beside the model's entries. Ends the refusal: what the part does with these.
-        no_constant_buffers: The only buffers that clients send are those of normalization layers. Ends the refusal: what
-            would become of others.
+        no_constant_buffers: The only buffers that clients send are those of normalization layers. Ends the refusal: the
+            harm done to others.
         step_budget: The part reads the number of steps of the round, so that clients with different numbers cannot be
             stepped together.
         min_clients: Clients that must take part in a round.

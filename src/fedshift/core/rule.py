@@ -85,7 +85,7 @@ class Rule:
         return {}
 
     def server_memory(self, initial: State) -> State:
-        """Return the memory that the server starts with and broadcasts; ``initial``: trained parameters that clients load."""
+        """Return the memory that the server starts with and broadcasts; ``initial``: trained, loaded parameters."""
         return {}
 
     def extra_entries(self, params: State, rest: State) -> tuple[State, State]:

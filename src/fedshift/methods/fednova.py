@@ -7,20 +7,17 @@ tau_eff = sum_i p_i |a_i|_1, where p_i is the client's share of the training sam
 proximal term mu (section 4). Entries that clients do not train, or do not load, are averaged.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Self, cast
 
 from ..core.aggregation import Uploads, average_uploads, cast_to, stack_entry
-from ..core.method import Method
+from ..core.method import Method, method
 from ..core.optimizer import SGD
 from ..core.plan import Plan
 from ..core.requirements import Requirements
 from ..utils.errors import UsageError
 from ..utils.state import State
-from .fedavg import fedavg
 from .fedprox import Proximal
 
 
@@ -51,7 +48,7 @@ class NormalizedAveraging:
         return replace(self, optimizer=optimizer, mu=mu)
 
     def __call__(self, uploads: Uploads) -> State:
-        """The server's entries after the round."""
+        """Return the server's entries after the round."""
         folded = average_uploads(uploads)
         shares = [size / sum(uploads.sizes) for size in uploads.sizes]
         sgd, pull = self.optimizer, self.optimizer.lr_in_round(uploads.round) * self.mu
@@ -81,7 +78,7 @@ def path_length(steps: int, momentum: float, nesterov: bool, pull: float) -> flo
     return gone
 
 
-def fednova(base: Method | None = None) -> Method:
-    """``base`` (FedAvg) with normalized averaging; needs SGD, whose momentum may be local to a round."""
-    base = base or fedavg()
-    return base.with_aggregation(base.compose_name(fednova), NormalizedAveraging())
+@method
+def fednova(base: Method) -> Method:
+    """Aggregate the uploads of ``base`` by normalized averaging; needs SGD, whose momentum may be local to a round."""
+    return base.with_aggregation(NormalizedAveraging())
