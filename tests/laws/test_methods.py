@@ -50,7 +50,8 @@ def test_single_mini_batches_of_equal_clients_are_one_centralized_step_on_the_un
     def plain(shape, classes):
         return nn.Sequential(nn.Conv2d(1, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(27, classes)).double()
 
-    smb = trial(fedavg(), any_engine, data=data, model=plain, work=Work(batch_size=None, batches=1))
+    work = Work(batch_size=None, batches=1)
+    smb = trial(fedavg(), any_engine, data=data, model=plain, work=work, moments=("loaded",))
     central = plain((1, 5, 5), 3)
     central.load_state_dict(smb.plan.initial)
     sgd = torch.optim.SGD(central.parameters(), lr=0.05)

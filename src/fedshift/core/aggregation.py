@@ -1,4 +1,4 @@
-"""Aggregation: how the clients' uploads are folded into the server's entries.
+"""Aggregation of the clients' uploads into the server's entries.
 
 McMahan et al. 2017 (arXiv:1602.05629), Algorithm 1: the mean weighted by each client's number of samples. Sums are
 accumulated in float64 in the order given and cast back, so a result does not depend on how the work was scheduled.
@@ -19,14 +19,14 @@ from .requirements import Requirements
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Uploads:
-    """What an aggregation folds: the clients' entries in client order, and what is known about each client's round.
+    """Input of an aggregation: the clients' entries in client order, and facts about each client's round.
 
     ``weights``: sum to one, by the samples that each client used this round. ``sizes``: training samples that each
     client has. Both are equal where the method weighs clients equally. ``steps``: local steps of each client.
     ``previous``: the server's entries before the round. ``trained``: names of the entries that were trained; the others
     are buffers and frozen parameters. ``loaded``: names of those from which clients started. ``fixed``: names of those
     that local work could not change. ``seed``, ``method`` (its text) and ``round`` (from 0): what an aggregation that
-    draws keys its streams with.
+    draws uses to key its streams.
     """
 
     states: Sequence[State]
@@ -50,15 +50,15 @@ class Aggregation(Protocol):
     """
 
     def __call__(self, uploads: Uploads) -> State:
-        """The server's entries after the round, each in its own dtype."""
+        """Return the server's entries after the round, each in its own dtype."""
 
 
 CHUNK = 2**17
-"""Values that are folded at a time, so that their sums stay in the processor's cache."""
+"""Values that are summed at a time, so that the sums stay in the processor's cache."""
 
 
 class StreamingMean:
-    """Entry-wise weighted mean of states that come one after another, none of which is kept.
+    """Entry-wise weighted mean of states that arrive one after another and are not kept.
 
     Sums are float64, those of float64 entries of deviations from the first state, so that the mean of equal values is
     that value, bit for bit. Integer entries (BatchNorm's ``num_batches_tracked``) stay integers: their mean is rounded
@@ -80,7 +80,7 @@ class StreamingMean:
         self._last = state, weight
 
     def result(self) -> State:
-        """The mean of what was added, at least one state, each entry in its own dtype."""
+        """Return the mean of the added states, at least one, each entry in its own dtype."""
         if self._last and not self._sums:
             return clone(self._last[0])
         self._flush()
@@ -110,7 +110,7 @@ def _chunks(tensor: Tensor) -> Sequence[Tensor]:
 
 
 def weighted_mean(states: Sequence[State], weights: Sequence[float]) -> State:
-    """:class:`StreamingMean` of ``states`` under ``weights``."""
+    """Return the :class:`StreamingMean` of ``states`` under ``weights``."""
     mean = StreamingMean()
     for state, weight in zip(states, weights, strict=True):
         mean.add(state, weight)
@@ -118,22 +118,22 @@ def weighted_mean(states: Sequence[State], weights: Sequence[float]) -> State:
 
 
 def average_uploads(uploads: Uploads) -> State:
-    """:func:`weighted_mean` of the uploads: FedAvg's aggregation, for which a round's uploads need not be kept."""
+    """Return the :func:`weighted_mean` of the uploads: FedAvg's aggregation, which need not keep a round's uploads."""
     return weighted_mean(uploads.states, uploads.weights)
 
 
 def cast_to(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """``values`` (float64) in ``dtype``, rounded to the nearest where that is an integer type."""
+    """Return ``values`` (float64) in ``dtype``, rounded to the nearest where that is an integer type."""
     return (values if dtype.is_floating_point else values.round()).to(dtype)
 
 
 def stack_entry(states: Sequence[State], name: str) -> Tensor:
-    """Entry ``name`` of all clients, float64 ``[clients, ...]``."""
+    """Return entry ``name`` of all clients, float64 ``[clients, ...]``."""
     return torch.stack([state[name].double() for state in states])
 
 
 def compute_trimmed_mean(uploads: Uploads, trim: int) -> State:
-    """Mean of each coordinate without its ``trim`` largest and smallest values; clients count equally."""
+    """Return the mean of each coordinate without its ``trim`` largest and smallest values; clients count equally."""
     inner = slice(trim, len(uploads.states) - trim)
     return {
         name: cast_to(stack_entry(uploads.states, name).sort(dim=0).values[inner].mean(dim=0), first.dtype)
@@ -142,7 +142,7 @@ def compute_trimmed_mean(uploads: Uploads, trim: int) -> State:
 
 
 def squared_distances(uploads: Uploads) -> Tensor:
-    """Squared distance of each two clients over all trained entries, float64 ``[clients, clients]``."""
+    """Return the squared distance of each two clients over all trained entries, float64 ``[clients, clients]``."""
     total = torch.zeros(len(uploads.states), len(uploads.states), dtype=torch.float64)
     for name in sorted(uploads.trained):
         points = stack_entry(uploads.states, name).flatten(start_dim=1).cpu()
@@ -160,6 +160,6 @@ class RobustAggregation:
 
     @property
     def requires(self) -> Requirements:
-        """What the rest of the method must be like."""
+        """Needs of a robust aggregation."""
         robust = "robust aggregation protects, so that one faulty client could move the rest at will"
         return Requirements(entries_only=robust, min_clients=self.min_clients)

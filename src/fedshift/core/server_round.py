@@ -1,4 +1,4 @@
-"""The server's part of a round: the clients' uploads folded into what it holds."""
+"""The server's part of a round: it aggregates the clients' uploads into its state."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .plan import Plan
 
 
 class StreamingAggregator:
-    """The uploads of one round, folded into ``server`` as they arrive, in whatever order.
+    """Aggregator of one round's uploads, which may arrive in any order.
 
     ``names``: the clients that are to upload. ``sizes``: training samples of every client that trains, also of those
     that sit the round out. Uploads are taken in the order of the clients' names, so that the result does not depend on
@@ -27,7 +27,7 @@ class StreamingAggregator:
         self._mean = StreamingMean() if plan.method.aggregate is average_uploads and plan.sent else None
 
     def add(self, name: str, update: Update) -> None:
-        """Take the upload of one client."""
+        """Add the upload of one client."""
         self._arrived[name] = update
         while self._coming and self._coming[-1] in self._arrived:
             self._aggregate(self._coming.pop())
@@ -40,7 +40,7 @@ class StreamingAggregator:
         self._folded.append((name, update))
 
     def finalize(self) -> ServerState:
-        """The server after the round, of the uploads that came."""
+        """Return the server after the round, from the uploads that arrived."""
         for name in sorted(self._arrived):  # those behind one that did not come
             self._aggregate(name)
         plan, server, ordered = self._plan, self._server, [update for _, update in self._folded]
@@ -82,7 +82,7 @@ class StreamingAggregator:
 def server_round(
     plan: Plan, server: ServerState, updates: Mapping[str, Update], sizes: Mapping[str, int]
 ) -> ServerState:
-    """:class:`StreamingAggregator` of uploads that have all come, by client name."""
+    """Return the server after a round, given all its uploads by client name."""
     folding = StreamingAggregator(plan, server, updates, sizes)
     for name, update in updates.items():
         folding.add(name, update)

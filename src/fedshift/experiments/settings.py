@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 import torch
 
-from ..core.loss import Loss, cross_entropy
+from ..core.loss import CrossEntropy, Loss
 from ..core.optimizer import SGD, Optimizer
 from ..core.plan import Precision
 from ..core.work import Work
@@ -44,7 +44,7 @@ class Settings:
     select: Literal["last", "best"] = "last"
     newcomers: tuple[str, ...] = ()
     unseen: Literal["skip", "average", "nearest", "reestimate", "finetune", "finetune_bn"] = "skip"
-    loss: Loss = field(default_factory=cross_entropy)
+    loss: Loss = field(default_factory=CrossEntropy)
     augment: Augmentation | None = None
     metric: str = "accuracy"
     target_metric: float | None = None
