@@ -12,53 +12,110 @@ from typing import TYPE_CHECKING, Any
 
 from .utils.version import __version__ as __version__
 
-if TYPE_CHECKING:  # for type checkers; methods are found in their directory
-    from .api import Comparison as Comparison
-    from .api import compare as compare
+# isort: off
+if TYPE_CHECKING:  # for editors and type checkers; at run time every public name is found without this list
+    from .api import (
+        Comparison as Comparison,
+        compare as compare,
+    )
     from .core.aggregation import Uploads as Uploads
-    from .core.method import Freeze as Freeze
-    from .core.method import Method as Method
-    from .core.optimizer import SGD as SGD
-    from .core.optimizer import AdamW as AdamW
-    from .core.optimizer import Cosine as Cosine
-    from .core.optimizer import Exponential as Exponential
-    from .core.optimizer import StepDecay as StepDecay
-    from .core.rule import Rule as Rule
-    from .core.rule import RuleContext as RuleContext
-    from .core.selection import Scope as Scope
-    from .core.selection import batch_norm as batch_norm
-    from .core.selection import everything as everything
-    from .core.selection import last_layers as last_layers
-    from .core.selection import name_matches as name_matches
-    from .core.selection import norm_layers as norm_layers
-    from .core.selection import norm_statistics as norm_statistics
-    from .core.selection import nothing as nothing
-    from .core.selection import of_type as of_type
+    from .core.method import (
+        Freeze as Freeze,
+        Method as Method,
+        method as method,
+        modifier as modifier,
+    )
+    from .core.optimizer import (
+        SGD as SGD,
+        AdamW as AdamW,
+        Cosine as Cosine,
+        Exponential as Exponential,
+        StepDecay as StepDecay,
+    )
+    from .core.requirements import Requirements as Requirements
+    from .core.rule import (
+        Rule as Rule,
+        RuleContext as RuleContext,
+    )
+    from .core.selection import (
+        Scope as Scope,
+        batch_norm as batch_norm,
+        everything as everything,
+        last_layers as last_layers,
+        name_matches as name_matches,
+        norm_layers as norm_layers,
+        norm_statistics as norm_statistics,
+        nothing as nothing,
+        of_type as of_type,
+    )
     from .core.work import Work as Work
     from .data.digits import digits as digits
-    from .data.federation import Federation as Federation
-    from .data.federation import federation as federation
+    from .data.federation import (
+        Federation as Federation,
+        federation as federation,
+    )
     from .data.files.folder import read_folder as read_folder
-    from .utils.errors import FedshiftError as FedshiftError
-    from .utils.errors import UsageError as UsageError
+    from .methods.agc import agc as agc
+    from .methods.centralized import centralized as centralized
+    from .methods.ditto import ditto as ditto
+    from .methods.dp import dp as dp
+    from .methods.fedadagrad import fedadagrad as fedadagrad
+    from .methods.fedadam import fedadam as fedadam
+    from .methods.fedavg import fedavg as fedavg
+    from .methods.fedavgm import fedavgm as fedavgm
+    from .methods.fedbn import fedbn as fedbn
+    from .methods.fedmmb import fedmmb as fedmmb
+    from .methods.fednova import fednova as fednova
+    from .methods.fedper import fedper as fedper
+    from .methods.fedprox import fedprox as fedprox
+    from .methods.fedrep import fedrep as fedrep
+    from .methods.fedsmb import fedsmb as fedsmb
+    from .methods.fedwon import fedwon as fedwon
+    from .methods.fedyogi import fedyogi as fedyogi
+    from .methods.fixbn import fixbn as fixbn
+    from .methods.geometric_median import geometric_median as geometric_median
+    from .methods.gn import gn as gn
+    from .methods.krum import krum as krum
+    from .methods.ln import ln as ln
+    from .methods.median import median as median
+    from .methods.multi_krum import multi_krum as multi_krum
+    from .methods.nonorm import nonorm as nonorm
+    from .methods.partialfed_adaptive import partialfed_adaptive as partialfed_adaptive
+    from .methods.partialfed_fix import partialfed_fix as partialfed_fix
+    from .methods.scaffold import scaffold as scaffold
+    from .methods.silobn import silobn as silobn
+    from .methods.single import single as single
+    from .methods.trimmed_mean import trimmed_mean as trimmed_mean
+    from .methods.tuned import tuned as tuned
+    from .utils.errors import (
+        FedshiftError as FedshiftError,
+        UsageError as UsageError,
+    )
 
-_NAMES = {
-    "api": "Comparison compare",
-    "core.aggregation": "Uploads",
-    "core.method": "Freeze Method",
-    "core.optimizer": "SGD AdamW Cosine Exponential StepDecay",
-    "core.rule": "Rule RuleContext",
-    "core.selection": "Scope batch_norm everything last_layers name_matches norm_layers norm_statistics"
-    " nothing of_type",
-    "core.work": "Work",
-    "data.digits": "digits",
-    "data.federation": "Federation federation",
-    "data.files.folder": "read_folder",
-    "utils.errors": "FedshiftError UsageError",
-}
-_METHODS = [module.name for module in iter_modules([str(Path(__file__).parent / "methods")]) if module.name[0] != "_"]
-_MODULE = {name: module for module, names in _NAMES.items() for name in names.split()}
-_MODULE |= {name: f"methods.{name}" for name in _METHODS}
+# isort: on
+_HOME = {
+    "api": ("Comparison", "compare"),
+    "utils.errors": ("FedshiftError", "UsageError"),
+    "core.aggregation": ("Uploads",),
+    "core.method": ("Freeze", "Method", "method", "modifier"),
+    "core.optimizer": ("SGD", "AdamW", "Cosine", "Exponential", "StepDecay"),
+    "core.requirements": ("Requirements",),
+    "core.rule": ("RuleContext", "Rule"),
+    "core.selection": (
+        "Scope", "batch_norm", "everything", "last_layers", "name_matches", "norm_layers", "norm_statistics", "nothing",
+        "of_type",
+    ),
+    "core.work": ("Work",),
+    "data.digits": ("digits",),
+    "data.federation": ("Federation", "federation"),
+    "data.files.folder": ("read_folder",),
+    **{
+        f"methods.{found.name}": (found.name,)
+        for found in iter_modules([str(Path(__file__).parent / "methods")])
+        if not found.name.startswith("_")
+    },
+}  # fmt: skip
+_MODULE = {name: module for module, names in _HOME.items() for name in names}
 
 __all__ = sorted(_MODULE)
 

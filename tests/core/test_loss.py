@@ -8,14 +8,14 @@ import torch
 from sklearn.utils.class_weight import compute_class_weight
 from torch import nn
 
-from fedshift.core.loss import as_loss, cross_entropy, focal, parse_loss
+from fedshift.core.loss import CrossEntropy, Focal, as_loss, parse_loss
 from fedshift.experiments.settings import Settings
 from fedshift.utils.errors import UsageError
 
 WEIGHTS = (0.5, 2.0, 1.0, 3.0)
 EVERY = (
-    cross_entropy(), cross_entropy(smoothing=0.1), cross_entropy(weights=WEIGHTS),
-    cross_entropy(weights=WEIGHTS, smoothing=0.2), focal(), focal(gamma=0.5), focal(gamma=0), focal(weights=WEIGHTS),
+    CrossEntropy(), CrossEntropy(smoothing=0.1), CrossEntropy(weights=WEIGHTS),
+    CrossEntropy(weights=WEIGHTS, smoothing=0.2), Focal(), Focal(gamma=0.5), Focal(gamma=0), Focal(weights=WEIGHTS),
 )  # fmt: skip
 
 
@@ -34,8 +34,8 @@ def log_softmax(logits):
 def test_plain_cross_entropy_is_torchs_bit_for_bit(dtype):
     for seed in range(20):
         logits, y = batch(33, 10, seed, dtype)
-        assert torch.equal(cross_entropy()(logits, y), nn.functional.cross_entropy(logits, y))
-        ours, torchs = (torch.func.grad(loss)(logits, y) for loss in (cross_entropy(), nn.functional.cross_entropy))
+        assert torch.equal(CrossEntropy()(logits, y), nn.functional.cross_entropy(logits, y))
+        ours, torchs = (torch.func.grad(loss)(logits, y) for loss in (CrossEntropy(), nn.functional.cross_entropy))
         assert torch.equal(ours, torchs)
 
 
@@ -43,7 +43,7 @@ def test_plain_cross_entropy_is_torchs_bit_for_bit(dtype):
 def test_torchs_own_module_is_the_loss_that_it_is(given):
     torchs, (logits, y) = nn.CrossEntropyLoss(**given).double(), batch()
     assert as_loss(torchs)(logits, y).item() == pytest.approx(torchs(logits, y).item(), rel=1e-12)
-    assert as_loss(nn.CrossEntropyLoss()) == cross_entropy() == as_loss("cross_entropy")
+    assert as_loss(nn.CrossEntropyLoss()) == CrossEntropy() == as_loss("cross_entropy")
 
 
 @pytest.mark.parametrize(
@@ -59,9 +59,9 @@ def test_weighted_and_smoothed_cross_entropy_is_its_formula_and_torchs():
     log_p, w = log_softmax(logits), np.array(WEIGHTS)
     target = 0.8 * np.eye(4)[y] + 0.2 / 4
     smoothed = -(target * log_p).sum() / 7
-    assert cross_entropy(smoothing=0.2)(logits, y).item() == pytest.approx(smoothed, rel=1e-12)
+    assert CrossEntropy(smoothing=0.2)(logits, y).item() == pytest.approx(smoothed, rel=1e-12)
     expected = -(target * w * log_p).sum() / w[y].sum()
-    found = cross_entropy(weights=WEIGHTS, smoothing=0.2)(logits, y)
+    found = CrossEntropy(weights=WEIGHTS, smoothing=0.2)(logits, y)
     assert found.item() == pytest.approx(expected, rel=1e-12)
     torchs = nn.functional.cross_entropy(logits, y, torch.tensor(w), label_smoothing=0.2)
     assert found.item() == pytest.approx(torchs.item(), rel=1e-12)
@@ -74,12 +74,12 @@ def test_the_focal_loss_is_its_formula(gamma, weights):
     log_p = log_softmax(logits)[np.arange(7), y]
     alpha = np.ones(7) if weights is None else np.array(weights)[y]
     expected = (-alpha * (1 - np.exp(log_p)) ** gamma * log_p).mean()
-    assert focal(gamma=gamma, weights=weights)(logits, y).item() == pytest.approx(expected, rel=1e-12)
+    assert Focal(gamma=gamma, weights=weights)(logits, y).item() == pytest.approx(expected, rel=1e-12)
 
 
 def test_the_focal_loss_of_gamma_zero_is_cross_entropy():
     logits, y = batch()
-    assert focal(gamma=0)(logits, y).item() == pytest.approx(cross_entropy()(logits, y).item(), rel=1e-14)
+    assert Focal(gamma=0)(logits, y).item() == pytest.approx(CrossEntropy()(logits, y).item(), rel=1e-14)
 
 
 @pytest.mark.parametrize("loss", EVERY, ids=str)
@@ -117,13 +117,13 @@ def test_weights_are_made_where_the_logits_are(loss):
 
 def test_balanced_weights_are_scikit_learns():
     y = np.repeat(np.arange(4), [5, 1, 30, 14])
-    loss = cross_entropy(weights="balanced").resolve(torch.from_numpy(np.bincount(y)))
+    loss = CrossEntropy(weights="balanced").resolve(torch.from_numpy(np.bincount(y)))
     assert loss.weights == pytest.approx(compute_class_weight("balanced", classes=np.arange(4), y=y))
 
 
 def test_a_class_without_samples_has_no_weight_and_the_others_are_balanced_among_themselves():
     y = np.repeat([0, 2, 3], [5, 30, 14])
-    loss = focal(weights="balanced", gamma=1).resolve(torch.tensor([5, 0, 30, 14]))
+    loss = Focal(weights="balanced", gamma=1).resolve(torch.tensor([5, 0, 30, 14]))
     expected = compute_class_weight("balanced", classes=np.array([0, 2, 3]), y=y)
     assert loss.weights == pytest.approx((expected[0], 0, *expected[1:]))
     assert loss.gamma == 1
@@ -134,14 +134,14 @@ def test_a_class_without_samples_has_no_weight_and_the_others_are_balanced_among
 def test_weights_by_inverse_frequency_are_flambys_for_fed_isic2019():
     alpha = np.array([5.5813, 2.0472, 7.0204, 26.1194, 9.5369, 101.0707, 92.5224, 38.3443])
     counts = torch.from_numpy((18_597 / alpha).round()).long()
-    found, balanced = (focal(weights=name).resolve(counts).weights for name in ("inverse_frequency", "balanced"))
+    found, balanced = (Focal(weights=name).resolve(counts).weights for name in ("inverse_frequency", "balanced"))
     assert found == pytest.approx(alpha, rel=1e-3)
     assert np.array(found) == pytest.approx(8 * np.array(balanced), rel=1e-14)
 
 
 def test_weights_by_inverse_frequency_are_all_samples_over_those_of_a_class():
     n, counts = np.array([5, 0, 30, 14]), torch.tensor([5, 0, 30, 14])
-    loss = focal(weights="inverse_frequency", gamma=2).resolve(counts)
+    loss = Focal(weights="inverse_frequency", gamma=2).resolve(counts)
     assert loss.weights == pytest.approx((49 / 5, 0, 49 / 30, 49 / 14), rel=1e-14)
     logits, y = batch()
     p = np.exp(logits.numpy()) / np.exp(logits.numpy()).sum(axis=1, keepdims=True)
@@ -149,15 +149,15 @@ def test_weights_by_inverse_frequency_are_all_samples_over_those_of_a_class():
         49 / n[k] * (1 - row[k]) ** 2 * -math.log(row[k]) if n[k] else 0.0 for row, k in zip(p, y.tolist(), strict=True)
     ]
     assert loss(logits, y).item() == pytest.approx(sum(terms) / len(terms), rel=1e-12)
-    divided = cross_entropy(weights="inverse_frequency").resolve(counts)
+    divided = CrossEntropy(weights="inverse_frequency").resolve(counts)
     assert divided(logits, y).item() == pytest.approx(
-        cross_entropy(weights="balanced").resolve(counts)(logits, y).item(), rel=1e-14
+        CrossEntropy(weights="balanced").resolve(counts)(logits, y).item(), rel=1e-14
     )
 
 
 def test_a_batch_of_classes_without_weight_counts_nothing():
     logits, y = batch()[0], torch.zeros(7, dtype=torch.int64)
-    for loss in (cross_entropy(weights=(0, 1, 1, 1)), focal(weights=(0, 1, 1, 1))):
+    for loss in (CrossEntropy(weights=(0, 1, 1, 1)), Focal(weights=(0, 1, 1, 1))):
         slope, found = torch.func.grad_and_value(loss)(logits, y)
         assert found == 0
         assert (slope == 0).all()
@@ -171,7 +171,7 @@ def test_other_losses_stay_as_they_are_when_resolved():
 
 @pytest.mark.parametrize(
     "loss",
-    [*EVERY, cross_entropy(weights="balanced"), focal(gamma=1, weights="inverse_frequency")],
+    [*EVERY, CrossEntropy(weights="balanced"), Focal(gamma=1, weights="inverse_frequency")],
     ids=str,
 )
 def test_a_loss_is_read_back_from_its_text(loss):
@@ -190,18 +190,18 @@ def test_texts_are_short_and_equal_for_equal_losses():
 
 def test_balanced_weights_must_be_resolved_before_use():
     with pytest.raises(UsageError, match=r"cross_entropy\(weights='balanced'\): .* call resolved\(counts\) first"):
-        cross_entropy(weights="balanced")(*batch())
+        CrossEntropy(weights="balanced")(*batch())
 
 
 def test_a_wrong_number_of_weights_is_named_when_resolved():
     with pytest.raises(UsageError, match="focal: 2 weights for 3 classes: give a number for each class"):
-        focal(weights=(1, 2)).resolve(torch.tensor([4, 4, 4]))
+        Focal(weights=(1, 2)).resolve(torch.tensor([4, 4, 4]))
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("focal_loss", "unknown loss 'focal_loss': did you mean 'focal'? allowed are cross_entropy, focal"),
+        ("focal_loss", "unknown loss 'focal_loss': did you mean 'focal'? allowed are CrossEntropy, focal"),
         ("focal, cross_entropy", "loss 'focal, cross_entropy' is 2 losses: choose one"),
         ("", "loss '' names none"),
         ("focal(gamma=-1)", "focal: gamma=-1 must be a number of 0 or more"),

@@ -110,9 +110,9 @@ def assert_same(found, expected):
     for name, trained in found.items():
         other = expected[name]
         assert is_equal(trained.update.shared, other.update.shared)
-        assert is_equal(trained.update.memory, other.update.memory)
+        assert all(map(is_equal, trained.update.memory, other.update.memory))
         assert is_equal(trained.client.personal, other.client.personal)
-        assert is_equal(trained.client.memory, other.client.memory)
+        assert all(map(is_equal, trained.client.memory, other.client.memory))
         assert (trained.client.steps, trained.loss_sum) == (other.client.steps, other.loss_sum)
 
 

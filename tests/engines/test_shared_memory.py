@@ -147,13 +147,13 @@ def test_both_ends_lay_and_take(shelves):
 
 def test_no_copy_is_made_until_one_is_asked_for(shelves):
     here, there = shelves
-    client = ClientState(personal={"w": torch.zeros(3)}, memory={"m": torch.zeros(2)}, steps=4)
+    client = ClientState(personal={"w": torch.zeros(3)}, memory=({"m": torch.zeros(2)},), steps=4)
     seen = there.read(here.write(client))
     own = copy_out(seen)
-    here.write(ClientState(personal={"w": torch.ones(3)}, memory={"m": torch.ones(2)}))
+    here.write(ClientState(personal={"w": torch.ones(3)}, memory=({"m": torch.ones(2)},)))
     assert torch.equal(seen.personal["w"], torch.ones(3))
     assert torch.equal(own.personal["w"], torch.zeros(3))
-    assert torch.equal(own.memory["m"], torch.zeros(2))
+    assert torch.equal(own.memory[0]["m"], torch.zeros(2))
     assert (own.steps, own.optimizer) == (4, {})
     own.personal["w"].fill_(7)
     assert torch.equal(seen.personal["w"], torch.ones(3))

@@ -33,13 +33,13 @@ def client(key: int, steps: int = 1) -> ClientState:
             "statistics/mean": torch.randn(22, generator=random).double(),
         },
         optimizer={"momentum": torch.randn(27, generator=random).bfloat16(), "step": torch.tensor(key % 256).byte()},
-        memory={"0/c": torch.tensor([key % 2 > 0, True, False, float("nan")][:3])},
+        memory=({"c": torch.tensor([key % 2 > 0, True, False, float("nan")][:3])}, {}),
         steps=steps,
     )  # fmt: skip
 
 
 def parts(one: ClientState) -> list[dict[str, torch.Tensor]]:
-    return [one.personal, one.optimizer, one.memory]
+    return [one.personal, one.optimizer, *one.memory]
 
 
 def same(one: ClientState, other: ClientState) -> bool:
@@ -53,7 +53,7 @@ SIZE = sum(nbytes(part) for part in parts(client(0)))
 
 
 def store(limit: int = 2**20, names=NAMES) -> ClientStore:
-    return ClientStore(names, lambda: ClientState(personal={"fresh": torch.zeros(1)}), CPU, limit)
+    return ClientStore(names, lambda: ClientState(personal={"fresh": torch.zeros(1)}), CPU, limit, ("0", "1"))
 
 
 def reopened(folder, saved, limit: int = 2**20) -> ClientStore:

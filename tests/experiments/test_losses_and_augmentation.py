@@ -73,7 +73,7 @@ def test_images_of_floating_point_are_augmented_between_minus_one_and_one():
     settings = Settings(augment=parse_augmentation("flip(p=1.0)"))
     y = [0, 1, 2, 0]
     trial = Trial(fedavg(), small_cnn, federation({"one": (x, y, x, y)}), settings, 0)
-    taken = trial.plan.training_inputs(trial.train["one"], torch.arange(4), 0, "one", 0)
+    taken = trial.engine.load_batch("one", 0, torch.arange(4))[0]
     assert torch.allclose(taken, x.flip(3), atol=1e-6)
     with pytest.raises(UsageError, match=r"values around 0 from -1 to 1, .* from -2 to 2"):
         Trial(fedavg(), small_cnn, federation({"one": (2 * x, y, x, y)}), settings, 0)

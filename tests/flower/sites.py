@@ -17,7 +17,7 @@ with warnings.catch_warnings():  # what Flower imports (typer, click) is no matt
     from flwr.serverapp import Grid
 
 from fedshift.config.spec import RunSpec
-from fedshift.experiments.client_store import PARTS
+from fedshift.experiments.client_store import to_tensors
 from fedshift.experiments.experiment import Experiment, Observer
 from fedshift.experiments.factory import make_experiment
 from fedshift.flower.server.coordinator import Coordinator
@@ -147,7 +147,7 @@ def same_trial(trial, place, folder, reference):
     for client in trial.clients.seen:
         (state,) = (folder / client).glob(f"*/{place.name}/state-{facts['bases'][client]}.safetensors")
         kept, said = load_checkpoint(state)
-        entries = {f"{part}/{n}": x for part in PARTS for n, x in getattr(trial.clients[client], part).items()}
+        entries = to_tensors(trial.clients[client], trial.plan.rule_names)
         assert said["steps"] == trial.clients[client].steps
         assert kept.keys() == entries.keys()
         for name, tensor in entries.items():

@@ -22,6 +22,7 @@ from fedshift.flower.transport.arrays import (
     from_record,
     to_record,
 )
+from fedshift.utils.state import join_states
 
 TYPES = (
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool, torch.uint8, torch.int8, torch.int16,
@@ -131,7 +132,8 @@ def test_an_upload_of_the_kernel_passes_in_the_servers_order(plan):
     server = init_server(plan)
     update = client_final(plan, load_state(plan, init_client(plan), server))[1]
     backwards = dict(reversed(update.shared.items()))
-    taken = check_update(plan, server, backwards, update.memory, 12, 3, update.memory, most=12)
+    memory = join_states(plan.rule_names, update.memory)
+    taken = check_update(plan, server, backwards, memory, 12, 3, memory, most=12)
     assert list(taken.shared) == list(server.shared) == ["0.weight", "0.bias"]
     assert (taken.weight, taken.steps, taken.memory) == (12.0, 3, update.memory)
 
@@ -145,7 +147,7 @@ def test_weights_that_are_no_number_of_samples_are_refused(plan, weight):
 
 def test_steps_memory_and_personal_entries_are_checked(plan):
     server = init_server(plan)
-    memory = client_final(plan, load_state(plan, init_client(plan), server))[1].memory
+    memory = join_states(plan.rule_names, client_final(plan, load_state(plan, init_client(plan), server))[1].memory)
     name = min(memory)
     with pytest.raises(RefusedMessage, match="5 local steps on 4 samples"):
         check_update(plan, server, server.shared, memory, 4, 5, memory)

@@ -6,6 +6,7 @@ from fedshift.config.expressions import list_catalog
 from fedshift.core.kernel import client_final, client_init, init_client
 from fedshift.results.run_directory import METRICS, to_file_name
 from fedshift.results.schema import read_rows
+from fedshift.utils.state import join_states
 from tests.flower.sites import Heard, SiteGrid, coordinator, same_as_in_process, sites_of, spec_for
 
 POOLED = ("centralized",)
@@ -49,5 +50,6 @@ def test_every_method_is_what_it_is_in_one_process_and_sends_only_its_scope(meth
     assert rows == same
     assert sum((row["split"], row["moment"]) == ("test", "trained") for row in rows) == len(grid.sites)
     _, update = client_final(trial.plan, client_init(trial.plan, init_client(trial.plan), trial.server))
-    assert left == [{"shared": trial.plan.sent, "memory": update.memory.keys()}] * messages
-    assert came == [{"shared": trial.plan.loaded, "memory": trial.server.memory.keys()}] * messages
+    up, down = (join_states(trial.plan.rule_names, each.memory).keys() for each in (update, trial.server))
+    assert left == [{"shared": trial.plan.sent, "memory": up}] * messages
+    assert came == [{"shared": trial.plan.loaded, "memory": down}] * messages

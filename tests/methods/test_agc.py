@@ -17,7 +17,7 @@ from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedprox import fedprox
 from fedshift.methods.fedwon import fedwon
 from fedshift.utils.errors import UsageError
-from fedshift.utils.state import is_equal
+from fedshift.utils.state import is_equal, pick
 
 CLIP, KEY = 0.3, torch.tensor(0)
 HEAD = {"4.weight", "4.bias"}
@@ -157,7 +157,9 @@ def bare(shape=(3, 8, 8), classes=3):
 
 def notices(method, size=32):
     plan = prepare(method, bare(), work=Work(batch_size=size, epochs=1), optimizer=SGD(lr=0.1))
-    return [text for rule in plan.method.rules for text in rule.notices(plan)]
+    return [
+        text for rule in plan.method.rules for text in rule.notices(method.name, size, pick(plan.initial, plan.trained))
+    ]
 
 
 def test_parameters_that_start_at_zero_hardly_move_and_are_named():

@@ -11,7 +11,7 @@ from scipy.stats import kstest
 from torch import nn
 
 from fedshift.core.aggregation import Uploads
-from fedshift.core.loss import cross_entropy
+from fedshift.core.loss import CrossEntropy
 from fedshift.core.optimizer import SGD
 from fedshift.core.work import Work
 from fedshift.data.federation import federation
@@ -225,7 +225,7 @@ def test_what_would_not_be_private_is_refused(make, message):
 
 def test_weights_of_classes_that_come_from_all_clients_are_refused():
     def experiment(weights):
-        settings = Settings(loss=cross_entropy(weights=weights))
+        settings = Settings(loss=CrossEntropy(weights=weights))
         return Experiment(methods=(fedavg(), fedbn(dp())), data=data(), model=network, settings=settings, seeds=(0,))
 
     for name in ("balanced", "inverse_frequency"):

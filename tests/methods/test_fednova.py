@@ -119,7 +119,7 @@ def test_statistics_and_counters_are_the_mean_in_their_own_dtype():
     for state, count in zip(states, (9, 4), strict=True):
         state["1.num_batches_tracked"] = torch.tensor(count)
     updates = {
-        name: Update(shared=state, memory={}, weight=weight, steps=steps)
+        name: Update(shared=state, weight=weight, steps=steps)
         for name, state, weight, steps in zip("ab", states, (1.0, 3.0), (9, 4), strict=True)
     }
     after = server_round(plan, server, updates, {"a": 1, "b": 3}).shared
@@ -186,8 +186,8 @@ def by_hand(running, rounds, lr, *, rho=0.0, mu=0.0, nesterov=False, decay=0.0):
             net.load_state_dict(server)
             params = [(name, p) for name, p in net.train().named_parameters() if p.requires_grad]
             sgd = torch.optim.SGD([p for _, p in params], lr=lr, momentum=rho, nesterov=nesterov, weight_decay=decay)
-            bounds, first = running.plan.work.bounds(len(x), 2), done[client.name]
-            coming, used[client.name] = running.plan.work.steps(first, len(bounds)), 0
+            bounds, first = running.plan.work.batch_bounds(len(x), 2), done[client.name]
+            coming, used[client.name] = running.plan.work.steps_of_round(first, len(bounds)), 0
             for number in coming:
                 order = stream(0, "order", client.name, number // len(bounds)).permutation(len(x))
                 start, stop = bounds[number % len(bounds)]

@@ -128,5 +128,5 @@ def test_clients_need_no_state_and_there_is_one_global_model():
         running = trial(method, WITH_BN)
         running.advance()
         assert not running.plan.personal
-        assert all(not client.personal and not client.memory for client in running.clients.values())
+        assert all(not client.personal and not any(client.memory) for client in running.clients.values())
         assert running.model_state().keys() == running.plan.initial.keys()

@@ -36,7 +36,7 @@ from fedshift.utils.state import entries_under, is_equal
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 LAYERS = ("0.", "1.", "4.")
 """Convolution, BatchNorm and head, in the order of the logits."""
-LOGITS, LAST = "0.gates/logits", "0.gates/last"
+LOGITS, LAST = "logits", "last"
 
 
 def network(shape=(1, 4, 4), classes=3):
@@ -61,7 +61,7 @@ def forced(running, *keeps):
     """Make every client keep the layers for which ``keeps`` is true and load the others."""
     logits = torch.tensor([[-5.0, 5.0] if keep else [5.0, -5.0] for keep in keeps], dtype=torch.float64)
     for name, client in running.clients.items():
-        running.clients.put({name: replace(client, memory={**client.memory, LOGITS: logits.clone()})})
+        running.clients.put({name: replace(client, memory=({**client.memory[0], LOGITS: logits.clone()},))})
 
 
 @pytest.mark.parametrize(
@@ -94,9 +94,9 @@ def test_the_first_round_has_nothing_to_choose_and_is_fedavgs():
     adaptive.advance()
     plain.advance()
     assert is_equal(adaptive.server.shared, plain.server.shared)
-    assert not any(client.memory[LOGITS].any() for client in adaptive.clients.values())
+    assert not any(client.memory[0][LOGITS].any() for client in adaptive.clients.values())
     adaptive.advance()
-    assert all(client.memory[LOGITS].all() for client in adaptive.clients.values())
+    assert all(client.memory[0][LOGITS].all() for client in adaptive.clients.values())
 
 
 def one_round(method, model, seeds=("a", "b")):
@@ -118,14 +118,14 @@ def batch(seed):
 
 def test_what_is_remembered_is_the_clients_last_own_model():
     plan, server, client, update = one_round(partialfed_adaptive(), network())
-    assert is_equal(entries_under(LAST, client.memory), update.shared)
-    assert client.memory.keys() == {LOGITS, *(f"{LAST}/{name}" for name in plan.initial)}
-    assert not update.memory
+    assert is_equal(entries_under(LAST, client.memory[0]), update.shared)
+    assert client.memory[0].keys() == {LOGITS, *(f"{LAST}/{name}" for name in plan.initial)}
+    assert update.memory == ({},)
     statistics = {name: tensor for name, tensor in update.shared.items() if name.rpartition(".")[2] in STATISTICS}
     loaded = {**server.shared, **statistics}  # the client's own, whatever is loaded
     for choice, expected in ((-1.0, loaded), (0.0, loaded), (1.0, update.shared)):  # a tie loads
         logits = torch.tensor([[0.0, choice]] * 3, dtype=torch.float64)
-        chosen = replace(client, memory={**client.memory, LOGITS: logits})
+        chosen = replace(client, memory=({**client.memory[0], LOGITS: logits},))
         assert is_equal(personal_state(plan, chosen, server), expected)
         job = client_init(plan, chosen, server)
         assert is_equal({name: {**job.params, **job.rest}[name] for name in plan.initial}, expected)
@@ -135,12 +135,12 @@ def test_what_is_remembered_is_the_clients_last_own_model():
 def test_the_gradient_of_the_logits_is_that_of_the_straight_through_estimator(tau, rate):
     torch.manual_seed(0)
     plan, server, client, _ = one_round(partialfed_adaptive(tau=tau, rate=rate), network())
-    kept, model = entries_under(LAST, client.memory), network()
+    kept, model = entries_under(LAST, client.memory[0]), network()
     x, y = batch(3)
     choices = set()
     for number in range(6):
         logits = torch.tensor(np.random.default_rng(number).normal(size=(3, 2)))
-        client = replace(client, memory={**client.memory, LOGITS: logits})
+        client = replace(client, memory=({**client.memory[0], LOGITS: logits},))
         job = client_init(plan, client, server)
         key = torch.tensor(1000 + number)
         found = compute_gradients(plan, job, x, y, key)[0]
@@ -168,7 +168,9 @@ def test_the_gradient_of_the_logits_is_that_of_the_straight_through_estimator(ta
             )
             slope = soft[layer, 0] * soft[layer, 1] / tau
             expected = torch.tensor([slope, -slope]) * along
-            assert (found[LOGITS][layer] - expected).abs().max() <= 1e-10 * (1 + expected.abs().max())
+            assert (found[plan.extra_names[0][LOGITS]][layer] - expected).abs().max() <= 1e-10 * (
+                1 + expected.abs().max()
+            )
     assert len(choices) > 2
 
 

@@ -240,11 +240,10 @@ def poisoned(trial):
     """Fails where one client that adds 1e6 to all that it sends moves what the server holds."""
     server, clients = trial.server, {name: trial.clients[name] for name in trial.train}
     updates = {name: trained.update for name, trained in trial.engine.train(server, clients)}
-    wild = {kind: {n: t + 1e6 for n, t in getattr(updates["a"], kind).items()} for kind in ("shared", "memory")}
-    after = server_round(
-        trial.plan, server, updates | {"a": replace(updates["a"], **wild)}, dict.fromkeys(trial.train, 8)
-    )
-    held = [*after.shared.values(), *after.memory.values()]
+    shared, *memory = ({n: t + 1e6 for n, t in x.items()} for x in (updates["a"].shared, *updates["a"].memory))
+    wild = replace(updates["a"], shared=shared, memory=tuple(memory))
+    after = server_round(trial.plan, server, updates | {"a": wild}, dict.fromkeys(trial.train, 8))
+    held = [tensor for state in (after.shared, *after.memory) for tensor in state.values()]
     assert max(float(tensor.abs().max()) for tensor in held) < 10
 
 

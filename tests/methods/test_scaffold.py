@@ -67,16 +67,14 @@ def test_scaffold_reaches_the_optimum_when_clients_take_turns():
 
 def test_the_servers_control_variate_is_the_mean_of_the_clients():
     _, _, kept, server = federated(scaffold(), 7)
-    mean = sum(client.memory["0.controlvariates/w"] for client in kept.values()) / len(kept)
-    assert float(server.memory["0.controlvariates/w"]) == pytest.approx(float(mean), abs=1e-12)
+    mean = sum(client.memory[0]["w"] for client in kept.values()) / len(kept)
+    assert float(server.memory[0]["w"]) == pytest.approx(float(mean), abs=1e-12)
 
 
 def test_at_the_optimum_each_variate_is_its_clients_gradient():
     w, _, kept, _ = federated(scaffold(), 300)
     for name, client in kept.items():
-        assert float(client.memory["0.controlvariates/w"]) == pytest.approx(
-            CURVES[name] * (w - TARGETS[name]), abs=1e-9
-        )
+        assert float(client.memory[0]["w"]) == pytest.approx(CURVES[name] * (w - TARGETS[name]), abs=1e-9)
 
 
 def test_a_round_without_movement_changes_no_variate():
@@ -84,7 +82,7 @@ def test_a_round_without_movement_changes_no_variate():
     job = client_init(plan, init_client(plan), init_server(plan))
     job, _ = client_step(plan, job, torch.ones(1, 2, dtype=torch.float64), torch.zeros(1), torch.tensor(0))
     client, update = client_final(plan, job)
-    assert float(client.memory["0.controlvariates/w"]) == float(update.memory["0.controlvariates/w"]) == 0.0
+    assert float(client.memory[0]["w"]) == float(update.memory[0]["w"]) == 0.0
 
 
 SIZES = {"large": 40, "small": 5}
@@ -109,7 +107,7 @@ class Squares:
 
     weights = None
 
-    def resolved(self, counts):
+    def resolve(self, counts):
         return squares
 
 
@@ -139,9 +137,9 @@ SHARES = {"samples": {"large": 40 / 45, "small": 5 / 45}, "uniform": {"large": 0
 
 def invariant(running, shares):
     """How far c is from the mean of the c_i under ``shares``."""
-    [name] = running.server.memory
-    mean = sum(share * running.clients[client].memory[name] for client, share in shares.items())
-    return float((running.server.memory[name] - mean).abs().max())
+    [variate] = running.server.memory[0].values()
+    mean = sum(share * running.clients[client].memory[0]["weight"] for client, share in shares.items())
+    return float((variate - mean).abs().max())
 
 
 @pytest.mark.parametrize("engine", ["sequential", "stacked"])
@@ -166,7 +164,7 @@ def test_the_servers_variate_is_the_weighted_mean_of_the_clients_whoever_takes_p
         clients = {name: share for name, share in SHARES[weighting].items() if name in took_part}
         assert invariant(running, clients) <= 1e-15  # of the others c_i is zero
     assert took_part == set(SIZES)
-    assert all(variate.any() for variate in running.server.memory.values())
+    assert all(variate.any() for variate in running.server.memory[0].values())
 
 
 def test_the_servers_step_size_stretches_the_mean_change_of_the_models_alone():
@@ -176,7 +174,7 @@ def test_the_servers_step_size_stretches_the_mean_change_of_the_models_alone():
     start = whole.plan.initial["weight"]
     moved, less = (running.server.shared["weight"] - start for running in (whole, half))
     assert (less - 0.5 * moved).abs().max() <= 1e-15
-    assert torch.equal(*(next(iter(running.server.memory.values())) for running in (whole, half)))
+    assert torch.equal(*(next(iter(running.server.memory[0].values())) for running in (whole, half)))
     for _ in range(90):
         half.advance()
     assert np.abs(half.server.shared["weight"].numpy() - optimum(SHARES["samples"])).max() <= 1e-9

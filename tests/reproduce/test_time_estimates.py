@@ -27,7 +27,7 @@ def costing(step=0.0, sample=0.0, look=0.0, apart=False, visit=0.0, save=0.0):
     """Estimates where parts cost so much, and the surgeries on the networks whose steps and moves were timed."""
     timed, moved = [], []
 
-    def steps(plan, shape, *, pixels, classes):
+    def steps(plan, shape, *, pixels, classes, augment):
         timed.append(plan.method.surgery)
         return StepCosts(step=step, sample=sample, look=look, apart=apart)
 

@@ -1,4 +1,4 @@
-"""Aggregation: how the clients' uploads are folded into the server's entries.
+"""Aggregation of the clients' uploads into the server's entries.
 
 McMahan et al. 2017 (arXiv:1602.05629), Algorithm 1: the mean weighted by each client's number of samples. Sums are
 accumulated in float64 in the order given and cast back, so a result does not depend on how the work was scheduled.
@@ -8,28 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from ..utils.errors import UsageError
 from ..utils.state import State, clone
-
-if TYPE_CHECKING:
-    from .plan import Plan
+from .requirements import Requirements
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Uploads:
-    """What an aggregation folds: the clients' entries in client order, and what is known about each client's round.
+    """Input of an aggregation: the clients' entries in client order, and facts about each client's round.
 
     ``weights``: sum to one, by the samples that each client used this round. ``sizes``: training samples that each
     client has. Both are equal where the method weighs clients equally. ``steps``: local steps of each client.
     ``previous``: the server's entries before the round. ``trained``: names of the entries that were trained; the others
     are buffers and frozen parameters. ``loaded``: names of those from which clients started. ``fixed``: names of those
     that local work could not change. ``seed``, ``method`` (its text) and ``round`` (from 0): what an aggregation that
-    draws keys its streams with.
+    draws uses to key its streams.
     """
 
     states: Sequence[State]
@@ -48,20 +45,20 @@ class Uploads:
 class Aggregation(Protocol):
     """A function of :class:`Uploads`.
 
-    One with a method ``bind(plan)`` is replaced, before anything starts, by what that returns. One with a method
-    ``check(plan, clients)`` may refuse a number of clients a round.
+    One with a method ``bind(plan)`` is replaced, before anything starts, by what that returns. One with an attribute
+    ``requires`` (:class:`~fedshift.core.requirements.Requirements`) is refused where these are not met.
     """
 
     def __call__(self, uploads: Uploads) -> State:
-        """The server's entries after the round, each in its own dtype."""
+        """Return the server's entries after the round, each in its own dtype."""
 
 
 CHUNK = 2**17
-"""Values that are folded at a time, so that their sums stay in the processor's cache."""
+"""Values that are summed at a time, so that the sums stay in the processor's cache."""
 
 
 class StreamingMean:
-    """Entry-wise weighted mean of states that come one after another, none of which is kept.
+    """Entry-wise weighted mean of states that arrive one after another and are not kept.
 
     Sums are float64, those of float64 entries of deviations from the first state, so that the mean of equal values is
     that value, bit for bit. Integer entries (BatchNorm's ``num_batches_tracked``) stay integers: their mean is rounded
@@ -83,7 +80,7 @@ class StreamingMean:
         self._last = state, weight
 
     def result(self) -> State:
-        """The mean of what was added, at least one state, each entry in its own dtype."""
+        """Return the mean of the added states, at least one, each entry in its own dtype."""
         if self._last and not self._sums:
             return clone(self._last[0])
         self._flush()
@@ -113,7 +110,7 @@ def _chunks(tensor: Tensor) -> Sequence[Tensor]:
 
 
 def weighted_mean(states: Sequence[State], weights: Sequence[float]) -> State:
-    """:class:`StreamingMean` of ``states`` under ``weights``."""
+    """Return the :class:`StreamingMean` of ``states`` under ``weights``."""
     mean = StreamingMean()
     for state, weight in zip(states, weights, strict=True):
         mean.add(state, weight)
@@ -121,22 +118,22 @@ def weighted_mean(states: Sequence[State], weights: Sequence[float]) -> State:
 
 
 def average_uploads(uploads: Uploads) -> State:
-    """:func:`weighted_mean` of the uploads: FedAvg's aggregation, for which a round's uploads need not be kept."""
+    """Return the :func:`weighted_mean` of the uploads: FedAvg's aggregation, which need not keep a round's uploads."""
     return weighted_mean(uploads.states, uploads.weights)
 
 
 def cast_to(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """``values`` (float64) in ``dtype``, rounded to the nearest where that is an integer type."""
+    """Return ``values`` (float64) in ``dtype``, rounded to the nearest where that is an integer type."""
     return (values if dtype.is_floating_point else values.round()).to(dtype)
 
 
 def stack_entry(states: Sequence[State], name: str) -> Tensor:
-    """Entry ``name`` of all clients, float64 ``[clients, ...]``."""
+    """Return entry ``name`` of all clients, float64 ``[clients, ...]``."""
     return torch.stack([state[name].double() for state in states])
 
 
 def compute_trimmed_mean(uploads: Uploads, trim: int) -> State:
-    """Mean of each coordinate without its ``trim`` largest and smallest values; clients count equally."""
+    """Return the mean of each coordinate without its ``trim`` largest and smallest values; clients count equally."""
     inner = slice(trim, len(uploads.states) - trim)
     return {
         name: cast_to(stack_entry(uploads.states, name).sort(dim=0).values[inner].mean(dim=0), first.dtype)
@@ -145,7 +142,7 @@ def compute_trimmed_mean(uploads: Uploads, trim: int) -> State:
 
 
 def squared_distances(uploads: Uploads) -> Tensor:
-    """Squared distance of each two clients over all trained entries, float64 ``[clients, clients]``."""
+    """Return the squared distance of each two clients over all trained entries, float64 ``[clients, clients]``."""
     total = torch.zeros(len(uploads.states), len(uploads.states), dtype=torch.float64)
     for name in sorted(uploads.trained):
         points = stack_entry(uploads.states, name).flatten(start_dim=1).cpu()
@@ -154,15 +151,15 @@ def squared_distances(uploads: Uploads) -> Tensor:
 
 
 class RobustAggregation:
-    """An aggregation that tolerates clients whose uploads are arbitrary; ``min_clients``: clients that it needs a round."""
+    """An aggregation that tolerates clients whose uploads are arbitrary, if at least ``min_clients`` take part."""
 
-    min_clients: int = 1
+    @property
+    def min_clients(self) -> int:
+        """Clients that must take part in a round."""
+        return 1
 
-    def check(self, plan: Plan, clients: int) -> None:
-        """Raise :class:`UsageError` where ``clients`` a round are too few, or send what is not aggregated robustly."""
-        plan.require_entries_alone("robust aggregation protects, so that one faulty client could move the rest at will")
-        if clients < self.min_clients:
-            raise UsageError(
-                f"{self!r} needs at least {self.min_clients} clients in a round, but {clients} take part: let more take "
-                "part, or tolerate fewer that are faulty"
-            )
+    @property
+    def requires(self) -> Requirements:
+        """Needs of a robust aggregation."""
+        robust = "robust aggregation protects, so that one faulty client could move the rest at will"
+        return Requirements(entries_only=robust, min_clients=self.min_clients)

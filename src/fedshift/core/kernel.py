@@ -1,10 +1,14 @@
-"""The kernel: what clients and server hold, and the pure functions that every engine runs.
+"""The kernel: the states of clients and server, and the pure functions that every engine runs.
 
-One communication round is, for each client that takes part, ``client_init``, ``client_step_`` for each batch and ``client_final``; then
-the uploads are folded (``folding``). Clients and servers are plain values, so an engine may keep them in a dictionary,
-in another process or on another machine. ``client_step_`` is ``compute_gradients`` (those of the ``compute_objective``, ``transform_gradients`` by the
-rules) followed by ``update_``; the last three also work under ``torch.vmap``, so that an engine can run many clients in
-one tensor program.
+One communication round is, for each client that takes part, ``client_init``, one ``client_step_`` for each batch and
+``client_final``; then the uploads are aggregated (:mod:`fedshift.core.server_round`). States are plain values, so an
+engine may keep them in a dictionary, in another process or on another machine. A step is ``compute_gradients`` (of
+``compute_objective``, changed by the rules in ``transform_gradients``), then ``update_``; these three parts also work
+under ``torch.vmap``, so that an engine can run many clients in one tensor program.
+
+A method's rules have one memory each: ``memory[i]`` and ``server_memory[i]`` belong to rule ``i``. While a client
+works, a rule's extra entries lie beside the model's (:attr:`fedshift.core.plan.Plan.extra_names`), so that the
+optimizer changes them all; between rounds they are part of the rule's memory.
 """
 
 from __future__ import annotations
@@ -16,61 +20,82 @@ from torch import Tensor
 
 from ..nn.dropout import dropout_key
 from ..utils.profiling import timed_section
-from ..utils.state import State, add_prefix, clone, entries_under, pick
+from ..utils.state import State, clone, pick
 from .plan import Plan, compute_outputs, to_memory_format
 from .rule import RuleContext
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ClientState:
-    """All that a client keeps between rounds; none of it leaves the client. ``steps``: local steps done so far."""
+    """State that a client keeps between rounds; none of it leaves the client.
+
+    Args:
+        personal: Entries that the client keeps instead of loading them.
+        optimizer: State of the local optimizer, where that survives a round.
+        memory: One state for each rule, its extra entries included.
+        steps: Local steps done so far.
+
+    """
 
     personal: State
     optimizer: State = field(default_factory=dict)
-    memory: State = field(default_factory=dict)
+    memory: tuple[State, ...] = ()
     steps: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ServerState:
-    """What the server holds: rounds done, and, broadcast, the shared entries and its rules' memory.
+    """State of the server: ``shared`` entries and the rules' ``memory`` are broadcast, ``optimizer`` stays there.
 
-    ``optimizer``: state of the server optimizer, which never leaves the server.
+    ``round``: rounds done.
     """
 
     round: int
     shared: State
-    memory: State = field(default_factory=dict)
+    memory: tuple[State, ...] = ()
     optimizer: State = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Update:
-    """The whole uplink of one client in one round; nothing else ever leaves it.
+    """The whole upload of one client in one round; nothing else ever leaves it.
 
-    ``weight``: samples used this round. ``steps``: local steps of this round.
+    ``memory``: one state for each rule. ``weight``: samples used this round. ``steps``: local steps of this round.
     """
 
     shared: State
-    memory: State
+    memory: tuple[State, ...] = ()
     weight: float
     steps: int
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LocalTrainingState:
-    """Local work in flight; ``params`` and ``optimizer`` are its own, ``rest`` holds buffers and frozen parameters.
+    """A client's local work in progress.
 
-    ``frozen``: whether BatchNorm's statistics are frozen. ``planned_steps``: steps that the round will have. ``apart``:
-    whether the steps are those that train the rules' own parameters apart (:attr:`Rule.epochs`), which do not count.
+    Args:
+        params: Parameters that are trained, the rules' included; owned by the job, like ``optimizer``.
+        rest: Buffers and frozen parameters.
+        global_params: Entries as loaded this round.
+        optimizer: State of the local optimizer.
+        memory: One state for each rule, without its extra entries.
+        server_memory: One state for each rule, as broadcast.
+        lr: Learning rate of the round.
+        start: Steps that the client had done before the round.
+        done: Steps that it has done now.
+        planned_steps: Steps that the round will have.
+        frozen: Whether BatchNorm's statistics are frozen.
+        samples: Samples used this round.
+        apart: Whether the steps train the rules' own parameters only (:attr:`Rule.epochs`); these do not count.
+
     """
 
     params: State
     rest: State
     global_params: State
     optimizer: State
-    memory: State
-    server_memory: State
+    memory: tuple[State, ...]
+    server_memory: tuple[State, ...]
     lr: float
     start: int
     done: int
@@ -81,21 +106,24 @@ class LocalTrainingState:
 
 
 def init_server(plan: Plan) -> ServerState:
-    """The server before the first round."""
+    """Return the server before the first round."""
     common = pick(plan.initial, plan.trained & plan.loaded)
-    memory: State = {}
-    for index, rule in enumerate(plan.method.rules):
-        memory |= add_prefix(plan.rule_prefix(index), rule.server_memory(common))
-    optimizer = plan.method.server.init(pick(plan.initial, plan.trained & plan.sent)) if plan.method.server else {}
-    return ServerState(round=0, shared=pick(plan.initial, plan.sent), memory=memory, optimizer=optimizer)
+    return ServerState(
+        round=0,
+        shared=pick(plan.initial, plan.sent),
+        memory=tuple(rule.server_memory(common) for rule in plan.method.rules),
+        optimizer=plan.method.server.init(pick(plan.initial, plan.trained & plan.sent)) if plan.method.server else {},
+    )
 
 
 def init_client(plan: Plan) -> ClientState:
-    """A client that has not taken part yet; its entries share memory with the plan's until it does."""
+    """Return a client that has not taken part yet; its entries share memory with the plan's until it does."""
     params, rest = pick(plan.initial, plan.trained), pick(plan.initial, frozenset(plan.initial) - plan.trained)
-    memory: State = dict(plan.extra_entries)
-    for index, rule in enumerate(plan.method.rules):
-        memory |= add_prefix(plan.rule_prefix(index), rule.client_memory(params, rest))
+    extra = zip(plan.extra_params, plan.extra_rest, strict=True)
+    memory = tuple(
+        {**own, **other, **rule.client_memory(params, rest)}
+        for rule, (own, other) in zip(plan.method.rules, extra, strict=True)
+    )
     return ClientState(personal=pick(plan.initial, plan.personal), memory=memory)
 
 
@@ -104,21 +132,23 @@ def _merge_loaded_and_personal(plan: Plan, client: ClientState, server: ServerSt
     return {name: state[name] for name in plan.initial}
 
 
+def _memory_alone(plan: Plan, client: ClientState, index: int) -> State:
+    extra = plan.extra_names[index]
+    return {name: tensor for name, tensor in client.memory[index].items() if name not in extra}
+
+
 def _context_between_rounds(plan: Plan, client: ClientState, server: ServerState, index: int) -> RuleContext:
-    """What the rule at ``index`` may read between rounds."""
-    prefix = plan.rule_prefix(index)
-    memory = entries_under(prefix, client.memory)
-    own = entries_under(prefix, pick(client.memory, plan.extra_entries))
+    """Return what the rule at ``index`` may read between rounds."""
     return RuleContext(
         global_params=pick(server.shared, plan.loaded),
-        memory={name: tensor for name, tensor in memory.items() if name not in own},
-        extra_entries=own,
-        server_memory=entries_under(prefix, server.memory),
+        memory=_memory_alone(plan, client, index),
+        extra_entries=pick(client.memory[index], plan.extra_names[index]),
+        server_memory=server.memory[index],
     )
 
 
 def personal_state(plan: Plan, client: ClientState, server: ServerState) -> State:
-    """The model that the client would use now: what it loads, with its own entries, as its rules make it."""
+    """Return the model that the client would use now: entries that it loads and its own, as its rules combine them."""
     state = _merge_loaded_and_personal(plan, client, server)
     for index, rule in enumerate(plan.method.rules):
         state = rule.personal_model(state, _context_between_rounds(plan, client, server, index))
@@ -126,12 +156,12 @@ def personal_state(plan: Plan, client: ClientState, server: ServerState) -> Stat
 
 
 def trained_state(plan: Plan, client: ClientState, update: Update, server: ServerState) -> State:
-    """The client's model just after local work, before aggregation; ``server``: what its work began from."""
+    """Return the client's model just after local work, before aggregation; ``server``: the one that it loaded from."""
     return personal_state(plan, client, replace(server, shared=update.shared))
 
 
 def global_state(plan: Plan, server: ServerState) -> State | None:
-    """The server's model, or None where it holds none."""
+    """Return the server's model, or None where it holds none."""
     return {name: server.shared[name] for name in plan.initial} if plan.has_global else None
 
 
@@ -142,19 +172,20 @@ def client_init(plan: Plan, client: ClientState, server: ServerState, planned_st
 
 
 def load_state(plan: Plan, client: ClientState, server: ServerState, planned_steps: int = 0) -> LocalTrainingState:
-    """:func:`client_init`, but the job's tensors are still the server's and the client's own: copy before a step."""
+    """Return :func:`client_init`'s job over the tensors of server and client themselves: copy before a step."""
     state = _merge_loaded_and_personal(plan, client, server)
     for index, rule in enumerate(plan.method.rules):
         state = rule.init_local(state, _context_between_rounds(plan, client, server, index))
-    state |= pick(client.memory, plan.extra_entries)
-    trained = plan.trained | plan.extra_trained
+    for memory, names in zip(client.memory, plan.extra_names, strict=True):
+        state |= {name: memory[entry] for entry, name in names.items()}
+    trained = plan.trained.union(*plan.extra_trained)
     params = pick(state, trained)
     return LocalTrainingState(
         params=params,
         rest={name: tensor for name, tensor in state.items() if name not in trained},
         global_params=pick(server.shared, plan.loaded),
         optimizer=client.optimizer or plan.optimizer.init(params),
-        memory={name: tensor for name, tensor in client.memory.items() if name not in plan.extra_entries},
+        memory=tuple(_memory_alone(plan, client, index) for index in range(len(plan.method.rules))),
         server_memory=server.memory,
         lr=plan.optimizer.lr_in_round(server.round),
         start=client.steps,
@@ -164,17 +195,20 @@ def load_state(plan: Plan, client: ClientState, server: ServerState, planned_ste
     )
 
 
+def _extra_entries(plan: Plan, index: int, params: State, rest: State) -> State:
+    return {entry: params[name] if name in params else rest[name] for entry, name in plan.extra_names[index].items()}
+
+
 def _rule_context(plan: Plan, job: LocalTrainingState, index: int, key: Tensor | None = None) -> RuleContext:
-    prefix = plan.rule_prefix(index)
     return RuleContext(
         global_params=job.global_params,
-        memory=entries_under(prefix, job.memory),
-        extra_entries=entries_under(prefix, {**job.params, **job.rest}) if plan.extra_entries else {},
-        server_memory=entries_under(prefix, job.server_memory),
-        rest=pick(job.rest, plan.initial),
+        memory=job.memory[index],
+        extra_entries=_extra_entries(plan, index, job.params, job.rest),
+        server_memory=job.server_memory[index],
+        rest=pick(job.rest, plan.initial) if any(plan.extra_names) else job.rest,
         lr=job.lr,
         steps=job.done - job.start,
-        planned_steps=job.planned_steps if plan.method.rules[index].needs_step_budget else 0,
+        planned_steps=job.planned_steps if plan.method.rules[index].requires.step_budget else 0,
         key=key,
     )
 
@@ -182,10 +216,10 @@ def _rule_context(plan: Plan, job: LocalTrainingState, index: int, key: Tensor |
 def compute_objective(
     plan: Plan, job: LocalTrainingState, params: State, x: Tensor, y: Tensor, key: Tensor
 ) -> tuple[Tensor, Tensor, State]:
-    """What a step descends at ``params``, on one batch; with the data loss, and the state beside the parameters after.
+    """Return the training objective at ``params`` on one batch, the data loss, and the updated ``rest``. Pure.
 
-    ``x [B, ...]``, ``y [B]``; ``key``: int64 scalar from which dropout masks are drawn. In steps ``apart`` the model is
-    not run, and the data loss is 0. Pure.
+    ``x [B, ...]``, ``y [B]``; ``key``: int64 scalar that keys dropout masks. In steps ``apart`` the model is not run,
+    and the data loss is 0.
     """
     plan.set_mode(training=True, frozen=job.frozen)
     rest = clone(job.rest)
@@ -197,25 +231,22 @@ def compute_objective(
         if job.apart:
             total = loss = torch.zeros((), dtype=plan.dtype, device=x.device)
         else:
-            total = loss = data_loss(
-                pick({**params, **rest}, plan.initial) if plan.extra_entries else {**params, **rest}
-            )
+            state = {**params, **rest}
+            total = loss = data_loss(pick(state, plan.initial) if any(plan.extra_names) else state)
         for index, rule in enumerate(plan.method.rules):
-            if bool(rule.epochs) != job.apart:
-                continue
-            own = entries_under(plan.rule_prefix(index), {**params, **rest}) if plan.extra_entries else {}
-            total = rule.transform_loss(
-                total, params, replace(_rule_context(plan, job, index, key), extra_entries=own, data_loss=data_loss)
-            )
+            if bool(rule.epochs) == job.apart:
+                extra = _extra_entries(plan, index, params, rest)
+                context = replace(_rule_context(plan, job, index, key), extra_entries=extra, data_loss=data_loss)
+                total = rule.transform_loss(total, params, context)
     return total, loss, rest
 
 
 def compute_gradients(
     plan: Plan, job: LocalTrainingState, x: Tensor, y: Tensor, key: Tensor
 ) -> tuple[State, State, Tensor]:
-    """The gradients that the optimizer sees, the state beside the parameters after the batch, and the data loss.
+    """Return the gradients that the optimizer receives, ``rest`` after the batch, and the data loss. Pure.
 
-    Arguments as of :func:`compute_objective`. Pure.
+    Arguments as of :func:`compute_objective`.
     """
     x = to_memory_format(x, plan.image_format)
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in job.params.items()}
@@ -227,24 +258,22 @@ def compute_gradients(
 
 
 def transform_gradients(plan: Plan, job: LocalTrainingState, grads: State, key: Tensor) -> State:
-    """What the rules make of the objective's gradients."""
+    """Return the objective's gradients after every rule has changed them."""
     for index, rule in enumerate(plan.method.rules):
         grads = rule.transform_grads(grads, job.params, _rule_context(plan, job, index, key))
     return grads
 
 
 def update_(plan: Plan, job: LocalTrainingState, grads: State, rest: State, samples: int) -> LocalTrainingState:
-    """The job after the optimizer's step along ``grads`` on ``samples`` samples, in the memory of ``job``."""
+    """Take the optimizer's step along ``grads``, found on ``samples`` samples, in the memory of ``job``."""
     active = frozenset(job.params)
     for index, rule in enumerate(plan.method.rules):
         active = rule.trainable_at_step(active, _rule_context(plan, job, index))
     if not job.apart:
         plan.optimizer.update_(pick(job.params, active & plan.trained), grads, job.optimizer, job.lr)
-    for index, rule in enumerate(plan.method.rules if plan.extra_trained else ()):
-        if bool(rule.epochs) != job.apart:
-            continue
-        own = {name: tensor for name, tensor in job.params.items() if name.startswith(f"{plan.rule_prefix(index)}/")}
-        plan.optimizer.update_(pick(own, active), grads, job.optimizer, job.lr * rule.lr_scale)
+    for rule, names in zip(plan.method.rules, plan.extra_trained, strict=True):
+        if names and bool(rule.epochs) == job.apart:
+            plan.optimizer.update_(pick(job.params, active & names), grads, job.optimizer, job.lr * rule.lr_scale)
     if job.apart:
         return replace(job, rest=rest)
     return replace(job, rest=rest, done=job.done + 1, samples=job.samples + samples)
@@ -253,7 +282,7 @@ def update_(plan: Plan, job: LocalTrainingState, grads: State, rest: State, samp
 def client_step_(
     plan: Plan, job: LocalTrainingState, x: Tensor, y: Tensor, key: Tensor
 ) -> tuple[LocalTrainingState, Tensor]:
-    """One local step on a batch, in the memory of ``job``. Returns the job after it and the data loss."""
+    """Take one local step on a batch, in the memory of ``job``. Returns the job after it and the data loss."""
     with timed_section("forward and backward"):
         grads, rest, loss = compute_gradients(plan, job, x, y, key)
     with timed_section("update"):
@@ -263,26 +292,24 @@ def client_step_(
 def client_step(
     plan: Plan, job: LocalTrainingState, x: Tensor, y: Tensor, key: Tensor
 ) -> tuple[LocalTrainingState, Tensor]:
-    """:func:`client_step_` on a copy of the job: pure."""
+    """Take :func:`client_step_` on a copy of the job: pure."""
     return client_step_(plan, replace(job, params=clone(job.params), optimizer=clone(job.optimizer)), x, y, key)
 
 
 def client_final(plan: Plan, job: LocalTrainingState) -> tuple[ClientState, Update]:
-    """End local work: what the client keeps, and what it uploads."""
+    """End local work. Returns the client's new state and its upload."""
     together = {**job.params, **job.rest}
     state = {name: together[name] for name in plan.initial}
-    memory: State = {}
-    upload: State = {}
+    memory, uploads = [], []
     for index, rule in enumerate(plan.method.rules):
         kept, sent = rule.finalize(job.params, _rule_context(plan, job, index))
-        memory |= add_prefix(plan.rule_prefix(index), kept)
-        upload |= add_prefix(plan.rule_prefix(index), sent)
-    memory |= pick(together, plan.extra_entries)
+        memory.append({**kept, **_extra_entries(plan, index, job.params, job.rest)})
+        uploads.append(sent)
     client = ClientState(
         personal=pick(state, plan.personal),
         optimizer=job.optimizer if plan.optimizer.keep else {},
-        memory=memory,
+        memory=tuple(memory),
         steps=job.done,
     )
-    shared = pick(state, plan.sent)
-    return client, Update(shared=shared, memory=upload, weight=float(job.samples), steps=job.done - job.start)
+    shared, steps = pick(state, plan.sent), job.done - job.start
+    return client, Update(shared=shared, memory=tuple(uploads), weight=float(job.samples), steps=steps)

@@ -1,7 +1,7 @@
 """Training losses by name: cross-entropy and the focal loss, with weights of classes that all clients share.
 
 Weights are part of the task, not of a client: those with a name come from the label counts of the whole federation
-(:meth:`Loss.resolve`), the one thing that clients must tell each other before they start.
+(:meth:`Loss.resolve`), the one fact that clients must share before they start.
 
 Focal loss: Lin et al. 2017, arXiv:1708.02002, equation 5, over the softmax of all classes as in FLamby's baseline of
 Fed-ISIC2019 (Ogier du Terrail et al. 2022, arXiv:2210.04620).
@@ -23,7 +23,7 @@ from ..config.expressions import expressions
 from ..utils.errors import UsageError, unknown_name
 
 Counted = Literal["balanced", "inverse_frequency"]
-"""Weights that :meth:`Loss.resolve` finds from label counts, by name."""
+"""Names of weights that :meth:`Loss.resolve` computes from label counts."""
 Weights = tuple[float, ...] | Counted | None
 """One number a class, the name of weights from label counts, or None: every class counts the same."""
 
@@ -60,10 +60,10 @@ class Loss(ABC):
 
     @abstractmethod
     def __call__(self, logits: Tensor, y: Tensor) -> Tensor:
-        """The loss of a batch, without dimensions."""
+        """Return the loss of a batch, a scalar."""
 
     def resolve(self: Own, counts: Tensor) -> Own:
-        """The same loss with its weights as numbers, ``counts`` ``[K]`` being all clients' training samples by class.
+        """Return the loss with its weights as numbers; ``counts`` ``[K]``: all clients' training samples by class.
 
         ``inverse_frequency`` weights are N / n_k, FLamby's for Fed-ISIC2019. ``balanced`` ones are these over the
         number of classes that occur (King and Zeng 2001; as scikit-learn's), so that the mean weight of a training
@@ -82,7 +82,7 @@ class Loss(ABC):
         return replace(self, weights=tuple(sum(n_K) / (parts * count) if count else 0.0 for count in n_K))
 
     def _weights(self, logits: Tensor) -> Tensor | None:
-        """Weights ``[K]`` of the kind of ``logits``."""
+        """Return weights ``[K]`` in the type and on the device of ``logits``."""
         if self.counted:
             raise UsageError(f"{self}: {self.weights} weights come from label counts: call resolved(counts) first")
         return None if self.weights is None else torch.tensor(self.weights, dtype=logits.dtype, device=logits.device)
@@ -99,7 +99,11 @@ class Loss(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class CrossEntropy(Loss):
-    """Torch's: with weights, the weighted mean over the batch (divided by the sum of its weights)."""
+    """Cross-entropy; with weights, torch's mean over the batch, divided by the sum of the batch's weights.
+
+    So ``balanced`` and ``inverse_frequency`` weights are the same here; a batch without weight counts 0. ``smoothing``
+    in [0, 1): Szegedy et al. 2016, arXiv:1512.00567, section 7.
+    """
 
     name = "cross_entropy"
     smoothing: float = 0.0
@@ -108,6 +112,7 @@ class CrossEntropy(Loss):
         super().__post_init__()
         if not 0 <= self.smoothing < 1:
             raise UsageError(f"{self.name}: smoothing={self.smoothing:g} must lie in [0, 1)")
+        object.__setattr__(self, "smoothing", float(self.smoothing))
 
     @override
     def __call__(self, logits: Tensor, y: Tensor) -> Tensor:
@@ -121,7 +126,11 @@ class CrossEntropy(Loss):
 
 @dataclass(frozen=True, kw_only=True)
 class Focal(Loss):
-    """Mean over the batch of ``w_y (1 - p_y)^gamma (-log p_y)``, p being the softmax of the logits."""
+    """Focal loss: mean over the batch of ``w_y (1 - p_y)^gamma (-log p_y)``, p being the softmax of the logits.
+
+    It is the plain mean, as FLamby's, so that the scale of weights is one of the learning rate: ``inverse_frequency``
+    weights are FLamby's, ``balanced`` ones have a mean of 1 over training samples.
+    """
 
     name = "focal"
     gamma: float = 2.0
@@ -130,6 +139,7 @@ class Focal(Loss):
         super().__post_init__()
         if not 0 <= self.gamma < math.inf:
             raise UsageError(f"{self.name}: gamma={self.gamma:g} must be a number of 0 or more")
+        object.__setattr__(self, "gamma", float(self.gamma))
 
     @override
     def __call__(self, logits: Tensor, y: Tensor) -> Tensor:
@@ -140,33 +150,14 @@ class Focal(Loss):
         return terms.mean() if weight_K is None else (weight_K[y] * terms).mean()
 
 
-def cross_entropy(*, weights: Weights = None, smoothing: float = 0.0) -> Loss:
-    """Cross-entropy; ``weights``: a number for each class, or a name of :data:`Counted`; ``smoothing`` in [0, 1).
-
-    With weights it is torch's mean, divided by the sum of the batch's weights, so that ``balanced`` and
-    ``inverse_frequency`` are the same here; a batch without weight counts 0.
-    Smoothing: Szegedy et al. 2016, arXiv:1512.00567, section 7.
-    """
-    return CrossEntropy(weights=weights, smoothing=float(smoothing))
-
-
-def focal(*, gamma: float = 2.0, weights: Weights = None) -> Loss:
-    """Focal loss: samples that are told rightly count less, by (1 - p)^``gamma``; ``weights`` as in cross-entropy.
-
-    It is the plain mean over the batch, as FLamby's, so that the scale of weights is one of the learning rate:
-    ``inverse_frequency`` weights are FLamby's, ``balanced`` ones have a mean of 1 over training samples.
-    """
-    return Focal(weights=weights, gamma=float(gamma))
-
-
-CATALOG: dict[str, Callable[..., Loss]] = {"cross_entropy": cross_entropy, "focal": focal}
-"""What :func:`parse_loss` knows, by name."""
+CATALOG: dict[str, Callable[..., Loss]] = {kind.name: kind for kind in (CrossEntropy, Focal)}
+"""Losses that :func:`parse_loss` knows, by name."""
 
 
 def parse_loss(text: str) -> Loss:
-    """The loss that ``text`` names, for example ``focal(gamma=2, weights='balanced')``.
+    """Return the loss that ``text`` names, for example ``focal(gamma=2, weights='balanced')``.
 
-    Raises :class:`UsageError` naming what there is.
+    Raises :class:`UsageError` that lists the losses.
     """
     losses = expressions("loss", text, _lookup)
     if len(losses) != 1:

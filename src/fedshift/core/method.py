@@ -1,7 +1,7 @@
-"""A federated method: a composition of orthogonal choices, each defaulting to FedAvg's.
+"""Methods: compositions of orthogonal choices, each of which defaults to FedAvg's.
 
-A method in ``fedshift.methods`` says only what differs from the one it builds on, by ``dataclasses.replace``; so
-methods compose: ``fedbn(fedprox(mu=0.01))``.
+A file of ``fedshift.methods`` holds one function that says only what differs from the method that it builds on; the
+decorator :func:`method` gives it a default base and a name. So methods compose: ``fedbn(fedprox(mu=0.01))``.
 """
 
 from __future__ import annotations
@@ -9,23 +9,24 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Self
+from functools import wraps
+from typing import Any, Concatenate, Literal, ParamSpec, Protocol, Self, cast
 
 from torch import nn
 
 from ..utils.errors import UsageError
 from .aggregation import Aggregation, average_uploads
 from .rule import Rule
-from .selection import Scope
+from .selection import Scope, Select
 from .server_optimizer import ServerOptimizer
 
 Surgery = Callable[[nn.Module], nn.Module]
-"""Changes a copy of the model before entries are named; the repr says what it does."""
+"""A change of a copy of the model before entries are named; its repr says what it does."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Freeze:
-    """From a round on, BatchNorm normalizes with its running statistics in training too, and they no longer move.
+    """The round from which BatchNorm normalizes with its running statistics in training too, and they no longer move.
 
     ``after``: rounds before that, a number, or a fraction (float in (0, 1)) of all rounds.
     """
@@ -37,23 +38,31 @@ class Freeze:
             raise UsageError(f"switch={self.after}: give a number of rounds (an integer) or a fraction in (0, 1)")
 
     def rounds(self, total: int) -> int:
-        """How many rounds of ``total`` come before."""
+        """Return how many rounds of ``total`` come before."""
         return self.after if isinstance(self.after, int) else int(self.after * total + 0.5)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """Which network, what a client loads and sends, how it works, what rules apply, how the server folds the uploads.
+    """A federated method; with all defaults, FedAvg.
 
-    ``name``: as tables show it. ``surgery``: changes of the network, in order. ``scope``: entries loaded and sent.
-    ``rules``: chained, applied in order. ``freeze``: when BatchNorm's statistics are frozen. ``aggregate``: folds the
-    uploads. ``weighting``: clients weigh by the samples they used this round, or equally. ``server``: a step of the
-    server's own along the aggregated change. ``pooled``: all data train together on one machine (the centralized upper
-    baseline), ``"scaled"`` with batches as many times larger as there are clients. ``work``, ``optimizer``: fields of
-    ``Work`` and of the local optimizer that differ from the experiment's.
+    Args:
+        name: Name in tables.
+        surgery: Changes of the network, in order.
+        scope: Entries that clients load and send.
+        rules: Changes of local training and of what is remembered, applied in order.
+        freeze: When BatchNorm's statistics are frozen.
+        aggregate: Combines the uploads.
+        weighting: Clients weigh by the samples they used this round, or equally.
+        server: The server's own step along the aggregated change.
+        pooled: All data train together on one machine (the centralized upper baseline), ``"scaled"`` with batches as
+            many times larger as there are clients.
+        work: Fields of ``Work`` that differ from the experiment's.
+        optimizer: Fields of the local optimizer that differ from the experiment's.
+
     """
 
-    name: str
+    name: str = "fedavg"
     surgery: tuple[Surgery, ...] = ()
     scope: Scope = field(default_factory=Scope)
     rules: tuple[Rule, ...] = ()
@@ -82,43 +91,96 @@ class Method:
         """Return the weight of a client that counts for ``samples`` samples, relative to those of others."""
         return float(samples) if self.weighting == "samples" else 1.0
 
-    def compose_name(self, function: Callable[..., Method], **arguments: Any) -> str:
-        """Name of the method ``function(self, **arguments)``: ``fedbn`` on FedAvg, else ``fedbn+fedprox(mu=0.1)``.
+    def keep_on_client(self, selection: Select) -> Self:
+        """Return the method with ``selection`` neither loaded nor sent."""
+        return replace(self, scope=self.scope.keep_on_client(selection))
 
-        Arguments that have their defaults are left out.
-        """
-        plain = f"{self.name}+".startswith("fedavg+")
-        rest = self.name.removeprefix("fedavg").removeprefix("+") if plain else self.name
-        return f"{_title(function, arguments)}+{rest}" if rest else _title(function, arguments)
+    def with_rule(self, rule: Rule) -> Self:
+        """Return the method with ``rule`` applied after its own."""
+        return replace(self, rules=(*self.rules, rule))
 
-    def extend_name(self, function: Callable[..., Method], **arguments: Any) -> str:
-        """Name of what ``function`` adds to this method: ``fedavg+gn``."""
-        return f"{self.name}+{_title(function, arguments)}"
+    def with_surgery(self, *surgery: Surgery) -> Self:
+        """Return the method with ``surgery`` after its own."""
+        return replace(self, surgery=(*self.surgery, *surgery))
 
-    def with_aggregation(self, name: str, aggregate: Aggregation) -> Self:
-        """The method with another aggregation; :class:`UsageError` where it has one already."""
+    def with_aggregation(self, aggregate: Aggregation) -> Self:
+        """Return the method with another aggregation; raises :class:`UsageError` where it has one already."""
         if self.aggregate is not average_uploads:
-            raise UsageError(f"{name}: {self.name} folds uploads in a way of its own already; choose one of the two")
-        return replace(self, name=name, aggregate=aggregate)
+            raise UsageError(f"{self.name} folds uploads in a way of its own already; choose one of the two")
+        return replace(self, aggregate=aggregate)
 
-    def with_server_optimizer(self, name: str, server: ServerOptimizer) -> Self:
-        """The method with a server optimizer; :class:`UsageError` where it has one already."""
+    def with_server(self, server: ServerOptimizer) -> Self:
+        """Return the method with a server optimizer; raises :class:`UsageError` where it has one already."""
         if self.server is not None:
-            raise UsageError(f"{name}: {self.name} has a server optimizer already; choose one of the two")
-        return replace(self, name=name, server=server)
+            raise UsageError(f"{self.name} has a server optimizer already; choose one of the two")
+        return replace(self, server=server)
 
-    def with_work(self, name: str, **work: Any) -> Self:
-        """The method with other local work; :class:`UsageError` where it sets its own already."""
+    def with_work(self, **work: Any) -> Self:
+        """Return the method with other local work; raises :class:`UsageError` where it sets its own already."""
         if self.work:
-            raise UsageError(f"{name}: {self.name} sets the local work already; choose one of the two")
-        return replace(self, name=name, work=work)
+            raise UsageError(f"{self.name} sets the local work already; choose one of the two")
+        return replace(self, work=work)
 
 
-def _title(function: Callable[..., Method], arguments: Mapping[str, Any]) -> str:
-    defaults = inspect.signature(function).parameters
+Options = ParamSpec("Options")
+
+
+class MethodFunction(Protocol[Options]):
+    """A function of options that returns a method on top of ``base`` (FedAvg where it is None)."""
+
+    __name__: str
+
+    def __call__(self, base: Method | None = None, /, *args: Options.args, **options: Options.kwargs) -> Method:
+        """Return the method."""
+
+
+def method(function: Callable[Concatenate[Method, Options], Method]) -> MethodFunction[Options]:
+    """Make ``function(base, *, ...)`` a method by name: ``fedbn`` on FedAvg, ``fedbn+fedprox(mu=0.1)`` on another.
+
+    The name lists the options that differ from their defaults; ``base`` becomes optional, and errors begin with the
+    name. A function that returns its base unchanged leaves the name alone.
+    """
+    return _compose(function, _prefix)
+
+
+def modifier(function: Callable[Concatenate[Method, Options], Method]) -> MethodFunction[Options]:
+    """:func:`method` for what modifies a base without being a method by itself: its name comes last, ``fedavg+gn``."""
+    return _compose(function, lambda title, base: f"{base}+{title}")
+
+
+def _prefix(title: str, base: str) -> str:
+    rest = base.removeprefix("fedavg").removeprefix("+") if f"{base}+".startswith("fedavg+") else base
+    return f"{title}+{rest}" if rest else title
+
+
+def _compose(
+    function: Callable[Concatenate[Method, Options], Method], join: Callable[[str, str], str]
+) -> MethodFunction[Options]:
+    signature = inspect.signature(function)
+    first, *options = signature.parameters.values()
+
+    @wraps(function)
+    def composed(base: Method | None = None, *args: Options.args, **given: Options.kwargs) -> Method:
+        start = base or Method()
+        try:
+            made = function(start, *args, **given)
+        except UsageError as error:
+            raise UsageError(f"{join(function.__name__, start.name)}: {error}") from error
+        values = signature.bind(start, *args, **given).arguments
+        changed = {
+            each.name: values[each.name] for each in options if values.get(each.name, each.default) != each.default
+        }
+        return made if made is start else replace(made, name=join(_title(function.__name__, changed), start.name))
+
+    optional = first.replace(default=None, annotation="Method | None")
+    composed.__signature__ = signature.replace(parameters=[optional, *options], return_annotation="Method")  # type: ignore[attr-defined]
+    return cast("MethodFunction[Options]", composed)
+
+
+def _title(name: str, changed: Mapping[str, Any]) -> str:
+    """Return ``name`` with the options that were changed, as tables show it."""
     given = ", ".join(
-        f"{name}={value:g}" if isinstance(value, float) else f"{name}={value!r}"
-        for name, value in arguments.items()
-        if value != defaults[name].default
+        f"{option}={value:g}" if isinstance(value, float) else f"{option}={value!r}"
+        for option, value in changed.items()
     )
-    return f"{function.__name__}({given})" if given else function.__name__
+    return f"{name}({given})" if given else name

@@ -26,13 +26,13 @@ class Schedule:
     """A factor on the learning rate, by round; this one is constant."""
 
     def factor(self, round: int) -> float:
-        """The factor in round ``round``, counted from 0."""
+        """Return the factor in round ``round``, counted from 0."""
         return 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepDecay(Schedule):
-    """Multiplied by ``gamma`` every ``every`` rounds (``torch.optim.lr_scheduler.StepLR``)."""
+    """Multiplication by ``gamma`` every ``every`` rounds (``torch.optim.lr_scheduler.StepLR``)."""
 
     every: int
     gamma: float = 0.1
@@ -47,7 +47,7 @@ class StepDecay(Schedule):
 
 @dataclass(frozen=True, kw_only=True)
 class Exponential(Schedule):
-    """Multiplied by ``gamma`` each round (``ExponentialLR``)."""
+    """Multiplication by ``gamma`` each round (``ExponentialLR``)."""
 
     gamma: float
 
@@ -89,16 +89,16 @@ class Optimizer(ABC):
         _require(self.weight_decay >= 0, f"weight_decay={self.weight_decay:g} is negative: it must be 0 or more")
 
     def lr_in_round(self, round: int) -> float:
-        """Learning rate in round ``round``, counted from 0."""
+        """Return the learning rate in round ``round``, counted from 0."""
         return self.lr * self.schedule.factor(round)
 
     @abstractmethod
     def init(self, params: State) -> State:
-        """The state before the first step."""
+        """Return the state before the first step."""
 
     @abstractmethod
     def update_(self, params: State, grads: State, state: State, lr: float) -> None:
-        """One step: ``params`` and ``state`` are changed in place."""
+        """Take one step; ``params`` and ``state`` are changed in place."""
 
 
 @dataclass(frozen=True, kw_only=True)

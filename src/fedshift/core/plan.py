@@ -12,15 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..data.image_transforms import Augmentation
-from ..data.samples import Samples
 from ..nn.dropout import dropout_key
 from ..utils.errors import UsageError
-from ..utils.random_streams import stream
 from ..utils.state import State, clone
 from .method import Method
-from .optimizer import SGD, Optimizer
-from .rule import Rule
+from .optimizer import Optimizer
 from .selection import Entry, norm_statistics
 from .work import Work
 
@@ -32,12 +28,24 @@ Precision = Literal["float32", "bfloat16"]
 class Plan:
     """A method resolved against one model: which entries do what. Made by :func:`prepare`.
 
-    ``module`` is a stateless template, after surgery; ``initial`` the state that server and clients start from;
-    ``loaded``, ``sent`` and ``trained`` are sets of entry names; ``extra_entries`` and ``extra_trained`` what the rules add on each
-    client, by prefixed name; ``freeze_from`` the round (from 0) from which statistics are frozen; ``smallest_batch`` is
-    2 where the model cannot train on one sample; ``augment`` is what is done to training images; ``precision`` is what
-    layers compute in, while parameters, statistics, losses and updates keep their types; ``seed`` is that of the trial,
-    with which the server's draws are keyed.
+    Args:
+        method: The method, its rules and aggregation bound to the model.
+        module: A stateless template, after surgery.
+        entries: The model's entries, in order.
+        initial: State that server and clients start from.
+        loaded: Names of the entries that clients load.
+        sent: Names of the entries that clients send.
+        trained: Names of the parameters that the optimizer changes.
+        extra_params: Parameters that each rule adds on clients, at their initial values.
+        extra_rest: Other entries that each rule adds on clients.
+        freeze_from: Round (from 0) from which statistics are frozen.
+        work: Local work of a round.
+        optimizer: The local optimizer.
+        loss: Mean loss of a batch, given outputs and labels.
+        smallest_batch: 2 where the model cannot train on one sample, else 1.
+        precision: Type in which layers compute; parameters, statistics, losses and updates keep theirs.
+        seed: Seed of the trial, which keys the server's draws.
+
     """
 
     method: Method
@@ -47,14 +55,13 @@ class Plan:
     loaded: frozenset[str]
     sent: frozenset[str]
     trained: frozenset[str]
-    extra_entries: State
-    extra_trained: frozenset[str]
+    extra_params: tuple[State, ...]
+    extra_rest: tuple[State, ...]
     freeze_from: float
     work: Work
     optimizer: Optimizer
     loss: Loss
     smallest_batch: int
-    augment: Augmentation | None = None
     precision: Precision = "float32"
     seed: int = 0
 
@@ -70,16 +77,16 @@ class Plan:
 
     @property
     def personalizes(self) -> bool:
-        """Whether clients use models of their own, so that one that never trained has none."""
+        """Whether each client has its own model, so that one that never trained has none."""
         return bool(self.personal) or any(rule.personalizes for rule in self.method.rules)
 
     @cached_property
     def own_epochs(self) -> int:
-        """Passes of a round over a client's data that train what the rules own apart from the model."""
+        """Passes of a round over a client's data that train the rules' own parameters apart from the model's."""
         return max((rule.epochs or 0 for rule in self.method.rules), default=0)
 
     def entries_fixed_in(self, round: int) -> frozenset[str]:
-        """Entries that no local work of ``round`` (from 0) changes: frozen parameters, and statistics once frozen."""
+        """Return entries that no local work of ``round`` (from 0) changes: frozen parameters, and frozen statistics."""
         frozen = round >= self.freeze_from
         return frozenset(
             entry.name
@@ -89,12 +96,12 @@ class Plan:
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """Floating-point type of the model, in which it wants its inputs."""
+        """Floating-point type of the model and its inputs."""
         return next((t.dtype for t in self.initial.values() if t.is_floating_point()), torch.float32)
 
     @cached_property
     def image_format(self) -> torch.memory_format:
-        """How images and kernels lie in memory: channels last where that is faster, for float32 on the CPU."""
+        """Memory format of images and kernels: channels last where that is faster, for float32 on the CPU."""
         cpu = all(tensor.device.type == "cpu" for tensor in self.initial.values())
         convolves = any(isinstance(layer, nn.Conv2d) for layer in self.module.modules())
         faster = cpu and convolves and self.dtype == torch.float32
@@ -107,9 +114,9 @@ class Plan:
 
     @cached_property
     def slots(self) -> tuple[tuple[dict[str, Any], str, str], ...]:
-        """Where the template holds each tensor: the layer's own dictionary, the name there, and that of the entry.
+        """Places of the template's tensors: the layer's dictionary, the key there, and the entry's name.
 
-        A parameter that stands in several places has one entry. Buffers that are no entries have empty names.
+        A parameter that occurs in several places has one entry. Buffers that are no entries have empty names.
         """
         names = {id(tensor): name for name, tensor in self.module.named_parameters()}
         names |= {id(tensor): name for name, tensor in self.module.named_buffers()}
@@ -123,7 +130,7 @@ class Plan:
 
     def set_mode(self, *, training: bool, frozen: bool = False) -> None:
         """Put the template in training or evaluation mode; ``frozen``: its BatchNorm layers in the latter."""
-        if any(type(layer).train is not nn.Module.train for layer in self.layers):  # a network with a mind of its own
+        if any(type(layer).train is not nn.Module.train for layer in self.layers):  # the network overrides train()
             self.module.train(training)
         else:
             for layer in self.layers:
@@ -133,71 +140,35 @@ class Plan:
                 layer.eval()
 
     def clone_for_training(self, state: State) -> State:
-        """A copy of ``state`` as local work wants it; the same bits however ``state`` lies in memory."""
+        """Return a copy of ``state`` in the memory format of local work; its bits depend on the values only."""
         if self.image_format == torch.contiguous_format:
             return clone(state)
         return {name: to_memory_format(tensor.clone(), self.image_format) for name, tensor in state.items()}
 
-    def training_inputs(self, data: Samples, index: Tensor, seed: int, client: str, step: int) -> Tensor:
-        """Inputs of one local step, augmented as a function of ``(seed, client, step)`` alone."""
-        change = self.augment
-        if change is None:
-            return data.inputs(index, self.dtype)
-        return data.inputs(index, self.dtype, lambda x: change(x, stream(seed, "augment", client, step)))
+    @cached_property
+    def rule_names(self) -> tuple[str, ...]:
+        """Unique names of the rules, which tell their states apart in checkpoints and uploads."""
+        return tuple(f"{index}.{type(rule).__name__.lower()}" for index, rule in enumerate(self.method.rules))
 
-    def require_shared(self, purpose: str) -> None:
-        """Raise :class:`UsageError` where clients load no parameter that is trained."""
-        if self.method.pooled or not self.trained & self.loaded:
-            where = "with all data in one place" if self.method.pooled else "here"
-            raise UsageError(f"method {self.method.name!r}: {purpose}, of which there is none {where}: leave it out")
+    @cached_property
+    def extra_names(self) -> tuple[dict[str, str], ...]:
+        """Names of each rule's extra entries in local training, beside the model's, by their names in the rule."""
+        return tuple(
+            {entry: f"{name}/{entry}" for entry in (*params, *rest)}
+            for name, params, rest in zip(self.rule_names, self.extra_params, self.extra_rest, strict=True)
+        )
 
-    def require_unique(self, rule: Rule) -> None:
-        """Raise :class:`UsageError` where the method has another rule of the same kind."""
-        if sum(type(other) is type(rule) for other in self.method.rules) > 1:
-            raise UsageError(f"method {self.method.name!r} has {rule.source_method} twice: leave one of the two out")
-
-    def require_entries_alone(self, why: str) -> None:
-        """Raise :class:`UsageError` where clients send a rule's memory, too, which the server adds up unseen.
-
-        ``why``: what the method does with entries and not with that memory, as the end of a sentence.
-        """
-        for rule in self.method.rules:
-            if type(rule).aggregate_memory is not Rule.aggregate_memory:
-                raise UsageError(
-                    f"method {self.method.name!r}: {rule.source_method} sends more than the entries that {why}: leave one of "
-                    "the two out"
-                )
-
-    def require_plain_path(self, what: str, *, momentum: bool = False) -> None:
-        """Raise :class:`UsageError` unless each local step moves every parameter along its gradient.
-
-        ``momentum``: whether along those of the round's earlier steps, too.
-        """
-        optimizer = self.optimizer
-        if not isinstance(optimizer, SGD) or (optimizer.momentum and (optimizer.keep or not momentum)):
-            which, fix = (
-                ("SGD whose momentum starts anew each round", "sgd, and momentum that is not kept")
-                if momentum
-                else ("SGD without momentum", "sgd with momentum=0")
-            )
-            raise UsageError(f"{what} holds for {which}, not for {optimizer}: use {fix}, or another method")
-        for rule in self.method.rules:
-            if (
-                type(rule).init_local is not Rule.init_local
-                or type(rule).trainable_at_step is not Rule.trainable_at_step
-            ):
-                raise UsageError(
-                    f"method {self.method.name!r}: {what} holds where every step moves every parameter from what was "
-                    f"loaded, which {rule.source_method} changes: leave one of the two out"
-                )
-
-    def rule_prefix(self, index: int) -> str:
-        """Prefix under which the rule at ``index`` keeps its memories, so that chained rules never meet."""
-        return f"{index}.{type(self.method.rules[index]).__name__.lower()}"
+    @cached_property
+    def extra_trained(self) -> tuple[frozenset[str], ...]:
+        """Names of each rule's extra parameters in local training."""
+        return tuple(
+            frozenset(names[entry] for entry in params)
+            for names, params in zip(self.extra_names, self.extra_params, strict=True)
+        )
 
 
 def compute_outputs(plan: Plan, state: State, x: Tensor) -> Tensor:
-    """Outputs of the template under ``state``, in the model's own type, for inputs ``x [B, ...]``.
+    """Return the template's outputs under ``state``, in the model's type, for inputs ``x [B, ...]``.
 
     The template's tensors are exchanged for those of ``state`` and put back, as ``torch.func.functional_call`` does
     with more care and time; buffers that are no entries for copies, so that nothing is written into the template.
@@ -230,12 +201,12 @@ def _not_scores(module: nn.Module, made: object) -> str:
 
 @torch.no_grad()
 def forward(plan: Plan, state: State, x: Tensor, *, training: bool = False) -> Tensor:
-    """Outputs of the model under ``state`` for inputs ``x``; in training mode BatchNorm updates ``state`` in place."""
+    """Return the model's outputs under ``state`` for inputs ``x``; training BatchNorm updates ``state`` in place."""
     plan.set_mode(training=training)
     with dropout_key(torch.zeros((), dtype=torch.int64, device=x.device)):
         return compute_outputs(plan, state, to_memory_format(x, plan.image_format))
 
 
 def to_memory_format(tensor: Tensor, layout: torch.memory_format) -> Tensor:
-    """``tensor`` with its images ``[N, C, H, W]`` in ``layout``; others as they are."""
+    """Return images ``[N, C, H, W]`` in ``layout``, other tensors unchanged."""
     return tensor.contiguous(memory_format=layout) if tensor.ndim == 4 else tensor

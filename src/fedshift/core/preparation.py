@@ -1,7 +1,7 @@
 """Preparation: a method and a model made into a plan, once and before anything starts.
 
-Surgery makes a stateless template of the model; its entries are named, and it is decided which are loaded, sent and
-trained; the template is tried on one sample. Whatever does not fit or does not go together is refused here.
+Surgery makes a stateless template of the model; its entries are named and sorted into loaded, sent and trained ones;
+the template is tried on one sample. Parts that do not fit or do not go together are refused here.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from torch import Tensor, nn
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from ..data.image_transforms import Augmentation
 from ..nn.dropout import key_dropouts
 from ..nn.linear import use_fast_linear
 from ..utils.errors import UsageError
-from ..utils.state import State, add_prefix, clone, pick
-from .aggregation import average_uploads
+from ..utils.state import clone, pick
+from .compatibility import check_compatibility
 from .method import Method
 from .optimizer import Optimizer
 from .plan import Loss, Plan, Precision, forward
@@ -31,7 +30,7 @@ Settings = TypeVar("Settings", Work, Optimizer)
 
 
 def apply_surgery(method: Method, model: nn.Module) -> nn.Module:
-    """A copy of ``model`` after the method's surgery."""
+    """Return a copy of ``model`` after the method's surgery."""
     module = copy.deepcopy(model)
     fates = [change for change in method.surgery if getattr(change, "decides_normalization", False)]
     if len(fates) > 1:
@@ -51,7 +50,6 @@ def prepare(
     work: Work | None = None,
     optimizer: Optimizer | None = None,
     loss: Loss = nn.functional.cross_entropy,
-    augment: Augmentation | None = None,
     precision: Precision = "float32",
     sample: Tensor | None = None,
     rounds: int = 1,
@@ -60,12 +58,24 @@ def prepare(
 ) -> Plan:
     """Resolve ``method`` against ``model``.
 
-    ``loss(outputs, labels)`` is the mean over a batch, ``augment`` what is done to its images, ``precision`` what
-    layers compute in. ``sample``: inputs ``[1, ...]`` of one sample, with which the model is tried once. ``work`` and
-    ``optimizer`` are the experiment's, of which a method may change fields; ``rounds``: how many there will be;
-    ``clients``: how many train in all; ``seed``: what the server's draws are keyed with. Surgery that draws weights
-    uses torch's generator. Raises :class:`UsageError` where the scope matches nothing, loads what nobody sends, parts
-    of the method do not go together, or the model holds what cannot travel or refuses the sample.
+    Surgery that draws weights uses torch's generator.
+
+    Args:
+        method: The method.
+        model: The network, which is copied.
+        work: The experiment's local work, of which the method may change fields.
+        optimizer: The experiment's local optimizer, of which the method may change fields.
+        loss: Returns the mean loss of a batch, given outputs and labels.
+        precision: Type in which layers compute.
+        sample: Inputs ``[1, ...]`` of one sample, with which the model is tried once.
+        rounds: Number of rounds to come.
+        clients: Number of clients that train in all.
+        seed: Keys the server's draws.
+
+    Raises:
+        UsageError: The scope matches nothing or loads what nobody sends, parts of the method do not go together, or the
+            model holds entries that cannot travel or refuses the sample.
+
     """
     if optimizer is None:
         raise UsageError(f"method {method.name!r} has no optimizer: pass one, for example SGD(lr=0.01)")
@@ -93,16 +103,16 @@ def prepare(
         raise UsageError(f"method {method.name!r} trains no parameter of the model: leave some requires_grad=True")
     plan = Plan(
         method=replace(method, rules=rules), module=template, entries=found, initial=initial, loaded=loaded, sent=sent,
-        trained=trained, extra_entries={}, extra_trained=frozenset(), freeze_from=float("inf"),
+        trained=trained, extra_params=(), extra_rest=(), freeze_from=float("inf"),
         work=_resolve_work(method, work or Work(epochs=1), clients),
         optimizer=_override_settings(optimizer, method.optimizer, method),
-        loss=loss, augment=augment, smallest_batch=1, precision=precision, seed=seed,
+        loss=loss, smallest_batch=1, precision=precision, seed=seed,
     )  # fmt: skip
     plan = add_extra_entries(plan)
     if method.freeze:
         norm_statistics.names(found)
         plan = replace(plan, freeze_from=method.freeze.rounds(rounds))
-    _check(plan)
+    check_compatibility(plan)
     if bind := getattr(method.aggregate, "bind", None):
         plan = replace(plan, method=replace(plan.method, aggregate=bind(plan)))
     plan = replace(plan, smallest_batch=_smallest_batch(plan, sample)) if sample is not None else plan
@@ -133,42 +143,14 @@ def _override_settings(settings: Settings, changes: Mapping[str, Any], method: M
 
 
 def add_extra_entries(plan: Plan) -> Plan:
-    """``plan`` with what its rules add on a client that starts from ``plan.initial``."""
+    """Return ``plan`` with the entries that its rules add on a client that starts from ``plan.initial``."""
     params, rest = pick(plan.initial, plan.trained), pick(plan.initial, frozenset(plan.initial) - plan.trained)
-    own: State = {}
-    trained: frozenset[str] = frozenset()
-    for index, rule in enumerate(plan.method.rules):
-        first, other = (add_prefix(plan.rule_prefix(index), part) for part in rule.extra_entries(params, rest))
-        own, trained = {**own, **first, **other}, trained | first.keys()
-    return replace(plan, extra_entries=own, extra_trained=trained)
-
-
-def _check(plan: Plan) -> None:
-    """Refuse parts of a method that do not go together."""
-    method = plan.method
-    for rule in method.rules:
-        rule.check(plan)
-    personalizing = [rule.source_method for rule in method.rules if rule.personalizes]
-    if len(personalizing) > 1:
-        raise UsageError(
-            f"method {method.name!r}: {' and '.join(personalizing)} both make the client's model: choose one of the two"
-        )
-    if method.pooled and personalizing:
-        raise UsageError(
-            f"method {method.name!r} pools all data but makes models of clients, of which pooling leaves none: "
-            "use centralized without a personal method"
-        )
-    nothing_to_fold = not plan.sent & plan.trained or method.pooled
-    if nothing_to_fold and (method.server is not None or method.aggregate is not average_uploads):
-        raise UsageError(
-            f"method {method.name!r} folds uploads in a way of its own, but there is nothing to fold: "
-            f"{'all data are in one place' if method.pooled else 'clients send nothing that they train'}; "
-            "use it without that part"
-        )
+    extra = [rule.extra_entries(params, rest) for rule in plan.method.rules]
+    return replace(plan, extra_params=tuple(each[0] for each in extra), extra_rest=tuple(each[1] for each in extra))
 
 
 def _refuse_unsupported(module: nn.Module) -> None:
-    """Refuse by name what cannot be averaged, copied or called as a function."""
+    """Raise :class:`UsageError` naming an entry or layer that cannot be averaged, copied or called as a function."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if nn.parameter.is_lazy(tensor):
             raise UsageError(
@@ -190,7 +172,7 @@ def _refuse_unsupported(module: nn.Module) -> None:
 
 
 def _smallest_batch(plan: Plan, sample: Tensor) -> int:
-    """1, or 2 where the model refuses to train on one sample, as BatchNorm does on one value a channel."""
+    """Return 1, or 2 where the model refuses to train on one sample, as BatchNorm does on one value a channel."""
     inputs = sample.to(plan.dtype)
 
     def tried(size: int, *, training: bool) -> None:

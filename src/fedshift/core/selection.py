@@ -1,6 +1,6 @@
 """Which named entries of a model travel: entries, selections by module type, and scopes.
 
-Selection goes by the TYPE of the module that owns an entry. Names mislead: "bn" is not in ``downsample.1`` of a ResNet
+Selection uses the TYPE of the module that owns an entry. Names mislead: "bn" is not in ``downsample.1`` of a ResNet
 and is in "subnet". Name patterns are for exceptions only, and a selection that matches nothing is an error.
 """
 
@@ -35,7 +35,7 @@ class Entry:
 
 
 def entries(module: nn.Module) -> tuple[Entry, ...]:
-    """The entries of ``module`` in the order of its ``state_dict``; a tied parameter stands once, by its first name."""
+    """Return the entries of ``module`` in ``state_dict`` order; a tied parameter occurs once, by its first name."""
     found: list[tuple[str, nn.Module, bool, int]] = []
     seen: set[int] = set()
     layers: list[nn.Module] = []
@@ -58,7 +58,7 @@ def entries(module: nn.Module) -> tuple[Entry, ...]:
 
 @dataclass(frozen=True, eq=False)
 class Select:
-    """A predicate over entries that knows how it is written; combine with ``&``, ``|`` and ``~``."""
+    """A predicate over entries that prints as its expression; combine with ``&``, ``|`` and ``~``."""
 
     matches: Callable[[Entry], bool]
     text: str
@@ -83,14 +83,14 @@ class Select:
         return self.text
 
     def claims(self) -> Iterable[Select]:
-        """What must match something: each named selection, and each combination that is taken away as a whole."""
+        """Yield the parts that must match an entry: named selections, and combinations taken away as a whole."""
         if not self.parts or len(self.parts) == 1:
             yield from self.parts or (self,)
         for part in self.parts:
             yield from part.claims()
 
     def names(self, found: Iterable[Entry]) -> frozenset[str]:
-        """Names of the matching entries.
+        """Return the names of the matching entries.
 
         Raises :class:`UsageError` where a part of the selection matches no entry at all, or where one of several
         selections that are taken away takes nothing that the others leave.
@@ -128,25 +128,25 @@ def _describe_unmatched(claim: Select, found: tuple[Entry, ...]) -> str:
 
 
 def of_type(*types: type[nn.Module], text: str | None = None) -> Select:
-    """Entries whose owner is an instance of one of ``types``."""
+    """Select entries whose owner is an instance of one of ``types``."""
     label = text or f"of_type({', '.join(kind.__name__ for kind in types)})"
     return Select(lambda entry: isinstance(entry.owner, types), label)
 
 
 def name_matches(pattern: str) -> Select:
-    """Entries whose whole name matches the shell pattern, for example ``name_matches("head.*")``."""
+    """Select entries whose whole name matches the shell pattern, for example ``name_matches("head.*")``."""
     return Select(lambda entry: fnmatchcase(entry.name, pattern), repr(pattern))
 
 
 def last_layers(layers: int) -> Select:
-    """Entries of the last ``layers`` layers with parameters, in the order in which the model registers them."""
+    """Select the entries of the last ``layers`` layers with parameters, in the model's order of registration."""
     if layers < 1:
         raise UsageError(f"the last {layers} layers: give 1 or more")
     return Select(lambda entry: entry.from_end < layers, f"last({layers})")
 
 
 def parse_selection(selection: str | int) -> Select:
-    """The selection that a person writes: how many of the last layers, or names and patterns joined by ``|``.
+    """Return the selection that ``selection`` spells: a number of last layers, or names and patterns joined by ``|``.
 
     Names are those of :data:`SELECTIONS` and ``last_layers``, for example ``"batch_norm|head.*"``.
     """
@@ -174,16 +174,16 @@ SELECTIONS: Mapping[str, Select] = {
     "batch_norm": batch_norm, "norm_layers": norm_layers, "norm_statistics": norm_statistics,
     "batch_norm_affine": batch_norm & ~buffers,
 }  # fmt: skip
-"""Selections that have a name of their own in arguments of methods."""
+"""Selections by their names in the options of methods."""
 
 
 @dataclass(frozen=True)
 class Scope:
-    """What a client takes from the server at the start of a round (``load``) and uploads at its end (``send``)."""
+    """Entries that a client takes from the server as a round starts (``load``) and uploads at its end (``send``)."""
 
     load: Select = everything
     send: Select = everything
 
     def keep_on_client(self, selection: Select) -> Scope:
-        """The same scope with ``selection`` kept on the client: neither loaded nor sent."""
+        """Return the scope with ``selection`` kept on the client: neither loaded nor sent."""
         return Scope(load=self.load & ~selection, send=self.send & ~selection)

@@ -1,4 +1,4 @@
-"""Server optimizers: the mean change of a round is a gradient on which the server takes a step of its own.
+"""Server optimizers: the server takes a step along the mean change of a round, as along a gradient.
 
 Reddi et al. 2021 (arXiv:2003.00295), Algorithm 2. Only trained parameters go through the optimizer; BatchNorm's
 statistics and other buffers are estimates, not parameters, and are taken as aggregated. The state never travels.
@@ -29,11 +29,11 @@ class ServerOptimizer(ABC):
 
     @abstractmethod
     def init(self, params: State) -> State:
-        """The state before the first round."""
+        """Return the state before the first round."""
 
     @abstractmethod
     def step(self, params: State, delta: State, state: State) -> tuple[State, State]:
-        """The parameters and the state after a round. Pure."""
+        """Return the parameters and the state after a round. Pure."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,18 +1,18 @@
-"""The server's part of a round: the clients' uploads folded into what it holds."""
+"""The server's part of a round: it aggregates the clients' uploads into its state."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from ..utils.state import State, add_prefix, entries_under, pick
+from ..utils.state import pick
 from .aggregation import StreamingMean, Uploads, average_uploads
 from .kernel import ServerState, Update
 from .plan import Plan
 
 
 class StreamingAggregator:
-    """The uploads of one round, folded into ``server`` as they arrive, in whatever order.
+    """Aggregator of one round's uploads, which may arrive in any order.
 
     ``names``: the clients that are to upload. ``sizes``: training samples of every client that trains, also of those
     that sit the round out. Uploads are taken in the order of the clients' names, so that the result does not depend on
@@ -27,7 +27,7 @@ class StreamingAggregator:
         self._mean = StreamingMean() if plan.method.aggregate is average_uploads and plan.sent else None
 
     def add(self, name: str, update: Update) -> None:
-        """Take the upload of one client."""
+        """Add the upload of one client."""
         self._arrived[name] = update
         while self._coming and self._coming[-1] in self._arrived:
             self._aggregate(self._coming.pop())
@@ -40,19 +40,18 @@ class StreamingAggregator:
         self._folded.append((name, update))
 
     def finalize(self) -> ServerState:
-        """The server after the round, of the uploads that came."""
+        """Return the server after the round, from the uploads that arrived."""
         for name in sorted(self._arrived):  # those behind one that did not come
             self._aggregate(name)
         plan, server, ordered = self._plan, self._server, [update for _, update in self._folded]
         raw = [plan.method.weigh(update.weight) for update in ordered]
         sizes = [plan.method.weigh(self._sizes[name]) for name, _ in self._folded]
         everyone = sum(map(plan.method.weigh, self._sizes.values()))
-        memory: State = {}
-        for index, rule in enumerate(plan.method.rules):
-            prefix = plan.rule_prefix(index)
-            uploads = [entries_under(prefix, update.memory) for update in ordered]
-            shares = [size / everyone for size in sizes]
-            memory |= add_prefix(prefix, rule.aggregate_memory(entries_under(prefix, server.memory), uploads, shares))
+        shares = [size / everyone for size in sizes]
+        memory = tuple(
+            rule.aggregate_memory(server.memory[index], [update.memory[index] for update in ordered], shares)
+            for index, rule in enumerate(plan.method.rules)
+        )
         trained = plan.trained & plan.sent
         if self._mean:
             shared = self._mean.result()
@@ -83,7 +82,7 @@ class StreamingAggregator:
 def server_round(
     plan: Plan, server: ServerState, updates: Mapping[str, Update], sizes: Mapping[str, int]
 ) -> ServerState:
-    """:class:`StreamingAggregator` of uploads that have all come, by client name."""
+    """Return the server after a round, given all its uploads by client name."""
     folding = StreamingAggregator(plan, server, updates, sizes)
     for name, update in updates.items():
         folding.add(name, update)

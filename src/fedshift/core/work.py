@@ -42,7 +42,7 @@ class Work:
                 raise UsageError(f"{name}={value}: must be at least 1")
 
     def batch_bounds(self, samples: int, smallest: int = 1) -> Bounds:
-        """Where each batch of one pass begins and ends in the permuted samples.
+        """Return the first and last bound of each batch of one pass in the permuted samples.
 
         The last batch is kept although smaller; where it would hold fewer than ``smallest`` samples (one sample under
         batch normalization, which has no variance), its samples join the batch before it.
@@ -50,14 +50,14 @@ class Work:
         return _bounds(samples, min(self.batch_size or samples, samples), smallest)
 
     def steps_of_round(self, done: int, per_pass: int) -> range:
-        """The steps of the coming round for a client that has done ``done`` steps, ``per_pass`` batches a pass."""
+        """Return the steps of the next round of a client that has done ``done`` steps, ``per_pass`` batches a pass."""
         if self.epochs is not None:
             return range(done, done + self.epochs * per_pass)
         assert self.batches is not None
         return range(done, min(done + self.batches, (done // per_pass + 1) * per_pass))
 
     def rounds(self, done: int, per_pass: int) -> int:
-        """After how many rounds a client has done ``done`` steps, ``per_pass`` batches a pass."""
+        """Return the number of rounds after which a client has done ``done`` steps, ``per_pass`` batches a pass."""
         if self.epochs is not None:
             return done // (self.epochs * per_pass)
         assert self.batches is not None
@@ -74,7 +74,7 @@ def _bounds(samples: int, size: int, smallest: int) -> Bounds:
 
 
 def iterate_batches(seed: int, client: str, samples: int, bounds: Bounds, steps: range) -> Iterator[tuple[int, Tensor]]:
-    """Each step of ``steps`` with the indices (int64) of its samples among ``samples``."""
+    """Yield each step of ``steps`` with the indices (int64) of its samples among ``samples``."""
     taken_again = len(steps) < len(bounds) and samples <= KEPT_SAMPLES
     draw = _kept_order if taken_again else _draw_order
     order, current = torch.empty(0, dtype=torch.int64), -1

@@ -13,6 +13,7 @@ import torch
 
 from ..core.kernel import client_init, client_step, init_client, init_server
 from ..core.plan import Plan
+from ..data.image_transforms import Augmentation
 from ..utils.disk_cache import cached_measurement
 from ..utils.processors import available_processors
 from ..utils.state import nbytes, pick
@@ -44,7 +45,14 @@ class EngineChoice:
 
 
 def choose_engine(
-    plan: Plan, data: Data, *, clients: int, rounds: int, workers: int | None = None, apart: bool = False
+    plan: Plan,
+    data: Data,
+    *,
+    clients: int,
+    rounds: int,
+    workers: int | None = None,
+    augment: Augmentation | None = None,
+    apart: bool = False,
 ) -> EngineChoice:
     """Return the engine for ``rounds`` rounds in which ``clients`` of those in ``data`` take part.
 
@@ -64,7 +72,7 @@ def choose_engine(
     if total < LITTLE:
         few = f"{needs}: {total / 1e9:.3g} GFLOP in all are too few to gain from more"
         return EngineChoice(engine="sequential", threads=1, reason=few)
-    found = _calibrate(plan, data, batch, clients, workers)
+    found = _calibrate(plan, data, batch, clients, workers, augment)
     many = steps * clients * rounds
     took = {name: many * value for name, value in found.items() if name != "pool"}
     if "pool" in found:
@@ -82,18 +90,24 @@ def _format_time(value: float) -> str:
     return f"{value:.1f} s" if value < 100 else f"{value / 60:.1f} min"
 
 
-def _calibrate(plan: Plan, data: Data, batch: int, clients: int, workers: int | None) -> dict[str, float]:
+def _calibrate(
+    plan: Plan, data: Data, batch: int, clients: int, workers: int | None, augment: Augmentation | None
+) -> dict[str, float]:
     """Return the seconds of a client's step on each engine that can run the plan, measured now or cached."""
     processes = min(workers or available_processors(), clients)
     split = next(iter(data.values()))
     machine = torch.__version__, torch.get_num_threads(), processes, str(split.y.device)
     shapes = [tuple(tensor.shape) for tensor in plan.initial.values()]
-    work = batch, count_lanes(plan, data, clients), split.shape, plan.optimizer, plan.loss, plan.augment
+    work = batch, count_lanes(plan, data, clients), split.shape, plan.optimizer, plan.loss, augment
     facts = machine, plan.method.text, str(plan.module), shapes, str(plan.dtype), plan.precision, str(work)
-    return cached_measurement("engines.json", facts, lambda: _time_engines(plan, data, batch, clients, processes))
+    return cached_measurement(
+        "engines.json", facts, lambda: _time_engines(plan, data, batch, clients, processes, augment)
+    )
 
 
-def _time_engines(plan: Plan, data: Data, batch: int, clients: int, processes: int) -> dict[str, float]:
+def _time_engines(
+    plan: Plan, data: Data, batch: int, clients: int, processes: int, augment: Augmentation | None
+) -> dict[str, float]:
     split = max(data.values(), key=len)
     index = torch.arange(batch, device=split.y.device) % len(split)
     x, y = split.inputs(index, plan.dtype), split.y[index]
@@ -107,6 +121,6 @@ def _time_engines(plan: Plan, data: Data, batch: int, clients: int, processes: i
             found[f"sequential{how}"] = time_median(lambda: client_step(plan, job, x, y, key), 3)
             if stackable:
                 found[f"stacked{how}"] = time_median(lambda: run_stacked_step(plan, job, lanes, x, y), 3) / lanes
-    if processes > 1 and Pool.refusal(plan, data) is None:
+    if processes > 1 and Pool.refusal(plan, data, augment) is None:
         found["pool"] = found.get(f"sequential{ALONE}", found["sequential"])
     return found

@@ -17,10 +17,11 @@ from torch import Tensor
 from ..core.kernel import ClientState, ServerState, Update
 from ..core.plan import Plan
 from ..core.work import Bounds
+from ..data.image_transforms import Augmentation
 from ..data.samples import Samples
 from ..results.schema import Row
 from ..utils.errors import FedshiftError, UsageError
-from ..utils.random_streams import key_bits
+from ..utils.random_streams import key_bits, stream
 from ..utils.state import State
 
 Data = Mapping[str, Samples]
@@ -57,20 +58,23 @@ class Engine(ABC):
         data: training samples by client.
         seed: the key of all random draws.
         workers: the most processes to use, for engines that use some; None: one for each free processor.
+        augment: augmentation of training images.
 
     Raises:
         UsageError: saying why, where the engine does not fit the plan.
 
     """
 
-    def __init__(self, plan: Plan, data: Data, seed: int, workers: int | None = None) -> None:
-        self.plan, self.data, self.seed, self.workers = plan, data, seed, workers
-        if why := self.refusal(plan, data):
+    def __init__(
+        self, plan: Plan, data: Data, seed: int, workers: int | None = None, augment: Augmentation | None = None
+    ) -> None:
+        self.plan, self.data, self.seed, self.workers, self.augment = plan, data, seed, workers, augment
+        if why := self.refusal(plan, data, augment):
             name = type(self).__name__.lower()
             raise UsageError(f"the {name} engine {why}: use the sequential engine, which runs anything, or auto")
 
     @classmethod
-    def refusal(cls, plan: Plan, data: Data) -> str | None:  # noqa: ARG003 - nothing to refuse here
+    def refusal(cls, plan: Plan, data: Data, augment: Augmentation | None = None) -> str | None:  # noqa: ARG003
         """Return why the engine cannot run ``plan`` on ``data``, as the end of a sentence; None where it can."""
         return None
 
@@ -113,9 +117,24 @@ class Engine(ABC):
         done = self.plan.work.rounds(client.steps, per_pass) * count
         return range(done, done + count)
 
-    def dropout_key(self, name: str, step: int, device: torch.device) -> Tensor:
-        """Return the int64 scalar from which the client's step draws dropout masks."""
-        return torch.tensor(key_bits(self.seed, "dropout", name, step) >> 65, device=device)
+    def load_batch(self, name: str, step: int, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Return inputs ``[B, ...]`` and labels ``[B]`` of a client's step on the samples at ``index``."""
+        data = self.data[name]
+        index = index.to(data.y.device)
+        return training_inputs(data, index, self.plan.dtype, self.augment, self.seed, name, step), data.y[index]
+
+    def step_key(self, name: str, step: int) -> Tensor:
+        """Return the int64 scalar from which the client's step draws."""
+        return torch.tensor(key_bits(self.seed, "dropout", name, step) >> 65, device=self.data[name].y.device)
+
+
+def training_inputs(
+    data: Samples, index: Tensor, dtype: torch.dtype, augment: Augmentation | None, seed: int, client: str, step: int
+) -> Tensor:
+    """Return inputs ``[B, ...]`` of one local step, augmented as a function of ``(seed, client, step)`` alone."""
+    if augment is None:
+        return data.inputs(index, dtype)
+    return data.inputs(index, dtype, lambda x: augment(x, stream(seed, "augment", client, step)))
 
 
 EngineFactory = Callable[[Plan, Data, int], Engine]

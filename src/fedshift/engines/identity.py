@@ -28,6 +28,7 @@ from ..core.loss import Loss
 from ..core.optimizer import SGD
 from ..core.plan import Plan, compute_outputs, to_memory_format
 from ..core.work import iterate_batches
+from ..data.image_transforms import Augmentation
 from ..utils.profiling import timed_section
 from ..utils.state import clone
 from .engine import ClientResult, Data, Diverged, Engine, refuse_divergence, total_loss
@@ -42,7 +43,7 @@ class Identity(Engine):
 
     @override
     @classmethod
-    def refusal(cls, plan: Plan, data: Data) -> str | None:
+    def refusal(cls, plan: Plan, data: Data, augment: Augmentation | None = None) -> str | None:
         method, work = plan.method, plan.work
         longest = max(len(work.batch_bounds(len(split), plan.smallest_batch)) for split in data.values())
         if work.batches != 1 and not (work.epochs == 1 and longest == 1):
@@ -62,9 +63,9 @@ class Identity(Engine):
                 data = self.data[name]
                 bounds, coming = self.steps_of_round(name, client)
                 for step, index in iterate_batches(self.seed, name, len(data), bounds, coming):
-                    index = index.to(data.y.device)
-                    x.append(plan.training_inputs(data, index, self.seed, name, step))
-                    y.append(data.y[index])
+                    inputs, labels = self.load_batch(name, step, index)
+                    x.append(inputs)
+                    y.append(labels)
             sizes = [len(labels) for labels in y]
             together = torch.cat(x)
         raw = [plan.method.weigh(size) for size in sizes]
@@ -84,13 +85,13 @@ class Identity(Engine):
         try:
             refuse_divergence(per_client, shared, "all", server)
         except Diverged:
-            alone = Sequential(plan, self.data, self.seed)
+            alone = Sequential(plan, self.data, self.seed, augment=self.augment)
             for name, client in clients.items():
                 alone.train_client(server, name, client)  # raises, and names the client
             raise
         for number, (name, client) in enumerate(clients.items()):
             loss = total_loss(per_client[number : number + 1], [sizes[number]])
-            update = Update(shared=shared, memory={}, weight=float(sizes[number]), steps=1)
+            update = Update(shared=shared, weight=float(sizes[number]), steps=1)
             after = ClientState(personal={}, steps=client.steps + 1)
             yield name, ClientResult(client=after, update=update, loss_sum=loss)
 

@@ -32,6 +32,7 @@ from typing_extensions import override
 
 from ..core.kernel import ClientState, ServerState
 from ..core.plan import Plan
+from ..data.image_transforms import Augmentation
 from ..utils.allocator import keep_freed_memory
 from ..utils.errors import FedshiftError
 from ..utils.processors import available_processors
@@ -55,12 +56,12 @@ class ProcessEngine(Engine):
 
     @override
     @classmethod
-    def refusal(cls, plan: Plan, data: Data) -> str | None:
+    def refusal(cls, plan: Plan, data: Data, augment: Augmentation | None = None) -> str | None:
         device = next(iter(data.values())).y.device.type
         if device != "cpu":
             return f"uses processors, but the device is {device}"
         try:
-            pickle_without_tensors(plan)
+            pickle_without_tensors((plan, augment))
         except Exception as error:
             return f"cannot send {plan.method.name} or the model to another process ({error})"
         return None
@@ -129,8 +130,10 @@ class Pool(ProcessEngine):
 
     _numbers = count()
 
-    def __init__(self, plan: Plan, data: Data, seed: int, workers: int | None = None) -> None:
-        super().__init__(plan, data, seed, workers)
+    def __init__(
+        self, plan: Plan, data: Data, seed: int, workers: int | None = None, augment: Augmentation | None = None
+    ) -> None:
+        super().__init__(plan, data, seed, workers, augment)
         self._number = next(self._numbers)
         self._buffers: tuple[SharedMemoryBuffer, SharedMemoryBuffer] | None = None  # trial, broadcast
         self._workers: list[_WorkerHandle] = []
@@ -139,10 +142,10 @@ class Pool(ProcessEngine):
 
     @override
     @classmethod
-    def refusal(cls, plan: Plan, data: Data) -> str | None:
+    def refusal(cls, plan: Plan, data: Data, augment: Augmentation | None = None) -> str | None:
         if os.name != "posix":
             return "shares memory in a way that this operating system does not have"
-        return super().refusal(plan, data)
+        return super().refusal(plan, data, augment)
 
     @override
     def close(self) -> None:
@@ -171,7 +174,7 @@ class Pool(ProcessEngine):
         """Send ``workers`` the broadcast, and the trial to those that do not have it."""
         if self._buffers is None:
             buffers = SharedMemoryBuffer(), SharedMemoryBuffer()
-            self._trial = buffers[0].write((self.plan, self.data, self.seed))
+            self._trial = buffers[0].write((self.plan, self.data, self.seed, 1, self.augment))
             self._buffers = buffers
         layout = self._buffers[1].write(server)
         for worker in workers:

@@ -28,6 +28,7 @@ from typing_extensions import override
 
 from ..core.kernel import ClientState, ServerState
 from ..core.plan import Plan
+from ..data.image_transforms import Augmentation
 from ..data.samples import Samples
 from ..utils.allocator import keep_freed_memory
 from ..utils.errors import FedshiftError, UsageError
@@ -52,8 +53,10 @@ SerializedTensors = tuple[bytes, list[NDArray[np.uint8]]]
 class Ray(ProcessEngine):
     """Runs what can be sent to another process, on CPUs, where the package ``ray`` is installed."""
 
-    def __init__(self, plan: Plan, data: Data, seed: int, workers: int | None = None) -> None:
-        super().__init__(plan, data, seed, workers)
+    def __init__(
+        self, plan: Plan, data: Data, seed: int, workers: int | None = None, augment: Augmentation | None = None
+    ) -> None:
+        super().__init__(plan, data, seed, workers, augment)
         self._ray: Any = None
         self._plan: Any = None
         self._known: list[Any] = []
@@ -61,10 +64,10 @@ class Ray(ProcessEngine):
 
     @override
     @classmethod
-    def refusal(cls, plan: Plan, data: Data) -> str | None:
+    def refusal(cls, plan: Plan, data: Data, augment: Augmentation | None = None) -> str | None:
         if find_spec("ray") is None:
             return "needs the package ray (pip install 'fedshift[ray]')"
-        return super().refusal(plan, data)
+        return super().refusal(plan, data, augment)
 
     @override
     def close(self) -> None:
@@ -75,7 +78,7 @@ class Ray(ProcessEngine):
         with timed_section("start"):
             self._ray = _connect(self.workers)
         with timed_section("hand over"):
-            self._plan = self._plan or self._ray.put(serialize(self.plan))
+            self._plan = self._plan or self._ray.put(serialize((self.plan, self.augment)))
             self._known = [
                 self._plan,
                 self._ray.put(serialize(server)),
@@ -125,13 +128,14 @@ def train_client(
 ) -> tuple[SerializedTensors, Seconds]:
     """Return a client's result or error, and the seconds that its sections took; run by a worker.
 
-    ``known``: references to plan and broadcast.
+    ``known``: references to the plan with its augmentation, and to the broadcast.
     """
     torch.set_num_threads(1)
 
     def train() -> ClientResult:
-        plan, server = map(_fetch, known)
-        return Sequential(plan, {name: deserialize(samples)}, seed).train_client(server, name, deserialize(client))
+        (plan, augment), server = map(_fetch, known)
+        engine = Sequential(plan, {name: deserialize(samples)}, seed, augment=augment)
+        return engine.train_client(server, name, deserialize(client))
 
     with keep_freed_memory(), record_seconds() as seconds:
         done = capture_error(train)

@@ -46,8 +46,5 @@ class Sequential(Engine):
 
     def _batch(self, name: str, step: int, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return inputs ``[B, ...]``, labels ``[B]`` and dropout key of one step."""
-        data = self.data[name]
         with timed_section("data"):
-            index = index.to(data.y.device)
-            key = self.dropout_key(name, step, data.y.device)
-            return self.plan.training_inputs(data, index, self.seed, name, step), data.y[index], key
+            return *self.load_batch(name, step, index), self.step_key(name, step)

@@ -73,8 +73,13 @@ def _open_unnamed_file() -> int:
 
 def copy_out(value: Any) -> Any:
     """Return the dataclass ``value`` with its states copied to this process's memory; the buffer can be reused."""
-    held = {name: clone(each) for name, each in vars(value).items() if isinstance(each, dict)}
-    return type(value)(**{**vars(value), **held})
+
+    def copied(part: Any) -> Any:
+        if isinstance(part, tuple):
+            return tuple(map(copied, part))
+        return clone(part) if isinstance(part, dict) else part
+
+    return type(value)(**{name: copied(part) for name, part in vars(value).items()})
 
 
 def pickle_without_tensors(value: Any) -> tuple[list[Tensor], bytes]:

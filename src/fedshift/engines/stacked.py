@@ -32,6 +32,7 @@ from ..core.optimizer import SGD
 from ..core.plan import Plan
 from ..core.rule import Rule
 from ..core.work import iterate_batches
+from ..data.image_transforms import Augmentation
 from ..nn.linear import vmapped_lanes
 from ..utils.profiling import timed_section
 from ..utils.state import State, nbytes, pick
@@ -42,12 +43,10 @@ CACHE = 2**25
 """Bytes of trained parameters that are stepped together."""
 ACTIVATIONS = 2**27
 """Bytes of layers' outputs that are held at a time."""
-PARTS = ("params", "rest", "optimizer", "memory")
-"""Parts of a local training state that differ between lanes."""
 Batches = Sequence[tuple[int, Tensor]]
 """Steps, each with its number and the indices of its samples."""
-Stack = dict[str, State]
-"""Parts of the lanes' local training states, each entry ``[lanes, ...]``."""
+Stack = tuple[State, ...]
+"""The lanes' parameters, other entries, optimizer states and memories of each rule, each entry ``[lanes, ...]``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,13 +67,15 @@ class _Lane:
 class Stacked(Engine):
     """Runs what ``torch.vmap`` can run; ``width``: the most lanes that are stepped together."""
 
-    def __init__(self, plan: Plan, data: Data, seed: int, workers: int | None = None) -> None:
-        super().__init__(plan, data, seed, workers)
+    def __init__(
+        self, plan: Plan, data: Data, seed: int, workers: int | None = None, augment: Augmentation | None = None
+    ) -> None:
+        super().__init__(plan, data, seed, workers, augment)
         self.width = count_lanes(plan, data, len(data))
 
     @override
     @classmethod
-    def refusal(cls, plan: Plan, data: Data) -> str | None:
+    def refusal(cls, plan: Plan, data: Data, augment: Augmentation | None = None) -> str | None:
         split = next(iter(data.values()))
         count = plan.smallest_batch
         job = client_init(plan, init_client(plan), init_server(plan), planned_steps=1)
@@ -114,7 +115,7 @@ class Stacked(Engine):
         per_lane = [torch.stack(each).double().cpu() for each in losses]
         broken = not _is_finite(stack)
         for number, (lane, job) in enumerate(zip(lanes, jobs, strict=True)):
-            own = {name: {entry: tensor[number] for entry, tensor in stack[name].items()} for name in PARTS}
+            own = tuple({entry: tensor[number] for entry, tensor in state.items()} for state in stack)
             done = replace(_replace_parts(job, own), done=job.start + len(lane.batches), samples=sum(lane.sizes))
             client, update = client_final(plan, done)
             doubtful = {**client.personal, **update.shared} if broken else {}
@@ -127,7 +128,7 @@ class Stacked(Engine):
     ) -> tuple[Stack, list[list[Tensor]]]:
         """Return the stack after each lane's steps in ``turns``, begun from ``jobs``, and each lane's losses."""
         plan = self.plan
-        paced = any(rule.needs_step_budget for rule in plan.method.rules)
+        paced = any(rule.requires.step_budget for rule in plan.method.rules)
         losses: list[list[Tensor]] = [[] for _ in lanes]
         for at in range(max(map(len, turns))):
             together: dict[tuple[int, int], list[int]] = {}
@@ -137,7 +138,9 @@ class Stacked(Engine):
                     together.setdefault(kind, []).append(number)
             for members in together.values():
                 with timed_section("data"):
-                    x, y, keys = self._batch([(lanes[number].name, *turns[number][at]) for number in members])
+                    taken = [(lanes[number].name, *turns[number][at]) for number in members]
+                    x, y = map(torch.stack, zip(*(self.load_batch(*each) for each in taken), strict=True))
+                    keys = torch.stack([self.step_key(name, step) for name, step, _ in taken])
                 first = jobs[members[0]]
                 template = first if first.apart else replace(first, done=first.start + at)
                 if len(members) == len(lanes):
@@ -149,17 +152,6 @@ class Stacked(Engine):
                 for number, value in zip(members, loss.unbind(), strict=True):
                     losses[number].append(value)
         return stack, losses
-
-    def _batch(self, taken: Sequence[tuple[str, int, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return inputs ``[lanes, B, ...]``, labels ``[lanes, B]`` and dropout keys ``[lanes]`` of one step."""
-        x, y, keys = [], [], []
-        for name, step, index in taken:
-            data = self.data[name]
-            index = index.to(data.y.device)
-            x.append(self.plan.training_inputs(data, index, self.seed, name, step))
-            y.append(data.y[index])
-            keys.append(self.dropout_key(name, step, data.y.device))
-        return torch.stack(x), torch.stack(y), torch.stack(keys)
 
 
 def count_lanes(plan: Plan, data: Data, clients: int) -> int:
@@ -177,12 +169,13 @@ def run_stacked_step(plan: Plan, job: LocalTrainingState, lanes: int, x: Tensor,
 
 
 def _stack_jobs(jobs: Sequence[LocalTrainingState]) -> Stack:
-    return {name: _stack_states([getattr(job, name) for job in jobs]) for name in PARTS}
+    parts = [(job.params, job.rest, job.optimizer, *job.memory) for job in jobs]
+    return tuple(map(_stack_states, zip(*parts, strict=True)))
 
 
 def _replace_parts(job: LocalTrainingState, parts: Stack) -> LocalTrainingState:
-    params, rest, optimizer, memory = (parts[name] for name in PARTS)
-    return replace(job, params=params, rest=rest, optimizer=optimizer, memory=memory)
+    params, rest, optimizer, *memory = parts
+    return replace(job, params=params, rest=rest, optimizer=optimizer, memory=tuple(memory))
 
 
 def _stack_states(states: Sequence[State]) -> State:
@@ -204,28 +197,30 @@ def _step(
     """
 
     def descended(
-        params: State, rest: State, memory: State, x: Tensor, y: Tensor, key: Tensor
+        params: State, rest: State, memory: Stack, x: Tensor, y: Tensor, key: Tensor
     ) -> tuple[Tensor, Tensor, State]:
         return compute_objective(plan, replace(job, rest=rest, memory=memory), params, x, y, key)
 
-    def updated(grads: State, rest: State, own: Stack, key: Tensor) -> tuple[Stack, State]:
+    def updated(grads: State, rest: State, own: Stack, key: Tensor) -> Stack:
         lane = _replace_parts(job, own)
         after = update_(plan, lane, transform_gradients(plan, lane, grads, key), rest, 0)
-        return {"params": after.params, "optimizer": after.optimizer}, after.rest
+        return after.params, after.optimizer, after.rest
 
+    params, rest, optimizer, *memory = stack
     with timed_section("forward and backward"), vmapped_lanes():
-        leaves = {name: tensor.detach().requires_grad_() for name, tensor in stack["params"].items()}
-        total, loss, rest = torch.vmap(descended)(leaves, stack["rest"], stack["memory"], x, y, keys)
+        leaves = {name: tensor.detach().requires_grad_() for name, tensor in params.items()}
+        total, loss, rest = torch.vmap(descended)(leaves, rest, tuple(memory), x, y, keys)
         found = torch.autograd.grad(total.sum(), tuple(leaves.values()), materialize_grads=True)
         grads = dict(zip(leaves, found, strict=True))
         rest = {name: tensor.detach() for name, tensor in rest.items()}
     with timed_section("update"):
-        own = {**stack, "params": _make_writable(stack["params"]), "optimizer": _make_writable(stack["optimizer"])}
+        params, optimizer = _make_writable(params), _make_writable(optimizer)
+        own = params, stack[1], optimizer, *memory
         if _is_elementwise(plan):
             update_(plan, _replace_parts(job, own), grads, rest, 0)
         else:
             torch.vmap(updated)(grads, rest, own, keys)
-    return {**own, "rest": rest}, loss.detach()
+    return (params, rest, optimizer, *memory), loss.detach()
 
 
 def _is_elementwise(plan: Plan) -> bool:
@@ -241,22 +236,18 @@ def _make_writable(state: State) -> State:
 
 
 def _select_rows(stack: Stack, index: Tensor) -> Stack:
-    return {name: {entry: tensor[index] for entry, tensor in state.items()} for name, state in stack.items()}
+    return tuple({entry: tensor[index] for entry, tensor in state.items()} for state in stack)
 
 
 def _write_rows(stack: Stack, changed: Stack, index: Tensor) -> Stack:
     """Return ``stack`` with the rows at ``index`` replaced by those of ``changed``."""
-    return {
-        name: {
-            entry: tensor.contiguous().index_copy_(0, index, changed[name][entry]) for entry, tensor in state.items()
-        }
-        for name, state in stack.items()
-    }
+    return tuple(
+        {entry: tensor.contiguous().index_copy_(0, index, rows[entry]) for entry, tensor in state.items()}
+        for state, rows in zip(stack, changed, strict=True)
+    )
 
 
 def _is_finite(stack: Stack) -> bool:
     """Return whether the sums of all trained parameters and statistics are finite, hence these themselves."""
-    sums = [
-        tensor.sum() for name in ("params", "rest") for tensor in stack[name].values() if tensor.is_floating_point()
-    ]
+    sums = [tensor.sum() for state in stack[:2] for tensor in state.values() if tensor.is_floating_point()]
     return bool(torch.stack([value.double() for value in sums]).isfinite().all())

@@ -20,12 +20,12 @@ from ..utils.state import nbytes, pick
 
 def downlink_bytes(plan: Plan, server: ServerState) -> int:
     """Return the bytes that one client receives in a round: the entries it loads, and the rules' server memory."""
-    return nbytes(pick(server.shared, plan.loaded)) + nbytes(server.memory)
+    return nbytes(pick(server.shared, plan.loaded)) + sum(map(nbytes, server.memory))
 
 
 def uplink_bytes(update: Update) -> int:
     """Return the bytes that one client sends: the entries in its scope, and the rules' uploads."""
-    return nbytes(update.shared) + nbytes(update.memory)
+    return nbytes(update.shared) + sum(map(nbytes, update.memory))
 
 
 def summarize_method(plan: Plan) -> MethodSummary:
@@ -85,8 +85,8 @@ def find_capabilities(method: Method) -> Capabilities:
     client = init_client(plan)
     memories = [
         re.sub(r"(?<!^)(?=[A-Z])", " ", type(rule).__name__).lower()
-        for index, rule in enumerate(plan.method.rules)
-        if any(name.startswith(f"{plan.rule_prefix(index)}/") for name in client.memory)
+        for rule, memory in zip(plan.method.rules, client.memory, strict=True)
+        if memory
     ]
     if plan.optimizer.keep:
         memories.append("momentum")

@@ -26,6 +26,7 @@ from ..core.plan import Plan, compute_outputs
 from ..core.preparation import add_extra_entries
 from ..core.selection import batch_norm, norm_statistics
 from ..core.work import Work
+from ..data.image_transforms import Augmentation
 from ..data.samples import Samples
 from ..engines.sequential import Sequential
 from ..utils.errors import UsageError
@@ -68,13 +69,14 @@ class UnseenClientModels:
     """Models for clients that never trained, made from the state of ``server`` and of clients that did.
 
     ``samples``: number of training samples of each trained client, by its name in ``clients``, which are read one at a
-    time.
+    time. ``augment``: augmentation of images on which a model is trained.
     """
 
     def __init__(
-        self, plan: Plan, server: ServerState, clients: Mapping[str, ClientState], samples: Mapping[str, int]
-    ) -> None:
-        self.plan, self.server = plan, server
+        self, plan: Plan, server: ServerState, clients: Mapping[str, ClientState], samples: Mapping[str, int],
+        augment: Augmentation | None = None,
+    ) -> None:  # fmt: skip
+        self.plan, self.server, self.augment = plan, server, augment
         self._clients, self._samples = clients, samples
 
     def make_state(self, policy: str, name: str, train: Samples, rounds: int = 1) -> State | None:
@@ -110,7 +112,7 @@ class UnseenClientModels:
         """
         client = init_client(add_extra_entries(replace(plan, initial=start)))
         server = replace(self.server, round=max(0, self.server.round - 1), shared=pick(start, plan.sent))
-        engine = Sequential(plan, {name: train}, plan.seed)
+        engine = Sequential(plan, {name: train}, plan.seed, augment=self.augment)
         for _ in range(rounds):
             trained = engine.train_client(server, name, client)
             client, server = trained.client, replace(server, shared=trained.update.shared)
@@ -127,9 +129,7 @@ class UnseenClientModels:
         own = frozenset(entry.name for entry in plan.entries if batch_norm(entry))
         start = reestimate_statistics(plan, {**self._averaged, **pick(plan.initial, own & plan.personal)}, train)
         method = replace(plan.method, rules=())
-        alone = replace(
-            plan, method=method, trained=list_batch_norm_parameters(plan), extra_entries={}, extra_trained=frozenset()
-        )
+        alone = replace(plan, method=method, trained=list_batch_norm_parameters(plan), extra_params=(), extra_rest=())
         return {**start, **pick(self._train_locally(alone, start, name, train, rounds), own)}
 
     @cached_property

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from shutil import rmtree
 from tempfile import mkdtemp
@@ -26,7 +26,7 @@ from safetensors.torch import load, save
 from ..core.kernel import ClientState
 from ..utils.errors import FedshiftError
 from ..utils.files import write_atomically
-from ..utils.state import State, add_prefix, entries_under, nbytes
+from ..utils.state import State, add_prefix, entries_under, join_states, nbytes, split_state
 
 MEMORY = 512 * 2**20
 """Default limit on the bytes of clients' states held in memory."""
@@ -37,14 +37,15 @@ class ClientStore(Mapping[str, ClientState]):
     """Clients by name: the result of ``fresh`` until a client trained, then the last state given to :meth:`put`.
 
     ``limit``: bytes of states held in memory, which only states that :meth:`save` has not written yet may exceed;
-    ``held``: bytes held now. Reading a client raises :class:`FedshiftError` where its state on disk is missing or
-    damaged.
+    ``held``: bytes held now. ``rules``: names of the method's rules, which prefix their memories in files. Reading a
+    client raises :class:`FedshiftError` where its state on disk is missing or damaged.
     """
 
     def __init__(
-        self, names: Iterable[str], fresh: Callable[[], ClientState], device: torch.device, limit: int = MEMORY
-    ) -> None:
-        self.names = tuple(names)
+        self, names: Iterable[str], fresh: Callable[[], ClientState], device: torch.device, limit: int = MEMORY,
+        rules: Sequence[str] = (),
+    ) -> None:  # fmt: skip
+        self.names, self._rules = tuple(names), tuple(rules)
         self._number = {name: number for number, name in enumerate(self.names)}
         self._fresh, self._device, self._limit = fresh, device, limit
         self._scratch: Path | None = None
@@ -68,9 +69,9 @@ class ClientStore(Mapping[str, ClientState]):
             return self._cached[number]
         steps = int(self._steps[number])
         if not self._place[number, 0]:
-            return ClientState(personal={}, steps=steps) if steps else self._fresh()
+            return to_client({}, steps, self._rules) if steps else self._fresh()
         state = {entry: tensor.to(self._device, copy=True) for entry, tensor in load(self._read(number)).items()}
-        client = self._cached[number] = _make_client(state, steps)
+        client = self._cached[number] = to_client(state, steps, self._rules)
         self.held += _state_bytes(client)
         self._shrink()
         return client
@@ -98,7 +99,7 @@ class ClientStore(Mapping[str, ClientState]):
                 if before := place.pop(number, None):
                     self.held -= _state_bytes(before)
             self._steps[number], self._place[number] = client.steps, 0
-            if any(getattr(client, part) for part in PARTS):
+            if to_tensors(client, self._rules):
                 self._unsaved[number] = _compact_state(client)
                 self.held += _state_bytes(self._unsaved[number])
         self._shrink()
@@ -147,8 +148,7 @@ class ClientStore(Mapping[str, ClientState]):
         """Return all states as flat tensors, by the numbers of their clients."""
         flat: State = {"clients/steps": torch.tensor(self._steps)}
         for number in np.flatnonzero(self._steps):
-            for part in PARTS:
-                flat |= add_prefix(f"client/{number}/{part}", getattr(self[self.names[number]], part))
+            flat |= add_prefix(f"client/{number}", to_tensors(self[self.names[number]], self._rules))
         return flat
 
     def restore(self, tensors: State, segments: Mapping[str, int], folder: Path | None) -> None:
@@ -175,16 +175,17 @@ class ClientStore(Mapping[str, ClientState]):
             client, _, entry = name.partition("/")
             states.setdefault(int(client), {})[entry] = tensor.to(self._device)
         self.put(
-            {self.names[client]: _make_client(state, int(self._steps[client])) for client, state in states.items()}
+            {
+                self.names[client]: to_client(state, int(self._steps[client]), self._rules)
+                for client, state in states.items()
+            }
         )
 
     def _pack(self, number: int) -> bytes:
         """Return a client's state as the content of a file; safetensors has no tensors that share memory."""
         if number not in self._unsaved:
             return self._read(number)
-        flat: State = {}
-        for part in PARTS:
-            flat |= add_prefix(part, getattr(self._unsaved[number], part))
+        flat = to_tensors(self._unsaved[number], self._rules)
         return save({entry: x.detach().cpu().clone(memory_format=torch.contiguous_format) for entry, x in flat.items()})
 
     def _read(self, number: int) -> bytes:
@@ -221,12 +222,20 @@ def _segment_name(segment: int) -> str:
     return f"clients-{segment}.states"
 
 
-def _make_client(state: State, steps: int) -> ClientState:
-    return ClientState(steps=steps, **{part: entries_under(part, state) for part in PARTS})
+def to_tensors(client: ClientState, rules: Sequence[str]) -> State:
+    """Return what ``client`` keeps as flat tensors; ``rules``: names of the method's rules."""
+    parts = client.personal, client.optimizer, join_states(rules, client.memory)
+    return join_states(PARTS, parts)
+
+
+def to_client(tensors: State, steps: int, rules: Sequence[str]) -> ClientState:
+    """Return the inverse of :func:`to_tensors`: the client after ``steps`` steps."""
+    personal, optimizer, memory = (entries_under(part, tensors) for part in PARTS)
+    return ClientState(personal=personal, optimizer=optimizer, memory=split_state(rules, memory), steps=steps)
 
 
 def _state_bytes(client: ClientState) -> int:
-    return sum(nbytes(getattr(client, part)) for part in PARTS)
+    return sum(map(nbytes, (client.personal, client.optimizer, *client.memory)))
 
 
 def _compact_state(client: ClientState) -> ClientState:
@@ -238,7 +247,10 @@ def _compact_state(client: ClientState) -> ClientState:
             for name, x in state.items()
         }
 
-    return ClientState(steps=client.steps, **{part: own(getattr(client, part)) for part in PARTS})
+    return ClientState(
+        personal=own(client.personal), optimizer=own(client.optimizer), memory=tuple(map(own, client.memory)),
+        steps=client.steps,
+    )  # fmt: skip
 
 
 def _damaged_error(path: Path, what: str) -> FedshiftError:

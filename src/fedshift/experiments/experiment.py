@@ -39,6 +39,7 @@ from ..results.summary import write_summary
 from ..utils.allocator import keep_freed_memory
 from ..utils.errors import UsageError
 from ..utils.profiling import timed_section
+from ..utils.state import pick
 from .settings import POLICIES, Settings
 from .trial import RoundResult, Trial
 
@@ -232,7 +233,8 @@ class Experiment:
     def _notices_before(self, trial: Trial) -> Iterator[str]:
         """Yield the notices on a trial that begins."""
         for rule in trial.plan.method.rules:
-            yield from rule.notices(trial.plan)
+            plan = trial.plan
+            yield from rule.notices(plan.method.name, plan.work.batch_size, pick(plan.initial, plan.trained))
         merged = trial.find_merged_batches()
         for who in [f"client {name!r}" for name in merged] if len(merged) <= MAX_NAMED else [f"{len(merged)} clients"]:
             yield (

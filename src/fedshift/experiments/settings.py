@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..config.spec import SharedSpec, TrialSpec, Unseen, check_settings
-from ..core.loss import Loss, as_loss, cross_entropy
+from ..core.loss import CrossEntropy, Loss, as_loss
 from ..core.method import Method
 from ..core.optimizer import SGD, Optimizer
 from ..core.plan import Plan, forward
@@ -39,7 +39,7 @@ class Settings(TrialSpec):
     optimizer: Optimizer = field(default_factory=lambda: SGD(lr=SharedSpec.lr))
     """Local optimizer."""
 
-    loss: Loss = field(default_factory=cross_entropy)
+    loss: Loss = field(default_factory=CrossEntropy)
     """Training loss."""
 
     augment: Augmentation | None = None
@@ -126,7 +126,6 @@ def make_plan(
             work=settings.work,
             optimizer=settings.optimizer,
             loss=settings.loss.resolve(labels),
-            augment=settings.augment,
             precision=settings.precision,
             sample=sample,
             rounds=settings.rounds,

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from ..core.architecture import architecture
+from ..core.compatibility import check_client_count
 from ..core.kernel import (
     ClientState,
     ServerState,
@@ -44,9 +45,11 @@ from ..results.checkpoint import load_facts, refuse_other, save_checkpoint
 from ..results.schema import Row
 from ..utils.errors import UsageError
 from ..utils.profiling import OPERATIONS, add_seconds, is_recording, timed_section
-from ..utils.state import State, add_prefix, entries_under
+from ..utils.state import State, entries_under, join_states, split_state
 from .client_store import MEMORY, ClientStore, remove_unused_segments
 from .settings import Settings, make_plan
+
+SERVER_PARTS = ("shared", "memory", "optimizer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,8 +117,7 @@ class Trial:
                     f"client {client.name!r} has one training sample, over which batch normalization has no variance: "
                     "leave the client out, or use a model without BatchNorm"
                 )
-        if check := getattr(method.aggregate, "check", None):
-            check(self.plan, len(settings.draw_participants(seed, 1, trained_on.names)))
+        check_client_count(method.aggregate, len(settings.draw_participants(seed, 1, trained_on.names)))
         if self.plan.personalizes:
             check_policy(self.plan, settings.unseen, {client.name: client.train for client in data.clients})
         self.measured = data.to(device)
@@ -129,7 +131,9 @@ class Trial:
         else:
             self._engine = self._make_engine(self.choice) if self.choice else None
         self.server = init_server(self.plan)
-        self.clients = ClientStore(self.train, lambda: init_client(self.plan), device, client_memory)
+        self.clients = ClientStore(
+            self.train, lambda: init_client(self.plan), device, client_memory, self.plan.rule_names
+        )
         self._unseen_clients: UnseenClientModels | None = None
 
     @property
@@ -139,7 +143,7 @@ class Trial:
             settings, clients = self.settings, len(self.settings.draw_participants(self.seed, 1, self.clients.names))
             self.choice = choose_engine(
                 self.plan, self.train, clients=clients, rounds=settings.rounds, workers=settings.workers,
-                apart="trained" in settings.moments,
+                augment=settings.augment, apart="trained" in settings.moments,
             )  # fmt: skip
         return self.choice
 
@@ -156,7 +160,7 @@ class Trial:
                 "moments='trained' measures clients' models after local work, which the identity engine never "
                 "computes: use the sequential engine, or auto"
             )
-        return ENGINES[choice.engine](self.plan, self.train, self.seed, self.settings.workers)
+        return ENGINES[choice.engine](self.plan, self.train, self.seed, self.settings.workers, self.settings.augment)
 
     def _draw_participants(self, number: int) -> tuple[str, ...]:
         """Return the clients that are asked to take part in round ``number``."""
@@ -318,7 +322,9 @@ class Trial:
         """Models for clients that never trained."""
         if self._unseen_clients is None or self._unseen_clients.server is not self.server:
             samples = {name: len(self.train[name]) for name in self.clients.seen}
-            self._unseen_clients = UnseenClientModels(self.plan, self.server, self.clients, samples)
+            self._unseen_clients = UnseenClientModels(
+                self.plan, self.server, self.clients, samples, self.settings.augment
+            )
         return self._unseen_clients
 
     def make_network(self) -> nn.Module:
@@ -349,10 +355,9 @@ class Trial:
         return facts | (self._engine.facts() if self._engine else {})
 
     def _server_tensors(self) -> State:
-        flat: State = {}
-        for kind in ("shared", "memory", "optimizer"):
-            flat |= add_prefix(f"server/{kind}", getattr(self.server, kind))
-        return flat
+        server = self.server
+        parts = server.shared, join_states(self.plan.rule_names, server.memory), server.optimizer
+        return join_states([f"server/{part}" for part in SERVER_PARTS], parts)
 
     def check_compatible(self, facts: Mapping[str, Any], seed: int) -> None:
         """Raise :class:`UsageError` unless a checkpoint with ``facts`` is of this trial, but under ``seed``."""
@@ -377,8 +382,10 @@ class Trial:
         if self._engine:
             self._engine.restore(facts)
         device = torch.device(self.settings.device)
-        parts = {
-            part: {name: tensor.to(device) for name, tensor in entries_under(f"server/{part}", tensors).items()}
-            for part in ("shared", "memory", "optimizer")
-        }
-        self.server = ServerState(round=facts["round"], **parts)
+        shared, memory, optimizer = (
+            {name: tensor.to(device) for name, tensor in entries_under(f"server/{part}", tensors).items()}
+            for part in SERVER_PARTS
+        )
+        self.server = ServerState(
+            round=facts["round"], shared=shared, memory=split_state(self.plan.rule_names, memory), optimizer=optimizer
+        )

@@ -4,8 +4,6 @@ Brock et al. 2021, arXiv:2102.06171, as FedWon (arXiv:2306.05879), equation 4 an
 gradient of an output unit i is scaled to clip * max(||W_i||, 1e-3) where it is larger. A bias or gain is one unit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Self
@@ -14,25 +12,23 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ..core.method import Method
-from ..core.plan import Plan
+from ..core.method import Method, modifier
 from ..core.rule import Rule, RuleContext
 from ..core.selection import Entry, last_layers
 from ..utils.errors import UsageError
 from ..utils.state import State
-from .fedavg import fedavg
 
 EPS = 1e-3
-"""The least norm of weights that equation 4 takes for a unit."""
+"""Smallest norm of a unit's weights in equation 4."""
 SMALL_BATCH = 4
-"""Batches of so many samples, or fewer, are not clipped in FedWon's experiments (appendix A.3)."""
+"""Largest batch that FedWon's experiments do not clip (appendix A.3)."""
 NAMED = 3
-"""Entries that a notice names."""
+"""Most entries that a notice names."""
 
 
 @dataclass(frozen=True)
 class Clipping(Rule):
-    """Clips each unit's gradient; ``classifier``: the last layer's too."""
+    """Clipping of each unit's gradient; ``classifier``: the last layer's too."""
 
     clip: float
     classifier: bool = True
@@ -44,19 +40,17 @@ class Clipping(Rule):
         return replace(self, names=frozenset(entry.name for entry in entries) - left_out)
 
     @override
-    def notices(self, plan: Plan) -> Iterator[str]:
-        size, name = plan.work.batch_size, plan.method.name
-        if size is not None and size <= SMALL_BATCH:
+    def notices(self, method: str, batch_size: int | None, params: State) -> Iterator[str]:
+        if batch_size is not None and batch_size <= SMALL_BATCH:
             yield (
-                f"{name} clips gradients of batches of {size}, where FedWon's authors leave clipping out (batches of "
-                f"{SMALL_BATCH} or fewer): fedwon(agc=None) does, as do methods without agc"
+                f"{method} clips gradients of batches of {batch_size}, where FedWon's authors leave clipping out "
+                f"(batches of {SMALL_BATCH} or fewer): fedwon(agc=None) does, as do methods without agc"
             )
-        clipped = sorted(plan.trained & self.names)
-        pinned = [entry for entry in clipped if not plan.initial[entry].any()]
+        pinned = [name for name in sorted(params.keys() & self.names) if not params[name].any()]
         if pinned:
             more = f" and {len(pinned) - NAMED} more" if len(pinned) > NAMED else ""
             yield (
-                f"{name} clips the gradients of {', '.join(pinned[:NAMED])}{more}, which start at zero, to a norm of "
+                f"{method} clips the gradients of {', '.join(pinned[:NAMED])}{more}, which start at zero, to a norm of "
                 f"{self.clip * EPS:.3g} (clip * {EPS:g}) each until their own norm is above {EPS:g}: they hardly move "
                 "in a short run"
             )
@@ -70,7 +64,7 @@ class Clipping(Rule):
 
 
 def _unitwise_norm(x: Tensor) -> Tensor:
-    """Norm of each output unit ``[O, 1, ...]``; of the whole where ``x`` is a vector but for dimensions of one."""
+    """Return the norm of each output unit ``[O, 1, ...]``; of all of ``x`` where only one of its sizes is above 1."""
     over = None if x.squeeze().ndim < 2 else tuple(range(1, x.ndim))
     norm: Tensor = torch.linalg.vector_norm(x, dim=over, keepdim=True)
     return norm
@@ -82,15 +76,14 @@ def _adaptive_clip_grad(grad: Tensor, param: Tensor, clip: float) -> Tensor:
     return grad * torch.where(size > allowed, allowed / size.clamp(min=1e-30), torch.ones_like(size))
 
 
-def agc(base: Method | None = None, *, clip: float = 0.64, classifier: bool = True) -> Method:
-    """``base`` (FedAvg) with gradients clipped at ``clip`` times the weights, in place of any clipping that it has.
+@modifier
+def agc(base: Method, *, clip: float = 0.64, classifier: bool = True) -> Method:
+    """Clip the gradients of ``base`` at ``clip`` times the weights, in place of any clipping that it has.
 
     FedWon uses 0.64 on Digits-Five and 1.28 on Office-Caltech-10 and DomainNet with batches of 32, and no clipping with
-    batches of 4 or less.
+    batches of 4 or less. ``classifier``: whether the last layer is clipped, too.
     """
     if not clip > 0:
-        raise UsageError(f"agc: clip={clip:g}: give a number above 0, say 0.64")
-    base = base or fedavg()
+        raise UsageError(f"clip={clip:g}: give a number above 0, say 0.64")
     others = tuple(rule for rule in base.rules if not isinstance(rule, Clipping))
-    name = base.extend_name(agc, clip=float(clip), classifier=classifier)
-    return replace(base, name=name, rules=(*others, Clipping(float(clip), classifier)))
+    return replace(base, rules=(*others, Clipping(float(clip), classifier)))

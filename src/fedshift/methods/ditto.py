@@ -1,36 +1,30 @@
-"""Ditto: beside the global model, each client trains one of its own that is held near it.
+"""Ditto: beside the global model, each client trains a personal one that is held near it.
 
 Li et al. 2021, arXiv:2012.04221, Algorithm 1: v = v - lr (grad F(v) + lam (v - w_t)), on the same batches on which the
 client trains w for the server, or in ``epochs`` passes apart from it (the algorithm's s steps). The client uses v,
 normalization statistics included; w is trained and averaged as without it.
 """
 
-from __future__ import annotations
-
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 from typing_extensions import override
 
-from ..core.method import Method
-from ..core.plan import Plan
+from ..core.method import Method, method
+from ..core.requirements import Requirements
 from ..core.rule import Rule, RuleContext
 from ..utils.errors import UsageError
 from ..utils.state import State
-from .fedavg import fedavg
 
 
 @dataclass(frozen=True)
 class PersonalModel(Rule):
-    """A whole model of the client's own, with a proximal term of strength ``lam`` to what it loads."""
+    """A personal model, with a proximal term of strength ``lam`` to the loaded one."""
 
     lam: float
     epochs: int | None = None
     personalizes = True
-
-    @override
-    def check(self, plan: Plan) -> None:
-        plan.require_shared("Ditto holds each client's model near the one that clients share")
+    requires = Requirements(shared_entries="Ditto holds each client's model near the one that clients share")
 
     @override
     def extra_entries(self, params: State, rest: State) -> tuple[State, State]:
@@ -51,17 +45,15 @@ class PersonalModel(Rule):
         return {name: context.extra_entries[name] for name in state}
 
 
-def ditto(base: Method | None = None, *, lam: float = 1.0, epochs: int | None = None) -> Method:
-    """``base`` (FedAvg) with a personal model on every client; ``lam``: how strongly it is held near the global one.
+@method
+def ditto(base: Method, *, lam: float = 1.0, epochs: int | None = None) -> Method:
+    """Train a personal model beside that of ``base``; ``lam``: how strongly it is held near the global one.
 
     ``epochs``: passes of a round over the client's data for the personal model; None: it is trained on the batches of
     the global one.
     """
     if epochs is not None and epochs < 1:
-        raise UsageError(f"ditto: epochs={epochs}: give 1 or more, or leave it out for the batches of the global model")
+        raise UsageError(f"epochs={epochs}: give 1 or more, or leave it out for the batches of the global model")
     if lam < 0:
-        raise UsageError(f"ditto: lam={lam:g} is negative; it must be 0 (training alone) or more")
-    base = base or fedavg()
-    return replace(
-        base, name=base.compose_name(ditto, lam=lam, epochs=epochs), rules=(*base.rules, PersonalModel(lam, epochs))
-    )
+        raise UsageError(f"lam={lam:g} is negative; it must be 0 (training alone) or more")
+    return base.with_rule(PersonalModel(lam, epochs))

@@ -10,8 +10,6 @@ The promise holds for noise that nobody can draw again (``secret=True``). Otherw
 round and entry, all of which a run directory holds: that is for experiments that can be repeated, and hides nothing.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass, replace
 from math import inf
@@ -21,74 +19,62 @@ import torch
 from torch import Tensor
 
 from ..core.aggregation import StreamingMean, Uploads, cast_to
-from ..core.method import Method
-from ..core.plan import Plan
-from ..core.selection import norm_layers
+from ..core.method import Method, method
+from ..core.requirements import Requirements
 from ..utils.errors import UsageError
 from ..utils.random_streams import stream
 from ..utils.state import State, clone
-from .fedavg import fedavg
 
 
 @dataclass(frozen=True)
 class PrivateMean:
-    """The mean of changes of norm ``clipping_norm`` at most, with noise of ``noise_multiplier`` times that norm on their sum.
+    """The mean of changes clipped to ``clipping_norm``, with noise of ``noise_multiplier`` norms on their sum.
 
-    ``delta``: for which epsilon is accounted. ``secret``: noise by the operating system in place of what follows from
-    the trial's seed and method.
+    ``delta``: the delta for which epsilon is accounted. ``secret``: noise by the operating system in place of noise
+    that follows from the trial's seed and method.
     """
 
     clipping_norm: float
     noise_multiplier: float
     delta: float
     secret: bool
+    requires = Requirements(
+        entries_only="dp clips, which noise does not hide",
+        no_constant_buffers="to which dp would add noise even if it is a constant",
+    )
 
     def __post_init__(self) -> None:
         if not (self.clipping_norm > 0 and 0 <= self.noise_multiplier < inf and 0 < self.delta < 1):
             raise UsageError(
-                f"dp: clipping_norm={self.clipping_norm:g}, noise_multiplier={self.noise_multiplier:g}, delta={self.delta:g}: give a clip above 0, noise of 0 "
-                "or more, and a delta in (0, 1)"
+                f"clipping_norm={self.clipping_norm:g}, noise_multiplier={self.noise_multiplier:g}, "
+                f"delta={self.delta:g}: give a clip above 0, noise of 0 or more, and a delta in (0, 1)"
             )
         if self.clipping_norm == inf and self.noise_multiplier:
             raise UsageError(
-                "dp: clipping_norm=inf bounds nothing, so that no noise hides it: give a clip, or noise_multiplier=0"
+                "clipping_norm=inf bounds nothing, so that no noise hides it: give a clip, or noise_multiplier=0"
             )
 
     def __call__(self, uploads: Uploads) -> State:
-        """The server's entries after the round."""
+        """Return the server's entries after the round."""
         before = uploads.previous
         taken = sorted(name for name, at in before.items() if at.is_floating_point() and name not in uploads.fixed)
         mean = StreamingMean()
         for state in uploads.states:
             change = {name: state[name].double() - before[name].double() for name in taken}
             mean.add(_clip_change(change, self.clipping_norm), 1.0)
-        folded, scale = (
-            clone(before),
-            self.noise_multiplier * self.clipping_norm / len(uploads.states) if self.noise_multiplier else 0.0,
-        )
+        after_round = clone(before)
+        scale = self.noise_multiplier * self.clipping_norm / len(uploads.states) if self.noise_multiplier else 0.0
         for name, moved in mean.result().items():
             after = before[name].double() + moved
             if scale:
                 after += scale * self._draw_noise(uploads, name).to(after.device)
             if name.endswith("running_var"):  # as torch calls it wherever statistics are kept
                 after = torch.where(after < 0, before[name].double(), after)
-            folded[name] = cast_to(after, before[name].dtype)
-        return folded
-
-    def check(self, plan: Plan, clients: int) -> None:
-        """Refuse what noise does not hide, and buffers that noise would spoil."""
-        plan.require_entries_alone("dp clips, which noise does not hide")
-        for entry in plan.entries:
-            sent = entry.name in plan.sent and plan.initial[entry.name].is_floating_point()
-            if sent and entry.is_buffer and not norm_layers(entry):
-                kind = type(entry.owner).__name__
-                raise UsageError(
-                    f"method {plan.method.name!r}: entry {entry.name!r} is a buffer of a {kind}, to which dp would add "
-                    "noise even if it is a constant: register it with persistent=False, or keep it on clients"
-                )
+            after_round[name] = cast_to(after, before[name].dtype)
+        return after_round
 
     def _draw_noise(self, uploads: Uploads, name: str) -> Tensor:
-        """Standard normal draws for entry ``name``, float64."""
+        """Return standard normal draws for entry ``name``, float64."""
         shape = uploads.previous[name].shape
         if self.secret:
             bits = np.frombuffer(os.urandom(8 * shape.numel()), np.uint64) >> 12  # 52: k + 1/2 is exact
@@ -100,28 +86,30 @@ class PrivateMean:
 
 
 def _clip_change(change: State, clip: float) -> State:
-    """``change`` scaled to norm ``clipping_norm`` where it is longer, the norm being that of all its entries together."""
+    """Return ``change`` scaled to norm ``clip`` where it is longer; the norm is that of all its entries together."""
     norm = sum(float(entry.square().sum()) for entry in change.values()) ** 0.5
     return change if norm <= clip else {name: entry * (clip / norm) for name, entry in change.items()}
 
 
+@method
 def dp(
-    base: Method | None = None,
+    base: Method,
     *,
     clipping_norm: float = 1.0,
     noise_multiplier: float = 1.0,
     delta: float = 1e-5,
     secret: bool = False,
 ) -> Method:
-    """``base`` (FedAvg) with clipped changes and noise of standard deviation ``noise_multiplier * clipping_norm`` on their sum.
+    """Clip the changes that clients of ``base`` send, and add noise to their mean.
 
-    ``delta``: for which epsilon is printed. ``secret``: noise by the operating system, which nobody can draw again.
-    Only then does epsilon hold; without it, whoever has the run directory can subtract the noise.
+    Args:
+        base: FedAvg unless given.
+        clipping_norm: Largest norm of a client's change.
+        noise_multiplier: Standard deviation of the noise on the sum of changes, over ``clipping_norm``.
+        delta: The delta for which epsilon is printed.
+        secret: Noise by the operating system, which nobody can draw again. Only then does epsilon hold; without it,
+            whoever has the run directory can subtract the noise.
+
     """
-    base = base or fedavg()
-    name = base.compose_name(
-        dp, clipping_norm=clipping_norm, noise_multiplier=noise_multiplier, delta=delta, secret=secret
-    )
-    return replace(
-        base.with_aggregation(name, PrivateMean(clipping_norm, noise_multiplier, delta, secret)), weighting="uniform"
-    )
+    private = base.with_aggregation(PrivateMean(clipping_norm, noise_multiplier, delta, secret))
+    return replace(private, weighting="uniform")

@@ -4,8 +4,6 @@ McMahan et al. 2017, arXiv:1602.05629, Algorithm 1. Averaging only ``parameters(
 on the clients, which is SiloBN, not FedAvg.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Literal
 
@@ -13,8 +11,8 @@ from ..core.method import Method
 
 
 def fedavg(base: Method | None = None, *, weighting: Literal["samples", "uniform"] = "samples") -> Method:
-    """Average all entries of ``base``, clients weighing by the samples they used (``uniform``: equally)."""
-    method = base or Method(name="fedavg")
+    """Average all entries of ``base``, weighting clients by the samples they used (``uniform``: equally)."""
+    method = base or Method()
     if weighting == "samples":
         return method
     title = "fedavg(uniform)" if base is None else f"{base.name}+fedavg(uniform)"

@@ -1,18 +1,14 @@
 """FedBN: batch normalization never leaves the client, neither its affine parameters nor its statistics.
 
 Li et al. 2021, arXiv:2102.07623, Algorithm 1. There is no global model: each client combines the averaged layers with
-normalization of its own.
+its own normalization.
 """
 
-from __future__ import annotations
-
-from dataclasses import replace
 from typing import Literal
 
-from ..core.method import Method
+from ..core.method import Method, method
 from ..core.selection import batch_norm, buffers, norm_layers, norm_statistics, parse_selection
 from ..utils.errors import unknown_name
-from .fedavg import fedavg
 
 KEPT = {
     "all": batch_norm,
@@ -22,21 +18,19 @@ KEPT = {
 }
 
 
+@method
 def fedbn(
-    base: Method | None = None,
-    *,
-    keep: Literal["all", "statistics", "affine", "norm_layers"] = "all",
-    also: str | None = None,
+    base: Method, *, keep: Literal["all", "statistics", "affine", "norm_layers"] = "all", also: str | None = None
 ) -> Method:
-    """``base`` (FedAvg) with every BatchNorm layer kept on the client.
+    """Keep every BatchNorm layer of ``base`` on the client.
 
-    ``keep``: ``all`` of it, its ``statistics`` (that is SiloBN) or its ``affine`` parameters alone, or all
-    ``norm_layers``, GroupNorm and LayerNorm too. ``also``: more that is kept, a pattern such as ``"head.*"``.
+    Args:
+        base: FedAvg unless given.
+        keep: ``all`` of each layer, its ``statistics`` (that is SiloBN), its ``affine`` parameters, or all
+            ``norm_layers``, GroupNorm and LayerNorm too.
+        also: More entries that are kept, a pattern such as ``"head.*"``.
+
     """
     if keep not in KEPT:
         raise unknown_name("keep", keep, KEPT)
-    base = base or fedavg()
-    selection = KEPT[keep] | parse_selection(also) if also else KEPT[keep]
-    return replace(
-        base, name=base.compose_name(fedbn, keep=keep, also=also), scope=base.scope.keep_on_client(selection)
-    )
+    return base.keep_on_client(KEPT[keep] | parse_selection(also) if also else KEPT[keep])

@@ -4,15 +4,14 @@ Nasirigerdeh et al. 2020, arXiv:2011.07006, Algorithm 1: the last group of a pas
 reshuffled when the pass is done, and a client weighs by the samples it used in this round.
 """
 
-from __future__ import annotations
-
-from ..core.method import Method
-from .fedavg import fedavg
+from ..core.method import Method, method
 
 
-def fedmmb(base: Method | None = None, *, batches: int = 5, batch_size: int | None = None) -> Method:
-    """``base`` (FedAvg) with ``batches`` batches a round; ``batch_size``: the experiment's unless given, 0 for all."""
-    base = base or fedavg()
+@method
+def fedmmb(base: Method, *, batches: int = 5, batch_size: int | None = None) -> Method:
+    """Let clients of ``base`` take ``batches`` batches a round.
+
+    ``batch_size``: the experiment's unless given, 0 for all samples.
+    """
     size = {} if batch_size is None else {"batch_size": batch_size or None}
-    name = base.compose_name(fedmmb, batches=batches, batch_size=batch_size)
-    return base.with_work(name, epochs=None, batches=batches, **size)
+    return base.with_work(epochs=None, batches=batches, **size)

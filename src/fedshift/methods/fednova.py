@@ -7,19 +7,17 @@ tau_eff = sum_i p_i |a_i|_1, where p_i is the client's share of the training sam
 proximal term mu (section 4). Entries that clients do not train, or do not load, are averaged.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Self, cast
 
 from ..core.aggregation import Uploads, average_uploads, cast_to, stack_entry
-from ..core.method import Method
+from ..core.method import Method, method
 from ..core.optimizer import SGD
 from ..core.plan import Plan
+from ..core.requirements import Requirements
 from ..utils.errors import UsageError
 from ..utils.state import State
-from .fedavg import fedavg
 from .fedprox import Proximal
 
 
@@ -29,13 +27,17 @@ class NormalizedAveraging:
 
     optimizer: SGD = field(default_factory=lambda: SGD(lr=0.0), repr=False)
     mu: float = field(default=0.0, repr=False)
+    requires = Requirements(
+        plain_steps="FedNova's normalization by the number of steps",
+        momentum=True,
+        several_steps="FedNova makes up for different numbers of local steps, but every client takes one",
+    )
 
     def bind(self, plan: Plan) -> Self:
         """Return the aggregation for the local steps of ``plan``.
 
-        Refuses local work whose change is not a known sum of gradients, or where there is nothing to normalize.
+        Refuses local work whose change is not a known sum of gradients.
         """
-        plan.require_plain_path("FedNova's normalization by the number of steps", momentum=True)
         optimizer = cast("SGD", plan.optimizer)
         mu = sum(rule.mu for rule in plan.method.rules if isinstance(rule, Proximal))
         if optimizer.lr * mu >= 1:
@@ -43,15 +45,10 @@ class NormalizedAveraging:
                 f"method {plan.method.name!r}: FedNova's normalization holds where no step overshoots the proximal "
                 f"term, lr * mu < 1, not for lr={optimizer.lr:g} and mu={mu:g}: lower one of the two"
             )
-        if plan.method.work.get("batches") == 1:
-            raise UsageError(
-                f"method {plan.method.name!r}: FedNova makes up for different numbers of local steps, but every client "
-                "takes one: leave it out"
-            )
         return replace(self, optimizer=optimizer, mu=mu)
 
     def __call__(self, uploads: Uploads) -> State:
-        """The server's entries after the round."""
+        """Return the server's entries after the round."""
         folded = average_uploads(uploads)
         shares = [size / sum(uploads.sizes) for size in uploads.sizes]
         sgd, pull = self.optimizer, self.optimizer.lr_in_round(uploads.round) * self.mu
@@ -81,7 +78,7 @@ def path_length(steps: int, momentum: float, nesterov: bool, pull: float) -> flo
     return gone
 
 
-def fednova(base: Method | None = None) -> Method:
-    """``base`` (FedAvg) with normalized averaging; needs SGD, whose momentum may be local to a round."""
-    base = base or fedavg()
-    return base.with_aggregation(base.compose_name(fednova), NormalizedAveraging())
+@method
+def fednova(base: Method) -> Method:
+    """Aggregate the uploads of ``base`` by normalized averaging; needs SGD, whose momentum may be local to a round."""
+    return base.with_aggregation(NormalizedAveraging())

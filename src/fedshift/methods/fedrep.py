@@ -5,29 +5,27 @@ body. By default the steps of a round are divided in that ratio, so that FedRep 
 method; ``head_epochs`` and ``body_epochs`` are the paper's own.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from typing import Self
 
 from typing_extensions import override
 
-from ..core.method import Method
+from ..core.method import Method, method
+from ..core.requirements import Requirements
 from ..core.rule import Rule, RuleContext
 from ..core.selection import Entry, parse_selection
 from ..utils.errors import UsageError
-from .fedavg import fedavg
 
 
 @dataclass(frozen=True)
 class HeadThenBody(Rule):
-    """Trains the head for ``share`` of the round's steps, then the body, for one step at least."""
+    """Training of the head for ``share`` of the round's steps, then of the body, for one step at least."""
 
     share: float
     layers: int | str
     head: frozenset[str] = field(default=frozenset(), repr=False)
     body: frozenset[str] = field(default=frozenset(), repr=False)
-    needs_step_budget = True
+    requires = Requirements(step_budget=True)
 
     @override
     def bind(self, entries: tuple[Entry, ...]) -> Self:
@@ -42,8 +40,9 @@ class HeadThenBody(Rule):
         return names - (self.body if context.steps < first else self.head)
 
 
+@method
 def fedrep(
-    base: Method | None = None,
+    base: Method,
     *,
     layers: int | str = 1,
     head: int = 10,
@@ -51,30 +50,20 @@ def fedrep(
     head_epochs: int | None = None,
     body_epochs: int | None = None,
 ) -> Method:
-    """``base`` (FedAvg) with the last ``layers`` layers (or a pattern) local; ``head : body`` divides a round.
+    """Keep the last ``layers`` layers of ``base`` (or a pattern) local; ``head : body`` divides the steps of a round.
 
     ``head_epochs`` and ``body_epochs``: a round is that many passes for the head and then for the body, instead of the
     experiment's epochs or batches.
     """
     if head < 1 or body < 1:
-        raise UsageError(f"fedrep: head={head} and body={body}: give 1 or more for each")
-    base = base or fedavg()
-    name = base.compose_name(
-        fedrep, layers=layers, head=head, body=body, head_epochs=head_epochs, body_epochs=body_epochs
-    )
+        raise UsageError(f"head={head} and body={body}: give 1 or more for each")
     if head_epochs is not None or body_epochs is not None:
         if (head, body) != (10, 1):
-            raise UsageError(f"fedrep: head={head} and body={body} divide a round: leave them out with epochs")
+            raise UsageError(f"head={head} and body={body} divide a round: leave them out with epochs")
         if not head_epochs or not body_epochs or head_epochs < 1 or body_epochs < 1:
             raise UsageError(
-                f"fedrep: head_epochs={head_epochs} and body_epochs={body_epochs}: give 1 or more for each, or neither"
+                f"head_epochs={head_epochs} and body_epochs={body_epochs}: give 1 or more for each, or neither"
             )
         head, body = head_epochs, body_epochs
-        base = base.with_work(name, epochs=head + body, batches=None)
-    kept = parse_selection(layers)
-    return replace(
-        base,
-        name=name,
-        scope=base.scope.keep_on_client(kept),
-        rules=(*base.rules, HeadThenBody(head / (head + body), layers)),
-    )
+        base = base.with_work(epochs=head + body, batches=None)
+    return base.keep_on_client(parse_selection(layers)).with_rule(HeadThenBody(head / (head + body), layers))

@@ -4,14 +4,14 @@ Nasirigerdeh et al. 2020, arXiv:2011.07006, Algorithm 1 with one batch a round. 
 is gradient descent on all data.
 """
 
-from __future__ import annotations
-
-from ..core.method import Method
-from .fedavg import fedavg
+from ..core.method import Method, method
 
 
-def fedsmb(base: Method | None = None, *, batch_size: int | None = None) -> Method:
-    """``base`` (FedAvg) with one batch a round; ``batch_size``: the experiment's unless given, 0 for all samples."""
-    base = base or fedavg()
+@method
+def fedsmb(base: Method, *, batch_size: int | None = None) -> Method:
+    """Let clients of ``base`` take one batch a round.
+
+    ``batch_size``: the experiment's unless given, 0 for all samples.
+    """
     size = {} if batch_size is None else {"batch_size": batch_size or None}
-    return base.with_work(base.compose_name(fedsmb, batch_size=batch_size), epochs=None, batches=1, **size)
+    return base.with_work(epochs=None, batches=1, **size)

@@ -4,34 +4,29 @@ Zhuang & Lyu 2024, arXiv:2306.05879 (ICLR 2024), section 3.2, equations 3 and 4,
 FedAvg, so clients need no state and there is one global model.
 """
 
-from __future__ import annotations
-
-from dataclasses import replace
 from typing import Literal
 
-from ..core.method import Method
+from ..core.method import Method, method
 from ..nn.surgery import RemoveNorm, ScaledStandardization
 from .agc import Clipping
 from .agc import agc as clipped
-from .fedavg import fedavg
 
 
+@method
 def fedwon(
-    base: Method | None = None,
-    *,
-    agc: float | None = 0.64,
-    wsconv: bool = True,
-    init: Literal["xavier", "keep"] = "xavier",
+    base: Method, *, agc: float | None = 0.64, wsconv: bool = True, init: Literal["xavier", "keep"] = "xavier"
 ) -> Method:
-    """``base`` (FedAvg) on the network without normalization and with standardized convolutions.
+    """Remove normalization from the network of ``base`` and standardize its convolutions.
 
-    ``agc``: clipping threshold, 0.64 as for Digits-Five (1.28 for Office-Caltech-10 and DomainNet); None leaves
-    clipping out, as the paper does with batches of 4 or less, unless ``base`` brings its own. ``wsconv=False`` removes
-    normalization only (the ablation of table 18). ``init="keep"`` keeps the weights of a pretrained model.
+    Args:
+        base: FedAvg unless given.
+        agc: Clipping threshold, 0.64 as for Digits-Five (1.28 for Office-Caltech-10 and DomainNet); None leaves
+            clipping out, as the paper does with batches of 4 or less. A ``base`` that clips keeps its clipping.
+        wsconv: False removes normalization only (the ablation of table 18).
+        init: ``"keep"`` keeps the weights of a pretrained model.
+
     """
-    base = base or fedavg()
-    name = base.compose_name(fedwon, agc=agc, wsconv=wsconv, init=init)
     if agc is not None and not any(isinstance(rule, Clipping) for rule in base.rules):
         base = clipped(base, clip=agc)
     standardized = (ScaledStandardization(init),) if wsconv else ()
-    return replace(base, name=name, surgery=(*base.surgery, RemoveNorm(required=not wsconv), *standardized))
+    return base.with_surgery(RemoveNorm(required=not wsconv), *standardized)

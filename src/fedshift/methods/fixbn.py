@@ -4,26 +4,19 @@ Zhong et al. 2023, arXiv:2303.06530, as FedWon (arXiv:2306.05879) compares with 
 testing normalize alike and a local step no longer depends on which samples share its batch.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
-from ..core.method import Freeze, Method
+from ..core.method import Freeze, Method, method
 from ..utils.errors import UsageError
-from .fedavg import fedavg
 
 
-def fixbn(base: Method | None = None, *, switch: int | float = 0.5, keep_momentum: bool = False) -> Method:
-    """``base`` (FedAvg) with BatchNorm's statistics frozen after ``switch`` rounds (a float: that share of all rounds).
+@method
+def fixbn(base: Method, *, switch: int | float = 0.5, keep_momentum: bool = False) -> Method:
+    """Freeze BatchNorm's statistics of ``base`` after ``switch`` rounds (a float: that share of all rounds).
 
     ``keep_momentum``: whether the local optimizer keeps its momentum from round to round, which the paper advises.
     """
-    base = base or fedavg()
     if base.freeze:
-        raise UsageError(f"fixbn: {base.name} freezes statistics already; choose one of the two")
-    return replace(
-        base,
-        name=base.compose_name(fixbn, switch=switch, keep_momentum=keep_momentum),
-        freeze=Freeze(after=switch),
-        optimizer={**base.optimizer, "keep": True} if keep_momentum else base.optimizer,
-    )
+        raise UsageError(f"{base.name} freezes statistics already; choose one of the two")
+    optimizer = {**base.optimizer, "keep": True} if keep_momentum else base.optimizer
+    return replace(base, freeze=Freeze(after=switch), optimizer=optimizer)

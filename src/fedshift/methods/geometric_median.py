@@ -6,17 +6,14 @@ rests: from the mean, a few steps would still be far off where an upload is. Dis
 others are averaged under the same beta.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
 
 from ..core.aggregation import RobustAggregation, Uploads, squared_distances, stack_entry, weighted_mean
-from ..core.method import Method
+from ..core.method import Method, method
 from ..utils.errors import UsageError
 from ..utils.state import State
-from .fedavg import fedavg
 
 TOLERANCE = 1e-12
 """Change of the largest share of an upload below which the iteration rests."""
@@ -24,17 +21,17 @@ TOLERANCE = 1e-12
 
 @dataclass(frozen=True)
 class GeometricMedian(RobustAggregation):
-    """At most ``steps`` iterations, with smoothing ``nu`` (over the median distance of two clients)."""
+    """The geometric median by at most ``steps`` iterations; ``nu``: smoothing, over the median distance of two."""
 
     steps: int
     nu: float
 
     def __post_init__(self) -> None:
         if self.steps < 1 or not self.nu > 0:
-            raise UsageError(f"geometric_median: steps={self.steps}, nu={self.nu:g}: give 1 or more, and above 0")
+            raise UsageError(f"steps={self.steps}, nu={self.nu:g}: give 1 or more, and above 0")
 
     def __call__(self, uploads: Uploads) -> State:
-        """The server's entries after the round."""
+        """Return the server's entries after the round."""
         weights = torch.tensor(uploads.weights, dtype=torch.float64)
         away = squared_distances(uploads).sqrt()
         center = int((away @ weights).argmin())
@@ -58,7 +55,7 @@ class GeometricMedian(RobustAggregation):
         return weighted_mean([uploads.states[client] for client in order], share[order].tolist())
 
 
-def geometric_median(base: Method | None = None, *, steps: int = 10_000, nu: float = 1e-6) -> Method:
-    """``base`` (FedAvg) with the geometric median in place of the mean; clients weigh by their samples."""
-    base = base or fedavg()
-    return base.with_aggregation(base.compose_name(geometric_median, steps=steps, nu=nu), GeometricMedian(steps, nu))
+@method
+def geometric_median(base: Method, *, steps: int = 10_000, nu: float = 1e-6) -> Method:
+    """Aggregate the uploads of ``base`` by their geometric median; clients weigh by their samples."""
+    return base.with_aggregation(GeometricMedian(steps, nu))

@@ -4,15 +4,14 @@ Blanchard et al. 2017, arXiv:1703.02757, section 4: client i scores the sum of i
 nearest others, f of n clients being faulty; the smallest score wins. Distances are over trained entries.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 from ..core.aggregation import RobustAggregation, Uploads, squared_distances, weighted_mean
-from ..core.method import Method
+from ..core.method import Method, method
 from ..utils.errors import UsageError
 from ..utils.state import State, clone
-from .fedavg import fedavg
 
 
 @dataclass(frozen=True)
@@ -28,25 +27,30 @@ class Krum(RobustAggregation):
     def __post_init__(self) -> None:
         if self.num_malicious < 0 or (self.num_selected is not None and self.num_selected < 1):
             raise UsageError(
-                f"krum: num_malicious={self.num_malicious} and num_selected={self.num_selected}: give 0 or more, and 1 or more"
+                f"num_malicious={self.num_malicious} and num_selected={self.num_selected}: give 0 or more, and 1 or "
+                "more"
             )
-        object.__setattr__(
-            self, "min_clients", max(2 * self.num_malicious + 3, (self.num_selected or 1) + self.num_malicious + 2)
-        )
+
+    @property
+    @override
+    def min_clients(self) -> int:
+        return max(2 * self.num_malicious + 3, (self.num_selected or 1) + self.num_malicious + 2)
 
     def __call__(self, uploads: Uploads) -> State:
-        """The server's entries after the round."""
+        """Return the server's entries after the round."""
         clients = len(uploads.states)
-        near = (
-            squared_distances(uploads).sort(dim=1).values[:, 1 : clients - self.num_malicious - 1]
-        )  # the first is itself
+        ordered = squared_distances(uploads).sort(dim=1).values  # the first of each is the distance to itself
+        near = ordered[:, 1 : clients - self.num_malicious - 1]
         chosen = self.num_selected or clients - self.num_malicious - 2
         best = sorted(near.sum(dim=1).argsort(stable=True)[:chosen].tolist())
         states = [uploads.states[index] for index in best]
         return clone(states[0]) if len(states) == 1 else weighted_mean(states, [1 / len(states)] * len(states))
 
 
-def krum(base: Method | None = None, *, num_malicious: int = 0) -> Method:
-    """``base`` (FedAvg) with Krum; ``num_malicious``: clients that may send anything; at least 2 num_malicious + 3 must take part."""
-    base = base or fedavg()
-    return base.with_aggregation(base.compose_name(krum, num_malicious=num_malicious), Krum(num_malicious))
+@method
+def krum(base: Method, *, num_malicious: int = 0) -> Method:
+    """Aggregate the uploads of ``base`` by Krum, which takes over one of them.
+
+    ``num_malicious``: clients that may send anything; at least 2 num_malicious + 3 must take part.
+    """
+    return base.with_aggregation(Krum(num_malicious))

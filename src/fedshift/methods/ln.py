@@ -3,16 +3,11 @@
 FedWon (Zhuang & Lyu 2024, arXiv:2306.05879), appendix A.2; compared in its table 1.
 """
 
-from __future__ import annotations
-
-from dataclasses import replace
-
-from ..core.method import Method
+from ..core.method import Method, modifier
 from ..nn.surgery import BatchNormToGroupNorm
-from .fedavg import fedavg
 
 
-def ln(base: Method | None = None) -> Method:
-    """``base`` (FedAvg) on the network with layer normalization."""
-    base = base or fedavg()
-    return replace(base, name=base.extend_name(ln), surgery=(*base.surgery, BatchNormToGroupNorm(1)))
+@modifier
+def ln(base: Method) -> Method:
+    """Replace BatchNorm by layer normalization in the network of ``base``."""
+    return base.with_surgery(BatchNormToGroupNorm(1))

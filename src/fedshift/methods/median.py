@@ -4,26 +4,23 @@ Yin et al. 2018, arXiv:1803.01498, option I. Clients count equally. The median o
 middle two.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from ..core.aggregation import RobustAggregation, Uploads, compute_trimmed_mean
-from ..core.method import Method
+from ..core.method import Method, method
 from ..utils.state import State
-from .fedavg import fedavg
 
 
 @dataclass(frozen=True)
 class Median(RobustAggregation):
-    """The aggregation."""
+    """The coordinate-wise median."""
 
     def __call__(self, uploads: Uploads) -> State:
-        """The server's entries after the round."""
+        """Return the server's entries after the round."""
         return compute_trimmed_mean(uploads, (len(uploads.states) - 1) // 2)
 
 
-def median(base: Method | None = None) -> Method:
-    """``base`` (FedAvg) with the coordinate-wise median in place of the mean."""
-    base = base or fedavg()
-    return base.with_aggregation(base.compose_name(median), Median())
+@method
+def median(base: Method) -> Method:
+    """Aggregate the uploads of ``base`` by their coordinate-wise median in place of the mean."""
+    return base.with_aggregation(Median())

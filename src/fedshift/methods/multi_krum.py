@@ -5,20 +5,15 @@ leaves their number m open; its guarantee asks for m < n - 2 f - 2. Libraries ta
 is n - f - 2.
 """
 
-from __future__ import annotations
-
-from ..core.method import Method
-from .fedavg import fedavg
+from ..core.method import Method, method
 from .krum import Krum
 
 
-def multi_krum(base: Method | None = None, *, num_malicious: int = 0, num_selected: int | None = None) -> Method:
-    """``base`` (FedAvg) with the mean of the ``num_selected`` clients of least score, ``num_malicious`` of all being arbitrary.
+@method
+def multi_krum(base: Method, *, num_malicious: int = 0, num_selected: int | None = None) -> Method:
+    """Aggregate by the mean of the ``num_selected`` uploads with the lowest score.
 
-    Without ``num_selected``, all but faulty + 2 of the clients of a round.
+    ``num_malicious``: clients that may send anything. Without ``num_selected``, all but num_malicious + 2 of a round's
+    clients are taken.
     """
-    base = base or fedavg()
-    return base.with_aggregation(
-        base.compose_name(multi_krum, num_malicious=num_malicious, num_selected=num_selected),
-        Krum(num_malicious, num_selected),
-    )
+    return base.with_aggregation(Krum(num_malicious, num_selected))

@@ -1,4 +1,4 @@
-"""PartialFed-Adaptive: each client learns, layer by layer, whether to load the global parameters or keep its own.
+"""PartialFed-Adaptive: each client learns, layer by layer, whether to load the global parameters or its own.
 
 Sun et al. 2021 (NeurIPS 34, "PartialFed"), compared in table 17 of FedWon (arXiv:2306.05879). Each layer has two logits
 on the client. After each step on the weights, the logits take one on the same batch: the loss of a network whose layers
@@ -7,8 +7,6 @@ round starts from the more probable choice; a tie loads. Running statistics are 
 normalizes by the batch, cannot see what they do. All entries are sent, so the server holds a whole model.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from typing import Self
 
@@ -16,14 +14,13 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ..core.method import Method
-from ..core.plan import Plan
+from ..core.method import Method, method
+from ..core.requirements import Requirements
 from ..core.rule import Rule, RuleContext
 from ..core.selection import Entry, norm_statistics
 from ..nn.dropout import draw_bits
 from ..utils.errors import UsageError
 from ..utils.state import State, add_prefix, clone, entries_under, pick
-from .fedavg import fedavg
 
 DRAW = 2**20
 """Number of the draws of this rule under a step's key, beyond any that dropout layers make."""
@@ -31,13 +28,14 @@ DRAW = 2**20
 
 @dataclass(frozen=True)
 class Gates(Rule):
-    """Two logits a layer, ``[load, keep]``, trained ``speed`` times as fast as the weights at temperature ``tau``."""
+    """Two logits a layer, ``[load, keep]``, trained ``lr_scale`` times as fast as the weights; ``tau``: temperature."""
 
     tau: float
     lr_scale: float
     layers: tuple[tuple[str, ...], ...] = field(default=(), repr=False)
     statistics: tuple[str, ...] = field(default=(), repr=False)
     personalizes = True
+    requires = Requirements(loads_everything="partialfed_adaptive chooses which layers to load")
 
     @override
     def bind(self, entries: tuple[Entry, ...]) -> Self:
@@ -47,14 +45,6 @@ class Gates(Rule):
             if entry.name not in statistics:
                 layers.setdefault(id(entry.owner), []).append(entry.name)
         return replace(self, layers=tuple(map(tuple, layers.values())), statistics=statistics)
-
-    @override
-    def check(self, plan: Plan) -> None:
-        if plan.personal or not plan.loaded:
-            raise UsageError(
-                f"method {plan.method.name!r}: partialfed_adaptive chooses which layers to load, but another part of "
-                f"the method already keeps {min(plan.personal)!r} on the client: use one of the two"
-            )
 
     @override
     def extra_entries(self, params: State, rest: State) -> tuple[State, State]:
@@ -97,10 +87,9 @@ class Gates(Rule):
         return {name: together[name.removeprefix("last/")] for name in context.memory}, {}
 
 
-def partialfed_adaptive(base: Method | None = None, *, tau: float = 1.0, rate: float = 10.0) -> Method:
-    """``base`` (FedAvg) with loading learned; ``tau``: temperature, ``rate``: how much faster the logits learn."""
+@method
+def partialfed_adaptive(base: Method, *, tau: float = 1.0, rate: float = 10.0) -> Method:
+    """Let clients of ``base`` learn what to load; ``tau``: temperature, ``rate``: how much faster the logits learn."""
     if not (tau > 0 and rate > 0):
-        raise UsageError(f"partialfed_adaptive: tau={tau:g}, rate={rate:g}: give numbers above 0")
-    base = base or fedavg()
-    name = base.compose_name(partialfed_adaptive, tau=tau, rate=rate)
-    return replace(base, name=name, rules=(*base.rules, Gates(tau, rate)))
+        raise UsageError(f"tau={tau:g}, rate={rate:g}: give numbers above 0")
+    return base.with_rule(Gates(tau, rate))

@@ -9,30 +9,26 @@ holds for plain SGD. It runs over the entries that the client loaded: an entry k
 direction.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from typing_extensions import override
 
-from ..core.method import Method
-from ..core.plan import Plan
+from ..core.method import Method, method
+from ..core.requirements import Requirements
 from ..core.rule import Rule, RuleContext
 from ..core.server_optimizer import Scaled
 from ..utils.state import State
-from .fedavg import fedavg
 
 
 class ControlVariates(Rule):
-    """Keeps c_i on the client and c on the server; only the change of c_i travels."""
+    """Control variates c_i on clients and c on the server; only the change of c_i travels."""
 
-    @override
-    def check(self, plan: Plan) -> None:
-        plan.require_unique(self)
-        plan.require_shared("SCAFFOLD corrects the drift of what clients share")
-        plan.require_plain_path("SCAFFOLD's control variate")
+    requires = Requirements(
+        unique=True,
+        shared_entries="SCAFFOLD corrects the drift of what clients share",
+        plain_steps="SCAFFOLD's control variate",
+    )
 
     @override
     def client_memory(self, params: State, rest: State) -> State:
@@ -72,13 +68,12 @@ class ControlVariates(Rule):
         return {name: c.to(memory[name].dtype) for name, c in after.items()}
 
 
-def scaffold(base: Method | None = None, *, server_lr: float = 1.0) -> Method:
-    """``base`` (FedAvg) with control variates; needs clients that keep state, and SGD without momentum.
+@method
+def scaffold(base: Method, *, server_lr: float = 1.0) -> Method:
+    """Add control variates to ``base``; needs clients that keep state, and SGD without momentum.
 
     ``server_lr``: the server's step size eta_g along the mean change of the models; other than 1 it takes the place of
     a server optimizer.
     """
-    base = base or fedavg()
-    name = base.compose_name(scaffold, server_lr=float(server_lr))
-    stepped = base if server_lr == 1 else base.with_server_optimizer(name, Scaled(lr=float(server_lr)))
-    return replace(stepped, name=name, rules=(*base.rules, ControlVariates()))
+    stepped = base if server_lr == 1 else base.with_server(Scaled(lr=float(server_lr)))
+    return stepped.with_rule(ControlVariates())

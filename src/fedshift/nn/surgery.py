@@ -1,8 +1,8 @@
 """Surgery: changes of a network before its entries are named, by the type of its layers and for any torch module.
 
-A surgery is a frozen value that is called with a module of its own to change (see
-:func:`fedshift.core.preparation.apply_surgery`) and returns it; its repr says what it does. Sources: FedWon (Zhuang & Lyu 2024,
-arXiv:2306.05879), section 3.2, tables 5 and 6, appendix A.2.
+A surgery is a frozen value that is called with a module, changes it and returns it; its repr says what it does. See
+:func:`fedshift.core.preparation.apply_surgery`. Sources: FedWon (Zhuang & Lyu 2024, arXiv:2306.05879), section 3.2,
+tables 5 and 6, appendix A.2.
 """
 
 from __future__ import annotations

@@ -34,9 +34,11 @@ from ..core.server_round import StreamingAggregator
 from ..core.work import Work
 from ..data.federation import Federation, count_labels
 from ..data.files.read_options import Progress
+from ..data.image_transforms import Augmentation
 from ..data.samples import Samples
 from ..data.sources import data_root, load_source, prepare_clients
 from ..engines.cost_model import limit_threads
+from ..engines.engine import training_inputs
 from ..engines.identity import Identity
 from ..experiments.factory import make_methods, make_settings, resolve_model
 from ..experiments.settings import Settings, make_plan
@@ -160,7 +162,9 @@ class TimeEstimates:
             )  # fmt: skip
 
         def timed() -> dict[str, Any]:
-            return asdict(self._time_steps(plan(), shape, pixels=sizes.pixels, classes=classes))
+            return asdict(
+                self._time_steps(plan(), shape, pixels=sizes.pixels, classes=classes, augment=settings.augment)
+            )
 
         if (one := repr((network, form))) not in self._steps:
             self._steps[one] = StepCosts(**cached_measurement("steps.json", one, timed))
@@ -244,7 +248,9 @@ class VisitCosts:
     save: float
 
 
-def time_steps(plan: Plan, shape: tuple[int, ...], *, pixels: bool, classes: int) -> StepCosts:
+def time_steps(
+    plan: Plan, shape: tuple[int, ...], *, pixels: bool, classes: int, augment: Augmentation | None = None
+) -> StepCosts:
     """Time steps and evaluations of ``plan`` on random samples of this shape, uint8 where they are ``pixels``."""
     many = min(MANY, max(LEAST, NUMBERS // max(1, torch.Size(shape).numel())))
     with torch_stream(0, "timing"), keep_freed_memory():
@@ -256,7 +262,7 @@ def time_steps(plan: Plan, shape: tuple[int, ...], *, pixels: bool, classes: int
         def step(batch: int) -> Callable[[], object]:
             index = torch.arange(batch)
             return lambda: client_step_(
-                plan, job, plan.training_inputs(split, index, 0, "client", 0), split.y[index], key
+                plan, job, training_inputs(split, index, plan.dtype, augment, 0, "client", 0), split.y[index], key
             )
 
         small, large = _time_on_one_thread(step(FEW)), _time_on_any_threads(step(many))

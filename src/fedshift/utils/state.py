@@ -32,6 +32,16 @@ def entries_under(prefix: str, state: Mapping[str, Tensor]) -> State:
     return {name.removeprefix(start): tensor for name, tensor in state.items() if name.startswith(start)}
 
 
+def join_states(names: Iterable[str], states: Iterable[Mapping[str, Tensor]]) -> State:
+    """Return ``states`` as one, the entries of each below its name; no states at all give an empty one."""
+    return {f"{name}/{entry}": x for name, state in zip(names, states, strict=False) for entry, x in state.items()}
+
+
+def split_state(names: Iterable[str], state: Mapping[str, Tensor]) -> tuple[State, ...]:
+    """Return the inverse of :func:`join_states`: one state for each name, empty where it has no entries."""
+    return tuple(entries_under(name, state) for name in names)
+
+
 def nbytes(state: Mapping[str, Tensor]) -> int:
     """Return the bytes of all entries, uncompressed."""
     return sum(tensor.numel() * tensor.element_size() for tensor in state.values())

@@ -22,6 +22,7 @@ from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords, vali
 from torch import nn
 from typing_extensions import override
 
+from ...core.compatibility import check_client_count
 from ...core.kernel import ServerState, Update, init_server
 from ...core.method import Method
 from ...core.server_round import server_round as aggregate
@@ -80,8 +81,7 @@ class MethodStrategy(Strategy):
         if min_clients < 1:
             raise UsageError(f"min_clients={min_clients}: a round needs 1 client or more")
         self.plan = resolve_plan(method, model, seed)
-        if check := getattr(method.aggregate, "check", None):
-            check(self.plan, min_clients)
+        check_client_count(method.aggregate, min_clients)
         self.server = init_server(self.plan)
         if server is not None:
             check_state(server.shared, self.server.shared, "the server to go on from")

@@ -16,6 +16,7 @@ import torch
 from flwr.app import Array
 from typing_extensions import override
 
+from ...core.compatibility import check_client_count
 from ...core.kernel import ClientState, ServerState, client_final, client_init, init_client, init_server
 from ...core.plan import Plan
 from ...data.federation import Federation
@@ -24,7 +25,7 @@ from ...evaluation.metrics import measured_splits
 from ...experiments.settings import Settings
 from ...results.schema import Row
 from ...utils.errors import FedshiftError
-from ...utils.state import State, pick
+from ...utils.state import State, join_states, pick
 from ..transport.arrays import RefusedMessage, check_update, from_record, to_record
 from ..transport.exchange import Exchange
 from .nodes import Nodes
@@ -51,10 +52,10 @@ class RemoteEngine(Engine):
         self.federation, self.settings, self.nodes, self.quorum = federation, settings, nodes, quorum
         self.description = {**description, "clients": len(data)}
         self.bases: dict[str, int] = {}
-        if check := getattr(plan.method.aggregate, "check", None):
-            check(plan, min(quorum.clients, len(settings.draw_participants(seed, 1, tuple(data)))))
+        least = min(quorum.clients, len(settings.draw_participants(seed, 1, tuple(data))))
+        check_client_count(plan.method.aggregate, least)
         _, update = client_final(plan, client_init(plan, init_client(plan), init_server(plan)))
-        self._memory = update.memory
+        self._memory = join_states(plan.rule_names, update.memory)
 
     @override
     def find_available(self, names: tuple[str, ...]) -> tuple[str, ...]:
@@ -115,7 +116,8 @@ class RemoteEngine(Engine):
         self, kind: str, server: ServerState, names: Iterable[str], entries: frozenset[str], enough: int,
         splits: tuple[str, ...],
     ) -> Iterator[tuple[str, Exchange | FedshiftError]]:  # fmt: skip
-        arrays = {"shared": to_record(pick(server.shared, entries)), "memory": to_record(server.memory)}
+        memory = join_states(self.plan.rule_names, server.memory)
+        arrays = {"shared": to_record(pick(server.shared, entries)), "memory": to_record(memory)}
         facts = {"trial": self.description, "round": server.round, "splits": splits}
         questions = {
             name: Exchange(kind=kind, facts={**facts, "base": self.bases.get(name, 0)}, arrays=arrays) for name in names

@@ -27,7 +27,7 @@ from ...data.sources import prepare_clients
 from ...engines.engine import Diverged
 from ...engines.sequential import Sequential
 from ...evaluation.metrics import evaluate_clients, evaluate_trained
-from ...experiments.client_store import PARTS
+from ...experiments.client_store import to_client, to_tensors
 from ...experiments.factory import make_methods, make_settings, resolve_model
 from ...experiments.settings import make_plan
 from ...results.checkpoint import load_checkpoint, save_checkpoint
@@ -35,7 +35,7 @@ from ...results.run_directory import to_file_name
 from ...utils.allocator import keep_freed_memory
 from ...utils.errors import FedshiftError, UsageError
 from ...utils.files import write_atomically
-from ...utils.state import State, add_prefix, entries_under, pick
+from ...utils.state import State, entries_under, join_states, pick, split_state
 from ...utils.version import __version__
 from ..server.registry import parse_columns
 from ..transport.arrays import RefusedMessage, check_state, from_record, to_record
@@ -89,19 +89,18 @@ class SiteState:
                 f"the data of client {self.name!r} are not those of round {base}: give it the data that it began with, "
                 "or begin a new experiment"
             )
-        parts = {part: entries_under(part, tensors) for part in PARTS}
+        expected = to_tensors(like, self.plan.rule_names)
         for part in ("personal", "memory"):
-            check_state(parts[part], getattr(like, part), f"the {part} state of client {self.name!r} in {path}")
+            where = f"the {part} state of client {self.name!r} in {path}"
+            check_state(entries_under(part, tensors), entries_under(part, expected), where)
         device = next(iter(self.plan.initial.values())).device
-        moved = {part: {name: tensor.to(device) for name, tensor in state.items()} for part, state in parts.items()}
-        return ClientState(steps=facts["steps"], **moved)
+        moved = {name: tensor.to(device) for name, tensor in tensors.items()}
+        return to_client(moved, facts["steps"], self.plan.rule_names)
 
     def save(self, client: ClientState, base: int, round: int) -> None:
         """Write the client's state after ``round``, which it began from that after ``base``."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        tensors: State = {}
-        for part in PARTS:
-            tensors |= add_prefix(part, getattr(client, part))
+        tensors = to_tensors(client, self.plan.rule_names)
         save_checkpoint(self._path(round), tensors, {"steps": client.steps, "data": self.data, "round": round})
         for old in self.list_rounds():
             if old not in (base, round):
@@ -213,7 +212,10 @@ class Site:
         if splits := tuple(asked.facts["splits"]):  # on which the model is to be measured before it is aggregated
             state = trained_state(trial.plan, trained.client, update, server)
             facts["rows"] = evaluate_trained(trial.plan, state, trial.data.clients, splits, trial.data.classes)
-        arrays = {"shared": to_record(update.shared), "memory": to_record(update.memory)}
+        arrays = {
+            "shared": to_record(update.shared),
+            "memory": to_record(join_states(trial.plan.rule_names, update.memory)),
+        }
         return Exchange(kind="trained", facts=facts, arrays=arrays)
 
     def _evaluate(self, asked: Exchange) -> Exchange:
@@ -235,8 +237,11 @@ class Site:
         """Return the broadcast, its entries ``names`` checked against the plan, and the client's base."""
         arrays = {kind: from_record(asked.arrays[kind]) for kind in ("shared", "memory")}
         check_state(arrays["shared"], pick(plan.initial, names), "the broadcast")
-        moved = {kind: {name: x.to(self.device) for name, x in state.items()} for kind, state in arrays.items()}
-        return ServerState(round=int(asked.facts["round"]), **moved), int(asked.facts["base"])
+        shared, memory = ({name: x.to(self.device) for name, x in state.items()} for state in arrays.values())
+        server = ServerState(
+            round=int(asked.facts["round"]), shared=shared, memory=split_state(plan.rule_names, memory)
+        )
+        return server, int(asked.facts["base"])
 
     def _trial(self, asked: Mapping[str, Any]) -> _Trial:
         key = json.dumps(asked, sort_keys=True)
@@ -260,7 +265,7 @@ class Site:
         if not str(asked["experiment"]).isalnum():
             raise RefusedMessage(f"{asked['experiment']!r} is no experiment's name")
         folder = self.folder / str(asked["experiment"]) / f"{to_file_name(method.name)}-seed{seed}"
-        engine = Sequential(plan, {client.name: client.train}, seed)
+        engine = Sequential(plan, {client.name: client.train}, seed, augment=settings.augment)
         kept = SiteState(folder, client.name, plan, data.fingerprint)
         return _Trial(plan=plan, data=data, engine=engine, kept=kept)
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from ...core.kernel import ServerState, Update
 from ...core.plan import Plan
 from ...utils.errors import FedshiftError
-from ...utils.state import State
+from ...utils.state import State, split_state
 
 NUMPY = "numpy.ndarray"
 """Flower's name of NumPy's format."""
@@ -99,7 +99,7 @@ def check_update(
         plan: the trial's plan.
         server: the server whose entries, shapes and types the upload must have.
         shared: exactly the entries that the method's scope sends, finite.
-        memory: the rules' uploads, finite.
+        memory: the rules' uploads by their names on the wire, finite.
         weight: samples used this round, a whole number from 1 to ``most``.
         steps: local steps, each of at least one sample.
         like_memory: the entries, shapes and types that ``memory`` must have; None: any.
@@ -118,7 +118,7 @@ def check_update(
     if not 1 <= steps <= samples:
         raise RefusedMessage(f"{steps} local steps on {samples:.0f} samples: each step takes one sample or more")
     ordered = {name: shared[name] for name in server.shared}
-    return Update(shared=ordered, memory=memory, weight=samples, steps=steps)
+    return Update(shared=ordered, memory=split_state(plan.rule_names, memory), weight=samples, steps=steps)
 
 
 def check_weight(weight: float, most: float | None = None) -> float:

@@ -1,0 +1,109 @@
+"""Compatibility: whether the parts of a method go together, checked before anything starts.
+
+Needs are declared (:class:`~fedshift.core.requirements.Requirements`); what a rule does is read from the hooks that it
+overrides.
+"""
+
+from __future__ import annotations
+
+from ..utils.errors import UsageError
+from .aggregation import Aggregation, average_uploads
+from .optimizer import SGD
+from .plan import Plan
+from .requirements import Requirements
+from .rule import Rule
+from .selection import norm_layers
+
+
+def check_compatibility(plan: Plan) -> None:
+    """Raise :class:`UsageError` where parts of the method do not go together or do not fit the plan."""
+    method, name = plan.method, f"method {plan.method.name!r}"
+    for rule in method.rules:
+        if rule.requires.unique and sum(type(other) is type(rule) for other in method.rules) > 1:
+            raise UsageError(f"{name} has {rule.source_method} twice: leave one of the two out")
+        _check_needs(plan, rule.requires)
+    personalizing = [rule.source_method for rule in method.rules if rule.personalizes]
+    if len(personalizing) > 1:
+        raise UsageError(f"{name}: {' and '.join(personalizing)} both make the client's model: choose one of the two")
+    if method.pooled and personalizing:
+        raise UsageError(
+            f"{name} pools all data but makes models of clients, of which pooling leaves none: use centralized without "
+            "a personal method"
+        )
+    nothing_to_aggregate = not plan.sent & plan.trained or method.pooled
+    if nothing_to_aggregate and (method.server is not None or method.aggregate is not average_uploads):
+        raise UsageError(
+            f"{name} folds uploads in a way of its own, but there is nothing to fold: "
+            f"{'all data are in one place' if method.pooled else 'clients send nothing that they train'}; "
+            "use it without that part"
+        )
+    _check_needs(plan, requirements_of(method.aggregate))
+
+
+def check_client_count(aggregate: Aggregation, clients: int) -> None:
+    """Raise :class:`UsageError` where ``clients`` a round are too few for the aggregation."""
+    least = requirements_of(aggregate).min_clients
+    if clients < least:
+        raise UsageError(
+            f"{aggregate!r} needs at least {least} clients in a round, but {clients} take part: let more take part, or "
+            "tolerate fewer that are faulty"
+        )
+
+
+def requirements_of(aggregate: Aggregation) -> Requirements:
+    """Return what an aggregation declares; a plain function needs nothing."""
+    return getattr(aggregate, "requires", Requirements())
+
+
+def _check_needs(plan: Plan, needs: Requirements) -> None:
+    method, name = plan.method, f"method {plan.method.name!r}"
+    if needs.shared_entries and (method.pooled or not plan.trained & plan.loaded):
+        where = "with all data in one place" if method.pooled else "here"
+        raise UsageError(f"{name}: {needs.shared_entries}, of which there is none {where}: leave it out")
+    if needs.several_steps and method.work.get("batches") == 1:
+        raise UsageError(f"{name}: {needs.several_steps}: leave it out")
+    if needs.plain_steps:
+        _check_plain_steps(plan, needs.plain_steps, momentum=needs.momentum)
+    if needs.loads_everything and (plan.personal or not plan.loaded):
+        raise UsageError(
+            f"{name}: {needs.loads_everything}, but another part of the method already keeps {min(plan.personal)!r} on "
+            "the client: use one of the two"
+        )
+    for rule in method.rules if needs.entries_only else ():
+        if _overrides(rule, "aggregate_memory"):
+            raise UsageError(
+                f"{name}: {rule.source_method} sends more than the entries that {needs.entries_only}: leave one of the "
+                "two out"
+            )
+    for entry in plan.entries if needs.no_constant_buffers else ():
+        sent = entry.name in plan.sent and plan.initial[entry.name].is_floating_point()
+        if sent and entry.is_buffer and not norm_layers(entry):
+            raise UsageError(
+                f"{name}: entry {entry.name!r} is a buffer of a {type(entry.owner).__name__}, "
+                f"{needs.no_constant_buffers}: register it with persistent=False, or keep it on clients"
+            )
+
+
+def _check_plain_steps(plan: Plan, what: str, *, momentum: bool) -> None:
+    """Raise :class:`UsageError` unless each local step moves every parameter along its gradient.
+
+    ``momentum``: whether along those of the round's earlier steps, too.
+    """
+    optimizer = plan.optimizer
+    if not isinstance(optimizer, SGD) or (optimizer.momentum and (optimizer.keep or not momentum)):
+        which, fix = (
+            ("SGD whose momentum starts anew each round", "sgd, and momentum that is not kept")
+            if momentum
+            else ("SGD without momentum", "sgd with momentum=0")
+        )
+        raise UsageError(f"{what} holds for {which}, not for {optimizer}: use {fix}, or another method")
+    for rule in plan.method.rules:
+        if _overrides(rule, "init_local") or _overrides(rule, "trainable_at_step"):
+            raise UsageError(
+                f"method {plan.method.name!r}: {what} holds where every step moves every parameter from what was "
+                f"loaded, which {rule.source_method} changes: leave one of the two out"
+            )
+
+
+def _overrides(rule: Rule, hook: str) -> bool:
+    return getattr(type(rule), hook) is not getattr(Rule, hook)
