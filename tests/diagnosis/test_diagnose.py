@@ -12,8 +12,8 @@ from sklearn.datasets import load_digits
 
 from fedshift.data.digits import digits
 from fedshift.data.federation import federation
-from fedshift.diagnosis import diagnose, render_diagnosis
-from fedshift.diagnosis.rendering import comparison_command
+from fedshift.diagnosis import diagnose
+from fedshift.diagnosis.rendering import comparison_command, render_diagnosis
 from fedshift.utils.errors import UsageError
 
 KINDS = ("label skew", "feature shift", "quantity skew", "concept shift")

@@ -182,7 +182,7 @@ def diagnose(
     """
     from ..data.sources import load_federation
     from ..diagnosis import diagnose as find_shifts
-    from ..diagnosis import render_diagnosis
+    from ..diagnosis.rendering import render_diagnosis
 
     console = make_console()
     with show_loading(console) as progress:

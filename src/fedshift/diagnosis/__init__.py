@@ -22,7 +22,6 @@ from .advice import Advice, advise
 from .concept_shift import concept_shift, predict_by_neighbors
 from .feature_shift import feature_shift
 from .inputs import appearance_features, classifier_features, gather_samples, principal_components, to_vectors, warm_up
-from .rendering import render_diagnosis as render_diagnosis
 from .shift_tests import LEVEL, SIZES, Evidence, Ints, ShiftFinding, assess, label_skew, layer_shift, quantity_skew
 
 MOST_CLIENTS, MOST_SAMPLES = 20, 6_000

@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations
 from shlex import quote
-from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from ..report.formatting import MISSING, format_p_value
+from . import Diagnosis
 from .concept_shift import SEPARABLE
 from .shift_tests import LEVEL, Evidence, ShiftFinding
-
-if TYPE_CHECKING:
-    from . import Diagnosis
 
 MEASURES = {
     "label skew": "Jensen-Shannon divergence, bits",
