@@ -201,7 +201,7 @@ def test_a_wrong_number_of_weights_is_named_when_resolved():
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("focal_loss", "unknown loss 'focal_loss': did you mean 'focal'? allowed are CrossEntropy, focal"),
+        ("focal_loss", "unknown loss 'focal_loss': did you mean 'focal'? allowed are cross_entropy, focal"),
         ("focal, cross_entropy", "loss 'focal, cross_entropy' is 2 losses: choose one"),
         ("", "loss '' names none"),
         ("focal(gamma=-1)", "focal: gamma=-1 must be a number of 0 or more"),
@@ -212,8 +212,8 @@ def test_a_wrong_number_of_weights_is_named_when_resolved():
         ("cross_entropy(weights=(0, 0))", "one of them above 0"),
         ("cross_entropy(weights=())", "one of them above 0"),
         ("focal(weights='equal')", "weights='equal' is unknown: give 'balanced', 'inverse_frequency' or a number for"),
-        ("focal(weights=3)", "focal takes (*, gamma:"),
-        ("focal(alpha=3)", "unexpected keyword argument 'alpha'; focal takes (*, gamma:"),
+        ("focal(weights=3)", "focal takes (*, weights:"),
+        ("focal(alpha=3)", "unexpected keyword argument 'alpha'; focal takes (*, weights:"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_done_is_refused_and_said(text, said):
