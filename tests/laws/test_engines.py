@@ -61,7 +61,7 @@ def test_every_engine_repeats_itself_bit_for_bit(trial, course, method, engine):
     again = trial(method, engine)
     for _ in range(2):
         again.advance()
-    assert is_equal(again.tensors()[0], course(method, engine)[2].tensors)
+    assert is_equal(again.to_tensors()[0], course(method, engine)[2].tensors)
 
 
 def test_training_moves_the_model_and_the_seed_matters(trial, course, method, engine):

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fedshift.core.kernel import client_final, client_init, client_step, init_client, init_server
+from fedshift.core.loss import Loss
 from fedshift.core.optimizer import SGD
 from fedshift.core.preparation import prepare
 from fedshift.core.server_round import server_round
@@ -102,13 +103,13 @@ def squares(scores, labels):
     return (scores - nn.functional.one_hot(labels, 2).to(scores.dtype)).square().sum(1).mean()
 
 
-class Squares:
+class Squares(Loss):
     """Mean squared distance to one-hot labels, as an experiment's loss."""
 
-    weights = None
+    name = "squares"
 
-    def resolve(self, counts):
-        return squares
+    def __call__(self, logits, y):
+        return squares(logits, y)
 
 
 def linear(shape, classes):

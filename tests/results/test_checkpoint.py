@@ -154,7 +154,9 @@ def test_a_disk_that_fails_later_is_told_too(checkpoint, monkeypatch, call):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(f"fedshift.utils.files.os.{call}", fail)
-    with pytest.raises(FedshiftError, match=r"Input/output error. What was saved before is intact: make the place wri"):
+    with pytest.raises(
+        FedshiftError, match=r"Input/output error. What was saved before is intact: make the directory wri"
+    ):
         write_atomically(checkpoint, b"new")
 
 
@@ -164,7 +166,9 @@ def test_a_disk_that_only_reads_is_told(tmp_path, monkeypatch):
 
     for call in ("open", "unlink"):
         monkeypatch.setattr(Path, call, refuse)
-    with pytest.raises(FedshiftError, match=r"Read-only file system. What was saved before is intact: make the place"):
+    with pytest.raises(
+        FedshiftError, match=r"Read-only file system. What was saved before is intact: make the directory"
+    ):
         write_atomically(tmp_path / "file", b"new")
 
 
