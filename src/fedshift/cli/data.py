@@ -156,7 +156,7 @@ def cache(*, clear: Annotated[bool, Parameter(negative=())] = False) -> int:
     use = describe_cache(images)
     if clear:
         image_store.clear(images)
-        use = f"{use}, now {format_bytes(image_store.taken(images))}"
+        use = f"{use}, now {format_bytes(image_store.count_bytes(images))}"
     print_line(Console(), f"{images}: {use}")
     return 0
 

@@ -119,7 +119,7 @@ def _print_list(way: ReproductionOptions, out: Path) -> int:
         grid.add_column(title, no_wrap=True, justify="left" if title == "table or figure" else "right")
     grid.add_column("what", overflow="fold")
     notes: dict[str, int] = {}
-    with _counted(Console(stderr=True)) as progress:
+    with _show_progress(Console(stderr=True)) as progress:
         plans = {key: [plan for _, plan in make_plans(table, way)] for key, table in load_tables().items()}
         specs = {key: list(dict.fromkeys(spec for plan in of for spec in plan.specs)) for key, of in plans.items()}
         todo = {key: pending_runs(runs, out) for key, runs in specs.items()}
@@ -145,7 +145,7 @@ def _print_list(way: ReproductionOptions, out: Path) -> int:
 
 
 @contextmanager
-def _counted(console: Console) -> Iterator[Progress]:
+def _show_progress(console: Console) -> Iterator[Progress]:
     """Yield a progress callback: a bar on a terminal, elsewhere a plain line for each tenth."""
     said = set()
 
@@ -209,7 +209,7 @@ def _run(wanted: Sequence[Table], way: ReproductionOptions, version: str | None,
     with catch_interrupts(console) as stop, TimeBudget(hours, stop) as budget, ExitStack() as shown:
         if len(wanted) > 1:
             print_line(console, f"{len(wanted)} tables and figures, those that take least first; steps are timed.")
-            with _counted(Console(stderr=True)) as progress:
+            with _show_progress(Console(stderr=True)) as progress:
                 wanted = budget.order_by_time(wanted, way, out, progress)
         shown.enter_context(announce_cache(console))
         observer = shown.enter_context(show_progress(console))

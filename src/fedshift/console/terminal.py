@@ -85,11 +85,11 @@ def announce_cache(console: Console) -> Iterator[None]:
 
 def describe_cache(images: Path) -> str:
     """Return how many bytes the directory of decoded images holds, and how many it may."""
-    from ..data.files.image_store import VARIABLE, limit, taken
+    from ..data.files.image_store import VARIABLE, count_bytes, limit
     from ..report.formatting import format_bytes
 
     most = f"of at most {format_bytes(limit())}" if math.isfinite(limit()) else "without a limit"
-    return f"{format_bytes(taken(images))} {most} ({VARIABLE})"
+    return f"{format_bytes(count_bytes(images))} {most} ({VARIABLE})"
 
 
 @contextmanager

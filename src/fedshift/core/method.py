@@ -160,7 +160,7 @@ def _compose(
     first, *options = signature.parameters.values()
 
     @wraps(function)
-    def composed(base: Method | None = None, *args: Options.args, **given: Options.kwargs) -> Method:
+    def compose(base: Method | None = None, *args: Options.args, **given: Options.kwargs) -> Method:
         start = base or Method()
         try:
             made = function(start, *args, **given)
@@ -173,8 +173,8 @@ def _compose(
         return made if made is start else replace(made, name=join(_title(function.__name__, changed), start.name))
 
     optional = first.replace(default=None, annotation="Method | None")
-    composed.__signature__ = signature.replace(parameters=[optional, *options], return_annotation="Method")  # type: ignore[attr-defined]
-    return cast("MethodFunction[Options]", composed)
+    compose.__signature__ = signature.replace(parameters=[optional, *options], return_annotation="Method")  # type: ignore[attr-defined]
+    return cast("MethodFunction[Options]", compose)
 
 
 def _title(name: str, changed: Mapping[str, Any]) -> str:

@@ -175,17 +175,17 @@ def _smallest_batch(plan: Plan, sample: Tensor) -> int:
     """Return 1, or 2 where the model refuses to train on one sample, as BatchNorm does on one value a channel."""
     inputs = sample.to(plan.dtype)
 
-    def tried(size: int, *, training: bool) -> None:
+    def try_batch(size: int, *, training: bool) -> None:
         forward(plan, clone(plan.initial), inputs.expand(size, *sample.shape[1:]), training=training)
 
     try:
-        tried(1, training=False)
+        try_batch(1, training=False)
         try:
-            tried(1, training=True)
+            try_batch(1, training=True)
         except ValueError as error:
             if "more than 1 value per channel" not in str(error):
                 raise
-            tried(2, training=True)
+            try_batch(2, training=True)
             return 2
     except UsageError:
         raise

@@ -41,7 +41,7 @@ def describe_assignment(data: Federation, changes: Sequence[Change]) -> pd.DataF
     origins: list[tuple[str, str]] = []
     starts = [0]
 
-    def addressed(client: ClientData) -> ClientData:
+    def replace_by_addresses(client: ClientData) -> ClientData:
         parts = {}
         for name, split in client.splits.items():
             origins.append((client.name, name))
@@ -50,7 +50,7 @@ def describe_assignment(data: Federation, changes: Sequence[Change]) -> pd.DataF
             starts.append(starts[-1] + len(split))
         return ClientData(name=client.name, **parts)
 
-    shadow = replace(data, clients=tuple(map(addressed, data.clients)))
+    shadow = replace(data, clients=tuple(map(replace_by_addresses, data.clients)))
     for change in changes:
         shadow = change(shadow)
     users: dict[int, list[str]] = {}

@@ -165,13 +165,13 @@ class Federation:
         """Apply ``change`` once to every split, so that clients that share a split keep sharing it."""
         changed: dict[int, Samples] = {}
 
-        def once(split: Samples) -> Samples:
+        def change_once(split: Samples) -> Samples:
             if id(split) not in changed:
                 changed[id(split)] = change(split)
             return changed[id(split)]
 
         def of(client: ClientData) -> ClientData:
-            return ClientData(name=client.name, **{name: once(split) for name, split in client.splits.items()})
+            return ClientData(name=client.name, **{name: change_once(split) for name, split in client.splits.items()})
 
         return replace(self, clients=tuple(of(client) for client in self.clients))
 

@@ -173,12 +173,12 @@ def repeat(*, seed: int = 0) -> Change:
     def change(data: Federation) -> Federation:
         most = max(len(client.train) for client in data.clients)
 
-        def lengthened(client: ClientData) -> ClientData:
+        def repeat_client(client: ClientData) -> ClientData:
             rng, count = stream(seed, "split/repeat", client.name), len(client.train)
             index = np.concatenate([rng.permutation(count) for _ in range(-(-most // count))])[:most]
             return replace(client, train=client.train.take(torch.from_numpy(index)))
 
-        return replace(data, clients=tuple(map(lengthened, data.clients)))
+        return replace(data, clients=tuple(map(repeat_client, data.clients)))
 
     return change
 

@@ -53,12 +53,12 @@ def feature_shift(
     cells = _group_rows(2 * strata + fold)
     ridge = _Ridge(x, strata, fold, cells)
     coded = _encode_clients(client, clients, cells)
-    scores = ridge.held_out(coded)
+    scores = ridge.score_other_fold(coded)
     null: list[NDArray[np.floating]] = []
     for start in range(0, permutations, _TOGETHER):
         shuffled = (_shuffle(client, cells, rng) for _ in range(min(_TOGETHER, permutations - start)))
         drawn = np.concatenate([_encode_clients(each, clients, cells) for each in shuffled], axis=1)
-        null.append((drawn * ridge.held_out(drawn)).sum(axis=0).reshape(-1, clients).sum(axis=1))
+        null.append((drawn * ridge.score_other_fold(drawn)).sum(axis=0).reshape(-1, clients).sum(axis=1))
     aucs = [_auc(scores[:, own], client == own, cells) for own in range(clients)]
     evidence = Evidence(
         statistic=max(auc for auc in aucs if auc is not None),
@@ -103,7 +103,7 @@ class _Ridge:
         inverse: NDArray[np.float32] = np.linalg.inv(x.T @ x + x.shape[1] * np.eye(x.shape[1])).astype(np.float32)
         return inverse
 
-    def held_out(self, codes: NDArray[np.float32]) -> NDArray[np.float32]:
+    def score_other_fold(self, codes: NDArray[np.float32]) -> NDArray[np.float32]:
         """Return scores ``[N, C]`` of every sample by the weights of the other fold."""
         scores = np.empty_like(codes)
         for train, test, solver, strata in self.folds:

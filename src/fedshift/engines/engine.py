@@ -108,7 +108,7 @@ class Engine(ABC):
         bounds = self.plan.work.batch_bounds(len(self.data[name]), self.plan.smallest_batch)
         return bounds, self.plan.work.steps_of_round(client.steps, len(bounds))
 
-    def apart(self, client: ClientState, per_pass: int) -> range:
+    def list_extra_steps(self, client: ClientState, per_pass: int) -> range:
         """Return the client's steps of this round that train the rules' own parameters apart from the model's.
 
         They are numbered, and draw, as if the client did no others. ``per_pass``: batches in a pass over its data.

@@ -37,7 +37,9 @@ class Sequential(Engine):
                 losses.append(loss)
                 sizes.append(len(index))
             job = replace(job, apart=True)
-            for step, index in iterate_batches(self.seed, name, len(data), bounds, self.apart(client, len(bounds))):
+            for step, index in iterate_batches(
+                self.seed, name, len(data), bounds, self.list_extra_steps(client, len(bounds))
+            ):
                 job, _ = client_step_(plan, job, *self._batch(name, step, index))
             done, update = client_final(plan, job)
         per_step = torch.stack(losses).double().cpu()

@@ -74,12 +74,12 @@ def _open_unnamed_file() -> int:
 def copy_out(value: Any) -> Any:
     """Return the dataclass ``value`` with its states copied to this process's memory; the buffer can be reused."""
 
-    def copied(part: Any) -> Any:
+    def copy_part(part: Any) -> Any:
         if isinstance(part, tuple):
-            return tuple(map(copied, part))
+            return tuple(map(copy_part, part))
         return clone(part) if isinstance(part, dict) else part
 
-    return type(value)(**{name: copied(part) for name, part in vars(value).items()})
+    return type(value)(**{name: copy_part(part) for name, part in vars(value).items()})
 
 
 def pickle_without_tensors(value: Any) -> tuple[list[Tensor], bytes]:

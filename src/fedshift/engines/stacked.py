@@ -96,7 +96,7 @@ class Stacked(Engine):
             bounds, coming = self.steps_of_round(name, client)
             taken, apart = (
                 list(iterate_batches(self.seed, name, len(data), bounds, steps))
-                for steps in (coming, self.apart(client, len(bounds)))
+                for steps in (coming, self.list_extra_steps(client, len(bounds)))
             )
             lanes.append(_Lane(name=name, client=client, batches=taken, apart=apart))
         lanes.sort(key=lambda lane: (len(lane.batches), lane.sizes), reverse=True)
@@ -196,12 +196,12 @@ def _step(
     ``x [lanes, B, ...]``, ``y [lanes, B]``, ``keys [lanes]``. Returns the new stack and the losses ``[lanes]``.
     """
 
-    def descended(
+    def descend(
         params: State, rest: State, memory: Stack, x: Tensor, y: Tensor, key: Tensor
     ) -> tuple[Tensor, Tensor, State]:
         return compute_objective(plan, replace(job, rest=rest, memory=memory), params, x, y, key)
 
-    def updated(grads: State, rest: State, own: Stack, key: Tensor) -> Stack:
+    def update_lane(grads: State, rest: State, own: Stack, key: Tensor) -> Stack:
         lane = _replace_parts(job, own)
         after = update_(plan, lane, transform_gradients(plan, lane, grads, key), rest, 0)
         return after.params, after.optimizer, after.rest
@@ -209,7 +209,7 @@ def _step(
     params, rest, optimizer, *memory = stack
     with timed_section("forward and backward"), vmapped_lanes():
         leaves = {name: tensor.detach().requires_grad_() for name, tensor in params.items()}
-        total, loss, rest = torch.vmap(descended)(leaves, rest, tuple(memory), x, y, keys)
+        total, loss, rest = torch.vmap(descend)(leaves, rest, tuple(memory), x, y, keys)
         found = torch.autograd.grad(total.sum(), tuple(leaves.values()), materialize_grads=True)
         grads = dict(zip(leaves, found, strict=True))
         rest = {name: tensor.detach() for name, tensor in rest.items()}
@@ -219,7 +219,7 @@ def _step(
         if _is_elementwise(plan):
             update_(plan, _replace_parts(job, own), grads, rest, 0)
         else:
-            torch.vmap(updated)(grads, rest, own, keys)
+            torch.vmap(update_lane)(grads, rest, own, keys)
     return (params, rest, optimizer, *memory), loss.detach()
 
 

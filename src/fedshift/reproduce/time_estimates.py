@@ -161,13 +161,13 @@ class TimeEstimates:
                 classes=classes, labels=torch.tensor(sizes.labels), clients=1,
             )  # fmt: skip
 
-        def timed() -> dict[str, Any]:
+        def time_plan() -> dict[str, Any]:
             return asdict(
                 self._time_steps(plan(), shape, pixels=sizes.pixels, classes=classes, augment=settings.augment)
             )
 
         if (one := repr((network, form))) not in self._steps:
-            self._steps[one] = StepCosts(**cached_measurement("steps.json", one, timed))
+            self._steps[one] = StepCosts(**cached_measurement("steps.json", one, time_plan))
         if (all_of := repr(network)) not in self._visits:
             self._visits[all_of] = VisitCosts(
                 **cached_measurement("moves.json", all_of, lambda: asdict(self._time_visits(plan())))

@@ -285,7 +285,7 @@ def entries(images: Path) -> list[Entry]:
     return sorted(found, key=lambda entry: (entry.used, entry.place.name))
 
 
-def taken(images: Path) -> int:
+def count_bytes(images: Path) -> int:
     """Return the bytes of all entries in the directory ``images``."""
     return sum(entry.size for entry in entries(images))
 

@@ -118,7 +118,7 @@ class MethodStrategy(Strategy):
         if not self._begun:
             self._begin(arrays)
         self._tried += 1
-        connected = tuple(map(str, self._connected(grid)))
+        connected = tuple(map(str, self._wait_for_nodes(grid)))
         chosen = self._sharing.draw_participants(self.seed, self._tried, connected)
         if len(chosen) < self.min_clients:
             chosen = self._at_least.draw_participants(self.seed, self._tried, connected)
@@ -183,7 +183,7 @@ class MethodStrategy(Strategy):
         self.server = replace(server, shared={name: shared[name] for name in server.shared})
         self._begun = True
 
-    def _connected(self, grid: Grid) -> list[int]:
+    def _wait_for_nodes(self, grid: Grid) -> list[int]:
         end = time.monotonic() + self.wait
         while len(nodes := sorted(grid.get_node_ids())) < self.min_clients:
             left = end - time.monotonic()
