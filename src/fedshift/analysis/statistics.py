@@ -68,7 +68,7 @@ class PairedDifference:
 
     @property
     def is_significant(self) -> bool:
-        """Whether a difference may be claimed, which is where the interval excludes 0."""
+        """Return whether a difference may be claimed, which is where the interval excludes 0."""
         return self.p < 1 - self.level
 
     def __neg__(self) -> PairedDifference:

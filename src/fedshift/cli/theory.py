@@ -27,7 +27,7 @@ def theory(
     """Check FedBN's theory by number: Gram matrices, corollary 4.6, lemma 4.3, predicted and measured convergence.
 
     Args:
-        clients: Clients, each with a random covariance of its own.
+        clients: Clients, each with a different random covariance.
         samples: Samples of each client.
         dimension: Inputs of a sample.
         width: Neurons of the network that is trained; others of a sixteenth, a quarter and four times as many beside

@@ -61,10 +61,10 @@ class TrialSpec:
     """Clients that take part in a round: a whole number of 1 or more counts them, a value below 1 is the fraction."""
 
     engine: Annotated[str, Parameter(group=COMPUTING)] = "auto"
-    """How clients are run: sequential, one after another; stacked, side by side in one tensor program (small networks);
-    pool, spread over processes (larger ones); ray, over the hosts of a Ray cluster (RAY_ADDRESS; without it over
-    processes); identity, all as one big batch (one plain step a round); auto chooses, by a timed step, but never ray.
-    Engines agree up to rounding."""
+    """Engine that runs the clients: sequential, one after another; stacked, side by side in one tensor program (small
+    networks); pool, spread over processes (larger ones); ray, over the hosts of a Ray cluster (RAY_ADDRESS; without it
+    over processes); identity, all as one big batch (one plain step a round); auto chooses, by a timed step, but never
+    ray. Engines agree up to rounding."""
 
     workers: Annotated[Positive | None, Parameter(group=COMPUTING)] = None
     """Largest number of processes of the engines pool and ray; by default one for each free processor, or one for each
@@ -78,7 +78,7 @@ class TrialSpec:
     """Torch device: cpu, cuda, cuda:1."""
 
     unseen: Annotated[Unseen, Parameter(group=MEASURING)] = "skip"
-    """How to measure a client that never trained, under a method that keeps state on clients: not at all (skip); with
+    """Measurement of a client that never trained, under a method that keeps state on clients: not at all (skip); with
     the average of the others' entries; with the model of the client that fits its training data best (nearest); with
     the average and BatchNorm statistics estimated on its own training inputs (reestimate); with the average after a
     round of training on its data (finetune); or with the shared layers unchanged and BatchNorm alone trained on its

@@ -55,7 +55,7 @@ class Loss(ABC):
 
     @property
     def counted(self) -> bool:
-        """Whether the weights come from all clients' label counts."""
+        """Return whether the weights come from all clients' label counts."""
         return self.weights in get_args(Counted)
 
     @abstractmethod

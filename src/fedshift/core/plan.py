@@ -72,12 +72,12 @@ class Plan:
 
     @property
     def has_global(self) -> bool:
-        """Whether the server holds a whole model (FedBN's does not)."""
+        """Return whether the server holds a whole model (FedBN's does not)."""
         return self.sent == frozenset(self.initial)
 
     @property
     def personalizes(self) -> bool:
-        """Whether each client has its own model, so that one that never trained has none."""
+        """Return whether each client has its own model, so that one that never trained has none."""
         return bool(self.personal) or any(rule.personalizes for rule in self.method.rules)
 
     @cached_property
@@ -189,7 +189,7 @@ def compute_outputs(plan: Plan, state: State, x: Tensor) -> Tensor:
 
 
 def _not_scores(module: nn.Module, made: object) -> str:
-    """What to tell whoever brought a network whose outputs are no tensor."""
+    """Return the message for a network whose outputs are no tensor."""
     keys = f" with {', '.join(map(repr, made))}" if isinstance(made, Mapping) else ""
     taken = f"[{next(iter(made), 'logits')!r}]" if isinstance(made, Mapping) else "[0]"
     return (

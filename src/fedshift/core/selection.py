@@ -66,7 +66,7 @@ class Select:
     operator: str = ""
 
     def __call__(self, entry: Entry) -> bool:
-        """Whether the entry is selected."""
+        """Return whether the entry is selected."""
         return self.matches(entry)
 
     def __and__(self, other: Select) -> Select:

@@ -1,4 +1,4 @@
-"""How much a client computes between two exchanges, and in which order it takes its samples.
+"""Local work: the batches of a client between two exchanges, and the order of its samples.
 
 The order of samples is a function of the client's step count alone: pass ``p`` over the data is permuted by the stream
 ``(seed, "order", client, p)``, and step ``s`` is batch ``s mod T`` of pass ``s div T``, T batches a pass. A resumed run

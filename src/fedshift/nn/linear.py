@@ -54,7 +54,7 @@ def _set(switch: ContextVar[bool]) -> Iterator[None]:
 
 @cache
 def is_available() -> bool:
-    """Whether this machine is one where oneDNN's product is faster, and torch reaches it."""
+    """Return whether this machine is one where oneDNN's product is faster, and torch reaches it."""
     try:
         amd = "AuthenticAMD" in Path("/proc/cpuinfo").read_text(encoding="utf-8")
         x_BI, w_OI = torch.ones(2, 3), torch.ones(4, 3)

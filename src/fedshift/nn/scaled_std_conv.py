@@ -17,7 +17,10 @@ EPS = 1e-4
 
 
 class ScaledStd(nn.Module):
-    """What the three dimensions share; ``weight`` ``[O, I / groups, ...]``, ``gain`` ``[O, 1, ...]``."""
+    """Base of the layers in one, two and three dimensions.
+
+    ``weight`` ``[O, I / groups, ...]``, ``gain`` ``[O, 1, ...]``.
+    """
 
     weight: Tensor
     bias: Tensor | None

@@ -33,9 +33,9 @@ LARGE = 4
 
 @dataclass(frozen=True, kw_only=True)
 class ReproductionOptions:
-    """How tables are run: ``root`` holds the data, ``scale`` is the share of the rounds, ``seeds`` the number of seeds.
+    """Options of a reproduction.
 
-    ``light``: use the networks that ``recipes.toml`` names in place of the papers'.
+    ``root`` holds the data, ``scale`` is the share of the rounds, ``seeds`` the number of seeds. ``light``: use the networks that ``recipes.toml`` names in place of the papers'.
     """
 
     root: Path

@@ -321,7 +321,7 @@ class TimeBudget:
         self._seconds, self._stop = None if hours is None else 3600 * hours, stop
         self._timer: Timer | None = None
         self.over = False
-        """Whether the budget is exhausted."""
+        """Return whether the budget is exhausted."""
 
     def __enter__(self) -> Self:
         self._began = time.monotonic()

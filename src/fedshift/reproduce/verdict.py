@@ -71,12 +71,12 @@ class ReproducedBlock:
 
     @property
     def is_faithful(self) -> bool:
-        """Whether network, data and rounds are the paper's, so that numbers can be compared, not only methods."""
+        """Return if network, data and rounds are the paper's, so that numbers can be compared, not only methods."""
         return self.own and not self.notes and self.scale == 1
 
     @property
     def is_short(self) -> bool:
-        """Whether too few rounds were run for any verdict: a share below :data:`SHORTEST`."""
+        """Return whether too few rounds were run for any verdict: a share below :data:`SHORTEST`."""
         return self.scale < SHORTEST
 
     @property
