@@ -35,7 +35,8 @@ LARGE = 4
 class ReproductionOptions:
     """Options of a reproduction.
 
-    ``root`` holds the data, ``scale`` is the share of the rounds, ``seeds`` the number of seeds. ``light``: use the networks that ``recipes.toml`` names in place of the papers'.
+    ``root`` holds the data, ``scale`` is the share of the rounds, ``seeds`` the number of seeds. ``light``: use the
+    networks that ``recipes.toml`` names in place of the papers'.
     """
 
     root: Path
