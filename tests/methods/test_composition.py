@@ -37,7 +37,7 @@ def both_ways(one, other):
 
 
 REFUSED = {
-    "folds uploads in a way of its own already": both_ways(FOLDS, FOLDS),
+    "folds uploads in its own way already": both_ways(FOLDS, FOLDS),
     "has a server optimizer already": both_ways(STEPS, STEPS),
     "sets the local work already": both_ways(WORKS, WORKS),
     "there is nothing to fold: clients send nothing": both_ways(ALONE, FOLDS + STEPS),

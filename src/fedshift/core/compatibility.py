@@ -33,7 +33,7 @@ def check_compatibility(plan: Plan) -> None:
     nothing_to_aggregate = not plan.sent & plan.trained or method.pooled
     if nothing_to_aggregate and (method.server is not None or method.aggregate is not average_uploads):
         raise UsageError(
-            f"{name} folds uploads in a way of its own, but there is nothing to fold: "
+            f"{name} folds uploads in its own way, but there is nothing to fold: "
             f"{'all data are in one place' if method.pooled else 'clients send nothing that they train'}; "
             "use it without that part"
         )

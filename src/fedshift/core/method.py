@@ -106,7 +106,7 @@ class Method:
     def with_aggregation(self, aggregate: Aggregation) -> Self:
         """Return the method with another aggregation; raises :class:`UsageError` where it has one already."""
         if self.aggregate is not average_uploads:
-            raise UsageError(f"{self.name} folds uploads in a way of its own already; choose one of the two")
+            raise UsageError(f"{self.name} folds uploads in its own way already; choose one of the two")
         return replace(self, aggregate=aggregate)
 
     def with_server(self, server: ServerOptimizer) -> Self:
