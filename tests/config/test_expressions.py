@@ -1,10 +1,11 @@
 """Names and expressions: what a person may write, and that nothing written is ever executed."""
 
+import inspect
 import sys
 
 import pytest
 
-from fedshift.config.expressions import list_catalog, resolve
+from fedshift.config.expressions import list_catalog, read_catalog, resolve
 from fedshift.experiments.factory import parse_methods
 from fedshift.utils.errors import UsageError
 
@@ -104,3 +105,14 @@ def test_a_plug_in_is_found_by_module_and_function(tmp_path, monkeypatch):
     assert resolve("models", "plug_in_for_names.mine").__name__ == "mine"
     with pytest.raises(UsageError, match="number is not a function"):
         resolve("methods", "plug_in_for_names:number")
+
+
+@pytest.mark.parametrize("package", ["methods", "models", "data.datasets"])
+def test_the_catalog_read_from_source_is_the_one_imported(package):
+    read, imported = read_catalog(package), list_catalog(package)
+    assert list(read) == list(imported)
+    for name, function in imported.items():
+        parameters = inspect.signature(function).parameters.values()
+        named = [f"{each.name}={each.default!r}" for each in parameters if each.kind is each.KEYWORD_ONLY]
+        assert package != "methods" or read[name].arguments == ", ".join(named), name
+        assert read[name].summary, name

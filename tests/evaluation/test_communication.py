@@ -52,7 +52,7 @@ def test_every_method_has_a_row(capsys):
     from fedshift.cli.app import main
 
     with pytest.raises(SystemExit) as done:
-        main(["list", "methods"])
+        main(["list", "capabilities"])
     assert done.value.code == 0
     printed = capsys.readouterr().out
     table = printed[printed.index("what methods need and do") :]

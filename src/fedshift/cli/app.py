@@ -16,7 +16,10 @@ import cyclopts
 from cyclopts import App, Parameter
 from pydantic import ValidationError
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
+from ..config.expressions import EMBEDDED, read_catalog, read_functions
 from ..config.spec import TRAINING, CompareSpec, OutputOptions, RunSpec, explain, find_settings, read_settings
 from ..console.terminal import make_console, print_line
 from ..utils.errors import FedshiftError, UsageError
@@ -135,19 +138,42 @@ def inspect(
 
 
 @app.command(name="list")
-def list_(what: Literal["methods", "models", "data", "all"] = "all") -> int:
-    """List methods, models and data.
+def list_(what: Literal["methods", "models", "data", "capabilities", "all"] = "all") -> int:
+    """List methods, models and data, or what each method needs and does.
 
     Args:
-        what: Kind of names to list.
+        what: Kind of names to list; capabilities is a table of what each method needs, sends and leaves behind.
 
     """
-    from .inspection import make_listings
-
     console = make_console()
-    for table in make_listings(("methods", "models", "data") if what == "all" else (what,)):
-        console.print(table, "")
+    if what == "capabilities":
+        from .inspection import tabulate_capabilities
+
+        console.print(tabulate_capabilities())
+        return 0
+    for kind in ("methods", "models", "data") if what == "all" else (what,):
+        console.print(_tabulate_catalog(kind), "")
     return 0
+
+
+def _tabulate_catalog(kind: str) -> Table:
+    """Return names, arguments and descriptions of methods, models or data, read without importing torch."""
+    table = Table(title=kind, box=None, title_justify="left", title_style="bold", padding=(0, 2, 0, 0))
+    for title in ("name", "arguments", "description") if kind == "methods" else ("name", "description"):
+        table.add_column(title, no_wrap=title == "name")
+    if kind == "data":
+        made = (function.removeprefix("fedshift.").partition(":")[0] for function in EMBEDDED.values())
+        files = (Path(__file__).parents[1] / f"{module.replace('.', '/')}.py" for module in made)
+        embedded = [
+            (name, read_functions(file, by_module=True)[name]) for name, file in zip(EMBEDDED, files, strict=True)
+        ]
+        entries = [*embedded, *sorted(read_catalog("data.datasets").items())]
+    else:
+        entries = list(read_catalog(kind).items())
+    for name, entry in entries:
+        summary = Text(entry.summary.removeprefix("Load "))
+        table.add_row(name, *[entry.arguments or "-"] * (kind == "methods"), summary)
+    return table
 
 
 def _run_guarded(call: Callable[[], Any], debug: bool) -> int:

@@ -41,8 +41,8 @@ data = App(name="data", help="List, fetch, check and show data, and the cache of
 @data.command(name="list")
 def data_list(*, root: Root = None) -> int:
     """List the embedded data and the papers' benchmarks: clients, classes, sizes, license, where to get them."""
-    from ..config.expressions import resolve
-    from ..data.sources import EMBEDDED, data_root
+    from ..config.expressions import EMBEDDED, resolve
+    from ..data.sources import data_root
 
     console, place = make_console(), data_root(DataSpec(root=root))
     for name, function in EMBEDDED.items():

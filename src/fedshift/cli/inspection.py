@@ -1,10 +1,8 @@
-"""Tables for the terminal: a method's scope over a model's entries, and the names of methods, models and data."""
+"""Tables for the terminal: a method's scope over a model's entries, and what methods need and do."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from rich.table import Table
@@ -13,7 +11,6 @@ from rich.text import Text
 from ..config.expressions import list_catalog, resolve
 from ..core.optimizer import SGD
 from ..core.preparation import prepare
-from ..data.sources import EMBEDDED
 from ..evaluation.communication import find_capabilities, summarize_method
 from ..experiments.factory import parse_methods
 from ..models import make_network
@@ -52,39 +49,13 @@ def describe_method(model: str, method: str, shape: tuple[int, ...], classes: in
     )
 
 
-def make_listings(kinds: Sequence[str]) -> Iterator[Table]:
-    """Yield a table for each kind of ``methods``, ``models`` and ``data``: name, arguments and description."""
-    for kind in kinds:
-        table = Table(title=kind, box=None, title_justify="left", title_style="bold", padding=(0, 2, 0, 0))
-        table.add_column("name", no_wrap=True)
-        if kind == "methods":
-            table.add_column("arguments")
-        table.add_column("what it is")
-        embedded = {name: resolve("data", function) for name, function in EMBEDDED.items()}
-        known: Mapping[str, Callable[..., Any]] = (
-            {**embedded, **dict(sorted(list_catalog("data.datasets").items()))}
-            if kind == "data"
-            else list_catalog(kind)
-        )
-        for name, function in known.items():
-            module = inspect.getmodule(function)
-            described = module if kind == "methods" or hasattr(module, "CARD") else function
-            first = (inspect.getdoc(described) or "").split("\n\n")[0].replace("\n", " ").replace("``", "")
-            first = first.removeprefix("Load ") if kind == "data" else first
-            middle = [_format_arguments(function)] if kind == "methods" else []
-            table.add_row(name, *middle, Text(first))
-        yield table
-        if kind == "methods":
-            yield _describe_capabilities(known)
-
-
-def _describe_capabilities(known: Mapping[str, Callable[..., Any]]) -> Table:
+def tabulate_capabilities() -> Table:
     """Return a table of what each method needs and does, derived from the method (FedWon's table 7, extended)."""
     title = "what methods need and do, on a network with BatchNorm"
     table = Table(title=title, box=None, title_justify="left", title_style="bold", padding=(0, 2, 0, 0))
     for column in ("name", "client keeps", "cross-device", "BatchNorm", "client sends", "up", "global model"):
         table.add_column(column, no_wrap=column == "name", justify="right" if column == "up" else "left")
-    for name, function in known.items():
+    for name, function in list_catalog("methods").items():
         facts = find_capabilities(function())
         suits = facts.sent != "the data" and not facts.state
         table.add_row(
@@ -92,8 +63,3 @@ def _describe_capabilities(known: Mapping[str, Callable[..., Any]]) -> Table:
             f"{facts.up:.2f} x", "yes" if facts.has_global else "no",
         )  # fmt: skip
     return table
-
-
-def _format_arguments(function: Callable[..., Any]) -> str:
-    parameters = inspect.signature(function).parameters.values()
-    return ", ".join(f"{p.name}={p.default!r}" for p in parameters if p.kind is p.KEYWORD_ONLY) or "-"

@@ -16,10 +16,15 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from ..utils.errors import UsageError, unknown_name
+
+EMBEDDED: Mapping[str, str] = {"digits": "fedshift.data.digits:digits"}
+"""Federations that come with fedshift: the functions that make them, imported on demand."""
 
 
 @cache
@@ -35,6 +40,56 @@ def list_catalog(package: str) -> Mapping[str, Callable[..., Any]]:
             if inspect.isfunction(function) and function.__module__ == module.__name__ and not name.startswith("_"):
                 found[_spell(package, name)] = function
     return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class CatalogEntry:
+    """Description of a function in the catalog, read from its source without importing it (and with it torch).
+
+    ``arguments``: keyword arguments with their defaults. ``summary``: first paragraph of the docstring.
+    """
+
+    arguments: str
+    summary: str
+
+
+def read_catalog(package: str) -> Mapping[str, CatalogEntry]:
+    """Describe the functions of :func:`list_catalog` from the source of ``fedshift.<package>``, in the same order."""
+    found: dict[str, CatalogEntry] = {}
+    for path in sorted(Path(__file__).parents[1].joinpath(*package.split(".")).glob("[!_]*.py")):
+        found |= {
+            _spell(package, name): entry for name, entry in read_functions(path, by_module=package == "methods").items()
+        }
+    return found
+
+
+def read_functions(path: Path, *, by_module: bool = False) -> dict[str, CatalogEntry]:
+    """Describe the public functions of a source file, with the module's docstring where it describes one thing only.
+
+    With ``by_module`` that is the function with the file's name; in data sets, modules that assign ``CARD``.
+    """
+    module = ast.parse(path.read_text(encoding="utf-8"))
+    names = {ast.unparse(target) for node in module.body if isinstance(node, ast.Assign) for target in node.targets}
+    described = module if by_module or "CARD" in names else None
+    return {
+        node.name: CatalogEntry(
+            arguments=", ".join(_list_defaults(node)),
+            summary=(ast.get_docstring(described or node) or "").split("\n\n")[0].replace("\n", " ").replace("``", ""),
+        )
+        for node in module.body
+        if isinstance(node, ast.FunctionDef)
+        and not node.name.startswith("_")
+        and (not by_module or node.name == path.stem)
+    }
+
+
+def _list_defaults(function: ast.FunctionDef) -> Iterator[str]:
+    for argument, default in zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True):
+        if default is None:
+            yield argument.arg
+        else:
+            value = repr(default.value) if isinstance(default, ast.Constant) else ast.unparse(default)
+            yield f"{argument.arg}={value}"
 
 
 def _spell(package: str, name: str) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from ..config.expressions import expressions, list_catalog, resolve
+from ..config.expressions import EMBEDDED, expressions, list_catalog, resolve
 from ..config.spec import DataSpec
 from ..utils.errors import UsageError, unknown_name
 from .assignment import describe_assignment, saved
@@ -34,9 +34,6 @@ from .partition import (
     validation,
 )
 from .samples import HALF, IMAGENET, UNIT
-
-EMBEDDED: Mapping[str, str] = {"digits": "fedshift.data.digits:digits"}
-"""Federations that come with fedshift: the functions that make them, imported on demand."""
 
 SPLITS: Mapping[str, Callable[..., Change]] = {
     made.__name__: made

@@ -17,10 +17,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ..config.expressions import list_catalog
+from ..config.expressions import EMBEDDED, list_catalog
 from ..config.spec import RunSpec
 from ..data.datasets._card import get_card
-from ..data.sources import EMBEDDED
 from ..utils.errors import UsageError
 from .published_tables import Table
 
