@@ -1,6 +1,7 @@
 """The program as a person meets it: clear messages and exit codes, Ctrl-C, a full disk, help."""
 
 import contextlib
+import re
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from fedshift import __version__
+from fedshift.config.spec import CompareSpec, read_help
 from fedshift.engines import sequential
 from fedshift.results.checkpoint import load_checkpoint
 from fedshift.results.summary import read_summary
@@ -21,10 +23,8 @@ CHECKPOINT = "trials/fedbn-seed0/checkpoint.safetensors"
 # Help
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--help"], ["run", "--help"], ["compare", "-h"], ["--version"], ["list", "--help"]]
-)
-def test_help_imports_nothing_heavy(arguments):
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["compare", "-h"], ["--version"], ["list"]])
+def test_help_and_lists_import_nothing_heavy(arguments):
     code = (
         "import sys, contextlib\nfrom fedshift.cli.app import main\n"
         "with contextlib.suppress(SystemExit): main()\n"
@@ -33,7 +33,7 @@ def test_help_imports_nothing_heavy(arguments):
     )
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    assert ("Usage: fedshift" in done.stdout) or (__version__ in done.stdout)
+    assert ("Usage: fedshift" in done.stdout) or (__version__ in done.stdout) or ("fedbn" in done.stdout)
 
 
 def test_the_program_is_installed_and_runs_as_a_module():
@@ -212,6 +212,18 @@ def test_inspect_shows_every_entry_and_what_travels(cli):
     assert rows["bn1.running_mean"][-4:] == ["-", "-", "yes", "-"]
     assert rows["conv1.weight"][-4:] == ["yes", "yes", "-", "yes"]
     assert "no global model" in outcome.out
+
+
+def test_help_shows_what_matters_and_help_all_everything(cli):
+    brief, whole = cli("compare", "--help").out, cli("compare", "--help-all").out
+    fields = {f"--{name.replace('_', '-')}" for name in read_help(CompareSpec)}
+    assert {flag for flag in fields if re.search(rf"{flag}\b(?!-)", whole)} == fields
+    flags = {line.split()[1] for line in brief.splitlines() if line.startswith("│ --")}
+    assert flags < fields | {"--config", "--out", "--resume"}
+    assert len(flags) < 15
+    assert "--help-all" in brief
+    assert cli("compare", "--help").out == brief
+    assert "--target " in cli("data", "check", "--help").out
 
 
 def test_list_names_all_there_is(cli):

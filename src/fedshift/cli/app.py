@@ -14,13 +14,23 @@ from typing import Annotated, Any, Literal
 
 import cyclopts
 from cyclopts import App, Parameter
+from cyclopts.help import DefaultFormatter, HelpPanel
 from pydantic import ValidationError
-from rich.console import Console
+from rich.console import Console, ConsoleOptions
 from rich.table import Table
 from rich.text import Text
 
 from ..config.expressions import EMBEDDED, read_catalog, read_functions
-from ..config.spec import TRAINING, CompareSpec, OutputOptions, RunSpec, explain, find_settings, read_settings
+from ..config.spec import (
+    ESSENTIAL,
+    TRAINING,
+    CompareSpec,
+    OutputOptions,
+    RunSpec,
+    explain,
+    find_settings,
+    read_settings,
+)
 from ..console.terminal import make_console, print_line
 from ..utils.errors import FedshiftError, UsageError
 from ..utils.version import __version__
@@ -54,7 +64,8 @@ app = App(
     name="fedshift",
     version=__version__,
     help="Federated learning for clients whose data differ, above all in how they look (feature shift).",
-    help_epilogue="Every command takes --debug, which shows the traceback of an error.",
+    help_epilogue="run, compare and sweep show all settings with --help-all. Every command takes --debug, which "
+    "shows the traceback of an error.",
     config=(_settings_from_file,),
 )
 for command in (data, diagnose, pki, serve, join, adapt, reproduce, theory, sweep, features):
@@ -176,6 +187,19 @@ def _tabulate_catalog(kind: str) -> Table:
     return table
 
 
+class _EssentialFormatter(DefaultFormatter):
+    """Help formatter that shows the essential settings only."""
+
+    def __call__(self, console: Console, options: ConsoleOptions, panel: HelpPanel) -> None:
+        entries = [entry for entry in panel.entries if _flag(entry.positive_names) in ESSENTIAL]
+        if entries:
+            super().__call__(console, options, panel.copy(entries=entries))
+
+
+def _flag(names: Sequence[str]) -> str:
+    return names[0].removeprefix("--").replace("-", "_") if names else ""
+
+
 def _run_guarded(call: Callable[[], Any], debug: bool) -> int:
     """Run ``call`` and return the exit code; print an error as one message on standard error."""
     errors = Console(stderr=True)
@@ -215,7 +239,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in given
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # waiting threads that spin stall torch on a busy machine
-    rest = [argument for argument in given if argument != "--debug"]
+    rest = ["--help" if argument == "--help-all" else argument for argument in given if argument != "--debug"]
+    brief = "--help-all" not in given and rest[:1] in (["run"], ["compare"], ["sweep"])
+    app.help_formatter = _EssentialFormatter() if brief else None
     if "" not in sys.path:
         sys.path.append("")  # for methods and models in the current directory
     sys.exit(

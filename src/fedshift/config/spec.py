@@ -48,6 +48,11 @@ Positive = Annotated[int, Field(ge=1)]
 Unseen = Literal["skip", "average", "nearest", "reestimate", "finetune", "finetune_bn"]
 OF_ONE = {"over": "sweep", "leave_out": "compare", "method": "run", "methods": "compare"}
 """Settings that only one command has."""
+ESSENTIAL = frozenset(
+    {"data", "split", "validation", "model", "method", "methods", "over", "rounds", "epochs", "batch_size", "lr",
+     "seeds", "config", "out", "resume"}
+)  # fmt: skip
+"""Settings that the help of run, compare and sweep shows; ``--help-all`` shows the others too."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
