@@ -76,7 +76,7 @@ def rewrite(tiny_folder: Path):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a person gets from one command."""
+    """Output and exit code of one command."""
 
     code: int
     out: str

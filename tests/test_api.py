@@ -135,11 +135,11 @@ def test_each_policy_is_measured_on_a_client_that_comes_later_as_the_run_itself_
     table = result.adapt(new)
     assert list(table.index) == ["cid", "macro"]
     assert list(table.columns.unique(0)) == [
-        *(f"fedavg: {policy}" for policy in ("as it is", "reestimate", "finetune", "finetune_bn")),
+        *(f"fedavg: {policy}" for policy in ("global model", "reestimate", "finetune", "finetune_bn")),
         *(f"fedbn: {policy}" for policy in ("average", "reestimate", "nearest", "finetune", "finetune_bn")),
     ]
     within = fedshift.compare(both, data=tiny, newcomers=["cid"], unseen="nearest", **settings).table()
-    for title, method in (("fedavg: as it is", "fedavg"), ("fedbn: nearest", "fedbn")):
+    for title, method in (("fedavg: global model", "fedavg"), ("fedbn: nearest", "fedbn")):
         assert table.loc["cid", title].tolist() == within.loc["cid", method].tolist()
     again = fedshift.Comparison(result.experiment, result.directory).adapt(new, "reestimate", methods="fedbn")
     pd.testing.assert_frame_equal(again, table[["fedbn: reestimate"]])

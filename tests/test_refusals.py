@@ -1,4 +1,4 @@
-"""What goes wrong for a person: one clear message, the right exit code, and nothing computed is lost."""
+"""Wrong input: one clear message, the right exit code, and nothing computed is lost."""
 
 import resource
 

@@ -1,4 +1,4 @@
-"""The program as a person meets it: clear messages and exit codes, Ctrl-C, a full disk, help."""
+"""The program for a user: clear messages and exit codes, Ctrl-C, a full disk, help."""
 
 import contextlib
 import re

@@ -1,4 +1,4 @@
-"""The data commands, as a person calls them: listed, checked, shown and diagnosed before anything trains."""
+"""The data commands: list, check, show and diagnose before anything trains."""
 
 import json
 import re

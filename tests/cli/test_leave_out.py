@@ -38,7 +38,7 @@ def test_each_client_is_left_out_in_turn_as_newcomers_does_it_bit_for_bit(cli, t
     table = pd.read_csv(tmp_path / "all" / "tables" / "accuracy.csv", index_col=0)
     assert list(table.index) == ["ann", "bob", "cid", "macro"]
     titles = [name.removesuffix(" mean") for name in table if name.endswith(" mean")]
-    assert titles == ["fedavg: as it is", "fedavg: reestimate", "fedavg: finetune", "fedavg: finetune_bn"] + [
+    assert titles == ["fedavg: global model", "fedavg: reestimate", "fedavg: finetune", "fedavg: finetune_bn"] + [
         f"fedbn: {policy}" for policy in ("average", "reestimate", "nearest", "finetune", "finetune_bn")
     ]
     for name in ("ann", "bob", "cid"):
@@ -47,13 +47,13 @@ def test_each_client_is_left_out_in_turn_as_newcomers_does_it_bit_for_bit(cli, t
             rows = read_rows(tmp_path / name / "trials" / f"fedavg-seed{seed}" / "metrics.jsonl")
             row = next(row for row in rows[::-1] if (row["client"], row["split"]) == (name, "test"))
             shares.append(sum(row["hits"]) / sum(row["support"]))
-        assert table.loc[name, "fedavg: as it is mean"] == pytest.approx(sum(shares) / 2, abs=1e-6)
+        assert table.loc[name, "fedavg: global model mean"] == pytest.approx(sum(shares) / 2, abs=1e-6)
     macro = table.loc[["ann", "bob", "cid"], "fedbn: average mean"].mean()
     assert table.loc["macro", "fedbn: average mean"] == pytest.approx(macro, abs=1e-6)
     for kind in ("txt", "md", "tex", "csv"):
         for file in ("accuracy", "differences"):
             assert (tmp_path / "all" / "tables" / f"{file}.{kind}").stat().st_size > 0
-    assert "Minus fedavg: as it is, in points, paired over clients" in outcome.out
+    assert "Minus fedavg: global model, in points, paired over clients" in outcome.out
     assert "never" not in outcome.out  # no notice says of who is left out that nobody measures it
     made = {file.name: file.read_bytes() for file in (tmp_path / "all" / "tables").iterdir()}
     shutil.rmtree(tmp_path / "all" / "tables")

@@ -1,4 +1,4 @@
-"""Names and expressions: what a person may write, and that nothing written is ever executed."""
+"""Names and expressions: the accepted spellings, and that nothing written is ever executed."""
 
 import inspect
 import sys

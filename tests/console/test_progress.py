@@ -1,4 +1,4 @@
-"""What a person sees while it runs: plain lines in a pipe, a live table on a terminal."""
+"""Progress of a run: plain lines in a pipe, a live table on a terminal."""
 
 import io
 import re

@@ -1,4 +1,4 @@
-"""From what a person asks for to clients: names, arguments, splits, scaling, and errors that say what there is."""
+"""From settings to clients: names, arguments, splits, scaling, and errors that say what is allowed."""
 
 from dataclasses import replace
 

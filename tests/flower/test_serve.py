@@ -1,4 +1,4 @@
-"""`fedshift serve` and `join` for a person: what is refused before anything starts, what is shown, how they end."""
+"""`fedshift serve` and `join` for a user: refusals before anything starts, output, exit codes."""
 
 import json
 import socket

@@ -274,8 +274,8 @@ def test_initial_arrays_of_another_model_are_refused(local_grid):
 @pytest.mark.parametrize(
     ("method", "why"),
     [
-        (fedprox(), r"rule of its own \(fedprox\).*fedshift serve"),
-        (fedbn(scaffold()), r"rule of its own \(scaffold\)"),
+        (fedprox(), r"changes the training loop by a rule \(fedprox\).*fedshift serve"),
+        (fedbn(scaffold()), r"changes the training loop by a rule \(scaffold\)"),
         (fedmmb(batches=5), "sets the local work"),
         (tuned(lr=0.1), "sets the local optimizer"),
         (fednova(), "counts local steps"),

@@ -1,4 +1,4 @@
-"""What every method's file promises: one function of its own name, a cited source, and names that compose."""
+"""Every method's file: one function named like it, a cited source, and names that compose."""
 
 import importlib
 import pkgutil

@@ -87,13 +87,13 @@ def test_the_command_prints_every_policy_of_every_method_and_changes_nothing_of_
     assert shot(run) == before
     lines = [line.split() for line in outcome.out.splitlines()]
     titles = [" ".join(line[:2]) for line in lines if line and line[0] in ("fedavg:", "fedbn:", "fedwon:")]
-    of_fedavg = [f"fedavg: {policy}" for policy in ("as", "reestimate", "finetune", "finetune_bn")]
-    assert titles == [*of_fedavg, *(f"fedbn: {p}" for p in POLICIES), "fedwon: as", "fedwon: finetune"]
+    of_fedavg = [f"fedavg: {policy}" for policy in ("global", "reestimate", "finetune", "finetune_bn")]
+    assert titles == [*of_fedavg, *(f"fedbn: {p}" for p in POLICIES), "fedwon: global", "fedwon: finetune"]
     rows = read_rows(run / "trials" / "fedavg-seed0" / "metrics.jsonl")
     row = next(row for row in rows[::-1] if (row["client"], row["split"]) == ("cid", "test"))
     share = 100 * sum(row["hits"]) / sum(row["support"])
-    as_it_is = next(line for line in lines if line[:2] == ["fedavg:", "as"])
-    assert as_it_is[4:] == ["nothing", f"{share:.2f}"]
+    unchanged = next(line for line in lines if line[:2] == ["fedavg:", "global"])
+    assert unchanged[3:] == ["nothing", f"{share:.2f}"]
     assert "inputs: the new client's training inputs, without labels; labels: its" in outcome.out
     assert "not unknown" not in outcome.out
 
@@ -130,7 +130,7 @@ def test_some_of_the_methods_and_seeds_alone(cli, make, tiny_folder, tmp_path):
     words = ("adapt", tmp_path / "run", "--data", tiny_folder, "--clients", "cid", "--policies", "average")
     lines = cli(*words, "--methods", "fedprox*,gn", "--seeds", 1, "--save", "saved").out.splitlines()
     assert lines[0] == "Test accuracy in percent of new clients, one seed, last round"
-    titles = [line.split()[0] for line in lines if "as it is" in line and "note" not in line]
+    titles = [line.split()[0] for line in lines if "global model" in line and "note" not in line]
     assert titles == ["fedprox(mu=0.1):", "fedavg+gn:"]
     assert {path.name for path in (tmp_path / "saved").iterdir() if path.is_dir()} == {"fedprox-mu=0.1", "fedavg+gn"}
     assert "mean (std) over 2 seeds" in cli(*words, "--methods", "fedprox(mu=0.1)").out
@@ -182,7 +182,7 @@ def test_a_trial_that_is_damaged_or_not_there_stops_no_other(cli, run, tiny_fold
         outcome = cli(*words)
         assert (outcome.code, said in outcome.err) == (1, True), outcome.err
         assert outcome.err.startswith("fedshift: fedbn, seed 0, is left out: ")
-        assert [f"{method}: as it is" in outcome.out for method in ("fedavg", "fedwon")] == [True, True]
+        assert [f"{method}: global model" in outcome.out for method in ("fedavg", "fedwon")] == [True, True]
         states.write_bytes(kept)
     (run / "config.toml").unlink()
     assert "config.toml is missing, which says what was run: restore" in cli(*words).err
@@ -269,7 +269,7 @@ def test_policies_that_make_sense_and_what_they_need(tiny, method, policies, wan
 
 
 def test_tables_are_means_over_seeds_and_pairs_are_clients():
-    right = {("fedavg: as it is", 0): (4, 6), ("fedavg: as it is", 1): (6, 2), ("fedbn: average", 0): (9, 7),
+    right = {("fedavg: global model", 0): (4, 6), ("fedavg: global model", 1): (6, 2), ("fedbn: average", 0): (9, 7),
              ("fedbn: average", 1): (7, 9)}  # fmt: skip
     rows = [
         {"title": title, "seed": seed, "client": client, "samples": 10, "loss_sum": 1.0, "auc": None,
@@ -280,8 +280,8 @@ def test_tables_are_means_over_seeds_and_pairs_are_clients():
     seeds = seed_table(rows, "accuracy")
     table = mean_over_seeds(seeds)
     assert list(table.index) == ["zoe", "ann", "macro"]
-    assert table["fedavg: as it is", "mean"].tolist() == pytest.approx([0.5, 0.4, 0.45])
-    assert table["fedavg: as it is", "std"].tolist() == pytest.approx(
+    assert table["fedavg: global model", "mean"].tolist() == pytest.approx([0.5, 0.4, 0.45])
+    assert table["fedavg: global model", "std"].tolist() == pytest.approx(
         [np.std([0.4, 0.6], ddof=1), np.std([0.6, 0.2], ddof=1), np.std([0.5, 0.4], ddof=1)]
     )
     gap = policy_differences(seeds).loc["fedbn: average"]
@@ -301,7 +301,13 @@ def test_statistics_from_unlabeled_data_are_those_from_the_same_data_with_labels
     made = {path.relative_to(tmp_path / "without").as_posix() for path in (tmp_path / "without").rglob("*.safetensors")}
     assert made == {
         f"{kind}/scans.safetensors"
-        for kind in ("fedavg/as-it-is", "fedavg/reestimate", "fedbn/average", "fedbn/reestimate", "fedwon/as-it-is")
+        for kind in (
+            "fedavg/global-model",
+            "fedavg/reestimate",
+            "fedbn/average",
+            "fedbn/reestimate",
+            "fedwon/global-model",
+        )
     }
     for name in ("fedavg/reestimate", "fedbn/reestimate"):
         one, other = (load_file(tmp_path / kind / name / f"{client}.safetensors")

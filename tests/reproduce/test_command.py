@@ -1,4 +1,4 @@
-"""`fedshift reproduce` as a person meets it: what is refused before work, the list, and what is written of a table."""
+"""`fedshift reproduce` for a user: refusals before work, the list, and the files written for a table."""
 
 import io
 from pathlib import Path

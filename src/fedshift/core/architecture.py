@@ -46,7 +46,7 @@ def _settings(layer: nn.Module, kind: type) -> dict[str, str]:
 
 
 def _shape(path: str, name: str, tensor: Tensor | None, names: dict[int, str]) -> str:
-    """The type and shape of a tensor, or the name under which ``names`` has it; it is entered there."""
+    """Return a tensor's type and shape, or the name that ``names`` holds for it; a new tensor is added there."""
     if tensor is None:
         return "none"
     own = f"{path}.{name}".lstrip(".")

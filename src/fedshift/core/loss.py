@@ -41,7 +41,7 @@ class Loss(ABC):
     weights: Weights = None
 
     def __post_init__(self) -> None:
-        if self.weights is None or self.counted:
+        if self.weights is None or self.uses_counts:
             return
         if isinstance(self.weights, str):
             known = ", ".join(map(repr, get_args(Counted)))
@@ -54,7 +54,7 @@ class Loss(ABC):
         object.__setattr__(self, "weights", weights)
 
     @property
-    def counted(self) -> bool:
+    def uses_counts(self) -> bool:
         """Return whether the weights come from all clients' label counts."""
         return self.weights in get_args(Counted)
 
@@ -71,7 +71,7 @@ class Loss(ABC):
         """
         if self.weights is None:
             return self
-        if not self.counted:
+        if not self.uses_counts:
             if len(self.weights) != len(counts):
                 raise UsageError(
                     f"{self.name}: {len(self.weights)} weights for {len(counts)} classes: give a number for each class"
@@ -83,7 +83,7 @@ class Loss(ABC):
 
     def _weights(self, logits: Tensor) -> Tensor | None:
         """Return weights ``[K]`` in the type and on the device of ``logits``."""
-        if self.counted:
+        if self.uses_counts:
             raise UsageError(f"{self}: {self.weights} weights come from label counts: call resolved(counts) first")
         return None if self.weights is None else torch.tensor(self.weights, dtype=logits.dtype, device=logits.device)
 

@@ -312,7 +312,7 @@ def count_classes(clients: Iterable[ClientData]) -> int:
 
 
 def _arrays(client: str, given: Sequence[Any]) -> Sequence[Any]:
-    """The four arrays of a client, two of each dataset where it is given as datasets."""
+    """Return the four arrays of a client; a client given as two datasets is read first."""
     parts: list[Any] = list(given) if isinstance(given, tuple | list) else [given]
     if len(parts) == 2 and all(isinstance(part, Dataset) for part in parts):
         train, test = (

@@ -1,4 +1,4 @@
-"""The interface of engines, which carry out the local work of a round's clients in whatever way is fast.
+"""Interface of engines, which carry out the local work of a round's clients.
 
 An engine knows only the kernel, and no method knows which engine runs it. It is made for one trial: a plan, the
 clients' training data and a seed.

@@ -107,7 +107,7 @@ class Experiment:
         if not self.seeds or len(set(self.seeds)) != len(self.seeds):
             raise UsageError(f"seeds {list(self.seeds)}: give at least one, each once")
         private = [method.name for method in self.methods if isinstance(method.aggregate, Mechanism)]
-        if private and self.settings.loss.counted:
+        if private and self.settings.loss.uses_counts:
             raise UsageError(
                 f"method {private[0]!r}: {self.settings.loss.weights} weights come from all clients' label counts, "
                 "which noise does not hide: give the weights of the classes as numbers"

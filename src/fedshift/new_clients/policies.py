@@ -30,7 +30,7 @@ from ..utils.errors import FedshiftError, UsageError, unknown_name
 from ..utils.files import write_atomically
 from ..utils.state import State
 
-UNCHANGED = "as it is"
+UNCHANGED = "global model"
 """Policy of a method with one global model: an unknown client gets that model."""
 POLICIES = ("average", "reestimate", "nearest", "finetune", "finetune_bn")
 LABELED = frozenset({"nearest", "finetune", "finetune_bn"})

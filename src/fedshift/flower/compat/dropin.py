@@ -79,9 +79,7 @@ def resolve_plan(method: Method, model: nn.Module, seed: int = 0) -> Plan:
 
 def _refuse_rules_of_training(method: Method) -> None:
     parts = {
-        "runs the training loop by a rule of its own": [
-            r.source_method for r in method.rules if not isinstance(r, Clipping)
-        ],
+        "changes the training loop by a rule": [r.source_method for r in method.rules if not isinstance(r, Clipping)],
         "freezes statistics in training": [str(method.freeze)] if method.freeze else [],
         "sets the local work": [f"{name}={value}" for name, value in method.work.items()],
         "sets the local optimizer": [f"{name}={value}" for name, value in method.optimizer.items()],

@@ -113,7 +113,7 @@ class LocalEntriesMod:
         done, last = _read_rounds(message, training=kind == "train")
         start = kept.load_after(done, last)
         if start is None and kind == "evaluate":
-            raise FedshiftError(f"{kept.who} has not trained yet, so that it has no model of its own to evaluate")
+            raise FedshiftError(f"{kept.who} has not trained yet, so that it has no model to evaluate")
         start = start or (0, self._initial)
         self._merge(message, start[1])
         reply = call_next(message, context)

@@ -119,7 +119,7 @@ class Coordinator:
         self.quorum = QuorumPolicy(clients=int(order["clients"]), seconds=float(order["seconds"]))
         self.sent = {**asdict(self.spec), **PRIVATE}
         self.refused: set[str] = set()
-        labels = make_settings(replace(self.spec, newcomers=None), ()).loss.counted
+        labels = make_settings(replace(self.spec, newcomers=None), ()).loss.uses_counts
         hello = Exchange(kind="describe", facts={"spec": self.sent, "labels": labels})
         self.path = self.directory / MACHINES / "population.json"
         self.population = ClientRegistry.read(self.path) if self.path.exists() else ClientRegistry()

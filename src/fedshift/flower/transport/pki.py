@@ -123,7 +123,7 @@ def load_public_keys(directory: Path) -> dict[str, bytes]:
         pem = key.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
         known = owners.setdefault(pem, path.stem)
         if known != path.stem:
-            raise UsageError(f"{path} is the key of node {known!r} too: each node needs one of its own")
+            raise UsageError(f"{path} is the key of node {known!r} too: each node needs a different one")
     if not owners:
         raise UsageError(f"{directory / 'nodes'} holds no public key: make some with `fedshift pki add`")
     return {name: key for key, name in owners.items()}
