@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
+from fedshift.console import terminal
 from fedshift.console.terminal import show_loading
 
 
@@ -201,6 +202,7 @@ def test_groups_are_not_cut_by_validation(cli, tmp_path):
 
 def test_what_decoding_adds_to_the_cache_is_said_once_and_can_be_cleared(cli, photos, tmp_path, monkeypatch):
     images = tmp_path / "cache" / "images"
+    monkeypatch.setattr(terminal, "ANNOUNCED", 1)
     first = cli("data", "check", photos)
     held = sum(path.stat().st_size for path in images.rglob("*.*"))
     kept = f"{held / 1000:.3g} kB"

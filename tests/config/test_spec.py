@@ -188,7 +188,7 @@ def test_every_setting_is_described_where_it_stands(spec):
 
 @pytest.mark.parametrize(("command", "spec"), [("run", RunSpec), ("compare", CompareSpec)])
 def test_help_names_every_flag_and_its_default(cli, command, spec):
-    outcome = cli(command, "--help")
+    outcome = cli(command, "--help-all")
     assert outcome.code == 0
     text = " ".join(outcome.out.replace("│", " ").split())
     for field in dataclasses.fields(spec):

@@ -169,6 +169,12 @@ def split_expressions(kind: str, text: str) -> list[str]:
     return [part.strip() for part in found]
 
 
+def _describe_parameters(signature: inspect.Signature) -> str:
+    """Return the keyword arguments as a user writes them, ``clients, seed=0``."""
+    named = (each for each in signature.parameters.values() if each.kind is each.KEYWORD_ONLY)
+    return ", ".join(e.name if e.default is e.empty else f"{e.name}={e.default!r}" for e in named) or "no arguments"
+
+
 def _value(kind: str, node: ast.expr, lookup: Callable[[str], Callable[..., Any]], *inner: Any) -> Any:
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         return _value(kind, node.left, lookup, _value(kind, node.right, lookup, *inner))
@@ -181,13 +187,20 @@ def _value(kind: str, node: ast.expr, lookup: Callable[[str], Callable[..., Any]
         takes = inspect.signature(function)
     except ValueError as error:
         raise UsageError(f"{kind} {ast.unparse(node)!r}: {error}; give a function of Python") from error
-    written, usage = ast.unparse(node), f"{ast.unparse(call.func)} takes {takes}"
+    written, usage = ast.unparse(node), f"{ast.unparse(call.func)} takes {_describe_parameters(takes)}"
     try:
         keywords = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
     except ValueError as error:
         raise UsageError(
             f"{kind} {written!r}: values must be numbers, strings or True, False, None; {usage}"
         ) from error
+    known = takes.parameters.values()
+    if not any(each.kind is each.VAR_KEYWORD for each in known):
+        for name in keywords.keys() - takes.parameters.keys():
+            raise UsageError(f"{kind} {written!r}: unknown argument {name!r}; {usage}")
+    for each in known:
+        if each.kind is each.KEYWORD_ONLY and each.default is each.empty and each.name not in keywords:
+            raise UsageError(f"{kind} {written!r}: argument {each.name!r} is missing; {usage}")
     try:
         takes.bind(*arguments, **keywords)
         return function(*arguments, **keywords)

@@ -22,6 +22,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 if TYPE_CHECKING:
     from ..experiments.experiment import Observer
 
+ANNOUNCED = 1_000_000
+"""Bytes of newly cached images from which on a command reports them."""
+
 
 def make_console(width: int = 120) -> Console:
     """Return a console for tables: as wide as the terminal, and ``width`` where it is a file or a pipe."""
@@ -61,7 +64,10 @@ def _show_bar(console: Console) -> Iterator[Callable[[str, int, int], None]]:
 
 @contextmanager
 def announce_cache(console: Console) -> Iterator[None]:
-    """Say after the block how many bytes of decoded images it added to the cache, where, and how to remove them."""
+    """Say after the block how many bytes of decoded images it added to the cache, where, and how to remove them.
+
+    Fewer than ``ANNOUNCED`` bytes are not worth a line.
+    """
     from ..data.files.image_store import BEGUN, entries, images_in, limit
     from ..utils.files import cache_directory
 
@@ -72,7 +78,7 @@ def announce_cache(console: Console) -> Iterator[None]:
         yield
     finally:
         new = [entry for entry in entries(images) if entry.place not in before and entry.place.suffix != BEGUN]
-        if new:
+        if sum(entry.size for entry in new) >= ANNOUNCED:
             from ..report.formatting import format_bytes
 
             added = format_bytes(sum(entry.size for entry in new))

@@ -65,6 +65,7 @@ class Cosine(Schedule):
 
     def __post_init__(self) -> None:
         _require(self.rounds >= 1, f"schedule cosine: rounds={self.rounds} must be at least 1")
+        _require(0 <= self.floor <= 1, f"schedule cosine: floor={self.floor} must lie between 0 and 1")
 
     @override
     def factor(self, round: int) -> float:

@@ -30,7 +30,7 @@ Settings = TypeVar("Settings", Work, Optimizer)
 
 
 def apply_surgery(method: Method, model: nn.Module) -> nn.Module:
-    """Return a copy of ``model`` after the method's surgery."""
+    """Return a copy of ``model`` after the method's surgery; an error of the surgery names the method."""
     module = copy.deepcopy(model)
     fates = [change for change in method.surgery if getattr(change, "decides_normalization", False)]
     if len(fates) > 1:
@@ -39,7 +39,10 @@ def apply_surgery(method: Method, model: nn.Module) -> nn.Module:
             f"method {method.name!r}: {both} both decide what becomes of normalization: leave one of the two out"
         )
     for change in method.surgery:
-        module = change(module)
+        try:
+            module = change(module)
+        except UsageError as error:
+            raise UsageError(f"method {method.name!r}: {error}") from error
     return module
 
 

@@ -69,7 +69,8 @@ class Settings(TrialSpec):
         try:
             torch.zeros(1, device=self.device).item()
         except (RuntimeError, AssertionError) as error:
-            raise UsageError(f"device {self.device!r} cannot be used here ({error}): try cpu") from error
+            reason = str(error).partition("\n")[0].partition(". ")[0]  # torch goes on with a list of its kernels
+            raise UsageError(f"device {self.device!r} cannot be used here ({reason}): try cpu") from error
 
     def draw_participants(self, seed: int, round: int, names: tuple[str, ...]) -> tuple[str, ...]:
         """Return the clients that take part in ``round`` (from 1), in the order of ``names``."""

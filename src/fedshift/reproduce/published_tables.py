@@ -88,7 +88,8 @@ def load_tables() -> Mapping[str, Table]:
 def find_table(key: str) -> Table:
     """Return the table or figure of this key. Raises :class:`UsageError` naming the nearest where there is none."""
     if key not in load_tables():
-        raise unknown_name("table or figure", key, load_tables())
+        of_paper = [other for other in load_tables() if other.partition("/")[0] == key.partition("/")[0]]
+        raise unknown_name("table or figure", key, of_paper or load_tables())
     return load_tables()[key]
 
 

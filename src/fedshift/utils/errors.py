@@ -24,6 +24,6 @@ class UsageError(FedshiftError, ValueError):
 def unknown_name(kind: str, value: str, allowed: Iterable[str]) -> UsageError:
     """Return the error for a name that is not among ``allowed``, with the nearest valid one."""
     allowed = sorted(allowed)
-    near = get_close_matches(value, allowed, n=1, cutoff=0.5)
+    near = get_close_matches(value, allowed, n=1, cutoff=0.6)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return UsageError(f"unknown {kind} {value!r}: {hint}allowed are {', '.join(allowed)}")

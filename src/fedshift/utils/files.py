@@ -42,6 +42,8 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 def disk_error(path: Path, error: OSError) -> FedshiftError:
     """Return the error for a ``path`` that could not be written, with the fix."""
+    if error.errno in (errno.ENOTDIR, errno.EEXIST):
+        return FedshiftError(f"cannot write {path}: a part of this path is a file; choose another directory")
     full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     fix = "free some space" if full else "make the directory writable"
     return FedshiftError(
