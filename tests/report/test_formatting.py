@@ -20,6 +20,7 @@ from fedshift.report.formatting import (
     to_markdown,
     to_terminal,
 )
+from fedshift.report.page import collect_tables
 
 MINUS = "\N{MINUS SIGN}"
 LAST = {
@@ -136,7 +137,7 @@ def test_every_form_of_a_table_says_what_its_spread_covers(study):
     for table in (format_metric_table(accuracy_table(study)), format_difference_table(difference_table(study))):
         assert "initialization and order of samples, not the test samples and not the split" in table.note
         assert table.note in to_markdown(table)
-        assert table.note in to_latex(table)
+        assert "initialization and order of samples, not the test samples and not the split" in to_latex(table)
         with console.capture() as capture:
             console.print(to_terminal(table))
         assert table.note in " ".join(capture.get().split())
@@ -175,8 +176,26 @@ def test_latex_is_balanced(edge_case):
         assert [source.count(rf"\{rule}") for rule in ("toprule", "bottomrule", "begin", "end")] == [1, 1, 1, 1]
 
 
-def test_latex_bold(study):
-    assert r"a & 52.00 (2.00) & \textbf{63.00 (3.00)} \\" in to_latex(format_metric_table(accuracy_table(study)))
+def test_latex_marks_only_what_is_significant(make_study):
+    """Five seeds that differ by ten points are told apart; the same means with one seed, and clients' rows, are not."""
+    better = {
+        "fedavg": [{"a": 50 + seed, "b": 150} for seed in range(5)],
+        "fedbn": [{"a": 60 + seed, "b": 170} for seed in range(5)],
+    }
+    for runs, bold in ((better, True), ({method: seeds[:1] for method, seeds in better.items()}, False)):
+        study = make_study(runs)
+        table = collect_tables(study, collect_claims(study))["metric"]
+        source = to_latex(table.text, table.caption, "tab:accuracy")
+        rows = {line.split(" & ")[0]: line for line in source.splitlines() if " & " in line}
+        assert ("mathbf" in rows["macro"] or "textbf" in rows["macro"]) == bold
+        assert "mathbf" not in rows["a"]
+        assert ("significantly better than every other method" in source) == bold
+        assert r"\caption{Test accuracy of the personal model in percent" in source
+        assert r"\label{tab:accuracy}" in source
+        assert source.count(r"\begin{table}") == source.count(r"\end{table}") == 1
+    frame = accuracy_table(make_study(better))
+    assert r"a & $52.00 \pm 1.58$ & $62.00 \pm 1.58$ \\" in to_latex(format_metric_table(frame))
+    assert r"a & $52 \pm 2$ &" in to_latex(format_metric_table(frame, digits=0))
 
 
 def test_csv_keeps_numbers(study):

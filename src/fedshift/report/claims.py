@@ -206,6 +206,16 @@ def tabulate_differences(
     return frame.rename_axis("method")
 
 
+def find_leader(claims: Claims, metric: str = "accuracy") -> str:
+    """Return the method that is significantly better than every other, or an empty string."""
+    sign = -1 if metric == "loss" else 1
+    for method in claims.methods:
+        gaps = [claims.between(method, other) for other in claims.methods if other != method]
+        if gaps and all(gap.is_significant and sign * gap.mean > 0 for gap in gaps):
+            return method
+    return ""
+
+
 def rank_methods(summary: RunSummary) -> list[str]:
     """Return the measured methods by the macro row of the summary's table, best first."""
     means = accuracy_table(summary).iloc[len(summary.clients)].unstack()["mean"]

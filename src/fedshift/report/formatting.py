@@ -31,14 +31,17 @@ _LATEX = {
 VARIED_BY_SEED = "initialization and order of samples, not the test samples and not the split"
 """Sources of variation between seeds, which a spread over seeds therefore covers."""
 BOLD = "Bold: the best mean as printed, which by itself is no claim."
+SIGNIFICANT = "Bold: significantly better than every other method (paired over seeds, corrected for all pairs, Holm)."
+_MEAN_AND_STD = re.compile(r"(\d[\d.]*) \((\d[\d.]*)\)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextCell:
-    """Text of one cell; ``best`` makes it bold, and ``link`` is its target in HTML."""
+    """Text of one cell; ``best`` makes it bold, in LaTeX ``significant``; ``link`` is its target in HTML."""
 
     text: str
     best: bool = False
+    significant: bool = False
     link: str = ""
 
 
@@ -79,15 +82,29 @@ def difference_unit(metric: str) -> tuple[int, int, str]:
     return (1, 3, "nats") if metric == "loss" else (100, 2, "points")
 
 
-def format_metric_table(table: pd.DataFrame, metric: str = "accuracy", *, one_by_one: bool = True) -> TextTable:
+def format_metric_table(
+    table: pd.DataFrame,
+    metric: str = "accuracy",
+    *,
+    one_by_one: bool = True,
+    leader: str = "",
+    digits: int | None = None,
+) -> TextTable:
     """Return an accuracy table as text: shares in percent with 2 decimals, loss in nats with 3, the best in bold.
 
-    Without ``one_by_one`` it begins with the aggregates, and its header states the number of clients.
+    Args:
+        table: Table of :func:`~fedshift.report.tables.accuracy_table`.
+        metric: Metric of its values.
+        one_by_one: Begin with the clients; otherwise with the aggregates, and the header states their number.
+        leader: Method whose macro value is significantly better than that of every other, if there is one.
+        digits: Number of decimals, by default those of the metric.
+
     """
     methods = list(table.columns.get_level_values("method").unique())
     means, stds, counts = (table.to_numpy()[:, statistic::3] for statistic in range(3))
     macro = len(table) - 1 - list(table.index)[::-1].index("macro")  # below all clients, one of which may be so named
-    scale, digits, _ = difference_unit(metric)
+    scale, standard, _ = difference_unit(metric)
+    digits = standard if digits is None else digits
     rows: list[tuple[str | TextCell, ...]] = []
     first = 0 if one_by_one else macro
     for number, name in enumerate(table.index[first:], start=first):
@@ -95,8 +112,12 @@ def format_metric_table(table: pd.DataFrame, metric: str = "accuracy", *, one_by
         measured = [value for value in values if not math.isnan(value)]
         best = (min if metric == "loss" else max)(measured) if len(measured) > 1 else None
         cells = (
-            TextCell(text=format_mean(value, scale * std, f".{digits}f"), best=value == best)
-            for value, std in zip(values, stds[number], strict=True)
+            TextCell(
+                text=format_mean(value, scale * std, f".{digits}f"),
+                best=value == best,
+                significant=number == macro and method == leader,
+            )
+            for method, value, std in zip(methods, values, stds[number], strict=True)
         )
         rows.append((str(name), *cells))
     note = explain_spread(max(counts.max(initial=0), 0))
@@ -141,22 +162,42 @@ def format_difference_table(
 
 def to_markdown(table: TextTable) -> str:
     """Return a GitHub-flavored Markdown table, followed by its note as a paragraph."""
-    body = [[_emphasize(_escape_markdown(cell.text), cell, "**{}**") for cell in row] for row in table.rows]
+    body = [
+        [f"**{text}**" if cell.best else text for cell in row for text in [_escape_markdown(cell.text)]]
+        for row in table.rows
+    ]
     lines = [[_escape_markdown(name) for name in table.header], ["---", *["---:"] * (len(table.header) - 1)], *body]
     note = f"\n{_escape_markdown(table.note)}\n" if table.note else ""
     return "".join(f"| {' | '.join(line)} |\n" for line in lines) + note
 
 
-def to_latex(table: TextTable) -> str:
-    r"""Return a LaTeX ``tabular`` with its note; it requires ``\usepackage{booktabs}``."""
+def to_latex(table: TextTable, caption: str = "", label: str = "") -> str:
+    r"""Return a LaTeX ``table`` with its note, or without ``caption`` its ``tabular`` alone.
+
+    It requires ``\usepackage{booktabs}``. Means with standard deviations are written as ``$76.93 \pm 0.25$``, and bold
+    marks what is significant, not what is merely largest.
+    """
     lines = [r"\begin{tabular}{l" + "r" * (len(table.header) - 1) + "}", r"\toprule"]
     lines += [" & ".join(map(escape_latex, table.header)) + r" \\", r"\midrule"]
     for number, row in enumerate(table.rows):
         if number and number == table.rule:
             lines.append(r"\midrule")
-        lines.append(" & ".join(_emphasize(escape_latex(cell.text), cell, r"\textbf{{{}}}") for cell in row) + r" \\")
-    note = [rf"\par{{\footnotesize {escape_latex(table.note)}}}"] if table.note else []
-    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", *note, ""])
+        lines.append(" & ".join(map(_cell_to_latex, row)) + r" \\")
+    marked = any(cell.significant for row in table.rows for cell in row)
+    text = table.note.replace(BOLD, SIGNIFICANT if marked else "").strip()
+    text = escape_latex(text).replace("(std) is", r"$\pm$: standard deviation")
+    lines += [r"\bottomrule", r"\end{tabular}", *([rf"\par{{\footnotesize {text}}}"] if text else [])]
+    if caption:
+        titles = [r"\begin{table}", r"\centering", rf"\caption{{{escape_latex(caption)}.}}"]
+        lines = [*titles, *([rf"\label{{{label}}}"] if label else []), *lines, r"\end{table}"]
+    return "\n".join([*lines, ""])
+
+
+def _cell_to_latex(cell: TextCell) -> str:
+    if found := _MEAN_AND_STD.fullmatch(cell.text):
+        mean = rf"\mathbf{{{found[1]}}}" if cell.significant else found[1]
+        return rf"${mean} \pm {found[2]}$"
+    return rf"\textbf{{{escape_latex(cell.text)}}}" if cell.significant else escape_latex(cell.text)
 
 
 def to_csv(table: pd.DataFrame) -> str:
@@ -182,10 +223,13 @@ def to_terminal(table: TextTable) -> Table:
     return grid
 
 
-def write_table(directory: Path, name: str, table: TextTable, frame: pd.DataFrame | None = None) -> list[Path]:
+def write_table(
+    directory: Path, name: str, table: TextTable, frame: pd.DataFrame | None = None, caption: str = ""
+) -> list[Path]:
     """Write ``table`` as Markdown and LaTeX, and ``frame`` as CSV, into ``directory``; return the paths."""
     directory.mkdir(parents=True, exist_ok=True)
-    contents = {"md": to_markdown(table), "tex": to_latex(table)} | ({} if frame is None else {"csv": to_csv(frame)})
+    latex = to_latex(table, caption, f"tab:{name}")
+    contents = {"md": to_markdown(table), "tex": latex} | ({} if frame is None else {"csv": to_csv(frame)})
     for suffix, content in contents.items():
         write_atomically(directory / f"{name}.{suffix}", content.encode())
     return [directory / f"{name}.{suffix}" for suffix in contents]
@@ -241,7 +285,3 @@ def escape_latex(text: str) -> str:
 
 def _escape_markdown(text: str) -> str:
     return re.sub(r"([\\|*_<>\[\]`])", r"\\\1", text).replace("\n", " ")
-
-
-def _emphasize(text: str, cell: TextCell, template: str) -> str:
-    return template.format(text) if cell.best else text

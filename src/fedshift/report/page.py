@@ -18,6 +18,7 @@ from .claims import (
     describe_baseline,
     describe_leaders,
     describe_ranking,
+    find_leader,
     rank_methods,
     tabulate_claims,
 )
@@ -79,7 +80,8 @@ def collect_tables(summary: RunSummary, claims: Claims) -> dict[str, ReportTable
             caption = f"Test {summary.metric_name} of the personal model in percent{when}"
             caption += f", {describe_seeds(summary)}, {summary.select} round"
             file = metric if moment == "loaded" else f"{metric}-trained"
-            add(name, caption, frame, format_metric_table(frame, metric, one_by_one=one_by_one), file)
+            leader = find_leader(claims, metric) if moment == "loaded" else ""
+            add(name, caption, frame, format_metric_table(frame, metric, one_by_one=one_by_one, leader=leader), file)
     if len(frame := tabulate_claims(claims)):
         caption = f"Macro {summary.metric_name} minus {claims.baseline}'s in points, paired over seeds"
         add("differences", caption, frame, format_difference_table(frame, metric))

@@ -34,7 +34,7 @@ def publish_summary(summary: RunSummary, directory: Path, console: Console) -> N
         if table := tables.get(name):
             print_lines(console, table.caption)
             console.print(to_terminal(table.text))
-            write_table(folder, table.file, table.text, table.frame)
+            write_table(folder, table.file, table.text, table.frame, table.caption)
     if "differences" not in tables:
         write_atomically(folder / "differences.csv", to_csv(tabulate_claims(claims)).encode())
     if len(summary.clients) > ONE_BY_ONE:
