@@ -23,7 +23,16 @@ from ..analysis.statistics import FEWEST, PairedDifference, correct_family, pair
 from ..results.schema import RunSummary
 from ..utils.errors import unknown_name
 from .concordance import compute_discordances
-from .formatting import difference_unit, format_p_value, format_signed
+from .formatting import (
+    MINUS,
+    TextCell,
+    TextTable,
+    difference_unit,
+    format_difference_table,
+    format_p_value,
+    format_signed,
+    make_table,
+)
 from .tables import accuracy_table, mask_incomparable, seed_table, select_reported_rows
 
 LEAST_ERROR = CONCORDANT / 1000
@@ -265,6 +274,29 @@ def describe_leaders(claims: Claims, leaders: Iterable[str], others: Iterable[st
         return "told apart from every other method"
     more = f" and {len(similar) - NAMED} more" if len(similar) > NAMED else ""
     return f"not told apart from {', '.join(similar[:NAMED])}{more}"
+
+
+def tabulate_pairs(summary: RunSummary, claims: Claims) -> TextTable | None:
+    """Return the pairs of methods that a reader compares, and which difference may be claimed; None without pairs.
+
+    These are all pairs of up to four methods; of more, neighbors by the macro metric and pairs with the baseline.
+    """
+    order, scale, digits = rank_methods(summary), *difference_unit(summary.metric)[:2]
+    pairs = list(combinations(order, 2))
+    if len(order) > NAMED:
+        pairs = [pair for pair in pairs if claims.baseline in pair or order.index(pair[1]) - order.index(pair[0]) == 1]
+    pairs = [pair for pair in pairs if claims.between(*pair).pairs]
+    if not pairs:
+        return None
+    gaps = {f"{one} {MINUS} {other}": claims.between(one, other) for one, other in pairs}
+    sampling = {f"{one} {MINUS} {other}": claims.sampling_between(one, other) for one, other in pairs}
+    text = format_difference_table(tabulate_differences("", gaps, sampling), summary.metric)
+    rows = []
+    for row, gap in zip(text.rows, gaps.values(), strict=True):
+        few, level = gap.pairs < FEWEST, not round(scale * gap.mean, digits)
+        said = "too few seeds" if few else "yes" if gap.is_significant else "level" if level else "not told apart"
+        rows.append((row[0], TextCell(text=said, best=gap.is_significant), *row[1:]))
+    return make_table(("difference of", "may be claimed", *text.header[1:]), rows, note=text.note)
 
 
 def describe_ranking(summary: RunSummary, claims: Claims | None = None) -> list[str]:

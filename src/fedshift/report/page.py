@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -10,20 +11,20 @@ from typing import Any
 
 import pandas as pd
 
+from ..config.expressions import read_catalog
 from ..results.schema import METRICS, PICTURED, RunSummary
 from ..utils.files import write_atomically
 from .claims import (
     Claims,
     collect_claims,
-    describe_baseline,
     describe_leaders,
-    describe_ranking,
     find_leader,
     rank_methods,
     tabulate_claims,
+    tabulate_pairs,
 )
 from .concordance import concordance_table, describe_concordance, format_concordance_table
-from .figures import make_panels, to_svg
+from .figures import make_panels
 from .formatting import (
     MISSING,
     TextTable,
@@ -33,7 +34,8 @@ from .formatting import (
     format_metric_table,
     make_table,
 )
-from .html import embed_svg, encode_strip, render_template
+from .html import draw_legend_entry, embed_panel, encode_strip, render_template
+from .style import make_styles
 from .tables import (
     AFTER_WORK,
     ONE_BY_ONE,
@@ -107,18 +109,20 @@ def render_page(summary: RunSummary) -> str:
     claims = collect_claims(summary)
     tables = collect_tables(summary, claims)
     leaders = _find_leaders(tables["metric"].text, summary.methods)
-    images = list(summary.samples.items())[:PICTURED]
+    images, panels = list(summary.samples.items())[:PICTURED], make_panels(summary)
+    notes = dict.fromkeys(panel.note for panel in panels if panel.note)
     return render_template(
         "page.html.j2",
         summary=summary,
         tables=tables,
         leaders=[f"{method} with {text}" for method, text in leaders.items()],
         comparison=describe_leaders(claims, leaders, [m for m in rank_methods(summary) if m not in leaders]),
-        ranking=describe_ranking(summary, claims),
-        differences=describe_baseline(summary, claims),
         spread=describe_seeds(summary),
         other_metrics=list(_other_metrics(summary)),
-        figures={p.name: embed_svg(to_svg(p.figure), p.name, p.description) for p in make_panels(summary)},
+        figures={panel.name: embed_panel(panel) for panel in panels},
+        legend={name: draw_legend_entry(style) for name, style in make_styles(summary.methods).items() if notes},
+        notes=notes,
+        claimed=tabulate_pairs(summary, claims),
         most=ONE_BY_ONE if many else 0,
         without_panel=0 if many else max(0, len(summary.clients) - PICTURED),
         methods=_method_table(summary),
@@ -166,9 +170,16 @@ def _method_table(summary: RunSummary) -> TextTable:
         rounds = reported.get(name, pd.Series(dtype=int)).tolist()
         round_text = ", ".join(map(str, rounds[:1] if len(set(rounds)) == 1 else rounds)) or MISSING
         sizes = (format_bytes(count) for count in (method.down, method.up, per_round[name], total[name]))
-        rows.append((name, method.text, "yes" if method.has_global else "none", round_text, *sizes))
-    header = ("method", "written as", "global model", "reported round", "down", "up", "all clients", "whole run")
+        rows.append((name, _put_in_words(name), "yes" if method.has_global else "none", round_text, *sizes))
+    header = ("method", "in words", "global model", "reported round", "down", "up", "all clients", "whole run")
     return make_table(header, rows)
+
+
+def _put_in_words(name: str) -> str:
+    """Return what the methods in the composition ``name`` do, from the catalog; custom ones have no words."""
+    catalog = read_catalog("methods")
+    parts = (catalog.get(re.split(r"\W", part)[0]) for part in re.split(r"\+(?![^(]*\))", name))
+    return "; ".join(part.summary.partition(": ")[2].rstrip(".") for part in parts if part) or MISSING
 
 
 def _scope_table(name: str, entries: Iterable[Mapping[str, Any]]) -> tuple[str, str, TextTable]:
