@@ -8,12 +8,11 @@ which forwards it on a local socket. So data are read once, and no code that cam
 from __future__ import annotations
 
 import os
-import socket
 import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Listener
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -147,22 +146,20 @@ class _MessageSocket:
     def __init__(self, site: Site, path: Path) -> None:
         self.site, self.path = site, path
         self.broken, self.over = threading.Event(), ""
-        self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.bind(str(path))
-        self._socket.listen()
+        self._listener = Listener(str(path), family="AF_UNIX", backlog=128)
         threading.Thread(target=self._serve, daemon=True).start()
 
     def close(self) -> None:
         """Accept no more messages."""
-        self._socket.close()
+        self._listener.close()
 
     def _serve(self) -> None:
         while True:
             try:
-                accepted, _ = self._socket.accept()
+                talk = self._listener.accept()
             except OSError:
                 return
-            with accepted, Connection(os.dup(accepted.fileno())) as talk:
+            with talk:
                 try:
                     asked = Exchange.receive(talk)
                     answer = self.site.answer(asked)
