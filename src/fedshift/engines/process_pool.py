@@ -69,7 +69,8 @@ class ProcessEngine(Engine):
     @override
     def train(self, server: ServerState, clients: Mapping[str, ClientState]) -> Iterator[tuple[str, ClientResult]]:
         at_once = self._broadcast(server, len(clients))
-        waiting = sorted(clients, key=lambda name: self._count_samples(name, clients[name]), reverse=True)
+        steps = {name: self.steps_of_round(name, client)[1] for name, client in clients.items()}
+        waiting = sorted(clients, key=lambda name: len(steps[name]) * len(self.data[name]), reverse=True)
         busy, failed = dict[Any, str](), None
         try:
             while busy or (waiting and not failed):
@@ -88,9 +89,6 @@ class ProcessEngine(Engine):
             self._cancel(list(busy))  # not empty if the caller stopped half way
         if failed:
             raise failed
-
-    def _count_samples(self, name: str, client: ClientState) -> int:
-        return len(self.steps_of_round(name, client)[1]) * len(self.data[name])
 
     @abstractmethod
     def _broadcast(self, server: ServerState, clients: int) -> int:
@@ -130,10 +128,8 @@ class Pool(ProcessEngine):
 
     _numbers = count()
 
-    def __init__(
-        self, plan: Plan, data: Data, seed: int, workers: int | None = None, augment: Augmentation | None = None
-    ) -> None:
-        super().__init__(plan, data, seed, workers, augment)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._number = next(self._numbers)
         self._buffers: tuple[SharedMemoryBuffer, SharedMemoryBuffer] | None = None  # trial, broadcast
         self._workers: list[_WorkerHandle] = []

@@ -124,8 +124,10 @@ class Coordinator:
         self.path = self.directory / MACHINES / "population.json"
         self.population = ClientRegistry.read(self.path) if self.path.exists() else ClientRegistry()
         known = {client.name: client for client in self.population.clients}
-        keys = order["keys"] and Path(order["keys"])
-        secured = {"keys": partial(load_public_keys, keys), "signed": Signer(keys, run)} if keys else {}
+        secured: dict[str, Any] = {}
+        if order["keys"]:
+            keys = Path(order["keys"])
+            secured = {"keys": partial(load_public_keys, keys), "signed": Signer(keys, run)}
         self.nodes = Nodes(
             grid, hello, report.notice, known=known, changed=self._admit_newcomer, stop=report.stop, **secured
         )
