@@ -399,7 +399,7 @@ def find_duplicates(parts: Sequence[SplitSurvey]) -> pd.DataFrame:
         pd.DataFrame(
             {"part": number, "split": part.split, "row": np.arange(len(part.labels)), "label": part.labels}
             | {f"digest {half}": part.digests[:, half] for half in (0, 1)}
-        ).drop(index=part.blank)
+        ).drop(part.blank)
         for number, part in enumerate(parts)
     )
     digest = ["digest 0", "digest 1"]
@@ -416,49 +416,34 @@ def _judge_duplicates(surveys: Sequence[SplitSurvey]) -> Iterator[QualityFinding
         holders[part.split, number if own else part.content].append(part)
     parts = [held[0] for held in holders.values()]
     copies = find_duplicates(parts).reset_index()
+    part_of, row_of = copies["part"].to_numpy(), copies["row"].to_numpy()
 
     def differ(column: str, keys: list[str]) -> pd.DataFrame:
         """Return the samples that differ in ``column`` from the first one with the same ``keys``."""
         return copies[copies[column] != copies.groupby(keys)[column].transform("first")]
 
     trained, validating, tested = (copies[copies["split"] == split] for split in ("train", "validation", "test"))
-    group, group_part, group_split = ["group"], ["group", "part"], ["group", "split"]
+    learned = copies[copies["split"] != "test"]
+    alike, in_part, in_split = ["group"], ["group", "part"], ["group", "split"]
     proof = min(math.prod(part.shape) for part in surveys) >= MANY_NUMBERS
     for kind, what, keys, suspects, others in (
-        (
-            "leakage",
-            "Test samples are also in training or validation data",
-            group,
-            tested,
-            copies[copies["split"] != "test"],
-        ),
-        ("leakage-validation", "Validation samples are also in training data", group, validating, trained),
-        ("conflict", "Equal samples have different labels", group, copies, differ("label", group)),
-        (
-            "repeats",
-            "Samples repeat an earlier one of the same split",
-            group_part,
-            copies,
-            differ("row", group_part),
-        ),
-        ("shared", "Several clients hold the same samples", group_split, copies, differ("part", group_split)),
+        ("leakage", "Test samples are also in training or validation data", alike, tested, learned),
+        ("leakage-validation", "Validation samples are also in training data", alike, validating, trained),
+        ("conflict", "Equal samples have different labels", alike, copies, differ("label", alike)),
+        ("repeats", "Samples repeat an earlier one of the same split", in_part, copies, differ("row", in_part)),
+        ("shared", "Several clients hold the same samples", in_split, copies, differ("part", in_split)),
     ):
         second = others.drop_duplicates(keys)
         found = suspects.merge(second[keys], on=keys)
-        pairs = found.drop_duplicates(keys).merge(second, on=keys)[["index_x", "index_y"]].to_numpy()
-        counts = (others if kind == "repeats" else found)["part"].value_counts().sort_index()
+        pairs = found.drop_duplicates(keys).merge(second, on=keys)[["index_x", "index_y"]].to_numpy()[:EXAMPLES]
+        counts = np.bincount((others if kind == "repeats" else found)["part"], minlength=len(parts))
+        shares = {part: part.share(count) for part, count in zip(parts, counts, strict=True) if count}
+        examples = tuple(tuple(_locate_sample(parts[part_of[at]], int(row_of[at])) for at in pair) for pair in pairs)
         severity, fix = FAULTS[kind]
+        if not proof:
+            severity, fix = "warning", fix + _DOUBT
         yield from _list_places(
-            kind,
-            what,
-            {parts[number]: parts[number].share(count) for number, count in counts.items()},
-            severity=severity if proof else "warning",
-            fix=fix if proof else fix + _DOUBT,
-            samples=int(counts.sum()),
-            examples=tuple(
-                tuple(_locate_sample(parts[copies.at[at, "part"]], int(copies.at[at, "row"])) for at in pair)
-                for pair in pairs[:EXAMPLES]
-            ),
+            kind, what, shares, severity=severity, fix=fix, samples=int(counts.sum()), examples=examples
         )
     common = [held for held in holders.values() if len(held) > 1]
     if common:
