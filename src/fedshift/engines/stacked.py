@@ -134,7 +134,8 @@ class Stacked(Engine):
                     stack, loss = _step(plan, template, stack, x, y, keys)
                 else:
                     index = torch.tensor(members, device=y.device)
-                    changed, loss = _step(plan, template, _select_rows(stack, index), x, y, keys)
+                    rows = tuple({entry: tensor[index] for entry, tensor in state.items()} for state in stack)
+                    changed, loss = _step(plan, template, rows, x, y, keys)
                     stack = _write_rows(stack, changed, index)
                 for number, value in zip(members, loss.unbind(), strict=True):
                     losses[number].append(value)
@@ -220,10 +221,6 @@ def _is_elementwise(plan: Plan) -> bool:
 def _make_writable(state: State) -> State:
     """Return ``state`` in memory that can be written to."""
     return {name: tensor.contiguous() for name, tensor in state.items()}
-
-
-def _select_rows(stack: Stack, index: Tensor) -> Stack:
-    return tuple({entry: tensor[index] for entry, tensor in state.items()} for state in stack)
 
 
 def _write_rows(stack: Stack, changed: Stack, index: Tensor) -> Stack:

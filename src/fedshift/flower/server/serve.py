@@ -187,9 +187,8 @@ class _Coordination:
         until = time.monotonic() + 60
         host, _, port = self.reach.local_address.rpartition(":")
         while True:
-            with socket.socket(socket.AF_INET6 if "[" in host else socket.AF_INET) as probe:
-                if probe.connect_ex((host.strip("[]"), int(port))) == 0:
-                    break
+            with suppress(OSError), socket.create_connection((host.strip("[]"), int(port))):
+                break
             if link.wait(0.1) is not None or time.monotonic() > until:
                 raise FedshiftError(f"Flower's SuperLink did not start ({link.last_message()}): see {link.log}")
         log = self.logs / "flwr.log"
@@ -212,7 +211,12 @@ class _Coordination:
             return None
         told = False
         with connection:
-            connection.send_bytes(json.dumps(self._order()).encode())
+            keys = str(self.reach.tls.resolve()) if self.reach.tls else None
+            order = {
+                "directory": str(self.directory.resolve()), "clients": self.reach.clients,
+                "seconds": self.reach.seconds, "wait": self.reach.wait, "keys": keys, "settings": self.settings,
+            }  # fmt: skip
+            connection.send_bytes(json.dumps(order).encode())
             try:
                 while True:
                     if connection.poll(0.2):
@@ -249,13 +253,6 @@ class _Coordination:
             with suppress(TimeoutError):
                 return Connection(self.socket.accept()[0].detach())
         return None
-
-    def _order(self) -> dict[str, Any]:
-        reach, keys = self.reach, str(self.reach.tls.resolve()) if self.reach.tls else None
-        return {
-            "directory": str(self.directory.resolve()), "clients": reach.clients, "seconds": reach.seconds,
-            "wait": reach.wait, "keys": keys, "settings": self.settings,
-        }  # fmt: skip
 
 
 def _format_bytes(number: int) -> str:

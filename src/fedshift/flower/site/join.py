@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Listener
 from pathlib import Path
@@ -72,11 +71,6 @@ class CoordinatorLink:
             secured = ["--root-certificates", f"{self.tls}/ca.crt", "--auth-supernode-private-key", str(self.key)]
         return ["--superlink", self.address, "--host", "127.0.0.1", "--port", str(free_port()), *secured]
 
-    @property
-    def environment(self) -> Mapping[str, str]:
-        """Additional environment variables of the SuperNode."""
-        return {} if self.poll is None else {"FEDSHIFT_POLL": str(self.poll)}
-
 
 def join(link: CoordinatorLink, site: Site, folder: Path, threads: int | None) -> int:
     """Take part until the coordinator ends the experiment (return 0) or Ctrl-C (130); ``folder``: the site's own.
@@ -112,7 +106,9 @@ def join(link: CoordinatorLink, site: Site, folder: Path, threads: int | None) -
 def _watch(link: CoordinatorLink, door: _MessageSocket, home: Path, log: Path, stop: threading.Event) -> int:
     """Keep a SuperNode running, and the process from which its stand-in programs are forked; return the exit code."""
     pause = 1.0
-    more = {SITE: str(door.path), PIPE: str(home / "pipe"), **link.environment}
+    more = {SITE: str(door.path), PIPE: str(home / "pipe")}
+    if link.poll is not None:
+        more["FEDSHIFT_POLL"] = str(link.poll)
     os.mkfifo(home / "pipe", 0o600)
     while True:
         began = time.monotonic()
