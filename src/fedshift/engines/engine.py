@@ -127,23 +127,18 @@ class Engine(ABC):
         return own, apart
 
     def load_batch(self, name: str, step: int, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Return inputs ``[B, ...]`` and labels ``[B]`` of a client's step on the samples at ``index``."""
-        data = self.data[name]
+        """Return inputs ``[B, ...]`` and labels ``[B]`` of a client's step on the samples at ``index``.
+
+        Augmentation is a function of ``(seed, name, step)`` alone.
+        """
+        data, augment = self.data[name], self.augment
         index = index.to(data.y.device)
-        return training_inputs(data, index, self.plan.dtype, self.augment, self.seed, name, step), data.y[index]
+        change = None if augment is None else lambda x: augment(x, stream(self.seed, "augment", name, step))
+        return data.inputs(index, self.plan.dtype, change), data.y[index]
 
     def step_key(self, name: str, step: int) -> Tensor:
         """Return the int64 scalar from which the client's step draws."""
         return torch.tensor(key_bits(self.seed, "dropout", name, step) >> 65, device=self.data[name].y.device)
-
-
-def training_inputs(
-    data: Samples, index: Tensor, dtype: torch.dtype, augment: Augmentation | None, seed: int, client: str, step: int
-) -> Tensor:
-    """Return inputs ``[B, ...]`` of one local step, augmented as a function of ``(seed, client, step)`` alone."""
-    if augment is None:
-        return data.inputs(index, dtype)
-    return data.inputs(index, dtype, lambda x: augment(x, stream(seed, "augment", client, step)))
 
 
 EngineFactory = Callable[[Plan, Data, int], Engine]

@@ -37,8 +37,8 @@ from ..data.image_transforms import Augmentation
 from ..data.samples import Samples
 from ..data.sources import data_root, load_source, prepare_clients
 from ..engines.cost_model import limit_threads
-from ..engines.engine import training_inputs
 from ..engines.identity import Identity
+from ..engines.sequential import Sequential
 from ..experiments.factory import make_methods, make_settings, resolve_model
 from ..experiments.settings import Settings, make_plan
 from ..results.checkpoint import save_checkpoint
@@ -112,14 +112,12 @@ def time_steps(
     with torch_stream(0, "timing"), keep_freed_memory():
         x = torch.randint(256, (many, *shape), dtype=torch.uint8) if pixels else torch.rand(many, *shape)
         split = Samples(x=x, y=torch.arange(many) % classes)
-        key = torch.zeros((), dtype=torch.int64)
+        engine, key = Sequential(plan, {"client": split}, 0, augment=augment), torch.zeros((), dtype=torch.int64)
         job = client_init(plan, init_client(plan), init_server(plan), planned_steps=1)
 
         def step(batch: int) -> Callable[[], object]:
             index = torch.arange(batch)
-            return lambda: client_step_(
-                plan, job, training_inputs(split, index, plan.dtype, augment, 0, "client", 0), split.y[index], key
-            )
+            return lambda: client_step_(plan, job, *engine.load_batch("client", 0, index), key)
 
         small, large = _time_on_one_thread(step(FEW)), _time_on_any_threads(step(many))
         look = _time_on_any_threads(lambda: forward(plan, plan.initial, split.inputs(slice(None), plan.dtype))) / many

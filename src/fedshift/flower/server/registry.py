@@ -139,21 +139,20 @@ class ClientRegistry:
         """
         first = self.clients[0]
         for other in self.clients[1:]:
-            if bool(other.columns) != bool(first.columns):
-                raise FedshiftError(
-                    f"of {first.name!r} and {other.name!r} only one has a table: give the data of all sites in the "
-                    "same way"
-                )
+            for what, ours, theirs in (
+                ("a table", first.columns, other.columns),
+                ("classes with names", first.class_names, other.class_names),
+            ):
+                if bool(ours) != bool(theirs):
+                    raise FedshiftError(
+                        f"of {first.name!r} and {other.name!r} only one has {what}: give the data of all sites in the "
+                        "same way"
+                    )
             if (not first.columns and other.shape != first.shape) or other.dtype != first.dtype:
                 raise FedshiftError(
                     f"samples of {first.name!r} are {first.dtype} of shape {first.shape}, those of {other.name!r} "
                     f"{other.dtype} of shape {other.shape}: bring all to one shape (image_size in the settings, or "
                     "the same columns)"
-                )
-            if bool(other.class_names) != bool(first.class_names):
-                raise FedshiftError(
-                    f"of {first.name!r} and {other.name!r} only one has classes with names: give the data of all sites "
-                    "in the same way"
                 )
         columns = merge_columns({client.name: client.columns for client in self.clients})
         kinds = {client.class_names for client in self.clients}
