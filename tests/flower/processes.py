@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from fedshift.flower.transport.no_telemetry import QUIET
+from fedshift.flower import QUIET
 from fedshift.flower.transport.pki import make_authority
 from fedshift.flower.transport.programs import free_port
 from fedshift.results.run_directory import to_toml

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from typing_extensions import override
 
 from ...data.federation import ClientData, Federation
@@ -29,8 +30,6 @@ from ..transport.arrays import NUMPY_TYPES
 
 MOST_SAMPLES, MOST_VALUES, MOST_CLASSES, LONGEST_NAME = 10**8, 2**30, 10**6, 200
 """Upper bounds, above those of any real site: samples of a split, values of a sample, classes, letters of a name."""
-ColumnDescriptions = Sequence[Mapping[str, Any]]
-"""Columns as they travel: each a ``name`` and ``categories``, None for numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,16 +50,10 @@ class SiteDescription:
     def of(facts: Mapping[str, Any]) -> SiteDescription:
         """Return the description in an answer's facts; raise :class:`FedshiftError` where it is malformed."""
         try:
-            made = SiteDescription(
-                name=str(facts["name"]), version=str(facts["version"]), shape=tuple(map(int, facts["shape"])),
-                dtype=str(facts["dtype"]), classes=int(facts["classes"]),
-                class_names=tuple(map(str, facts["class_names"])),
-                samples={str(part): int(number) for part, number in facts["samples"].items()},
-                labels=None if facts["labels"] is None else tuple(map(int, facts["labels"])),
-                columns=parse_columns(facts.get("columns", ())),
-            )  # fmt: skip
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise FedshiftError(f"a site describes itself in a way that is not understood ({error!r})") from error
+            made = _DESCRIPTION.validate_python(facts)
+        except ValidationError as error:
+            why = "; ".join(f"{'.'.join(map(str, each['loc']))!r}: {each['msg']}" for each in error.errors())
+            raise FedshiftError(f"a site describes itself in a way that is not understood ({why})") from error
         made._check()
         return made
 
@@ -91,6 +84,11 @@ class SiteDescription:
             raise FedshiftError(
                 f"site {self.name!r} says that it has {self.classes} classes: its labels do not fit them"
             )
+
+
+_DESCRIPTION = TypeAdapter(SiteDescription)
+COLUMNS = TypeAdapter(tuple[Column, ...])
+"""Reads columns as they travel: each a ``name`` and ``categories``, None for numbers."""
 
 
 class RemoteFederation(Federation):
@@ -141,24 +139,25 @@ class ClientRegistry:
         """
         first = self.clients[0]
         for other in self.clients[1:]:
-            if bool(other.columns) != bool(first.columns):
-                raise FedshiftError(
-                    f"of {first.name!r} and {other.name!r} only one has a table: give the data of all sites in the "
-                    "same way"
-                )
+            for what, ours, theirs in (
+                ("a table", first.columns, other.columns),
+                ("classes with names", first.class_names, other.class_names),
+            ):
+                if bool(ours) != bool(theirs):
+                    raise FedshiftError(
+                        f"of {first.name!r} and {other.name!r} only one has {what}: give the data of all sites in the "
+                        "same way"
+                    )
             if (not first.columns and other.shape != first.shape) or other.dtype != first.dtype:
                 raise FedshiftError(
                     f"samples of {first.name!r} are {first.dtype} of shape {first.shape}, those of {other.name!r} "
                     f"{other.dtype} of shape {other.shape}: bring all to one shape (image_size in the settings, or "
                     "the same columns)"
                 )
-            if bool(other.class_names) != bool(first.class_names):
-                raise FedshiftError(
-                    f"of {first.name!r} and {other.name!r} only one has classes with names: give the data of all sites "
-                    "in the same way"
-                )
         columns = merge_columns({client.name: client.columns for client in self.clients})
-        names, alike = self._class_names()
+        kinds = {client.class_names for client in self.clients}
+        alike = len(kinds) == 1
+        names = kinds.pop() if alike else sort_classes({name for kind in kinds for name in kind})
         found = max(len(names), *(client.classes for client in self.clients))
         if columns and (not alike or all(map(str.isdecimal, names))):
             found, _, names = number_classes(names, "the label", classes)
@@ -166,12 +165,6 @@ class ClientRegistry:
             raise FedshiftError(f"classes={classes}, but the sites have {found}: ask for as many")
         whole = RemoteFederation(name="sites", clients=(), classes=classes or found, class_names=names, columns=columns)
         return replace(whole, clients=tuple(_make_client(client, whole) for client in self.clients))
-
-    def _class_names(self) -> tuple[tuple[str, ...], bool]:
-        """Return the names of all sites' classes, and whether all sites have the same."""
-        kinds = {client.class_names for client in self.clients}
-        alike = len(kinds) == 1
-        return (kinds.pop() if alike else sort_classes({name for kind in kinds for name in kind})), alike
 
 
 def _make_client(described: SiteDescription, data: Federation) -> ClientData:
@@ -191,14 +184,6 @@ def _make_client(described: SiteDescription, data: Federation) -> ClientData:
         return Samples(x=zero, y=y, rows=torch.zeros(number, dtype=torch.int64))
 
     return ClientData(name=described.name, **{part: split(part, n) for part, n in described.samples.items()})
-
-
-def parse_columns(descriptions: ColumnDescriptions) -> tuple[Column, ...]:
-    """Return columns as received; raise ``KeyError``, ``TypeError`` or ``AttributeError`` where malformed."""
-    return tuple(
-        Column(name=str(c["name"]), categories=None if c["categories"] is None else tuple(map(str, c["categories"])))
-        for c in descriptions
-    )
 
 
 def _fit_shape(columns: Sequence[Column], shape: tuple[int, ...]) -> bool:
