@@ -187,7 +187,7 @@ def read_listed(
             raise UsageError(f"client {client!r} has no image for {lacking[0]} under {root}: get its files again")
         place = cache_entry(ReadOptions().cache_directory, root, files, "listed", client, size)
         store = load_store(place) or decode_all(
-            root, listed["path"].to_list(), facts, place, lambda _: (), f"images of {client}", progress
+            root, files, facts, place, lambda _: {"train": ()}, f"images of {client}", progress
         )
         if store.facts.broken:
             first, why = next(iter(store.facts.broken.items()))
