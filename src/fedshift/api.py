@@ -32,8 +32,8 @@ from .config.spec import SharedSpec, Spec, read_help
 from .core.loss import Loss, as_loss
 from .core.method import Method
 from .core.optimizer import SGD, Optimizer
+from .data.augmentation import Augmentation
 from .data.federation import Federation
-from .data.image_transforms import Augmentation
 from .experiments.experiment import Experiment, Observer
 from .experiments.factory import resolve_model, resolve_settings
 from .experiments.restoration import restore_trial, select_trials

@@ -13,7 +13,7 @@ import torch
 
 from ..core.kernel import client_init, client_step, init_client, init_server
 from ..core.plan import Plan
-from ..data.image_transforms import Augmentation
+from ..data.augmentation import Augmentation
 from ..utils.files import cached_measurement
 from ..utils.processors import available_processors
 from ..utils.state import nbytes, pick

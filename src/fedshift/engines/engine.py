@@ -17,7 +17,7 @@ from torch import Tensor
 from ..core.kernel import ClientState, ServerState, Update
 from ..core.plan import Plan
 from ..core.work import Bounds, iterate_batches
-from ..data.image_transforms import Augmentation
+from ..data.augmentation import Augmentation
 from ..data.samples import Samples
 from ..results.schema import Row
 from ..utils.errors import FedshiftError, UsageError

@@ -27,7 +27,7 @@ from ..core.kernel import (
 from ..core.loss import Loss
 from ..core.optimizer import SGD
 from ..core.plan import Plan, compute_outputs, to_memory_format
-from ..data.image_transforms import Augmentation
+from ..data.augmentation import Augmentation
 from ..utils.profiling import timed_section
 from ..utils.state import clone
 from .engine import ClientResult, Data, Diverged, Engine, refuse_divergence, total_loss

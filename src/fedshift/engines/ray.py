@@ -28,7 +28,7 @@ from typing_extensions import override
 
 from ..core.kernel import ClientState, ServerState
 from ..core.plan import Plan
-from ..data.image_transforms import Augmentation
+from ..data.augmentation import Augmentation
 from ..data.samples import Samples
 from ..utils.allocator import keep_freed_memory
 from ..utils.errors import FedshiftError, UsageError

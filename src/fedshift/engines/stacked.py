@@ -32,7 +32,7 @@ from ..core.kernel import (
 from ..core.optimizer import SGD
 from ..core.plan import Plan
 from ..core.rule import Rule
-from ..data.image_transforms import Augmentation
+from ..data.augmentation import Augmentation
 from ..nn.linear import vmapped_lanes
 from ..utils.profiling import timed_section
 from ..utils.state import State, nbytes, pick

@@ -13,9 +13,8 @@ from ..core.loss import Loss, parse_loss
 from ..core.method import Method
 from ..core.optimizer import SGD, AdamW, Cosine, Exponential, Optimizer, Schedule, StepDecay
 from ..core.work import Work
-from ..data.augmentation import parse_augmentation
+from ..data.augmentation import Augmentation, parse_augmentation
 from ..data.files.read_options import Progress
-from ..data.image_transforms import Augmentation
 from ..data.partition import match_names
 from ..data.sources import load_source, prepare_clients, write_assignment
 from ..methods.agc import agc

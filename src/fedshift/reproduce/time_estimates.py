@@ -31,9 +31,9 @@ from ..core.plan import Plan, forward
 from ..core.selection import Scope
 from ..core.server_round import StreamingAggregator
 from ..core.work import Work
+from ..data.augmentation import Augmentation
 from ..data.federation import Federation, count_labels
 from ..data.files.read_options import Progress
-from ..data.image_transforms import Augmentation
 from ..data.samples import Samples
 from ..data.sources import data_root, load_source, prepare_clients
 from ..engines.cost_model import limit_threads
