@@ -130,6 +130,10 @@ def program():
         process.communicate()
 
 
+VARYING = ("seconds", "crc32")
+"""Entries of a round's record that differ between equal runs."""
+
+
 def left_behind(path: Path) -> dict[str, object]:
     """What run directory ``path`` holds that must not depend on how often it was stopped, by trial and file."""
     found: dict[str, object] = {}
@@ -138,7 +142,7 @@ def left_behind(path: Path) -> dict[str, object]:
             key = f"{trial.name}/{file.name}"
             if file.name == "rounds.jsonl":
                 rows = map(json.loads, file.read_text().splitlines())
-                found[key] = [{name: value for name, value in row.items() if name != "seconds"} for row in rows]
+                found[key] = [{name: value for name, value in row.items() if name not in VARYING} for row in rows]
             else:
                 found[key] = file.read_bytes()
     return found

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from shutil import copy, rmtree
 from threading import Event
 
 import pytest
@@ -300,12 +301,12 @@ def test_networks_with_the_same_tensors_but_other_layers_are_told_apart(make, tm
 def test_a_checkpoint_of_another_seed_is_refused(make, tmp_path):
     make(rounds=1, seeds=2).run(tmp_path / "run")
     trials = tmp_path / "run" / "trials"
-    (trials / "fedbn-seed0" / "checkpoint.safetensors").replace(trials / "fedbn-seed1" / "checkpoint.safetensors")
+    copy(trials / "fedbn-seed0" / "checkpoint.safetensors", trials / "fedbn-seed1" / "checkpoint.safetensors")
     with pytest.raises(UsageError, match="begun with another seed: then '0', now '1'"):
         make(rounds=1, seeds=2).run(tmp_path / "run", resume=True)
 
 
-def test_a_damaged_checkpoint_is_refused_and_its_removal_begins_again(make, tmp_path, assert_same):
+def test_a_damaged_or_removed_checkpoint_is_refused_until_the_trial_is_removed(make, tmp_path, assert_same):
     make().run(tmp_path / "run")
     make().run(tmp_path / "other")
     checkpoint = tmp_path / "run" / "trials" / "fedbn-seed0" / "checkpoint.safetensors"
@@ -315,6 +316,9 @@ def test_a_damaged_checkpoint_is_refused_and_its_removal_begins_again(make, tmp_
     with pytest.raises(FedshiftError, match="corrupt or truncated \\(its checksum does not match\\): restore the file"):
         make().run(tmp_path / "run", resume=True)
     checkpoint.unlink()
+    with pytest.raises(FedshiftError, match=r"checkpoint.safetensors is missing, but rounds are recorded beside it: "):
+        make().run(tmp_path / "run", resume=True)
+    rmtree(checkpoint.parent)
     make().run(tmp_path / "run", resume=True)
     assert_same(tmp_path / "run", tmp_path / "other")
 

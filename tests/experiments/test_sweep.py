@@ -11,6 +11,7 @@ import pandas as pd
 import pytest
 from pydantic import ValidationError
 
+from fedshift.config.settings_file import read_run_settings
 from fedshift.config.spec import CompareSpec, SweepSpec, read_settings
 from fedshift.engines.engine import Diverged
 from fedshift.experiments.experiment import Experiment
@@ -166,7 +167,7 @@ def test_every_combination_is_the_comparison_of_the_same_settings_bit_for_bit(
         alone = ("--epochs", epochs, "--batch-size", size, "--rounds", 2, "--methods", "fedavg,fedbn")
         assert cli("compare", "--data", tiny_folder, *alone, "--out", "one-" + folder).code == 0
         assert_same(tmp_path / "all" / folder, tmp_path / ("one-" + folder))
-        kept = [(tmp_path / place / "config.toml").read_text() for place in (Path("all") / folder, "one-" + folder)]
+        kept = [read_run_settings(tmp_path / place).values for place in (Path("all") / folder, "one-" + folder)]
         assert kept[0] == kept[1]
 
 

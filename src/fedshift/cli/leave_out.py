@@ -7,8 +7,6 @@ FedWon measures unseen domains by leaving one out in this way (arXiv:2306.05879,
 
 from __future__ import annotations
 
-import json
-import tomllib
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import asdict, replace
@@ -17,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from ..config.settings_file import read_run_settings
 from ..config.spec import CompareSpec, OutputOptions
 from ..console.terminal import make_console, new_directory, print_line, show_loading
+from ..utils.checked_json import read_checked, write_checked
 from ..utils.errors import UsageError
-from ..utils.files import write_atomically
 from .run import find_kind, require_one_directory, run_several, summarize_experiment, use_threads
 
 if TYPE_CHECKING:
@@ -41,9 +40,10 @@ def run_without(spec: CompareSpec, leave_out: str, place: OutputOptions) -> int:
     _check(spec, place)
     console = Console()
     with show_loading(console) as progress:
-        from ..experiments.factory import make_experiment
+        from ..experiments.factory import anchor_paths, make_experiment
 
         use_threads(spec.threads)
+        spec = anchor_paths(spec)
         experiment = make_experiment(spec, progress)
     directory = place.resume or place.out or new_directory("compare")
     without = _make_experiments(experiment, leave_out, directory)
@@ -72,7 +72,7 @@ def rebuild_without(directory: Path, console: Console) -> None:
     """Publish again what the comparisons without each client in ``directory`` have left so far."""
     from ..report.publication import publish_run
 
-    settings = tomllib.loads((directory / "config.toml").read_text(encoding="utf-8"))
+    settings = dict(read_run_settings(directory).values)
     del settings["leave_out"]
     for folder in sorted(directory.glob("without-*")):
         publish_run(folder, Console(quiet=True))
@@ -160,14 +160,17 @@ def _measure(part: Experiment, folder: Path) -> None:
     made = adapt_all(select_trials(part), folder, {client: data.client(client).train}, POLICIES, data=data)
     notices = [*made.notices, *(f"without {client}: {failure}" for failure in made.failures)]
     content = {"client": client, "place": part.data.names.index(client), "rows": made.rows, "notices": notices}
-    write_atomically(folder / MEASURED, (json.dumps(content) + "\n").encode())
+    write_checked(folder / MEASURED, content)
 
 
 def _read_measured(spec: CompareSpec, directory: Path) -> list[dict[str, Any]]:
     """Return what :func:`_measure` wrote for comparisons that ended under ``spec``, in the order of the clients."""
-    from ..experiments.run_queue import read_outcome
+    from ..experiments.run_queue import DONE, read_outcome
 
-    found = [json.loads(file.read_text(encoding="utf-8")) for file in directory.glob(f"without-*/{MEASURED}")]
+    found = [
+        read_checked(file, f"have it measured again: remove it and {file.with_name(DONE)}, and go on (--resume)")
+        for file in directory.glob(f"without-*/{MEASURED}")
+    ]
     settings = asdict(spec)
     ended = [
         each

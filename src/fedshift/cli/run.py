@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 from rich.console import Console
 
+from ..config.settings_file import FILE, read_run_settings
 from ..config.spec import CompareSpec, OutputOptions, RunLocation, RunSpec
 from ..console.terminal import catch_interrupts, new_directory, print_line, report_stop, show_loading, show_progress
 from ..utils.errors import FedshiftError, UsageError
@@ -104,7 +104,7 @@ def run_several(
     """
     from ..experiments.run_queue import read_outcome, run_pending
     from ..report.publication import publish_run
-    from ..results.run_directory import RunDirectory, to_toml
+    from ..results.run_directory import RunDirectory
 
     def end(part: QueuedRun, finished: bool) -> None:
         publish_run(part.folder, Console(quiet=True))
@@ -112,7 +112,7 @@ def run_several(
             measure(part)
 
     with closing(RunDirectory(directory, resume=resume)) as kept:
-        kept.write("config.toml", to_toml(settings))
+        kept.write_settings(settings)
         print_line(console, f"{directory}: {title}")
         try:
             with catch_interrupts(console) as stop, show_progress(console) as observer:
@@ -138,14 +138,12 @@ def require_one_directory(place: RunLocation) -> None:
 
 def find_kind(directory: Path) -> str | None:
     """Return what wrote ``directory``: run (or compare), sweep, leave-out or reproduce; None: none of them."""
-    if (directory / "study.json").is_file():
+    from ..results.summary import holds_run
+
+    if holds_run(directory):
         return "run"
-    written = directory / "config.toml"
-    if written.is_file():
-        try:
-            settings = tomllib.loads(written.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise UsageError(f"{written} is damaged ({error}): give the directory of another run") from error
+    if (directory / FILE).is_file():
+        settings = read_run_settings(directory).values
         return "sweep" if "over" in settings else "leave-out" if "leave_out" in settings else None
     found = directory.glob("results/*/*.json"), directory.glob(f"runs/{'[0-9a-f]' * 16}/config.toml")
     return "reproduce" if any(map(any, found)) else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 from rich.console import Console
 
+from ..config.settings_file import read_run_settings
 from ..config.spec import RunLocation, SweepSpec
 from ..console.terminal import new_directory, print_line, show_loading
 from ..utils.errors import UsageError
@@ -25,13 +25,14 @@ def sweep(
     output: Annotated[RunLocation, Parameter(name="*")] = RunLocation(),
 ) -> int:
     """Compare methods under each combination of some settings' values, and put all of them into one table."""
+    from ..experiments.factory import anchor_paths
     from ..experiments.sweep import check_combination, make_combinations, split_settings
 
     require_one_directory(output)
     if output.resume and find_kind(output.resume) != "sweep":
         raise UsageError(f"{output.resume} holds no sweep: give the directory of one, or start anew (--out)")
     console = Console()
-    spec = replace(spec, over=split_settings(spec.over))
+    spec = anchor_paths(replace(spec, over=split_settings(spec.over)))
     wanted = make_combinations(spec)
     directory = output.resume or output.out or new_directory("sweep")
     left = [combination for combination in wanted if combination.read_outcome(directory) is None]
@@ -57,7 +58,7 @@ def rebuild_sweep(directory: Path, console: Console) -> None:
     from ..experiments.sweep import make_combinations
     from ..report.publication import publish_run
 
-    spec = SweepSpec(**tomllib.loads((directory / "config.toml").read_text(encoding="utf-8")))
+    spec = SweepSpec(**read_run_settings(directory).values)
     wanted = make_combinations(spec)
     for combination in wanted:
         publish_run(directory / combination.folder, Console(quiet=True))

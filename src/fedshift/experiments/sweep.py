@@ -20,7 +20,7 @@ from ..data.files.read_options import Progress
 from ..data.sources import parse_changes
 from ..report.curves import CurvePoint, format_setting
 from ..results.run_directory import to_file_name
-from ..results.summary import read_summary
+from ..results.summary import holds_run, read_summary
 from ..utils.errors import UsageError, unknown_name
 from .factory import make_experiment, make_methods, make_settings, parse_methods
 from .run_queue import QueuedRun, read_outcome
@@ -135,7 +135,7 @@ def collect_points(wanted: Sequence[Combination], path: Path) -> Iterator[tuple[
     """
     for combination in wanted:
         folder = path / combination.folder
-        if (folder / "study.json").exists():
+        if holds_run(folder):
             study = read_summary(folder)
             names = dict(zip(study.methods, (m.name for m in parse_methods(combination.spec.methods)), strict=True))
             renamed = replace(

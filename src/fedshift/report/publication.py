@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 from ..results.schema import RunSummary
-from ..results.summary import read_summary
+from ..results.summary import holds_run, read_summary
 from ..utils.errors import FedshiftError
 from ..utils.files import write_atomically
 from .claims import collect_claims, describe_baseline, describe_ranking, tabulate_claims
@@ -54,7 +54,7 @@ def publish_summary(summary: RunSummary, directory: Path, console: Console) -> N
 
 def publish_run(directory: Path, console: Console) -> None:
     """Publish what the run in ``directory`` has left so far, if it has begun."""
-    if (directory / "study.json").exists():
+    if holds_run(directory):
         publish_summary(read_summary(directory), directory, console)
 
 

@@ -30,6 +30,7 @@ from ...experiments.experiment import Experiment, Observer
 from ...experiments.factory import list_seeds, make_methods, make_settings, resolve_model
 from ...experiments.trial import RoundResult
 from ...results.run_directory import MACHINES
+from ...results.summary import holds_run
 from ...utils.errors import FedshiftError, UsageError
 from ..transport.exchange import FACTS, Exchange
 from .nodes import Nodes, StopRequested
@@ -122,7 +123,8 @@ class Coordinator:
         labels = make_settings(replace(self.spec, newcomers=None), ()).loss.counted
         hello = Exchange(kind="describe", facts={"spec": self.sent, "labels": labels})
         self.path = self.directory / MACHINES / "population.json"
-        self.population = ClientRegistry.read(self.path) if self.path.exists() else ClientRegistry()
+        begun = self.path.exists() or holds_run(self.directory)
+        self.population = ClientRegistry.read(self.path) if begun else ClientRegistry()
         known = {client.name: client for client in self.population.clients}
         secured = _make_security(Path(order["keys"]), run) if order["keys"] else {}
         self.nodes = Nodes(
