@@ -9,6 +9,7 @@ from threading import Event
 import pytest
 from torch import nn
 
+from fedshift.engines.engine import Diverged
 from fedshift.results.checkpoint import load_checkpoint, save_checkpoint
 from fedshift.results.run_directory import append_rows
 from fedshift.results.schema import read_rows
@@ -321,6 +322,40 @@ def test_a_damaged_or_removed_checkpoint_is_refused_until_the_trial_is_removed(m
     rmtree(checkpoint.parent)
     make().run(tmp_path / "run", resume=True)
     assert_same(tmp_path / "run", tmp_path / "other")
+
+
+class Refusing(Exception):
+    """Local work cannot begin."""
+
+
+@pytest.mark.parametrize("error", [Refusing(), Diverged("client 'ann', round 3, step 0: the loss is nan")])
+def test_more_rounds_that_fail_before_the_first_leave_the_run_what_it_was(make, tmp_path, monkeypatch, error):
+    make(rounds=2).run(tmp_path / "run")
+    names = ("config.toml", "study.json", "environment.json")
+    before = {name: (tmp_path / "run" / name).read_bytes() for name in names}
+
+    def advance(*_):
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr("fedshift.experiments.trial.Trial.advance", advance)
+        with pytest.raises(type(error)):
+            make(rounds=6).run(tmp_path / "run", resume=True)
+    assert {name: (tmp_path / "run" / name).read_bytes() for name in names} == before
+    assert read_summary(tmp_path / "run").rounds == 2
+    stop = Event()
+    stop.set()
+    make(rounds=6).run(tmp_path / "run", resume=True, stop=stop)
+    assert read_summary(tmp_path / "run").rounds == 2
+
+
+def test_more_rounds_are_written_down_with_the_first_that_is_done(make, tmp_path, Listener):
+    make(rounds=2).run(tmp_path / "run")
+    stop = Event()
+    make(rounds=6).run(tmp_path / "run", resume=True, stop=stop, observer=Listener(lambda _: stop.set()))
+    study = read_summary(tmp_path / "run")
+    assert (study.rounds, study.traffic["round"].max()) == (6, 3)
+    assert "rounds = 6\n" in (tmp_path / "run" / "config.toml").read_text()
 
 
 def test_a_damaged_best_checkpoint_is_written_anew(make, tmp_path, assert_same, Listener):

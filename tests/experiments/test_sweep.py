@@ -17,9 +17,10 @@ from fedshift.engines.engine import Diverged
 from fedshift.experiments.experiment import Experiment
 from fedshift.experiments.settings import Settings
 from fedshift.experiments.sweep import make_combinations, parse_swept, split_settings
+from fedshift.experiments.trial import Trial
 from fedshift.report.tables import seed_table
 from fedshift.results.summary import read_summary
-from fedshift.utils.errors import UsageError
+from fedshift.utils.errors import FedshiftError, UsageError
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "sweeps"
 LOCAL = ("epochs=1,batch_size=8", "epochs=1,batch_size=full", "epochs=2,batch_size=8", "epochs=2,batch_size=full")
@@ -155,6 +156,21 @@ def test_every_example_is_a_sweep_of_a_few_lines():
 
 
 # What is run
+
+
+def test_more_rounds_that_fail_leave_the_sweep_what_it_was(sweep, cli, tmp_path, pageless, monkeypatch):
+    assert sweep("--over", "epochs=1,2", "--out", "out", methods="fedavg", rounds=1).code == 0
+    before = (tmp_path / "out" / "config.toml").read_bytes()
+
+    def fail(*_):
+        raise FedshiftError("no engine")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Trial, "advance", fail)
+        assert cli("sweep", "--resume", "out", "--rounds", 2).code == 1
+    assert (tmp_path / "out" / "config.toml").read_bytes() == before
+    assert cli("sweep", "--resume", "out", "--rounds", 2).code == 0
+    assert read_run_settings(tmp_path / "out").values["rounds"] == 2
 
 
 def test_every_combination_is_the_comparison_of_the_same_settings_bit_for_bit(

@@ -107,16 +107,19 @@ def run_several(
     from ..results.run_directory import RunDirectory
 
     def end(part: QueuedRun, finished: bool) -> None:
+        kept.write_settings(settings)
         publish_run(part.folder, Console(quiet=True))
         if finished:
             measure(part)
 
     with closing(RunDirectory(directory, resume=resume)) as kept:
-        kept.write_settings(settings)
+        if not resume:  # otherwise once a part was run: one that fails leaves what was asked for before
+            kept.write_settings(settings)
         print_line(console, f"{directory}: {title}")
         try:
             with catch_interrupts(console) as stop, show_progress(console) as observer:
                 finished = run_pending(parts.values(), observer=observer, stop=stop, begin=begin, end=end)
+            kept.write_settings(settings)
         except KeyboardInterrupt:
             return report_stop(console, command, directory)
         publish()
