@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from fedshift.cli.app import main
+from fedshift.config.settings_file import format_settings, read_run_settings
 from fedshift.config.spec import CompareSpec, RunSpec
 from fedshift.data.federation import Federation, federation
 from fedshift.experiments.experiment import Observer
@@ -146,6 +147,12 @@ def left_behind(path: Path) -> dict[str, object]:
             else:
                 found[key] = file.read_bytes()
     return found
+
+
+def change_settings(run: Path, **changes: object) -> None:
+    """Write the settings of ``run`` again with ``changes``, as if it had been begun with them."""
+    values = {**read_run_settings(run).values, **changes}
+    (run / "config.toml").write_text(format_settings(values, run))
 
 
 @pytest.fixture

@@ -88,8 +88,8 @@ def test_stopped_by_ctrl_c_it_goes_on_where_it_was_and_does_nothing_again(
     outcome = cli(*told, "--out", "stopped")
     assert (outcome.code, len(heard)) == (130, 6)
     assert "go on with: fedshift compare --resume stopped" in outcome.out
-    assert "note: without-ann has not ended under these settings: it is not in the table" in outcome.out
-    partly = pd.read_csv(tmp_path / "stopped" / "tables" / "accuracy.csv", index_col=0)
+    assert "\nPARTIAL: without-ann has not ended under these settings: it is not in the table" in outcome.out
+    partly = pd.read_csv(tmp_path / "stopped" / "tables" / "accuracy.csv", index_col=0, comment="#")
     assert list(partly.index) == ["cid", "macro"]
     first = written(tmp_path / "stopped" / "without-cid" / "trials")
     steps = {file: load_facts(file)["round"] for file in first if file.suffix == ".safetensors"}

@@ -375,3 +375,33 @@ def test_methods_keep_their_names_where_a_swept_setting_adds_to_them(sweep, tmp_
     assert lines[0] == "| agc | fedavg | fedbn |"
     assert [line.split(" | ")[0] for line in lines[2:4]] == ["| none", "| 0.01"]
     assert "by itself is no claim. Which methods are told apart is on the page of each comparison" in lines[-1]
+
+
+def test_a_sweep_that_was_stopped_begins_with_the_line_that_says_where_it_is(
+    sweep, cli, tmp_path, unpublished, monkeypatch
+):
+    over = ("--over", "epochs=1,2,3", "--validation", 0.4, "--target-metric", 0.999)
+    monkeypatch.setattr("fedshift.report.sweep_report.sweep_figures", lambda _: {})
+    real, rounds = Trial.advance, []
+
+    def advance(trial, *given):
+        if len(rounds) == 5:  # of which four are the first combination's
+            raise KeyboardInterrupt
+        rounds.append(1)
+        return real(trial, *given)
+
+    monkeypatch.setattr(Trial, "advance", advance)
+    assert sweep(*over, "--evaluate-every", 1, "--out", "out").code == 130
+    printed = cli("report", "out").out
+    line = (
+        "PARTIAL: epochs=2: 2 rounds were asked for, and so far fedavg has reached round 1, fedbn has not been "
+        "evaluated. Methods are compared only where both have reached the same round. epochs=3: not evaluated yet."
+    )
+    assert printed.startswith(line)
+    assert "where their validation data are best" not in printed
+    assert "not yet" in printed
+    for file in (tmp_path / "out" / "tables").iterdir():
+        assert "PARTIAL: epochs=2" in file.read_text().splitlines()[0], file.name
+    table = (tmp_path / "out" / "tables" / "sweep.md").read_text().splitlines()
+    assert "**" not in next(row for row in table if row.startswith("| 2"))
+    assert f'<p class="partial">{line}' in (tmp_path / "out" / "sweep.html").read_text()

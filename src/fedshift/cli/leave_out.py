@@ -7,7 +7,7 @@ FedWon measures unseen domains by leaving one out in this way (arXiv:2306.05879,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -180,6 +180,26 @@ def _read_measured(spec: CompareSpec, directory: Path) -> list[dict[str, Any]]:
     return sorted(ended, key=lambda each: int(each["place"]))
 
 
+def _list_lacking(directory: Path, measured: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return a sentence on each comparison of ``directory`` that is not among those ``measured``."""
+    counted = {_folder_name(directory, each["client"]) for each in measured}
+    return [
+        f"{folder.name} has not ended under these settings: it is not in the table (--resume goes on)."
+        for folder in sorted(set(directory.glob("without-*")) - counted)
+    ]
+
+
+def _list_diverged(spec: CompareSpec, directory: Path, measured: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return a sentence on each of the comparisons ``measured`` in which a method diverged."""
+    from ..experiments.run_queue import read_outcome
+
+    folders = {each["client"]: _folder_name(directory, each["client"]) for each in measured}
+    outcomes = {
+        folder.name: read_outcome(folder, {**asdict(spec), "newcomers": client}) for client, folder in folders.items()
+    }
+    return [f"{name}: {outcome}." for name, outcome in outcomes.items() if outcome]
+
+
 def _publish(spec: CompareSpec, directory: Path, console: Console) -> None:
     """Print and write one table of the results of every policy on each client that was left out so far."""
     from ..new_clients.policy_tables import (
@@ -201,6 +221,10 @@ def _publish(spec: CompareSpec, directory: Path, console: Console) -> None:
         print_line(console, "No client that was left out is measured yet, so there is nothing to report.")
         return
     text, metric = make_console(60 + 17 * len(measured)), spec.metric
+    diverged, lacking = _list_diverged(spec, directory, measured), _list_lacking(directory, measured)
+    partial = f"PARTIAL: {' '.join([*lacking, *diverged])}" if lacking or diverged else ""
+    if partial:
+        print_line(console, partial)
     seeds = seed_table(rows, metric)
     table = mean_over_seeds(seeds)
     needs = collect_needs(rows)
@@ -210,19 +234,17 @@ def _publish(spec: CompareSpec, directory: Path, console: Console) -> None:
         f"Test {METRICS[metric]} in percent of the client that was left out, mean (std) over {over}, "
         f"{spec.select} round",
     )
-    text.print(to_terminal(policy_table(table, metric, needs)))
+    text.print(to_terminal(policy_table(table, metric, needs, even=not diverged)))
     print_line(console, explain_needs(needs.values()))
-    write_table(directory / "tables", metric, format_metric_table(table, metric), table)
+    cells = replace(format_metric_table(table, metric, even=not diverged), partial=partial)
+    write_table(directory / "tables", metric, cells, table)
     gaps = policy_differences(seeds)
-    if len(gaps):
+    if len(gaps) and not diverged:
         pairs = "clients" if len(seeds) > 1 else "seeds"
-        shown = format_differences(gaps, metric, len(seeds))
+        shown = replace(format_differences(gaps, metric, len(seeds)), partial=partial)
         print_line(console, f"Minus {gaps['baseline'].iloc[0]}, in points, paired over {pairs}")
         text.print(to_terminal(shown))
         write_table(directory / "tables", "differences", shown, gaps)
-    counted = {_folder_name(directory, each["client"]) for each in measured}
-    for folder in sorted(set(directory.glob("without-*")) - counted):
-        print_line(console, f"note: {folder.name} has not ended under these settings: it is not in the table")
     for each in measured:
         for notice in each["notices"]:
             print_line(console, f"note: {notice}")

@@ -79,4 +79,5 @@ def _publish(spec: SweepSpec, wanted: Sequence[Combination], directory: Path, co
         print_line(console, "No round was evaluated yet, so there is nothing to report.")
         return
     folders, points = zip(*measured, strict=True)
-    publish_sweep(SweepResults(points=points, folders=folders), directory, console, asdict(spec))
+    missing = tuple(combination.folder for combination in wanted if combination.folder not in folders)
+    publish_sweep(SweepResults(points=points, folders=folders, missing=missing), directory, console, asdict(spec))

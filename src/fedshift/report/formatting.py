@@ -46,13 +46,15 @@ class TextCell:
 class TextTable:
     """Header, and rows whose first cell names the row; a line is drawn above row number ``rule`` (0: none).
 
-    ``note`` is printed below the table in every form but CSV, and explains spreads and intervals.
+    ``note`` is printed below the table in every form but CSV, and explains spreads and intervals. ``partial`` is a line
+    above it in files, where the runs that it compares have not all ended.
     """
 
     header: tuple[str, ...]
     rows: tuple[tuple[TextCell, ...], ...]
     rule: int = 0
     note: str = ""
+    partial: str = ""
 
     @property
     def values(self) -> list[str]:
@@ -60,10 +62,12 @@ class TextTable:
         return [cell.text for row in self.rows for cell in row[1:]]
 
 
-def make_table(header: Iterable[str], rows: Iterable[Iterable[object]], *, rule: int = 0, note: str = "") -> TextTable:
+def make_table(
+    header: Iterable[str], rows: Iterable[Iterable[object]], *, rule: int = 0, note: str = "", partial: str = ""
+) -> TextTable:
     """Return a table of ``rows``, whose values other than :class:`TextCell` are converted to text."""
     cells = (tuple(cell if isinstance(cell, TextCell) else TextCell(text=str(cell)) for cell in row) for row in rows)
-    return TextTable(header=tuple(header), rows=tuple(cells), rule=rule, note=note)
+    return TextTable(header=tuple(header), rows=tuple(cells), rule=rule, note=note, partial=partial)
 
 
 def explain_spread(seeds: float) -> str:
@@ -79,10 +83,13 @@ def difference_unit(metric: str) -> tuple[int, int, str]:
     return (1, 3, "nats") if metric == "loss" else (100, 2, "points")
 
 
-def format_metric_table(table: pd.DataFrame, metric: str = "accuracy", *, one_by_one: bool = True) -> TextTable:
+def format_metric_table(
+    table: pd.DataFrame, metric: str = "accuracy", *, one_by_one: bool = True, even: bool = True
+) -> TextTable:
     """Return an accuracy table as text: shares in percent with 2 decimals, loss in nats with 3, the best in bold.
 
-    Without ``one_by_one`` it begins with the aggregates, and its header states the number of clients.
+    Without ``one_by_one`` it begins with the aggregates, and its header states the number of clients. Unless methods
+    have reached the same rounds (``even``), none is the best.
     """
     methods = list(table.columns.get_level_values("method").unique())
     means, stds, counts = (table.to_numpy()[:, statistic::3] for statistic in range(3))
@@ -93,7 +100,7 @@ def format_metric_table(table: pd.DataFrame, metric: str = "accuracy", *, one_by
     for number, name in enumerate(table.index[first:], start=first):
         values = [round(scale * mean, digits) for mean in means[number]]
         measured = [value for value in values if not math.isnan(value)]
-        best = (min if metric == "loss" else max)(measured) if len(measured) > 1 else None
+        best = (min if metric == "loss" else max)(measured) if len(measured) > 1 and even else None
         cells = (
             TextCell(text=format_mean(value, scale * std, f".{digits}f"), best=value == best)
             for value, std in zip(values, stds[number], strict=True)
@@ -140,16 +147,18 @@ def format_difference_table(
 
 
 def to_markdown(table: TextTable) -> str:
-    """Return a GitHub-flavored Markdown table, followed by its note as a paragraph."""
+    """Return a GitHub-flavored Markdown table, between its partial line and its note as paragraphs."""
     body = [[_emphasize(_escape_markdown(cell.text), cell, "**{}**") for cell in row] for row in table.rows]
     lines = [[_escape_markdown(name) for name in table.header], ["---", *["---:"] * (len(table.header) - 1)], *body]
     note = f"\n{_escape_markdown(table.note)}\n" if table.note else ""
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines) + note
+    partial = f"{_escape_markdown(table.partial)}\n\n" if table.partial else ""
+    return partial + "".join(f"| {' | '.join(line)} |\n" for line in lines) + note
 
 
 def to_latex(table: TextTable) -> str:
     r"""Return a LaTeX ``tabular`` with its note; it requires ``\usepackage{booktabs}``."""
-    lines = [r"\begin{tabular}{l" + "r" * (len(table.header) - 1) + "}", r"\toprule"]
+    lines = [rf"\par\textbf{{{escape_latex(table.partial)}}}\par"] if table.partial else []
+    lines += [r"\begin{tabular}{l" + "r" * (len(table.header) - 1) + "}", r"\toprule"]
     lines += [" & ".join(map(escape_latex, table.header)) + r" \\", r"\midrule"]
     for number, row in enumerate(table.rows):
         if number and number == table.rule:
@@ -159,11 +168,14 @@ def to_latex(table: TextTable) -> str:
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", *note, ""])
 
 
-def to_csv(table: pd.DataFrame) -> str:
-    """Return the data frame as CSV with one header line (``fedbn mean``, ``fedbn std``) and six significant digits."""
+def to_csv(table: pd.DataFrame, partial: str = "") -> str:
+    """Return the data frame as CSV with one header line (``fedbn mean``, ``fedbn std``) and six significant digits.
+
+    ``partial``: line of the table, which becomes a comment before the header.
+    """
     flat = table.copy()
     flat.columns = pd.Index([" ".join(name) if isinstance(name, tuple) else str(name) for name in table.columns])
-    return flat.to_csv(float_format="%.6g", lineterminator="\n")
+    return (f"# {partial}\n" if partial else "") + flat.to_csv(float_format="%.6g", lineterminator="\n")
 
 
 def to_terminal(table: TextTable) -> Table:
@@ -185,7 +197,9 @@ def to_terminal(table: TextTable) -> Table:
 def write_table(directory: Path, name: str, table: TextTable, frame: pd.DataFrame | None = None) -> list[Path]:
     """Write ``table`` as Markdown and LaTeX, and ``frame`` as CSV, into ``directory``; return the paths."""
     directory.mkdir(parents=True, exist_ok=True)
-    contents = {"md": to_markdown(table), "tex": to_latex(table)} | ({} if frame is None else {"csv": to_csv(frame)})
+    contents = {"md": to_markdown(table), "tex": to_latex(table)} | (
+        {} if frame is None else {"csv": to_csv(frame, table.partial)}
+    )
     for suffix, content in contents.items():
         write_atomically(directory / f"{name}.{suffix}", content.encode())
     return [directory / f"{name}.{suffix}" for suffix in contents]
