@@ -10,7 +10,7 @@ from rich.console import Console
 
 from ..console.terminal import make_console, print_line, show_loading
 from ..utils.errors import FedshiftError, UsageError
-from .run import RunDevice, RunMethods, RunSeeds, use_threads
+from .run import RunData, RunDevice, RunMethods, RunSeeds, use_threads
 
 if TYPE_CHECKING:
     from ..experiments.experiment import Experiment
@@ -29,6 +29,7 @@ def adapt(
     methods: RunMethods = None,
     seeds: RunSeeds = None,
     device: RunDevice = None,
+    run_data: RunData = None,
     save: Path | None = None,
 ) -> int:
     """Adapt a run's models to clients that it never saw, by every policy, and measure each.
@@ -70,11 +71,12 @@ def adapt(
     from ..new_clients.site_data import load_unlabeled as unlabeled_in
 
     console = Console()
-    use_threads(load_spec(run).threads)
-    device, notices = resolve_device(load_spec(run), device)
+    settings = load_spec(run, run_data)
+    use_threads(settings.threads)
+    device, notices = resolve_device(settings, device)
     place = torch_device(device)
     with show_loading(console) as progress:
-        spec, experiment = load_experiment(run, progress, device)
+        spec, experiment = load_experiment(run, progress, device, run_data)
         experiment = select_trials(experiment, methods, seeds)
         spec = replace(spec, on_unreadable=on_unreadable or spec.on_unreadable)
         new = load_site(data, spec, experiment.data, clients, progress).to(place) if data else None

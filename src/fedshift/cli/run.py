@@ -34,6 +34,13 @@ RunDevice = Annotated[
     str | None,
     Parameter(help="Torch device to compute on; by default the run's, or cpu where this machine has none such."),
 ]
+RunData = Annotated[
+    Path | None,
+    Parameter(
+        help="Data of the run, where they have moved: the directory, or for a benchmark the one that holds its files. "
+        "By default where they were, also if they were moved together with the run."
+    ),
+]
 """Arguments that commands on a finished run share."""
 
 

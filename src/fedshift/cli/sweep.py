@@ -33,7 +33,7 @@ def sweep(
         raise UsageError(f"{output.resume} holds no sweep: give the directory of one, or start anew (--out)")
     console = Console()
     spec = anchor_paths(replace(spec, over=split_settings(spec.over)))
-    wanted = make_combinations(spec)
+    wanted = make_combinations(spec, read_run_settings(output.resume).began if output.resume else None)
     directory = output.resume or output.out or new_directory("sweep")
     left = [combination for combination in wanted if combination.read_outcome(directory) is None]
     with show_loading(console) as progress:
@@ -58,8 +58,9 @@ def rebuild_sweep(directory: Path, console: Console) -> None:
     from ..experiments.sweep import make_combinations
     from ..report.publication import publish_run
 
-    spec = SweepSpec(**read_run_settings(directory).values)
-    wanted = make_combinations(spec)
+    settings = read_run_settings(directory)
+    spec = SweepSpec(**settings.values)
+    wanted = make_combinations(spec, settings.began)
     for combination in wanted:
         publish_run(directory / combination.folder, Console(quiet=True))
     _publish(spec, wanted, directory, console)

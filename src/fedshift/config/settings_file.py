@@ -42,6 +42,11 @@ class RunSettings:
     directories: tuple[Path, Path]
 
     @property
+    def began(self) -> Path:
+        """Directory in which the run was begun, or the current one where that is gone."""
+        return next(filter(Path.is_dir, self.directories), Path.cwd())
+
+    @property
     def data_setting(self) -> str:
         """The setting that says where the data are: ``data``, or ``root`` for a benchmark."""
         return "data" if Path(str(self.values.get("data", ""))).is_absolute() else "root"
@@ -90,7 +95,7 @@ def format_settings(values: Mapping[str, Any], run: Path) -> str:
     """
     began = Path.cwd()
     with suppress(FedshiftError):  # a new run has no such file
-        began = next((one for one in read_run_settings(run).directories if one.is_dir()), began)
+        began = read_run_settings(run).began
     place = {"directory": str(began), "from_here": os.path.relpath(began, run)}
     text = f"{to_toml(values)}\n[{WRITTEN}]\n{to_toml(place)}".rstrip("\n") + _CHECKSUM
     return f'{text}{zlib.crc32(text.encode()):08x}"\n'

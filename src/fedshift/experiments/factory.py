@@ -148,18 +148,19 @@ def resolve_settings(
 S = TypeVar("S", bound=Spec)
 
 
-def anchor_paths(spec: S) -> S:
-    """Return ``spec`` with absolute paths of data, so that a run does not depend on the directory it is started in."""
-    changes: dict[str, Any] = {}
+def anchor_paths(spec: S, began: Path | None = None) -> S:
+    """Return ``spec`` with absolute paths of data, so that a run does not depend on the directory it is started in.
+
+    ``began``: directory in which relative paths begin; None: the current one.
+    """
+    began, changes = began or Path.cwd(), dict[str, Any]()
     if spec.data not in EMBEDDED:
-        if Path(spec.data).exists():
-            changes["data"] = str(Path(spec.data).absolute())
-        elif (root := data_root(spec)).exists():
-            changes["root"] = str(root.absolute())
+        if (began / spec.data).exists():
+            changes["data"] = str(began / spec.data)
+        elif (began / data_root(spec)).exists():
+            changes["root"] = str(began / data_root(spec))
     if spec.split:
-        changes["split"] = SAVED.sub(
-            lambda found: f"{found[1]}{found[2]}{Path(found[3]).absolute()}{found[2]}", spec.split
-        )
+        changes["split"] = SAVED.sub(lambda found: f"{found[1]}{found[2]}{began / found[3]}{found[2]}", spec.split)
     return replace(spec, **changes)
 
 
