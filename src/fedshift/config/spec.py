@@ -22,6 +22,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, Validation
 from pydantic.dataclasses import dataclass
 
 from ..utils.errors import UsageError, unknown_name
+from .settings_file import FILE, WRITTEN
 
 DATA = Group("Data", sort_key=1)
 PREPARING = Group("Preparing data", sort_key=2)
@@ -298,7 +299,7 @@ class OutputOptions(RunLocation):
 
 def find_settings(config: Path | None, resume: Path | None) -> Path:
     """Return the TOML file ``config``, or that of the run in ``resume``; raise :class:`UsageError` without one."""
-    path = config or (resume or Path()) / "config.toml"
+    path = config or (resume or Path()) / FILE
     if not path.is_file():
         kind = "settings file" if config else "run to resume"
         raise UsageError(f"no {kind} at {path}: give the path of one that exists")
@@ -313,6 +314,12 @@ def read_settings(path: Path, allowed: Sequence[str]) -> dict[str, Any]:
         raise UsageError(
             f'{path} is no valid TOML: {error}. Write lines such as lr = 0.01 or model = "name"'
         ) from error
+    values.pop(WRITTEN, None)
+    return select_settings(values, path, allowed)
+
+
+def select_settings(values: Mapping[str, Any], path: Path, allowed: Sequence[str]) -> dict[str, Any]:
+    """Return ``values`` of the TOML file ``path`` as :func:`read_settings` does."""
     settings: dict[str, Any] = {}
     for name, command in OF_ONE.items():
         if name not in allowed and {name, name.replace("_", "-")} & values.keys():

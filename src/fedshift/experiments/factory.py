@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 from ..config.expressions import expressions, resolve
 from ..config.spec import CompareSpec, RunSpec, SharedSpec, Spec, TrialSpec
@@ -16,12 +18,15 @@ from ..core.work import Work
 from ..data.augmentation import Augmentation, parse_augmentation
 from ..data.files.read_options import Progress
 from ..data.partition import match_names
-from ..data.sources import load_source, prepare_clients, write_assignment
+from ..data.sources import EMBEDDED, data_root, load_source, prepare_clients, write_assignment
 from ..methods.agc import agc
 from ..models import ModelFactory
 from ..utils.errors import UsageError, unknown_name
 from .experiment import Experiment
 from .settings import Settings
+
+SAVED = re.compile(r"""(\bsaved\(\s*(?:path\s*=\s*)?)(['"])(.+?)\2""")
+"""The path in a split such as ``saved(path='split.csv')``."""
 
 
 def parse_methods(text: str) -> tuple[Method, ...]:
@@ -139,6 +144,25 @@ def resolve_settings(
     )
 
 
+S = TypeVar("S", bound=Spec)
+
+
+def anchor_paths(spec: S, began: Path | None = None) -> S:
+    """Return ``spec`` with absolute paths of data, so that a run does not depend on the directory it is started in.
+
+    ``began``: directory in which relative paths begin; None: the current one.
+    """
+    began, changes = began or Path.cwd(), dict[str, Any]()
+    if spec.data not in EMBEDDED:
+        if (began / spec.data).exists():
+            changes["data"] = str(began / spec.data)
+        elif (began / data_root(spec)).exists():
+            changes["root"] = str(began / data_root(spec))
+    if spec.split:
+        changes["split"] = SAVED.sub(lambda found: f"{found[1]}{found[2]}{began / found[3]}{found[2]}", spec.split)
+    return replace(spec, **changes)
+
+
 def list_seeds(spec: Spec) -> tuple[int, ...]:
     """Return the seeds that ``spec`` asks for."""
     return tuple(range(spec.first_seed, spec.first_seed + spec.seeds))
@@ -149,6 +173,7 @@ def make_experiment(spec: RunSpec | CompareSpec, progress: Progress | None = Non
 
     Raises :class:`UsageError` naming the setting where something does not fit.
     """
+    spec = anchor_paths(spec)
     methods = make_methods(spec)
     source = load_source(spec.data, spec, progress).fit_images(spec.image_size)
     data = prepare_clients(source, spec)

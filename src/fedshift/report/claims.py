@@ -33,6 +33,7 @@ from .formatting import (
     format_signed,
     make_table,
 )
+from .progress import find_reached_rounds, is_comparable
 from .tables import accuracy_table, mask_incomparable, seed_table, select_reported_rows
 
 LEAST_ERROR = CONCORDANT / 1000
@@ -75,9 +76,9 @@ def collect_claims(
     """Return every comparison that a report of ``summary`` makes by ``metric`` (by default its own) of ``model``.
 
     Each macro value is that of the tables, over the clients that every method measured under that seed, so that a
-    difference compares like with like.
+    difference compares like with like. Seeds under which two methods have not reached the same round do not count.
     """
-    metric = metric or summary.metric
+    metric, reached = metric or summary.metric, find_reached_rounds(summary)
     table = mask_incomparable(seed_table(summary, metric, model).iloc[: len(summary.clients)])
     rows = select_reported_rows(summary, model)
     variances = {"grid": grid_variance(rows, metric), "sampling": sampling_variance(rows, metric)}
@@ -96,7 +97,8 @@ def collect_claims(
     pairs: dict[tuple[str, str], PairedDifference] = {}
     variation: dict[tuple[str, str], float] = {}
     for one, other in combinations(methods, 2):
-        both_CS = np.isfinite(values_CS[one]) & np.isfinite(values_CS[other])
+        same_S = np.array([is_comparable(reached, one, other, seed) for seed in table[one].columns], dtype=bool)
+        both_CS = np.isfinite(values_CS[one]) & np.isfinite(values_CS[other]) & same_S
         count_S = np.where(both_CS.any(axis=0), both_CS.sum(axis=0), math.nan)
         ours_S, theirs_S = (np.where(both_CS, values_CS[name], 0).sum(axis=0) / count_S for name in (one, other))
         steps_S = np.where(both_CS, grid_CS[one] + grid_CS[other], 0).sum(axis=0) / count_S**2
@@ -237,7 +239,7 @@ def describe_difference(one: str, other: str, gap: PairedDifference, metric: str
     mean = round(scale * gap.mean, digits) if gap.pairs else math.nan
     size, side = f"{abs(mean):.{digits}f} {unit}", "above" if mean > 0 else "below"
     if gap.pairs == 0:
-        return f"{one} and {other} have no evaluated seed in common."
+        return f"{one} and {other} have no seed under which both were evaluated after the same round."
     if gap.pairs < FEWEST:
         seeds = "one seed" if gap.pairs == 1 else f"{gap.pairs} seeds"
         relation = f"lies {size} {side}" if mean else "is level with"
@@ -306,8 +308,10 @@ def describe_ranking(summary: RunSummary, claims: Claims | None = None) -> list[
     if not pairs:
         return []
     most = max(claims.between(*pair).pairs for pair in pairs)
+    if not most:
+        return ["Claim no order of these methods: under no seed have two of them reached the same round."]
     if most < FEWEST:
-        seeds = "one seed says" if most == 1 else f"{most or 'no'} seeds say"
+        seeds = "one seed says" if most == 1 else f"{most} seeds say"
         return [f"Claim no order of these methods: {seeds} too little. --seeds 5 gives intervals that can tell."]
     named = pairs if len(pairs) <= NAMED else [pair for pair in pairs if not claims.between(*pair).is_significant]
     sentences = []

@@ -24,6 +24,7 @@ from ..analysis.statistics import mean_and_std
 from ..results.schema import PICTURED, RunSummary
 from .claims import difference_table
 from .formatting import format_bytes, format_mean, format_signed
+from .progress import describe_partial
 from .style import (
     INK,
     add_legend,
@@ -102,7 +103,7 @@ def make_panels(summary: RunSummary) -> list[FigurePanel]:
 def _make_panels(summary: RunSummary) -> Iterator[FigurePanel]:
     tested = metric_history(summary)
     trained = metric_history(summary, "loss", model=None, split="train", moment="trained")
-    many = len(summary.clients) > ONE_BY_ONE
+    many, mark = len(summary.clients) > ONE_BY_ONE, "PARTIAL: " if describe_partial(summary) else ""
     clients = [] if many else list(summary.clients)[:PICTURED]
     label = f"test {summary.metric_name} (%)"
     if len(tested):
@@ -114,7 +115,7 @@ def _make_panels(summary: RunSummary) -> Iterator[FigurePanel]:
         loss = _macro(metric_history(summary, "loss"))
         yield _draw_curves(summary, "test-loss", "Test loss (macro)", loss, "test loss (nats)")
     if len(tested) and len(summary.traffic):
-        yield _draw_traffic(summary, _macro(tested))
+        yield _draw_traffic(summary, _macro(tested), mark)
     for number, client in enumerate(clients, start=1):
         rows = tested[tested["client"] == client]
         if len(rows):
@@ -124,9 +125,9 @@ def _make_panels(summary: RunSummary) -> Iterator[FigurePanel]:
     if len(tested) and many:
         low = tested.groupby(["method", "seed", "round"])["value"].quantile(LOW).reset_index()
         yield _draw_curves(summary, "accuracy-low", f"{100 * LOW:g} % quantile over clients", low, label, 100)
-        yield _draw_distribution(summary)
+        yield _draw_distribution(summary, mark)
     elif len(tested):
-        yield _draw_bars(summary, [*clients, "macro"])
+        yield _draw_bars(summary, [*clients, "macro"], mark)
 
 
 def _draw_samples(summary: RunSummary) -> Figure:
@@ -201,10 +202,10 @@ def _draw_differences(summary: RunSummary) -> Iterator[FigurePanel]:
     yield FigurePanel(name="difference", figure=figure, description=f"{caption} {ends}.", points=points)
 
 
-def _draw_traffic(summary: RunSummary, macro: pd.DataFrame) -> FigurePanel:
+def _draw_traffic(summary: RunSummary, macro: pd.DataFrame, mark: str) -> FigurePanel:
     """Draw macro accuracy against the bytes exchanged up to that round; a large marker is the reported round."""
     figure, axes = make_panel(
-        f"{summary.metric_name[0].upper()}{summary.metric_name[1:]} against traffic",
+        f"{mark}{summary.metric_name[0].upper()}{summary.metric_name[1:]} against traffic",
         "bytes exchanged, all clients",
         f"macro test {summary.metric_name} (%)",
     )
@@ -241,14 +242,14 @@ def _draw_traffic(summary: RunSummary, macro: pd.DataFrame) -> FigurePanel:
     return FigurePanel(name="traffic", figure=figure, description=description, points=points, note=spread)
 
 
-def _draw_bars(summary: RunSummary, names: list[str]) -> FigurePanel:
+def _draw_bars(summary: RunSummary, names: list[str], mark: str) -> FigurePanel:
     """Draw accuracy at the reported round: one group of bars for each client and the mean over clients."""
     table, styles = 100 * accuracy_table(summary), make_styles(summary.methods)
     rows = [*range(len(names) - 1), len(summary.clients)]  # macro is the row below all clients
     thick = 0.8 / len(styles)
     height = max(1.8, len(names) * (0.3 + 0.06 * len(styles)))
     points: list[tuple[float, float, str]] = []
-    figure, axes = make_panel("At the reported round", f"test {summary.metric_name} (%)", "", height)
+    figure, axes = make_panel(f"{mark}At the reported round", f"test {summary.metric_name} (%)", "", height)
     handles: dict[str, Any] = {}
     for method, style in styles.items():
         where = [row - 0.4 + thick * (style.number + 0.5) for row in range(len(names))]
@@ -272,11 +273,11 @@ def _draw_bars(summary: RunSummary, names: list[str]) -> FigurePanel:
     return FigurePanel(name="accuracy-bars", figure=figure, description=description, points=points, note=spread)
 
 
-def _draw_distribution(summary: RunSummary) -> FigurePanel:
+def _draw_distribution(summary: RunSummary, mark: str) -> FigurePanel:
     """Draw the distribution of many clients' accuracies at the reported round, a row for each method."""
     table = 100 * accuracy_table(summary).iloc[len(summary.clients) :].xs("mean", axis=1, level="statistic")
     figure, axes = make_panel(
-        "Clients at the reported round", f"test {summary.metric_name} (%)", "", 1.3 + 0.3 * len(table.T)
+        f"{mark}Clients at the reported round", f"test {summary.metric_name} (%)", "", 1.3 + 0.3 * len(table.T)
     )
     for row, (method, style) in enumerate(make_styles(summary.methods).items()):
         low, lower, median, upper, high = table.loc[list(QUANTILES), method]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +35,14 @@ from .formatting import (
     make_table,
 )
 from .html import draw_legend_entry, embed_panel, encode_strip, render_template
+from .progress import describe_partial, find_reached_rounds, is_even
 from .style import make_styles
 from .tables import (
     AFTER_WORK,
     ONE_BY_ONE,
     QUANTILES,
     accuracy_table,
+    describe_round,
     describe_seeds,
     find_reported_rounds,
     list_shortfalls,
@@ -73,23 +75,26 @@ def collect_tables(summary: RunSummary, claims: Claims) -> dict[str, ReportTable
     tables: dict[str, ReportTable] = {}
 
     def add(name: str, caption: str, frame: pd.DataFrame, text: TextTable, file: str = "") -> None:
+        text = replace(text, partial=partial)
         tables[name] = ReportTable(caption=caption, frame=frame, text=text, file=file or name)
 
     metric, one_by_one = summary.metric, len(summary.clients) <= ONE_BY_ONE
+    partial, even = describe_partial(summary), is_even(find_reached_rounds(summary))
     for name, moment, when in (("metric", "loaded", ""), ("trained", "trained", f" {AFTER_WORK}")):
         if moment == "loaded" or measures_trained(summary):
             frame = accuracy_table(summary, moment=moment)
             caption = f"Test {summary.metric_name} of the personal model in percent{when}"
-            caption += f", {describe_seeds(summary)}, {summary.select} round"
+            caption += f", {describe_seeds(summary)}, {describe_round(summary)}"
             file = metric if moment == "loaded" else f"{metric}-trained"
             leader = find_leader(claims, metric) if moment == "loaded" else ""
-            add(name, caption, frame, format_metric_table(frame, metric, one_by_one=one_by_one, leader=leader), file)
+            text = format_metric_table(frame, metric, one_by_one=one_by_one, leader=leader, even=even)
+            add(name, caption, frame, text, file)
     if len(frame := tabulate_claims(claims)):
         caption = f"Macro {summary.metric_name} minus {claims.baseline}'s in points, paired over seeds"
         add("differences", caption, frame, format_difference_table(frame, metric))
     if (target := summary.target_metric) is not None:
         frame = target_table(summary, target)
-        add("target", describe_target(summary, target), frame, format_target_table(frame))
+        add("target", describe_target(summary, target), frame, format_target_table(frame, ended=not partial))
     if len(frame := concordance_table(summary)):
         text = format_concordance_table(frame, claims.concordance)
         add("concordance", describe_concordance(summary, frame), frame, text)
@@ -108,12 +113,14 @@ def render_page(summary: RunSummary) -> str:
     many = len(summary.clients) > ONE_BY_ONE
     claims = collect_claims(summary)
     tables = collect_tables(summary, claims)
-    leaders = _find_leaders(tables["metric"].text, summary.methods)
+    reached = find_reached_rounds(summary)
+    leaders = _find_leaders(tables["metric"].text, summary.methods) if is_even(reached) else {}
     images, panels = list(summary.samples.items())[:PICTURED], make_panels(summary)
     notes = dict.fromkeys(panel.note for panel in panels if panel.note)
     return render_template(
         "page.html.j2",
         summary=summary,
+        partial=describe_partial(summary),
         tables=tables,
         leaders=[f"{method} with {text}" for method, text in leaders.items()],
         comparison=describe_leaders(claims, leaders, [m for m in rank_methods(summary) if m not in leaders]),
@@ -154,7 +161,8 @@ def _other_metrics(summary: RunSummary) -> Iterator[tuple[str, str, TextTable]]:
             if (model, metric) == ("personal", summary.metric):
                 continue
             frame = accuracy_table(summary, metric, model, moment=moment)
-            table = format_metric_table(frame, metric, one_by_one=len(summary.clients) <= ONE_BY_ONE)
+            one_by_one, even = len(summary.clients) <= ONE_BY_ONE, is_even(find_reached_rounds(summary))
+            table = format_metric_table(frame, metric, one_by_one=one_by_one, even=even)
             if any(text != MISSING for text in table.values):
                 title = f"{name[0].upper()}{name[1:]}, {model} model"
                 title += f" {AFTER_WORK}" if moment == "trained" else ""

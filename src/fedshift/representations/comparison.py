@@ -125,6 +125,7 @@ def compare_representations(
     methods: str | Sequence[str] | None = None,
     seeds: int | Sequence[int] | None = None,
     device: str | None = None,
+    run_data: Path | None = None,
     progress: Progress | None = None,
 ) -> RepresentationComparison:
     """Compare the models of the finished run in ``directory``, without changing it.
@@ -138,6 +139,7 @@ def compare_representations(
         methods: methods of the run to compare, as :func:`~fedshift.experiments.restoration.select_trials` takes them.
         seeds: seeds of the run to compare, likewise.
         device: device to compute on; by default the run's if available, else the CPU.
+        run_data: data of the run, where they have moved.
         progress: called while data are read and for each trial.
 
     Raises:
@@ -145,7 +147,7 @@ def compare_representations(
         FedshiftError: files of the run are damaged, or a client's further round diverges.
 
     """
-    spec, experiment = load_experiment(directory, progress, device)
+    spec, experiment = load_experiment(directory, progress, device, run_data)
     go_on = f"fedshift {'compare' if isinstance(spec, CompareSpec) else 'run'} --resume {directory}"
     with limit_threads(spec.threads):
         return collect_comparison(

@@ -28,6 +28,7 @@ from ...experiments.experiment import Experiment, Observer
 from ...experiments.factory import list_seeds, make_methods, make_settings, resolve_model
 from ...experiments.trial import RoundResult
 from ...results.run_directory import MACHINES
+from ...results.summary import holds_run
 from ...utils.errors import FedshiftError, UsageError
 from ..transport.exchange import FACTS, Exchange
 from ..transport.pki import load_public_keys
@@ -122,7 +123,8 @@ class Coordinator:
         labels = make_settings(replace(self.spec, newcomers=None), ()).loss.uses_counts
         hello = Exchange(kind="describe", facts={"spec": self.sent, "labels": labels})
         self.path = self.directory / MACHINES / "population.json"
-        self.population = ClientRegistry.read(self.path) if self.path.exists() else ClientRegistry()
+        begun = self.path.exists() or holds_run(self.directory)
+        self.population = ClientRegistry.read(self.path) if begun else ClientRegistry()
         known = {client.name: client for client in self.population.clients}
         secured: dict[str, Any] = {}
         if order["keys"]:

@@ -7,7 +7,6 @@ categories, whose sorted union is the schema by which every site reads its table
 
 from __future__ import annotations
 
-import json
 import math
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,8 +23,8 @@ from ...data.files.images import sort_classes
 from ...data.files.table_schema import MOST_CATEGORIES, Column, feature_offsets
 from ...data.files.tables import format_list, number_classes
 from ...data.samples import Samples
+from ...utils.checked_json import read_checked, write_checked
 from ...utils.errors import FedshiftError, UsageError
-from ...utils.files import write_atomically
 from ..transport.arrays import NUMPY_TYPES
 
 MOST_SAMPLES, MOST_VALUES, MOST_CLASSES, LONGEST_NAME = 10**8, 2**30, 10**6, 200
@@ -112,15 +111,15 @@ class ClientRegistry:
 
     @staticmethod
     def read(path: Path) -> ClientRegistry:
-        """Read a registry that :meth:`write` wrote."""
-        found = json.loads(path.read_text(encoding="utf-8"))
+        """Read a registry that :meth:`write` wrote; raise :class:`FedshiftError` where it is damaged."""
+        found = read_checked(path, "start a new experiment: without it sites are not known again")
         return ClientRegistry(experiment=found["experiment"], clients=tuple(map(SiteDescription.of, found["clients"])))
 
     def write(self, path: Path) -> None:
         """Write the registry atomically."""
         path.parent.mkdir(parents=True, exist_ok=True)
         content = {"experiment": self.experiment, "clients": [asdict(client) for client in self.clients]}
-        write_atomically(path, (json.dumps(content, indent=2) + "\n").encode())
+        write_checked(path, content)
 
     def add_clients(self, found: Iterable[SiteDescription], order: Sequence[str] = ()) -> ClientRegistry:
         """Return the registry with the new ones of ``found``, in ``order`` as far as that goes, then by name."""
