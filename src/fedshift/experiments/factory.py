@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..config.expressions import expressions, resolve
+from ..config.expressions import EMBEDDED, expressions, resolve
 from ..config.spec import CompareSpec, RunSpec, SharedSpec, Spec, TrialSpec
 from ..core.loss import Loss, parse_loss
 from ..core.method import Method
@@ -18,7 +18,7 @@ from ..core.work import Work
 from ..data.augmentation import Augmentation, parse_augmentation
 from ..data.files.read_options import Progress
 from ..data.partition import match_names
-from ..data.sources import EMBEDDED, data_root, load_source, prepare_clients, write_assignment
+from ..data.sources import data_root, load_source, prepare_clients, write_assignment
 from ..methods.agc import agc
 from ..models import ModelFactory
 from ..utils.errors import UsageError, unknown_name

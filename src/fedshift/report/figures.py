@@ -164,7 +164,7 @@ def _draw_curves(
         handles[method] = make_legend_entry(style)
         plot_band(axes, style, values)
         ends.append(f"{method} {values['mean'].iloc[-1]:.2f} after round {values.index[-1]}")
-        points += [(at, mean, f"{method}, round {at}: {mean:.2f}") for at, mean in values["mean"].items()]
+        points += [(at, mean, f"{method}, round {at}: {mean:.2f}") for at, mean in values["mean"].to_dict().items()]
     spread = (
         f"line: mean, band: lowest to highest of {len(summary.seeds)} seeds" if len(summary.seeds) > 1 else "one seed"
     )
@@ -197,7 +197,7 @@ def _draw_differences(summary: RunSummary) -> Iterator[FigurePanel]:
             row,
             f"{method}: " + " to ".join(format_signed(100 * gap[x]) for x in ("low", "high")),
         )
-        for row, (method, gap) in enumerate(table.iterrows())
+        for row, (method, gap) in enumerate(table.to_dict("index").items())
     ]
     yield FigurePanel(name="difference", figure=figure, description=f"{caption} {ends}.", points=points)
 

@@ -240,7 +240,9 @@ def write_table(
     """Write ``table`` as Markdown and LaTeX, and ``frame`` as CSV, into ``directory``; return the paths."""
     directory.mkdir(parents=True, exist_ok=True)
     latex = to_latex(table, caption, f"tab:{name}")
-    contents = {"md": to_markdown(table), "tex": latex} | ({} if frame is None else {"csv": to_csv(frame, table.partial)})
+    contents = {"md": to_markdown(table), "tex": latex} | (
+        {} if frame is None else {"csv": to_csv(frame, table.partial)}
+    )
     for suffix, content in contents.items():
         write_atomically(directory / f"{name}.{suffix}", content.encode())
     return [directory / f"{name}.{suffix}" for suffix in contents]
