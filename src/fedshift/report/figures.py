@@ -164,7 +164,8 @@ def _draw_curves(
         handles[method] = make_legend_entry(style)
         plot_band(axes, style, values)
         ends.append(f"{method} {values['mean'].iloc[-1]:.2f} after round {values.index[-1]}")
-        points += [(at, mean, f"{method}, round {at}: {mean:.2f}") for at, mean in values["mean"].to_dict().items()]
+        means = zip(values.index.tolist(), values["mean"].tolist(), strict=True)
+        points += [(at, mean, f"{method}, round {at}: {mean:.2f}") for at, mean in means]
     spread = (
         f"line: mean, band: lowest to highest of {len(summary.seeds)} seeds" if len(summary.seeds) > 1 else "one seed"
     )
