@@ -181,6 +181,23 @@ def validation(*, fraction: float | None = None, size: int | None = None) -> Cha
     return lambda data: data.hold_out(fraction, size=size)
 
 
+def split_stratified(
+    y: NDArray[np.int64], fraction: float, rng: np.random.Generator
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Split the indices of labels ``y`` ``[N]`` into those that remain and those that are drawn, both ascending.
+
+    Of a class of n samples ``fraction * n`` are drawn, rounded, but where n is 2 or more at least one is drawn and at
+    least one remains; a single sample remains. Raises :class:`UsageError` for a ``fraction`` outside 0..1.
+    """
+    if not 0 < fraction < 1:
+        raise UsageError(f"test_fraction={fraction:g}: must lie between 0 and 1")
+    drawn = np.zeros(len(y), dtype=bool)
+    for label in np.unique(y):
+        places = rng.permutation(np.flatnonzero(y == label))
+        drawn[places[: min(len(places) - 1, max(1, round(fraction * len(places))))]] = True
+    return np.flatnonzero(~drawn), np.flatnonzero(drawn)
+
+
 def match_names(patterns: str, names: Sequence[str]) -> tuple[str, ...]:
     """Return the names that match ``patterns`` (with commas; ``*``, ``?`` and ``[...]`` as in file names)."""
     if patterns in names:

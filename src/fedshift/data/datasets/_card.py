@@ -6,11 +6,12 @@ import sys
 import tomllib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from ...utils.errors import UsageError
+
+_FACTS = tomllib.loads(Path(__file__).with_name("cards.toml").read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,14 +77,9 @@ class Card:
 
 def make_card(name: str, *, remotes: Iterable[Remote] = (), **functions: Any) -> Card:
     """Return the card of benchmark ``name``: its facts in ``cards.toml``, ``functions`` and further ``remotes``."""
-    facts = dict(_read_facts()[name])
+    facts = dict(_FACTS[name])
     own = (Remote(**remote) for remote in facts.pop("remotes", ()))
     return Card(clients=tuple(facts.pop("clients")), remotes=(*own, *remotes), **facts, **functions)
-
-
-@cache
-def _read_facts() -> dict[str, Any]:
-    return tomllib.loads(Path(__file__).with_name("cards.toml").read_text(encoding="utf-8"))
 
 
 def get_card(loader: Callable[..., Any]) -> Card:

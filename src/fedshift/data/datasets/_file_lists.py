@@ -20,8 +20,8 @@ from ..federation import ClientData, Federation
 from ..files.image_store import ImageFacts, ImageFile, cache_entry, decode_all, load_store
 from ..files.images import list_files
 from ..files.read_options import Progress, ReadOptions
+from ..partition import split_stratified
 from ..pickles import read_pickle
-from ..stratification import split_stratified
 
 LISTED = ["path", "label", "part"]
 """Columns of a table of images: the path relative to a known directory, and the part train, validation or test."""

@@ -25,8 +25,8 @@ from ...utils.errors import UsageError, unknown_name
 from ...utils.random_streams import stream
 from ..federation import ClientData, Federation
 from ..formats import explain_errors, read_csv, read_npz
+from ..partition import split_stratified
 from ..samples import Samples
-from ..stratification import split_stratified
 from ._card import make_card
 
 _SITES = ("NYU", "UM_1", "USM", "UCLA_1")

@@ -23,7 +23,7 @@ from ...utils.errors import UsageError, unknown_name
 from ...utils.random_streams import stream
 from ..federation import ClientData, Federation
 from ..pickles import read_pickle
-from ..samples import Samples, to_samples
+from ..samples import Samples, join_samples, to_samples
 from . import single_datasets as single
 from ._card import Card, make_card
 from ._single_dataset import DIGITS, Parts
@@ -112,7 +112,8 @@ def digits_five(
     for domain, home in homes.items():
         own = _find_partitions(domain, home) if split == "paper" else None
         if own:
-            train, test = _read_partitions(own)
+            train = join_samples([_read_partition(own / name) for name in _PARTITIONS])
+            test = _read_partition(own / "test.pkl")
         else:
             client = _SOURCES[domain][2](home).clients[0]
             train, test = client.train, client.test
@@ -122,17 +123,11 @@ def digits_five(
     return Federation(name="digits-five", clients=tuple(clients), classes=10, note=note, class_names=DIGITS)
 
 
-def _read_partitions(folder: Path) -> Parts:
-    pieces = [to_samples(*_read_pair(folder / name), where=str(folder / name)) for name in _PARTITIONS]
-    train = Samples(x=torch.cat([piece.x for piece in pieces]), y=torch.cat([piece.y for piece in pieces]))
-    return train, to_samples(*_read_pair(folder / "test.pkl"), where=str(folder / "test.pkl"))
-
-
-def _read_pair(file: Path) -> tuple[np.ndarray, np.ndarray]:
+def _read_partition(file: Path) -> Samples:
     content = read_pickle(file)
     if not (isinstance(content, tuple | list) and len(content) == 2):
         raise UsageError(f"{file} does not hold images and labels, as the FedBN authors' partitions do: get it again")
-    return content[0], content[1]
+    return to_samples(content[0], content[1], str(file))
 
 
 def _split_as_paper(train: Samples, test: Samples, seed: int) -> Parts:

@@ -21,8 +21,8 @@ from ...utils.random_streams import stream
 from ..federation import ClientData, Federation
 from ..files.table_schema import Column, impute, scale
 from ..formats import read_npz
+from ..partition import split_stratified
 from ..samples import Samples
-from ..stratification import split_stratified
 from ._card import make_card
 
 _CLIENTS = ("cleveland", "hungarian", "switzerland", "va")
@@ -79,7 +79,11 @@ def heart_disease(
         raise UsageError(f"missing={missing!r}: must be 'impute' or 'drop'")
     tables = _read_tables(CARD.locate("heart-disease", root))
     names = [name for name in _NAMES if missing == "impute" or name not in _FLAMBY_LEAVES_OUT]
-    columns = [Column(name=name, categories=_list_categories(name)) for name in names]
+    codes = [_CODES.get(name) for name in names]
+    columns = [
+        Column(name=name, categories=None if own is None else tuple(map(str, own)))
+        for name, own in zip(names, codes, strict=True)
+    ]
     clients, notices = [], []
     for client, table in tables.items():
         raw, y = table[:, [_NAMES.index(name) for name in names]], table[:, -1]
@@ -93,7 +97,7 @@ def heart_disease(
         sides = split_stratified(label, test_fraction, stream(seed, "heart-disease", client))
         order = np.concatenate(sides)
         train = len(sides[0])
-        x = _encode_features(raw[order], names, columns)
+        x = np.concatenate(list(map(_encode, raw[order].T, codes)), axis=1, dtype=np.float32)
         filled, empty = impute(x, train, columns)
         scale(x, train, columns)
         if filled:
@@ -134,16 +138,7 @@ def _read_table(file: Path) -> Floats:
         raise UsageError(f"{file} holds what is no number ({error}): get it again") from error
 
 
-def _list_categories(name: str) -> tuple[str, ...] | None:
-    return tuple(map(str, _CODES[name])) if name in _CODES else None
-
-
-def _encode_features(raw: Floats, names: list[str], columns: list[Column]) -> Floats:
-    """Return numbers unchanged and codes as one feature per value; every feature of a gap is NaN."""
-    blocks = []
-    for values, name, column in zip(raw.T, names, columns, strict=True):
-        block = values[:, None]
-        if column.categories is not None:
-            block = np.where(np.isnan(block), np.nan, block == np.array(_CODES[name]))
-        blocks.append(block)
-    return np.concatenate(blocks, axis=1, dtype=np.float32)
+def _encode(values: Floats, codes: tuple[int, ...] | None) -> NDArray[np.floating]:
+    """Return numbers unchanged, ``[N, 1]``, and codes as one feature per value; every feature of a gap is NaN."""
+    block = values[:, None]
+    return block if codes is None else np.where(np.isnan(block), np.nan, block == np.array(codes))

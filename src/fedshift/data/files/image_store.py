@@ -115,7 +115,9 @@ def load_store(place: Path) -> ImageStore | None:
     except (OSError, ValueError, TypeError, EOFError):
         remove(place)
         return None
-    mark_used(place)
+    _mapped.add(place)
+    with suppress(OSError):  # in a read-only cache
+        os.utime(place)
     return store
 
 
@@ -302,13 +304,6 @@ def entries(images: Path) -> list[Entry]:
 def count_bytes(images: Path) -> int:
     """Return the bytes of all entries in the directory ``images``."""
     return sum(entry.size for entry in entries(images))
-
-
-def mark_used(place: Path) -> None:
-    """Record that this process uses the entry at ``place`` now."""
-    _mapped.add(place)
-    with suppress(OSError):  # in a read-only cache
-        os.utime(place)
 
 
 def make_room(images: Path, size: int) -> None:

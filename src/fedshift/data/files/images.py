@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from ...utils.errors import UsageError, unknown_name
 from ...utils.random_streams import stream
 from ..federation import ClientData, Federation
-from ..stratification import split_stratified
+from ..partition import split_stratified
 from .image_decoding import SUFFIXES, Header
 from .image_store import (
     ImageFacts,

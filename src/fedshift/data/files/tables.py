@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from ...utils.errors import UsageError, unknown_name
 from ...utils.random_streams import stream
 from ..federation import ClientData, Federation
+from ..partition import split_stratified
 from ..samples import Samples
-from ..stratification import split_stratified
 from .read_options import Progress, ReadOptions
 from .table_schema import (
     SUFFIXES,
