@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -169,19 +170,20 @@ def read_tables(path: Path, reading: ReadOptions) -> Federation:
         inferred = [infer_column(name, seen[name]) for name in features]
         columns, remarks = [column for column, _ in inferred], [notice for _, notice in inferred if notice]
     classes, label, class_names = _find_classes(rows, roles.target, reading.classes)
-    y, ends, place = _arrange_rows(rows, label, roles, reading)
-    x = [np.empty((len(labels), feature_offsets(columns)[-1]), dtype=np.float32) for labels in y]
+    y, place, bounds = _arrange_rows(rows, label[rows.codes[roles.target]], roles, reading)
+    x = np.empty((len(y), feature_offsets(columns)[-1]), dtype=np.float32)
     _fill_features(x, place, rows, columns, reading.progress)
     notices += remarks
-    constant = _find_constant(x, columns)
+    same = np.fmin.reduce(x) == np.fmax.reduce(x)
+    constant = [repr(column.name) for column, features in feature_slices(columns) if same[features].all()]
     if constant:
-        notices.append(f"the same in all rows, so nothing can be learned from it: {format_list(map(repr, constant))}")
-    notices += _impute_and_scale(x, [end[1] for end in ends], rows.names, columns, reading)
+        notices.append(f"the same in all rows, so nothing can be learned from it: {format_list(constant)}")
+    notices += _impute_and_scale(x, bounds, columns, reading)
     clients = []
-    for k, name in enumerate(rows.names):
+    for name, edges in bounds.items():
         parts = {
-            split: Samples(x=torch.from_numpy(x[k][first:last]), y=torch.from_numpy(y[k][first:last]))
-            for split, first, last in zip(SPLITS, ends[k], ends[k][1:], strict=False)
+            split: Samples(x=torch.from_numpy(x[first:last]), y=torch.from_numpy(y[first:last]))
+            for split, (first, last) in zip(SPLITS, pairwise(edges), strict=True)
             if last > first
         }
         clients.append(ClientData(name=name, **parts))
@@ -189,7 +191,7 @@ def read_tables(path: Path, reading: ReadOptions) -> Federation:
         name=path.resolve().name if path.is_dir() else path.resolve().stem,
         clients=tuple(clients),
         classes=classes,
-        note=f"{sum(map(len, y))} rows of {len(clients)} clients, {len(columns)} columns",
+        note=f"{len(y)} rows of {len(clients)} clients, {len(columns)} columns",
         class_names=class_names,
         notices=tuple(notices),
         columns=tuple(columns),
@@ -364,22 +366,21 @@ def number_classes(values: Sequence[str], target: str, least: int | None) -> tup
 
 def _arrange_rows(
     rows: TableRows, label: Labels, roles: ColumnRoles, reading: ReadOptions
-) -> tuple[list[Labels], list[list[int]], Ints]:
-    """Sort each client's rows by split.
+) -> tuple[Labels, Ints, dict[str, list[int]]]:
+    """Sort the rows of the clients that are read by client and split.
 
-    Returns each client's labels, the offsets of its splits (ending with its number of rows), and the position of each
-    of the N rows in its client's arrays.
+    Returns their labels, the position of each of the N rows among them (-1 where it is not read), and by client the
+    positions where its splits begin, followed by where the last ends.
     """
-    y, ends, place = [], [], np.full(len(rows.client), -1, dtype=np.int32)
-    order = np.argsort(rows.client, kind="stable")
+    side, order = np.zeros(len(rows.client), dtype=np.int8), np.argsort(rows.client, kind="stable")
     for here in np.split(order, np.searchsorted(rows.client, range(len(rows.names)), sorter=order))[1:]:
-        labels = label[rows.codes[roles.target][here]]
-        side = _assign_splits(rows, here, labels, roles, reading.test_fraction)
-        by_side = np.argsort(side, kind="stable")
-        place[here[by_side]] = np.arange(len(here))
-        y.append(labels[by_side])
-        ends.append(np.searchsorted(side[by_side], range(len(SPLITS) + 1)).tolist())
-    return y, ends, place
+        side[here] = _assign_splits(rows, here, label[here], roles, reading.test_fraction)
+    order = np.lexsort((side, rows.client))[np.count_nonzero(rows.client < 0) :]
+    place = np.full(len(rows.client), -1, dtype=np.int32)
+    place[order] = np.arange(len(order))
+    parts = len(SPLITS)
+    begin = np.searchsorted(rows.client[order] * parts + side[order], range(parts * len(rows.names) + 1)).tolist()
+    return label[order], place, {name: begin[parts * k :][: parts + 1] for k, name in enumerate(rows.names)}
 
 
 def _assign_splits(
@@ -445,9 +446,9 @@ def draw_groups(group: NDArray[np.int32], fraction: float, rng: np.random.Genera
 
 
 def _fill_features(
-    x: Sequence[Floats], place: Ints, rows: TableRows, columns: Sequence[Column], progress: Progress | None
+    x: Floats, place: Ints, rows: TableRows, columns: Sequence[Column], progress: Progress | None
 ) -> None:
-    """Read all files again and write the features of every wanted row to its ``place`` in its client's array."""
+    """Read all files again and write the features of every wanted row to its ``place`` in ``x``."""
     names, begin = [column.name for column in columns], feature_offsets(columns)
     top, done = 0, 0
     for table, count in rows.files.items():
@@ -457,40 +458,31 @@ def _fill_features(
             block = np.empty((batch.num_rows, span.stop - span.start), dtype=np.float32)
             for k, cells in enumerate(batch.columns, start=left):
                 columns[k].fill(cells, block[:, begin[k] - span.start : begin[k + 1] - span.start])
-            here = slice(top + first, top + first + batch.num_rows)
-            client = rows.client[here]
-            infinite = np.argwhere(np.isinf(block) & (client[:, None] >= 0))
+            here = place[top + first : top + first + batch.num_rows]
+            infinite = np.argwhere(np.isinf(block) & (here[:, None] >= 0))
             if len(infinite):
                 at = infinite[0, 1]
                 name = names[int(np.searchsorted(begin, span.start + at, side="right")) - 1]
-                where = rows.describe_location(here.start + infinite[infinite[:, 1] == at, 0])
+                where = rows.describe_location(top + first + infinite[infinite[:, 1] == at, 0])
                 raise UsageError(
                     f"{where}: an infinite value in column {name!r} (or one beyond float32): correct it, or leave it "
                     "empty to have it imputed"
                 )
-            order = np.argsort(client, kind="stable")
-            for mine in np.split(order, np.flatnonzero(np.diff(client[order])) + 1):
-                if client[mine[0]] >= 0:
-                    x[client[mine[0]]][place[here][mine], span] = block[mine]
+            x[here[here >= 0], span] = block[here >= 0]
             done += batch.num_rows * batch.num_columns
             if progress is not None:
                 progress("values", done, len(rows.client) * len(columns))
         top += count
 
 
-def _find_constant(x: Sequence[Floats], columns: Sequence[Column]) -> list[str]:
-    """Return the names of the columns whose values, where there are any, are the same in all rows."""
-    same = np.fmin.reduce([np.fmin.reduce(part) for part in x]) == np.fmax.reduce([np.fmax.reduce(part) for part in x])
-    return [column.name for column, features in feature_slices(columns) if same[features].all()]
-
-
 def _impute_and_scale(
-    x: Sequence[Floats], train: Sequence[int], names: Sequence[str], columns: Sequence[Column], reading: ReadOptions
+    x: Floats, bounds: Mapping[str, Sequence[int]], columns: Sequence[Column], reading: ReadOptions
 ) -> list[str]:
-    """Impute and scale each client's array in place by its first ``train`` rows; return notices of imputed values."""
+    """Impute and scale each client's rows in place by its training rows; return notices of imputed values."""
     filled: list[str] = []
     empty: dict[str, list[str]] = {}
-    for part, count, name in zip(x, train, names, strict=True):
+    for name, (first, end, *_, last) in bounds.items():
+        part, count = x[first:last], end - first
         if reading.missing == "refuse":
             _refuse_missing(part, name, columns)
         imputed, without = impute(part, count, columns)
