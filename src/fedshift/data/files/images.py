@@ -12,6 +12,7 @@ import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -158,10 +159,9 @@ def list_files(root: Path, client: Path) -> tuple[tuple[ImageFile, ...], tuple[s
     Raises :class:`UsageError` where images are outside of class folders or below them, parts are unclear, or there is
     no image.
     """
-    name, parts, found, notices = client.name, _find_parts(client), [], []
+    name, found, notices = client.name, [], []
     others: Counter[str] = Counter()
-    _refuse_unclear(client, parts)
-    for part, folders in parts.items():
+    for part, folders in _find_parts(client, check=True).items():
         for folder in folders:
             files, deeper = _list_content(Path(folder))
             if deeper:
@@ -185,35 +185,31 @@ def list_files(root: Path, client: Path) -> tuple[tuple[ImageFile, ...], tuple[s
     return tuple(found), tuple(notices)
 
 
-def _refuse_unclear(client: Path, parts: dict[str, list[os.DirEntry[str]]]) -> None:
+def _find_parts(client: Path, *, check: bool = False) -> dict[str, list[os.DirEntry[str]]]:
+    """Return class folders by part; the part is "" where the client's folder holds classes.
+
+    With ``check``, :class:`UsageError` is raised where images are outside of class folders, or parts are unclear.
+    """
     files, folders = _list_content(client)
-    named = [folder for folder in folders if folder.name.lower() in PARTS]
-    for folder in named:
-        files += _list_content(Path(folder))[0]
-    stray = next(filter(_is_image, files), None)
+    named = {folder.name: folder for folder in folders if folder.name.lower() in PARTS}
+    inside = {name: _list_content(Path(folder)) for name, folder in named.items()}
+    parts = {PARTS[name.lower()]: classes for name, (_, classes) in inside.items()} or {"": folders}
+    if not check:
+        return parts
+    stray = next(filter(_is_image, chain(files, *(strays for strays, _ in inside.values()))), None)
     if stray is not None:
         raise UsageError(f"{stray.path} is an image outside of any class folder: {LAYOUT}")
-    if not named:
-        return
-    if len(named) < len(folders):
-        odd = next(folder for folder in folders if folder not in named)
-        raise UsageError(f"{client} holds both {named[0].name} and {odd.name}, parts and classes: {LAYOUT}")
+    if named and len(named) < len(folders):
+        odd = next(folder.name for folder in folders if folder.name not in named)
+        raise UsageError(f"{client} holds both {next(iter(named))} and {odd}, parts and classes: {LAYOUT}")
     if len(parts) < len(named):
         raise UsageError(
-            f"{client} holds {', '.join(folder.name for folder in named)}, of which two are the same part: "
+            f"{client} holds {', '.join(named)}, of which two are the same part: "
             "keep one folder each for train, validation and test"
         )
-    if "train" not in parts:
-        raise UsageError(f"{client} holds {', '.join(folder.name for folder in named)} but no train: {LAYOUT}")
-
-
-def _find_parts(client: Path) -> dict[str, list[os.DirEntry[str]]]:
-    """Return class folders by part; the part is "" where the client's folder holds classes."""
-    folders = _list_content(client)[1]
-    named = [folder for folder in folders if folder.name.lower() in PARTS]
-    if not named:
-        return {"": folders}
-    return {PARTS[folder.name.lower()]: _list_content(Path(folder))[1] for folder in named}
+    if named and "train" not in parts:
+        raise UsageError(f"{client} holds {', '.join(named)} but no train: {LAYOUT}")
+    return parts
 
 
 def _list_content(folder: Path) -> tuple[list[os.DirEntry[str]], list[os.DirEntry[str]]]:
