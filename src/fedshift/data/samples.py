@@ -112,6 +112,11 @@ class Samples:
         )
         return (x - mean) / std
 
+    def relabel(self, labels: Tensor) -> Samples:
+        """Return the same samples with label ``labels[k]`` in place of k."""
+        y = labels.to(self.y.device)[self.y]
+        return Samples(x=self.store, y=y, rows=self.rows, normalization=self.normalization)
+
     def with_samples(self, x: Tensor, normalization: Normalization | None = None) -> Samples:
         """Return the same selection of samples from another array of equal length."""
         return Samples(x=x, y=self.y, rows=self.rows, normalization=normalization or self.normalization)

@@ -5,7 +5,7 @@ Initialization after He et al. 2015, arXiv:1502.01852; group counts after tables
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from math import prod
 
@@ -14,6 +14,10 @@ from torch import nn
 from ..utils.errors import UsageError
 
 Shape = tuple[int, ...]
+
+_Convolution = tuple[int, int, int, int, tuple[int, int] | None, int | None]
+"""Output channels, kernel, stride, padding, kernel and stride of the pooling that follows, and the number of groups
+that the paper prescribes if GroupNorm replaces BatchNorm."""
 
 
 def _image_channels(model: str, shape: Shape, smallest: int = 1) -> int:
@@ -51,10 +55,19 @@ def _dense_layers(widths: Sequence[int], first: int, *, norm: bool, dropout: boo
     return layers
 
 
-def _with_groups(layer: nn.BatchNorm2d, groups: int) -> nn.BatchNorm2d:
-    """Set the number of groups that the layer's paper prescribes if GroupNorm replaces it."""
-    layer.groups = groups  # type: ignore[assignment]
-    return layer
+def _conv_blocks(channels: int, layers: Iterable[_Convolution]) -> dict[str, nn.Module]:
+    """Return convolutions with BatchNorm and ReLU, and max-pooling where it is given, all numbered from 1."""
+    made: dict[str, nn.Module] = {}
+    for i, (after, kernel, stride, padding, pooling, groups) in enumerate(layers, start=1):
+        made[f"conv{i}"] = nn.Conv2d(channels, after, kernel, stride, padding)
+        made[f"bn{i}"] = norm = nn.BatchNorm2d(after)
+        if groups:
+            norm.groups = groups  # type: ignore[assignment]
+        made[f"relu{i}"] = nn.ReLU()
+        if pooling:
+            made[f"pool{i}"] = nn.MaxPool2d(*pooling)
+        channels = after
+    return made
 
 
 def _kaiming(network: nn.Module, dense_std: float | None = None) -> nn.Module:

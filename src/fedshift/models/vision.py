@@ -21,32 +21,23 @@ from itertools import pairwise
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from ._common import Shape, _dense_layers, _image_channels, _kaiming, _with_groups
+from ._common import Shape, _conv_blocks, _Convolution, _dense_layers, _image_channels, _kaiming
 
 _SMALLEST = 63
 """Below this size nothing is left for the last pooling."""
 
-_CONVOLUTIONS = (
-    (64, 11, 4, 2, 32, True),
-    (192, 5, 1, 2, 32, True),
-    (384, 3, 1, 1, 64, False),
-    (256, 3, 1, 1, 64, False),
-    (256, 3, 1, 1, 64, True),
+_ALEXNET: tuple[_Convolution, ...] = (
+    (64, 11, 4, 2, (3, 2), 32),
+    (192, 5, 1, 2, (3, 2), 32),
+    (384, 3, 1, 1, None, 64),
+    (256, 3, 1, 1, None, 64),
+    (256, 3, 1, 1, (3, 2), 64),
 )
-"""Output channels, kernel, stride, padding, groups if GroupNorm replaces BatchNorm, whether a pooling follows."""
 
 
 def _alexnet_features(channels: int) -> dict[str, nn.Module]:
     """Return the five convolutions up to a vector of 9216 features."""
-    layers: dict[str, nn.Module] = {}
-    for i, (after, kernel, stride, padding, groups, pooled) in enumerate(_CONVOLUTIONS, start=1):
-        layers[f"conv{i}"] = nn.Conv2d(channels, after, kernel, stride, padding)
-        layers[f"bn{i}"] = _with_groups(nn.BatchNorm2d(after), groups)
-        layers[f"relu{i}"] = nn.ReLU()
-        if pooled:
-            layers[f"pool{i}"] = nn.MaxPool2d(3, stride=2)
-        channels = after
-    return layers | {"avgpool": nn.AdaptiveAvgPool2d(6), "flatten": nn.Flatten()}
+    return _conv_blocks(channels, _ALEXNET) | {"avgpool": nn.AdaptiveAvgPool2d(6), "flatten": nn.Flatten()}
 
 
 def alexnet_bn(shape: Shape = (3, 256, 256), classes: int = 10) -> nn.Module:

@@ -148,12 +148,7 @@ def _map_labels(data: Federation, run: Federation) -> Federation:
                     f"{', '.join(theirs)}. Leave it out, or rename it"
                 )
         number = torch.tensor([theirs.index(name) for name in ours])
-
-        def relabel(split: Samples) -> Samples:
-            y = number.to(split.y.device)[split.y]
-            return Samples(x=split.store, y=y, rows=split.rows, normalization=split.normalization)
-
-        data = data.map_splits(relabel)
+        data = data.map_splits(lambda split: split.relabel(number))
     elif data.classes > run.classes:
         raise UsageError(
             f"{data.name} has labels up to {data.classes - 1}, but the run's data, {run.name}, have {run.classes} "

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -39,8 +39,7 @@ _COMPACT = ("connectome", "y", "site", "site_names", "dead_rois", "n_frames", "r
 Floats = NDArray[np.float32]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Subject:
+class _Subject(NamedTuple):
     """A subject's label (1: autism), length of the series, number of regions without signal, and row of its data."""
 
     label: int
@@ -134,20 +133,13 @@ class _Connectomes:
         names = self.arrays["site_names"].tolist()
         if site not in names:
             raise unknown_name("site", site, names)
-        return [
-            _Subject(
-                label=int(self.arrays["y"][row]),
-                frames=int(self.arrays["n_frames"][row]),
-                dead=int(self.arrays["dead_rois"][row]),
-                row=int(row),
-            )
-            for row in np.flatnonzero(self.arrays["site"] == names.index(site))
-        ]
+        rows = np.flatnonzero(self.arrays["site"] == names.index(site))
+        facts = (self.arrays[name][rows].tolist() for name in ("y", "n_frames", "dead_rois"))
+        return [_Subject(*map(int, subject)) for subject in zip(*facts, rows, strict=True)]
 
     def samples(self, subjects: Sequence[_Subject], rois: int, window: int | None) -> tuple[Floats, list[int]]:
         kept = _find_regions(self.arrays["roi_ids"].tolist(), rois)
-        pairs = np.stack(np.triu_indices(_REGIONS, 1))
-        features = np.isin(pairs, kept).all(axis=0)
+        features = np.isin(np.triu_indices(_REGIONS, 1), kept).all(axis=0)
         rows = [subject.row for subject in subjects]
         return self.arrays["connectome"][rows][:, features].astype(np.float32), [1] * len(rows)
 

@@ -12,7 +12,6 @@ from ...config.spec import DataSpec
 from ...data.federation import Federation
 from ...data.files.images import holds_images
 from ...data.files.table_schema import Column, find_tables, is_table
-from ...data.samples import Samples
 from ...data.sources import load_source
 from ...utils.errors import UsageError
 from ..server.registry import require_repeating
@@ -85,8 +84,5 @@ def relabel(data: Federation, classes: int, names: Sequence[str]) -> Federation:
     if not names or not own:
         return replace(data, classes=classes)
     place = torch.tensor([list(names).index(name) for name in own])
-
-    def renumber(split: Samples) -> Samples:
-        return Samples(x=split.store, y=place[split.y], rows=split.rows, normalization=split.normalization)
-
-    return replace(data.map_splits(renumber), classes=classes, class_names=tuple(names))
+    renumbered = data.map_splits(lambda split: split.relabel(place))
+    return replace(renumbered, classes=classes, class_names=tuple(names))
