@@ -76,26 +76,14 @@ class _Array:
         self.array = _read_numbers(data, dtype, shape, "F" if by_columns else "C")
 
 
-def _read_numbers(data: Any, dtype: _Dtype, shape: tuple[int, ...], order: Any) -> NDArray[Any]:
+def _read_numbers(data: Any, dtype: _Dtype, shape: tuple[int, ...], order: str) -> NDArray[Any]:
     if dtype.dtype == object:
         flat = np.empty(len(data), object)
         for place, item in enumerate(list(data)):
             flat[place] = item
     else:
         flat = np.frombuffer(data.encode("latin1") if isinstance(data, str) else data, dtype.dtype)
-    return flat.reshape(shape, order=order)
-
-
-def _reconstruct(*_: Any) -> _Array:
-    return _Array()
-
-
-def _frombuffer(data: Any, dtype: _Dtype, shape: tuple[int, ...], order: str) -> NDArray[Any]:
-    return _read_numbers(data, dtype, shape, "F" if order == "F" else "C")
-
-
-def _scalar(dtype: _Dtype, data: Any) -> Any:
-    return _read_numbers(data, dtype, (), "C")[()]
+    return flat.reshape(shape, order="F" if order == "F" else "C")
 
 
 def _encode(text: str, encoding: str) -> bytes:
@@ -105,9 +93,15 @@ def _encode(text: str, encoding: str) -> bytes:
 
 
 _ADMITTED: dict[tuple[str, str], Callable[..., Any]] = {
-    **{(f"numpy.{core}.multiarray", "_reconstruct"): _reconstruct for core in ("core", "_core")},
-    **{(f"numpy.{core}.multiarray", "scalar"): _scalar for core in ("core", "_core")},
-    **{(f"numpy.{core}.numeric", "_frombuffer"): _frombuffer for core in ("core", "_core")},
+    **{
+        (f"numpy.{core}.{module}", name): read
+        for core in ("core", "_core")
+        for module, name, read in (
+            ("multiarray", "_reconstruct", lambda *_: _Array()),
+            ("multiarray", "scalar", lambda dtype, data: _read_numbers(data, dtype, (), "C")[()]),
+            ("numeric", "_frombuffer", _read_numbers),
+        )
+    },
     ("numpy", "ndarray"): _Array,
     ("numpy", "dtype"): _Dtype,
     ("_codecs", "encode"): _encode,

@@ -118,18 +118,6 @@ class _Stroke:
         return float(self.depth[self.bones].mean())
 
 
-def _keep(stroke: _Stroke) -> Ink:
-    return stroke.ink
-
-
-def _thin(stroke: _Stroke) -> Ink:
-    return stroke.depth > int(THINNING * stroke.half_thickness)
-
-
-def _thicken(stroke: _Stroke) -> Ink:
-    return np.asarray(distance_transform_edt(~stroke.ink)) <= int(THICKENING * stroke.half_thickness)
-
-
 def _swell(stroke: _Stroke) -> Floats:
     """Sample points at distance r < R from a point of the skeleton at distance ``(r / R) ** strength * R``."""
     center = stroke.rng.choice(np.argwhere(stroke.bones))
@@ -171,9 +159,9 @@ def _normal_direction(points: NDArray[np.int64]) -> Floats:
 
 
 KINDS: dict[str, Callable[[_Stroke], Ink | Floats]] = {
-    "plain": _keep,
-    "thin": _thin,
-    "thick": _thicken,
+    "plain": lambda stroke: stroke.ink,
+    "thin": lambda stroke: stroke.depth > int(THINNING * stroke.half_thickness),
+    "thick": lambda stroke: np.asarray(distance_transform_edt(~stroke.ink)) <= int(THICKENING * stroke.half_thickness),
     "swollen": _swell,
     "fractured": _fracture,
 }
