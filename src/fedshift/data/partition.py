@@ -10,7 +10,7 @@ keyed stream.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Literal
@@ -36,7 +36,7 @@ Test = Literal["shared", "same"]
 
 def iid(*, clients: int, within: Within = "all", test: Test = "shared", seed: int = 0) -> Change:
     """Distribute shuffled samples in equal parts; ``within='domain'`` cuts each domain into ``clients`` parts."""
-    return _Partition("iid", clients, within, test, seed, lambda *_: np.full(clients, 1 / clients))
+    return _partition("iid", clients, within, test, seed, lambda *_: np.full(clients, 1 / clients))
 
 
 def quantity(
@@ -47,7 +47,7 @@ def quantity(
     A small ``alpha`` gives very unequal sizes (Li et al. 2022, arXiv:2102.02079, section 4.3).
     """
     _require_positive(alpha=alpha)
-    return _Partition(
+    return _partition(
         "quantity", clients, within, test, seed, lambda _, __, rng: rng.dirichlet(np.full(clients, alpha)), minimum
     )
 
@@ -62,7 +62,7 @@ def dirichlet(
     the largest clients, so that the draw ends for every ``alpha``.
     """
     _require_positive(alpha=alpha)
-    return _Partition(
+    return _partition(
         "dirichlet", clients, within, test, seed, lambda _, n, rng: rng.dirichlet(np.full(clients, alpha), n), minimum
     )
 
@@ -91,7 +91,7 @@ def labels(*, clients: int, per_client: int, within: Within = "all", test: Test 
             share[chosen, client] = 1 / parts
         return share
 
-    return _Partition("labels", clients, within, test, seed, shares)
+    return _partition("labels", clients, within, test, seed, shares)
 
 
 HAM = {"a": (2367, ("mel",)), "b": (3376, ("bcc", "akiec", "vasc", "df")), "c": (2269, ("bkl",))}
@@ -124,7 +124,7 @@ def ham_non_iid(*, test: Test = "shared", seed: int = 0) -> Change:
             share[names["nv"]] = nevi / nevi.sum()
             return share
 
-        made = _Partition("ham_non_iid", len(HAM), "all", test, seed, shares)(data)
+        made = _partition("ham_non_iid", len(HAM), "all", test, seed, shares)(data)
         return replace(made, clients=tuple(replace(c, name=n) for c, n in zip(made.clients, HAM, strict=True)))
 
     return change
@@ -211,60 +211,50 @@ def match_names(patterns: str, names: Sequence[str]) -> tuple[str, ...]:
     return tuple(found)
 
 
-@dataclass(frozen=True)
-class _Partition:
-    """A change that distributes samples to ``clients`` clients by ``shares``."""
+def _partition(
+    name: str, clients: int, within: Within, test: Test, seed: int, shares: Shares, minimum: int = 1
+) -> Change:
+    """Return the change that distributes samples to ``clients`` clients by ``shares``."""
+    _require_whole(name, clients=clients, minimum=minimum)
+    for value, allowed in ((within, ("all", "domain")), (test, ("shared", "same"))):
+        if value not in allowed:
+            raise unknown_name(f"choice in {name}", value, allowed)
 
-    name: str
-    clients: int
-    within: Within
-    test: Test
-    seed: int
-    shares: Shares
-    minimum: int = 1
+    def deal(whole: ClientData, classes: int, prefix: str) -> list[ClientData]:
+        draw = partial(stream, seed, f"split/{name}", prefix)
+        dealt: dict[str, list[Samples]] = {}
+        for part, split in whole.splits.items():
+            if part == "test" and test == "shared":
+                dealt[part] = [split] * clients
+                continue
+            y, least = split.y.numpy(), minimum if part == "train" else 1
+            share = shares(y, classes, draw())
+            if len(split) < clients * least:
+                hint = " or leave test='same' out" if part == "test" else ""
+                raise UsageError(
+                    f"{name}(clients={clients}): {len(split)} {part} samples are too few for {least} a client: "
+                    f"ask for fewer clients{hint}"
+                )
+            rng = draw(part)
+            cut = _top_up(_cut(y, share, rng), least, rng)
+            dealt[part] = [split.take(torch.from_numpy(np.sort(index))) for index in cut]
+        width = len(str(clients - 1))
+        return [
+            ClientData(name=f"{prefix or 'client-'}{k:0{width}d}", **{part: own[k] for part, own in dealt.items()})
+            for k in range(clients)
+        ]
 
-    def __post_init__(self) -> None:
-        _require_whole(self.name, clients=self.clients, minimum=self.minimum)
-        for value, allowed in ((self.within, ("all", "domain")), (self.test, ("shared", "same"))):
-            if value not in allowed:
-                raise unknown_name(f"choice in {self.name}", value, allowed)
-
-    def __call__(self, data: Federation) -> Federation:
+    def change(data: Federation) -> Federation:
         for client in data.clients:
             if int(client.train.distinct_rows.max()) + 1 < len(client.train):
                 raise UsageError(
-                    f"{self.name}(clients={self.clients}): samples of client {client.name!r} are repeated, and copies "
-                    "would come to several clients: put repeat() after it"
+                    f"{name}(clients={clients}): samples of client {client.name!r} are repeated, and copies would "
+                    "come to several clients: put repeat() after it"
                 )
-        if self.within == "all":
-            clients = self._deal(data.pool().clients[0], data.classes, "")
-        else:
-            clients = [part for each in data.clients for part in self._deal(each, data.classes, f"{each.name}-")]
-        return replace(data, clients=tuple(clients))
+        wholes = [(data.pool().clients[0], "")] if within == "all" else [(c, f"{c.name}-") for c in data.clients]
+        return replace(data, clients=tuple(part for whole in wholes for part in deal(whole[0], data.classes, whole[1])))
 
-    def _deal(self, whole: ClientData, classes: int, prefix: str) -> list[ClientData]:
-        draw = partial(stream, self.seed, f"split/{self.name}", prefix)
-        dealt: dict[str, list[Samples]] = {}
-        for name, split in whole.splits.items():
-            if name == "test" and self.test == "shared":
-                dealt[name] = [split] * self.clients
-                continue
-            y, least = split.y.numpy(), self.minimum if name == "train" else 1
-            share = self.shares(y, classes, draw())
-            if len(split) < self.clients * least:
-                hint = " or leave test='same' out" if name == "test" else ""
-                raise UsageError(
-                    f"{self.name}(clients={self.clients}): {len(split)} {name} samples are too few for {least} a "
-                    f"client: ask for fewer clients{hint}"
-                )
-            rng = draw(name)
-            parts = _top_up(_cut(y, share, rng), least, rng)
-            dealt[name] = [split.take(torch.from_numpy(np.sort(part))) for part in parts]
-        width = len(str(self.clients - 1))
-        return [
-            ClientData(name=f"{prefix or 'client-'}{k:0{width}d}", **{name: parts[k] for name, parts in dealt.items()})
-            for k in range(self.clients)
-        ]
+    return change
 
 
 def _cut(y: Ints, shares: Floats, rng: np.random.Generator) -> list[Ints]:
