@@ -181,6 +181,12 @@ def validation(*, fraction: float | None = None, size: int | None = None) -> Cha
     return lambda data: data.hold_out(fraction, size=size)
 
 
+CHANGES: tuple[Callable[..., Change], ...] = (
+    dirichlet, ham_non_iid, iid, labels, only, quantity, repeat, sample, truncate, validation,
+)  # fmt: skip
+"""All functions above."""
+
+
 def split_stratified(
     y: NDArray[np.int64], fraction: float, rng: np.random.Generator
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

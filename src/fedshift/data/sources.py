@@ -19,28 +19,10 @@ from .federation import Federation
 from .files.folder import read_directory
 from .files.images import SizesDiffer
 from .files.read_options import Progress, ReadOptions
-from .partition import (
-    Change,
-    dirichlet,
-    ham_non_iid,
-    iid,
-    labels,
-    match_names,
-    only,
-    quantity,
-    repeat,
-    sample,
-    truncate,
-    validation,
-)
+from .partition import CHANGES, Change, match_names
 from .samples import HALF, IMAGENET, UNIT
 
-SPLITS: Mapping[str, Callable[..., Change]] = {
-    made.__name__: made
-    for made in (
-        dirichlet, ham_non_iid, iid, labels, only, quantity, repeat, sample, saved, truncate, validation,
-    )
-}  # fmt: skip
+SPLITS: Mapping[str, Callable[..., Change]] = {made.__name__: made for made in (*CHANGES, saved)}
 """Functions that ``--split`` may name."""
 
 READ = (

@@ -27,28 +27,9 @@ from ...utils.random_streams import stream
 from ..federation import ClientData, Federation
 from ..partition import split_stratified
 from ..samples import Samples
+from . import table_schema as schema
 from .read_options import Progress, ReadOptions
-from .table_schema import (
-    SUFFIXES,
-    Column,
-    ColumnContents,
-    Floats,
-    Ints,
-    TableFile,
-    clean_texts,
-    feature_offsets,
-    feature_slices,
-    find_tables,
-    impute,
-    infer_column,
-    is_table,
-    is_text,
-    match_column,
-    match_features,
-    open_table,
-    read_declared_types,
-    scale,
-)
+from .table_schema import Column, ColumnContents, Floats, Ints, TableFile
 
 TARGETS = ("target", "label", "y", "class", "outcome")
 CLIENTS = ("client", "site", "hospital", "center", "institution")
@@ -112,7 +93,7 @@ class _Codes:
 
     def add(self, cells: pa.Array) -> None:
         """Add the next rows of the column."""
-        encoded = (clean_texts(cells) if is_text(cells.type) else cells).dictionary_encode()
+        encoded = (schema.clean_texts(cells) if schema.is_text(cells.type) else cells).dictionary_encode()
         numbers = [
             -1 if value is None or value != value else self.places.setdefault(str(value), len(self.places))
             for value in encoded.dictionary.to_pylist()
@@ -122,7 +103,7 @@ class _Codes:
 
 def holds_tables(path: Path) -> bool:
     """Return whether ``path`` is a ``.csv``, ``.tsv`` or ``.parquet`` file or a directory with one; opens no file."""
-    return any(is_table(file) for file in (path.iterdir() if path.is_dir() else [path]))
+    return any(schema.is_table(file) for file in (path.iterdir() if path.is_dir() else [path]))
 
 
 def read_tables(path: Path, reading: ReadOptions) -> Federation:
@@ -150,9 +131,9 @@ def read_tables(path: Path, reading: ReadOptions) -> Federation:
             continuous. The message names file, column, client or rows.
 
     """
-    files = find_tables(path)
+    files = schema.find_tables(path)
     column = reading.client_column
-    if reading.like is not None and column is not None and files and column not in open_table(files[0]).types:
+    if reading.like is not None and column is not None and files and column not in schema.open_table(files[0]).types:
         reading = replace(reading, client_column=None)
     tables = _open_tables(path, files, reading)
     roles, notices = _find_roles(tables, reading)
@@ -160,22 +141,22 @@ def read_tables(path: Path, reading: ReadOptions) -> Federation:
     if not features:
         raise UsageError(f"{tables[0].path} has no column beside {', '.join(roles.names)}: a table needs features")
     if reading.like:
-        features = match_features(tables[0], features, reading.like.columns, reading.like.name)
-    declared = {name: read_declared_types(name, tables) for name in features}
+        features = schema.match_features(tables[0], features, reading.like.columns, reading.like.name)
+    declared = {name: schema.read_declared_types(name, tables) for name in features}
     rows, seen = _scan_rows(tables, roles, declared, reading.domains)
     if reading.like and reading.like.columns:
-        columns = [match_column(column, seen[column.name], reading.like.name) for column in reading.like.columns]
+        columns = [schema.match_column(column, seen[column.name], reading.like.name) for column in reading.like.columns]
         remarks = []
     else:
-        inferred = [infer_column(name, seen[name]) for name in features]
+        inferred = [schema.infer_column(name, seen[name]) for name in features]
         columns, remarks = [column for column, _ in inferred], [notice for _, notice in inferred if notice]
     classes, label, class_names = _find_classes(rows, roles.target, reading.classes)
     y, place, bounds = _arrange_rows(rows, label[rows.codes[roles.target]], roles, reading)
-    x = np.empty((len(y), feature_offsets(columns)[-1]), dtype=np.float32)
+    x = np.empty((len(y), schema.feature_offsets(columns)[-1]), dtype=np.float32)
     _fill_features(x, place, rows, columns, reading.progress)
     notices += remarks
     same = np.fmin.reduce(x) == np.fmax.reduce(x)
-    constant = [repr(column.name) for column, features in feature_slices(columns) if same[features].all()]
+    constant = [repr(column.name) for column, features in schema.feature_slices(columns) if same[features].all()]
     if constant:
         notices.append(f"the same in all rows, so nothing can be learned from it: {format_list(constant)}")
     notices += _impute_and_scale(x, bounds, columns, reading)
@@ -201,10 +182,10 @@ def read_tables(path: Path, reading: ReadOptions) -> Federation:
 def _open_tables(path: Path, files: Sequence[Path], reading: ReadOptions) -> list[TableFile]:
     """Return the opened ``files``, in the order of the clients wanted where each has one; columns must be the same."""
     if not files:
-        raise UsageError(f"{path} is no table and no directory with one: give files of {', '.join(SUFFIXES)}")
+        raise UsageError(f"{path} is no table and no directory with one: give files of {', '.join(schema.SUFFIXES)}")
     if reading.client_column is None:
         if len(files) == 1 and reading.like is None:
-            names = list(open_table(files[0]).types)
+            names = list(schema.open_table(files[0]).types)
             raise UsageError(
                 f"{files[0]} is a single table: say which column holds the client of each row (--client-column), or "
                 f"give a directory with a file for each client; {_describe_candidates(names, CLIENTS)}"
@@ -217,7 +198,7 @@ def _open_tables(path: Path, files: Sequence[Path], reading: ReadOptions) -> lis
             if name not in by_stem:
                 raise unknown_name("domain", name, by_stem)
         files = [by_stem[name] for name in reading.domains] if reading.domains else files
-    tables = [open_table(file) for file in files]
+    tables = [schema.open_table(file) for file in files]
     for table in tables:
         for one, other in ((table, tables[0]), (tables[0], table)):
             lacking = [name for name in other.types if name not in one.types]
@@ -284,7 +265,7 @@ def _scan_rows(
     """
     codes, known, files = {name: _Codes() for name in roles.names}, dict(seen), dict.fromkeys(tables, 0)
     for table in tables:
-        text = [name for name in seen if is_text(table.types[name])]
+        text = [name for name in seen if schema.is_text(table.types[name])]
         for batch in table.batches([*roles.names, *text]):
             files[table] += batch.num_rows
             for name in roles.names:
@@ -449,7 +430,7 @@ def _fill_features(
     x: Floats, place: Ints, rows: TableRows, columns: Sequence[Column], progress: Progress | None
 ) -> None:
     """Read all files again and write the features of every wanted row to its ``place`` in ``x``."""
-    names, begin = [column.name for column in columns], feature_offsets(columns)
+    names, begin = [column.name for column in columns], schema.feature_offsets(columns)
     top, done = 0, 0
     for table, count in rows.files.items():
         for first, batch in table.pieces(names):
@@ -485,12 +466,12 @@ def _impute_and_scale(
         part, count = x[first:last], end - first
         if reading.missing == "refuse":
             _refuse_missing(part, name, columns)
-        imputed, without = impute(part, count, columns)
+        imputed, without = schema.impute(part, count, columns)
         filled += [f"{name} {imputed}"] if imputed else []
         for column in without:
             empty.setdefault(column, []).append(name)
         if reading.scaling == "client":
-            scale(part, count, columns, skip=without)
+            schema.scale(part, count, columns, skip=without)
     notices = [
         f"column {column!r} has no value in the training rows of {format_list(map(repr, clients))}: it is 0 in all "
         "their rows"
@@ -505,7 +486,7 @@ def _impute_and_scale(
 
 
 def _refuse_missing(x: Floats, client: str, columns: Sequence[Column]) -> None:
-    for column, features in feature_slices(columns):
+    for column, features in schema.feature_slices(columns):
         missing = int(np.isnan(x[:, features.start]).sum())
         if missing:
             raise UsageError(
