@@ -23,17 +23,9 @@ from ...utils.errors import UsageError, unknown_name
 from ...utils.random_streams import stream
 from ..federation import ClientData, Federation
 from ..partition import split_stratified
+from . import image_store
 from .image_decoding import SUFFIXES, Header
-from .image_store import (
-    ImageFacts,
-    ImageFile,
-    ImageStore,
-    cache_entry,
-    decode_all,
-    describe_headers,
-    inspect_all,
-    load_store,
-)
+from .image_store import ImageFacts, ImageFile, ImageStore
 from .read_options import ReadOptions
 
 PARTS = {"train": "train", "val": "validation", "valid": "validation", "validation": "validation", "test": "test"}
@@ -232,10 +224,10 @@ def _load_stores(path: Path, files: Mapping[str, tuple[ImageFile, ...]], reading
     sizes: dict[tuple[int, int], str] = {}  # the first file of each (width, height)
     for name, own in files.items():
         fraction = None if any(file.part == "test" for file in own) else reading.test_fraction
-        entries[name] = cache_entry(reading.cache_directory, path, own, name, reading.image_size, fraction)
-        store = load_store(entries[name])
+        entries[name] = image_store.cache_entry(reading.cache_directory, path, own, name, reading.image_size, fraction)
+        store = image_store.load_store(entries[name])
         if store is None:
-            inspected[name] = headers, _ = inspect_all(path, own, f"headers of {name}", reading.progress)
+            inspected[name] = headers, _ = image_store.inspect_all(path, own, f"headers of {name}", reading.progress)
             example = {header.kind: file for file, header in reversed(headers.items())}  # the first of each kind
             if len(example) > 1:
                 first, second = sorted(example)[:2]
@@ -251,10 +243,10 @@ def _load_stores(path: Path, files: Mapping[str, tuple[ImageFile, ...]], reading
                 sizes.setdefault((store.facts.width, store.facts.height), file)
     width, height = (reading.image_size,) * 2 if reading.image_size else _find_common_size(path, sizes)
     for name, (headers, broken) in inspected.items():
-        stores[name] = decode_all(
+        stores[name] = image_store.decode_all(
             path,
             files[name],
-            describe_headers(headers, broken, height, width),
+            image_store.describe_headers(headers, broken, height, width),
             entries[name],
             partial(_split_rows, name, files[name], reading),
             f"images of {name}",

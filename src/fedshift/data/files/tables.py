@@ -322,21 +322,19 @@ def number_classes(values: Sequence[str], target: str, least: int | None) -> tup
     numbered in order. Returns the number of classes (at least ``least``), the class of each value, and the classes'
     names. Raises :class:`UsageError` for numbers that are not whole.
     """
-    numbers = []
-    for value in values:
-        try:
-            numbers.append(float(value))
-        except ValueError:
-            break
     meaning: Sequence[Any] = values
-    if len(numbers) == len(values):
-        for value, number in zip(values, numbers, strict=True):
+    try:
+        numbers = {value: float(value) for value in values}
+    except ValueError:
+        pass
+    else:
+        for value, number in numbers.items():
             if not number.is_integer():
                 raise UsageError(
                     f"target {target!r} is {value} in some rows, not a whole number: only classes can be learned; "
                     "group its values into classes, or name another column (--target)"
                 )
-        meaning = list(map(int, numbers))
+        meaning = [int(numbers[value]) for value in values]
     distinct = sorted(set(meaning))
     classes = max(len(distinct), least or 0)
     if set(meaning) <= set(range(classes)):
@@ -464,12 +462,17 @@ def _impute_and_scale(
     empty: dict[str, list[str]] = {}
     for name, (first, end, *_, last) in bounds.items():
         part, count = x[first:last], end - first
-        if reading.missing == "refuse":
-            _refuse_missing(part, name, columns)
+        for column, features in schema.feature_slices(columns) if reading.missing == "refuse" else ():
+            missing = int(np.isnan(part[:, features.start]).sum())
+            if missing:
+                raise UsageError(
+                    f"client {name!r} has no value of {column.name!r} in {missing} of {len(part)} rows: fill them in, "
+                    "leave the column out, or have them imputed from the client's training rows (--missing impute)"
+                )
         imputed, without = schema.impute(part, count, columns)
         filled += [f"{name} {imputed}"] if imputed else []
-        for column in without:
-            empty.setdefault(column, []).append(name)
+        for lacking in without:
+            empty.setdefault(lacking, []).append(name)
         if reading.scaling == "client":
             schema.scale(part, count, columns, skip=without)
     notices = [
@@ -483,16 +486,6 @@ def _impute_and_scale(
             + format_list(filled)
         )
     return notices
-
-
-def _refuse_missing(x: Floats, client: str, columns: Sequence[Column]) -> None:
-    for column, features in schema.feature_slices(columns):
-        missing = int(np.isnan(x[:, features.start]).sum())
-        if missing:
-            raise UsageError(
-                f"client {client!r} has no value of {column.name!r} in {missing} of {len(x)} rows: fill them in, leave "
-                "the column out, or have them imputed from the client's training rows (--missing impute)"
-            )
 
 
 def format_list(things: Iterable[object], most: int = 8) -> str:
