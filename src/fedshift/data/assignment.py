@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from os.path import commonprefix
 from pathlib import Path
 
 import numpy as np
@@ -38,19 +39,16 @@ def describe_assignment(data: Federation, changes: Sequence[Change]) -> pd.DataF
     ``client`` is a name, or with a final ``*`` the beginning of the names of all clients that share the samples.
     Changes depend only on labels and names, so sample indices can be tracked through the split.
     """
-    origins: list[tuple[str, str]] = []
-    starts = [0]
-
-    def replace_by_addresses(client: ClientData) -> ClientData:
+    domains, sources, starts, clients = [], [], [0], []
+    for client in data.clients:
         parts = {}
         for name, split in client.splits.items():
-            origins.append((client.name, name))
-            numbers = torch.arange(starts[-1], starts[-1] + len(split))[:, None]
-            parts[name] = Samples(x=numbers, y=split.y)
+            domains.append(client.name)
+            sources.append(name)
             starts.append(starts[-1] + len(split))
-        return ClientData(name=client.name, **parts)
-
-    shadow = replace(data, clients=tuple(map(replace_by_addresses, data.clients)))
+            parts[name] = Samples(x=torch.arange(*starts[-2:])[:, None], y=split.y)
+        clients.append(ClientData(name=client.name, **parts))
+    shadow = replace(data, clients=tuple(clients))
     for change in changes:
         shadow = change(shadow)
     users: dict[int, list[str]] = {}
@@ -66,26 +64,21 @@ def describe_assignment(data: Federation, changes: Sequence[Change]) -> pd.DataF
                 blocks[who, name] = split.x[:, 0]
     sizes = [len(block) for block in blocks.values()]
     address = torch.cat(list(blocks.values())).numpy()
-    table = pd.DataFrame(
+    origin = np.searchsorted(starts, address, side="right") - 1
+    return pd.DataFrame(
         {
             "client": np.repeat([client for client, _ in blocks], sizes),
             "split": np.repeat([split for _, split in blocks], sizes),
-            "origin": np.searchsorted(starts, address, side="right") - 1,
-            "address": address,
+            "domain": np.array(domains, dtype=object)[origin],
+            "source": np.array(sources, dtype=object)[origin],
+            "row": address - np.array(starts)[origin],
         }
     )
-    table["domain"] = np.array([domain for domain, _ in origins], dtype=object)[table["origin"]]
-    table["source"] = np.array([source for _, source in origins], dtype=object)[table["origin"]]
-    table["row"] = table.pop("address") - np.array(starts)[table.pop("origin")]
-    return table
 
 
 def _abbreviate(names: Sequence[str], known: Sequence[str]) -> str | None:
     """Return the common beginning of ``names`` and a star, None if it matches other names in ``known`` too."""
-    low, high = min(names), max(names)  # their common beginning is that of all
-    start = low[
-        : next((place for place, pair in enumerate(zip(low, high, strict=False)) if len(set(pair)) > 1), len(low))
-    ]
+    start = commonprefix(names)  # noqa: RUF071 - of names, not of paths
     return f"{start}*" if 1 < len(names) == sum(name.startswith(start) for name in known) else None
 
 
