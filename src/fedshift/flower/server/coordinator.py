@@ -105,9 +105,9 @@ class ProgressReport(Observer):
 class Coordinator:
     """Runs the experiment ``spec`` with the sites behind ``grid``.
 
-    ``order``: ``directory`` (the run's), ``clients`` (the fewest uploads of a round), ``seconds`` (the most that it
-    takes), ``wait`` (seconds for the first clients to connect), and ``keys``: directory of the coordinator's keys and the
-    nodes' public keys (None: questions are not signed, and nodes not identified by keys). ``run``: the number of
+    ``order``: ``directory`` (the run's), ``clients`` (the fewest that a round needs), ``seconds`` (the most that it
+    takes), ``wait`` (seconds for the first clients to connect), and ``keys``: directory of the coordinator's keys and
+    the nodes' public keys (None: questions are not signed, and nodes not identified by keys). ``run``: the number of
     Flower's run.
     """
 
