@@ -18,7 +18,7 @@ from fedshift.experiments.experiment import Observer
 from fedshift.experiments.factory import make_experiment
 from fedshift.experiments.restoration import load_experiment, restore_trial
 from fedshift.methods.fedavg import fedavg
-from fedshift.representations import Similarity, compare_representations, compute_similarities
+from fedshift.representations import Similarity, compare_representations
 from fedshift.representations.comparison import select_inputs, train_models
 from fedshift.representations.figures import draw_panels, tile_maps
 from fedshift.representations.rendering import distance_table, list_notes, render_comparison, similarity_table
@@ -88,18 +88,18 @@ def test_similarities_are_those_of_networks_run_one_by_one(run, found):
 
 def test_models_that_did_not_move_are_alike(tmp_path):
     run = trained(tmp_path / "run", methods="nonorm,fedwon", lr=0.0, rounds=1)
-    for several in compute_similarities(run, samples=5).values():
+    for several in compare_representations(run, samples=5).similarity.values():
         assert several == [Similarity(client_client=pytest.approx(1), server_client=pytest.approx(1))]
 
 
 def test_similarities_for_the_papers_are_those_of_the_study_and_repeat_themselves(run, found):
-    again = compute_similarities(run, samples=6)
+    again = compare_representations(run, samples=6).similarity
     assert list(again) == ["fedavg", "fedbn", "fedwon", "centralized"]
     assert {name: len(several) for name, several in again.items()} == dict.fromkeys(again, 2)
     assert {n: s for n, s in again.items() if n != "centralized"} == {
         n: s for n, s in found.similarity.items() if n != "centralized"
     }
-    assert compute_similarities(run, samples=3) != again
+    assert compare_representations(run, samples=3).similarity != again
 
 
 def test_some_methods_and_seeds_are_those_of_the_whole(run, found):
@@ -235,7 +235,7 @@ def test_the_command_writes_tables_and_pictures_and_leaves_the_run_as_it_is(run,
         with Image.open(file) as image:
             assert min(image.size) > 300
     kept = pd.read_csv(tmp_path / "seen" / "similarity.csv")
-    ours = compute_similarities(run, samples=6, clients="pen,faded")["fedwon"][1]
+    ours = compare_representations(run, samples=6, clients="pen,faded").similarity["fedwon"][1]
     row = kept[(kept["method"] == "fedwon") & (kept["seed"] == 1)].iloc[0]
     assert (row["layer"], row["client_client"]) == ("conv2", pytest.approx(ours.client_client, rel=1e-5))
 

@@ -9,10 +9,10 @@ from fedshift.config.spec import RunSpec
 from fedshift.experiments.factory import make_experiment
 from fedshift.experiments.run_queue import DONE
 from fedshift.report.tables import seed_table
-from fedshift.representations import compute_similarities
+from fedshift.representations import compare_representations
 from fedshift.reproduce.measurements import FinishedRuns, load_features, run_folder
 from fedshift.reproduce.planning import CellPlan
-from fedshift.reproduce.published_tables import PublishedValue, Table
+from fedshift.reproduce.published_tables import Table
 from fedshift.results.schema import MethodSummary, RunSummary, rows_to_frame
 from fedshift.results.summary import read_summary
 
@@ -34,7 +34,6 @@ def test_a_newcomer_gets_the_servers_model_and_statistics_of_its_own_where_clien
     cell = CellPlan(
         row=0,
         column=0,
-        printed=PublishedValue(50.0),
         spec=trained,
         client="cid",
         measure="adapted",
@@ -70,7 +69,7 @@ def test_clients_that_train_may_be_measured_after_their_work_in_the_reported_rou
     )  # fmt: skip
     runs, cell = (
         FinishedRuns(tmp_path),
-        CellPlan(row=0, column=0, printed=PublishedValue(1.0), spec=RunSpec(), client="a"),
+        CellPlan(row=0, column=0, spec=RunSpec(), client="a"),
     )
     runs.read = lambda folder: study
     cells = [
@@ -88,10 +87,10 @@ def test_feature_maps_are_compared_where_the_data_are_now_and_not_of_a_run_that_
     spec = RunSpec(data=there, root=there, model="small-cnn", method="fedbn", rounds=1, batch_size=8, seeds=2)
     folder = run_folder(spec, tmp_path)
     make_experiment(spec).run(folder)
-    (several,) = compute_similarities(folder).values()
+    (several,) = compare_representations(folder).similarity.values()
     here = str(tiny_folder.rename(tmp_path / "moved"))
     moved = replace(spec, data=here, root=here)
-    cell = CellPlan(row=0, column=0, printed=PublishedValue(0.5), spec=moved, client=None, measure="server_client")
+    cell = CellPlan(row=0, column=0, spec=moved, client=None, measure="server_client")
     assert FinishedRuns(tmp_path).measure_cells(TABLE, [cell]) == {
         (0, 0): tuple(each.server_client for each in several)
     }

@@ -8,4 +8,3 @@ from .comparison import RepresentationComparison as RepresentationComparison
 from .comparison import Similarity as Similarity
 from .comparison import collect_comparison as collect_comparison
 from .comparison import compare_representations as compare_representations
-from .comparison import compute_similarities as compute_similarities

@@ -106,16 +106,6 @@ class RepresentationComparison:
     images: Mapping[str, NDArray[np.generic]]
 
 
-def compute_similarities(
-    directory: Path, samples: int = 64, clients: str | Sequence[str] | None = None
-) -> dict[str, list[Similarity]]:
-    """Return, for each method of the run in ``directory``, a :class:`Similarity` per seed, of the last convolution.
-
-    Arguments and errors are those of :func:`compare_representations`.
-    """
-    return compare_representations(directory, samples=samples, clients=clients).similarity
-
-
 def compare_representations(
     directory: Path,
     *,

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..config.spec import RunSpec
 from ..utils.errors import UsageError
-from .published_tables import Block, PublishedValue, Table, load_tables
+from .published_tables import Block, Table, load_tables
 from .recipes import (
     ReproductionOptions,
     StandIn,
@@ -30,7 +30,7 @@ LOADED = "loaded"
 
 @dataclass(frozen=True, kw_only=True)
 class CellPlan:
-    """A number of a table, ``printed``, and the run ``spec`` that yields it at ``client`` (None: the mean of all).
+    """A number of a table, and the run ``spec`` that yields it at ``client`` (None: the mean of all).
 
     ``measure`` selects one of the run's numbers and ``moment`` when it is measured (see ``recipes.toml``); ``twin`` is
     the centralized run for comparison, and ``newcomer`` names data to whose clients a finished run's model is adapted.
@@ -38,7 +38,6 @@ class CellPlan:
 
     row: int
     column: int
-    printed: PublishedValue
     spec: RunSpec
     client: str | None
     measure: str = FINAL
@@ -123,7 +122,7 @@ def plan_block(table: Table, block: Block, options: ReproductionOptions) -> Tabl
                 twin, _ = locator.locate(make_spec(recipe, twins[coordinates["data"], coordinates["model"]], options))
             cells.append(
                 CellPlan(
-                    row=row, column=column, printed=printed, spec=spec, client=client, measure=measure, moment=moment,
+                    row=row, column=column, spec=spec, client=client, measure=measure, moment=moment,
                     twin=twin, newcomer=recipe["adapted"] if measure == ADAPTED else None,
                 )
             )  # fmt: skip

@@ -35,7 +35,7 @@ from ..transport.pki import load_public_keys
 from ..transport.signatures import Signer
 from .nodes import Nodes, StopRequested
 from .registry import ClientRegistry, RemoteFederation, SiteDescription
-from .remote_engine import QuorumPolicy, RemoteEngine
+from .remote_engine import RemoteEngine
 
 COORDINATOR = "FEDSHIFT_COORDINATOR"
 """Names the socket on which ``fedshift serve`` listens."""
@@ -105,9 +105,10 @@ class ProgressReport(Observer):
 class Coordinator:
     """Runs the experiment ``spec`` with the sites behind ``grid``.
 
-    ``order``: ``directory`` (the run's), ``clients`` and ``seconds`` (see :class:`QuorumPolicy`), ``wait`` (seconds for
-    the first clients to connect), and ``keys``: directory of the coordinator's keys and the nodes' public keys (None:
-    questions are not signed, and nodes not identified by keys). ``run``: the number of Flower's run.
+    ``order``: ``directory`` (the run's), ``clients`` (the fewest that a round needs), ``seconds`` (the most that it
+    takes), ``wait`` (seconds for the first clients to connect), and ``keys``: directory of the coordinator's keys and
+    the nodes' public keys (None: questions are not signed, and nodes not identified by keys). ``run``: the number of
+    Flower's run.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class Coordinator:
         self.directory = Path(order["directory"])
         self.order = tuple(name.strip() for name in spec.domains.split(",")) if spec.domains else ()
         self.spec = replace(spec, engine="sequential", workers=None)
-        self.quorum = QuorumPolicy(clients=int(order["clients"]), seconds=float(order["seconds"]))
+        self.min_clients, self.seconds = int(order["clients"]), float(order["seconds"])
         self.sent = {**asdict(self.spec), **PRIVATE}
         self.refused: set[str] = set()
         labels = make_settings(replace(self.spec, newcomers=None), ()).loss.uses_counts
@@ -137,7 +138,7 @@ class Coordinator:
     def run(self) -> bool:
         """Run until the end or until stopped; return whether the end was reached."""
         members = frozenset(client.name for client in self.population.clients)
-        clients = min(self.quorum.clients, len(members or self.order) or self.quorum.clients)
+        clients = min(self.min_clients, len(members or self.order) or self.min_clients)
         try:
             self.nodes.wait(clients, self.wait, members or frozenset(self.order) or None)
             while True:
@@ -171,7 +172,8 @@ class Coordinator:
 
         def make_engine(plan: Plan, samples: Data, seed: int) -> RemoteEngine:
             return RemoteEngine(
-                plan, samples, seed, federation=data, settings=settings, nodes=self.nodes, quorum=self.quorum,
+                plan, samples, seed, federation=data, settings=settings, nodes=self.nodes,
+                min_clients=self.min_clients, seconds=self.seconds,
                 description={**description, "method": names.index(plan.method.name), "seed": seed},
             )  # fmt: skip
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,26 +32,22 @@ from .nodes import Nodes
 ROWS = ("samples", "loss_sum", "hits", "support", "auc")
 
 
-@dataclass(frozen=True, kw_only=True)
-class QuorumPolicy:
-    """Conditions for closing a round: at least ``clients`` uploads, and at most ``seconds``."""
-
-    clients: int
-    seconds: float
-
-
 class RemoteEngine(Engine):
-    """Asks the sites behind ``nodes`` to train and to evaluate; ``description`` tells them which trial it is."""
+    """Asks the sites behind ``nodes`` to train and to evaluate; ``description`` tells them which trial it is.
+
+    A round needs ``min_clients`` uploads, and takes at most ``seconds``.
+    """
 
     def __init__(
         self, plan: Plan, data: Data, seed: int, *, federation: Federation, settings: Settings, nodes: Nodes,
-        quorum: QuorumPolicy, description: Mapping[str, Any],
+        min_clients: int, seconds: float, description: Mapping[str, Any],
     ) -> None:  # fmt: skip
         super().__init__(plan, data, seed)
-        self.federation, self.settings, self.nodes, self.quorum = federation, settings, nodes, quorum
+        self.federation, self.settings, self.nodes = federation, settings, nodes
+        self.min_clients, self.seconds = min_clients, seconds
         self.description = {**description, "clients": len(data)}
         self.bases: dict[str, int] = {}
-        least = min(quorum.clients, len(settings.draw_participants(seed, 1, tuple(data))))
+        least = min(min_clients, len(settings.draw_participants(seed, 1, tuple(data))))
         check_client_count(plan.method.aggregate, least)
         _, update = client_final(plan, client_init(plan, init_client(plan), init_server(plan)))
         self._memory = join_states(plan.rule_names, update.memory)
@@ -60,12 +55,12 @@ class RemoteEngine(Engine):
     @override
     def find_available(self, names: tuple[str, ...]) -> tuple[str, ...]:
         """Return the clients that are connected, once there are enough of them."""
-        self.nodes.wait(min(self.quorum.clients, len(names)), self.quorum.seconds, frozenset(names))
+        self.nodes.wait(min(self.min_clients, len(names)), self.seconds, frozenset(names))
         return tuple(name for name in names if name in self.nodes.online)
 
     @override
     def train(self, server: ServerState, clients: Mapping[str, ClientState]) -> Iterator[tuple[str, ClientResult]]:
-        round, enough = server.round + 1, min(self.quorum.clients, len(clients))
+        round, enough = server.round + 1, min(self.min_clients, len(clients))
         done: list[str] = []
         diverged: FedshiftError | None = None
         measures = "trained" in self.settings.moments and self.settings.is_evaluated(round)
@@ -94,7 +89,7 @@ class RemoteEngine(Engine):
         plan, data = self.plan, self.federation
         names = [name for name in data.names if name in self.nodes.online and (plan.has_global or name in self.bases)]
         entries = plan.sent if plan.has_global else plan.loaded
-        enough = min(self.quorum.clients, len(names))
+        enough = min(self.min_clients, len(names))
         rows: dict[str, list[Row]] = {}
         for name, answer in self._ask("evaluate", server, names, entries, enough, measured_splits(data)):
             try:
@@ -122,7 +117,7 @@ class RemoteEngine(Engine):
         questions = {
             name: Exchange(kind=kind, facts={**facts, "base": self.bases.get(name, 0)}, arrays=arrays) for name in names
         }
-        return self.nodes.ask(questions, enough, self.quorum.seconds)
+        return self.nodes.ask(questions, enough, self.seconds)
 
     def _check_update(
         self, server: ServerState, name: str, steps_before: int, answer: Exchange | FedshiftError, measured: bool
