@@ -76,7 +76,9 @@ def test_a_lock_left_over_does_not_make_a_directory_occupied(tmp_path):
 
 def test_a_place_that_cannot_be_written_is_told(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(FedshiftError, match=r"cannot write .*file/run: Not a directory"):
+    with pytest.raises(
+        FedshiftError, match=r"cannot write .*file/run: a part of this path is a file; choose another directory"
+    ):
         RunDirectory(tmp_path / "file" / "run", resume=False)
 
 

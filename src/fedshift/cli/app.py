@@ -7,6 +7,7 @@ modules are imported inside the commands, so that help answers at once.
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..config.expressions import EMBEDDED, read_catalog, read_functions
-from ..config.settings_file import read_run_settings
+from ..config.settings_file import COMMAND, read_run_settings
 from ..config.spec import (
     ESSENTIAL,
     TRAINING,
@@ -260,6 +261,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rest = ["--help" if argument == "--help-all" else argument for argument in given if argument != "--debug"]
     brief = "--help-all" not in given and rest[:1] in (["run"], ["compare"], ["sweep"])
     app.help_formatter = _EssentialFormatter() if brief else None
+    COMMAND.set(shlex.join(["fedshift", *rest]))
     if "" not in sys.path:
         sys.path.append("")  # for methods and models in the current directory
     sys.exit(

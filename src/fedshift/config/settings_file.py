@@ -17,6 +17,7 @@ import tomllib
 import zlib
 from collections.abc import Mapping
 from contextlib import suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from typing import Any
 from ..utils.errors import FedshiftError, UsageError
 
 FILE, WRITTEN = "config.toml", "written"
+COMMAND: ContextVar[str] = ContextVar("command", default="")
+"""The command line of the program, which runs write down; empty in Python."""
 _CHECKSUM = '\ncrc32 = "'
 _FIX = (
     "restore it from a copy (settings are changed by flags, beside --resume), or start a new run in another directory"

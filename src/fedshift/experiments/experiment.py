@@ -6,9 +6,11 @@ compared. Methods of one seed start from the same weights and see the same order
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
 from itertools import groupby
 from pathlib import Path
 from threading import Event
@@ -17,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from ..analysis.privacy import Mechanism, describe_guarantee
+from ..config.settings_file import COMMAND
 from ..core.method import Method
 from ..data.federation import Federation
 from ..engines.auto import EngineChoice
@@ -24,9 +27,18 @@ from ..engines.engine import Diverged, EngineFactory
 from ..evaluation.communication import summarize_method
 from ..models import ModelFactory
 from ..results.checkpoint import load_checkpoint
-from ..results.run_directory import RunDirectory, append_rows, cut_rows, to_file_name, trial_folder
+from ..results.run_directory import TRIALS, RunDirectory, append_rows, cut_rows, to_file_name, trial_folder
 from ..results.schema import PICTURED, RESTART, MethodSummary, Row, compute_metric, rows_to_frame
-from ..results.summary import NOTICES, holds_summary, read_notices, write_summary
+from ..results.summary import (
+    ENVIRONMENT,
+    NOTICES,
+    SESSIONS,
+    holds_summary,
+    read_environment,
+    read_notices,
+    write_outcome,
+    write_summary,
+)
 from ..results.trial_records import (
     BEST,
     CHECKPOINT,
@@ -43,6 +55,7 @@ from ..utils.errors import FedshiftError, UsageError
 from ..utils.profiling import timed_section
 from ..utils.state import pick
 from .client_store import check_segments
+from .description import describe_training
 from .settings import POLICIES, Settings
 from .trial import RoundResult, Trial
 
@@ -154,7 +167,13 @@ class Experiment:
                 self._check_kept(path, trials)
             names, settings = [method.name for method in self.methods], self.settings
             observer.begin(names, self.seeds, settings.rounds, self.data.names, settings.metric)
-            session = _Session(directory, observer, stop, lambda: self._describe(directory, facts), resume=resume)
+            plans = {name: trial.plan for name, trial in trials.items()}
+            resolved = describe_training(plans, self.data, self.model, self.settings, remote=bool(self.make_engine))
+
+            def describe(sessions: Sequence[Mapping[str, str]] | None) -> None:
+                self._describe(directory, facts, resolved, sessions)
+
+            session = _Session(directory, observer, stop, describe, resume=resume)
             for notice in self.data.notices:
                 session.say(notice)
             diverged: list[Diverged] = []
@@ -164,13 +183,14 @@ class Experiment:
                         known = method.name in trials
                         trial = trials.pop(method.name) if known else self._make_trial(method, seed)
                         if not self._run_trial(trial, session):
+                            session.end()
                             return False
                     except Diverged as error:
                         session.say(f"{method.name}, seed {seed}: {error}. Its numbers are those of the round before.")
                         diverged.append(error)
+            session.end(finished=not diverged)
             if diverged:
                 raise diverged[0]
-            session.finish()
             return True
 
     def _make_trial(self, method: Method, seed: int) -> Trial:
@@ -220,12 +240,15 @@ class Experiment:
         with closing(trial), keep_freed_memory():
             if self.settings.engine == "auto" and trial.server.round < self.settings.rounds:
                 session.observer.engine(name, trial.engine_choice)
+            began = time.perf_counter()
             while trial.server.round < self.settings.rounds:
                 if session.stop.is_set():
                     return False
                 outcome = trial.advance(session.observer.client)
-                session.describe()
+                session.describe(trains=True)
+                began, elapsed = time.perf_counter(), time.perf_counter() - began
                 cost = {key: getattr(outcome, key) for key in ("round", "participants", "down", "up", "seconds")}
+                cost |= {"elapsed": elapsed, "ended": _format_now(), "engine": trial.engine_choice.engine}
                 with timed_section("checkpoint"):
                     append_rows(folder / METRICS, outcome.rows)
                     append_rows(folder / ROUNDS, [{**cost, "rows": len(outcome.rows)}])
@@ -315,7 +338,13 @@ class Experiment:
         shown = {client.name: _to_images(client.test.copy_rows(slice(0, SAMPLES)).cpu().numpy()) for client in pictured}
         return {name: image for name, image in shown.items() if image is not None}
 
-    def _describe(self, directory: RunDirectory, methods: Mapping[str, MethodSummary]) -> None:
+    def _describe(
+        self,
+        directory: RunDirectory,
+        methods: Mapping[str, MethodSummary],
+        resolved: Mapping[str, str],
+        sessions: Sequence[Mapping[str, str]] | None,
+    ) -> None:
         directory.write_settings(self.config)
         for name, content in self.files.items():
             directory.write(name, content)
@@ -333,37 +362,56 @@ class Experiment:
             "clients": {c.name: {split: len(part) for split, part in c.splits.items()} for c in self.data.clients},
             "fingerprint": self.data.fingerprint,
             "same_test": {name: owner for name, owner in owners.items() if name != owner},
+            "resolved": resolved,
             "config": dict(self.config),
             "methods": {name: asdict(fact) for name, fact in methods.items()},
         }
-        write_summary(directory, facts, {} if self.make_engine else self._sample_images())
+        write_summary(directory, facts, {} if self.make_engine else self._sample_images(), sessions)
 
 
 class _Session:
     """One call of :meth:`Experiment.run`: its directory, observer and stop, and what it writes beside the trials.
 
     A run that goes on is described anew once a round has been done, and keeps its earlier notices until it ends, so
-    that one that fails before stays what it was.
+    that one that fails before stays what it was. ``describe`` takes the sessions that trained, None for those before.
     """
 
     def __init__(
-        self, directory: RunDirectory, observer: Observer, stop: Event, describe: Callable[[], None], *, resume: bool
+        self,
+        directory: RunDirectory,
+        observer: Observer,
+        stop: Event,
+        describe: Callable[[Sequence[Mapping[str, str]] | None], None],
+        *,
+        resume: bool,
     ) -> None:
         self.directory, self.observer, self.stop, self._describe = directory, observer, stop, describe
-        self.described = False
+        self.described = self.recorded = False
         self.said: list[str] = []
         self.before: tuple[str, ...] = ()
+        self.sessions: list[Mapping[str, str]] = []
+        self.own = {"started": _format_now(), "command": COMMAND.get()}
+        lost = False
         if resume:
             with suppress(FedshiftError):  # what is still true is said again
                 self.before = read_notices(directory.path)
+            try:
+                self.sessions = read_environment(directory.path)[SESSIONS]
+            except FedshiftError:
+                lost = (directory.path / TRIALS).is_dir()
         if not (resume and holds_summary(directory.path)):
-            self.describe()
+            self.describe(trains=False)
         self._write()
+        if lost:
+            self.say(f"{ENVIRONMENT} was damaged or removed: when this run was begun, and by which command, is lost")
 
-    def describe(self) -> None:
-        """Write what is run, the first time."""
-        if not self.described:
-            self._describe()
+    def describe(self, *, trains: bool) -> None:
+        """Write what is run, the first time; ``trains``: this session has added a round, and is written down too."""
+        if (trains or not self.sessions) and not self.recorded:
+            self._describe([*self.sessions, self.own])
+            self.described = self.recorded = True
+        elif not self.described:
+            self._describe(None)
             self.described = True
 
     def say(self, text: str) -> None:
@@ -373,14 +421,20 @@ class _Session:
             self._write()
             self.observer.notice(text)
 
-    def finish(self) -> None:
-        """Write what a run that has ended leaves."""
-        self.describe()
-        self.before = ()
-        self._write()
+    def end(self, *, finished: bool = False) -> None:
+        """Write what the session leaves; ``finished``: every trial has reached its end."""
+        if finished:
+            self.describe(trains=False)
+            self.before = ()
+            self._write()
+        write_outcome(self.directory)
 
     def _write(self) -> None:
         self.directory.write_json(NOTICES, {"notices": list(dict.fromkeys([*self.before, *self.said]))})
+
+
+def _format_now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def _to_images(x: np.ndarray) -> np.ndarray | None:

@@ -121,7 +121,7 @@ def format_metric_table(
             TextCell(
                 text=format_mean(value, scale * std, f".{digits}f"),
                 best=value == best,
-                significant=number == macro and method == leader,
+                significant=even and number == macro and method == leader,
             )
             for method, value, std in zip(methods, values, stds[number], strict=True)
         )
@@ -198,7 +198,8 @@ def to_latex(table: TextTable, caption: str = "", label: str = "") -> str:
     if caption:
         titles = [r"\begin{table}", r"\centering", rf"\caption{{{escape_latex(caption)}.}}"]
         lines = [*titles, *([rf"\label{{{label}}}"] if label else []), *lines, r"\end{table}"]
-    return "\n".join([*lines, ""])
+    first = [f"% {table.partial}"] if table.partial else []
+    return "\n".join([*first, *lines, ""])
 
 
 def _cell_to_latex(cell: TextCell) -> str:

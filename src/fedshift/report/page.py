@@ -35,6 +35,7 @@ from .formatting import (
     make_table,
 )
 from .html import draw_legend_entry, embed_panel, encode_strip, render_template
+from .origin import describe_run, find_changed
 from .progress import describe_partial, find_reached_rounds, is_even
 from .style import make_styles
 from .tables import (
@@ -136,6 +137,8 @@ def render_page(summary: RunSummary) -> str:
         scopes=[_scope_table(name, method.entries) for name, method in summary.methods.items()],
         clients=_client_table(summary),
         strips={name: encode_strip(several) for name, several in images if len(several)},
+        trained=make_table((), describe_run(summary).items()),
+        changed=make_table((), flatten_settings(find_changed(summary.config))),
         config=make_table((), flatten_settings(summary.config)),
         environment=make_table((), flatten_settings(summary.environment)),
         notices=[*summary.notices, *list_shortfalls(summary)],

@@ -35,6 +35,7 @@ from .formatting import (
     write_table,
 )
 from .html import embed_svg, render_template
+from .origin import find_changed
 from .progress import describe_partial, find_reached_rounds, is_even
 from .publication import print_lines
 from .tables import accuracy_table, describe_round, describe_seeds, list_shortfalls, seed_table
@@ -88,7 +89,7 @@ class SweepResults:
         return f"Macro test {summary.metric_name} in percent, {describe_seeds(summary)}, {describe_round(summary)}"
 
 
-def publish_sweep(sweep: SweepResults, directory: Path, console: Console, config: object) -> None:
+def publish_sweep(sweep: SweepResults, directory: Path, console: Console, config: Mapping[str, Any]) -> None:
     """Print the tables of ``sweep``, and write tables, figures and ``sweep.html`` into ``directory``.
 
     ``config``: the sweep's settings, which the page lists.
@@ -114,6 +115,7 @@ def publish_sweep(sweep: SweepResults, directory: Path, console: Console, config
         },
         remarks=remarks,
         folders=sweep.folders,
+        changed=make_table((), flatten_settings(find_changed(config))),
         config=make_table((), flatten_settings(config)),
     )
     write_atomically(directory / "sweep.html", page.encode())

@@ -135,8 +135,10 @@ class RunSummary:
     the value up to which rounds and bytes are counted (None: no target); ``select`` is ``last`` or ``best`` (round of
     the best macro metric on validation data, never on test data); ``clients`` maps each name to the sizes of its
     splits, ``samples`` to a few images, uint8 ``[n, H, W, C]`` with C 1 or 3; ``traffic`` has the columns ``method``,
-    ``seed``, ``round``, ``down``, ``up`` (bytes that all clients together exchanged in that round); ``same_test`` maps
-    a client to an earlier client with the same test samples; ``fingerprint`` is a digest of all samples.
+    ``seed``, ``round``, ``down``, ``up`` (bytes that all clients together exchanged in that round), and from run
+    directories also ``seconds`` (of training), ``elapsed``, ``ended`` and ``engine``; ``same_test`` maps
+    a client to an earlier client with the same test samples; ``fingerprint`` is a digest of all samples;
+    ``resolved`` says in words what is trained, ``config`` what was asked for.
     """
 
     name: str
@@ -156,6 +158,7 @@ class RunSummary:
     metric: str = "accuracy"
     target_metric: float | None = None
     fingerprint: str = ""
+    resolved: Mapping[str, str] = field(default_factory=dict)
     same_test: Mapping[str, str] = field(default_factory=dict)
 
     @property

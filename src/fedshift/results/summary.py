@@ -24,19 +24,50 @@ from .schema import MethodSummary, Row, RunSummary, rows_to_frame
 from .trial_records import CHECKPOINT, load_facts, read_rounds, require_recorded, stream_measurements
 
 STUDY, ENVIRONMENT, NOTICES, SAMPLES = "study.json", "environment.json", "notices.json", "samples.npz"
+SESSIONS, OUTCOME = "sessions", "trained"
+"""Entries of the environment and of the summary: the calls that trained, and what they trained so far."""
 _IMAGES = "samples_checksum"
 
 
-def write_summary(directory: RunDirectory, facts: Mapping[str, Any], images: Mapping[str, np.ndarray]) -> None:
-    """Write ``facts``, the fields of :class:`RunSummary` that are known before training, and the environment.
+def write_summary(
+    directory: RunDirectory,
+    facts: Mapping[str, Any],
+    images: Mapping[str, np.ndarray],
+    sessions: Sequence[Mapping[str, str]] | None,
+) -> None:
+    """Write what is known of a run before training.
 
-    ``images``: some of each client's, uint8 ``[n, H, W, C]``.
+    Args:
+        directory: run directory.
+        facts: fields of :class:`RunSummary`.
+        images: some of each client's, uint8 ``[n, H, W, C]``.
+        sessions: when and by which command the run was begun and gone on with; None: the environment stays as it was.
+
     """
     packed = io.BytesIO()
     np.savez_compressed(packed, **{str(i): image for i, image in enumerate(images.values())})  # type: ignore[arg-type]
     directory.write(SAMPLES, packed.getvalue())
-    directory.write_json(ENVIRONMENT, describe_environment())
+    if sessions is not None:
+        directory.write_json(ENVIRONMENT, {**describe_environment(), SESSIONS: sessions})
     directory.write_json(STUDY, {**facts, "samples": list(images), _IMAGES: checksum(packed.getvalue())})
+
+
+def write_outcome(directory: RunDirectory) -> None:
+    """Add to the summary what was trained so far: when, for how long, on which engines, with which versions."""
+    path = directory.path
+    facts, machine = read_facts(path), read_environment(path)
+    names = {name: [trial_folder(path, name, seed) for seed in facts["seeds"]] for name in facts["methods"]}
+    rounds = {name: [row for folder in folders for row in read_rounds(folder)] for name, folders in names.items()}
+    rows = [row for several in rounds.values() for row in several]
+    trained = {
+        "started": machine[SESSIONS][0]["started"],
+        "ended": max((row["ended"] for row in rows), default=None),
+        "seconds": round(sum(row["elapsed"] for row in rows), 3),
+        "engines": {name: list(dict.fromkeys(row["engine"] for row in several)) for name, several in rounds.items()},
+        "commands": [session["command"] for session in machine[SESSIONS]],
+        "versions": machine["packages"],
+    }
+    directory.write_json(STUDY, {**facts, OUTCOME: trained})
 
 
 def holds_run(path: Path) -> bool:
@@ -58,6 +89,11 @@ def read_facts(path: Path) -> dict[str, Any]:
     return read_checked(path / STUDY, _written_again(path))
 
 
+def read_environment(path: Path) -> dict[str, Any]:
+    """Return versions, machine and sessions of the run in ``path``; raise FedshiftError where they cannot be read."""
+    return read_checked(path / ENVIRONMENT, _written_again(path))
+
+
 def read_notices(path: Path) -> tuple[str, ...]:
     """Return the notices of the run in directory ``path``; raise :class:`FedshiftError` where they cannot be read."""
     return tuple(read_checked(path / NOTICES, _written_again(path))["notices"])
@@ -77,7 +113,7 @@ def read_summary(path: Path) -> RunSummary:
         for seed in facts["seeds"]
     ]
     rounds = [_read_trial(trial.folder, facts["rounds"]) for trial in trials]
-    moved = ("round", "down", "up", "seconds")
+    moved = ("round", "down", "up", "seconds", "elapsed", "ended", "engine")
     traffic = [
         {"method": trial.method, "seed": trial.seed, **{name: row[name] for name in moved}}
         for trial, done in zip(trials, rounds, strict=True)
@@ -119,8 +155,9 @@ def _stream_all(trials: Sequence[_Trial], rounds: Sequence[Sequence[Row]]) -> It
 def _read_files(path: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, np.ndarray]]:
     """Return the facts, the environment and the images of each client in directory ``path``."""
     fix = _written_again(path)
-    facts, machine = read_facts(path), read_checked(path / ENVIRONMENT, fix)
+    facts, machine = read_facts(path), read_environment(path)
     expected, names = facts.pop(_IMAGES), facts.pop("samples")
+    facts.pop(OUTCOME, None)  # the records say it as of now
     try:
         content = (path / SAMPLES).read_bytes()
         if checksum(content) != expected:

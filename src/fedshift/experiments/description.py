@@ -1,0 +1,107 @@
+"""What an experiment trains, in words, with every ``auto`` and default resolved: for the run's summary and its page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields
+from typing import Any
+
+import torch
+
+from ..core.optimizer import Optimizer
+from ..core.plan import Plan
+from ..core.work import Work
+from ..data.federation import Federation
+from ..models import ModelFactory
+from ..models import __name__ as MODELS
+from .settings import Settings
+
+LISTED = 12
+"""Most evaluated rounds that are listed one by one."""
+
+
+def describe_training(
+    plans: Mapping[str, Plan], data: Federation, model: ModelFactory, settings: Settings, *, remote: bool
+) -> dict[str, str]:
+    """Return what is trained, by name; ``plans`` by method; ``remote``: whether the samples are elsewhere."""
+    members = len([name for name in data.names if name not in settings.newcomers])
+    drawn = len(settings.draw_participants(0, 1, tuple(map(str, range(members)))))
+    samples = sum(len(client.train) for client in data.clients)
+    threads = torch.get_num_threads()
+    return {
+        "data": f"{data.name}: {_count(len(data.clients), 'client')}, {_count(samples, 'training sample')}, "
+        f"{_count(data.classes, 'class', 'classes')}, samples of shape {' x '.join(map(str, data.sample_shape))}",
+        "network": describe_factory(model),
+        "trained parameters": _by_method(plans, lambda plan: f"{count_parameters(plan):,}"),
+        "scaling of inputs": "at the sites" if remote else describe_scaling(data),
+        "training loss": _by_method(plans, lambda plan: str(plan.loss)),
+        "optimizer": _by_method(plans, lambda plan: describe_optimizer(plan.optimizer)),
+        "local work in a round": _by_method(plans, lambda plan: describe_work(plan.work)),
+        "clients in a round": f"all {members}" if drawn == members else f"{drawn} of {members}, drawn anew",
+        "evaluated after rounds": describe_rounds(settings),
+        "computed on": f"{settings.device}, {settings.precision}, {_count(threads, 'thread')} of torch",
+    }
+
+
+def describe_factory(model: ModelFactory) -> str:
+    """Return the name of the function that makes networks, as ``--model`` takes it."""
+    module, name = getattr(model, "__module__", ""), getattr(model, "__qualname__", type(model).__name__)
+    return name.replace("_", "-") if module.startswith(MODELS) else f"{module}:{name}"
+
+
+def count_parameters(plan: Plan) -> int:
+    """Return the number of trained parameters of the network."""
+    return sum(plan.initial[name].numel() for name in plan.trained)
+
+
+def describe_scaling(data: Federation) -> str:
+    """Return how the values of samples become a network's inputs."""
+    pixels = [client for client in data.clients if client.train.store.dtype == torch.uint8]
+    found = list(dict.fromkeys(str(client.train.normalization) for client in pixels))
+    if not found:
+        return "as given" if not data.columns else "by columns, see the settings missing and scaling"
+    return found[0] if len(found) == 1 else f"of each client: {pixels[0].train.normalization.source}"
+
+
+def describe_optimizer(optimizer: Optimizer) -> str:
+    """Return an optimizer's name, its learning rate, and its settings other than the defaults."""
+    changed = []
+    for field in fields(optimizer):
+        value = getattr(optimizer, field.name)
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        if field.name == "schedule" and value != default:
+            changed.append(f"schedule {_describe_fields(value)}")
+        elif field.name != "lr" and value != default:
+            changed.append(f"{field.name.replace('_', ' ')} {value}")
+    return ", ".join([type(optimizer).__name__, f"learning rate {optimizer.lr:g}", *changed])
+
+
+def describe_work(work: Work) -> str:
+    """Return the local work of a client between two exchanges."""
+    amount = _count(work.epochs, "epoch") if work.epochs else _count(work.batches or 0, "batch", "batches")
+    return f"{amount} of {f'{work.batch_size} samples a batch' if work.batch_size else 'all samples at once'}"
+
+
+def describe_rounds(settings: Settings) -> str:
+    """Return the rounds after which models are measured."""
+    rounds = [number for number in range(1, settings.rounds + 1) if settings.is_evaluated(number)]
+    if len(rounds) <= LISTED:
+        return f"{', '.join(map(str, rounds))} of {settings.rounds}"
+    return f"every {rounds[0]} of {settings.rounds} and the last" if rounds[0] > 1 else f"each of {settings.rounds}"
+
+
+def _describe_fields(value: Any) -> str:
+    pairs = (f"{field.name} {getattr(value, field.name)}" for field in fields(value))
+    return f"{type(value).__name__.lower()} ({', '.join(pairs)})"
+
+
+def _by_method(plans: Mapping[str, Plan], describe: Callable[[Plan], str]) -> str:
+    """Return what ``describe`` says of all plans, by method where they differ."""
+    found = {name: describe(plan) for name, plan in plans.items()}
+    if len(set(found.values())) == 1:
+        return next(iter(found.values()))
+    return "; ".join(f"{name}: {text}" for name, text in found.items())
+
+
+def _count(number: int, one: str, several: str = "") -> str:
+    return f"{number:,} {one if number == 1 else several or f'{one}s'}"

@@ -1,0 +1,61 @@
+"""Origin of a run's numbers: what was trained, where, when and how long, and the settings other than the defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from datetime import datetime
+from typing import Any
+
+from ..config.spec import CompareSpec, RunSpec, SweepSpec
+from ..results.schema import RunSummary
+from .formatting import MISSING
+
+DEFAULTS = {field.name: field.default for kind in (SweepSpec, CompareSpec, RunSpec) for field in fields(kind)}
+"""Default of every setting."""
+NAMED = ("data", "method", "methods")
+"""Settings that stand among those other than the defaults in any case."""
+
+
+def describe_run(summary: RunSummary) -> dict[str, str]:
+    """Return what was trained so far, by name: as resolved, engine, times, command and version."""
+    traffic, sessions = summary.traffic, summary.environment.get("sessions", [])
+    found = dict(summary.resolved)
+    if len(traffic) and "engine" in traffic:
+        engines = traffic.groupby("method", sort=False)["engine"].unique()
+        texts = {method: ", ".join(names) for method, names in engines.items()}
+        same = len(set(texts.values())) == 1
+        found["engine"] = next(iter(texts.values())) if same else "; ".join(f"{m}: {t}" for m, t in texts.items())
+    if sessions:
+        found["begun"] = _format_time(sessions[0]["started"])
+    if len(traffic) and "ended" in traffic:
+        found["last round ended"] = _format_time(max(traffic["ended"]))
+        found["duration of all rounds"] = format_duration(float(traffic["elapsed"].sum()))
+    if commands := [session["command"] or "from Python" for session in sessions]:
+        found["command"] = commands[0]
+        found |= {f"gone on with ({number})": command for number, command in enumerate(commands[1:], start=1)}
+    if packages := summary.environment.get("packages"):
+        found["versions"] = ", ".join(f"{name} {packages[name]}" for name in ("fedshift", "torch") if name in packages)
+    return found
+
+
+def find_changed(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of ``config`` that are not the defaults, and those that say what was compared."""
+    return {
+        name: value
+        for name, value in config.items()
+        if name in NAMED or name not in DEFAULTS or value != DEFAULTS[name]
+    }
+
+
+def format_duration(seconds: float) -> str:
+    """Return seconds as ``2 h 03 min``, ``4 min 05 s`` or ``6.1 s``."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60} h {minutes % 60:02d} min" if minutes >= 60 else f"{minutes} min {rest:02d} s"
+
+
+def _format_time(text: str) -> str:
+    """Return an ISO time as ``2026-11-20 10:15 UTC``; a dash where it is not known."""
+    return f"{datetime.fromisoformat(text):%Y-%m-%d %H:%M} UTC" if text else MISSING
