@@ -13,7 +13,7 @@ torch.Size([16])
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
@@ -200,6 +200,13 @@ class CompareArguments(SharedSpec):
     """Training loss, an expression such as ``"focal(gamma=2.0, weights='balanced')"``, its value, or
     ``torch.nn.CrossEntropyLoss()``."""
 
+    weights: str | Path | Mapping[str, torch.Tensor] | None = None
+    """Weights from which every network starts, in place of random ones: a state dictionary, or a file of one,
+    ``.safetensors`` or as ``torch.save`` writes it."""
+
+    weights_skip_classifier: bool = Spec.weights_skip_classifier
+    """Leave the last layer of ``weights`` out, as for other classes; it starts from random weights."""
+
     augment: str | Augmentation | None = Spec.augment
     """Augmentation of training images, an expression such as ``"flip(), rotate(degrees=30)"`` or its value."""
 
@@ -280,6 +287,8 @@ def compare(given: CompareArguments) -> Comparison:
             optimizer=given.optimizer or SGD(lr=given.lr),
             loss=as_loss(given.loss),
             augment=given.augment,
+            weights=given.weights,
+            skip_classifier=given.weights_skip_classifier,
             newcomers=given.newcomers,
             moments=given.moments,
         ),

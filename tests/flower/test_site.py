@@ -14,7 +14,8 @@ from fedshift.flower.transport.exchange import Exchange
 from fedshift.flower.transport.pki import make_authority
 from fedshift.flower.transport.signatures import Signer, Verifier
 from fedshift.results.checkpoint import load_checkpoint, save_checkpoint
-from tests.flower.sites import RUN, Heard, SiteGrid, coordinator, sites_of, spec_for
+from tests.flower.gated import network
+from tests.flower.sites import RUN, Heard, SiteGrid, coordinator, same_as_in_process, sites_of, spec_for
 
 NETWORK = "tests.flower.gated:network"
 ALLOWED = frozenset({NETWORK})
@@ -216,3 +217,19 @@ def test_a_certificate_that_has_ended_proves_nothing(keys, monkeypatch):
     monkeypatch.setattr("fedshift.flower.transport.signatures.datetime", Later)
     with pytest.raises(RefusedMessage, match="the coordinator's certificate is not valid now"):
         verifier(signed, RUN)
+
+
+def test_an_experiment_from_weights_needs_them_at_every_site(tmp_path, machine):
+    first, other = (tmp_path / name for name in ("first.pt", "other.pt"))
+    for seed, file in enumerate((first, other)):
+        torch.manual_seed(seed)
+        torch.save(network((3, 28, 28), 10).state_dict(), file)
+    spec = spec_for(model=NETWORK, rounds=1, weights=str(first))
+    grid = SiteGrid(sites_of(spec, tmp_path, code=ALLOWED, weights=str(first)))
+    assert coordinator(spec, grid, tmp_path / "served", Heard()).run()
+    same_as_in_process(spec, tmp_path / "served", tmp_path, tmp_path / "reference")
+    (hello,) = [question for node, question in grid.asked if (node, question.kind) == (2, "describe")]
+    assert str(first) not in str(hello.facts)
+    for weights, said in ((None, "weights which are not here"), (str(other), f"weights others than {other}")):
+        found = why(Site("digits", "photo", tmp_path / "photo", code=ALLOWED, weights=weights).answer(hello))
+        assert found == f"the experiment starts from {said}: bring the coordinator's file here (--weights FILE)"

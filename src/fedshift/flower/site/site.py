@@ -29,6 +29,7 @@ from ...engines.sequential import Sequential
 from ...evaluation.metrics import evaluate_clients, evaluate_trained
 from ...experiments.client_store import to_client, to_tensors
 from ...experiments.factory import make_methods, make_settings, resolve_model
+from ...experiments.initial_weights import as_initial_weights
 from ...experiments.settings import make_plan
 from ...results.checkpoint import load_checkpoint, save_checkpoint
 from ...results.run_directory import to_file_name
@@ -139,6 +140,7 @@ class Site:
         folder: the site's own folder.
         device: torch device of the work.
         code: functions on this machine, ``package.module:function``, that an experiment may name.
+        weights: file of weights from which an experiment may start networks; it must be the coordinator's.
         checked: takes a question and the number of its run, and raises :class:`RefusedMessage` unless the coordinator
             asked it (``transport.signatures``).
         say: called with a line of text for each thing done.
@@ -147,10 +149,10 @@ class Site:
 
     def __init__(
         self, data: str, name: str | None, folder: Path, *, device: str = "cpu", code: frozenset[str] = frozenset(),
-        checked: Checked = lambda asked, _: asked, say: Say = lambda _: None,
+        weights: str | None = None, checked: Checked = lambda asked, _: asked, say: Say = lambda _: None,
     ) -> None:  # fmt: skip
         self.data, self.name, self.folder, self.device = data, name, folder, device
-        self.code, self.checked, self.say = code, checked, say
+        self.code, self.weights, self.checked, self.say = code, weights, checked, say
         self._sources: dict[str, Federation] = {}
         self._trials: dict[str, _Trial] = {}
 
@@ -275,10 +277,23 @@ class Site:
     def _make_spec(self, given: Mapping[str, Any]) -> RunSpec | CompareSpec:
         """Return the settings that a coordinator sent, with those that concern only this machine replaced."""
         kind = RunSpec if "method" in given else CompareSpec
-        own = {"data": self.data, "root": None, "domains": None, "split": None, "classes": None, "newcomers": None}
+        own: dict[str, Any] = dict.fromkeys(("root", "domains", "split", "classes", "newcomers"))
+        own |= {"data": self.data, "weights": self._find_weights(given.get("weights"))}
         try:
             return kind(**{**given, **own, "device": self.device, "engine": "sequential", "workers": None})
         except (ValidationError, TypeError) as error:
             raise UsageError(
                 f"the coordinator's settings are not understood by fedshift {__version__} here: {error}"
             ) from error
+
+    def _find_weights(self, digest: str | None) -> str | None:
+        """Return this machine's file of the weights with ``digest``; raise :class:`RefusedMessage` without one."""
+        if digest is None:
+            return None
+        own = as_initial_weights(self.weights)
+        if own is None or own.digest != digest:
+            which = f"others than {self.weights}" if own else "which are not here"
+            raise RefusedMessage(
+                f"the experiment starts from weights {which}: bring the coordinator's file here (--weights FILE)"
+            )
+        return self.weights
