@@ -55,6 +55,7 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time every public nam
         federation as federation,
     )
     from .data.files.folder import read_folder as read_folder
+    from .export.loading import load as load
     from .methods.agc import agc as agc
     from .methods.centralized import centralized as centralized
     from .methods.ditto import ditto as ditto
@@ -109,6 +110,7 @@ _HOME = {
     "data.digits": ("digits",),
     "data.federation": ("Federation", "federation"),
     "data.files.folder": ("read_folder",),
+    "export.loading": ("load",),
     **{
         f"methods.{found.name}": (found.name,)
         for found in iter_modules([str(Path(__file__).parent / "methods")])

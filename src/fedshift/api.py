@@ -37,6 +37,7 @@ from .data.federation import Federation
 from .experiments.experiment import Experiment, Observer
 from .experiments.factory import resolve_model, resolve_settings
 from .experiments.restoration import restore_trial, select_trials
+from .export.source import export_run
 from .models import ModelFactory
 from .new_clients.policies import adapt_all, parse_policies
 from .new_clients.policy_tables import mean_over_seeds, seed_table
@@ -120,6 +121,31 @@ class Comparison:
         network = trial.make_network()
         network.load_state_dict(state, strict=False)  # a tied parameter stands once in the state
         return network.eval()
+
+    def export(
+        self, out: str | Path, *, method: str | None = None, client: str | None = None, seed: int | None = None
+    ) -> Path:
+        """Write a trained model for use elsewhere into the new directory ``out``, and return its path.
+
+        Args:
+            out: Directory to write: weights, a program that needs no fedshift, inputs and classes, a model card.
+                :func:`fedshift.load` makes it a function.
+            method: Method; None: the only one.
+            client: Client whose model it is; None: the server's.
+            seed: Seed; None: the first.
+
+        Warns:
+            UserWarning: a file could not be made, or answers differ from the records.
+
+        Raises:
+            UsageError: there is no such model.
+            FedshiftError: files are damaged.
+
+        """
+        made = export_run(self.experiment, self.directory, Path(out), method=method, client=client, seed=seed)
+        for notice in made.notices:
+            warn(notice, stacklevel=2)
+        return made.directory
 
     def adapt(
         self, data: Federation, policies: str | Sequence[str] | None = None, *, rounds: int = 1,

@@ -39,6 +39,7 @@ from ..utils.version import __version__
 from .adapt import adapt
 from .data import data, diagnose
 from .deployment import join, pki, serve
+from .export import export
 from .features import features
 from .leave_out import rebuild_without, run_without
 from .reproduce import rebuild_papers, reproduce
@@ -84,7 +85,7 @@ app = App(
     "shows the traceback of an error.",
     config=(_settings_from_file,),
 )
-for command in (data, diagnose, pki, serve, join, adapt, reproduce, theory, sweep, features):
+for command in (data, diagnose, pki, serve, join, adapt, export, reproduce, theory, sweep, features):
     app.command(command)
 
 DATA_FLAGS = {"data": "--data", "root": "--root"}

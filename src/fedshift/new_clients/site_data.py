@@ -98,8 +98,8 @@ def prepare_clients(data: Federation, run: Federation, *, own_scale: bool = Fals
     data = _map_labels(data, run)
     if len(shape) == 3:
         _require_range(data, run)
-    scales = {client.train.normalization for client in run.clients}
-    data = normalize(data, "client") if own_scale or len(scales) > 1 else data.normalize(scales.pop())
+        scales = {client.train.normalization for client in run.clients}
+        data = normalize(data, "client") if own_scale or len(scales) > 1 else data.normalize(scales.pop())
     return data.check(allow_single_class=True)
 
 

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from ...utils.errors import UsageError, unknown_name
 from ...utils.random_streams import stream
 from ..federation import ClientData, Federation
-from ..samples import Samples
+from ..samples import FeatureScaling, Normalization, Samples
 from ..stratification import split_stratified
 from .read_options import Progress, ReadOptions
 from .table_schema import (
@@ -38,15 +38,14 @@ from .table_schema import (
     feature_offsets,
     feature_slices,
     find_tables,
-    impute,
     infer_column,
     is_table,
     is_text,
     match_column,
     match_features,
     open_table,
+    prepare_rows,
     read_declared_types,
-    scale,
 )
 
 TARGETS = ("target", "label", "y", "class", "outcome")
@@ -176,11 +175,15 @@ def read_tables(path: Path, reading: ReadOptions) -> Federation:
     constant = _find_constant(x, columns)
     if constant:
         notices.append(f"the same in all rows, so nothing can be learned from it: {format_list(map(repr, constant))}")
-    notices += _impute_and_scale(x, [end[1] for end in ends], rows.names, columns, reading)
+    remarks, scalings = _impute_and_scale(x, [end[1] for end in ends], rows.names, columns, reading)
+    notices += remarks
     clients = []
     for k, name in enumerate(rows.names):
+        scaling = Normalization(features=scalings[k])
         parts = {
-            split: Samples(x=torch.from_numpy(x[k][first:last]), y=torch.from_numpy(y[k][first:last]))
+            split: Samples(
+                x=torch.from_numpy(x[k][first:last]), y=torch.from_numpy(y[k][first:last]), normalization=scaling
+            )
             for split, first, last in zip(SPLITS, ends[k], ends[k][1:], strict=False)
             if last > first
         }
@@ -486,19 +489,22 @@ def _find_constant(x: Sequence[Floats], columns: Sequence[Column]) -> list[str]:
 
 def _impute_and_scale(
     x: Sequence[Floats], train: Sequence[int], names: Sequence[str], columns: Sequence[Column], reading: ReadOptions
-) -> list[str]:
-    """Impute and scale each client's array in place by its first ``train`` rows; return notices of imputed values."""
+) -> tuple[list[str], list[FeatureScaling]]:
+    """Impute and scale each client's array in place by its first ``train`` rows.
+
+    Returns notices of imputed values, and what was done with each client's rows.
+    """
     filled: list[str] = []
     empty: dict[str, list[str]] = {}
+    scalings = []
     for part, count, name in zip(x, train, names, strict=True):
         if reading.missing == "refuse":
             _refuse_missing(part, name, columns)
-        imputed, without = impute(part, count, columns)
+        imputed, without, scaling = prepare_rows(part, count, columns, scaled=reading.scaling == "client")
         filled += [f"{name} {imputed}"] if imputed else []
         for column in without:
             empty.setdefault(column, []).append(name)
-        if reading.scaling == "client":
-            scale(part, count, columns, skip=without)
+        scalings.append(scaling)
     notices = [
         f"column {column!r} has no value in the training rows of {format_list(map(repr, clients))}: it is 0 in all "
         "their rows"
@@ -509,7 +515,7 @@ def _impute_and_scale(
             "missing values imputed from each client's own training rows (median, or most frequent category): "
             + format_list(filled)
         )
-    return notices
+    return notices, scalings
 
 
 def _refuse_missing(x: Floats, client: str, columns: Sequence[Column]) -> None:
