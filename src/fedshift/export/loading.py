@@ -136,7 +136,7 @@ def _read_image(image: str | Path | Image.Image, form: InputFormat) -> Tensor:
             pixels = decode_image(Path(image), kind="byte", channels=channels, height=height, width=width)[0]
     except (Unreadable, FileNotFoundError) as error:
         raise UsageError(f"{image} {error}: give an image that can be read") from error
-    return torch.from_numpy(np.array(pixels))
+    return torch.from_numpy(np.array(pixels, order="C"))
 
 
 def _arrange_array(samples: Any, form: InputFormat) -> tuple[Tensor, bool]:
@@ -156,9 +156,9 @@ def _arrange_array(samples: Any, form: InputFormat) -> tuple[Tensor, bool]:
         if x.ndim == 4 and x.shape[1] not in (1, channels) and x.shape[3] in (1, channels):
             x = x.permute(0, 3, 1, 2)
         if x.ndim == 4 and x.shape[1] in (1, channels):
-            x = resize(x.expand(-1, channels, -1, -1).contiguous(), form.shape[1:])
+            x = resize(x.expand(-1, channels, -1, -1), form.shape[1:])
     elif single:
         x = x[None]
     if tuple(x.shape[1:]) != form.shape:
-        raise UsageError(f"samples have shape {tuple(samples.shape)}: {wanted}")
-    return x, single
+        raise UsageError(f"samples have shape {tuple(np.shape(samples))}: {wanted}")
+    return x.contiguous(), single

@@ -71,23 +71,36 @@ class ExportReport:
 def require_new(directory: Path) -> None:
     """Raise :class:`UsageError` unless ``directory`` is missing or empty."""
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise UsageError(f"{directory} holds other files: choose a directory that is new or empty (--out)")
+        raise UsageError(f"{directory} holds other files: choose a directory that is new or empty")
 
 
-def write_package(model: TrainedModel, directory: Path) -> ExportReport:
+def require_models(directory: Path) -> None:
+    """Raise :class:`UsageError` where ``directory`` holds anything but exported models, which may be replaced."""
+    if directory.is_file():
+        raise UsageError(f"{directory} is a file: choose a directory (--export)")
+    for entry in directory.iterdir() if directory.is_dir() else ():
+        if not (entry / DESCRIPTION).is_file():
+            raise UsageError(f"{directory} holds {entry.name}, which is no exported model: choose another (--export)")
+
+
+def write_package(model: TrainedModel, directory: Path, *, renew: bool = False) -> ExportReport:
     """Write ``model`` into ``directory``, and try the programs on its test samples.
 
-    Raises :class:`UsageError` where the directory is not empty or the network has no answer for a single sample, and
-    :class:`FedshiftError` where the disk refuses.
+    ``renew``: an exported model in ``directory`` is replaced. Raises :class:`UsageError` where the directory holds
+    anything else or the network has no answer for a single sample, and :class:`FedshiftError` where the disk refuses.
     """
-    require_new(directory)
+    renew = renew and (directory / DESCRIPTION).is_file()
+    if not renew:
+        require_new(directory)
     require_samplewise(model.network)
     beside = directory.parent / f".{directory.name}.partial"
     try:
         shutil.rmtree(beside, ignore_errors=True)
         beside.mkdir(parents=True)
         report = _fill(model, beside, directory)
-        if directory.is_dir():
+        if renew:
+            shutil.rmtree(directory)
+        elif directory.is_dir():
             directory.rmdir()
         beside.rename(directory)
     except OSError as error:

@@ -122,8 +122,10 @@ def find_sources(method: Method) -> Iterator[str]:
     parts = set(re.findall(r"[a-z_]+", method.name))
     for name, function in list_catalog("methods").items():
         if name in parts:
-            described = inspect.getmodule(function)
-            yield " ".join((inspect.getdoc(described) or "").split("\n\n")[0].split())
+            text = inspect.getdoc(inspect.getmodule(function)) or ""
+            first = " ".join(text.split("\n\n")[0].split())
+            papers = dict.fromkeys(re.findall(r"arXiv:\d{4}\.\d{5}", text))
+            yield first + f" ({', '.join(papers)})" * bool(papers)
 
 
 def describe_network(plan: Plan, model: ModelFactory) -> str:
