@@ -58,8 +58,8 @@ def test_the_command_measures_the_network_as_torch_does_and_saves_every_model(cl
         words = line.split()
         if words[:2] == ["own", "network:"]:
             shown[words[2]] = float(words[-1])
-    assert list(shown) == ["as", "reestimate", "finetune", "finetune_bn"]
-    assert shown["as"] == round(100 * count_right(network), 2)
+    assert list(shown) == ["global", "reestimate", "finetune", "finetune_bn"]
+    assert shown["global"] == round(100 * count_right(network), 2)
     for policy in ("reestimate", "finetune", "finetune_bn"):
         state = load_file(tmp_path / "saved" / "own-network" / policy.replace("_", "-") / "clinic.safetensors")
         network.load_state_dict(state)
@@ -74,7 +74,7 @@ def test_python_takes_the_network_itself_and_changes_nothing_of_it(network):
     assert list(table.index) == ["ann", "bob", "macro"]
     x, y = (torch.from_numpy(part) for part in ARRAYS["bob"][2:])
     right = (network(x.permute(0, 3, 1, 2).float() / 127.5 - 1).argmax(1) == y).float().mean()
-    assert table.loc["bob", ("own network: as it is", "mean")] == pytest.approx(float(right))
+    assert table.loc["bob", ("own network: global model", "mean")] == pytest.approx(float(right))
     assert all(torch.equal(x, network.state_dict()[name]) for name, x in before.items())
 
 

@@ -11,7 +11,6 @@ from rich.console import Console
 
 from ..config.spec import RunSpec
 from ..console.terminal import make_console, print_line, show_loading
-from ..results.run_directory import to_file_name
 from ..utils.errors import FedshiftError, UsageError
 from .run import RunData, RunDevice, RunMethods, RunSeeds, use_threads
 
@@ -162,6 +161,7 @@ def _adapt_own(
         raise UsageError("--unlabeled, --methods and --seeds belong to a run: leave them out for a network of your own")
     from ..experiments.factory import make_settings, resolve_model
     from ..new_clients.own_network import NAME, adapt_own, load_clients, make_trial
+    from ..results.run_directory import to_file_name
 
     console = Console()
     use_threads(None)

@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from ..analysis.statistics import mean_and_std, paired_difference
-from ..config.expressions import list_catalog
+from ..config.expressions import EMBEDDED, list_catalog
 from ..core.method import Method
 from ..core.optimizer import Optimizer, Schedule
 from ..core.plan import Plan
 from ..core.work import Work
 from ..data.datasets._card import get_card
 from ..data.federation import Federation
-from ..data.sources import EMBEDDED
 from ..experiments.experiment import Experiment
 from ..experiments.restoration import restore_trial, select_trials
 from ..experiments.settings import Settings
