@@ -123,8 +123,9 @@ class Comparison:
         return network.eval()
 
     def export(
-        self, out: str | Path, *, method: str | None = None, client: str | None = None, seed: int | None = None
-    ) -> Path:
+        self, out: str | Path, *, method: str | None = None, client: str | None = None, seed: int | None = None,
+        onnx: bool = True,
+    ) -> Path:  # fmt: skip
         """Write a trained model for use elsewhere into the new directory ``out``, and return its path.
 
         Args:
@@ -133,6 +134,7 @@ class Comparison:
             method: Method; None: the only one.
             client: Client whose model it is; None: the server's.
             seed: Seed; None: the first.
+            onnx: Write the program in ONNX too, where it converts.
 
         Warns:
             UserWarning: a file could not be made, or answers differ from the records.
@@ -142,7 +144,9 @@ class Comparison:
             FedshiftError: files are damaged.
 
         """
-        made = export_run(self.experiment, self.directory, Path(out), method=method, client=client, seed=seed)
+        made = export_run(
+            self.experiment, self.directory, Path(out), method=method, client=client, seed=seed, onnx=onnx
+        )
         for notice in made.notices:
             warn(notice, stacklevel=2)
         return made.directory

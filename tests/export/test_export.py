@@ -17,6 +17,7 @@ from torch import nn
 
 import fedshift
 from fedshift.data.samples import resize
+from fedshift.export.programs import save_onnx
 from fedshift.export.source import export_run, find_licenses
 from fedshift.results.schema import read_rows
 from fedshift.utils.errors import FedshiftError, UsageError
@@ -40,17 +41,11 @@ def experiment(make, kept):
 
 
 @pytest.fixture
-def without_onnx(monkeypatch):
-    """Leave ONNX out, which takes most of the time."""
-    monkeypatch.setattr("fedshift.export.package.save_onnx", lambda *_, **__: "left out")
-
-
-@pytest.fixture
-def bobs(experiment, kept, without_onnx):
+def bobs(experiment, kept):
     """What was exported of client bob under FedBN, once."""
     folder = kept.with_name("bob's model")
     if not folder.exists():
-        export_run(experiment, kept, folder, method="fedbn", client="bob")
+        export_run(experiment, kept, folder, method="fedbn", client="bob", onnx=False)
     return folder
 
 
@@ -97,8 +92,8 @@ def test_a_fresh_process_gives_the_logged_accuracy_by_torch_alone_and_by_load(bo
 
 
 @pytest.mark.parametrize(("method", "client"), [("fedwon", "cid"), ("ditto", "ann"), ("ditto", None)])
-def test_every_kind_of_model_gives_the_recorded_counts(method, client, experiment, kept, tmp_path, without_onnx):
-    report = export_run(experiment, kept, tmp_path / "model", method=method, client=client, seed=1)
+def test_every_kind_of_model_gives_the_recorded_counts(method, client, experiment, kept, tmp_path):
+    report = export_run(experiment, kept, tmp_path / "model", method=method, client=client, seed=1, onnx=False)
     model = fedshift.load(tmp_path / "model")
     kind = "personal" if client else "global"
     for name in [client] if client else ARRAYS:
@@ -123,15 +118,21 @@ def test_onnx_gives_the_same_answers_in_its_own_runtime(experiment, kept, tmp_pa
     assert "model.onnx was tried on all 12 test samples" in (tmp_path / "model" / "README.md").read_text()
 
 
+def test_the_reason_is_given_where_there_is_no_onnx(tmp_path, monkeypatch):
+    assert "computes in bfloat16" in save_onnx(None, tmp_path / "model.onnx", low=True)
+    monkeypatch.setattr("fedshift.export.programs.find_spec", lambda name: None)
+    assert "(pip install 'fedshift[export]')" in save_onnx(None, tmp_path / "model.onnx", low=False)
+
+
 @pytest.mark.parametrize(
     "settings",
     [{"normalize": "client", "precision": "bfloat16"}, {"model": "tests.export.test_export:double"}],
     ids=["own scale, bfloat16", "float64"],
 )
-def test_scales_and_types_are_part_of_the_program(settings, make, tmp_path, without_onnx):
+def test_scales_and_types_are_part_of_the_program(settings, make, tmp_path):
     made = make(rounds=1, lr=0.05, engine="sequential", **settings)
     made.run(tmp_path / "run")
-    export_run(made, tmp_path / "run", tmp_path / "model", client="bob")
+    export_run(made, tmp_path / "run", tmp_path / "model", client="bob", onnx=False)
     assert right(fedshift.load(tmp_path / "model")(pixels("bob")), "bob") == recorded(tmp_path / "run", "fedbn", "bob")
 
 
@@ -139,7 +140,7 @@ def double(shape, classes):
     return nn.Sequential(nn.Flatten(), nn.Linear(192, 8), nn.BatchNorm1d(8), nn.Linear(8, classes)).double()
 
 
-def test_rows_of_a_table_are_filled_and_scaled_inside_by_the_clients_own(cli, tmp_path, undrawn, without_onnx):
+def test_rows_of_a_table_are_filled_and_scaled_inside_by_the_clients_own(cli, tmp_path, undrawn):
     """Raw rows, by Python's own reader: numbers, a category, gaps, and a column that one client never measured."""
     random = np.random.default_rng(0)
     (tmp_path / "sites").mkdir()
@@ -154,7 +155,7 @@ def test_rows_of_a_table_are_filled_and_scaled_inside_by_the_clients_own(cli, tm
     words = ("--data", "sites", "--target", "label", "--rounds", 3, "--lr", 0.2, "--engine", "sequential")
     assert cli("compare", *words, "--out", "run").code == 0
     for name, method in (("north", "fedbn"), ("south", "fedavg")):
-        outcome = cli("export", "run", "--client", name, "--method", method, "--out", name)
+        outcome = cli("export", "run", "--client", name, "--method", method, "--out", name, "--no-onnx")
         assert outcome.code == 0, outcome.err
         model = fedshift.load(name)
         with (tmp_path / "sites" / f"{name}.csv").open() as file:
@@ -299,10 +300,12 @@ def test_the_card_says_how_it_was_made_and_how_sure_the_figures_are(bobs, kept):
     assert described["classes"] == ["0", "1", "2"]
 
 
-def test_python_exports_too_and_licenses_are_those_of_the_data(tiny, tmp_path, without_onnx):
+def test_python_exports_too_and_licenses_are_those_of_the_data(tiny, tmp_path):
     result = fedshift.compare([fedshift.fedavg()], data=tiny, rounds=1, engine="sequential")
-    with pytest.warns(UserWarning, match="no model.onnx: left out"):
-        assert result.export(tmp_path / "model") == tmp_path / "model"
+    assert result.export(tmp_path / "model", onnx=False) == tmp_path / "model"
+    assert sorted(path.name for path in (tmp_path / "model").iterdir()) == [
+        "README.md", "model.json", "program.pt2", "weights.safetensors",
+    ]  # fmt: skip
     assert fedshift.load(tmp_path / "model")(pixels("ann")).shape == (12, 3)
     assert "CC BY 2.0" in find_licenses("digits", "digits")
     assert "SynthDigits CC BY 4.0" in find_licenses("digits_five(samples=10)", "digits-five")

@@ -17,6 +17,7 @@ def export(
     method: str | None = None,
     client: str | None = None,
     seed: int | None = None,
+    onnx: bool = True,
 ) -> int:
     """Write a trained model for use elsewhere, with a model card.
 
@@ -29,6 +30,7 @@ def export(
         method: Method, by name or as given to the run; by default the only one.
         client: Client whose model it is; by default the server's model, where the method has one.
         seed: Seed; by default the first.
+        onnx: Write the program in ONNX too, where it converts (needs `pip install 'fedshift[export]'`).
 
     """
     from ..experiments.restoration import load_experiment, load_spec
@@ -40,7 +42,7 @@ def export(
     use_threads(load_spec(run).threads)
     with show_loading(console) as progress:
         _, experiment = load_experiment(run, progress, "cpu")
-        made = export_run(experiment, run, out, method=method, client=client, seed=seed)
+        made = export_run(experiment, run, out, method=method, client=client, seed=seed, onnx=onnx)
     print_line(console, f"{made.directory}: {', '.join(made.files)}")
     for check in made.checks:
         print_line(console, check)

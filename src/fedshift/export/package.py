@@ -83,10 +83,10 @@ def require_models(directory: Path) -> None:
             raise UsageError(f"{directory} holds {entry.name}, which is no exported model: choose another (--export)")
 
 
-def write_package(model: TrainedModel, directory: Path, *, renew: bool = False) -> ExportReport:
+def write_package(model: TrainedModel, directory: Path, *, onnx: bool = True, renew: bool = False) -> ExportReport:
     """Write ``model`` into ``directory``, and try the programs on its test samples.
 
-    ``renew``: an exported model in ``directory`` is replaced. Raises :class:`UsageError` where the directory holds
+    ``onnx``: whether to write the program in ONNX too. ``renew``: an exported model in ``directory`` is replaced. Raises :class:`UsageError` where the directory holds
     anything else or the network has no answer for a single sample, and :class:`FedshiftError` where the disk refuses.
     """
     renew = renew and (directory / DESCRIPTION).is_file()
@@ -97,7 +97,7 @@ def write_package(model: TrainedModel, directory: Path, *, renew: bool = False) 
     try:
         shutil.rmtree(beside, ignore_errors=True)
         beside.mkdir(parents=True)
-        report = _fill(model, beside, directory)
+        report = _fill(model, beside, directory, onnx=onnx)
         if renew:
             shutil.rmtree(directory)
         elif directory.is_dir():
@@ -110,7 +110,7 @@ def write_package(model: TrainedModel, directory: Path, *, renew: bool = False) 
     return report
 
 
-def _fill(model: TrainedModel, folder: Path, directory: Path) -> ExportReport:
+def _fill(model: TrainedModel, folder: Path, directory: Path, *, onnx: bool) -> ExportReport:
     network = _load_state(model)
     entries = {name: x.detach().contiguous().clone() for name, x in network.state_dict().items()}
     names = {"method": model.facts.method, "client": model.facts.client or "", "seed": str(model.facts.seed)}
@@ -124,13 +124,13 @@ def _fill(model: TrainedModel, folder: Path, directory: Path) -> ExportReport:
         traced = trace(program, model.form)
         save_program(traced, folder / PROGRAM)
         answers[PROGRAM] = torch.export.load(folder / PROGRAM).module()
-        reason = save_onnx(traced, folder / ONNX, low=low)
+        reason = save_onnx(traced, folder / ONNX, low=low) if onnx else ""
     except Exception as error:  # of every type, from tracing a network of the user's
         notices.append(f"no {PROGRAM}: torch cannot trace the network ({first_line(error)}); weights and card stand")
         reason = "it is made from that program"
     if reason:
         notices.append(f"no {ONNX}: {reason}")
-    elif session := _open_onnx(folder / ONNX):
+    elif onnx and (session := _open_onnx(folder / ONNX)):
         answers[ONNX] = session
     checks = [line for name, answer in answers.items() for line in _check(model, name, answer)]
     files = {file.name: file for file in sorted(folder.iterdir())}

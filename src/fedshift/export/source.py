@@ -40,6 +40,7 @@ def export_run(
     method: str | None = None,
     client: str | None = None,
     seed: int | None = None,
+    onnx: bool = True,
 ) -> ExportReport:
     """Write a model that ``experiment`` left in ``directory`` into the new directory ``out``.
 
@@ -50,6 +51,7 @@ def export_run(
         method: Name or expression of the method; None: the only one.
         client: Client whose model it is; None: the server's model.
         seed: Seed; None: the first.
+        onnx: Whether to write the program in ONNX too.
 
     Raises:
         UsageError: There is no such method, client or seed, or no such model.
@@ -65,7 +67,7 @@ def export_run(
     trial = restore_trial(chosen, directory, name, seed)
     if trial.server.round == 0:
         raise UsageError(f"{name}, seed {seed}, has done no round: go on with the run first")
-    return write_package(collect_model(trial, experiment, directory, client), out)
+    return write_package(collect_model(trial, experiment, directory, client), out, onnx=onnx)
 
 
 def collect_model(trial: Trial, experiment: Experiment, directory: Path, client: str | None) -> TrainedModel:
