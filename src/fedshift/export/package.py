@@ -86,8 +86,16 @@ def require_models(directory: Path) -> None:
 def write_package(model: TrainedModel, directory: Path, *, onnx: bool = True, renew: bool = False) -> ExportReport:
     """Write ``model`` into ``directory``, and try the programs on its test samples.
 
-    ``onnx``: whether to write the program in ONNX too. ``renew``: an exported model in ``directory`` is replaced. Raises :class:`UsageError` where the directory holds
-    anything else or the network has no answer for a single sample, and :class:`FedshiftError` where the disk refuses.
+    Args:
+        model: The model.
+        directory: New or empty directory.
+        onnx: Whether to write the program in ONNX too.
+        renew: Replace an exported model that is in ``directory``.
+
+    Raises:
+        UsageError: The directory holds other files, or the network has no answer for a single sample.
+        FedshiftError: The disk refuses.
+
     """
     renew = renew and (directory / DESCRIPTION).is_file()
     if not renew:
@@ -99,10 +107,15 @@ def write_package(model: TrainedModel, directory: Path, *, onnx: bool = True, re
         beside.mkdir(parents=True)
         report = _fill(model, beside, directory, onnx=onnx)
         if renew:
-            shutil.rmtree(directory)
-        elif directory.is_dir():
-            directory.rmdir()
-        beside.rename(directory)
+            old = beside.with_suffix(".old")
+            shutil.rmtree(old, ignore_errors=True)
+            directory.rename(old)
+            beside.rename(directory)
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            if directory.is_dir():
+                directory.rmdir()
+            beside.rename(directory)
     except OSError as error:
         raise disk_error(directory, error) from error
     finally:
