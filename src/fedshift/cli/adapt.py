@@ -101,7 +101,7 @@ def adapt(
     if save and save.exists() and (not save.is_dir() or any(save.iterdir())):
         raise UsageError(f"{save} holds other files: choose a directory that is new or empty (--save)")
     if run is None:
-        return _adapt_own(own, data, clients, wanted, rounds, save, device, [unlabeled, methods, seeds])
+        return _adapt_own(own, data, clients, wanted, rounds, save, device, on_unreadable, [unlabeled, methods, seeds])
     if own != OwnNetwork():
         given = next(each.name for each in fields(own) if getattr(own, each.name) != each.default)
         raise UsageError(
@@ -150,7 +150,7 @@ def adapt(
 
 def _adapt_own(
     own: OwnNetwork, data: str | None, clients: str | None, wanted: tuple[str, ...], rounds: int, save: Path | None,
-    device: str | None, others: list[object],
+    device: str | None, on_unreadable: Literal["refuse", "skip"] | None, others: list[object],
 ) -> int:  # fmt: skip
     """Adapt a network of the user's own; ``others``: arguments that only a run has."""
     if not own.model or not own.weights or data is None:
@@ -168,6 +168,7 @@ def _adapt_own(
     spec = RunSpec(
         data=data, model=own.model, weights=str(own.weights), normalize=own.normalize, image_size=own.image_size,
         target=own.target, lr=own.lr, batch_size=own.batch_size, device=device or RunSpec.device,
+        on_unreadable=on_unreadable or RunSpec.on_unreadable,
     )  # fmt: skip
     names = tuple(name.strip() for name in (own.class_names or "").split(",") if name.strip())
     with show_loading(console) as progress:
