@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 import fedshift
 from fedshift.experiments.initial_weights import as_initial_weights
+from fedshift.experiments.restoration import load_experiment, restore_trial
 from fedshift.models.digits import small_cnn
 from fedshift.utils.errors import UsageError
 from fedshift.utils.state import is_equal
@@ -123,14 +124,15 @@ def test_a_file_that_could_run_code_or_is_none_is_refused(cli, tmp_path, tiny_fo
     (tmp_path / "cut.safetensors").write_bytes(b"12345678 no tensors")
     torch.save([1, 2], tmp_path / "list.pt")
     torch.save({"epoch": 3}, tmp_path / "epoch.pt")
+    (tmp_path / "list.zip").touch()
     for name, said in (
         ("evil.pt", "holds more than tensors, which could run code, and is not read: save the state dictionary alone"),
         ("plain.pt", "holds more than tensors, which could run code"),
         ("cut.safetensors", "cut.safetensors cannot be read as weights ("),
         ("list.pt", "holds no state dictionary, names with tensors, but list: save network.state_dict() alone"),
         ("epoch.pt", "holds no state dictionary, names with tensors, but epoch"),
-        ("none.pt", "there is no file"),
-        ("list.zip", "weights 'list.zip': there is no file"),
+        ("none.pt", "none.pt: give the path of a file that exists (--weights)"),
+        ("list.zip", "list.zip: a file of weights ends in .safetensors or .pt, .pth, .bin: write one with"),
     ):
         outcome = cli("run", "--data", tiny_folder, "--weights", name)
         assert outcome.code == 2, outcome
@@ -147,3 +149,16 @@ def test_a_run_goes_on_from_the_same_weights_only(cli, file, network, tiny_folde
     outcome = cli("run", "--resume", "run", "--rounds", "2")
     assert outcome.code == 2
     assert "this run was begun with another weights" in outcome.err
+
+
+def test_weights_that_were_moved_with_the_run_are_found(make, file, tmp_path, monkeypatch):
+    began = tmp_path / "began"
+    began.mkdir()
+    file.rename(began / file.name)
+    monkeypatch.chdir(began)
+    make(rounds=1, engine="sequential", weights=file.name).run(began / "run")
+    monkeypatch.chdir(tmp_path)
+    moved = began.rename(tmp_path / "moved")
+    spec, experiment = load_experiment(moved / "run")
+    assert spec.weights == str(moved / file.name)
+    assert restore_trial(experiment, moved / "run", "fedbn", 0).server.round == 1

@@ -101,7 +101,9 @@ def adapt(
     if save and save.exists() and (not save.is_dir() or any(save.iterdir())):
         raise UsageError(f"{save} holds other files: choose a directory that is new or empty (--save)")
     if run is None:
-        return _adapt_own(own, data, clients, wanted, rounds, save, device, on_unreadable, [unlabeled, methods, seeds])
+        return _adapt_own(
+            own, data, clients, wanted, rounds, save, device, on_unreadable, [unlabeled, methods, seeds, run_data]
+        )
     if own != OwnNetwork():
         given = next(each.name for each in fields(own) if getattr(own, each.name) != each.default)
         raise UsageError(
@@ -158,7 +160,7 @@ def _adapt_own(
             "give the directory of a run, or for a network of your own its --model, its --weights and the --data"
         )
     if any(each is not None for each in others):
-        raise UsageError("--unlabeled, --methods and --seeds belong to a run: leave them out for a network of your own")
+        raise UsageError("--unlabeled, --methods, --seeds and --run-data belong to a run, not to a network of your own")
     from ..experiments.factory import make_settings, resolve_model
     from ..new_clients.own_network import NAME, adapt_own, load_clients, make_trial
     from ..results.run_directory import to_file_name

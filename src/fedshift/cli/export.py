@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 from ..console.terminal import print_line, show_loading
-from .run import use_threads
+from .run import RunData, use_threads
 
 
 def export(
@@ -18,6 +18,7 @@ def export(
     client: str | None = None,
     seed: int | None = None,
     onnx: bool = True,
+    run_data: RunData = None,
 ) -> int:
     """Write a trained model for use elsewhere, with a model card.
 
@@ -39,9 +40,9 @@ def export(
 
     console = Console()
     require_new(out)
-    use_threads(load_spec(run).threads)
+    use_threads(load_spec(run, run_data).threads)
     with show_loading(console) as progress:
-        _, experiment = load_experiment(run, progress, "cpu")
+        _, experiment = load_experiment(run, progress, "cpu", run_data)
         made = export_run(experiment, run, out, method=method, client=client, seed=seed, onnx=onnx)
     print_line(console, f"{made.directory}: {', '.join(made.files)}")
     for check in made.checks:

@@ -156,7 +156,7 @@ S = TypeVar("S", bound=Spec)
 
 
 def anchor_paths(spec: S, began: Path | None = None) -> S:
-    """Return ``spec`` with absolute paths of data, so that a run does not depend on the directory it is started in.
+    """Return ``spec`` with absolute paths, so that a run does not depend on the directory it is started in.
 
     ``began``: directory in which relative paths begin; None: the current one.
     """
@@ -166,6 +166,8 @@ def anchor_paths(spec: S, began: Path | None = None) -> S:
             changes["data"] = str(began / spec.data)
         elif (began / data_root(spec)).exists():
             changes["root"] = str(began / data_root(spec))
+    if spec.weights:
+        changes["weights"] = str(began / spec.weights)
     if spec.split:
         changes["split"] = SAVED.sub(lambda found: f"{found[1]}{found[2]}{began / found[3]}{found[2]}", spec.split)
     return replace(spec, **changes)
@@ -191,6 +193,6 @@ def make_experiment(spec: RunSpec | CompareSpec, progress: Progress | None = Non
         model=resolve_model(spec.model, data.sample_shape),
         settings=make_settings(spec, data.names),
         seeds=list_seeds(spec),
-        config=asdict(replace(spec, weights=str(Path(spec.weights).resolve()) if spec.weights else None)),
+        config=asdict(spec),
         files={"split.csv": write_assignment(source, spec)} if spec.split else {},
     )

@@ -161,10 +161,10 @@ def as_initial_weights(
 def _read_file(path: Path) -> Any:
     """Return the content of a file of weights; raise :class:`UsageError` where it is none, or holds more than that."""
     if not path.is_file():
-        raise UsageError(f"weights {str(path)!r}: there is no file {path.resolve()}: give the path of one that exists")
+        raise UsageError(f"no weights at {path.resolve()}: give the path of a file that exists (--weights)")
     if path.suffix not in (".safetensors", *PICKLED):
         raise UsageError(
-            f"weights {str(path)!r}: a file of weights ends in .safetensors or {', '.join(PICKLED)}: write one with "
+            f"{path}: a file of weights ends in .safetensors or {', '.join(PICKLED)}: write one with "
             "safetensors.torch.save_file(network.state_dict(), 'weights.safetensors')"
         )
     try:

@@ -23,9 +23,10 @@ from ..experiments.settings import Settings
 from ..experiments.trial import Trial
 from ..models import ModelFactory
 from ..report.tables import seed_table
-from ..results.run_directory import METRICS, describe_environment, trial_folder
+from ..results.run_directory import describe_environment, trial_folder
 from ..results.schema import Row, RunSummary, stream_rows
 from ..results.summary import read_summary
+from ..results.trial_records import METRICS
 from ..utils.errors import UsageError
 from .inputs import InputFormat
 from .model_card import ModelFacts, SeedSpread

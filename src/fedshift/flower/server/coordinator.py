@@ -116,7 +116,7 @@ class Coordinator:
         self.report, self.wait = report, float(order["wait"])
         self.directory = Path(order["directory"])
         self.order = tuple(name.strip() for name in spec.domains.split(",")) if spec.domains else ()
-        weights = str(Path(spec.weights).resolve()) if spec.weights else None
+        weights = str(Path.cwd() / spec.weights) if spec.weights else None
         self.spec = replace(spec, engine="sequential", workers=None, weights=weights)
         self.quorum = QuorumPolicy(clients=int(order["clients"]), seconds=float(order["seconds"]))
         settings = make_settings(replace(self.spec, newcomers=None), ())
