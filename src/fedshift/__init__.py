@@ -55,6 +55,7 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time every public nam
         federation as federation,
     )
     from .data.files.folder import read_folder as read_folder
+    from .export.loading import load as load
     from .methods.agc import agc as agc
     from .methods.centralized import centralized as centralized
     from .methods.ditto import ditto as ditto
@@ -87,6 +88,7 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time every public nam
     from .methods.single import single as single
     from .methods.trimmed_mean import trimmed_mean as trimmed_mean
     from .methods.tuned import tuned as tuned
+    from .new_clients.own_network import adapt_network as adapt_network
     from .utils.errors import (
         FedshiftError as FedshiftError,
         UsageError as UsageError,
@@ -109,6 +111,8 @@ _HOME = {
     "data.digits": ("digits",),
     "data.federation": ("Federation", "federation"),
     "data.files.folder": ("read_folder",),
+    "export.loading": ("load",),
+    "new_clients.own_network": ("adapt_network",),
     **{
         f"methods.{found.name}": (found.name,)
         for found in iter_modules([str(Path(__file__).parent / "methods")])

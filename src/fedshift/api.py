@@ -13,7 +13,7 @@ torch.Size([16])
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
@@ -37,6 +37,7 @@ from .data.federation import Federation
 from .experiments.experiment import Experiment, Observer
 from .experiments.factory import resolve_model, resolve_settings
 from .experiments.restoration import restore_trial, select_trials
+from .export.source import export_run
 from .models import ModelFactory
 from .new_clients.policies import adapt_all, parse_policies
 from .new_clients.policy_tables import mean_over_seeds, seed_table
@@ -121,6 +122,35 @@ class Comparison:
         network.load_state_dict(state, strict=False)  # a tied parameter stands once in the state
         return network.eval()
 
+    def export(
+        self, out: str | Path, *, method: str | None = None, client: str | None = None, seed: int | None = None,
+        onnx: bool = True,
+    ) -> Path:  # fmt: skip
+        """Write a trained model for use elsewhere into the new directory ``out``, and return its path.
+
+        Args:
+            out: Directory to write: weights, a program that needs no fedshift, inputs and classes, a model card.
+                :func:`fedshift.load` makes it a function.
+            method: Method; None: the only one.
+            client: Client whose model it is; None: the server's.
+            seed: Seed; None: the first.
+            onnx: Write the program in ONNX too, where it converts.
+
+        Warns:
+            UserWarning: a file could not be made, or answers differ from the records.
+
+        Raises:
+            UsageError: there is no such model.
+            FedshiftError: files are damaged.
+
+        """
+        made = export_run(
+            self.experiment, self.directory, Path(out), method=method, client=client, seed=seed, onnx=onnx
+        )
+        for notice in made.notices:
+            warn(notice, stacklevel=2)
+        return made.directory
+
     def adapt(
         self, data: Federation, policies: str | Sequence[str] | None = None, *, rounds: int = 1,
         methods: str | Sequence[str] | None = None,
@@ -199,6 +229,13 @@ class CompareArguments(SharedSpec):
     loss: str | Loss | nn.CrossEntropyLoss = Spec.loss
     """Training loss, an expression such as ``"focal(gamma=2.0, weights='balanced')"``, its value, or
     ``torch.nn.CrossEntropyLoss()``."""
+
+    weights: str | Path | Mapping[str, torch.Tensor] | None = None
+    """Weights from which every network starts, in place of random ones: a state dictionary, or a file of one,
+    ``.safetensors`` or as ``torch.save`` writes it."""
+
+    weights_skip_classifier: bool = Spec.weights_skip_classifier
+    """Leave the last layer of ``weights`` out, as for other classes; it starts from random weights."""
 
     augment: str | Augmentation | None = Spec.augment
     """Augmentation of training images, an expression such as ``"flip(), rotate(degrees=30)"`` or its value."""
@@ -280,6 +317,8 @@ def compare(given: CompareArguments) -> Comparison:
             optimizer=given.optimizer or SGD(lr=given.lr),
             loss=as_loss(given.loss),
             augment=given.augment,
+            weights=given.weights,
+            skip_classifier=given.weights_skip_classifier,
             newcomers=given.newcomers,
             moments=given.moments,
         ),

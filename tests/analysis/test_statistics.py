@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from fedshift.analysis.statistics import correct_family, holm_correction, mean_and_std, paired_difference, paired_tests
+from fedshift.analysis.statistics import (
+    correct_family,
+    holm_correction,
+    mean_and_std,
+    paired_difference,
+    paired_tests,
+    wilson_interval,
+)
 from fedshift.utils.errors import UsageError
 
 
@@ -140,3 +147,15 @@ def test_holm_rejects_step_by_step(level):
                 break
             rejected.add(value)
         assert {value for value, p in zip(values, holm_correction(values), strict=True) if p <= level} == rejected
+
+
+@pytest.mark.parametrize(("hits", "samples"), [(0, 5), (5, 5), (7, 12), (903, 1000)])
+def test_the_interval_of_a_share_is_wilsons(hits, samples):
+    theirs = stats.binomtest(hits, samples).proportion_ci(0.9, method="wilson")
+    assert wilson_interval(hits, samples, 0.9) == pytest.approx(tuple(theirs))
+
+
+def test_a_share_of_no_samples_or_of_too_few_is_refused():
+    for hits, samples in ((0, 0), (6, 5)):
+        with pytest.raises(UsageError, match="no share"):
+            wilson_interval(hits, samples)

@@ -206,6 +206,31 @@ def test_a_process_stopped_by_ctrl_c_ends_in_order(program, tiny_folder, tmp_pat
 # Looking
 
 
+def test_inspect_says_what_data_hold_and_what_a_method_does_on_them(cli, tiny_folder, tmp_path):
+    outcome = cli("inspect", "--data", tiny_folder)
+    assert (outcome.code, outcome.err) == (0, "")
+    for said in ("tiny: 3 clients", "3 x 8 x 8 uint8", "Training samples of each class: 0 26, 1 26, 2 24"):
+        assert said in outcome.out
+    assert "fedbn" not in outcome.out
+    found = cli("inspect", "--data", tiny_folder, "--method", "fedavg", "--domains", "ann,bob").out
+    assert "tiny: 2 clients" in found
+    assert "fedavg on small-cnn, (3, 8, 8) -> 3" in found
+    for name in ("north", "south"):
+        (tmp_path / "tables").mkdir(exist_ok=True)
+        (tmp_path / "tables" / f"{name}.csv").write_text("age,kind,ill\n" + "61,a,no\n52,b,yes\n" * 9)
+    found = cli("inspect", "--data", "tables", "--target", "ill").out
+    assert "Columns: age (number); kind (a, b)" in found
+    assert "Training samples of each class: no " in found
+    for words, said in (
+        (("--data", tiny_folder, "--shape", "1,8,8"), "data have a shape already; leave one of them out"),
+        (("--target", "ill"), "settings of reading data belong to --data: give it, or leave them out"),
+        (("--data", "nowhere"), "unknown data 'nowhere'"),
+    ):
+        outcome = cli("inspect", *words)
+        assert outcome.code == 2
+        assert said in outcome.err
+
+
 def test_inspect_shows_every_entry_and_what_travels(cli):
     outcome = cli("inspect", "--method", "fedbn", "--model", "small-cnn", "--shape", "1,8,8", "--classes", 2)
     assert outcome.code == 0

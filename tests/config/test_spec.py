@@ -20,6 +20,7 @@ OTHER = {
     "metric": "auc", "model": "digit-cnn-bn", "rounds": 7, "epochs": 2, "batches": 3, "batch_size": 0,
     "optimizer": "adamw", "lr": 1e-05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.001,
     "schedule": "step(every=3, gamma=0.5)", "keep_optimizer": True, "participation": 0.5, "seeds": 3, "first_seed": 5,
+    "weights": "own.safetensors", "weights_skip_classifier": True,
     "agc": 0.64, "agc_skip_classifier": True, "newcomers": "cleo", "unseen": "average",
     "engine": "other", "workers": 3, "precision": "bfloat16", "device": "cuda:1", "threads": 3,
     "evaluate_every": 2, "moments": "loaded,trained", "select": "best", "target_metric": 0.9,

@@ -7,14 +7,20 @@ from datetime import UTC, datetime, timedelta
 import pytest
 import torch
 
+import fedshift
 from fedshift import __version__
+from fedshift.data.digits import digits
+from fedshift.export.package import require_models
 from fedshift.flower.site.site import Site
 from fedshift.flower.transport.arrays import RefusedMessage, from_record, to_record
 from fedshift.flower.transport.exchange import Exchange
 from fedshift.flower.transport.pki import make_authority
 from fedshift.flower.transport.signatures import Signer, Verifier
 from fedshift.results.checkpoint import load_checkpoint, save_checkpoint
-from tests.flower.sites import RUN, Heard, SiteGrid, coordinator, sites_of, spec_for
+from fedshift.results.schema import read_rows
+from fedshift.utils.errors import UsageError
+from tests.flower.gated import network
+from tests.flower.sites import RUN, Heard, SiteGrid, coordinator, same_as_in_process, sites_of, spec_for
 
 NETWORK = "tests.flower.gated:network"
 ALLOWED = frozenset({NETWORK})
@@ -216,3 +222,51 @@ def test_a_certificate_that_has_ended_proves_nothing(keys, monkeypatch):
     monkeypatch.setattr("fedshift.flower.transport.signatures.datetime", Later)
     with pytest.raises(RefusedMessage, match="the coordinator's certificate is not valid now"):
         verifier(signed, RUN)
+
+
+def test_an_experiment_from_weights_needs_them_at_every_site(tmp_path, machine):
+    first, other = (tmp_path / name for name in ("first.pt", "other.pt"))
+    for seed, file in enumerate((first, other)):
+        torch.manual_seed(seed)
+        torch.save(network((3, 28, 28), 10).state_dict(), file)
+    spec = spec_for(model=NETWORK, rounds=1, weights=str(first))
+    grid = SiteGrid(sites_of(spec, tmp_path, code=ALLOWED, weights=str(first)))
+    assert coordinator(spec, grid, tmp_path / "served", Heard()).run()
+    same_as_in_process(spec, tmp_path / "served", tmp_path, tmp_path / "reference")
+    (hello,) = [question for node, question in grid.asked if (node, question.kind) == (2, "describe")]
+    assert str(first) not in str(hello.facts)
+    for weights, said in ((None, "weights which are not here"), (str(other), f"weights others than {other}")):
+        found = why(Site("digits", "photo", tmp_path / "photo", code=ALLOWED, weights=weights).answer(hello))
+        assert found == f"the experiment starts from {said}: bring the coordinator's file here (--weights FILE)"
+
+
+def test_a_site_exports_its_model_with_its_own_figures_and_no_one_elses(tmp_path, machine, monkeypatch):
+    monkeypatch.setattr("fedshift.export.package.save_onnx", lambda *_, **__: "left out")
+    spec = spec_for(model=NETWORK, rounds=1)
+    sites = sites_of(spec, tmp_path, code=ALLOWED)
+    said = []
+    sites[2].export, sites[2].say = tmp_path / "models", said.append
+    grid = SiteGrid(sites)
+    assert coordinator(spec, grid, tmp_path / "served", Heard()).run()
+    model = fedshift.load(tmp_path / "models" / "fedbn-seed0")
+    test = digits().client("photo").test
+    hits = int((model(test.x).argmax(1) == test.y).sum())
+    rows = read_rows(tmp_path / "served" / "trials" / "fedbn-seed0" / "metrics.jsonl")
+    (row,) = [row for row in rows if (row["client"], row["split"]) == ("photo", "test")]
+    assert hits == sum(row["hits"])
+    assert f"program.pt2 was tried on all 140 test samples: {hits} right, as the run recorded." in said
+    card = (model.directory / "README.md").read_text()
+    assert "3 sites took part, whose samples stayed there." in card
+    assert "| photo | 24 | 140 |" in card
+    assert not any(name in card for name in ("pen", "print", str(tmp_path)))
+    sites[2].export_latest()  # as when it leaves: done already
+    assert said.count(said[-1]) == 1
+    # what may be replaced is a model
+    require_models(tmp_path / "models")
+    with pytest.raises(UsageError, match=r"which is no exported model: choose another \(--export\)"):
+        require_models(tmp_path)
+    # an answer does not wait for a model that cannot be written
+    (tmp_path / "models" / "fedbn-seed0" / "model.json").unlink()
+    question = next(question for node, question in grid.asked if (node, question.kind) == (2, "evaluate"))
+    assert sites[2].answer(question).kind == "evaluated"
+    assert said[-2].startswith("the model of fedbn is not exported: ")

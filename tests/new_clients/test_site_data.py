@@ -58,8 +58,11 @@ def test_a_site_is_brought_to_the_runs_size_channels_scale_and_classes(tiny, tmp
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"class_names": ("cat", "dog", "owl")}, "new has a class 'yak', which the run's data, tiny, have not: theirs"),
-        ({"classes": 1}, "new has labels up to 1, but the run's data, tiny, have 1 classes"),
+        (
+            {"class_names": ("cat", "dog", "owl")},
+            "new has a class 'yak', which is not among those of the run's data, tiny, cat",
+        ),
+        ({"classes": 1}, "new has labels up to 1, but the classes of the run's data, tiny, are 1"),
     ],
 )
 def test_classes_that_the_run_has_not_are_refused_naming_both(tiny, tmp_path, changed, said):
@@ -171,8 +174,11 @@ def test_one_file_of_arrays_is_one_client(tiny, tiny_folder):
             {"ill": None, "sick": "yes"},
             "rome.csv has no column 'ill', by which 'hospitals', the data that it joins, was",
         ),
-        ({"ill": "maybe"}, "rome has a class 'maybe', which the run's data, hospitals, have not: theirs are no, yes"),
-        ({"ill": "0"}, "rome has a class '0', which the run's data, hospitals, have not: theirs are no, yes"),
+        (
+            {"ill": "maybe"},
+            "rome has a class 'maybe', which is not among those of the run's data, hospitals, no, yes: l",
+        ),
+        ({"ill": "0"}, "rome has a class '0', which is not among those of the run's data, hospitals, no, yes: leave"),
     ],
 )
 def test_tables_that_do_not_fit_the_runs_are_refused_by_column(hospitals, tmp_path, changed, said):

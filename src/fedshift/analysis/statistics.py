@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.special import stdtr, stdtrit
+from scipy.special import ndtri, stdtr, stdtrit
 
 from ..utils.errors import UsageError
 
@@ -42,6 +42,17 @@ def mean_and_std(values: Iterable[float]) -> tuple[float, float]:
     mean = float(present.mean()) if present.size else math.nan
     std = float(present.std(ddof=1)) if present.size > 1 else math.nan
     return mean, std
+
+
+def wilson_interval(hits: int, samples: int, level: float = 0.95) -> tuple[float, float]:
+    """Return the score interval of a share, ``hits`` of ``samples`` (Wilson 1927, J. Am. Stat. Assoc. 22(158))."""
+    if not 0 <= hits <= samples or samples < 1:
+        raise UsageError(f"{hits} hits of {samples} samples are no share: give at least one sample, and no more hits")
+    z, share = float(ndtri((1 + level) / 2)), hits / samples
+    center = share + z * z / (2 * samples)
+    half = z * math.sqrt(share * (1 - share) / samples + z * z / (4 * samples**2))
+    whole = 1 + z * z / samples
+    return max(0.0, (center - half) / whole), min(1.0, (center + half) / whole)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,24 +1,58 @@
-"""The command ``fedshift adapt``: a run's models adapted to clients that it never saw."""
+"""The command ``fedshift adapt``: models adapted to clients that they never saw: a run's, or a network of one's own."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
+from cyclopts import Group, Parameter
 from rich.console import Console
 
+from ..config.spec import RunSpec
 from ..console.terminal import make_console, print_line, show_loading
 from ..utils.errors import FedshiftError, UsageError
 from .run import RunData, RunDevice, RunMethods, RunSeeds, use_threads
 
 if TYPE_CHECKING:
-    from ..experiments.experiment import Experiment
+    from ..experiments.settings import Settings
     from ..new_clients.policies import Adaptation
 
 
+OWN = Group("Network of your own", sort_key=2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnNetwork:
+    """A network that fedshift never trained, in place of a run, and how clients are scaled and trained for it."""
+
+    model: Annotated[str | None, Parameter(group=OWN)] = None
+    """Network by name (see `fedshift list models`), or your own function, package.module:function."""
+
+    weights: Annotated[Path | None, Parameter(group=OWN)] = None
+    """File of its weights: a state dictionary, .safetensors or as torch.save writes it."""
+
+    class_names: Annotated[str | None, Parameter(group=OWN)] = None
+    """Its classes, comma-separated, in the order of its scores; needed where the clients lack some."""
+
+    normalize: Annotated[Literal["half", "imagenet", "unit", "client"] | None, Parameter(group=OWN)] = None
+    """Scaling of images that it expects; by default half, to [-1, 1]."""
+
+    image_size: Annotated[int | None, Parameter(group=OWN)] = None
+    """Height and width in pixels that it expects; by default the images' own."""
+
+    target: Annotated[str | None, Parameter(group=OWN)] = None
+    """Column of a table that holds the label."""
+
+    lr: Annotated[float, Parameter(group=OWN)] = RunSpec.lr
+    """Learning rate under finetune and finetune_bn."""
+
+    batch_size: Annotated[int, Parameter(group=OWN)] = RunSpec.batch_size
+    """Samples in a batch there; 0 puts all of a client's into one."""
+
+
 def adapt(
-    run: Path,
+    run: Path | None = None,
     *,
     data: str | None = None,
     clients: str | None = None,
@@ -31,13 +65,16 @@ def adapt(
     device: RunDevice = None,
     run_data: RunData = None,
     save: Path | None = None,
+    own: Annotated[OwnNetwork, Parameter(name="*")] = OwnNetwork(),
 ) -> int:
-    """Adapt a run's models to clients that it never saw, by every policy, and measure each.
+    """Adapt a run's models, or a network of your own, to clients that they never saw, by every policy.
+
+    Each is measured on the clients' test data.
 
     Args:
-        run: Directory that `fedshift run` or `compare` wrote.
-        data: New clients: a directory, a benchmark or digits, as --data of a run. They are read and scaled as the
-            run's.
+        run: Directory that `fedshift run` or `compare` wrote; without it, --model and --weights name the network.
+        data: New clients: a directory, a benchmark or digits, as --data of a run, or the folder or file of one client.
+            They are read and scaled as the run's.
         clients: Clients to use of these, comma-separated; usps-* matches all such names. By default all.
         policies: Policies, comma-separated: average, reestimate, nearest, finetune, finetune_bn. By default all that
             apply.
@@ -63,6 +100,16 @@ def adapt(
         raise UsageError(f"rounds={rounds}: must be at least 1")
     if save and save.exists() and (not save.is_dir() or any(save.iterdir())):
         raise UsageError(f"{save} holds other files: choose a directory that is new or empty (--save)")
+    if run is None:
+        return _adapt_own(
+            own, data, clients, wanted, rounds, save, device, on_unreadable, [unlabeled, methods, seeds, run_data]
+        )
+    if own != OwnNetwork():
+        given = next(each.name for each in fields(own) if getattr(own, each.name) != each.default)
+        raise UsageError(
+            f"--{given.replace('_', '-')} describes a network of your own, and {run} is a run, which has its own: give "
+            "one of the two"
+        )
     from torch import device as torch_device
 
     from ..experiments.restoration import load_experiment, load_spec, resolve_device, select_trials
@@ -93,7 +140,7 @@ def adapt(
             experiment, run, training, wanted, data=new, rounds=rounds, inputs=inputs, save=save, progress=progress
         )
     if made.rows:
-        _print_results(console, made, experiment, rounds, save)
+        _print_results(console, made, experiment.settings, len(experiment.seeds), rounds, save)
     for notice in (*notices, *made.notices, *made.inapplicable):
         print_line(console, f"note: {notice}")
     if save and save.exists():
@@ -103,15 +150,56 @@ def adapt(
     return 0
 
 
-def _print_results(console: Console, made: Adaptation, experiment: Experiment, rounds: int, save: Path | None) -> None:
-    """Print the results of the models as one table, and write it into ``save``."""
+def _adapt_own(
+    own: OwnNetwork, data: str | None, clients: str | None, wanted: tuple[str, ...], rounds: int, save: Path | None,
+    device: str | None, on_unreadable: Literal["refuse", "skip"] | None, others: list[object],
+) -> int:  # fmt: skip
+    """Adapt a network of the user's own; ``others``: arguments that only a run has."""
+    if not own.model or not own.weights or data is None:
+        raise UsageError(
+            "give the directory of a run, or for a network of your own its --model, its --weights and the --data"
+        )
+    if any(each is not None for each in others):
+        raise UsageError("--unlabeled, --methods, --seeds and --run-data belong to a run, not to a network of your own")
+    from ..experiments.factory import make_settings, resolve_model
+    from ..new_clients.own_network import NAME, adapt_own, load_clients, make_trial
+    from ..results.run_directory import to_file_name
+
+    console = Console()
+    use_threads(None)
+    spec = RunSpec(
+        data=data, model=own.model, weights=str(own.weights), normalize=own.normalize, image_size=own.image_size,
+        target=own.target, lr=own.lr, batch_size=own.batch_size, device=device or RunSpec.device,
+        on_unreadable=on_unreadable or RunSpec.on_unreadable,
+    )  # fmt: skip
+    names = tuple(name.strip() for name in (own.class_names or "").split(",") if name.strip())
+    with show_loading(console) as progress:
+        new = load_clients(data, spec, names, clients, progress)
+        trial = make_trial(resolve_model(own.model, new.sample_shape), new, make_settings(spec, new.names))
+        made = adapt_own(trial, wanted, rounds=rounds, save=save)
+    _print_results(console, made, trial.settings, 1, rounds, save)
+    for notice in (*new.notices, *made.notices, *made.inapplicable):
+        print_line(console, f"note: {notice}")
+    if new.class_names and not names:
+        print_line(
+            console, f"note: the network's scores are taken to be of {', '.join(new.class_names)}, in this order"
+        )
+    if save:
+        print_line(console, f"Models: {save}, as {to_file_name(NAME)}/POLICY/CLIENT.safetensors")
+    return 0
+
+
+def _print_results(
+    console: Console, made: Adaptation, settings: Settings, count: int, rounds: int, save: Path | None
+) -> None:
+    """Print the results of the models of ``count`` seeds as one table, and write it into ``save``."""
     from ..new_clients import policy_tables as tables
     from ..report.formatting import to_terminal
     from ..report.progress import describe_reached, is_even
     from ..results.schema import METRICS
 
-    rows, metric, count = made.rows, experiment.settings.metric, len(experiment.seeds)
-    if partial := describe_reached(made.reached, experiment.settings.rounds):
+    rows, metric = made.rows, settings.metric
+    if partial := describe_reached(made.reached, settings.rounds):
         print_line(console, partial)
     needs = tables.collect_needs(rows)
     table = tables.mean_over_seeds(tables.seed_table(rows, metric))
@@ -121,9 +209,9 @@ def _print_results(console: Console, made: Adaptation, experiment: Experiment, r
     tuned = f"; {' and '.join(trained)}: {rounds} round{'s' * (rounds > 1)} of the run's local work" if trained else ""
     print_line(
         console,
-        f"Test {METRICS[metric]} in percent of new clients, {over}, {experiment.settings.select} round{tuned}",
+        f"Test {METRICS[metric]} in percent of new clients, {over}, {settings.select} round{tuned}",
     )
     make_console(60 + 17 * len(table)).print(to_terminal(cells))
     print_line(console, tables.explain_needs(needs.values()))
     if save:
-        tables.write_table(save, experiment.settings.metric, cells, table)
+        tables.write_table(save, metric, cells, table)

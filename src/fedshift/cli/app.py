@@ -10,6 +10,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -27,6 +28,7 @@ from ..config.spec import (
     ESSENTIAL,
     TRAINING,
     CompareSpec,
+    DataSpec,
     OutputOptions,
     RunSpec,
     explain,
@@ -34,12 +36,13 @@ from ..config.spec import (
     read_settings,
     select_settings,
 )
-from ..console.terminal import make_console, print_line
+from ..console.terminal import make_console, print_line, print_parts
 from ..utils.errors import FedshiftError, UsageError
 from ..utils.version import __version__
 from .adapt import adapt
-from .data import data, diagnose
+from .data import Reading, data, diagnose, format_notices, load_for_display
 from .deployment import join, pki, serve
+from .export import export
 from .features import features
 from .leave_out import rebuild_without, run_without
 from .reproduce import rebuild_papers, reproduce
@@ -85,7 +88,7 @@ app = App(
     "shows the traceback of an error.",
     config=(_settings_from_file,),
 )
-for command in (data, diagnose, pki, serve, join, adapt, reproduce, theory, sweep, features):
+for command in (data, diagnose, pki, serve, join, adapt, export, reproduce, theory, sweep, features):
     app.command(command)
 
 DATA_FLAGS = {"data": "--data", "root": "--root"}
@@ -140,29 +143,43 @@ def report(directory: Path) -> int:
 
 @app.command
 def inspect(
+    spec: Reading = DataSpec(),
     *,
-    model: str = "small-cnn",
-    method: str = "fedbn",
-    shape: str = "3,28,28",
-    classes: int = 10,
+    data: str | None = None,
+    model: str | None = None,
+    method: str | None = None,
+    shape: str | None = None,
 ) -> int:
-    """Show what a method does with every named entry of a model, and the bytes it moves.
+    """Show what a method does with every named entry of a model, and the bytes it moves; or what data hold.
 
     Args:
-        model: Network by name, or package.module:function.
-        method: Method, with arguments and composed where needed.
-        shape: Shape of one sample: channels, height, width.
-        classes: Number of classes.
+        data: Directory of your own, benchmark or embedded data, whose clients, classes and columns are shown. The
+            method's entries follow where --model or --method is given too.
+        model: Network by name, or package.module:function; by default small-cnn, or as the data need.
+        method: Method, with arguments and composed where needed; by default fedbn.
+        shape: Shape of one sample: channels, height, width; by default 3,28,28, or the data's.
 
     """
-    from .inspection import describe_method
+    from .inspection import describe_method, describe_source
 
-    try:
-        sizes = tuple(int(size) for size in shape.split(","))
-    except ValueError as error:
-        raise UsageError(f"shape {shape!r}: write whole numbers with commas, for example 3,28,28") from error
-    console = make_console()
-    for part in describe_method(model, method, sizes, classes):
+    console, classes = make_console(), spec.classes or 10
+    sizes: tuple[int, ...] = (3, 28, 28)
+    if data is None and replace(spec, classes=None) != DataSpec():
+        raise UsageError("settings of reading data belong to --data: give it, or leave them out")
+    if data is not None:
+        if shape:
+            raise UsageError(f"--shape {shape} and --data {data}: data have a shape already; leave one of them out")
+        made = load_for_display(data, spec)
+        print_parts(console, [*describe_source(made), *format_notices(made)])
+        if model is None and method is None:
+            return 0
+        sizes, classes, model = made.sample_shape, made.classes, model or "auto"
+    if shape:
+        try:
+            sizes = tuple(int(size) for size in shape.split(","))
+        except ValueError as error:
+            raise UsageError(f"shape {shape!r}: write whole numbers with commas, for example 3,28,28") from error
+    for part in describe_method(model or "small-cnn", method or "fedbn", sizes, classes):
         console.print(part)
     return 0
 

@@ -106,7 +106,7 @@ def check(where: Where, spec: Reading = DataSpec(), *, json: Json = None) -> int
             load_federation(where, spec, progress)
         except UsageError as error:
             refusal = f"Training would refuse these data: {error}."
-    print_parts(console, [describe(made), *_format_notices(made), *render_quality(found)])
+    print_parts(console, [describe(made), *format_notices(made), *render_quality(found)])
     if refusal:
         print_parts(console, [Text(refusal, style="bold red")])
     _write_json(console, {**found.as_dict(), "notices": made.notices, "refusal": refusal}, json)
@@ -136,7 +136,7 @@ def show(where: Where, spec: Reading = DataSpec(), *, out: Path | None = None) -
         if spec.split:
             files.append(directory / "split.csv")
             write_atomically(files[-1], write_assignment(source, spec).encode())
-    print_parts(console, [describe(made), *_format_notices(made), *map(str, files)])
+    print_parts(console, [describe(made), *format_notices(made), *map(str, files)])
     return 0
 
 
@@ -195,7 +195,7 @@ def diagnose(
         print_parts(console, [Text(f"Note: {note}--scaling none shows them.", style="dim")])
     if made.sample_shape[1:] == (LOOKED_AT, LOOKED_AT):
         spec = replace(spec, image_size=LOOKED_AT)
-    print_parts(console, [*_format_notices(made), *render_diagnosis(found, _format_flags(where, spec))])
+    print_parts(console, [*format_notices(made), *render_diagnosis(found, _format_flags(where, spec))])
     _write_json(console, found.as_dict(), json)
     return 0
 
@@ -226,7 +226,17 @@ def _format_flags(where: str, spec: DataSpec) -> str:
     return shlex.join(words)
 
 
-def _format_notices(data: Federation) -> Iterator[RenderableType]:
+def load_for_display(where: str, spec: DataSpec) -> Federation:
+    """Return the clients of ``where`` as ``spec`` reads and distributes them, without what only training refuses."""
+    from ..data.sources import apply_splits, load_source, normalize
+
+    with show_loading(Console()) as progress:
+        made = load_source(where, spec, progress, differing=LOOKED_AT)
+    return normalize(apply_splits(made.fit_images(spec.image_size), spec), spec.normalize)
+
+
+def format_notices(data: Federation) -> Iterator[RenderableType]:
+    """Yield what a reader of the data should know: remarks of the reader, and how images are scaled."""
     for notice in data.notices:
         yield Text(f"Note: {notice}", style="dim")
     scales = {client.train.normalization for client in data.clients if str(client.train.store.dtype) == "torch.uint8"}

@@ -124,6 +124,8 @@ def join(
     device: str = "cpu",
     threads: int | None = None,
     code: Annotated[list[str] | None, Parameter(negative=())] = None,
+    weights: Path | None = None,
+    export: Path | None = None,
     poll: float | None = None,
 ) -> int:
     """Take part in an experiment across machines with the data of one site, which do not leave it.
@@ -140,6 +142,8 @@ def join(
         threads: Threads of torch; by default torch's own choice.
         code: Function on this machine, package.module:function, that the experiment may use as method or model; may be
             given several times. No other is called.
+        weights: File of the weights from which the experiment starts, where it does: the coordinator's.
+        export: Directory for the site's model after the last round, with a model card, as of `fedshift export`.
         poll: Seconds between two requests to the coordinator; by default Flower's three.
 
     """
@@ -158,7 +162,12 @@ def join(
     folder = state or Path("sites") / called
     link = CoordinatorLink(address=address, tls=tls, key=key, poll=poll)
     link.check()
-    site = Site(data, called, folder, device=device, code=frozenset(code or ()))
+    if export:
+        from ..export.package import require_models
+
+        require_models(export)
+    given = str(weights) if weights else None
+    site = Site(data, called, folder, device=device, code=frozenset(code or ()), weights=given, export=export)
     if tls:
         from ..flower.transport.signatures import Verifier
 

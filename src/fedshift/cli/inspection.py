@@ -5,16 +5,36 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..config.expressions import list_catalog, resolve
+from ..config.expressions import list_catalog
 from ..core.optimizer import SGD
 from ..core.preparation import prepare
+from ..data.federation import Federation, count_labels
+from ..diagnosis.overview import describe
 from ..evaluation.communication import find_capabilities, summarize_method
-from ..experiments.factory import parse_methods
+from ..experiments.factory import parse_methods, resolve_model
 from ..models import make_network
 from ..utils.errors import UsageError
+
+
+def describe_source(data: Federation) -> Iterator[RenderableType]:
+    """Yield what a federation holds: clients and their splits, samples of each class, and a table's columns."""
+    yield describe(data)
+    counts = count_labels(data).tolist()
+    names = data.meanings or tuple(map(str, range(data.classes)))
+    listed = ", ".join(f"{name} {count:,}" for name, count in zip(names, counts, strict=False))
+    yield Text(f"Training samples of each class: {listed}")
+    if data.columns:
+        kinds = (
+            f"{column.name} ({'number' if column.categories is None else ', '.join(column.categories)})"
+            for column in data.columns
+        )
+        yield Text(f"Columns: {'; '.join(kinds)}")
+    if data.note:
+        yield Text(data.note)
 
 
 def describe_method(model: str, method: str, shape: tuple[int, ...], classes: int) -> Iterator[Table | Text]:
@@ -24,7 +44,9 @@ def describe_method(model: str, method: str, shape: tuple[int, ...], classes: in
     chosen, *others = parse_methods(method)
     if others:
         raise UsageError(f"inspect takes one method, not {method!r}: join them with + to compose, or inspect each")
-    network = make_network(resolve("models", model), shape, classes)
+    factory = resolve_model(model, shape)
+    model = getattr(factory, "__name__", model).replace("_", "-") if model == "auto" else model
+    network = make_network(factory, shape, classes)
     plan = prepare(chosen, network, optimizer=SGD(lr=0.0), sample=torch.zeros(1, *shape))
     facts = summarize_method(plan)
     table = Table(title=Text(f"{chosen.name} on {model}, {shape} -> {classes}"), box=None, title_justify="left")

@@ -55,7 +55,7 @@ class RunSettings:
         return "data" if Path(str(self.values.get("data", ""))).is_absolute() else "root"
 
     def find_paths(self, flags: Mapping[str, str]) -> dict[str, Any]:
-        """Return the settings with data where they are now: where they were, or where they were moved with the run.
+        """Return the settings with data and weights where they are now: where they were, or were moved with the run.
 
         Raises :class:`UsageError` where nothing is there; ``flags`` names the flag that says where they are, by the
         setting. Without one, it was given.
@@ -71,6 +71,9 @@ class RunSettings:
                     f"({flags[name]} PATH)"
                 )
             values[name] = found and str(found)
+        if values.get("weights"):
+            places = self._list_places(values["weights"])
+            values["weights"] = str(next(filter(Path.exists, places), places[0]))
         return values
 
     def _list_places(self, path: str) -> list[Path]:

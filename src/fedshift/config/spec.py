@@ -191,6 +191,13 @@ class Spec(DataSpec, SharedSpec):
     """Network by name (see `fedshift list models`), or your own function, package.module:function, called with the
     shape of a sample and the number of classes; auto is small-cnn for images and abide-mlp for other samples."""
 
+    weights: Annotated[str | None, Parameter(group=MODEL)] = None
+    """File of weights from which every network starts, in place of random ones: a state dictionary, as .safetensors or
+    as torch.save writes it (.pt, .pth, .bin; read without running code)."""
+
+    weights_skip_classifier: Annotated[bool, Parameter(group=MODEL, negative=())] = False
+    """Leave the last layer of --weights out, as for other classes; it starts from random weights."""
+
     agc: Annotated[float | None, Field(gt=0, allow_inf_nan=False), Parameter(group=MODEL)] = None
     """Adaptive gradient clipping for every method, at this multiple of each unit's weights (FedWon uses 0.64, 1.28)."""
 

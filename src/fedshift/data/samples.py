@@ -14,20 +14,36 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from ..utils.errors import UsageError
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FeatureScaling:
+    """Preparation of a table's rows by one client's training rows, float64 ``[D]`` each.
+
+    A missing value becomes ``fill``, then each feature ``(x - mean) / std``; an infinite ``std`` makes it 0.
+    """
+
+    fill: NDArray[np.float64]
+    mean: NDArray[np.float64]
+    std: NDArray[np.float64]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Normalization:
-    """Mean and standard deviation of each channel (one number: of all) for pixels in [0, 1], and their ``source``."""
+    """Mean and standard deviation of each channel (one number: of all) for pixels in [0, 1], and their ``source``.
+
+    ``features``: how a table's features, which are not scaled when a batch is taken, were prepared from its rows.
+    """
 
     mean: tuple[float, ...] = (0.5,)
     std: tuple[float, ...] = (0.5,)
     source: str = field(default="FedBN, arXiv:2102.07623, section 5.1: pixels scaled to [-1, 1]", compare=False)
+    features: FeatureScaling | None = None
 
     def __str__(self) -> str:
         mean, std = (", ".join(f"{value:.3g}" for value in values) for values in (self.mean, self.std))

@@ -85,7 +85,7 @@ class UnseenClientModels:
         ``rounds``: rounds of local work of ``finetune`` and ``finetune_bn``. Under a method with one global model,
         ``average`` is that model. Raises ``Diverged`` where fine-tuning does.
         """
-        if policy == "skip" or not self._samples:
+        if policy == "skip" or not (self._samples or (self.plan.has_global and policy != "nearest")):
             return None
         if policy == "nearest":
             return self._find_nearest(train)

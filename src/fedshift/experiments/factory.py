@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from ..methods.agc import agc
 from ..models import ModelFactory
 from ..utils.errors import UsageError, unknown_name
 from .experiment import Experiment
+from .initial_weights import as_initial_weights
 from .settings import Settings
 
 SAVED = re.compile(r"""(\bsaved\(\s*(?:path\s*=\s*)?)(['"])(.+?)\2""")
@@ -97,6 +98,8 @@ def make_settings(spec: Spec, names: tuple[str, ...]) -> Settings:
         batch_size=spec.batch_size or None,
         optimizer=_make_optimizer(spec),
         loss=spec.loss,
+        weights=spec.weights,
+        skip_classifier=spec.weights_skip_classifier,
         augment=spec.augment,
         newcomers=spec.newcomers or (),
         moments=spec.moments,
@@ -114,6 +117,8 @@ def resolve_settings(
     augment: str | Augmentation | None,
     newcomers: str | Sequence[str],
     moments: str | Sequence[str],
+    weights: str | Path | Mapping[str, Any] | None = None,
+    skip_classifier: bool = False,
     **changes: Any,
 ) -> Settings:
     """Return the settings in ``spec`` with the others made into objects, where they are not objects already.
@@ -127,6 +132,8 @@ def resolve_settings(
         augment: augmentation of training images, or an expression.
         newcomers: names of the clients that never train, or patterns with commas.
         moments: moments at which models are measured, a sequence or a text with commas.
+        weights: weights from which networks start, a file or a state dictionary; None: random ones.
+        skip_classifier: leave the last layer of ``weights`` out.
         changes: values in place of those in ``spec``.
 
     """
@@ -138,6 +145,7 @@ def resolve_settings(
         work=Work(batch_size=batch_size, epochs=epochs, batches=spec.batches),
         optimizer=optimizer,
         loss=parse_loss(loss) if isinstance(loss, str) else loss,
+        weights=as_initial_weights(weights, skip_classifier=skip_classifier),
         augment=parse_augmentation(augment) if isinstance(augment, str) else augment,
         newcomers=match_names(newcomers, names) if isinstance(newcomers, str) else tuple(newcomers),
         moments=tuple(dict.fromkeys(moments)),
@@ -148,7 +156,7 @@ S = TypeVar("S", bound=Spec)
 
 
 def anchor_paths(spec: S, began: Path | None = None) -> S:
-    """Return ``spec`` with absolute paths of data, so that a run does not depend on the directory it is started in.
+    """Return ``spec`` with absolute paths, so that a run does not depend on the directory it is started in.
 
     ``began``: directory in which relative paths begin; None: the current one.
     """
@@ -158,6 +166,8 @@ def anchor_paths(spec: S, began: Path | None = None) -> S:
             changes["data"] = str(began / spec.data)
         elif (began / data_root(spec)).exists():
             changes["root"] = str(began / data_root(spec))
+    if spec.weights:
+        changes["weights"] = str(began / spec.weights)
     if spec.split:
         changes["split"] = SAVED.sub(lambda found: f"{found[1]}{found[2]}{began / found[3]}{found[2]}", spec.split)
     return replace(spec, **changes)

@@ -21,6 +21,7 @@ from ..models import ModelFactory, make_network
 from ..results.schema import MOMENTS
 from ..utils.errors import UsageError, unknown_name
 from ..utils.random_streams import stream, torch_stream
+from .initial_weights import InitialWeights
 
 POLICIES: tuple[str, ...] = get_args(Unseen)
 
@@ -41,6 +42,9 @@ class Settings(TrialSpec):
 
     loss: Loss = field(default_factory=CrossEntropy)
     """Training loss."""
+
+    weights: InitialWeights | None = None
+    """Weights from which networks start; None: random ones."""
 
     augment: Augmentation | None = None
     """Augmentation of training images."""
@@ -120,6 +124,10 @@ def make_plan(
     """
     with torch_stream(seed, "init"):
         network = make_network(model, tuple(sample.shape[1:]), classes).to(sample.device)
+    given = settings.weights
+    differences = given.find_differences(network) if given else []
+    if given and not differences:
+        given.load_into(network)
     with torch_stream(seed, "surgery"):
         plan = prepare(
             method,
@@ -133,6 +141,10 @@ def make_plan(
             clients=clients,
             seed=seed,
         )
+    if given and differences:
+        plan = given.load_into_plan(plan, differences)
+    elif given:
+        given.check_kept(plan)
     scores = tuple(forward(plan, plan.initial, sample.to(plan.dtype)).shape[1:])
     if scores != (classes,):
         raise UsageError(

@@ -204,6 +204,7 @@ class Trial:
             "method": self.plan.method.text,
             "seed": str(self.seed),
             "model": self._architecture,
+            "weights": str(self.settings.weights),
             "data": self.data.fingerprint,
             "work": str(self.plan.work),
             "freeze": str(self.plan.freeze_from),

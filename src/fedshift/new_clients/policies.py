@@ -228,12 +228,8 @@ def adapt_all(
             done = count_rounds_done(directory, method, seed)
             trial = restore_trial(experiment, directory, method, seed)
             plans[method] = trial.plan
-            for model in make_models(trial, training, wanted, rounds=rounds, inputs=inputs, notices=made.notices):
-                count += 1
-                if save and seed == experiment.seeds[0]:
-                    write_model(save, model)
-                if data:
-                    made.rows.append(evaluate_model(trial, model, data.client(model.client)))
+            folder = save if seed == experiment.seeds[0] else None
+            count += adapt_trial(made, trial, training, wanted, data=data, rounds=rounds, inputs=inputs, save=folder)
             made.reached[method, seed] = done
             if done < asked:
                 made.notices.append(f"{method}, seed {seed}: {done} of {asked} rounds are done")
@@ -245,6 +241,31 @@ def adapt_all(
     if not (count or made.failures):
         raise UsageError(f"no policy gives a model: {'; '.join([*made.inapplicable, *made.notices])}")
     return made
+
+
+def adapt_trial(
+    made: Adaptation,
+    trial: Trial,
+    training: Mapping[str, Samples],
+    wanted: Collection[str],
+    *,
+    data: Federation | None = None,
+    rounds: int = 1,
+    inputs: Samples | None = None,
+    save: Path | None = None,
+) -> int:
+    """Make the models of :func:`make_models`, measure those of ``data``, write them into ``save``; return their number.
+
+    Rows and notices go into ``made``.
+    """
+    count = 0
+    for model in make_models(trial, training, wanted, rounds=rounds, inputs=inputs, notices=made.notices):
+        count += 1
+        if save:
+            write_model(save, model)
+        if data:
+            made.rows.append(evaluate_model(trial, model, data.client(model.client)))
+    return count
 
 
 def write_model(folder: Path, model: AdaptedModel) -> Path:

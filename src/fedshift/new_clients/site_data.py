@@ -95,11 +95,11 @@ def prepare_clients(data: Federation, run: Federation, *, own_scale: bool = Fals
                     f"{data.name}, client {client.name!r}, {name} data: samples of shape {split.shape}, but the run "
                     f"was trained on {run.name} with samples of shape {shape}: bring them to that shape"
                 )
-    data = _map_labels(data, run)
+    data = map_labels(data, run, f"the run's data, {run.name},")
     if len(shape) == 3:
         _require_range(data, run)
-    scales = {client.train.normalization for client in run.clients}
-    data = normalize(data, "client") if own_scale or len(scales) > 1 else data.normalize(scales.pop())
+        scales = {client.train.normalization for client in run.clients}
+        data = normalize(data, "client") if own_scale or len(scales) > 1 else data.normalize(scales.pop())
     return data.check(allow_single_class=True)
 
 
@@ -137,22 +137,25 @@ def _require_range(data: Federation, run: Federation) -> None:
             )
 
 
-def _map_labels(data: Federation, run: Federation) -> Federation:
-    """Map the labels of ``data`` to the run's classes: by name if both have names, else as numbers."""
+def map_labels(data: Federation, run: Federation, whose: str) -> Federation:
+    """Map the labels of ``data`` to the run's classes: by name if both have names, else as numbers.
+
+    ``whose``: the owner of the run's classes, for errors. Raises :class:`UsageError` for a class that it lacks.
+    """
     ours, theirs = data.meanings, run.meanings
     if ours and theirs:
         for name in ours:
             if name not in theirs:
                 raise UsageError(
-                    f"{data.name} has a class {name!r}, which the run's data, {run.name}, have not: theirs are "
-                    f"{', '.join(theirs)}. Leave it out, or rename it"
+                    f"{data.name} has a class {name!r}, which is not among those of {whose} {', '.join(theirs)}: "
+                    "leave it out, or rename it"
                 )
         number = torch.tensor([theirs.index(name) for name in ours])
         data = data.map_splits(lambda split: split.relabel(number))
     elif data.classes > run.classes:
         raise UsageError(
-            f"{data.name} has labels up to {data.classes - 1}, but the run's data, {run.name}, have {run.classes} "
-            "classes: leave the others out, or number them alike"
+            f"{data.name} has labels up to {data.classes - 1}, but the classes of {whose} are {run.classes}: leave "
+            "the others out, or number them alike"
         )
     return replace(data, classes=run.classes, class_names=run.class_names)
 

@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from ...utils.errors import UsageError
 from ...utils.random_streams import stream
 from ..federation import ClientData, Federation
-from ..files.table_schema import Column, impute, scale
+from ..files.table_schema import Column, prepare_rows
 from ..formats import read_npz
 from ..partition import split_stratified
-from ..samples import Samples
+from ..samples import Normalization, Samples
 from ._card import make_card
 
 _CLIENTS = ("cleveland", "hungarian", "switzerland", "va")
@@ -98,14 +98,17 @@ def heart_disease(
         order = np.concatenate(sides)
         train = len(sides[0])
         x = np.concatenate(list(map(_encode, raw[order].T, codes)), axis=1, dtype=np.float32)
-        filled, empty = impute(x, train, columns)
-        scale(x, train, columns)
+        filled, empty, scaling = prepare_rows(x, train, columns)
         if filled:
             notices.append(f"client {client!r}: {filled} missing values filled from its own training rows")
         if empty:
             notices.append(f"client {client!r}: no value of {', '.join(empty)}, 0 instead")
         parts = {
-            part: Samples(x=torch.from_numpy(x[rows]), y=torch.from_numpy(label[order[rows]]))
+            part: Samples(
+                x=torch.from_numpy(x[rows]),
+                y=torch.from_numpy(label[order[rows]]),
+                normalization=Normalization(features=scaling),
+            )
             for part, rows in (("train", slice(train)), ("test", slice(train, None)))
         }
         clients.append(ClientData(name=client, **parts))
@@ -116,6 +119,7 @@ def heart_disease(
         note=f"UCI Heart Disease, {len(names)} columns, patients of four hospitals",
         class_names=("no disease", "disease") if binary else tuple(f"degree {degree}" for degree in range(5)),
         notices=tuple(notices),
+        columns=tuple(columns),
     )
 
 

@@ -91,13 +91,20 @@ def decode_image(
     [0, 1]. Raises :class:`Unreadable`.
     """
     with _open_image(file) as image:
-        ImageOps.exif_transpose(image, in_place=True)
-        plain = _to_bytes(image, channels) if kind == "byte" else _to_values(image, 65535 if kind == "integer" else 1)
-        peak = float(plain.getextrema()[1]) if kind != "byte" else 255.0  # type: ignore[arg-type]
-        if plain.size != (width, height):
-            plain = plain.resize((width, height), Image.Resampling.BILINEAR)
-        pixels = np.asarray(plain)
-        return (pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)), peak
+        return convert_image(image, kind=kind, channels=channels, height=height, width=width)
+
+
+def convert_image(
+    image: Image.Image, *, kind: Kind, channels: int, height: int, width: int
+) -> tuple[NDArray[np.generic], float]:
+    """Return :func:`decode_image` of an open ``image``, which is turned upright in place."""
+    ImageOps.exif_transpose(image, in_place=True)
+    plain = _to_bytes(image, channels) if kind == "byte" else _to_values(image, 65535 if kind == "integer" else 1)
+    peak = float(plain.getextrema()[1]) if kind != "byte" else 255.0  # type: ignore[arg-type]
+    if plain.size != (width, height):
+        plain = plain.resize((width, height), Image.Resampling.BILINEAR)
+    pixels = np.asarray(plain)
+    return (pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)), peak
 
 
 @contextmanager

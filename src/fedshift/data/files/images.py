@@ -51,7 +51,7 @@ def read_images(path: Path, reading: ReadOptions) -> Federation:
     selected or not.
 
     Args:
-        path: Directory of clients.
+        path: Directory of clients, or of one client's class folders or parts, where that joins others (``like``).
         reading: ``domains``, ``classes``, ``image_size``, ``on_unreadable``, ``test_fraction``, ``cache`` and
             ``progress`` apply.
 
@@ -65,7 +65,8 @@ def read_images(path: Path, reading: ReadOptions) -> Federation:
     """
     if reading.image_size is not None and reading.image_size < 1:
         raise UsageError(f"image_size={reading.image_size} pixels: must be at least 1")
-    folders = find_clients(path)
+    alone = reading.like is not None and holds_one_client(path)
+    folders = {path.resolve().name: path} if alone else find_clients(path)
     for name in reading.domains or ():
         if name not in folders:
             raise unknown_name("domain", name, folders)
@@ -113,6 +114,15 @@ def holds_images(path: Path) -> bool:
         return any(map(_is_image, files)) or (levels > 1 and any(below(Path(f), levels - 1) for f in folders))
 
     return path.is_dir() and any(below(Path(folder), _DEEPEST) for folder in _list_content(path)[1])
+
+
+def holds_one_client(path: Path) -> bool:
+    """Return whether the folders in ``path`` are one client's: parts, or classes with images directly in them."""
+    folders = _list_content(path)[1]
+    if folders and all(folder.name.lower() in PARTS for folder in folders):
+        return True
+    inside = [_list_content(Path(folder)) for folder in folders]
+    return any(_is_image(file) for files, _ in inside for file in files) and not any(deeper for _, deeper in inside)
 
 
 def find_clients(path: Path) -> dict[str, Path]:

@@ -30,7 +30,8 @@ class ReadOptions:
         group_column: Column of a table whose groups (such as the samples of one patient) stay on one side.
         missing: ``impute`` fills missing values from the client's training rows, ``refuse`` raises an error.
         scaling: ``client`` standardizes numeric columns by the client's training rows.
-        like: Federation that these clients join, by whose columns tables are read; a single file is then one client.
+        like: Federation that these clients join, by whose columns tables are read; a single file is then one client,
+            and so is a directory of class folders or parts.
         cache: Directory of decoded images; None: the user's cache directory.
         progress: Callback for progress.
 

@@ -28,6 +28,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from ...utils.errors import UsageError
+from ..samples import FeatureScaling
 
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 SUFFIXES = (*SEPARATORS, ".parquet")
@@ -42,6 +43,7 @@ MOST_CATEGORIES = 50
 _DATE = re.compile(r"\d{4}[-/.]\d\d?[-/.]\d\d?([T ].*)?|\d\d?[-/.]\d\d?[-/.]\d{2,4}([T ].*)?")
 
 Floats = NDArray[np.float32]
+Floats64 = NDArray[np.float64]
 Ints = NDArray[np.int32]
 
 
@@ -338,7 +340,22 @@ def match_column(column: Column, seen: ColumnContents, other: str) -> Column:
     return column
 
 
-def impute(x: Floats, train: int, columns: Sequence[Column]) -> tuple[int, list[str]]:
+def prepare_rows(
+    x: Floats, train: int, columns: Sequence[Column], *, scaled: bool = True
+) -> tuple[int, list[str], FeatureScaling]:
+    """:func:`impute` and (where ``scaled``) :func:`scale` one client's ``x`` ``[N, D]`` in place.
+
+    Returns the number of values filled, the columns that became 0, and what was done with each feature.
+    """
+    filled, empty, fill = impute(x, train, columns)
+    mean, std = scale(x, train, columns, skip=empty) if scaled else (np.zeros(x.shape[1]), np.ones(x.shape[1]))
+    for column, features in feature_slices(columns):
+        if column.name in empty:
+            std[features] = np.inf
+    return filled, empty, FeatureScaling(fill=fill, mean=mean, std=std)
+
+
+def impute(x: Floats, train: int, columns: Sequence[Column]) -> tuple[int, list[str], Floats64]:
     """Fill missing values of one client in place, from its training rows.
 
     A number becomes the median of the training rows, a text their most frequent category (the first of equals). A
@@ -350,37 +367,40 @@ def impute(x: Floats, train: int, columns: Sequence[Column]) -> tuple[int, list[
         columns: Encodings of the columns, which have D features in total.
 
     Returns:
-        The number of values filled, and the names of the columns that became 0.
+        The number of values filled, the names of the columns that became 0, and what a missing value becomes, ``[D]``.
 
     """
-    filled, empty = 0, []
+    filled, empty, fill = 0, [], np.zeros(x.shape[1])
     for column, features in feature_slices(columns):
         part = x[:, features]
         absent = np.isnan(part[:, 0])
-        if not absent.any():
-            continue
         known = part[:train][~absent[:train]]
         if len(known) == 0:
             part[:] = 0
             empty.append(column.name)
             continue
         if column.categories is None:
-            part[absent] = np.median(known)
+            usual = np.median(known)
         else:
-            part[absent] = np.arange(column.width) == known.sum(axis=0, dtype=np.float64).argmax()
+            usual = np.arange(column.width) == known.sum(axis=0, dtype=np.float64).argmax()
+        fill[features] = usual
+        part[absent] = usual
         filled += int(absent.sum())
-    return filled, empty
+    return filled, empty, fill
 
 
-def scale(x: Floats, train: int, columns: Sequence[Column], skip: Sequence[str] = ()) -> None:
+def scale(x: Floats, train: int, columns: Sequence[Column], skip: Sequence[str] = ()) -> tuple[Floats64, Floats64]:
     """Standardize the numbers of one client's ``x`` ``[N, D]`` in place, except for the columns named in ``skip``.
 
     Mean and standard deviation are those of the first ``train`` rows (over N, as in scikit-learn's StandardScaler;
-    a standard deviation of 0 counts as 1).
+    a standard deviation of 0 counts as 1). Returns both, ``[D]``, 0 and 1 for features that stay as they are.
     """
+    center, deviation = np.zeros(x.shape[1]), np.ones(x.shape[1])
     for column, features in feature_slices(columns):
         if column.categories is None and column.name not in skip:
-            values = x[:, features.start].astype(np.float64)
-            values -= values[0]  # exactly 0 where all are equal
-            deviation = values[:train].std() or 1
-            x[:, features.start] = (values - values[:train].mean()) / deviation
+            at, values = features.start, x[:, features.start].astype(np.float64)
+            first = values[0]  # differences from it are exactly 0 where all are equal
+            center[at] = first + (values[:train] - first).mean()
+            deviation[at] = (values[:train] - first).std() or 1
+            x[:, at] = (values - center[at]) / deviation[at]
+    return center, deviation

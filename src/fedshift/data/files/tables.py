@@ -26,7 +26,7 @@ from ...utils.errors import UsageError, unknown_name
 from ...utils.random_streams import stream
 from ..federation import ClientData, Federation
 from ..partition import split_stratified
-from ..samples import Samples
+from ..samples import FeatureScaling, Normalization, Samples
 from . import table_schema as schema
 from .read_options import Progress, ReadOptions
 from .table_schema import Column, ColumnContents, Floats, Ints, TableFile
@@ -159,11 +159,13 @@ def read_tables(path: Path, reading: ReadOptions) -> Federation:
     constant = [repr(column.name) for column, features in schema.feature_slices(columns) if same[features].all()]
     if constant:
         notices.append(f"the same in all rows, so nothing can be learned from it: {format_list(constant)}")
-    notices += _impute_and_scale(x, bounds, columns, reading)
+    remarks, scalings = _impute_and_scale(x, bounds, columns, reading)
+    notices += remarks
     clients = []
-    for name, edges in bounds.items():
+    for (name, edges), scaling in zip(bounds.items(), scalings, strict=True):
+        made = Normalization(features=scaling)
         parts = {
-            split: Samples(x=torch.from_numpy(x[first:last]), y=torch.from_numpy(y[first:last]))
+            split: Samples(x=torch.from_numpy(x[first:last]), y=torch.from_numpy(y[first:last]), normalization=made)
             for split, (first, last) in zip(SPLITS, pairwise(edges), strict=True)
             if last > first
         }
@@ -456,10 +458,14 @@ def _fill_features(
 
 def _impute_and_scale(
     x: Floats, bounds: Mapping[str, Sequence[int]], columns: Sequence[Column], reading: ReadOptions
-) -> list[str]:
-    """Impute and scale each client's rows in place by its training rows; return notices of imputed values."""
+) -> tuple[list[str], list[FeatureScaling]]:
+    """Impute and scale each client's rows in place by its training rows.
+
+    Returns notices of imputed values, and what was done with each client's rows.
+    """
     filled: list[str] = []
     empty: dict[str, list[str]] = {}
+    scalings = []
     for name, (first, end, *_, last) in bounds.items():
         part, count = x[first:last], end - first
         for column, features in schema.feature_slices(columns) if reading.missing == "refuse" else ():
@@ -469,12 +475,11 @@ def _impute_and_scale(
                     f"client {name!r} has no value of {column.name!r} in {missing} of {len(part)} rows: fill them in, "
                     "leave the column out, or have them imputed from the client's training rows (--missing impute)"
                 )
-        imputed, without = schema.impute(part, count, columns)
+        imputed, without, scaling = schema.prepare_rows(part, count, columns, scaled=reading.scaling == "client")
+        scalings.append(scaling)
         filled += [f"{name} {imputed}"] if imputed else []
         for lacking in without:
             empty.setdefault(lacking, []).append(name)
-        if reading.scaling == "client":
-            schema.scale(part, count, columns, skip=without)
     notices = [
         f"column {column!r} has no value in the training rows of {format_list(map(repr, clients))}: it is 0 in all "
         "their rows"
@@ -485,7 +490,7 @@ def _impute_and_scale(
             "missing values imputed from each client's own training rows (median, or most frequent category): "
             + format_list(filled)
         )
-    return notices
+    return notices, scalings
 
 
 def format_list(things: Iterable[object], most: int = 8) -> str:

@@ -117,12 +117,13 @@ class Coordinator:
         self.report, self.wait = report, float(order["wait"])
         self.directory = Path(order["directory"])
         self.order = tuple(name.strip() for name in spec.domains.split(",")) if spec.domains else ()
-        self.spec = replace(spec, engine="sequential", workers=None)
+        weights = str(Path.cwd() / spec.weights) if spec.weights else None
+        self.spec = replace(spec, engine="sequential", workers=None, weights=weights)
         self.min_clients, self.seconds = int(order["clients"]), float(order["seconds"])
-        self.sent = {**asdict(self.spec), **PRIVATE}
+        settings = make_settings(replace(self.spec, newcomers=None), ())
+        self.sent = {**asdict(self.spec), **PRIVATE, "weights": settings.weights and settings.weights.digest}
         self.refused: set[str] = set()
-        labels = make_settings(replace(self.spec, newcomers=None), ()).loss.uses_counts
-        hello = Exchange(kind="describe", facts={"spec": self.sent, "labels": labels})
+        hello = Exchange(kind="describe", facts={"spec": self.sent, "labels": settings.loss.uses_counts})
         self.path = self.directory / MACHINES / "population.json"
         begun = self.path.exists() or holds_run(self.directory)
         self.population = ClientRegistry.read(self.path) if begun else ClientRegistry()

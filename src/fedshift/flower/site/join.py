@@ -100,6 +100,7 @@ def join(link: CoordinatorLink, site: Site, folder: Path, threads: int | None) -
             return _watch(link, door, Path(home), folder / "supernode.log", stop)
         finally:
             door.close()
+            site.export_latest()
             lock.release()
 
 

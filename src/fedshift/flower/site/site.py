@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -29,9 +30,13 @@ from ...engines.sequential import Sequential
 from ...evaluation.metrics import evaluate_clients, evaluate_trained
 from ...experiments.client_store import to_client, to_tensors
 from ...experiments.factory import make_methods, make_settings, resolve_model
-from ...experiments.settings import make_plan
+from ...experiments.initial_weights import as_initial_weights
+from ...experiments.settings import Settings, make_plan
+from ...export.package import write_package
+from ...models import ModelFactory
 from ...results.checkpoint import load_checkpoint, save_checkpoint
 from ...results.run_directory import to_file_name
+from ...results.schema import Row
 from ...utils.allocator import keep_freed_memory
 from ...utils.errors import FedshiftError, UsageError
 from ...utils.files import write_atomically
@@ -41,6 +46,7 @@ from ..server.registry import COLUMNS
 from ..transport.arrays import RefusedMessage, check_state, from_record, to_record
 from ..transport.exchange import Exchange
 from .local_data import TableRefused, load_local, relabel
+from .site_model import collect_site_model
 
 Say = Callable[[str], None]
 Checked = Callable[[Exchange, int], Exchange]
@@ -128,6 +134,19 @@ class _Trial:
     data: Federation
     engine: Sequential
     kept: SiteState
+    model: ModelFactory
+    settings: Settings
+    sites: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Measured:
+    """The model that the site's client used after ``round``, and its measurements here."""
+
+    trial: _Trial
+    state: State
+    round: int
+    rows: tuple[Row, ...]
 
 
 class Site:
@@ -139,6 +158,8 @@ class Site:
         folder: the site's own folder.
         device: torch device of the work.
         code: functions on this machine, ``package.module:function``, that an experiment may name.
+        weights: file of weights from which an experiment may start networks; it must be the coordinator's.
+        export: directory for the model of each trial, in the form of ``fedshift export``; None: none is written.
         checked: takes a question and the number of its run, and raises :class:`RefusedMessage` unless the coordinator
             asked it (``transport.signatures``).
         say: called with a line of text for each thing done.
@@ -147,10 +168,13 @@ class Site:
 
     def __init__(
         self, data: str, name: str | None, folder: Path, *, device: str = "cpu", code: frozenset[str] = frozenset(),
-        checked: Checked = lambda asked, _: asked, say: Say = lambda _: None,
+        weights: str | None = None, export: Path | None = None, checked: Checked = lambda asked, _: asked,
+        say: Say = lambda _: None,
     ) -> None:  # fmt: skip
         self.data, self.name, self.folder, self.device = data, name, folder, device
-        self.code, self.checked, self.say = code, checked, say
+        self.code, self.weights, self.checked, self.say = code, weights, checked, say
+        self.export, self._exporting = export, Lock()
+        self._latest: _Measured | None = None
         self._sources: dict[str, Federation] = {}
         self._trials: dict[str, _Trial] = {}
 
@@ -160,6 +184,7 @@ class Site:
         try:
             question = self.checked(asked, asked.run)
             if question.kind == "end":
+                self.export_latest()
                 return Exchange(kind="ended", facts={"say": question.facts["say"]})
             return answers[question.kind](question)
         except TableRefused as error:
@@ -189,6 +214,26 @@ class Site:
             self.say(f"the coordinator is told the columns' names, and the categories of {'; '.join(texts)}")
         self.say(f"in touch with the coordinator as {client.name!r}, {len(client.train)} training samples")
         return Exchange(kind="described", facts=facts)
+
+    def export_latest(self) -> None:
+        """Write the model that was measured last, unless that was done; say where, or why it is impossible."""
+        with self._exporting:
+            latest, self._latest = self._latest, None
+            if self.export is None or latest is None:
+                return
+            trial = latest.trial
+            place = self.export / trial.kept.folder.name
+            try:
+                model = collect_site_model(
+                    trial.plan, trial.data, trial.settings, trial.model, latest.state, round=latest.round,
+                    rows=latest.rows, sites=trial.sites,
+                )  # fmt: skip
+                report = write_package(model, place, renew=True)
+                self.say(f"{place}: {', '.join(report.files)}")
+                for text in (*report.checks, *report.notices):
+                    self.say(text)
+            except FedshiftError as error:
+                self.say(f"the model of {trial.plan.method.name} is not exported: {error}")
 
     def _train(self, asked: Exchange) -> Exchange:
         trial = self._trial(asked.facts["trial"])
@@ -222,6 +267,10 @@ class Site:
             own = personal_state(plan, trial.kept.load_after(base), server)
             trial.kept.export_model(own, server.round)
         rows = evaluate_clients(plan, server, data, tuple(asked.facts["splits"]), lambda _: own)
+        if own is not None:
+            self._latest = _Measured(trial=trial, state=own, round=server.round, rows=tuple(rows))
+            if server.round == trial.settings.rounds:
+                self.export_latest()
         for row in rows:
             if (row["split"], row["model"]) == ("test", "personal"):
                 right = 100 * sum(row["hits"]) / row["samples"]
@@ -263,7 +312,10 @@ class Site:
         folder = self.folder / str(asked["experiment"]) / f"{to_file_name(method.name)}-seed{seed}"
         engine = Sequential(plan, {client.name: client.train}, seed, augment=settings.augment)
         kept = SiteState(folder, client.name, plan, data.fingerprint)
-        return _Trial(plan=plan, data=data, engine=engine, kept=kept)
+        return _Trial(
+            plan=plan, data=data, engine=engine, kept=kept, model=model, settings=settings,
+            sites=int(asked["clients"]),
+        )  # fmt: skip
 
     def _load_source(self, spec: DataSpec, columns: tuple[Column, ...] = ()) -> Federation:
         """Return the data, cached; ``columns``: of all sites' tables (see :func:`.local_data.load_local`)."""
@@ -275,10 +327,23 @@ class Site:
     def _make_spec(self, given: Mapping[str, Any]) -> RunSpec | CompareSpec:
         """Return the settings that a coordinator sent, with those that concern only this machine replaced."""
         kind = RunSpec if "method" in given else CompareSpec
-        own = {"data": self.data, "root": None, "domains": None, "split": None, "classes": None, "newcomers": None}
+        own: dict[str, Any] = dict.fromkeys(("root", "domains", "split", "classes", "newcomers"))
+        own |= {"data": self.data, "weights": self._find_weights(given.get("weights"))}
         try:
             return kind(**{**given, **own, "device": self.device, "engine": "sequential", "workers": None})
         except (ValidationError, TypeError) as error:
             raise UsageError(
                 f"the coordinator's settings are not understood by fedshift {__version__} here: {error}"
             ) from error
+
+    def _find_weights(self, digest: str | None) -> str | None:
+        """Return this machine's file of the weights with ``digest``; raise :class:`RefusedMessage` without one."""
+        if digest is None:
+            return None
+        own = as_initial_weights(self.weights)
+        if own is None or own.digest != digest:
+            which = f"others than {self.weights}" if own else "which are not here"
+            raise RefusedMessage(
+                f"the experiment starts from weights {which}: bring the coordinator's file here (--weights FILE)"
+            )
+        return self.weights

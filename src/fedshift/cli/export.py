@@ -1,0 +1,52 @@
+"""The command ``fedshift export``: a run's model for use elsewhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+
+from ..console.terminal import print_line, show_loading
+from .run import RunData, use_threads
+
+
+def export(
+    run: Path,
+    *,
+    out: Path,
+    method: str | None = None,
+    client: str | None = None,
+    seed: int | None = None,
+    onnx: bool = True,
+    run_data: RunData = None,
+) -> int:
+    """Write a trained model for use elsewhere, with a model card.
+
+    It is a directory of weights, a program that needs no fedshift, the same in ONNX, inputs and classes as data. In
+    Python, fedshift.load(DIRECTORY) makes it a function from images to classes.
+
+    Args:
+        run: Directory that `fedshift run` or `compare` wrote.
+        out: Directory to write, new or empty.
+        method: Method, by name or as given to the run; by default the only one.
+        client: Client whose model it is; by default the server's model, where the method has one.
+        seed: Seed; by default the first.
+        onnx: Write the program in ONNX too, where it converts (needs `pip install 'fedshift[export]'`).
+
+    """
+    from ..experiments.restoration import load_experiment, load_spec
+    from ..export.package import require_new
+    from ..export.source import export_run
+
+    console = Console()
+    require_new(out)
+    use_threads(load_spec(run, run_data).threads)
+    with show_loading(console) as progress:
+        _, experiment = load_experiment(run, progress, "cpu", run_data)
+        made = export_run(experiment, run, out, method=method, client=client, seed=seed, onnx=onnx)
+    print_line(console, f"{made.directory}: {', '.join(made.files)}")
+    for check in made.checks:
+        print_line(console, check)
+    for notice in made.notices:
+        print_line(console, f"note: {notice}")
+    return 0

@@ -1,0 +1,164 @@
+"""An exported model loaded and used: images, table rows or arrays in, scores or classes out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from ..data.files.image_decoding import Unreadable, convert_image, decode_image
+from ..data.samples import resize
+from ..utils.errors import FedshiftError, UsageError
+from .inputs import InputFormat
+
+FORMAT = 1
+DESCRIPTION, PROGRAM = "model.json", "program.pt2"
+
+
+class ExportedModel:
+    """A model in ``directory``, called with samples; :func:`load` makes it.
+
+    Attributes:
+        directory: The model's directory.
+        classes: Names of the classes, in the order of the scores.
+        inputs: What the program takes.
+        facts: What is known of the model, as in ``model.json``.
+
+    """
+
+    def __init__(self, directory: Path, description: Mapping[str, Any], program: torch.nn.Module) -> None:
+        self.directory, self.classes = directory, tuple(description["classes"])
+        self.inputs, self.facts = InputFormat.from_json(description["input"]), description["model"]
+        self._program = program
+
+    def __repr__(self) -> str:
+        whose = f"client {self.facts['client']}" if self.facts["client"] else "global model"
+        return f"<model {self.directory}: {self.facts['method']}, {whose}, {len(self.classes)} classes>"
+
+    @torch.no_grad()
+    def __call__(self, samples: Any) -> Tensor:
+        """Return the scores of one sample ``[classes]`` or of several ``[N, classes]``.
+
+        Args:
+            samples: An image (file, PIL image or array of pixels), a table's row (a mapping from columns to values), or
+                an array; or several: a list of images or rows, a data frame, an array with one dimension more.
+
+        Raises:
+            UsageError: The samples are not of the form that the model takes.
+
+        """
+        x, single = to_batch(samples, self.inputs)
+        scores: Tensor = self._program(x)
+        return scores[0] if single else scores
+
+    def predict(self, samples: Any) -> str | list[str]:
+        """Return the class of one sample, or of each of several."""
+        chosen = self(samples).argmax(dim=-1)
+        return self.classes[int(chosen)] if chosen.ndim == 0 else [self.classes[k] for k in chosen.tolist()]
+
+
+def load(directory: str | Path) -> ExportedModel:
+    """Return the model in ``directory``, which ``fedshift export`` wrote; neither data nor training code is needed.
+
+    Load programs only from people you trust.
+
+    Raises:
+        UsageError: There is no exported model, or it has no program.
+        FedshiftError: A file is damaged.
+
+    """
+    path = Path(directory)
+    try:
+        description = json.loads((path / DESCRIPTION).read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise UsageError(f"{path} holds no model: give a directory that `fedshift export` wrote") from error
+    except ValueError as error:
+        raise FedshiftError(f"{path / DESCRIPTION} is damaged ({error}): export the model again") from error
+    if description.get("format") != FORMAT:
+        raise UsageError(f"{path} was written by another version of fedshift: export the model again with this one")
+    if PROGRAM not in description["files"]:
+        raise UsageError(
+            f"{path} has no {PROGRAM}, since torch could not trace its network: load weights.safetensors into the "
+            "network by its own code"
+        )
+    try:
+        content = (path / PROGRAM).read_bytes()
+    except OSError as error:
+        raise FedshiftError(f"{path / PROGRAM} cannot be read ({error.strerror}): export the model again") from error
+    if sha256(content).hexdigest() != description["files"][PROGRAM]:
+        raise FedshiftError(f"{path / PROGRAM} is not the file that was exported: copy or export the model again")
+    return ExportedModel(path, description, torch.export.load(path / PROGRAM).module())
+
+
+def to_batch(samples: Any, form: InputFormat) -> tuple[Tensor, bool]:
+    """Return raw ``samples`` as a batch of the model's ``form``, and whether it was a single sample."""
+    if form.columns and not isinstance(samples, np.ndarray | Tensor):
+        return _encode_rows(samples, form)
+    if form.is_image and isinstance(samples, str | Path | Image.Image):
+        return _read_image(samples, form)[None], True
+    if isinstance(samples, list | tuple) and samples and form.is_image:
+        return torch.stack([one[0] for one, _ in (to_batch(each, form) for each in samples)]), False
+    return _arrange_array(samples, form)
+
+
+def _encode_rows(samples: Any, form: InputFormat) -> tuple[Tensor, bool]:
+    single = isinstance(samples, Mapping)
+    rows: Sequence[Any] = (
+        [samples] if single else samples.to_dict("records") if hasattr(samples, "to_dict") else samples
+    )
+    encoded = []
+    for row in rows:
+        if not isinstance(row, Mapping):
+            raise UsageError(f"a row is a {type(row).__name__}: give a mapping from columns to values")
+        lacking = [column.name for column in form.columns if column.name not in row]
+        if lacking:
+            raise UsageError(f"a row has no {', '.join(map(repr, lacking))}: give every column, None where missing")
+        encoded.append([number for column in form.columns for number in column.encode(row[column.name])])
+    return torch.tensor(encoded, dtype=form.torch_dtype).reshape(len(encoded), -1), single
+
+
+def _read_image(image: str | Path | Image.Image, form: InputFormat) -> Tensor:
+    """Return an image as the run's reader does, ``[C, H, W]``."""
+    if form.dtype != "uint8":
+        raise UsageError(f"the model takes {form.describe()}: give an array of them, not an image")
+    channels, height, width = form.shape
+    try:
+        if isinstance(image, Image.Image):
+            pixels = convert_image(image.copy(), kind="byte", channels=channels, height=height, width=width)[0]
+        else:
+            pixels = decode_image(Path(image), kind="byte", channels=channels, height=height, width=width)[0]
+    except (Unreadable, FileNotFoundError) as error:
+        raise UsageError(f"{image} {error}: give an image that can be read") from error
+    return torch.from_numpy(np.array(pixels, order="C"))
+
+
+def _arrange_array(samples: Any, form: InputFormat) -> tuple[Tensor, bool]:
+    """Return an array as ``[N, *shape]``: channels are moved to the front, gray repeated, images resized."""
+    x = samples if isinstance(samples, Tensor) else torch.from_numpy(np.array(samples))
+    wanted = f"the model takes {form.describe()}"
+    if x.dtype != form.torch_dtype:
+        if form.dtype == "uint8" or not x.is_floating_point():
+            raise UsageError(f"samples are of {x.dtype}: {wanted}")
+        x = x.to(form.torch_dtype)
+    single = x.ndim < len(form.shape) + 1
+    if form.is_image:
+        channels = form.shape[0]
+        if x.ndim == 2 or (x.ndim == 3 and x.shape[0] not in (1, channels) and x.shape[2] not in (1, channels)):
+            x, single = (x[None, None], True) if x.ndim == 2 else (x[:, None], False)
+        x = x[None] if x.ndim == 3 else x
+        if x.ndim == 4 and x.shape[1] not in (1, channels) and x.shape[3] in (1, channels):
+            x = x.permute(0, 3, 1, 2)
+        if x.ndim == 4 and x.shape[1] in (1, channels):
+            x = resize(x.expand(-1, channels, -1, -1), form.shape[1:])
+    elif single:
+        x = x[None]
+    if tuple(x.shape[1:]) != form.shape:
+        raise UsageError(f"samples have shape {tuple(np.shape(samples))}: {wanted}")
+    return x.contiguous(), single

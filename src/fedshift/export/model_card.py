@@ -1,0 +1,222 @@
+"""The model card: what a model is, how it was made and measured, and for what it is fit, as facts and in Markdown.
+
+After Mitchell et al. 2019, "Model Cards for Model Reporting" (arXiv:1810.03993). The interval of an accuracy is
+Wilson's for a share of test samples: it says how sure the figure is for samples like these, not for other clients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ..analysis.statistics import wilson_interval
+from ..report.formatting import format_bytes
+from ..results.schema import Row
+from .inputs import InputFormat
+
+LEVEL = 0.95
+LISTED = 50
+"""Most clients and classes that the card lists one by one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeedSpread:
+    """Accuracy of one client (or their mean, ``macro``) over the seeds of a run, with Student's interval from three."""
+
+    client: str
+    seeds: int
+    mean: float
+    std: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFacts:
+    """Facts about a model.
+
+    Args:
+        method: The method's name, which is its expression.
+        meaning: The method's parts, in words.
+        sources: First lines on the method's parts, with their papers.
+        client: The client whose model it is; None: the server's.
+        seed: Seed of the trial.
+        round: The round after which it was taken.
+        choice: How that round was chosen, in words.
+        origin: How the client came by it, in words; "" where it trained in the run.
+        network: The network in words.
+        data: The data in words.
+        licenses: The licenses of the data, in words.
+        clients: Sizes of the splits of each client that took part, where known.
+        measured: Rows of this model's measurements at that round, see ``results.schema``.
+        spread: Accuracy over the run's seeds.
+        settings: What was trained with, resolved, by name.
+        versions: Versions of packages, of the run and of the export.
+        notices: The run's notices.
+
+    """
+
+    method: str
+    meaning: str
+    sources: tuple[str, ...]
+    client: str | None
+    seed: int
+    round: int
+    choice: str
+    origin: str = ""
+    network: str
+    data: str
+    licenses: str
+    clients: Mapping[str, Mapping[str, int]]
+    measured: tuple[Row, ...]
+    spread: tuple[SeedSpread, ...] = ()
+    settings: Mapping[str, str] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    notices: tuple[str, ...] = ()
+
+    @property
+    def title(self) -> str:
+        """Method and owner in a few words."""
+        return f"{self.method}, {f'client {self.client}' if self.client else 'global model'}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all facts as JSON values."""
+        return asdict(self)
+
+
+def render_card(
+    facts: ModelFacts, form: InputFormat, classes: Sequence[str], files: Mapping[str, int], checks: Sequence[str]
+) -> str:
+    """Return the model card in Markdown.
+
+    Args:
+        facts: What is known of the model.
+        form: What the program takes.
+        classes: Names of the classes, in the order of the scores.
+        files: Size in bytes of each file of the directory.
+        checks: What was found when the files were tried, in sentences.
+
+    """
+    parts = (
+        [f"# {facts.title}", _introduce(facts, classes)],
+        ["## Use", *_describe_use(form, files)],
+        ["## Results", *_describe_results(facts), *(f"- {check}" for check in checks)],
+        ["## How it was made", *_describe_making(facts)],
+        ["## Intended use and limits", *(f"- {limit}" for limit in _list_limits(facts))],
+        ["## Licenses", facts.licenses],
+        ["## Files", *(f"- `{name}`, {format_bytes(size)}" for name, size in files.items())],
+    )
+    return "\n".join("\n".join(_space(lines)) for lines in parts)
+
+
+def _space(lines: Sequence[str]) -> Iterator[str]:
+    """Yield ``lines`` with an empty one after each, but not between the rows of a table or items of a list."""
+    for line, following in zip(lines, [*lines[1:], ""], strict=True):
+        yield line
+        if not (line[:1] in "|-" and line[:1] == following[:1] and line):
+            yield ""
+
+
+def _introduce(facts: ModelFacts, classes: Sequence[str]) -> str:
+    named = ", ".join(classes[:LISTED]) + (f" and {len(classes) - LISTED} more" if len(classes) > LISTED else "")
+    whose = f"the model that client `{facts.client}` uses" if facts.client else "the model that the server holds"
+    origin = f" {facts.origin}" if facts.origin else ""
+    return (
+        f"{facts.network}. It tells {len(classes)} classes apart ({named}) and is {whose} after round {facts.round} "
+        f"({facts.choice}), seed {facts.seed}.{origin}"
+    )
+
+
+def _describe_use(form: InputFormat, files: Mapping[str, int]) -> Iterator[str]:
+    given = '"image.png"' if form.is_image and form.dtype == "uint8" else "row" if form.columns else "x"
+    yield f"Input: {form.describe()}. Scaling is part of the program; `model.json` describes it."
+    yield "Output: scores [N, classes] before softmax, in the order of the classes; the largest is the answer."
+    if "program.pt2" in files:
+        yield (
+            f'```python\nimport fedshift\n\nmodel = fedshift.load("path/of/this/directory")\n'
+            f"model.predict({given})  # the class\nmodel({given})  # the scores\n```"
+        )
+        yield "Without fedshift, by torch alone:"
+        yield (
+            '```python\nimport torch\n\nprogram = torch.export.load("program.pt2").module()\nscores = program(x)\n```'
+        )
+    if "model.onnx" in files:
+        yield "`model.onnx` takes the same `x` and gives `scores`, in any ONNX runtime."
+    if form.is_image:
+        height, width = form.shape[1:]
+        yield (
+            f"Images of another size are brought to {height} x {width} pixels before (bilinear, with antialiasing), as "
+            "`fedshift.load` does."
+        )
+
+
+def _describe_results(facts: ModelFacts) -> Iterator[str]:
+    if not facts.measured:
+        yield "The run has not measured this model."
+        return
+    rows = [row for row in facts.measured if row["split"] != "train"]
+    yield (
+        f"Measured after round {facts.round}, on samples that training did not see, with {100 * LEVEL:.0f} % intervals "
+        "(Wilson's). `most frequent class`: the accuracy of always answering that."
+    )
+    yield "| client | split | samples | accuracy | balanced accuracy | AUC | most frequent class |"
+    yield "|---|---|---|---|---|---|---|"
+    for row in rows[: 2 * LISTED]:
+        yield "| " + " | ".join(_cells(row)) + " |"
+    tested = [row for row in rows if row["split"] == "test"]
+    if len(tested) > 1:
+        shares = [sum(row["hits"]) / row["samples"] for row in tested]
+        yield f"| mean of {len(tested)} clients | test | | {100 * sum(shares) / len(shares):.2f} % | | | |"
+    for spread in facts.spread:
+        interval = f", interval of the mean {100 * spread.low:.2f} to {100 * spread.high:.2f} %"
+        yield (
+            f"Over the run's {spread.seeds} seeds, {spread.client}: {100 * spread.mean:.2f} % on average, standard "
+            f"deviation {100 * spread.std:.2f} points{interval if spread.low == spread.low else ''}."
+        )
+
+
+def _cells(row: Row) -> Iterator[str]:
+    hits, samples = sum(row["hits"]), row["samples"]
+    low, high = wilson_interval(hits, samples, LEVEL)
+    recalls = [hit / count for hit, count in zip(row["hits"], row["support"], strict=True) if count]
+    yield from (str(row["client"]).replace("|", "\\|"), row["split"], f"{samples:,}")
+    yield f"{100 * hits / samples:.2f} % ({100 * low:.1f} to {100 * high:.1f} %)"
+    yield f"{100 * sum(recalls) / len(recalls):.2f} %"
+    yield "" if row["auc"] is None else f"{row['auc']:.4f}"
+    yield f"{100 * max(row['support']) / samples:.2f} %"
+
+
+def _describe_making(facts: ModelFacts) -> Iterator[str]:
+    yield f"Method: {facts.meaning}."
+    yield from (f"- {source}" for source in facts.sources)
+    yield f"Data: {facts.data}."
+    if facts.clients:
+        splits = list(dict.fromkeys(split for sizes in facts.clients.values() for split in sizes))
+        yield f"| client | {' | '.join(splits)} |"
+        yield f"|---|{'---|' * len(splits)}"
+        for name, sizes in list(facts.clients.items())[:LISTED]:
+            counts = " | ".join(f"{sizes[split]:,}" if split in sizes else "" for split in splits)
+            yield f"| {name.replace('|', '-')} | {counts} |"
+        if len(facts.clients) > LISTED:
+            yield f"and {len(facts.clients) - LISTED} more clients."
+    yield from (f"- {name}: {value}" for name, value in facts.settings.items())
+    yield from (f"- notice of the run: {notice}" for notice in facts.notices)
+    yield f"Versions: {', '.join(f'{name} {value}' for name, value in facts.versions.items())}."
+
+
+def _list_limits(facts: ModelFacts) -> Iterator[str]:
+    if facts.client:
+        yield (
+            f"It is made for samples as those of client `{facts.client}`. Clients differ in how their samples look, so "
+            "on another client's its accuracy is unknown and may be far lower."
+        )
+    else:
+        yield (
+            "It is one model for all clients of the run. On clients that look different from all of these its accuracy "
+            "is unknown: `fedshift adapt` measures it on data of a new one."
+        )
+    yield "It answers every input with one of its classes, also one that belongs to none."
+    yield "Accuracies hold for test samples from the same source as the training samples, and for their class shares."
+    yield "It has been measured, not validated for any purpose: whoever uses it decides whether these figures suffice."
+    yield "Weights can reveal something of the samples trained on; only the method `dp` bounds what."

@@ -1,0 +1,106 @@
+"""A network with the scaling of its inputs as a program: by ``torch.export``, and from that in ONNX.
+
+A program needs no code of fedshift or of the user. Torch's computes what the run's evaluation did, operation by
+operation; ONNX runtimes compute the same network in another order, so that scores differ by rounding.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ..utils.errors import UsageError
+from .inputs import InputFormat, Scaling
+
+TRACED = 2
+"""Samples with which a program is traced: torch takes a size of 1 for a constant."""
+
+
+class Program(nn.Module):
+    """``network`` on raw samples of ``form``, computing as a run's evaluation does.
+
+    ``layout``: memory format of images; ``low``: layers compute in bfloat16 where torch's autocast lets them.
+    """
+
+    def __init__(
+        self, network: nn.Module, form: InputFormat, dtype: torch.dtype, layout: torch.memory_format, *, low: bool
+    ) -> None:
+        super().__init__()
+        self.scaling, self.network = Scaling(form, dtype), network
+        self.dtype, self.layout, self.low = dtype, layout, low
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return scores ``[N, classes]`` for raw samples ``x [N, ...]``."""
+        x = self.scaling(x)
+        if x.ndim == 4:
+            x = x.contiguous(memory_format=self.layout)
+        with torch.autocast("cpu", torch.bfloat16) if self.low else nullcontext():
+            scores: Tensor = self.network(x)
+        return scores.to(self.dtype) if self.low else scores
+
+
+def require_samplewise(network: nn.Module) -> None:
+    """Raise :class:`UsageError` where the answer for a sample depends on the others of its batch."""
+    for name, layer in network.named_modules():
+        if isinstance(layer, _BatchNorm) and layer.running_mean is None:
+            raise UsageError(
+                f"layer {name!r} normalizes by the batch (track_running_stats=False), so that the network has no "
+                "answer for one sample alone: it cannot be handed over; train one that keeps running statistics"
+            )
+
+
+def trace(program: Program, form: InputFormat) -> torch.export.ExportedProgram:
+    """Return ``program`` for any number of samples; raise what torch raises where it cannot be traced."""
+    sample = torch.zeros(TRACED, *form.shape, dtype=form.torch_dtype)
+    with _quiet(), torch.no_grad():
+        return torch.export.export(program.eval(), (sample,), dynamic_shapes=({0: torch.export.Dim("N")},))
+
+
+def save_program(traced: torch.export.ExportedProgram, path: Path) -> None:
+    """Write a program for ``torch.export.load``."""
+    with _quiet():
+        torch.export.save(traced, path)
+
+
+def save_onnx(traced: torch.export.ExportedProgram, path: Path, *, low: bool) -> str:
+    """Write a program in ONNX; return the reason where that is impossible, "" where it was written."""
+    if low:
+        return "the network computes in bfloat16, which ONNX's convolutions do not take"
+    if not all(map(find_spec, ("onnx", "onnxscript"))):
+        return "the packages onnx and onnxscript are missing (pip install 'fedshift[export]')"
+    try:
+        with _quiet():
+            made = torch.onnx.export(traced, input_names=["x"], output_names=["scores"], dynamo=True, verbose=False)
+            assert made is not None
+            made.save(path)
+    except Exception as error:  # of every type, from three packages
+        return f"torch does not convert it ({first_line(error)})"
+    return ""
+
+
+def first_line(error: BaseException) -> str:
+    """Return an error's first line, or its type where it has none."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0][:200] if lines else type(error).__name__
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence torch's warnings and logs on its own programs."""
+    logger = logging.getLogger("torch.onnx")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(before)

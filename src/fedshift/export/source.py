@@ -1,0 +1,240 @@
+"""The model of a run with its facts: restored from the run's checkpoint, its figures from the run's records."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from ..analysis.statistics import mean_and_std, paired_difference
+from ..config.expressions import EMBEDDED, list_catalog
+from ..core.method import Method
+from ..core.optimizer import Optimizer, Schedule
+from ..core.plan import Plan
+from ..core.work import Work
+from ..data.datasets._card import get_card
+from ..data.federation import Federation
+from ..experiments.experiment import Experiment
+from ..experiments.restoration import restore_trial, select_trials
+from ..experiments.settings import Settings
+from ..experiments.trial import Trial
+from ..models import ModelFactory
+from ..report.tables import seed_table
+from ..results.run_directory import describe_environment, trial_folder
+from ..results.schema import Row, RunSummary, stream_rows
+from ..results.summary import read_summary
+from ..results.trial_records import METRICS
+from ..utils.errors import UsageError
+from .inputs import InputFormat
+from .model_card import ModelFacts, SeedSpread
+from .package import ExportReport, TrainedModel, require_new, write_package
+
+
+def export_run(
+    experiment: Experiment,
+    directory: Path,
+    out: Path,
+    *,
+    method: str | None = None,
+    client: str | None = None,
+    seed: int | None = None,
+    onnx: bool = True,
+) -> ExportReport:
+    """Write a model that ``experiment`` left in ``directory`` into the new directory ``out``.
+
+    Args:
+        experiment: The experiment, on the CPU.
+        directory: Its run directory.
+        out: Directory to write, new or empty.
+        method: Name or expression of the method; None: the only one.
+        client: Client whose model it is; None: the server's model.
+        seed: Seed; None: the first.
+        onnx: Whether to write the program in ONNX too.
+
+    Raises:
+        UsageError: There is no such method, client or seed, or no such model.
+        FedshiftError: The run has not got that far, its files are damaged, or the disk refuses.
+
+    """
+    require_new(out)
+    chosen = select_trials(experiment, method, None if seed is None else (seed,))
+    if len(chosen.methods) > 1:
+        names = ", ".join(each.name for each in chosen.methods)
+        raise UsageError(f"the run has {len(chosen.methods)} methods ({names}): say which one's model (--method)")
+    name, seed = chosen.methods[0].name, chosen.seeds[0]
+    trial = restore_trial(chosen, directory, name, seed)
+    if trial.server.round == 0:
+        raise UsageError(f"{name}, seed {seed}, has done no round: go on with the run first")
+    return write_package(collect_model(trial, experiment, directory, client), out, onnx=onnx)
+
+
+def collect_model(trial: Trial, experiment: Experiment, directory: Path, client: str | None) -> TrainedModel:
+    """Return the model of ``client`` (None: the server's) under a restored ``trial``, with all that is known of it."""
+    data, plan, names = trial.data, trial.plan, ", ".join(trial.data.names)
+    state = trial.model_state(client)
+    if state is None:
+        raise UsageError(f"{plan.method.name} has no global model: name a client (--client), one of {names}")
+    scales = {each.train.normalization for each in data.clients}
+    if client is None and len(scales) > 1:
+        raise UsageError(
+            "each client's samples are scaled by its own training samples, so that the global model needs a client "
+            f"whose scale it takes: name one (--client), one of {names}"
+        )
+    owner = data.client(client) if client else data.clients[0]
+    summary = read_summary(directory)
+    return TrainedModel(
+        network=trial.make_network(),
+        state=state,
+        plan=plan,
+        form=InputFormat.of(owner.train, data.columns),
+        classes=name_classes(data),
+        facts=ModelFacts(
+            method=plan.method.name,
+            meaning=plan.method.text,
+            sources=tuple(find_sources(plan.method)),
+            client=client,
+            seed=trial.seed,
+            round=trial.server.round,
+            choice=_explain_choice(trial.settings, trial.server.round),
+            origin=_explain_origin(trial, client),
+            network=describe_network(plan, experiment.model),
+            data=f"{data.name} ({len(data.clients)} clients). {data.note}".rstrip(". "),
+            licenses=find_licenses(experiment.config.get("data"), data.name),
+            clients={each.name: {part: len(split) for part, split in each.splits.items()} for each in data.clients},
+            measured=tuple(_find_rows(trial, directory, client)),
+            spread=tuple(_spread_over_seeds(summary, plan.method.name, client)),
+            settings=describe_settings(plan, trial.settings, owner.train.normalization),
+            versions=list_versions(summary.environment),
+            notices=summary.notices,
+        ),
+        tests={each.name: each.test for each in ([owner] if client else data.clients)},
+    )
+
+
+def name_classes(data: Federation) -> tuple[str, ...]:
+    """Return the names of the classes, their numbers where they have none."""
+    return data.meanings or tuple(map(str, range(data.classes)))
+
+
+def find_sources(method: Method) -> Iterator[str]:
+    """Yield what each part of ``method`` is and from which paper, from the modules of fedshift that make it."""
+    parts = set(re.findall(r"[a-z_]+", method.name))
+    for name, function in list_catalog("methods").items():
+        if name in parts:
+            text = inspect.getdoc(inspect.getmodule(function)) or ""
+            first = " ".join(text.split("\n\n")[0].split())
+            papers = dict.fromkeys(re.findall(r"arXiv:\d{4}\.\d{5}", text))
+            yield first + f" ({', '.join(papers)})" * bool(papers)
+
+
+def describe_network(plan: Plan, model: ModelFactory) -> str:
+    """Return the network's name and size in a sentence."""
+    name = getattr(model, "__name__", type(model).__name__)
+    if model not in list_catalog("models").values():
+        name = f"{model.__module__}:{name}"
+    changed = f", changed by {plan.method.name}" if plan.method.surgery else ""
+    parameters = sum(plan.initial[entry.name].numel() for entry in plan.entries if not entry.is_buffer)
+    return f"Network {name.replace('_', '-')}{changed}, {parameters:,} parameters"
+
+
+def describe_settings(plan: Plan, settings: Settings, normalization: Any) -> dict[str, str]:
+    """Return what was trained with, resolved, by name."""
+    share = settings.participation
+    images = plan.initial and normalization.features is None
+    return {
+        "local work": _format_work(plan.work),
+        "optimizer": _format_optimizer(plan.optimizer),
+        "loss": str(settings.loss),
+        "augmentation": str(settings.augment or "none"),
+        "initial weights": settings.weights.source if settings.weights else "random, by the seed",
+        "clients in a round": "all" if share is None else str(share),
+        "precision": plan.precision,
+        "scaling": str(normalization) if images else "each column by the client's own training rows",
+    }
+
+
+def list_versions(environment: Mapping[str, Any]) -> dict[str, str]:
+    """Return the versions of packages that the run used, and those of the export where they differ."""
+    then, now = environment.get("packages", {}), describe_environment()["packages"]
+    found = {name: str(then[name]) for name in ("fedshift", "torch", "numpy") if name in then}
+    return found | {f"{name} (export)": str(now[name]) for name in found if now[name] != found[name]}
+
+
+def find_licenses(data: str | None, name: str) -> str:
+    """Return the licenses of ``data``, as its card states them."""
+    head = (data or "").partition("(")[0].strip().replace("_", "-").lower()
+    if data in EMBEDDED:
+        return (
+            "Embedded digits: scikit-learn's copy of UCI's handwritten digits; photographs under CC BY 2.0 (china.jpg "
+            "by danielbuechele, flower.jpg by vultilion); the free fonts DejaVu, STIX and Computer Modern."
+        )
+    known = list_catalog("data.datasets")
+    if data and not Path(data).exists() and head in known:
+        card = get_card(known[head])
+        return f"{card.title}: {card.license}. Source: {card.source}."
+    return f"The licenses of `{name}` are not known to fedshift: whoever hands the model on states them here."
+
+
+def _explain_choice(settings: Settings, round: int) -> str:
+    if settings.select == "best":
+        return f"the best of {settings.rounds} on validation data"
+    return f"the last of {settings.rounds}" if round == settings.rounds else f"{settings.rounds} were planned"
+
+
+def _explain_origin(trial: Trial, client: str | None) -> str:
+    """Return how ``client`` came by its model, where that is not by training it."""
+    if client is None or not trial.plan.personalizes:
+        return "All clients use this one model." if client else ""
+    if trial.clients.has_trained(client):
+        return ""
+    return f"The client has not trained in the run: its model was made by the policy `{trial.settings.unseen}`."
+
+
+def _find_rows(trial: Trial, directory: Path, client: str | None) -> Iterator[Row]:
+    """Yield the records of the model at the trial's round; where that was not evaluated, measure it now."""
+    name, seed, number = trial.plan.method.name, trial.seed, trial.server.round
+    kept = (row for row in stream_rows(trial_folder(directory, name, seed) / METRICS) if row["round"] == number)
+    rows = [row for row in kept if row["split"] != "train"] or trial.evaluate()
+    for row in rows:
+        wanted = row["client"] == client if client else True
+        if wanted and row["model"] == ("personal" if client else "global") and row["moment"] == "loaded":
+            yield row
+
+
+def _spread_over_seeds(summary: RunSummary, method: str, client: str | None) -> Iterator[SeedSpread]:
+    """Yield the accuracy of the client (of the global model: the clients' mean) over the run's seeds."""
+    if len(summary.seeds) < 2 or summary.rows.empty:
+        return
+    table = seed_table(summary, "accuracy", "personal" if client else "global")
+    if method not in table.columns.get_level_values(0):
+        return
+    row = client or "macro"
+    values = table.loc[[row], method].stack().astype(float).tolist()
+    if len(values) > 1:
+        (mean, std), interval = mean_and_std(values), paired_difference(values, [0.0] * len(values))
+        yield SeedSpread(
+            client=client or "mean of the clients", seeds=len(values), mean=mean, std=std, low=interval.low,
+            high=interval.high,
+        )  # fmt: skip
+
+
+def _format_work(work: Work) -> str:
+    """Return the local work of a round in words."""
+    count, unit = (work.epochs, "epoch") if work.epochs else (work.batches, "batch")
+    plural = ("s" if unit == "epoch" else "es") * (count != 1)
+    size = f"batches of {work.batch_size} samples" if work.batch_size else "all of a client's samples in a batch"
+    return f"{count} {unit}{plural} a round, {size}"
+
+
+def _format_optimizer(optimizer: Optimizer) -> str:
+    """Return the local optimizer in words, without the settings that have their defaults."""
+    said = [type(optimizer).__name__, f"learning rate {optimizer.lr:g}"]
+    for each in fields(optimizer):
+        value = getattr(optimizer, each.name)
+        usual = Schedule() if each.name == "schedule" else each.default
+        if each.name != "lr" and value != usual:
+            said.append(f"{each.name.replace('_', ' ')} {value}")
+    return ", ".join(said)

@@ -1,0 +1,77 @@
+"""A site's model for use elsewhere, with what the site knows of it: its own data and figures, none of the others'."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ...core.plan import Plan
+from ...core.preparation import apply_surgery
+from ...data.federation import Federation
+from ...experiments.settings import Settings
+from ...export.inputs import InputFormat
+from ...export.model_card import ModelFacts
+from ...export.package import TrainedModel
+from ...export.source import (
+    describe_network,
+    describe_settings,
+    find_licenses,
+    find_sources,
+    list_versions,
+    name_classes,
+)
+from ...models import ModelFactory, make_network
+from ...results.run_directory import describe_environment
+from ...results.schema import Row
+from ...utils.state import State
+
+
+def collect_site_model(
+    plan: Plan,
+    data: Federation,
+    settings: Settings,
+    model: ModelFactory,
+    state: State,
+    *,
+    round: int,
+    rows: Iterable[Row],
+    sites: int,
+) -> TrainedModel:
+    """Return the model that the one client of ``data`` uses.
+
+    Args:
+        plan: Plan of the trial.
+        data: The site's data.
+        settings: Settings of the experiment.
+        model: Function that makes the network.
+        state: The model's entries.
+        round: Round after which the client uses it.
+        rows: Its measurements there.
+        sites: Number of sites that train.
+
+    """
+    client = data.clients[0]
+    return TrainedModel(
+        network=apply_surgery(plan.method, make_network(model, data.sample_shape, data.classes)),
+        state=state,
+        plan=plan,
+        form=InputFormat.of(client.train, data.columns),
+        classes=name_classes(data),
+        facts=ModelFacts(
+            method=plan.method.name,
+            meaning=plan.method.text,
+            sources=tuple(find_sources(plan.method)),
+            client=client.name,
+            seed=plan.seed,
+            round=round,
+            choice=f"of {settings.rounds}",
+            origin=f"{sites} sites took part, whose samples stayed there.",
+            network=describe_network(plan, model),
+            data=f"{client.name}, at this site. {data.note}".rstrip(". "),
+            licenses=find_licenses(None, client.name),
+            clients={client.name: {part: len(split) for part, split in client.splits.items()}},
+            measured=tuple(row for row in rows if row["model"] == "personal"),
+            settings=describe_settings(plan, settings, client.train.normalization),
+            versions=list_versions(describe_environment()),
+        ),
+        tests={client.name: client.test},
+    )

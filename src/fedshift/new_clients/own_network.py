@@ -1,0 +1,126 @@
+"""A network of the user's own, which fedshift never trained, brought to clients by the policies for new clients.
+
+It takes the place of a run's one global model: it is shown unchanged, with BatchNorm statistics of the client's own
+inputs, and fine-tuned, as a whole or its BatchNorm alone, by the local work of the settings.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pandas as pd
+from torch import nn
+
+from ..config.spec import DataSpec, RunSpec
+from ..core.method import Method
+from ..data.federation import Federation
+from ..data.files.read_options import Progress
+from ..data.sources import load_source, normalize
+from ..experiments.factory import make_settings
+from ..experiments.settings import Settings
+from ..experiments.trial import Trial
+from ..models import ModelFactory
+from ..utils.errors import UsageError
+from .policies import Adaptation, adapt_trial, inapplicable_policies, parse_policies
+from .policy_tables import mean_over_seeds, seed_table
+from .site_data import map_labels
+
+NAME = "own network"
+"""Name of the method in tables and files."""
+
+
+def load_clients(
+    data: str,
+    spec: DataSpec,
+    class_names: Sequence[str] = (),
+    clients: str | None = None,
+    progress: Progress | None = None,
+) -> Federation:
+    """Load the clients of ``data`` for a network whose classes, in the order of its scores, are ``class_names``.
+
+    ``data``: as ``--data`` of a run, or one client's folder or file. ``class_names``: empty where the data name no
+    classes, or all of them. ``clients``: names or patterns; None: all.
+    """
+    like = Federation(name="the network's data", clients=(), classes=0) if Path(data).exists() else None
+    made = load_source(data, replace(spec, domains=clients, split=None), progress, like=like)
+    return prepare_clients(made, spec, class_names)
+
+
+def prepare_clients(data: Federation, spec: DataSpec, class_names: Sequence[str] = ()) -> Federation:
+    """Bring ``data`` to the image size, the scale and the classes of a network."""
+    data = data.fit_images(spec.image_size)
+    if class_names:
+        named = Federation(name="the network", clients=(), classes=len(class_names), class_names=tuple(class_names))
+        if not data.class_names and data.classes <= len(class_names):
+            data = replace(data, classes=len(class_names), class_names=named.class_names)
+        data = map_labels(data, named, "the network,")
+    return normalize(data, spec.normalize).check(allow_single_class=True)
+
+
+def make_trial(model: ModelFactory, data: Federation, settings: Settings) -> Trial:
+    """Return a trial whose server holds the network from ``settings.weights`` (or as ``model`` makes it)."""
+    try:
+        trial = Trial(Method(name=NAME), model, data, replace(settings, engine="sequential"), 0)
+    except UsageError as error:
+        if "classes" not in str(error) or data.class_names:
+            raise
+        raise UsageError(
+            f"{error}. Where the clients lack classes of the network, name all of its in the order of its scores "
+            "(class_names)"
+        ) from error
+    trial.server = replace(trial.server, round=1)  # trained, elsewhere
+    return trial
+
+
+def adapt_own(trial: Trial, wanted: Sequence[str], *, rounds: int = 1, save: Path | None = None) -> Adaptation:
+    """Make, measure and (in ``save``) write the models of the policies ``wanted`` for every client of the trial."""
+    made, training = Adaptation(), {client.name: client.train for client in trial.measured.clients}
+    count = adapt_trial(made, trial, training, wanted, data=trial.measured, rounds=rounds, save=save)
+    made.inapplicable.extend(inapplicable_policies([trial.plan], wanted))
+    if not count:
+        raise UsageError(f"no policy gives a model: {'; '.join([*made.inapplicable, *made.notices])}")
+    return made
+
+
+def adapt_network(
+    network: nn.Module,
+    data: Federation,
+    policies: str | Sequence[str] | None = None,
+    *,
+    class_names: Sequence[str] = (),
+    rounds: int = 1,
+    epochs: int = 1,
+    lr: float = RunSpec.lr,
+    batch_size: int | None = RunSpec.batch_size,
+    metric: str = RunSpec.metric,
+) -> pd.DataFrame:
+    """Adapt a network of your own to clients, by every policy for new clients, and measure each on their test data.
+
+    Args:
+        network: The network with its weights, which is copied; it gives one score a class.
+        data: Clients, scaled as the network expects, for example ``read_folder(path).normalize(IMAGENET)``.
+        policies: reestimate, finetune, finetune_bn; None: those that apply. Unchanged it is always measured.
+        class_names: The network's classes in the order of its scores, where the data's are named otherwise or fewer.
+        rounds: Rounds of local work under finetune and finetune_bn.
+        epochs: Passes over a client's data in a round.
+        lr: Learning rate of plain SGD.
+        batch_size: Samples in a batch; None takes all of a client's.
+        metric: accuracy, balanced_accuracy or auc.
+
+    Returns:
+        The metric: rows are clients and their mean, ``macro``; columns are policies with mean, std and number of seeds.
+
+    Raises:
+        UsageError: the network and the data do not fit.
+
+    """
+    if rounds < 1:
+        raise UsageError(f"rounds={rounds}: must be at least 1")
+    spec = RunSpec(lr=lr, epochs=epochs, batch_size=batch_size or 0, metric=metric)  # type: ignore[arg-type]
+    clients = prepare_clients(data, spec, class_names)
+    trial = make_trial(lambda *_: copy.deepcopy(network), clients, make_settings(spec, clients.names))
+    made = adapt_own(trial, parse_policies(policies), rounds=rounds)
+    return mean_over_seeds(seed_table(made.rows, metric))

@@ -1,0 +1,311 @@
+"""Exported models give the run's own figures, by torch alone, by ONNX's runtime and by ``fedshift.load``."""
+
+import csv
+import json
+import subprocess
+import sys
+from shutil import copytree
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from scipy.stats import binomtest
+from torch import nn
+
+import fedshift
+from fedshift.data.samples import resize
+from fedshift.export.programs import save_onnx
+from fedshift.export.source import export_run, find_licenses
+from fedshift.results.schema import read_rows
+from fedshift.utils.errors import FedshiftError, UsageError
+from tests.conftest import ARRAYS
+
+METHODS = "fedavg,fedbn,fedwon,ditto"
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    return tmp_path_factory.mktemp("kept") / "run"
+
+
+@pytest.fixture
+def experiment(make, kept):
+    """Four methods on the tiny clients, trained once; the run is in ``kept``."""
+    made = make(methods=METHODS, seeds=2, rounds=1, lr=0.05, normalize="imagenet", engine="sequential")
+    if not kept.exists():
+        made.run(kept)
+    return made
+
+
+@pytest.fixture
+def bobs(experiment, kept):
+    """What was exported of client bob under FedBN, once."""
+    folder = kept.with_name("bob's model")
+    if not folder.exists():
+        export_run(experiment, kept, folder, method="fedbn", client="bob", onnx=False)
+    return folder
+
+
+def recorded(run, method, client, model="personal", seed=0):
+    """The counts of right answers by class that the run recorded after its last round."""
+    rows = read_rows(run / "trials" / f"{method}-seed{seed}" / "metrics.jsonl")
+    key = (rows[-1]["round"], client, "test", model)
+    return next(row["hits"] for row in rows if (row["round"], row["client"], row["split"], row["model"]) == key)
+
+
+def right(scores, client):
+    """The same counts from scores on the client's test images."""
+    y = ARRAYS[client][3]
+    return np.bincount(y[np.asarray(scores).argmax(1) == y], minlength=3).tolist()
+
+
+def pixels(client):
+    return ARRAYS[client][2]
+
+
+ALONE = """
+import sys, json, numpy, torch
+sys.modules["fedshift"] = None  # an import of it fails
+directory, images = sys.argv[1:]
+x = torch.from_numpy(numpy.load(images))
+program = torch.export.load(directory + "/program.pt2").module()
+found = [program(x.permute(0, 3, 1, 2)).tolist()]
+assert not [name for name in sys.modules if name.startswith("fedshift.")]
+del sys.modules["fedshift"]
+import fedshift
+model = fedshift.load(directory)
+print(json.dumps([*found, model(x.numpy()).tolist(), [model(image).tolist() for image in x.numpy()]]))
+"""
+
+
+def test_a_fresh_process_gives_the_logged_accuracy_by_torch_alone_and_by_load(bobs, kept, tmp_path):
+    np.save(tmp_path / "x.npy", pixels("bob"))
+    words = [sys.executable, "-c", ALONE, bobs, tmp_path / "x.npy"]
+    done = subprocess.run(words, check=True, capture_output=True, text=True)
+    plain, loaded, one_by_one = json.loads(done.stdout)
+    assert right(plain, "bob") == recorded(kept, "fedbn", "bob")
+    assert plain == loaded
+    assert right(one_by_one, "bob") == recorded(kept, "fedbn", "bob")
+
+
+@pytest.mark.parametrize(("method", "client"), [("fedwon", "cid"), ("ditto", "ann"), ("ditto", None)])
+def test_every_kind_of_model_gives_the_recorded_counts(method, client, experiment, kept, tmp_path):
+    report = export_run(experiment, kept, tmp_path / "model", method=method, client=client, seed=1, onnx=False)
+    model = fedshift.load(tmp_path / "model")
+    kind = "personal" if client else "global"
+    for name in [client] if client else ARRAYS:
+        assert right(model(pixels(name)), name) == recorded(kept, method, name, kind, seed=1)
+    assert report.checks[0].endswith("as the run recorded.")
+    # the weights are the network's own, which plain torch loads
+    state = load_file(tmp_path / "model" / "weights.safetensors")
+    assert ("conv1.gain" in state) == (method == "fedwon")
+    assert ("bn1.weight" in state) == (method != "fedwon")
+
+
+@pytest.mark.slow
+def test_onnx_gives_the_same_answers_in_its_own_runtime(experiment, kept, tmp_path):
+    pytest.importorskip("onnxscript")
+    runtime = pytest.importorskip("onnxruntime")
+    export_run(experiment, kept, tmp_path / "model", method="fedwon", client="cid")
+    session = runtime.InferenceSession(tmp_path / "model" / "model.onnx")
+    x = np.ascontiguousarray(pixels("cid").transpose(0, 3, 1, 2))
+    (scores,) = session.run(["scores"], {"x": x})
+    assert right(scores, "cid") == recorded(kept, "fedwon", "cid")
+    assert np.allclose(scores, fedshift.load(tmp_path / "model")(x), atol=1e-5)
+    assert "model.onnx was tried on all 12 test samples" in (tmp_path / "model" / "README.md").read_text()
+
+
+def test_the_reason_is_given_where_there_is_no_onnx(tmp_path, monkeypatch):
+    assert "computes in bfloat16" in save_onnx(None, tmp_path / "model.onnx", low=True)
+    monkeypatch.setattr("fedshift.export.programs.find_spec", lambda name: None)
+    assert "(pip install 'fedshift[export]')" in save_onnx(None, tmp_path / "model.onnx", low=False)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"normalize": "client", "precision": "bfloat16"}, {"model": "tests.export.test_export:double"}],
+    ids=["own scale, bfloat16", "float64"],
+)
+def test_scales_and_types_are_part_of_the_program(settings, make, tmp_path):
+    made = make(rounds=1, lr=0.05, engine="sequential", **settings)
+    made.run(tmp_path / "run")
+    export_run(made, tmp_path / "run", tmp_path / "model", client="bob", onnx=False)
+    assert right(fedshift.load(tmp_path / "model")(pixels("bob")), "bob") == recorded(tmp_path / "run", "fedbn", "bob")
+
+
+def double(shape, classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(192, 8), nn.BatchNorm1d(8), nn.Linear(8, classes)).double()
+
+
+def test_rows_of_a_table_are_filled_and_scaled_inside_by_the_clients_own(cli, tmp_path, undrawn):
+    """Raw rows, by Python's own reader: numbers, a category, gaps, and a column that one client never measured."""
+    random = np.random.default_rng(0)
+    (tmp_path / "sites").mkdir()
+    for place, name in enumerate(("north", "south")):
+        lines = ["age,kind,dose,label,split"]
+        for row in range(40):
+            age = random.normal(50 + 20 * place, 9)
+            kind = random.choice(["a", "b", "?"], p=[0.5, 0.3, 0.2])
+            dose = "" if place or row % 5 == 0 else f"{random.normal():.3f}"
+            lines.append(f"{age:.2f},{kind},{dose},{int(age > 50 + 20 * place)},{'train' if row < 28 else 'test'}")
+        (tmp_path / "sites" / f"{name}.csv").write_text("\n".join(lines))
+    words = ("--data", "sites", "--target", "label", "--rounds", 3, "--lr", 0.2, "--engine", "sequential")
+    assert cli("compare", *words, "--out", "run").code == 0
+    for name, method in (("north", "fedbn"), ("south", "fedavg")):
+        outcome = cli("export", "run", "--client", name, "--method", method, "--out", name, "--no-onnx")
+        assert outcome.code == 0, outcome.err
+        model = fedshift.load(name)
+        with (tmp_path / "sites" / f"{name}.csv").open() as file:
+            rows = [row for row in csv.DictReader(file) if row["split"] == "test"]
+        hits = [int(row["label"]) for row in rows if model.predict(row) == row["label"]]
+        assert np.bincount(hits, minlength=2).tolist() == recorded(tmp_path / "run", method, name)
+        assert model.predict(pd.DataFrame(rows)) == [model.predict(row) for row in rows]
+    refused = (
+        ({"age": 3, "kind": "a"}, "a row has no 'dose': give every column, None where missing"),
+        ({"age": 3, "kind": "c", "dose": 1}, "column 'kind' holds one of a, b, not 'c'"),
+        ({"age": "old", "kind": "a", "dose": 1}, "column 'age' holds numbers, not 'old'"),
+        ([[1, 2]], "a row is a list"),
+    )
+    for row, said in refused:
+        with pytest.raises(UsageError, match=said):
+            model(row)
+    said = cli("export", "run", "--method", "fedavg", "--out", "x").err
+    assert "the global model needs a client whose scale it takes: name one (--client), one of north, south" in said
+
+
+def test_images_arrive_as_files_pillow_images_and_arrays_of_any_size(bobs, tmp_path):
+    model = fedshift.load(bobs)
+    x = pixels("ann")
+    first = Image.fromarray(x[0])
+    first.save(tmp_path / "first.png")
+    wanted = model(x)
+    assert torch.allclose(model(x[0]), wanted[0], atol=1e-6)
+    assert model(x[0]).equal(model(first))
+    assert model(x[0]).equal(model(str(tmp_path / "first.png")))
+    assert model(torch.from_numpy(x).permute(0, 3, 1, 2)).equal(wanted)
+    assert model.predict([first, x[1]]) == [str(int(k)) for k in wanted[:2].argmax(1)]
+    gray = x[..., :1]
+    assert model(gray).equal(model(np.repeat(gray, 3, axis=3)))
+    assert model(gray[..., 0]).equal(model(gray))
+    large = np.repeat(np.repeat(x, 2, axis=1), 2, axis=2)
+    small = resize(torch.from_numpy(large).permute(0, 3, 1, 2), (8, 8))
+    assert model(large).equal(model(small))
+    assert repr(model) == f"<model {bobs}: fedbn, client bob, 3 classes>"
+    for given, said in (
+        (x / 255.0, "samples are of torch.float64: the model takes uint8"),
+        (x[..., :2], r"samples have shape \(12, 8, 8, 2\): the model takes uint8 \[N, 3, 8, 8\]"),
+        (tmp_path / "none.png", "none.png No such file"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            model(given)
+
+
+def test_what_cannot_be_exported_is_refused_with_the_fix(experiment, kept, cli, make, tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    for given, said in (
+        ({"method": "fedbn"}, r"fedbn has no global model: name a client \(--client\), one of ann, bob, cid"),
+        (
+            {"client": "ann"},
+            r"the run has 4 methods \(fedavg, fedbn, fedwon, ditto\): say which one's model \(--method\)",
+        ),
+        ({"method": "fedbn", "client": "dan"}, "unknown client 'dan'"),
+        ({"method": "fedavg", "seed": 7}, "no seed 7 here: there are 0, 1"),
+        ({"method": "fedprox"}, "unknown method 'fedprox'"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            export_run(experiment, kept, tmp_path / "model", **given)
+    with pytest.raises(UsageError, match=r"full holds other files: choose a directory that is new or empty"):
+        export_run(experiment, kept, tmp_path / "full", method="fedavg")
+    assert not (tmp_path / "model").exists()
+    assert "none holds no run" in cli("export", "none", "--out", "x").err
+    made = make(method="fedavg", model="tests.export.test_export:by_batch", rounds=1, engine="sequential")
+    made.run(tmp_path / "by batch")
+    with pytest.raises(UsageError, match="layer '0' normalizes by the batch"):
+        export_run(made, tmp_path / "by batch", tmp_path / "model")
+
+
+def test_a_network_that_torch_cannot_trace_leaves_weights_and_card(make, tmp_path):
+    made = make(method="fedavg", model="tests.export.test_export:Unsteady", rounds=1, engine="sequential")
+    made.run(tmp_path / "run")
+    report = export_run(made, tmp_path / "run", tmp_path / "model")
+    assert "no program.pt2: torch cannot trace the network (" in report.notices[0]
+    assert report.files == ("model.json", "weights.safetensors", "README.md")
+    with pytest.raises(UsageError, match=r"has no program.pt2, since torch could not trace its network"):
+        fedshift.load(tmp_path / "model")
+
+
+def by_batch(shape, classes):
+    norm = nn.BatchNorm2d(3, track_running_stats=False)
+    return nn.Sequential(norm, nn.Flatten(), nn.Linear(192, classes))
+
+
+class Unsteady(nn.Module):
+    """Goes another way for some inputs, which no trace can follow."""
+
+    def __init__(self, shape, classes):
+        super().__init__()
+        self.layer = nn.Linear(192, classes)
+
+    def forward(self, x):
+        made = self.layer(x.flatten(1))
+        return made if float(made.detach().sum()) > 0 else -made
+
+
+def test_a_damaged_or_missing_model_is_refused(bobs, tmp_path):
+    with pytest.raises(UsageError, match="holds no model: give a directory that `fedshift export` wrote"):
+        fedshift.load(tmp_path)
+    folder = copytree(bobs, tmp_path / "model")
+    program, description = folder / "program.pt2", folder / "model.json"
+    whole = program.read_bytes()
+    program.write_bytes(whole[:-1] + b"x")
+    with pytest.raises(FedshiftError, match=r"program.pt2 is not the file that was exported"):
+        fedshift.load(folder)
+    program.unlink()
+    with pytest.raises(FedshiftError, match=r"program.pt2 cannot be read \(No such file"):
+        fedshift.load(folder)
+    description.write_text(description.read_text().replace('"format": 1', '"format": 0'))
+    with pytest.raises(UsageError, match="was written by another version"):
+        fedshift.load(folder)
+    description.write_text("{")
+    with pytest.raises(FedshiftError, match=r"model.json is damaged"):
+        fedshift.load(folder)
+
+
+def test_the_card_says_how_it_was_made_and_how_sure_the_figures_are(bobs, kept):
+    card = (bobs / "README.md").read_text()
+    hits = sum(recorded(kept, "fedbn", "bob"))
+    low, high = binomtest(hits, 12).proportion_ci(method="wilson")
+    accuracies = [sum(recorded(kept, "fedbn", "bob", seed=seed)) / 12 for seed in (0, 1)]
+    for said in (
+        "# fedbn, client bob",
+        "Network small-cnn, ",
+        "is the model that client `bob` uses after round 1 (the last of 1), seed 0",
+        f"| bob | test | 12 | {100 * hits / 12:.2f} % ({100 * low:.1f} to {100 * high:.1f} %) |",
+        f"Over the run's 2 seeds, bob: {100 * np.mean(accuracies):.2f} % on average, standard deviation "
+        f"{100 * np.std(accuracies, ddof=1):.2f} points.",
+        "neither its affine parameters nor its statistics. (arXiv:2102.07623)",
+        "| cid | 33 | 12 |",
+        "- local work: 1 epoch a round, batches of 8 samples\n- optimizer: SGD, learning rate 0.05\n",
+        "- scaling: pixels in [0, 1] minus 0.485, 0.456, 0.406 over 0.229, 0.224, 0.225 (torchvision's",
+        "The licenses of `tiny` are not known to fedshift",
+        f"torch {torch.__version__}",
+    ):
+        assert said in card, said
+    described = json.loads((bobs / "model.json").read_text())
+    assert described["input"]["pixels"]["mean"] == [0.485, 0.456, 0.406]
+    assert described["classes"] == ["0", "1", "2"]
+
+
+def test_python_exports_too_and_licenses_are_those_of_the_data(tiny, tmp_path):
+    result = fedshift.compare([fedshift.fedavg()], data=tiny, rounds=1, engine="sequential")
+    assert result.export(tmp_path / "model", onnx=False) == tmp_path / "model"
+    assert sorted(path.name for path in (tmp_path / "model").iterdir()) == [
+        "README.md", "model.json", "program.pt2", "weights.safetensors",
+    ]  # fmt: skip
+    assert fedshift.load(tmp_path / "model")(pixels("ann")).shape == (12, 3)
+    assert "CC BY 2.0" in find_licenses("digits", "digits")
+    assert "SynthDigits CC BY 4.0" in find_licenses("digits_five(samples=10)", "digits-five")
