@@ -118,6 +118,11 @@ class SharedSpec(TrialSpec):
     lr: Annotated[float, Field(ge=0, allow_inf_nan=False), Parameter(group=TRAINING)] = 0.01
     """Learning rate of the local optimizer."""
 
+    log: Annotated[Names | None, Parameter(group=DIRECTORY)] = None
+    """Loggers, comma-separated: tensorboard, mlflow, wandb (pip install 'fedshift[tensorboard]'). They write files in
+    the run directory; nothing leaves the machine unless MLFLOW_TRACKING_URI or WANDB_MODE=online says so. none logs
+    nowhere, also where a resumed run was begun with some."""
+
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class DataSpec:

@@ -43,6 +43,7 @@ from ..utils.errors import FedshiftError, UsageError
 from ..utils.profiling import timed_section
 from ..utils.state import pick
 from .client_store import check_segments
+from .loggers import RecordLog
 from .settings import POLICIES, Settings
 from .trial import RoundResult, Trial
 
@@ -86,7 +87,7 @@ class Experiment:
     ``model(sample_shape, classes)`` makes a network. ``config`` holds the settings as the user wrote them, for the
     record, and ``files`` further files for the run directory, by name. ``measured_later``: clients that the caller
     measures after the experiment, about which no notice is needed. ``make_engine``: makes each trial's engine where the
-    samples are elsewhere, in place of the one that the settings name.
+    samples are elsewhere, in place of the one that the settings name. ``log``: names of loggers.
     """
 
     methods: tuple[Method, ...]
@@ -98,6 +99,7 @@ class Experiment:
     files: Mapping[str, str] = field(default_factory=dict)
     measured_later: tuple[str, ...] = ()
     make_engine: EngineFactory | None = None
+    log: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         names = [method.name for method in self.methods]
@@ -143,7 +145,7 @@ class Experiment:
         Raises:
             UsageError: a method, the model and the data do not fit; nothing is started then.
             Diverged: a trial diverged; raised after the other trials.
-            FedshiftError: the disk or the directory refuses.
+            FedshiftError: the disk, the directory or a logger refuses.
 
         """
         observer, stop = observer or Observer(), stop or Event()
@@ -155,6 +157,7 @@ class Experiment:
             names, settings = [method.name for method in self.methods], self.settings
             observer.begin(names, self.seeds, settings.rounds, self.data.names, settings.metric)
             session = _Session(directory, observer, stop, lambda: self._describe(directory, facts), resume=resume)
+            log = RecordLog(self.log, path, self.config, settings.metric, observer.notice, session.say)
             for notice in self.data.notices:
                 session.say(notice)
             diverged: list[Diverged] = []
@@ -163,7 +166,7 @@ class Experiment:
                     try:
                         known = method.name in trials
                         trial = trials.pop(method.name) if known else self._make_trial(method, seed)
-                        if not self._run_trial(trial, session):
+                        if not self._run_trial(trial, session, log):
                             return False
                     except Diverged as error:
                         session.say(f"{method.name}, seed {seed}: {error}. Its numbers are those of the round before.")
@@ -199,7 +202,7 @@ class Experiment:
                     check_segments(folder, facts["segments"])
                     self._find_best(folder, facts["round"])
 
-    def _run_trial(self, trial: Trial, session: _Session) -> bool:
+    def _run_trial(self, trial: Trial, session: _Session, log: RecordLog) -> bool:
         """Run ``trial``, or continue it; return whether it reached its end."""
         name = trial.plan.method.name
         folder = session.directory.trial(name, trial.seed)
@@ -217,7 +220,8 @@ class Experiment:
         session.observer.trial(name, trial.seed, done)
         for text in self._notices_before(trial):
             session.say(text)
-        with closing(trial), keep_freed_memory():
+        rounds = self.settings.rounds
+        with closing(trial), keep_freed_memory(), log.trial(name, trial.seed, folder, rounds) as log_round:
             if self.settings.engine == "auto" and trial.server.round < self.settings.rounds:
                 session.observer.engine(name, trial.engine_choice)
             while trial.server.round < self.settings.rounds:
@@ -233,6 +237,7 @@ class Experiment:
                     better = now > reached
                     reached = max(now, reached)
                     trial.save(folder, CHECKPOINT, *((BEST,) if better else ()))
+                log_round(cost, outcome.rows)
                 session.observer.round(outcome)
         for text in self._notices_after(trial):
             session.say(text)

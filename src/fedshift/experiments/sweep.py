@@ -23,6 +23,7 @@ from ..results.run_directory import to_file_name
 from ..results.summary import holds_run, read_summary
 from ..utils.errors import UsageError, unknown_name
 from .factory import anchor_paths, make_experiment, make_methods, make_settings, parse_methods
+from .loggers import parse_loggers
 from .run_queue import QueuedRun, read_outcome
 
 NONE = "none"
@@ -31,6 +32,7 @@ LONGEST = 80
 """Most characters of a value in the name of a directory."""
 WHOLE = {
     "methods": "every combination compares all methods: list them with --methods",
+    "log": "it changes no result: give it alone",
     **dict.fromkeys(
         ("metric", "select", "target_metric", "seeds", "first_seed"),
         "a sweep's table is over one such for all: give it alone",
@@ -70,6 +72,7 @@ def make_combinations(spec: SweepSpec, began: Path | None = None) -> list[Combin
 
     """
     over = parse_swept(spec.over)
+    parse_loggers(spec.log)
     if not over:
         raise UsageError("a sweep needs settings and their values: --over epochs=1,4,16, once for each setting")
     common = {field.name: getattr(spec, field.name) for field in fields(CompareSpec)}
