@@ -77,6 +77,7 @@ def serve(
     log: str | None = None,
     out: Path | None = None,
     resume: Path | None = None,
+    quiet: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:
     """Coordinate an experiment across machines: wait for sites that `fedshift join`, and train with them.
 
@@ -93,6 +94,7 @@ def serve(
         log: Loggers, comma-separated: tensorboard, mlflow, wandb, or none; by default those of the settings.
         out: Directory to write; by default a new one under runs/.
         resume: Directory of an interrupted run to continue, bit for bit.
+        quiet: Print neither progress nor notes, which the page has.
 
     """
     if (config is None) == (resume is None):
@@ -113,7 +115,7 @@ def serve(
         seconds=round_timeout, wait=wait,
     )  # fmt: skip
     reach.check(forced=force_insecure)
-    return coordinate(spec, reach, out, resume)
+    return coordinate(spec, reach, RunLocation(out=out, resume=resume, quiet=quiet))
 
 
 def join(

@@ -31,12 +31,12 @@ def sweep(
     require_one_directory(output)
     if output.resume and find_kind(output.resume) != "sweep":
         raise UsageError(f"{output.resume} holds no sweep: give the directory of one, or start anew (--out)")
-    console = Console()
+    console, shown = Console(), Console(quiet=output.quiet)
     spec = anchor_paths(replace(spec, over=split_settings(spec.over)))
     wanted = make_combinations(spec, read_run_settings(output.resume).began if output.resume else None)
     directory = output.resume or output.out or new_directory("sweep")
     left = [combination for combination in wanted if combination.read_outcome(directory) is None]
-    with show_loading(console) as progress:
+    with show_loading(shown) as progress:
         for number, combination in enumerate(left):
             progress("checking combinations", number, len(left))
             check_combination(combination, directory)
@@ -46,9 +46,10 @@ def sweep(
         directory,
         asdict(spec),
         console,
+        shown,
         resume=output.resume is not None,
         title=f"{len(wanted)} combinations of {', '.join(wanted[0].values)}, {len(left)} to run",
-        begin=lambda number, part: print_line(console, f"[{number}/{len(wanted)}] {part.folder.name}"),
+        begin=lambda number, part: print_line(shown, f"[{number}/{len(wanted)}] {part.folder.name}"),
         publish=lambda: _publish(spec, wanted, directory, console),
     )
 

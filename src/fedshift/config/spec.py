@@ -282,7 +282,7 @@ class SweepSpec(CompareSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class RunLocation:
-    """Files and directories of a run, which are not part of the experiment."""
+    """Files and directories of a run and what is printed of it, which are not part of the experiment."""
 
     config: Annotated[Path | None, Parameter(group=DIRECTORY)] = None
     """TOML file with the same names as the flags (image_size = 28); flags given here win."""
@@ -292,6 +292,9 @@ class RunLocation:
 
     resume: Annotated[Path | None, Parameter(group=DIRECTORY)] = None
     """Directory of an interrupted run to continue, bit for bit."""
+
+    quiet: Annotated[bool, Parameter(group=DIRECTORY, negative=())] = False
+    """Print neither progress nor notes, which the page has: only the directory, the tables at the end, and errors."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -67,6 +67,9 @@ class Observer:
     def trial(self, method: str, seed: int, done: int) -> None:
         """A trial starts, or continues after ``done`` rounds."""
 
+    def recorded(self, rows: Sequence[Row]) -> None:
+        """The trial that starts was evaluated before: the measurements of its last evaluated round."""
+
     def engine(self, method: str, choice: EngineChoice) -> None:
         """An engine was chosen for the trials of ``method`` (``engine="auto"``)."""
 
@@ -218,6 +221,8 @@ class Experiment:
         # killed before this round was kept as the best, or files that none needs were removed:
         trial.save(folder, *(() if begun else (CHECKPOINT,)), *((BEST,) if best == done > 0 else ()))
         session.observer.trial(name, trial.seed, done)
+        if evaluated := _last_evaluation(folder):
+            session.observer.recorded(evaluated)
         for text in self._notices_before(trial):
             session.say(text)
         rounds = self.settings.rounds
@@ -342,6 +347,17 @@ class Experiment:
             "methods": {name: asdict(fact) for name, fact in methods.items()},
         }
         write_summary(directory, facts, {} if self.make_engine else self._sample_images())
+
+
+def _last_evaluation(folder: Path) -> list[Row]:
+    """Return the measurements of a trial's last evaluated round."""
+    rows: list[Row] = []
+    for row in stream_measurements(folder, read_rounds(folder)):
+        if row["split"] != "train":
+            if rows and rows[-1]["round"] < row["round"]:
+                rows.clear()
+            rows.append(row)
+    return rows
 
 
 class _Session:

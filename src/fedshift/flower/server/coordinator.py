@@ -99,6 +99,7 @@ class ProgressReport(Observer):
     # Their arguments are JSON values, sent unchanged.
     begin = partialmethod(send, "begin")
     trial = partialmethod(send, "trial")
+    recorded = partialmethod(send, "recorded")
     client = partialmethod(send, "client")
     notice = partialmethod(send, "notice")
 
