@@ -102,14 +102,14 @@ def serve(
     require_one_directory(RunLocation(out=out, resume=resume))
     if (tls is None) != insecure:
         raise UsageError("give either --tls DIR (see `fedshift pki init`) or --insecure, for plain text")
-    from ..experiments.loggers import parse_loggers
+    from ..experiments.loggers import parse_loggers, require_packages
     from ..flower.server.serve import ListenOptions
     from ..flower.server.serve import serve as coordinate
 
     path = find_settings(config, resume)
     names = [field.name for kind in (RunSpec, CompareSpec) for field in fields(kind)]
     spec = _make_spec(read_settings(path, names) | ({} if log is None else {"log": log}), path)
-    parse_loggers(spec.log)
+    require_packages(parse_loggers(spec.log))
     reach = ListenOptions(
         host=host or ("127.0.0.1" if insecure else "0.0.0.0"), port=port, tls=tls, clients=min_clients,
         seconds=round_timeout, wait=wait,

@@ -41,7 +41,9 @@ def run_without(spec: CompareSpec, leave_out: str, place: OutputOptions) -> int:
     console, shown = Console(), Console(quiet=place.quiet)
     with show_loading(shown) as progress:
         from ..experiments.factory import anchor_paths, make_experiment
+        from ..experiments.loggers import parse_loggers, require_packages
 
+        require_packages(parse_loggers(spec.log))
         use_threads(spec.threads)
         spec = anchor_paths(spec)
         experiment = make_experiment(spec, progress)

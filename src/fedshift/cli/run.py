@@ -53,8 +53,10 @@ def run_experiment(spec: RunSpec | CompareSpec, command: str, place: OutputOptio
     console, shown = Console(), Console(quiet=place.quiet)
     with show_loading(shown) as progress:
         from ..experiments.factory import make_experiment
+        from ..experiments.loggers import parse_loggers, require_packages
         from ..report.publication import publish_safely
 
+        require_packages(parse_loggers(spec.log))
         use_threads(spec.threads)
         experiment = make_experiment(spec, progress)
     directory = place.resume or place.out or new_directory(command)

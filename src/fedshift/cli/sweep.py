@@ -26,8 +26,10 @@ def sweep(
 ) -> int:
     """Compare methods under each combination of some settings' values, and put all of them into one table."""
     from ..experiments.factory import anchor_paths
+    from ..experiments.loggers import parse_loggers, require_packages
     from ..experiments.sweep import check_combination, make_combinations, split_settings
 
+    require_packages(parse_loggers(spec.log))
     require_one_directory(output)
     if output.resume and find_kind(output.resume) != "sweep":
         raise UsageError(f"{output.resume} holds no sweep: give the directory of one, or start anew (--out)")
@@ -54,14 +56,20 @@ def sweep(
     )
 
 
-def rebuild_sweep(directory: Path, console: Console) -> None:
-    """Publish again what the sweep in ``directory``, and each of its comparisons, has left so far."""
+def read_sweep(directory: Path) -> tuple[SweepSpec, list[Combination]]:
+    """Return the settings of the sweep in ``directory``, and its combinations."""
     from ..experiments.sweep import make_combinations
-    from ..report.publication import publish_run
 
     settings = read_run_settings(directory)
     spec = SweepSpec(**settings.values)
-    wanted = make_combinations(spec, settings.began)
+    return spec, make_combinations(spec, settings.began)
+
+
+def rebuild_sweep(directory: Path, console: Console) -> None:
+    """Publish again what the sweep in ``directory``, and each of its comparisons, has left so far."""
+    from ..report.publication import publish_run
+
+    spec, wanted = read_sweep(directory)
     for combination in wanted:
         publish_run(directory / combination.folder, Console(quiet=True))
     _publish(spec, wanted, directory, console)

@@ -43,7 +43,7 @@ from ..utils.errors import FedshiftError, UsageError
 from ..utils.profiling import timed_section
 from ..utils.state import pick
 from .client_store import check_segments
-from .loggers import RecordLog
+from .loggers import RecordLog, require_packages
 from .settings import POLICIES, Settings
 from .trial import RoundResult, Trial
 
@@ -152,6 +152,7 @@ class Experiment:
 
         """
         observer, stop = observer or Observer(), stop or Event()
+        require_packages(self.log)
         trials = self._make_first_trials()
         facts = {name: summarize_method(trial.plan) for name, trial in trials.items()}
         with closing(RunDirectory(path, resume=resume)) as directory:

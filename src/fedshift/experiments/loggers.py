@@ -224,21 +224,23 @@ NEEDED: Mapping[str, Sequence[str]] = {"mlflow": ("mlflow", "sqlalchemy", "alemb
 
 
 def parse_loggers(text: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Return the loggers that ``text`` names, several with commas.
-
-    Raises :class:`UsageError` for an unknown name, and where a package is missing.
-    """
+    """Return the loggers that ``text`` names, several with commas; raise :class:`UsageError` for an unknown name."""
     parts = text.split(",") if isinstance(text, str) else text or ()
     names = tuple(dict.fromkeys(part.strip() for part in parts if part.strip() not in ("", NONE)))
     for name in names:
         if name not in LOGGERS:
             raise unknown_name("logger", name, (*LOGGERS, NONE))
+    return names
+
+
+def require_packages(names: Sequence[str]) -> None:
+    """Raise :class:`UsageError` where a package is missing that one of the loggers ``names`` needs."""
+    for name in names:
         for package in NEEDED.get(name, (name,)):
             if find_spec(package) is None:
                 raise UsageError(
                     f"log={name} needs the package {package}, which is not installed: pip install 'fedshift[{name}]'"
                 )
-    return names
 
 
 class RecordLog:

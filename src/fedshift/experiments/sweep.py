@@ -23,7 +23,6 @@ from ..results.run_directory import to_file_name
 from ..results.summary import holds_run, read_summary
 from ..utils.errors import UsageError, unknown_name
 from .factory import anchor_paths, make_experiment, make_methods, make_settings, parse_methods
-from .loggers import parse_loggers
 from .run_queue import QueuedRun, read_outcome
 
 NONE = "none"
@@ -72,7 +71,6 @@ def make_combinations(spec: SweepSpec, began: Path | None = None) -> list[Combin
 
     """
     over = parse_swept(spec.over)
-    parse_loggers(spec.log)
     if not over:
         raise UsageError("a sweep needs settings and their values: --over epochs=1,4,16, once for each setting")
     common = {field.name: getattr(spec, field.name) for field in fields(CompareSpec)}
