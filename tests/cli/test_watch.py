@@ -12,7 +12,7 @@ import pytest
 
 from fedshift.cli.watch import LivePage, PageServer
 from fedshift.config.spec import CompareSpec, SweepSpec
-from fedshift.results.run_directory import RunDirectory, to_toml
+from fedshift.results.run_directory import RunDirectory
 
 
 def state(page):
@@ -52,10 +52,10 @@ def test_a_sweep_and_a_comparison_without_each_client_are_watched_as_one(make, t
         (CompareSpec(data=str(tiny_folder), methods="fedbn", rounds=1), ("without-ann", "without-bob")),
     ):
         out = tmp_path / type(spec).__name__
+        with closing(RunDirectory(out, resume=False)) as directory:
+            directory.write_settings({**asdict(spec), **({} if spec is sweep else {"leave_out": "ann,bob"})})
         for folder in folders:
             make(methods="fedbn", rounds=1).run(out / folder)
-        more = {} if spec is sweep else {"leave_out": "ann,bob"}
-        (out / "config.toml").write_text(to_toml({**asdict(spec), **more}))
         said, page = state(LivePage(out))
         assert said == "Finished"
         assert page.count("<td>1 of 1</td>") == 2

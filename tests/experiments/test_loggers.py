@@ -200,7 +200,7 @@ def test_a_logger_that_cannot_begin_is_refused_before_a_round_is_trained(make, t
         changed.setattr(TensorBoardLogger, "open", refuse)
         with pytest.raises(FedshiftError, match=r"log=tensorboard cannot begin \(ConnectionError: nobody answers\)"):
             make(log="tensorboard").run(tmp_path / "run")
-    assert not (tmp_path / "run" / "trials" / "fedbn-seed0" / "rounds.jsonl").read_text()
+    assert not (tmp_path / "run" / "trials" / "fedbn-seed0" / "rounds.jsonl").exists()
     assert make(log="none").run(tmp_path / "run", resume=True)
     assert {path.name for path in (tmp_path / "run" / "logs").iterdir()} == {"id.json"}
 
@@ -213,12 +213,18 @@ def test_a_damaged_id_is_refused(make, tmp_path, tensorboard):
         make(log="tensorboard", rounds=1).run(tmp_path / "run", resume=True)
 
 
-def test_unknown_loggers_and_missing_packages_are_refused_before_data_are_loaded(make, monkeypatch):
+def test_unknown_loggers_and_missing_packages_are_refused_before_data_are_loaded(make, monkeypatch, cli, tmp_path):
     with pytest.raises(UsageError, match=r"unknown logger 'tensorbord': did you mean 'tensorboard'\? allowed "):
         make(log="tensorbord", data="nowhere")
     monkeypatch.setattr(loggers, "find_spec", lambda name: None if name == "wandb" else True)
-    with pytest.raises(UsageError, match=r"log=wandb needs .* not installed: pip install 'fedshift\[wandb\]'"):
-        make(log="tensorboard,wandb", data="nowhere")
+    why = "log=wandb needs the package wandb, which is not installed: pip install 'fedshift[wandb]'"
+    for command in (["run"], ["compare", "--leave-out", "all"], ["sweep", "--over", "lr=1,2"]):
+        refused = cli(*command, "--data", "nowhere", "--log", "tensorboard,wandb")
+        assert (refused.code, refused.err) == (2, f"fedshift: {why}\n")
+    experiment = make(log="wandb")  # reports and adaptation need no logger
+    with pytest.raises(UsageError, match=re.escape(why)):
+        experiment.run(tmp_path / "run")
+    assert not (tmp_path / "run").exists()
     assert parse_loggers("mlflow, tensorboard,mlflow") == parse_loggers(["mlflow", "tensorboard"])
     assert parse_loggers("none") == parse_loggers("") == parse_loggers(None) == ()
 

@@ -159,9 +159,9 @@ class Experiment:
             if resume:
                 self._check_kept(path, trials)
             names, settings = [method.name for method in self.methods], self.settings
-            observer.begin(names, self.seeds, settings.rounds, self.data.names, settings.metric)
             session = _Session(directory, observer, stop, lambda: self._describe(directory, facts), resume=resume)
             log = RecordLog(self.log, path, self.config, settings.metric, observer.notice, session.say)
+            observer.begin(names, self.seeds, settings.rounds, self.data.names, settings.metric)
             for notice in self.data.notices:
                 session.say(notice)
             diverged: list[Diverged] = []

@@ -8,6 +8,7 @@ trials/<method>-seed<k>/
     checkpoint.safetensors, best.safetensors
     clients-<round>.states    states of clients, which checkpoints refer to (fedshift.experiments.client_store)
 report.html, figures/, tables/
+logs/                local stores of loggers (fedshift.experiments.loggers)
 machines/            participants and logs of a run across machines (fedshift.flower)
 """
 
