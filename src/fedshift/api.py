@@ -36,6 +36,7 @@ from .data.augmentation import Augmentation
 from .data.federation import Federation
 from .experiments.experiment import Experiment, Observer
 from .experiments.factory import resolve_model, resolve_settings
+from .experiments.loggers import parse_loggers
 from .experiments.restoration import restore_trial, select_trials
 from .export.source import export_run
 from .models import ModelFactory
@@ -323,6 +324,7 @@ def compare(given: CompareArguments) -> Comparison:
             moments=given.moments,
         ),
         seeds=tuple(range(given.seeds)) if isinstance(given.seeds, int) else tuple(given.seeds),
+        log=parse_loggers(given.log),
     )
     result = Comparison(experiment, Path(given.out or mkdtemp(prefix="fedshift-")))
     if not given.out:

@@ -58,6 +58,19 @@ def test_a_run_prints_tables_and_leaves_a_report(cli, tiny_folder, tmp_path):
         assert (tmp_path / "results" / name).stat().st_size > 0
 
 
+@pytest.mark.parametrize("command", ["compare", "sweep"])
+def test_a_quiet_run_prints_its_directory_and_its_tables_alone(cli, undrawn, monkeypatch, tiny_folder, command):
+    monkeypatch.setattr("fedshift.report.sweep_report.sweep_figures", lambda _: {})
+    over = ["--over", "lr=0.1,0.2"] if command == "sweep" else []
+    outcome = cli(command, "--data", tiny_folder, "--rounds", 1, *over, "--quiet", "--out", "results")
+    assert (outcome.code, outcome.err) == (0, "")
+    first, second, *_ = outcome.out.splitlines()
+    assert first.startswith("results: ")
+    assert " in percent" in second
+    assert "round 1/1" not in outcome.out
+    assert "note: " not in outcome.out
+
+
 def test_a_report_is_made_again_from_the_records(cli, undrawn, monkeypatch, tiny_folder):
     with monkeypatch.context() as patched:
         patched.setattr("fedshift.report.publication.publish_summary", lambda *_: None)

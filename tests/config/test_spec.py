@@ -24,6 +24,7 @@ OTHER = {
     "agc": 0.64, "agc_skip_classifier": True, "newcomers": "cleo", "unseen": "average",
     "engine": "other", "workers": 3, "precision": "bfloat16", "device": "cuda:1", "threads": 3,
     "evaluate_every": 2, "moments": "loaded,trained", "select": "best", "target_metric": 0.9,
+    "log": "tensorboard,wandb",
 }  # fmt: skip
 """A value for every setting that both commands have, other than its default."""
 RUN = {**OTHER, "method": 'fedbn+fedprox(mu=0.1), "x"'}

@@ -1,13 +1,16 @@
 """Progress of a run: plain lines in a pipe, a live table on a terminal."""
 
 import io
+import json
 import re
+from threading import Event
 
 import pytest
 from rich.console import Console
 
 from fedshift.config.spec import CompareSpec
 from fedshift.console.progress import LiveDisplay, PlainLines, _format_duration
+from fedshift.experiments.experiment import Observer
 from fedshift.experiments.factory import make_experiment
 from fedshift.experiments.trial import RoundResult
 
@@ -29,10 +32,11 @@ def test_plain_lines_are_one_for_each_evaluated_round(experiment, tmp_path):
     assert len(rounds) == 4
     pattern = (
         r"(fedbn|centralized) seed 0 round [24]/4: loss \d\.\d{4}, "
-        r"accuracy \d+\.\d\d % \(ann \d+\.\d bob \d+\.\d cid \d+\.\d\), \d+:\d\d left"
+        r"accuracy \d+\.\d\d % \(ann \d+\.\d bob \d+\.\d cid \d+\.\d\), "
+        r"elapsed \d+:\d\d, left \d+:\d\d"
     )
     assert all(re.fullmatch(pattern, line) for line in rounds), rounds
-    assert rounds[-1].endswith(", 0:00 left")
+    assert rounds[-1].endswith(", left 0:00")
     notes = [line for line in lines if line.startswith("note: ")]  # one line each, however narrow the console
     assert sum(note.endswith("it joins the batch before it") for note in notes) == 2
     engines = [note for note in notes if " runs on the sequential engine on one thread (" in note]
@@ -89,7 +93,10 @@ def test_names_are_shown_as_they_are(tmp_path):
     ]  # fmt: skip
     lines.round(RoundResult(round=1, participants=("[red]",), down=0, up=0, seconds=0.1, rows=[row, *others]))
     lines.notice("[link]x")
-    assert "[bold]m seed 0 round 1/1: loss 0.5000, accuracy 50.00 % ([red] 50.0), 0:00 left" in console.file.getvalue()
+    assert (
+        "[bold]m seed 0 round 1/1: loss 0.5000, accuracy 50.00 % ([red] 50.0), elapsed 0:00, left 0:00"
+        in console.file.getvalue()
+    )
     assert "note: [link]x" in console.file.getvalue()
 
 
@@ -123,9 +130,8 @@ def test_of_many_clients_a_line_says_the_mean_and_the_worst():
     tested = {**TESTED, "samples": 4, "support": [2, 2]}
     rows = [{**tested, "client": name, "hits": [2, 1 if number == 7 else 2]} for number, name in enumerate(names)]
     lines.round(RoundResult(round=1, participants=tuple(names), down=0, up=0, seconds=0.1, rows=rows))
-    assert console.file.getvalue() == (
-        "m seed 0 round 1/1: loss 0.5000, accuracy 98.81 % (worst: client7 75.0), 0:00 left\n"
-    )
+    (said,) = console.file.getvalue().splitlines()
+    assert said.startswith("m seed 0 round 1/1: loss 0.5000, accuracy 98.81 % (worst: client7 75.0), elapsed ")
 
 
 def terminal():
@@ -151,9 +157,55 @@ def test_the_live_display_shows_each_client_and_leaves_the_terminal_clean(experi
         "pooled",
     ):
         assert said in shown
-    assert len(re.findall(r"\d+\.\d\d %", shown)) == 3
+    assert len(re.findall(r"\d+\.\d\d %", shown)) == 2 + 3
     assert "note: client 'bob': the last batch" in console.file.getvalue()
     assert not display.live.is_started
+
+
+def test_the_macro_metric_of_every_method_stays_on_the_screen():
+    row = {**TESTED, "samples": 100, "support": [100]}
+
+    def evaluated(round, *hits):
+        return [{**row, "client": str(place), "round": round, "hits": [each]} for place, each in enumerate(hits)]
+
+    def done(round, *hits):
+        rows = evaluated(round, *hits)
+        return RoundResult(round=round, participants=("0", "1"), down=0, up=0, seconds=0.1, rows=rows)
+
+    with LiveDisplay(terminal()) as display:
+        display.begin(["[red]", "fedbn"], [0, 1], 4, ["0", "1"], "accuracy")
+        display.trial("[red]", 0, 4)
+        display.recorded(evaluated(4, 50, 60))  # of an earlier session
+        display.trial("fedbn", 0, 2)
+        display.recorded(evaluated(2, 10, 20))
+        display.round(done(4, 70, 81))
+        display.trial("[red]", 1, 0)
+        display.round(done(2, 30, 31))
+        display.trial("fedbn", 1, 0)
+        frame = terminal()
+        frame.print(display.live.renderable)
+    lines = [line.split() for line in frame.file.getvalue().splitlines()]
+    assert ["[red]", "1", "of", "2", "55.00", "%", "30.50", "%", "in", "round", "2"] in lines
+    assert ["fedbn", "1", "of", "2", "75.50", "%"] in lines
+
+
+def test_a_resumed_run_shows_the_macro_metrics_of_what_was_done_before(experiment, tmp_path):
+    stop = Event()
+
+    class Stopper(Observer):
+        def round(self, done):
+            if done.rows[0]["method"] == "centralized" and done.round == 3:
+                stop.set()
+
+    experiment.run(tmp_path / "run", observer=Stopper(), stop=stop)
+    stop.set()  # nothing more is trained
+    with LiveDisplay(terminal()) as display:
+        experiment.run(tmp_path / "run", resume=True, observer=display, stop=stop)
+    for method, number in (("fedbn", 4), ("centralized", 2)):
+        lines = (tmp_path / "run" / "trials" / f"{method}-seed0" / "metrics.jsonl").read_text().splitlines()
+        rows = [row for row in map(json.loads, lines) if row["round"] == number and row["split"] == "test"]
+        shares = [sum(row["hits"]) / sum(row["support"]) for row in rows if row["model"] == "personal"]
+        assert display.macros[method] == {0: (number, pytest.approx(100 * sum(shares) / 3))}
 
 
 def test_the_live_display_of_many_clients_stays_on_one_screen():
@@ -184,5 +236,5 @@ def test_a_resumed_trial_starts_where_it_stopped():
 @pytest.mark.parametrize(
     ("seconds", "text"), [(0.2, "0:00"), (59.7, "1:00"), (61, "1:01"), (3599, "59:59"), (7384, "2:03:04")]
 )
-def test_time_left_is_written_as_a_clock(seconds, text):
+def test_time_is_written_as_a_clock(seconds, text):
     assert _format_duration(seconds) == text

@@ -79,6 +79,7 @@ def test_settings_and_their_values_are_read(written, meant):
         (("epochs=1", "epochs=4"), "over epochs: it is given twice"),
         (("split=iid(clients=3",), "a bracket or a quotation mark is not closed"),
         (("methods=fedbn",), "over methods: every combination compares all methods: list them with --methods"),
+        (("log=wandb,none",), "over log: it changes no result: give it alone"),
         (("seeds=1,3",), "over seeds: a sweep's table is over one such for all"),
         (("split=iid(clients=3),iidd(clients=3)",), "split=iidd-clients=3: unknown split 'iidd': did you mean 'iid'?"),
         (("schedule=constant,cosine(flor=0.1)",), "schedule=cosine-flor=0.1: schedule 'cosine(flor=0.1)'"),

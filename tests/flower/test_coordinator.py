@@ -1,8 +1,10 @@
 """Who takes part in an experiment across machines, from its beginning to its end, and what it leaves."""
 
 import json
+from dataclasses import replace
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from fedshift.data.federation import count_labels
 from fedshift.data.files.table_schema import Column
@@ -62,12 +64,14 @@ def test_several_methods_and_seeds_are_compared(tmp_path, machine):
 
 @pytest.mark.parametrize("method", ["fedbn", "scaffold", "fedadam+fedbn+fedmmb(batches=1)"])
 def test_it_goes_on_where_it_was_stopped(method, tmp_path, machine):
-    spec, grid = spec_for(method, rounds=4), SiteGrid(sites_of(spec_for(), tmp_path))
+    spec, grid = spec_for(method, rounds=4, log="tensorboard"), SiteGrid(sites_of(spec_for(), tmp_path))
     heard = Heard()
     heard.after = lambda done: (heard.stop.set(), heard.changed.set()) if done.round == 2 else None
     assert not coordinator(spec, grid, tmp_path / "served", heard).run()
     assert coordinator(spec, grid, tmp_path / "served", Heard()).run()
-    same_as_in_process(spec, tmp_path / "served", tmp_path, tmp_path / "reference")
+    same_as_in_process(replace(spec, log=None), tmp_path / "served", tmp_path, tmp_path / "reference")
+    (folder,) = (tmp_path / "served" / "logs" / "tensorboard").iterdir()
+    assert [point.step for point in EventAccumulator(str(folder)).Reload().Scalars("bytes/up")] == [1, 2, 3, 4]
 
 
 def test_a_round_that_was_done_but_not_saved_is_done_again_from_where_it_began(tmp_path, machine, monkeypatch):

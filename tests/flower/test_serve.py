@@ -47,6 +47,7 @@ def tls(tmp_path):
         (["split.toml", "--insecure"], "split deals out data that are in one place"),
         (["both.toml", "--insecure"], "has both method and methods"),
         (["wrong.toml", "--insecure"], "lrr"),
+        (["exp.toml", "--insecure", "--log", "mlfow"], "unknown logger 'mlfow': did you mean 'mlflow'?"),
     ],
 )
 def test_what_cannot_be_served_is_said_at_once(arguments, why, cli):

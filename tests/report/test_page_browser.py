@@ -1,11 +1,16 @@
 """The page in a real browser: quiet console, no requests, no sideways scrolling, legible on a phone."""
 
 import shutil
+from threading import Thread
 
 import pytest
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.support.ui import WebDriverWait
 
+from fedshift.cli.watch import PageServer
+from fedshift.report.curves import CurvePoint
+from fedshift.report.live_page import LiveView, render_live_page
 from fedshift.report.page import render_page
 
 pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("pages")]
@@ -105,3 +110,34 @@ def contrast(first, second):
         for color in (first, second)
     )
     return (light[1] + 0.05) / (light[0] + 0.05)
+
+
+def test_the_live_page_renews_itself_and_stays_when_its_server_ends(browser, study, make_study):
+    class Page:
+        version, text = '"1"', ""
+
+        def read(self):
+            return self.version, self.text.encode()
+
+        def show(self, version, summary):
+            view = LiveView(name="runs/a", state=f"state {version}", points=(CurvePoint({}, summary),))
+            self.text, self.version = render_live_page(view, version, 1), version
+
+    page = Page()
+    page.show('"1"', make_study({"fedavg": [{"a": 50, "b": 240}]}))
+    with PageServer(page, 0) as server:
+        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        browser.get_log("browser")
+        browser.get(f"http://127.0.0.1:{server.server_port}/")
+        assert browser.find_element("id", "state").text == 'state "1"'
+        assert "fedbn" not in browser.find_element("tag name", "main").text
+        page.show('"2"', study)
+        WebDriverWait(browser, 30).until(lambda shown: shown.find_element("id", "state").text == 'state "2"')
+        assert "fedbn" in browser.find_element("tag name", "main").text
+        assert browser.execute_script("return document.querySelectorAll('main svg').length") == 4
+        assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
+        server.shutdown()
+        thread.join()
+    WebDriverWait(browser, 30).until(lambda shown: "has ended" in shown.find_element("id", "state").text)
+    assert "fedbn" in browser.find_element("tag name", "main").text

@@ -49,6 +49,7 @@ from .reproduce import rebuild_papers, reproduce
 from .run import find_kind, run_experiment
 from .sweep import rebuild_sweep, sweep
 from .theory import theory
+from .watch import watch
 
 
 def _settings_from_file(app: App, commands: tuple[str, ...], arguments: cyclopts.ArgumentCollection) -> None:
@@ -88,7 +89,7 @@ app = App(
     "shows the traceback of an error.",
     config=(_settings_from_file,),
 )
-for command in (data, diagnose, pki, serve, join, adapt, export, reproduce, theory, sweep, features):
+for command in (data, diagnose, pki, serve, join, adapt, export, reproduce, theory, sweep, features, watch):
     app.command(command)
 
 DATA_FLAGS = {"data": "--data", "root": "--root"}

@@ -74,8 +74,10 @@ def serve(
     port: int = 9091,
     round_timeout: float = 3600.0,
     wait: float = 86400.0,
+    log: str | None = None,
     out: Path | None = None,
     resume: Path | None = None,
+    quiet: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:
     """Coordinate an experiment across machines: wait for sites that `fedshift join`, and train with them.
 
@@ -89,8 +91,10 @@ def serve(
         port: Port to listen on.
         round_timeout: Seconds after which a round is closed with the uploads received.
         wait: Seconds to wait for the first --min-clients sites.
+        log: Loggers, comma-separated: tensorboard, mlflow, wandb, or none; by default those of the settings.
         out: Directory to write; by default a new one under runs/.
         resume: Directory of an interrupted run to continue, bit for bit.
+        quiet: Print neither progress nor notes, which the page has.
 
     """
     if (config is None) == (resume is None):
@@ -98,18 +102,20 @@ def serve(
     require_one_directory(RunLocation(out=out, resume=resume))
     if (tls is None) != insecure:
         raise UsageError("give either --tls DIR (see `fedshift pki init`) or --insecure, for plain text")
+    from ..experiments.loggers import parse_loggers, require_packages
     from ..flower.server.serve import ListenOptions
     from ..flower.server.serve import serve as coordinate
 
     path = find_settings(config, resume)
     names = [field.name for kind in (RunSpec, CompareSpec) for field in fields(kind)]
-    spec = _make_spec(read_settings(path, names), path)
+    spec = _make_spec(read_settings(path, names) | ({} if log is None else {"log": log}), path)
+    require_packages(parse_loggers(spec.log))
     reach = ListenOptions(
         host=host or ("127.0.0.1" if insecure else "0.0.0.0"), port=port, tls=tls, clients=min_clients,
         seconds=round_timeout, wait=wait,
     )  # fmt: skip
     reach.check(forced=force_insecure)
-    return coordinate(spec, reach, out, resume)
+    return coordinate(spec, reach, RunLocation(out=out, resume=resume, quiet=quiet))
 
 
 def join(

@@ -38,10 +38,12 @@ def run_without(spec: CompareSpec, leave_out: str, place: OutputOptions) -> int:
     the others are done and published.
     """
     _check(spec, place)
-    console = Console()
-    with show_loading(console) as progress:
+    console, shown = Console(), Console(quiet=place.quiet)
+    with show_loading(shown) as progress:
         from ..experiments.factory import anchor_paths, make_experiment
+        from ..experiments.loggers import parse_loggers, require_packages
 
+        require_packages(parse_loggers(spec.log))
         use_threads(spec.threads)
         spec = anchor_paths(spec)
         experiment = make_experiment(spec, progress)
@@ -52,7 +54,7 @@ def run_without(spec: CompareSpec, leave_out: str, place: OutputOptions) -> int:
 
     def begin(number: int, part: QueuedRun) -> None:
         (part.folder / MEASURED).unlink(missing_ok=True)
-        print_line(console, f"Without {list(parts)[number - 1]} ({number} of {len(parts)}): {part.folder}")
+        print_line(shown, f"Without {list(parts)[number - 1]} ({number} of {len(parts)}): {part.folder}")
 
     return run_several(
         {f"without {client}": part for client, part in parts.items()},
@@ -60,6 +62,7 @@ def run_without(spec: CompareSpec, leave_out: str, place: OutputOptions) -> int:
         directory,
         {**asdict(spec), "leave_out": leave_out},
         console,
+        shown,
         resume=place.resume is not None,
         title=f"{summarize_experiment(experiment)}, without each of {', '.join(parts)}, which is then measured",
         begin=begin,

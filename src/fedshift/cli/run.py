@@ -50,18 +50,20 @@ def run_experiment(spec: RunSpec | CompareSpec, command: str, place: OutputOptio
     Returns the exit code. Raises :class:`FedshiftError` where it fails, after what was done has been published.
     """
     require_one_directory(place)
-    console = Console()
-    with show_loading(console) as progress:
+    console, shown = Console(), Console(quiet=place.quiet)
+    with show_loading(shown) as progress:
         from ..experiments.factory import make_experiment
+        from ..experiments.loggers import parse_loggers, require_packages
         from ..report.publication import publish_safely
 
+        require_packages(parse_loggers(spec.log))
         use_threads(spec.threads)
         experiment = make_experiment(spec, progress)
     directory = place.resume or place.out or new_directory(command)
     print_line(console, f"{directory}: {summarize_experiment(experiment)}")
     began, finished = time.perf_counter(), False
     failure: FedshiftError | OSError | None = None
-    with catch_interrupts(console) as stop, show_progress(console) as observer, _profile(place.profile) as seconds:
+    with catch_interrupts(console) as stop, show_progress(shown) as observer, _profile(place.profile) as seconds:
         try:
             finished = experiment.run(directory, resume=place.resume is not None, observer=observer, stop=stop)
         except UsageError:
@@ -84,6 +86,7 @@ def run_several(
     directory: Path,
     settings: Mapping[str, Any],
     console: Console,
+    shown: Console,
     *,
     resume: bool,
     title: str,
@@ -98,7 +101,8 @@ def run_several(
         command: command that the user called.
         directory: directory of all runs.
         settings: settings to write down.
-        console: where progress is shown.
+        console: for all but progress.
+        shown: for progress; nothing appears on a quiet one.
         resume: whether to continue the runs in ``directory``.
         title: line to print first.
         begin: called with the number of each part, from 1, before it runs.
@@ -124,7 +128,7 @@ def run_several(
             kept.write_settings(settings)
         print_line(console, f"{directory}: {title}")
         try:
-            with catch_interrupts(console) as stop, show_progress(console) as observer:
+            with catch_interrupts(console) as stop, show_progress(shown) as observer:
                 finished = run_pending(parts.values(), observer=observer, stop=stop, begin=begin, end=end)
             kept.write_settings(settings)
         except KeyboardInterrupt:

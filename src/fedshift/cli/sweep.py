@@ -26,17 +26,19 @@ def sweep(
 ) -> int:
     """Compare methods under each combination of some settings' values, and put all of them into one table."""
     from ..experiments.factory import anchor_paths
+    from ..experiments.loggers import parse_loggers, require_packages
     from ..experiments.sweep import check_combination, make_combinations, split_settings
 
+    require_packages(parse_loggers(spec.log))
     require_one_directory(output)
     if output.resume and find_kind(output.resume) != "sweep":
         raise UsageError(f"{output.resume} holds no sweep: give the directory of one, or start anew (--out)")
-    console = Console()
+    console, shown = Console(), Console(quiet=output.quiet)
     spec = anchor_paths(replace(spec, over=split_settings(spec.over)))
     wanted = make_combinations(spec, read_run_settings(output.resume).began if output.resume else None)
     directory = output.resume or output.out or new_directory("sweep")
     left = [combination for combination in wanted if combination.read_outcome(directory) is None]
-    with show_loading(console) as progress:
+    with show_loading(shown) as progress:
         for number, combination in enumerate(left):
             progress("checking combinations", number, len(left))
             check_combination(combination, directory)
@@ -46,21 +48,28 @@ def sweep(
         directory,
         asdict(spec),
         console,
+        shown,
         resume=output.resume is not None,
         title=f"{len(wanted)} combinations of {', '.join(wanted[0].values)}, {len(left)} to run",
-        begin=lambda number, part: print_line(console, f"[{number}/{len(wanted)}] {part.folder.name}"),
+        begin=lambda number, part: print_line(shown, f"[{number}/{len(wanted)}] {part.folder.name}"),
         publish=lambda: _publish(spec, wanted, directory, console),
     )
 
 
-def rebuild_sweep(directory: Path, console: Console) -> None:
-    """Publish again what the sweep in ``directory``, and each of its comparisons, has left so far."""
+def read_sweep(directory: Path) -> tuple[SweepSpec, list[Combination]]:
+    """Return the settings of the sweep in ``directory``, and its combinations."""
     from ..experiments.sweep import make_combinations
-    from ..report.publication import publish_run
 
     settings = read_run_settings(directory)
     spec = SweepSpec(**settings.values)
-    wanted = make_combinations(spec, settings.began)
+    return spec, make_combinations(spec, settings.began)
+
+
+def rebuild_sweep(directory: Path, console: Console) -> None:
+    """Publish again what the sweep in ``directory``, and each of its comparisons, has left so far."""
+    from ..report.publication import publish_run
+
+    spec, wanted = read_sweep(directory)
     for combination in wanted:
         publish_run(directory / combination.folder, Console(quiet=True))
     _publish(spec, wanted, directory, console)

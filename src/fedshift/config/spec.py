@@ -118,6 +118,11 @@ class SharedSpec(TrialSpec):
     lr: Annotated[float, Field(ge=0, allow_inf_nan=False), Parameter(group=TRAINING)] = 0.01
     """Learning rate of the local optimizer."""
 
+    log: Annotated[Names | None, Parameter(group=DIRECTORY)] = None
+    """Loggers, comma-separated: tensorboard, mlflow, wandb (pip install 'fedshift[tensorboard]'). They write files in
+    the run directory; nothing leaves the machine unless MLFLOW_TRACKING_URI or WANDB_MODE=online says so. none logs
+    nowhere, also where a resumed run was begun with some."""
+
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class DataSpec:
@@ -284,7 +289,7 @@ class SweepSpec(CompareSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class RunLocation:
-    """Files and directories of a run, which are not part of the experiment."""
+    """Files and directories of a run and what is printed of it, which are not part of the experiment."""
 
     config: Annotated[Path | None, Parameter(group=DIRECTORY)] = None
     """TOML file with the same names as the flags (image_size = 28); flags given here win."""
@@ -294,6 +299,9 @@ class RunLocation:
 
     resume: Annotated[Path | None, Parameter(group=DIRECTORY)] = None
     """Directory of an interrupted run to continue, bit for bit."""
+
+    quiet: Annotated[bool, Parameter(group=DIRECTORY, negative=())] = False
+    """Print neither progress nor notes, which the page has: only the directory, the tables at the end, and errors."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 from typing_extensions import override
 
 from ..engines.auto import EngineChoice
 from ..experiments.experiment import Observer
 from ..experiments.trial import RoundResult
-from ..results.schema import METRICS, compute_metric, rows_to_frame
+from ..results.schema import METRICS, Row, compute_metric, rows_to_frame
 
 SHOWN = 20
 """Most clients that are shown individually."""
@@ -49,11 +50,15 @@ class _ProgressObserver(Observer):
     @override
     def round(self, done: RoundResult) -> None:
         self.number = done.round
+        self.figure |= self._measure(done.rows)
+
+    def _measure(self, rows: Iterable[Row]) -> dict[str, float]:
+        """Return the metric on test data in percent, of the clients that define it."""
         tested = rows_to_frame(
-            row for row in done.rows if (row["split"], row["model"], row["moment"]) == ("test", "personal", "loaded")
+            row for row in rows if (row["split"], row["model"], row["moment"]) == ("test", "personal", "loaded")
         )
         defined = 100 * compute_metric(tested.set_index("client"), self.metric).dropna()
-        self.figure |= {str(client): float(value) for client, value in defined.items()}
+        return {str(client): float(value) for client, value in defined.items()}
 
     @override
     def engine(self, method: str, choice: EngineChoice) -> None:
@@ -92,28 +97,35 @@ class PlainLines(_ProgressObserver):
         many = len(self.figure) > SHOWN
         named = [min(self.figure, key=self.figure.__getitem__)] if many else list(self.figure)
         each = " ".join(f"{client} {self.figure[client]:.1f}" for client in named)
-        left = (time.monotonic() - self.began) / self.run * self.left
+        elapsed = time.monotonic() - self.began
+        left = elapsed / self.run * self.left
         figure = f"{METRICS[self.metric]} {_mean(self.figure):.2f} % ({'worst: ' if many else ''}{each})"
         self.console.print(
             f"{self.method} seed {self.seed} round {done.round}/{self.rounds}: "
-            f"loss {_mean(self.loss):.4f}, {figure}, {_format_duration(left)} left",
+            f"loss {_mean(self.loss):.4f}, {figure}, "
+            f"elapsed {_format_duration(elapsed)}, left {_format_duration(left)}",
             markup=False, highlight=False, soft_wrap=True,
         )  # fmt: skip
 
 
 class LiveDisplay(_ProgressObserver):
-    """A bar over all rounds with time left, above a table of the clients; use as a context manager."""
+    """A bar over all rounds with elapsed time and time left, above tables of methods and clients.
+
+    Use as a context manager.
+    """
 
     def __init__(self, console: Console) -> None:
         super().__init__(console)
         columns = (
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("rounds"),
-            TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("rounds,"),
+            TextColumn("elapsed"), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
         )  # fmt: skip
         self.bar = Progress(*columns, console=console)
         self.task = self.bar.add_task("starting", total=None)
         self.clients: dict[str, None] = {}
         self.names: dict[str, None] = {}
+        self.seeds = 0
+        self.macros: dict[str, dict[int, tuple[int, float]]] = {}
         self.live = Live(get_renderable=self._render, console=console, refresh_per_second=8, transient=True)
 
     def __enter__(self) -> LiveDisplay:
@@ -128,7 +140,8 @@ class LiveDisplay(_ProgressObserver):
         self, methods: Sequence[str], seeds: Sequence[int], rounds: int, clients: Sequence[str], metric: str
     ) -> None:
         super().begin(methods, seeds, rounds, clients, metric)
-        self.clients = dict.fromkeys(clients)
+        self.clients, self.seeds = dict.fromkeys(clients), len(seeds)
+        self.macros = {method: {} for method in methods}
         self.bar.reset(self.task, total=len(methods) * len(seeds) * rounds)
 
     @override
@@ -143,16 +156,25 @@ class LiveDisplay(_ProgressObserver):
         self.names.setdefault(client)
 
     @override
+    def recorded(self, rows: Sequence[Row]) -> None:
+        self._keep_macro(rows[0]["round"], rows)
+
+    @override
     def round(self, done: RoundResult) -> None:
         super().round(done)
+        self._keep_macro(done.round, done.rows)
         self._advance(1)
+
+    def _keep_macro(self, number: int, rows: Sequence[Row]) -> None:
+        if measured := self._measure(rows):
+            self.macros[self.method][self.seed] = number, _mean(measured)
 
     def _advance(self, rounds: int) -> None:
         said = f"[bold]{self.method}[/] seed {self.seed} round {self.number}"
         self.bar.update(self.task, advance=rounds, description=said)
 
     def _render(self) -> Group:
-        """Return the current bar and table; the display calls this some times a second."""
+        """Return the current bar and tables; the display calls this some times a second."""
         names, table = list(self.names), Table(box=None, padding=(0, 2))
         for title in ("client", "training loss", f"test {METRICS[self.metric]}"):
             table.add_column(title, justify="left" if title == "client" else "right")
@@ -162,7 +184,20 @@ class LiveDisplay(_ProgressObserver):
             table.add_row(f"and {len(names) - SHOWN:,} more", "", "")
             means = (_mean(figures) if figures else None for figures in (self.loss, self.figure))
             table.add_row("mean of all", *_format_progress(*means))
-        return Group(self.bar, table)
+        return Group(self.bar, *[self._tabulate_methods()] * bool(self.macros), table)
+
+    def _tabulate_methods(self) -> Table:
+        """Return each method's macro metric so far: the mean over its finished seeds, and an unfinished one."""
+        table = Table(box=None, padding=(0, 2))
+        for title in ("method", "finished seeds", f"macro test {METRICS[self.metric]}", "unfinished"):
+            table.add_column(title, justify="left" if title == "method" else "right")
+        for method, runs in self.macros.items():
+            found = list(runs.values())
+            finished = [macro for number, macro in found if number == self.rounds]
+            others = [f"{macro:.2f} % in round {number}" for number, macro in found if number < self.rounds]
+            mean = f"{sum(finished) / len(finished):.2f} %" if finished else ""
+            table.add_row(Text(method), f"{len(finished)} of {self.seeds}", mean, *others[-1:])
+        return table
 
 
 def _format_progress(loss: float | None, figure: float | None) -> tuple[str, str]:

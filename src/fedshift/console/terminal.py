@@ -52,7 +52,7 @@ def show_loading(console: Console) -> Iterator[Callable[[str, int, int], None]]:
 
 @contextmanager
 def _show_bar(console: Console) -> Iterator[Callable[[str, int, int], None]]:
-    if not console.is_terminal:
+    if not console.is_terminal or console.quiet:
         yield lambda *_: None
         return
     text = TextColumn("{task.description}")
@@ -100,9 +100,13 @@ def describe_cache(images: Path) -> str:
 
 @contextmanager
 def show_progress(console: Console) -> Iterator[Observer]:
-    """Yield an observer that shows events: a live display on a terminal, plain lines elsewhere."""
+    """Yield an observer that shows events: a live display on a terminal, plain lines elsewhere, nothing if quiet."""
+    from ..experiments.experiment import Observer
     from .progress import LiveDisplay, PlainLines
 
+    if console.quiet:
+        yield Observer()
+        return
     if not console.is_terminal:
         yield PlainLines(console)
         return

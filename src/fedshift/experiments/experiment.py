@@ -56,6 +56,7 @@ from ..utils.profiling import timed_section
 from ..utils.state import pick
 from .client_store import check_segments
 from .description import describe_training
+from .loggers import RecordLog, require_packages
 from .settings import POLICIES, Settings
 from .trial import RoundResult, Trial
 
@@ -79,6 +80,9 @@ class Observer:
     def trial(self, method: str, seed: int, done: int) -> None:
         """A trial starts, or continues after ``done`` rounds."""
 
+    def recorded(self, rows: Sequence[Row]) -> None:
+        """The trial that starts was evaluated before: the measurements of its last evaluated round."""
+
     def engine(self, method: str, choice: EngineChoice) -> None:
         """An engine was chosen for the trials of ``method`` (``engine="auto"``)."""
 
@@ -99,7 +103,7 @@ class Experiment:
     ``model(sample_shape, classes)`` makes a network. ``config`` holds the settings as the user wrote them, for the
     record, and ``files`` further files for the run directory, by name. ``measured_later``: clients that the caller
     measures after the experiment, about which no notice is needed. ``make_engine``: makes each trial's engine where the
-    samples are elsewhere, in place of the one that the settings name.
+    samples are elsewhere, in place of the one that the settings name. ``log``: names of loggers.
     """
 
     methods: tuple[Method, ...]
@@ -111,6 +115,7 @@ class Experiment:
     files: Mapping[str, str] = field(default_factory=dict)
     measured_later: tuple[str, ...] = ()
     make_engine: EngineFactory | None = None
+    log: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         names = [method.name for method in self.methods]
@@ -156,17 +161,17 @@ class Experiment:
         Raises:
             UsageError: a method, the model and the data do not fit; nothing is started then.
             Diverged: a trial diverged; raised after the other trials.
-            FedshiftError: the disk or the directory refuses.
+            FedshiftError: the disk, the directory or a logger refuses.
 
         """
         observer, stop = observer or Observer(), stop or Event()
+        require_packages(self.log)
         trials = self._make_first_trials()
         facts = {name: summarize_method(trial.plan) for name, trial in trials.items()}
         with closing(RunDirectory(path, resume=resume)) as directory:
             if resume:
                 self._check_kept(path, trials)
             names, settings = [method.name for method in self.methods], self.settings
-            observer.begin(names, self.seeds, settings.rounds, self.data.names, settings.metric)
             plans = {name: trial.plan for name, trial in trials.items()}
             resolved = describe_training(plans, self.data, self.model, self.settings, remote=bool(self.make_engine))
 
@@ -174,6 +179,8 @@ class Experiment:
                 self._describe(directory, facts, resolved, sessions)
 
             session = _Session(directory, observer, stop, describe, resume=resume)
+            log = RecordLog(self.log, path, self.config, settings.metric, observer.notice, session.say)
+            observer.begin(names, self.seeds, settings.rounds, self.data.names, settings.metric)
             for notice in self.data.notices:
                 session.say(notice)
             diverged: list[Diverged] = []
@@ -182,7 +189,7 @@ class Experiment:
                     try:
                         known = method.name in trials
                         trial = trials.pop(method.name) if known else self._make_trial(method, seed)
-                        if not self._run_trial(trial, session):
+                        if not self._run_trial(trial, session, log):
                             session.end()
                             return False
                     except Diverged as error:
@@ -219,7 +226,7 @@ class Experiment:
                     check_segments(folder, facts["segments"])
                     self._find_best(folder, facts["round"])
 
-    def _run_trial(self, trial: Trial, session: _Session) -> bool:
+    def _run_trial(self, trial: Trial, session: _Session, log: RecordLog) -> bool:
         """Run ``trial``, or continue it; return whether it reached its end."""
         name = trial.plan.method.name
         folder = session.directory.trial(name, trial.seed)
@@ -235,9 +242,12 @@ class Experiment:
         # killed before this round was kept as the best, or files that none needs were removed:
         trial.save(folder, *(() if begun else (CHECKPOINT,)), *((BEST,) if best == done > 0 else ()))
         session.observer.trial(name, trial.seed, done)
+        if evaluated := _last_evaluation(folder):
+            session.observer.recorded(evaluated)
         for text in self._notices_before(trial):
             session.say(text)
-        with closing(trial), keep_freed_memory():
+        rounds = self.settings.rounds
+        with closing(trial), keep_freed_memory(), log.trial(name, trial.seed, folder, rounds) as log_round:
             if self.settings.engine == "auto" and trial.server.round < self.settings.rounds:
                 session.observer.engine(name, trial.engine_choice)
             began = time.perf_counter()
@@ -256,6 +266,7 @@ class Experiment:
                     better = now > reached
                     reached = max(now, reached)
                     trial.save(folder, CHECKPOINT, *((BEST,) if better else ()))
+                log_round(cost, outcome.rows)
                 session.observer.round(outcome)
         for text in self._notices_after(trial):
             session.say(text)
@@ -367,6 +378,17 @@ class Experiment:
             "methods": {name: asdict(fact) for name, fact in methods.items()},
         }
         write_summary(directory, facts, {} if self.make_engine else self._sample_images(), sessions)
+
+
+def _last_evaluation(folder: Path) -> list[Row]:
+    """Return the measurements of a trial's last evaluated round."""
+    rows: list[Row] = []
+    for row in stream_measurements(folder, read_rounds(folder)):
+        if row["split"] != "train":
+            if rows and rows[-1]["round"] < row["round"]:
+                rows.clear()
+            rows.append(row)
+    return rows
 
 
 class _Session:

@@ -24,6 +24,7 @@ from ..models import ModelFactory
 from ..utils.errors import UsageError, unknown_name
 from .experiment import Experiment
 from .initial_weights import as_initial_weights
+from .loggers import parse_loggers
 from .settings import Settings
 
 SAVED = re.compile(r"""(\bsaved\(\s*(?:path\s*=\s*)?)(['"])(.+?)\2""")
@@ -184,7 +185,7 @@ def make_experiment(spec: RunSpec | CompareSpec, progress: Progress | None = Non
     Raises :class:`UsageError` naming the setting where something does not fit.
     """
     spec = anchor_paths(spec)
-    methods = make_methods(spec)
+    methods, log = make_methods(spec), parse_loggers(spec.log)
     source = load_source(spec.data, spec, progress).fit_images(spec.image_size)
     data = prepare_clients(source, spec)
     return Experiment(
@@ -195,4 +196,5 @@ def make_experiment(spec: RunSpec | CompareSpec, progress: Progress | None = Non
         seeds=list_seeds(spec),
         config=asdict(spec),
         files={"split.csv": write_assignment(source, spec)} if spec.split else {},
+        log=log,
     )

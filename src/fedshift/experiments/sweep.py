@@ -31,6 +31,7 @@ LONGEST = 80
 """Most characters of a value in the name of a directory."""
 WHOLE = {
     "methods": "every combination compares all methods: list them with --methods",
+    "log": "it changes no result: give it alone",
     **dict.fromkeys(
         ("metric", "select", "target_metric", "seeds", "first_seed"),
         "a sweep's table is over one such for all: give it alone",

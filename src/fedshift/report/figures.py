@@ -90,17 +90,18 @@ def to_svg(figure: Figure, background: str = "none", dpi: float | Literal["figur
     return buffer.getvalue()
 
 
-def make_panels(summary: RunSummary) -> list[FigurePanel]:
+def make_panels(summary: RunSummary, *, curves_only: bool = False) -> list[FigurePanel]:
     """Return all panels: macro accuracy, differences, training loss, traffic, one for each client, and bars for all.
 
     Beyond :data:`~fedshift.report.tables.ONE_BY_ONE` clients, the last two show the distribution instead. Where a
-    method pools all data (see ``report.concordance``), the macro test loss is drawn too.
+    method pools all data (see ``report.concordance``), the macro test loss is drawn too. ``curves_only``: only panels
+    over rounds, which compare methods round by round however far each got.
     """
     with figure_settings():
-        return list(_make_panels(summary))
+        return list(_make_panels(summary, curves_only))
 
 
-def _make_panels(summary: RunSummary) -> Iterator[FigurePanel]:
+def _make_panels(summary: RunSummary, curves_only: bool) -> Iterator[FigurePanel]:
     tested = metric_history(summary)
     trained = metric_history(summary, "loss", model=None, split="train", moment="trained")
     many, mark = len(summary.clients) > ONE_BY_ONE, "PARTIAL: " if describe_partial(summary) else ""
@@ -108,13 +109,13 @@ def _make_panels(summary: RunSummary) -> Iterator[FigurePanel]:
     label = f"test {summary.metric_name} (%)"
     if len(tested):
         yield _draw_curves(summary, "accuracy-macro", "Mean over clients (macro)", _macro(tested), label, 100)
-        yield from _draw_differences(summary)
+        yield from () if curves_only else _draw_differences(summary)
     if len(trained):
         yield _draw_curves(summary, "training-loss", "Training loss (macro)", _macro(trained), "cross-entropy (nats)")
     if any(method.pooled for method in summary.methods.values()) and len(tested):
         loss = _macro(metric_history(summary, "loss"))
         yield _draw_curves(summary, "test-loss", "Test loss (macro)", loss, "test loss (nats)")
-    if len(tested) and len(summary.traffic):
+    if len(tested) and len(summary.traffic) and not curves_only:
         yield _draw_traffic(summary, _macro(tested), mark)
     for number, client in enumerate(clients, start=1):
         rows = tested[tested["client"] == client]
@@ -125,9 +126,9 @@ def _make_panels(summary: RunSummary) -> Iterator[FigurePanel]:
     if len(tested) and many:
         low = tested.groupby(["method", "seed", "round"])["value"].quantile(LOW).reset_index()
         yield _draw_curves(summary, "accuracy-low", f"{100 * LOW:g} % quantile over clients", low, label, 100)
-        yield _draw_distribution(summary, mark)
-    elif len(tested):
-        yield _draw_bars(summary, [*clients, "macro"], mark)
+    if len(tested) and not curves_only:
+        bars = [*clients, "macro"]
+        yield _draw_distribution(summary, mark) if many else _draw_bars(summary, bars, mark)
 
 
 def _draw_samples(summary: RunSummary) -> Figure:

@@ -8,7 +8,7 @@ compares methods that are equally tuned.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -216,17 +216,28 @@ def _list_boundary_optima(sweep: SweepResults) -> Iterator[str]:
 
 def sweep_figures(sweep: SweepResults) -> dict[str, Figure]:
     """Return figures by file name: the metric over rounds, the training loss, and the metric against each setting."""
-    metric = sweep.points[0].summary.metric
-    values = {key: len({format_setting(key, point.keys[key]) for point in sweep.points}) for key in sweep.keys}
-    varied = [key for key in sweep.keys if 1 < values[key] <= PANELS]
-    first = varied[0] if len(varied) > 1 else None
-    figures = {"rounds": plot_by_round(sweep.points, metric, panel=first)}
-    if any((point.summary.rows["moment"] == "trained").any() for point in sweep.points):
-        figures["training-loss"] = plot_by_round(sweep.points, TRAIN_LOSS, panel=first)
+    figures, varied = plot_rounds(sweep.points), _find_varied(sweep.points)
     for key in sweep.keys:
         other = next((name for name in varied if name != key), None)
+        metric = sweep.points[0].summary.metric
         figures[f"over-{key.replace('_', '-')}"] = plot_by_setting(sweep.points, key, metric, panel=other)
     return figures
+
+
+def plot_rounds(points: Sequence[CurvePoint]) -> dict[str, Figure]:
+    """Return the metric and the training loss over rounds, by file name, with panels where several settings differ."""
+    varied = _find_varied(points)
+    first = varied[0] if len(varied) > 1 else None
+    figures = {"rounds": plot_by_round(points, points[0].summary.metric, panel=first)}
+    if any((point.summary.rows["moment"] == "trained").any() for point in points):
+        figures["training-loss"] = plot_by_round(points, TRAIN_LOSS, panel=first)
+    return figures
+
+
+def _find_varied(points: Sequence[CurvePoint]) -> list[str]:
+    """Return the settings whose values differ, and are few enough for a panel each."""
+    values = {key: len({format_setting(key, point.keys[key]) for point in points}) for key in points[0].keys}
+    return [key for key, number in values.items() if 1 < number <= PANELS]
 
 
 def sweep_remarks(sweep: SweepResults) -> list[str]:

@@ -108,7 +108,7 @@ def seed_table(
     rows = rows[~np.isnan(common.to_numpy()[row, column])]
     aggregates = {"macro": common.mean()}
     if metric != "auc":
-        aggregates["pooled"] = _pooled_metric(rows, metric).reindex(runs)
+        aggregates["pooled"] = pool_metric(rows, metric).reindex(runs)
     worst, best = (common.max(), common.min()) if metric == "loss" else (common.min(), common.max())
     aggregates["worst client"] = worst
     if len(clients) > ONE_BY_ONE:
@@ -229,8 +229,8 @@ def _select(summary: RunSummary, model: str | None, split: str, moment: str) -> 
     return rows[keep] if model is None else rows[keep & (rows["model"] == model)]
 
 
-def _pooled_metric(rows: pd.DataFrame, metric: str) -> pd.Series:
-    """Return ``metric`` of all clients' samples together, over (method, seed)."""
+def pool_metric(rows: pd.DataFrame, metric: str) -> pd.Series:
+    """Return ``metric`` (not ``auc``) of all clients' samples together: a series over (method, seed)."""
     columns = ["samples", "loss_sum", "hits", "support"]
     totals = {
         run: [group["samples"].sum(), group["loss_sum"].sum()]

@@ -8,11 +8,13 @@ trials/<method>-seed<k>/
     checkpoint.safetensors, best.safetensors
     clients-<round>.states    states of clients, which checkpoints refer to (fedshift.experiments.client_store)
 report.html, figures/, tables/
+logs/                local stores of loggers (fedshift.experiments.loggers)
 machines/            participants and logs of a run across machines (fedshift.flower)
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import platform
 import re
@@ -99,6 +101,18 @@ def acquire_lock(path: Path) -> FileLock:
         raise FedshiftError(f"{path} is in use by process {who}: wait for it, or name another directory") from error
     owner.write_text(str(os.getpid()), encoding="utf-8")
     return lock
+
+
+def is_in_use(path: Path) -> bool:
+    """Return whether a program holds the lock of directory ``path``; the lock is not taken, and nothing is written."""
+    try:
+        with (path / LOCK).open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def trial_folder(path: Path, method: str, seed: int) -> Path:

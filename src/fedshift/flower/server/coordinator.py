@@ -26,6 +26,7 @@ from ...data.federation import count_labels
 from ...engines.engine import Data
 from ...experiments.experiment import Experiment, Observer
 from ...experiments.factory import list_seeds, make_methods, make_settings, resolve_model
+from ...experiments.loggers import parse_loggers
 from ...experiments.trial import RoundResult
 from ...results.run_directory import MACHINES
 from ...results.summary import holds_run
@@ -39,7 +40,7 @@ from .remote_engine import RemoteEngine
 
 COORDINATOR = "FEDSHIFT_COORDINATOR"
 """Names the socket on which ``fedshift serve`` listens."""
-PRIVATE: dict[str, Any] = {"data": "", "root": None, "domains": None, "split": None, "newcomers": None}
+PRIVATE: dict[str, Any] = {"data": "", "root": None, "domains": None, "split": None, "newcomers": None, "log": None}
 """Settings that concern only the coordinator, as sites see them."""
 
 app = ServerApp()
@@ -98,6 +99,7 @@ class ProgressReport(Observer):
     # Their arguments are JSON values, sent unchanged.
     begin = partialmethod(send, "begin")
     trial = partialmethod(send, "trial")
+    recorded = partialmethod(send, "recorded")
     client = partialmethod(send, "client")
     notice = partialmethod(send, "notice")
 
@@ -181,6 +183,7 @@ class Coordinator:
         return Experiment(
             methods=methods, data=data, model=resolve_model(self.spec.model, data.sample_shape), settings=settings,
             seeds=list_seeds(self.spec), config=asdict(self.spec), make_engine=make_engine,
+            log=parse_loggers(self.spec.log),
         )  # fmt: skip
 
     def _admit_waiting(self) -> RemoteFederation:

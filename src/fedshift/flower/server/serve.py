@@ -22,7 +22,7 @@ from typing import Any
 
 from rich.console import Console
 
-from ...config.spec import CompareSpec, RunSpec
+from ...config.spec import CompareSpec, RunLocation, RunSpec
 from ...console.terminal import catch_interrupts, new_directory, report_stop, show_progress
 from ...experiments.experiment import Observer
 from ...experiments.trial import RoundResult
@@ -90,10 +90,10 @@ class ListenOptions:
                 ) from error
 
 
-def serve(spec: RunSpec | CompareSpec, reach: ListenOptions, out: Path | None, resume: Path | None) -> int:
+def serve(spec: RunSpec | CompareSpec, reach: ListenOptions, place: RunLocation) -> int:
     """Run ``spec`` with the sites that connect; return the exit code, as ``fedshift run`` does."""
-    console, directory = Console(), resume or out or new_directory("serve")
-    if resume is None and (directory / "config.toml").exists():
+    console, directory = Console(), place.resume or place.out or new_directory("serve")
+    if place.resume is None and (directory / "config.toml").exists():
         raise UsageError(
             f"{directory} already holds a run: go on with it (--resume {directory}), or choose another --out"
         )
@@ -102,7 +102,7 @@ def serve(spec: RunSpec | CompareSpec, reach: ListenOptions, out: Path | None, r
     finished = False
     with (
         catch_interrupts(console) as stop,
-        show_progress(console) as observer,
+        show_progress(Console(quiet=place.quiet)) as observer,
         _Coordination(spec, reach, directory) as work,
     ):
         try:

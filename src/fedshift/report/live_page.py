@@ -1,0 +1,90 @@
+"""The page of ``fedshift watch``: how far each method is, and curves so far, of a run or of several.
+
+It renews itself by a script that asks its server for a newer page. Methods at different rounds stand side by side, so
+it has no differences and claims; these are on the report's page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from secrets import token_urlsafe
+
+from ..results.schema import RunSummary
+from .curves import CurvePoint, format_setting
+from .figures import make_panels, to_svg
+from .formatting import MISSING, TextTable, make_table
+from .html import embed_svg, render_template
+from .sweep_report import plot_rounds
+from .tables import metric_history
+
+
+@dataclass(frozen=True, kw_only=True)
+class LiveView:
+    """Progress of the directory ``name``: ``state`` in words, the runs in it, and remarks to read first."""
+
+    name: str
+    state: str
+    points: tuple[CurvePoint, ...] = ()
+    remarks: tuple[str, ...] = ()
+
+
+def has_finished(summary: RunSummary) -> bool:
+    """Return whether every method and seed has done all rounds."""
+    done = summary.traffic.groupby(["method", "seed"])["round"].max()
+    return len(done) == len(summary.methods) * len(summary.seeds) and bool((done == summary.rounds).all())
+
+
+def render_live_page(view: LiveView, version: str, seconds: int) -> str:
+    """Return the page's HTML.
+
+    ``version`` identifies its content. Every so many ``seconds`` the page asks for a newer one.
+    """
+    begun = [point for point in view.points if len(point.summary.rows)]
+    figures = {}
+    if len(begun) == 1:
+        panels = make_panels(begun[0].summary, curves_only=True)
+        figures = {panel.name: embed_svg(to_svg(panel.figure), panel.name, panel.description) for panel in panels}
+    elif begun:
+        plots = plot_rounds(begun)
+        figures = {name: embed_svg(to_svg(plot), name, f"{name}, a line for each run") for name, plot in plots.items()}
+    nonce = token_urlsafe(12)
+    return render_template(
+        "live.html.j2",
+        view=view,
+        table=_tabulate_progress(view.points),
+        figures=figures,
+        wide=len(begun) > 1,
+        seen=version,
+        seconds=seconds,
+        nonce=nonce,
+        policy=f"; script-src 'nonce-{nonce}'; connect-src 'self'",
+    )
+
+
+def _tabulate_progress(points: Sequence[CurvePoint]) -> TextTable | None:
+    if not points:
+        return None
+    keys = list(points[0].keys)
+    metric = points[0].summary.metric_name
+    header = (*keys, "method", "rounds done, by seed", f"macro {metric} of finished seeds", "of an unfinished seed")
+    rows = [
+        (*(format_setting(key, point.keys[key]) for key in keys), *row)
+        for point in points
+        for row in _describe_methods(point.summary)
+    ]
+    return make_table(header, rows)
+
+
+def _describe_methods(summary: RunSummary) -> Iterator[tuple[str, str, str, str]]:
+    """Yield each method with the rounds that it has done and its macro test metric, in percent, so far."""
+    macro = metric_history(summary).groupby(["method", "seed", "round"])["value"].mean().dropna()
+    for method in summary.methods:
+        done = summary.traffic[summary.traffic["method"] == method].groupby("seed")["round"].max()
+        rounds = ", ".join(str(done.get(seed, 0)) for seed in summary.seeds)
+        last = macro[macro.index.get_level_values("method") == method].groupby("seed").tail(1)
+        number = last.index.get_level_values("round")
+        finished, others = last[number == summary.rounds], last[number < summary.rounds]
+        mean = f"{100 * finished.mean():.2f}" if len(finished) else MISSING
+        unfinished = f"{100 * others.iloc[-1]:.2f} in round {others.index[-1][2]}" if len(others) else MISSING
+        yield method, f"{rounds} of {summary.rounds}", mean, unfinished
