@@ -127,8 +127,26 @@ def test_debug_shows_where_an_error_arose(cli):
 def test_an_error_of_a_plug_in_is_one_message_too(cli, tiny_folder, tmp_path, monkeypatch):
     (tmp_path / "faulty.py").write_text("def method():\n    raise RuntimeError('no luck')\n")
     monkeypatch.syspath_prepend(tmp_path)
-    said = one_message(cli("run", "--data", tiny_folder, "--method", "faulty:method"), 1)
-    assert said.startswith("unexpected RuntimeError: no luck. This is a defect, of fedshift or of a function of yours")
+    said = one_message(cli("run", "--data", tiny_folder, "--method", "faulty:method"), 2)
+    assert said == "method 'faulty.method': no luck; in faulty.py, line 2, in method; faulty.method takes ()"
+
+
+def test_an_error_of_a_network_in_training_names_its_line(cli, tiny_folder, tmp_path, monkeypatch):
+    (tmp_path / "later.py").write_text(
+        "from torch import nn\n"
+        "class Net(nn.Module):\n"
+        "    def __init__(self, shape, classes):\n"
+        "        super().__init__()\n"
+        "        self.last = nn.Linear(192, classes)\n"
+        "    def forward(self, x):\n"
+        "        assert len(x) < 12\n"
+        "        return self.last(x.flatten(1))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    words = ("run", "--data", tiny_folder, "--model", "later:Net", "--method", "fedavg", "--rounds", 1)
+    said = one_message(cli(*words), 1)
+    assert said.startswith("a function of yours failed with AssertionError (later.py, line 7, in forward): correct it")
+    assert "--debug shows how it was called" in said
 
 
 def test_a_directory_in_use_and_one_occupied_are_refused(cli, unpublished, tiny_folder, tmp_path):

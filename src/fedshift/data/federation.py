@@ -21,13 +21,24 @@ from torch.utils.data import Dataset
 
 from ..utils.errors import UsageError, unknown_name
 from ..utils.random_streams import stream
-from .samples import CHUNK, Normalization, Samples, arrays_of, digest_samples, join_samples, resize, to_samples
+from .samples import (
+    CHUNK,
+    SHOWN,
+    Normalization,
+    Samples,
+    arrays_of,
+    describe_shape,
+    digest_samples,
+    join_samples,
+    resize,
+    to_samples,
+)
 
 if TYPE_CHECKING:
     from .files.table_schema import Column
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class ClientData:
     """One client's samples; ``validation`` is None where none was held out."""
 
@@ -59,6 +70,9 @@ class ClientData:
             name=self.name, **{k: split.with_samples(split.store, own) for k, split in self.splits.items()}
         )
 
+    def __repr__(self) -> str:
+        return f"Client {self.name!r}: " + ", ".join(f"{name} {split!r}" for name, split in self.splits.items())
+
     @property
     def splits(self) -> dict[str, Samples]:
         """The splits that exist, by name: train, test and perhaps validation."""
@@ -66,7 +80,7 @@ class ClientData:
         return {name: split for name, split in named.items() if split is not None}
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Federation:
     """Named clients that share one task of ``classes`` classes.
 
@@ -85,6 +99,20 @@ class Federation:
     class_names: tuple[str, ...] = ()
     notices: tuple[str, ...] = ()
     columns: tuple[Column, ...] = ()
+
+    def __repr__(self) -> str:
+        """List the clients with the size of each split and the number of classes in their training data."""
+        shapes = dict.fromkeys(describe_shape(split) for client in self.clients for split in client.splits.values())
+        title = f"Federation {self.name!r}: {len(self.clients)} clients, {self.classes} classes"
+        parts = [name for name in ("train", "validation", "test") if any(name in c.splits for c in self.clients)]
+        rows = [("client", *parts, "classes")]
+        for client in self.clients[:SHOWN]:
+            sizes = [str(len(client.splits[name])) if name in client.splits else "-" for name in parts]
+            rows.append((client.name, *sizes, str(len(torch.unique(client.train.y)))))
+        longest = max(len(name) for name, *_ in rows)
+        lines = [name.ljust(longest) + "".join(cell.rjust(12) for cell in cells) for name, *cells in rows]
+        more = [f"and {len(self.clients) - SHOWN} more"] if len(self.clients) > SHOWN else []
+        return "\n".join([", samples of ".join([title, *([" and ".join(shapes)] if shapes else [])]), *lines, *more])
 
     @property
     def names(self) -> tuple[str, ...]:

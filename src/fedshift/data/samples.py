@@ -44,6 +44,8 @@ IMAGENET = Normalization(
 
 CHUNK = 1000
 """Number of samples that are checked, resized or hashed at a time."""
+SHOWN = 20
+"""Most clients, and most classes, that are printed one by one."""
 
 Augment = Callable[[Tensor], Tensor]
 """Function that augments a training batch of images ``[B, C, H, W]`` with values in [0, 1]."""
@@ -63,6 +65,12 @@ class Samples:
 
     def __len__(self) -> int:
         return len(self.y)
+
+    def __repr__(self) -> str:
+        labels, counts = torch.unique(self.y, return_counts=True)
+        each = dict(zip(labels.tolist(), counts.tolist(), strict=True))
+        labeled = f"by label {each}" if len(each) <= SHOWN else f"{len(each)} labels"
+        return f"{len(self)} samples of {describe_shape(self)}, {labeled}"
 
     @property
     def x(self) -> Tensor:
@@ -142,6 +150,11 @@ class Samples:
             if bad.any():
                 first = start + int(bad.nonzero()[0, 0])
                 raise UsageError(f"{where}: sample {first} has NaN or infinite values; remove or impute them")
+
+
+def describe_shape(split: Samples) -> str:
+    """Return the shape and type of one sample: ``3 x 28 x 28 (uint8)``."""
+    return f"{' x '.join(map(str, split.shape)) or 'one number'} ({str(split.store.dtype).removeprefix('torch.')})"
 
 
 def join_samples(parts: Sequence[Samples]) -> Samples:
