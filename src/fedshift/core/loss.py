@@ -170,7 +170,8 @@ class CustomLoss(Loss):
         """Return the loss, tried once on two samples of each class; raise :class:`UsageError` where it gives none."""
         y = torch.arange(len(counts)).repeat(2)
         logits = torch.linspace(-1, 1, len(y) * len(counts)).reshape(len(y), -1).requires_grad_()
-        called = f"loss {describe_function(self.function)}, called with logits {list(logits.shape)} and labels {list(y.shape)},"
+        shapes = f"logits {list(logits.shape)} and labels {list(y.shape)}"
+        called = f"loss {describe_function(self.function)}, called with {shapes},"
         try:
             value = self(logits, y)
         except Exception as error:
@@ -238,8 +239,8 @@ def as_loss(loss: object, text: str | None = None) -> Loss:
         named = architecture(loss).replace("\n", "; ") if isinstance(loss, nn.Module) else identify_function(loss)
         return CustomLoss(function=loss, text=text or named)
     raise UsageError(
-        f"loss={loss!r} is not a loss: give a text such as 'cross_entropy' or 'focal(gamma=2.0)', a loss of torch.nn, a "
-        "function of logits [B, K] and labels [B], or a fedshift.core.loss.Loss"
+        f"loss={loss!r} is not a loss: give a text such as 'cross_entropy' or 'focal(gamma=2.0)', a loss of torch.nn, "
+        "a function of logits [B, K] and labels [B], or a fedshift.core.loss.Loss"
     )
 
 
