@@ -198,8 +198,8 @@ def as_optimizer(optimizer: object, lr: float, schedule: Schedule | None = None,
     if not isinstance(kind, type) or kind not in NEUTRAL:
         raise UsageError(
             f"optimizer={getattr(kind, '__name__', repr(kind))} is unknown: allowed are sgd and adamw, "
-            "fedshift.SGD(...) and fedshift.AdamW(...), and torch.optim's SGD, Adam (without weight decay) and AdamW: the class, a "
-            "functools.partial of it, or an instance"
+            "fedshift.SGD(...) and fedshift.AdamW(...), and torch.optim's SGD, Adam (without weight decay) and AdamW: "
+            "the class, a functools.partial of it, or an instance"
         )
     name = f"torch.optim.{kind.__name__}"
     if isinstance(optimizer, partial) and optimizer.args:

@@ -7,7 +7,7 @@ held-out part is the same in every run.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
@@ -15,18 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from ..utils.errors import UsageError, unknown_name
 from ..utils.random_streams import stream
+from .arrays import list_splits, read_part
 from .samples import (
     CHUNK,
     SHOWN,
     Normalization,
     Samples,
-    arrays_of,
     describe_shape,
     digest_samples,
     join_samples,
@@ -339,51 +338,38 @@ def count_classes(clients: Iterable[ClientData]) -> int:
     return 1 + max((int(client.train.y.max()) for client in clients if len(client.train)), default=0)
 
 
-def _arrays(client: str, given: Sequence[Any]) -> Sequence[Any]:
-    """Return the four arrays of a client; a client given as two datasets is read first."""
-    parts: list[Any] = list(given) if isinstance(given, tuple | list) else [given]
-    if len(parts) == 2 and all(isinstance(part, Dataset) for part in parts):
-        train, test = (
-            arrays_of(part, _locate(client, name)) for part, name in zip(parts, ("train", "test"), strict=True)
-        )
-        return (*train, *test)
-    if len(parts) != 4:
-        kinds = ", ".join(type(part).__name__ for part in parts)
-        raise UsageError(
-            f"client {client!r}: {kinds or 'nothing'} given: give four arrays, (x_train, y_train, x_test, y_test), or "
-            "two map-style torch datasets, (train, test), whose samples are pairs (input, label)"
-        )
-    return parts
-
-
 def federation(
-    clients: Mapping[str, tuple[ArrayLike, ArrayLike, ArrayLike, ArrayLike] | tuple[Dataset[Any], Dataset[Any]]],
+    clients: Mapping[str, Any],
     *,
     name: str = "own data",
     classes: int | None = None,
     note: str = "",
+    target: str | None = None,
 ) -> Federation:
-    """Build a federation from arrays.
+    """Build a federation from arrays or datasets.
 
     Args:
-        clients: ``{client: (x_train, y_train, x_test, y_test)}``, see :func:`fedshift.data.samples.to_samples`; or
-            ``{client: (train, test)}``, map-style torch datasets of pairs (input, label), which are read once: a random
-            transform is drawn once for each sample (``augment`` draws anew each time).
+        clients: each client's data by its name: arrays ``(x_train, y_train, x_test, y_test)``, see
+            :func:`fedshift.data.samples.to_samples`; a pair ``(train, test)`` of map-style torch datasets of pairs
+            (input, label), of HuggingFace datasets, or of pairs of arrays; or a dictionary of either, with the keys
+            ``x_train``, ... (``x_val`` and ``y_val`` too), or ``train``, ``test`` and ``validation``. Datasets are read
+            once: a random transform is drawn once for each sample (``augment`` draws anew each time).
         name: Name of the data.
         classes: Number of classes; None: the largest training label of any client plus one.
         note: Description of the data in one sentence.
+        target: Column of the labels of HuggingFace datasets; None: the one of classes, or of a usual name.
 
     Raises:
-        UsageError: An array has another shape, type or range.
+        UsageError: An array has another shape, type or range, or a dataset cannot be read.
 
     """
-    data = tuple(
-        ClientData(
-            name=client,
-            train=to_samples(x_train, y_train, _locate(client, "train")),
-            test=to_samples(x_test, y_test, _locate(client, "test")),
+    data = []
+    for client, given in clients.items():
+        parts = list_splits(client, given)
+        wheres = {split: _locate(client, split) for split in parts}
+        arrays = {split: read_part(part, wheres[split], target) for split, part in parts.items()}
+        data.append(
+            ClientData(name=client, **{split: to_samples(*pair, wheres[split]) for split, pair in arrays.items()})
         )
-        for client, (x_train, y_train, x_test, y_test) in ((name, _arrays(name, own)) for name, own in clients.items())
-    )
     classes = count_classes(data) if classes is None else classes
-    return Federation(name=name, clients=data, classes=classes, note=note)
+    return Federation(name=name, clients=tuple(data), classes=classes, note=note)
