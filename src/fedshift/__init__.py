@@ -17,6 +17,8 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time every public nam
     from .api import (
         Comparison as Comparison,
         compare as compare,
+        load_data as load_data,
+        read_run as read_run,
     )
     from .core.aggregation import Uploads as Uploads
     from .core.method import (
@@ -94,7 +96,7 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time every public nam
 
 # isort: on
 _HOME = {
-    "api": ("Comparison", "compare"),
+    "api": ("Comparison", "compare", "load_data", "read_run"),
     "utils.errors": ("FedshiftError", "UsageError"),
     "core.aggregation": ("Uploads",),
     "core.method": ("Freeze", "Method", "method", "modifier"),

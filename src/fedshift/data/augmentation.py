@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..config.expressions import expressions, resolve
 from ..utils.errors import UsageError, unknown_name
+from ..utils.user_code import identify_function
 from . import image_transforms as ops
 from .federation import Federation
 from .image_transforms import Augmentation, Transform
@@ -42,12 +43,45 @@ def parse_augmentation(text: str) -> Augmentation | None:
         if not callable(part):
             raise UsageError(f"augmentation {text!r} made a {type(part).__name__}, which cannot be called on images")
     whole = parts[0] if len(parts) == 1 else sequence(*parts)
-    return whole if not re.search(r" at 0x[0-9a-f]+", str(whole)) else _WrittenAugmentation(text, whole)
+    return whole if not re.search(r" at 0x[0-9a-f]+", str(whole)) else _NamedAugmentation(text, whole)
+
+
+def as_augmentation(augment: object) -> Augmentation | None:
+    """Return an augmentation, the one that a text names, or a function of yours ``(images, rng) -> images``.
+
+    Raises :class:`UsageError` for anything else.
+    """
+    if augment is None or isinstance(augment, str):
+        return parse_augmentation(augment or "")
+    if isinstance(augment, type) or not callable(augment):
+        raise UsageError(
+            f"augment={augment!r} is no augmentation: give a text such as 'flip(), rotate(degrees=30)', its value, or "
+            "a function of images [B, C, H, W] in [0, 1] and a numpy generator that returns new images"
+        )
+    if isinstance(augment, Transform | _NamedAugmentation):
+        return augment
+    return _NamedAugmentation(identify_function(augment), augment)
+
+
+def write_augmentation(augment: Augmentation) -> str | None:
+    """Return the text that :func:`parse_augmentation` reads as ``augment``; None where there is no such."""
+    if isinstance(augment, Transform):
+        name, options = augment.operation.__name__, dict(augment.options)
+        inner = [
+            write_augmentation(part) for part in (*options.pop("parts", ()), options.pop("augmentation", None)) if part
+        ]
+        arguments = [*map(str, inner), *(f"{option}={value!r}" for option, value in options.items())]
+        text = f"{name}({', '.join(arguments)})"
+        try:
+            return text if parse_augmentation(text) == augment else None
+        except UsageError:  # an augmentation of yours is among the parts
+            return None
+    return None
 
 
 @dataclass(frozen=True)
-class _WrittenAugmentation:
-    """An augmentation of yours, identified by its text, because a function's address differs in every run."""
+class _NamedAugmentation:
+    """An augmentation of yours, identified by its name, because a function's address differs in every run."""
 
     text: str
     augmentation: Augmentation

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 from ..config.expressions import split_expressions
 from ..config.spec import CompareSpec, RunSpec, read_settings
@@ -31,11 +32,30 @@ def load_spec(directory: Path) -> RunSpec | CompareSpec:
     values = read_settings(settings, [*(field.name for field in fields(RunSpec)), "methods"])
     if not values.get("data"):
         raise UsageError(
-            f"{directory} does not say on which data it was run, as after `fedshift serve` and runs from Python: what "
-            "clients keep is needed here; give a directory that `fedshift run` or `compare` wrote, or in Python use "
-            "adapt() and features() of the Comparison"
+            f"{directory} does not say on which data it was run, as after `fedshift serve`: what clients keep is "
+            "needed here; give a directory that `fedshift run` or `compare` wrote"
         )
     return CompareSpec(**values) if "methods" in values else RunSpec(**values)
+
+
+def read_python_settings(directory: Path, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of the run in ``directory`` with those ``given`` in their place, for Python.
+
+    Raises :class:`UsageError` where the directory does not say, or cannot say, what was run, and it is not given.
+    """
+    settings = directory / "config.toml"
+    if not settings.is_file():
+        raise UsageError(f"{settings} is missing, which says what was run: restore the file from a copy")
+    values = read_settings(settings, [field.name for kind in (RunSpec, CompareSpec) for field in fields(kind)], given)
+    values["methods"] = values.pop("method", None) or values.get("methods")
+    if (share := values.get("participation")) is not None and share >= 1:
+        values["participation"] = int(share)
+    values["device"] = resolve_device(RunSpec(device=values.get("device", RunSpec.device)))[0]
+    values |= given
+    for name in ("methods", "data"):
+        if values.get(name) is None:
+            raise UsageError(f"{directory} does not say which {name} it was run with: give {name}=...")
+    return values
 
 
 def resolve_device(spec: RunSpec | CompareSpec, asked: str | None = None) -> tuple[str, list[str]]:
