@@ -38,8 +38,9 @@ from .config.spec import CompareSpec, DataSpec, read_help
 from .console.terminal import show_progress
 from .data.federation import Federation
 from .engines.cost_model import limit_threads
+from .experiments.compare_arguments import CompareArguments
 from .experiments.experiment import Experiment, Observer, Observers
-from .experiments.python_settings import CompareArguments, load_python_data, make_python_experiment, simplify
+from .experiments.python_settings import load_python_data, make_python_experiment, simplify
 from .experiments.restoration import read_python_settings, restore_trial, select_trials
 from .new_clients.policies import adapt_all, parse_policies
 from .new_clients.policy_tables import mean_over_seeds, seed_table
@@ -248,15 +249,21 @@ def _take_fields_of(kind: Callable[P, A]) -> Callable[[Callable[[A], R]], Callab
             for name in kwargs:
                 if name not in help_of:
                     raise TypeError(f"{function.__name__}(): {unknown_name('argument', name, help_of)}")
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError as error:
+                raise TypeError(f"{function.__name__}(): {error}") from None
             return function(kind(*args, **kwargs))
 
         assert isinstance(kind, type)
         help_of, types = read_help(kind), get_type_hints(kind)
-        found = [one.replace(annotation=types[one.name]) for one in inspect.signature(kind).parameters.values()]
-        found.sort(key=lambda one: one.name not in vars(kind)["__annotations__"])
+        takes = dict(inspect.signature(vars(kind)["__init__"]).parameters)
+        order = (*vars(kind)["__annotations__"], *takes)
+        found = [takes.pop(name).replace(annotation=types[name]) for name in order if name in takes and name != "self"]
+        signature = inspect.Signature(found, return_annotation=function.__annotations__["return"])
         lines = "\n".join(f"        {one.name}: {help_of[one.name]}" for one in found)
         call.__doc__ = str(function.__doc__).replace("    Returns:", f"    Args:\n{lines}\n\n    Returns:", 1)
-        vars(call)["__signature__"] = inspect.Signature(found, return_annotation=function.__annotations__["return"])
+        vars(call)["__signature__"] = signature
         return call
 
     return decorate
@@ -283,7 +290,7 @@ def compare(given: CompareArguments) -> Comparison:
         for name, kind in (("progress", bool), ("observer", Observer), ("stop", Event)):
             value = getattr(given, name)
             if value is not None and not isinstance(value, kind):
-                raise UsageError(f"{name}={value!r}: give {'True or False' if kind is bool else f'a {kind.__name__}'}")
+                raise UsageError(f"{name}={value!r}: give {'True or False' if kind is bool else f'an {kind.__name__}'}")
         experiment = make_python_experiment({each.name: getattr(given, each.name) for each in fields(CompareSpec)})
         path = directory or Path(mkdtemp(prefix="fedshift-"))
         result = Comparison(experiment, path)
@@ -378,7 +385,7 @@ def _speak_python() -> Iterator[None]:
     """Name settings in errors as arguments, not as flags, and the place in a user's code where one arose."""
     try:
         yield
-    except UsageError as error:
+    except FedshiftError as error:
         error.args = (FLAG.sub(_to_argument, str(error)),)
         raise
     except Exception as error:

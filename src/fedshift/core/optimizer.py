@@ -166,13 +166,19 @@ class AdamW(Optimizer):
             param.sub_(mean / ((square / correction2).sqrt() + self.eps) * (lr / correction1))
 
 
-NEUTRAL = {
+NEUTRAL: Mapping[Any, Mapping[str, Any]] = {
     torch.optim.SGD: {"dampening": 0},
     torch.optim.Adam: {"amsgrad": False, "weight_decay": 0, "decoupled_weight_decay": False},
     torch.optim.AdamW: {"amsgrad": False, "decoupled_weight_decay": True},
 }
 """Arguments of torch's optimizers that have no counterpart here, at the one value that these have."""
-IMPLEMENTATION = {"maximize": False, "foreach": None, "fused": None, "capturable": False, "differentiable": False}
+IMPLEMENTATION: Mapping[str, Any] = {
+    "maximize": False,
+    "foreach": None,
+    "fused": None,
+    "capturable": False,
+    "differentiable": False,
+}
 """Such arguments that all of them have."""
 
 
@@ -192,9 +198,8 @@ def as_optimizer(optimizer: object, lr: float, schedule: Schedule | None = None,
     """
     if isinstance(optimizer, Optimizer):
         return optimizer
-    kind, given = (optimizer.func, optimizer.keywords) if isinstance(optimizer, partial) else (optimizer, {})
-    if isinstance(optimizer, torch.optim.Optimizer):
-        kind = type(optimizer)
+    kind: Any = type(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
+    kind, given = (kind.func, kind.keywords) if isinstance(kind, partial) else (kind, {})
     if not isinstance(kind, type) or kind not in NEUTRAL:
         raise UsageError(
             f"optimizer={getattr(kind, '__name__', repr(kind))} is unknown: allowed are sgd and adamw, "
@@ -205,7 +210,8 @@ def as_optimizer(optimizer: object, lr: float, schedule: Schedule | None = None,
     if isinstance(optimizer, partial) and optimizer.args:
         raise UsageError(f"optimizer={name}: give arguments by name: functools.partial({name}, lr=0.01)")
     try:
-        groups = (optimizer if kind is type(optimizer) else kind([torch.zeros(1)], **{"lr": lr, **given})).param_groups
+        made: Any = optimizer if isinstance(optimizer, kind) else kind([torch.zeros(1)], **{"lr": lr, **given})
+        groups = made.param_groups
     except (TypeError, ValueError) as error:
         raise UsageError(f"optimizer={name}: {error}") from error
     if len(groups) > 1:

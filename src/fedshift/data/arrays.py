@@ -54,7 +54,7 @@ def list_splits(client: str, given: Any) -> dict[str, Any]:
 
 def _name_splits(client: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the splits in a dictionary of arrays or datasets."""
-    keys = {split: (f"x_{end}", f"y_{end}") for split, end in SUFFIXES.items()}
+    keys: dict[str, tuple[str, ...]] = {split: (f"x_{end}", f"y_{end}") for split, end in SUFFIXES.items()}
     if not any(key in given for pair in keys.values() for key in pair):
         keys = {split: (split,) for split in SUFFIXES}
     known = [key for names in keys.values() for key in names]
@@ -105,7 +105,7 @@ def find_columns(data: Any, where: str, target: str | None, skip: Sequence[str])
     names = [name for name in data.column_names if name not in skip]
     classes = [name for name in names if type(data.features[name]).__name__ == "ClassLabel"]
     usual = [name for name in LABELS if name in names]
-    label = target or next(iter(classes if len(classes) == 1 else usual), None)
+    label = target or next(iter(classes if len(classes) == 1 else usual), "")
     if label not in names:
         raise UsageError(f"{where}: say which column holds the label (--target): columns are {', '.join(names)}")
     rest = [name for name in names if name != label]

@@ -9,110 +9,32 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from threading import Event
 from types import SimpleNamespace
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..config.expressions import list_catalog, resolve
-from ..config.spec import PYTHON, CompareSpec, DataSpec, Spec, check_settings
+from ..config.spec import PYTHON, CompareSpec, DataSpec, check_settings
 from ..core.loss import CustomLoss, Loss, as_loss, parse_loss
 from ..core.method import Method
 from ..core.optimizer import SGD, AdamW, Cosine, Exponential, Optimizer, Schedule, StepDecay, as_optimizer
 from ..data.augmentation import as_augmentation, write_augmentation
 from ..data.federation import Federation
-from ..data.image_transforms import Augmentation
 from ..data.objects import FORMS
 from ..data.sources import EMBEDDED, load_source, prepare_clients
-from ..models import ModelFactory
 from ..utils.errors import UsageError
 from ..utils.user_code import describe_error, describe_function, find_import_path
-from .experiment import Experiment, Observer
+from .experiment import Experiment
 from .factory import GivenObjects, make_experiment, make_optimizer, parse_methods
 
-DEFAULTS = {setting.name: setting.default for setting in fields(CompareSpec)}
+DEFAULTS: Mapping[str, Any] = {setting.name: setting.default for setting in fields(CompareSpec)}
 OF_OPTIMIZER = ("optimizer", "lr", "momentum", "nesterov", "weight_decay", "schedule", "keep_optimizer")
 """Settings that an optimizer's value takes the place of."""
 SIGNS = frozenset(",*?[]")
 """Signs that have a meaning in lists of clients' names."""
-
-
-MethodLike: TypeAlias = str | Method | Callable[[], Method]
-"""An expression such as ``"fedbn+fedprox(mu=0.1)"``, a method, or a function that makes one."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CompareArguments(CompareSpec):
-    """Arguments of :func:`compare`: the settings of the command line, some of them as Python values too, and these."""
-
-    methods: MethodLike | Sequence[MethodLike] = field(kw_only=False)
-    """Methods to compare, as expressions (``"fedavg, fedbn+fedprox(mu=0.1)"``), values (``fedshift.fedbn()``) or
-    functions that make one, several in a list; those of one seed share initial weights and the order of samples."""
-
-    data: Any
-    """Clients: the name of a benchmark, a directory or table of your own (text or path), a
-    :class:`~fedshift.Federation`, a dictionary of clients as :func:`fedshift.federation` takes it, pandas frames or
-    HuggingFace datasets by client, or one such with ``client_column``."""
-
-    model: str | ModelFactory = Spec.model
-    """Name of a network (``auto`` depends on the samples' shape), or a function ``(sample_shape, classes)`` that makes
-    an ``nn.Module``."""
-
-    seeds: int | Sequence[int] = Spec.seeds
-    """Number of seeds (0, 1, ..., or from ``first_seed`` on), or the seeds."""
-
-    batch_size: int | None = Spec.batch_size
-    """Samples in a batch; None or 0 takes all of a client's."""
-
-    optimizer: str | Optimizer | torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] = Spec.optimizer
-    """Local optimizer: ``"sgd"`` or ``"adamw"``; its value, for example ``SGD(lr=0.01, momentum=0.9)``; or
-    ``torch.optim.SGD``, ``Adam`` or ``AdamW``, as a class, a ``functools.partial`` with arguments, or an instance."""
-
-    schedule: str | Schedule = Spec.schedule
-    """Schedule of the learning rate over rounds, an expression such as ``"cosine(floor=0.1)"`` or its value."""
-
-    loss: str | Loss | type[nn.Module] | Callable[[Tensor, Tensor], Tensor] = Spec.loss
-    """Training loss: an expression such as ``"focal(gamma=2.0, weights='balanced')"``, its value, a loss of
-    ``torch.nn`` with its arguments, or a function of logits ``[B, K]`` and labels ``[B]``."""
-
-    augment: str | Augmentation | None = Spec.augment
-    """Augmentation of training images: an expression such as ``"flip(), rotate(degrees=30)"``, its value, or a function
-    of images ``[B, C, H, W]`` in [0, 1] and a NumPy generator."""
-
-    newcomers: str | Sequence[str] | None = Spec.newcomers
-    """Clients that never take part in training, a list of names or a pattern such as ``"usps-*"``."""
-
-    domains: str | Sequence[str] | None = Spec.domains
-    """Clients to use, in the order of the tables; None: all."""
-
-    moments: str | Sequence[str] = Spec.moments
-    """Moments of an evaluated round at which clients' models are measured: ``"loaded"``, just after aggregation, or
-    ``"loaded,trained"``, just after local work as well."""
-
-    root: str | Path | None = Spec.root
-    """Directory that holds the files of benchmarks; None: the one that FEDSHIFT_DATA names, or ``data``."""
-
-    device: str | torch.device = Spec.device
-    """Torch device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``."""
-
-    out: str | Path | None = None
-    """Run directory to keep; None: a temporary one that lives as long as the result."""
-
-    resume: bool | str | Path = False
-    """Continue the run in ``out``, or in this directory."""
-
-    progress: bool = False
-    """Show the progress, as the command line does: a bar and a table on a terminal and in a notebook (with ipywidgets),
-    a line for each evaluated round elsewhere."""
-
-    observer: Observer | None = None
-    """Callbacks for progress."""
-
-    stop: Event | None = None
-    """Event that ends the run after the round in progress once it is set."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +51,7 @@ def make_python_experiment(given: Mapping[str, Any]) -> Experiment:
 
     Raises :class:`UsageError` naming each setting whose value is not allowed, and what is.
     """
-    values = DEFAULTS | {name: simplify(name, value) for name, value in given.items()}
+    values = {**DEFAULTS} | {name: simplify(name, value) for name, value in given.items()}
     objects = {name: value for name, value in values.items() if name in READERS and not _is_plain(name, value)}
     values |= {name: DEFAULTS[name] for name in objects}
     check_settings(SimpleNamespace(**values), CompareSpec)
@@ -282,7 +204,7 @@ def read_optimizer(value: Any, values: Mapping[str, Any]) -> Reading:
 
 
 def _write_optimizer(made: Optimizer, rounds: int) -> Reading:
-    texts = {
+    texts: dict[str, Any] = {
         "optimizer": "sgd", "lr": made.lr, "weight_decay": made.weight_decay, "keep_optimizer": made.keep,
         "momentum": 0.0, "nesterov": False, "schedule": _write_schedule(made.schedule, rounds),
     }  # fmt: skip
@@ -326,9 +248,8 @@ def read_newcomers(value: Any, _values: Mapping[str, Any]) -> Reading:
 
 def read_seeds(value: Any, values: Mapping[str, Any]) -> Reading:
     """Read a list of seeds."""
-    seeds = (
-        [one.item() if isinstance(one, np.generic) else one for one in value] if isinstance(value, Iterable) else [None]
-    )
+    several = value if isinstance(value, Iterable) else [None]
+    seeds: list[Any] = [one.item() if isinstance(one, np.generic) else one for one in several]
     if not all(type(seed) is int and seed >= 0 for seed in seeds):
         raise UsageError(f"seeds={value!r}: give a number of seeds, or a list of whole numbers of 0 or more")
     if first := values["first_seed"]:

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 PACKAGE = Path(__file__).parents[1]
-INSTALLED = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")})
+INSTALLED: tuple[str, ...] = tuple(
+    {sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
+)
 """Folders of Python itself and of installed packages, whose code is nobody's mistake."""
 
 
@@ -68,7 +70,7 @@ def find_import_path(thing: Any) -> str | None:
 def _is_of_user(file: str) -> bool:
     if file.startswith("<frozen"):
         return False
-    return not any(Path(file).is_relative_to(folder) for folder in (PACKAGE, *INSTALLED))
+    return not any(Path(file).is_relative_to(folder) for folder in (str(PACKAGE), *INSTALLED))
 
 
 def _shorten(file: str) -> str:
