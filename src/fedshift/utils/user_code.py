@@ -28,7 +28,7 @@ def locate_error(error: BaseException) -> str:
 
 def describe_error(error: BaseException) -> str:
     """Return the message of ``error``, with its type unless it is a plain one, and where in a user's code it arose."""
-    said = str(error).strip() or type(error).__name__
+    said = " ".join(str(error).split()) or type(error).__name__
     plain = isinstance(error, TypeError | ValueError | RuntimeError) or said == type(error).__name__
     where = locate_error(error)
     return (said if plain else f"{type(error).__name__}: {said}") + (f"; in {where}" if where else "")
