@@ -474,12 +474,21 @@ def test_a_notebook_shows_the_same_as_html(compared):
 
 
 def test_latex_is_the_table_for_a_paper(compared):
-    lines = compared.to_latex().splitlines()
-    assert lines[0] == r"\begin{tabular}{lrr}"
+    whole, bare = compared.to_latex(), compared.to_latex(caption="")
+    assert whole.startswith(r"\begin{table}")
+    assert r"\caption{Test accuracy of the personal model in percent, mean (std) over 2 seeds, last round.}" in whole
+    assert r"\label{tab:accuracy}" in whole
+    assert bare.startswith(r"\begin{tabular}{lrr}")
+    assert bare in whole
     bob = 100 * compared.table().loc["bob", "fedbn"]
-    assert f"{bob['mean']:.2f} ({bob['std']:.2f})" in next(line for line in lines if line.startswith("bob"))
-    assert "0." in compared.to_latex("loss")
+    line = next(line for line in compared.to_latex(digits=1).splitlines() if line.startswith("bob"))
+    assert rf"${bob['mean']:.1f} \pm {bob['std']:.1f}$" in line
+    loss = compared.to_latex("loss", caption="Losses & more", label="losses")
+    assert r"\caption{Losses \& more.}" in loss
+    assert r"\label{losses}" in loss
     assert "fedbn" not in compared.to_latex(model="global")
+    with pytest.raises(UsageError, match="unknown model 'local'"):
+        compared.to_latex(model="local")
 
 
 def test_records_and_scope_are_frames(compared):

@@ -141,7 +141,7 @@ def test_bad_data_is_one_message(refuse, tiny_folder, rewrite, tmp_path, spoil, 
         ({"methods": "fedbm"}, "unknown method fedbm: did you mean fedbn? allowed are"),
         ({"methods": "fedavg,fedavg"}, "method fedavg is given twice"),
         ({"methods": "fedprox(mu=a)"}, "method fedprox(mu=a): values must be numbers, strings or True, False, None"),
-        ({"methods": "fedprox(nu=1)"}, "got an unexpected keyword argument nu; fedprox takes ("),
+        ({"methods": "fedprox(nu=1)"}, "unknown argument nu; fedprox takes mu=0.01"),
         ({"methods": "fedbn("}, "method fedbn( cannot be read: write name, name(key=value) or name+name"),
         ({"methods": ""}, "method  names none: write name"),
         ({"methods": "nowhere:method"}, "method nowhere.method: No module named nowhere; install it"),
@@ -149,7 +149,7 @@ def test_bad_data_is_one_message(refuse, tiny_folder, rewrite, tmp_path, spoil, 
         ({"model": "torch.nn:Linear"}, "the model cannot be made for samples of shape (3, 28, 28) and 10 classes"),
         ({"model": "math:pi"}, "model math:pi: pi is not a function"),
         ({"optimizer": "adam"}, "unknown optimizer adam: did you mean adamw? allowed are adamw, sgd"),
-        ({"optimizer": "adamw(beta3=1)"}, "got an unexpected keyword argument beta3; adamw takes (*, beta1: float"),
+        ({"optimizer": "adamw(beta3=1)"}, "unknown argument beta3; adamw takes beta1=0.9, beta2=0.999"),
         ({"optimizer": "adamw(beta1=2)"}, "beta1=2: it must lie in [0, 1)"),
         ({"optimizer": "sgd,adamw"}, "optimizer sgd,adamw: give one, not 2"),
         ({"optimizer": "adamw", "momentum": 0.9}, "momentum and nesterov belong to SGD: leave them out with"),
@@ -164,7 +164,7 @@ def test_bad_data_is_one_message(refuse, tiny_folder, rewrite, tmp_path, spoil, 
         ({"engine": "identity"}, "the identity engine is for one step of each client a round"),
         ({"device": "tpu"}, "device tpu cannot be used here"),
         ({"moments": "trained"}, "moments=trained: tables report models just after aggregation: give loaded as well"),
-        ({"moments": "loaded,later"}, "unknown moment later: did you mean loaded? allowed are loaded, trained"),
+        ({"moments": "loaded,later"}, "unknown moment later: allowed are loaded, trained"),
         ({"newcomers": "pem"}, "unknown client pem: did you mean pen?"),
         ({"epochs": 1, "batches": 1}, "give exactly one of the two"),
         ({"data": "digit"}, "unknown data digit: did you mean digits?"),
@@ -175,7 +175,7 @@ def test_bad_data_is_one_message(refuse, tiny_folder, rewrite, tmp_path, spoil, 
         ({"data": "tiny", "select": "best"}, "needs validation data, which the clients lack: hold some out (val"),
         ({"data": "tiny", "domains": "ann,bbo"}, "unknown domain bbo: did you mean bob? allowed are ann, bob, cid"),
         ({"data": "tiny", "samples": 20}, "client bob has 17 training samples, fewer than samples=20"),
-        ({"data": "tiny", "split": "iid(client=3)"}, "missing a required argument: clients; iid takes (*, cli"),
+        ({"data": "tiny", "split": "iid(client=3)"}, "unknown argument client; iid takes clients, within=all"),
         ({"data": "tiny", "validation": 0.99}, "validation=0.99 leaves client ann no training sample of 26"),
         ({"data": "tiny", "out": "tiny"}, "tiny holds other files: choose a directory that is new or empty (out)"),
         ({"data": "tiny", "out": "tiny/ann.npz"}, "tiny/ann.npz is a file: choose another directory (out)"),
@@ -231,7 +231,7 @@ def test_an_error_of_a_plug_in_is_one_message_too(cli, tiny_folder, tmp_path, mo
     (tmp_path / "faulty.py").write_text("def method():\n    raise RuntimeError('no luck')\n")
     monkeypatch.syspath_prepend(tmp_path)
     said = one_message(cli("run", "--data", tiny_folder, "--method", "faulty:method"), 2)
-    assert said == "method 'faulty.method': no luck; in faulty.py, line 2, in method; faulty.method takes ()"
+    assert said == "method 'faulty.method': no luck; in faulty.py, line 2, in method; faulty.method takes no arguments"
 
 
 def test_an_error_of_a_network_in_training_names_its_line(cli, tiny_folder, tmp_path, monkeypatch):

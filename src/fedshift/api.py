@@ -45,13 +45,13 @@ from .experiments.restoration import read_python_settings, restore_trial, select
 from .new_clients.policies import adapt_all, parse_policies
 from .new_clients.policy_tables import mean_over_seeds, seed_table
 from .new_clients.site_data import find_overlap, load_site, prepare_clients
-from .report.claims import difference_table
+from .report.claims import collect_claims, difference_table
 from .report.figures import make_figures
-from .report.formatting import format_metric_table, to_latex
+from .report.formatting import to_latex
 from .report.html import render_template
-from .report.page import write_page
+from .report.page import make_metric_table, write_page
 from .report.publication import list_parts, print_parts
-from .report.tables import ONE_BY_ONE, accuracy_table
+from .report.tables import accuracy_table
 from .representations import RepresentationComparison, collect_comparison
 from .results.schema import RunSummary
 from .results.summary import read_summary
@@ -132,11 +132,31 @@ class Comparison:
         model: Literal["personal", "global"] = "personal",
         split: Literal["test", "validation"] = "test",
         moment: Literal["loaded", "trained"] = "loaded",
+        *,
+        caption: str | None = None,
+        label: str | None = None,
+        digits: int | None = None,
     ) -> str:
-        r"""Return :meth:`table` for a paper, as LaTeX that needs ``\usepackage{booktabs}``."""
-        summary, shown = self.summary, self.table(metric, model, split, moment)
-        one_by_one = len(summary.clients) <= ONE_BY_ONE
-        return to_latex(format_metric_table(shown, metric or summary.metric, one_by_one=one_by_one))
+        r"""Return :meth:`table` for a paper, as LaTeX that needs ``\usepackage{booktabs}``.
+
+        Args:
+            metric: metric to report; None: the comparison's.
+            model: the model that each client would use, or the server's.
+            split: samples to measure.
+            moment: just after aggregation, or just after local work.
+            caption: caption of the table; None: one that says what is in it; empty: the bare ``tabular``.
+            label: label of the table; None: ``tab:accuracy`` and the like.
+            digits: decimals; None: 2, and 3 for the loss.
+
+        """
+        summary = self.summary
+        self.table(metric, model, split, moment)  # refuses what there is not
+        claims = collect_claims(summary, metric, model)
+        shown = make_metric_table(
+            summary, claims, metric=metric, model=model, split=split, moment=moment, digits=digits
+        )
+        caption, label = (shown.caption if caption is None else caption), label or f"tab:{shown.file}"
+        return to_latex(shown.text, caption, label)
 
     def scope(self, method: str) -> pd.DataFrame:
         """Return what ``method`` does with each entry of the network: loaded, sent, trained; its layer and bytes."""
