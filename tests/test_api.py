@@ -309,6 +309,15 @@ def test_arrays_of_ones_own_and_a_network_of_ones_own(tiny):
         ({"optimizer": torch.optim.SGD, "momentum": 0.9}, "momentum beside optimizer=SGD("),
         ({"optimizer": fedshift.SGD(lr=0.1), "schedule": "step(every=2)"}, "schedule beside optimizer=SGD(lr=0.1"),
         ({"schedule": 3}, "schedule=3 is none: give a text such as 'cosine(floor=0.1)', or fedshift.Cosine"),
+        (
+            {"augment": lambda x, rng: x[:1]},
+            "made torch.float32 [1, 3, 8, 8] of torch.float32 [2, 3, 8, 8]: return images",
+        ),
+        (
+            {"augment": lambda x, rng: None},
+            "made NoneType of torch.float32 [2, 3, 8, 8]: return images of the same kind",
+        ),
+        ({"augment": lambda x: x}, "called with images [2, 3, 8, 8] and a generator, failed: "),
         ({"augment": 3}, "augment=3 is no augmentation: give a text such as 'flip(), rotate(degrees=30)'"),
         ({"out": 3}, "out=3: give a directory, or None"),
         ({"resume": 3}, "resume=3: give a directory, True or False"),
@@ -454,11 +463,14 @@ def test_a_run_of_the_command_line_is_read_in_python(cli, unpublished, tiny_fold
 
 def test_printing_a_result_shows_the_tables_of_the_command_line(cli, undrawn, compared):
     shown = cli("report", compared.directory).out
-    assert str(compared).startswith("Test accuracy of the personal model in percent, mean (std) over 2 seeds, last")
-    for line in filter(None, map(str.strip, str(compared).splitlines())):
-        assert line in shown
-    assert shown.rstrip().splitlines()[-1].startswith("Page: ")
-    assert len(str(compared).splitlines()) >= len(shown.rstrip().splitlines()) - 1
+    lines = str(compared).splitlines()
+    notes = [line for line in lines if line.startswith("note: ")]
+    assert notes == [f"note: {notice}" for notice in compared.summary.notices]
+    assert len(notes) == 2
+    assert lines[2].startswith("Test accuracy of the personal model in percent, mean (std) over 2 seeds, last round")
+    printed = list(filter(None, map(str.strip, lines[2:])))
+    assert all(line in shown for line in printed)
+    assert len(printed) == len(list(filter(None, map(str.strip, shown.splitlines())))) - 1  # that of the page
 
 
 def test_a_notebook_shows_the_same_as_html(compared):

@@ -57,6 +57,7 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time every public nam
         federation as federation,
     )
     from .data.files.folder import read_folder as read_folder
+    from .experiments.experiment import Observer as Observer
     from .methods.agc import agc as agc
     from .methods.centralized import centralized as centralized
     from .methods.ditto import ditto as ditto
@@ -109,6 +110,7 @@ _HOME = {
     ),
     "core.work": ("Work",),
     "data.digits": ("digits",),
+    "experiments.experiment": ("Observer",),
     "data.federation": ("Federation", "federation"),
     "data.files.folder": ("read_folder",),
     **{

@@ -47,7 +47,7 @@ from .new_clients.policy_tables import mean_over_seeds, seed_table
 from .new_clients.site_data import find_overlap, load_site, prepare_clients
 from .report.claims import collect_claims, difference_table
 from .report.figures import make_figures
-from .report.formatting import to_latex
+from .report.formatting import TextTable, to_latex
 from .report.html import render_template
 from .report.page import make_metric_table, write_page
 from .report.publication import list_parts, print_parts
@@ -96,11 +96,17 @@ class Comparison:
 
     def __str__(self) -> str:
         written = StringIO()
-        print_parts(Console(file=written, width=1000), list_parts(self.summary))
+        print_parts(Console(file=written, width=1000), self._list_parts())
         return "\n".join(line.rstrip() for line in written.getvalue().splitlines()).strip("\n")
 
     def _repr_html_(self) -> str:
-        return render_template("notebook.html.j2", parts=list(list_parts(self.summary)))
+        return render_template("notebook.html.j2", parts=list(self._list_parts()))
+
+    def _list_parts(self) -> Iterator[str | TextTable]:
+        """Yield the notices of the run, which the command line prints while it goes, and its tables and sentences."""
+        summary = self.summary
+        yield from (f"note: {notice}" for notice in summary.notices)
+        yield from list_parts(summary)
 
     def table(
         self,

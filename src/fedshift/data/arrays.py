@@ -92,11 +92,12 @@ def read_part(part: Any, where: str, target: str | None = None, skip: Sequence[s
     """
     if isinstance(part, tuple | list) and len(part) == 2:
         return part[0], part[1]
+    if not hasattr(part, "__len__"):
+        kind = "datasets.Dataset" if is_hub_dataset(part) else "torch.utils.data.Dataset"
+        raise UsageError(f"{where}: {type(part).__name__} has no length: give a map-style {kind}")
     if is_hub_dataset(part):
         inputs, label = find_columns(part, where, target, skip)
         return _read_samples(part, where, lambda row: (row[inputs], row[label]))
-    if not hasattr(part, "__len__"):
-        raise UsageError(f"{where}: {type(part).__name__} has no length: give a map-style torch.utils.data.Dataset")
     return _read_samples(part, where, _require_pair)
 
 

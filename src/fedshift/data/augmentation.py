@@ -21,7 +21,8 @@ from torch import Tensor
 
 from ..config.expressions import expressions, resolve
 from ..utils.errors import UsageError, unknown_name
-from ..utils.user_code import identify_function
+from ..utils.random_streams import stream
+from ..utils.user_code import describe_error, identify_function
 from . import image_transforms as ops
 from .federation import Federation
 from .image_transforms import Augmentation, Transform
@@ -93,8 +94,11 @@ class _NamedAugmentation:
         return self.text
 
 
-def check_augmentable(data: Federation) -> None:
-    """Raise :class:`UsageError` unless the samples are images with pixels 0..255 or values around 0 in [-1, 1]."""
+def check_augmentable(data: Federation, augment: Augmentation) -> None:
+    """Raise :class:`UsageError` unless the samples are images that ``augment`` turns into images.
+
+    Their pixels are 0..255, or values around 0 in [-1, 1]. ``augment`` is tried on two of them.
+    """
     for client in data.clients:
         split = client.train
         if len(split.shape) != 3:
@@ -107,6 +111,23 @@ def check_augmentable(data: Federation) -> None:
                 f"augment takes pixels 0..255 or values around 0 from -1 to 1, but those of client {client.name!r} go "
                 f"from {low:g} to {high:g}: scale them (2 x - 1 for values from 0 to 1), or leave augment out"
             )
+    data.clients[0].train.inputs(slice(0, 2), augment=lambda x: _try(augment, x))
+
+
+def _try(augment: Augmentation, x: Tensor) -> Tensor:
+    try:
+        made: object = augment(x.clone(), stream(0, "augment", "trial"))
+    except UsageError:
+        raise
+    except Exception as error:
+        raise UsageError(
+            f"augment {augment}, called with images {list(x.shape)} and a generator, failed: {describe_error(error)}. "
+            "Give a function of both that returns new images"
+        ) from error
+    if not isinstance(made, Tensor) or (made.shape, made.dtype) != (x.shape, x.dtype):
+        kind = f"{made.dtype} {list(made.shape)}" if isinstance(made, Tensor) else type(made).__name__
+        raise UsageError(f"augment {augment} made {kind} of {x.dtype} {list(x.shape)}: return images of the same kind")
+    return made
 
 
 def _look_up(name: str) -> Callable[..., Augmentation]:
