@@ -442,6 +442,8 @@ def test_what_a_file_cannot_hold_is_given_again(cli, undrawn, own_run, tiny, tmp
         "fedavg,fedbn", data=tiny, model=network, rounds=2, batch_size=8, resume=own_run, progress=False
     )
     assert longer.records["round"].max() == 2
+    rated = fedshift.read_run(longer.directory, data=tiny, model=network, optimizer=torch.optim.SGD, seeds=[0])
+    assert rated.model("fedbn", client="ann")[1].weight.equal(longer.model("fedbn", client="ann")[1].weight)
     with pytest.raises(UsageError, match="unknown argument 'modle': did you mean 'model'"):
         fedshift.read_run(own_run, modle=network)
     with pytest.raises(UsageError, match="holds no run"):

@@ -16,6 +16,7 @@ from ..results.run_directory import trial_folder
 from ..utils.errors import UsageError, unknown_name
 from .experiment import BEST, CHECKPOINT, Experiment
 from .factory import make_experiment, parse_methods
+from .python_settings import OF_OPTIMIZER
 from .settings import Settings
 from .trial import Trial
 
@@ -51,7 +52,9 @@ def read_python_settings(directory: Path, given: Mapping[str, Any]) -> dict[str,
     if (share := values.get("participation")) is not None and share >= 1:
         values["participation"] = int(share)
     values["device"] = resolve_device(RunSpec(device=values.get("device", RunSpec.device)))[0]
-    values |= given
+    whole = {"optimizer": OF_OPTIMIZER, "seeds": ("seeds", "first_seed")}
+    replaced = {each for name, several in whole.items() if name in given for each in several}
+    values = {name: value for name, value in values.items() if name not in replaced} | dict(given)
     for name in ("methods", "data"):
         if values.get(name) is None:
             raise UsageError(f"{directory} does not say which {name} it was run with: give {name}=...")
