@@ -555,6 +555,20 @@ def test_what_was_done_before_an_interruption_is_kept_and_said(tiny, Listener):
     shutil.rmtree(directory)
 
 
+def test_what_other_methods_did_before_one_diverged_is_kept(tiny, tmp_path):
+    with pytest.raises(FedshiftError, match="training diverged") as failed:
+        fedshift.compare("fedprox(mu=1e30),fedavg", data=tiny, rounds=2, batch_size=8, out=tmp_path / "run")
+    assert f"resume='{tmp_path / 'run'}'" in failed.value.__notes__[0]
+    rest = fedshift.read_run(tmp_path / "run")
+    assert rest.table()["fedavg"]["mean"].notna().all()
+    assert "note: fedprox(mu=1e+30), seed 0: training diverged" in str(rest)
+    with pytest.raises(FedshiftError, match="training diverged"):
+        fedshift.compare("fedavg", data=tiny, lr=1e29, batch_size=8, out=tmp_path / "none")
+    assert str(fedshift.read_run(tmp_path / "none")).endswith(
+        "No round was evaluated yet, so there is nothing to report."
+    )
+
+
 def test_errors_of_the_run_directory_are_those_of_the_command_line(tiny, tmp_path):
     settings = {"data": tiny, "batch_size": 8, "rounds": 1, "out": tmp_path / "run"}
     fedshift.compare("fedbn", **settings)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..config.expressions import list_catalog, resolve
+from ..config.expressions import EMBEDDED, list_catalog, resolve
 from ..config.spec import PYTHON, CompareSpec, DataSpec, check_settings
 from ..core.loss import CustomLoss, Loss, as_loss, parse_loss
 from ..core.method import Method
@@ -24,7 +24,7 @@ from ..core.optimizer import SGD, AdamW, Cosine, Exponential, Optimizer, Schedul
 from ..data.augmentation import as_augmentation, write_augmentation
 from ..data.federation import Federation
 from ..data.objects import FORMS
-from ..data.sources import EMBEDDED, load_source, prepare_clients
+from ..data.sources import load_source, prepare_clients
 from ..utils.errors import UsageError
 from ..utils.user_code import describe_error, describe_function, find_import_path
 from .experiment import Experiment
