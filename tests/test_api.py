@@ -299,7 +299,10 @@ def test_arrays_of_ones_own_and_a_network_of_ones_own(tiny):
         ({"model": nn.Linear(2, 2)}, "model is a Linear: give a name, or a function (sample_shape, classes)"),
         ({"model": 3}, "model is a int: give a name, or a function"),
         ({"model": lambda: nn.Linear(2, 2)}, "takes 0 positional arguments but 2 were given): give a function"),
-        ({"model": lambda shape, classes: 3}, "the model's function, made a int, not a torch.nn.Module: return the"),
+        (
+            {"model": lambda shape, classes: 3},
+            "the model's function made a int, not a torch.nn.Module: return the network in <lam",
+        ),
         ({"loss": 3}, "loss=3 is not a loss: give a text such as 'cross_entropy'"),
         ({"loss": nn.MSELoss}, "loss MSELoss ("),
         ({"optimizer": 3}, "optimizer=3 is unknown: allowed are sgd and adamw"),

@@ -106,7 +106,7 @@ class Comparison:
         """Yield the notices of the run, which the command line prints while it goes, and its tables and sentences."""
         summary = self.summary
         yield from (f"note: {notice}" for notice in summary.notices)
-        yield from list_parts(summary)
+        yield from list_parts(summary, "table()")
 
     def table(
         self,

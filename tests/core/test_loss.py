@@ -274,8 +274,8 @@ def test_a_wrong_number_of_weights_is_named_when_resolved():
         ("cross_entropy(weights=(0, 0))", "one of them above 0"),
         ("cross_entropy(weights=())", "one of them above 0"),
         ("focal(weights='equal')", "weights='equal' is unknown: give 'balanced', 'inverse_frequency' or a number for"),
-        ("focal(weights=3)", "focal takes (*, weights:"),
-        ("focal(alpha=3)", "unexpected keyword argument 'alpha'; focal takes (*, weights:"),
+        ("focal(weights=3)", "focal takes weights=None, gamma=2.0"),
+        ("focal(alpha=3)", "unknown argument 'alpha'; focal takes weights=None, gamma=2.0"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_done_is_refused_and_said(text, said):

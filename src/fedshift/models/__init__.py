@@ -30,8 +30,10 @@ def make_network(model: ModelFactory, shape: tuple[int, ...], classes: int) -> n
             "give a function (sample_shape, classes) -> nn.Module that takes them"
         ) from error
     if not isinstance(network, nn.Module):
-        made = f"{describe_function(model)}, the model's function, made a {type(network).__name__}"
-        raise UsageError(f"{made}, not a torch.nn.Module: return the network")
+        raise UsageError(
+            f"the model's function made a {type(network).__name__}, not a torch.nn.Module: return the network in "
+            f"{describe_function(model)}"
+        )
     if any(nn.parameter.is_lazy(tensor) for tensor in (*network.parameters(), *network.buffers())):
         with torch.no_grad():  # gives lazy layers their shapes, without moving statistics
             network.eval()(torch.zeros(1, *shape))

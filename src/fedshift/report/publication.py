@@ -27,18 +27,25 @@ def print_lines(console: Console, *lines: str) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def list_parts(summary: RunSummary) -> Iterator[str | TextTable]:
-    """Yield the sentences and tables of ``summary`` that the terminal shows, in order."""
+def list_parts(summary: RunSummary, whole: object) -> Iterator[str | TextTable]:
+    """Yield the sentences and tables of ``summary`` that the terminal shows, in order.
+
+    ``whole``: where the values of each client are, which a table of many clients leaves out.
+    """
     if not (summary.rows["moment"] == "loaded").any():
         yield "No round was evaluated yet, so there is nothing to report."
         return
     claims = collect_claims(summary)
-    yield from _list_results(summary, claims, collect_tables(summary, claims))
+    yield from _list_results(summary, claims, collect_tables(summary, claims), whole)
 
 
-def _list_results(summary: RunSummary, claims: Claims, tables: Mapping[str, ReportTable]) -> Iterator[str | TextTable]:
+def _list_results(
+    summary: RunSummary, claims: Claims, tables: Mapping[str, ReportTable], whole: object
+) -> Iterator[str | TextTable]:
     for table in (tables[name] for name in SHOWN if name in tables):
         yield from (table.caption, table.text)
+    if len(summary.clients) > ONE_BY_ONE:
+        yield f"Each client is in {whole}."
     if (summary.rows["split"] == "validation").any():
         validation = accuracy_table(summary, split="validation")
         means = validation.iloc[len(summary.clients)].unstack()["mean"]
@@ -60,19 +67,17 @@ def print_parts(console: Console, parts: Iterable[str | TextTable]) -> None:
 def publish_summary(summary: RunSummary, directory: Path, console: Console) -> None:
     """Print the tables of ``summary``, and write tables, figures and page into ``directory``."""
     if not (summary.rows["moment"] == "loaded").any():
-        print_parts(console, list_parts(summary))
+        print_parts(console, list_parts(summary, directory))
         return
     claims = collect_claims(summary)
     tables, folder = collect_tables(summary, claims), directory / "tables"
-    print_parts(console, _list_results(summary, claims, tables))
+    print_parts(console, _list_results(summary, claims, tables, folder / f"{summary.metric}.csv"))
     for table in (tables[name] for name in SHOWN if name in tables):
         write_table(folder, table.file, table.text, table.frame, table.caption)
     if "differences" not in tables:
         write_atomically(folder / "differences.csv", to_csv(tabulate_claims(claims)).encode())
     if (summary.rows["split"] == "validation").any():
         write_atomically(folder / "validation.csv", to_csv(accuracy_table(summary, split="validation")).encode())
-    if len(summary.clients) > ONE_BY_ONE:
-        print_lines(console, f"Each client is in {folder / summary.metric}.csv.")
     save_figures(summary, directory / "figures")
     write_page(summary, directory / "report.html")
     print_lines(console, f"Page: {directory / 'report.html'}")

@@ -68,7 +68,7 @@ def find_import_path(thing: Any) -> str | None:
 
 
 def _is_of_user(file: str) -> bool:
-    if file.startswith("<frozen"):
+    if file == "<string>" or file.startswith("<frozen"):  # made by dataclasses, for example
         return False
     return not any(Path(file).is_relative_to(folder) for folder in (str(PACKAGE), *INSTALLED))
 
