@@ -287,7 +287,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8, help="rounds of each run that is timed")
     options = parser.parse_args()
     in_namespace()
-    import fedshift.flower.transport.no_telemetry  # noqa: F401
+    import fedshift.flower  # noqa: F401
 
     print(f"{platform.machine()}, {os.cpu_count()} cores, flwr {version('flwr')}, torch {version('torch')}\n")
     if "time" in options.parts:

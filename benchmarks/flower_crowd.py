@@ -13,7 +13,7 @@ import time
 from contextlib import ExitStack
 from typing import Any
 
-import fedshift.flower.transport.no_telemetry  # noqa: F401  isort: skip  (before anything of flwr: it keeps Flower quiet)
+import fedshift.flower  # noqa: F401  isort: skip  (before anything of flwr: it keeps Flower quiet)
 
 from flwr.app import Message
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from fedshift.cli.app import main
+from fedshift.config.settings_file import format_settings, read_run_settings
 from fedshift.config.spec import CompareSpec, RunSpec
 from fedshift.data.federation import Federation, federation
 from fedshift.experiments.experiment import Observer
@@ -130,6 +131,10 @@ def program():
         process.communicate()
 
 
+VARYING = ("seconds", "crc32")
+"""Entries of a round's record that differ between equal runs."""
+
+
 def left_behind(path: Path) -> dict[str, object]:
     """What run directory ``path`` holds that must not depend on how often it was stopped, by trial and file."""
     found: dict[str, object] = {}
@@ -138,10 +143,16 @@ def left_behind(path: Path) -> dict[str, object]:
             key = f"{trial.name}/{file.name}"
             if file.name == "rounds.jsonl":
                 rows = map(json.loads, file.read_text().splitlines())
-                found[key] = [{name: value for name, value in row.items() if name != "seconds"} for row in rows]
+                found[key] = [{name: value for name, value in row.items() if name not in VARYING} for row in rows]
             else:
                 found[key] = file.read_bytes()
     return found
+
+
+def change_settings(run: Path, **changes: object) -> None:
+    """Write the settings of ``run`` again with ``changes``, as if it had been begun with them."""
+    values = {**read_run_settings(run).values, **changes}
+    (run / "config.toml").write_text(format_settings(values, run))
 
 
 @pytest.fixture

@@ -275,7 +275,7 @@ def test_a_damaged_checkpoint_is_one_message_and_exit_code_1(cli, unpublished, t
     checkpoint.write_bytes(content if spoil == "flip" else content[:-100])
     said = one_message(cli("run", "--resume", "out", "--rounds", 2), 1)
     assert said.startswith(f"checkpoint out/{CHECKPOINT} is corrupt")
-    assert said.endswith("restore the file from a copy, or remove it to begin this run again from round 1")
+    assert said.endswith("restore the file from a copy, or remove its folder to begin this trial again from round 1")
 
 
 def test_a_diverging_run_says_where_keeps_the_last_good_round_and_exits_with_1(cli, unpublished, tiny_folder, tmp_path):

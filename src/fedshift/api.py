@@ -54,7 +54,7 @@ from .report.publication import list_parts, print_parts
 from .report.tables import accuracy_table
 from .representations import RepresentationComparison, collect_comparison
 from .results.schema import RunSummary
-from .results.summary import read_summary
+from .results.summary import holds_run, read_summary
 from .utils.errors import FedshiftError, UsageError, unknown_name
 from .utils.user_code import locate_error
 
@@ -324,7 +324,7 @@ def compare(given: CompareArguments) -> Comparison:
             with limit_threads(given.threads), _observe(given) as observer:
                 experiment.run(path, resume=resume, observer=observer, stop=given.stop)
         except BaseException as error:
-            if (path / "study.json").exists() and not isinstance(error, UsageError):
+            if holds_run(path) and not isinstance(error, UsageError):
                 said = repr(str(path))
                 error.add_note(
                     f"What was done is kept: compare(..., resume={said}) goes on, read_run({said}) shows it."

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from fedshift import __version__
+from fedshift.config.settings_file import format_settings
 from fedshift.config.spec import CompareSpec, read_help
 from fedshift.engines import sequential
 from fedshift.results.checkpoint import load_checkpoint
@@ -247,7 +248,7 @@ def test_a_report_of_what_no_command_wrote_is_refused(cli, tmp_path, where):
     for folder, file in (("empty", None), ("other", "results/a.txt"), ("begun", "config.toml")):
         (tmp_path / folder / "results").mkdir(parents=True)
         if file:
-            (tmp_path / folder / file).touch()
+            (tmp_path / folder / file).write_text(format_settings({}, tmp_path / folder))
     outcome = cli("report", where)
     assert (outcome.code, outcome.out) == (2, "")
     assert f"{where} holds no run: give a directory that `fedshift run`, `compare`, `sweep` or" in outcome.err
@@ -256,7 +257,7 @@ def test_a_report_of_what_no_command_wrote_is_refused(cli, tmp_path, where):
 def test_a_report_names_settings_that_are_damaged(cli, tmp_path):
     (tmp_path / "config.toml").write_text("over = [")
     outcome = cli("report", ".")
-    assert (outcome.code, "config.toml is damaged (" in outcome.err) == (2, True)
+    assert (outcome.code, "config.toml was edited or is damaged (" in outcome.err) == (1, True)
 
 
 def test_a_profile_says_where_the_time_went_and_how_near_to_the_peak_training_came(cli, unpublished, tiny_folder):

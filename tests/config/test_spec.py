@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from fedshift.cli import app as program
+from fedshift.config.settings_file import format_settings, to_toml
 from fedshift.config.spec import CompareSpec, RunSpec
-from fedshift.results.run_directory import to_toml
 
 OTHER = {
     "data": "some/where", "domains": "ann,bob", "samples": 20, "validation": 0.25, "image_size": 16, "classes": 4,
@@ -72,7 +72,7 @@ def test_toml_and_flags_say_the_same(resolved, tmp_path, command, spec, values):
 def test_what_a_run_writes_down_is_what_it_was_asked(resolved, tmp_path):
     spec = RunSpec(**RUN)
     assert tomllib.loads(to_toml(dataclasses.asdict(spec))) == RUN
-    (tmp_path / "config.toml").write_text(to_toml(dataclasses.asdict(RunSpec())))
+    (tmp_path / "config.toml").write_text(format_settings(dataclasses.asdict(RunSpec()), tmp_path))
     assert resolved("run", "--resume", tmp_path) == (RunSpec(), None, tmp_path)
 
 
@@ -94,7 +94,7 @@ def test_lists_and_dashes_may_be_written_in_toml(resolved, tmp_path):
 
 
 def test_the_settings_of_a_resumed_run_are_those_it_was_begun_with(resolved, tmp_path):
-    (tmp_path / "config.toml").write_text("lr = 0.5\nrounds = 3\n")
+    (tmp_path / "config.toml").write_text(format_settings({"lr": 0.5, "rounds": 3}, tmp_path))
     assert resolved("run", "--resume", tmp_path) == (RunSpec(lr=0.5, rounds=3), None, tmp_path)
     assert resolved("run", f"--resume={tmp_path}", "--rounds=5") == (RunSpec(lr=0.5, rounds=5), None, tmp_path)
 
@@ -140,7 +140,7 @@ def test_a_settings_file_that_is_no_text_is_refused(resolved, tmp_path):
 
 
 def test_a_single_runs_settings_are_not_for_compare(resolved, tmp_path):
-    (tmp_path / "config.toml").write_text('method = "fedbn"\n')
+    (tmp_path / "config.toml").write_text(format_settings({"method": "fedbn"}, tmp_path))
     outcome = resolved("compare", "--resume", tmp_path)
     assert outcome.code == 2
     assert "has 'method': use it with `fedshift run`" in outcome.err

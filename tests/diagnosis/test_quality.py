@@ -195,7 +195,7 @@ def test_copies_agree_with_a_search_of_all_pairs():
         len({other[4] for other in places if other[3] == one[3]}) > 1 for one in places
     )
     groups = Counter(place[3] for place in places)
-    assert sorted(len(group) for group in find_duplicates(survey_splits(data)).groups) == sorted(
+    assert sorted(find_duplicates(survey_splits(data)).groupby("group").size()) == sorted(
         n for n in groups.values() if n > 1
     )
 

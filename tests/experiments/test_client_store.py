@@ -15,7 +15,8 @@ from fedshift.core.work import Work
 from fedshift.experiments.client_store import ClientStore, remove_unused_segments
 from fedshift.experiments.settings import Settings
 from fedshift.experiments.trial import Trial
-from fedshift.results.checkpoint import load_checkpoint, load_facts
+from fedshift.results.checkpoint import load_checkpoint
+from fedshift.results.trial_records import load_facts
 from fedshift.utils.errors import FedshiftError
 from fedshift.utils.state import is_equal, nbytes
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import fedshift
+from fedshift.config.settings_file import to_toml
 from fedshift.config.spec import CompareSpec
 from fedshift.core.loss import CrossEntropy, Focal
 from fedshift.core.method import Method
@@ -18,7 +19,6 @@ from fedshift.data.augmentation import flip, parse_augmentation, rotate, sequenc
 from fedshift.experiments.factory import make_experiment
 from fedshift.experiments.python_settings import make_python_experiment
 from fedshift.models.digits import small_cnn
-from fedshift.results.run_directory import to_toml
 from fedshift.utils.errors import UsageError
 
 
@@ -178,8 +178,10 @@ def test_data_are_written_where_they_have_a_name(tiny, tiny_folder, monkeypatch)
     assert write({"a": tiny_arrays(tiny)})["python"] == {"data": "a dict in memory"}
     assert write(tiny_folder)["data"] == str(tiny_folder)
     monkeypatch.chdir(tiny_folder.parent)
-    assert write(Path("tiny"))["data"] == "./tiny"
-    assert write("tiny")["data"] == "tiny"
+    assert write(Path("tiny"))["data"] == write("tiny")["data"] == str(tiny_folder)
+    called_digits = tiny_folder.rename(tiny_folder.parent / "digits")
+    assert write(Path("digits"))["data"] == str(called_digits)
+    assert write("digits")["data"] == "digits"
 
 
 def test_settings_of_files_are_refused_for_what_is_no_file(tiny):

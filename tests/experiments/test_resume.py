@@ -3,11 +3,13 @@
 import os
 import signal
 import sys
+from shutil import copy, rmtree
 from threading import Event
 
 import pytest
 from torch import nn
 
+from fedshift.engines.engine import Diverged
 from fedshift.results.checkpoint import load_checkpoint, save_checkpoint
 from fedshift.results.run_directory import append_rows
 from fedshift.results.schema import read_rows
@@ -300,12 +302,12 @@ def test_networks_with_the_same_tensors_but_other_layers_are_told_apart(make, tm
 def test_a_checkpoint_of_another_seed_is_refused(make, tmp_path):
     make(rounds=1, seeds=2).run(tmp_path / "run")
     trials = tmp_path / "run" / "trials"
-    (trials / "fedbn-seed0" / "checkpoint.safetensors").replace(trials / "fedbn-seed1" / "checkpoint.safetensors")
+    copy(trials / "fedbn-seed0" / "checkpoint.safetensors", trials / "fedbn-seed1" / "checkpoint.safetensors")
     with pytest.raises(UsageError, match="begun with another seed: then '0', now '1'"):
         make(rounds=1, seeds=2).run(tmp_path / "run", resume=True)
 
 
-def test_a_damaged_checkpoint_is_refused_and_its_removal_begins_again(make, tmp_path, assert_same):
+def test_a_damaged_or_removed_checkpoint_is_refused_until_the_trial_is_removed(make, tmp_path, assert_same):
     make().run(tmp_path / "run")
     make().run(tmp_path / "other")
     checkpoint = tmp_path / "run" / "trials" / "fedbn-seed0" / "checkpoint.safetensors"
@@ -315,8 +317,45 @@ def test_a_damaged_checkpoint_is_refused_and_its_removal_begins_again(make, tmp_
     with pytest.raises(FedshiftError, match="corrupt or truncated \\(its checksum does not match\\): restore the file"):
         make().run(tmp_path / "run", resume=True)
     checkpoint.unlink()
+    with pytest.raises(FedshiftError, match=r"checkpoint.safetensors is missing, but rounds are recorded beside it: "):
+        make().run(tmp_path / "run", resume=True)
+    rmtree(checkpoint.parent)
     make().run(tmp_path / "run", resume=True)
     assert_same(tmp_path / "run", tmp_path / "other")
+
+
+class Refusing(Exception):
+    """Local work cannot begin."""
+
+
+@pytest.mark.parametrize("error", [Refusing(), Diverged("client 'ann', round 3, step 0: the loss is nan")])
+def test_more_rounds_that_fail_before_the_first_leave_the_run_what_it_was(make, tmp_path, monkeypatch, error):
+    make(rounds=2).run(tmp_path / "run")
+    names = ("config.toml", "study.json", "environment.json")
+    before = {name: (tmp_path / "run" / name).read_bytes() for name in names}
+
+    def advance(*_):
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr("fedshift.experiments.trial.Trial.advance", advance)
+        with pytest.raises(type(error)):
+            make(rounds=6).run(tmp_path / "run", resume=True)
+    assert {name: (tmp_path / "run" / name).read_bytes() for name in names} == before
+    assert read_summary(tmp_path / "run").rounds == 2
+    stop = Event()
+    stop.set()
+    make(rounds=6).run(tmp_path / "run", resume=True, stop=stop)
+    assert read_summary(tmp_path / "run").rounds == 2
+
+
+def test_more_rounds_are_written_down_with_the_first_that_is_done(make, tmp_path, Listener):
+    make(rounds=2).run(tmp_path / "run")
+    stop = Event()
+    make(rounds=6).run(tmp_path / "run", resume=True, stop=stop, observer=Listener(lambda _: stop.set()))
+    study = read_summary(tmp_path / "run")
+    assert (study.rounds, study.traffic["round"].max()) == (6, 3)
+    assert "rounds = 6\n" in (tmp_path / "run" / "config.toml").read_text()
 
 
 def test_a_damaged_best_checkpoint_is_written_anew(make, tmp_path, assert_same, Listener):

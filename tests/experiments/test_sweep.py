@@ -11,14 +11,16 @@ import pandas as pd
 import pytest
 from pydantic import ValidationError
 
+from fedshift.config.settings_file import read_run_settings
 from fedshift.config.spec import CompareSpec, SweepSpec, read_settings
 from fedshift.engines.engine import Diverged
 from fedshift.experiments.experiment import Experiment
 from fedshift.experiments.settings import Settings
 from fedshift.experiments.sweep import make_combinations, parse_swept, split_settings
+from fedshift.experiments.trial import Trial
 from fedshift.report.tables import seed_table
 from fedshift.results.summary import read_summary
-from fedshift.utils.errors import UsageError
+from fedshift.utils.errors import FedshiftError, UsageError
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "sweeps"
 LOCAL = ("epochs=1,batch_size=8", "epochs=1,batch_size=full", "epochs=2,batch_size=8", "epochs=2,batch_size=full")
@@ -156,6 +158,21 @@ def test_every_example_is_a_sweep_of_a_few_lines():
 # What is run
 
 
+def test_more_rounds_that_fail_leave_the_sweep_what_it_was(sweep, cli, tmp_path, pageless, monkeypatch):
+    assert sweep("--over", "epochs=1,2", "--out", "out", methods="fedavg", rounds=1).code == 0
+    before = (tmp_path / "out" / "config.toml").read_bytes()
+
+    def fail(*_):
+        raise FedshiftError("no engine")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Trial, "advance", fail)
+        assert cli("sweep", "--resume", "out", "--rounds", 2).code == 1
+    assert (tmp_path / "out" / "config.toml").read_bytes() == before
+    assert cli("sweep", "--resume", "out", "--rounds", 2).code == 0
+    assert read_run_settings(tmp_path / "out").values["rounds"] == 2
+
+
 def test_every_combination_is_the_comparison_of_the_same_settings_bit_for_bit(
     sweep, cli, tiny_folder, tmp_path, pageless, assert_same
 ):
@@ -166,7 +183,7 @@ def test_every_combination_is_the_comparison_of_the_same_settings_bit_for_bit(
         alone = ("--epochs", epochs, "--batch-size", size, "--rounds", 2, "--methods", "fedavg,fedbn")
         assert cli("compare", "--data", tiny_folder, *alone, "--out", "one-" + folder).code == 0
         assert_same(tmp_path / "all" / folder, tmp_path / ("one-" + folder))
-        kept = [(tmp_path / place / "config.toml").read_text() for place in (Path("all") / folder, "one-" + folder)]
+        kept = [read_run_settings(tmp_path / place).values for place in (Path("all") / folder, "one-" + folder)]
         assert kept[0] == kept[1]
 
 
@@ -358,3 +375,33 @@ def test_methods_keep_their_names_where_a_swept_setting_adds_to_them(sweep, tmp_
     assert lines[0] == "| agc | fedavg | fedbn |"
     assert [line.split(" | ")[0] for line in lines[2:4]] == ["| none", "| 0.01"]
     assert "by itself is no claim. Which methods are told apart is on the page of each comparison" in lines[-1]
+
+
+def test_a_sweep_that_was_stopped_begins_with_the_line_that_says_where_it_is(
+    sweep, cli, tmp_path, unpublished, monkeypatch
+):
+    over = ("--over", "epochs=1,2,3", "--validation", 0.4, "--target-metric", 0.999)
+    monkeypatch.setattr("fedshift.report.sweep_report.sweep_figures", lambda _: {})
+    real, rounds = Trial.advance, []
+
+    def advance(trial, *given):
+        if len(rounds) == 5:  # of which four are the first combination's
+            raise KeyboardInterrupt
+        rounds.append(1)
+        return real(trial, *given)
+
+    monkeypatch.setattr(Trial, "advance", advance)
+    assert sweep(*over, "--evaluate-every", 1, "--out", "out").code == 130
+    printed = cli("report", "out").out
+    line = (
+        "PARTIAL: epochs=2: 2 rounds were asked for, and so far fedavg has reached round 1, fedbn has not been "
+        "evaluated. Methods are compared only where both have reached the same round. epochs=3: not evaluated yet."
+    )
+    assert printed.startswith(line)
+    assert "where their validation data are best" not in printed
+    assert "not yet" in printed
+    for file in (tmp_path / "out" / "tables").iterdir():
+        assert "PARTIAL: epochs=2" in file.read_text().splitlines()[0], file.name
+    table = (tmp_path / "out" / "tables" / "sweep.md").read_text().splitlines()
+    assert "**" not in next(row for row in table if row.startswith("| 2"))
+    assert f'<p class="partial">{line}' in (tmp_path / "out" / "sweep.html").read_text()

@@ -14,10 +14,10 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from fedshift.flower.transport.no_telemetry import QUIET
+from fedshift.config.settings_file import to_toml
+from fedshift.flower import QUIET
 from fedshift.flower.transport.pki import make_authority
 from fedshift.flower.transport.programs import free_port
-from fedshift.results.run_directory import to_toml
 from tests.flower.gated import GATE
 
 ROOT = Path(__file__).parents[2]

@@ -12,7 +12,7 @@ import pytest
 from fedshift.config.spec import RunSpec
 from fedshift.experiments.experiment import Observer
 from fedshift.flower.server import serve as serving
-from fedshift.flower.server.serve import ListenOptions, _Coordination, _ProgressReceiver
+from fedshift.flower.server.serve import ListenOptions, _Coordination
 from fedshift.flower.site import join as joining
 from fedshift.flower.site.join import CoordinatorLink
 from fedshift.flower.transport.exchange import Exchange
@@ -165,7 +165,7 @@ def coordination(monkeypatch, tmp_path):
         watched = Watched()
         try:
             with _Coordination(RunSpec(), reach(port=port), tmp_path / "run") as work:
-                return work.run(_ProgressReceiver(watched), stop or threading.Event()), watched.heard
+                return work.run(watched, stop or threading.Event()), watched.heard
         finally:
             listening[0].close()
 

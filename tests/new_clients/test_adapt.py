@@ -31,6 +31,7 @@ from fedshift.new_clients.site_data import find_overlap, load_site
 from fedshift.results.schema import compute_metric, read_rows
 from fedshift.utils.errors import FedshiftError, UsageError
 from fedshift.utils.state import is_equal
+from tests.conftest import change_settings
 
 ROOT = Path(__file__).parents[2]
 POLICIES = ["average", "reestimate", "nearest", "finetune", "finetune_bn"]
@@ -53,8 +54,7 @@ def run(make, kept, tiny_folder, tmp_path):
     if not kept.exists():
         make(methods="fedavg,fedbn,fedwon", **LEFT).run(kept)
     copytree(kept, tmp_path / "run")
-    settings = tmp_path / "run" / "config.toml"
-    settings.write_text(re.sub(r"(?m)^data = .*$", f'data = "{tiny_folder}"', settings.read_text()))
+    change_settings(tmp_path / "run", data=str(tiny_folder))
     return tmp_path / "run"
 
 
@@ -154,8 +154,7 @@ def test_a_method_is_found_as_it_was_given_whatever_is_in_its_brackets(make):
 def test_a_run_of_a_device_that_is_not_here_is_adapted_on_the_processor_and_that_is_said(cli, run, tiny_folder):
     words = ("adapt", run, "--data", tiny_folder, "--clients", "cid", "--policies", "average", "--methods", "fedbn")
     plain = cli(*words).out
-    settings = run / "config.toml"
-    settings.write_text(settings.read_text().replace('device = "cpu"', 'device = "cuda:99"'))
+    change_settings(run, device="cuda:99")
     said = "note: the run was made on cuda:99, which cannot be used here: computed on cpu (--device)\n"
     assert cli(*words).out == plain + said
     assert cli(*words, "--device", "cpu").out == plain
@@ -173,7 +172,7 @@ def test_a_trial_that_is_damaged_or_not_there_stops_no_other(cli, run, tiny_fold
     for file, damaged, said in (
         (states, bytes(flipped), "is corrupt: what it holds of client"),
         (checkpoint, whole[:-9], "is corrupt or truncated"),
-        (checkpoint, whole.replace(rb"\"format\": 3", rb"\"format\": 2"), "was written by another version of fedshift"),
+        (checkpoint, whole.replace(rb"\"format\": 4", rb"\"format\": 3"), "was written by another version of fedshift"),
         (checkpoint, None, "no checkpoint at"),
     ):
         file.unlink()
@@ -189,10 +188,10 @@ def test_a_trial_that_is_damaged_or_not_there_stops_no_other(cli, run, tiny_fold
 
 
 def test_rounds_that_a_run_has_not_done_are_told(cli, run, tiny_folder):
-    settings = run / "config.toml"
-    settings.write_text(settings.read_text().replace("rounds = 2", "rounds = 5"))
+    change_settings(run, rounds=5)
     outcome = cli("adapt", run, "--data", tiny_folder, "--policies", "average", "--methods", "fedbn")
     assert "note: fedbn, seed 0: 2 of 5 rounds are done" in outcome.out
+    assert outcome.out.startswith("PARTIAL: 5 rounds were asked for, and so far fedbn has reached round 2.\n")
 
 
 def test_a_client_of_one_sample_lacks_what_needs_several_and_the_others_have_it(run, tiny):

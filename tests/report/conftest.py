@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
-from fedshift.report import page
+from fedshift.report import html, page
 from fedshift.results.schema import MethodSummary, RunSummary, rows_to_frame
 
 SUPPORT = {"a": (80, 20), "b": (150, 150)}  # samples of each class in the test data and in the validation data
@@ -170,10 +170,12 @@ def show():
 
     def rendered(name, study):
         if name not in known:
-            drawn, svg = [], page.to_svg
+            drawn, svg = [], html.to_svg
             with pytest.MonkeyPatch.context() as patched:
-                patched.setattr(page, "to_svg", lambda figure: drawn.append((figure, svg(figure))) or drawn[-1][1])
-                known[name] = Shown(page=page.render_page(study), drawn=drawn)
+                patched.setattr(html, "to_svg", lambda figure: drawn.append((figure, svg(figure))) or drawn[-1][1])
+                whole = page.render_page(study)
+            panels = [(figure, text) for figure, text in drawn if figure.get_figwidth() > 1]  # not the legend's entries
+            known[name] = Shown(page=whole, drawn=panels)
         return known[name]
 
     return rendered

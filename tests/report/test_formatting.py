@@ -114,7 +114,9 @@ def test_readings(make_study):
     assert read({"fedavg": low, "fedbn": low[:1]}) == f"fedbn is level with fedavg over one seed: {few}"
     assert read({"fedavg": low[:1], "fedbn": high[:1]}) == f"fedbn lies 5.00 points above fedavg over one seed: {few}"
     assert read({"fedavg": low[:2], "fedbn": high}) == f"fedbn lies 5.50 points above fedavg over 2 seeds: {few}"
-    assert read({"fedavg": low, "fedbn": []}) == "fedbn and fedavg have no evaluated seed in common."
+    assert read({"fedavg": low, "fedbn": []}) == (
+        "fedbn and fedavg have no seed under which both were evaluated after the same round."
+    )
 
 
 def test_ties_are_level(make_study):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from fedshift.report import write_page
+from fedshift.report.formatting import MINUS
 from fedshift.report.html import embed_svg, encode_strip
 from fedshift.report.page import render_page
 from fedshift.results.schema import PICTURED
@@ -68,7 +69,9 @@ def test_numbers_and_best_in_bold(study, undrawn):
     text = render_page(study)
     assert "<strong>63.00 (3.00)</strong>" in text
     assert "<strong>fedbn with 73.00 (3.00)</strong>" in text
-    assert "fedbn is above fedavg by 6.00 points (95% interval +3.52 to +8.48 over 3 seeds, p 0.009)." in text
+    claim = f"fedbn {MINUS} fedavg|yes|+6.00|+3.52 to +8.48|0.009|3|"
+    assert claim in re.sub(r"(<[^>]*>)+", "|", text)
+    assert "told apart from every other method" in text
     assert "1 shared (432 B), 2 kept local (24 B)" in text
     assert "Accuracy, global model" in text
     assert "AUC" not in text
@@ -91,6 +94,38 @@ def test_of_many_clients_the_page_says_how_they_are_distributed_and_stays_small(
     assert sum(link.startswith("data:image") for link in reader.references) == PICTURED
     assert "Images of the first 24 clients" in text
     assert len(text) < 400_000
+
+
+@pytest.mark.parametrize(("runs", "said"), [(1, "too few seeds"), (3, "level")])
+def test_what_may_not_be_claimed_is_said(make_study, undrawn, runs, said):
+    text = re.sub(r"(<[^>]*>)+", "|", render_page(make_study({name: [{"a": 50, "b": 240}] * runs for name in "xy"})))
+    assert f"x {MINUS} y|{said}|0.00|" in text
+
+
+def test_methods_are_described_in_words(make_study, undrawn):
+    runs = [{"a": 50, "b": 240}]
+    text = render_page(make_study({"fedbn+fedprox(mu=0.1)": runs, "mine": runs}))
+    assert "batch normalization never leaves the client, neither its affine parameters nor its statistics; " in text
+    assert "local objectives are held near the model that the server sent" in text
+    assert re.search(r'<th scope="row">mine</th>\s*<td>-</td>', text)
+
+
+def test_values_answer_the_pointer_where_they_are_drawn(study, plain):
+    """The last value of fedbn in the macro panel: its text, at the marker's place in the panel's own coordinates."""
+    panel = plain.page[plain.page.index('aria-label="Mean over clients') :]
+    panel = panel[: panel.index("</svg>")]
+    x, y = map(
+        float,
+        re.search(r'<circle cx="([\d.]+)" cy="([\d.]+)" r="6"/><text[^>]*>fedbn, round 2: 73.00<', panel).groups(),
+    )
+    markers = [tuple(map(float, place)) for place in re.findall(r'<use href="#[^"]*" x="([\d.]+)" y="([\d.]+)"', panel)]
+    assert min(abs(x - left) + abs(y - top) for left, top in markers) < 0.2
+
+
+def test_all_figures_share_one_legend(study, plain):
+    assert plain.page.count('class="legend"') == 1
+    assert len(re.findall(r"<li><svg.*?</svg>\s*fed(?:avg|bn)</li>", plain.page, re.DOTALL)) == 2
+    assert 'id="accuracy-macro-legend_1"' not in plain.page
 
 
 def test_everything_is_escaped(make_study):

@@ -23,6 +23,7 @@ from fedshift.representations.comparison import select_inputs, train_models
 from fedshift.representations.figures import draw_panels, tile_maps
 from fedshift.representations.rendering import distance_table, list_notes, render_comparison, similarity_table
 from fedshift.utils.errors import FedshiftError, UsageError
+from tests.conftest import change_settings
 
 pytestmark = pytest.mark.xdist_group("features")  # one run is looked at by most
 THREE = {
@@ -311,8 +312,7 @@ def test_a_run_of_a_device_that_is_not_here_is_looked_at_on_the_processor_and_th
     monkeypatch.setattr("fedshift.representations.figures.save_panels", lambda *_: [])
     run = trained(tmp_path / "run", RunSpec, method="fedbn", rounds=1, domains="pen,photo")
     plain = cli("features", run, "--samples", 3).out
-    settings = run / "config.toml"
-    settings.write_text(settings.read_text().replace('device = "cpu"', 'device = "cuda:99"'))
+    change_settings(run, device="cuda:99")
     said = cli("features", run, "--samples", 3).out
     note = "note: the run was made on cuda:99, which cannot be used here: computed on cpu (--device)\n"
     assert note in said

@@ -11,7 +11,7 @@ import torch
 from fedshift.config.spec import RunSpec
 from fedshift.reproduce import time_estimates
 from fedshift.reproduce.time_estimates import StepCosts, TimeEstimates, VisitCosts
-from fedshift.utils import disk_cache
+from fedshift.utils import files
 from fedshift.utils.errors import UsageError
 
 RUN = RunSpec(data="gaussians(samples=80, test_samples=40)", model="synthetic-mlp", batch_size=32, rounds=6)
@@ -153,7 +153,7 @@ def test_what_cannot_be_read_is_said_of_its_own_runs_alone():
 def test_another_machine_measures_for_itself(monkeypatch):
     first, *_ = costing(step=1.0)
     first.estimate([RUN])
-    monkeypatch.setattr(disk_cache, "describe_processors", lambda: "another")
+    monkeypatch.setattr(files, "describe_processors", lambda: "another")
     second, timed, _ = costing(step=1.0)
     second.estimate([RUN])
     assert len(timed) == 1

@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from fedshift.results.checkpoint import load_checkpoint, load_facts, save_checkpoint
+from fedshift.results.checkpoint import load_checkpoint, save_checkpoint
+from fedshift.results.trial_records import load_facts
 from fedshift.utils.errors import FedshiftError
 from fedshift.utils.files import write_atomically
 
@@ -96,7 +97,7 @@ def test_one_wrong_byte_anywhere_is_noticed(checkpoint, data):
         said = str(error)
     if said:
         assert str(spoilt) in said
-        assert "restore the file from a copy, or remove it to begin this run again from round 1" in said
+        assert "restore the file from a copy, or remove its folder to begin this trial again from round 1" in said
     else:  # white space of the header, or an escape written in another way: the content is the same
         assert facts == FACTS
         assert tensors.keys() == TENSORS.keys()

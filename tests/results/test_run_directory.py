@@ -3,11 +3,8 @@
 import json
 import subprocess
 import sys
-import tomllib
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fedshift.results.run_directory import (
     RunDirectory,
@@ -15,7 +12,6 @@ from fedshift.results.run_directory import (
     cut_rows,
     describe_environment,
     to_file_name,
-    to_toml,
 )
 from fedshift.results.schema import read_rows
 from fedshift.utils.errors import FedshiftError, UsageError
@@ -121,21 +117,6 @@ def test_nan_is_written_as_null(tmp_path):
 def test_rows_that_cannot_be_written_are_told(tmp_path):
     with pytest.raises(FedshiftError, match=r"cannot write .*: Is a directory"):
         append_rows(tmp_path, [{"round": 1}])
-
-
-VALUES = st.one_of(
-    st.booleans(), st.integers(-(2**63), 2**63 - 1), st.floats(allow_nan=False, allow_infinity=False),
-    st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\x7f")), st.lists(st.integers(0, 9)),
-)  # fmt: skip
-
-
-@given(st.dictionaries(st.from_regex("[a-z_]{1,9}", fullmatch=True), VALUES))
-def test_settings_written_are_settings_read(values):
-    assert tomllib.loads(to_toml(values)) == values
-
-
-def test_settings_without_a_value_are_left_out():
-    assert to_toml({"a": None, "b": "x"}) == 'b = "x"\n'
 
 
 def test_the_environment_is_json_and_names_versions():

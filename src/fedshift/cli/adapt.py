@@ -10,11 +10,11 @@ from rich.console import Console
 
 from ..console.terminal import make_console, print_line, show_loading
 from ..utils.errors import FedshiftError, UsageError
-from .run import RunDevice, RunMethods, RunSeeds, use_threads
+from .run import RunData, RunDevice, RunMethods, RunSeeds, use_threads
 
 if TYPE_CHECKING:
     from ..experiments.experiment import Experiment
-    from ..results.schema import Row
+    from ..new_clients.policies import Adaptation
 
 
 def adapt(
@@ -29,6 +29,7 @@ def adapt(
     methods: RunMethods = None,
     seeds: RunSeeds = None,
     device: RunDevice = None,
+    run_data: RunData = None,
     save: Path | None = None,
 ) -> int:
     """Adapt a run's models to clients that it never saw, by every policy, and measure each.
@@ -70,11 +71,12 @@ def adapt(
     from ..new_clients.site_data import load_unlabeled as unlabeled_in
 
     console = Console()
-    use_threads(load_spec(run).threads)
-    device, notices = resolve_device(load_spec(run), device)
+    settings = load_spec(run, run_data)
+    use_threads(settings.threads)
+    device, notices = resolve_device(settings, device)
     place = torch_device(device)
     with show_loading(console) as progress:
-        spec, experiment = load_experiment(run, progress, device)
+        spec, experiment = load_experiment(run, progress, device, run_data)
         experiment = select_trials(experiment, methods, seeds)
         spec = replace(spec, on_unreadable=on_unreadable or spec.on_unreadable)
         new = load_site(data, spec, experiment.data, clients, progress).to(place) if data else None
@@ -91,7 +93,7 @@ def adapt(
             experiment, run, training, wanted, data=new, rounds=rounds, inputs=inputs, save=save, progress=progress
         )
     if made.rows:
-        _print_results(console, made.rows, experiment, rounds, save)
+        _print_results(console, made, experiment, rounds, save)
     for notice in (*notices, *made.notices, *made.inapplicable):
         print_line(console, f"note: {notice}")
     if save and save.exists():
@@ -101,16 +103,19 @@ def adapt(
     return 0
 
 
-def _print_results(console: Console, rows: list[Row], experiment: Experiment, rounds: int, save: Path | None) -> None:
+def _print_results(console: Console, made: Adaptation, experiment: Experiment, rounds: int, save: Path | None) -> None:
     """Print the results of the models as one table, and write it into ``save``."""
     from ..new_clients import policy_tables as tables
     from ..report.formatting import to_terminal
+    from ..report.progress import describe_reached, is_even
     from ..results.schema import METRICS
 
-    metric, count = experiment.settings.metric, len(experiment.seeds)
+    rows, metric, count = made.rows, experiment.settings.metric, len(experiment.seeds)
+    if partial := describe_reached(made.reached, experiment.settings.rounds):
+        print_line(console, partial)
     needs = tables.collect_needs(rows)
     table = tables.mean_over_seeds(tables.seed_table(rows, metric))
-    cells = tables.policy_table(table, metric, needs)
+    cells = tables.policy_table(table, metric, needs, partial=partial, even=is_even(made.reached))
     over = f"mean (std) over {count} seeds" if count > 1 else "one seed"
     trained = [name for name in ("finetune", "finetune_bn") if any(row["policy"] == name for row in rows)]
     tuned = f"; {' and '.join(trained)}: {rounds} round{'s' * (rounds > 1)} of the run's local work" if trained else ""

@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..config.expressions import EMBEDDED, read_catalog, read_functions
+from ..config.settings_file import read_run_settings
 from ..config.spec import (
     ESSENTIAL,
     TRAINING,
@@ -30,6 +31,7 @@ from ..config.spec import (
     explain,
     find_settings,
     read_settings,
+    select_settings,
 )
 from ..console.terminal import make_console, print_line
 from ..utils.errors import FedshiftError, UsageError
@@ -53,12 +55,26 @@ def _settings_from_file(app: App, commands: tuple[str, ...], arguments: cyclopts
     for argument in arguments:
         if argument.name in ("--config", "--resume") and argument.tokens:
             given = Path(argument.tokens[0].value)
-            path = find_settings(*((given, None) if argument.name == "--config" else (None, given)))
-            flags = (other.name for other in arguments if other.name not in ("*", "--config", "--resume"))
-            settings = read_settings(path, [flag.removeprefix("--").replace("-", "_") for flag in flags])
+            flags = [other.name for other in arguments if other.name not in ("*", "--config", "--resume")]
+            allowed = [flag.removeprefix("--").replace("-", "_") for flag in flags]
+            if argument.name == "--config":
+                path = find_settings(given, None)
+                settings = read_settings(path, allowed)
+            else:
+                path = find_settings(None, given)
+                said = {name for other in arguments for name in other.names if other.tokens}
+                settings = _read_own_settings(given, path, allowed, moved=not said.isdisjoint(DATA_FLAGS.values()))
             for command in reversed(commands):
                 settings = {command: settings}
             cyclopts.config.Dict(settings, source=str(path))(app, commands, arguments)
+
+
+def _read_own_settings(run: Path, path: Path, allowed: Sequence[str], *, moved: bool) -> dict[str, Any]:
+    """Return the settings of ``run`` by which it goes on; ``moved``: a flag says where its data are."""
+    kept = read_run_settings(run)
+    kept.add_code()
+    values = kept.find_paths({} if moved else DATA_FLAGS)
+    return select_settings({name: value for name, value in values.items() if value is not None}, path, allowed)
 
 
 app = App(
@@ -72,6 +88,8 @@ app = App(
 for command in (data, diagnose, pki, serve, join, adapt, reproduce, theory, sweep, features):
     app.command(command)
 
+DATA_FLAGS = {"data": "--data", "root": "--root"}
+"""Flags by which a run that goes on is told where its data are, by the setting."""
 LEAVE_OUT = (
     "Clients, comma-separated, or all: for each in turn a comparison in which it never trains, then one table of the "
     "results of every policy for a client that the run never saw."

@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 from ..console.terminal import make_console, print_line, print_parts, show_loading
-from .run import RunDevice, RunMethods, RunSeeds
+from .run import RunData, RunDevice, RunMethods, RunSeeds
 
 
 def features(
@@ -19,6 +19,7 @@ def features(
     samples: int = 64,
     layer: str | None = None,
     device: RunDevice = None,
+    run_data: RunData = None,
     out: Path | None = None,
 ) -> int:
     """Compare the feature maps and BatchNorm statistics of clients' and the server's models in a run.
@@ -42,11 +43,11 @@ def features(
     from ..representations.rendering import render_comparison, write_tables
 
     console = make_console()
-    device, notices = resolve_device(load_spec(directory), device)
+    device, notices = resolve_device(load_spec(directory, run_data), device)
     with show_loading(Console()) as progress:
         found = compare_representations(
             directory, samples=samples, clients=clients, layer=layer, methods=methods, seeds=seeds, device=device,
-            progress=progress,
+            run_data=run_data, progress=progress,
         )  # fmt: skip
     print_parts(console, [*render_comparison(found), *(f"note: {notice}" for notice in notices)])
     place = out or directory / "features"

@@ -7,9 +7,7 @@ FedWon measures unseen domains by leaving one out in this way (arXiv:2306.05879,
 
 from __future__ import annotations
 
-import json
-import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from ..config.settings_file import read_run_settings
 from ..config.spec import CompareSpec, OutputOptions
 from ..console.terminal import make_console, new_directory, print_line, show_loading
+from ..utils.checked_json import read_checked, write_checked
 from ..utils.errors import UsageError
-from ..utils.files import write_atomically
 from .run import find_kind, require_one_directory, run_several, summarize_experiment, use_threads
 
 if TYPE_CHECKING:
@@ -41,9 +40,10 @@ def run_without(spec: CompareSpec, leave_out: str, place: OutputOptions) -> int:
     _check(spec, place)
     console = Console()
     with show_loading(console) as progress:
-        from ..experiments.factory import make_experiment
+        from ..experiments.factory import anchor_paths, make_experiment
 
         use_threads(spec.threads)
+        spec = anchor_paths(spec)
         experiment = make_experiment(spec, progress)
     directory = place.resume or place.out or new_directory("compare")
     without = _make_experiments(experiment, leave_out, directory)
@@ -72,7 +72,7 @@ def rebuild_without(directory: Path, console: Console) -> None:
     """Publish again what the comparisons without each client in ``directory`` have left so far."""
     from ..report.publication import publish_run
 
-    settings = tomllib.loads((directory / "config.toml").read_text(encoding="utf-8"))
+    settings = dict(read_run_settings(directory).values)
     del settings["leave_out"]
     for folder in sorted(directory.glob("without-*")):
         publish_run(folder, Console(quiet=True))
@@ -160,14 +160,17 @@ def _measure(part: Experiment, folder: Path) -> None:
     made = adapt_all(select_trials(part), folder, {client: data.client(client).train}, POLICIES, data=data)
     notices = [*made.notices, *(f"without {client}: {failure}" for failure in made.failures)]
     content = {"client": client, "place": part.data.names.index(client), "rows": made.rows, "notices": notices}
-    write_atomically(folder / MEASURED, (json.dumps(content) + "\n").encode())
+    write_checked(folder / MEASURED, content)
 
 
 def _read_measured(spec: CompareSpec, directory: Path) -> list[dict[str, Any]]:
     """Return what :func:`_measure` wrote for comparisons that ended under ``spec``, in the order of the clients."""
-    from ..experiments.run_queue import read_outcome
+    from ..experiments.run_queue import DONE, read_outcome
 
-    found = [json.loads(file.read_text(encoding="utf-8")) for file in directory.glob(f"without-*/{MEASURED}")]
+    found = [
+        read_checked(file, f"have it measured again: remove it and {file.with_name(DONE)}, and go on (--resume)")
+        for file in directory.glob(f"without-*/{MEASURED}")
+    ]
     settings = asdict(spec)
     ended = [
         each
@@ -175,6 +178,26 @@ def _read_measured(spec: CompareSpec, directory: Path) -> list[dict[str, Any]]:
         if read_outcome(_folder_name(directory, each["client"]), {**settings, "newcomers": each["client"]}) is not None
     ]
     return sorted(ended, key=lambda each: int(each["place"]))
+
+
+def _list_lacking(directory: Path, measured: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return a sentence on each comparison of ``directory`` that is not among those ``measured``."""
+    counted = {_folder_name(directory, each["client"]) for each in measured}
+    return [
+        f"{folder.name} has not ended under these settings: it is not in the table (--resume goes on)."
+        for folder in sorted(set(directory.glob("without-*")) - counted)
+    ]
+
+
+def _list_diverged(spec: CompareSpec, directory: Path, measured: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return a sentence on each of the comparisons ``measured`` in which a method diverged."""
+    from ..experiments.run_queue import read_outcome
+
+    folders = {each["client"]: _folder_name(directory, each["client"]) for each in measured}
+    outcomes = {
+        folder.name: read_outcome(folder, {**asdict(spec), "newcomers": client}) for client, folder in folders.items()
+    }
+    return [f"{name}: {outcome}." for name, outcome in outcomes.items() if outcome]
 
 
 def _publish(spec: CompareSpec, directory: Path, console: Console) -> None:
@@ -198,6 +221,10 @@ def _publish(spec: CompareSpec, directory: Path, console: Console) -> None:
         print_line(console, "No client that was left out is measured yet, so there is nothing to report.")
         return
     text, metric = make_console(60 + 17 * len(measured)), spec.metric
+    diverged, lacking = _list_diverged(spec, directory, measured), _list_lacking(directory, measured)
+    partial = f"PARTIAL: {' '.join([*lacking, *diverged])}" if lacking or diverged else ""
+    if partial:
+        print_line(console, partial)
     seeds = seed_table(rows, metric)
     table = mean_over_seeds(seeds)
     needs = collect_needs(rows)
@@ -207,19 +234,17 @@ def _publish(spec: CompareSpec, directory: Path, console: Console) -> None:
         f"Test {METRICS[metric]} in percent of the client that was left out, mean (std) over {over}, "
         f"{spec.select} round",
     )
-    text.print(to_terminal(policy_table(table, metric, needs)))
+    text.print(to_terminal(policy_table(table, metric, needs, even=not diverged)))
     print_line(console, explain_needs(needs.values()))
-    write_table(directory / "tables", metric, format_metric_table(table, metric), table)
+    cells = replace(format_metric_table(table, metric, even=not diverged), partial=partial)
+    write_table(directory / "tables", metric, cells, table)
     gaps = policy_differences(seeds)
-    if len(gaps):
+    if len(gaps) and not diverged:
         pairs = "clients" if len(seeds) > 1 else "seeds"
-        shown = format_differences(gaps, metric, len(seeds))
+        shown = replace(format_differences(gaps, metric, len(seeds)), partial=partial)
         print_line(console, f"Minus {gaps['baseline'].iloc[0]}, in points, paired over {pairs}")
         text.print(to_terminal(shown))
         write_table(directory / "tables", "differences", shown, gaps)
-    counted = {_folder_name(directory, each["client"]) for each in measured}
-    for folder in sorted(set(directory.glob("without-*")) - counted):
-        print_line(console, f"note: {folder.name} has not ended under these settings: it is not in the table")
     for each in measured:
         for notice in each["notices"]:
             print_line(console, f"note: {notice}")

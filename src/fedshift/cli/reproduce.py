@@ -16,14 +16,7 @@ from rich.console import Console
 from rich.table import Table as Grid
 
 from ..config.spec import DataSpec
-from ..console.terminal import (
-    announce_cache,
-    catch_interrupts,
-    make_console,
-    print_line,
-    show_loading,
-    show_progress,
-)
+from ..console.terminal import announce_cache, catch_interrupts, make_console, print_line, show_loading, show_progress
 from ..utils.errors import FedshiftError, UsageError
 from ..utils.files import write_atomically
 from .run import find_kind, use_threads

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 from rich.console import Console
 
+from ..config.settings_file import FILE, read_run_settings
 from ..config.spec import CompareSpec, OutputOptions, RunLocation, RunSpec
 from ..console.terminal import catch_interrupts, new_directory, print_line, report_stop, show_loading, show_progress
 from ..utils.errors import FedshiftError, UsageError
@@ -33,6 +33,13 @@ RunSeeds = Annotated[int | None, Parameter(help="Number of the run's seeds, the 
 RunDevice = Annotated[
     str | None,
     Parameter(help="Torch device to compute on; by default the run's, or cpu where this machine has none such."),
+]
+RunData = Annotated[
+    Path | None,
+    Parameter(
+        help="Data of the run, where they have moved: the directory, or for a benchmark the one that holds its files. "
+        "By default where they were, also if they were moved together with the run."
+    ),
 ]
 """Arguments that commands on a finished run share."""
 
@@ -104,19 +111,22 @@ def run_several(
     """
     from ..experiments.run_queue import read_outcome, run_pending
     from ..report.publication import publish_run
-    from ..results.run_directory import RunDirectory, to_toml
+    from ..results.run_directory import RunDirectory
 
     def end(part: QueuedRun, finished: bool) -> None:
+        kept.write_settings(settings)
         publish_run(part.folder, Console(quiet=True))
         if finished:
             measure(part)
 
     with closing(RunDirectory(directory, resume=resume)) as kept:
-        kept.write("config.toml", to_toml(settings))
+        if not resume:  # otherwise once a part was run: one that fails leaves what was asked for before
+            kept.write_settings(settings)
         print_line(console, f"{directory}: {title}")
         try:
             with catch_interrupts(console) as stop, show_progress(console) as observer:
                 finished = run_pending(parts.values(), observer=observer, stop=stop, begin=begin, end=end)
+            kept.write_settings(settings)
         except KeyboardInterrupt:
             return report_stop(console, command, directory)
         publish()
@@ -138,14 +148,12 @@ def require_one_directory(place: RunLocation) -> None:
 
 def find_kind(directory: Path) -> str | None:
     """Return what wrote ``directory``: run (or compare), sweep, leave-out or reproduce; None: none of them."""
-    if (directory / "study.json").is_file():
+    from ..results.summary import holds_run
+
+    if holds_run(directory):
         return "run"
-    written = directory / "config.toml"
-    if written.is_file():
-        try:
-            settings = tomllib.loads(written.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise UsageError(f"{written} is damaged ({error}): give the directory of another run") from error
+    if (directory / FILE).is_file():
+        settings = read_run_settings(directory).values
         return "sweep" if "over" in settings else "leave-out" if "leave_out" in settings else None
     found = directory.glob("results/*/*.json"), directory.glob(f"runs/{'[0-9a-f]' * 16}/config.toml")
     return "reproduce" if any(map(any, found)) else None

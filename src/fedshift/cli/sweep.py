@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 from rich.console import Console
 
+from ..config.settings_file import read_run_settings
 from ..config.spec import RunLocation, SweepSpec
 from ..console.terminal import new_directory, print_line, show_loading
 from ..utils.errors import UsageError
@@ -25,14 +25,15 @@ def sweep(
     output: Annotated[RunLocation, Parameter(name="*")] = RunLocation(),
 ) -> int:
     """Compare methods under each combination of some settings' values, and put all of them into one table."""
+    from ..experiments.factory import anchor_paths
     from ..experiments.sweep import check_combination, make_combinations, split_settings
 
     require_one_directory(output)
     if output.resume and find_kind(output.resume) != "sweep":
         raise UsageError(f"{output.resume} holds no sweep: give the directory of one, or start anew (--out)")
     console = Console()
-    spec = replace(spec, over=split_settings(spec.over))
-    wanted = make_combinations(spec)
+    spec = anchor_paths(replace(spec, over=split_settings(spec.over)))
+    wanted = make_combinations(spec, read_run_settings(output.resume).began if output.resume else None)
     directory = output.resume or output.out or new_directory("sweep")
     left = [combination for combination in wanted if combination.read_outcome(directory) is None]
     with show_loading(console) as progress:
@@ -57,8 +58,9 @@ def rebuild_sweep(directory: Path, console: Console) -> None:
     from ..experiments.sweep import make_combinations
     from ..report.publication import publish_run
 
-    spec = SweepSpec(**tomllib.loads((directory / "config.toml").read_text(encoding="utf-8")))
-    wanted = make_combinations(spec)
+    settings = read_run_settings(directory)
+    spec = SweepSpec(**settings.values)
+    wanted = make_combinations(spec, settings.began)
     for combination in wanted:
         publish_run(directory / combination.folder, Console(quiet=True))
     _publish(spec, wanted, directory, console)
@@ -78,4 +80,5 @@ def _publish(spec: SweepSpec, wanted: Sequence[Combination], directory: Path, co
         print_line(console, "No round was evaluated yet, so there is nothing to report.")
         return
     folders, points = zip(*measured, strict=True)
-    publish_sweep(SweepResults(points=points, folders=folders), directory, console, asdict(spec))
+    missing = tuple(combination.folder for combination in wanted if combination.folder not in folders)
+    publish_sweep(SweepResults(points=points, folders=folders, missing=missing), directory, console, asdict(spec))

@@ -22,6 +22,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, Validation
 from pydantic.dataclasses import dataclass
 
 from ..utils.errors import UsageError, unknown_name
+from .settings_file import FILE, WRITTEN
 
 DATA = Group("Data", sort_key=1)
 PREPARING = Group("Preparing data", sort_key=2)
@@ -301,32 +302,39 @@ class OutputOptions(RunLocation):
 
 def find_settings(config: Path | None, resume: Path | None) -> Path:
     """Return the TOML file ``config``, or that of the run in ``resume``; raise :class:`UsageError` without one."""
-    path = config or (resume or Path()) / "config.toml"
+    path = config or (resume or Path()) / FILE
     if not path.is_file():
         kind = "settings file" if config else "run to resume"
         raise UsageError(f"no {kind} at {path}: give the path of one that exists")
     return path
 
 
-def read_settings(path: Path, allowed: Sequence[str], given: Collection[str] = ()) -> dict[str, Any]:
-    """Return the settings in a TOML file by their names in Python, lists in the form of the flags.
-
-    Raises :class:`UsageError` where it has other names, or where a run from Python had a value that no file can hold
-    and that is not among those ``given`` again.
-    """
+def read_settings(path: Path, allowed: Sequence[str]) -> dict[str, Any]:
+    """Return the settings in a TOML file by their names in Python, lists in the form of the flags."""
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UsageError(
             f'{path} is no valid TOML: {error}. Write lines such as lr = 0.01 or model = "name"'
         ) from error
-    settings: dict[str, Any] = {}
+    values.pop(WRITTEN, None)
+    return select_settings(values, path, allowed)
+
+
+def select_settings(
+    values: Mapping[str, Any], path: Path, allowed: Sequence[str], given: Collection[str] = ()
+) -> dict[str, Any]:
+    """Return ``values`` of the TOML file ``path`` as :func:`read_settings` does.
+
+    Raises :class:`UsageError` also where a run from Python had a value that no file can hold and that is not among
+    those ``given`` again.
+    """
+    settings, values = dict[str, Any](), dict(values)
     for name, said in dict(values.pop(PYTHON, {})).items():
         if name not in given:
             raise UsageError(
                 f"{path}: {name} was given from Python, {said}, which no file can hold: go on there with the same "
-                f"{name} (fedshift.compare(..., out=..., resume=True) or fedshift.read_run(..., {name}=...)), or write "
-                f"{name} into the file as text and remove it from [{PYTHON}]"
+                f"{name} (fedshift.compare(..., resume=...) or fedshift.read_run(..., {name}=...))"
             )
     for name, command in OF_ONE.items():
         if name not in allowed and {name, name.replace("_", "-")} & values.keys():

@@ -4,7 +4,8 @@ An augmentation takes a batch ``[B, C, H, W]`` in [0, 1] and a NumPy generator, 
 (:func:`fedshift.utils.random_streams.stream`), and returns a new batch of the same shape and dtype in [0, 1]. All draws
 come from that generator, and their number depends on B alone. Geometry is relative to the image's center, bilinear;
 pixels from outside the image are ``fill``: ``zeros`` (black), ``border`` (the nearest pixel) or ``reflection``
-(mirrored at the outermost pixels).
+(mirrored at the outermost pixels). Parameters are drawn as doubles, and an image whose parameters change nothing is
+returned bit for bit.
 
 Sources: color as in torchvision's ``ColorJitter``; recipes from FedBN (Li et al. 2021, arXiv:2102.07623), FedMMB
 (Nasirigerdeh et al. 2020, arXiv:2011.07006) and FLamby (Ogier du Terrail et al. 2022, arXiv:2210.04620).
@@ -12,23 +13,102 @@ Sources: color as in torchvision's ``ColorJitter``; recipes from FedBN (Li et al
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial, wraps
+from inspect import BoundArguments, signature
+from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol
 
 import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
+from typing_extensions import override
 
 from ..config.expressions import expressions, resolve
 from ..utils.errors import UsageError, unknown_name
 from ..utils.random_streams import stream
 from ..utils.user_code import describe_error, identify_function
-from . import image_transforms as ops
 from .federation import Federation
-from .image_transforms import Augmentation, Transform
 
-FILLS = ("zeros", "border", "reflection")
-"""Values of pixels from outside an image."""
+FILLS = {"zeros": "constant", "border": "replicate", "reflection": "reflect"}
+"""Values of pixels from outside an image, and torch's names of them for padding."""
+
+_GRAY = (0.2989, 0.587, 0.114)  # torchvision's weights of red, green and blue
+
+Floats = NDArray[np.float64]
+Draws = np.random.Generator
+P = ParamSpec("P")
+
+
+class Augmentation(Protocol):
+    """A function of a batch of images ``[B, C, H, W]`` in [0, 1] and a generator that returns a new batch."""
+
+    def __call__(self, x: Tensor, rng: Draws, /) -> Tensor:
+        """Return the new batch; ``x`` is not modified."""
+        ...
+
+
+class Bound(NamedTuple):
+    """Test of an option's values, and the words that refuse others, with ``{}`` for the value."""
+
+    allows: Callable[[Any], bool]
+    refusal: str
+
+
+class Transform(Augmentation):
+    """An operation with its options, equal to and written like any other of the same options."""
+
+    def __init__(self, make: Callable[..., Any], operation: Callable[..., Tensor], given: BoundArguments) -> None:
+        self.make, self.operation, self.given, self.options = make, operation, given, given.arguments
+
+    @override
+    def __call__(self, x: Tensor, rng: Draws, /) -> Tensor:
+        return self.operation(x, rng, *self.given.args, **self.given.kwargs)
+
+    @override
+    def __repr__(self) -> str:
+        name = self.operation.__name__.title().replace("_", "")
+        return f"{name}({', '.join(f'{option}={value!r}' for option, value in self.options.items())})"
+
+    @override
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Transform) and repr(self) == repr(other)
+
+    @override
+    def __hash__(self) -> int:
+        return hash(repr(self))
+
+    @override
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(self.make, *self.given.args, **self.given.kwargs), ()
+
+
+def transform(
+    **bounds: Bound,
+) -> Callable[[Callable[Concatenate[Tensor, Draws, P], Tensor]], Callable[P, Augmentation]]:
+    """Turn an operation ``(x, rng, options)`` into a function of the options, checked by ``bounds``."""
+
+    def decorate(operation: Callable[Concatenate[Tensor, Draws, P], Tensor]) -> Callable[P, Augmentation]:
+        @wraps(operation)
+        def make(*args: P.args, **options: P.kwargs) -> Augmentation:
+            given = takes.bind(*args, **options)
+            given.apply_defaults()
+            for name, bound in bounds.items():
+                value = given.arguments[name]
+                if not bound.allows(value):
+                    raise UsageError(f"{operation.__name__}: {name}={bound.refusal.format(value)}")
+            return Transform(make, operation, given)
+
+        whole = signature(operation)
+        takes = whole.replace(parameters=list(whole.parameters.values())[2:], return_annotation="Augmentation")
+        make.__signature__ = takes  # type: ignore[attr-defined]
+        return make
+
+    return decorate
 
 
 def parse_augmentation(text: str) -> Augmentation | None:
@@ -66,18 +146,15 @@ def as_augmentation(augment: object) -> Augmentation | None:
 
 def write_augmentation(augment: Augmentation) -> str | None:
     """Return the text that :func:`parse_augmentation` reads as ``augment``; None where there is no such."""
-    if isinstance(augment, Transform):
-        name, options = augment.operation.__name__, dict(augment.options)
-        inner = [
-            write_augmentation(part) for part in (*options.pop("parts", ()), options.pop("augmentation", None)) if part
-        ]
-        arguments = [*map(str, inner), *(f"{option}={value!r}" for option, value in options.items())]
-        text = f"{name}({', '.join(arguments)})"
-        try:
-            return text if parse_augmentation(text) == augment else None
-        except UsageError:  # an augmentation of yours is among the parts
-            return None
-    return None
+    if not isinstance(augment, Transform):
+        return None
+    inner = map(write_augmentation, augment.given.args)
+    options = (f"{option}={value!r}" for option, value in augment.given.kwargs.items())
+    text = f"{augment.operation.__name__}({', '.join([*map(str, inner), *options])})"
+    try:
+        return text if parse_augmentation(text) == augment else None
+    except UsageError:  # an augmentation of yours is among the parts
+        return None
 
 
 @dataclass(frozen=True)
@@ -87,7 +164,7 @@ class _NamedAugmentation:
     text: str
     augmentation: Augmentation
 
-    def __call__(self, x: Tensor, rng: np.random.Generator, /) -> Tensor:
+    def __call__(self, x: Tensor, rng: Draws, /) -> Tensor:
         return self.augmentation(x, rng)
 
     def __str__(self) -> str:
@@ -138,113 +215,163 @@ def _look_up(name: str) -> Callable[..., Augmentation]:
     return CATALOG[name]
 
 
-def _require(holds: bool, message: str) -> None:
-    if not holds:
-        raise UsageError(message)
-
-
-def _require_fill(where: str, fill: str) -> None:
-    _require(fill in FILLS, f"{where}: fill={fill!r} is unknown: allowed are {', '.join(FILLS)}")
+_FILL = Bound(lambda v: v in tuple(FILLS), f"{{!r}} is unknown: allowed are {', '.join(FILLS)}")
+_PROBABILITY = Bound(lambda v: 0 <= v <= 1, "{:g} is no probability: it must lie in [0, 1]")
+_STRENGTH = Bound(lambda v: 0 <= v < float("inf"), "{:g} must be 0 or more")
+_SHARE = Bound(lambda v: 0 <= v <= 1, "{:g} must lie in [0, 1]")
 
 
 def _is_length(value: float) -> bool:
     return value >= 0 if isinstance(value, int) else 0 <= value < 1
 
 
-def sequence(*augmentations: Augmentation) -> Augmentation:
+def _to_pixels(length: float, side: int) -> int:
+    """Return ``length`` in pixels: itself if a whole number, otherwise that share of ``side``."""
+    return length if isinstance(length, int) else round(length * side)
+
+
+def _range_up_to(most: float) -> Bound:
+    def allows(value: tuple[float, float]) -> bool:
+        low, high = value
+        return 0 < low <= high <= most
+
+    return Bound(allows, f"({{0[0]:g}}, {{0[1]:g}}) must be 0 < low <= high <= {most:g}")
+
+
+@transform()
+def sequence(x: Tensor, rng: Draws, *parts: Augmentation) -> Tensor:
     """Apply augmentations one after another."""
-    return Transform(ops.sequence, parts=augmentations)
+    for part in parts:
+        x = part(x, rng)
+    return x
 
 
-def sometimes(augmentation: Augmentation, *, p: float = 0.5) -> Augmentation:
+@transform(p=_PROBABILITY)
+def sometimes(x: Tensor, rng: Draws, augmentation: Augmentation, *, p: float = 0.5) -> Tensor:
     """Augment each image with probability ``p``, and leave the others unchanged."""
-    _require(0 <= p <= 1, f"sometimes: p={p:g} is no probability: it must lie in [0, 1]")
-    return Transform(ops.sometimes, augmentation=augmentation, p=p)
+    return _choose_images(rng.random(len(x)) < p, augmentation(x, rng), x)
 
 
-def flip(*, p: float = 0.5, vertical: bool = False) -> Augmentation:
+@transform(p=_PROBABILITY)
+def flip(x: Tensor, rng: Draws, *, p: float = 0.5, vertical: bool = False) -> Tensor:
     """Exchange left and right with probability ``p``; ``vertical``: that, upside down or both, equally likely."""
-    _require(0 <= p <= 1, f"flip: p={p:g} is no probability: it must lie in [0, 1]")
-    return Transform(ops.flip, p=p, vertical=vertical)
+    u = rng.random(len(x))
+    x = _choose_images(u < p * (2 / 3 if vertical else 1), x.flip(3), x)
+    return _choose_images((u >= p / 3) & (u < p), x.flip(2), x) if vertical else x
 
 
-def rotate(*, degrees: float = 30.0, fill: str = "zeros") -> Augmentation:
+@transform(degrees=Bound(lambda v: 0 <= v <= 180, "{:g} must lie in 0..180"), fill=_FILL)
+def rotate(x: Tensor, rng: Draws, *, degrees: float = 30.0, fill: str = "zeros") -> Tensor:
     """Rotate by an angle uniform in ``-degrees..degrees`` (counterclockwise where positive)."""
-    _require(0 <= degrees <= 180, f"rotate: degrees={degrees:g} must lie in 0..180")
-    _require_fill("rotate", fill)
-    return Transform(ops.rotate, degrees=degrees, fill=fill)
+    angle = np.deg2rad(rng.uniform(-degrees, degrees, len(x)))
+    return _warp(x, _stack_matrices(np.cos(angle), -np.sin(angle), 0, np.sin(angle), np.cos(angle), 0), fill)
 
 
-def scale(*, amount: float = 0.07, fill: str = "zeros") -> Augmentation:
+@transform(amount=Bound(lambda v: 0 <= v < 1, "{:g} must lie in [0, 1)"), fill=_FILL)
+def scale(x: Tensor, rng: Draws, *, amount: float = 0.07, fill: str = "zeros") -> Tensor:
     """Zoom by a factor uniform in ``1 - amount..1 + amount``; the image keeps its size."""
-    _require(0 <= amount < 1, f"scale: amount={amount:g} must lie in [0, 1)")
-    _require_fill("scale", fill)
-    return Transform(ops.scale, amount=amount, fill=fill)
+    step = 1 / rng.uniform(1 - amount, 1 + amount, len(x))
+    return _warp(x, _stack_matrices(step, 0, 0, 0, step, 0), fill)
 
 
-def shear(*, degrees: float = 10.0, fill: str = "zeros") -> Augmentation:
+@transform(degrees=Bound(lambda v: 0 <= v < 90, "{:g} must lie in [0, 90)"), fill=_FILL)
+def shear(x: Tensor, rng: Draws, *, degrees: float = 10.0, fill: str = "zeros") -> Tensor:
     """Shift rows so that upright lines lean by an angle uniform in ``-degrees..degrees``."""
-    _require(0 <= degrees < 90, f"shear: degrees={degrees:g} must lie in [0, 90)")
-    _require_fill("shear", fill)
-    return Transform(ops.shear, degrees=degrees, fill=fill)
+    lean = np.tan(np.deg2rad(rng.uniform(-degrees, degrees, len(x))))
+    return _warp(x, _stack_matrices(np.ones_like(lean), lean, 0, 0, 1, 0), fill)
 
 
-def crop(*, padding: float = 4, fill: str = "zeros") -> Augmentation:
+@transform(padding=Bound(_is_length, "{!r} must be whole pixels from 0 or a share in [0, 1)"), fill=_FILL)
+def crop(x: Tensor, rng: Draws, *, padding: float = 4, fill: str = "zeros") -> Tensor:
     """Cut a window of the image's size, at a random place, from the image padded on every side.
 
-    ``padding``: pixels if a whole number, a share of the side if a fraction; at most the side minus one pixel.
+    ``padding``: pixels if a whole number, a share of the side if a fraction; at most the side minus one pixel. Pixels
+    are moved, never interpolated.
     """
-    _require(_is_length(padding), f"crop: padding={padding!r} must be whole pixels from 0 or a share in [0, 1)")
-    _require_fill("crop", fill)
-    return Transform(ops.crop, padding=padding, fill=fill)
+    places = []
+    pads = [min(_to_pixels(padding, side), side - 1) for side in x.shape[2:]]
+    for pad, side in zip(pads, x.shape[2:], strict=True):
+        start = torch.from_numpy((rng.random(len(x)) * (2 * pad + 1)).astype(np.int64)).to(x.device)
+        places.append(start[:, None] + torch.arange(side, device=x.device))
+    padded = F.pad(x, (pads[1], pads[1], pads[0], pads[0]), mode=FILLS[fill])
+    image, channel = (torch.arange(count, device=x.device) for count in x.shape[:2])
+    rows, columns = places
+    return padded[image[:, None, None, None], channel[:, None, None], rows[:, None, :, None], columns[:, None, None]]
 
 
+@transform(scale=_range_up_to(1.0), ratio=_range_up_to(math.inf))
 def resized_crop(
-    *, scale: tuple[float, float] = (0.08, 1.0), ratio: tuple[float, float] = (0.75, 4 / 3)
-) -> Augmentation:
+    x: Tensor, rng: Draws, *, scale: tuple[float, float] = (0.08, 1.0), ratio: tuple[float, float] = (0.75, 4 / 3)
+) -> Tensor:
     """Resize a random window to the image's size (Szegedy et al. 2015, arXiv:1409.4842, section 6).
 
     ``scale``: bounds of its share of the area, uniform; ``ratio``: of width over height, log-uniform. A window longer
     than the image is cut to the image's side (torchvision draws again).
     """
-    for name, (low, high), top in (("scale", scale, 1.0), ("ratio", ratio, float("inf"))):
-        _require(0 < low <= high <= top, f"resized_crop: {name}=({low:g}, {high:g}) must be 0 < low <= high <= {top:g}")
-    return Transform(ops.resized_crop, scale=scale, ratio=ratio)
+    height, width = x.shape[2:]
+    area = height * width * rng.uniform(*scale, len(x))
+    shape = np.exp(rng.uniform(math.log(ratio[0]), math.log(ratio[1]), len(x)))
+    across, down = np.minimum(np.sqrt(area * shape) / width, 1), np.minimum(np.sqrt(area / shape) / height, 1)
+    right = (1 - across) * width * rng.uniform(-0.5, 0.5, len(x))
+    below = (1 - down) * height * rng.uniform(-0.5, 0.5, len(x))
+    return _warp(x, _stack_matrices(across, 0, right, 0, down, below), "border")
 
 
+@transform(
+    brightness=_STRENGTH, contrast=_STRENGTH, saturation=_STRENGTH,
+    hue=Bound(lambda v: 0 <= v <= 0.5, "{:g} must lie in [0, 0.5], half the circle of colors"),
+)  # fmt: skip
 def color_jitter(
-    *, brightness: float = 0.2, contrast: float = 0.2, saturation: float = 0.2, hue: float = 0.05
-) -> Augmentation:
+    x: Tensor, rng: Draws, *, brightness: float = 0.2, contrast: float = 0.2, saturation: float = 0.2, hue: float = 0.05
+) -> Tensor:
     """Change brightness, contrast, saturation and hue, in this order, as torchvision defines them.
 
     The first three are multiplied by factors uniform in ``max(0, 1 - strength)..1 + strength``: brightness about black,
     contrast about the image's mean gray, saturation about the pixel's own gray. The hue of the HSV color is rotated by
     a share of the circle uniform in ``-hue..hue``. Images without three channels have no saturation and no hue.
     """
-    for name, value in (("brightness", brightness), ("contrast", contrast), ("saturation", saturation)):
-        _require(0 <= value < float("inf"), f"color_jitter: {name}={value:g} must be 0 or more")
-    _require(0 <= hue <= 0.5, f"color_jitter: hue={hue:g} must lie in [0, 0.5], half the circle of colors")
-    return Transform(ops.color_jitter, brightness=brightness, contrast=contrast, saturation=saturation, hue=hue)
+    a, b, c = (
+        _broadcast_per_image(rng.uniform(max(0, 1 - strength), 1 + strength, len(x)), x)
+        for strength in (brightness, contrast, saturation)
+    )
+    turn = _broadcast_per_image(rng.uniform(-hue, hue, len(x)), x)
+    x = (x * a).clamp(0, 1)
+    x = _blend(x, _to_gray(x).mean(dim=(2, 3), keepdim=True), b)
+    return _rotate_hue(_blend(x, _to_gray(x), c), turn) if x.shape[1] == 3 else x
 
 
-def brightness_contrast(*, brightness: float = 0.2, contrast: float = 0.2) -> Augmentation:
+@transform(brightness=_SHARE, contrast=_SHARE)
+def brightness_contrast(x: Tensor, rng: Draws, *, brightness: float = 0.2, contrast: float = 0.2) -> Tensor:
     """Change brightness and contrast as albumentations' RandomBrightnessContrast.
 
     Returns ``a x + b`` clamped to [0, 1], ``a`` uniform within ``contrast`` of 1 and ``b`` within ``brightness`` of 0.
     """
-    for name, value in (("brightness", brightness), ("contrast", contrast)):
-        _require(0 <= value <= 1, f"brightness_contrast: {name}={value:g} must lie in [0, 1]")
-    return Transform(ops.brightness_contrast, brightness=brightness, contrast=contrast)
+    a, b = (
+        _broadcast_per_image(rng.uniform(middle - strength, middle + strength, len(x)), x)
+        for middle, strength in ((1, contrast), (0, brightness))
+    )
+    return (a * x + b).clamp(0, 1)
 
 
-def erase(*, patches: int = 8, size: float = 16) -> Augmentation:
+@transform(
+    patches=Bound(lambda v: isinstance(v, int) and v >= 1, "{!r} must be a whole number from 1"),
+    size=Bound(lambda v: _is_length(v) and v > 0, "{!r} must be whole pixels from 1 or a share in (0, 1)"),
+)
+def erase(x: Tensor, rng: Draws, *, patches: int = 8, size: float = 16) -> Tensor:
     """Blacken one to ``patches`` squares at random places of the image (DeVries and Taylor 2017, arXiv:1708.04552).
 
-    ``size`` of a square's side: pixels if a whole number, a share of the image's side if a fraction.
+    ``size`` of a square's side: pixels if a whole number, a share of the image's side if a fraction. Squares may
+    overlap.
     """
-    _require(isinstance(patches, int) and patches >= 1, f"erase: patches={patches!r} must be a whole number from 1")
-    _require(_is_length(size) and size > 0, f"erase: size={size!r} must be whole pixels from 1 or a share in (0, 1)")
-    return Transform(ops.erase, patches=patches, size=size)
+    used = np.floor(rng.random(len(x)) * patches)[:, None] >= np.arange(patches)
+    covered = []
+    for side in x.shape[2:]:
+        length = min(max(_to_pixels(size, side), 1), side)
+        start = np.floor(rng.random((len(x), patches)) * (side - length + 1))[:, :, None]
+        covered.append(torch.from_numpy((np.arange(side) >= start) & (np.arange(side) < start + length)).to(x))
+    rows_BPH, columns_BPW = covered
+    rows_BPH = rows_BPH * torch.from_numpy(used).to(x)[:, :, None]
+    return x.masked_fill(((rows_BPH.mT @ columns_BPW) > 0)[:, None], 0)
 
 
 def fedbn_office() -> Augmentation:
@@ -276,6 +403,59 @@ def flamby_isic() -> Augmentation:
         crop(padding=12 / 200, fill="reflection"),
         sometimes(erase(patches=8, size=16 / 200)),
     )
+
+
+def _broadcast_per_image(values_B: Floats, x: Tensor) -> Tensor:
+    """Return one number per image, ``[B, 1, 1, 1]``, with the dtype and device of ``x``."""
+    return torch.from_numpy(values_B).to(x)[:, None, None, None]
+
+
+def _choose_images(which_B: NDArray[np.bool_], chosen: Tensor, other: Tensor) -> Tensor:
+    return torch.where(torch.from_numpy(which_B).to(other.device)[:, None, None, None], chosen, other)
+
+
+def _stack_matrices(*entries: Floats | float) -> Floats:
+    """Return ``[B, 2, 3]`` from the six entries by rows, each ``[B]`` or one number for all."""
+    return np.stack(np.broadcast_arrays(*entries), axis=-1).reshape(-1, 2, 3)
+
+
+def _warp(x: Tensor, into_B23: Floats, fill: str) -> Tensor:
+    """Sample the pixel at ``d`` from the center at ``into @ (d_x, d_y, 1)`` of the input, bilinear (in pixels)."""
+    into = torch.from_numpy(into_B23).to(x)
+    height, width = x.shape[2:]
+    half_x, half_y = (width - 1) / 2, (height - 1) / 2
+    down, right = torch.meshgrid(torch.arange(height).to(x) - half_y, torch.arange(width).to(x) - half_x, indexing="ij")
+    points_HW3 = torch.stack([right, down, torch.ones_like(right)], dim=-1)
+    grid = torch.einsum("bij,hwj->bhwi", into, points_HW3) / x.new_tensor([max(half_x, 0.5), max(half_y, 0.5)])
+    moved = F.grid_sample(x, grid, mode="bilinear", padding_mode=fill, align_corners=True).clamp(0, 1)
+    same = (into == torch.eye(2, 3).to(x)).all(dim=(1, 2))
+    return torch.where(same[:, None, None, None], x, moved)
+
+
+def _blend(x: Tensor, about: Tensor, factor: Tensor) -> Tensor:
+    return (factor * x + (1 - factor) * about).clamp(0, 1)
+
+
+def _to_gray(x: Tensor) -> Tensor:
+    """Return ``[B, 1, H, W]``."""
+    if x.shape[1] != 3:
+        return x.mean(dim=1, keepdim=True)
+    return (x * x.new_tensor(_GRAY)[:, None, None]).sum(dim=1, keepdim=True)
+
+
+def _rotate_hue(x: Tensor, turn: Tensor) -> Tensor:
+    """Rotate the hue by ``turn`` of the circle; value and saturation of the HSV color stay (Smith 1978)."""
+    red, green, blue = x.unbind(1)
+    value = x.amax(dim=1)
+    chroma = value - x.amin(dim=1)
+    unit = torch.where(chroma > 0, chroma, 1)
+    sixths = torch.where(
+        value == red, (green - blue) / unit,
+        torch.where(value == green, (blue - red) / unit + 2, (red - green) / unit + 4),
+    )  # fmt: skip
+    place = (sixths[:, None] + 6 * turn + x.new_tensor([5, 3, 1])[:, None, None]) % 6
+    turned = value[:, None] - chroma[:, None] * torch.minimum(place, 4 - place).clamp(0, 1)
+    return torch.where(turn == 0, x, turned.clamp(0, 1))
 
 
 CATALOG: dict[str, Callable[..., Augmentation]] = {

@@ -67,20 +67,15 @@ def _fetch_file(remote: Remote, path: Path, card: Card, progress: Progress | Non
         path.parent.mkdir(parents=True, exist_ok=True)
     try:
         _download(remote, part, progress)
-    except HTTPError as error:
-        with suppress(OSError):
-            path.parent.rmdir()  # if empty
-        with error:
-            raise FedshiftError(
-                f"{remote.url} cannot be fetched: the server says {error.code} {error.reason}. Try later, {by_hand}"
-            ) from error
     except (OSError, http.client.HTTPException) as error:
         with suppress(OSError):
-            path.parent.rmdir()
-        reason = getattr(error, "reason", None) or error
-        raise FedshiftError(
-            f"{remote.url} cannot be fetched: {reason}. Try again (what has come is kept, and goes on), {by_hand}"
-        ) from error
+            path.parent.rmdir()  # if empty
+        if isinstance(error, HTTPError):
+            error.close()
+            reason = f"the server says {error.code} {error.reason}. Try later"
+        else:
+            reason = f"{getattr(error, 'reason', None) or error}. Try again (what has come is kept, and goes on)"
+        raise FedshiftError(f"{remote.url} cannot be fetched: {reason}, {by_hand}") from error
     wrong = _describe_difference(remote, part)
     if wrong:
         part.unlink()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
@@ -190,17 +190,12 @@ class Federation:
 
     def map_splits(self, change: Callable[[Samples], Samples]) -> Federation:
         """Apply ``change`` once to every split, so that clients that share a split keep sharing it."""
-        changed: dict[int, Samples] = {}
-
-        def change_once(split: Samples) -> Samples:
-            if id(split) not in changed:
-                changed[id(split)] = change(split)
-            return changed[id(split)]
-
-        def of(client: ClientData) -> ClientData:
-            return ClientData(name=client.name, **{name: change_once(split) for name, split in client.splits.items()})
-
-        return replace(self, clients=tuple(of(client) for client in self.clients))
+        change_once = cache(change)
+        clients = (
+            ClientData(name=client.name, **{name: change_once(split) for name, split in client.splits.items()})
+            for client in self.clients
+        )
+        return replace(self, clients=tuple(clients))
 
     def fit_images(self, size: int | None = None) -> Federation:
         """Bring images to one shape: repeat gray to color where both occur, and resize to ``size`` pixels.
@@ -224,12 +219,13 @@ class Federation:
             )
         sizes = {shape[1:] for shape in shapes.values()}
         target = (size, size) if size else (28, 28) if len(sizes) > 1 else next(iter(sizes))
-        return self.map_splits(_once_per_array(lambda store: resize(store, target).expand(-1, channels, -1, -1)))
+        fit = cache(lambda store: resize(store, target).expand(-1, channels, -1, -1))  # once for each shared array
+        return self.map_splits(lambda split: split.with_samples(fit(split.store)))
 
     def to(self, device: torch.device) -> Federation:
         """Return the clients with their samples on ``device``."""
-        move = _once_per_array(lambda store: store.to(device))
-        return self.map_splits(lambda split: move(split).to(device))
+        move = cache(lambda store: store.to(device))  # once for each shared array
+        return self.map_splits(lambda split: split.with_samples(move(split.store)).to(device))
 
     def normalize(self, normalization: Normalization) -> Federation:
         """Return the images with ``normalization`` as their scale when a batch is taken."""
@@ -305,18 +301,6 @@ class Federation:
 
 def _locate(client: str, split: str) -> str:
     return f"client {client!r}, {split} data"
-
-
-def _once_per_array(change: Callable[[Tensor], Tensor]) -> Callable[[Samples], Samples]:
-    """Turn a change of arrays into a change of splits that changes each shared array once."""
-    changed: dict[int, tuple[Tensor, Tensor]] = {}  # with the original array, so that its id stays in use
-
-    def apply(split: Samples) -> Samples:
-        if id(split.store) not in changed:
-            changed[id(split.store)] = split.store, change(split.store)
-        return split.with_samples(changed[id(split.store)][1])
-
-    return apply
 
 
 def pool_training_data(data: Federation) -> Federation:

@@ -27,17 +27,16 @@ from .samples import Samples
 Change = Callable[[Federation], Federation]
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
-Deal = Callable[[Ints, np.random.Generator], list[Ints]]
-"""Function from labels ``[N]`` and a generator to the sample indices of each client."""
-Shares = Callable[[int, np.random.Generator], Deal]
-"""Function from the number of classes and a generator to a :data:`Deal`."""
+Shares = Callable[[Ints, int, np.random.Generator], Floats]
+"""Function from labels ``[N]``, the number of classes and a generator to each client's share of all samples
+``[clients]`` or of each class ``[classes, clients]``."""
 Within = Literal["all", "domain"]
 Test = Literal["shared", "same"]
 
 
 def iid(*, clients: int, within: Within = "all", test: Test = "shared", seed: int = 0) -> Change:
     """Distribute shuffled samples in equal parts; ``within='domain'`` cuts each domain into ``clients`` parts."""
-    return _Partition("iid", clients, within, test, seed, lambda *_: _deal_by_size(np.full(clients, 1 / clients)))
+    return _Partition("iid", clients, within, test, seed, lambda *_: np.full(clients, 1 / clients))
 
 
 def quantity(
@@ -48,11 +47,9 @@ def quantity(
     A small ``alpha`` gives very unequal sizes (Li et al. 2022, arXiv:2102.02079, section 4.3).
     """
     _require_positive(alpha=alpha)
-
-    def shares(_: int, rng: np.random.Generator) -> Deal:
-        return _deal_by_size(rng.dirichlet(np.full(clients, alpha)))
-
-    return _Partition("quantity", clients, within, test, seed, shares, minimum)
+    return _Partition(
+        "quantity", clients, within, test, seed, lambda _, __, rng: rng.dirichlet(np.full(clients, alpha)), minimum
+    )
 
 
 def dirichlet(
@@ -65,11 +62,9 @@ def dirichlet(
     the largest clients, so that the draw ends for every ``alpha``.
     """
     _require_positive(alpha=alpha)
-
-    def shares(classes: int, rng: np.random.Generator) -> Deal:
-        return _deal_by_class(rng.dirichlet(np.full(clients, alpha), size=classes))
-
-    return _Partition("dirichlet", clients, within, test, seed, shares, minimum)
+    return _Partition(
+        "dirichlet", clients, within, test, seed, lambda _, n, rng: rng.dirichlet(np.full(clients, alpha), n), minimum
+    )
 
 
 def labels(*, clients: int, per_client: int, within: Within = "all", test: Test = "shared", seed: int = 0) -> Change:
@@ -80,7 +75,7 @@ def labels(*, clients: int, per_client: int, within: Within = "all", test: Test 
     """
     _require_whole("labels", per_client=per_client)
 
-    def shares(classes: int, rng: np.random.Generator) -> Deal:
+    def shares(_: Ints, classes: int, rng: np.random.Generator) -> Floats:
         if not 1 <= per_client <= classes or clients * per_client % classes:
             raise UsageError(
                 f"labels(clients={clients}, per_client={per_client}): {classes} classes are cut into clients x "
@@ -94,7 +89,7 @@ def labels(*, clients: int, per_client: int, within: Within = "all", test: Test 
             chosen = np.lexsort((rng.random(classes), -left))[:per_client]
             left[chosen] -= 1
             share[chosen, client] = 1 / parts
-        return _deal_by_class(share)
+        return share
 
     return _Partition("labels", clients, within, test, seed, shares)
 
@@ -119,7 +114,7 @@ def ham_non_iid(*, test: Test = "shared", seed: int = 0) -> Change:
                 f"{missing[0]!r}: use it with data=ham10000"
             )
 
-        def deal(y: Ints, rng: np.random.Generator) -> list[Ints]:
+        def shares(y: Ints, *_: object) -> Floats:
             wanted = np.array([size for size, _ in HAM.values()]) / sum(size for size, _ in HAM.values()) * len(y)
             rare = [[names[name] for name in others] for _, others in HAM.values()]
             nevi = np.maximum(wanted - [np.isin(y, each).sum() for each in rare], 0)
@@ -127,9 +122,9 @@ def ham_non_iid(*, test: Test = "shared", seed: int = 0) -> Change:
             for client, classes in enumerate(rare):
                 share[classes, client] = 1
             share[names["nv"]] = nevi / nevi.sum()
-            return _deal_by_class(share)(y, rng)
+            return share
 
-        made = _Partition("ham_non_iid", len(HAM), "all", test, seed, lambda *_: deal)(data)
+        made = _Partition("ham_non_iid", len(HAM), "all", test, seed, shares)(data)
         return replace(made, clients=tuple(replace(c, name=n) for c, n in zip(made.clients, HAM, strict=True)))
 
     return change
@@ -144,12 +139,9 @@ def only(*, clients: str) -> Change:
 
 def sample(*, size: int | None = None, fraction: float | None = None) -> Change:
     """Keep ``size`` training samples of each client, or a ``fraction`` (FedBN's sweep of local sizes, figure 4)."""
-    if (size is None) == (fraction is None):
-        raise UsageError(f"sample(size={size}, fraction={fraction}): give exactly one of the two")
+    _require_one("sample", size, fraction)
     if fraction is not None and not 0 < fraction <= 1:
         raise UsageError(f"sample(fraction={fraction:g}): must lie in (0, 1]")
-    if size is not None:
-        _require_whole("sample", size=size)
 
     def change(data: Federation) -> Federation:
         return data.limit_samples(
@@ -171,26 +163,21 @@ def repeat(*, seed: int = 0) -> Change:
     """
 
     def change(data: Federation) -> Federation:
-        most = max(len(client.train) for client in data.clients)
-
-        def repeat_client(client: ClientData) -> ClientData:
+        most, clients = max(len(client.train) for client in data.clients), []
+        for client in data.clients:
             rng, count = stream(seed, "split/repeat", client.name), len(client.train)
             index = np.concatenate([rng.permutation(count) for _ in range(-(-most // count))])[:most]
-            return replace(client, train=client.train.take(torch.from_numpy(index)))
-
-        return replace(data, clients=tuple(map(repeat_client, data.clients)))
+            clients.append(replace(client, train=client.train.take(torch.from_numpy(index))))
+        return replace(data, clients=tuple(clients))
 
     return change
 
 
 def validation(*, fraction: float | None = None, size: int | None = None) -> Change:
     """Hold out ``size`` training samples of each client, or a ``fraction``, for model selection."""
-    if (size is None) == (fraction is None):
-        raise UsageError(f"validation(size={size}, fraction={fraction}): give exactly one of the two")
+    _require_one("validation", size, fraction)
     if fraction is not None:
         _require_positive(fraction=fraction)
-    else:
-        _require_whole("validation", size=size)  # type: ignore[arg-type]
     return lambda data: data.hold_out(fraction, size=size)
 
 
@@ -198,18 +185,18 @@ def match_names(patterns: str, names: Sequence[str]) -> tuple[str, ...]:
     """Return the names that match ``patterns`` (with commas; ``*``, ``?`` and ``[...]`` as in file names)."""
     if patterns in names:
         return (patterns,)
-    wanted = [pattern.strip() for pattern in patterns.split(",")]
-    for pattern in wanted:
-        if not any(name == pattern or fnmatchcase(name, pattern) for name in names):
+    found: dict[str, None] = {}
+    for pattern in map(str.strip, patterns.split(",")):
+        matching = [name for name in names if name == pattern or fnmatchcase(name, pattern)]
+        if not matching:
             raise unknown_name("client", pattern, names)
-    return tuple(
-        dict.fromkeys(name for pattern in wanted for name in names if name == pattern or fnmatchcase(name, pattern))
-    )
+        found |= dict.fromkeys(matching)
+    return tuple(found)
 
 
 @dataclass(frozen=True)
 class _Partition:
-    """A change that distributes samples to ``clients`` clients by the result of ``shares(classes, rng)``."""
+    """A change that distributes samples to ``clients`` clients by ``shares``."""
 
     name: str
     clients: int
@@ -240,13 +227,13 @@ class _Partition:
 
     def _deal(self, whole: ClientData, classes: int, prefix: str) -> list[ClientData]:
         draw = partial(stream, self.seed, f"split/{self.name}", prefix)
-        deal = self.shares(classes, draw())
         dealt: dict[str, list[Samples]] = {}
         for name, split in whole.splits.items():
             if name == "test" and self.test == "shared":
                 dealt[name] = [split] * self.clients
                 continue
-            least = self.minimum if name == "train" else 1
+            y, least = split.y.numpy(), self.minimum if name == "train" else 1
+            share = self.shares(y, classes, draw())
             if len(split) < self.clients * least:
                 hint = " or leave test='same' out" if name == "test" else ""
                 raise UsageError(
@@ -254,7 +241,7 @@ class _Partition:
                     f"client: ask for fewer clients{hint}"
                 )
             rng = draw(name)
-            parts = _top_up(deal(split.y.numpy(), rng), least, rng)
+            parts = _top_up(_cut(y, share, rng), least, rng)
             dealt[name] = [split.take(torch.from_numpy(np.sort(part))) for part in parts]
         width = len(str(self.clients - 1))
         return [
@@ -263,24 +250,15 @@ class _Partition:
         ]
 
 
-def _deal_by_size(shares: Floats) -> Deal:
-    """Shuffle all samples and cut them in proportion to ``shares`` ``[clients]``."""
-    return lambda y, rng: _cut_in_shares(rng.permutation(len(y)), shares)
-
-
-def _deal_by_class(shares: Floats) -> Deal:
-    """Shuffle the samples of each class and cut them by the class's row of ``shares`` ``[classes, clients]``."""
-
-    def deal(y: Ints, rng: np.random.Generator) -> list[Ints]:
-        cut = [_cut_in_shares(rng.permutation(np.flatnonzero(y == label)), share) for label, share in enumerate(shares)]
-        return [np.concatenate(parts) for parts in zip(*cut, strict=True)]
-
-    return deal
-
-
-def _cut_in_shares(index: Ints, shares: Floats) -> list[Ints]:
-    edges = np.rint(np.cumsum(shares) * len(index)).astype(np.int64)
-    return np.split(index, edges[:-1])
+def _cut(y: Ints, shares: Floats, rng: np.random.Generator) -> list[Ints]:
+    """Shuffle the indices of ``y`` and cut them by ``shares``, those of each class by its row if there are rows."""
+    whole = shares.ndim == 1
+    groups = [np.arange(len(y))] if whole else [np.flatnonzero(y == label) for label in range(len(shares))]
+    cut = []
+    for index, share in zip(groups, np.atleast_2d(shares), strict=True):
+        edges = np.rint(np.cumsum(share) * len(index)).astype(np.int64)
+        cut.append(np.split(rng.permutation(index), edges[:-1]))
+    return [np.concatenate(parts) for parts in zip(*cut, strict=True)]
 
 
 def _top_up(parts: list[Ints], minimum: int, rng: np.random.Generator) -> list[Ints]:
@@ -294,6 +272,13 @@ def _top_up(parts: list[Ints], minimum: int, rng: np.random.Generator) -> list[I
             parts[poor], parts[rich] = np.concatenate([parts[poor], shuffled[:count]]), shuffled[count:]
             sizes[poor], sizes[rich] = len(parts[poor]), len(parts[rich])
     return parts
+
+
+def _require_one(where: str, size: int | None, fraction: float | None) -> None:
+    if (size is None) == (fraction is None):
+        raise UsageError(f"{where}(size={size}, fraction={fraction}): give exactly one of the two")
+    if size is not None:
+        _require_whole(where, size=size)
 
 
 def _require_positive(**values: float) -> None:

@@ -80,11 +80,8 @@ class Samples:
         """Number of each sample, from 0 by first occurrence (int64 ``[N]``); copies have the same number."""
         if self.rows is None:
             return torch.arange(len(self))
-        values, number = torch.unique(self.rows, return_inverse=True)
-        if len(values) == len(self):
-            return torch.arange(len(self))
-        first = torch.full((len(values),), len(self)).scatter_reduce(0, number, torch.arange(len(self)), "amin")
-        return first.argsort().argsort()[number]
+        _, first, number = np.unique(self.rows.numpy(), return_index=True, return_inverse=True)
+        return torch.from_numpy(first.argsort().argsort()[number])
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -16,12 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import rankdata
 
-from .shift_tests import Evidence, Floats, Ints, permutation_p_value
+from .shift_tests import TOGETHER, Evidence, Floats, Ints, group_rows, permutation_p_value
 
 FEWEST = 8
 """Samples of a stratum that a client needs to be compared in it; a stratum counts if two clients have as many."""
-
-_TOGETHER = 64  # permutations in one matrix product
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,13 +48,13 @@ def feature_shift(
         return TwoSample(evidence=Evidence(untestable_because=f"no class has {FEWEST} samples in each of two clients"))
     x, strata, client = x[kept], strata[kept], client[kept]
     fold = _split_in_halves(strata * clients + client, rng)
-    cells = _group_rows(2 * strata + fold)
+    cells = group_rows(2 * strata + fold)
     ridge = _Ridge(x, strata, fold, cells)
     coded = _encode_clients(client, clients, cells)
     scores = ridge.score_other_fold(coded)
     null: list[NDArray[np.floating]] = []
-    for start in range(0, permutations, _TOGETHER):
-        shuffled = (_shuffle(client, cells, rng) for _ in range(min(_TOGETHER, permutations - start)))
+    for start in range(0, permutations, TOGETHER):
+        shuffled = (_shuffle(client, cells, rng) for _ in range(min(TOGETHER, permutations - start)))
         drawn = np.concatenate([_encode_clients(each, clients, cells) for each in shuffled], axis=1)
         null.append((drawn * ridge.score_other_fold(drawn)).sum(axis=0).reshape(-1, clients).sum(axis=1))
     aucs = [_auc(scores[:, own], client == own, cells) for own in range(clients)]
@@ -128,15 +126,9 @@ def _encode_clients(client: Ints, clients: int, cells: Sequence[Ints]) -> NDArra
 def _split_in_halves(keys: Ints, rng: np.random.Generator) -> Ints:
     """Assign each sample to fold 0 or 1, of about equal size within each key."""
     fold = np.empty_like(keys)
-    for rows in _group_rows(keys):
+    for rows in group_rows(keys):
         fold[rng.permutation(rows)] = (np.arange(len(rows)) + rng.integers(2)) % 2
     return fold
-
-
-def _group_rows(keys: Ints) -> list[Ints]:
-    """Return the indices of each group of equal keys."""
-    order = np.argsort(keys, kind="stable")
-    return np.split(order, np.flatnonzero(np.diff(keys[order])) + 1)
 
 
 def _shuffle(client: Ints, cells: Sequence[Ints], rng: np.random.Generator) -> Ints:
@@ -166,6 +158,6 @@ def _pairwise_auc(
     for i, j in combinations(range(clients), 2):
         rows = np.flatnonzero((client == i) | (client == j))
         if len(rows):
-            lead, cells = scores[rows, i] - scores[rows, j], _group_rows(2 * strata[rows] + fold[rows])
+            lead, cells = scores[rows, i] - scores[rows, j], group_rows(2 * strata[rows] + fold[rows])
             matrix[i][j] = matrix[j][i] = _auc(lead, client[rows] == i, cells)
     return tuple(map(tuple, matrix))

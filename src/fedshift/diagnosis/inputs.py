@@ -100,14 +100,8 @@ def _record_moments(network: nn.Module, x: Tensor) -> list[Moments]:
             layer.register_forward_pre_hook(partial(record, name))
     for start in range(0, len(x), 256):
         network(x[start : start + 256])
-    return [
-        Moments(
-            layer=name,
-            mean=torch.cat([mean for mean, _ in parts]).numpy(),
-            square=torch.cat([square for _, square in parts]).numpy(),
-        )
-        for name, parts in recorded.items()
-    ]
+    joined = {name: [torch.cat(each).numpy() for each in zip(*parts, strict=True)] for name, parts in recorded.items()}
+    return [Moments(layer=name, mean=mean, square=square) for name, (mean, square) in joined.items()]
 
 
 def _standardize(vectors: Floats) -> Floats:

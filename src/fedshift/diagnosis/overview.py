@@ -15,7 +15,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from ..data.federation import ClientData, Federation
+from ..data.federation import Federation
 from ..data.samples import Samples
 from ..report.figures import save_each
 from ..report.gallery import COLUMNS, class_chart, contact_sheet, feature_chart, pick_samples
@@ -36,20 +36,20 @@ def describe(data: Federation) -> Table:
     for title in (*splits, "classes"):
         table.add_column(title, justify="right")
     table.add_column("sample")
-    for client in data.clients[:SHOWN]:
+    has_CK = _count_classes(data) > 0
+    for client, has_K in zip(data.clients[:SHOWN], has_CK, strict=False):
         sizes = [f"{len(client.splits[name]):,}" if name in client.splits else "-" for name in splits]
         shape = " x ".join(map(str, client.train.shape))
         table.add_row(
-            Text(client.name), *sizes, str(int((_class_counts(client, data.classes) > 0).sum())),
+            Text(client.name), *sizes, str(has_K.sum()),
             f"{shape} {str(client.train.store.dtype).removeprefix('torch.')}",
         )  # fmt: skip
     if len(data.clients) > SHOWN:
         table.add_row(Text(f"and {len(data.clients) - SHOWN:,} more", style="dim"))
     distinct = [{id(c.splits[name]): len(c.splits[name]) for c in data.clients if name in c.splits} for name in splits]
     totals = [f"{sum(sizes.values()):,}" for sizes in distinct]  # shared splits count once
-    trained = np.any([_class_counts(client, data.classes) > 0 for client in data.clients], axis=0).sum()
     table.add_section()
-    table.add_row("all", *totals, f"{trained} of {data.classes}", style="bold")
+    table.add_row("all", *totals, f"{has_CK.any(axis=0).sum()} of {data.classes}", style="bold")
     return table
 
 
@@ -63,10 +63,10 @@ def render_quality(quality: Quality) -> Iterator[RenderableType]:
     yield Text(f"Found {said} in {samples:,} samples of {clients:,} client{'s' * (clients != 1)}.", style="bold")
 
 
-def _class_counts(client: ClientData, classes: int) -> NDArray[np.int64]:
-    """Count the training samples of each class, without labels out of range."""
-    y = client.train.y.numpy()
-    return np.bincount(y[(y >= 0) & (y < classes)], minlength=classes)
+def _count_classes(data: Federation) -> NDArray[np.int64]:
+    """Count each client's training samples of each class, ``[clients, classes]``, without labels out of range."""
+    labels = (client.train.y.numpy() for client in data.clients)
+    return np.stack([np.bincount(y[(y >= 0) & (y < data.classes)], minlength=data.classes) for y in labels])
 
 
 def _render_finding(finding: QualityFinding) -> RenderableType:
@@ -89,11 +89,7 @@ def draw_overview(data: Federation, directory: Path) -> list[Path]:
     most. ``classes``: the number of samples of each class at each client.
     """
     classes = list(data.class_names) or [str(number) for number in range(data.classes)]
-    counts = pd.DataFrame(
-        [_class_counts(client, data.classes) for client in data.clients],
-        index=list(data.names),
-        columns=classes,
-    )
+    counts = pd.DataFrame(_count_classes(data), index=list(data.names), columns=classes)
     figures: dict[str, Figure] = {}
     dimensions = len(data.clients[0].train.shape)
     if dimensions == 3:

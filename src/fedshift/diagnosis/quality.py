@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import groupby
 from typing import Any, Literal
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 
 from ..data.federation import Federation
@@ -195,19 +195,22 @@ def _make_finding(
     return QualityFinding(kind=kind, text=text, **fields)
 
 
-def _summarize_rows(
+def _list_places(
+    kind: str, what: str, places: Mapping[Any, str], separator: str = ", ", **more: Any
+) -> Iterator[QualityFinding]:
+    """Yield the finding that lists these splits or clients, each with its text, if there are any."""
+    if places:
+        yield _make_finding(kind, f"{what}: {join_some(places.values(), separator)}.", places, **more)
+
+
+def _list_rows(
     kind: str, what: str, rows: Mapping[SplitSurvey, Sequence[int] | NDArray[np.int64]]
 ) -> Iterator[QualityFinding]:
-    """Yield the finding for these rows of these splits, if any; the first row of each is an example."""
+    """Yield the finding that lists these rows of these splits, if any; the first row of each is an example."""
     rows = {part: some for part, some in rows.items() if len(some)}
-    if rows:
-        yield _make_finding(
-            kind,
-            f"{what}: {join_some(part.share(len(some)) for part, some in rows.items())}.",
-            rows,
-            samples=sum(map(len, rows.values())),
-            examples=tuple((_locate_sample(part, int(some[0])),) for part, some in rows.items())[:EXAMPLES],
-        )
+    examples = tuple((_locate_sample(part, int(some[0])),) for part, some in rows.items())
+    shares = {part: part.share(len(some)) for part, some in rows.items()}
+    yield from _list_places(kind, what, shares, samples=sum(map(len, rows.values())), examples=examples[:EXAMPLES])
 
 
 def _locate_sample(part: SplitSurvey, row: int) -> SampleLocation:
@@ -228,18 +231,16 @@ def _format_features(chosen_F: Bools, part: SplitSurvey) -> str:
 
 def _judge_labels(data: Federation, surveys: Sequence[SplitSurvey]) -> Iterator[QualityFinding]:
     """Find splits without samples, and labels that are no class."""
-    empty = [part for part in surveys if not len(part.labels)]
-    if empty:
-        yield _make_finding("empty", f"No sample: {join_some(part.where for part in empty)}.", empty)
+    yield from _list_places("empty", "No sample", {part: part.where for part in surveys if not len(part.labels)})
     outside = {part: np.flatnonzero((part.labels < 0) | (part.labels >= data.classes)) for part in surveys}
-    yield from _summarize_rows("label-range", f"Labels outside 0..{data.classes - 1}", outside)
+    yield from _list_rows("label-range", f"Labels outside 0..{data.classes - 1}", outside)
 
 
 def _judge_values(surveys: Sequence[SplitSurvey]) -> Iterator[QualityFinding]:
     """Find samples with values that are not numbers, and images that show nothing."""
     broken = {part: part.broken for part in surveys}
-    yield from _summarize_rows("not-finite", "Samples with NaN or infinite values", broken)
-    yield from _summarize_rows("blank", "Images of a single color", {part: part.blank for part in surveys})
+    yield from _list_rows("not-finite", "Samples with NaN or infinite values", broken)
+    yield from _list_rows("blank", "Images of a single color", {part: part.blank for part in surveys})
 
 
 def _judge_form(surveys: Sequence[SplitSurvey]) -> Iterator[QualityFinding]:
@@ -287,23 +288,22 @@ def _judge_constant(surveys: Sequence[SplitSurvey]) -> Iterator[QualityFinding]:
     if everywhere_F.any():
         which = _format_features(everywhere_F, parts[0])
         yield _make_finding("constant", f"The same value in all training data: {which}.", parts)
-    flat = dict(zip(parts, (low_KF == high_KF) & ~everywhere_F, strict=True))
-    flat = {part: flat_F for part, flat_F in flat.items() if flat_F.any()}
-    if flat:
-        several = (f"{part.client} {_format_features(flat_F, part)}" for part, flat_F in flat.items())
-        text = f"The same value in all training data of a client: {join_some(several, '; ')}."
-        severity: Severity = "note" if len(parts[0].shape) == 1 else "warning"
-        yield _make_finding("constant-at-client", text, flat, severity=severity)
+    flat_KF = (low_KF == high_KF) & ~everywhere_F
+    places = {
+        part: f"{part.client} {_format_features(flat_F, part)}"
+        for part, flat_F in zip(parts, flat_KF, strict=True) if flat_F.any()
+    }  # fmt: skip
+    severity = "note" if len(parts[0].shape) == 1 else "warning"
+    what = "The same value in all training data of a client"
+    yield from _list_places("constant-at-client", what, places, "; ", severity=severity)
 
 
 def _judge_scale(surveys: Sequence[SplitSurvey]) -> Iterator[QualityFinding]:
     """Find floating-point features that are large, or that clients seem to measure in different units."""
     floats = [part for part in surveys if part.dtype.startswith("float") and len(part.labels) > len(part.broken)]
     extremes = {part: float(max(part.low.min(), part.high.max(), key=abs)) for part in floats}
-    large = {part: value for part, value in extremes.items() if abs(value) > LARGE}
-    if large:
-        several = join_some(f"{part.where} {value:,.6g}" for part, value in large.items())
-        yield _make_finding("large", f"Values beyond ±{LARGE:,.0f}: {several}.", large)
+    large = {part: f"{part.where} {value:,.6g}" for part, value in extremes.items() if abs(value) > LARGE}
+    yield from _list_places("large", f"Values beyond ±{LARGE:,.0f}", large)
     parts = [part for part in _comparable_splits(surveys, FEW) if part.dtype.startswith("float")]
     if len(parts) < 2:
         return
@@ -367,10 +367,8 @@ def _judge_classes(data: Federation, surveys: Sequence[SplitSurvey]) -> Iterator
             {client: trained_C & ~has_C for client, has_C in trained.items()},
         ),
     ):
-        named = {client: _name_classes(data, chosen_C) for client, chosen_C in classes.items() if chosen_C.any()}
-        if named:
-            several = join_some((f"{client} {which}" for client, which in named.items()), "; ")
-            yield _make_finding(kind, f"{what}: {several}.", named)
+        named = {place: f"{place} {_name_classes(data, has_C)}" for place, has_C in classes.items() if has_C.any()}
+        yield from _list_places(kind, what, named, "; ")
 
 
 def _name_classes(data: Federation, chosen_C: Bools) -> str:
@@ -383,133 +381,72 @@ def _name_classes(data: Federation, chosen_C: Bools) -> str:
 
 def _judge_test_sizes(surveys: Sequence[SplitSurvey]) -> Iterator[QualityFinding]:
     """Find test data so small that an accuracy is too uncertain."""
-    small = {part: len(part.labels) for part in surveys if part.split == "test" and 0 < len(part.labels) < FEW}
-    if small:
-        widths = {part: 100 * _Z / (2 * math.sqrt(count + _Z**2)) for part, count in small.items()}
-        several = join_some(f"{part.client} {count} (50 % ± {widths[part]:.0f})" for part, count in small.items())
-        text = f"Fewer than {FEW} test samples, with the 95 % interval of an accuracy of 50 %: {several}."
-        yield _make_finding("small-test", text, small)
+    small = {
+        part: f"{part.client} {count} (50 % ± {100 * _Z / (2 * math.sqrt(count + _Z**2)):.0f})"
+        for part in surveys if part.split == "test" and 0 < (count := len(part.labels)) < FEW
+    }  # fmt: skip
+    what = f"Fewer than {FEW} test samples, with the 95 % interval of an accuracy of 50 %"
+    yield from _list_places("small-test", what, small)
 
 
-Member = tuple[int, int]
-"""Index of a split, and row in it."""
-Hit = tuple[Sequence[Member], Sequence[Member]]
-"""Members of one group of equal samples that count as a fault, and two that show it."""
+def find_duplicates(parts: Sequence[SplitSurvey]) -> pd.DataFrame:
+    """Return the samples that occur more than once among ``parts``, without blank images.
 
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Duplicates:
-    """Groups of equal samples among ``parts``, members in order, groups in the order of their first member.
-
-    ``common``: test and validation sets that several clients share, as (split, clients); ``parts`` holds the first.
+    Columns: ``part``, the number of the split; ``split``, its name; ``row``, ``label``, and ``group``, the number of
+    the group of equal samples. Groups are in the order of their first members, members in the order of splits and rows.
     """
-
-    parts: tuple[SplitSurvey, ...]
-    groups: tuple[tuple[Member, ...], ...]
-    common: tuple[tuple[str, tuple[str, ...]], ...]
-
-    def find_leaks(self, split: str, sources: Container[str]) -> Iterator[Hit]:
-        """Yield samples of ``split`` that are also in ``sources``, splits of any client."""
-        for group in self.groups:
-            inside = [member for member in group if self.parts[member[0]].split == split]
-            source = [member for member in group if self.parts[member[0]].split in sources]
-            if inside and source:
-                yield inside, (inside[0], source[0])
-
-    def find_conflicts(self) -> Iterator[Hit]:
-        """Yield equal samples with different labels."""
-        for group in self.groups:
-            labels = [int(self.parts[part].labels[row]) for part, row in group]
-            other = next((number for number, label in enumerate(labels) if label != labels[0]), None)
-            if other is not None:
-                yield group, (group[0], group[other])
-
-    def find_repeats(self) -> Iterator[Hit]:
-        """Yield samples that occur earlier in the same split."""
-        for group in self.groups:
-            for members in _group_by_part(group):
-                if len(members) > 1:
-                    yield members[1:], members[:2]
-
-    def find_shared(self) -> Iterator[Hit]:
-        """Yield samples that another client has in its split of the same name."""
-        for group in self.groups:
-            held: defaultdict[str, list[list[Member]]] = defaultdict(list)
-            for members in _group_by_part(group):
-                held[self.parts[members[0][0]].split].append(members)
-            for several in held.values():
-                if len(several) > 1:
-                    yield [member for members in several for member in members], (several[0][0], several[1][0])
-
-
-def _group_by_part(group: Sequence[Member]) -> Iterator[list[Member]]:
-    for _, members in groupby(group, key=lambda member: member[0]):
-        yield list(members)
-
-
-def find_duplicates(surveys: Sequence[SplitSurvey]) -> Duplicates:
-    """Find the groups of equal samples among ``surveys``."""
-    holders: defaultdict[tuple[str, int | bytes], list[SplitSurvey]] = defaultdict(list)
-    for number, part in enumerate(surveys):
-        own = part.split == "train" or not len(part.labels)
-        holders[part.split, number if own else part.content].append(part)
-    parts = tuple(held[0] for held in holders.values())
-    kept = [np.setdiff1d(np.arange(len(part.labels)), part.blank) for part in parts]
-    digests = np.concatenate([part.digests[rows] for part, rows in zip(parts, kept, strict=True)])
-    members = np.column_stack([np.repeat(np.arange(len(parts)), [len(rows) for rows in kept]), np.concatenate(kept)])
-    _, which, count = np.unique(digests, axis=0, return_inverse=True, return_counts=True)
-    which = which.reshape(-1)
-    several = np.flatnonzero(count[which] > 1)
-    order = several[np.argsort(which[several], kind="stable")]
-    ends = np.flatnonzero(np.diff(which[order], append=-1)) + 1
-    groups = np.split(members[order], ends[:-1]) if len(order) else []
-    return Duplicates(
-        parts=parts,
-        groups=tuple(sorted(tuple((part, row) for part, row in group.tolist()) for group in groups)),
-        common=tuple(
-            (held[0].split, tuple(part.client for part in held)) for held in holders.values() if len(held) > 1
-        ),
+    samples = pd.concat(
+        pd.DataFrame(
+            {"part": number, "split": part.split, "row": np.arange(len(part.labels)), "label": part.labels}
+            | {f"digest {half}": part.digests[:, half] for half in (0, 1)}
+        ).drop(part.blank)
+        for number, part in enumerate(parts)
     )
+    digest = ["digest 0", "digest 1"]
+    copies = samples[samples.duplicated(digest, keep=False)]
+    copies = copies.assign(group=copies.groupby(digest, sort=False).ngroup()).drop(columns=digest)
+    return copies.sort_values("group", kind="stable", ignore_index=True)
 
 
 def _judge_duplicates(surveys: Sequence[SplitSurvey]) -> Iterator[QualityFinding]:
     """Find equal samples where they mislead."""
-    found = find_duplicates(surveys)
+    holders: defaultdict[tuple[str, int | bytes], list[SplitSurvey]] = defaultdict(list)
+    for number, part in enumerate(surveys):
+        own = part.split == "train" or not len(part.labels)
+        holders[part.split, number if own else part.content].append(part)
+    parts = [held[0] for held in holders.values()]
+    copies = find_duplicates(parts).reset_index()
+    part_of, row_of = copies["part"].to_numpy(), copies["row"].to_numpy()
+
+    def differ(column: str, keys: list[str]) -> pd.DataFrame:
+        """Return the samples that differ in ``column`` from the first one with the same ``keys``."""
+        return copies[copies[column] != copies.groupby(keys)[column].transform("first")]
+
+    trained, validating, tested = (copies[copies["split"] == split] for split in ("train", "validation", "test"))
+    learned = copies[copies["split"] != "test"]
+    alike, in_part, in_split = ["group"], ["group", "part"], ["group", "split"]
     proof = min(math.prod(part.shape) for part in surveys) >= MANY_NUMBERS
-    for kind, what, hits in (
-        (
-            "leakage",
-            "Test samples are also in training or validation data",
-            found.find_leaks("test", ("train", "validation")),
-        ),
-        (
-            "leakage-validation",
-            "Validation samples are also in training data",
-            found.find_leaks("validation", ("train",)),
-        ),
-        ("conflict", "Equal samples have different labels", found.find_conflicts()),
-        ("repeats", "Samples repeat an earlier one of the same split", found.find_repeats()),
-        ("shared", "Several clients hold the same samples", found.find_shared()),
+    for kind, what, keys, suspects, others in (
+        ("leakage", "Test samples are also in training or validation data", alike, tested, learned),
+        ("leakage-validation", "Validation samples are also in training data", alike, validating, trained),
+        ("conflict", "Equal samples have different labels", alike, copies, differ("label", alike)),
+        ("repeats", "Samples repeat an earlier one of the same split", in_part, copies, differ("row", in_part)),
+        ("shared", "Several clients hold the same samples", in_split, copies, differ("part", in_split)),
     ):
-        counts: Counter[int] = Counter()
-        examples: list[tuple[SampleLocation, ...]] = []
-        for counted, shown in hits:
-            counts.update(part for part, _ in counted)
-            if len(examples) < EXAMPLES:
-                examples.append(tuple(_locate_sample(found.parts[part], row) for part, row in shown))
-        if counts:
-            shares = {found.parts[number]: count for number, count in sorted(counts.items())}
-            severity, fix = FAULTS[kind]
-            yield _make_finding(
-                kind,
-                f"{what}: {join_some(part.share(count) for part, count in shares.items())}.",
-                shares,
-                severity=severity if proof else "warning",
-                fix=fix if proof else fix + _DOUBT,
-                samples=counts.total(),
-                examples=tuple(examples),
-            )
-    if found.common:
-        several = (f"{join_some(names)} share one {split} set" for split, names in found.common)
-        holders = [name for _, names in found.common for name in names]
-        yield _make_finding("common-set", f"{join_some(several, '; ')}.", holders)
+        second = others.drop_duplicates(keys)
+        found = suspects.merge(second[keys], on=keys)
+        pairs = found.drop_duplicates(keys).merge(second, on=keys)[["index_x", "index_y"]].to_numpy()[:EXAMPLES]
+        counts = np.bincount((others if kind == "repeats" else found)["part"], minlength=len(parts))
+        shares = {part: part.share(count) for part, count in zip(parts, counts, strict=True) if count}
+        examples = tuple(tuple(_locate_sample(parts[part_of[at]], int(row_of[at])) for at in pair) for pair in pairs)
+        severity, fix = FAULTS[kind]
+        if not proof:
+            severity, fix = "warning", fix + _DOUBT
+        yield from _list_places(
+            kind, what, shares, severity=severity, fix=fix, samples=int(counts.sum()), examples=examples
+        )
+    common = [held for held in holders.values() if len(held) > 1]
+    if common:
+        several = (f"{join_some(part.client for part in held)} share one {held[0].split} set" for held in common)
+        holding = [part for held in common for part in held]
+        yield _make_finding("common-set", f"{join_some(several, '; ')}.", holding)

@@ -145,7 +145,8 @@ def quantity_skew(sizes: Sequence[int], rng: np.random.Generator, permutations: 
     return Evidence.from_permutations(float(gini(sizes)), null_P, [size * len(sizes) / sum(sizes) for size in sizes])
 
 
-_TOGETHER = 64  # permutations in one matrix product
+TOGETHER = 64
+"""Permutations in one matrix product."""
 _EPSILON = 1e-5  # BatchNorm adds it to a variance
 
 
@@ -168,7 +169,7 @@ def layer_shift(
     """
     both_ND = np.concatenate([moments.mean, moments.square], axis=1).astype(np.float64)
     pooled_D = both_ND.mean(axis=0)
-    groups = [np.flatnonzero(strata == stratum) for stratum in np.unique(strata)]
+    groups = group_rows(strata)
     size_C = np.maximum(np.bincount(client, minlength=clients), 1)
 
     def divergence(codes_PN: Ints) -> Floats:
@@ -180,12 +181,18 @@ def layer_shift(
 
     own_C = divergence(client[None])[0]
     null = []
-    for start in range(0, permutations, _TOGETHER):
-        drawn = np.tile(client, (min(_TOGETHER, permutations - start), 1))
+    for start in range(0, permutations, TOGETHER):
+        drawn = np.tile(client, (min(TOGETHER, permutations - start), 1))
         for rows in groups:
             drawn[:, rows] = rng.permuted(drawn[:, rows], axis=1)
         null.append(divergence(drawn).mean(axis=1))
     return Evidence.from_permutations(float(own_C.mean()), np.concatenate(null), own_C.tolist())
+
+
+def group_rows(keys: Ints) -> list[Ints]:
+    """Return the indices of each group of equal keys, in the order of keys."""
+    order = np.argsort(keys, kind="stable")
+    return np.split(order, np.flatnonzero(np.diff(keys[order])) + 1)
 
 
 def _jeffreys(moments: Floats, pooled: Floats) -> Floats:

@@ -74,17 +74,12 @@ def survey_splits(data: Federation) -> tuple[SplitSurvey, ...]:
     found = []
     for client in data.clients:
         for name, split in client.splits.items():
-            address = _memory_address(split)
+            tensors = (split.store, split.y, *(() if split.rows is None else (split.rows,)))
+            address = tuple((tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in tensors)
             if address not in read:
                 read[address] = _survey_split(split)
             found.append(replace(read[address], client=client.name, split=name))
     return tuple(found)
-
-
-def _memory_address(split: Samples) -> Hashable:
-    """Return a key of the memory that holds samples and labels."""
-    tensors = (split.store, split.y, *(() if split.rows is None else (split.rows,)))
-    return tuple((t.data_ptr(), t.shape, t.stride()) for t in tensors)
 
 
 def _survey_split(split: Samples) -> SplitSurvey:

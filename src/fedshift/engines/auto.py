@@ -13,8 +13,8 @@ import torch
 
 from ..core.kernel import client_init, client_step, init_client, init_server
 from ..core.plan import Plan
-from ..data.image_transforms import Augmentation
-from ..utils.disk_cache import cached_measurement
+from ..data.augmentation import Augmentation
+from ..utils.files import cached_measurement
 from ..utils.processors import available_processors
 from ..utils.state import nbytes, pick
 from .cost_model import count_operations, limit_threads, time_median
@@ -72,11 +72,11 @@ def choose_engine(
     if total < LITTLE:
         few = f"{needs}: {total / 1e9:.3g} GFLOP in all are too few to gain from more"
         return EngineChoice(engine="sequential", threads=1, reason=few)
-    found = _calibrate(plan, data, batch, clients, workers, augment)
+    processes = min(workers or available_processors(), clients)
+    found = _calibrate(plan, data, batch, clients, processes, augment)
     many = steps * clients * rounds
     took = {name: many * value for name, value in found.items() if name != "pool"}
     if "pool" in found:
-        processes = min(workers or available_processors(), clients)
         moved = 3 * nbytes(plan.initial) / COPY
         took["pool"] = START + rounds * ceil(clients / processes) * (steps * found["pool"] + moved + HANDED)
     best = min(took, key=lambda name: took[name])
@@ -91,10 +91,9 @@ def _format_time(value: float) -> str:
 
 
 def _calibrate(
-    plan: Plan, data: Data, batch: int, clients: int, workers: int | None, augment: Augmentation | None
+    plan: Plan, data: Data, batch: int, clients: int, processes: int, augment: Augmentation | None
 ) -> dict[str, float]:
     """Return the seconds of a client's step on each engine that can run the plan, measured now or cached."""
-    processes = min(workers or available_processors(), clients)
     split = next(iter(data.values()))
     machine = torch.__version__, torch.get_num_threads(), processes, str(split.y.device)
     shapes = [tuple(tensor.shape) for tensor in plan.initial.values()]

@@ -7,7 +7,7 @@ clients' training data and a seed.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ..core.kernel import ClientState, ServerState, Update
 from ..core.plan import Plan
-from ..core.work import Bounds
-from ..data.image_transforms import Augmentation
+from ..core.work import Bounds, iterate_batches
+from ..data.augmentation import Augmentation
 from ..data.samples import Samples
 from ..results.schema import Row
 from ..utils.errors import FedshiftError, UsageError
@@ -26,6 +26,8 @@ from ..utils.state import State
 
 Data = Mapping[str, Samples]
 """The clients' training samples, by client."""
+Batches = Sequence[tuple[int, Tensor]]
+"""Steps, each with its number and the indices of its samples."""
 
 
 class Diverged(FedshiftError):
@@ -50,6 +52,7 @@ class ClientResult:
     rows: list[Row] | None = None
 
 
+@dataclass(eq=False, repr=False)
 class Engine(ABC):
     """Carries out the clients' work of a trial; close it at the end.
 
@@ -65,11 +68,14 @@ class Engine(ABC):
 
     """
 
-    def __init__(
-        self, plan: Plan, data: Data, seed: int, workers: int | None = None, augment: Augmentation | None = None
-    ) -> None:
-        self.plan, self.data, self.seed, self.workers, self.augment = plan, data, seed, workers, augment
-        if why := self.refusal(plan, data, augment):
+    plan: Plan
+    data: Data
+    seed: int
+    workers: int | None = None
+    augment: Augmentation | None = None
+
+    def __post_init__(self) -> None:
+        if why := self.refusal(self.plan, self.data, self.augment):
             name = type(self).__name__.lower()
             raise UsageError(f"the {name} engine {why}: use the sequential engine, which runs anything, or auto")
 
@@ -108,42 +114,40 @@ class Engine(ABC):
         bounds = self.plan.work.batch_bounds(len(self.data[name]), self.plan.smallest_batch)
         return bounds, self.plan.work.steps_of_round(client.steps, len(bounds))
 
-    def list_extra_steps(self, client: ClientState, per_pass: int) -> range:
-        """Return the client's steps of this round that train the rules' own parameters apart from the model's.
+    def draw_batches(self, name: str, client: ClientState) -> tuple[Batches, Batches]:
+        """Return the client's batches of this round, and those that train the rules' own parameters apart.
 
-        They are numbered, and draw, as if the client did no others. ``per_pass``: batches in a pass over its data.
+        The latter are numbered, and drawn, as if the client had no others.
         """
-        count = self.plan.own_epochs * per_pass
-        done = self.plan.work.rounds(client.steps, per_pass) * count
-        return range(done, done + count)
+        bounds, steps = self.steps_of_round(name, client)
+        count = self.plan.own_epochs * len(bounds)
+        done = self.plan.work.rounds(client.steps, len(bounds)) * count
+        ranges = steps, range(done, done + count)
+        own, apart = (list(iterate_batches(self.seed, name, len(self.data[name]), bounds, some)) for some in ranges)
+        return own, apart
 
     def load_batch(self, name: str, step: int, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Return inputs ``[B, ...]`` and labels ``[B]`` of a client's step on the samples at ``index``."""
-        data = self.data[name]
+        """Return inputs ``[B, ...]`` and labels ``[B]`` of a client's step on the samples at ``index``.
+
+        Augmentation is a function of ``(seed, name, step)`` alone.
+        """
+        data, augment = self.data[name], self.augment
         index = index.to(data.y.device)
-        return training_inputs(data, index, self.plan.dtype, self.augment, self.seed, name, step), data.y[index]
+        change = None if augment is None else lambda x: augment(x, stream(self.seed, "augment", name, step))
+        return data.inputs(index, self.plan.dtype, change), data.y[index]
 
     def step_key(self, name: str, step: int) -> Tensor:
         """Return the int64 scalar from which the client's step draws."""
         return torch.tensor(key_bits(self.seed, "dropout", name, step) >> 65, device=self.data[name].y.device)
 
 
-def training_inputs(
-    data: Samples, index: Tensor, dtype: torch.dtype, augment: Augmentation | None, seed: int, client: str, step: int
-) -> Tensor:
-    """Return inputs ``[B, ...]`` of one local step, augmented as a function of ``(seed, client, step)`` alone."""
-    if augment is None:
-        return data.inputs(index, dtype)
-    return data.inputs(index, dtype, lambda x: augment(x, stream(seed, "augment", client, step)))
-
-
 EngineFactory = Callable[[Plan, Data, int], Engine]
 """Makes the engine of a trial from its plan, its clients' training samples and its seed."""
 
 
-def total_loss(losses: Tensor, sizes: list[int]) -> float:
-    """Return the data loss summed over samples; ``losses [steps]`` are means over batches of ``sizes`` samples."""
-    return float(losses @ torch.tensor(sizes, dtype=torch.float64))
+def total_loss(losses: Tensor, batches: Batches) -> float:
+    """Return the data loss summed over samples; ``losses [steps]`` are means over ``batches``."""
+    return float(losses @ torch.tensor([len(index) for _, index in batches], dtype=torch.float64))
 
 
 def refuse_divergence(losses: Tensor, state: State, name: str, server: ServerState) -> None:

@@ -27,8 +27,7 @@ from ..core.kernel import (
 from ..core.loss import Loss
 from ..core.optimizer import SGD
 from ..core.plan import Plan, compute_outputs, to_memory_format
-from ..core.work import iterate_batches
-from ..data.image_transforms import Augmentation
+from ..data.augmentation import Augmentation
 from ..utils.profiling import timed_section
 from ..utils.state import clone
 from .engine import ClientResult, Data, Diverged, Engine, refuse_divergence, total_loss
@@ -57,18 +56,11 @@ class Identity(Engine):
     @override
     def train(self, server: ServerState, clients: Mapping[str, ClientState]) -> Iterator[tuple[str, ClientResult]]:
         plan = self.plan
-        x, y = [], []
         with timed_section("data"):
-            for name, client in clients.items():
-                data = self.data[name]
-                bounds, coming = self.steps_of_round(name, client)
-                for step, index in iterate_batches(self.seed, name, len(data), bounds, coming):
-                    inputs, labels = self.load_batch(name, step, index)
-                    x.append(inputs)
-                    y.append(labels)
-            sizes = [len(labels) for labels in y]
+            batches = {name: self.draw_batches(name, client)[0][0] for name, client in clients.items()}  # one of each
+            x, y = zip(*(self.load_batch(name, *batch) for name, batch in batches.items()), strict=True)
             together = torch.cat(x)
-        raw = [plan.method.weigh(size) for size in sizes]
+        raw = [plan.method.weigh(len(labels)) for labels in y]
         weights = torch.tensor(raw, dtype=torch.float64) / sum(raw)
         job = client_init(plan, next(iter(clients.values())), server, planned_steps=1)
         with timed_section("forward and backward"):
@@ -90,13 +82,13 @@ class Identity(Engine):
                 alone.train_client(server, name, client)  # raises, and names the client
             raise
         for number, (name, client) in enumerate(clients.items()):
-            loss = total_loss(per_client[number : number + 1], [sizes[number]])
-            update = Update(shared=shared, weight=float(sizes[number]), steps=1)
+            loss = total_loss(per_client[number : number + 1], [batches[name]])
+            update = Update(shared=shared, weight=float(len(y[number])), steps=1)
             after = ClientState(personal={}, steps=client.steps + 1)
             yield name, ClientResult(client=after, update=update, loss_sum=loss)
 
 
-def _client_losses(plan: Plan, logits: Tensor, y: list[Tensor]) -> Tensor:
+def _client_losses(plan: Plan, logits: Tensor, y: tuple[Tensor, ...]) -> Tensor:
     """Return each client's loss ``[clients]``, given the outputs for all samples and each client's labels."""
     sizes = [len(labels) for labels in y]
     if len(set(sizes)) == 1 and isinstance(plan.loss, Loss):  # one that torch.vmap can run

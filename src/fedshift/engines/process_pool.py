@@ -32,7 +32,7 @@ from typing_extensions import override
 
 from ..core.kernel import ClientState, ServerState
 from ..core.plan import Plan
-from ..data.image_transforms import Augmentation
+from ..data.augmentation import Augmentation
 from ..utils.allocator import keep_freed_memory
 from ..utils.errors import FedshiftError
 from ..utils.processors import available_processors
@@ -70,7 +70,8 @@ class ProcessEngine(Engine):
     @override
     def train(self, server: ServerState, clients: Mapping[str, ClientState]) -> Iterator[tuple[str, ClientResult]]:
         at_once = self._broadcast(server, len(clients))
-        waiting = sorted(clients, key=lambda name: self._count_samples(name, clients[name]), reverse=True)
+        steps = {name: self.steps_of_round(name, client)[1] for name, client in clients.items()}
+        waiting = sorted(clients, key=lambda name: len(steps[name]) * len(self.data[name]), reverse=True)
         busy, failed = dict[Any, str](), None
         try:
             while busy or (waiting and not failed):
@@ -89,9 +90,6 @@ class ProcessEngine(Engine):
             self._cancel(list(busy))  # not empty if the caller stopped half way
         if failed:
             raise failed
-
-    def _count_samples(self, name: str, client: ClientState) -> int:
-        return len(self.steps_of_round(name, client)[1]) * len(self.data[name])
 
     @abstractmethod
     def _broadcast(self, server: ServerState, clients: int) -> int:
@@ -132,10 +130,8 @@ class Pool(ProcessEngine):
 
     _numbers = count()
 
-    def __init__(
-        self, plan: Plan, data: Data, seed: int, workers: int | None = None, augment: Augmentation | None = None
-    ) -> None:
-        super().__init__(plan, data, seed, workers, augment)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._number = next(self._numbers)
         self._buffers: tuple[SharedMemoryBuffer, SharedMemoryBuffer] | None = None  # trial, broadcast
         self._workers: list[_WorkerHandle] = []
@@ -220,15 +216,13 @@ class _WorkerHandle:
     def __init__(self) -> None:
         self.trials: set[int] = set()
         self.socket, theirs = socket.socketpair()
-        self._lifeline, end = socket.socketpair()
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process lives
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
-            [sys.executable, "-c", f"{START}main({theirs.fileno()}, {end.fileno()})", json.dumps(sys.path)],
-            pass_fds=(theirs.fileno(), end.fileno()), env=environment, stdin=subprocess.DEVNULL, stderr=self._stderr,
+            [sys.executable, "-c", f"{START}main({theirs.fileno()})", json.dumps(sys.path)],
+            pass_fds=(theirs.fileno(),), env=environment, stdin=subprocess.PIPE, stderr=self._stderr,
         )  # fmt: skip
         theirs.close()
-        end.close()
         self.connection, self.buffer = Connection(os.dup(self.socket.fileno())), SharedMemoryBuffer()
         self.share_buffer(self.buffer)
 
@@ -264,8 +258,8 @@ class _WorkerHandle:
         if self in _WORKERS:
             _WORKERS.remove(self)
             self.process.kill()
-            self.process.wait()
-            for each in (self.connection, self.socket, self._lifeline, self._stderr, self.buffer):
+            self.process.communicate()  # waits, and closes its standard input
+            for each in (self.connection, self.socket, self._stderr, self.buffer):
                 each.close()
 
 
@@ -354,15 +348,15 @@ def receive_buffer(sender: socket.socket) -> SharedMemoryBuffer:
     return SharedMemoryBuffer(fds[0])
 
 
-def main(parent: int, lifeline: int) -> None:
-    """Run a worker process, given the file descriptors of its two sockets.
+def main(parent: int) -> None:
+    """Run a worker process, given the file descriptor of its socket.
 
-    The operating system closes the lifeline when the parent ends, however it ends; the worker then ends too, in the
-    middle of a step if need be.
+    The operating system closes its standard input when the parent ends, however it ends; the worker then ends too, in
+    the middle of a step if need be.
     """
 
     def exit_with_parent() -> None:
-        socket.socket(fileno=lifeline).recv(1)
+        os.read(sys.stdin.fileno(), 1)
         os._exit(0)
 
     threading.Thread(target=exit_with_parent, daemon=True).start()

@@ -28,7 +28,7 @@ from typing_extensions import override
 
 from ..core.kernel import ClientState, ServerState
 from ..core.plan import Plan
-from ..data.image_transforms import Augmentation
+from ..data.augmentation import Augmentation
 from ..data.samples import Samples
 from ..utils.allocator import keep_freed_memory
 from ..utils.errors import FedshiftError, UsageError
@@ -53,10 +53,8 @@ SerializedTensors = tuple[bytes, list[NDArray[np.uint8]]]
 class Ray(ProcessEngine):
     """Runs what can be sent to another process, on CPUs, where the package ``ray`` is installed."""
 
-    def __init__(
-        self, plan: Plan, data: Data, seed: int, workers: int | None = None, augment: Augmentation | None = None
-    ) -> None:
-        super().__init__(plan, data, seed, workers, augment)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._ray: Any = None
         self._plan: Any = None
         self._known: list[Any] = []
@@ -79,10 +77,7 @@ class Ray(ProcessEngine):
             self._ray = _connect(self.workers)
         with timed_section("hand over"):
             self._plan = self._plan or self._ray.put(serialize((self.plan, self.augment)))
-            self._known = [
-                self._plan,
-                self._ray.put(serialize(server)),
-            ]  # in a list, so that workers fetch only what they lack
+            self._known = [self._plan, self._ray.put(serialize(server))]  # a list: workers fetch only what they lack
         processors = int(self._ray.cluster_resources().get("CPU", 0))
         if not processors:
             raise UsageError("the Ray cluster has no processors: add a host to it by `ray start --address`")

@@ -10,7 +10,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from ..core.kernel import ClientState, ServerState, client_final, client_init, client_step_
-from ..core.work import iterate_batches
 from ..utils.profiling import timed_section
 from ..utils.random_streams import torch_stream
 from .engine import ClientResult, Engine, refuse_divergence, total_loss
@@ -26,25 +25,21 @@ class Sequential(Engine):
 
     def train_client(self, server: ServerState, name: str, client: ClientState) -> ClientResult:
         """Return the result of one client's work in one round."""
-        plan, data = self.plan, self.data[name]
-        bounds, coming = self.steps_of_round(name, client)
+        plan = self.plan
+        batches, apart = self.draw_batches(name, client)
         losses: list[Tensor] = []
-        sizes: list[int] = []
         with torch_stream(self.seed, "torch", name, client.steps):
-            job = client_init(plan, client, server, planned_steps=len(coming))
-            for step, index in iterate_batches(self.seed, name, len(data), bounds, coming):
+            job = client_init(plan, client, server, planned_steps=len(batches))
+            for step, index in batches:
                 job, loss = client_step_(plan, job, *self._batch(name, step, index))
                 losses.append(loss)
-                sizes.append(len(index))
             job = replace(job, apart=True)
-            for step, index in iterate_batches(
-                self.seed, name, len(data), bounds, self.list_extra_steps(client, len(bounds))
-            ):
+            for step, index in apart:
                 job, _ = client_step_(plan, job, *self._batch(name, step, index))
             done, update = client_final(plan, job)
         per_step = torch.stack(losses).double().cpu()
         refuse_divergence(per_step, {**done.personal, **update.shared}, name, server)
-        return ClientResult(client=done, update=update, loss_sum=total_loss(per_step, sizes))
+        return ClientResult(client=done, update=update, loss_sum=total_loss(per_step, batches))
 
     def _batch(self, name: str, step: int, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return inputs ``[B, ...]``, labels ``[B]`` and dropout key of one step."""

@@ -12,6 +12,7 @@ import os
 import pickle
 import tempfile
 from collections.abc import Callable
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -129,10 +130,7 @@ class _Unpickler(pickle.Unpickler):
 
     def __init__(self, packed: bytes, load: Callable[[int, torch.dtype, tuple[int, ...]], Tensor]) -> None:
         super().__init__(io.BytesIO(packed))
-        self._load, self._loaded = load, dict[int, Tensor]()
+        self._load = cache(load)
 
     def persistent_load(self, pid: Any) -> Tensor:
-        number, dtype, shape = pid
-        if number not in self._loaded:
-            self._loaded[number] = self._load(number, dtype, shape)
-        return self._loaded[number]
+        return self._load(*pid)

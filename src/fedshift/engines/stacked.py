@@ -9,7 +9,8 @@ that has done its steps leaves, so that no batch is padded and nothing is masked
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,26 +32,22 @@ from ..core.kernel import (
 from ..core.optimizer import SGD
 from ..core.plan import Plan
 from ..core.rule import Rule
-from ..core.work import iterate_batches
-from ..data.image_transforms import Augmentation
+from ..data.augmentation import Augmentation
 from ..nn.linear import vmapped_lanes
 from ..utils.profiling import timed_section
 from ..utils.state import State, nbytes, pick
 from .cost_model import measure_activations
-from .engine import ClientResult, Data, Engine, refuse_divergence, total_loss
+from .engine import Batches, ClientResult, Data, Engine, refuse_divergence, total_loss
 
 CACHE = 2**25
 """Bytes of trained parameters that are stepped together."""
 ACTIVATIONS = 2**27
 """Bytes of layers' outputs that are held at a time."""
-Batches = Sequence[tuple[int, Tensor]]
-"""Steps, each with its number and the indices of its samples."""
 Stack = tuple[State, ...]
 """The lanes' parameters, other entries, optimizer states and memories of each rule, each entry ``[lanes, ...]``."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Lane:
+class _Lane(NamedTuple):
     """A client's steps of the round: ``batches``, then those that train the rules' own parameters ``apart``."""
 
     name: str
@@ -67,11 +64,9 @@ class _Lane:
 class Stacked(Engine):
     """Runs what ``torch.vmap`` can run; ``width``: the most lanes that are stepped together."""
 
-    def __init__(
-        self, plan: Plan, data: Data, seed: int, workers: int | None = None, augment: Augmentation | None = None
-    ) -> None:
-        super().__init__(plan, data, seed, workers, augment)
-        self.width = count_lanes(plan, data, len(data))
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.width = count_lanes(self.plan, self.data, len(self.data))
 
     @override
     @classmethod
@@ -90,15 +85,7 @@ class Stacked(Engine):
 
     @override
     def train(self, server: ServerState, clients: Mapping[str, ClientState]) -> Iterator[tuple[str, ClientResult]]:
-        lanes = []
-        for name, client in clients.items():
-            data = self.data[name]
-            bounds, coming = self.steps_of_round(name, client)
-            taken, apart = (
-                list(iterate_batches(self.seed, name, len(data), bounds, steps))
-                for steps in (coming, self.list_extra_steps(client, len(bounds)))
-            )
-            lanes.append(_Lane(name=name, client=client, batches=taken, apart=apart))
+        lanes = [_Lane(name, client, *self.draw_batches(name, client)) for name, client in clients.items()]
         lanes.sort(key=lambda lane: (len(lane.batches), lane.sizes), reverse=True)
         width = min(self.width, len(lanes))
         for start in range(0, len(lanes), width):
@@ -120,7 +107,7 @@ class Stacked(Engine):
             client, update = client_final(plan, done)
             doubtful = {**client.personal, **update.shared} if broken else {}
             refuse_divergence(per_lane[number], doubtful, lane.name, server)
-            loss_sum = total_loss(per_lane[number], lane.sizes)
+            loss_sum = total_loss(per_lane[number], lane.batches)
             yield lane.name, ClientResult(client=client, update=update, loss_sum=loss_sum)
 
     def _steps(
@@ -147,7 +134,8 @@ class Stacked(Engine):
                     stack, loss = _step(plan, template, stack, x, y, keys)
                 else:
                     index = torch.tensor(members, device=y.device)
-                    changed, loss = _step(plan, template, _select_rows(stack, index), x, y, keys)
+                    rows = tuple({entry: tensor[index] for entry, tensor in state.items()} for state in stack)
+                    changed, loss = _step(plan, template, rows, x, y, keys)
                     stack = _write_rows(stack, changed, index)
                 for number, value in zip(members, loss.unbind(), strict=True):
                     losses[number].append(value)
@@ -233,10 +221,6 @@ def _is_elementwise(plan: Plan) -> bool:
 def _make_writable(state: State) -> State:
     """Return ``state`` in memory that can be written to."""
     return {name: tensor.contiguous() for name, tensor in state.items()}
-
-
-def _select_rows(stack: Stack, index: Tensor) -> Stack:
-    return tuple({entry: tensor[index] for entry, tensor in state.items()} for state in stack)
 
 
 def _write_rows(stack: Stack, changed: Stack, index: Tensor) -> Stack:

@@ -26,7 +26,7 @@ from ..core.plan import Plan, compute_outputs
 from ..core.preparation import add_extra_entries
 from ..core.selection import batch_norm, norm_statistics
 from ..core.work import Work
-from ..data.image_transforms import Augmentation
+from ..data.augmentation import Augmentation
 from ..data.samples import Samples
 from ..engines.sequential import Sequential
 from ..utils.errors import UsageError

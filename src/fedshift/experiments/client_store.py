@@ -24,6 +24,7 @@ import torch
 from safetensors.torch import load, save
 
 from ..core.kernel import ClientState
+from ..results.schema import RESTART
 from ..utils.errors import FedshiftError
 from ..utils.files import write_atomically
 from ..utils.state import State, add_prefix, entries_under, join_states, nbytes, split_state
@@ -164,12 +165,7 @@ class ClientStore(Mapping[str, ClientState]):
                 raise ValueError("states of clients are in the checkpoint's folder: give it")
             self._place, self._folder = tensors["clients/place"].numpy().copy(), folder
             self._segments = {int(number): size for number, size in segments.items()}
-            for number, size in self._segments.items():
-                path = folder / _segment_name(number)
-                if not path.exists():
-                    raise _damaged_error(path, "is missing")
-                if path.stat().st_size != size:
-                    raise _damaged_error(path, f"holds {path.stat().st_size} bytes in place of {size}")
+            check_segments(folder, segments)
         states: dict[int, State] = {}
         for name, tensor in entries_under("client", tensors).items():
             client, _, entry = name.partition("/")
@@ -208,6 +204,16 @@ class ClientStore(Mapping[str, ClientState]):
         while self._cached and self.held > self._limit:
             _, client = self._cached.popitem(last=False)
             self.held -= _state_bytes(client)
+
+
+def check_segments(folder: Path, segments: Mapping[str, int]) -> None:
+    """Raise :class:`FedshiftError` where one of ``segments``, with their sizes, is missing or of another size."""
+    for number, size in segments.items():
+        path = folder / _segment_name(int(number))
+        if not path.exists():
+            raise _damaged_error(path, "is missing")
+        if path.stat().st_size != size:
+            raise _damaged_error(path, f"holds {path.stat().st_size} bytes in place of {size}")
 
 
 def remove_unused_segments(folder: Path, used: Iterable[int]) -> None:
@@ -254,7 +260,4 @@ def _compact_state(client: ClientState) -> ClientState:
 
 
 def _damaged_error(path: Path, what: str) -> FedshiftError:
-    return FedshiftError(
-        f"{path}, which holds states of clients, {what}: restore the file from a copy, or remove "
-        "checkpoint.safetensors beside it to begin this trial again from round 1"
-    )
+    return FedshiftError(f"{path}, which holds states of clients, {what}: {RESTART}")

@@ -17,7 +17,7 @@ from ..config.spec import CompareSpec, Spec
 from ..core.loss import Loss
 from ..core.method import Method
 from ..core.optimizer import Optimizer, Schedule
-from ..data.image_transforms import Augmentation
+from ..data.augmentation import Augmentation
 from ..models import ModelFactory
 from .experiment import Observer
 

@@ -6,8 +6,8 @@ compared. Methods of one seed start from the same weights and see the same order
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
@@ -24,27 +24,29 @@ from ..engines.auto import EngineChoice
 from ..engines.engine import Diverged, EngineFactory
 from ..evaluation.communication import summarize_method
 from ..models import ModelFactory
-from ..results.checkpoint import load_checkpoint, load_facts
-from ..results.run_directory import (
+from ..results.checkpoint import load_checkpoint
+from ..results.run_directory import RunDirectory, append_rows, cut_rows, to_file_name, trial_folder
+from ..results.schema import PICTURED, RESTART, MethodSummary, Row, compute_metric, rows_to_frame
+from ..results.summary import NOTICES, holds_summary, read_notices, write_summary
+from ..results.trial_records import (
+    BEST,
+    CHECKPOINT,
     METRICS,
     ROUNDS,
-    RunDirectory,
-    append_rows,
-    cut_rows,
-    to_file_name,
-    to_toml,
-    trial_folder,
+    load_facts,
+    read_rounds,
+    require_checkpoint,
+    require_recorded,
+    stream_measurements,
 )
-from ..results.schema import PICTURED, MethodSummary, Row, compute_metric, read_rows, rows_to_frame
-from ..results.summary import write_summary
 from ..utils.allocator import keep_freed_memory
-from ..utils.errors import UsageError
+from ..utils.errors import FedshiftError, UsageError
 from ..utils.profiling import timed_section
 from ..utils.state import pick
+from .client_store import check_segments
 from .settings import POLICIES, Settings
 from .trial import RoundResult, Trial
 
-CHECKPOINT, BEST = "checkpoint.safetensors", "best.safetensors"
 SAMPLES = 8
 """Images of each client that a run keeps for its report."""
 MAX_NAMED = 5
@@ -190,25 +192,25 @@ class Experiment:
         with closing(RunDirectory(path, resume=resume)) as directory:
             if resume:
                 self._check_kept(path, trials)
-            self._describe(directory, facts)
             names, settings = [method.name for method in self.methods], self.settings
             observer.begin(names, self.seeds, settings.rounds, self.data.names, settings.metric)
-            notices = _Notices(directory, observer)
+            session = _Session(directory, observer, stop, lambda: self._describe(directory, facts), resume=resume)
             for notice in self.data.notices:
-                notices.say(notice)
+                session.say(notice)
             diverged: list[Diverged] = []
             for seed in self.seeds:
                 for method in self.methods:
                     try:
                         known = method.name in trials
                         trial = trials.pop(method.name) if known else self._make_trial(method, seed)
-                        if not self._run_trial(trial, directory, observer, notices, stop):
+                        if not self._run_trial(trial, session):
                             return False
                     except Diverged as error:
-                        notices.say(f"{method.name}, seed {seed}: {error}. Its numbers are those of the round before.")
+                        session.say(f"{method.name}, seed {seed}: {error}. Its numbers are those of the round before.")
                         diverged.append(error)
             if diverged:
                 raise diverged[0]
+            session.finish()
             return True
 
     def _make_trial(self, method: Method, seed: int) -> Trial:
@@ -226,48 +228,54 @@ class Experiment:
         return {method.name: self._make_trial(method, self.seeds[0]) for method in self.methods}
 
     def _check_kept(self, path: Path, trials: Mapping[str, Trial]) -> None:
+        """Raise an error where a trial in ``path`` is another's, or its files are damaged or missing."""
         for name, trial in trials.items():
             for seed in self.seeds:
-                kept = trial_folder(path, name, seed) / CHECKPOINT
-                if kept.exists():
-                    trial.check_compatible(load_facts(kept), seed)
+                folder = trial_folder(path, name, seed)
+                require_checkpoint(folder)
+                if (folder / CHECKPOINT).exists():
+                    trial.check_compatible(load_facts(folder / CHECKPOINT), seed)
+                    _, facts = load_checkpoint(folder / CHECKPOINT)
+                    check_segments(folder, facts["segments"])
+                    self._find_best(folder, facts["round"])
 
-    def _run_trial(
-        self, trial: Trial, directory: RunDirectory, observer: Observer, notices: _Notices, stop: Event
-    ) -> bool:
+    def _run_trial(self, trial: Trial, session: _Session) -> bool:
         """Run ``trial``, or continue it; return whether it reached its end."""
         name = trial.plan.method.name
-        folder = directory.trial(name, trial.seed)
+        folder = session.directory.trial(name, trial.seed)
         checkpoint = folder / CHECKPOINT
-        if checkpoint.exists():
+        begun = checkpoint.exists()
+        if begun:
             trial.restore(*load_checkpoint(checkpoint), folder)
         done = trial.server.round
+        best, reached = self._find_best(folder, done)
         for file in (METRICS, ROUNDS):
             cut_rows(folder / file, done)
-        best, reached = self._find_best(read_rows(folder / METRICS))
-        # Had the program been killed before this round was kept as the best, or files that none needs were removed:
-        trial.save(folder, *((BEST,) if best == done > 0 else ()))
-        observer.trial(name, trial.seed, done)
+        # From the beginning on a trial has a checkpoint, so that one that was removed is missed. Had the program been
+        # killed before this round was kept as the best, or files that none needs were removed:
+        trial.save(folder, *(() if begun else (CHECKPOINT,)), *((BEST,) if best == done > 0 else ()))
+        session.observer.trial(name, trial.seed, done)
         for text in self._notices_before(trial):
-            notices.say(text)
+            session.say(text)
         with closing(trial), keep_freed_memory():
             if self.settings.engine == "auto" and trial.server.round < self.settings.rounds:
-                observer.engine(name, trial.engine_choice)
+                session.observer.engine(name, trial.engine_choice)
             while trial.server.round < self.settings.rounds:
-                if stop.is_set():
+                if session.stop.is_set():
                     return False
-                outcome = trial.advance(observer.client)
-                traffic = {key: getattr(outcome, key) for key in ("round", "participants", "down", "up", "seconds")}
+                outcome = trial.advance(session.observer.client)
+                session.describe()
+                cost = {key: getattr(outcome, key) for key in ("round", "participants", "down", "up", "seconds")}
                 with timed_section("checkpoint"):
                     append_rows(folder / METRICS, outcome.rows)
-                    append_rows(folder / ROUNDS, [traffic])
+                    append_rows(folder / ROUNDS, [{**cost, "rows": len(outcome.rows)}])
                     now = self._score(outcome.rows)
                     better = now > reached
                     reached = max(now, reached)
                     trial.save(folder, CHECKPOINT, *((BEST,) if better else ()))
-                observer.round(outcome)
+                session.observer.round(outcome)
         for text in self._notices_after(trial):
-            notices.say(text)
+            session.say(text)
         return True
 
     def _notices_before(self, trial: Trial) -> Iterator[str]:
@@ -323,11 +331,22 @@ class Experiment:
         found = compute_metric(chosen, self.settings.metric)
         return (int(found.count()), float(found.mean())) if found.count() else NO_SCORE
 
-    def _find_best(self, rows: list[Row]) -> tuple[int, tuple[int, float]]:
-        """Return the first of the best rounds, 0 where there is none, and its score."""
-        rounds = groupby(rows, key=lambda row: row["round"])
-        reached = {0: NO_SCORE} | {number: self._score(list(of_round)) for number, of_round in rounds}
+    def _find_best(self, folder: Path, done: int) -> tuple[int, tuple[int, float]]:
+        """Return the first of the best of the ``done`` rounds of the trial in ``folder``, 0 for none, and its score.
+
+        Raises :class:`FedshiftError` where records are damaged or missing, or the state of the best round is.
+        """
+        rounds = read_rounds(folder)
+        require_recorded(folder, rounds, done)
+        reached = {0: NO_SCORE}
+        for number, of_round in groupby(stream_measurements(folder, rounds[:done]), key=lambda row: row["round"]):
+            reached[number] = self._score(list(of_round))
         best = max(reached, key=lambda number: reached[number])
+        if 0 < best < done:
+            _, facts = load_checkpoint(folder / BEST)
+            check_segments(folder, facts["segments"])
+            if facts["round"] != best:
+                raise FedshiftError(f"{folder / BEST} is of round {facts['round']}, not of {best}, the best: {RESTART}")
         return best, reached[best]
 
     def _sample_images(self) -> dict[str, np.ndarray]:
@@ -337,7 +356,7 @@ class Experiment:
         return {name: image for name, image in shown.items() if image is not None}
 
     def _describe(self, directory: RunDirectory, methods: Mapping[str, MethodSummary]) -> None:
-        directory.write("config.toml", to_toml(self.config))
+        directory.write_settings(self.config)
         for name, content in self.files.items():
             directory.write(name, content)
         first: dict[int, str] = {}
@@ -352,6 +371,7 @@ class Experiment:
             "metric": self.settings.metric,
             "target_metric": self.settings.target_metric,
             "clients": {c.name: {split: len(part) for split, part in c.splits.items()} for c in self.data.clients},
+            "fingerprint": self.data.fingerprint,
             "same_test": {name: owner for name, owner in owners.items() if name != owner},
             "config": dict(self.config),
             "methods": {name: asdict(fact) for name, fact in methods.items()},
@@ -359,18 +379,48 @@ class Experiment:
         write_summary(directory, facts, {} if self.make_engine else self._sample_images())
 
 
-class _Notices:
-    """Notices, given once each and kept in the directory."""
+class _Session:
+    """One call of :meth:`Experiment.run`: its directory, observer and stop, and what it writes beside the trials.
 
-    def __init__(self, directory: RunDirectory, observer: Observer) -> None:
-        self.directory, self.observer = directory, observer
+    A run that goes on is described anew once a round has been done, and keeps its earlier notices until it ends, so
+    that one that fails before stays what it was.
+    """
+
+    def __init__(
+        self, directory: RunDirectory, observer: Observer, stop: Event, describe: Callable[[], None], *, resume: bool
+    ) -> None:
+        self.directory, self.observer, self.stop, self._describe = directory, observer, stop, describe
+        self.described = False
         self.said: list[str] = []
+        self.before: tuple[str, ...] = ()
+        if resume:
+            with suppress(FedshiftError):  # what is still true is said again
+                self.before = read_notices(directory.path)
+        if not (resume and holds_summary(directory.path)):
+            self.describe()
+        self._write()
+
+    def describe(self) -> None:
+        """Write what is run, the first time."""
+        if not self.described:
+            self._describe()
+            self.described = True
 
     def say(self, text: str) -> None:
+        """Give a notice and keep it, the first time."""
         if text not in self.said:
             self.said.append(text)
-            self.directory.write_json("notices.json", self.said)
+            self._write()
             self.observer.notice(text)
+
+    def finish(self) -> None:
+        """Write what a run that has ended leaves."""
+        self.describe()
+        self.before = ()
+        self._write()
+
+    def _write(self) -> None:
+        self.directory.write_json(NOTICES, {"notices": list(dict.fromkeys([*self.before, *self.said]))})
 
 
 def _to_images(x: np.ndarray) -> np.ndarray | None:

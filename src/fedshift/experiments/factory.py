@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
-from ..config.expressions import expressions, resolve
+from ..config.expressions import EMBEDDED, expressions, resolve
 from ..config.spec import CompareSpec, RunSpec, SharedSpec, Spec, TrialSpec
 from ..core.loss import Loss, parse_loss
 from ..core.method import Method
 from ..core.optimizer import SGD, AdamW, Cosine, Exponential, Optimizer, Schedule, StepDecay
 from ..core.work import Work
-from ..data.augmentation import parse_augmentation
+from ..data.augmentation import Augmentation, parse_augmentation
 from ..data.files.read_options import Progress
-from ..data.image_transforms import Augmentation
 from ..data.partition import match_names
-from ..data.sources import load_source, prepare_clients, write_assignment
+from ..data.sources import data_root, load_source, prepare_clients, write_assignment
 from ..methods.agc import agc
 from ..models import ModelFactory
 from ..utils.errors import UsageError, unknown_name
 from .experiment import Experiment
 from .settings import Settings
+
+SAVED = re.compile(r"""(\bsaved\(\s*(?:path\s*=\s*)?)(['"])(.+?)\2""")
+"""The path in a split such as ``saved(path='split.csv')``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,6 +187,25 @@ def resolve_settings(
     )
 
 
+S = TypeVar("S", bound=Spec)
+
+
+def anchor_paths(spec: S, began: Path | None = None) -> S:
+    """Return ``spec`` with absolute paths of data, so that a run does not depend on the directory it is started in.
+
+    ``began``: directory in which relative paths begin; None: the current one.
+    """
+    began, changes = began or Path.cwd(), dict[str, Any]()
+    if spec.data not in EMBEDDED:
+        if (began / spec.data).exists():
+            changes["data"] = str(began / spec.data)
+        elif (began / data_root(spec)).exists():
+            changes["root"] = str(began / data_root(spec))
+    if spec.split:
+        changes["split"] = SAVED.sub(lambda found: f"{found[1]}{found[2]}{began / found[3]}{found[2]}", spec.split)
+    return replace(spec, **changes)
+
+
 def list_seeds(spec: Spec) -> tuple[int, ...]:
     """Return the seeds that ``spec`` asks for."""
     return tuple(range(spec.first_seed, spec.first_seed + spec.seeds))
@@ -195,7 +218,7 @@ def make_experiment(
 
     Raises :class:`UsageError` naming the setting where something does not fit.
     """
-    given = given or GivenObjects()
+    given, spec = given or GivenObjects(), anchor_paths(spec)
     methods = make_methods(spec, given.methods)
     source = load_source(spec.data if given.data is None else given.data, spec, progress).fit_images(spec.image_size)
     data = prepare_clients(source, spec)

@@ -7,7 +7,7 @@ text makes an equal object; what no text says, such as a function of a notebook,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -68,7 +68,7 @@ def make_python_experiment(given: Mapping[str, Any]) -> Experiment:
     spec = CompareSpec(**values)
     experiment = make_experiment(spec, given=GivenObjects(**found))
     hidden = {*described, *(OF_OPTIMIZER if "optimizer" in described else ())}
-    written = {name: value for name, value in asdict(spec).items() if name not in hidden}
+    written = {name: value for name, value in experiment.config.items() if name not in hidden}
     return replace(experiment, config=written | ({PYTHON: described} if described else {}))
 
 

@@ -9,28 +9,43 @@ from pathlib import Path
 from typing import Any
 
 from ..config.expressions import split_expressions
-from ..config.spec import CompareSpec, RunSpec, read_settings
+from ..config.settings_file import FILE, read_run_settings
+from ..config.spec import CompareSpec, RunSpec, select_settings
 from ..data.files.read_options import Progress
-from ..results.checkpoint import load_checkpoint, load_facts
+from ..results.checkpoint import load_checkpoint
 from ..results.run_directory import trial_folder
+from ..results.summary import holds_run, read_facts
+from ..results.trial_records import BEST, CHECKPOINT, load_facts
 from ..utils.errors import UsageError, unknown_name
-from .experiment import BEST, CHECKPOINT, Experiment
+from .experiment import Experiment
 from .factory import make_experiment, parse_methods
 from .python_settings import OF_OPTIMIZER
 from .settings import Settings
 from .trial import Trial
 
 
-def load_spec(directory: Path) -> RunSpec | CompareSpec:
-    """Return the settings of the run in ``directory``; raise :class:`UsageError` where it cannot be made again."""
-    if not (directory / "study.json").is_file():
+def load_spec(directory: Path, run_data: Path | None = None) -> RunSpec | CompareSpec:
+    """Return the settings of the run in ``directory``.
+
+    Args:
+        directory: run directory.
+        run_data: where its data are now; None: where they were, or where they were moved together with it.
+
+    Raises:
+        UsageError: it cannot be made again.
+        FedshiftError: its settings are damaged.
+
+    """
+    if not holds_run(directory):
         inner = next((path.parent for path in sorted(directory.glob("*/study.json"))), None)
         hint = f", such as {inner}" if inner else ""
         raise UsageError(f"{directory} holds no run: give a directory that `fedshift run` or `compare` wrote{hint}")
-    settings = directory / "config.toml"
-    if not settings.is_file():
-        raise UsageError(f"{settings} is missing, which says what was run: restore the file from a copy")
-    values = read_settings(settings, [*(field.name for field in fields(RunSpec)), "methods"])
+    settings = read_run_settings(directory)
+    settings.add_code()
+    allowed = [*(field.name for field in fields(RunSpec)), "methods"]
+    values = select_settings(settings.find_paths({} if run_data else RUN_DATA), directory / FILE, allowed)
+    if run_data:
+        values[settings.data_setting] = str(run_data)
     if not values.get("data"):
         raise UsageError(
             f"{directory} does not say on which data it was run, as after `fedshift serve`: what clients keep is "
@@ -42,12 +57,15 @@ def load_spec(directory: Path) -> RunSpec | CompareSpec:
 def read_python_settings(directory: Path, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of the run in ``directory`` with those ``given`` in their place, for Python.
 
-    Raises :class:`UsageError` where the directory does not say, or cannot say, what was run, and it is not given.
+    Raises :class:`UsageError` where the directory does not say, or cannot say, what was run, and it is not given, and
+    :class:`FedshiftError` where its settings are damaged.
     """
-    settings = directory / "config.toml"
-    if not settings.is_file():
-        raise UsageError(f"{settings} is missing, which says what was run: restore the file from a copy")
-    values = read_settings(settings, [field.name for kind in (RunSpec, CompareSpec) for field in fields(kind)], given)
+    settings = read_run_settings(directory)
+    settings.add_code()
+    found = settings.find_paths({} if "data" in given or "root" in given else {"data": "--data", "root": "--root"})
+    allowed = [field.name for kind in (RunSpec, CompareSpec) for field in fields(kind)]
+    kept = {name: value for name, value in found.items() if value is not None}
+    values = select_settings(kept, directory / FILE, allowed, given)
     values["methods"] = values.pop("method", None) or values.get("methods")
     if (share := values.get("participation")) is not None and share >= 1:
         values["participation"] = int(share)
@@ -59,6 +77,10 @@ def read_python_settings(directory: Path, given: Mapping[str, Any]) -> dict[str,
         if values.get(name) is None:
             raise UsageError(f"{directory} does not say which {name} it was run with: give {name}=...")
     return values
+
+
+RUN_DATA = dict.fromkeys(("data", "root"), "--run-data")
+"""Flag that says where a run's data are now, by the setting that said it."""
 
 
 def resolve_device(spec: RunSpec | CompareSpec, asked: str | None = None) -> tuple[str, list[str]]:
@@ -75,14 +97,31 @@ def resolve_device(spec: RunSpec | CompareSpec, asked: str | None = None) -> tup
 
 
 def load_experiment(
-    directory: Path, progress: Progress | None = None, device: str | None = None
+    directory: Path, progress: Progress | None = None, device: str | None = None, run_data: Path | None = None
 ) -> tuple[RunSpec | CompareSpec, Experiment]:
     """Return the settings and the experiment of the run in ``directory``, whose trials can be restored.
 
-    ``device``: device to compute on; see :func:`resolve_device`.
+    Args:
+        directory: run directory.
+        progress: callback for progress.
+        device: device to compute on; see :func:`resolve_device`.
+        run_data: where the run's data are now; see :func:`load_spec`.
+
+    Raises:
+        UsageError: the run cannot be made again, or the data are not those it was made on.
+        FedshiftError: files of the run are damaged.
+
     """
-    spec = load_spec(directory)
-    return spec, select_trials(make_experiment(replace(spec, device=resolve_device(spec, device)[0]), progress))
+    spec = load_spec(directory, run_data)
+    experiment = make_experiment(replace(spec, device=resolve_device(spec, device)[0]), progress)
+    kept = read_facts(directory)["fingerprint"]
+    if experiment.data.fingerprint != kept:
+        where = spec.data if Path(spec.data).exists() else f"{spec.data}, under {spec.root}"
+        raise UsageError(
+            f"{where} does not hold the samples on which {directory} was run (fingerprint {kept}, now "
+            f"{experiment.data.fingerprint}): give those (--run-data PATH)"
+        )
+    return spec, select_trials(experiment)
 
 
 def select_trials(

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 
 from ..engines.engine import Diverged
-from ..utils.files import write_atomically
+from ..utils.checked_json import read_checked, write_checked
 from ..utils.processors import available_processors
 from .experiment import Experiment, Observer
 
@@ -36,13 +35,15 @@ class QueuedRun:
 
 
 def read_outcome(folder: Path, settings: Mapping[str, Any]) -> str | None:
-    """Return what diverged in the run in ``folder``, ``""`` for nothing; None: not ended under ``settings``."""
-    try:
-        kept = json.loads((folder / DONE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    """Return what diverged in the run in ``folder``, ``""`` for nothing; None: not ended under ``settings``.
+
+    Raises :class:`FedshiftError` where the file that says so is damaged.
+    """
+    if not (folder / DONE).exists():
         return None
-    diverged = kept.pop(DIVERGED, "") if isinstance(kept, dict) else ""
-    return str(diverged) if kept == settings else None
+    kept = read_checked(folder / DONE, "remove it and go on (--resume): what was done is not done again")
+    diverged = str(kept.pop(DIVERGED, ""))
+    return diverged if kept == settings else None
 
 
 def run_pending(
@@ -74,5 +75,5 @@ def run_pending(
         end(part, finished)
         if not finished:
             return False
-        write_atomically(part.folder / DONE, (json.dumps({**part.settings, **diverged}, indent=1) + "\n").encode())
+        write_checked(part.folder / DONE, {**part.settings, **diverged})
     return True

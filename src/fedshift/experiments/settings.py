@@ -15,7 +15,7 @@ from ..core.optimizer import SGD, Optimizer
 from ..core.plan import Plan, forward
 from ..core.preparation import prepare
 from ..core.work import Work
-from ..data.image_transforms import Augmentation
+from ..data.augmentation import Augmentation
 from ..engines import ENGINES
 from ..models import ModelFactory, make_network
 from ..results.schema import MOMENTS

@@ -20,9 +20,9 @@ from ..data.files.read_options import Progress
 from ..data.sources import parse_changes
 from ..report.curves import CurvePoint, format_setting
 from ..results.run_directory import to_file_name
-from ..results.summary import read_summary
+from ..results.summary import holds_run, read_summary
 from ..utils.errors import UsageError, unknown_name
-from .factory import make_experiment, make_methods, make_settings, parse_methods
+from .factory import anchor_paths, make_experiment, make_methods, make_settings, parse_methods
 from .run_queue import QueuedRun, read_outcome
 
 NONE = "none"
@@ -58,10 +58,16 @@ class Combination:
         return f"{self.folder}: {diverged}" if diverged else diverged
 
 
-def make_combinations(spec: SweepSpec) -> list[Combination]:
+def make_combinations(spec: SweepSpec, began: Path | None = None) -> list[Combination]:
     """Return all combinations, the first setting slowest.
 
-    Raises :class:`UsageError`, or pydantic's ``ValidationError``, naming the value that is not allowed.
+    Args:
+        spec: settings of the sweep.
+        began: directory in which relative paths of data begin; None: the current one.
+
+    Raises:
+        UsageError: a value is not allowed; pydantic's ``ValidationError`` likewise.
+
     """
     over = parse_swept(spec.over)
     if not over:
@@ -72,6 +78,7 @@ def make_combinations(spec: SweepSpec) -> list[Combination]:
         given = {name: _parse_value(name, text) for name, text in zip(over, texts, strict=True)}
         made = CompareSpec(**common | given)
         values = {name: getattr(made, name) for name in over}
+        made = anchor_paths(made, began)
         if values in [other.values for other in found]:
             raise UsageError(f"over {', '.join(over)}: {' '.join(texts)} is the same as another value; drop one")
         found.append(Combination(values=values, spec=made, folder=_folder_name(values, [c.folder for c in found])))
@@ -135,7 +142,7 @@ def collect_points(wanted: Sequence[Combination], path: Path) -> Iterator[tuple[
     """
     for combination in wanted:
         folder = path / combination.folder
-        if (folder / "study.json").exists():
+        if holds_run(folder):
             study = read_summary(folder)
             names = dict(zip(study.methods, (m.name for m in parse_methods(combination.spec.methods)), strict=True))
             renamed = replace(

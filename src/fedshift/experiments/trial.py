@@ -41,8 +41,9 @@ from ..evaluation.communication import downlink_bytes, uplink_bytes
 from ..evaluation.metrics import evaluate_clients, evaluate_trained, measured_splits
 from ..evaluation.unseen_clients import UnseenClientModels, check_policy
 from ..models import ModelFactory, make_network
-from ..results.checkpoint import load_facts, refuse_other, save_checkpoint
+from ..results.checkpoint import refuse_other, save_checkpoint
 from ..results.schema import Row
+from ..results.trial_records import load_facts
 from ..utils.errors import UsageError
 from ..utils.profiling import OPERATIONS, add_seconds, is_recording, timed_section
 from ..utils.state import State, entries_under, join_states, split_state

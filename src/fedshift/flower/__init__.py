@@ -1,19 +1,29 @@
 """Experiments across machines on Flower (``pip install 'fedshift[flower]'``), and parts for existing Flower apps.
 
-These parts are imported when first used, so that ``no_telemetry`` is imported before anything of ``flwr``.
+These parts are imported when first used, after this module has silenced Flower.
 """
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
-
-from .transport import no_telemetry as no_telemetry
 
 if TYPE_CHECKING:
     from .compat.dropin import clip_gradients_, prepare_model
     from .compat.local_entries import keep_local, list_local_entries
     from .compat.strategy import MethodStrategy
+
+QUIET = {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+}
+"""Environment that keeps Flower's programs from calling home: they report usage, and check for updates even for --help.
+
+Flower reads the first when ``flwr`` is imported, so importing this package disables it here and in child processes.
+"""
+os.environ.update(QUIET)
 
 _HOME = {
     "MethodStrategy": "strategy",

@@ -16,7 +16,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
 from itertools import pairwise
 
 from torch import Tensor, nn
@@ -67,7 +66,8 @@ _VGG_STAGES = ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3))
 """Channels and number of the 3 x 3 convolutions before each of the five poolings."""
 
 
-def _vgg_features(channels: int, batch_norm: bool) -> nn.Module:
+def _vgg16(channels: int, classes: int, *, batch_norm: bool = False, pixels: int = 49, own: bool = False) -> nn.Module:
+    """Return VGG16; ``own``: FedMMB's, whose FC layers read ``pixels`` pixels directly, without dropout."""
     features: list[nn.Module] = []
     for after, convolutions in _VGG_STAGES:
         for _ in range(convolutions):
@@ -75,16 +75,11 @@ def _vgg_features(channels: int, batch_norm: bool) -> nn.Module:
             features += [nn.BatchNorm2d(after), nn.ReLU()] if batch_norm else [nn.ReLU()]
             channels = after
         features.append(nn.MaxPool2d(2))
-    return nn.Sequential(*features)
-
-
-def _vgg16(channels: int, classes: int, *, batch_norm: bool = False, pixels: int = 49, own: bool = False) -> nn.Module:
-    """Return VGG16; ``own``: FedMMB's, whose FC layers read ``pixels`` pixels directly, without dropout."""
     layers: list[nn.Module] = []
     for before, after in ((512 * pixels, 4096), (4096, 4096)):
         layers += [nn.Linear(before, after), nn.ReLU(), *([] if own else [nn.Dropout()])]
     parts = {
-        "features": _vgg_features(channels, batch_norm),
+        "features": nn.Sequential(*features),
         **({} if own else {"avgpool": nn.AdaptiveAvgPool2d(7)}),
         "flatten": nn.Flatten(),
         "classifier": nn.Sequential(*layers, nn.Linear(4096, classes)),
@@ -109,10 +104,11 @@ def vgg16_bn(shape: Shape = (3, 224, 224), classes: int = 1000) -> nn.Module:
 
 
 class _Block(nn.Module):
-    """Two 3 x 3 convolutions whose result is added to the input, or to ``downsample`` of it."""
+    """Two 3 x 3 convolutions whose result is added to the input, or to ``downsample`` of it, which halves the image."""
 
-    def __init__(self, before: int, after: int, stride: int, downsample: nn.Module | None) -> None:
+    def __init__(self, before: int, after: int, downsample: nn.Module | None = None) -> None:
         super().__init__()
+        stride = 1 if downsample is None else 2
         self.conv1 = nn.Conv2d(before, after, 3, stride, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(after)
         self.relu = nn.ReLU()
@@ -139,33 +135,25 @@ class _Subsample(nn.Module):
         return pad(x[:, :, ::2, ::2], (0, 0, 0, 0, 0, self.new))
 
 
-def _projection(before: int, after: int) -> nn.Module:
-    """Return shortcut B: a 1 x 1 convolution of stride 2 with BatchNorm."""
-    return nn.Sequential(nn.Conv2d(before, after, 1, 2, bias=False), nn.BatchNorm2d(after))
-
-
-def _padding(before: int, after: int) -> nn.Module:
-    return _Subsample(after - before)
-
-
-def _stage(before: int, after: int, blocks: int, shortcut: Callable[[int, int], nn.Module]) -> nn.Module:
-    """Return ``blocks`` blocks of ``after`` channels; the first halves the image if channels change."""
-    first = _Block(before, after, 1, None) if before == after else _Block(before, after, 2, shortcut(before, after))
-    return nn.Sequential(first, *(_Block(after, after, 1, None) for _ in range(blocks - 1)))
-
-
 def _residual(
-    stem: dict[str, nn.Module],
-    channels: tuple[int, ...],
-    blocks: int,
-    shortcut: Callable[[int, int], nn.Module],
-    classes: int,
+    stem: dict[str, nn.Module], channels: tuple[int, ...], blocks: int, classes: int, *, projected: bool
 ) -> nn.Module:
-    """Return ``stem`` followed by a stage of blocks for each number of channels, pooling, and the output layer."""
-    pairs = pairwise((channels[0], *channels))
-    stages = {f"layer{i}": _stage(*pair, blocks, shortcut) for i, pair in enumerate(pairs, start=1)}
-    end = {"avgpool": nn.AdaptiveAvgPool2d(1), "flatten": nn.Flatten(), "fc": nn.Linear(channels[-1], classes)}
-    return nn.Sequential(OrderedDict(stem | stages | end))
+    """Return ``stem`` followed by a stage of blocks for each number of channels, pooling, and the output layer.
+
+    Where channels change, a stage halves the image, by shortcut B (``projected``: a 1 x 1 convolution of stride 2 with
+    BatchNorm) or A.
+    """
+    layers = dict(stem)
+    for i, (before, after) in enumerate(pairwise((channels[0], *channels)), start=1):
+        shortcut: nn.Module | None = None
+        if before != after and projected:
+            shortcut = nn.Sequential(nn.Conv2d(before, after, 1, 2, bias=False), nn.BatchNorm2d(after))
+        elif before != after:
+            shortcut = _Subsample(after - before)
+        rest = (_Block(after, after) for _ in range(blocks - 1))
+        layers[f"layer{i}"] = nn.Sequential(_Block(before, after, shortcut), *rest)
+    layers |= {"avgpool": nn.AdaptiveAvgPool2d(1), "flatten": nn.Flatten(), "fc": nn.Linear(channels[-1], classes)}
+    return nn.Sequential(OrderedDict(layers))
 
 
 def resnet18(shape: Shape = (3, 224, 224), classes: int = 1000) -> nn.Module:
@@ -176,7 +164,7 @@ def resnet18(shape: Shape = (3, 224, 224), classes: int = 1000) -> nn.Module:
         "relu": nn.ReLU(),
         "maxpool": nn.MaxPool2d(3, stride=2, padding=1),
     }
-    return _kaiming(_residual(stem, (64, 128, 256, 512), 2, _projection, classes))
+    return _kaiming(_residual(stem, (64, 128, 256, 512), 2, classes, projected=True))
 
 
 def resnet20(shape: Shape = (3, 32, 32), classes: int = 10) -> nn.Module:
@@ -189,7 +177,7 @@ def resnet20(shape: Shape = (3, 32, 32), classes: int = 10) -> nn.Module:
         "bn1": nn.BatchNorm2d(16),
         "relu": nn.ReLU(),
     }
-    network = _residual(stem, (16, 32, 64), 3, _padding, classes)
+    network = _residual(stem, (16, 32, 64), 3, classes, projected=False)
     for layer in network.modules():
         if isinstance(layer, nn.Conv2d | nn.Linear):
             nn.init.kaiming_normal_(layer.weight)

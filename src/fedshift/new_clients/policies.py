@@ -184,13 +184,14 @@ class Adaptation:
     """Results of the policies: ``rows`` of measurements, and sentences.
 
     ``notices``: on models that are left out; ``inapplicable``: on policies that do not apply under some methods;
-    ``failures``: on trials that are left out.
+    ``failures``: on trials that are left out. ``reached``: the round that each of the others has done.
     """
 
     rows: list[Row] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
     inapplicable: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
+    reached: dict[tuple[str, int], int] = field(default_factory=dict)
 
 
 def adapt_all(
@@ -233,6 +234,7 @@ def adapt_all(
                     write_model(save, model)
                 if data:
                     made.rows.append(evaluate_model(trial, model, data.client(model.client)))
+            made.reached[method, seed] = done
             if done < asked:
                 made.notices.append(f"{method}, seed {seed}: {done} of {asked} rounds are done")
         except UsageError:

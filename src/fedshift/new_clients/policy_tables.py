@@ -44,15 +44,20 @@ def mean_over_seeds(seeds: pd.DataFrame) -> pd.DataFrame:
     return summarize_seeds(pd.concat([seeds, macro])).rename_axis("client")
 
 
-def policy_table(table: pd.DataFrame, metric: str, needs: dict[str, str]) -> TextTable:
-    """Make a row per method and policy with its ``needs``, the clients, and the mean of several; best in bold."""
-    cells = format_metric_table(table, metric, one_by_one=len(table) - 1 <= ONE_BY_ONE)
+def policy_table(
+    table: pd.DataFrame, metric: str, needs: dict[str, str], *, partial: str = "", even: bool = True
+) -> TextTable:
+    """Make a row per method and policy with its ``needs``, the clients, and the mean of several; best in bold.
+
+    ``partial``: line with which the table begins; ``even``: whether all methods have reached the same round.
+    """
+    cells = format_metric_table(table, metric, one_by_one=len(table) - 1 <= ONE_BY_ONE, even=even)
     columns = list(zip(*cells.rows[: 1 if len(table) == 2 else None], strict=True))
     names = [cell.text for cell in columns[0]]
     rows = (
         (title, needs[title] or "nothing", *column) for title, column in zip(cells.header[1:], columns[1:], strict=True)
     )
-    return make_table(("method: policy", "needs", *names), rows, note=cells.note)
+    return make_table(("method: policy", "needs", *names), rows, note=cells.note, partial=partial)
 
 
 def collect_needs(rows: Iterable[Row]) -> dict[str, str]:
@@ -98,6 +103,7 @@ def write_table(folder: Path, name: str, cells: TextTable, table: pd.DataFrame) 
     plain = Console(file=io.StringIO(), width=max(80, 24 * len(cells.header)))
     plain.print(to_terminal(cells))
     assert isinstance(plain.file, io.StringIO)
-    text = "\n".join(line.rstrip() for line in plain.file.getvalue().strip("\n").splitlines()) + "\n"
+    partial = f"{cells.partial}\n" if cells.partial else ""
+    text = partial + "\n".join(line.rstrip() for line in plain.file.getvalue().strip("\n").splitlines()) + "\n"
     write_report_table(folder, name, cells, table)
     write_atomically(folder / f"{name}.txt", text.encode())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import fields, replace
 from hashlib import blake2b
 from itertools import zip_longest
@@ -18,7 +18,7 @@ import torch
 from ..config.spec import DataSpec
 from ..data.federation import ClientData, Federation
 from ..data.files.image_decoding import SUFFIXES
-from ..data.files.image_store import ImageFacts, ImageFile, cache_entry, decode_all, inspect_all, load_store
+from ..data.files.image_store import ImageFile, cache_entry, decode_all, describe_headers, inspect_all, load_store
 from ..data.files.images import SizesDiffer
 from ..data.files.read_options import Progress
 from ..data.files.table_schema import Column
@@ -192,32 +192,28 @@ def _read_images(
     if not found:
         raise UsageError(f"{path} holds no image ({', '.join(sorted(SUFFIXES))}): {wanted}")
     files = [ImageFile(str(n), "", "", f.stat().st_size, f.stat().st_mtime_ns) for n, f in found.items()]
-    names = [file.path for file in files]
-    headers, broken = inspect_all(path, names, "headers", progress)
+    headers, broken = inspect_all(path, files, "headers", progress)
     kinds = sorted({header.kind for header in headers.values()})
     if len(kinds) > 1:
         raise UsageError(f"{path} has images of different depth, {kinds[0]} and {kinds[1]}: convert all to one")
     sizes = {(header.height, header.width) for header in headers.values()}
     size = (spec.image_size,) * 2 if spec.image_size else sizes.pop() if len(sizes) == 1 else run.sample_shape[1:]
     entry = cache_entry(cache_directory(), path, files, "unlabeled", size)
-    facts = ImageFacts(
-        kind=kinds[0] if kinds else "byte", channels=max((h.channels for h in headers.values()), default=1),
-        height=size[0], width=size[1], broken=broken,
-    )  # fmt: skip
+    facts = describe_headers(headers, broken, *size)
 
-    def list_usable(broken: frozenset[str]) -> list[int]:
-        return [row for row, name in enumerate(names) if name not in broken]
+    def list_usable(broken: Collection[str]) -> dict[str, list[int]]:
+        return {"train": [row for row, file in enumerate(files) if file.path not in broken]}
 
-    store = load_store(entry) or decode_all(path, names, facts, entry, list_usable, "images", progress)
+    store = load_store(entry) or decode_all(path, files, facts, entry, list_usable, "images", progress)
     unread = store.facts.broken
     if unread:
         file, why = next(iter(unread.items()))
-        said = f"{len(unread)} of {len(names)} images in {path} cannot be read: {file}: {why}"
-        if spec.on_unreadable == "refuse" or len(unread) == len(names):
+        said = f"{len(unread)} of {len(files)} images in {path} cannot be read: {file}: {why}"
+        if spec.on_unreadable == "refuse" or len(unread) == len(files):
             raise UsageError(f"{said}; remove them, or leave them out (--on-unreadable skip)")
         if notices is not None:
             notices.append(f"{said}; left out")
-    rows = torch.tensor(list_usable(frozenset(unread)))
+    rows = torch.tensor(list_usable(unread)["train"])
     return Samples(x=torch.from_numpy(store.pixels), y=torch.zeros(len(rows), dtype=torch.int64), rows=rows)
 
 

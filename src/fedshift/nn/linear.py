@@ -8,7 +8,7 @@ layers stay torch's own. The product sums in another order, so results differ fr
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
@@ -29,18 +29,14 @@ _lanes: ContextVar[bool] = ContextVar("side_by_side", default=False)
 _off: ContextVar[bool] = ContextVar("torch_linear", default=False)
 
 
-@contextmanager
-def use_torch_linear() -> Iterator[None]:
+def use_torch_linear() -> AbstractContextManager[None]:
     """Inside the block, layers multiply as torch does."""
-    with _set(_off):
-        yield
+    return _set(_off)
 
 
-@contextmanager
-def vmapped_lanes() -> Iterator[None]:
+def vmapped_lanes() -> AbstractContextManager[None]:
     """Inside the block, layers run under one ``torch.vmap``, outside of which gradients are taken."""
-    with _set(_lanes):
-        yield
+    return _set(_lanes)
 
 
 @contextmanager

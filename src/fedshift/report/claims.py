@@ -23,7 +23,17 @@ from ..analysis.statistics import FEWEST, PairedDifference, correct_family, pair
 from ..results.schema import RunSummary
 from ..utils.errors import unknown_name
 from .concordance import compute_discordances
-from .formatting import difference_unit, format_p_value, format_signed
+from .formatting import (
+    MINUS,
+    TextCell,
+    TextTable,
+    difference_unit,
+    format_difference_table,
+    format_p_value,
+    format_signed,
+    make_table,
+)
+from .progress import find_reached_rounds, is_comparable
 from .tables import accuracy_table, mask_incomparable, seed_table, select_reported_rows
 
 LEAST_ERROR = CONCORDANT / 1000
@@ -66,9 +76,9 @@ def collect_claims(
     """Return every comparison that a report of ``summary`` makes by ``metric`` (by default its own) of ``model``.
 
     Each macro value is that of the tables, over the clients that every method measured under that seed, so that a
-    difference compares like with like.
+    difference compares like with like. Seeds under which two methods have not reached the same round do not count.
     """
-    metric = metric or summary.metric
+    metric, reached = metric or summary.metric, find_reached_rounds(summary)
     table = mask_incomparable(seed_table(summary, metric, model).iloc[: len(summary.clients)])
     rows = select_reported_rows(summary, model)
     variances = {"grid": grid_variance(rows, metric), "sampling": sampling_variance(rows, metric)}
@@ -87,7 +97,8 @@ def collect_claims(
     pairs: dict[tuple[str, str], PairedDifference] = {}
     variation: dict[tuple[str, str], float] = {}
     for one, other in combinations(methods, 2):
-        both_CS = np.isfinite(values_CS[one]) & np.isfinite(values_CS[other])
+        same_S = np.array([is_comparable(reached, one, other, seed) for seed in table[one].columns], dtype=bool)
+        both_CS = np.isfinite(values_CS[one]) & np.isfinite(values_CS[other]) & same_S
         count_S = np.where(both_CS.any(axis=0), both_CS.sum(axis=0), math.nan)
         ours_S, theirs_S = (np.where(both_CS, values_CS[name], 0).sum(axis=0) / count_S for name in (one, other))
         steps_S = np.where(both_CS, grid_CS[one] + grid_CS[other], 0).sum(axis=0) / count_S**2
@@ -228,7 +239,7 @@ def describe_difference(one: str, other: str, gap: PairedDifference, metric: str
     mean = round(scale * gap.mean, digits) if gap.pairs else math.nan
     size, side = f"{abs(mean):.{digits}f} {unit}", "above" if mean > 0 else "below"
     if gap.pairs == 0:
-        return f"{one} and {other} have no evaluated seed in common."
+        return f"{one} and {other} have no seed under which both were evaluated after the same round."
     if gap.pairs < FEWEST:
         seeds = "one seed" if gap.pairs == 1 else f"{gap.pairs} seeds"
         relation = f"lies {size} {side}" if mean else "is level with"
@@ -267,6 +278,29 @@ def describe_leaders(claims: Claims, leaders: Iterable[str], others: Iterable[st
     return f"not told apart from {', '.join(similar[:NAMED])}{more}"
 
 
+def tabulate_pairs(summary: RunSummary, claims: Claims) -> TextTable | None:
+    """Return the pairs of methods that a reader compares, and which difference may be claimed; None without pairs.
+
+    These are all pairs of up to four methods; of more, neighbors by the macro metric and pairs with the baseline.
+    """
+    order, scale, digits = rank_methods(summary), *difference_unit(summary.metric)[:2]
+    pairs = list(combinations(order, 2))
+    if len(order) > NAMED:
+        pairs = [pair for pair in pairs if claims.baseline in pair or order.index(pair[1]) - order.index(pair[0]) == 1]
+    pairs = [pair for pair in pairs if claims.between(*pair).pairs]
+    if not pairs:
+        return None
+    gaps = {f"{one} {MINUS} {other}": claims.between(one, other) for one, other in pairs}
+    sampling = {f"{one} {MINUS} {other}": claims.sampling_between(one, other) for one, other in pairs}
+    text = format_difference_table(tabulate_differences("", gaps, sampling), summary.metric)
+    rows = []
+    for row, gap in zip(text.rows, gaps.values(), strict=True):
+        few, level = gap.pairs < FEWEST, not round(scale * gap.mean, digits)
+        said = "too few seeds" if few else "yes" if gap.is_significant else "level" if level else "not told apart"
+        rows.append((row[0], TextCell(text=said, best=gap.is_significant), *row[1:]))
+    return make_table(("difference of", "may be claimed", *text.header[1:]), rows, note=text.note)
+
+
 def describe_ranking(summary: RunSummary, claims: Claims | None = None) -> list[str]:
     """Return sentences on neighbors by macro metric, and so on how much of the order of methods may be claimed."""
     claims = claims or collect_claims(summary)
@@ -274,8 +308,10 @@ def describe_ranking(summary: RunSummary, claims: Claims | None = None) -> list[
     if not pairs:
         return []
     most = max(claims.between(*pair).pairs for pair in pairs)
+    if not most:
+        return ["Claim no order of these methods: under no seed have two of them reached the same round."]
     if most < FEWEST:
-        seeds = "one seed says" if most == 1 else f"{most or 'no'} seeds say"
+        seeds = "one seed says" if most == 1 else f"{most} seeds say"
         return [f"Claim no order of these methods: {seeds} too little. --seeds 5 gives intervals that can tell."]
     named = pairs if len(pairs) <= NAMED else [pair for pair in pairs if not claims.between(*pair).is_significant]
     sentences = []

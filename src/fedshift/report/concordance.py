@@ -16,6 +16,7 @@ from ..analysis.similarity import CONCORDANT, compute_discordance
 from ..analysis.statistics import FEWEST, PairedDifference, mean_and_std
 from ..results.schema import RunSummary
 from .formatting import MISSING, TextTable, explain_spread, format_mean, format_p_value, make_table
+from .progress import find_reached_rounds, is_comparable
 from .tables import metric_history
 
 Losses = tuple[list[float], list[float]]
@@ -88,8 +89,11 @@ def _collect_losses(summary: RunSummary) -> dict[tuple[str, str], list[Losses]]:
     """Return :func:`pair_losses` of every federated and every pooled method."""
     pooled = [name for name, method in summary.methods.items() if method.pooled]
     federated = [name for name in summary.methods if name not in pooled]
-    losses = metric_history(summary, "loss").dropna(subset="value").set_index(["seed", "round", "client"])
-    return {
-        pair: pair_losses(*(losses.loc[losses["method"] == name, "value"] for name in pair))
-        for pair in product(federated, pooled)
-    }
+    losses, reached = metric_history(summary, "loss").dropna(subset="value"), find_reached_rounds(summary)
+
+    def of(name: str, pair: tuple[str, str]) -> pd.Series:
+        seeds = [seed for seed in summary.seeds if is_comparable(reached, *pair, seed)]
+        rows = losses[(losses["method"] == name) & losses["seed"].isin(seeds)]
+        return rows.set_index(["seed", "round", "client"])["value"]
+
+    return {pair: pair_losses(*(of(name, pair) for name in pair)) for pair in product(federated, pooled)}

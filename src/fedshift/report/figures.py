@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import StringIO
 from itertools import zip_longest
@@ -23,7 +23,8 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from ..analysis.statistics import mean_and_std
 from ..results.schema import PICTURED, RunSummary
 from .claims import difference_table
-from .formatting import format_bytes, format_signed
+from .formatting import format_bytes, format_mean, format_signed
+from .progress import describe_partial
 from .style import (
     INK,
     add_legend,
@@ -44,11 +45,17 @@ _METADATA = {"Date": None, "Creator": None, "Format": None, "Type": None}
 
 @dataclass(frozen=True, kw_only=True)
 class FigurePanel:
-    """A figure with its file name and a description for screen readers."""
+    """A figure with its file name and a description for screen readers.
+
+    ``points``: plotted values, each as position in the data's coordinates and text. ``note``: what lines, bands and
+    markers mean; given where the legend names the methods, so that a page can replace all legends by one.
+    """
 
     name: str
     figure: Figure
     description: str
+    points: Sequence[tuple[float, float, str]] = ()
+    note: str = ""
 
 
 def make_figures(summary: RunSummary) -> dict[str, Figure]:
@@ -96,7 +103,7 @@ def make_panels(summary: RunSummary) -> list[FigurePanel]:
 def _make_panels(summary: RunSummary) -> Iterator[FigurePanel]:
     tested = metric_history(summary)
     trained = metric_history(summary, "loss", model=None, split="train", moment="trained")
-    many = len(summary.clients) > ONE_BY_ONE
+    many, mark = len(summary.clients) > ONE_BY_ONE, "PARTIAL: " if describe_partial(summary) else ""
     clients = [] if many else list(summary.clients)[:PICTURED]
     label = f"test {summary.metric_name} (%)"
     if len(tested):
@@ -108,7 +115,7 @@ def _make_panels(summary: RunSummary) -> Iterator[FigurePanel]:
         loss = _macro(metric_history(summary, "loss"))
         yield _draw_curves(summary, "test-loss", "Test loss (macro)", loss, "test loss (nats)")
     if len(tested) and len(summary.traffic):
-        yield _draw_traffic(summary, _macro(tested))
+        yield _draw_traffic(summary, _macro(tested), mark)
     for number, client in enumerate(clients, start=1):
         rows = tested[tested["client"] == client]
         if len(rows):
@@ -118,9 +125,9 @@ def _make_panels(summary: RunSummary) -> Iterator[FigurePanel]:
     if len(tested) and many:
         low = tested.groupby(["method", "seed", "round"])["value"].quantile(LOW).reset_index()
         yield _draw_curves(summary, "accuracy-low", f"{100 * LOW:g} % quantile over clients", low, label, 100)
-        yield _draw_distribution(summary)
+        yield _draw_distribution(summary, mark)
     elif len(tested):
-        yield _draw_bars(summary, [*clients, "macro"])
+        yield _draw_bars(summary, [*clients, "macro"], mark)
 
 
 def _draw_samples(summary: RunSummary) -> Figure:
@@ -149,7 +156,7 @@ def _draw_curves(
 ) -> FigurePanel:
     figure, axes = make_panel(title, "round", label)
     handles: dict[str, Any] = {}
-    ends = []
+    ends, points = [], []
     for method, style in make_styles(summary.methods).items():
         values = scale * rows.loc[rows["method"] == method].groupby("round")["value"].agg(["mean", "min", "max"])
         if values.empty:
@@ -157,12 +164,15 @@ def _draw_curves(
         handles[method] = make_legend_entry(style)
         plot_band(axes, style, values)
         ends.append(f"{method} {values['mean'].iloc[-1]:.2f} after round {values.index[-1]}")
+        means = zip(values.index.tolist(), values["mean"].tolist(), strict=True)
+        points += [(at, mean, f"{method}, round {at}: {mean:.2f}") for at, mean in means]
     spread = (
         f"line: mean, band: lowest to highest of {len(summary.seeds)} seeds" if len(summary.seeds) > 1 else "one seed"
     )
     add_legend(figure, handles, spread)
     caption = f"{title}: {label} over rounds ({spread})."
-    return FigurePanel(name=name, figure=figure, description=f"{caption} {'; '.join(ends)}.")
+    description = f"{caption} {'; '.join(ends)}."
+    return FigurePanel(name=name, figure=figure, description=description, points=points, note=spread)
 
 
 def _draw_differences(summary: RunSummary) -> Iterator[FigurePanel]:
@@ -182,13 +192,21 @@ def _draw_differences(summary: RunSummary) -> Iterator[FigurePanel]:
     label_rows(axes, table.index.tolist(), 20, 0.4)
     caption = f"Macro {summary.metric_name} above {baseline} in points: mean over paired seeds, line: {level} interval."
     ends = "; ".join(f"{method} {format_signed(100 * value)}" for method, value in table["difference"].items())
-    yield FigurePanel(name="difference", figure=figure, description=f"{caption} {ends}.")
+    points = [
+        (
+            100 * gap["difference"],
+            row,
+            f"{method}: " + " to ".join(format_signed(100 * gap[x]) for x in ("low", "high")),
+        )
+        for row, (method, gap) in enumerate(table.to_dict("index").items())
+    ]
+    yield FigurePanel(name="difference", figure=figure, description=f"{caption} {ends}.", points=points)
 
 
-def _draw_traffic(summary: RunSummary, macro: pd.DataFrame) -> FigurePanel:
+def _draw_traffic(summary: RunSummary, macro: pd.DataFrame, mark: str) -> FigurePanel:
     """Draw macro accuracy against the bytes exchanged up to that round; a large marker is the reported round."""
     figure, axes = make_panel(
-        f"{summary.metric_name[0].upper()}{summary.metric_name[1:]} against traffic",
+        f"{mark}{summary.metric_name[0].upper()}{summary.metric_name[1:]} against traffic",
         "bytes exchanged, all clients",
         f"macro test {summary.metric_name} (%)",
     )
@@ -198,41 +216,52 @@ def _draw_traffic(summary: RunSummary, macro: pd.DataFrame) -> FigurePanel:
     reported = rows.join(find_reported_rounds(summary).rename("reported"), on=["method", "seed"])
     reported = reported[reported["round"] == reported["reported"]]
     handles: dict[str, Any] = {}
-    ends = []
+    ends, points = [], []
     for method, style in make_styles(summary.methods).items():
         values = rows.loc[rows["method"] == method].groupby("round")[["moved", "value"]].mean()
         marked = reported[reported["method"] == method]
         if marked.empty:
             continue
         (mean, std), moved_mean = mean_and_std(100 * marked["value"]), float(marked["moved"].mean())
-        axes.plot(values["moved"], 100 * values["value"], **style.line | {"marker": "", "linewidth": 1})
+        axes.plot(values["moved"], 100 * values["value"], **style.line | {"markersize": 2.5, "linewidth": 1})
         axes.errorbar(moved_mean, mean, None if math.isnan(std) else std, color=style.color, capsize=2, linewidth=1)
-        axes.plot(moved_mean, mean, **style.line | {"markersize": 6.5})
+        axes.plot(moved_mean, mean, **style.line | {"markersize": 7, "markeredgecolor": "white"}, zorder=3)
+        points += [
+            (moved, 100 * share, f"{method}, round {number}: {100 * share:.2f} after {format_bytes(moved)}")
+            for number, moved, share in values.itertuples()
+        ]
         handles[method] = make_legend_entry(style)
         ends.append(f"{method} {mean:.2f} at {format_bytes(moved_mean)}")
     axes.xaxis.set_major_locator(MaxNLocator(nbins=4))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda count, _: format_bytes(count)))
-    spread = "marker: reported round"
+    spread = "large marker: reported round"
     if len(summary.seeds) > 1:
         spread = f"line: mean over seeds; {spread}, ± std"
     add_legend(figure, handles, spread)
     caption = f"Macro test {summary.metric_name} against the bytes that all clients exchanged ({spread})."
-    return FigurePanel(name="traffic", figure=figure, description=f"{caption} {'; '.join(ends)}.")
+    description = f"{caption} {'; '.join(ends)}."
+    return FigurePanel(name="traffic", figure=figure, description=description, points=points, note=spread)
 
 
-def _draw_bars(summary: RunSummary, names: list[str]) -> FigurePanel:
+def _draw_bars(summary: RunSummary, names: list[str], mark: str) -> FigurePanel:
     """Draw accuracy at the reported round: one group of bars for each client and the mean over clients."""
     table, styles = 100 * accuracy_table(summary), make_styles(summary.methods)
     rows = [*range(len(names) - 1), len(summary.clients)]  # macro is the row below all clients
     thick = 0.8 / len(styles)
     height = max(1.8, len(names) * (0.3 + 0.06 * len(styles)))
-    figure, axes = make_panel("At the reported round", f"test {summary.metric_name} (%)", "", height)
+    points: list[tuple[float, float, str]] = []
+    figure, axes = make_panel(f"{mark}At the reported round", f"test {summary.metric_name} (%)", "", height)
     handles: dict[str, Any] = {}
     for method, style in styles.items():
         where = [row - 0.4 + thick * (style.number + 0.5) for row in range(len(names))]
         means, stds = (table[method][kind].iloc[rows] for kind in ("mean", "std"))
         fill: dict[str, Any] = {"facecolor": style.color, "hatch": style.hatch, "edgecolor": "white", "linewidth": 0}
         handles[method] = axes.barh(where, means.fillna(0), thick, **fill)
+        points += [
+            (mean, at, f"{method}, {name}: {format_mean(mean, std)}")
+            for at, name, mean, std in zip(where, names, means, stds, strict=True)
+            if not math.isnan(mean)
+        ]
         axes.hlines(where, means - stds, means + stds, color=INK, linewidth=0.8)
     label_rows(axes, names, 14, 0.45)
     axes.set_xlim(0, 100)
@@ -241,14 +270,15 @@ def _draw_bars(summary: RunSummary, names: list[str]) -> FigurePanel:
     macro = table.xs("mean", axis=1, level="statistic").iloc[rows[-1]]
     ends = "; ".join(f"{method} {value:.2f}" for method, value in macro.items())
     caption = f"Test {summary.metric_name} of each client at the reported round ({spread})."
-    return FigurePanel(name="accuracy-bars", figure=figure, description=f"{caption} Macro: {ends}.")
+    description = f"{caption} Macro: {ends}."
+    return FigurePanel(name="accuracy-bars", figure=figure, description=description, points=points, note=spread)
 
 
-def _draw_distribution(summary: RunSummary) -> FigurePanel:
+def _draw_distribution(summary: RunSummary, mark: str) -> FigurePanel:
     """Draw the distribution of many clients' accuracies at the reported round, a row for each method."""
     table = 100 * accuracy_table(summary).iloc[len(summary.clients) :].xs("mean", axis=1, level="statistic")
     figure, axes = make_panel(
-        "Clients at the reported round", f"test {summary.metric_name} (%)", "", 1.3 + 0.3 * len(table.T)
+        f"{mark}Clients at the reported round", f"test {summary.metric_name} (%)", "", 1.3 + 0.3 * len(table.T)
     )
     for row, (method, style) in enumerate(make_styles(summary.methods).items()):
         low, lower, median, upper, high = table.loc[list(QUANTILES), method]

@@ -49,13 +49,15 @@ class TextCell:
 class TextTable:
     """Header, and rows whose first cell names the row; a line is drawn above row number ``rule`` (0: none).
 
-    ``note`` is printed below the table in every form but CSV, and explains spreads and intervals.
+    ``note`` is printed below the table in every form but CSV, and explains spreads and intervals. ``partial`` is a line
+    above it in files, where the runs that it compares have not all ended.
     """
 
     header: tuple[str, ...]
     rows: tuple[tuple[TextCell, ...], ...]
     rule: int = 0
     note: str = ""
+    partial: str = ""
 
     @property
     def values(self) -> list[str]:
@@ -63,10 +65,12 @@ class TextTable:
         return [cell.text for row in self.rows for cell in row[1:]]
 
 
-def make_table(header: Iterable[str], rows: Iterable[Iterable[object]], *, rule: int = 0, note: str = "") -> TextTable:
+def make_table(
+    header: Iterable[str], rows: Iterable[Iterable[object]], *, rule: int = 0, note: str = "", partial: str = ""
+) -> TextTable:
     """Return a table of ``rows``, whose values other than :class:`TextCell` are converted to text."""
     cells = (tuple(cell if isinstance(cell, TextCell) else TextCell(text=str(cell)) for cell in row) for row in rows)
-    return TextTable(header=tuple(header), rows=tuple(cells), rule=rule, note=note)
+    return TextTable(header=tuple(header), rows=tuple(cells), rule=rule, note=note, partial=partial)
 
 
 def explain_spread(seeds: float) -> str:
@@ -89,6 +93,7 @@ def format_metric_table(
     one_by_one: bool = True,
     leader: str = "",
     digits: int | None = None,
+    even: bool = True,
 ) -> TextTable:
     """Return an accuracy table as text: shares in percent with 2 decimals, loss in nats with 3, the best in bold.
 
@@ -98,6 +103,7 @@ def format_metric_table(
         one_by_one: Begin with the clients; otherwise with the aggregates, and the header states their number.
         leader: Method whose macro value is significantly better than that of every other, if there is one.
         digits: Number of decimals, by default those of the metric.
+        even: Methods have reached the same rounds; otherwise none is the best.
 
     """
     methods = list(table.columns.get_level_values("method").unique())
@@ -110,7 +116,7 @@ def format_metric_table(
     for number, name in enumerate(table.index[first:], start=first):
         values = [round(scale * mean, digits) for mean in means[number]]
         measured = [value for value in values if not math.isnan(value)]
-        best = (min if metric == "loss" else max)(measured) if len(measured) > 1 else None
+        best = (min if metric == "loss" else max)(measured) if len(measured) > 1 and even else None
         cells = (
             TextCell(
                 text=format_mean(value, scale * std, f".{digits}f"),
@@ -161,14 +167,15 @@ def format_difference_table(
 
 
 def to_markdown(table: TextTable) -> str:
-    """Return a GitHub-flavored Markdown table, followed by its note as a paragraph."""
+    """Return a GitHub-flavored Markdown table, between its partial line and its note as paragraphs."""
     body = [
         [f"**{text}**" if cell.best else text for cell in row for text in [_escape_markdown(cell.text)]]
         for row in table.rows
     ]
     lines = [[_escape_markdown(name) for name in table.header], ["---", *["---:"] * (len(table.header) - 1)], *body]
     note = f"\n{_escape_markdown(table.note)}\n" if table.note else ""
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines) + note
+    partial = f"{_escape_markdown(table.partial)}\n\n" if table.partial else ""
+    return partial + "".join(f"| {' | '.join(line)} |\n" for line in lines) + note
 
 
 def to_latex(table: TextTable, caption: str = "", label: str = "") -> str:
@@ -177,7 +184,8 @@ def to_latex(table: TextTable, caption: str = "", label: str = "") -> str:
     It requires ``\usepackage{booktabs}``. Means with standard deviations are written as ``$76.93 \pm 0.25$``, and bold
     marks what is significant, not what is merely largest.
     """
-    lines = [r"\begin{tabular}{l" + "r" * (len(table.header) - 1) + "}", r"\toprule"]
+    lines = [rf"\par\textbf{{{escape_latex(table.partial)}}}\par"] if table.partial else []
+    lines += [r"\begin{tabular}{l" + "r" * (len(table.header) - 1) + "}", r"\toprule"]
     lines += [" & ".join(map(escape_latex, table.header)) + r" \\", r"\midrule"]
     for number, row in enumerate(table.rows):
         if number and number == table.rule:
@@ -200,11 +208,14 @@ def _cell_to_latex(cell: TextCell) -> str:
     return rf"\textbf{{{escape_latex(cell.text)}}}" if cell.significant else escape_latex(cell.text)
 
 
-def to_csv(table: pd.DataFrame) -> str:
-    """Return the data frame as CSV with one header line (``fedbn mean``, ``fedbn std``) and six significant digits."""
+def to_csv(table: pd.DataFrame, partial: str = "") -> str:
+    """Return the data frame as CSV with one header line (``fedbn mean``, ``fedbn std``) and six significant digits.
+
+    ``partial``: line of the table, which becomes a comment before the header.
+    """
     flat = table.copy()
     flat.columns = pd.Index([" ".join(name) if isinstance(name, tuple) else str(name) for name in table.columns])
-    return flat.to_csv(float_format="%.6g", lineterminator="\n")
+    return (f"# {partial}\n" if partial else "") + flat.to_csv(float_format="%.6g", lineterminator="\n")
 
 
 def to_terminal(table: TextTable) -> Table:
@@ -229,7 +240,9 @@ def write_table(
     """Write ``table`` as Markdown and LaTeX, and ``frame`` as CSV, into ``directory``; return the paths."""
     directory.mkdir(parents=True, exist_ok=True)
     latex = to_latex(table, caption, f"tab:{name}")
-    contents = {"md": to_markdown(table), "tex": latex} | ({} if frame is None else {"csv": to_csv(frame)})
+    contents = {"md": to_markdown(table), "tex": latex} | (
+        {} if frame is None else {"csv": to_csv(frame, table.partial)}
+    )
     for suffix, content in contents.items():
         write_atomically(directory / f"{name}.{suffix}", content.encode())
     return [directory / f"{name}.{suffix}" for suffix in contents]

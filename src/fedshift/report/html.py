@@ -10,13 +10,17 @@ from typing import Any
 import numpy as np
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
+from matplotlib.figure import Figure
 from matplotlib.image import imsave
 
 from ..utils.version import __version__
+from .figures import FigurePanel, to_svg
 from .formatting import to_latex, to_markdown
-from .style import GRID, INK
+from .style import GRID, INK, MethodStyle, figure_settings, remove_legend
 
 MAX_SIDE = 96  # pixels of one sample's longer side
+MOST_POINTS = 400
+"""Values of one figure that answer the pointer."""
 _GAP = 2
 
 
@@ -38,6 +42,39 @@ def embed_svg(svg: str, prefix: str, description: str) -> Markup:
     text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{prefix}-", text.replace("xlink:href", "href"))
     text = text.replace(INK, "currentColor").replace(GRID, "var(--grid)")
     return Markup(text.replace("<svg", f'<svg role="img" aria-label="{escape(description)}"', 1))
+
+
+def embed_panel(panel: FigurePanel) -> Markup:
+    """Return the figure of ``panel`` for use inside HTML; pointing at a plotted value shows it, without a script.
+
+    Where ``panel`` has a note, its legend is left out, since the page explains all figures together.
+    """
+    figure = panel.figure
+    if panel.note:
+        remove_legend(figure)
+    svg = embed_svg(to_svg(figure), panel.name, panel.description)
+    axes, scale = figure.axes[0], 72 / figure.dpi
+    width, height = 72 * figure.get_figwidth(), 72 * figure.get_figheight()
+    tips = []
+    for across, up, text in panel.points[:MOST_POINTS]:
+        x, y = axes.transData.transform((across, up)) * scale
+        anchor, shift = ("end", -6) if x > width / 2 else ("start", 6)
+        tips.append(
+            f'<g class="point"><circle cx="{x:.1f}" cy="{height - y:.1f}" r="6"/><text x="{x + shift:.1f}" '
+            f'y="{max(10.0, height - y - 6):.1f}" text-anchor="{anchor}">{escape(text)}</text></g>'
+        )
+    return Markup(str(svg).replace("</svg>", f"{''.join(tips)}</svg>"))
+
+
+def draw_legend_entry(style: MethodStyle) -> Markup:
+    """Return a small drawing of a method's line and marker, for the legend of a page."""
+    figure = Figure(figsize=(0.5, 0.18))
+    with figure_settings():
+        axes = figure.add_axes((0, 0, 1, 1))
+        axes.set_axis_off()
+        axes.plot([0, 1, 2], [0, 0, 0], **style.line, markevery=[1])
+        axes.set(xlim=(0, 2), ylim=(-1, 1))
+    return embed_svg(to_svg(figure), f"legend-{style.number}", "")
 
 
 def encode_strip(images: np.ndarray) -> tuple[str, int, int]:

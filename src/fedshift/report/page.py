@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
+from ..config.expressions import read_catalog
 from ..results.schema import METRICS, PICTURED, RunSummary
 from ..utils.files import write_atomically
 from .claims import (
     Claims,
     collect_claims,
-    describe_baseline,
     describe_leaders,
-    describe_ranking,
     find_leader,
     rank_methods,
     tabulate_claims,
+    tabulate_pairs,
 )
 from .concordance import concordance_table, describe_concordance, format_concordance_table
-from .figures import make_panels, to_svg
+from .figures import make_panels
 from .formatting import (
     MISSING,
     TextTable,
@@ -33,12 +34,15 @@ from .formatting import (
     format_metric_table,
     make_table,
 )
-from .html import embed_svg, encode_strip, render_template
+from .html import draw_legend_entry, embed_panel, encode_strip, render_template
+from .progress import describe_partial, find_reached_rounds, is_even
+from .style import make_styles
 from .tables import (
     AFTER_WORK,
     ONE_BY_ONE,
     QUANTILES,
     accuracy_table,
+    describe_round,
     describe_seeds,
     find_reported_rounds,
     list_shortfalls,
@@ -84,10 +88,11 @@ def make_metric_table(
     frame = accuracy_table(summary, metric, model, split, moment)
     unit, when = ("nats" if metric == "loss" else "percent"), (f" {AFTER_WORK}" if moment == "trained" else "")
     caption = f"{split.capitalize()} {METRICS[metric]} of the {model} model in {unit}{when}"
-    caption += f", {describe_seeds(summary)}, {summary.select} round"
+    caption += f", {describe_seeds(summary)}, {describe_round(summary)}"
     leader = find_leader(claims, metric) if (split, moment) == ("test", "loaded") else ""
-    one_by_one = len(summary.clients) <= ONE_BY_ONE
-    text = format_metric_table(frame, metric, one_by_one=one_by_one, leader=leader, digits=digits)
+    one_by_one, even = len(summary.clients) <= ONE_BY_ONE, is_even(find_reached_rounds(summary))
+    text = format_metric_table(frame, metric, one_by_one=one_by_one, leader=leader, even=even, digits=digits)
+    text = replace(text, partial=describe_partial(summary))
     file = "-".join([metric, *([model] if model == "global" else []), *([split] if split != "test" else [])])
     file += "-trained" if moment == "trained" else ""
     return ReportTable(caption=caption, frame=frame, text=text, file=file)
@@ -98,9 +103,10 @@ def collect_tables(summary: RunSummary, claims: Claims) -> dict[str, ReportTable
     tables: dict[str, ReportTable] = {}
 
     def add(name: str, caption: str, frame: pd.DataFrame, text: TextTable, file: str = "") -> None:
+        text = replace(text, partial=partial)
         tables[name] = ReportTable(caption=caption, frame=frame, text=text, file=file or name)
 
-    metric = summary.metric
+    metric, partial = summary.metric, describe_partial(summary)
     tables["metric"] = make_metric_table(summary, claims)
     if measures_trained(summary):
         tables["trained"] = make_metric_table(summary, claims, moment="trained")
@@ -109,7 +115,7 @@ def collect_tables(summary: RunSummary, claims: Claims) -> dict[str, ReportTable
         add("differences", caption, frame, format_difference_table(frame, metric))
     if (target := summary.target_metric) is not None:
         frame = target_table(summary, target)
-        add("target", describe_target(summary, target), frame, format_target_table(frame))
+        add("target", describe_target(summary, target), frame, format_target_table(frame, ended=not partial))
     if len(frame := concordance_table(summary)):
         text = format_concordance_table(frame, claims.concordance)
         add("concordance", describe_concordance(summary, frame), frame, text)
@@ -128,19 +134,23 @@ def render_page(summary: RunSummary) -> str:
     many = len(summary.clients) > ONE_BY_ONE
     claims = collect_claims(summary)
     tables = collect_tables(summary, claims)
-    leaders = _find_leaders(tables["metric"].text, summary.methods)
-    images = list(summary.samples.items())[:PICTURED]
+    reached = find_reached_rounds(summary)
+    leaders = _find_leaders(tables["metric"].text, summary.methods) if is_even(reached) else {}
+    images, panels = list(summary.samples.items())[:PICTURED], make_panels(summary)
+    notes = dict.fromkeys(panel.note for panel in panels if panel.note)
     return render_template(
         "page.html.j2",
         summary=summary,
+        partial=describe_partial(summary),
         tables=tables,
         leaders=[f"{method} with {text}" for method, text in leaders.items()],
         comparison=describe_leaders(claims, leaders, [m for m in rank_methods(summary) if m not in leaders]),
-        ranking=describe_ranking(summary, claims),
-        differences=describe_baseline(summary, claims),
         spread=describe_seeds(summary),
         other_metrics=list(_other_metrics(summary)),
-        figures={p.name: embed_svg(to_svg(p.figure), p.name, p.description) for p in make_panels(summary)},
+        figures={panel.name: embed_panel(panel) for panel in panels},
+        legend={name: draw_legend_entry(style) for name, style in make_styles(summary.methods).items() if notes},
+        notes=notes,
+        claimed=tabulate_pairs(summary, claims),
         most=ONE_BY_ONE if many else 0,
         without_panel=0 if many else max(0, len(summary.clients) - PICTURED),
         methods=_method_table(summary),
@@ -172,7 +182,8 @@ def _other_metrics(summary: RunSummary) -> Iterator[tuple[str, str, TextTable]]:
             if (model, metric) == ("personal", summary.metric):
                 continue
             frame = accuracy_table(summary, metric, model, moment=moment)
-            table = format_metric_table(frame, metric, one_by_one=len(summary.clients) <= ONE_BY_ONE)
+            one_by_one, even = len(summary.clients) <= ONE_BY_ONE, is_even(find_reached_rounds(summary))
+            table = format_metric_table(frame, metric, one_by_one=one_by_one, even=even)
             if any(text != MISSING for text in table.values):
                 title = f"{name[0].upper()}{name[1:]}, {model} model"
                 title += f" {AFTER_WORK}" if moment == "trained" else ""
@@ -188,9 +199,16 @@ def _method_table(summary: RunSummary) -> TextTable:
         rounds = reported.get(name, pd.Series(dtype=int)).tolist()
         round_text = ", ".join(map(str, rounds[:1] if len(set(rounds)) == 1 else rounds)) or MISSING
         sizes = (format_bytes(count) for count in (method.down, method.up, per_round[name], total[name]))
-        rows.append((name, method.text, "yes" if method.has_global else "none", round_text, *sizes))
-    header = ("method", "written as", "global model", "reported round", "down", "up", "all clients", "whole run")
+        rows.append((name, _put_in_words(name), "yes" if method.has_global else "none", round_text, *sizes))
+    header = ("method", "in words", "global model", "reported round", "down", "up", "all clients", "whole run")
     return make_table(header, rows)
+
+
+def _put_in_words(name: str) -> str:
+    """Return what the methods in the composition ``name`` do, from the catalog; custom ones have no words."""
+    catalog = read_catalog("methods")
+    parts = (catalog.get(re.split(r"\W", part)[0]) for part in re.split(r"\+(?![^(]*\))", name))
+    return "; ".join(part.summary.partition(": ")[2].rstrip(".") for part in parts if part) or MISSING
 
 
 def _scope_table(name: str, entries: Iterable[Mapping[str, Any]]) -> tuple[str, str, TextTable]:

@@ -8,13 +8,14 @@ from pathlib import Path
 from rich.console import Console
 
 from ..results.schema import RunSummary
-from ..results.summary import read_summary
+from ..results.summary import holds_run, read_summary
 from ..utils.errors import FedshiftError
 from ..utils.files import write_atomically
 from .claims import Claims, collect_claims, describe_baseline, describe_ranking, tabulate_claims
 from .figures import save_figures
 from .formatting import TextTable, to_csv, to_terminal, write_table
 from .page import ReportTable, collect_tables, write_page
+from .progress import describe_partial, find_reached_rounds, is_even
 from .tables import ONE_BY_ONE, accuracy_table, list_shortfalls
 
 SHOWN = ("metric", "trained", "differences", "target", "concordance")
@@ -42,11 +43,13 @@ def list_parts(summary: RunSummary, whole: object) -> Iterator[str | TextTable]:
 def _list_results(
     summary: RunSummary, claims: Claims, tables: Mapping[str, ReportTable], whole: object
 ) -> Iterator[str | TextTable]:
+    if partial := describe_partial(summary):
+        yield partial
     for table in (tables[name] for name in SHOWN if name in tables):
         yield from (table.caption, table.text)
     if len(summary.clients) > ONE_BY_ONE:
         yield f"Each client is in {whole}."
-    if (summary.rows["split"] == "validation").any():
+    if (summary.rows["split"] == "validation").any() and is_even(find_reached_rounds(summary)):
         validation = accuracy_table(summary, split="validation")
         means = validation.iloc[len(summary.clients)].unstack()["mean"]
         values = ", ".join(f"{method} {100 * means[method]:.2f}" for method in validation.columns.unique("method"))
@@ -69,15 +72,16 @@ def publish_summary(summary: RunSummary, directory: Path, console: Console) -> N
     if not (summary.rows["moment"] == "loaded").any():
         print_parts(console, list_parts(summary, directory))
         return
-    claims = collect_claims(summary)
+    claims, partial = collect_claims(summary), describe_partial(summary)
     tables, folder = collect_tables(summary, claims), directory / "tables"
     print_parts(console, _list_results(summary, claims, tables, folder / f"{summary.metric}.csv"))
     for table in (tables[name] for name in SHOWN if name in tables):
         write_table(folder, table.file, table.text, table.frame, table.caption)
     if "differences" not in tables:
-        write_atomically(folder / "differences.csv", to_csv(tabulate_claims(claims)).encode())
+        write_atomically(folder / "differences.csv", to_csv(tabulate_claims(claims), partial).encode())
     if (summary.rows["split"] == "validation").any():
-        write_atomically(folder / "validation.csv", to_csv(accuracy_table(summary, split="validation")).encode())
+        validation = accuracy_table(summary, split="validation")
+        write_atomically(folder / "validation.csv", to_csv(validation, partial).encode())
     save_figures(summary, directory / "figures")
     write_page(summary, directory / "report.html")
     print_lines(console, f"Page: {directory / 'report.html'}")
@@ -85,7 +89,7 @@ def publish_summary(summary: RunSummary, directory: Path, console: Console) -> N
 
 def publish_run(directory: Path, console: Console) -> None:
     """Publish what the run in ``directory`` has left so far, if it has begun."""
-    if (directory / "study.json").exists():
+    if holds_run(directory):
         publish_summary(read_summary(directory), directory, console)
 
 

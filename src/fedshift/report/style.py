@@ -112,6 +112,14 @@ def add_legend(figure: Figure, handles: Mapping[str, Any], title: str) -> None:
     figure.legend(list(handles.values()), names, loc="outside lower center", ncols=columns, title=title)
 
 
+def remove_legend(figure: Figure) -> None:
+    """Remove the legend that :func:`add_legend` added, and its height."""
+    (legend,) = figure.legends
+    rows = -(-len(legend.get_texts()) // legend._ncols)  # type: ignore[attr-defined]
+    figure.set_figheight(figure.get_figheight() - 0.16 * (1 + rows) - 0.1)
+    legend.remove()
+
+
 def make_legend_entry(style: MethodStyle) -> Line2D:
     """Return a method's entry in a legend of lines."""
     return Line2D([], [], **style.line)

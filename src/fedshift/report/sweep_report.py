@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,9 @@ from .formatting import (
     write_table,
 )
 from .html import embed_svg, render_template
+from .progress import describe_partial, find_reached_rounds, is_even
 from .publication import print_lines
-from .tables import accuracy_table, describe_seeds, list_shortfalls, seed_table
+from .tables import accuracy_table, describe_round, describe_seeds, list_shortfalls, seed_table
 from .target_metric import describe_target, format_rounds, format_traffic, target_table
 
 CLAIMS = (
@@ -50,11 +52,24 @@ PANELS = 9
 class SweepResults:
     """The evaluated combinations of a sweep, at least one, which all compare the same methods.
 
-    ``folders``: the directory of each, relative to the sweep's.
+    ``folders``: the directory of each, relative to the sweep's. ``missing``: those of combinations that were not
+    evaluated yet.
     """
 
     points: tuple[CurvePoint, ...]
     folders: tuple[str, ...]
+    missing: tuple[str, ...] = ()
+
+    @property
+    def partial(self) -> str:
+        """The line with which tables begin where some runs have not reached the last round; empty otherwise."""
+        lines = (
+            f"{folder}: {line.removeprefix('PARTIAL: ')}"
+            for folder, point in zip(self.folders, self.points, strict=True)
+            if (line := describe_partial(point.summary))
+        )
+        parts = [*lines, *(f"{folder}: not evaluated yet." for folder in self.missing)]
+        return f"PARTIAL: {' '.join(parts)}" if parts else ""
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -70,7 +85,7 @@ class SweepResults:
     def caption(self) -> str:
         """Caption of the metric's table."""
         summary = self.points[0].summary
-        return f"Macro test {summary.metric_name} in percent, {describe_seeds(summary)}, {summary.select} round"
+        return f"Macro test {summary.metric_name} in percent, {describe_seeds(summary)}, {describe_round(summary)}"
 
 
 def publish_sweep(sweep: SweepResults, directory: Path, console: Console, config: object) -> None:
@@ -79,6 +94,8 @@ def publish_sweep(sweep: SweepResults, directory: Path, console: Console, config
     ``config``: the sweep's settings, which the page lists.
     """
     tables, figures, remarks = sweep_tables(sweep), sweep_figures(sweep), sweep_remarks(sweep)
+    if sweep.partial:
+        print_lines(console, sweep.partial)
     for name, (title, table) in tables.items():
         print_lines(console, title)
         console.print(to_terminal(table))
@@ -89,6 +106,7 @@ def publish_sweep(sweep: SweepResults, directory: Path, console: Console, config
         "sweep.html.j2",
         name=sweep.points[0].summary.name,
         keys=sweep.keys,
+        partial=sweep.partial,
         methods=sweep.methods,
         tables=tables,
         figures={
@@ -125,19 +143,24 @@ def sweep_frame(sweep: SweepResults) -> pd.DataFrame:
 def sweep_tables(sweep: SweepResults) -> dict[str, tuple[str, TextTable]]:
     """Return tables by file name, each with its caption: sweep, and where they apply chosen, rounds and bytes."""
     metric = [
-        format_metric_table(accuracy_table(point.summary), point.summary.metric, one_by_one=False).rows[0][1:]
+        format_metric_table(
+            accuracy_table(point.summary),
+            point.summary.metric,
+            one_by_one=False,
+            even=is_even(find_reached_rounds(point.summary)),
+        ).rows[0][1:]
         for point in sweep.points
     ]
     tables = {"sweep": (sweep.caption, _make_table(sweep, metric))}
-    if chosen := best_on_validation(sweep):
+    if not sweep.partial and (chosen := best_on_validation(sweep)):
         tables["chosen"] = "Each method where its validation data are best, in percent", _chosen_table(sweep, chosen)
     summary = sweep.points[0].summary
     if summary.target_metric is None:
         return tables
     targets = [target_table(point.summary, summary.target_metric) for point in sweep.points]
     quantities: dict[str, tuple[str, Callable[[pd.Series], str]]] = {
-        "rounds": ("Rounds", format_rounds),
-        "bytes": ("Bytes (all clients, down and up)", format_traffic),
+        "rounds": ("Rounds", partial(format_rounds, ended=not sweep.partial)),
+        "bytes": ("Bytes (all clients, down and up)", partial(format_traffic, ended=not sweep.partial)),
     }
     for name, (quantity, text) in quantities.items():
         cells = ([_mark_partial(text(row), row) for _, row in table.iterrows()] for table in targets)
@@ -211,7 +234,7 @@ def sweep_remarks(sweep: SweepResults) -> list[str]:
         for folder, point in zip(sweep.folders, sweep.points, strict=True)
         for line in list_shortfalls(point.summary)
     ]
-    return [*single, *_list_boundary_optima(sweep)]
+    return [*single, *(() if sweep.partial else _list_boundary_optima(sweep))]
 
 
 def _make_table(sweep: SweepResults, cells: Iterable[Iterable[str | TextCell]]) -> TextTable:
@@ -222,7 +245,7 @@ def _make_table(sweep: SweepResults, cells: Iterable[Iterable[str | TextCell]]) 
     note = explain_spread(len(sweep.points[0].summary.seeds))
     if any(isinstance(cell, TextCell) and cell.best for row in rows for cell in row):
         note = f"{note} {BOLD} {CLAIMS}"
-    return make_table((*sweep.keys, *sweep.methods), rows, note=note)
+    return make_table((*sweep.keys, *sweep.methods), rows, note=note, partial=sweep.partial)
 
 
 def _mark_partial(text: str, row: pd.Series) -> str:

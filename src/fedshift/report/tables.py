@@ -14,6 +14,7 @@ import pandas as pd
 
 from ..results.schema import METRICS, MOMENTS, RunSummary, compute_metric
 from ..utils.errors import UsageError, unknown_name
+from .progress import describe_partial, find_reached_rounds
 
 MODELS = ("personal", "global")
 ONE_BY_ONE = 50
@@ -152,7 +153,18 @@ def summarize_seeds(seeds: pd.DataFrame) -> pd.DataFrame:
 
 def describe_seeds(summary: RunSummary) -> str:
     """Return the statistics that a table of ``summary`` prints, for its caption."""
-    return f"mean (std) over {len(summary.seeds)} seeds" if len(summary.seeds) > 1 else "one seed"
+    reached = find_reached_rounds(summary)
+    counts = {sum(reached[method, seed] > 0 for seed in summary.seeds) for method in summary.methods} - {0}
+    low, high = min(counts, default=len(summary.seeds)), max(counts, default=len(summary.seeds))
+    number = f"{low} to {high}" if low < high else f"{high}"
+    return f"mean (std) over {number} seeds" if high > 1 else "one seed"
+
+
+def describe_round(summary: RunSummary) -> str:
+    """Return which round a table of ``summary`` reports, for its caption."""
+    if summary.select == "last" and describe_partial(summary):
+        return "last evaluated round of each"
+    return f"{summary.select} round"
 
 
 def measures_trained(summary: RunSummary) -> bool:

@@ -18,7 +18,8 @@ from ..results.schema import RunSummary
 from .formatting import TextTable, explain_spread, format_bytes, make_table
 from .tables import metric_history
 
-NOT_REACHED = "never"
+NOT_REACHED = {True: "never", False: "not yet"}
+"""What a table says where the target was not reached, by whether the runs have ended."""
 TOLERANCE = 1e-9
 """Tolerance when comparing a mean with the target."""
 
@@ -71,24 +72,27 @@ def target_table(summary: RunSummary, target: float) -> pd.DataFrame:
     return pd.DataFrame.from_dict(rows, orient="index", columns=columns).rename_axis("method")
 
 
-def format_target_table(table: pd.DataFrame) -> TextTable:
-    """Return a target table as text: ``12.0 (1.0)`` rounds, ``1.2 MB (0.1 MB)``, ``2 of 3`` seeds, or ``never``."""
+def format_target_table(table: pd.DataFrame, *, ended: bool = True) -> TextTable:
+    """Return a target table as text: ``12.0 (1.0)`` rounds, ``1.2 MB (0.1 MB)``, ``2 of 3`` seeds, or ``never``.
+
+    Where runs have not all ``ended``, that is ``not yet``.
+    """
     rows = [
-        (method, format_rounds(row), format_traffic(row), f"{row['reached']:.0f} of {row['seeds']:.0f}")
+        (method, format_rounds(row, ended), format_traffic(row, ended), f"{row['reached']:.0f} of {row['seeds']:.0f}")
         for method, row in table.iterrows()
     ]
     header = ("method", "rounds", "bytes", "seeds that reached it")
     return make_table(header, rows, note=explain_spread(table["reached"].max()))
 
 
-def format_rounds(row: pd.Series) -> str:
-    """Return the rounds of one row of a target table."""
-    return _format_statistic(row, "rounds", "{:g}".format if math.isnan(row["rounds std"]) else "{:.1f}".format)
+def format_rounds(row: pd.Series, ended: bool = True) -> str:
+    """Return the rounds of one row of a target table, of runs that have ``ended`` or not."""
+    return _format_statistic(row, "rounds", "{:g}".format if math.isnan(row["rounds std"]) else "{:.1f}".format, ended)
 
 
-def format_traffic(row: pd.Series) -> str:
-    """Return the bytes of one row of a target table."""
-    return _format_statistic(row, "bytes", format_bytes)
+def format_traffic(row: pd.Series, ended: bool = True) -> str:
+    """Return the bytes of one row of a target table, of runs that have ``ended`` or not."""
+    return _format_statistic(row, "bytes", format_bytes, ended)
 
 
 def describe_target(
@@ -122,8 +126,8 @@ def _bytes_exchanged(summary: RunSummary, run: Any, last: float) -> float:
     return math.nan if math.isnan(last) else float(rows["down"].sum() + rows["up"].sum())
 
 
-def _format_statistic(row: pd.Series, name: str, number: Callable[[float], str]) -> str:
+def _format_statistic(row: pd.Series, name: str, number: Callable[[float], str], ended: bool) -> str:
     mean, std = row[f"{name} mean"], row[f"{name} std"]
     if math.isnan(mean):
-        return NOT_REACHED
+        return NOT_REACHED[ended]
     return number(mean) if math.isnan(std) else f"{number(mean)} ({number(std)})"

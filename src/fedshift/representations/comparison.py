@@ -23,7 +23,7 @@ from functools import partial
 from itertools import combinations
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -65,8 +65,7 @@ class Similarity:
     server_client: float
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Statistics:
+class Statistics(NamedTuple):
     """Running mean and variance by channel, ``[C]`` each, of one BatchNorm layer of one model."""
 
     mean: Reals
@@ -126,6 +125,7 @@ def compare_representations(
     methods: str | Sequence[str] | None = None,
     seeds: int | Sequence[int] | None = None,
     device: str | None = None,
+    run_data: Path | None = None,
     progress: Progress | None = None,
 ) -> RepresentationComparison:
     """Compare the models of the finished run in ``directory``, without changing it.
@@ -139,6 +139,7 @@ def compare_representations(
         methods: methods of the run to compare, as :func:`~fedshift.experiments.restoration.select_trials` takes them.
         seeds: seeds of the run to compare, likewise.
         device: device to compute on; by default the run's if available, else the CPU.
+        run_data: data of the run, where they have moved.
         progress: called while data are read and for each trial.
 
     Raises:
@@ -146,7 +147,7 @@ def compare_representations(
         FedshiftError: files of the run are damaged, or a client's further round diverges.
 
     """
-    spec, experiment = load_experiment(directory, progress, device)
+    spec, experiment = load_experiment(directory, progress, device, run_data)
     go_on = f"fedshift {'compare' if isinstance(spec, CompareSpec) else 'run'} --resume {directory}"
     with limit_threads(spec.threads):
         return collect_comparison(
@@ -236,8 +237,7 @@ def _collect_statistics(models: TrainedModels) -> Iterator[tuple[str, Statistics
     """Yield name, server's and each client's statistics of each BatchNorm layer that has some, if there are clients."""
 
     def read(state: State, layer: str) -> Statistics:
-        mean, variance = (state[f"{layer}.{name}"].cpu().numpy() for name in ("running_mean", "running_var"))
-        return Statistics(mean=mean, variance=variance)
+        return Statistics(*(state[f"{layer}.{name}"].cpu().numpy() for name in ("running_mean", "running_var")))
 
     for name, layer in models.trial.plan.module.named_modules() if models.local else ():
         if isinstance(layer, _BatchNorm) and layer.running_mean is not None:
@@ -247,7 +247,7 @@ def _collect_statistics(models: TrainedModels) -> Iterator[tuple[str, Statistics
 def _compute_distances(server: Statistics, clients: Mapping[str, Statistics]) -> dict[str, float]:
     found = []
     for pairs in (list(combinations(clients.values(), 2)), [(server, own) for own in clients.values()]):
-        found.append(_mean(mean_distance(a.mean, a.variance, b.mean, b.variance) for a, b in pairs))
+        found.append(_mean(mean_distance(*a, *b) for a, b in pairs))
         found.append(_mean(variance_distance(a.variance, b.variance) for a, b in pairs))
     return dict(zip(DISTANCES, found, strict=True))
 
@@ -305,6 +305,8 @@ def train_models(trial: Trial, clients: Sequence[str]) -> TrainedModels:
     """Return the current models of ``trial`` and of ``clients``; raise ``Diverged`` if a client's further round does.
 
     A client's model is the one it would use if its upload became the server's state: under Ditto its personal model.
+    Where the server holds only a part of a model (FedBN), the clients' local entries are averaged by the method's
+    weighting to complete it, as ``unseen="average"`` does; a real server cannot see them.
     """
     plan, last = trial.plan, replace(trial.server, round=trial.server.round - 1)
     kept = {} if plan.method.pooled else {name: trial.clients[name] for name in clients}
@@ -315,19 +317,10 @@ def train_models(trial: Trial, clients: Sequence[str]) -> TrainedModels:
         }
     except Diverged as error:
         raise Diverged(f"{plan.method.name}, seed {trial.seed}, one round further than the run: {error}") from error
-    return TrainedModels(trial=trial, server=_make_server_model(trial), local=local)
-
-
-def _make_server_model(trial: Trial) -> State:
-    """Complete the server's entries of ``trial`` to a whole model, as ``unseen="average"`` does.
-
-    Where the server holds only a part (FedBN), the clients' local entries are averaged by the method's weighting; a
-    real server cannot see them.
-    """
     client = trial.data.clients[0]  # its data are not used
-    made = trial.unseen_clients.make_state("average", client.name, client.train)
-    assert made is not None  # in a finished run some client has trained
-    return made
+    server = trial.unseen_clients.make_state("average", client.name, client.train)
+    assert server is not None  # in a finished run some client has trained
+    return TrainedModels(trial=trial, server=server, local=local)
 
 
 def list_convolutions(plan: Plan, x: Tensor) -> tuple[str, ...]:
@@ -355,26 +348,23 @@ def record_maps(plan: Plan, state: State, x: Tensor, layers: Collection[str]) ->
 
     If a layer runs several times, the last output counts. Outputs are copied, because an activation may work in place.
     """
-    parts = [_record_maps(plan, state, part, layers) for part in torch.split(x, BATCH)]
-    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-
-
-def _record_maps(plan: Plan, state: State, x: Tensor, layers: Collection[str]) -> dict[str, Reals]:
-    found: dict[str, Reals] = {}
+    parts: list[dict[str, Reals]] = []
 
     def keep(name: str, _layer: nn.Module, _inputs: Any, output: Tensor) -> None:
-        found.pop(name, None)
+        parts[-1].pop(name, None)
         plain = torch.promote_types(output.dtype, torch.float32)  # NumPy has no bfloat16
-        found[name] = output.detach().to("cpu", plain, copy=True).numpy()
+        parts[-1][name] = output.detach().to("cpu", plain, copy=True).numpy()
 
     named = ((name, layer) for name, layer in plan.module.named_modules() if name in layers)
     hooks = [layer.register_forward_hook(partial(keep, name)) for name, layer in named]
     try:
-        forward(plan, state, x)
+        for part in torch.split(x, BATCH):
+            parts.append({})
+            forward(plan, state, part)
     finally:
         for hook in hooks:
             hook.remove()
-    return found
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
 def choose_rows(client: ClientData, samples: int) -> Tensor:

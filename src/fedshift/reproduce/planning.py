@@ -194,11 +194,11 @@ class _DataLocator:
         if substitute is None:
             self._missing[base_name(spec.data)] = None
             return None, None
-        substitution = self._stood.setdefault(base_name(spec.data), _Substitution(substitute))
+        substitution = self._stood.setdefault(base_name(spec.data), _Substitution(stand=substitute))
         if sized and (spec.samples or 0) > (substitute.most or math.inf):
             substitution.too_few.add(spec.samples or 0)
             return None, None
-        substitution.add_run(spec.samples)
+        substitution.samples.add(spec.samples or 0)
         return self._lighten(move_to_stand_in(spec, substitute)), substitute
 
     def exclude(self, data: str, client: str) -> None:
@@ -229,42 +229,34 @@ class _DataLocator:
         }  # fmt: skip
 
 
+@dataclass(kw_only=True)
 class _Substitution:
     """Substitute data over the runs of a plan: which clients take part in some, and which are left out and why.
 
-    ``too_few``: required samples per client that no available client has; ``excluded``: clients of the paper without a
-    substitute.
+    ``samples``: training samples of each client that runs require; ``too_few``: those that no available client has;
+    ``excluded``: clients of the paper without a substitute.
     """
 
-    def __init__(self, stand: StandIn) -> None:
-        self.too_few: set[int] = set()
-        self.excluded: dict[str, None] = {}
-        self._stand = stand
-        self._used: set[str] = set()
-        self._lacking: dict[str, set[int]] = {}
-
-    def add_run(self, samples: int | None) -> None:
-        """Add a run with this many training samples of each client."""
-        sufficient = self._stand.columns_with(samples)
-        self._used.update(sufficient)
-        for column in self._stand.columns.keys() - sufficient:
-            self._lacking.setdefault(column, set()).add(samples or 0)
+    stand: StandIn
+    samples: set[int] = field(default_factory=set)
+    too_few: set[int] = field(default_factory=set)
+    excluded: dict[str, None] = field(default_factory=dict)
 
     @property
     def clients(self) -> dict[str, str]:
         """The clients that take part, by the client of the paper that they replace."""
-        return {column: name for column, name in self._stand.columns.items() if column in self._used}
+        used = {column for samples in self.samples for column in self.stand.columns_with(samples)}
+        return {column: name for column, name in self.stand.columns.items() if column in used}
 
     @property
     def note(self) -> str:
         """Sentence on the substitute data and on clients left out."""
-        stand = self._stand
-        parts = [stand.note.format(clients=", ".join(self.clients.values()))]
-        for column, asked in sorted(self._lacking.items()):
-            have = (
-                f"{stand.columns[column]} has {stand.least[column]:,} training samples of the {_range(asked)} asked for"
-            )
-            parts.append(f"{column} is left out{' of some runs' if column in self._used else ''}: {have}")
+        stand, used = self.stand, self.clients
+        parts = [stand.note.format(clients=", ".join(used.values()))]
+        for column, name in sorted(stand.columns.items()):
+            if asked := [samples for samples in self.samples if column not in stand.columns_with(samples)]:
+                have = f"{name} has {stand.least[column]:,} training samples of the {_range(asked)} asked for"
+                parts.append(f"{column} is left out{' of some runs' if column in used else ''}: {have}")
         parts += [f"{client} is left out: it has no substitute" for client in self.excluded]
         if self.too_few:
             parts.append(f"{_range(self.too_few)} samples a client are left out: there are {stand.most:,} at most")

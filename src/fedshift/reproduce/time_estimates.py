@@ -14,12 +14,11 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
-from functools import cache, cached_property, lru_cache
+from functools import cache, lru_cache
 from math import ceil
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Event, Timer
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -32,20 +31,20 @@ from ..core.plan import Plan, forward
 from ..core.selection import Scope
 from ..core.server_round import StreamingAggregator
 from ..core.work import Work
+from ..data.augmentation import Augmentation
 from ..data.federation import Federation, count_labels
 from ..data.files.read_options import Progress
-from ..data.image_transforms import Augmentation
 from ..data.samples import Samples
 from ..data.sources import data_root, load_source, prepare_clients
 from ..engines.cost_model import limit_threads
-from ..engines.engine import training_inputs
 from ..engines.identity import Identity
+from ..engines.sequential import Sequential
 from ..experiments.factory import make_methods, make_settings, resolve_model
 from ..experiments.settings import Settings, make_plan
 from ..results.checkpoint import save_checkpoint
 from ..utils.allocator import keep_freed_memory
-from ..utils.disk_cache import cached_measurement
 from ..utils.errors import UsageError
+from ..utils.files import cached_measurement
 from ..utils.random_streams import torch_stream
 from ..utils.state import add_prefix
 from ..utils.version import __version__
@@ -84,149 +83,6 @@ class _Sizes:
     labels: list[int]
 
 
-class TimeEstimates:
-    """Time estimates of runs, which share measurements; ``steps`` and ``visits`` time a plan's parts."""
-
-    def __init__(
-        self,
-        steps: Callable[..., StepCosts] | None = None,
-        visits: Callable[[Plan], VisitCosts] | None = None,
-    ) -> None:
-        self._time_steps, self._time_visits = steps or time_steps, visits or time_visits
-        self._source = lru_cache(maxsize=1)(_load_source)
-        self._sizes: dict[str, _Sizes] = {}
-        self._steps: dict[str, StepCosts] = {}
-        self._visits: dict[str, VisitCosts] = {}
-
-    def gather_sizes(self, specs: Iterable[RunSpec], progress: Progress | None = None) -> None:
-        """Measure the sizes of clients of ``specs``, in an order that reads no data twice.
-
-        ``progress`` is called with the stage, the number of specs done, and their total number.
-        """
-        ordered = sorted(specs, key=lambda spec: repr(_read_settings(spec)))
-        for done, spec in enumerate(ordered):
-            if progress:
-                progress(LOOKING, done, len(ordered))
-            with suppress(UsageError):  # :meth:`estimate` raises it
-                self._sizes_of(spec)
-
-    def estimate(self, specs: Iterable[RunSpec]) -> float:
-        """Return the seconds of consecutive runs of ``specs``. Raises the errors of creating their experiments."""
-        return sum(self._estimate_run(spec) for spec in sorted(specs, key=lambda spec: repr(_read_settings(spec))))
-
-    def _estimate_run(self, spec: RunSpec) -> float:
-        (method,) = make_methods(spec)
-        sizes = self._sizes_of(spec)
-        settings = make_settings(spec, tuple(sizes.train))
-        members = {name: size for name, size in sizes.train.items() if name not in settings.newcomers}
-        if method.pooled:
-            members = {"pooled": sum(members.values())}
-        work = _resolve_work(method, settings.work, len(sizes.train) - len(settings.newcomers))
-        passed = [_count_steps(work, size) for size in members.values()]
-        count, samples = (sum(found) / len(members) for found in zip(*passed, strict=True))
-        taking_part = len(settings.draw_participants(spec.first_seed, 1, tuple(members)))
-        plain = not method.rules and method.aggregate is average_uploads and method.scope == Scope()
-        steps, visits = self._costs_of(spec, method, settings, sizes)
-        together = plain and steps.apart and count == 1  # the engine identity does all clients' steps as one
-        training = (1 if together else taking_part * count) * steps.step + taking_part * samples * steps.sample
-        whole = settings.rounds * (training + taking_part * visits.visit + visits.save)
-        looks = sum(map(settings.is_evaluated, range(1, settings.rounds + 1)))
-        personal = method.scope.load != Scope().load or any(rule.personalizes for rule in method.rules)
-        looked_at = personal * sum(sizes.tests) + (method.scope.send == Scope().send) * sizes.distinct
-        return float(spec.seeds * (whole + looks * looked_at * steps.look))
-
-    def _sizes_of(self, spec: RunSpec) -> _Sizes:
-        asked = repr({name: getattr(spec, name) for name in ("data", *(field.name for field in fields(DataSpec)))})
-        if asked not in self._sizes:
-            facts = __version__, asked, _list_files(data_root(spec))
-            found = cached_measurement(
-                "sizes.json", facts, lambda: _measure_sizes(prepare_clients(self._source(_read_settings(spec)), spec))
-            )
-            self._sizes[asked] = _Sizes(**found)
-        return self._sizes[asked]
-
-    def _costs_of(
-        self, spec: RunSpec, method: Method, settings: Settings, sizes: _Sizes
-    ) -> tuple[StepCosts, VisitCosts]:
-        """Return the costs of a run's parts, which methods with the same changes to the network share."""
-        shape, classes = tuple(sizes.shape), len(sizes.labels)
-        network = spec.model, shape, classes, __version__, torch.__version__, torch.get_num_threads()
-        form = str(method.surgery), sizes.pixels, spec.loss, spec.augment, spec.optimizer, spec.precision
-
-        @cache
-        def plan() -> Plan:
-            plain = Method(name="plain", surgery=method.surgery)
-            return make_plan(
-                plain, resolve_model(spec.model, shape), settings, spec.first_seed, sample=torch.zeros(1, *shape),
-                classes=classes, labels=torch.tensor(sizes.labels), clients=1,
-            )  # fmt: skip
-
-        def time_plan() -> dict[str, Any]:
-            return asdict(
-                self._time_steps(plan(), shape, pixels=sizes.pixels, classes=classes, augment=settings.augment)
-            )
-
-        if (one := repr((network, form))) not in self._steps:
-            self._steps[one] = StepCosts(**cached_measurement("steps.json", one, time_plan))
-        if (all_of := repr(network)) not in self._visits:
-            self._visits[all_of] = VisitCosts(
-                **cached_measurement("moves.json", all_of, lambda: asdict(self._time_visits(plan())))
-            )
-        return self._steps[one], self._visits[all_of]
-
-
-def _read_settings(spec: RunSpec) -> tuple[tuple[str, Any], ...]:
-    """Return the settings that determine which data are read."""
-    names = sorted({"data", *(field.name for field in fields(DataSpec))} - SPLITTING)
-    return tuple((name, getattr(spec, name)) for name in names)
-
-
-def _load_source(reading: tuple[tuple[str, Any], ...]) -> Federation:
-    spec = RunSpec(**dict(reading))
-    return load_source(spec.data, spec).fit_images(spec.image_size)
-
-
-def _list_files(root: Path) -> list[tuple[str, int, int]]:
-    """Return the files in the data directory, so that changed data are measured again."""
-    try:
-        found = [(entry.name, entry.stat()) for entry in os.scandir(root)]
-    except OSError:
-        return []
-    return sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in found)
-
-
-def _measure_sizes(data: Federation) -> dict[str, Any]:
-    """Return the fields of :class:`_Sizes` of ``data``."""
-    store = data.clients[0].train.store
-    tests = [part for client in data.clients for name, part in client.splits.items() if name != "train"]
-    return asdict(
-        _Sizes(
-            train={client.name: len(client.train) for client in data.clients},
-            tests=[len(part) for part in tests],
-            distinct=sum(len(part) for part in {id(part): part for part in tests}.values()),
-            shape=list(store.shape[1:]),
-            pixels=store.dtype == torch.uint8,
-            labels=count_labels(data).tolist(),
-        )
-    )
-
-
-def _resolve_work(method: Method, work: Work, clients: int) -> Work:
-    """Return ``work`` with the changes that ``method`` makes to it."""
-    work = replace(work, **method.work)
-    scaled = method.pooled == "scaled" and work.batch_size is not None
-    return replace(work, batch_size=(work.batch_size or 0) * clients) if scaled else work
-
-
-def _count_steps(work: Work, samples: int) -> tuple[float, float]:
-    """Return the average steps and samples of a round over a pass of a client with ``samples`` samples."""
-    per_pass = len(work.batch_bounds(samples))
-    if work.epochs is not None:
-        return work.epochs * per_pass, work.epochs * samples
-    rounds = ceil(per_pass / (work.batches or 1))
-    return per_pass / rounds, samples / rounds
-
-
 @dataclass(frozen=True, kw_only=True)
 class StepCosts:
     """Seconds of a local step: ``step`` per batch, ``sample`` per sample, and ``look`` per evaluated sample.
@@ -256,14 +112,12 @@ def time_steps(
     with torch_stream(0, "timing"), keep_freed_memory():
         x = torch.randint(256, (many, *shape), dtype=torch.uint8) if pixels else torch.rand(many, *shape)
         split = Samples(x=x, y=torch.arange(many) % classes)
-        key = torch.zeros((), dtype=torch.int64)
+        engine, key = Sequential(plan, {"client": split}, 0, augment=augment), torch.zeros((), dtype=torch.int64)
         job = client_init(plan, init_client(plan), init_server(plan), planned_steps=1)
 
         def step(batch: int) -> Callable[[], object]:
             index = torch.arange(batch)
-            return lambda: client_step_(
-                plan, job, training_inputs(split, index, plan.dtype, augment, 0, "client", 0), split.y[index], key
-            )
+            return lambda: client_step_(plan, job, *engine.load_batch("client", 0, index), key)
 
         small, large = _time_on_one_thread(step(FEW)), _time_on_any_threads(step(many))
         look = _time_on_any_threads(lambda: forward(plan, plan.initial, split.inputs(slice(None), plan.dtype))) / many
@@ -310,8 +164,147 @@ def _time_quickest(work: Callable[[], object], clock: Callable[[], float]) -> fl
     return min(found)
 
 
+class TimeEstimates:
+    """Time estimates of runs, which share measurements; ``steps`` and ``visits`` time a plan's parts."""
+
+    def __init__(
+        self, steps: Callable[..., StepCosts] = time_steps, visits: Callable[[Plan], VisitCosts] = time_visits
+    ) -> None:
+        self._time_steps, self._time_visits = steps, visits
+        self._source = lru_cache(maxsize=1)(_load_source)
+        self._known: dict[str, dict[str, Any]] = {}
+
+    def gather_sizes(self, specs: Iterable[RunSpec], progress: Progress | None = None) -> None:
+        """Measure the sizes of clients of ``specs``, in an order that reads no data twice.
+
+        ``progress`` is called with the stage, the number of specs done, and their total number.
+        """
+        ordered = sorted(specs, key=lambda spec: repr(_read_settings(spec)))
+        for done, spec in enumerate(ordered):
+            if progress:
+                progress(LOOKING, done, len(ordered))
+            with suppress(UsageError):  # :meth:`estimate` raises it
+                self._sizes_of(spec)
+
+    def estimate(self, specs: Iterable[RunSpec]) -> float:
+        """Return the seconds of consecutive runs of ``specs``. Raises the errors of creating their experiments."""
+        return sum(self._estimate_run(spec) for spec in sorted(specs, key=lambda spec: repr(_read_settings(spec))))
+
+    def _estimate_run(self, spec: RunSpec) -> float:
+        (method,) = make_methods(spec)
+        sizes = self._sizes_of(spec)
+        settings = make_settings(spec, tuple(sizes.train))
+        members = {name: size for name, size in sizes.train.items() if name not in settings.newcomers}
+        if method.pooled:
+            members = {"pooled": sum(members.values())}
+        work = _resolve_work(method, settings.work, len(sizes.train) - len(settings.newcomers))
+        passed = [_count_steps(work, size) for size in members.values()]
+        count, samples = (sum(found) / len(members) for found in zip(*passed, strict=True))
+        taking_part = len(settings.draw_participants(spec.first_seed, 1, tuple(members)))
+        plain = not method.rules and method.aggregate is average_uploads and method.scope == Scope()
+        steps, visits = self._costs_of(spec, method, settings, sizes)
+        together = plain and steps.apart and count == 1  # the engine identity does all clients' steps as one
+        training = (1 if together else taking_part * count) * steps.step + taking_part * samples * steps.sample
+        whole = settings.rounds * (training + taking_part * visits.visit + visits.save)
+        looks = sum(map(settings.is_evaluated, range(1, settings.rounds + 1)))
+        personal = method.scope.load != Scope().load or any(rule.personalizes for rule in method.rules)
+        looked_at = personal * sum(sizes.tests) + (method.scope.send == Scope().send) * sizes.distinct
+        return float(spec.seeds * (whole + looks * looked_at * steps.look))
+
+    def _sizes_of(self, spec: RunSpec) -> _Sizes:
+        asked = repr({name: getattr(spec, name) for name in ("data", *(field.name for field in fields(DataSpec)))})
+        facts = __version__, asked, _list_files(data_root(spec))
+
+        def measure() -> dict[str, Any]:
+            return _measure_sizes(prepare_clients(self._source(_read_settings(spec)), spec))
+
+        return _Sizes(**self._measure("sizes.json", facts, measure))
+
+    def _measure(self, file: str, facts: object, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return what ``measure`` returns, or returned before in this process or, by the cache ``file``, in another."""
+        key = repr((file, facts))
+        if key not in self._known:
+            self._known[key] = cached_measurement(file, facts, measure)
+        return self._known[key]
+
+    def _costs_of(
+        self, spec: RunSpec, method: Method, settings: Settings, sizes: _Sizes
+    ) -> tuple[StepCosts, VisitCosts]:
+        """Return the costs of a run's parts, which methods with the same changes to the network share."""
+        shape, classes = tuple(sizes.shape), len(sizes.labels)
+        network = spec.model, shape, classes, __version__, torch.__version__, torch.get_num_threads()
+        form = str(method.surgery), sizes.pixels, spec.loss, spec.augment, spec.optimizer, spec.precision
+
+        @cache
+        def plan() -> Plan:
+            plain = Method(name="plain", surgery=method.surgery)
+            return make_plan(
+                plain, resolve_model(spec.model, shape), settings, spec.first_seed, sample=torch.zeros(1, *shape),
+                classes=classes, labels=torch.tensor(sizes.labels), clients=1,
+            )  # fmt: skip
+
+        def time_plan() -> dict[str, Any]:
+            return asdict(
+                self._time_steps(plan(), shape, pixels=sizes.pixels, classes=classes, augment=settings.augment)
+            )
+
+        steps = self._measure("steps.json", repr((network, form)), time_plan)
+        visits = self._measure("moves.json", repr(network), lambda: asdict(self._time_visits(plan())))
+        return StepCosts(**steps), VisitCosts(**visits)
+
+
+def _read_settings(spec: RunSpec) -> tuple[tuple[str, Any], ...]:
+    """Return the settings that determine which data are read."""
+    names = sorted({"data", *(field.name for field in fields(DataSpec))} - SPLITTING)
+    return tuple((name, getattr(spec, name)) for name in names)
+
+
+def _load_source(reading: tuple[tuple[str, Any], ...]) -> Federation:
+    spec = RunSpec(**dict(reading))
+    return load_source(spec.data, spec).fit_images(spec.image_size)
+
+
+def _list_files(root: Path) -> list[tuple[str, int, int]]:
+    """Return the files in the data directory, so that changed data are measured again."""
+    try:
+        found = [(entry.name, entry.stat()) for entry in os.scandir(root)]
+    except OSError:
+        return []
+    return sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in found)
+
+
+def _measure_sizes(data: Federation) -> dict[str, Any]:
+    """Return the fields of :class:`_Sizes` of ``data``."""
+    store = data.clients[0].train.store
+    tests = [part for client in data.clients for name, part in client.splits.items() if name != "train"]
+    return {
+        "train": {client.name: len(client.train) for client in data.clients},
+        "tests": [len(part) for part in tests],
+        "distinct": sum(len(part) for part in {id(part): part for part in tests}.values()),
+        "shape": list(store.shape[1:]),
+        "pixels": store.dtype == torch.uint8,
+        "labels": count_labels(data).tolist(),
+    }
+
+
+def _resolve_work(method: Method, work: Work, clients: int) -> Work:
+    """Return ``work`` with the changes that ``method`` makes to it."""
+    work = replace(work, **method.work)
+    scaled = method.pooled == "scaled" and work.batch_size is not None
+    return replace(work, batch_size=(work.batch_size or 0) * clients) if scaled else work
+
+
+def _count_steps(work: Work, samples: int) -> tuple[float, float]:
+    """Return the average steps and samples of a round over a pass of a client with ``samples`` samples."""
+    per_pass = len(work.batch_bounds(samples))
+    if work.epochs is not None:
+        return work.epochs * per_pass, work.epochs * samples
+    rounds = ceil(per_pass / (work.batches or 1))
+    return per_pass / rounds, samples / rounds
+
+
 class TimeBudget:
-    """Time budget shared by all tables: ``hours`` after it is entered, it sets ``stop``; None: unlimited.
+    """Time budget shared by all tables, ``over`` ``hours`` after it is entered, when it sets ``stop``; None: unlimited.
 
     Each table runs the share of its rounds that fits, and unused time passes to later ones. Shares are powers of one
     half, so that tables are likely to share their runs.
@@ -319,21 +312,19 @@ class TimeBudget:
 
     def __init__(self, hours: float | None, stop: Event) -> None:
         self._seconds, self._stop = None if hours is None else 3600 * hours, stop
-        self._timer: Timer | None = None
+        self._timer = Timer(self._seconds or 0.0, self._end)
+        self._timer.daemon = True
+        self._estimates = TimeEstimates()
         self.over = False
-        """Return whether the budget is exhausted."""
 
     def __enter__(self) -> Self:
         self._began = time.monotonic()
         if self._seconds is not None:
-            self._timer = Timer(self._seconds, self._end)
-            self._timer.daemon = True
             self._timer.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self._timer:
-            self._timer.cancel()
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
 
     def order_by_time(
         self, tables: Sequence[Table], options: ReproductionOptions, directory: Path, progress: Progress | None = None
@@ -363,10 +354,6 @@ class TimeBudget:
     def _end(self) -> None:
         self.over = True
         self._stop.set()
-
-    @cached_property
-    def _estimates(self) -> TimeEstimates:
-        return TimeEstimates()
 
     def _cost(self, table: Table, options: ReproductionOptions, directory: Path) -> float:
         if self._stop.is_set():  # nothing will run

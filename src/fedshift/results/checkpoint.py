@@ -1,17 +1,16 @@
 """Checkpoints: one safetensors file with a JSON header, written atomically.
 
 A checkpoint is written beside the old one, flushed to disk and moved over it, so that a crash at any moment leaves
-either the old or the new one intact. A checksum over all tensors detects later damage. It holds the server's state and
-the location of the clients' states (``client_store``). Equal contents yield equal bytes: all values other than tensors
-are one header entry with sorted keys, since safetensors writes several entries in random order.
+either the old or the new one intact. Checksums over all tensors and over the header detect later damage. It holds the
+server's state and the location of the clients' states (``client_store``). Equal contents yield equal bytes: all values
+other than tensors are one header entry with sorted keys, since safetensors writes several entries in random order.
 """
 
 from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from ..utils.errors import FedshiftError, UsageError
+from ..utils.errors import UsageError
 from ..utils.files import write_atomically
 from ..utils.state import State
-
-FORMAT = 3
-ENTRY = "fedshift"
-"""Name of the header's only entry, JSON with format, checksum and facts."""
+from .trial_records import ENTRY, FORMAT, checksum_facts, damaged_checkpoint, read_header
 
 
 def _checksum(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> str:
@@ -46,7 +42,8 @@ def save_checkpoint(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[st
     owned = {
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()
     }
-    header = {"format": FORMAT, "checksum": _checksum(owned, facts), "facts": facts}
+    checksums = {"checksum": _checksum(owned, facts), "facts_checksum": checksum_facts(facts)}
+    header = {"format": FORMAT, **checksums, "facts": facts}
     write_atomically(path, save(owned, metadata={ENTRY: json.dumps(header, sort_keys=True)}))
 
 
@@ -55,19 +52,16 @@ def load_checkpoint(path: Path) -> tuple[State, dict[str, Any]]:
 
     Raises :class:`FedshiftError` where it is missing, truncated, damaged or of another format.
     """
-    with _open(path) as (file, header):
-        facts: dict[str, Any] = header["facts"]
-        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118  (else: the file's memory)
+    header = read_header(path)
+    facts: dict[str, Any] = header["facts"]
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118  (else: the file's memory)
         if header["checksum"] != _checksum(tensors, facts):
             raise ValueError("its checksum does not match")
+    except (SafetensorError, KeyError, TypeError, ValueError, OSError) as error:
+        raise damaged_checkpoint(path, error) from error
     return tensors, facts
-
-
-def load_facts(path: Path) -> dict[str, Any]:
-    """Return the facts without reading tensors; errors as in :func:`load_checkpoint`, except for damaged tensors."""
-    with _open(path) as (_, header):
-        facts: dict[str, Any] = header["facts"]
-    return facts
 
 
 def refuse_other(then: Mapping[str, str], now: Mapping[str, str]) -> None:
@@ -81,22 +75,3 @@ def refuse_other(then: Mapping[str, str], now: Mapping[str, str]) -> None:
                 f"this run was begun with another {key}: then {before[shown]!r}, now {value[shown]!r}. Resume it with "
                 "its original settings, or start a new run in another directory"
             )
-
-
-@contextmanager
-def _open(path: Path) -> Iterator[tuple[Any, Mapping[str, Any]]]:
-    """Open the file and its header; errors inside the block are raised as a damaged checkpoint."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            entries = file.metadata() or {}
-            header: dict[str, Any] = entries if "format" in entries else json.loads(entries[ENTRY])
-            if header["format"] != FORMAT:
-                raise FedshiftError(f"checkpoint {path} was written by another version of fedshift: {_RESTART}")
-            yield file, header
-    except FileNotFoundError as error:
-        raise FedshiftError(f"no checkpoint at {path}: the run has not got that far; start it, or resume it") from error
-    except (SafetensorError, KeyError, TypeError, ValueError, OSError) as error:
-        raise FedshiftError(f"checkpoint {path} is corrupt or truncated ({error}): {_RESTART}") from error
-
-
-_RESTART = "restore the file from a copy, or remove it to begin this run again from round 1"

@@ -13,7 +13,6 @@ machines/            participants and logs of a run across machines (fedshift.fl
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import re
@@ -24,17 +23,19 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from ..config.settings_file import FILE, format_settings
+from ..utils.checked_json import dump_checked, write_checked
 from ..utils.errors import FedshiftError, UsageError
 from ..utils.files import disk_error, write_atomically
-from .schema import Row, read_rows
+from .schema import Row, stream_rows
 
 LOCK, OWNER = ".lock", ".owner"
 """The lock file, which the operating system releases when its process dies, and the file with its process id."""
-METRICS, ROUNDS = "metrics.jsonl", "rounds.jsonl"
-"""Files of a trial: measurements, and the cost of each round."""
+TRIALS = "trials"
+"""Folder of the trials."""
 MACHINES = "machines"
 """Folder of a run across machines: its participants, and the logs of the connecting programs."""
-BEFORE = frozenset((LOCK, OWNER, MACHINES, "config.toml.tmp"))
+BEFORE = frozenset((LOCK, OWNER, MACHINES, f"{FILE}.tmp"))
 """Entries that may exist before a run's settings are written, the last one where that was interrupted."""
 
 
@@ -43,7 +44,7 @@ class RunDirectory:
 
     def __init__(self, path: Path, *, resume: bool) -> None:
         self.path = path
-        holds_run = (path / "config.toml").exists()
+        holds_run = (path / FILE).exists()
         if path.exists() and not path.is_dir():
             raise UsageError(f"{path} is a file: choose another directory (--out)")
         if resume and not holds_run:
@@ -69,9 +70,13 @@ class RunDirectory:
         target.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(target, content.encode() if isinstance(content, str) else content)
 
-    def write_json(self, name: str, value: Any) -> None:
-        """Write a JSON file of the directory atomically."""
-        self.write(name, json.dumps(value, indent=2, allow_nan=False) + "\n")
+    def write_settings(self, values: Mapping[str, Any]) -> None:
+        """Write the settings of the run."""
+        self.write(FILE, format_settings(values, self.path))
+
+    def write_json(self, name: str, value: Mapping[str, Any]) -> None:
+        """Write a JSON file of the directory atomically, with a checksum."""
+        write_checked(self.path / name, value)
 
     def trial(self, method: str, seed: int) -> Path:
         """Return the folder of one trial, created if need be."""
@@ -98,7 +103,7 @@ def acquire_lock(path: Path) -> FileLock:
 
 def trial_folder(path: Path, method: str, seed: int) -> Path:
     """Return the folder of one trial in run directory ``path``."""
-    return path / "trials" / f"{to_file_name(method)}-seed{seed}"
+    return path / TRIALS / f"{to_file_name(method)}-seed{seed}"
 
 
 def to_file_name(name: str) -> str:
@@ -107,10 +112,10 @@ def to_file_name(name: str) -> str:
 
 
 def append_rows(path: Path, rows: Iterable[Row]) -> None:
-    """Append JSON lines and flush them to disk."""
+    """Append JSON lines with checksums and flush them to disk."""
     try:
         with path.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(_finite_row(row)) + "\n" for row in rows)
+            file.writelines(dump_checked(_finite_row(row)) + "\n" for row in rows)
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
@@ -118,27 +123,14 @@ def append_rows(path: Path, rows: Iterable[Row]) -> None:
 
 
 def cut_rows(path: Path, last_round: int) -> None:
-    """Remove the rows of rounds after ``last_round``, which a resumed trial measures again."""
-    rows = read_rows(path, last_round)
-    write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows).encode())
+    """Remove the rows of rounds after ``last_round``, which a resumed trial measures again, and an incomplete line."""
+    content = "".join(dump_checked(row) + "\n" for row in stream_rows(path, last_round)).encode()
+    if path.exists() and path.stat().st_size != len(content):
+        write_atomically(path, content)
 
 
 def _finite_row(row: Row) -> Row:
     return {key: None if isinstance(value, float) and value != value else value for key, value in row.items()}
-
-
-def to_toml(values: Mapping[str, Any]) -> str:
-    """Return settings as TOML, those that are mappings as tables at the end; without None.
-
-    Strings, numbers, booleans and lists of them are written as in JSON.
-    """
-    flat = "".join(
-        f"{key} = {json.dumps(value, ensure_ascii=False)}\n"
-        for key, value in values.items()
-        if value is not None and not isinstance(value, Mapping)
-    )
-    tables = (f"\n[{key}]\n{to_toml(value)}" for key, value in values.items() if isinstance(value, Mapping))
-    return flat + "".join(tables)
 
 
 def describe_environment() -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Records of measurements as counts, one row for each ``(round, client, split, model, moment)``.
 
-Rows live in a data frame and, on disk, in ``metrics.jsonl`` (one JSON object a line). Columns:
+Rows live in a data frame and, on disk, in ``metrics.jsonl`` (one JSON object a line, with a checksum). Columns:
 
 | column     | type        | meaning |
 |------------|-------------|---------|
@@ -22,7 +22,6 @@ Everything in tables and figures (accuracy, balanced accuracy; macro, pooled, wo
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +29,9 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+
+from ..utils.checked_json import parse_checked
+from ..utils.errors import FedshiftError
 
 COLUMNS = (
     "method", "seed", "round", "client", "split", "model", "moment", "samples", "loss_sum", "hits", "support", "auc",
@@ -39,6 +41,9 @@ METRICS = {"accuracy": "accuracy", "balanced_accuracy": "balanced accuracy", "au
 
 MOMENTS = ("loaded", "trained")
 """Moments of a round at which models are measured on test and validation data."""
+
+RESTART = "restore the file from a copy, or remove its folder to begin this trial again from round 1"
+"""What to do about a damaged file of a trial."""
 
 PICTURED = 24
 """Largest number of clients whose images a run keeps and a report shows."""
@@ -87,15 +92,20 @@ def read_rows(path: Path, up_to: int | None = None) -> list[Row]:
 
 
 def stream_rows(path: Path, up_to: int | None = None) -> Iterator[Row]:
-    """Yield the rows of a ``metrics.jsonl`` up to round ``up_to``, inclusive, without a last line cut by a crash."""
+    """Yield the rows of a file of JSON lines up to round ``up_to``, inclusive, without a last line cut by a crash.
+
+    Raises :class:`FedshiftError` with the number of a line that is damaged.
+    """
     if not path.exists():
         return
-    with path.open(encoding="utf-8") as file:
-        for line in file:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
             try:
-                row = json.loads(line)
-            except json.JSONDecodeError:
-                return
+                row = parse_checked(line)
+            except ValueError as error:
+                if not line.endswith(b"\n"):  # the last
+                    return
+                raise FedshiftError(f"{path}, line {number} is damaged ({error}): {RESTART}") from error
             if up_to is None or row["round"] <= up_to:
                 yield row
 
@@ -126,7 +136,7 @@ class RunSummary:
     the best macro metric on validation data, never on test data); ``clients`` maps each name to the sizes of its
     splits, ``samples`` to a few images, uint8 ``[n, H, W, C]`` with C 1 or 3; ``traffic`` has the columns ``method``,
     ``seed``, ``round``, ``down``, ``up`` (bytes that all clients together exchanged in that round); ``same_test`` maps
-    a client to an earlier client with the same test samples.
+    a client to an earlier client with the same test samples; ``fingerprint`` is a digest of all samples.
     """
 
     name: str
@@ -145,6 +155,7 @@ class RunSummary:
     notices: tuple[str, ...] = ()
     metric: str = "accuracy"
     target_metric: float | None = None
+    fingerprint: str = ""
     same_test: Mapping[str, str] = field(default_factory=dict)
 
     @property

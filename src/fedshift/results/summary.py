@@ -6,17 +6,25 @@ Reading requires neither torch nor data, so that a report can be made without th
 from __future__ import annotations
 
 import io
-import json
-from collections.abc import Mapping
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
+from ..config.settings_file import FILE
+from ..utils.checked_json import checksum, read_checked
 from ..utils.errors import FedshiftError, UsageError
-from .run_directory import METRICS, ROUNDS, RunDirectory, describe_environment, trial_folder
-from .schema import MethodSummary, RunSummary, rows_to_frame, stream_rows
+from .run_directory import TRIALS, RunDirectory, describe_environment, trial_folder
+from .schema import MethodSummary, Row, RunSummary, rows_to_frame
+from .trial_records import CHECKPOINT, load_facts, read_rounds, require_recorded, stream_measurements
+
+STUDY, ENVIRONMENT, NOTICES, SAMPLES = "study.json", "environment.json", "notices.json", "samples.npz"
+_IMAGES = "samples_checksum"
 
 
 def write_summary(directory: RunDirectory, facts: Mapping[str, Any], images: Mapping[str, np.ndarray]) -> None:
@@ -26,40 +34,104 @@ def write_summary(directory: RunDirectory, facts: Mapping[str, Any], images: Map
     """
     packed = io.BytesIO()
     np.savez_compressed(packed, **{str(i): image for i, image in enumerate(images.values())})  # type: ignore[arg-type]
-    directory.write("samples.npz", packed.getvalue())
-    directory.write_json("environment.json", describe_environment())
-    directory.write_json("study.json", {**facts, "samples": list(images)})
+    directory.write(SAMPLES, packed.getvalue())
+    directory.write_json(ENVIRONMENT, describe_environment())
+    directory.write_json(STUDY, {**facts, "samples": list(images), _IMAGES: checksum(packed.getvalue())})
+
+
+def holds_run(path: Path) -> bool:
+    """Return whether directory ``path`` holds a run that has begun, whole or not."""
+    return (path / STUDY).is_file() or ((path / FILE).is_file() and (path / TRIALS).is_dir())
+
+
+def holds_summary(path: Path) -> bool:
+    """Return whether what :func:`write_summary` wrote is in directory ``path``, whole."""
+    try:
+        _read_files(path)
+    except FedshiftError:
+        return False
+    return True
+
+
+def read_facts(path: Path) -> dict[str, Any]:
+    """Return what :func:`write_summary` wrote; raise :class:`FedshiftError` where it cannot be read."""
+    return read_checked(path / STUDY, _written_again(path))
+
+
+def read_notices(path: Path) -> tuple[str, ...]:
+    """Return the notices of the run in directory ``path``; raise :class:`FedshiftError` where they cannot be read."""
+    return tuple(read_checked(path / NOTICES, _written_again(path))["notices"])
 
 
 def read_summary(path: Path) -> RunSummary:
-    """Return the results so far of the run in directory ``path``. Raises :class:`UsageError` where there is none."""
-    try:
-        facts = json.loads((path / "study.json").read_text(encoding="utf-8"))
-        machine = json.loads((path / "environment.json").read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise UsageError(f"{path} holds no run: give a directory that `fedshift run` or `compare` wrote") from error
-    except json.JSONDecodeError as error:
-        raise FedshiftError(f"{path}: study.json or environment.json is damaged ({error})") from error
-    runs = [(method, seed) for method in facts["methods"] for seed in facts["seeds"]]
-    trials = [(*run, trial_folder(path, *run)) for run in runs]
+    """Return the results so far of the run in directory ``path``.
+
+    Raises :class:`UsageError` where there is none, and :class:`FedshiftError` naming a file that is damaged or missing.
+    """
+    if not holds_run(path):
+        raise UsageError(f"{path} holds no run: give a directory that `fedshift run` or `compare` wrote")
+    facts, machine, samples = _read_files(path)
+    trials = [
+        _Trial(method=method, seed=seed, folder=trial_folder(path, method, seed))
+        for method in facts["methods"]
+        for seed in facts["seeds"]
+    ]
+    rounds = [_read_trial(trial.folder, facts["rounds"]) for trial in trials]
     moved = ("round", "down", "up", "seconds")
     traffic = [
-        {"method": method, "seed": seed, **{name: row[name] for name in moved}}
-        for method, seed, folder in trials
-        for row in stream_rows(folder / ROUNDS)
+        {"method": trial.method, "seed": trial.seed, **{name: row[name] for name in moved}}
+        for trial, done in zip(trials, rounds, strict=True)
+        for row in done
     ]
-    with np.load(path / "samples.npz") as packed:
-        samples = {name: packed[str(i)] for i, name in enumerate(facts.pop("samples"))}
     methods = {
         name: MethodSummary(**{**method, "entries": tuple(method["entries"])})
         for name, method in facts["methods"].items()
     }
-    notices = path / "notices.json"
     return RunSummary(
-        **{**facts, "seeds": tuple(facts["seeds"]), "methods": methods},
-        rows=rows_to_frame(row for *_, folder in trials for row in stream_rows(folder / METRICS)),
+        **{**facts, "seeds": tuple(facts["seeds"]), "methods": methods, "samples": samples},
+        rows=rows_to_frame(_stream_all(trials, rounds)),
         traffic=pd.DataFrame(traffic, columns=["method", "seed", *moved]),
         environment=machine,
-        samples=samples,
-        notices=tuple(json.loads(notices.read_text(encoding="utf-8"))) if notices.exists() else (),
+        notices=read_notices(path),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Trial:
+    method: str
+    seed: int
+    folder: Path
+
+
+def _read_trial(folder: Path, planned: int) -> list[Row]:
+    """Return the recorded rounds of a trial, at least as many as its checkpoint has where it has not ended."""
+    rounds = read_rounds(folder)
+    if len(rounds) < planned and (folder / CHECKPOINT).exists():
+        require_recorded(folder, rounds, load_facts(folder / CHECKPOINT)["round"])
+    return rounds
+
+
+def _stream_all(trials: Sequence[_Trial], rounds: Sequence[Sequence[Row]]) -> Iterator[Row]:
+    for trial, done in zip(trials, rounds, strict=True):
+        yield from stream_measurements(trial.folder, done)
+
+
+def _read_files(path: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, np.ndarray]]:
+    """Return the facts, the environment and the images of each client in directory ``path``."""
+    fix = _written_again(path)
+    facts, machine = read_facts(path), read_checked(path / ENVIRONMENT, fix)
+    expected, names = facts.pop(_IMAGES), facts.pop("samples")
+    try:
+        content = (path / SAMPLES).read_bytes()
+        if checksum(content) != expected:
+            raise ValueError("its checksum does not match")
+        with np.load(io.BytesIO(content)) as packed:
+            images = {name: packed[str(i)] for i, name in enumerate(names)}
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile, zlib.error) as error:
+        what = "is missing" if isinstance(error, FileNotFoundError) else f"is damaged ({error})"
+        raise FedshiftError(f"{path / SAMPLES} {what}: restore it from a copy, or {fix}") from error
+    return facts, machine, images
+
+
+def _written_again(path: Path) -> str:
+    return f"have it written again (fedshift run or compare, --resume {path})"

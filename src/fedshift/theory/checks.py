@@ -58,11 +58,12 @@ DEVIATIONS = (1.0, 2.5)
 """Standard deviations of x on the two clients of the toy example."""
 TRUE = 1.0
 """True w of its labels."""
+ROUNDING = 1e-12
+"""Of eigenvalues about 1."""
 
 _NOISE, _COUNT = 0.1, 500  # of the toy example's labels and samples
 _LARGEST = 25_000_000  # a Jacobian of the widest network is four times as many numbers, 0.8 GB
 _NEURONS, _NODES = 256, 25  # of the corollary's networks and integrals
-_ROUNDING = 1e-12  # of eigenvalues about 1
 _SIZE = 4  # dimensions of the lemma's inputs
 _LEAST = {"clients": 2, "samples": 2, "dimension": 2, "width": 16, "steps": 1, "draws": 1, "monte_carlo": 2}
 
@@ -197,7 +198,7 @@ class CorollaryCheck:
     @staticmethod
     def count_violations(pairs: Floats) -> int:
         """Count the federations in which FedBN's value is smaller by more than rounding."""
-        return int(np.sum(pairs[:, 1] < pairs[:, 0] - _ROUNDING))
+        return int(np.sum(pairs[:, 1] < pairs[:, 0] - ROUNDING))
 
 
 def try_corollary(setting: TheorySettings) -> CorollaryCheck:

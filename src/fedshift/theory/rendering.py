@@ -11,9 +11,8 @@ from rich.console import RenderableType
 
 from ..report.formatting import make_table, to_terminal
 from . import TheoryResults
-from .checks import METHODS
+from .checks import METHODS, ROUNDING
 
-_ROUNDING = 1e-12  # of eigenvalues about 1
 SHARES = (0.1, 0.01, 0.001)
 """Shares of the initial squared residual to which steps are counted."""
 
@@ -157,11 +156,11 @@ def _render_toy(found: TheoryResults) -> Iterator[str]:
 
 
 def _format_eigenvalue(value: float) -> str:
-    return "0" if abs(value) < _ROUNDING else f"{value:.5f}" if value >= 1e-4 else f"{value:.1e}"
+    return "0" if abs(value) < ROUNDING else f"{value:.5f}" if value >= 1e-4 else f"{value:.1e}"
 
 
 def _format_ratio(most: float, least: float) -> str:
-    if least < _ROUNDING * most:
+    if least < ROUNDING * most:
         return "-"
     return f"{most / least:.0f}" if most < 1e6 * least else f"{most / least:.0e}"
 

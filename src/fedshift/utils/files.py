@@ -1,19 +1,45 @@
-"""Cache directory and atomic writes: a crash at any moment leaves either the old file or the new one, complete."""
+"""Atomic writes: a crash at any moment leaves either the old file or the new one, complete; and cached measurements."""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
+from collections.abc import Callable
 from contextlib import suppress
+from hashlib import blake2b
 from pathlib import Path
+from typing import Any, TypeVar
 
 from .errors import FedshiftError
+from .processors import describe_processors
+
+Found = TypeVar("Found")
 
 
 def cache_directory() -> Path:
     """Return the cache directory: ``FEDSHIFT_CACHE``, else ``fedshift`` in the user's cache directory."""
     given = os.environ.get("FEDSHIFT_CACHE")
     return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedshift"
+
+
+def cached_measurement(name: str, facts: object, measure: Callable[[], dict[str, Found]]) -> dict[str, Found]:
+    """Return ``measure()``, or its cached result on the same kind of machine for the same ``facts``.
+
+    Results are cached as JSON in the file ``name`` of the cache directory, if it can be written. ``facts`` must hold
+    everything else the measurement depends on, and are compared by their repr.
+    """
+    key = blake2b(repr((describe_processors(), facts)).encode(), digest_size=12).hexdigest()
+    path = cache_directory() / name
+    known: dict[str, dict[str, Any]] = {}
+    with suppress(OSError, ValueError, AttributeError, TypeError):  # missing or damaged
+        known = {old: dict(found) for old, found in json.loads(path.read_text(encoding="utf-8")).items()}
+    if key not in known:
+        known[key] = measure()
+        with suppress(OSError, FedshiftError):  # a cache that cannot be written stays empty
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, json.dumps(known, indent=1).encode())
+    return known[key]
 
 
 def write_atomically(path: Path, content: bytes) -> None:

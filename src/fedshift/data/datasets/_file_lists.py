@@ -7,10 +7,11 @@ one size.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 import numpy as np
+import pandas as pd
 import torch
 
 from ...utils.errors import UsageError
@@ -22,14 +23,11 @@ from ..files.read_options import Progress, ReadOptions
 from ..pickles import read_pickle
 from ..stratification import split_stratified
 
+LISTED = ["path", "label", "part"]
+"""Columns of a table of images: the path relative to a known directory, and the part train, validation or test."""
 
-@dataclass(frozen=True, kw_only=True)
-class ListedImage:
-    """An image at ``path``, relative to a known directory, with its label and part (train, validation or test)."""
-
-    path: str
-    label: int
-    part: str
+Lists = dict[str, dict[str, list[str]]]
+"""Paths of images that a publisher lists, by client and part."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,25 +38,18 @@ class DomainFolders:
     folders: Mapping[str, Path]
 
 
-Lists = dict[str, dict[str, list[str]]]
-"""Paths of images that a publisher lists, by client and part."""
-
-
 def find_domains(folder: Path, names: Iterable[str], below: Iterable[str] = ()) -> DomainFolders | None:
     """Return the folders called ``names`` (in any case) in ``folder`` or one ``below`` it, None unless all exist."""
-    wanted = {name.lower(): name for name in names}
+    names = list(names)
     for root in (folder, *(folder / place for place in below)):
         if root.is_dir():
-            found = {wanted[sub.name.lower()]: sub for sub in sorted(root.iterdir()) if sub.name.lower() in wanted}
-            folders = {name: found[name] for name in wanted.values() if name in found and found[name].is_dir()}
-            if len(folders) == len(wanted):
-                return DomainFolders(root=root, folders=folders)
+            found = {sub.name.lower(): sub for sub in sorted(root.iterdir()) if sub.is_dir()}
+            if all(name.lower() in found for name in names):
+                return DomainFolders(root=root, folders={name: found[name.lower()] for name in names})
     return None
 
 
-def list_from_folders(
-    domains: DomainFolders, labels: Mapping[str, int], fraction: float
-) -> dict[str, list[ListedImage]]:
+def list_from_folders(domains: DomainFolders, labels: Mapping[str, int], fraction: float) -> dict[str, pd.DataFrame]:
     """List every image in a class folder named in ``labels``; ``fraction`` of each class is for testing.
 
     A client's folder with folders for train and test keeps that split.
@@ -66,30 +57,25 @@ def list_from_folders(
     lists = {}
     for client, folder in domains.folders.items():
         files = [file for file in list_files(domains.root, folder)[0] if file.category in labels]
-        listed = [ListedImage(path=file.path, label=labels[file.category], part=file.part or "train") for file in files]
-        if not any(file.part == "test" for file in files):
-            y = np.array([image.label for image in listed])
-            drawn = set(split_stratified(y, fraction, stream(0, "test", client))[1].tolist())
-            listed = [replace(image, part="test" if row in drawn else "train") for row, image in enumerate(listed)]
+        listed = pd.DataFrame([(f.path, labels[f.category], f.part or "train") for f in files], columns=LISTED)
+        if "test" not in set(listed["part"]):
+            drawn = split_stratified(listed["label"].to_numpy(), fraction, stream(0, "test", client))[1]
+            listed.loc[drawn, "part"] = "test"
         lists[client] = listed
     return lists
 
 
-def list_from_lists(domains: DomainFolders, lists: Lists, labels: Mapping[str, int]) -> dict[str, list[ListedImage]]:
+def list_from_lists(domains: DomainFolders, lists: Lists, labels: Mapping[str, int]) -> dict[str, pd.DataFrame]:
     """List the images of classes in ``labels`` that ``lists[client][part]`` names.
 
     Only the end of a path, ``<class>/<file>``, counts: the rest is the publisher's own directory.
     """
-    listed: dict[str, list[ListedImage]] = {}
+    listed = {}
     for client, parts in lists.items():
         own = domains.folders[client].relative_to(domains.root).as_posix()
-        listed[client] = []
-        for part, names in parts.items():
-            for name in names:
-                category, file = PurePosixPath(name.replace("\\", "/")).parts[-2:]
-                if category in labels:
-                    path = f"{own}/{category}/{file}"
-                    listed[client].append(ListedImage(path=path, label=labels[category], part=part))
+        ends = [(part, *PurePosixPath(name.replace("\\", "/")).parts[-2:]) for part in parts for name in parts[part]]
+        rows = [(f"{own}/{kind}/{file}", labels[kind], part) for part, kind, file in ends if kind in labels]
+        listed[client] = pd.DataFrame(rows, columns=LISTED)
     return listed
 
 
@@ -148,8 +134,8 @@ def _read_fedbn_list(file: Path) -> list[str]:
 
 
 def limit_lists(
-    lists: Mapping[str, Sequence[ListedImage]], samples: int | None, validation: int | None, *, shuffle: bool
-) -> dict[str, list[ListedImage]]:
+    lists: Mapping[str, pd.DataFrame], samples: int | None, validation: int | None, *, shuffle: bool
+) -> dict[str, pd.DataFrame]:
     """Keep each client's first ``samples`` training images (None: all) and its last ``validation`` to select on.
 
     FedBN's loaders choose in this way from the training images that its lists name. ``shuffle``: put the images in an
@@ -161,23 +147,22 @@ def limit_lists(
             raise UsageError(f"{name}={number}: must be at least 1, or None")
     held, made = validation or 0, {}
     for client, listed in lists.items():
-        if shuffle:
-            listed = [listed[row] for row in stream(0, "listed", client).permutation(len(listed))]
-        train = [image for image in listed if image.part == "train"]
+        listed = listed.iloc[stream(0, "listed", client).permutation(len(listed))] if shuffle else listed
+        train = listed[listed["part"] == "train"]
         kept = len(train) - held if samples is None else samples
         if not 0 < kept <= len(train) - held:
             raise UsageError(
                 f"client {client!r} has {len(train)} training images, too few for samples={samples} and "
                 f"validation={validation}: ask for fewer"
             )
-        last = [replace(image, part="validation") for image in train[len(train) - held :]]
-        made[client] = [*train[:kept], *last, *(image for image in listed if image.part != "train")]
+        last = train[len(train) - held :].assign(part="validation")
+        made[client] = pd.concat([train[:kept], last, listed[listed["part"] != "train"]])
     return made
 
 
 def read_listed(
     root: Path,
-    clients: Mapping[str, Sequence[ListedImage]],
+    clients: Mapping[str, pd.DataFrame],
     *,
     name: str,
     class_names: Sequence[str],
@@ -196,47 +181,39 @@ def read_listed(
     data = []
     for client, listed in clients.items():
         files = _stat_files(root, client, listed)
+        rows = {part: np.flatnonzero(listed["part"] == part) for part in ("train", "validation", "test")}
+        lacking = [part for part in ("train", "test") if not len(rows[part])]
+        if lacking:
+            raise UsageError(f"client {client!r} has no image for {lacking[0]} under {root}: get its files again")
         place = cache_entry(ReadOptions().cache_directory, root, files, "listed", client, size)
-        data.append(_read_client(root, client, listed, place, facts, progress))
+        store = load_store(place) or decode_all(
+            root, files, facts, place, lambda _: {"train": ()}, f"images of {client}", progress
+        )
+        if store.facts.broken:
+            first, why = next(iter(store.facts.broken.items()))
+            raise UsageError(
+                f"client {client!r}: {len(store.facts.broken)} of {len(listed)} images cannot be read, first "
+                f"{root / first}: {why}; get them again"
+            )
+        x, y = torch.from_numpy(store.pixels), torch.tensor(listed["label"].to_numpy())
+        data.append(ClientData.from_rows(client, x, y, rows))
     return Federation(
         name=name, clients=tuple(data), classes=len(class_names), note=note, class_names=tuple(class_names)
     )
 
 
-def _stat_files(root: Path, client: str, listed: Sequence[ListedImage]) -> list[ImageFile]:
+def _stat_files(root: Path, client: str, listed: pd.DataFrame) -> list[ImageFile]:
     files, missing = [], []
-    for image in listed:
+    for path, label, part in zip(listed["path"], listed["label"], listed["part"], strict=True):
         try:
-            stat = (root / image.path).stat()
+            stat = (root / path).stat()
         except FileNotFoundError:
-            missing.append(image.path)
+            missing.append(path)
         else:
-            files.append(ImageFile(image.path, image.part, str(image.label), stat.st_size, stat.st_mtime_ns))
+            files.append(ImageFile(path, part, str(label), stat.st_size, stat.st_mtime_ns))
     if missing:
         raise UsageError(
             f"client {client!r}: {len(missing)} of {len(listed)} images are not there, first {root / missing[0]}: "
             "put all of its images there (unpack the archive again)"
         )
     return files
-
-
-def _read_client(
-    root: Path, client: str, listed: Sequence[ListedImage], place: Path, facts: ImageFacts, progress: Progress | None
-) -> ClientData:
-    part = np.array([image.part for image in listed], dtype=str)
-    rows = {one: np.flatnonzero(part == one) for one in ("train", "validation", "test")}
-    lacking = [one for one in ("train", "test") if not len(rows[one])]
-    if lacking:
-        raise UsageError(f"client {client!r} has no image for {lacking[0]} under {root}: get its files again")
-    store = load_store(place)
-    if store is None:
-        paths = [image.path for image in listed]
-        store = decode_all(root, paths, facts, place, lambda _: (), f"images of {client}", progress)
-    if store.facts.broken:
-        first, why = next(iter(store.facts.broken.items()))
-        raise UsageError(
-            f"client {client!r}: {len(store.facts.broken)} of {len(listed)} images cannot be read, first "
-            f"{root / first}: {why}; get them again"
-        )
-    x, y = torch.from_numpy(store.pixels), torch.tensor([image.label for image in listed])
-    return ClientData.from_rows(client, x, y, rows)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from numpy.typing import ArrayLike
 
@@ -13,7 +15,7 @@ from ..files.folder import read_arrays
 from ..files.read_options import ReadOptions
 from ..formats import read_idx
 from ..samples import Samples, to_samples
-from ._card import Card
+from ._card import Card, make_card
 
 Parts = tuple[Samples, Samples]
 """Training and test samples."""
@@ -28,6 +30,11 @@ Arrays = tuple[ArrayLike, ArrayLike]
 """Samples and labels."""
 
 DIGITS = tuple("0123456789")
+
+
+def make_single_card(name: str, *layouts: Layout, **facts: Any) -> Card:
+    """Return the card of a data set whose files are found by :func:`find_layouts`, with further ``facts``."""
+    return make_card(name, find=lambda folder: find_layouts(folder, name, *layouts), **facts)
 
 
 def load_single(name: str, root: Path, card: Card, class_names: tuple[str, ...] = DIGITS) -> Federation:
@@ -46,6 +53,11 @@ def make_one_client(name: str, train: Samples, test: Samples, card: Card, class_
 def make_splits(train: Arrays, test: Arrays, where: Path) -> Parts:
     """Convert arrays by :func:`fedshift.data.samples.to_samples`; errors begin with ``where``."""
     return to_samples(*train, f"{where}, train data"), to_samples(*test, f"{where}, test data")
+
+
+def read_pair(read: Callable[[Path], Arrays]) -> Callable[[Path, Path], Parts]:
+    """Return a reader of a file for training and one for testing, each by ``read``."""
+    return lambda train, test: make_splits(read(train), read(test), train)
 
 
 def find_layouts(folder: Path, name: str, *layouts: Layout) -> Reader | None:
@@ -85,17 +97,10 @@ def _find_directories(folder: Path, name: str) -> list[Path]:
 
     Each is followed by its directory ``raw``, where torchvision puts MNIST (``MNIST/raw``).
     """
-    spelled = _normalize_name(name)
-    named = [
-        place
-        for place in (folder, *sorted(folder.iterdir()))
-        if place.is_dir() and _normalize_name(place.resolve().name) == spelled
-    ]
+    spelled = name.lower().replace("-", "")
+    places = (place for place in (folder, *sorted(folder.iterdir())) if place.is_dir())
+    named = (place for place in places if re.sub("[-_]", "", place.resolve().name.lower()) == spelled)
     return [home for place in named for home in (place, place / "raw")]
-
-
-def _normalize_name(name: str) -> str:
-    return name.lower().replace("-", "").replace("_", "")
 
 
 def _read_packed(file: Path) -> Parts:

@@ -5,12 +5,12 @@ Besides the published images, compact files of the four sources with images of 3
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
+import pandas as pd
 import torch
 from numpy.typing import NDArray
 
@@ -19,10 +19,10 @@ from ...utils.random_streams import stream
 from ..federation import ClientData, Federation
 from ..files.read_options import Progress
 from ..formats import explain_errors, read_csv, read_npz
-from ..samples import IMAGENET
+from ..samples import IMAGENET, Samples
 from ..stratification import split_stratified
 from ._card import make_card
-from ._file_lists import DomainFolders, ListedImage, find_domains, list_from_folders, read_listed
+from ._file_lists import LISTED, DomainFolders, find_domains, list_from_folders, read_listed
 
 _SITES = ("vidir_molemax", "vidir_modern", "rosendahl", "vienna_dias")
 """HAM10000's four sources as its metadata call them, in the order of their numbers in Fed-ISIC2019 (1, 2, 3, 5)."""
@@ -36,8 +36,6 @@ _ISIC_METADATA = "ISIC_2019_Training_Metadata.csv"
 _FLAMBY_LISTS = ("train_test_split", "train_test_split.csv", "train_test_folds.csv")
 _ISIC_IMAGES = ("ISIC_2019_Training_Input_preprocessed", "ISIC_2019_Training_Input")
 
-Rows = NDArray[np.int64]
-
 
 @dataclass(frozen=True, kw_only=True)
 class _Published:
@@ -45,25 +43,6 @@ class _Published:
 
     table: Path
     images: Path
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Images:
-    """N images: files or pixels ``x``, labels, lesions, sites and published parts (empty where unknown)."""
-
-    x: NDArray[Any]
-    y: NDArray[np.int64]
-    lesion: NDArray[Any]
-    site: NDArray[Any]
-    part: NDArray[Any]
-
-    def build(
-        self, name: str, clients: Mapping[str, Mapping[str, Rows]], classes: tuple[str, ...], note: str
-    ) -> Federation:
-        """Return the federation of clients with these rows, for images held as pixels."""
-        x, y = torch.from_numpy(self.x), torch.from_numpy(self.y)
-        data = tuple(ClientData.from_rows(client, x, y, rows) for client, rows in clients.items())
-        return Federation(name=name, clients=data, classes=len(classes), note=note, class_names=classes)
 
 
 def _find_file(folder: Path, names: tuple[str, ...]) -> Path | None:
@@ -138,31 +117,25 @@ def ham10000(
         raise UsageError(f"test_fraction={test_fraction:g}: must lie between 0 and 1")
     _check_size(size)
     found = HAM10000.locate("ham10000", root)
-    published = isinstance(found, _Published)
-    images = _read_ham_table(found) if published else _read_compact(found, "dx")
-    if by == "site" and "" in images.site:
-        raise UsageError(f"by='site': {found.table} has no column 'dataset', which names the site; use by='one'")
-    of = images.site if by == "site" else np.full(len(images.y), "ham10000")
-    sides = dict(zip(("train", "test"), _split_ham(images, by_lesion, test_fraction, seed), strict=True))
-    clients = {
-        name: {part: rows[of[rows] == name] for part, rows in sides.items()} for name in sorted(set(of.tolist()))
-    }
+    pixels = None
+    if isinstance(found, _Published):
+        images = _read_ham_table(found)
+        if by == "site" and "" in set(images["site"]):
+            raise UsageError(f"by='site': {found.table} has no column 'dataset', which names the site; use by='one'")
+    else:
+        images, pixels = _read_compact(found, "dx")
+    tested = _draw_ham_test(images, by_lesion, test_fraction, seed)
+    images["part"] = np.where(tested, "test", "train")
+    images["client"] = images["site"] if by == "site" else "ham10000"
+    images = images.sort_values("part", ascending=False, kind="stable")
+    clients = {name: images[images["client"] == name] for name in sorted(set(images["client"]))}
     note = f"HAM10000, {'lesions' if by_lesion else 'images'} split at random, {test_fraction:g} for testing"
-    if published:
-        listed = {
-            name: [
-                ListedImage(path=str(images.x[row]), label=int(images.y[row]), part=part)
-                for part, rows in parts.items()
-                for row in rows
-            ]
-            for name, parts in clients.items()
-        }
-        return read_listed(
-            found.images, listed, name="ham10000", class_names=_HAM_CLASSES, size=size or _HAM_SIZE,
-            note=note, progress=progress,
-        )  # fmt: skip
-    federation = images.build("ham10000", clients, _HAM_CLASSES, note)
-    return federation if size is None else federation.fit_images(size)
+    if pixels is not None:
+        return _make_federation("ham10000", pixels, clients, _HAM_CLASSES, note, size)
+    return read_listed(
+        found.images, clients, name="ham10000", class_names=_HAM_CLASSES, size=size or _HAM_SIZE, note=note,
+        progress=progress,
+    )  # fmt: skip
 
 
 def fed_isic2019(
@@ -196,17 +169,13 @@ def fed_isic2019(
     cleaned = ", without training images of lesions that are in test data" if clean else ""
     note = f"Fed-ISIC2019, FLamby's split{cleaned}"
     if isinstance(found, dict):
-        images = _read_compact(found, "y")
-        test = images.part == "test"
-        train = ~test & ~(clean & np.isin(images.lesion, images.lesion[test]))
-        sides = {
-            site: {"train": np.flatnonzero(train & of), "test": np.flatnonzero(test & of)}
-            for site, of in ((site, images.site == site) for site in found)
-        }
-        federation = images.build("fed-isic2019", sides, _ISIC_CLASSES, note)
+        images, pixels = _read_compact(found, "y")
+        images = _drop_tested_lesions(images) if clean else images
+        federation = _make_federation(
+            "fed-isic2019", pixels, {site: images[images["site"] == site] for site in found}, _ISIC_CLASSES, note, size
+        )
         missing = "these files have four centers of the six: bcn and msk are not in them"
-        federation = replace(federation, notices=(missing,))
-        return (federation if size is None else federation.fit_images(size)).normalize(IMAGENET)
+        return replace(federation, notices=(missing,)).normalize(IMAGENET)
     notices: tuple[str, ...] = ()
     if isinstance(found, DomainFolders):
         if clean:
@@ -233,22 +202,43 @@ def _check_size(size: int | None) -> None:
         raise UsageError(f"size={size} pixels: must be at least 1")
 
 
-def _split_ham(images: _Images, by_lesion: bool, fraction: float, seed: int) -> tuple[Rows, Rows]:
-    """Return the rows of the images for training and testing."""
+def _make_federation(
+    name: str, x: torch.Tensor, clients: dict[str, pd.DataFrame], classes: tuple[str, ...], note: str, size: int | None
+) -> Federation:
+    """Return the federation of clients whose images are the rows of ``x`` that index their tables."""
+
+    def select(own: pd.DataFrame) -> Samples:
+        return Samples(x=x, y=torch.tensor(own["label"].to_numpy()), rows=torch.tensor(own.index.to_numpy()))
+
+    data = tuple(
+        ClientData(name=client, **{part: select(own[own["part"] == part]) for part in ("train", "test")})
+        for client, own in clients.items()
+    )
+    made = Federation(name=name, clients=data, classes=len(classes), note=note, class_names=classes)
+    return made if size is None else made.fit_images(size)
+
+
+def _draw_ham_test(images: pd.DataFrame, by_lesion: bool, fraction: float, seed: int) -> NDArray[np.bool_]:
+    """Return which images are for testing."""
     if not by_lesion:
-        order = stream(seed, "ham10000").permutation(len(images.y))
-        count = round(fraction * len(order))
-        return np.sort(order[count:]), np.sort(order[:count])
-    strata = np.unique(images.site, return_inverse=True)[1] * len(_HAM_CLASSES) + images.y
-    _, first, which = np.unique(images.lesion, return_index=True, return_inverse=True)
+        order = stream(seed, "ham10000").permutation(len(images))
+        return np.isin(np.arange(len(images)), order[: round(fraction * len(images))])
+    strata = np.unique(images["site"], return_inverse=True)[1] * len(_HAM_CLASSES) + images["label"].to_numpy()
+    _, first, which = np.unique(images["lesion"], return_index=True, return_inverse=True)
     test = np.isin(which, split_stratified(strata[first], fraction, stream(seed, "lesions"))[1])
     if test.all() or not test.any():
         raise UsageError(f"test_fraction={fraction:g} leaves no image on one side: choose another")
-    return np.flatnonzero(~test), np.flatnonzero(test)
+    return test
 
 
-def _read_ham_table(found: _Published) -> _Images:
-    """Return the images that the table names; ``x`` holds paths relative to ``found.images``."""
+def _drop_tested_lesions(images: pd.DataFrame) -> pd.DataFrame:
+    """Leave out training images of lesions, where they are known, of which test data have images."""
+    test = images["part"] == "test"
+    return images[test | ~images["lesion"].isin(images["lesion"][test].dropna())]
+
+
+def _read_ham_table(found: _Published) -> pd.DataFrame:
+    """Return the images that the table names, with paths relative to ``found.images``."""
     there = {file.stem: file.relative_to(found.images).as_posix() for file in sorted(found.images.rglob("ISIC_*.jpg"))}
     rows = read_csv(found.table, "a table of images")
     with explain_errors(found.table, "a table of images"):
@@ -258,32 +248,25 @@ def _read_ham_table(found: _Published) -> _Images:
                 f"{len(missing)} of {len(rows)} images that {found.table} names are not below {found.images}, first "
                 f"{missing[0]}.jpg: unpack both archives of images there"
             )
-        return _Images(
-            x=np.array([there[row["image_id"]] for row in rows]),
-            y=np.array([_HAM_CLASSES.index(row["dx"]) for row in rows]),
-            lesion=np.array([row["lesion_id"] for row in rows]),
-            site=np.array([row.get("dataset", "") for row in rows]),
-            part=np.full(len(rows), ""),
-        )
+        facts = [
+            (there[row["image_id"]], _HAM_CLASSES.index(row["dx"]), row["lesion_id"], row.get("dataset", ""))
+            for row in rows
+        ]
+    return pd.DataFrame(facts, columns=["path", "label", "lesion", "site"])
 
 
-def _list_isic_images(found: _Published, clean: bool) -> dict[str, list[ListedImage]]:
-    clients: dict[str, list[ListedImage]] = {center: [] for center in _CENTERS}
+def _list_isic_images(found: _Published, clean: bool) -> dict[str, pd.DataFrame]:
+    rows = []
     with explain_errors(found.table, "FLamby's list"):
         for row in read_csv(found.table, "FLamby's list"):
-            image = ListedImage(path=f"{row['image']}.jpg", label=int(row["target"]), part=row["fold"])
-            if image.part not in ("train", "test") or not 0 <= image.label < len(_ISIC_CLASSES):
-                raise ValueError(f"{row['image']} has target {image.label} and fold {image.part!r}")
-            clients[_CENTERS[int(row["center"])]].append(image)
-    if not clean:
-        return clients
-    lesions = _read_lesions(found.table.parent)
-    tested = {lesions.get(image.path) for listed in clients.values() for image in listed if image.part == "test"}
-    tested.discard(None)
-    return {
-        center: [image for image in listed if image.part == "test" or lesions.get(image.path) not in tested]
-        for center, listed in clients.items()
-    }
+            label, part = int(row["target"]), row["fold"]
+            if part not in ("train", "test") or not 0 <= label < len(_ISIC_CLASSES):
+                raise ValueError(f"{row['image']} has target {label} and fold {part!r}")
+            rows.append((f"{row['image']}.jpg", label, part, _CENTERS[int(row["center"])]))
+    images = pd.DataFrame(rows, columns=[*LISTED, "center"])
+    if clean:
+        images = _drop_tested_lesions(images.assign(lesion=images["path"].map(_read_lesions(found.table.parent))))
+    return {center: images[images["center"] == center] for center in _CENTERS}
 
 
 def _read_lesions(folder: Path) -> dict[str, str]:
@@ -302,18 +285,14 @@ def _read_lesions(folder: Path) -> dict[str, str]:
     return lesions
 
 
-def _read_compact(files: dict[str, Path], label: str) -> _Images:
-    """Return the images of all sites, with the labels called ``label``; ``x`` holds their pixels ``[N, 3, H, W]``."""
-    kinds, found = ("x", label, "lesion"), []
+def _read_compact(files: dict[str, Path], label: str) -> tuple[pd.DataFrame, torch.Tensor]:
+    """Return facts on the images of all sites, with the labels called ``label``, and their pixels ``[N, 3, H, W]``."""
+    tables, x = [], []
     for site, file in files.items():
-        arrays = read_npz(file, [f"{kind}_{part}" for kind in kinds for part in ("train", "test")])
-        found += [(site, part, *(arrays[f"{kind}_{part}"] for kind in kinds)) for part in ("train", "test")]
-    sites, parts, x, y, lesions = zip(*found, strict=True)
-    sizes = list(map(len, y))
-    return _Images(
-        x=np.ascontiguousarray(np.concatenate(x).transpose(0, 3, 1, 2)),
-        y=np.concatenate(y).astype(np.int64),
-        lesion=np.concatenate(lesions),
-        site=np.repeat(sites, sizes),
-        part=np.repeat(parts, sizes),
-    )
+        arrays = read_npz(file, [f"{kind}_{part}" for kind in ("x", label, "lesion") for part in ("train", "test")])
+        for part in ("train", "test"):
+            x.append(arrays[f"x_{part}"])
+            facts = {"label": arrays[f"{label}_{part}"].astype(np.int64), "lesion": arrays[f"lesion_{part}"]}
+            tables.append(pd.DataFrame({**facts, "site": site, "part": part}))
+    pixels = np.ascontiguousarray(np.concatenate(x).transpose(0, 3, 1, 2))
+    return pd.concat(tables, ignore_index=True), torch.from_numpy(pixels)

@@ -10,19 +10,9 @@ from ..federation import Federation
 from ..files.images import list_categories
 from ..files.read_options import Progress
 from ..samples import UNIT
+from . import _file_lists as listing
 from ._card import make_card
-from ._file_lists import (
-    DomainFolders,
-    ListedImage,
-    Lists,
-    find_domains,
-    limit_lists,
-    list_from_folders,
-    list_from_lists,
-    read_fedbn_lists,
-    read_listed,
-    read_text_lists,
-)
+from ._file_lists import DomainFolders, Lists, find_domains
 
 _OFFICE = ("amazon", "caltech", "dslr", "webcam")
 _DOMAINNET = ("clipart", "infograph", "painting", "quickdraw", "real", "sketch")
@@ -32,6 +22,7 @@ _FEDBN_TEN = (
     "bird", "feather", "headphones", "ice_cream", "teapot", "tiger", "whale", "windmill", "wine_glass", "zebra",
 )  # fmt: skip
 _PACS_CLASSES = ("dog", "elephant", "giraffe", "guitar", "horse", "house", "person")
+_FEDBN_SPLIT, _OWN_SPLIT = "FedBN's split", "the publisher's split"
 _PACS_FAULTY = "sketch/dog/n02103406_4068-1.png"
 
 
@@ -92,14 +83,9 @@ def office_caltech10(
             f"{domains.root} has {len(names)} class folders ({', '.join(names[:3])}, ...): Office-Caltech10 has the "
             "ten classes that Office-31 and Caltech-256 share; leave the others out"
         )
-    fedbn = read_fedbn_lists(domains)
-    clients, split = _list_images(domains, names, fedbn, {}, test_fraction)
-    if samples is not None or validation is not None:
-        clients = limit_lists(clients, samples, validation, shuffle=not fedbn)
-    note = f"Office-Caltech10, {size} x {size} pixels, {split}"
-    return read_listed(
-        domains.root, clients, name="office-caltech10", class_names=names, size=size, note=note, progress=progress
-    ).normalize(UNIT)
+    lists, limits = {_FEDBN_SPLIT: listing.read_fedbn_lists(domains)}, (samples, validation)
+    made = _read(domains, "Office-Caltech10", names, lists, test_fraction, size, progress, limits=limits)
+    return made.normalize(UNIT)
 
 
 def domainnet(
@@ -131,15 +117,11 @@ def domainnet(
             raise unknown_name("class", name, there)
     if len(set(classes)) < max(2, len(classes)):
         raise UsageError(f"classes={classes}: name at least two, each once")
-    fedbn = read_fedbn_lists(domains) if set(classes) <= set(_FEDBN_TEN) else {}
-    own = {} if fedbn else read_text_lists(domains, {"train": "{}_train.txt", "test": "{}_test.txt"})
-    clients, split = _list_images(domains, classes, fedbn, own, test_fraction)
-    if samples is not None or validation is not None:
-        clients = limit_lists(clients, samples, validation, shuffle=not fedbn)
-    note = f"DomainNet, {len(classes)} classes, {size} x {size} pixels, {split}"
-    return read_listed(
-        domains.root, clients, name="domainnet", class_names=classes, size=size, note=note, progress=progress
-    ).normalize(UNIT)
+    lists = {_FEDBN_SPLIT: listing.read_fedbn_lists(domains) if set(classes) <= set(_FEDBN_TEN) else {}}
+    if not lists[_FEDBN_SPLIT]:
+        lists[_OWN_SPLIT] = listing.read_text_lists(domains, {"train": "{}_train.txt", "test": "{}_test.txt"})
+    title, limits = f"DomainNet, {len(classes)} classes", (samples, validation)
+    return _read(domains, title, classes, lists, test_fraction, size, progress, limits=limits).normalize(UNIT)
 
 
 def pacs(root: Path, *, size: int = 227, test_fraction: float = 0.1, progress: Progress | None = None) -> Federation:
@@ -160,21 +142,37 @@ def pacs(root: Path, *, size: int = 227, test_fraction: float = 0.1, progress: P
         raise UsageError(
             f"{domains.root} has the class folders {', '.join(names)}; PACS has {', '.join(_PACS_CLASSES)}"
         )
-    lists = read_text_lists(domains, {"train": "{}_train_kfold.txt", "test": "{}_crossval_kfold.txt"})
-    clients, split = _list_images(domains, names, {}, lists, test_fraction)
-    clients = {name: [image for image in own if not image.path.endswith(_PACS_FAULTY)] for name, own in clients.items()}
-    note = f"PACS, {size} x {size} pixels, {split}"
-    return read_listed(
-        domains.root, clients, name="pacs", class_names=_PACS_CLASSES, size=size, note=note, progress=progress
-    )
+    lists = listing.read_text_lists(domains, {"train": "{}_train_kfold.txt", "test": "{}_crossval_kfold.txt"})
+    return _read(domains, "PACS", names, {_OWN_SPLIT: lists}, test_fraction, size, progress, without=_PACS_FAULTY)
 
 
-def _list_images(
-    domains: DomainFolders, classes: Sequence[str], fedbn: Lists, published: Lists, fraction: float
-) -> tuple[dict[str, list[ListedImage]], str]:
-    """Return the images of ``classes`` by the first of the lists that is not empty, and the name of the split."""
+def _read(
+    domains: DomainFolders,
+    title: str,
+    classes: Sequence[str],
+    lists: dict[str, Lists],
+    fraction: float,
+    size: int,
+    progress: Progress | None,
+    *,
+    limits: tuple[int | None, int | None] = (None, None),
+    without: str | None = None,
+) -> Federation:
+    """Read the images of ``classes`` by the first of ``lists`` that is not empty, or by folders.
+
+    ``limits``: numbers of images to train and to select on. ``without``: end of the path of an image to leave out.
+    """
     labels = {name: label for label, name in enumerate(classes)}
-    for lists, split in ((fedbn, "FedBN's split"), (published, "the publisher's split")):
-        if lists:
-            return list_from_lists(domains, lists, labels), split
-    return list_from_folders(domains, labels, fraction), f"{fraction:g} of every class for testing"
+    split = next((split for split in lists if lists[split]), f"{fraction:g} of every class for testing")
+    if split in lists:
+        clients = listing.list_from_lists(domains, lists[split], labels)
+    else:
+        clients = listing.list_from_folders(domains, labels, fraction)
+    if limits != (None, None):
+        clients = listing.limit_lists(clients, *limits, shuffle=split != _FEDBN_SPLIT)
+    if without:
+        clients = {name: own[~own["path"].str.endswith(without)] for name, own in clients.items()}
+    name, note = title.partition(",")[0].lower(), f"{title}, {size} x {size} pixels, {split}"
+    return listing.read_listed(
+        domains.root, clients, name=name, class_names=classes, size=size, note=note, progress=progress
+    )

@@ -23,7 +23,17 @@ from ..formats import Bytes, Numbers, explain_errors, read_digits_mat, read_libs
 from ..pickles import load_pickle, read_pickle
 from ..samples import Samples
 from ._card import make_card
-from ._single_dataset import Parts, find_idx, find_layouts, find_packed, load_single, make_one_client, make_splits
+from ._single_dataset import (
+    Arrays,
+    Parts,
+    find_idx,
+    find_packed,
+    load_single,
+    make_one_client,
+    make_single_card,
+    make_splits,
+    read_pair,
+)
 
 _CLOTHING = (
     "T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot",
@@ -54,19 +64,10 @@ def fashion_mnist(root: Path) -> Federation:
     return load_single("fashion-mnist", root, FASHION_MNIST, _CLOTHING)
 
 
-def _read_mat(train: Path, test: Path) -> Parts:
-    return make_splits(read_digits_mat(train), read_digits_mat(test), train)
+SVHN = make_single_card("svhn", (read_pair(read_digits_mat), [("train_32x32.mat",), ("test_32x32.mat",)]))
 
-
-SVHN = make_card(
-    "svhn", find=lambda folder: find_layouts(folder, "svhn", (_read_mat, [("train_32x32.mat",), ("test_32x32.mat",)]))
-)
-
-SYNTHDIGITS = make_card(
-    "synthdigits",
-    find=lambda folder: find_layouts(
-        folder, "synthdigits", (_read_mat, [("synth_train_32x32.mat",), ("synth_test_32x32.mat",)])
-    ),
+SYNTHDIGITS = make_single_card(
+    "synthdigits", (read_pair(read_digits_mat), [("synth_train_32x32.mat",), ("synth_test_32x32.mat",)])
 )
 
 
@@ -86,15 +87,14 @@ def synthdigits(root: Path) -> Federation:
     return load_single("synthdigits", root, SYNTHDIGITS)
 
 
-def _read_usps_libsvm(train: Path, test: Path) -> Parts:
-    (x_train, y_train), (x_test, y_test) = (read_libsvm(file, 256) for file in (train, test))
-    return make_splits((_cut_levels(x_train, train), y_train - 1), (_cut_levels(x_test, test), y_test - 1), train)
+def _read_usps_libsvm(file: Path) -> Arrays:
+    x, y = read_libsvm(file, 256)
+    return _cut_levels(x, file), y - 1
 
 
-def _read_usps_text(train: Path, test: Path) -> Parts:
-    tables = ((file, read_table(file, 1 + 256)) for file in (train, test))
-    of_train, of_test = ((_cut_levels(table[:, 1:], file), table[:, 0]) for file, table in tables)
-    return make_splits(of_train, of_test, train)
+def _read_usps_text(file: Path) -> Arrays:
+    table = read_table(file, 1 + 256)
+    return _cut_levels(table[:, 1:], file), table[:, 0]
 
 
 def _cut_levels(x: Numbers, file: Path) -> Bytes:
@@ -112,29 +112,26 @@ def _read_usps_h5(file: Path) -> Parts:
         x_train, y_train, x_test, y_test = (
             np.asarray(groups[part][array]) for part in ("train", "test") for array in ("data", "target")
         )
-    return make_splits((_round_levels(x_train, file, 16), y_train), (_round_levels(x_test, file, 16), y_test), file)
+    return _round_levels(x_train, y_train, x_test, y_test, file, 16)
 
 
 def _read_usps_pickle(file: Path) -> Parts:
     with explain_errors(file, "USPS of 28 x 28"):
         (x_train, y_train), (x_test, y_test) = read_pickle(file)
-        return make_splits((_round_levels(x_train, file, 28), y_train), (_round_levels(x_test, file, 28), y_test), file)
+        return _round_levels(x_train, y_train, x_test, y_test, file, 28)
 
 
-def _round_levels(x: Numbers, file: Path, side: int) -> Bytes:
-    return to_gray_levels(x, file).reshape(-1, side, side)
+def _round_levels(x_train: Numbers, y_train: Numbers, x_test: Numbers, y_test: Numbers, file: Path, side: int) -> Parts:
+    x_train, x_test = (to_gray_levels(x, file).reshape(-1, side, side) for x in (x_train, x_test))
+    return make_splits((x_train, y_train), (x_test, y_test), file)
 
 
-USPS = make_card(
+USPS = make_single_card(
     "usps",
-    find=lambda folder: find_layouts(
-        folder,
-        "usps",
-        (_read_usps_libsvm, [("usps.bz2", "usps"), ("usps.t.bz2", "usps.t")]),
-        (_read_usps_text, [("zip.train.gz", "zip.train"), ("zip.test.gz", "zip.test")]),
-        (_read_usps_h5, [("usps.h5",)]),
-        (_read_usps_pickle, [("usps_28x28.pkl",)]),
-    ),
+    (read_pair(_read_usps_libsvm), [("usps.bz2", "usps"), ("usps.t.bz2", "usps.t")]),
+    (read_pair(_read_usps_text), [("zip.train.gz", "zip.train"), ("zip.test.gz", "zip.test")]),
+    (_read_usps_h5, [("usps.h5",)]),
+    (_read_usps_pickle, [("usps_28x28.pkl",)]),
 )
 
 
@@ -150,11 +147,7 @@ def usps(root: Path) -> Federation:
     return load_single("usps", root, USPS)
 
 
-def _read_mnistm_directories(train: Path, test: Path) -> Parts:
-    return make_splits(_read_listed_images(train), _read_listed_images(test), train)
-
-
-def _read_listed_images(labels: Path) -> tuple[Bytes, list[int]]:
+def _read_listed_images(labels: Path) -> Arrays:
     """Return images ``[N, H, W, 3]`` and labels of a list with lines such as ``00000000.png 5``."""
     with explain_errors(labels, "a list of images and labels"):
         rows = [line.split() for line in labels.read_text().splitlines() if line.strip()]
@@ -187,14 +180,10 @@ def _read_mnistm_pickle(file: Path) -> Parts:
     )
 
 
-MNISTM = make_card(
+MNISTM = make_single_card(
     "mnistm",
-    find=lambda folder: find_layouts(
-        folder,
-        "mnistm",
-        (_read_mnistm_directories, [("mnist_m_train_labels.txt",), ("mnist_m_test_labels.txt",)]),
-        (_read_mnistm_pickle, [("mnistm_data.pkl", "keras_mnistm.pkl", "keras_mnistm.pkl.gz")]),
-    ),
+    (read_pair(_read_listed_images), [("mnist_m_train_labels.txt",), ("mnist_m_test_labels.txt",)]),
+    (_read_mnistm_pickle, [("mnistm_data.pkl", "keras_mnistm.pkl", "keras_mnistm.pkl.gz")]),
     remotes=(replace(remote, name=f"mnist/{remote.name}") for remote in MNIST.remotes),
 )
 
@@ -270,14 +259,10 @@ def _join_cifar_batches(batches: dict[str, Batch], where: Path) -> Parts:
     return make_splits((x_train, y_train), batches["test_batch"], where)
 
 
-CIFAR10 = make_card(
+CIFAR10 = make_single_card(
     "cifar10",
-    find=lambda folder: find_layouts(
-        folder,
-        "cifar10",
-        *((_read_cifar_files, files) for files in _CIFAR_LAYOUTS),
-        (_read_cifar_archive, [("cifar-10-python.tar.gz", "cifar-10-binary.tar.gz")]),
-    ),
+    *((_read_cifar_files, files) for files in _CIFAR_LAYOUTS),
+    (_read_cifar_archive, [("cifar-10-python.tar.gz", "cifar-10-binary.tar.gz")]),
 )
 
 

@@ -23,7 +23,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -120,36 +120,49 @@ def load_store(place: Path) -> ImageStore | None:
 
 
 def inspect_all(
-    root: Path, paths: Sequence[str], what: str, progress: Progress | None
+    root: Path, files: Sequence[ImageFile], what: str, progress: Progress | None
 ) -> tuple[dict[str, Header], dict[str, str]]:
     """Return the headers of the files, and the reason why each of the others is broken."""
-    found: dict[str, Header | str] = dict.fromkeys(paths, "")  # fixes the order, whichever thread is first
+    found: list[Header | str] = [""] * len(files)
 
     def one(row: int) -> None:
         try:
-            found[paths[row]] = read_header(root / paths[row])
+            found[row] = read_header(root / files[row].path)
         except Unreadable as error:
-            found[paths[row]] = str(error)
+            found[row] = str(error)
 
-    _run_in_parallel(one, len(paths), what, progress)
-    headers = {path: header for path, header in found.items() if isinstance(header, Header)}
-    return headers, {path: why for path, why in found.items() if isinstance(why, str)}
+    _run_in_parallel(one, len(files), what, progress)
+    paired = [(file.path, header) for file, header in zip(files, found, strict=True)]
+    headers = {path: header for path, header in paired if isinstance(header, Header)}
+    return headers, {path: why for path, why in paired if isinstance(why, str)}
+
+
+def describe_headers(headers: Mapping[str, Header], broken: dict[str, str], height: int, width: int) -> ImageFacts:
+    """Return the facts on images with these headers, all of one kind, that are decoded to ``height`` and ``width``."""
+    return ImageFacts(
+        kind=next((header.kind for header in headers.values()), "byte"),
+        channels=max((header.channels for header in headers.values()), default=1),
+        height=height,
+        width=width,
+        broken=broken,
+        frames={file: header.frames for file, header in headers.items() if header.frames > 1},
+    )
 
 
 def decode_all(
     root: Path,
-    paths: Sequence[str],
+    files: Sequence[ImageFile],
     facts: ImageFacts,
     place: Path,
-    training: Callable[[frozenset[str]], Iterable[int]],
+    split: Callable[[frozenset[str]], Mapping[str, Iterable[int]]],
     what: str,
     progress: Progress | None,
 ) -> ImageStore:
-    """Decode ``paths`` by ``facts`` into an entry at ``place``, or into memory if it cannot be written.
+    """Decode ``files`` by ``facts`` into an entry at ``place``, or into memory if it cannot be written.
 
-    ``training(broken)`` returns the rows of the training images once the broken files are known.
+    ``split(broken)["train"]`` are the rows of the training images once the broken files are known.
     """
-    shape = (len(paths), facts.channels, facts.height, facts.width)
+    shape = (len(files), facts.channels, facts.height, facts.width)
     dtype = np.dtype(np.uint8 if facts.kind == "byte" else np.float32)
 
     def fill(put: Callable[[int, Pixels], None]) -> tuple[ImageFacts, dict[int, float]]:
@@ -157,20 +170,21 @@ def decode_all(
         broken, peaks = dict(facts.broken), {}
 
         def one(row: int) -> None:
-            if paths[row] in facts.broken:
+            path = files[row].path
+            if path in facts.broken:
                 return
             try:
                 pixels, peaks[row] = decode_image(
-                    root / paths[row],
+                    root / path,
                     kind=facts.kind, channels=facts.channels, height=facts.height, width=facts.width,
                 )  # fmt: skip
             except Unreadable as error:
-                broken[paths[row]] = str(error)
+                broken[path] = str(error)
             else:
                 put(row, pixels)
 
-        _run_in_parallel(one, len(paths), what, progress)
-        top = max((peaks[row] for row in training(frozenset(broken))), default=0.0)
+        _run_in_parallel(one, len(files), what, progress)
+        top = max((peaks[row] for row in split(frozenset(broken))["train"]), default=0.0)
         bits = next(bits for bits in _BITS if top < 2**bits) if facts.kind == "integer" else 0
         return replace(facts, broken=dict(sorted(broken.items())), bits=bits), peaks
 

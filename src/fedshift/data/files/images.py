@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,16 @@ from ...utils.random_streams import stream
 from ..federation import ClientData, Federation
 from ..stratification import split_stratified
 from .image_decoding import SUFFIXES, Header
-from .image_store import ImageFacts, ImageFile, ImageStore, cache_entry, decode_all, inspect_all, load_store
+from .image_store import (
+    ImageFacts,
+    ImageFile,
+    ImageStore,
+    cache_entry,
+    decode_all,
+    describe_headers,
+    inspect_all,
+    load_store,
+)
 from .read_options import ReadOptions
 
 PARTS = {"train": "train", "val": "validation", "valid": "validation", "validation": "validation", "test": "test"}
@@ -220,69 +230,41 @@ def _is_image(file: os.DirEntry[str]) -> bool:
 
 def _load_stores(path: Path, files: Mapping[str, tuple[ImageFile, ...]], reading: ReadOptions) -> dict[str, ImageStore]:
     """Return every client's array, from the cache or decoded; all headers are read before any image is decoded."""
-    places: dict[str, Path] = {}
-    found: dict[str, ImageStore | None] = {}
-    headers: dict[str, dict[str, Header]] = {}
-    broken: dict[str, dict[str, str]] = {}
-    sizes: dict[tuple[int, int], str] = {}  # a file of each (width, height)
+    entries: dict[str, Path] = {}
+    stores: dict[str, ImageStore] = {}
+    inspected: dict[str, tuple[dict[str, Header], dict[str, str]]] = {}
+    sizes: dict[tuple[int, int], str] = {}  # the first file of each (width, height)
     for name, own in files.items():
         fraction = None if any(file.part == "test" for file in own) else reading.test_fraction
-        places[name] = cache_entry(reading.cache_directory, path, own, name, reading.image_size, fraction)
-        store = found[name] = load_store(places[name])
+        entries[name] = cache_entry(reading.cache_directory, path, own, name, reading.image_size, fraction)
+        store = load_store(entries[name])
         if store is None:
-            paths = [file.path for file in own]
-            headers[name], broken[name] = inspect_all(path, paths, f"headers of {name}", reading.progress)
-            _refuse_mixed(path, name, headers[name])
-            for file, header in headers[name].items():
+            inspected[name] = headers, _ = inspect_all(path, own, f"headers of {name}", reading.progress)
+            example = {header.kind: file for file, header in reversed(headers.items())}  # the first of each kind
+            if len(example) > 1:
+                first, second = sorted(example)[:2]
+                raise UsageError(
+                    f"client {name!r} has images of different depth, {path / example[first]} ({first}) and "
+                    f"{path / example[second]} ({second}): convert all of a client's images to one"
+                )
+            for file, header in headers.items():
                 sizes.setdefault((header.width, header.height), file)
-        elif len(store.facts.broken) < len(own):
-            usable = next(file.path for file in own if file.path not in store.facts.broken)
-            sizes.setdefault((store.facts.width, store.facts.height), usable)
+        else:
+            stores[name] = store
+            for file in [file.path for file in own if file.path not in store.facts.broken][:1]:
+                sizes.setdefault((store.facts.width, store.facts.height), file)
     width, height = (reading.image_size,) * 2 if reading.image_size else _find_common_size(path, sizes)
-    stores = {}
-    for name, store in found.items():
-        stores[name] = store or _decode_client(
-            path, name, files[name], headers[name], broken[name], (height, width), places[name], reading
+    for name, (headers, broken) in inspected.items():
+        stores[name] = decode_all(
+            path,
+            files[name],
+            describe_headers(headers, broken, height, width),
+            entries[name],
+            partial(_split_rows, name, files[name], reading),
+            f"images of {name}",
+            reading.progress,
         )
-    return stores
-
-
-def _decode_client(
-    path: Path,
-    name: str,
-    files: tuple[ImageFile, ...],
-    headers: Mapping[str, Header],
-    broken: dict[str, str],
-    size: tuple[int, int],
-    place: Path,
-    reading: ReadOptions,
-) -> ImageStore:
-    facts = ImageFacts(
-        kind=next((header.kind for header in headers.values()), "byte"),
-        channels=max((header.channels for header in headers.values()), default=1),
-        height=size[0],
-        width=size[1],
-        broken=broken,
-        frames={file: header.frames for file, header in headers.items() if header.frames > 1},
-    )
-
-    def find_training(unusable: frozenset[str]) -> Rows:
-        return _split_rows(name, files, reading, unusable)["train"]
-
-    paths = [file.path for file in files]
-    return decode_all(path, paths, facts, place, find_training, f"images of {name}", reading.progress)
-
-
-def _refuse_mixed(path: Path, name: str, headers: Mapping[str, Header]) -> None:
-    example: dict[str, str] = {}
-    for file, header in headers.items():
-        example.setdefault(header.kind, file)
-    if len(example) > 1:
-        first, second = sorted(example)[:2]
-        raise UsageError(
-            f"client {name!r} has images of different depth, {path / example[first]} ({first}) and "
-            f"{path / example[second]} ({second}): convert all of a client's images to one"
-        )
+    return {name: stores[name] for name in files}
 
 
 def _find_common_size(path: Path, sizes: dict[tuple[int, int], str]) -> tuple[int, int]:

@@ -35,8 +35,6 @@ TEXT_BLOCK = 1 << 18
 """Bytes of text that are parsed at a time (more where lines are long); Arrow reads ahead some 32 times as many."""
 BATCH_CELLS = 1 << 17
 """Cells in a batch of rows."""
-SCALING_CELLS = 1 << 18
-"""Cells that are scaled at a time."""
 MISSING = ("", "?", "NA", "N/A", "NaN", "nan", "NULL", "null")
 """Text that marks a missing value, after removal of surrounding spaces."""
 MOST_CATEGORIES = 50
@@ -205,10 +203,15 @@ def feature_offsets(columns: Sequence[Column]) -> list[int]:
     return [0, *np.cumsum([column.width for column in columns]).tolist()]
 
 
+def feature_slices(columns: Sequence[Column]) -> Iterator[tuple[Column, slice]]:
+    """Return each column with its features."""
+    offsets = feature_offsets(columns)
+    return zip(columns, map(slice, offsets, offsets[1:]), strict=True)
+
+
 def is_text(kind: Any) -> bool:
     """Return whether an Arrow type holds texts (a dictionary, pandas' category, always counts as such)."""
-    tests = (pa.types.is_string, pa.types.is_large_string, pa.types.is_dictionary)
-    return any(test(kind) for test in tests)
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_dictionary(kind))
 
 
 def is_number(kind: Any) -> bool:
@@ -351,8 +354,8 @@ def impute(x: Floats, train: int, columns: Sequence[Column]) -> tuple[int, list[
 
     """
     filled, empty = 0, []
-    for column, first in zip(columns, feature_offsets(columns), strict=False):
-        part = x[:, first : first + column.width]
+    for column, features in feature_slices(columns):
+        part = x[:, features]
         absent = np.isnan(part[:, 0])
         if not absent.any():
             continue
@@ -375,23 +378,9 @@ def scale(x: Floats, train: int, columns: Sequence[Column], skip: Sequence[str] 
     Mean and standard deviation are those of the first ``train`` rows (over N, as in scikit-learn's StandardScaler;
     a standard deviation of 0 counts as 1).
     """
-    features = [
-        first
-        for column, first in zip(columns, feature_offsets(columns), strict=False)
-        if column.categories is None and column.name not in skip
-    ]
-    if not features:
-        return
-    rows = max(1, SCALING_CELLS // x.shape[1])
-    blocks = [slice(at, at + rows) for at in range(0, len(x), rows)]
-    origin = x[0, features].astype(np.float64)  # differences from a value are exactly 0 where all are equal to it
-
-    def mean(power: int, center: NDArray[np.float64]) -> NDArray[np.float64]:
-        sums = [((x[:train][block][:, features] - center) ** power).sum(axis=0) for block in blocks]
-        return np.asarray(np.sum(sums, axis=0) / train)
-
-    center = origin + mean(1, origin)
-    deviation = np.sqrt(mean(2, center))
-    deviation[deviation == 0] = 1
-    for block in blocks:
-        x[block, features] = (x[block][:, features] - center) / deviation
+    for column, features in feature_slices(columns):
+        if column.categories is None and column.name not in skip:
+            values = x[:, features.start].astype(np.float64)
+            values -= values[0]  # exactly 0 where all are equal
+            deviation = values[:train].std() or 1
+            x[:, features.start] = (values - values[:train].mean()) / deviation

@@ -36,6 +36,7 @@ from .table_schema import (
     TableFile,
     clean_texts,
     feature_offsets,
+    feature_slices,
     find_tables,
     impute,
     infer_column,
@@ -484,8 +485,7 @@ def _fill_features(
 def _find_constant(x: Sequence[Floats], columns: Sequence[Column]) -> list[str]:
     """Return the names of the columns whose values, where there are any, are the same in all rows."""
     same = np.fmin.reduce([np.fmin.reduce(part) for part in x]) == np.fmax.reduce([np.fmax.reduce(part) for part in x])
-    starts = zip(columns, feature_offsets(columns), strict=False)
-    return [column.name for column, at in starts if same[at : at + column.width].all()]
+    return [column.name for column, features in feature_slices(columns) if same[features].all()]
 
 
 def _impute_and_scale(
@@ -517,8 +517,8 @@ def _impute_and_scale(
 
 
 def _refuse_missing(x: Floats, client: str, columns: Sequence[Column]) -> None:
-    for column, at in zip(columns, feature_offsets(columns), strict=False):
-        missing = int(np.isnan(x[:, at]).sum())
+    for column, features in feature_slices(columns):
+        missing = int(np.isnan(x[:, features.start]).sum())
         if missing:
             raise UsageError(
                 f"client {client!r} has no value of {column.name!r} in {missing} of {len(x)} rows: fill them in, leave "

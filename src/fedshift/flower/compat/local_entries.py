@@ -9,8 +9,6 @@ from __future__ import annotations
 from pathlib import Path
 from urllib.parse import quote
 
-from ..transport import no_telemetry as no_telemetry  # isort: split
-
 from flwr.app import ArrayRecord, Context, Message
 from flwr.clientapp.typing import ClientAppCallable
 from torch import nn

@@ -16,8 +16,6 @@ from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any
 
-from ..transport import no_telemetry as no_telemetry  # isort: split
-
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 from typing_extensions import override
@@ -30,8 +28,11 @@ from ...experiments.experiment import Experiment, Observer
 from ...experiments.factory import list_seeds, make_methods, make_settings, resolve_model
 from ...experiments.trial import RoundResult
 from ...results.run_directory import MACHINES
+from ...results.summary import holds_run
 from ...utils.errors import FedshiftError, UsageError
 from ..transport.exchange import FACTS, Exchange
+from ..transport.pki import load_public_keys
+from ..transport.signatures import Signer
 from .nodes import Nodes, StopRequested
 from .registry import ClientRegistry, RemoteFederation, SiteDescription
 from .remote_engine import QuorumPolicy, RemoteEngine
@@ -122,9 +123,13 @@ class Coordinator:
         labels = make_settings(replace(self.spec, newcomers=None), ()).loss.uses_counts
         hello = Exchange(kind="describe", facts={"spec": self.sent, "labels": labels})
         self.path = self.directory / MACHINES / "population.json"
-        self.population = ClientRegistry.read(self.path) if self.path.exists() else ClientRegistry()
+        begun = self.path.exists() or holds_run(self.directory)
+        self.population = ClientRegistry.read(self.path) if begun else ClientRegistry()
         known = {client.name: client for client in self.population.clients}
-        secured = _make_security(Path(order["keys"]), run) if order["keys"] else {}
+        secured: dict[str, Any] = {}
+        if order["keys"]:
+            keys = Path(order["keys"])
+            secured = {"keys": partial(load_public_keys, keys), "signed": Signer(keys, run)}
         self.nodes = Nodes(
             grid, hello, report.notice, known=known, changed=self._admit_newcomer, stop=report.stop, **secured
         )
@@ -144,8 +149,6 @@ class Coordinator:
                 experiment = self._make_experiment(data)
                 if experiment.run(self.directory, resume=resume, observer=self.report, stop=self.report.changed):
                     break
-                if self.report.stop.is_set():
-                    return False
         except StopRequested:
             return False
         end = Exchange(kind="end", facts={"say": "the experiment is finished"})
@@ -224,10 +227,3 @@ def _extra_categories(found: RemoteFederation, data: RemoteFederation) -> str:
         for value in wide.categories or ()
         if value not in (column.categories or ())
     )
-
-
-def _make_security(tls: Path, run: int) -> dict[str, Any]:
-    from ..transport.pki import load_public_keys
-    from ..transport.signatures import Signer
-
-    return {"keys": partial(load_public_keys, tls), "signed": Signer(tls, run)}

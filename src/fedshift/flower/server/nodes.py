@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import chain
 from threading import Event
-
-from ..transport import no_telemetry as no_telemetry  # isort: split
+from typing import NamedTuple
 
 from flwr.app import Message
 from flwr.common.constant import ErrorCode
@@ -39,8 +37,7 @@ class StopRequested(FedshiftError):
     """A stop was requested while waiting for sites."""
 
 
-@dataclass(frozen=True)
-class _Address:
+class _Address(NamedTuple):
     node: int
     activated: str
 

@@ -7,7 +7,6 @@ categories, whose sorted union is the schema by which every site reads its table
 
 from __future__ import annotations
 
-import json
 import math
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from typing_extensions import override
 
 from ...data.federation import ClientData, Federation
@@ -23,14 +23,12 @@ from ...data.files.images import sort_classes
 from ...data.files.table_schema import MOST_CATEGORIES, Column, feature_offsets
 from ...data.files.tables import format_list, number_classes
 from ...data.samples import Samples
+from ...utils.checked_json import read_checked, write_checked
 from ...utils.errors import FedshiftError, UsageError
-from ...utils.files import write_atomically
 from ..transport.arrays import NUMPY_TYPES
 
 MOST_SAMPLES, MOST_VALUES, MOST_CLASSES, LONGEST_NAME = 10**8, 2**30, 10**6, 200
 """Upper bounds, above those of any real site: samples of a split, values of a sample, classes, letters of a name."""
-ColumnDescriptions = Sequence[Mapping[str, Any]]
-"""Columns as they travel: each a ``name`` and ``categories``, None for numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,16 +49,10 @@ class SiteDescription:
     def of(facts: Mapping[str, Any]) -> SiteDescription:
         """Return the description in an answer's facts; raise :class:`FedshiftError` where it is malformed."""
         try:
-            made = SiteDescription(
-                name=str(facts["name"]), version=str(facts["version"]), shape=tuple(map(int, facts["shape"])),
-                dtype=str(facts["dtype"]), classes=int(facts["classes"]),
-                class_names=tuple(map(str, facts["class_names"])),
-                samples={str(part): int(number) for part, number in facts["samples"].items()},
-                labels=None if facts["labels"] is None else tuple(map(int, facts["labels"])),
-                columns=parse_columns(facts.get("columns", ())),
-            )  # fmt: skip
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise FedshiftError(f"a site describes itself in a way that is not understood ({error!r})") from error
+            made = _DESCRIPTION.validate_python(facts)
+        except ValidationError as error:
+            why = "; ".join(f"{'.'.join(map(str, each['loc']))!r}: {each['msg']}" for each in error.errors())
+            raise FedshiftError(f"a site describes itself in a way that is not understood ({why})") from error
         made._check()
         return made
 
@@ -93,6 +85,11 @@ class SiteDescription:
             )
 
 
+_DESCRIPTION = TypeAdapter(SiteDescription)
+COLUMNS = TypeAdapter(tuple[Column, ...])
+"""Reads columns as they travel: each a ``name`` and ``categories``, None for numbers."""
+
+
 class RemoteFederation(Federation):
     """Clients whose samples are on other machines; here samples are zeros, and labels only have the right counts."""
 
@@ -114,15 +111,15 @@ class ClientRegistry:
 
     @staticmethod
     def read(path: Path) -> ClientRegistry:
-        """Read a registry that :meth:`write` wrote."""
-        found = json.loads(path.read_text(encoding="utf-8"))
+        """Read a registry that :meth:`write` wrote; raise :class:`FedshiftError` where it is damaged."""
+        found = read_checked(path, "start a new experiment: without it sites are not known again")
         return ClientRegistry(experiment=found["experiment"], clients=tuple(map(SiteDescription.of, found["clients"])))
 
     def write(self, path: Path) -> None:
         """Write the registry atomically."""
         path.parent.mkdir(parents=True, exist_ok=True)
         content = {"experiment": self.experiment, "clients": [asdict(client) for client in self.clients]}
-        write_atomically(path, (json.dumps(content, indent=2) + "\n").encode())
+        write_checked(path, content)
 
     def add_clients(self, found: Iterable[SiteDescription], order: Sequence[str] = ()) -> ClientRegistry:
         """Return the registry with the new ones of ``found``, in ``order`` as far as that goes, then by name."""
@@ -141,24 +138,25 @@ class ClientRegistry:
         """
         first = self.clients[0]
         for other in self.clients[1:]:
-            if bool(other.columns) != bool(first.columns):
-                raise FedshiftError(
-                    f"of {first.name!r} and {other.name!r} only one has a table: give the data of all sites in the "
-                    "same way"
-                )
+            for what, ours, theirs in (
+                ("a table", first.columns, other.columns),
+                ("classes with names", first.class_names, other.class_names),
+            ):
+                if bool(ours) != bool(theirs):
+                    raise FedshiftError(
+                        f"of {first.name!r} and {other.name!r} only one has {what}: give the data of all sites in the "
+                        "same way"
+                    )
             if (not first.columns and other.shape != first.shape) or other.dtype != first.dtype:
                 raise FedshiftError(
                     f"samples of {first.name!r} are {first.dtype} of shape {first.shape}, those of {other.name!r} "
                     f"{other.dtype} of shape {other.shape}: bring all to one shape (image_size in the settings, or "
                     "the same columns)"
                 )
-            if bool(other.class_names) != bool(first.class_names):
-                raise FedshiftError(
-                    f"of {first.name!r} and {other.name!r} only one has classes with names: give the data of all sites "
-                    "in the same way"
-                )
         columns = merge_columns({client.name: client.columns for client in self.clients})
-        names, alike = self._class_names()
+        kinds = {client.class_names for client in self.clients}
+        alike = len(kinds) == 1
+        names = kinds.pop() if alike else sort_classes({name for kind in kinds for name in kind})
         found = max(len(names), *(client.classes for client in self.clients))
         if columns and (not alike or all(map(str.isdecimal, names))):
             found, _, names = number_classes(names, "the label", classes)
@@ -166,12 +164,6 @@ class ClientRegistry:
             raise FedshiftError(f"classes={classes}, but the sites have {found}: ask for as many")
         whole = RemoteFederation(name="sites", clients=(), classes=classes or found, class_names=names, columns=columns)
         return replace(whole, clients=tuple(_make_client(client, whole) for client in self.clients))
-
-    def _class_names(self) -> tuple[tuple[str, ...], bool]:
-        """Return the names of all sites' classes, and whether all sites have the same."""
-        kinds = {client.class_names for client in self.clients}
-        alike = len(kinds) == 1
-        return (kinds.pop() if alike else sort_classes({name for kind in kinds for name in kind})), alike
 
 
 def _make_client(described: SiteDescription, data: Federation) -> ClientData:
@@ -191,14 +183,6 @@ def _make_client(described: SiteDescription, data: Federation) -> ClientData:
         return Samples(x=zero, y=y, rows=torch.zeros(number, dtype=torch.int64))
 
     return ClientData(name=described.name, **{part: split(part, n) for part, n in described.samples.items()})
-
-
-def parse_columns(descriptions: ColumnDescriptions) -> tuple[Column, ...]:
-    """Return columns as received; raise ``KeyError``, ``TypeError`` or ``AttributeError`` where malformed."""
-    return tuple(
-        Column(name=str(c["name"]), categories=None if c["categories"] is None else tuple(map(str, c["categories"])))
-        for c in descriptions
-    )
 
 
 def _fit_shape(columns: Sequence[Column], shape: tuple[int, ...]) -> bool:

@@ -8,12 +8,11 @@ programs end, and ``--resume`` continues.
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -107,7 +106,7 @@ def serve(spec: RunSpec | CompareSpec, reach: ListenOptions, out: Path | None, r
         _Coordination(spec, reach, directory) as work,
     ):
         try:
-            finished = work.run(_ProgressReceiver(observer), stop)
+            finished = work.run(observer, stop)
         except UsageError:
             raise
         except FedshiftError as error:
@@ -123,26 +122,10 @@ def serve(spec: RunSpec | CompareSpec, reach: ListenOptions, out: Path | None, r
     return 0 if finished else report_stop(console, f"serve {reach.flags}", directory)
 
 
-class _ProgressReceiver:
-    """Passes the coordinator's messages to ``observer``."""
-
-    def __init__(self, observer: Observer) -> None:
-        self.observer, self.rounds = observer, 0
-
-    def receive(self, event: str, *values: Any) -> None:
-        """Pass on one message."""
-        if event == "round":
-            self.rounds += 1
-            done = RoundResult(**{**values[0], "participants": tuple(values[0]["participants"])})
-            self.observer.round(done)
-            moved = f"{_format_bytes(done.down)} down, {_format_bytes(done.up)} up, {done.seconds:.1f} s"
-            self.observer.notice(f"round {done.round}: {', '.join(done.participants)} took part; {moved}")
-        else:
-            getattr(self.observer, event)(*values)
-
-
 class _Coordination:
-    """The SuperLink and the app on it, kept running; use as a context manager."""
+    """The SuperLink and the app on it, kept running; use as a context manager. ``rounds``: rounds that were done."""
+
+    rounds = 0
 
     def __init__(self, spec: RunSpec | CompareSpec, reach: ListenOptions, directory: Path) -> None:
         self.reach, self.directory, self.logs = reach, directory, directory / MACHINES
@@ -163,24 +146,24 @@ class _Coordination:
         self.socket.close()
         self._folder.cleanup()
 
-    def run(self, shown: _ProgressReceiver, stop: Event) -> bool:
+    def run(self, observer: Observer, stop: Event) -> bool:
         """Run until the end or until ``stop``; return whether the end was reached."""
         tries, rounds = 0, 0
         while True:
             with self._superlink() as link:
                 self._submit(link)
-                finished = self._follow(link, shown, stop)
+                finished = self._follow(link, observer, stop)
             if finished is not None:
                 return finished
             if stop.is_set():
                 return False
-            tries, rounds = (0, shown.rounds) if shown.rounds > rounds else (tries + 1, rounds)
+            tries, rounds = (0, self.rounds) if self.rounds > rounds else (tries + 1, rounds)
             if tries == TRIES:
                 raise FedshiftError(
                     f"Flower's programs ended {tries} times without a round getting done ({link.last_message()}): see "
                     f"{self.logs}"
                 )
-            shown.observer.notice(f"Flower's programs ended ({link.last_message()}); they are started again")
+            observer.notice(f"Flower's programs ended ({link.last_message()}); they are started again")
 
     @contextmanager
     def _superlink(self) -> Iterator[Program]:
@@ -204,9 +187,8 @@ class _Coordination:
         until = time.monotonic() + 60
         host, _, port = self.reach.local_address.rpartition(":")
         while True:
-            with socket.socket(socket.AF_INET6 if "[" in host else socket.AF_INET) as probe:
-                if probe.connect_ex((host.strip("[]"), int(port))) == 0:
-                    break
+            with suppress(OSError), socket.create_connection((host.strip("[]"), int(port))):
+                break
             if link.wait(0.1) is not None or time.monotonic() > until:
                 raise FedshiftError(f"Flower's SuperLink did not start ({link.last_message()}): see {link.log}")
         log = self.logs / "flwr.log"
@@ -222,14 +204,19 @@ class _Coordination:
                 self._registered.add(key)
                 register(key, key.stem, home=self.home, log=self.logs / "flwr.log")
 
-    def _follow(self, link: Program, shown: _ProgressReceiver, stop: Event) -> bool | None:
+    def _follow(self, link: Program, observer: Observer, stop: Event) -> bool | None:
         """Pass on the app's messages; return whether the experiment reached its end, None where the app was lost."""
         connection = self._accept(link, stop)
         if connection is None:
             return None
         told = False
         with connection:
-            connection.send_bytes(json.dumps(self._order()).encode())
+            keys = str(self.reach.tls.resolve()) if self.reach.tls else None
+            order = {
+                "directory": str(self.directory.resolve()), "clients": self.reach.clients,
+                "seconds": self.reach.seconds, "wait": self.reach.wait, "keys": keys, "settings": self.settings,
+            }  # fmt: skip
+            connection.send_bytes(json.dumps(order).encode())
             try:
                 while True:
                     if connection.poll(0.2):
@@ -238,35 +225,34 @@ class _Coordination:
                             return bool(values[0])
                         if event == "failed":
                             raise (UsageError if values[1] else FedshiftError)(values[0])
-                        shown.receive(event, *values)
+                        self._show(observer, event, *values)
                     elif link.code is not None:  # polling it also lets Flower's other programs notice its end
                         return None
                     try:
                         self._register()
                     except FedshiftError as error:
-                        shown.observer.notice(str(error))
+                        observer.notice(str(error))
                     if stop.is_set() and not told:
                         connection.send_bytes(b"stop")
                         told = True
             except (EOFError, OSError):
                 return None
 
+    def _show(self, observer: Observer, event: str, *values: Any) -> None:
+        if event != "round":
+            getattr(observer, event)(*values)
+            return
+        self.rounds += 1
+        done = RoundResult(**{**values[0], "participants": tuple(values[0]["participants"])})
+        observer.round(done)
+        moved = f"{_format_bytes(done.down)} down, {_format_bytes(done.up)} up, {done.seconds:.1f} s"
+        observer.notice(f"round {done.round}: {', '.join(done.participants)} took part; {moved}")
+
     def _accept(self, link: Program, stop: Event) -> Connection | None:
         while link.code is None and not stop.is_set():
-            try:
-                accepted, _ = self.socket.accept()
-            except TimeoutError:
-                continue
-            with accepted:
-                return Connection(os.dup(accepted.fileno()))
+            with suppress(TimeoutError):
+                return Connection(self.socket.accept()[0].detach())
         return None
-
-    def _order(self) -> dict[str, Any]:
-        reach, keys = self.reach, str(self.reach.tls.resolve()) if self.reach.tls else None
-        return {
-            "directory": str(self.directory.resolve()), "clients": reach.clients, "seconds": reach.seconds,
-            "wait": reach.wait, "keys": keys, "settings": self.settings,
-        }  # fmt: skip
 
 
 def _format_bytes(number: int) -> str:

@@ -8,12 +8,10 @@ which forwards it on a local socket. So data are read once, and no code that cam
 from __future__ import annotations
 
 import os
-import socket
 import threading
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Listener
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -73,11 +71,6 @@ class CoordinatorLink:
             secured = ["--root-certificates", f"{self.tls}/ca.crt", "--auth-supernode-private-key", str(self.key)]
         return ["--superlink", self.address, "--host", "127.0.0.1", "--port", str(free_port()), *secured]
 
-    @property
-    def environment(self) -> Mapping[str, str]:
-        """Additional environment variables of the SuperNode."""
-        return {} if self.poll is None else {"FEDSHIFT_POLL": str(self.poll)}
-
 
 def join(link: CoordinatorLink, site: Site, folder: Path, threads: int | None) -> int:
     """Take part until the coordinator ends the experiment (return 0) or Ctrl-C (130); ``folder``: the site's own.
@@ -113,7 +106,9 @@ def join(link: CoordinatorLink, site: Site, folder: Path, threads: int | None) -
 def _watch(link: CoordinatorLink, door: _MessageSocket, home: Path, log: Path, stop: threading.Event) -> int:
     """Keep a SuperNode running, and the process from which its stand-in programs are forked; return the exit code."""
     pause = 1.0
-    more = {SITE: str(door.path), PIPE: str(home / "pipe"), **link.environment}
+    more = {SITE: str(door.path), PIPE: str(home / "pipe")}
+    if link.poll is not None:
+        more["FEDSHIFT_POLL"] = str(link.poll)
     os.mkfifo(home / "pipe", 0o600)
     while True:
         began = time.monotonic()
@@ -147,22 +142,20 @@ class _MessageSocket:
     def __init__(self, site: Site, path: Path) -> None:
         self.site, self.path = site, path
         self.broken, self.over = threading.Event(), ""
-        self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.bind(str(path))
-        self._socket.listen()
+        self._listener = Listener(str(path), family="AF_UNIX", backlog=128)
         threading.Thread(target=self._serve, daemon=True).start()
 
     def close(self) -> None:
         """Accept no more messages."""
-        self._socket.close()
+        self._listener.close()
 
     def _serve(self) -> None:
         while True:
             try:
-                accepted, _ = self._socket.accept()
+                talk = self._listener.accept()
             except OSError:
                 return
-            with accepted, Connection(os.dup(accepted.fileno())) as talk:
+            with talk:
                 try:
                     asked = Exchange.receive(talk)
                     answer = self.site.answer(asked)

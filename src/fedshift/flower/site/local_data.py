@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from ...config.spec import DataSpec
-from ...data.federation import ClientData, Federation
+from ...data.federation import Federation
 from ...data.files.images import holds_images
 from ...data.files.table_schema import Column, find_tables, is_table
 from ...data.samples import Samples
@@ -89,8 +89,4 @@ def relabel(data: Federation, classes: int, names: Sequence[str]) -> Federation:
     def renumber(split: Samples) -> Samples:
         return Samples(x=split.store, y=place[split.y], rows=split.rows, normalization=split.normalization)
 
-    clients = tuple(
-        ClientData(name=client.name, **{part: renumber(split) for part, split in client.splits.items()})
-        for client in data.clients
-    )
-    return replace(data, clients=clients, classes=classes, class_names=tuple(names))
+    return replace(data.map_splits(renumber), classes=classes, class_names=tuple(names))

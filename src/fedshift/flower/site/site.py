@@ -37,7 +37,7 @@ from ...utils.errors import FedshiftError, UsageError
 from ...utils.files import write_atomically
 from ...utils.state import State, entries_under, join_states, pick, split_state
 from ...utils.version import __version__
-from ..server.registry import parse_columns
+from ..server.registry import COLUMNS
 from ..transport.arrays import RefusedMessage, check_state, from_record, to_record
 from ..transport.exchange import Exchange
 from .local_data import TableRefused, load_local, relabel
@@ -129,11 +129,6 @@ class _Trial:
     engine: Sequential
     kept: SiteState
 
-    @property
-    def name(self) -> str:
-        """The client's name."""
-        return self.data.names[0]
-
 
 class Site:
     """The client in ``data`` (see :func:`.local_data.load_local`), with its states below ``folder``.
@@ -200,13 +195,13 @@ class Site:
         server, base = self._broadcast(trial.plan, trial.plan.loaded, asked)
         round = server.round + 1
         with keep_freed_memory():
-            trained = trial.engine.train_client(server, trial.name, trial.kept.load_after(base))
+            trained = trial.engine.train_client(server, trial.kept.name, trial.kept.load_after(base))
         trial.kept.save(trained.client, base, round)
         update = trained.update
         loss = trained.loss_sum / update.weight
         self.say(f"{trial.plan.method.name}, round {round}: {update.weight:.0f} samples, training loss {loss:.4f}")
         facts = {
-            "name": trial.name, "round": round, "weight": update.weight, "steps": update.steps,
+            "name": trial.kept.name, "round": round, "weight": update.weight, "steps": update.steps,
             "loss_sum": trained.loss_sum,
         }  # fmt: skip
         if splits := tuple(asked.facts["splits"]):  # on which the model is to be measured before it is aggregated
@@ -231,7 +226,7 @@ class Site:
             if (row["split"], row["model"]) == ("test", "personal"):
                 right = 100 * sum(row["hits"]) / row["samples"]
                 self.say(f"{plan.method.name}, after round {server.round}: accuracy {right:.2f} % here")
-        return Exchange(kind="evaluated", facts={"name": trial.name, "round": server.round, "rows": rows})
+        return Exchange(kind="evaluated", facts={"name": trial.kept.name, "round": server.round, "rows": rows})
 
     def _broadcast(self, plan: Plan, names: frozenset[str], asked: Exchange) -> tuple[ServerState, int]:
         """Return the broadcast, its entries ``names`` checked against the plan, and the client's base."""
@@ -252,7 +247,8 @@ class Site:
     def _make_trial(self, asked: Mapping[str, Any]) -> _Trial:
         spec = self._make_spec(asked["spec"])
         classes = int(asked["classes"])
-        source = relabel(self._load_source(spec, parse_columns(asked["columns"])), classes, asked["class_names"])
+        columns = COLUMNS.validate_python(asked["columns"])
+        source = relabel(self._load_source(spec, columns), classes, asked["class_names"])
         data = prepare_clients(source, spec).to(torch.device(self.device))
         client, seed = data.clients[0], int(asked["seed"])
         with trust_only(self.code):

@@ -11,8 +11,6 @@ import math
 from collections.abc import Mapping
 from io import BytesIO
 
-from . import no_telemetry as no_telemetry  # isort: split
-
 import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord

@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
-from . import no_telemetry as no_telemetry  # isort: split
-
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
 FACTS = "fedshift"

@@ -16,8 +16,6 @@ from dataclasses import replace
 from importlib import import_module
 from multiprocessing.connection import Client
 
-from . import no_telemetry as no_telemetry  # isort: split
-
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 

@@ -1,6 +1,6 @@
 """Flower's own programs as children of ``fedshift serve`` and ``fedshift join``.
 
-They report to nobody (:mod:`.no_telemetry`), install nothing, write below one private folder, and exit when their
+They report to nobody (:data:`.QUIET`), install nothing, write below one private folder, and exit when their
 parent does, however it ends: each watches its standard input, which the operating system closes. Flower starts further
 programs for each run and message by name; here those names lead to :mod:`.forwarding`, which runs only what is
 installed on this machine. Other machines reach of the SuperLink only what nodes need (:class:`Firewall`).
@@ -29,7 +29,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from ...utils.errors import FedshiftError, UsageError
-from .no_telemetry import QUIET
+from .. import QUIET
 
 APP = Path(__file__).with_name("app")
 """The app that a coordinator submits."""
@@ -68,11 +68,6 @@ class Program:
             )  # fmt: skip
 
     @property
-    def pid(self) -> int:
-        """The process id."""
-        return self._process.pid
-
-    @property
     def code(self) -> int | None:
         """The exit code; None while it runs."""
         return self._process.poll()
@@ -92,7 +87,7 @@ class Program:
             self._process.kill()
             self._process.wait()
         with suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def last_message(self) -> str:
         """Return Flower's reason for the exit, or else the last line of output."""

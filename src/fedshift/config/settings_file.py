@@ -1,0 +1,131 @@
+"""The settings of a run as they are kept in its directory: ``config.toml`` with a last table, ``written``.
+
+    [written]
+    directory = "/home/ann/project"   # in which the command was given: relative paths begin there
+    from_here = "../.."               # the same, seen from the run directory, where all was moved together
+    crc32 = "1a2b3c4d"                # checksum of everything above
+
+An edited file is refused: settings of a run that goes on are changed by flags.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tomllib
+import zlib
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..utils.errors import FedshiftError, UsageError
+
+FILE, WRITTEN = "config.toml", "written"
+_CHECKSUM = '\ncrc32 = "'
+_FIX = (
+    "restore it from a copy (settings are changed by flags, beside --resume), or start a new run in another directory"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """Settings that the run in ``run`` was given.
+
+    ``directories``: in which the run was begun, by its name and as seen from ``run``.
+    """
+
+    run: Path
+    values: Mapping[str, Any]
+    directories: tuple[Path, Path]
+
+    @property
+    def began(self) -> Path:
+        """Directory in which the run was begun, or the current one where that is gone."""
+        return next(filter(Path.is_dir, self.directories), Path.cwd())
+
+    @property
+    def data_setting(self) -> str:
+        """The setting that says where the data are: ``data``, or ``root`` for a benchmark."""
+        return "data" if Path(str(self.values.get("data", ""))).is_absolute() else "root"
+
+    def find_paths(self, flags: Mapping[str, str]) -> dict[str, Any]:
+        """Return the settings with data where they are now: where they were, or where they were moved with the run.
+
+        Raises :class:`UsageError` where nothing is there; ``flags`` names the flag that says where they are, by the
+        setting. Without one, it was given.
+        """
+        values, name = dict(self.values), self.data_setting
+        if values.get(name):
+            places = self._list_places(values[name])
+            found = next(filter(Path.exists, places), None)
+            if found is None and flags and not (name == "root" and os.environ.get("FEDSHIFT_DATA")):
+                also = "".join(f", nor at {place}" for place in places[1:])
+                raise UsageError(
+                    f"the data of {self.run} were at {places[0]}, where there is nothing now{also}: say where they are "
+                    f"({flags[name]} PATH)"
+                )
+            values[name] = found and str(found)
+        return values
+
+    def _list_places(self, path: str) -> list[Path]:
+        began, seen = self.directories
+        moved = os.path.normpath(seen / os.path.relpath(began / path, began))
+        return list(dict.fromkeys((began / path, Path(moved))))
+
+    def add_code(self) -> None:
+        """Let methods and models be found that are functions in the directory in which the run was begun."""
+        if self.directories[0].is_dir() and (place := str(self.directories[0])) not in sys.path:
+            sys.path.append(place)
+
+
+def to_toml(values: Mapping[str, Any]) -> str:
+    """Return settings as TOML, those that are mappings as tables at the end; without None.
+
+    Strings, numbers, booleans and lists of them are written as in JSON.
+    """
+    flat = "".join(
+        f"{key} = {json.dumps(value, ensure_ascii=False)}\n"
+        for key, value in values.items()
+        if value is not None and not isinstance(value, Mapping)
+    )
+    tables = (f"\n[{key}]\n{to_toml(value)}" for key, value in values.items() if isinstance(value, Mapping))
+    return flat + "".join(tables)
+
+
+def format_settings(values: Mapping[str, Any], run: Path) -> str:
+    """Return the content of the settings file of the run in directory ``run``.
+
+    The directory of the command stays the one in which the run was begun, while that exists.
+    """
+    began = Path.cwd()
+    with suppress(FedshiftError):  # a new run has no such file
+        began = read_run_settings(run).began
+    place = {"directory": str(began), "from_here": os.path.relpath(began, run)}
+    text = f"{to_toml(values)}\n[{WRITTEN}]\n{to_toml(place)}".rstrip("\n") + _CHECKSUM
+    return f'{text}{zlib.crc32(text.encode()):08x}"\n'
+
+
+def read_run_settings(run: Path) -> RunSettings:
+    """Return the settings of the run in directory ``run``.
+
+    Raises :class:`FedshiftError` where they are missing, damaged or edited.
+    """
+    path = run / FILE
+    try:
+        content = path.read_bytes()
+        end = content.rfind(_CHECKSUM.encode()) + len(_CHECKSUM)
+        if end < len(_CHECKSUM):
+            raise ValueError("it has no checksum")
+        if content[end:].rstrip(b"\n") != f'{zlib.crc32(content[:end]):08x}"'.encode():
+            raise ValueError("its checksum does not match")
+        values = tomllib.loads(content.decode())
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise FedshiftError(f"{path} is missing, which says what was run: {_FIX}") from error
+    except (OSError, ValueError) as error:
+        raise FedshiftError(f"{path} was edited or is damaged ({error}): {_FIX}") from error
+    place = values.pop(WRITTEN)
+    directories = Path(place["directory"]), Path(os.path.normpath(run.absolute() / place["from_here"]))
+    return RunSettings(run=run, values=values, directories=directories)

@@ -1,0 +1,58 @@
+"""Rounds that the runs of a comparison have reached: what may be compared before all have ended.
+
+Two methods are compared under a seed where both were last evaluated after the same round. A comparison in which some
+run has not reached the last round begins with a line, PARTIAL, that says which are where.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..results.schema import RunSummary
+
+Reached = Mapping[tuple[str, int], int]
+"""The last evaluated round of each method and seed, 0 where none was."""
+
+
+def find_reached_rounds(summary: RunSummary) -> dict[tuple[str, int], int]:
+    """Return the last evaluated round of every method and seed of ``summary``, 0 where none was."""
+    rows = summary.rows[(summary.rows["split"] == "test") & (summary.rows["moment"] == "loaded")]
+    last = rows.groupby(["method", "seed"])["round"].max()
+    return {(method, seed): int(last.get((method, seed), 0)) for method in summary.methods for seed in summary.seeds}
+
+
+def describe_partial(summary: RunSummary) -> str:
+    """Return the line with which tables of ``summary`` begin; empty where every run has reached the last round."""
+    return describe_reached(find_reached_rounds(summary), summary.rounds)
+
+
+def describe_reached(reached: Reached, rounds: int) -> str:
+    """Return a line on runs that have ``reached`` fewer than ``rounds``; empty where none has, or none has begun."""
+    if not any(reached.values()) or (min(reached.values()) >= rounds and is_even(reached)):
+        return ""
+    methods = dict.fromkeys(method for method, _ in reached)
+    places = ", ".join(f"{method} {_describe_place(method, reached)}" for method in methods)
+    rule = "" if is_even(reached) else " Methods are compared only where both have reached the same round."
+    return f"PARTIAL: {rounds} round{'s' * (rounds > 1)} were asked for, and so far {places}.{rule}"
+
+
+def _describe_place(method: str, reached: Reached) -> str:
+    seeds: dict[int, list[int]] = {}
+    for (name, seed), number in reached.items():
+        if name == method:
+            seeds.setdefault(number, []).append(seed)
+    texts = []
+    for number, some in seeds.items():
+        named = f" (seed{'s' * (len(some) > 1)} {', '.join(map(str, some))})" if len(seeds) > 1 else ""
+        texts.append(f"{f'has reached round {number}' if number else 'has not been evaluated'}{named}")
+    return " and ".join(texts)
+
+
+def is_even(reached: Reached) -> bool:
+    """Return whether, under each seed, all methods have reached the same round."""
+    return all(number == next(n for (_, s), n in reached.items() if s == seed) for (_, seed), number in reached.items())
+
+
+def is_comparable(reached: Reached, one: str, other: str, seed: int) -> bool:
+    """Return whether two methods have reached the same round under ``seed``."""
+    return reached[one, seed] == reached[other, seed]

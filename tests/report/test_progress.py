@@ -1,0 +1,139 @@
+"""A comparison that has not ended: its first line says so, and methods at different rounds are not compared."""
+
+import re
+from dataclasses import replace
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from fedshift.report.claims import collect_claims, describe_baseline, describe_ranking, difference_table
+from fedshift.report.concordance import concordance_table
+from fedshift.report.page import collect_tables, render_page
+from fedshift.report.progress import describe_partial, describe_reached, find_reached_rounds, is_even
+from fedshift.report.publication import publish_summary
+from fedshift.report.tables import describe_seeds
+from tests.report.conftest import LAST
+
+THREE = {**LAST, "fedprox": LAST["fedavg"]}
+
+
+def before(method, seed, number):
+    """Leave out what ``method`` measured under ``seed`` after round ``number``."""
+    return lambda row: (row["method"], row["seed"]) != (method, seed) or row["round"] <= number
+
+
+@pytest.fixture
+def interrupted(make_study):
+    """Stopped in fedbn's run of the last seed, which has reached round 2 of 4."""
+    return make_study(THREE, rounds=4, keep=before("fedbn", 2, 2))
+
+
+@pytest.fixture
+def never_together(make_study):
+    """fedbn is behind under every seed."""
+    return make_study(rounds=4, keep=lambda row: row["method"] != "fedbn" or row["round"] <= 2)
+
+
+LINE = (
+    "PARTIAL: 4 rounds were asked for, and so far fedavg has reached round 4, fedbn has reached round 4 (seeds 0, 1) "
+    "and has reached round 2 (seed 2), fedprox has reached round 4. Methods are compared only where both have reached "
+    "the same round."
+)
+
+
+def test_the_line_says_which_runs_are_where(interrupted, make_study):
+    assert describe_partial(interrupted) == LINE
+    assert describe_partial(make_study()) == ""
+    assert describe_partial(make_study(keep=lambda row: False)) == ""
+    reached = {("fedavg", 0): 3, ("fedbn", 0): 0}
+    assert describe_reached(reached, 9).startswith(
+        "PARTIAL: 9 rounds were asked for, and so far fedavg has reached round 3, fedbn has not been evaluated. "
+    )
+
+
+def test_runs_that_stopped_together_are_partial_and_are_compared(make_study):
+    study = make_study(rounds=4, keep=lambda row: row["round"] <= 2)
+    assert describe_partial(study) == (
+        "PARTIAL: 4 rounds were asked for, and so far fedavg has reached round 2, fedbn has reached round 2."
+    )
+    assert is_even(find_reached_rounds(study))
+    whole = make_study(rounds=4, keep=lambda row: row["round"] <= 2, names={"a": "a", "b": "b"})
+    assert difference_table(study).equals(difference_table(whole))
+    assert difference_table(study)["seeds"].tolist() == [3]
+
+
+def test_claims_are_over_the_seeds_under_which_both_reached_the_same_round(interrupted, make_study):
+    claims = collect_claims(interrupted)
+    two = collect_claims(make_study({name: runs[:2] for name, runs in THREE.items()}, rounds=4))
+    assert claims.between("fedbn", "fedavg").pairs == 2
+    assert claims.between("fedbn", "fedavg").mean == two.between("fedbn", "fedavg").mean
+    assert claims.between("fedprox", "fedavg").pairs == 3
+
+
+def test_nothing_is_said_between_methods_that_never_reached_the_same_round(never_together):
+    claims = collect_claims(never_together)
+    assert claims.between("fedbn", "fedavg").pairs == 0
+    assert describe_baseline(never_together, claims) == [
+        "fedbn and fedavg have no seed under which both were evaluated after the same round."
+    ]
+    assert describe_ranking(never_together, claims) == [
+        "Claim no order of these methods: under no seed have two of them reached the same round."
+    ]
+
+
+def test_discordance_is_over_such_seeds_too(make_study):
+    def pooled(study):
+        object.__setattr__(study.methods["fedbn"], "pooled", True)
+        return concordance_table(study)
+
+    assert pooled(make_study(rounds=4))["seeds"].tolist() == [3]
+    assert pooled(make_study(rounds=4, keep=before("fedbn", 2, 2)))["seeds"].tolist() == [2]
+
+
+def test_every_table_begins_with_the_line_and_none_has_a_best_method(interrupted, tmp_path, undrawn):
+    interrupted = replace(interrupted, target_metric=0.99)
+    for name, table in collect_tables(interrupted, collect_claims(interrupted)).items():
+        assert table.text.partial == LINE, name
+        assert not any(cell.best for row in table.text.rows for cell in row), name
+    console = Console(width=400, record=True, file=StringIO())
+    publish_summary(interrupted, tmp_path, console)
+    printed = console.export_text()
+    assert printed.startswith(LINE)
+    assert "last evaluated round of each" in printed
+    assert "not yet" in printed
+    files = sorted((tmp_path / "tables").iterdir())
+    assert {file.name for file in files} >= {"accuracy.csv", "accuracy.md", "accuracy.tex", "differences.csv"}
+    for file in files:
+        first = file.read_text().splitlines()[0]
+        assert "PARTIAL: 4 rounds were asked for" in first, file.name
+        assert r"\textbf{" not in file.read_text().removeprefix(first), file.name
+
+
+def test_the_page_begins_with_the_line_and_has_no_headline(interrupted, undrawn):
+    page = render_page(interrupted)
+    main = page[page.index("<main>") :]
+    assert re.match(r"<main>\s*<p class=\"partial\">PARTIAL: 4 rounds", main)
+    assert 'class="lead"' not in page
+    assert "<strong>" not in main
+    beyond = render_page(replace(interrupted, rounds=2))
+    assert 'class="partial"' in beyond  # the others went on beyond it
+
+
+def test_a_complete_comparison_has_no_such_line(plain):
+    assert "PARTIAL" not in plain.page
+
+
+def test_captions_count_the_seeds_that_were_evaluated(make_study):
+    assert describe_seeds(make_study()) == "mean (std) over 3 seeds"
+    assert describe_seeds(make_study(keep=before("fedbn", 2, 0))) == "mean (std) over 2 to 3 seeds"
+    assert describe_seeds(make_study(keep=lambda row: row["seed"] == 0)) == "one seed"
+
+
+def test_figures_of_the_reported_round_say_it_too(interrupted):
+    from fedshift.report.figures import make_figures
+
+    titles = {name: figure.axes[0].get_title(loc="left") for name, figure in make_figures(interrupted).items()}
+    titles |= {name: figure.axes[0].get_title() or titles[name] for name, figure in make_figures(interrupted).items()}
+    assert titles["accuracy-bars"].startswith("PARTIAL: ")
+    assert titles["traffic"].startswith("PARTIAL: ")
