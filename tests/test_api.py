@@ -5,7 +5,12 @@ import doctest
 import gc
 import inspect
 import re
+import shutil
+import tomllib
+from functools import partial
+from pathlib import Path
 from typing import get_type_hints
+from xml.etree import ElementTree
 
 import numpy as np
 import pandas as pd
@@ -15,10 +20,12 @@ from torch import nn
 
 import fedshift
 from fedshift import api
-from fedshift.config.spec import SharedSpec
+from fedshift.config.spec import CompareSpec
 from fedshift.experiments.experiment import Observer
+from fedshift.experiments.python_settings import READERS
 from fedshift.representations import compare_representations
 from fedshift.results.checkpoint import load_checkpoint
+from fedshift.results.run_directory import RunDirectory
 from fedshift.utils.errors import FedshiftError, UsageError
 
 
@@ -33,9 +40,20 @@ def test_every_argument_of_compare_has_a_line_of_its_own():
 
 
 def test_settings_of_compare_are_those_of_the_command_line():
-    arguments, types = inspect.signature(fedshift.compare).parameters, get_type_hints(SharedSpec)
-    for each in dataclasses.fields(SharedSpec):
-        assert (arguments[each.name].default, arguments[each.name].annotation) == (each.default, types[each.name])
+    arguments, types = inspect.signature(fedshift.compare).parameters, get_type_hints(CompareSpec)
+    wider = {*READERS, "batch_size", "domains", "moments", "root", "device"}
+    for each in dataclasses.fields(CompareSpec):
+        given = arguments[each.name]
+        if each.name in ("methods", "data"):
+            assert given.default is inspect.Parameter.empty
+        else:
+            assert given.default == each.default, each.name
+        assert (given.annotation == types[each.name]) == (each.name not in wider), each.name
+    assert list(arguments)[:4] == ["methods", "data", "model", "seeds"]
+    with pytest.raises(TypeError, match=r"compare\(\): missing a required argument: 'data'"):
+        fedshift.compare("fedavg")
+    beside = arguments.keys() - {each.name for each in dataclasses.fields(CompareSpec)}
+    assert beside == {"out", "resume", "progress", "observer", "stop"}
     with pytest.raises(TypeError, match=r"compare\(\): unknown argument 'batchsize': did you mean 'batch_size'"):
         fedshift.compare([], data=None, batchsize=3)
 
@@ -240,28 +258,86 @@ def test_arrays_of_ones_own_and_a_network_of_ones_own(tiny):
     ("changed", "said"),
     [
         ({"methods": []}, "no method is given"),
+        ({"methods": 3}, "methods: 3 is none: give texts such as 'fedbn+fedprox(mu=0.1)', methods such as fedshift"),
+        ({"methods": ["fedavg", None]}, "methods: None is none: give texts"),
+        ({"methods": [len]}, "methods: len (builtins) makes none: len() takes exactly one argument"),
+        ({"methods": [dict]}, "methods: {} is none"),
+        ({"data": None}, "data=None: give a name, a directory, a Federation"),
+        ({"data": 3}, "data of type int: give a name, a directory, a Federation"),
+        ({"data": Path("nowhere")}, "data: there is no "),
         ({"rounds": "3"}, "rounds='3': should be a valid integer"),
-        ({"seeds": 0}, "seeds []: give at least one, each once"),
+        ({"rounds": 3.0}, "rounds=3.0: should be a valid integer"),
+        ({"rounds": True}, "rounds=True: should be a valid integer"),
+        ({"rounds": None}, "rounds=None: should be a valid integer"),
+        ({"lr": "0.1"}, "lr='0.1': should be a valid number"),
+        ({"lr": True}, "lr=True: should be a valid number"),
+        ({"rounds": 2.5, "lr": -1.0}, "rounds=2.5: should be a valid integer; lr=-1.0: should be greater than or"),
+        ({"nesterov": 1}, "nesterov=1: should be a valid boolean"),
+        ({"allow_single_class": "yes"}, "allow_single_class='yes': should be a valid boolean"),
+        ({"select": 3}, "select=3: should be 'last' or 'best'"),
+        ({"engine": 3}, "engine=3: should be a valid string"),
+        ({"device": 0}, "device=0: should be a valid string"),
+        ({"split": lambda data: data}, "split=<function "),
+        ({"domains": 3}, "domains=3: should be a valid string"),
+        ({"moments": 3}, "moments=3: should be a valid string"),
+        ({"batch_size": 2.5}, "batch_size=2.5: should be a valid integer"),
+        ({"batch_size": True}, "batch_size=True: should be a valid integer"),
+        ({"participation": True}, "participation=True: should be a valid number"),
+        ({"participation": "half"}, "participation='half': should be a valid number"),
+        ({"seeds": True}, "seeds=True: should be a valid integer"),
+        ({"seeds": 2.0}, "seeds=2.0: should be a valid integer"),
+        ({"seeds": None}, "seeds=None: give a number of seeds, or a list of whole numbers of 0 or more"),
+        ({"seeds": [0, 1.5]}, "seeds=[0, 1.5]: give a number of seeds, or a list"),
+        ({"seeds": [True]}, "seeds=[True]: give a number of seeds"),
+        ({"seeds": [-1]}, "seeds=[-1]: give a number of seeds"),
+        ({"seeds": []}, "seeds []: give at least one, each once"),
         ({"seeds": [1, 1]}, "seeds [1, 1]: give at least one, each once"),
-        ({"rounds": 0}, "rounds=0: should be greater than or equal to 1"),
-        ({"lr": -1.0}, "learning rate lr=-1: it must be a number of 0 or more"),
-        ({"batch_size": 0}, "batch_size=0: must be at least 1"),
-        ({"epochs": 1, "batches": 1}, "give exactly one of the two"),
-        ({"participation": 1.5}, "participation=1.5: give a whole number of clients"),
-        ({"evaluate_every": 0}, "evaluate_every=0: should be greater than or equal to 1"),
-        ({"select": "bets"}, "unknown value of select 'bets': did you mean 'best'?"),
-        ({"select": "best"}, "select='best' needs validation data"),
-        ({"engine": "none"}, "unknown engine 'none'"),
-        ({"model": "small-cn"}, "unknown model 'small-cn': did you mean 'small-cnn'?"),
+        ({"seeds": [1], "first_seed": 1}, "first_seed=1 beside seeds=[1], which begin with their own"),
+        ({"newcomers": 3}, "newcomers=3: give names of clients, in a list or a text with commas"),
+        ({"newcomers": [3]}, "newcomers=[3]: give names of clients"),
+        ({"newcomers": ["bbo"]}, "unknown client 'bbo': did you mean 'bob'?"),
         ({"model": nn.Linear(2, 2)}, "model is a Linear: give a name, or a function (sample_shape, classes)"),
         ({"model": 3}, "model is a int: give a name, or a function"),
+        ({"model": lambda: nn.Linear(2, 2)}, "takes 0 positional arguments but 2 were given): give a function"),
+        (
+            {"model": lambda shape, classes: 3},
+            "the model's function made a int, not a torch.nn.Module: return the network in <lam",
+        ),
+        ({"loss": 3}, "loss=3 is not a loss: give a text such as 'cross_entropy'"),
+        ({"loss": nn.MSELoss}, "loss MSELoss ("),
+        ({"optimizer": 3}, "optimizer=3 is unknown: allowed are sgd and adamw"),
+        ({"optimizer": torch.optim.RMSprop}, "optimizer=RMSprop is unknown"),
+        ({"optimizer": fedshift.SGD(lr=0.1), "lr": 0.2}, "lr beside optimizer=SGD(lr=0.1"),
+        ({"optimizer": partial(torch.optim.SGD, lr=0.1), "lr": 0.2}, "lr beside optimizer=SGD(lr=0.1"),
+        ({"optimizer": torch.optim.SGD, "momentum": 0.9}, "momentum beside optimizer=SGD("),
+        ({"optimizer": fedshift.SGD(lr=0.1), "schedule": "step(every=2)"}, "schedule beside optimizer=SGD(lr=0.1"),
+        ({"schedule": 3}, "schedule=3 is none: give a text such as 'cosine(floor=0.1)', or fedshift.Cosine"),
+        (
+            {"augment": lambda x, rng: x[:1]},
+            "made torch.float32 [1, 3, 8, 8] of torch.float32 [2, 3, 8, 8]: return images",
+        ),
+        (
+            {"augment": lambda x, rng: None},
+            "made NoneType of torch.float32 [2, 3, 8, 8]: return images of the same kind",
+        ),
+        ({"augment": lambda x: x}, "called with images [2, 3, 8, 8] and a generator, failed: "),
+        ({"augment": 3}, "augment=3 is no augmentation: give a text such as 'flip(), rotate(degrees=30)'"),
+        ({"out": 3}, "out=3: give a directory, or None"),
+        ({"resume": 3}, "resume=3: give a directory, True or False"),
+        ({"resume": True}, "resume=True: say which run to continue (out=DIRECTORY, or resume=DIRECTORY)"),
+        ({"resume": "a", "out": "b"}, "out='b' and resume='a': a resumed run stays in its directory; give one"),
+        ({"resume": "nowhere"}, "nowhere holds no run to resume: give the directory that holds its config.toml"),
+        ({"progress": "yes"}, "progress='yes': give True or False"),
+        ({"observer": print}, "observer=<built-in function print>: give an Observer"),
+        ({"stop": True}, "stop=True: give an Event"),
     ],
 )
-def test_what_cannot_be_done_is_refused(tiny, changed, said):
-    methods = changed.pop("methods", [fedshift.fedavg()])
+def test_what_cannot_be_done_is_refused(tiny, changed, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError) as refused:
-        fedshift.compare(methods, data=tiny, **changed)
+        fedshift.compare(**{"methods": ["fedavg"], "data": tiny} | changed)
     assert said in str(refused.value)
+    assert not any(tmp_path.iterdir())
 
 
 def test_data_that_cannot_be_used_are_refused(tiny):
@@ -277,7 +353,7 @@ def test_data_that_cannot_be_used_are_refused(tiny):
 def test_a_comparison_that_diverged_raises(tiny, tmp_path):
     with pytest.raises(FedshiftError, match="training diverged"):
         fedshift.compare([fedshift.fedavg()], data=tiny, lr=1e29, batch_size=8, out=tmp_path / "run")
-    assert not (tmp_path / "run" / "trials" / "fedavg-seed0" / "checkpoint.safetensors").exists()
+    assert load_checkpoint(tmp_path / "run" / "trials" / "fedavg-seed0" / "checkpoint.safetensors")[1]["round"] == 0
 
 
 def test_validation_accuracy_is_a_table_of_its_own_to_choose_by(tiny, tmp_path):
@@ -300,3 +376,249 @@ def test_validation_accuracy_is_a_table_of_its_own_to_choose_by(tiny, tmp_path):
 def test_more_participants_than_clients_are_refused(tiny):
     with pytest.raises(UsageError, match="participation=9: only 3 clients train"):
         fedshift.compare([fedshift.fedavg()], data=tiny, rounds=1, participation=9)
+
+
+# One run on the command line and in Python
+
+
+def test_a_run_from_python_is_that_of_the_command_line_bit_for_bit(
+    cli, unpublished, tiny_folder, tmp_path, assert_same
+):
+    settings = {"rounds": 2, "batch_size": 8, "lr": 0.03, "seeds": 2, "validation": 0.2, "select": "best"}
+    flags = [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", value)]
+    assert cli("compare", "--data", tiny_folder, "--methods", "fedavg,fedbn", *flags, "--out", "theirs").code == 0
+    fedshift.compare([fedshift.fedavg, "fedbn"], data=tiny_folder, **settings, out="ours")
+    assert_same(tmp_path / "ours", tmp_path / "theirs")
+    assert (tmp_path / "ours/config.toml").read_text() == (tmp_path / "theirs/config.toml").read_text()
+
+
+def test_a_run_from_python_is_continued_adapted_and_reported_on_the_command_line(
+    cli, undrawn, tiny_folder, tmp_path, assert_same
+):
+    settings = {"data": str(tiny_folder), "batch_size": 8, "model": "small-cnn", "domains": ["ann", "bob"]}
+    optimizer = torch.optim.AdamW([torch.zeros(1)], lr=0.02, betas=(0.8, 0.99))
+    fedshift.compare(["fedbn"], **settings, optimizer=optimizer, rounds=1, out="run")
+    fedshift.compare(["fedbn"], **settings, optimizer=optimizer, rounds=3, out="whole")
+    outcome = cli("compare", "--resume", "run", "--rounds", 3)
+    assert (outcome.code, outcome.err) == (0, "")
+    assert_same(tmp_path / "run", tmp_path / "whole")
+    assert "macro" in cli("report", "run").out
+    outcome = cli("adapt", "run", "--data", tiny_folder, "--clients", "cid", "--policies", "average")
+    assert (outcome.code, outcome.err) == (0, "")
+    ours = fedshift.read_run("run").adapt({"cid": dict(np.load(tiny_folder / "cid.npz"))}, "average")
+    assert f"{100 * ours.loc['cid', ('fedbn: average', 'mean')]:.2f}" in outcome.out
+
+
+def network(shape, classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(192, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, classes))
+
+
+@pytest.fixture
+def own_run(tiny, tmp_path, monkeypatch):
+    """A run whose network is a function of a notebook, and its data arrays in memory."""
+    monkeypatch.setattr(network, "__module__", "__main__")
+    fedshift.compare(["fedavg", "fedbn"], data=tiny, model=network, rounds=1, batch_size=8, out=tmp_path / "run")
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize(
+    "words", [("compare", "--resume", "run"), ("adapt", "run", "--data", "tiny"), ("features", "run")], ids=" ".join
+)
+def test_what_a_file_cannot_hold_is_said_where_it_is_needed(cli, own_run, tiny_folder, words):
+    outcome = cli(*words)
+    assert outcome.code == 2
+    assert "run/config.toml: data was given from Python, a Federation 'tiny' of 3 clients, which no" in outcome.err
+    written = tomllib.loads((own_run / "config.toml").read_text())
+    assert written["python"]["model"].startswith("function network (")
+    assert written["python"]["model"].endswith(f"test_api.py, line {network.__code__.co_firstlineno})")
+    assert written["methods"] == "fedavg,fedbn"
+
+
+def test_what_a_file_cannot_hold_is_given_again(cli, undrawn, own_run, tiny, tmp_path):
+    assert "macro" in cli("report", "run").out
+    again = fedshift.read_run(own_run, data=tiny, model=network)
+    assert list(again.table().columns.unique(0)) == ["fedavg", "fedbn"]
+    assert isinstance(again.model("fedbn", client="ann")[1], nn.Linear)
+    with pytest.raises(UsageError, match=r"config\.toml: model was given from Python, function network"):
+        fedshift.read_run(own_run, data=tiny).model("fedbn", client="ann")
+    longer = fedshift.compare(
+        "fedavg,fedbn", data=tiny, model=network, rounds=2, batch_size=8, resume=own_run, progress=False
+    )
+    assert longer.records["round"].max() == 2
+    rated = fedshift.read_run(longer.directory, data=tiny, model=network, optimizer=torch.optim.SGD, seeds=[0])
+    assert rated.model("fedbn", client="ann")[1].weight.equal(longer.model("fedbn", client="ann")[1].weight)
+    with pytest.raises(UsageError, match="unknown argument 'modle': did you mean 'model'"):
+        fedshift.read_run(own_run, modle=network)
+    with pytest.raises(UsageError, match="holds no run"):
+        fedshift.read_run(tmp_path / "nowhere")
+
+
+def test_a_run_of_the_command_line_is_read_in_python(cli, unpublished, tiny_folder, tmp_path):
+    words = ("run", "--data", tiny_folder, "--method", "fedbn", "--rounds", 2, "--batch-size", 8, "--participation", 1)
+    assert cli(*words, "--out", "run").code == 0
+    result = fedshift.read_run("run")
+    assert repr(result) == "<Comparison of fedbn on tiny in run>"
+    assert result.experiment.settings.participation == 1
+    trained = {name for rows in [result.records] for name in rows[rows["split"] == "train"]["client"]}
+    assert not result.model("fedbn", client=min(trained)).training
+
+
+# What is shown
+
+
+def test_printing_a_result_shows_the_tables_of_the_command_line(cli, undrawn, compared):
+    shown = cli("report", compared.directory).out
+    lines = str(compared).splitlines()
+    notes = [line for line in lines if line.startswith("note: ")]
+    assert notes == [f"note: {notice}" for notice in compared.summary.notices]
+    assert len(notes) == 2
+    assert lines[2].startswith("Test accuracy of the personal model in percent, mean (std) over 2 seeds, last round")
+    printed = list(filter(None, map(str.strip, lines[2:])))
+    assert all(line in shown for line in printed)
+    assert len(printed) == len(list(filter(None, map(str.strip, shown.splitlines())))) - 1  # that of the page
+
+
+def test_a_notebook_shows_the_same_as_html(compared):
+    page = ElementTree.fromstring(compared._repr_html_())
+    table = compared.table()
+    rows = [[cell.text or cell[0].text for cell in row] for row in page.findall("table")[0].iter("tr")]
+    assert rows[0] == ["client", "fedavg", "fedbn"]
+    bob = table.loc["bob", "fedbn"]
+    assert rows[2] == ["bob", rows[2][1], f"{100 * bob['mean']:.2f} ({100 * bob['std']:.2f})"]
+    words = " ".join("".join(page.itertext()).split())
+    for sentence in ("Test accuracy of the personal model in percent", "paired over seeds", "bold", "Claim no order"):
+        assert sentence.lower() in words.lower()
+
+
+def test_latex_is_the_table_for_a_paper(compared):
+    whole, bare = compared.to_latex(), compared.to_latex(caption="")
+    assert whole.startswith(r"\begin{table}")
+    assert r"\caption{Test accuracy of the personal model in percent, mean (std) over 2 seeds, last round.}" in whole
+    assert r"\label{tab:accuracy}" in whole
+    assert bare.startswith(r"\begin{tabular}{lrr}")
+    assert bare in whole
+    bob = 100 * compared.table().loc["bob", "fedbn"]
+    line = next(line for line in compared.to_latex(digits=1).splitlines() if line.startswith("bob"))
+    assert rf"${bob['mean']:.1f} \pm {bob['std']:.1f}$" in line
+    loss = compared.to_latex("loss", caption="Losses & more", label="losses")
+    assert r"\caption{Losses \& more.}" in loss
+    assert r"\label{losses}" in loss
+    assert "fedbn" not in compared.to_latex(model="global")
+    with pytest.raises(UsageError, match="unknown model 'local'"):
+        compared.to_latex(model="local")
+
+
+def test_records_and_scope_are_frames(compared):
+    assert compared.records.equals(compared.summary.rows)
+    scope = compared.scope("fedbn")
+    assert not scope.loc["bn1.running_mean", ["load", "send"]].any()
+    assert scope.loc["conv1.weight", ["load", "send", "trained"]].all()
+    with pytest.raises(UsageError, match="unknown method 'fedbm': did you mean 'fedbn'"):
+        compared.scope("fedbm")
+
+
+def test_progress_is_shown_where_asked_and_reaches_the_observer_too(tiny, capsys, Listener):
+    listener = Listener()
+    fedshift.compare("fedbn", data=tiny, rounds=2, evaluate_every=1, batch_size=8, progress=True, observer=listener)
+    said = capsys.readouterr().out
+    assert "fedbn seed 0 round 2/2: loss " in said
+    assert [done.round for done in listener.rounds] == [1, 2]
+    assert all(f"note: {notice}" in said for notice in listener.notices)
+    fedshift.compare("fedbn", data=tiny, rounds=1)
+    assert capsys.readouterr().out == ""
+
+
+def test_data_are_looked_at_as_a_run_would_have_them(tiny_folder, cli, tmp_path):
+    data = fedshift.load_data(tiny_folder, samples=9, domains=["cid", "ann"], validation=0.5)
+    assert str(data).splitlines()[2].split() == ["cid", "5", "4", "12", "3"]
+    run = fedshift.compare("fedavg", data=data, rounds=1, lr=0.0)
+    assert list(run.summary.clients) == ["cid", "ann"]
+    with pytest.raises(UsageError, match="unknown setting of data 'sample': did you mean 'samples'"):
+        fedshift.load_data(tiny_folder, sample=9)
+    with pytest.raises(UsageError, match="samples='9': should be a valid integer"):
+        fedshift.load_data(tiny_folder, samples="9")
+
+
+# What goes wrong later
+
+
+def test_what_was_done_before_an_interruption_is_kept_and_said(tiny, Listener):
+    def interrupt(done):
+        if done.round == 2:
+            raise KeyboardInterrupt
+
+    settings = {"data": tiny, "batch_size": 8, "evaluate_every": 1}
+    with pytest.raises(KeyboardInterrupt) as stopped:
+        fedshift.compare("fedbn", **settings, rounds=4, observer=Listener(interrupt))
+    (note,) = stopped.value.__notes__
+    directory = re.match(r"What was done is kept: compare\(\.\.\., resume='(.+?)'\) goes on, read_run\(", note)[1]
+    assert fedshift.read_run(directory).records["round"].max() == 2
+    resumed = fedshift.compare("fedbn", **settings, rounds=4, resume=directory)
+    assert resumed.table().equals(fedshift.compare("fedbn", **settings, rounds=4).table())
+    shutil.rmtree(directory)
+
+
+def test_what_other_methods_did_before_one_diverged_is_kept(tiny, tmp_path):
+    with pytest.raises(FedshiftError, match="training diverged") as failed:
+        fedshift.compare("fedprox(mu=1e30),fedavg", data=tiny, rounds=2, batch_size=8, out=tmp_path / "run")
+    assert f"resume='{tmp_path / 'run'}'" in failed.value.__notes__[0]
+    rest = fedshift.read_run(tmp_path / "run")
+    assert rest.table()["fedavg"]["mean"].notna().all()
+    assert "note: fedprox(mu=1e+30), seed 0: training diverged" in str(rest)
+    with pytest.raises(FedshiftError, match="training diverged"):
+        fedshift.compare("fedavg", data=tiny, lr=1e29, batch_size=8, out=tmp_path / "none")
+    assert str(fedshift.read_run(tmp_path / "none")).endswith(
+        "No round was evaluated yet, so there is nothing to report."
+    )
+
+
+def test_errors_of_the_run_directory_are_those_of_the_command_line(tiny, tmp_path):
+    settings = {"data": tiny, "batch_size": 8, "rounds": 1, "out": tmp_path / "run"}
+    fedshift.compare("fedbn", **settings)
+    with pytest.raises(UsageError, match=r"already holds a run: go on with it \(resume='.*/run'\), or choose another"):
+        fedshift.compare("fedbn", **settings)
+    with pytest.raises(UsageError, match="this run was begun with another optimizer: then"):
+        fedshift.compare("fedbn", **settings, lr=0.5, resume=True)
+    held = RunDirectory(tmp_path / "run", resume=True)
+    with pytest.raises(FedshiftError, match="run is in use by process "):
+        fedshift.compare("fedbn", **settings, resume=True)
+    held.close()
+    checkpoint = tmp_path / "run/trials/fedbn-seed0/checkpoint.safetensors"
+    content = bytearray(checkpoint.read_bytes())
+    content[-100] ^= 1
+    checkpoint.write_bytes(content)
+    with pytest.raises(FedshiftError, match=r"checkpoint .* is corrupt"):
+        fedshift.compare("fedbn", **settings, resume=True)
+
+
+class Fragile(nn.Module):
+    def __init__(self, shape, classes):
+        super().__init__()
+        self.last = nn.Linear(192, classes)
+
+    def forward(self, x):
+        if len(x) > 9:  # in evaluation, not in training
+            raise KeyError("twelve")
+        return self.last(x.flatten(1))
+
+
+def build(shape, classes):
+    return nn.Linear(shape, classes)  # a tuple is no number of features
+
+
+def test_an_error_in_ones_own_code_names_file_and_line(tiny):
+    with pytest.raises(KeyError) as raised:
+        fedshift.compare("fedavg", data=tiny, model=Fragile, rounds=1, batch_size=8)
+    line = Fragile.forward.__code__.co_firstlineno + 2
+    (note,) = (note for note in raised.value.__notes__ if "fedshift called" in note)
+    assert f"test_api.py, line {line}, in forward" in note
+    with pytest.raises(UsageError) as refused:
+        fedshift.compare("fedavg", data=tiny, model=build)
+    assert f"test_api.py, line {build.__code__.co_firstlineno + 1}, in build" in str(refused.value)
+
+
+def test_threads_are_set_for_the_run_alone(tiny, monkeypatch):
+    asked, before = [], torch.get_num_threads()
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    fedshift.compare("fedavg", data=tiny, rounds=1, threads=before + 1, engine="sequential")
+    assert (asked[0], asked[-1]) == (before + 1, before)

@@ -1,10 +1,13 @@
 """Wrong input: one clear message, the right exit code, and nothing computed is lost."""
 
+import math
+import re
 import resource
 
 import numpy as np
 import pytest
 
+import fedshift
 from fedshift.results.checkpoint import load_checkpoint
 from fedshift.results.run_directory import RunDirectory
 
@@ -18,6 +21,32 @@ def one_message(outcome, code):
     assert outcome.err.count("\n") == 1
     assert "Traceback" not in outcome.out + outcome.err
     return outcome.err.removeprefix("fedshift: ").strip()
+
+
+def without_quotes(message):
+    return message.replace("'", "")
+
+
+@pytest.fixture(params=["command line", "Python"])
+def refuse(request, cli):
+    """Ask for what is refused on the command line or in Python; return the message, with settings as ``name=value``."""
+
+    def on_command_line(**settings):
+        flags = [f"--{name.replace('_', '-')}" for name in settings]
+        values = [[] if value is True else [value] for value in settings.values()]
+        given = [word for flag, value in zip(flags, values, strict=True) for word in (flag, *value)]
+        said = one_message(cli("compare", *given), 2)
+        said = re.sub(r"--([a-z-]+) ([^\s:;,)]+)(?=[:;,)]|$| and)", lambda m: f"{m[1].replace('-', '_')}={m[2]}", said)
+        return re.sub(r"--([a-z-]+)", lambda m: m[1].replace("-", "_"), said)
+
+    def in_python(methods="fedavg,fedbn", data="digits", **settings):
+        settings["resume"] = settings.get("resume", False)
+        with pytest.raises(fedshift.UsageError) as refused:
+            fedshift.compare(methods, data=data, **settings)
+        return str(refused.value)
+
+    asked = {"command line": on_command_line, "Python": in_python}[request.param]
+    return lambda **settings: without_quotes(asked(**settings))
 
 
 def label_out_of_range(rewrite):
@@ -81,26 +110,100 @@ def no_test_labels(rewrite):
         (no_test_labels, "bob.npz has no array 'y_test' (it has x_train, y_train, x_test): name the arrays"),
     ],
 )
-def test_bad_data_is_one_message_and_exit_code_2(cli, tiny_folder, rewrite, tmp_path, spoil, said):
+def test_bad_data_is_one_message(refuse, tiny_folder, rewrite, tmp_path, spoil, said):
     spoil(rewrite)
-    assert said in one_message(cli("run", "--data", tiny_folder, "--out", "out"), 2)
+    assert without_quotes(said) in refuse(data=str(tiny_folder), out="out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"lr": -1}, "lr=-1: should be greater than or equal to 0"),
+        ({"lr": math.nan}, "lr=nan: should be a finite number"),
+        ({"lr": math.inf}, "lr=inf: should be a finite number"),
+        ({"lr": "fast"}, "lr=fast: should be a valid number"),
+        ({"lr": -1, "momentum": 2}, "lr=-1: should be greater than or equal to 0; momentum=2: should be less than 1"),
+        ({"rounds": 0}, "rounds=0: should be greater than or equal to 1"),
+        ({"rounds": 2.5}, "rounds=2.5: should be a valid integer"),
+        ({"epochs": 0}, "epochs=0: should be greater than or equal to 1"),
+        ({"batch_size": -1}, "batch_size=-1: should be greater than or equal to 0"),
+        ({"validation": 1}, "validation=1: should be less than 1"),
+        ({"participation": 0}, "participation=0: should be greater than 0"),
+        ({"participation": 1.5}, "participation=1.5: give a whole number of clients, or a fraction below 1"),
+        ({"participation": 9}, "participation=9: only 5 clients train; give at most as many"),
+        ({"seeds": 0}, "seeds=0: should be greater than or equal to 1"),
+        ({"seeds": "a"}, "seeds=a: should be a valid integer"),
+        ({"first_seed": -1}, "first_seed=-1: should be greater than or equal to 0"),
+        ({"target_metric": 90}, "target_metric=90: should be less than or equal to 1"),
+        ({"threads": 0}, "threads=0: should be greater than or equal to 1"),
+        ({"workers": 1.5}, "workers=1.5: should be a valid integer"),
+        ({"methods": "fedbm"}, "unknown method fedbm: did you mean fedbn? allowed are"),
+        ({"methods": "fedavg,fedavg"}, "method fedavg is given twice"),
+        ({"methods": "fedprox(mu=a)"}, "method fedprox(mu=a): values must be numbers, strings or True, False, None"),
+        ({"methods": "fedprox(nu=1)"}, "unknown argument nu; fedprox takes mu=0.01"),
+        ({"methods": "fedbn("}, "method fedbn( cannot be read: write name, name(key=value) or name+name"),
+        ({"methods": ""}, "method  names none: write name"),
+        ({"methods": "nowhere:method"}, "method nowhere.method: No module named nowhere; install it"),
+        ({"model": "small-cn"}, "unknown model small-cn: did you mean small-cnn?"),
+        ({"model": "torch.nn:Linear"}, "the model cannot be made for samples of shape (3, 28, 28) and 10 classes"),
+        ({"model": "math:pi"}, "model math:pi: pi is not a function"),
+        ({"optimizer": "adam"}, "unknown optimizer adam: did you mean adamw? allowed are adamw, sgd"),
+        ({"optimizer": "adamw(beta3=1)"}, "unknown argument beta3; adamw takes beta1=0.9, beta2=0.999"),
+        ({"optimizer": "adamw(beta1=2)"}, "beta1=2: it must lie in [0, 1)"),
+        ({"optimizer": "sgd,adamw"}, "optimizer sgd,adamw: give one, not 2"),
+        ({"optimizer": "adamw", "momentum": 0.9}, "momentum and nesterov belong to SGD: leave them out with"),
+        ({"nesterov": True}, "nesterov needs a momentum above 0"),
+        ({"schedule": "cosin"}, "unknown schedule cosin: did you mean cosine?"),
+        ({"loss": "focl"}, "unknown loss focl: did you mean focal?"),
+        ({"loss": "focal(gamma=-1)"}, "focal: gamma=-1 must be a number of 0 or more"),
+        ({"loss": "focal(weights=(1.0, 2.0))"}, "focal: 2 weights for 10 classes: give a number for each class"),
+        ({"loss": "operator:add"}, "loss add (_operator), called with logits [20, 10] and labels [20], failed: "),
+        ({"augment": "flp()"}, "unknown augmentation flp: did you mean flip?"),
+        ({"engine": "none"}, "unknown engine none"),
+        ({"engine": "identity"}, "the identity engine is for one step of each client a round"),
+        ({"device": "tpu"}, "device tpu cannot be used here"),
+        ({"moments": "trained"}, "moments=trained: tables report models just after aggregation: give loaded as well"),
+        ({"moments": "loaded,later"}, "unknown moment later: allowed are loaded, trained"),
+        ({"newcomers": "pem"}, "unknown client pem: did you mean pen?"),
+        ({"epochs": 1, "batches": 1}, "give exactly one of the two"),
+        ({"data": "digit"}, "unknown data digit: did you mean digits?"),
+        ({"data": "some/where"}, "data some/where: there is no /"),
+        ({"data": "digits", "target": "y"}, "target says how your own files are read: digits takes no such"),
+        ({"data": "tiny", "batch_size": 1}, "batch_size=1, but batch normalization in this model has no variance"),
+        ({"data": "tiny", "image_size": 3}, "model small-cnn takes images of at least 4 x 4 pixels"),
+        ({"data": "tiny", "select": "best"}, "needs validation data, which the clients lack: hold some out (val"),
+        ({"data": "tiny", "domains": "ann,bbo"}, "unknown domain bbo: did you mean bob? allowed are ann, bob, cid"),
+        ({"data": "tiny", "samples": 20}, "client bob has 17 training samples, fewer than samples=20"),
+        ({"data": "tiny", "split": "iid(client=3)"}, "unknown argument client; iid takes clients, within=all"),
+        ({"data": "tiny", "validation": 0.99}, "validation=0.99 leaves client ann no training sample of 26"),
+        ({"data": "tiny", "out": "tiny"}, "tiny holds other files: choose a directory that is new or empty (out)"),
+        ({"data": "tiny", "out": "tiny/ann.npz"}, "tiny/ann.npz is a file: choose another directory (out)"),
+        ({"data": "tiny", "newcomers": "*"}, "newcomers names every client: leave some to train"),
+    ],
+)  # fmt: skip
+def test_a_setting_is_refused_in_the_same_words_on_the_command_line_and_in_python(refuse, tiny_folder, settings, said):
+    assert said in refuse(**settings)
+
+
+@pytest.mark.parametrize(("name", "value", "allowed"), [
+    ("select", "bets", ("best", "last")),
+    ("precision", "float16", ("float32", "bfloat16")),
+    ("normalize", "whole", ("half", "imagenet", "unit", "client")),
+    ("unseen", "none", ("skip", "average")),
+])  # fmt: skip
+def test_a_choice_that_does_not_exist_is_refused_with_those_that_do(refuse, name, value, allowed):
+    said = refuse(**{name: value})
+    assert value in said
+    assert name in said
+    assert all(each in said for each in allowed)
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("run --method fedbm", "unknown method 'fedbm': did you mean 'fedbn'? allowed are"),
-        ("run --model small-cn", "unknown model 'small-cn': did you mean 'small-cnn'?"),
-        ("run --lr -1", "--lr -1: should be greater than or equal to 0"),
-        ("run --data tiny --batch-size 1", "batch_size=1, but batch normalization in this model has no variance"),
-        ("run --data tiny --image-size 3", "model small-cnn takes images of at least 4 x 4 pixels"),
-        ("run --data tiny --select best", "select='best' needs validation data, which the clients lack: hold some out"),
-        ("compare --data tiny --methods fedavg,fedavg", "method 'fedavg' is given twice"),
-        ("run --data tiny --domains ann,bbo", "unknown domain 'bbo': did you mean 'bob'? allowed are ann, bob, cid"),
         ("run --out a --resume b", "no run to resume at b/config.toml"),
         ("run --resume tiny", "no run to resume at tiny/config.toml"),
-        ("run --data tiny --out tiny", "tiny holds other files: choose a directory that is new or empty"),
         ("report tiny", "tiny holds no run: give a directory that `fedshift run`, `compare`, `sweep` or `reproduce`"),
         ("report nowhere", "nowhere holds no run"),
         ("report tiny/ann.npz", "tiny/ann.npz holds no run"),
@@ -127,8 +230,26 @@ def test_debug_shows_where_an_error_arose(cli):
 def test_an_error_of_a_plug_in_is_one_message_too(cli, tiny_folder, tmp_path, monkeypatch):
     (tmp_path / "faulty.py").write_text("def method():\n    raise RuntimeError('no luck')\n")
     monkeypatch.syspath_prepend(tmp_path)
-    said = one_message(cli("run", "--data", tiny_folder, "--method", "faulty:method"), 1)
-    assert said.startswith("unexpected RuntimeError: no luck. This is a defect, of fedshift or of a function of yours")
+    said = one_message(cli("run", "--data", tiny_folder, "--method", "faulty:method"), 2)
+    assert said == "method 'faulty.method': no luck; in faulty.py, line 2, in method; faulty.method takes no arguments"
+
+
+def test_an_error_of_a_network_in_training_names_its_line(cli, tiny_folder, tmp_path, monkeypatch):
+    (tmp_path / "later.py").write_text(
+        "from torch import nn\n"
+        "class Net(nn.Module):\n"
+        "    def __init__(self, shape, classes):\n"
+        "        super().__init__()\n"
+        "        self.last = nn.Linear(192, classes)\n"
+        "    def forward(self, x):\n"
+        "        assert len(x) < 12\n"
+        "        return self.last(x.flatten(1))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    words = ("run", "--data", tiny_folder, "--model", "later:Net", "--method", "fedavg", "--rounds", 1)
+    said = one_message(cli(*words), 1)
+    assert said.startswith("a function of yours failed with AssertionError (later.py, line 7, in forward): correct it")
+    assert "--debug shows how it was called" in said
 
 
 def test_a_directory_in_use_and_one_occupied_are_refused(cli, unpublished, tiny_folder, tmp_path):

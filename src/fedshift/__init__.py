@@ -17,6 +17,8 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time every public nam
     from .api import (
         Comparison as Comparison,
         compare as compare,
+        load_data as load_data,
+        read_run as read_run,
     )
     from .core.aggregation import Uploads as Uploads
     from .core.method import (
@@ -55,6 +57,7 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time every public nam
         federation as federation,
     )
     from .data.files.folder import read_folder as read_folder
+    from .experiments.experiment import Observer as Observer
     from .export.loading import load as load
     from .methods.agc import agc as agc
     from .methods.centralized import centralized as centralized
@@ -96,7 +99,7 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time every public nam
 
 # isort: on
 _HOME = {
-    "api": ("Comparison", "compare"),
+    "api": ("Comparison", "compare", "load_data", "read_run"),
     "utils.errors": ("FedshiftError", "UsageError"),
     "core.aggregation": ("Uploads",),
     "core.method": ("Freeze", "Method", "method", "modifier"),
@@ -109,6 +112,7 @@ _HOME = {
     ),
     "core.work": ("Work",),
     "data.digits": ("digits",),
+    "experiments.experiment": ("Observer",),
     "data.federation": ("Federation", "federation"),
     "data.files.folder": ("read_folder",),
     "export.loading": ("load",),

@@ -1,11 +1,12 @@
 """The Python interface: a comparison in five lines, and its results.
 
 >>> import fedshift
->>> result = fedshift.compare(
-...     [fedshift.fedavg(), fedshift.fedbn()], data=fedshift.digits().limit_samples(64), rounds=2, seeds=2, lr=0.03
-... )
+>>> result = fedshift.compare(["fedavg", "fedbn"], data="digits", samples=64, rounds=2, seeds=2, lr=0.03)
 >>> list(result.table().index)
 ['pen', 'photo', 'print', 'faded', 'worn', 'macro', 'pooled', 'worst client']
+>>> print(result)  # doctest: +ELLIPSIS
+Test accuracy of the personal model in percent, mean (std) over 2 seeds, last round
+...
 >>> result.model("fedbn", client="photo").bn1.running_mean.shape
 torch.Size([16])
 """
@@ -13,59 +14,100 @@ torch.Size([16])
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
 from functools import wraps
+from io import StringIO
 from pathlib import Path
 from shutil import rmtree
 from tempfile import mkdtemp
 from threading import Event
-from typing import TYPE_CHECKING, Literal, ParamSpec, TypeVar, get_type_hints
+from types import NoneType
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, get_type_hints
 from warnings import warn
 from weakref import finalize
 
 import pandas as pd
 import torch
+from rich.console import Console
 from torch import nn
 
-from .config.spec import SharedSpec, Spec, read_help
-from .core.loss import Loss, as_loss
-from .core.method import Method
-from .core.optimizer import SGD, Optimizer
-from .data.augmentation import Augmentation
+from .config.spec import CompareSpec, DataSpec, read_help
+from .console.terminal import show_progress
 from .data.federation import Federation
-from .experiments.experiment import Experiment, Observer
-from .experiments.factory import resolve_model, resolve_settings
-from .experiments.loggers import parse_loggers
-from .experiments.restoration import restore_trial, select_trials
+from .engines.cost_model import limit_threads
+from .experiments.compare_arguments import CompareArguments
+from .experiments.experiment import Experiment, Observer, Observers
+from .experiments.python_settings import load_python_data, make_python_experiment, simplify
+from .experiments.restoration import read_python_settings, restore_trial, select_trials
 from .export.source import export_run
-from .models import ModelFactory
 from .new_clients.policies import adapt_all, parse_policies
 from .new_clients.policy_tables import mean_over_seeds, seed_table
-from .new_clients.site_data import find_overlap, prepare_clients
-from .report.claims import difference_table
+from .new_clients.site_data import find_overlap, load_site, prepare_clients
+from .report.claims import collect_claims, difference_table
 from .report.figures import make_figures
-from .report.page import write_page
+from .report.formatting import TextTable, to_latex
+from .report.html import render_template
+from .report.page import make_metric_table, write_page
+from .report.publication import list_parts, print_parts
 from .report.tables import accuracy_table
 from .representations import RepresentationComparison, collect_comparison
 from .results.schema import RunSummary
-from .results.summary import read_summary
+from .results.summary import holds_run, read_summary
 from .utils.errors import FedshiftError, UsageError, unknown_name
+from .utils.user_code import locate_error
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
 class Comparison:
-    """Results of a comparison in ``directory``: tables as data frames, figures, a report page, the trained models."""
+    """Results of a comparison in ``directory``: tables as data frames, figures, a report page, the trained models.
 
-    def __init__(self, experiment: Experiment, directory: Path) -> None:
-        self.experiment, self.directory = experiment, directory
+    ``print`` shows the tables of the command line, and a notebook shows them as HTML. ``experiment``: what was run, or
+    a function that makes it when models are needed.
+    """
+
+    def __init__(self, experiment: Experiment | Callable[[], Experiment], directory: Path) -> None:
+        self._experiment, self.directory = experiment, directory
+
+    @property
+    def experiment(self) -> Experiment:
+        """The experiment, with its data, methods, model and settings."""
+        if not isinstance(self._experiment, Experiment):
+            with _speak_python():
+                self._experiment = self._experiment()
+        return self._experiment
 
     @property
     def summary(self) -> RunSummary:
-        """All records so far."""
+        """All records so far, with what they are of."""
         return read_summary(self.directory)
+
+    @property
+    def records(self) -> pd.DataFrame:
+        """Measurements so far, one row for each client, round and model (columns: :mod:`fedshift.results.schema`)."""
+        return self.summary.rows
+
+    def __repr__(self) -> str:
+        summary = self.summary
+        return f"<Comparison of {', '.join(summary.methods)} on {summary.name} in {self.directory}>"
+
+    def __str__(self) -> str:
+        written = StringIO()
+        print_parts(Console(file=written, width=1000), self._list_parts())
+        return "\n".join(line.rstrip() for line in written.getvalue().splitlines()).strip("\n")
+
+    def _repr_html_(self) -> str:
+        return render_template("notebook.html.j2", parts=list(self._list_parts()))
+
+    def _list_parts(self) -> Iterator[str | TextTable]:
+        """Yield the notices of the run, which the command line prints while it goes, and its tables and sentences."""
+        summary = self.summary
+        yield from (f"note: {notice}" for notice in summary.notices)
+        yield from list_parts(summary, "table()")
 
     def table(
         self,
@@ -90,6 +132,45 @@ class Comparison:
 
         """
         return accuracy_table(self.summary, metric, model, split, moment)
+
+    def to_latex(
+        self,
+        metric: str | None = None,
+        model: Literal["personal", "global"] = "personal",
+        split: Literal["test", "validation"] = "test",
+        moment: Literal["loaded", "trained"] = "loaded",
+        *,
+        caption: str | None = None,
+        label: str | None = None,
+        digits: int | None = None,
+    ) -> str:
+        r"""Return :meth:`table` for a paper, as LaTeX that needs ``\usepackage{booktabs}``.
+
+        Args:
+            metric: metric to report; None: the comparison's.
+            model: the model that each client would use, or the server's.
+            split: samples to measure.
+            moment: just after aggregation, or just after local work.
+            caption: caption of the table; None: one that says what is in it; empty: the bare ``tabular``.
+            label: label of the table; None: ``tab:accuracy`` and the like.
+            digits: decimals; None: 2, and 3 for the loss.
+
+        """
+        summary = self.summary
+        self.table(metric, model, split, moment)  # refuses what there is not
+        claims = collect_claims(summary, metric, model)
+        shown = make_metric_table(
+            summary, claims, metric=metric, model=model, split=split, moment=moment, digits=digits
+        )
+        caption, label = (shown.caption if caption is None else caption), label or f"tab:{shown.file}"
+        return to_latex(shown.text, caption, label)
+
+    def scope(self, method: str) -> pd.DataFrame:
+        """Return what ``method`` does with each entry of the network: loaded, sent, trained; its layer and bytes."""
+        methods = self.summary.methods
+        if method not in methods:
+            raise unknown_name("method", method, methods)
+        return pd.DataFrame(methods[method].entries).set_index("name")
 
     def differences(self, baseline: str | None = None) -> pd.DataFrame:
         """Return each method's macro metric minus the baseline's (FedAvg, else the first), paired over seeds."""
@@ -153,13 +234,14 @@ class Comparison:
         return made.directory
 
     def adapt(
-        self, data: Federation, policies: str | Sequence[str] | None = None, *, rounds: int = 1,
+        self, data: Any, policies: str | Sequence[str] | None = None, *, rounds: int = 1,
         methods: str | Sequence[str] | None = None,
     ) -> pd.DataFrame:  # fmt: skip
         """Return the results of each policy for new clients on the test data of the clients in ``data``.
 
         Args:
-            data: clients that took no part, which are brought to the comparison's shape, scale and classes.
+            data: clients that took no part, in any form that :func:`compare` takes, which are brought to the
+                comparison's shape, scale and classes.
             policies: average, reestimate, nearest, finetune, finetune_bn; None: those that apply.
             rounds: rounds of local work under finetune and finetune_bn.
             methods: methods to adapt; None: all.
@@ -179,7 +261,13 @@ class Comparison:
         wanted, experiment = parse_policies(policies), select_trials(self.experiment, methods)
         if rounds < 1:
             raise UsageError(f"rounds={rounds}: must be at least 1")
-        new = prepare_clients(data, experiment.data).to(torch.device(experiment.settings.device))
+        if isinstance(data, Federation):
+            new = prepare_clients(data, experiment.data)
+        else:
+            reading = {each.name: experiment.config.get(each.name, each.default) for each in fields(DataSpec)}
+            with _speak_python():
+                new = load_site(simplify("data", data), DataSpec(**reading), experiment.data)
+        new = new.to(torch.device(experiment.settings.device))
         training = {client.name: client.train for client in new.clients}
         made = adapt_all(experiment, self.directory, training, wanted, data=new, rounds=rounds)
         for notice in (*find_overlap(new, experiment), *made.notices, *(made.inapplicable if policies else ())):
@@ -203,67 +291,6 @@ class Comparison:
         return collect_comparison(experiment, self.directory, go_on, samples=samples, clients=clients, layer=layer)
 
 
-@dataclass(frozen=True, kw_only=True)
-class CompareArguments(SharedSpec):
-    """Arguments of :func:`compare`: the settings of the command line, and these."""
-
-    methods: Sequence[Method] = field(kw_only=False)
-    """Methods to compare; those of one seed share initial weights and the order of samples."""
-
-    data: Federation
-    """Clients, for example ``digits()``, ``read_folder(path)`` or ``federation({...})``."""
-
-    model: str | ModelFactory = Spec.model
-    """Name of a network (``auto`` depends on the samples' shape), or a function ``(sample_shape, classes)`` that makes
-    an ``nn.Module``."""
-
-    seeds: int | Sequence[int] = Spec.seeds
-    """Number of seeds (0, 1, ...), or the seeds."""
-
-    batch_size: int | None = Spec.batch_size
-    """Samples in a batch; None takes all of a client's."""
-
-    optimizer: Optimizer | None = None
-    """Local optimizer, for example ``SGD(lr=0.01, momentum=0.9)`` or ``AdamW(lr=1e-3)``; None: plain SGD, with ``lr``
-    as its learning rate."""
-
-    loss: str | Loss | nn.CrossEntropyLoss = Spec.loss
-    """Training loss, an expression such as ``"focal(gamma=2.0, weights='balanced')"``, its value, or
-    ``torch.nn.CrossEntropyLoss()``."""
-
-    weights: str | Path | Mapping[str, torch.Tensor] | None = None
-    """Weights from which every network starts, in place of random ones: a state dictionary, or a file of one,
-    ``.safetensors`` or as ``torch.save`` writes it."""
-
-    weights_skip_classifier: bool = Spec.weights_skip_classifier
-    """Leave the last layer of ``weights`` out, as for other classes; it starts from random weights."""
-
-    augment: str | Augmentation | None = Spec.augment
-    """Augmentation of training images, an expression such as ``"flip(), rotate(degrees=30)"`` or its value."""
-
-    newcomers: str | Sequence[str] = ()
-    """Clients that never take part in training, a list of names or a pattern such as ``"usps-*"``."""
-
-    moments: str | Sequence[str] = Spec.moments
-    """Moments of an evaluated round at which clients' models are measured: ``"loaded"``, just after aggregation, or
-    ``"loaded,trained"``, just after local work as well."""
-
-    allow_single_class: bool = Spec.allow_single_class
-    """Accept clients whose training data hold one class only."""
-
-    out: str | Path | None = None
-    """Run directory to keep; None: a temporary one that lives as long as the result."""
-
-    resume: bool = False
-    """Continue the run in ``out``."""
-
-    observer: Observer | None = None
-    """Callbacks for progress."""
-
-    stop: Event | None = None
-    """Event that ends the run after the round in progress once it is set."""
-
-
 P = ParamSpec("P")
 A = TypeVar("A")
 R = TypeVar("R")
@@ -278,15 +305,21 @@ def _take_fields_of(kind: Callable[P, A]) -> Callable[[Callable[[A], R]], Callab
             for name in kwargs:
                 if name not in help_of:
                     raise TypeError(f"{function.__name__}(): {unknown_name('argument', name, help_of)}")
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError as error:
+                raise TypeError(f"{function.__name__}(): {error}") from None
             return function(kind(*args, **kwargs))
 
         assert isinstance(kind, type)
         help_of, types = read_help(kind), get_type_hints(kind)
-        found = [one.replace(annotation=types[one.name]) for one in inspect.signature(kind).parameters.values()]
-        found.sort(key=lambda one: one.name not in vars(kind)["__annotations__"])
+        takes = dict(inspect.signature(vars(kind)["__init__"]).parameters)
+        order = (*vars(kind)["__annotations__"], *takes)
+        found = [takes.pop(name).replace(annotation=types[name]) for name in order if name in takes and name != "self"]
+        signature = inspect.Signature(found, return_annotation=function.__annotations__["return"])
         lines = "\n".join(f"        {one.name}: {help_of[one.name]}" for one in found)
         call.__doc__ = str(function.__doc__).replace("    Returns:", f"    Args:\n{lines}\n\n    Returns:", 1)
-        vars(call)["__signature__"] = inspect.Signature(found, return_annotation=function.__annotations__["return"])
+        vars(call)["__signature__"] = signature
         return call
 
     return decorate
@@ -296,47 +329,134 @@ def _take_fields_of(kind: Callable[P, A]) -> Callable[[Callable[[A], R]], Callab
 def compare(given: CompareArguments) -> Comparison:
     """Train every method with every seed on ``data`` and measure each client's test set after aggregation.
 
-    The arguments are the fields of :class:`CompareArguments`.
+    The arguments are the fields of :class:`CompareArguments`. The run directory is that of ``fedshift compare`` with
+    the same settings: it can be reported, adapted and resumed from the command line. Functions of a notebook and other
+    values that no file can hold are named in its ``config.toml``; to go on, give them again.
 
     Returns:
         The :class:`Comparison`.
 
     Raises:
-        UsageError: before anything starts, where data, model, methods or numbers do not fit.
-        FedshiftError: where training diverges or the disk refuses.
+        UsageError: before anything starts, naming what is not allowed and what is.
+        FedshiftError: training diverges, or the disk refuses.
 
     """
-    data, model = given.data.fit_images().check(allow_single_class=given.allow_single_class), given.model
-    experiment = Experiment(
-        methods=tuple(given.methods),
-        data=data,
-        model=resolve_model(model, data.sample_shape) if isinstance(model, str) else _check_model(model),
-        settings=resolve_settings(
-            given,
-            data.names,
-            batch_size=given.batch_size,
-            optimizer=given.optimizer or SGD(lr=given.lr),
-            loss=as_loss(given.loss),
-            augment=given.augment,
-            weights=given.weights,
-            skip_classifier=given.weights_skip_classifier,
-            newcomers=given.newcomers,
-            moments=given.moments,
-        ),
-        seeds=tuple(range(given.seeds)) if isinstance(given.seeds, int) else tuple(given.seeds),
-        log=parse_loggers(given.log),
-    )
-    result = Comparison(experiment, Path(given.out or mkdtemp(prefix="fedshift-")))
-    if not given.out:
-        finalize(result, rmtree, result.directory, ignore_errors=True)
-    experiment.run(result.directory, resume=given.resume, observer=given.observer, stop=given.stop)
+    with _speak_python():
+        directory, resume = _choose_directory(given)
+        for name, kind in (("progress", bool), ("observer", Observer), ("stop", Event)):
+            value = getattr(given, name)
+            if value is not None and not isinstance(value, kind):
+                raise UsageError(f"{name}={value!r}: give {'True or False' if kind is bool else f'an {kind.__name__}'}")
+        experiment = make_python_experiment({each.name: getattr(given, each.name) for each in fields(CompareSpec)})
+        path = directory or Path(mkdtemp(prefix="fedshift-"))
+        result = Comparison(experiment, path)
+        try:
+            with limit_threads(given.threads), _observe(given) as observer:
+                experiment.run(path, resume=resume, observer=observer, stop=given.stop)
+        except BaseException as error:
+            if holds_run(path) and not isinstance(error, UsageError):
+                said = repr(str(path))
+                error.add_note(
+                    f"What was done is kept: compare(..., resume={said}) goes on, read_run({said}) shows it."
+                )
+            elif directory is None:
+                rmtree(path, ignore_errors=True)
+            raise
+    if directory is None:
+        finalize(result, rmtree, path, ignore_errors=True)
     return result
 
 
-def _check_model(model: ModelFactory) -> ModelFactory:
-    if isinstance(model, nn.Module) or not callable(model):
+def read_run(directory: str | Path, **given: Any) -> Comparison:
+    """Return the results of a run, finished or not, that ``compare`` or the command line left in ``directory``.
+
+    Args:
+        directory: Run directory.
+        given: Arguments of :func:`compare` in place of what the directory says, such as ``model=...`` where the run
+            had a function that no file can hold. Only :meth:`Comparison.model`, :meth:`~Comparison.adapt` and
+            :meth:`~Comparison.features` need them: tables, figures and the page are made from records alone.
+
+    Raises:
+        UsageError: there is no run, or no such argument.
+
+    """
+    path, known = Path(directory), [each.name for each in fields(CompareSpec)]
+    for name in given:
+        if name not in known:
+            raise unknown_name("argument", name, known)
+    read_summary(path)
+    return Comparison(lambda: make_python_experiment(read_python_settings(path, given)), path)
+
+
+def load_data(data: Any, **settings: Any) -> Federation:
+    """Return the clients that :func:`compare` would train on, to look at them first; printing lists them.
+
+    Args:
+        data: As for :func:`compare`.
+        settings: Settings of :func:`compare` that concern data: ``domains``, ``split``, ``samples``, ``validation``,
+            ``image_size``, ``normalize``, ``target``, ``client_column`` and others.
+
+    Raises:
+        UsageError: the data do not fit, or a setting is unknown.
+
+    """
+    known = [each.name for each in fields(DataSpec)]
+    for name in settings:
+        if name not in known:
+            raise unknown_name("setting of data", name, known)
+    with _speak_python():
+        return load_python_data(data, settings)
+
+
+def _choose_directory(given: CompareArguments) -> tuple[Path | None, bool]:
+    """Return the directory to keep the run in, None for a temporary one, and whether to continue the run there."""
+    for name, value in (("out", given.out), ("resume", given.resume)):
+        if not isinstance(value, str | Path | (bool if name == "resume" else NoneType)):
+            raise UsageError(
+                f"{name}={value!r}: give a directory{', True or False' if name == 'resume' else ', or None'}"
+            )
+    if isinstance(given.resume, bool):
+        if given.resume and given.out is None:
+            raise UsageError("resume=True: say which run to continue (out=DIRECTORY, or resume=DIRECTORY)")
+        return given.out if given.out is None else Path(given.out), given.resume
+    if given.out is not None and Path(given.out) != Path(given.resume):
         raise UsageError(
-            f"model is a {type(model).__name__}: give a name, or a function (sample_shape, classes) -> nn.Module, "
-            "which each seed calls for fresh weights"
+            f"out={str(given.out)!r} and resume={str(given.resume)!r}: a resumed run stays in its directory; give one"
         )
-    return model
+    return Path(given.resume), True
+
+
+@contextmanager
+def _observe(given: CompareArguments) -> Iterator[Observer | None]:
+    """Yield the observer that is given, one that shows progress, or one that does both."""
+    if not given.progress:
+        yield given.observer
+        return
+    with show_progress(Console()) as shown:
+        yield Observers(shown, given.observer) if given.observer else shown
+
+
+@contextmanager
+def _speak_python() -> Iterator[None]:
+    """Name settings in errors as arguments, not as flags, and the place in a user's code where one arose."""
+    try:
+        yield
+    except FedshiftError as error:
+        error.args = (FLAG.sub(_to_argument, str(error)),)
+        raise
+    except Exception as error:
+        if where := locate_error(error):
+            error.add_note(f"It arose in {where}, which fedshift called.")
+        raise
+
+
+FLAG = re.compile(r"--([a-z][a-z-]*[a-z])(?: ([^\s(),;]+)(?=[),;:]|$))?")
+"""A flag of the command line in a message, perhaps with its value."""
+
+
+def _to_argument(found: re.Match[str]) -> str:
+    name, value = found[1].replace("-", "_"), found[2]
+    if value is None:
+        return name
+    plain = re.fullmatch(r"-?[\d.]+|True|False|None", value)
+    return f"{name}={value if plain else repr(value)}"

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from fedshift.config.spec import CompareSpec
 from fedshift.console.progress import LiveDisplay, PlainLines, _format_duration
+from fedshift.console.terminal import show_progress
 from fedshift.experiments.experiment import Observer
 from fedshift.experiments.factory import make_experiment
 from fedshift.experiments.trial import RoundResult
@@ -238,3 +239,12 @@ def test_a_resumed_trial_starts_where_it_stopped():
 )
 def test_time_is_written_as_a_clock(seconds, text):
     assert _format_duration(seconds) == text
+
+
+@pytest.mark.parametrize(("widgets", "shown"), [(True, LiveDisplay), (False, PlainLines)])
+def test_a_notebook_has_a_live_display_where_it_can_show_one(monkeypatch, widgets, shown):
+    monkeypatch.setattr("fedshift.console.terminal.find_spec", lambda name: (name == "ipywidgets" and widgets) or None)
+    monkeypatch.setattr(LiveDisplay, "__enter__", lambda self: self)
+    monkeypatch.setattr(LiveDisplay, "__exit__", lambda *_: None)
+    with show_progress(Console(force_jupyter=True)) as observer:
+        assert type(observer) is shown

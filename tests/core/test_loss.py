@@ -1,6 +1,7 @@
 """Losses: against their formulas in NumPy, scikit-learn's weights, and torch's own derivatives."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -46,12 +47,73 @@ def test_torchs_own_module_is_the_loss_that_it_is(given):
     assert as_loss(nn.CrossEntropyLoss()) == CrossEntropy() == as_loss("cross_entropy")
 
 
+def squared(logits, y, power=2):
+    return (1 - logits.softmax(1).gather(1, y[:, None])).pow(power).mean()
+
+
 @pytest.mark.parametrize(
-    "given", [nn.CrossEntropyLoss(reduction="sum"), nn.CrossEntropyLoss(ignore_index=0), nn.MSELoss(), len, None]
+    ("given", "text"),
+    [
+        (nn.MultiMarginLoss(margin=2.0), "torch.MultiMarginLoss(margin=2.0) weight: none"),
+        (nn.MultiMarginLoss, "torch.MultiMarginLoss() weight: none"),
+        (nn.functional.multi_margin_loss, "torch.nn.functional:multi_margin_loss"),
+        (partial(nn.functional.multi_margin_loss, margin=2.0), "torch.nn.functional:multi_margin_loss(margin=2.0)"),
+        (squared, f"{__name__}:squared"),
+    ],
 )
-def test_another_loss_is_refused_by_what_is_accepted(given):
-    with pytest.raises(UsageError, match=r"is not a loss that is known here: give a text such as 'cross_entropy'"):
+def test_losses_of_torch_and_functions_are_called_and_named_alike_in_every_process(given, text):
+    (logits, y), loss = batch(), as_loss(given)
+    called = given() if isinstance(given, type) else given
+    assert torch.equal(loss(logits, y), called(logits, y))
+    assert torch.equal(torch.func.grad(loss)(logits, y), torch.func.grad(called)(logits, y))
+    assert (str(loss), repr(loss)) == (text, text)
+    assert loss.resolve(torch.ones(4)) is loss
+
+
+def test_a_function_by_name_takes_the_arguments_in_brackets():
+    logits, y = batch()
+    loss = parse_loss("torch.nn.functional:multi_margin_loss(margin=2.0)")
+    assert loss(logits, y) == nn.functional.multi_margin_loss(logits, y, margin=2.0)
+    assert str(loss) == "torch.nn.functional:multi_margin_loss(margin=2.0)"
+    assert parse_loss("torch.nn:CrossEntropyLoss(label_smoothing=0.1)") == CrossEntropy(smoothing=0.1)
+    assert as_loss(nn.functional.cross_entropy) == CrossEntropy()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (None, "loss=None is not a loss: give a text such as 'cross_entropy'"),
+        (nn.CrossEntropyLoss(reduction="sum"), "loss=CrossEntropyLoss(reduction='sum'): a batch needs one number"),
+        (nn.MultiMarginLoss(reduction="none"), "loss=MultiMarginLoss(reduction='none'): a batch needs one number"),
+        (nn.CrossEntropyLoss(ignore_index=0), "loss=CrossEntropyLoss(ignore_index=0): every sample counts here"),
+        (nn.Linear(2, 2), "loss=Linear(...) has parameters, which nobody would train"),
+    ],
+)
+def test_another_loss_is_refused_by_what_is_accepted(given, said):
+    with pytest.raises(UsageError) as refused:
         Settings(loss=given)
+    assert said in str(refused.value)
+
+
+def divide(logits, y):
+    return logits.sum() / 0 if torch.is_tensor(y) and y.unknown else logits
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (nn.MSELoss(), "called with logits [6, 3] and labels [6], failed: "),
+        (len, "len (builtins), called with logits [6, 3] and labels [6], failed: len() takes exactly one argument"),
+        (divide, f"test_loss.py, line {divide.__code__.co_firstlineno + 1}, in divide. Give a function of logits"),
+        (lambda logits, y: 3.0, "gave a float in place of one number"),
+        (lambda logits, y: logits, "gave a Tensor of shape [6, 3] in place of one number"),
+        (lambda logits, y: logits.detach().sum(), "gave a Tensor without a gradient in place of one number"),
+    ],
+)
+def test_a_function_that_is_no_loss_is_refused_where_the_classes_are_known(given, said):
+    with pytest.raises(UsageError) as refused:
+        as_loss(given).resolve(torch.ones(3))
+    assert said in str(refused.value)
 
 
 def test_weighted_and_smoothed_cross_entropy_is_its_formula_and_torchs():
@@ -212,8 +274,8 @@ def test_a_wrong_number_of_weights_is_named_when_resolved():
         ("cross_entropy(weights=(0, 0))", "one of them above 0"),
         ("cross_entropy(weights=())", "one of them above 0"),
         ("focal(weights='equal')", "weights='equal' is unknown: give 'balanced', 'inverse_frequency' or a number for"),
-        ("focal(weights=3)", "focal takes (*, weights:"),
-        ("focal(alpha=3)", "unexpected keyword argument 'alpha'; focal takes (*, weights:"),
+        ("focal(weights=3)", "focal takes weights=None, gamma=2.0"),
+        ("focal(alpha=3)", "unknown argument 'alpha'; focal takes weights=None, gamma=2.0"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_done_is_refused_and_said(text, said):

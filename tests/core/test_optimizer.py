@@ -1,9 +1,11 @@
 """Local optimizers and schedules against ``torch.optim``, in float64."""
 
+from functools import partial
+
 import pytest
 import torch
 
-from fedshift.core.optimizer import SGD, AdamW, Cosine, Exponential, Schedule, StepDecay
+from fedshift.core.optimizer import SGD, AdamW, Cosine, Exponential, Schedule, StepDecay, as_optimizer
 from fedshift.utils.errors import UsageError
 
 PAIRS = [
@@ -38,6 +40,56 @@ def test_equals_torch_optim(ours, theirs):
         ours.update_(params, grads, state, ours.lr_in_round(0))
         for parameter, mine in zip(modules, params.values(), strict=True):
             assert (parameter - mine).abs().max() <= 1e-14
+
+
+@pytest.mark.parametrize(("ours", "theirs"), PAIRS, ids=lambda value: repr(value) if isinstance(value, SGD) else "")
+def test_an_instance_of_torchs_is_the_optimizer_that_equals_it(ours, theirs):
+    assert as_optimizer(theirs([torch.zeros(1)]), lr=7.0) == ours
+
+
+def test_a_class_takes_the_learning_rate_given_and_torchs_other_defaults():
+    adam, decayed = torch.optim.Adam, torch.optim.AdamW
+    assert as_optimizer(torch.optim.SGD, lr=0.3) == SGD(lr=0.3)
+    assert as_optimizer(partial(torch.optim.SGD, momentum=0.9), lr=0.3) == SGD(lr=0.3, momentum=0.9)
+    assert as_optimizer(partial(adam, lr=0.1), lr=0.3) == AdamW(lr=0.1, weight_decay=0.0)
+    kept = as_optimizer(decayed, 0.3, Exponential(gamma=0.5), keep=True)
+    assert kept == AdamW(lr=0.3, weight_decay=0.01, schedule=Exponential(gamma=0.5), keep=True)
+    assert as_optimizer(kept, lr=7.0) is kept
+
+
+def test_adam_without_weight_decay_equals_its_counterpart():
+    start = torch.randn(4, dtype=torch.float64)
+    ours, theirs = {"w": start.clone()}, start.clone().requires_grad_()
+    torchs = torch.optim.Adam([theirs], lr=0.05, betas=(0.8, 0.9))
+    counterpart = as_optimizer(torchs, lr=7.0)
+    state = counterpart.init(ours)
+    for step in range(1, 9):
+        theirs.grad = (start * step).sin()
+        torchs.step()
+        counterpart.update_(ours, {"w": theirs.grad}, state, counterpart.lr)
+    assert (theirs - ours["w"]).abs().max() <= 1e-14
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (torch.optim.RMSprop, "optimizer=RMSprop is unknown: allowed are sgd and adamw, fedshift.SGD(...)"),
+        (torch.optim.RMSprop([torch.zeros(1)]), "optimizer=RMSprop is unknown"),
+        (3, "optimizer=3 is unknown"),
+        (partial(torch.optim.Adam, weight_decay=0.1), "weight_decay has no counterpart here: use torch.optim.AdamW"),
+        (partial(torch.optim.SGD, momentum=0.9, dampening=0.5), "torch.optim.SGD(dampening=0.5): dampening has no"),
+        (torch.optim.SGD([torch.zeros(1)], maximize=True), "maximize has no counterpart here: leave it out"),
+        (partial(torch.optim.AdamW, amsgrad=True), "amsgrad has no counterpart here"),
+        (partial(torch.optim.SGD, fused=True), "fused has no counterpart here"),
+        (partial(torch.optim.SGD, momentun=0.9), "torch.optim.SGD: SGD.__init__() got an unexpected keyword argument"),
+        (partial(torch.optim.SGD, 0.1), "give arguments by name: functools.partial(torch.optim.SGD, lr=0.01)"),
+        (torch.optim.SGD([{"params": torch.zeros(1)}, {"params": torch.ones(1)}]), "has 2 groups of parameters"),
+    ],
+)
+def test_optimizers_and_arguments_without_a_counterpart_are_refused_by_name(given, said):
+    with pytest.raises(UsageError) as refused:
+        as_optimizer(given, lr=0.1)
+    assert said in str(refused.value)
 
 
 SCHEDULES = [

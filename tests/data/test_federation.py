@@ -298,6 +298,33 @@ def test_choosing_loses_nothing_at_any_size(sizes, fraction, samples_each):
     assert {len(c.train) for c in data.limit_samples(samples_each).clients} == {samples_each}
 
 
+# Printing
+
+
+def test_a_federation_prints_its_clients_and_the_sizes_of_their_splits(tiny):
+    some = replace(tiny, clients=(*tiny.hold_out(0.5).clients[:1], *tiny.clients[1:]))
+    title, *lines = str(some).splitlines()
+    assert title == "Federation 'tiny': 3 clients, 3 classes, samples of 3 x 8 x 8 (uint8)"
+    assert [line.split() for line in lines] == [
+        ["client", "train", "validation", "test", "classes"],
+        ["ann", "13", "13", "12", "3"],
+        ["bob", "17", "-", "12", "3"],
+        ["cid", "33", "-", "12", "3"],
+    ]
+    assert len({len(line) for line in lines}) == 1
+    many = of(*(client(f"site {number}") for number in range(23)))
+    assert str(many).splitlines()[-2].startswith("site 19 ")
+    assert str(many).splitlines()[-1] == "and 3 more"
+    assert str(of()).startswith("Federation 'test': 0 clients, 3 classes\n")
+
+
+def test_samples_print_their_number_shape_and_labels(tiny):
+    assert repr(tiny.client("bob").train) == "17 samples of 3 x 8 x 8 (uint8), by label {0: 6, 1: 6, 2: 5}"
+    assert repr(split(50, (4,), classes=25, dtype=torch.float32)) == "50 samples of 4 (float32), 25 labels"
+    one = client("a", 3)
+    assert repr(one) == f"Client 'a': train {one.train!r}, test {one.test!r}"
+
+
 # Datasets of torch
 
 

@@ -63,7 +63,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(make, tmp_path)
         ({"device": "toaster"}, "device 'toaster' cannot be used here"),
         ({"schedule": "cosin"}, "unknown schedule 'cosin': did you mean 'cosine'?"),
         ({"schedule": "constant,cosine"}, "schedule 'constant,cosine': give one, not 2"),
-        ({"schedule": "step"}, "missing a required argument: 'every'"),
+        ({"schedule": "step"}, "argument 'every' is missing; step takes every, gamma=0.1"),
         ({"schedule": "step(every=0)"}, "every=0 must be at least 1"),
         ({"optimizer": "adamw", "momentum": 0.9}, "momentum and nesterov belong to SGD"),
         ({"nesterov": True}, "nesterov needs a momentum above 0"),

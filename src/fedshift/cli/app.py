@@ -38,6 +38,7 @@ from ..config.spec import (
 )
 from ..console.terminal import make_console, print_line, print_parts
 from ..utils.errors import FedshiftError, UsageError
+from ..utils.user_code import locate_error
 from ..utils.version import __version__
 from .adapt import adapt
 from .data import Reading, data, diagnose, format_notices, load_for_display
@@ -253,11 +254,12 @@ def _run_guarded(call: Callable[[], Any], debug: bool) -> int:
     except Exception as error:
         if debug:
             errors.print_exception()
-        print_line(
-            errors,
-            f"fedshift: unexpected {type(error).__name__}: {error}. This is a defect, of fedshift or of a function of "
-            "yours that it called: --debug shows where",
-        )
+        said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        if where := locate_error(error):
+            said = f"a function of yours failed with {said} ({where}): correct it; --debug shows how it was called"
+        else:
+            said = f"unexpected {said}. This is a defect of fedshift: --debug shows where"
+        print_line(errors, f"fedshift: {said}")
         return 1
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ..utils.errors import UsageError, unknown_name
+from ..utils.user_code import describe_error
 
 EMBEDDED: Mapping[str, str] = {"digits": "fedshift.data.digits:digits"}
 """Federations that come with fedshift: the functions that make them, imported on demand."""
@@ -206,5 +207,5 @@ def _value(kind: str, node: ast.expr, lookup: Callable[[str], Callable[..., Any]
         return function(*arguments, **keywords)
     except UsageError:
         raise
-    except (TypeError, ValueError) as error:
-        raise UsageError(f"{kind} {written!r}: {error}; {usage}") from error
+    except Exception as error:
+        raise UsageError(f"{kind} {written!r}: {describe_error(error)}; {usage}") from error

@@ -88,10 +88,17 @@ class RunSettings:
 
 
 def to_toml(values: Mapping[str, Any]) -> str:
-    """Return flat settings as TOML; strings, numbers, booleans and lists of them as in JSON, without None."""
-    return "".join(
-        f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in values.items() if value is not None
+    """Return settings as TOML, those that are mappings as tables at the end; without None.
+
+    Strings, numbers, booleans and lists of them are written as in JSON.
+    """
+    flat = "".join(
+        f"{key} = {json.dumps(value, ensure_ascii=False)}\n"
+        for key, value in values.items()
+        if value is not None and not isinstance(value, Mapping)
     )
+    tables = (f"\n[{key}]\n{to_toml(value)}" for key, value in values.items() if isinstance(value, Mapping))
+    return flat + "".join(tables)
 
 
 def format_settings(values: Mapping[str, Any], run: Path) -> str:

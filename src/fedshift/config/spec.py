@@ -10,7 +10,7 @@ import ast
 import dataclasses
 import inspect
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -47,6 +47,8 @@ Names = Annotated[str, BeforeValidator(_join)]
 Texts = Annotated[tuple[str, ...], BeforeValidator(_split_list)]
 Positive = Annotated[int, Field(ge=1)]
 Unseen = Literal["skip", "average", "nearest", "reestimate", "finetune", "finetune_bn"]
+PYTHON = "python"
+"""Table of a TOML file with the settings that a run from Python had as values that no file can hold."""
 OF_ONE = {"over": "sweep", "leave_out": "compare", "method": "run", "methods": "compare"}
 """Settings that only one command has."""
 ESSENTIAL = frozenset(
@@ -211,7 +213,8 @@ class Spec(DataSpec, SharedSpec):
 
     loss: Annotated[str, Parameter(group=TRAINING)] = "cross_entropy"
     """Training loss: cross_entropy or focal(gamma=2.0), either with weights='balanced', by the classes of all training
-    data, weights='inverse_frequency', these times the number of classes, or weights=(1.0, 2.5), one a class."""
+    data, weights='inverse_frequency', these times the number of classes, or weights=(1.0, 2.5), one a class; or your
+    own function of logits and labels, package.module:function."""
 
     augment: Annotated[str | None, Parameter(group=TRAINING)] = None
     """Augmentation of training images, one or several of flip(), rotate(degrees=30), crop(padding=4), color_jitter(),
@@ -220,8 +223,8 @@ class Spec(DataSpec, SharedSpec):
     batch_size: Annotated[int, Field(ge=0), Parameter(group=TRAINING)] = 32
     """Samples in a batch; 0 puts all of a client's into one."""
 
-    optimizer: Annotated[Literal["sgd", "adamw"], Parameter(group=TRAINING)] = "sgd"
-    """Local optimizer."""
+    optimizer: Annotated[str, Parameter(group=TRAINING)] = "sgd"
+    """Local optimizer: sgd or adamw, which takes adamw(beta1=0.9, beta2=0.999, eps=1e-08)."""
 
     momentum: Annotated[float, Field(ge=0, lt=1), Parameter(group=TRAINING)] = 0.0
     """Momentum of SGD."""
@@ -333,9 +336,21 @@ def read_settings(path: Path, allowed: Sequence[str]) -> dict[str, Any]:
     return select_settings(values, path, allowed)
 
 
-def select_settings(values: Mapping[str, Any], path: Path, allowed: Sequence[str]) -> dict[str, Any]:
-    """Return ``values`` of the TOML file ``path`` as :func:`read_settings` does."""
-    settings: dict[str, Any] = {}
+def select_settings(
+    values: Mapping[str, Any], path: Path, allowed: Sequence[str], given: Collection[str] = ()
+) -> dict[str, Any]:
+    """Return ``values`` of the TOML file ``path`` as :func:`read_settings` does.
+
+    Raises :class:`UsageError` also where a run from Python had a value that no file can hold and that is not among
+    those ``given`` again.
+    """
+    settings, values = dict[str, Any](), dict(values)
+    for name, said in dict(values.pop(PYTHON, {})).items():
+        if name not in given:
+            raise UsageError(
+                f"{path}: {name} was given from Python, {said}, which no file can hold: go on there with the same "
+                f"{name} (fedshift.compare(..., resume=...) or fedshift.read_run(..., {name}=...))"
+            )
     for name, command in OF_ONE.items():
         if name not in allowed and {name, name.replace("_", "-")} & values.keys():
             raise UsageError(f"{path} has {name!r}: use it with `fedshift {command}`")
@@ -350,16 +365,25 @@ def select_settings(values: Mapping[str, Any], path: Path, allowed: Sequence[str
 
 
 def check_settings(settings: object, kind: type) -> None:
-    """Raise :class:`UsageError` where a value of ``settings`` is not what ``kind`` declares for its field."""
+    """Raise :class:`UsageError` naming each value of ``settings`` that is not what ``kind`` declares for its field."""
+    problems = []
     for name, (hint, adapter) in _adapters(kind).items():
         value = getattr(settings, name)
         try:
-            adapter.validate_python(value, strict=isinstance(value, str | float | bool))  # "3" and 3.0 are no integers
+            adapter.validate_python(value, strict=True)  # "3", 3.0 and True are no integers
         except ValidationError as error:
             problem = error.errors()[0]
-            if problem["type"] == "literal_error":
-                raise unknown_name(f"value of {name}", str(value), get_args(get_args(hint)[0])) from error
-            raise UsageError(f"{name}={value!r}: {explain(problem)}") from error
+            if problem["type"] == "literal_error" and isinstance(value, str):
+                problems.append(str(unknown_name(f"value of {name}", value, _list_choices(hint))))
+            else:
+                problems.append(f"{name}={value!r}: {explain(problem)}")
+    if problems:
+        raise UsageError("; ".join(problems))
+
+
+def _list_choices(hint: Any) -> list[str]:
+    """Return the texts that a type allows."""
+    return [each for part in get_args(hint) for each in ([part] if isinstance(part, str) else _list_choices(part))]
 
 
 def explain(problem: Mapping[str, Any]) -> str:

@@ -11,6 +11,7 @@ import signal
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
+from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from threading import Event
@@ -100,14 +101,17 @@ def describe_cache(images: Path) -> str:
 
 @contextmanager
 def show_progress(console: Console) -> Iterator[Observer]:
-    """Yield an observer that shows events: a live display on a terminal, plain lines elsewhere, nothing if quiet."""
+    """Yield an observer that shows events: a live display on a terminal and in a notebook, plain lines elsewhere.
+
+    A quiet console shows nothing. In a notebook, rich needs ipywidgets for its display.
+    """
     from ..experiments.experiment import Observer
     from .progress import LiveDisplay, PlainLines
 
     if console.quiet:
         yield Observer()
         return
-    if not console.is_terminal:
+    if not (console.is_terminal or (console.is_jupyter and find_spec("ipywidgets"))):
         yield PlainLines(console)
         return
     with LiveDisplay(console) as display:

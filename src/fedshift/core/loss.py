@@ -13,14 +13,17 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import ClassVar, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from ..config.expressions import expressions
+from ..config.expressions import expressions, resolve
 from ..utils.errors import UsageError, unknown_name
+from ..utils.user_code import describe_error, describe_function, identify_function
+from .architecture import architecture
 
 Counted = Literal["balanced", "inverse_frequency"]
 """Names of weights that :meth:`Loss.resolve` computes from label counts."""
@@ -150,6 +153,47 @@ class Focal(Loss):
         return terms.mean() if weight_K is None else (weight_K[y] * terms).mean()
 
 
+@dataclass(frozen=True, kw_only=True, repr=False)
+class CustomLoss(Loss):
+    """A function of yours, called as ``function(logits, y)``; ``text`` names it, the same in every process."""
+
+    name = "custom"
+    function: Callable[[Tensor, Tensor], Tensor]
+    text: str
+
+    @override
+    def __call__(self, logits: Tensor, y: Tensor) -> Tensor:
+        return self.function(logits, y)
+
+    @override
+    def resolve(self, counts: Tensor) -> CustomLoss:
+        """Return the loss, tried once on two samples of each class; raise :class:`UsageError` where it gives none."""
+        y = torch.arange(len(counts)).repeat(2)
+        logits = torch.linspace(-1, 1, len(y) * len(counts)).reshape(len(y), -1).requires_grad_()
+        shapes = f"logits {list(logits.shape)} and labels {list(y.shape)}"
+        called = f"loss {describe_function(self.function)}, called with {shapes},"
+        try:
+            value = self(logits, y)
+        except Exception as error:
+            raise UsageError(
+                f"{called} failed: {describe_error(error)}. Give a function of logits [B, K] and labels [B]"
+            ) from error
+        if not isinstance(value, Tensor) or value.ndim or not value.requires_grad:
+            shape = f"of shape {list(value.shape)} " if isinstance(value, Tensor) and value.ndim else ""
+            lacks = "without a gradient " if isinstance(value, Tensor) and not value.ndim else ""
+            raise UsageError(
+                f"{called} gave a {type(value).__name__} {shape}{lacks}in place of one number: give the mean over the "
+                "batch, computed from the logits"
+            )
+        return self
+
+    @override
+    def __str__(self) -> str:
+        return self.text
+
+    __repr__ = __str__
+
+
 CATALOG: dict[str, Callable[..., Loss]] = {kind.name: kind for kind in (CrossEntropy, Focal)}
 """Losses that :func:`parse_loss` knows, by name."""
 
@@ -157,33 +201,72 @@ CATALOG: dict[str, Callable[..., Loss]] = {kind.name: kind for kind in (CrossEnt
 def parse_loss(text: str) -> Loss:
     """Return the loss that ``text`` names, for example ``focal(gamma=2, weights='balanced')``.
 
+    ``my_package.module:function`` is a function of yours, called with logits and labels and the arguments in brackets.
     Raises :class:`UsageError` that lists the losses.
     """
-    losses = expressions("loss", text, _lookup)
+    losses = expressions("loss", text, partial(_lookup, text))
     if len(losses) != 1:
         raise UsageError(f"loss {text!r} is {len(losses)} losses: choose one")
     return losses[0]  # type: ignore[no-any-return]
 
 
-def as_loss(loss: object) -> Loss:
-    """``loss`` itself, the loss that a text names, or that of a ``torch.nn.CrossEntropyLoss`` over the mean of a batch.
+def as_loss(loss: object, text: str | None = None) -> Loss:
+    """Return ``loss`` as a :class:`Loss`.
 
-    Raises :class:`UsageError` naming what is accepted for anything else.
+    Args:
+        loss: a loss or its text; ``torch.nn.CrossEntropyLoss``, another loss of ``torch.nn`` or a module of yours; a
+            function of logits ``[B, K]`` and labels ``[B]``; or a class that makes one of these without arguments.
+        text: name of a function or module; None: its own.
+
+    Raises:
+        UsageError: ``loss`` is none of these, or a loss of torch has arguments that have no meaning here.
+
     """
+    if isinstance(loss, type) and issubclass(loss, Loss | nn.Module):
+        return as_loss(loss(), text)
     if isinstance(loss, Loss):
         return loss
     if isinstance(loss, str):
         return parse_loss(loss)
-    if isinstance(loss, nn.CrossEntropyLoss) and (loss.reduction, loss.ignore_index) == ("mean", -100):
+    if loss is nn.functional.cross_entropy:
+        return CrossEntropy()
+    if isinstance(loss, nn.Module):
+        _refuse_arguments(loss)
+    if isinstance(loss, nn.CrossEntropyLoss):
         weights = None if loss.weight is None else tuple(loss.weight.tolist())
         return CrossEntropy(weights=weights, smoothing=loss.label_smoothing)
+    if callable(loss):
+        named = architecture(loss).replace("\n", "; ") if isinstance(loss, nn.Module) else identify_function(loss)
+        return CustomLoss(function=loss, text=text or named)
     raise UsageError(
-        f"loss={loss!r} is not a loss that is known here: give a text such as 'cross_entropy' or 'focal(gamma=2.0)', "
-        "torch.nn.CrossEntropyLoss() with reduction='mean' and no ignore_index, or a fedshift.core.loss.Loss"
+        f"loss={loss!r} is not a loss: give a text such as 'cross_entropy' or 'focal(gamma=2.0)', a loss of torch.nn, "
+        "a function of logits [B, K] and labels [B], or a fedshift.core.loss.Loss"
     )
 
 
-def _lookup(name: str) -> Callable[..., Loss]:
+def _refuse_arguments(loss: nn.Module) -> None:
+    """Raise :class:`UsageError` naming an argument of a loss module that has no meaning here."""
+    name = type(loss).__name__
+    if getattr(loss, "reduction", "mean") != "mean":
+        raise UsageError(f"loss={name}(reduction={loss.reduction!r}): a batch needs one number: use reduction='mean'")
+    if getattr(loss, "ignore_index", -100) != -100:
+        raise UsageError(
+            f"loss={name}(ignore_index={loss.ignore_index}): every sample counts here: remove those samples from the "
+            "data, and leave ignore_index out"
+        )
+    if any(True for _ in loss.parameters()):
+        raise UsageError(
+            f"loss={name}(...) has parameters, which nobody would train: make them part of the network, whose "
+            "outputs the loss takes"
+        )
+
+
+def _lookup(text: str, name: str) -> Callable[..., Loss]:
+    if "." in name:
+        found = resolve("losses", name)
+        if isinstance(found, type):
+            return lambda **given: as_loss(found(**given), text)
+        return lambda **given: as_loss(partial(found, **given) if given else found, text)
     if name not in CATALOG:
         raise unknown_name("loss", name, CATALOG)
     return CATALOG[name]

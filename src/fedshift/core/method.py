@@ -180,7 +180,7 @@ def _compose(
 def _title(name: str, changed: Mapping[str, Any]) -> str:
     """Return ``name`` with the options that were changed, as tables show it."""
     given = ", ".join(
-        f"{option}={value:g}" if isinstance(value, float) else f"{option}={value!r}"
+        f"{option}={value:g}" if isinstance(value, float) and float(f"{value:g}") == value else f"{option}={value!r}"
         for option, value in changed.items()
     )
     return f"{name}({given})" if given else name

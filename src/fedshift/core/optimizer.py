@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
 from typing_extensions import override
@@ -161,3 +164,75 @@ class AdamW(Optimizer):
             square = squares[name].mul_(self.beta2).add_(grad * grad, alpha=1 - self.beta2)
             param.mul_(1 - lr * self.weight_decay)
             param.sub_(mean / ((square / correction2).sqrt() + self.eps) * (lr / correction1))
+
+
+NEUTRAL: Mapping[Any, Mapping[str, Any]] = {
+    torch.optim.SGD: {"dampening": 0},
+    torch.optim.Adam: {"amsgrad": False, "weight_decay": 0, "decoupled_weight_decay": False},
+    torch.optim.AdamW: {"amsgrad": False, "decoupled_weight_decay": True},
+}
+"""Arguments of torch's optimizers that have no counterpart here, at the one value that these have."""
+IMPLEMENTATION: Mapping[str, Any] = {
+    "maximize": False,
+    "foreach": None,
+    "fused": None,
+    "capturable": False,
+    "differentiable": False,
+}
+"""Such arguments that all of them have."""
+
+
+def as_optimizer(optimizer: object, lr: float, schedule: Schedule | None = None, *, keep: bool = False) -> Optimizer:
+    """Return an optimizer of torch as one of this module, step for step equal.
+
+    Args:
+        optimizer: an :class:`Optimizer`, which is returned unchanged; or ``torch.optim.SGD``, ``Adam`` or ``AdamW``:
+            the class, a ``functools.partial`` of it with arguments, or an instance made of any parameters.
+        lr: learning rate of a class or partial without one; further arguments keep torch's defaults.
+        schedule: schedule of the learning rate; None: constant.
+        keep: whether the optimizer's state survives on the client from round to round.
+
+    Raises:
+        UsageError: it is another optimizer, or an argument has no counterpart here.
+
+    """
+    if isinstance(optimizer, Optimizer):
+        return optimizer
+    kind: Any = type(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
+    kind, given = (kind.func, kind.keywords) if isinstance(kind, partial) else (kind, {})
+    if not isinstance(kind, type) or kind not in NEUTRAL:
+        raise UsageError(
+            f"optimizer={getattr(kind, '__name__', repr(kind))} is unknown: allowed are sgd and adamw, "
+            "fedshift.SGD(...) and fedshift.AdamW(...), and torch.optim's SGD, Adam (without weight decay) and AdamW: "
+            "the class, a functools.partial of it, or an instance"
+        )
+    name = f"torch.optim.{kind.__name__}"
+    if isinstance(optimizer, partial) and optimizer.args:
+        raise UsageError(f"optimizer={name}: give arguments by name: functools.partial({name}, lr=0.01)")
+    try:
+        made: Any = optimizer if isinstance(optimizer, kind) else kind([torch.zeros(1)], **{"lr": lr, **given})
+        groups = made.param_groups
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"optimizer={name}: {error}") from error
+    if len(groups) > 1:
+        raise UsageError(
+            f"optimizer={name} has {len(groups)} groups of parameters: give it one, since all parameters are trained "
+            "with the same settings here"
+        )
+    return _translate(name, groups[0], schedule or Schedule(), keep=keep)
+
+
+def _translate(name: str, given: Mapping[str, Any], schedule: Schedule, *, keep: bool) -> Optimizer:
+    """Return the counterpart of torch's optimizer ``name``; raise :class:`UsageError` for an argument without one."""
+    for argument, neutral in {**IMPLEMENTATION, **NEUTRAL[getattr(torch.optim, name.rpartition(".")[2])]}.items():
+        value = given.get(argument, neutral)
+        if value != neutral:
+            instead = "use torch.optim.AdamW, or leave it out" if argument == "weight_decay" else "leave it out"
+            raise UsageError(f"optimizer={name}({argument}={value!r}): {argument} has no counterpart here: {instead}")
+    common: dict[str, Any] = {
+        "lr": float(given["lr"]), "weight_decay": float(given["weight_decay"]), "schedule": schedule, "keep": keep,
+    }  # fmt: skip
+    if "betas" not in given:
+        return SGD(momentum=float(given["momentum"]), nesterov=given["nesterov"], **common)
+    beta1, beta2 = map(float, given["betas"])
+    return AdamW(beta1=beta1, beta2=beta2, eps=float(given["eps"]), **common)

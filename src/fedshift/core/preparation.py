@@ -19,6 +19,7 @@ from ..nn.dropout import key_dropouts
 from ..nn.linear import use_fast_linear
 from ..utils.errors import UsageError
 from ..utils.state import clone, pick
+from ..utils.user_code import describe_error
 from .compatibility import check_compatibility
 from .method import Method
 from .optimizer import Optimizer
@@ -192,13 +193,13 @@ def _smallest_batch(plan: Plan, sample: Tensor) -> int:
             return 2
     except UsageError:
         raise
-    except (ValueError, RuntimeError, TypeError) as error:
+    except Exception as error:
         raise UsageError(_unsupported_sample_error(sample, error)) from error
     return 1
 
 
 def _unsupported_sample_error(sample: Tensor, error: Exception) -> str:
     return (
-        f"the model refuses a sample of shape {tuple(sample.shape[1:])}: {error}. "
+        f"the model refuses a sample of shape {tuple(sample.shape[1:])}: {describe_error(error)}. "
         "Choose a model for this shape, or bring the data to the model's (for images: size, channels)"
     )

@@ -30,6 +30,8 @@ from typing_extensions import override
 
 from ..config.expressions import expressions, resolve
 from ..utils.errors import UsageError, unknown_name
+from ..utils.random_streams import stream
+from ..utils.user_code import describe_error, identify_function
 from .federation import Federation
 
 FILLS = {"zeros": "constant", "border": "replicate", "reflection": "reflect"}
@@ -122,12 +124,42 @@ def parse_augmentation(text: str) -> Augmentation | None:
         if not callable(part):
             raise UsageError(f"augmentation {text!r} made a {type(part).__name__}, which cannot be called on images")
     whole = parts[0] if len(parts) == 1 else sequence(*parts)
-    return whole if not re.search(r" at 0x[0-9a-f]+", str(whole)) else _WrittenAugmentation(text, whole)
+    return whole if not re.search(r" at 0x[0-9a-f]+", str(whole)) else _NamedAugmentation(text, whole)
+
+
+def as_augmentation(augment: object) -> Augmentation | None:
+    """Return an augmentation, the one that a text names, or a function of yours ``(images, rng) -> images``.
+
+    Raises :class:`UsageError` for anything else.
+    """
+    if augment is None or isinstance(augment, str):
+        return parse_augmentation(augment or "")
+    if isinstance(augment, type) or not callable(augment):
+        raise UsageError(
+            f"augment={augment!r} is no augmentation: give a text such as 'flip(), rotate(degrees=30)', its value, or "
+            "a function of images [B, C, H, W] in [0, 1] and a numpy generator that returns new images"
+        )
+    if isinstance(augment, Transform | _NamedAugmentation):
+        return augment
+    return _NamedAugmentation(identify_function(augment), augment)
+
+
+def write_augmentation(augment: Augmentation) -> str | None:
+    """Return the text that :func:`parse_augmentation` reads as ``augment``; None where there is no such."""
+    if not isinstance(augment, Transform):
+        return None
+    inner = map(write_augmentation, augment.given.args)
+    options = (f"{option}={value!r}" for option, value in augment.given.kwargs.items())
+    text = f"{augment.operation.__name__}({', '.join([*map(str, inner), *options])})"
+    try:
+        return text if parse_augmentation(text) == augment else None
+    except UsageError:  # an augmentation of yours is among the parts
+        return None
 
 
 @dataclass(frozen=True)
-class _WrittenAugmentation:
-    """An augmentation of yours, identified by its text, because a function's address differs in every run."""
+class _NamedAugmentation:
+    """An augmentation of yours, identified by its name, because a function's address differs in every run."""
 
     text: str
     augmentation: Augmentation
@@ -139,8 +171,11 @@ class _WrittenAugmentation:
         return self.text
 
 
-def check_augmentable(data: Federation) -> None:
-    """Raise :class:`UsageError` unless the samples are images with pixels 0..255 or values around 0 in [-1, 1]."""
+def check_augmentable(data: Federation, augment: Augmentation) -> None:
+    """Raise :class:`UsageError` unless the samples are images that ``augment`` turns into images.
+
+    Their pixels are 0..255, or values around 0 in [-1, 1]. ``augment`` is tried on two of them.
+    """
     for client in data.clients:
         split = client.train
         if len(split.shape) != 3:
@@ -153,6 +188,23 @@ def check_augmentable(data: Federation) -> None:
                 f"augment takes pixels 0..255 or values around 0 from -1 to 1, but those of client {client.name!r} go "
                 f"from {low:g} to {high:g}: scale them (2 x - 1 for values from 0 to 1), or leave augment out"
             )
+    data.clients[0].train.inputs(slice(0, 2), augment=lambda x: _try(augment, x))
+
+
+def _try(augment: Augmentation, x: Tensor) -> Tensor:
+    try:
+        made: object = augment(x.clone(), stream(0, "augment", "trial"))
+    except UsageError:
+        raise
+    except Exception as error:
+        raise UsageError(
+            f"augment {augment}, called with images {list(x.shape)} and a generator, failed: {describe_error(error)}. "
+            "Give a function of both that returns new images"
+        ) from error
+    if not isinstance(made, Tensor) or (made.shape, made.dtype) != (x.shape, x.dtype):
+        kind = f"{made.dtype} {list(made.shape)}" if isinstance(made, Tensor) else type(made).__name__
+        raise UsageError(f"augment {augment} made {kind} of {x.dtype} {list(x.shape)}: return images of the same kind")
+    return made
 
 
 def _look_up(name: str) -> Callable[..., Augmentation]:

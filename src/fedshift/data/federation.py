@@ -7,7 +7,7 @@ held-out part is the same in every run.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from hashlib import blake2b
@@ -15,19 +15,29 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from ..utils.errors import UsageError, unknown_name
 from ..utils.random_streams import stream
-from .samples import CHUNK, Normalization, Samples, arrays_of, digest_samples, join_samples, resize, to_samples
+from .arrays import list_splits, read_part
+from .samples import (
+    CHUNK,
+    SHOWN,
+    Normalization,
+    Samples,
+    describe_shape,
+    digest_samples,
+    join_samples,
+    resize,
+    to_samples,
+)
 
 if TYPE_CHECKING:
     from .files.table_schema import Column
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class ClientData:
     """One client's samples; ``validation`` is None where none was held out."""
 
@@ -59,6 +69,9 @@ class ClientData:
             name=self.name, **{k: split.with_samples(split.store, own) for k, split in self.splits.items()}
         )
 
+    def __repr__(self) -> str:
+        return f"Client {self.name!r}: " + ", ".join(f"{name} {split!r}" for name, split in self.splits.items())
+
     @property
     def splits(self) -> dict[str, Samples]:
         """The splits that exist, by name: train, test and perhaps validation."""
@@ -66,7 +79,7 @@ class ClientData:
         return {name: split for name, split in named.items() if split is not None}
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Federation:
     """Named clients that share one task of ``classes`` classes.
 
@@ -85,6 +98,20 @@ class Federation:
     class_names: tuple[str, ...] = ()
     notices: tuple[str, ...] = ()
     columns: tuple[Column, ...] = ()
+
+    def __repr__(self) -> str:
+        """List the clients with the size of each split and the number of classes in their training data."""
+        shapes = dict.fromkeys(describe_shape(split) for client in self.clients for split in client.splits.values())
+        title = f"Federation {self.name!r}: {len(self.clients)} clients, {self.classes} classes"
+        parts = [name for name in ("train", "validation", "test") if any(name in c.splits for c in self.clients)]
+        rows = [("client", *parts, "classes")]
+        for client in self.clients[:SHOWN]:
+            sizes = [str(len(client.splits[name])) if name in client.splits else "-" for name in parts]
+            rows.append((client.name, *sizes, str(len(torch.unique(client.train.y)))))
+        longest = max(len(name) for name, *_ in rows)
+        lines = [name.ljust(longest) + "".join(cell.rjust(12) for cell in cells) for name, *cells in rows]
+        more = [f"and {len(self.clients) - SHOWN} more"] if len(self.clients) > SHOWN else []
+        return "\n".join([", samples of ".join([title, *([" and ".join(shapes)] if shapes else [])]), *lines, *more])
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -295,45 +322,38 @@ def count_classes(clients: Iterable[ClientData]) -> int:
     return 1 + max((int(client.train.y.max()) for client in clients if len(client.train)), default=0)
 
 
-def _arrays(client: str, given: Sequence[Any]) -> Sequence[Any]:
-    """Return the four arrays of a client; a client given as two datasets is read first."""
-    parts: list[Any] = list(given) if isinstance(given, tuple | list) else [given]
-    if len(parts) == 2 and all(isinstance(part, Dataset) for part in parts):
-        return (*arrays_of(parts[0], _locate(client, "train")), *arrays_of(parts[1], _locate(client, "test")))
-    if len(parts) != 4:
-        kinds = ", ".join(type(part).__name__ for part in parts)
-        raise UsageError(
-            f"client {client!r}: {kinds or 'nothing'} given: give four arrays, (x_train, y_train, x_test, y_test), or "
-            "two map-style torch datasets, (train, test), whose samples are pairs (input, label)"
-        )
-    return parts
-
-
 def federation(
-    clients: Mapping[str, tuple[ArrayLike, ArrayLike, ArrayLike, ArrayLike] | tuple[Dataset[Any], Dataset[Any]]],
+    clients: Mapping[str, Any],
     *,
     name: str = "own data",
     classes: int | None = None,
     note: str = "",
+    target: str | None = None,
 ) -> Federation:
-    """Build a federation from arrays.
+    """Build a federation from arrays or datasets.
 
     Args:
-        clients: ``{client: (x_train, y_train, x_test, y_test)}``, see :func:`fedshift.data.samples.to_samples`; or
-            ``{client: (train, test)}``, map-style torch datasets of pairs (input, label), which are read once: a random
-            transform is drawn once for each sample (``augment`` draws anew each time).
+        clients: each client's data by its name: arrays ``(x_train, y_train, x_test, y_test)``, see
+            :func:`fedshift.data.samples.to_samples`; a pair ``(train, test)`` of map-style torch datasets of pairs
+            (input, label), of HuggingFace datasets, or of pairs of arrays; or a dictionary of either, with the keys
+            ``x_train``, ... (``x_val`` and ``y_val`` too), or ``train``, ``test`` and ``validation``. Datasets are read
+            once: a random transform is drawn once for each sample (``augment`` draws anew each time).
         name: Name of the data.
         classes: Number of classes; None: the largest training label of any client plus one.
         note: Description of the data in one sentence.
+        target: Column of the labels of HuggingFace datasets; None: the one of classes, or of a usual name.
 
     Raises:
-        UsageError: An array has another shape, type or range.
+        UsageError: An array has another shape, type or range, or a dataset cannot be read.
 
     """
     data = []
     for client, given in clients.items():
-        x_train, y_train, x_test, y_test = _arrays(client, given)
-        train = to_samples(x_train, y_train, _locate(client, "train"))
-        data.append(ClientData(name=client, train=train, test=to_samples(x_test, y_test, _locate(client, "test"))))
+        parts = list_splits(client, given)
+        wheres = {split: _locate(client, split) for split in parts}
+        arrays = {split: read_part(part, wheres[split], target) for split, part in parts.items()}
+        data.append(
+            ClientData(name=client, **{split: to_samples(*pair, wheres[split]) for split, pair in arrays.items()})
+        )
     classes = count_classes(data) if classes is None else classes
     return Federation(name=name, clients=tuple(data), classes=classes, note=note)

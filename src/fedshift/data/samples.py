@@ -9,14 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from ..utils.errors import UsageError
 
@@ -60,6 +58,8 @@ IMAGENET = Normalization(
 
 CHUNK = 1000
 """Number of samples that are checked, resized or hashed at a time."""
+SHOWN = 20
+"""Most clients, and most classes, that are printed one by one."""
 
 Augment = Callable[[Tensor], Tensor]
 """Function that augments a training batch of images ``[B, C, H, W]`` with values in [0, 1]."""
@@ -79,6 +79,12 @@ class Samples:
 
     def __len__(self) -> int:
         return len(self.y)
+
+    def __repr__(self) -> str:
+        labels, counts = torch.unique(self.y, return_counts=True)
+        each = dict(zip(labels.tolist(), counts.tolist(), strict=True))
+        labeled = f"by label {each}" if len(each) <= SHOWN else f"{len(each)} labels"
+        return f"{len(self)} samples of {describe_shape(self)}, {labeled}"
 
     @property
     def x(self) -> Tensor:
@@ -162,6 +168,11 @@ class Samples:
                 raise UsageError(f"{where}: sample {first} has NaN or infinite values; remove or impute them")
 
 
+def describe_shape(split: Samples) -> str:
+    """Return the shape and type of one sample: ``3 x 28 x 28 (uint8)``."""
+    return f"{' x '.join(map(str, split.shape)) or 'one number'} ({str(split.store.dtype).removeprefix('torch.')})"
+
+
 def join_samples(parts: Sequence[Samples]) -> Samples:
     """Concatenate the samples of ``parts``; a split that occurs again is left out.
 
@@ -236,31 +247,6 @@ def to_samples(x: ArrayLike, y: ArrayLike, where: str = "data") -> Samples:
     if y_array.dtype.kind == "f" and not (np.isfinite(y_array).all() and (y_array == np.round(y_array)).all()):
         raise UsageError(f"{where}: labels are not whole numbers; give classes as 0, 1, 2, ...")
     return Samples(x=_to_tensor(x_array, where), y=torch.from_numpy(y_array.astype(np.int64)))
-
-
-def arrays_of(data: Dataset[Any], where: str = "data") -> tuple[np.ndarray, np.ndarray]:
-    """Inputs and labels of a map-style torch dataset, read once, one sample after another.
-
-    Raises :class:`UsageError`, which begins with ``where``, unless its samples are pairs of an input and a label, and
-    inputs have one shape.
-    """
-    if not hasattr(data, "__len__"):
-        raise UsageError(f"{where}: {type(data).__name__} has no length: give a map-style torch.utils.data.Dataset")
-    inputs, labels = [], []
-    for number in range(len(data)):
-        sample = data[number]
-        if not isinstance(sample, tuple | list) or len(sample) != 2:
-            raise UsageError(f"{where}: sample {number} is a {type(sample).__name__}, not a pair (input, label)")
-        inputs.append(np.asarray(sample[0]))
-        labels.append(np.asarray(sample[1]))
-        if inputs[-1].shape != inputs[0].shape:
-            raise UsageError(
-                f"{where}: sample {number} has shape {inputs[-1].shape} and the first {inputs[0].shape}: bring all to "
-                "one shape (a transform of the dataset)"
-            )
-    if not inputs:
-        raise UsageError(f"{where}: empty; every client needs at least one sample in each split")
-    return np.stack(inputs), np.stack(labels)
 
 
 def _to_tensor(x: np.ndarray, where: str) -> Tensor:

@@ -19,6 +19,7 @@ from .federation import Federation
 from .files.folder import read_directory
 from .files.images import SizesDiffer
 from .files.read_options import Progress, ReadOptions
+from .objects import holds_hub_datasets, holds_tables, read_objects
 from .partition import CHANGES, Change, match_names
 from .samples import HALF, IMAGENET, UNIT
 
@@ -37,7 +38,7 @@ def data_root(spec: DataSpec) -> Path:
 
 
 def load_source(
-    data: str,
+    data: object,
     spec: DataSpec,
     progress: Progress | None = None,
     differing: int | None = None,
@@ -46,16 +47,19 @@ def load_source(
     """Load the clients of ``data`` without splits or scaling.
 
     Args:
-        data: Name of an embedded federation or a benchmark, or a path to user files.
+        data: Name of an embedded federation or a benchmark, or a path to user files; or an object that holds clients
+            (:data:`~fedshift.data.objects.FORMS`).
         spec: Settings of the data.
         progress: Callback for progress.
         differing: Side in pixels to which images of several sizes are resized; None: such images are refused.
         like: Federation that user files join, see :class:`~fedshift.data.files.read_options.ReadOptions`.
 
     """
-    if data in EMBEDDED:
+    if not isinstance(data, str):
+        made = _read_object(data, spec, progress, like)
+    elif data in EMBEDDED:
         _refuse(spec, READ, data)
-        made: Federation = resolve("data", EMBEDDED[data])()
+        made = resolve("data", EMBEDDED[data])()
     elif Path(data).exists():
         try:
             made = _read_directory(Path(data), spec, progress, differing, like)
@@ -69,6 +73,16 @@ def load_source(
     classes = spec.classes or made.classes
     unseen = (f"unseen {label}" for label in range(len(made.class_names), classes if made.class_names else 0))
     return replace(made, classes=classes, class_names=(*made.class_names[:classes], *unseen))
+
+
+def _read_object(data: object, spec: DataSpec, progress: Progress | None, like: Federation | None) -> Federation:
+    if isinstance(data, Federation):
+        _refuse(spec, READ, "a Federation")
+        return data
+    if not holds_tables(data):
+        used = {"target", "client_column", "test_fraction"} if holds_hub_datasets(data) else set()
+        _refuse(spec, set(READ) - used, f"data of type {type(data).__name__}")
+    return read_objects(data, _read_options(spec, progress, like))
 
 
 def _refuse(spec: DataSpec, names: Iterable[str], data: str) -> None:
@@ -85,13 +99,17 @@ def _exact_names(domains: str | None) -> tuple[str, ...] | None:
     return tuple(name.strip() for name in domains.split(","))
 
 
-def _read_directory(
-    path: Path, spec: DataSpec, progress: Progress | None, differing: int | None, like: Federation | None
-) -> Federation:
-    reading = ReadOptions(
+def _read_options(spec: DataSpec, progress: Progress | None, like: Federation | None) -> ReadOptions:
+    return ReadOptions(
         domains=_exact_names(spec.domains), classes=spec.classes, image_size=spec.image_size, progress=progress,
         like=like, **{name: getattr(spec, name) for name in READ},
     )  # fmt: skip
+
+
+def _read_directory(
+    path: Path, spec: DataSpec, progress: Progress | None, differing: int | None, like: Federation | None
+) -> Federation:
+    reading = _read_options(spec, progress, like)
     try:
         return read_directory(path, reading)
     except SizesDiffer:

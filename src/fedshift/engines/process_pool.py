@@ -37,6 +37,7 @@ from ..utils.allocator import keep_freed_memory
 from ..utils.errors import FedshiftError
 from ..utils.processors import available_processors
 from ..utils.profiling import add_seconds, record_seconds, timed_section
+from ..utils.user_code import locate_error
 from .engine import ClientResult, Data, Engine
 from .sequential import Sequential
 from .shared_memory import SharedMemoryBuffer, copy_out, pickle_without_tensors
@@ -118,7 +119,8 @@ def capture_error(work: Callable[[], Any]) -> Any:
     except FedshiftError as error:
         return error
     except BaseException as error:  # its type may be unknown to the parent, or impossible to unpickle
-        told = RuntimeError(f"{type(error).__name__}: {error}")
+        where = locate_error(error)
+        told = RuntimeError(f"{type(error).__name__}: {error}{f'; in {where}' if where else ''}")
         told.add_note(f"In the worker process:\n{traceback.format_exc()}")
         return told
 

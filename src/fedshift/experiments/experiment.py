@@ -17,6 +17,7 @@ from threading import Event
 from typing import Any
 
 import numpy as np
+from typing_extensions import override
 
 from ..analysis.privacy import Mechanism, describe_guarantee
 from ..config.settings_file import COMMAND
@@ -94,6 +95,45 @@ class Observer:
 
     def notice(self, text: str) -> None:
         """A notice for the user; each is given once."""
+
+
+class Observers(Observer):
+    """Several observers, which hear each event in turn."""
+
+    def __init__(self, *observers: Observer) -> None:
+        self.observers = observers
+
+    @override
+    def begin(
+        self, methods: Sequence[str], seeds: Sequence[int], rounds: int, clients: Sequence[str], metric: str
+    ) -> None:
+        for each in self.observers:
+            each.begin(methods, seeds, rounds, clients, metric)
+
+    @override
+    def trial(self, method: str, seed: int, done: int) -> None:
+        for each in self.observers:
+            each.trial(method, seed, done)
+
+    @override
+    def engine(self, method: str, choice: EngineChoice) -> None:
+        for each in self.observers:
+            each.engine(method, choice)
+
+    @override
+    def client(self, client: str, loss: float) -> None:
+        for each in self.observers:
+            each.client(client, loss)
+
+    @override
+    def round(self, done: RoundResult) -> None:
+        for each in self.observers:
+            each.round(done)
+
+    @override
+    def notice(self, text: str) -> None:
+        for each in self.observers:
+            each.notice(text)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

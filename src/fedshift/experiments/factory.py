@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,12 +23,33 @@ from ..methods.agc import agc
 from ..models import ModelFactory
 from ..utils.errors import UsageError, unknown_name
 from .experiment import Experiment
-from .initial_weights import as_initial_weights
+from .initial_weights import InitialWeights, as_initial_weights
 from .loggers import parse_loggers
 from .settings import Settings
 
 SAVED = re.compile(r"""(\bsaved\(\s*(?:path\s*=\s*)?)(['"])(.+?)\2""")
 """The path in a split such as ``saved(path='split.csv')``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GivenObjects:
+    """Objects that a program gives in place of settings of the same names; None: the setting counts.
+
+    Attributes:
+        data: Any of :data:`fedshift.data.objects.FORMS`.
+        newcomers: Exact names.
+
+    """
+
+    methods: tuple[Method, ...] | None = None
+    data: object = None
+    model: ModelFactory | None = None
+    loss: Loss | None = None
+    optimizer: Optimizer | None = None
+    augment: Augmentation | None = None
+    newcomers: tuple[str, ...] | None = None
+    seeds: tuple[int, ...] | None = None
+    weights: InitialWeights | None = None
 
 
 def parse_methods(text: str) -> tuple[Method, ...]:
@@ -66,23 +87,39 @@ def _parse_schedule(spec: Spec) -> Schedule:
     return schedules[0]  # type: ignore[no-any-return]
 
 
-def _make_optimizer(spec: Spec) -> Optimizer:
+def make_optimizer(spec: Spec) -> Optimizer:
+    """Return the local optimizer that ``spec`` names, with its learning rate, schedule and other settings."""
     common: dict[str, Any] = {
         "lr": spec.lr,
         "weight_decay": spec.weight_decay,
         "schedule": _parse_schedule(spec),
         "keep": spec.keep_optimizer,
     }
-    if spec.optimizer == "sgd":
+
+    def sgd() -> Optimizer:
         return SGD(momentum=spec.momentum, nesterov=spec.nesterov, **common)
-    if spec.momentum or spec.nesterov:
-        raise UsageError("momentum and nesterov belong to SGD: leave them out with --optimizer adamw")
-    return AdamW(**common)
+
+    def adamw(*, beta1: float = AdamW.beta1, beta2: float = AdamW.beta2, eps: float = AdamW.eps) -> Optimizer:
+        if spec.momentum or spec.nesterov:
+            raise UsageError("momentum and nesterov belong to SGD: leave them out with --optimizer adamw")
+        return AdamW(beta1=beta1, beta2=beta2, eps=eps, **common)
+
+    known: dict[str, Callable[..., Optimizer]] = {"sgd": sgd, "adamw": adamw}
+
+    def lookup(name: str) -> Callable[..., Optimizer]:
+        if name not in known:
+            raise unknown_name("optimizer", name, known)
+        return known[name]
+
+    made = expressions("optimizer", spec.optimizer, lookup)
+    if len(made) != 1:
+        raise UsageError(f"optimizer {spec.optimizer!r}: give one, not {len(made)}")
+    return made[0]  # type: ignore[no-any-return]
 
 
-def make_methods(spec: RunSpec | CompareSpec) -> tuple[Method, ...]:
-    """Return the methods that ``spec`` names, with adaptive gradient clipping where it asks for that."""
-    methods = parse_methods(spec.methods if isinstance(spec, CompareSpec) else spec.method)
+def make_methods(spec: RunSpec | CompareSpec, given: tuple[Method, ...] | None = None) -> tuple[Method, ...]:
+    """Return the methods that ``spec`` names, or those ``given``, with adaptive gradient clipping if it asks for it."""
+    methods = given if given is not None else parse_methods(_method_text(spec))
     if spec.agc is not None:
         methods = tuple(agc(method, clip=spec.agc, classifier=not spec.agc_skip_classifier) for method in methods)
     if isinstance(spec, RunSpec) and len(methods) != 1:
@@ -90,19 +127,26 @@ def make_methods(spec: RunSpec | CompareSpec) -> tuple[Method, ...]:
     return methods
 
 
-def make_settings(spec: Spec, names: tuple[str, ...]) -> Settings:
-    """Return the settings in ``spec``; ``names``: all clients, among which newcomers are looked for."""
-    share = spec.participation
+def _method_text(spec: RunSpec | CompareSpec) -> str:
+    return spec.methods if isinstance(spec, CompareSpec) else spec.method
+
+
+def make_settings(spec: Spec, names: tuple[str, ...], given: GivenObjects | None = None) -> Settings:
+    """Return the settings in ``spec``, or the objects ``given`` in their place.
+
+    ``names``: all clients, among which newcomers are looked for.
+    """
+    share, given = spec.participation, given or GivenObjects()
     return resolve_settings(
         spec,
         names,
         batch_size=spec.batch_size or None,
-        optimizer=_make_optimizer(spec),
-        loss=spec.loss,
-        weights=spec.weights,
+        optimizer=given.optimizer or make_optimizer(spec),
+        loss=given.loss or spec.loss,
+        weights=spec.weights if given.weights is None else given.weights,
         skip_classifier=spec.weights_skip_classifier,
-        augment=spec.augment,
-        newcomers=spec.newcomers or (),
+        augment=given.augment or spec.augment,
+        newcomers=spec.newcomers or () if given.newcomers is None else given.newcomers,
         moments=spec.moments,
         participation=share if share is None or share < 1 or share % 1 else int(share),
     )
@@ -118,7 +162,7 @@ def resolve_settings(
     augment: str | Augmentation | None,
     newcomers: str | Sequence[str],
     moments: str | Sequence[str],
-    weights: str | Path | Mapping[str, Any] | None = None,
+    weights: str | Path | Mapping[str, Any] | InitialWeights | None = None,
     skip_classifier: bool = False,
     **changes: Any,
 ) -> Settings:
@@ -179,21 +223,23 @@ def list_seeds(spec: Spec) -> tuple[int, ...]:
     return tuple(range(spec.first_seed, spec.first_seed + spec.seeds))
 
 
-def make_experiment(spec: RunSpec | CompareSpec, progress: Progress | None = None) -> Experiment:
-    """Return the experiment that ``spec`` describes.
+def make_experiment(
+    spec: RunSpec | CompareSpec, progress: Progress | None = None, given: GivenObjects | None = None
+) -> Experiment:
+    """Return the experiment that ``spec`` describes, with the objects ``given`` in place of what it names.
 
     Raises :class:`UsageError` naming the setting where something does not fit.
     """
-    spec = anchor_paths(spec)
-    methods, log = make_methods(spec), parse_loggers(spec.log)
-    source = load_source(spec.data, spec, progress).fit_images(spec.image_size)
+    given, spec = given or GivenObjects(), anchor_paths(spec)
+    methods, log = make_methods(spec, given.methods), parse_loggers(spec.log)
+    source = load_source(spec.data if given.data is None else given.data, spec, progress).fit_images(spec.image_size)
     data = prepare_clients(source, spec)
     return Experiment(
         methods=methods,
         data=data,
-        model=resolve_model(spec.model, data.sample_shape),
-        settings=make_settings(spec, data.names),
-        seeds=list_seeds(spec),
+        model=given.model or resolve_model(spec.model, data.sample_shape),
+        settings=make_settings(spec, data.names, given),
+        seeds=list_seeds(spec) if given.seeds is None else given.seeds,
         config=asdict(spec),
         files={"split.csv": write_assignment(source, spec)} if spec.split else {},
         log=log,

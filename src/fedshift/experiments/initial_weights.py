@@ -138,12 +138,14 @@ class InitialWeights:
 
 
 def as_initial_weights(
-    given: str | Path | Mapping[str, Any] | None, *, skip_classifier: bool = False
+    given: str | Path | Mapping[str, Any] | InitialWeights | None, *, skip_classifier: bool = False
 ) -> InitialWeights | None:
     """Return weights from a file or a state dictionary; None where none are given.
 
     Raises :class:`UsageError` for files that cannot be read without running code, and entries that are no numbers.
     """
+    if isinstance(given, InitialWeights):
+        return given
     if given is None:
         if skip_classifier:
             raise UsageError("weights_skip_classifier leaves a layer of weights out, but none are given (--weights)")

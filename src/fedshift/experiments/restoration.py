@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 from ..config.expressions import split_expressions
 from ..config.settings_file import FILE, read_run_settings
@@ -18,6 +19,7 @@ from ..results.trial_records import BEST, CHECKPOINT, load_facts
 from ..utils.errors import UsageError, unknown_name
 from .experiment import Experiment
 from .factory import make_experiment, parse_methods
+from .python_settings import OF_OPTIMIZER
 from .settings import Settings
 from .trial import Trial
 
@@ -46,11 +48,35 @@ def load_spec(directory: Path, run_data: Path | None = None) -> RunSpec | Compar
         values[settings.data_setting] = str(run_data)
     if not values.get("data"):
         raise UsageError(
-            f"{directory} does not say on which data it was run, as after `fedshift serve` and runs from Python: what "
-            "clients keep is needed here; give a directory that `fedshift run` or `compare` wrote, or in Python use "
-            "adapt() and features() of the Comparison"
+            f"{directory} does not say on which data it was run, as after `fedshift serve`: what clients keep is "
+            "needed here; give a directory that `fedshift run` or `compare` wrote"
         )
     return CompareSpec(**values) if "methods" in values else RunSpec(**values)
+
+
+def read_python_settings(directory: Path, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of the run in ``directory`` with those ``given`` in their place, for Python.
+
+    Raises :class:`UsageError` where the directory does not say, or cannot say, what was run, and it is not given, and
+    :class:`FedshiftError` where its settings are damaged.
+    """
+    settings = read_run_settings(directory)
+    settings.add_code()
+    found = settings.find_paths({} if "data" in given or "root" in given else {"data": "--data", "root": "--root"})
+    allowed = [field.name for kind in (RunSpec, CompareSpec) for field in fields(kind)]
+    kept = {name: value for name, value in found.items() if value is not None}
+    values = select_settings(kept, directory / FILE, allowed, given)
+    values["methods"] = values.pop("method", None) or values.get("methods")
+    if (share := values.get("participation")) is not None and share >= 1:
+        values["participation"] = int(share)
+    values["device"] = resolve_device(RunSpec(device=values.get("device", RunSpec.device)))[0]
+    whole = {"optimizer": OF_OPTIMIZER, "seeds": ("seeds", "first_seed")}
+    replaced = {each for name, several in whole.items() if name in given for each in several}
+    values = {name: value for name, value in values.items() if name not in replaced} | dict(given)
+    for name in ("methods", "data"):
+        if values.get(name) is None:
+            raise UsageError(f"{directory} does not say which {name} it was run with: give {name}=...")
+    return values
 
 
 RUN_DATA = dict.fromkeys(("data", "root"), "--run-data")

@@ -100,7 +100,7 @@ class Trial:
         trained_on = pool_training_data(training) if method.pooled else training
         self.model = model
         if settings.augment:
-            check_augmentable(training)
+            check_augmentable(training, settings.augment)
         self.plan = make_plan(
             method,
             model,

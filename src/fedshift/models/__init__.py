@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ..utils.errors import UsageError
+from ..utils.user_code import describe_error, describe_function
 
 ModelFactory = Callable[[tuple[int, ...], int], nn.Module]
 """Function that makes a network for the shape of a sample and a number of classes."""
@@ -23,13 +24,16 @@ def make_network(model: ModelFactory, shape: tuple[int, ...], classes: int) -> n
         network = model(shape, classes)
     except UsageError:
         raise
-    except (TypeError, ValueError, RuntimeError) as error:
+    except Exception as error:
         raise UsageError(
-            f"the model cannot be made for samples of shape {shape} and {classes} classes ({error}): give a function "
-            "(sample_shape, classes) -> nn.Module that takes them"
+            f"the model cannot be made for samples of shape {shape} and {classes} classes ({describe_error(error)}): "
+            "give a function (sample_shape, classes) -> nn.Module that takes them"
         ) from error
     if not isinstance(network, nn.Module):
-        raise UsageError(f"the model's function made a {type(network).__name__}, not a torch.nn.Module")
+        raise UsageError(
+            f"the model's function made a {type(network).__name__}, not a torch.nn.Module: return the network in "
+            f"{describe_function(model)}"
+        )
     if any(nn.parameter.is_lazy(tensor) for tensor in (*network.parameters(), *network.buffers())):
         with torch.no_grad():  # gives lazy layers their shapes, without moving statistics
             network.eval()(torch.zeros(1, *shape))

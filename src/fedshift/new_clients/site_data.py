@@ -22,6 +22,7 @@ from ..data.files.image_store import ImageFile, cache_entry, decode_all, describ
 from ..data.files.images import SizesDiffer
 from ..data.files.read_options import Progress
 from ..data.files.table_schema import Column
+from ..data.objects import holds_hub_datasets, holds_tables
 from ..data.samples import CHUNK, HALF, Samples, to_samples
 from ..data.sources import READ, load_source, normalize
 from ..experiments.experiment import Experiment
@@ -30,19 +31,20 @@ from ..utils.files import cache_directory
 
 
 def load_site(
-    data: str,
+    data: object,
     spec: DataSpec,
     run: Federation,
     clients: str | None = None,
     progress: Progress | None = None,
 ) -> Federation:
-    """Load the clients of ``data``, in the form that ``--data`` takes, as samples of the run's kind.
+    """Load the clients of ``data``, as ``--data`` takes them or in objects, as samples of the run's kind.
 
     ``spec``: the run's settings, by which files are read; its split, samples and validation apply to the run only.
     ``clients``: names or patterns; None: all. Raises :class:`UsageError` naming both if shapes or classes differ.
     """
     own: dict[str, Any] = {}
-    if not Path(data).exists():  # settings for the run's files do not apply to data by name
+    read = Path(data).exists() if isinstance(data, str) else holds_tables(data) or holds_hub_datasets(data)
+    if not read:  # settings for the run's files do not apply to data by name, nor to arrays
         own = {field.name: field.default for field in fields(DataSpec) if field.name in READ}
     asked = replace(spec, domains=clients, split=None, samples=None, validation=0.0, classes=None, **own)
     try:

@@ -71,6 +71,34 @@ class ReportTable:
     text: TextTable
 
 
+def make_metric_table(
+    summary: RunSummary,
+    claims: Claims,
+    *,
+    metric: str | None = None,
+    model: str = "personal",
+    split: str = "test",
+    moment: str = "loaded",
+    digits: int | None = None,
+) -> ReportTable:
+    """Return the table of :func:`accuracy_table`; ``claims`` are those of the same metric and model.
+
+    ``digits``: decimals; None: those of the metric.
+    """
+    metric = metric or summary.metric
+    frame = accuracy_table(summary, metric, model, split, moment)
+    unit, when = ("nats" if metric == "loss" else "percent"), (f" {AFTER_WORK}" if moment == "trained" else "")
+    caption = f"{split.capitalize()} {METRICS[metric]} of the {model} model in {unit}{when}"
+    caption += f", {describe_seeds(summary)}, {describe_round(summary)}"
+    leader = find_leader(claims, metric) if (split, moment) == ("test", "loaded") else ""
+    one_by_one, even = len(summary.clients) <= ONE_BY_ONE, is_even(find_reached_rounds(summary))
+    text = format_metric_table(frame, metric, one_by_one=one_by_one, leader=leader, even=even, digits=digits)
+    text = replace(text, partial=describe_partial(summary))
+    file = "-".join([metric, *([model] if model == "global" else []), *([split] if split != "test" else [])])
+    file += "-trained" if moment == "trained" else ""
+    return ReportTable(caption=caption, frame=frame, text=text, file=file)
+
+
 def collect_tables(summary: RunSummary, claims: Claims) -> dict[str, ReportTable]:
     """Return the tables that ``summary`` has data for: metric, trained, differences, target and concordance."""
     tables: dict[str, ReportTable] = {}
@@ -79,17 +107,10 @@ def collect_tables(summary: RunSummary, claims: Claims) -> dict[str, ReportTable
         text = replace(text, partial=partial)
         tables[name] = ReportTable(caption=caption, frame=frame, text=text, file=file or name)
 
-    metric, one_by_one = summary.metric, len(summary.clients) <= ONE_BY_ONE
-    partial, even = describe_partial(summary), is_even(find_reached_rounds(summary))
-    for name, moment, when in (("metric", "loaded", ""), ("trained", "trained", f" {AFTER_WORK}")):
-        if moment == "loaded" or measures_trained(summary):
-            frame = accuracy_table(summary, moment=moment)
-            caption = f"Test {summary.metric_name} of the personal model in percent{when}"
-            caption += f", {describe_seeds(summary)}, {describe_round(summary)}"
-            file = metric if moment == "loaded" else f"{metric}-trained"
-            leader = find_leader(claims, metric) if moment == "loaded" else ""
-            text = format_metric_table(frame, metric, one_by_one=one_by_one, leader=leader, even=even)
-            add(name, caption, frame, text, file)
+    metric, partial = summary.metric, describe_partial(summary)
+    tables["metric"] = make_metric_table(summary, claims)
+    if measures_trained(summary):
+        tables["trained"] = make_metric_table(summary, claims, moment="trained")
     if len(frame := tabulate_claims(claims)):
         caption = f"Macro {summary.metric_name} minus {claims.baseline}'s in points, paired over seeds"
         add("differences", caption, frame, format_difference_table(frame, metric))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from rich.console import Console
@@ -10,12 +11,15 @@ from ..results.schema import RunSummary
 from ..results.summary import holds_run, read_summary
 from ..utils.errors import FedshiftError
 from ..utils.files import write_atomically
-from .claims import collect_claims, describe_baseline, describe_ranking, tabulate_claims
+from .claims import Claims, collect_claims, describe_baseline, describe_ranking, tabulate_claims
 from .figures import save_figures
-from .formatting import to_csv, to_terminal, write_table
-from .page import collect_tables, write_page
+from .formatting import TextTable, to_csv, to_terminal, write_table
+from .page import ReportTable, collect_tables, write_page
 from .progress import describe_partial, find_reached_rounds, is_even
 from .tables import ONE_BY_ONE, accuracy_table, list_shortfalls
+
+SHOWN = ("metric", "trained", "differences", "target", "concordance")
+"""Tables that the terminal shows, in order."""
 
 
 def print_lines(console: Console, *lines: str) -> None:
@@ -24,33 +28,60 @@ def print_lines(console: Console, *lines: str) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
+def list_parts(summary: RunSummary, whole: object) -> Iterator[str | TextTable]:
+    """Yield the sentences and tables of ``summary`` that the terminal shows, in order.
+
+    ``whole``: where the values of each client are, which a table of many clients leaves out.
+    """
+    if not (summary.rows["moment"] == "loaded").any():
+        yield "No round was evaluated yet, so there is nothing to report."
+        return
+    claims = collect_claims(summary)
+    yield from _list_results(summary, claims, collect_tables(summary, claims), whole)
+
+
+def _list_results(
+    summary: RunSummary, claims: Claims, tables: Mapping[str, ReportTable], whole: object
+) -> Iterator[str | TextTable]:
+    if partial := describe_partial(summary):
+        yield partial
+    for table in (tables[name] for name in SHOWN if name in tables):
+        yield from (table.caption, table.text)
+    if len(summary.clients) > ONE_BY_ONE:
+        yield f"Each client is in {whole}."
+    if (summary.rows["split"] == "validation").any() and is_even(find_reached_rounds(summary)):
+        validation = accuracy_table(summary, split="validation")
+        means = validation.iloc[len(summary.clients)].unstack()["mean"]
+        values = ", ".join(f"{method} {100 * means[method]:.2f}" for method in validation.columns.unique("method"))
+        yield f"Validation, macro: {values}. Choose by these."
+    sentences = [*describe_baseline(summary, claims), *describe_ranking(summary, claims), *list_shortfalls(summary)]
+    yield from dict.fromkeys(sentences)
+
+
+def print_parts(console: Console, parts: Iterable[str | TextTable]) -> None:
+    """Print sentences, one line each, and tables."""
+    for part in parts:
+        if isinstance(part, str):
+            print_lines(console, part)
+        else:
+            console.print(to_terminal(part))
+
+
 def publish_summary(summary: RunSummary, directory: Path, console: Console) -> None:
     """Print the tables of ``summary``, and write tables, figures and page into ``directory``."""
     if not (summary.rows["moment"] == "loaded").any():
-        console.print("No round was evaluated yet, so there is nothing to report.")
+        print_parts(console, list_parts(summary, directory))
         return
     claims, partial = collect_claims(summary), describe_partial(summary)
     tables, folder = collect_tables(summary, claims), directory / "tables"
-    if partial:
-        print_lines(console, partial)
-    for name in ("metric", "trained", "differences", "target", "concordance"):
-        if table := tables.get(name):
-            print_lines(console, table.caption)
-            console.print(to_terminal(table.text))
-            write_table(folder, table.file, table.text, table.frame, table.caption)
+    print_parts(console, _list_results(summary, claims, tables, folder / f"{summary.metric}.csv"))
+    for table in (tables[name] for name in SHOWN if name in tables):
+        write_table(folder, table.file, table.text, table.frame, table.caption)
     if "differences" not in tables:
         write_atomically(folder / "differences.csv", to_csv(tabulate_claims(claims), partial).encode())
-    if len(summary.clients) > ONE_BY_ONE:
-        print_lines(console, f"Each client is in {folder / summary.metric}.csv.")
     if (summary.rows["split"] == "validation").any():
         validation = accuracy_table(summary, split="validation")
         write_atomically(folder / "validation.csv", to_csv(validation, partial).encode())
-        means = validation.iloc[len(summary.clients)].unstack()["mean"]
-        values = ", ".join(f"{method} {100 * means[method]:.2f}" for method in validation.columns.unique("method"))
-        if is_even(find_reached_rounds(summary)):
-            print_lines(console, f"Validation, macro: {values}. Choose by these.")
-    sentences = [*describe_baseline(summary, claims), *describe_ranking(summary, claims), *list_shortfalls(summary)]
-    print_lines(console, *dict.fromkeys(sentences))
     save_figures(summary, directory / "figures")
     write_page(summary, directory / "report.html")
     print_lines(console, f"Page: {directory / 'report.html'}")

@@ -136,6 +136,18 @@ def read_tables(path: Path, reading: ReadOptions) -> Federation:
     if reading.like is not None and column is not None and files and column not in schema.open_table(files[0]).types:
         reading = replace(reading, client_column=None)
     tables = _open_tables(path, files, reading)
+    return read_opened_tables(tables, path.resolve().name if path.is_dir() else path.resolve().stem, reading)
+
+
+def read_opened_tables(tables: Sequence[TableFile], name: str, reading: ReadOptions) -> Federation:
+    """Return the federation ``name`` of ``tables`` as :func:`read_tables` does; refuse those whose columns differ."""
+    for table in tables:
+        for one, other in ((table, tables[0]), (tables[0], table)):
+            lacking = [name for name in other.types if name not in one.types]
+            if lacking:
+                raise UsageError(
+                    f"{one.path} has no column {lacking[0]!r}, which {other.path} has: all files need the same columns"
+                )
     roles, notices = _find_roles(tables, reading)
     features = [name for name in tables[0].types if name not in roles.names]
     if not features:
@@ -162,16 +174,16 @@ def read_tables(path: Path, reading: ReadOptions) -> Federation:
     remarks, scalings = _impute_and_scale(x, bounds, columns, reading)
     notices += remarks
     clients = []
-    for (name, edges), scaling in zip(bounds.items(), scalings, strict=True):
+    for (client, edges), scaling in zip(bounds.items(), scalings, strict=True):
         made = Normalization(features=scaling)
         parts = {
             split: Samples(x=torch.from_numpy(x[first:last]), y=torch.from_numpy(y[first:last]), normalization=made)
             for split, (first, last) in zip(SPLITS, pairwise(edges), strict=True)
             if last > first
         }
-        clients.append(ClientData(name=name, **parts))
+        clients.append(ClientData(name=client, **parts))
     return Federation(
-        name=path.resolve().name if path.is_dir() else path.resolve().stem,
+        name=name,
         clients=tuple(clients),
         classes=classes,
         note=f"{len(y)} rows of {len(clients)} clients, {len(columns)} columns",
@@ -182,7 +194,7 @@ def read_tables(path: Path, reading: ReadOptions) -> Federation:
 
 
 def _open_tables(path: Path, files: Sequence[Path], reading: ReadOptions) -> list[TableFile]:
-    """Return the opened ``files``, in the order of the clients wanted where each has one; columns must be the same."""
+    """Return the opened ``files``, in the order of the clients wanted where each has one."""
     if not files:
         raise UsageError(f"{path} is no table and no directory with one: give files of {', '.join(schema.SUFFIXES)}")
     if reading.client_column is None:
@@ -200,15 +212,7 @@ def _open_tables(path: Path, files: Sequence[Path], reading: ReadOptions) -> lis
             if name not in by_stem:
                 raise unknown_name("domain", name, by_stem)
         files = [by_stem[name] for name in reading.domains] if reading.domains else files
-    tables = [schema.open_table(file) for file in files]
-    for table in tables:
-        for one, other in ((table, tables[0]), (tables[0], table)):
-            lacking = [name for name in other.types if name not in one.types]
-            if lacking:
-                raise UsageError(
-                    f"{one.path} has no column {lacking[0]!r}, which {other.path} has: all files need the same columns"
-                )
-    return tables
+    return [schema.open_table(file) for file in files]
 
 
 def _find_roles(tables: Sequence[TableFile], reading: ReadOptions) -> tuple[ColumnRoles, list[str]]:

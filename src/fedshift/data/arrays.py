@@ -1,0 +1,155 @@
+"""Inputs and labels of one client, from what holds them: arrays, torch datasets or HuggingFace datasets.
+
+HuggingFace's library is known by what its objects do (``column_names``, ``features``), and need not be installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from ..utils.errors import UsageError, unknown_name
+from ..utils.user_code import describe_error
+
+SUFFIXES = {"train": "train", "validation": "val", "test": "test"}
+"""Splits, and the suffixes of the names of their arrays: ``x_val``."""
+INPUTS, LABELS = ("image", "img", "x", "pixel_values", "features"), ("label", "labels", "y", "target", "fine_label")
+"""Usual names of the columns of a HuggingFace dataset that hold inputs and labels."""
+ACCEPTED = (
+    "give four arrays, (x_train, y_train, x_test, y_test), or two map-style torch datasets, (train, test), whose "
+    "samples are pairs (input, label), or a dictionary of either"
+)
+
+
+def is_hub_dataset(thing: object) -> bool:
+    """Return whether ``thing`` behaves as a ``datasets.Dataset`` of HuggingFace."""
+    return isinstance(getattr(thing, "column_names", None), list) and hasattr(thing, "features")
+
+
+def list_splits(client: str, given: Any) -> dict[str, Any]:
+    """Return the splits of a client, by name: each a pair of arrays, or whatever holds inputs and labels.
+
+    Args:
+        client: name of the client.
+        given: arrays ``(x_train, y_train, x_test, y_test)``; parts ``(train, test)``; or a dictionary of either, with
+            keys ``x_train``, ... (``x_val`` and ``y_val`` too) or ``train``, ``test`` and ``validation``.
+
+    Raises:
+        UsageError: it is none of these.
+
+    """
+    if isinstance(given, Mapping):
+        return _name_splits(client, given)
+    parts: Sequence[Any] = given if isinstance(given, tuple | list) else [given]
+    if len(parts) == 4:
+        return {"train": tuple(parts[:2]), "test": tuple(parts[2:])}
+    if len(parts) == 2 and all(_holds_samples(part) for part in parts):
+        return dict(zip(("train", "test"), parts, strict=True))
+    kinds = ", ".join(type(part).__name__ for part in parts)
+    raise UsageError(f"client {client!r}: {kinds or 'nothing'} given: {ACCEPTED}")
+
+
+def _name_splits(client: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the splits in a dictionary of arrays or datasets."""
+    keys: dict[str, tuple[str, ...]] = {split: (f"x_{end}", f"y_{end}") for split, end in SUFFIXES.items()}
+    if not any(key in given for pair in keys.values() for key in pair):
+        keys = {split: (split,) for split in SUFFIXES}
+    known = [key for names in keys.values() for key in names]
+    for key in given:
+        if key not in known:
+            raise unknown_name(f"key of client {client!r}", str(key), known)
+    found = {}
+    for split, names in keys.items():
+        if split == "validation" and not any(name in given for name in names):
+            continue
+        for name in names:
+            if name not in given:
+                raise UsageError(f"client {client!r} has no {name!r}, only {', '.join(given) or 'nothing'}: {ACCEPTED}")
+        found[split] = tuple(given[name] for name in names) if len(names) == 2 else given[names[0]]
+    return found
+
+
+def _holds_samples(part: object) -> bool:
+    pair = isinstance(part, tuple | list) and len(part) == 2
+    return pair or isinstance(part, Dataset) or is_hub_dataset(part)
+
+
+def read_part(part: Any, where: str, target: str | None = None, skip: Sequence[str] = ()) -> tuple[Any, Any]:
+    """Return inputs and labels of a split, read once, one sample after another where it is a dataset.
+
+    Args:
+        part: a pair of arrays; a map-style torch dataset of pairs (input, label); or a HuggingFace dataset.
+        where: beginning of error messages.
+        target: column of the labels of a HuggingFace dataset; None: the one of classes, or of a usual name.
+        skip: columns of a HuggingFace dataset that are neither inputs nor labels.
+
+    Raises:
+        UsageError: samples are no such pairs, inputs differ in shape, or reading one fails.
+
+    """
+    if isinstance(part, tuple | list) and len(part) == 2:
+        return part[0], part[1]
+    if not hasattr(part, "__len__"):
+        kind = "datasets.Dataset" if is_hub_dataset(part) else "torch.utils.data.Dataset"
+        raise UsageError(f"{where}: {type(part).__name__} has no length: give a map-style {kind}")
+    if is_hub_dataset(part):
+        inputs, label = find_columns(part, where, target, skip)
+        return _read_samples(part, where, lambda row: (row[inputs], row[label]))
+    return _read_samples(part, where, _require_pair)
+
+
+def find_columns(data: Any, where: str, target: str | None, skip: Sequence[str]) -> tuple[str, str]:
+    """Return the columns of a HuggingFace dataset that hold inputs and labels."""
+    names = [name for name in data.column_names if name not in skip]
+    classes = [name for name in names if type(data.features[name]).__name__ == "ClassLabel"]
+    usual = [name for name in LABELS if name in names]
+    label = target or next(iter(classes if len(classes) == 1 else usual), "")
+    if label not in names:
+        raise UsageError(f"{where}: say which column holds the label (--target): columns are {', '.join(names)}")
+    rest = [name for name in names if name != label]
+    found = [name for name in rest if holds_arrays(data, name)]
+    inputs = next(iter(found if len(found) == 1 else [name for name in INPUTS if name in rest]), None)
+    if inputs is None:
+        raise UsageError(
+            f"{where}: which of the columns {', '.join(rest)} holds the inputs is not clear: leave one of images or "
+            "arrays (select_columns)"
+        )
+    return inputs, label
+
+
+def holds_arrays(data: Any, column: str) -> bool:
+    """Return whether a column of a HuggingFace dataset holds images or arrays, not single values."""
+    return type(data.features[column]).__name__ not in ("Value", "ClassLabel")
+
+
+def _require_pair(sample: Any) -> tuple[Any, Any]:
+    if not isinstance(sample, tuple | list) or len(sample) != 2:
+        raise UsageError(f"is a {type(sample).__name__}, not a pair (input, label)")
+    return sample[0], sample[1]
+
+
+def _read_samples(data: Any, where: str, split: Callable[[Any], tuple[Any, Any]]) -> tuple[np.ndarray, np.ndarray]:
+    inputs, labels = [], []
+    for number in range(len(data)):
+        try:
+            x, y = split(data[number])
+        except UsageError as error:
+            raise UsageError(f"{where}: sample {number} {error}") from error
+        except Exception as error:
+            raise UsageError(
+                f"{where}: sample {number} of {type(data).__name__} cannot be read: {describe_error(error)}"
+            ) from error
+        mode = getattr(x, "mode", None)  # of a picture; palettes, for example, hold no colors
+        inputs.append(np.asarray(x.convert("RGB") if isinstance(mode, str) and mode not in ("L", "RGB") else x))
+        labels.append(np.asarray(y))
+        if inputs[-1].shape != inputs[0].shape:
+            raise UsageError(
+                f"{where}: sample {number} has shape {inputs[-1].shape} and the first {inputs[0].shape}: bring all to "
+                "one shape (a transform of the dataset)"
+            )
+    if not inputs:
+        raise UsageError(f"{where}: empty; every client needs at least one sample in each split")
+    return np.stack(inputs), np.stack(labels)

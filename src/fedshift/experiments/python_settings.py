@@ -1,0 +1,276 @@
+"""Settings given as Python values: for each the text of a settings file, and the object where there is one.
+
+A run from Python writes the same settings as one from the command line. An object is written as text where reading that
+text makes an equal object; what no text says, such as a function of a notebook, is described in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..config.expressions import EMBEDDED, list_catalog, resolve
+from ..config.spec import PYTHON, CompareSpec, DataSpec, check_settings
+from ..core.loss import CustomLoss, Loss, as_loss, parse_loss
+from ..core.method import Method
+from ..core.optimizer import SGD, AdamW, Cosine, Exponential, Optimizer, Schedule, StepDecay, as_optimizer
+from ..data.augmentation import as_augmentation, write_augmentation
+from ..data.federation import Federation
+from ..data.objects import FORMS
+from ..data.sources import load_source, prepare_clients
+from ..utils.errors import UsageError
+from ..utils.user_code import describe_error, describe_function, find_import_path
+from .experiment import Experiment
+from .factory import GivenObjects, make_experiment, make_optimizer, parse_methods
+from .initial_weights import as_initial_weights
+
+DEFAULTS: Mapping[str, Any] = {setting.name: setting.default for setting in fields(CompareSpec)}
+OF_OPTIMIZER = ("optimizer", "lr", "momentum", "nesterov", "weight_decay", "schedule", "keep_optimizer")
+"""Settings that an optimizer's value takes the place of."""
+SIGNS = frozenset(",*?[]")
+"""Signs that have a meaning in lists of clients' names."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """A setting as Python gives it: its ``value``, and the ``texts`` of settings that say it, or a description."""
+
+    value: Any
+    texts: Mapping[str, Any] = field(default_factory=dict)
+    described: str = ""
+
+
+def make_python_experiment(given: Mapping[str, Any]) -> Experiment:
+    """Return the experiment under the settings ``given``: texts and numbers as of the command line, or Python values.
+
+    Raises :class:`UsageError` naming each setting whose value is not allowed, and what is.
+    """
+    values = {**DEFAULTS} | {name: simplify(name, value) for name, value in given.items()}
+    objects = {name: value for name, value in values.items() if name in READERS and not _is_plain(name, value)}
+    values |= {name: DEFAULTS[name] for name in objects}
+    check_settings(SimpleNamespace(**values), CompareSpec)
+    if schedule := objects.pop("schedule", None):
+        objects["optimizer"] = objects.get("optimizer", values["optimizer"]), schedule
+    found: dict[str, Any] = {}
+    described: dict[str, str] = {}
+    for name, value in objects.items():
+        reading = READERS[name](value, values)
+        found[name] = reading.value
+        values |= reading.texts
+        if reading.described:
+            described[name] = reading.described
+    spec = CompareSpec(**values)
+    experiment = make_experiment(spec, given=GivenObjects(**found))
+    hidden = {*described, *(OF_OPTIMIZER if "optimizer" in described else ())}
+    written = {name: value for name, value in experiment.config.items() if name not in hidden}
+    return replace(experiment, config=written | ({PYTHON: described} if described else {}))
+
+
+def load_python_data(data: Any, given: Mapping[str, Any]) -> Federation:
+    """Return the clients in ``data`` under the settings ``given``, split, scaled and checked."""
+    values = {name: simplify(name, value) for name, value in {**given, "data": data}.items()}
+    data = values.pop("data")
+    defaults = {setting.name: setting.default for setting in fields(DataSpec)}
+    check_settings(SimpleNamespace(**defaults | values), DataSpec)
+    spec = DataSpec(**values)
+    return prepare_clients(load_source(data, spec).fit_images(spec.image_size), spec)
+
+
+def simplify(name: str, value: Any) -> Any:
+    """Return the value of a setting in the form of the command line, where that says the same."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, Path) and name in ("root", "weights"):
+        return str(value)
+    if isinstance(value, Path) and name == "data":
+        if not value.exists():
+            raise UsageError(f"data: there is no {value.resolve()}: give a directory or a table that exists")
+        return str(value) if len(value.parts) > 1 else f"./{value}"  # which is no benchmark's name
+    if isinstance(value, torch.device):
+        return str(value)
+    if name == "batch_size" and value is None:
+        return 0
+    if name == "participation" and isinstance(value, float) and value == 1:
+        return None
+    return value
+
+
+def _is_plain(name: str, value: Any) -> bool:
+    """Return whether ``value`` is in the form of the command line, or can only be a mistake for it."""
+    if name == "seeds":
+        return isinstance(value, int | float | str)
+    return isinstance(value, str) or (value is None and DEFAULTS[name] is None)
+
+
+def read_methods(value: Any, _values: Mapping[str, Any]) -> Reading:
+    """Read texts, methods and functions that make one, or a list of these."""
+    methods: list[Method] = []
+    texts: list[str | None] = []
+    for one in [value] if isinstance(value, Method) or not isinstance(value, Iterable) else value:
+        if isinstance(one, str):
+            methods += parse_methods(one)
+            texts.append(one)
+            continue
+        made = one
+        if callable(one) and not isinstance(one, Method):
+            try:
+                made = one()
+            except Exception as error:
+                raise UsageError(f"methods: {describe_function(one)} makes none: {describe_error(error)}") from error
+        if not isinstance(made, Method):
+            raise UsageError(
+                f"methods: {made!r} is none: give texts such as 'fedbn+fedprox(mu=0.1)', methods such as "
+                "fedshift.fedbn(), or functions that make one without arguments; several in a list"
+            )
+        methods.append(made)
+        texts.append(made.name if _is_written_method(made) else find_import_path(one))
+    if None not in texts:
+        return Reading(value=tuple(methods), texts={"methods": ",".join(map(str, texts))})
+    return Reading(value=tuple(methods), described=", ".join(method.name for method in methods))
+
+
+def _is_written_method(method: Method) -> bool:
+    try:
+        return [same.text for same in parse_methods(method.name)] == [method.text]
+    except UsageError:
+        return False
+
+
+def read_data(value: Any, _values: Mapping[str, Any]) -> Reading:
+    """Read a federation, or what holds clients."""
+    if value is None:
+        raise UsageError(f"data=None: give {FORMS}")
+    if not isinstance(value, Federation):
+        return Reading(value=value, described=f"a {type(value).__name__} in memory")
+    if value.name in EMBEDDED and value.fingerprint == resolve("data", EMBEDDED[value.name])().fingerprint:
+        return Reading(value=value, texts={"data": value.name})
+    return Reading(value=value, described=f"a Federation {value.name!r} of {len(value.clients)} clients")
+
+
+def read_model(value: Any, _values: Mapping[str, Any]) -> Reading:
+    """Read a function that makes a network."""
+    if isinstance(value, nn.Module) or not callable(value):
+        raise UsageError(
+            f"model is a {type(value).__name__}: give a name, or a function (sample_shape, classes) -> nn.Module, "
+            "which each seed calls for fresh weights"
+        )
+    named = [name for name, function in list_catalog("models").items() if function is value]
+    if text := next(iter(named), None) or find_import_path(value):
+        return Reading(value=value, texts={"model": text})
+    return Reading(value=value, described=f"function {describe_function(value)}")
+
+
+def read_loss(value: Any, _values: Mapping[str, Any]) -> Reading:
+    """Read a loss, one of torch, or a function."""
+    loss = as_loss(value)
+    if _is_written_loss(loss):
+        return Reading(value=loss, texts={"loss": str(loss)})
+    return Reading(value=loss, described=f"function {describe_function(getattr(loss, 'function', loss))}")
+
+
+def _is_written_loss(loss: Loss) -> bool:
+    if isinstance(loss, CustomLoss) and find_import_path(loss.function) is None:
+        return False
+    try:
+        return parse_loss(str(loss)) == loss
+    except UsageError:
+        return False
+
+
+def read_optimizer(value: Any, values: Mapping[str, Any]) -> Reading:
+    """Read an optimizer, or one of torch; or a pair of an optimizer or its text, and a schedule."""
+    value, schedule = value if isinstance(value, tuple) else (value, None)
+    if schedule is not None and not isinstance(schedule, Schedule):
+        raise UsageError(
+            f"schedule={schedule!r} is none: give a text such as 'cosine(floor=0.1)', or fedshift.Cosine, StepDecay or "
+            "Exponential"
+        )
+    said = make_optimizer(CompareSpec(**{name: values[name] for name in (*OF_OPTIMIZER, "rounds")}))
+    if isinstance(value, str):
+        return _write_optimizer(replace(said, schedule=schedule or said.schedule), values["rounds"])
+    given = {name for name in OF_OPTIMIZER if values[name] != DEFAULTS[name]} | ({"schedule"} if schedule else set())
+    made = as_optimizer(value, values["lr"], schedule or said.schedule, keep=values["keep_optimizer"])
+    if made is not value:  # one of torch, which has no schedule, and as a class no learning rate
+        given -= {"schedule", "keep_optimizer", *(["lr"] if made.lr == values["lr"] else [])}
+    for name in sorted(given):
+        raise UsageError(f"{name} beside optimizer={made}: give {name} to the optimizer alone")
+    return _write_optimizer(made, values["rounds"])
+
+
+def _write_optimizer(made: Optimizer, rounds: int) -> Reading:
+    texts: dict[str, Any] = {
+        "optimizer": "sgd", "lr": made.lr, "weight_decay": made.weight_decay, "keep_optimizer": made.keep,
+        "momentum": 0.0, "nesterov": False, "schedule": _write_schedule(made.schedule, rounds),
+    }  # fmt: skip
+    if isinstance(made, SGD):
+        texts |= {"momentum": made.momentum, "nesterov": made.nesterov}
+    elif isinstance(made, AdamW):
+        changed = [name for name in ("beta1", "beta2", "eps") if getattr(made, name) != getattr(AdamW, name)]
+        arguments = ", ".join(f"{name}={getattr(made, name)!r}" for name in changed)
+        texts["optimizer"] = f"adamw({arguments})" if changed else "adamw"
+    if make_optimizer(CompareSpec(**texts, rounds=rounds)) == made:
+        return Reading(value=made, texts=texts)
+    return Reading(value=made, described=repr(made))
+
+
+def _write_schedule(schedule: Schedule, rounds: int) -> str:
+    if isinstance(schedule, Cosine):
+        own = "" if schedule.rounds == rounds else f", rounds={schedule.rounds}"
+        return f"cosine(floor={schedule.floor!r}{own})"
+    if isinstance(schedule, StepDecay):
+        return f"step(every={schedule.every}, gamma={schedule.gamma!r})"
+    return f"exponential(gamma={schedule.gamma!r})" if isinstance(schedule, Exponential) else "constant"
+
+
+def read_augment(value: Any, _values: Mapping[str, Any]) -> Reading:
+    """Read an augmentation, or a function of yours."""
+    augment = as_augmentation(value)
+    if augment is not None and (text := write_augmentation(augment)):
+        return Reading(value=augment, texts={"augment": text})
+    return Reading(value=augment, described=f"function {describe_function(value)}")
+
+
+def read_weights(value: Any, values: Mapping[str, Any]) -> Reading:
+    """Read a state dictionary; files are texts."""
+    weights = as_initial_weights(value, skip_classifier=values["weights_skip_classifier"])
+    return Reading(value=weights, described="a state dictionary in memory")
+
+
+def read_newcomers(value: Any, _values: Mapping[str, Any]) -> Reading:
+    """Read the exact names of clients."""
+    if not isinstance(value, Sequence | set | frozenset) or not all(isinstance(name, str) for name in value):
+        raise UsageError(f"newcomers={value!r}: give names of clients, in a list or a text with commas")
+    names = tuple(value)
+    if any(SIGNS & set(name) for name in names):
+        return Reading(value=names, described=f"the clients {', '.join(map(repr, names))}")
+    return Reading(value=names, texts={"newcomers": ",".join(names) or None})
+
+
+def read_seeds(value: Any, values: Mapping[str, Any]) -> Reading:
+    """Read a list of seeds."""
+    several = value if isinstance(value, Iterable) else [None]
+    seeds: list[Any] = [one.item() if isinstance(one, np.generic) else one for one in several]
+    if not all(type(seed) is int and seed >= 0 for seed in seeds):
+        raise UsageError(f"seeds={value!r}: give a number of seeds, or a list of whole numbers of 0 or more")
+    if first := values["first_seed"]:
+        raise UsageError(
+            f"first_seed={first} beside seeds={value!r}, which begin with their own: leave one of the two out"
+        )
+    if seeds and seeds == list(range(seeds[0], seeds[0] + len(seeds))):
+        return Reading(value=tuple(seeds), texts={"seeds": len(seeds), "first_seed": seeds[0]})
+    return Reading(value=tuple(seeds), described=f"the seeds {', '.join(map(str, seeds))}")
+
+
+READERS: Mapping[str, Callable[[Any, Mapping[str, Any]], Reading]] = {
+    "methods": read_methods, "data": read_data, "model": read_model, "loss": read_loss, "optimizer": read_optimizer,
+    "schedule": read_optimizer, "augment": read_augment, "newcomers": read_newcomers, "seeds": read_seeds,
+    "weights": read_weights,
+}  # fmt: skip
+"""Settings that Python gives as objects too, and the function that reads each."""

@@ -1,0 +1,245 @@
+"""Clients from objects in memory equal those from the files or arrays that hold the same."""
+
+import re
+
+import numpy as np
+import pandas as pd
+import pytest
+from PIL import Image
+
+from fedshift.config.spec import DataSpec
+from fedshift.data.federation import federation
+from fedshift.data.files.folder import read_folder
+from fedshift.data.sources import load_source
+from fedshift.utils.errors import UsageError
+
+
+def load(data, **settings):
+    return load_source(data, DataSpec(**settings))
+
+
+# Arrays
+
+
+def test_dictionaries_of_arrays_and_of_parts_are_the_four_arrays(tmp_path, tiny):
+    arrays = {client.name: (client.train.x, client.train.y, client.test.x, client.test.y) for client in tiny.clients}
+    keys = ("x_train", "y_train", "x_test", "y_test")
+    np.savez(tmp_path / "bob.npz", **dict(zip(keys, map(np.asarray, arrays["bob"]), strict=True)))
+    with np.load(tmp_path / "bob.npz") as packed:
+        made = load(
+            {
+                "ann": dict(zip(keys, arrays["ann"], strict=True)),
+                "bob": packed,
+                "cid": {"train": arrays["cid"][:2], "test": arrays["cid"][2:]},
+            }
+        )
+    assert made.fingerprint == tiny.fingerprint
+    assert load({"ann": (arrays["ann"][:2], arrays["ann"][2:])}).fingerprint == load({"ann": arrays["ann"]}).fingerprint
+    assert load(tiny) is not tiny
+    assert load(tiny, domains="cid,ann").names == ("cid", "ann")
+
+
+def test_validation_data_may_be_among_them():
+    x, y = np.arange(12.0).reshape(6, 2), np.arange(6) % 2
+    given = {"x_train": x, "y_train": y, "x_test": x[:2], "y_test": y[:2], "x_val": x[2:5], "y_val": y[2:5]}
+    (client,) = federation({"a": given}).clients
+    assert client.validation.x.tolist() == x[2:5].tolist()
+    assert list(client.splits) == ["train", "validation", "test"]
+
+
+# Frames
+
+
+@pytest.fixture
+def table():
+    """Rows of two hospitals with a number, a text, a truth value, a gap and a label that is a text."""
+    random = np.random.default_rng(0)
+    count = 40
+    frame = pd.DataFrame(
+        {
+            "age": random.normal(50, 9, count),
+            "sex": np.where(random.random(count) < 0.5, "f", "m"),
+            "smoker": random.random(count) < 0.3,
+            "outcome": np.where(np.arange(count) % 3 == 0, "ill", "well"),
+            "hospital": np.where(np.arange(count) < 25, "north", "south"),
+        }
+    )
+    frame.loc[3, "age"] = np.nan
+    return frame
+
+
+COLUMNS = {"client_column": "hospital", "target": "outcome"}
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_a_frame_is_the_table_that_it_writes(table, tmp_path, kind):
+    path = tmp_path / f"table.{kind}"
+    (table.to_csv if kind == "csv" else table.to_parquet)(path, index=False)
+    ours, theirs = load(table, **COLUMNS), read_folder(path, **COLUMNS)
+    assert ours.fingerprint == theirs.fingerprint
+    assert (ours.class_names, ours.columns, ours.notices) == (theirs.class_names, theirs.columns, theirs.notices)
+    assert load(table, **COLUMNS, domains="south", missing="refuse").names == ("south",)
+
+
+def test_frames_by_client_are_the_files_of_a_directory(table, tmp_path):
+    frames = {name: rows.drop(columns="hospital") for name, rows in table.groupby("hospital")}
+    for name, rows in frames.items():
+        rows.to_csv(tmp_path / f"{name}.csv", index=False)
+    ours = load(frames, target="outcome", test_fraction=0.3)
+    assert ours.fingerprint == read_folder(tmp_path, target="outcome", test_fraction=0.3).fingerprint
+
+
+def test_pairs_of_frames_are_tables_with_a_column_of_splits(table, tmp_path):
+    parted = table.assign(part=np.where(np.arange(len(table)) % 4 == 0, "test", "train"))
+    parted = parted.sort_values("part", ascending=False, kind="stable")
+    parted.to_csv(tmp_path / "table.csv", index=False)
+    theirs = read_folder(tmp_path / "table.csv", split_column="part", **COLUMNS)
+    sides = {side: rows.drop(columns="part") for side, rows in parted.groupby("part")}
+    assert load(sides, **COLUMNS).fingerprint == theirs.fingerprint
+    pairs = {
+        name: tuple(rows[rows["part"] == side].drop(columns=["part", "hospital"]) for side in ("train", "test"))
+        for name, rows in parted.groupby("hospital")
+    }
+    assert load(pairs, target="outcome").fingerprint == theirs.fingerprint
+    named = {name: dict(zip(("train", "test"), pair, strict=True)) for name, pair in pairs.items()}
+    assert load(named, target="outcome").fingerprint == theirs.fingerprint
+
+
+# HuggingFace datasets, of which only this is used
+
+
+class ClassLabel:
+    pass
+
+
+class Value:
+    pass
+
+
+class Picture:
+    """The feature of a column of images."""
+
+
+class HubDataset:
+    def __init__(self, columns, **features):
+        self.columns, self.features = columns, {name: features.get(name, Value()) for name in columns}
+        self.column_names = list(columns)
+
+    def __len__(self):
+        return len(next(iter(self.columns.values())))
+
+    def __getitem__(self, key):
+        return (
+            self.columns[key] if isinstance(key, str) else {name: column[key] for name, column in self.columns.items()}
+        )
+
+    def to_pandas(self):
+        return pd.DataFrame(self.columns)
+
+
+@pytest.fixture
+def pictures():
+    """Images of two cameras, their labels, and the camera of each."""
+    x = np.random.default_rng(0).integers(0, 256, (20, 8, 8, 3)).astype(np.uint8)
+    return x, np.arange(20) % 2, np.where(np.arange(20) % 4 < 2, "left", "right")
+
+
+def hub(pictures, rows, **others):
+    x, y, _ = pictures
+    columns = {"image": [Image.fromarray(image) for image in x[rows]], "label": y[rows].tolist(), **others}
+    return HubDataset(columns, image=Picture(), label=ClassLabel())
+
+
+def test_a_pair_of_hub_datasets_is_its_arrays(pictures):
+    x, y, _ = pictures
+    train, test = slice(0, 14), slice(14, 20)
+    plain = federation({"a": (x[train], y[train], x[test], y[test])})
+    assert load({"a": (hub(pictures, train), hub(pictures, test))}).fingerprint == plain.fingerprint
+    named = {"train": hub(pictures, train, sex=["f"] * 14), "test": hub(pictures, test, sex=["m"] * 6)}
+    assert load({"a": named}, target="label").fingerprint == plain.fingerprint
+
+
+def test_a_column_of_a_hub_dataset_deals_its_samples_to_clients(pictures):
+    x, y, camera = pictures
+    train, test = slice(0, 14), slice(14, 20)
+    sides = {
+        name: hub(pictures, rows, camera=camera[rows].tolist()) for name, rows in (("train", train), ("test", test))
+    }
+    made = load(sides, client_column="camera")
+    expected = federation(
+        {
+            name: (*(a[train][camera[train] == name] for a in (x, y)), *(a[test][camera[test] == name] for a in (x, y)))
+            for name in ("left", "right")
+        }
+    )
+    assert made.fingerprint == expected.fingerprint
+    whole = load(hub(pictures, slice(None), camera=camera.tolist()), client_column="camera", test_fraction=0.4)
+    for name, client in zip(("left", "right"), whole.clients, strict=True):
+        assert (client.name, len(client.train), len(client.test)) == (name, 6, 4)
+        both = np.concatenate([client.train.x.numpy(), client.test.x.numpy()]).transpose(0, 2, 3, 1)
+        assert sorted(image.tobytes() for image in both) == sorted(image.tobytes() for image in x[camera == name])
+        assert client.test.y.tolist().count(0) == 2
+
+
+def test_a_hub_dataset_of_values_is_a_table(table):
+    given = HubDataset({name: table[name].tolist() for name in table}, outcome=ClassLabel())
+    assert load(given, **COLUMNS).fingerprint == load(table, **COLUMNS).fingerprint
+
+
+# Refusals
+
+X, Y = np.zeros((4, 2)), np.array([0, 1, 0, 1])
+FRAME = pd.DataFrame({"a": [1.0, 2.0, 3.0, 4.0], "y": Y, "site": list("ppqq")})
+HUB = HubDataset({"u": [1, 2], "v": [3, 4]}, u=Picture(), v=Picture())
+
+
+@pytest.mark.parametrize(
+    ("data", "settings", "said"),
+    [
+        (3, {}, "data of type int: give a name, a directory, a Federation, {client: (x_train,"),
+        ([1], {}, "data of type list: give a name"),
+        ({1: (X, Y, X, Y)}, {}, "the client 1 of data is named by a int: give a text"),
+        ({"a": (X, Y, X)}, {}, "client 'a': ndarray, ndarray, ndarray given: give four arrays"),
+        ({"a": {"x_train": X, "y_train": Y, "x_test": X}}, {}, "client 'a' has no 'y_test', only x_train,"),
+        ({"a": {"x_train": X, "yy": Y}}, {}, "unknown key of client 'a' 'yy'"),
+        ({"a": {"train": (X, Y), "tset": (X, Y)}}, {}, "unknown key of client 'a' 'tset': did you mean 'test'?"),
+        ({"a": {"train": (X, Y)}}, {}, "client 'a' has no 'test', only train"),
+        ({"a": (X, Y, X, Y)}, {"target": "y"}, "--target says how your own files are read: data of type dict takes no"),
+        ({"a": (X, Y, X, Y)}, {"domains": "b"}, "unknown domain 'b': allowed are a"),
+        (FRAME, {"target": "y"}, "data is one DataFrame of all clients: say which column holds the client"),
+        (FRAME, {"client_column": "site"}, "data.DataFrame: say which column holds the label (--target); perhaps 'y'"),
+        (FRAME, {"client_column": "sites", "target": "y"}, "unknown column 'sites': did you mean 'site'?"),
+        ({"p": FRAME}, {"client_column": "site"}, "client_column='site': data is a dictionary by client already"),
+        ({"p": FRAME, "q": FRAME[["a", "y"]]}, {"target": "y"}, "q.DataFrame has no column 'site', which p."),
+        ({"p": (FRAME, FRAME, FRAME)}, {"target": "y"}, "client 'p': give a frame, two, (train, test),"),
+        ({"p": (FRAME, FRAME)}, {"target": "y", "split_column": "a"}, "split_column='a': client 'p' is given in parts"),
+        ({"p": (FRAME.assign(split=1),) * 2}, {"target": "y"}, "p, train: column 'split' is named as the parts are"),
+        ({"p": pd.DataFrame({"a": [1, "b"], "y": [0, 1]})}, {"target": "y"}, "p: "),
+        ({"p": FRAME.set_axis(["a", "a", "y"], axis=1)}, {"target": "y"}, "p: two columns are called 'a'"),
+        ({"p": (HUB, HUB)}, {}, "client 'p', train data: say which column holds the label (--target)"),
+        ({"p": (HUB, HUB)}, {"target": "w"}, "say which column holds the label"),
+        (HUB, {"client_column": "site", "target": "u"}, "unknown column 'site': allowed are u, v"),
+    ],
+)  # fmt: skip
+def test_what_holds_no_clients_is_refused_by_name(data, settings, said):
+    with pytest.raises(UsageError, match=re.escape(said)):
+        load(data, **settings)
+
+
+def test_an_error_of_a_dataset_names_client_sample_and_line():
+    from torch.utils.data import Dataset
+
+    class Failing(Dataset):
+        def __len__(self):
+            return 2
+
+        def __getitem__(self, number):
+            return np.zeros(3) / len([][number]), 0
+
+    with pytest.raises(UsageError) as refused:
+        load({"a": (Failing(), Failing())})
+    assert str(refused.value).startswith(
+        "client 'a', train data: sample 0 of Failing cannot be read: IndexError: list "
+    )
+    line = Failing.__getitem__.__code__.co_firstlineno + 1
+    assert str(refused.value).endswith(f"test_objects.py, line {line}, in __getitem__")

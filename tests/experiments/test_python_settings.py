@@ -1,0 +1,203 @@
+"""Settings as Python values: each makes the experiment that its text makes, and is written as that text."""
+
+import tomllib
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import fedshift
+from fedshift.config.settings_file import to_toml
+from fedshift.config.spec import CompareSpec
+from fedshift.core.loss import CrossEntropy, Focal
+from fedshift.core.method import Method
+from fedshift.core.optimizer import SGD, AdamW, Cosine, Exponential, Schedule, StepDecay
+from fedshift.data.augmentation import flip, parse_augmentation, rotate, sequence, sometimes
+from fedshift.experiments.factory import make_experiment
+from fedshift.experiments.python_settings import make_python_experiment
+from fedshift.models.digits import small_cnn
+from fedshift.utils.errors import UsageError
+
+
+@pytest.fixture
+def make_both(tiny_folder):
+    """Make an experiment from Python values, and another from what it writes down."""
+
+    def make(**given):
+        ours = make_python_experiment({"methods": ["fedavg"], "data": tiny_folder, **given})
+        written = tomllib.loads(to_toml(ours.config))
+        assert "python" not in written
+        return ours, make_experiment(CompareSpec(**written))
+
+    return make
+
+
+def network(shape, classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(192, classes))
+
+
+def lone(logits, y):
+    return nn.functional.cross_entropy(logits, y) * 2
+
+
+def brighten(x, rng):
+    return (x * 1.1).clamp(max=1)
+
+
+@pytest.mark.parametrize(
+    ("given", "written"),
+    [
+        ({"methods": "fedavg, fedbn"}, {"methods": "fedavg, fedbn"}),
+        ({"methods": fedshift.fedbn()}, {"methods": "fedbn"}),
+        (
+            {"methods": [fedshift.fedbn, "silobn", fedshift.fedprox(mu=0.3)]},
+            {"methods": "fedbn,silobn,fedprox(mu=0.3)"},
+        ),
+        ({"methods": [fedshift.fedbn(fedshift.fedprox(mu=1 / 3))]}, {"methods": f"fedbn+fedprox(mu={1 / 3!r})"}),
+        ({"methods": fedshift.gn(fedshift.fedavg())}, {"methods": "fedavg+gn"}),
+        ({"model": small_cnn}, {"model": "small-cnn"}),
+        ({"loss": nn.CrossEntropyLoss(label_smoothing=0.1)}, {"loss": "cross_entropy(smoothing=0.1)"}),
+        ({"loss": Focal(gamma=1.0, weights="balanced")}, {"loss": "focal(weights='balanced', gamma=1.0)"}),
+        (
+            {"loss": nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0]))},
+            {"loss": "cross_entropy(weights=(1.0, 2.0, 3.0))"},
+        ),
+        ({"loss": nn.functional.multi_margin_loss}, {"loss": "torch.nn.functional:multi_margin_loss"}),
+        ({"optimizer": torch.optim.SGD, "lr": 0.3}, {"optimizer": "sgd", "lr": 0.3}),
+        (
+            {"optimizer": partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-4)},
+            {"optimizer": "sgd", "lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 1e-4},
+        ),
+        ({"optimizer": torch.optim.AdamW}, {"optimizer": "adamw", "lr": 0.01, "weight_decay": 0.01}),
+        (
+            {"optimizer": torch.optim.Adam([torch.zeros(1)], betas=(0.8, 0.99)), "keep_optimizer": True},
+            {"optimizer": "adamw(beta1=0.8, beta2=0.99)", "lr": 0.001, "weight_decay": 0.0, "keep_optimizer": True},
+        ),
+        (
+            {"optimizer": AdamW(lr=0.1, eps=1e-6, schedule=Cosine(rounds=7, floor=0.2), keep=True), "rounds": 7},
+            {"optimizer": "adamw(eps=1e-06)", "schedule": "cosine(floor=0.2)", "keep_optimizer": True},
+        ),
+        ({"schedule": Cosine(rounds=9)}, {"schedule": "cosine(floor=0.0, rounds=9)"}),
+        ({"schedule": StepDecay(every=3), "momentum": 0.5}, {"schedule": "step(every=3, gamma=0.1)", "momentum": 0.5}),
+        ({"schedule": Exponential(gamma=0.9), "optimizer": torch.optim.SGD}, {"schedule": "exponential(gamma=0.9)"}),
+        ({"augment": rotate(degrees=10.0)}, {"augment": "rotate(degrees=10.0, fill='zeros')"}),
+        (
+            {"augment": sequence(flip(), sometimes(rotate(), p=0.2))},
+            {"augment": "sequence(flip(p=0.5, vertical=False), sometimes(rotate(degrees=30.0, fill='zeros'), p=0.2))"},
+        ),
+        ({"newcomers": ["cid"]}, {"newcomers": "cid"}),
+        ({"domains": ["cid", "ann"]}, {"domains": "cid,ann"}),
+        ({"moments": ["loaded", "trained"]}, {"moments": "loaded,trained"}),
+        ({"seeds": [3, 4, 5]}, {"seeds": 3, "first_seed": 3}),
+        ({"seeds": range(2)}, {"seeds": 2, "first_seed": 0}),
+        ({"seeds": np.arange(2)}, {"seeds": 2, "first_seed": 0}),
+        ({"batch_size": None}, {"batch_size": 0}),
+        ({"participation": 2}, {"participation": 2.0}),
+        ({"participation": 0.5}, {"participation": 0.5}),
+        ({"device": torch.device("cpu")}, {"device": "cpu"}),
+        ({"rounds": np.int64(3), "lr": np.float32(0.5)}, {"rounds": 3, "lr": 0.5}),
+        ({"agc": 0.64, "methods": fedshift.fedbn()}, {"agc": 0.64, "methods": "fedbn"}),
+        ({"samples": 9, "validation": 0.3, "split": "iid(clients=2)"}, {"samples": 9, "split": "iid(clients=2)"}),
+    ],
+    ids=str,
+)
+def test_a_value_is_the_text_that_is_written(make_both, given, written):
+    ours, theirs = make_both(**given)
+    assert {name: ours.config[name] for name in written} == written
+    assert ours.settings == theirs.settings
+    assert [method.text for method in ours.methods] == [method.text for method in theirs.methods]
+    assert (ours.seeds, ours.model) == (theirs.seeds, theirs.model)
+    assert ours.data.fingerprint == theirs.data.fingerprint
+    assert ours.config == theirs.config
+
+
+def test_everybody_taking_part_needs_no_setting(make_both):
+    ours, _ = make_both(participation=1.0)
+    assert ours.config["participation"] is None
+    assert ours.settings.participation is None
+
+
+def test_functions_that_can_be_imported_are_written_by_name(make_both, tmp_path, monkeypatch):
+    (tmp_path / "my_parts.py").write_text(
+        "import fedshift\nfrom torch import nn\n"
+        "def network(shape, classes): return nn.Sequential(nn.Flatten(), nn.Linear(192, classes))\n"
+        "def loss(logits, y): return nn.functional.cross_entropy(logits, y) * 2\n"
+        "def method(): return fedshift.fedavg().with_work(epochs=2)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    import my_parts
+
+    ours, theirs = make_both(methods=my_parts.method, model=my_parts.network, loss=my_parts.loss)
+    assert [ours.config[name] for name in ("methods", "model", "loss")] == [
+        "my_parts:method", "my_parts:network", "my_parts:loss",
+    ]  # fmt: skip
+    assert (ours.model, ours.settings.loss) == (theirs.model, theirs.settings.loss)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("methods", [Method(name="mine", weighting="uniform")], "mine"),
+        ("methods", ["fedavg", lambda: Method(name="mine", weighting="uniform")], "fedavg, mine"),
+        ("model", lambda shape, classes: network(shape, classes), "function <lambda> ("),
+        ("loss", lambda logits, y: lone(logits, y), "function <lambda> ("),
+        ("loss", nn.MultiMarginLoss(margin=2.0), "function MultiMarginLoss ("),
+        ("optimizer", SGD(lr=0.1, schedule=type("Halved", (Schedule,), {})()), "SGD(lr=0.1"),
+        ("augment", brighten, "function brighten ("),
+        ("augment", sequence(flip(), brighten), "function Transform ("),
+        ("seeds", [1, 5], "the seeds 1, 5"),
+        ("newcomers", ["a,b"], "the clients 'a,b'"),
+    ],
+)
+def test_what_no_file_can_hold_is_described_in_its_place(tiny, name, value, said):
+    given = {"methods": ["fedavg"], "data": tiny, name: value}
+    if name == "newcomers":
+        given["data"] = fedshift.federation({"a,b": tiny_arrays(tiny), "c": tiny_arrays(tiny)})
+    config = make_python_experiment(given).config
+    written = tomllib.loads(to_toml(config))
+    assert written["python"][name].startswith(said)
+    assert name not in written
+    assert ("lr" in written) == (name != "optimizer")
+    assert list(written["python"]) == sorted({name, "data"}, key=list(CompareSpec.__dataclass_fields__).index)
+
+
+def tiny_arrays(tiny):
+    client = tiny.clients[0]
+    return client.train.x, client.train.y, client.test.x, client.test.y
+
+
+def test_data_are_written_where_they_have_a_name(tiny, tiny_folder, monkeypatch):
+    def write(data):
+        return tomllib.loads(to_toml(make_python_experiment({"methods": "fedavg", "data": data, "rounds": 1}).config))
+
+    assert write(fedshift.digits())["data"] == "digits"
+    assert write(fedshift.digits().limit_samples(20))["python"] == {"data": "a Federation 'digits' of 5 clients"}
+    assert write({"a": tiny_arrays(tiny)})["python"] == {"data": "a dict in memory"}
+    assert write(tiny_folder)["data"] == str(tiny_folder)
+    monkeypatch.chdir(tiny_folder.parent)
+    assert write(Path("tiny"))["data"] == write("tiny")["data"] == str(tiny_folder)
+    called_digits = tiny_folder.rename(tiny_folder.parent / "digits")
+    assert write(Path("digits"))["data"] == str(called_digits)
+    assert write("digits")["data"] == "digits"
+
+
+def test_settings_of_files_are_refused_for_what_is_no_file(tiny):
+    with pytest.raises(UsageError, match="--client-column says how your own files are read: a Federation"):
+        make_python_experiment({"methods": "fedavg", "data": tiny, "client_column": "site"})
+    assert make_python_experiment({"methods": "fedavg", "data": tiny, "domains": "ann"}).data.names == ("ann",)
+
+
+def test_an_augmentation_of_ones_own_has_the_same_name_in_every_process():
+    assert parse_augmentation("flip(), rotate(degrees=10)") == sequence(flip(), rotate(degrees=10))
+    experiment = make_python_experiment({"methods": "fedavg", "data": fedshift.digits(), "augment": brighten})
+    assert str(experiment.settings.augment) == f"{__name__}:brighten"
+    x = torch.rand(2, 3, 4, 4)
+    assert torch.equal(experiment.settings.augment(x, np.random.default_rng(0)), brighten(x, None))
+
+
+def test_a_loss_by_value_is_kept(tiny):
+    given = {"methods": "fedavg", "data": tiny, "loss": CrossEntropy(weights="balanced")}
+    assert make_python_experiment(given).settings.loss == CrossEntropy(weights="balanced")
