@@ -8,12 +8,14 @@ import pytest
 import torch
 
 from fedshift import __version__
+from fedshift.config.spec import RunSpec
 from fedshift.flower.site.site import Site
 from fedshift.flower.transport.arrays import RefusedMessage, from_record, to_record
 from fedshift.flower.transport.exchange import Exchange
 from fedshift.flower.transport.pki import make_authority
 from fedshift.flower.transport.signatures import Signer, Verifier
 from fedshift.results.checkpoint import load_checkpoint, save_checkpoint
+from tests.conftest import ARRAYS
 from tests.flower.sites import RUN, Heard, SiteGrid, coordinator, sites_of, spec_for
 
 NETWORK = "tests.flower.gated:network"
@@ -216,3 +218,19 @@ def test_a_certificate_that_has_ended_proves_nothing(keys, monkeypatch):
     monkeypatch.setattr("fedshift.flower.transport.signatures.datetime", Later)
     with pytest.raises(RefusedMessage, match="the coordinator's certificate is not valid now"):
         verifier(signed, RUN)
+
+
+def test_errors_in_a_sites_data_are_one_line_there_and_refused_without_a_word_of_them(tmp_path, rewrite):
+    x, y = ARRAYS["bob"][0].copy(), ARRAYS["bob"][1]
+    x[1] = x[0]  # of another class
+    said = []
+    site = Site(str(rewrite("bob", x_train=x, y_train=y)), "bob", tmp_path / "bob", say=said.append)
+    for choice, kind in ((None, "described"), ("refuse", "refused")):
+        spec = vars(RunSpec(data="", on_data_error=choice))
+        answer = site.answer(Exchange(kind="describe", facts={"spec": spec, "labels": False}))
+        assert answer.kind == kind
+        assert ("refused: " if choice else "") + "1 error in the data: Equal samples have different labels: bob" in (
+            next(line for line in said if "in the data" in line)
+        )
+        said.clear()
+    assert why(answer) == "its data cannot be used: its own log says why"

@@ -25,7 +25,7 @@ def adapt(
     policies: str | None = None,
     rounds: int = 1,
     unlabeled: Path | None = None,
-    on_unreadable: Literal["refuse", "skip"] | None = None,
+    on_data_error: Literal["refuse", "warn", "ignore"] | None = None,
     methods: RunMethods = None,
     seeds: RunSeeds = None,
     device: RunDevice = None,
@@ -44,7 +44,8 @@ def adapt(
         rounds: Rounds of the run's local work under finetune and finetune_bn.
         unlabeled: Folder of images, or .npz file with an array x, from which reestimate takes its statistics; no labels
             are needed. Without --data models are made and saved, and nothing is measured.
-        on_unreadable: Treatment of new images that cannot be read: refuse or skip; by default as in the run.
+        on_data_error: Treatment of new images that cannot be read: refuse, or warn and ignore, which leave them out; by
+            default as in the run.
         save: New directory for the models of the first seed (safetensors) and the table.
 
     """
@@ -78,12 +79,12 @@ def adapt(
     with show_loading(console) as progress:
         spec, experiment = load_experiment(run, progress, device, run_data)
         experiment = select_trials(experiment, methods, seeds)
-        spec = replace(spec, on_unreadable=on_unreadable or spec.on_unreadable)
+        spec = replace(spec, on_data_error=on_data_error or spec.on_data_error)
         new = load_site(data, spec, experiment.data, clients, progress).to(place) if data else None
         inputs = unlabeled_in(unlabeled, spec, experiment.data, progress, notices).to(place) if unlabeled else None
     if new:
         training = {client.name: client.train for client in new.clients}
-        notices += [*new.notices, *find_overlap(new, experiment)]
+        notices += [*new.notices, *new.faults, *find_overlap(new, experiment)]
     else:
         assert unlabeled is not None and inputs is not None  # noqa: PT018
         training = {client_name(unlabeled): inputs}

@@ -44,7 +44,7 @@ SPLITS: Mapping[str, Callable[..., Change]] = {
 """Functions that ``--split`` may name."""
 
 READ = (
-    "on_unreadable", "test_fraction", "client_column", "target", "split_column", "group_column", "missing", "scaling",
+    "test_fraction", "client_column", "target", "split_column", "group_column", "missing", "scaling",
 )  # fmt: skip
 """Settings that apply to user files."""
 
@@ -108,7 +108,7 @@ def _read_directory(
 ) -> Federation:
     reading = ReadOptions(
         domains=_exact_names(spec.domains), classes=spec.classes, image_size=spec.image_size, progress=progress,
-        like=like, **{name: getattr(spec, name) for name in READ},
+        like=like, on_unreadable=spec.on_unreadable, **{name: getattr(spec, name) for name in READ},
     )  # fmt: skip
     try:
         return read_directory(path, reading)
