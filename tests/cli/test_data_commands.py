@@ -78,19 +78,19 @@ def test_the_check_goes_on_without_broken_images_and_names_them(cli, photos):
     assert "north/cat/3.png" in said
     assert "Training would refuse these data" in said
     facts = json.loads(Path("found.json").read_text())
-    assert "--on-unreadable skip" in facts["refusal"]
+    assert "--on-data-error warn" in facts["refusal"]
     assert any("3.png" in notice for notice in facts["notices"])
     refused = cli("compare", "--data", photos, "--image-size", 16)
-    assert (refused.code, "--on-unreadable skip" in refused.err) == (2, True)
+    assert (refused.code, "--on-data-error warn" in refused.err) == (2, True)
 
 
 def test_images_of_several_sizes_are_shown_but_trained_on_only_at_a_size_that_is_given(cli, photos, tmp_path):
-    shown = cli("data", "show", photos, "--on-unreadable", "skip", "--out", tmp_path / "pictures")
+    shown = cli("data", "show", photos, "--on-data-error", "warn", "--out", tmp_path / "pictures")
     assert shown.code == 0, shown.err
     assert {file.name for file in (tmp_path / "pictures").iterdir()} == {
         "samples.png", "samples.svg", "classes.png", "classes.svg",
     }  # fmt: skip
-    refused = cli("run", "--data", photos, "--on-unreadable", "skip")
+    refused = cli("run", "--data", photos, "--on-data-error", "warn")
     assert (refused.code, "--image-size" in refused.err) == (2, True)
 
 
@@ -157,11 +157,11 @@ def test_many_clients_are_summed_up_on_the_terminal_and_kept_in_tables(cli, undr
 
 
 def test_images_of_several_sizes_are_diagnosed_and_the_command_gives_a_size(cli, photos):
-    done = cli("diagnose", photos, "--on-unreadable", "skip", "--permutations", 99)
+    done = cli("diagnose", photos, "--on-data-error", "warn", "--permutations", 99)
     assert done.code == 0, done.err
     assert "images of several sizes are looked at in 64 x 64 pixels" in done.out
     spoken = next(line for line in done.out.splitlines() if line.startswith("fedshift sweep"))
-    assert f"--data {photos} --image-size 64 --on-unreadable skip" in spoken
+    assert f"--data {photos} --image-size 64 --on-data-error warn" in spoken
 
 
 def test_scaling_that_takes_a_shift_away_is_said_and_can_be_left_out(cli, tmp_path):
@@ -177,7 +177,7 @@ def test_scaling_that_takes_a_shift_away_is_said_and_can_be_left_out(cli, tmp_pa
 
 
 def test_the_check_fails_where_training_refuses_and_passes_with_the_flags_that_training_needs(cli, photos):
-    flags = ("--on-unreadable", "skip", "--image-size", 16)
+    flags = ("--on-data-error", "warn", "--image-size", 16)
     assert cli("data", "check", photos, *flags[:2]).code == 1  # of two sizes
     assert cli("data", "check", photos, *flags).code == 0
     assert cli("data", "show", photos, *flags, "--out", photos / "north/cat/1.png").code == 2

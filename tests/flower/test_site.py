@@ -9,6 +9,7 @@ import torch
 
 import fedshift
 from fedshift import __version__
+from fedshift.config.spec import RunSpec
 from fedshift.data.digits import digits
 from fedshift.export.package import require_models
 from fedshift.flower.site.site import Site
@@ -19,6 +20,7 @@ from fedshift.flower.transport.signatures import Signer, Verifier
 from fedshift.results.checkpoint import load_checkpoint, save_checkpoint
 from fedshift.results.schema import read_rows
 from fedshift.utils.errors import UsageError
+from tests.conftest import ARRAYS
 from tests.flower.gated import network
 from tests.flower.sites import RUN, Heard, SiteGrid, coordinator, same_as_in_process, sites_of, spec_for
 
@@ -270,3 +272,19 @@ def test_a_site_exports_its_model_with_its_own_figures_and_no_one_elses(tmp_path
     question = next(question for node, question in grid.asked if (node, question.kind) == (2, "evaluate"))
     assert sites[2].answer(question).kind == "evaluated"
     assert said[-2].startswith("the model of fedbn is not exported: ")
+
+
+def test_errors_in_a_sites_data_are_one_line_there_and_refused_without_a_word_of_them(tmp_path, rewrite):
+    x, y = ARRAYS["bob"][0].copy(), ARRAYS["bob"][1]
+    x[1] = x[0]  # of another class
+    said = []
+    site = Site(str(rewrite("bob", x_train=x, y_train=y)), "bob", tmp_path / "bob", say=said.append)
+    for choice, kind in ((None, "described"), ("refuse", "refused")):
+        spec = vars(RunSpec(data="", on_data_error=choice))
+        answer = site.answer(Exchange(kind="describe", facts={"spec": spec, "labels": False}))
+        assert answer.kind == kind
+        assert ("refused: " if choice else "") + "1 error in the data: Equal samples have different labels: bob" in (
+            next(line for line in said if "in the data" in line)
+        )
+        said.clear()
+    assert why(answer) == "its data cannot be used: its own log says why"

@@ -117,7 +117,7 @@ def test_text_that_names_single_rows_never_leaves_the_site(tmp_path, machine):
     grid = SiteGrid({1: site})
     with pytest.raises(FedshiftError, match="after 0 seconds there are 0"):
         coordinator(tables(tmp_path), grid, tmp_path / "served", heard, wait=0.0).run()
-    assert heard.notices == ["a node (number 1) does not take part: its table cannot be used: its own log says why"]
+    assert heard.notices == ["a node (number 1) does not take part: its data cannot be used: its own log says why"]
     assert "column 'patient' holds text, 16 different ones in 30 rows, and the list of them would leave" in said[0]
 
 
@@ -126,7 +126,7 @@ def test_a_cell_that_an_error_shows_is_shown_to_the_site_alone(tmp_path, machine
     said = []
     (site,) = hospitals(tmp_path / "all", tmp_path, say=said.append).values()
     hello = Exchange(kind="describe", facts={"spec": vars(tables("")), "labels": False})
-    assert site.answer(hello).facts == {"why": "its table cannot be used: its own log says why"}
+    assert site.answer(hello).facts == {"why": "its data cannot be used: its own log says why"}
     assert "column 'patient' holds text such as 'P0x' and more than 50 different values" in said[0]
 
 

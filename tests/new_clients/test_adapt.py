@@ -333,8 +333,8 @@ def test_whether_broken_images_are_skipped_is_said_of_the_new_ones(cli, run, tmp
         Image.new("RGB", (8, 8), (shade, 60, shade)).save(tmp_path / "flat" / f"{shade}.png")
     (tmp_path / "flat" / "2.png").write_bytes(b"no image")
     words = ("adapt", run, "--unlabeled", "flat", "--methods", "fedbn", "--policies", "reestimate", "--save", "saved")
-    assert "remove them, or leave them out (--on-unreadable skip)" in cli(*words).err
-    assert "note: 1 of 4 images in flat cannot be read" in cli(*words, "--on-unreadable", "skip").out
+    assert "remove them, or leave them out (--on-data-error warn)" in cli(*words).err
+    assert "note: 1 of 4 images in flat cannot be read" in cli(*words, "--on-data-error", "warn").out
     assert (tmp_path / "saved" / "fedbn" / "reestimate" / "flat.safetensors").exists()
 
 

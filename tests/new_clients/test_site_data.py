@@ -268,7 +268,7 @@ def test_broken_images_of_a_flat_folder_are_refused_or_skipped(tiny, tmp_path):
     with pytest.raises(UsageError, match=r"1 of 4 images in .*flat cannot be read: 2\.png: is no image"):
         load_unlabeled(tmp_path / "flat", RunSpec(), tiny)
     said = []
-    assert len(load_unlabeled(tmp_path / "flat", RunSpec(on_unreadable="skip"), tiny, notices=said)) == 3
+    assert len(load_unlabeled(tmp_path / "flat", RunSpec(on_data_error="warn"), tiny, notices=said)) == 3
     assert said[0].endswith("; left out")
     assert "1 of 4 images" in said[0]
 

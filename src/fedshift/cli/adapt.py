@@ -59,7 +59,7 @@ def adapt(
     policies: str | None = None,
     rounds: int = 1,
     unlabeled: Path | None = None,
-    on_unreadable: Literal["refuse", "skip"] | None = None,
+    on_data_error: Literal["refuse", "warn", "ignore"] | None = None,
     methods: RunMethods = None,
     seeds: RunSeeds = None,
     device: RunDevice = None,
@@ -81,7 +81,8 @@ def adapt(
         rounds: Rounds of the run's local work under finetune and finetune_bn.
         unlabeled: Folder of images, or .npz file with an array x, from which reestimate takes its statistics; no labels
             are needed. Without --data models are made and saved, and nothing is measured.
-        on_unreadable: Treatment of new images that cannot be read: refuse or skip; by default as in the run.
+        on_data_error: Treatment of new images that cannot be read: refuse, or warn and ignore, which leave them out; by
+            default as in the run.
         save: New directory for the models of the first seed (safetensors) and the table.
 
     """
@@ -102,7 +103,7 @@ def adapt(
         raise UsageError(f"{save} holds other files: choose a directory that is new or empty (--save)")
     if run is None:
         return _adapt_own(
-            own, data, clients, wanted, rounds, save, device, on_unreadable, [unlabeled, methods, seeds, run_data]
+            own, data, clients, wanted, rounds, save, device, on_data_error, [unlabeled, methods, seeds, run_data]
         )
     if own != OwnNetwork():
         given = next(each.name for each in fields(own) if getattr(own, each.name) != each.default)
@@ -125,12 +126,12 @@ def adapt(
     with show_loading(console) as progress:
         spec, experiment = load_experiment(run, progress, device, run_data)
         experiment = select_trials(experiment, methods, seeds)
-        spec = replace(spec, on_unreadable=on_unreadable or spec.on_unreadable)
+        spec = replace(spec, on_data_error=on_data_error or spec.on_data_error)
         new = load_site(data, spec, experiment.data, clients, progress).to(place) if data else None
         inputs = unlabeled_in(unlabeled, spec, experiment.data, progress, notices).to(place) if unlabeled else None
     if new:
         training = {client.name: client.train for client in new.clients}
-        notices += [*new.notices, *find_overlap(new, experiment)]
+        notices += [*new.notices, *new.faults, *find_overlap(new, experiment)]
     else:
         assert unlabeled is not None and inputs is not None  # noqa: PT018
         training = {client_name(unlabeled): inputs}
@@ -152,7 +153,7 @@ def adapt(
 
 def _adapt_own(
     own: OwnNetwork, data: str | None, clients: str | None, wanted: tuple[str, ...], rounds: int, save: Path | None,
-    device: str | None, on_unreadable: Literal["refuse", "skip"] | None, others: list[object],
+    device: str | None, on_data_error: Literal["refuse", "warn", "ignore"] | None, others: list[object],
 ) -> int:  # fmt: skip
     """Adapt a network of the user's own; ``others``: arguments that only a run has."""
     if not own.model or not own.weights or data is None:
@@ -170,7 +171,7 @@ def _adapt_own(
     spec = RunSpec(
         data=data, model=own.model, weights=str(own.weights), normalize=own.normalize, image_size=own.image_size,
         target=own.target, lr=own.lr, batch_size=own.batch_size, device=device or RunSpec.device,
-        on_unreadable=on_unreadable or RunSpec.on_unreadable,
+        on_data_error=on_data_error,
     )  # fmt: skip
     names = tuple(name.strip() for name in (own.class_names or "").split(",") if name.strip())
     with show_loading(console) as progress:

@@ -89,7 +89,8 @@ def fetch(name: str, *, root: Root = None, hub: bool = False) -> int:
 def check(where: Where, spec: Reading = DataSpec(), *, json: Json = None) -> int:
     """Look for what would spoil an experiment: duplicates, leakage, missing classes, constant features.
 
-    Unreadable images are skipped and named. The exit code is 1 where something must be corrected before training.
+    Unreadable images are skipped and named. The exit code is 1 where something must be corrected before training,
+    unless --on-data-error says that training goes on in spite of it.
     """
     from ..data.sources import apply_splits, load_federation, load_source
     from ..diagnosis.overview import describe, render_quality
@@ -97,7 +98,7 @@ def check(where: Where, spec: Reading = DataSpec(), *, json: Json = None) -> int
 
     console = make_console()
     with show_loading(console) as progress:
-        lenient = replace(spec, on_unreadable="skip") if Path(where).exists() else spec
+        lenient = replace(spec, on_data_error="warn") if Path(where).exists() else spec
         made = load_source(where, lenient, progress, differing=LOOKED_AT)
         if spec.split or spec.samples or spec.validation:
             made = apply_splits(made.fit_images(spec.image_size), spec)
@@ -109,8 +110,8 @@ def check(where: Where, spec: Reading = DataSpec(), *, json: Json = None) -> int
     print_parts(console, [describe(made), *format_notices(made), *render_quality(found)])
     if refusal:
         print_parts(console, [Text(refusal, style="bold red")])
-    _write_json(console, {**found.as_dict(), "notices": made.notices, "refusal": refusal}, json)
-    return int(bool(refusal or found.of("error")))
+    _write_json(console, {**found.as_dict(), "notices": (*made.notices, *made.faults), "refusal": refusal}, json)
+    return int(bool(refusal or (found.of("error") and spec.on_data_error in (None, "refuse"))))
 
 
 @data.command

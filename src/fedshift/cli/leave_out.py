@@ -20,7 +20,7 @@ from ..config.spec import CompareSpec, OutputOptions
 from ..console.terminal import make_console, new_directory, print_line, show_loading
 from ..utils.checked_json import read_checked, write_checked
 from ..utils.errors import UsageError
-from .run import find_kind, require_one_directory, run_several, summarize_experiment, use_threads
+from .run import find_kind, make_checked, require_one_directory, run_several, summarize_experiment, use_threads
 
 if TYPE_CHECKING:
     from ..experiments.experiment import Experiment
@@ -40,13 +40,13 @@ def run_without(spec: CompareSpec, leave_out: str, place: OutputOptions) -> int:
     _check(spec, place)
     console, shown = Console(), Console(quiet=place.quiet)
     with show_loading(shown) as progress:
-        from ..experiments.factory import anchor_paths, make_experiment
+        from ..experiments.factory import anchor_paths
         from ..experiments.loggers import parse_loggers, require_packages
 
         require_packages(parse_loggers(spec.log))
         use_threads(spec.threads)
         spec = anchor_paths(spec)
-        experiment = make_experiment(spec, progress)
+        experiment = make_checked(spec, progress)
     directory = place.resume or place.out or new_directory("compare")
     without = _make_experiments(experiment, leave_out, directory)
     parts = {client: _queue_run(spec, client, directory, each) for client, each in without.items()}

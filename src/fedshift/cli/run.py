@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -52,13 +53,12 @@ def run_experiment(spec: RunSpec | CompareSpec, command: str, place: OutputOptio
     require_one_directory(place)
     console, shown = Console(), Console(quiet=place.quiet)
     with show_loading(shown) as progress:
-        from ..experiments.factory import make_experiment
         from ..experiments.loggers import parse_loggers, require_packages
         from ..report.publication import publish_safely
 
         require_packages(parse_loggers(spec.log))
         use_threads(spec.threads)
-        experiment = make_experiment(spec, progress)
+        experiment = make_checked(spec, progress)
     directory = place.resume or place.out or new_directory(command)
     print_line(console, f"{directory}: {summarize_experiment(experiment)}")
     began, finished = time.perf_counter(), False
@@ -78,6 +78,15 @@ def run_experiment(spec: RunSpec | CompareSpec, command: str, place: OutputOptio
     if failure := failure or unpublished:
         raise failure
     return 0 if finished else report_stop(console, command, directory)
+
+
+def make_checked(spec: RunSpec | CompareSpec, progress: Callable[[str, int, int], None] | None = None) -> Experiment:
+    """Return the experiment that ``spec`` describes, with a line on errors in its data, or refuse those."""
+    from ..diagnosis.quality import check_data
+    from ..experiments.factory import make_experiment
+
+    experiment = make_experiment(spec, progress)
+    return replace(experiment, notices=check_data(experiment.data, spec.on_data_error))
 
 
 def run_several(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,9 +15,10 @@ from ..config.settings_file import read_run_settings
 from ..config.spec import RunLocation, SweepSpec
 from ..console.terminal import new_directory, print_line, show_loading
 from ..utils.errors import UsageError
-from .run import find_kind, require_one_directory, run_several
+from .run import find_kind, make_checked, require_one_directory, run_several
 
 if TYPE_CHECKING:
+    from ..experiments.run_queue import QueuedRun
     from ..experiments.sweep import Combination
 
 
@@ -41,9 +43,9 @@ def sweep(
     with show_loading(shown) as progress:
         for number, combination in enumerate(left):
             progress("checking combinations", number, len(left))
-            check_combination(combination, directory)
+            check_combination(combination, directory, make_checked)
     return run_several(
-        {combination.folder: combination.to_queued_run(directory) for combination in wanted},
+        {combination.folder: _queue_run(combination, directory) for combination in wanted},
         "sweep",
         directory,
         asdict(spec),
@@ -54,6 +56,10 @@ def sweep(
         begin=lambda number, part: print_line(shown, f"[{number}/{len(wanted)}] {part.folder.name}"),
         publish=lambda: _publish(spec, wanted, directory, console),
     )
+
+
+def _queue_run(combination: Combination, directory: Path) -> QueuedRun:
+    return replace(combination.to_queued_run(directory), experiment=partial(make_checked, combination.spec))
 
 
 def read_sweep(directory: Path) -> tuple[SweepSpec, list[Combination]]:

@@ -164,8 +164,11 @@ class DataSpec:
     """Scaling of images: half (to [-1, 1]), unit (to [0, 1]), imagenet (its means and deviations) or client (those of
     the client's own training images); by default that of the benchmark, or half."""
 
-    on_unreadable: Annotated[Literal["refuse", "skip"], Parameter(group=FILES)] = "refuse"
-    """Treatment of images that cannot be read."""
+    on_data_error: Annotated[Literal["refuse", "warn", "ignore"] | None, Parameter(group=PREPARING)] = None
+    """Treatment of what `fedshift data check` calls an error (copies of test samples in training data, equal samples
+    with different labels, one class under two spellings, images that are left out, files that cannot be read): refuse
+    to start; warn in one line and go on, without such files; or ignore, without looking for it. By default files that
+    cannot be read are refused, and of other errors a line warns."""
 
     client_column: Annotated[str | None, Parameter(group=FILES)] = None
     """Column of a table that names the client, where one table holds all."""
@@ -184,6 +187,11 @@ class DataSpec:
 
     scaling: Annotated[Literal["client", "none"], Parameter(group=FILES)] = "client"
     """Scaling of a table's numeric columns: by the client's own training part, or none."""
+
+    @property
+    def on_unreadable(self) -> Literal["refuse", "skip"]:
+        """Treatment of files that cannot be read."""
+        return "skip" if self.on_data_error in ("warn", "ignore") else "refuse"
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))

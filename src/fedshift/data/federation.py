@@ -87,6 +87,7 @@ class Federation:
         note: Description of the data in one sentence.
         class_names: Meaning of the labels 0, 1, ...; empty where unknown.
         notices: Remarks on how the data were read; those on one client begin ``client 'name':``.
+        faults: The same on what looks like data and was left out.
         columns: Encodings of a table's columns, in the order of the inputs; empty where unknown.
 
     """
@@ -97,6 +98,7 @@ class Federation:
     note: str = ""
     class_names: tuple[str, ...] = ()
     notices: tuple[str, ...] = ()
+    faults: tuple[str, ...] = ()
     columns: tuple[Column, ...] = ()
 
     def __repr__(self) -> str:
@@ -140,8 +142,10 @@ class Federation:
         clients = tuple(self.client(name) for name in names)
         left_out = set(self.names).difference(client.name for client in clients)
         theirs = tuple(f"client {name!r}:" for name in left_out)
-        notices = tuple(notice for notice in self.notices if not notice.startswith(theirs))
-        return replace(self, clients=clients, notices=notices)
+        notices, faults = (
+            tuple(line for line in lines if not line.startswith(theirs)) for lines in (self.notices, self.faults)
+        )
+        return replace(self, clients=clients, notices=notices, faults=faults)
 
     def limit_samples(self, samples: int | Mapping[str, int]) -> Federation:
         """Keep ``samples`` training samples of each client, drawn once without replacement (the same in every run)."""

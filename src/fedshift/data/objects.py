@@ -22,7 +22,7 @@ from .federation import Federation, federation
 from .files.read_options import ReadOptions
 from .files.table_schema import BATCH_CELLS, TableFile
 from .files.tables import SPLITS, read_opened_tables
-from .stratification import split_stratified
+from .partition import split_stratified
 
 NAME, SPLIT = "own data", "split"
 """Name of the federation, and of the column that is added to tables given in parts."""

@@ -27,7 +27,7 @@ SPLITS: Mapping[str, Callable[..., Change]] = {made.__name__: made for made in (
 """Functions that ``--split`` may name."""
 
 READ = (
-    "on_unreadable", "test_fraction", "client_column", "target", "split_column", "group_column", "missing", "scaling",
+    "test_fraction", "client_column", "target", "split_column", "group_column", "missing", "scaling",
 )  # fmt: skip
 """Settings that apply to user files."""
 
@@ -102,7 +102,7 @@ def _exact_names(domains: str | None) -> tuple[str, ...] | None:
 def _read_options(spec: DataSpec, progress: Progress | None, like: Federation | None) -> ReadOptions:
     return ReadOptions(
         domains=_exact_names(spec.domains), classes=spec.classes, image_size=spec.image_size, progress=progress,
-        like=like, **{name: getattr(spec, name) for name in READ},
+        like=like, on_unreadable=spec.on_unreadable, **{name: getattr(spec, name) for name in READ},
     )  # fmt: skip
 
 

@@ -21,6 +21,8 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from ..data.federation import Federation
+from ..utils.errors import UsageError
+from ..utils.files import cached_measurement
 from .survey import SplitSurvey, survey_splits
 
 Bools = NDArray[np.bool_]
@@ -40,6 +42,7 @@ _Z = 1.959964
 _DOUBT = " Samples of so few numbers can be equal by chance: check whether they are the same one."
 
 FAULTS: Mapping[str, tuple[Severity, str]] = {
+    "left-out": ("error", "Convert them to PNG, mend or remove them: what is left out is missing in every number."),
     "empty": ("error", "Give every client samples in each split, or leave the client out."),
     "label-range": ("error", "Correct them, or give the number of classes (--classes)."),
     "not-finite": ("error", "Fill them in from the client's own training data, or remove them."),
@@ -157,6 +160,7 @@ def examine(data: Federation) -> Quality:
     """
     surveys = survey_splits(data)
     findings = [
+        *_judge_reading(data),
         *_judge_labels(data, surveys),
         *_judge_values(surveys),
         *_judge_form(surveys),
@@ -183,6 +187,38 @@ def examine(data: Federation) -> Quality:
         ),
         findings=tuple(sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity))),
     )
+
+
+def find_errors(data: Federation) -> tuple[str, ...]:
+    """Return the errors of :func:`examine` with which a run would start, in a sentence each.
+
+    Samples are read once more, without statistics, and not again for the same data on this machine. Other errors are
+    refused by :meth:`Federation.check`.
+    """
+
+    def find_copies() -> dict[str, list[str]]:
+        found = _judge_duplicates(survey_splits(data, statistics=False))
+        return {"errors": [finding.text for finding in found if finding.severity == "error"]}
+
+    copies = cached_measurement("checks.json", data.fingerprint, find_copies)["errors"]
+    return (*(finding.text for finding in (*_judge_reading(data), *_judge_names(data))), *copies)
+
+
+def check_data(data: Federation, choice: Literal["refuse", "warn", "ignore"] | None) -> tuple[str, ...]:
+    """Return at most one line on the errors of ``data``, for the start of a run.
+
+    Raises :class:`UsageError` where the ``choice`` is to refuse them. None warns; ``ignore`` does not look for them,
+    and returns what was left out as the data were read.
+    """
+    if choice == "ignore":
+        return data.faults
+    errors = find_errors(data)
+    if not errors:
+        return ()
+    said = f"{len(errors)} error{'s' * (len(errors) > 1)} in the data: {' '.join(errors)}"
+    if choice == "refuse":
+        raise UsageError(f"{said} Correct them (`fedshift data check` says how), or go on (--on-data-error warn)")
+    return (f"{said} `fedshift data check` says how to correct them; --on-data-error refuse does not start with any",)
 
 
 def _make_finding(
@@ -227,6 +263,12 @@ def _format_features(chosen_F: Bools, part: SplitSurvey) -> str:
     """Format as ``columns 3, 7 (2 of 60)``."""
     noun = "columns" if len(part.shape) == 1 else "channels"
     return f"{noun} {join_some(map(str, np.flatnonzero(chosen_F)))} ({int(chosen_F.sum()):,} of {len(chosen_F):,})"
+
+
+def _judge_reading(data: Federation) -> Iterator[QualityFinding]:
+    """Find what looks like data and was left out as it was read."""
+    for fault in data.faults:
+        yield _make_finding("left-out", f"{fault[:1].upper()}{fault[1:]}.")
 
 
 def _judge_labels(data: Federation, surveys: Sequence[SplitSurvey]) -> Iterator[QualityFinding]:

@@ -68,8 +68,11 @@ class SplitSurvey:
         return np.bincount(self.labels[(self.labels >= 0) & (self.labels < classes)], minlength=classes)
 
 
-def survey_splits(data: Federation) -> tuple[SplitSurvey, ...]:
-    """Survey every split of every client, in their order; samples that splits share in memory are read once."""
+def survey_splits(data: Federation, *, statistics: bool = True) -> tuple[SplitSurvey, ...]:
+    """Survey every split of every client, in their order; samples that splits share in memory are read once.
+
+    Without ``statistics``, mean and standard deviation are NaN.
+    """
     read: dict[Hashable, SplitSurvey] = {}
     found = []
     for client in data.clients:
@@ -77,13 +80,13 @@ def survey_splits(data: Federation) -> tuple[SplitSurvey, ...]:
             tensors = (split.store, split.y, *(() if split.rows is None else (split.rows,)))
             address = tuple((tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in tensors)
             if address not in read:
-                read[address] = _survey_split(split)
+                read[address] = _survey_split(split, statistics)
             found.append(replace(read[address], client=client.name, split=name))
     return tuple(found)
 
 
-def _survey_split(split: Samples) -> SplitSurvey:
-    """Survey ``split``, without naming it."""
+def _survey_split(split: Samples, statistics: bool) -> SplitSurvey:
+    """Survey ``split``, without naming it; ``statistics`` as in :func:`survey_splits`."""
     features = split.shape[0]
     low, high = np.full(features, np.inf), np.full(features, -np.inf)
     mean, squares, count = np.zeros(features), np.zeros(features), 0
@@ -102,6 +105,8 @@ def _survey_split(split: Samples) -> SplitSurvey:
         if x.ndim > 2:
             blank.append(rows[(low_nF == high_nF).all(axis=1)])
         low, high = np.minimum(low, low_nF.min(axis=0)), np.maximum(high, high_nF.max(axis=0))
+        if not statistics:
+            continue
         x_nFP, more = x_nFP.astype(np.float64), len(rows) * x_nFP.shape[2]
         shift = x_nFP.mean(axis=(0, 2)) - mean
         x_nFP -= (mean + shift)[:, None]

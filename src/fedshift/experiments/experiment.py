@@ -142,8 +142,9 @@ class Experiment:
 
     ``model(sample_shape, classes)`` makes a network. ``config`` holds the settings as the user wrote them, for the
     record, and ``files`` further files for the run directory, by name. ``measured_later``: clients that the caller
-    measures after the experiment, about which no notice is needed. ``make_engine``: makes each trial's engine where the
-    samples are elsewhere, in place of the one that the settings name. ``log``: names of loggers.
+    measures after the experiment, about which no notice is needed. ``notices``: to give at the start on errors in the
+    data, in place of the federation's ``faults``. ``make_engine``: makes each trial's engine where the samples are
+    elsewhere, in place of the one that the settings name. ``log``: names of loggers.
     """
 
     methods: tuple[Method, ...]
@@ -154,6 +155,7 @@ class Experiment:
     config: Mapping[str, Any] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
     measured_later: tuple[str, ...] = ()
+    notices: tuple[str, ...] | None = None
     make_engine: EngineFactory | None = None
     log: tuple[str, ...] = ()
 
@@ -221,7 +223,7 @@ class Experiment:
             session = _Session(directory, observer, stop, describe, resume=resume)
             log = RecordLog(self.log, path, self.config, settings.metric, observer.notice, session.say)
             observer.begin(names, self.seeds, settings.rounds, self.data.names, settings.metric)
-            for notice in self.data.notices:
+            for notice in (*self.data.notices, *(self.data.faults if self.notices is None else self.notices)):
                 session.say(notice)
             diverged: list[Diverged] = []
             for seed in self.seeds:

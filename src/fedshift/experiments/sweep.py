@@ -7,7 +7,7 @@ of an earlier run fit them. A combination equals `fedshift compare` with the sam
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from itertools import count, product
@@ -16,12 +16,12 @@ from typing import Any
 
 from ..config.expressions import split_expressions
 from ..config.spec import CompareSpec, SweepSpec
-from ..data.files.read_options import Progress
 from ..data.sources import parse_changes
 from ..report.curves import CurvePoint, format_setting
 from ..results.run_directory import to_file_name
 from ..results.summary import holds_run, read_summary
 from ..utils.errors import UsageError, unknown_name
+from .experiment import Experiment
 from .factory import anchor_paths, make_experiment, make_methods, make_settings, parse_methods
 from .run_queue import QueuedRun, read_outcome
 
@@ -128,10 +128,15 @@ def split_settings(over: Sequence[str]) -> tuple[str, ...]:
     return tuple(f"{name}={','.join(values)}" for name, values in quoted.items())
 
 
-def check_combination(combination: Combination, path: Path, progress: Progress | None = None) -> None:
-    """Raise :class:`UsageError`, naming the combination, unless it can be run, or continued, in sweep ``path``."""
+def check_combination(
+    combination: Combination, path: Path, make: Callable[[CompareSpec], Experiment] = make_experiment
+) -> None:
+    """Raise :class:`UsageError`, naming the combination, unless it can be run, or continued, in sweep ``path``.
+
+    ``make``: makes its experiment.
+    """
     try:
-        make_experiment(combination.spec, progress).check_compatible(path / combination.folder)
+        make(combination.spec).check_compatible(path / combination.folder)
     except UsageError as error:
         raise UsageError(f"{combination.folder}: {error}") from error
 

@@ -208,7 +208,7 @@ def _read_images(
         file, why = next(iter(unread.items()))
         said = f"{len(unread)} of {len(files)} images in {path} cannot be read: {file}: {why}"
         if spec.on_unreadable == "refuse" or len(unread) == len(files):
-            raise UsageError(f"{said}; remove them, or leave them out (--on-unreadable skip)")
+            raise UsageError(f"{said}; remove them, or leave them out (--on-data-error warn)")
         if notices is not None:
             notices.append(f"{said}; left out")
     rows = torch.tensor(list_usable(unread)["train"])

@@ -100,11 +100,11 @@ def test_a_file_that_cannot_be_read_is_refused_by_name_or_left_out(read, root, s
         said = refused(read, image_size=4)
         assert said.startswith(f"1 of 22 files cannot be read: {bad}: ")
         assert why in said
-        assert said.endswith("; mend or remove them, or leave them out (--on-unreadable skip)")
+        assert said.endswith("; mend or remove them, or leave them out (--on-data-error warn)")
         data = read(image_size=4, on_unreadable="skip")
         assert data.note == "21 images of 2 clients"
-        assert "client 'color': 1 of 12 files cannot be read, left out (color/cat/0.png: " in data.notices[0]
-        assert why in data.notices[0]
+        assert "client 'color': 1 of 12 files cannot be read, left out (color/cat/0.png: " in data.faults[0]
+        assert why in data.faults[0]
         rows = torch.cat([data.client("color").train.rows, data.client("color").test.rows])
         assert sorted(rows.tolist()) == list(range(1, 12))
         assert data.client("color").test.y.tolist() == [0, 1]

@@ -141,8 +141,10 @@ def test_other_files_and_empty_classes_are_noticed(read, root):
     assert data.class_names == ("cat", "dog", "empty")
     assert data.notices == (
         f"client 'color': {root / 'color' / 'empty'} holds no image",
-        "client 'gray': 2 files that are no images left out (.webp, no suffix)",
+        "client 'gray': 1 files that are no images left out (no suffix)",
     )
+    assert data.faults == ("client 'gray': 1 image in a format that is not read, left out (.webp)",)
+    assert data.select_clients(["color"]).faults == ()
 
 
 # Arrangements that are refused

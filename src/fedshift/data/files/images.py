@@ -33,6 +33,9 @@ PARTS = {"train": "train", "val": "validation", "valid": "validation", "validati
 
 LAYOUT = "images belong in DIR/<client>/<class>/, or in DIR/<client>/train/<class>/ and DIR/<client>/test/<class>/"
 
+UNREAD = frozenset({".avif", ".dcm", ".gif", ".heic", ".heif", ".jfif", ".jp2", ".pgm", ".ppm", ".tga", ".webp"})
+"""Suffixes of images in formats that are not read: leaving such files out loses data."""
+
 _IGNORED = frozenset({"thumbs.db", "desktop.ini", "__macosx"})
 _DEEPEST = 4  # levels below DIR at which images are looked for: client, part, class, and one too deep
 _LISTED = 5
@@ -77,6 +80,7 @@ def read_images(path: Path, reading: ReadOptions) -> Federation:
             f"classes={classes}: {path} has {len(labels)} class folders ({_format_few(labels)}); ask for as many"
         )
     notices: list[str] = []
+    faults: list[str] = []
     files: dict[str, tuple[ImageFile, ...]] = {}
     for name in folders if reading.domains is None else reading.domains:
         files[name], remarks = list_files(path, folders[name])
@@ -87,12 +91,13 @@ def read_images(path: Path, reading: ReadOptions) -> Federation:
         raise UsageError(
             f"{len(broken)} of {sum(map(len, files.values()))} files cannot be read: "
             f"{_format_few(f'{path / file}: {why}' for file, why in broken.items())}; "
-            "mend or remove them, or leave them out (--on-unreadable skip)"
+            "mend or remove them, or leave them out (--on-data-error warn)"
         )
     clients = []
     for name, store in stores.items():
         clients.append(_make_client(name, files[name], store, labels, reading))
         notices += _list_notices(name, files[name], store.facts, reading)
+        faults += _list_faults(path, name, files[name], store.facts)
     unkept = {store.unkept for store in stores.values() if store.unkept}
     notices += [f"{reading.cache_directory} cannot be written ({why}): images are kept in memory" for why in unkept]
     count = sum(len(split) for client in clients for split in client.splits.values())
@@ -103,6 +108,7 @@ def read_images(path: Path, reading: ReadOptions) -> Federation:
         note=f"{count} images of {len(clients)} clients",
         class_names=tuple(labels),
         notices=tuple(notices),
+        faults=tuple(faults),
     )
 
 
@@ -169,7 +175,7 @@ def list_files(root: Path, client: Path) -> tuple[tuple[ImageFile, ...], tuple[s
             if deeper:
                 raise UsageError(f"{deeper[0].path} is a folder inside of a class folder: {LAYOUT}")
             images = [file for file in files if _is_image(file)]
-            others.update(Path(file.name).suffix for file in files if not _is_image(file))
+            others.update(Path(file.name).suffix for file in files if not (_is_image(file) or _is_lost(file)))
             if not images:
                 notices.append(f"client {name!r}: {folder.path} holds no image")
             for file in images:
@@ -220,6 +226,10 @@ def _list_content(folder: Path) -> tuple[list[os.DirEntry[str]], list[os.DirEntr
         seen = [e for e in entries if not e.name.startswith(".") and e.name.lower() not in _IGNORED]
     seen.sort(key=lambda e: e.name)
     return [e for e in seen if not e.is_dir()], [e for e in seen if e.is_dir()]
+
+
+def _is_lost(file: os.DirEntry[str]) -> bool:
+    return Path(file.name).suffix.lower() in UNREAD
 
 
 def _is_image(file: os.DirEntry[str]) -> bool:
@@ -309,9 +319,6 @@ def _make_client(
 
 def _list_notices(name: str, files: tuple[ImageFile, ...], facts: ImageFacts, reading: ReadOptions) -> list[str]:
     said = []
-    if facts.broken:
-        why = _format_few(f"{file}: {why}" for file, why in facts.broken.items())
-        said.append(f"client {name!r}: {len(facts.broken)} of {len(files)} files cannot be read, left out ({why})")
     if facts.frames:
         frames = _format_few(f"{file}: {count}" for file, count in facts.frames.items())
         said.append(f"client {name!r}: {len(facts.frames)} files hold several frames, the first is read ({frames})")
@@ -319,6 +326,21 @@ def _list_notices(name: str, files: tuple[ImageFile, ...], facts: ImageFacts, re
         said.append(f"client {name!r}: gray read as {facts.bits} bits, 0..{2**facts.bits - 1} scaled to [-1, 1]")
     if any(file.part for file in files) and not any(file.part == "test" for file in files):
         said.append(f"client {name!r}: no test folder, so {reading.test_fraction:g} of its train folder is for testing")
+    return said
+
+
+def _list_faults(root: Path, name: str, files: tuple[ImageFile, ...], facts: ImageFacts) -> list[str]:
+    """Return sentences on images of a client that are left out."""
+    said = []
+    if facts.broken:
+        why = _format_few(f"{file}: {why}" for file, why in facts.broken.items())
+        said.append(f"client {name!r}: {len(facts.broken)} of {len(files)} files cannot be read, left out ({why})")
+    folders = [Path(folder) for several in _find_parts(root / name).values() for folder in several]
+    lost = Counter(Path(file.name).suffix for folder in folders for file in _list_content(folder)[0] if _is_lost(file))
+    if lost:
+        kinds = ", ".join(sorted(lost))
+        images = f"{lost.total()} image{'s' * (lost.total() > 1)}"
+        said.append(f"client {name!r}: {images} in a format that is not read, left out ({kinds})")
     return said
 
 

@@ -17,8 +17,8 @@ from ...utils.errors import UsageError
 from ..server.registry import require_repeating
 
 
-class TableRefused(UsageError):
-    """A table here cannot be used. The reason may quote cells, so it must not leave this site."""
+class DataRefused(UsageError):
+    """Data here cannot be used. The reason may quote them, so it must not leave this site."""
 
 
 def load_local(
@@ -65,7 +65,7 @@ def load_local(
         if not columns:
             require_repeating(made.columns, sum(map(len, made.clients[0].splits.values())))
     except UsageError as error:
-        raise TableRefused(str(error)) from error
+        raise DataRefused(str(error)) from error
     return made
 
 

@@ -25,6 +25,7 @@ from ...core.plan import Plan
 from ...data.federation import Federation, count_labels
 from ...data.files.table_schema import Column
 from ...data.sources import prepare_clients
+from ...diagnosis.quality import check_data
 from ...engines.engine import Diverged
 from ...engines.sequential import Sequential
 from ...evaluation.metrics import evaluate_clients, evaluate_trained
@@ -45,7 +46,7 @@ from ...utils.version import __version__
 from ..server.registry import COLUMNS
 from ..transport.arrays import RefusedMessage, check_state, from_record, to_record
 from ..transport.exchange import Exchange
-from .local_data import TableRefused, load_local, relabel
+from .local_data import DataRefused, load_local, relabel
 from .site_model import collect_site_model
 
 Say = Callable[[str], None]
@@ -187,9 +188,9 @@ class Site:
                 self.export_latest()
                 return Exchange(kind="ended", facts={"say": question.facts["say"]})
             return answers[question.kind](question)
-        except TableRefused as error:
+        except DataRefused as error:
             self.say(f"refused: {error}")
-            return Exchange(kind="refused", facts={"why": "its table cannot be used: its own log says why"})
+            return Exchange(kind="refused", facts={"why": "its data cannot be used: its own log says why"})
         except (FedshiftError, OSError) as error:
             self.say(f"refused: {error}")
             return Exchange(kind="refused", facts={"why": str(error), "diverged": isinstance(error, Diverged)})
@@ -201,6 +202,11 @@ class Site:
         spec = self._make_spec(asked.facts["spec"])
         source = self._load_source(spec)
         data = prepare_clients(source, spec)
+        try:
+            for line in check_data(data, spec.on_data_error):
+                self.say(line)
+        except UsageError as error:
+            raise DataRefused(str(error)) from error
         client = data.clients[0]
         facts = {
             "name": client.name, "version": __version__, "shape": data.sample_shape,
