@@ -11,6 +11,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from itertools import count
 from math import prod
 
 import torch
@@ -20,20 +21,14 @@ from torch.nn.modules.dropout import _DropoutNd
 _MASK = 0xFFFFFFFF
 
 
-class _Draws:
-    """The key of the step that is running, and how many masks it has drawn."""
-
-    def __init__(self, key: Tensor) -> None:
-        self.key, self.calls = key, 0
-
-
-_current: ContextVar[_Draws | None] = ContextVar("dropout_draws", default=None)
+_current: ContextVar[tuple[Tensor, Iterator[int]] | None] = ContextVar("dropout_draws", default=None)
+"""The key of the step that is running, and the numbers of its next masks."""
 
 
 @contextmanager
 def dropout_key(key: Tensor) -> Iterator[None]:
     """Inside the block, keyed dropout layers draw from ``key`` (int64, no dimensions)."""
-    token = _current.set(_Draws(key))
+    token = _current.set((key, count()))
     try:
         yield
     finally:
@@ -68,8 +63,8 @@ class KeyedDropout(nn.Module):
         if draws is None:
             raise RuntimeError("keyed dropout in training mode outside dropout_key(...): call .eval(), or give a key")
         shape = (*x.shape[:2], *(1 for _ in x.shape[2:])) if self.channels else x.shape
-        keep = draw_bits(draws.key, draws.calls, prod(shape)) >= int(self.p * 2**32)
-        draws.calls += 1
+        key, calls = draws
+        keep = draw_bits(key, next(calls), prod(shape)) >= int(self.p * 2**32)
         return x * keep.reshape(shape).to(x.dtype) / (1.0 - self.p) if self.p < 1.0 else torch.zeros_like(x)
 
     def extra_repr(self) -> str:

@@ -53,6 +53,12 @@ class ReadOptions:
     progress: Progress | None = None
 
     @property
+    def role_columns(self) -> list[str]:
+        """Names of a table's columns that are no features, the target first."""
+        columns = (self.target, self.client_column, self.split_column, self.group_column)
+        return [name for name in columns if name is not None]
+
+    @property
     def cache_directory(self) -> Path:
         """Directory of decoded images: ``cache``, else ``FEDSHIFT_CACHE``, else the user's cache directory."""
         return self.cache or cache_directory()

@@ -41,21 +41,6 @@ MOST_CLASSES = 100
 Labels = NDArray[np.int64]
 
 
-@dataclass(frozen=True, kw_only=True)
-class ColumnRoles:
-    """Names of the columns that are not features; ``client`` is None where every client has a file."""
-
-    target: str
-    client: str | None = None
-    split: str | None = None
-    group: str | None = None
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the columns that have a role, the target first."""
-        return [name for name in (self.target, self.client, self.split, self.group) if name is not None]
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TableRows:
     """The N rows of all files, in order, with the values of role columns as integer codes.
@@ -148,22 +133,24 @@ def read_opened_tables(tables: Sequence[TableFile], name: str, reading: ReadOpti
                 raise UsageError(
                     f"{one.path} has no column {lacking[0]!r}, which {other.path} has: all files need the same columns"
                 )
-    roles, notices = _find_roles(tables, reading)
-    features = [name for name in tables[0].types if name not in roles.names]
+    reading, notices = _check_roles(tables, reading)
+    roles = reading.role_columns
+    target = roles[0]
+    features = [name for name in tables[0].types if name not in roles]
     if not features:
-        raise UsageError(f"{tables[0].path} has no column beside {', '.join(roles.names)}: a table needs features")
+        raise UsageError(f"{tables[0].path} has no column beside {', '.join(roles)}: a table needs features")
     if reading.like:
         features = schema.match_features(tables[0], features, reading.like.columns, reading.like.name)
     declared = {name: schema.read_declared_types(name, tables) for name in features}
-    rows, seen = _scan_rows(tables, roles, declared, reading.domains)
+    rows, seen = _scan_rows(tables, reading, declared)
     if reading.like and reading.like.columns:
         columns = [schema.match_column(column, seen[column.name], reading.like.name) for column in reading.like.columns]
         remarks = []
     else:
         inferred = [schema.infer_column(name, seen[name]) for name in features]
         columns, remarks = [column for column, _ in inferred], [notice for _, notice in inferred if notice]
-    classes, label, class_names = _find_classes(rows, roles.target, reading.classes)
-    y, place, bounds = _arrange_rows(rows, label[rows.codes[roles.target]], roles, reading)
+    classes, label, class_names = _find_classes(rows, target, reading.classes)
+    y, place, bounds = _arrange_rows(rows, label[rows.codes[target]], reading)
     x = np.empty((len(y), schema.feature_offsets(columns)[-1]), dtype=np.float32)
     _fill_features(x, place, rows, columns, reading.progress)
     notices += remarks
@@ -215,16 +202,15 @@ def _open_tables(path: Path, files: Sequence[Path], reading: ReadOptions) -> lis
     return [schema.open_table(file) for file in files]
 
 
-def _find_roles(tables: Sequence[TableFile], reading: ReadOptions) -> tuple[ColumnRoles, list[str]]:
+def _check_roles(tables: Sequence[TableFile], reading: ReadOptions) -> tuple[ReadOptions, list[str]]:
+    """Check the columns that have a role; return ``reading`` with a split column that is found, and notices."""
     names = list(tables[0].types)
     if reading.target is None:
         raise UsageError(
             f"{tables[0].path}: say which column holds the label (--target); {_describe_candidates(names, TARGETS)}"
         )
-    roles = ColumnRoles(
-        target=reading.target, client=reading.client_column, split=reading.split_column, group=reading.group_column
-    )
-    for name, count in Counter(roles.names).items():
+    roles = reading.role_columns
+    for name, count in Counter(roles).items():
         if name not in names and reading.like:
             raise UsageError(
                 f"{tables[0].path} has no column {name!r}, by which {reading.like.name!r}, the data that it joins, was "
@@ -239,10 +225,10 @@ def _find_roles(tables: Sequence[TableFile], reading: ReadOptions) -> tuple[Colu
             raise UsageError(
                 f"{nested[0].path}: column {name!r} holds {nested[0].types[name]}: give it one value a row"
             )
-    if roles.split is None and "split" in names and "split" not in roles.names and _is_split_column(tables):
+    if reading.split_column is None and "split" in names and "split" not in roles and _is_split_column(tables):
         notice = "column 'split' says which rows are for training, validation and testing"
-        return replace(roles, split="split"), [notice]
-    return roles, []
+        return replace(reading, split_column="split"), [notice]
+    return reading, []
 
 
 def _describe_candidates(names: Sequence[str], usual: Sequence[str]) -> str:
@@ -262,35 +248,36 @@ def _is_split_column(tables: Sequence[TableFile]) -> bool:
 
 
 def _scan_rows(
-    tables: Sequence[TableFile], roles: ColumnRoles, seen: Mapping[str, ColumnContents], domains: Sequence[str] | None
+    tables: Sequence[TableFile], reading: ReadOptions, seen: Mapping[str, ColumnContents]
 ) -> tuple[TableRows, dict[str, ColumnContents]]:
     """Read the columns with roles and the columns of text; return all rows, and the contents of the feature columns.
 
-    ``domains``: the clients wanted, in this order; None: all, by name. Raises :class:`UsageError` for unknown clients,
-    files without rows, and rows without a value in a column that has a role.
+    Raises :class:`UsageError` for unknown clients, files without rows, and rows without a value in a column that has a
+    role.
     """
-    codes, known, files = {name: _Codes() for name in roles.names}, dict(seen), dict.fromkeys(tables, 0)
+    roles, domains, client_column = reading.role_columns, reading.domains, reading.client_column
+    codes, known, files = {name: _Codes() for name in roles}, dict(seen), dict.fromkeys(tables, 0)
     for table in tables:
         text = [name for name in seen if schema.is_text(table.types[name])]
-        for batch in table.batches([*roles.names, *text]):
+        for batch in table.batches([*roles, *text]):
             files[table] += batch.num_rows
-            for name in roles.names:
+            for name in roles:
                 codes[name].add(batch.column(name))
-            if len(codes[roles.target].places) > MOST_CLASSES:
-                some = ", ".join(list(codes[roles.target].places)[:3])
+            labels = list(codes[roles[0]].places)
+            if len(labels) > MOST_CLASSES:
                 raise UsageError(
-                    f"target {roles.target!r} has more than {MOST_CLASSES} different values (such as {some}), so it is "
-                    "a measurement or an identifier, and only classes can be learned: group its values into classes, "
-                    "or name another column (--target)"
+                    f"target {reading.target!r} has more than {MOST_CLASSES} different values (such as "
+                    f"{', '.join(labels[:3])}), so it is a measurement or an identifier, and only classes can be "
+                    "learned: group its values into classes, or name another column (--target)"
                 )
-            if roles.client and domains is not None:
-                wanted = [codes[roles.client].places.get(name, -2) for name in domains]
-                batch = batch.filter(pa.array(np.isin(codes[roles.client].parts[-1], wanted)))
+            if client_column and domains is not None:
+                wanted = [codes[client_column].places.get(name, -2) for name in domains]
+                batch = batch.filter(pa.array(np.isin(codes[client_column].parts[-1], wanted)))
             known |= {name: known[name].update(batch.column(name)) for name in text}
         if files[table] == 0:
             raise UsageError(f"{table.path} has names of columns but no row: give it data, or leave it out")
-    if roles.client:
-        names, client = list(codes[roles.client].places), np.concatenate(codes[roles.client].parts)
+    if client_column:
+        names, client = list(codes[client_column].places), np.concatenate(codes[client_column].parts)
     else:
         names = [table.path.stem for table in tables]
         client = np.repeat(np.arange(len(tables), dtype=np.int32), list(files.values()))
@@ -305,8 +292,8 @@ def _scan_rows(
         values={name: list(code.places) for name, code in codes.items()},
         files=files,
     )
-    for name in roles.names:
-        missing = (rows.codes[name] < 0) & ((rows.client >= 0) | (name == roles.client))
+    for name in roles:
+        missing = (rows.codes[name] < 0) & ((rows.client >= 0) | (name == client_column))
         if missing.any():
             where = rows.describe_location(np.flatnonzero(missing))
             raise UsageError(f"{where}: no value in column {name!r}: fill it in, or leave the rows out")
@@ -349,9 +336,7 @@ def number_classes(values: Sequence[str], target: str, least: int | None) -> tup
     return classes, [distinct.index(value) for value in meaning], (*map(str, distinct), *unseen)
 
 
-def _arrange_rows(
-    rows: TableRows, label: Labels, roles: ColumnRoles, reading: ReadOptions
-) -> tuple[Labels, Ints, dict[str, list[int]]]:
+def _arrange_rows(rows: TableRows, label: Labels, reading: ReadOptions) -> tuple[Labels, Ints, dict[str, list[int]]]:
     """Sort the rows of the clients that are read by client and split.
 
     Returns their labels, the position of each of the N rows among them (-1 where it is not read), and by client the
@@ -359,7 +344,7 @@ def _arrange_rows(
     """
     side, order = np.zeros(len(rows.client), dtype=np.int8), np.argsort(rows.client, kind="stable")
     for here in np.split(order, np.searchsorted(rows.client, range(len(rows.names)), sorter=order))[1:]:
-        side[here] = _assign_splits(rows, here, label[here], roles, reading.test_fraction)
+        side[here] = _assign_splits(rows, here, label[here], reading)
     order = np.lexsort((side, rows.client))[np.count_nonzero(rows.client < 0) :]
     place = np.full(len(rows.client), -1, dtype=np.int32)
     place[order] = np.arange(len(order))
@@ -368,42 +353,42 @@ def _arrange_rows(
     return label[order], place, {name: begin[parts * k :][: parts + 1] for k, name in enumerate(rows.names)}
 
 
-def _assign_splits(
-    rows: TableRows, here: NDArray[np.intp], y: Labels, roles: ColumnRoles, fraction: float
-) -> NDArray[np.int8]:
+def _assign_splits(rows: TableRows, here: NDArray[np.intp], y: Labels, reading: ReadOptions) -> NDArray[np.int8]:
     """Return the index in :data:`SPLITS` of each row of one client (``here``: its rows, ``y``: their labels).
 
     Raises :class:`UsageError`, naming the client, where training or test would be empty or share a group.
     """
-    name = rows.names[rows.client[here[0]]]
+    name, grouped, split_column = rows.names[rows.client[here[0]]], reading.group_column, reading.split_column
     if len(here) < 2:
         raise UsageError(f"client {name!r} has 1 row, and needs one for training and one for testing: leave it out")
-    group = rows.codes[roles.group][here] if roles.group else None
-    if roles.split is None:
+    group = rows.codes[grouped][here] if grouped else None
+    if split_column is None:
         side = np.zeros(len(here), dtype=np.int8)
         rng = stream(0, "test", name)
-        drawn = split_stratified(y, fraction, rng)[1] if group is None else draw_groups(group, fraction, rng)
-        side[drawn] = SIDES["test"]
-        fix = "its rows are all of one group" if roles.group else "it has one row of each class"
+        if group is None:
+            side[split_stratified(y, reading.test_fraction, rng)[1]] = SIDES["test"]
+        else:
+            side[draw_groups(group, reading.test_fraction, rng)] = SIDES["test"]
+        fix = "its rows are all of one group" if grouped else "it has one row of each class"
     else:
-        values, codes = rows.values[roles.split], rows.codes[roles.split][here]
+        values, codes = rows.values[split_column], rows.codes[split_column][here]
         side = np.array([SIDES.get(value.lower(), -1) for value in values], dtype=np.int8)[codes]
         if (side < 0).any():
             raise UsageError(
-                f"{rows.describe_location(here[side < 0])}: {values[codes[side < 0][0]]!r} in column {roles.split!r}, "
+                f"{rows.describe_location(here[side < 0])}: {values[codes[side < 0][0]]!r} in column {split_column!r}, "
                 f"which says what rows are for; allowed are {', '.join(SIDES)}"
             )
-        fix = f"column {roles.split!r} must give it some"
+        fix = f"column {split_column!r} must give it some"
     for split in ("train", "test"):
         if not (side == SIDES[split]).any():
             raise UsageError(f"client {name!r} has no row for {split} among its {len(here)}: {fix}, or leave it out")
-    if group is not None and roles.split and roles.group:
+    if group is not None and split_column and grouped:
         pairs = np.unique(np.stack([group, side.astype(np.int32)]), axis=1)
         both = pairs[0, 1:][pairs[0, 1:] == pairs[0, :-1]]
         if len(both):
             raise UsageError(
-                f"group {rows.values[roles.group][both[0]]!r} of client {name!r} is on two sides of column "
-                f"{roles.split!r}: a group must be on one side; correct the column, or name no group column"
+                f"group {rows.values[grouped][both[0]]!r} of client {name!r} is on two sides of column "
+                f"{split_column!r}: a group must be on one side; correct the column, or name no group column"
             )
     return side
 
