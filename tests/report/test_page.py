@@ -93,7 +93,7 @@ def test_of_many_clients_the_page_says_how_they_are_distributed_and_stays_small(
     assert len(text) < 400_000
 
 
-def test_everything_is_escaped(make_study):
+def test_everything_is_escaped(make_study, blank):
     bad = "<img src=x onerror=alert(1)>"
     text = render_page(
         make_study(

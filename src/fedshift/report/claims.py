@@ -24,7 +24,7 @@ from ..results.schema import RunSummary
 from ..utils.errors import unknown_name
 from .concordance import compute_discordances
 from .formatting import difference_unit, format_p_value, format_signed
-from .tables import accuracy_table, mask_incomparable, seed_table, select_reported_rows
+from .tables import accuracy_table, mask_incomparable, remember, seed_table, select_reported_rows
 
 LEAST_ERROR = CONCORDANT / 1000
 """Smallest standard error of a discordance, in squared nats; below it, seeds agree as far as losses can show."""
@@ -69,6 +69,11 @@ def collect_claims(
     difference compares like with like.
     """
     metric = metric or summary.metric
+    key = "claims", metric, model, level
+    return remember(summary, key, lambda: _collect_claims(summary, metric, model, level))
+
+
+def _collect_claims(summary: RunSummary, metric: str, model: str, level: float) -> Claims:
     table = mask_incomparable(seed_table(summary, metric, model).iloc[: len(summary.clients)])
     rows = select_reported_rows(summary, model)
     variances = {"grid": grid_variance(rows, metric), "sampling": sampling_variance(rows, metric)}
