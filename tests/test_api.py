@@ -27,6 +27,9 @@ from fedshift.representations import compare_representations
 from fedshift.results.checkpoint import load_checkpoint
 from fedshift.results.run_directory import RunDirectory
 from fedshift.utils.errors import FedshiftError, UsageError
+from tests.conftest import ARRAYS
+
+pytestmark = pytest.mark.xdist_group("api")
 
 
 def test_the_example_of_the_module_is_true():
@@ -68,10 +71,11 @@ def test_all_that_is_promised_is_there():
         fedshift.fedbm  # noqa: B018
 
 
-@pytest.fixture
-def compared(tiny):
-    """FedAvg and FedBN over two seeds and two rounds."""
-    return fedshift.compare([fedshift.fedavg(), fedshift.fedbn()], data=tiny, rounds=2, seeds=2, batch_size=8)
+@pytest.fixture(scope="module")
+def compared():
+    """FedAvg and FedBN over two seeds and two rounds, trained once."""
+    data = fedshift.federation(ARRAYS, name="tiny")
+    return fedshift.compare([fedshift.fedavg(), fedshift.fedbn()], data=data, rounds=2, seeds=2, batch_size=8)
 
 
 def test_tables_derive_from_the_records(compared):
@@ -96,7 +100,7 @@ def test_differences_are_to_fedavg_or_the_first(compared):
     assert list(compared.differences("fedbn").index) == ["fedavg"]
 
 
-def test_the_report_is_written_where_asked(compared, tmp_path):
+def test_the_report_is_written_where_asked(compared, tmp_path, undrawn):
     assert compared.report(tmp_path / "page.html") == tmp_path / "page.html"
     assert "<html" in (tmp_path / "page.html").read_text()
 
@@ -163,7 +167,7 @@ def test_each_policy_is_measured_on_a_client_that_comes_later_as_the_run_itself_
     pd.testing.assert_frame_equal(again, table[["fedbn: reestimate"]])
 
 
-def test_what_a_person_should_know_of_a_new_client_is_a_warning(compared, tiny):
+def test_what_a_person_should_know_of_a_new_client_is_a_warning(compared, tiny, tmp_path):
     with pytest.warns(UserWarning, match="client 'bob' is not unknown: the run has its samples, as client 'bob'"):
         compared.adapt(tiny.select_clients(["bob"]), ["average"], methods="fedbn")
     few = tiny.select_clients(["cid"]).map_splits(lambda split: split.with_samples(255 - split.store)).limit_samples(1)
@@ -177,9 +181,10 @@ def test_what_a_person_should_know_of_a_new_client_is_a_warning(compared, tiny):
     ):
         with pytest.raises(UsageError, match=said):
             compared.adapt(few, **asked)
-    (compared.directory / "trials" / "fedbn-seed1" / "checkpoint.safetensors").unlink()
+    part = fedshift.Comparison(compared.experiment, Path(shutil.copytree(compared.directory, tmp_path / "part")))
+    (part.directory / "trials" / "fedbn-seed1" / "checkpoint.safetensors").unlink()
     with pytest.raises(FedshiftError, match="fedbn, seed 1, is left out: no checkpoint at"):
-        compared.adapt(few, "average", methods="fedbn")
+        part.adapt(few, "average", methods="fedbn")
 
 
 def test_what_clients_and_server_see_is_that_of_the_command_line(compared, make, tmp_path):

@@ -32,11 +32,11 @@ def blocks(language):
 
 @pytest.mark.parametrize("code", blocks("python"))
 def test_every_python_block_runs(code, tmp_path, monkeypatch):
-    """On every third of the digits."""
+    """On every third of the digits, in few pixels."""
     monkeypatch.setattr(
         fedshift,
         "digits",
-        lambda **given: digits(**given).map_splits(lambda all: all.take(torch.arange(0, len(all), 3))),
+        lambda **given: digits(**{"size": 8, **given}).map_splits(lambda all: all.take(torch.arange(0, len(all), 3))),
     )
     monkeypatch.chdir(tmp_path)
     exec(compile(code, "document", "exec"), {"__name__": "document"})
@@ -69,7 +69,7 @@ def test_the_method_of_the_contributing_guide_runs_composed_from_the_command_lin
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
     (tmp_path / "my_methods.py").write_text(code)
     spoken = next(line for line in text.splitlines() if line.startswith("fedshift compare"))
-    words = [*shlex.split(spoken)[1:], "--rounds", "1", "--samples", "40", "--out", "run"]
+    words = [*shlex.split(spoken)[1:], "--rounds", "1", "--samples", "40", "--image-size", "8", "--out", "run"]
     done = cli(*words)
     assert done.code == 0, done.err
     assert "fedbn+lgfedavg" in done.out

@@ -119,10 +119,11 @@ class Machines:
         return log.read_text().count("Successfully started run") if log.exists() else 0
 
     def join(self, name):
-        keys = self.folder / "tls"
+        keys, data = self.folder / "tls", self.spec.data
+        data = Path(data) / f"{name}.npz" if Path(data).is_dir() else data
         secured = ("--tls", keys, "--key", keys / "nodes" / f"{name}.key") if self.tls else ("--insecure",)
         return self.start(
-            name, "join", f"localhost:{self._port}", "--data", "digits", "--name", name, *secured, "--state",
+            name, "join", f"localhost:{self._port}", "--data", data, "--name", name, *secured, "--state",
             self.folder / name, "--poll", 0.1, "--threads", 1, "--code", "tests.flower.gated:network",
         )  # fmt: skip
 

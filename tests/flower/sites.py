@@ -27,6 +27,7 @@ from fedshift.results.checkpoint import load_checkpoint
 from fedshift.results.run_directory import trial_folder
 
 RUN = 7
+SMALL = {"domains": "pen,photo,print", "samples": 24, "image_size": 8, "rounds": 2, "lr": 0.05}
 
 
 def as_sent(message):
@@ -98,7 +99,7 @@ class Heard(Observer):
 
 
 def spec_for(method="fedbn", **changes):
-    return RunSpec(**{"method": method, "domains": "pen,photo,print", "samples": 24, "rounds": 2, "lr": 0.05} | changes)
+    return RunSpec(**SMALL | {"method": method} | changes)
 
 
 def sites_of(spec, folder, **named):

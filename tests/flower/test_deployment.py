@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import images, write_npz
 from tests.flower.processes import descendants, gone, kill, machines
 from tests.flower.sites import same_as_in_process, spec_for
 
@@ -17,13 +18,28 @@ KILLED = {
 LOOPBACK = {"127.0.0.1", "::1", "localhost"}
 
 
-def gated(**changes):
+NAMES = ("pen", "photo", "print")
+
+
+@pytest.fixture
+def files(tmp_path):
+    """A directory with each site's data, which processes read sooner than they make digits."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for place, name in enumerate(NAMES):
+        (x, y), (x_test, y_test) = images(24, 50 * place, 2 * place), images(12, 50 * place, 2 * place + 1)
+        write_npz(folder / f"{name}.npz", x_train=x, y_train=y, x_test=x_test, y_test=y_test)
+    return str(folder)
+
+
+def gated(files, **changes):
     """An experiment whose rounds can be held up at a site."""
-    return spec_for(**{"model": "tests.flower.gated:network", "rounds": 3, "evaluate_every": 3} | changes)
+    own = {"data": files, "model": "tests.flower.gated:network", "rounds": 3, "evaluate_every": 3}
+    return spec_for(**own | {"samples": None, "image_size": None} | changes)
 
 
-def test_two_sites_with_keys_are_one_process_bit_for_bit_and_talk_to_nobody_else(tmp_path):
-    spec = spec_for(domains="pen,photo", rounds=2, evaluate_every=2)
+def test_two_sites_with_keys_are_one_process_bit_for_bit_and_talk_to_nobody_else(tmp_path, files):
+    spec = spec_for(data=files, domains="pen,photo", samples=None, image_size=None, rounds=2, evaluate_every=2)
     with machines(tmp_path, spec) as two:
         coordinator = two.serve("--min-clients", 2)
         sites = [two.join(name) for name in two.names]
@@ -44,8 +60,8 @@ def test_two_sites_with_keys_are_one_process_bit_for_bit_and_talk_to_nobody_else
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["site", *KILLED, "coordinator"])
-def test_what_is_killed_in_mid_round_goes_on_as_if_it_had_not_been(victim, tmp_path):
-    spec = gated()
+def test_what_is_killed_in_mid_round_goes_on_as_if_it_had_not_been(victim, tmp_path, files):
+    spec = gated(files)
     with machines(tmp_path, spec) as three:
         three.hold("photo", 2)
         coordinator = three.serve("--min-clients", 3)
@@ -73,8 +89,8 @@ def test_what_is_killed_in_mid_round_goes_on_as_if_it_had_not_been(victim, tmp_p
 
 
 @pytest.mark.slow
-def test_a_site_that_is_gone_holds_nobody_up_and_takes_part_again_when_it_is_back(tmp_path):
-    spec = gated(rounds=5, evaluate_every=5)
+def test_a_site_that_is_gone_holds_nobody_up_and_takes_part_again_when_it_is_back(tmp_path, files):
+    spec = gated(files, rounds=5, evaluate_every=5)
     with machines(tmp_path, spec) as three:
         three.hold("pen", 1)
         three.hold("photo", 2)

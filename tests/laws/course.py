@@ -13,12 +13,13 @@ from fedshift.core.method import Method
 from fedshift.core.optimizer import SGD
 from fedshift.core.work import Work
 from fedshift.data.federation import Federation, federation
+from fedshift.experiments.client_store import to_tensors
 from fedshift.experiments.settings import Settings
 from fedshift.experiments.trial import Trial
 from fedshift.results.schema import Row
 from fedshift.utils.state import State, clone
 
-ROUNDS = 4
+ROUNDS = 3
 
 
 def network(shape: tuple[int, ...], classes: int) -> nn.Module:
@@ -73,15 +74,21 @@ def make_trial(method: Method, engine: str = "sequential", **changes: Any) -> Tr
     return Trial(method, model, data, Settings(**settings), seed)
 
 
+def client_tensors(trial: Trial, name: str) -> State:
+    """Return all that client ``name`` keeps."""
+    return to_tensors(trial.clients[name], trial.plan.rule_names)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """A trial after a round: its measurements and uploads, and all state, as flat tensors and by client."""
+    """A trial after a round: its measurements and uploads, all state as flat tensors, each client's and its model."""
 
     rows: list[Row]
     updates: dict[str, Update]
     tensors: State
     facts: dict[str, Any]
     server: ServerState
+    clients: dict[str, State]
     states: dict[str, State]
 
 
@@ -109,6 +116,7 @@ class Course:
             self._moments.append(
                 Moment(
                     rows=rows, updates=dict(sent), tensors=clone(tensors), facts=facts, server=running.server,
+                    clients={name: clone(client_tensors(running, name)) for name in running.train},
                     states={name: clone(running.model_state(name)) for name in running.data.names},
                 )
             )  # fmt: skip

@@ -5,8 +5,12 @@ import torch
 from torch import nn
 
 from fedshift.core.work import Work
+from fedshift.methods.fedavg import fedavg
 from fedshift.utils.state import is_equal
+from tests.laws.conftest import METHODS, by_name
 from tests.laws.course import ROUNDS, make_trial
+
+POOLED = [method for method in METHODS if method.pooled]
 
 
 def distance(a, b):
@@ -57,17 +61,31 @@ def test_every_engine_equals_the_loop_for_one_step_in_float32(loop_in_float32, m
     assert distance(loop_in_float32(method), step_in_float32(method, other_engine)) <= 1e-4
 
 
-def test_every_engine_repeats_itself_bit_for_bit(trial, course, method, engine):
+@pytest.mark.parametrize("method", POOLED, ids=by_name)
+def test_every_engine_repeats_pooled_training_bit_for_bit(trial, course, method, engine):
+    """As it repeats federated training with clients in another order (:mod:`tests.laws.test_methods`)."""
     again = trial(method, engine)
     for _ in range(2):
         again.advance()
     assert is_equal(again.to_tensors()[0], course(method, engine)[2].tensors)
 
 
-def test_training_moves_the_model_and_the_seed_matters(trial, course, method, engine):
-    running, other = course(method, engine), trial(method, engine, seed=4)
+def test_training_moves_the_model(course, method, engine):
+    running = course(method, engine)
     initial, moved = running.plan.initial, running[1].states["a"]
-    other.advance()
     assert not torch.equal(moved["stem.weight"], initial["stem.weight"])
-    assert not torch.equal(moved["stem.weight"], other.model_state("a")["stem.weight"])
     assert torch.equal(moved["scale"], initial["scale"])
+
+
+def assert_seed_matters(method, engine, running):
+    other = make_trial(method, engine, seed=4)
+    other.advance()
+    assert not torch.equal(running[1].states["a"]["stem.weight"], other.model_state("a")["stem.weight"])
+
+
+def test_the_seed_matters_for_every_method(course, method):
+    assert_seed_matters(method, "sequential", course(method))
+
+
+def test_the_seed_matters_for_every_engine(course, other_engine):
+    assert_seed_matters(fedavg(), other_engine, course(fedavg(), other_engine))

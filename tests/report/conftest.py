@@ -181,6 +181,12 @@ def show():
     return rendered
 
 
+@pytest.fixture
+def blank(monkeypatch):
+    """Leave each figure of the page empty; its description stays."""
+    monkeypatch.setattr(page, "to_svg", lambda _: '<svg xmlns="http://www.w3.org/2000/svg"></svg>')
+
+
 @pytest.fixture(params=EDGE_CASES)
 def edge_case(request, make_study):
     return make_study(**EDGE_CASES[request.param])

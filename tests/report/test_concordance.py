@@ -108,7 +108,7 @@ def published(study, folder, monkeypatch):
     return console.file.getvalue(), {path.name: path.read_text() for path in (folder / "tables").iterdir()}
 
 
-def test_it_is_printed_written_shown_and_drawn(pooling, tmp_path, monkeypatch):
+def test_it_is_printed_written_shown_and_drawn(pooling, tmp_path, monkeypatch, blank):
     study = pooling("centralized")
     said, tables = published(study, tmp_path, monkeypatch)
     assert "that both evaluated; concordant below 0.01" in said
@@ -122,7 +122,7 @@ def test_it_is_printed_written_shown_and_drawn(pooling, tmp_path, monkeypatch):
     assert "fedsmb 0.38 after round 2" in {panel.name: panel.description for panel in make_panels(study)}["test-loss"]
 
 
-def test_nothing_of_it_is_shown_without_a_pooled_method(pooling, tmp_path, monkeypatch):
+def test_nothing_of_it_is_shown_without_a_pooled_method(pooling, tmp_path, monkeypatch, blank):
     said, tables = published(pooling(), tmp_path, monkeypatch)
     assert "oncordan" not in said + (tmp_path / "report.html").read_text()
     assert not any("concordance" in name for name in tables)

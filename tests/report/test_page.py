@@ -128,7 +128,7 @@ def test_all_figures_share_one_legend(study, plain):
     assert 'id="accuracy-macro-legend_1"' not in plain.page
 
 
-def test_everything_is_escaped(make_study):
+def test_everything_is_escaped(make_study, blank):
     bad = "<img src=x onerror=alert(1)>"
     text = render_page(
         make_study(

@@ -41,7 +41,7 @@ def test_an_order_that_is_not_significant_is_no_claim(make_study, undrawn):
     assert "</strong> percent, not told apart from fedavg." in page
 
 
-def test_the_headline_says_what_the_best_is_told_apart_from(make_study):
+def test_the_headline_says_what_the_best_is_told_apart_from(make_study, undrawn):
     assert "</strong> percent, told apart from every other method." in render_page(make_study(CLEAR))
     few = make_study({name: runs[:2] for name, runs in CLEAR.items()})
     assert "</strong> percent, too few seeds to tell it apart, 3 at least." in render_page(few)

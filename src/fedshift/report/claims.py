@@ -34,7 +34,7 @@ from .formatting import (
     make_table,
 )
 from .progress import find_reached_rounds, is_comparable
-from .tables import accuracy_table, mask_incomparable, seed_table, select_reported_rows
+from .tables import accuracy_table, mask_incomparable, remember, seed_table, select_reported_rows
 
 LEAST_ERROR = CONCORDANT / 1000
 """Smallest standard error of a discordance, in squared nats; below it, seeds agree as far as losses can show."""
@@ -78,7 +78,13 @@ def collect_claims(
     Each macro value is that of the tables, over the clients that every method measured under that seed, so that a
     difference compares like with like. Seeds under which two methods have not reached the same round do not count.
     """
-    metric, reached = metric or summary.metric, find_reached_rounds(summary)
+    metric = metric or summary.metric
+    key = "claims", metric, model, level
+    return remember(summary, key, lambda: _collect_claims(summary, metric, model, level))
+
+
+def _collect_claims(summary: RunSummary, metric: str, model: str, level: float) -> Claims:
+    reached = find_reached_rounds(summary)
     table = mask_incomparable(seed_table(summary, metric, model).iloc[: len(summary.clients)])
     rows = select_reported_rows(summary, model)
     variances = {"grid": grid_variance(rows, metric), "sampling": sampling_variance(rows, metric)}

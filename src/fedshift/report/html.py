@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import re
+from functools import cache
 from io import BytesIO
 from typing import Any
 
@@ -26,11 +27,16 @@ _GAP = 2
 
 def render_template(name: str, /, **values: Any) -> str:
     """Return the HTML of template ``name`` of the packages ``report`` and ``reproduce``; all values are escaped."""
-    environment = Environment(
+    template = _make_environment().get_template(name)
+    return template.render(version=__version__, latex=to_latex, markdown=to_markdown, **values)
+
+
+@cache
+def _make_environment() -> Environment:
+    return Environment(
         loader=ChoiceLoader([PackageLoader("fedshift", "report"), PackageLoader("fedshift", "reproduce")]),
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    return environment.get_template(name).render(version=__version__, latex=to_latex, markdown=to_markdown, **values)
 
 
 def embed_svg(svg: str, prefix: str, description: str) -> Markup:

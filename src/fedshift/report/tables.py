@@ -7,7 +7,9 @@ them into text.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import pandas as pd
@@ -25,6 +27,17 @@ AFTER_WORK = "just after local work, before aggregation, of clients that took pa
 """Caption of a table with ``moment="trained"``."""
 NAMED = 10
 """Largest number of clients that a remark names."""
+
+T = TypeVar("T")
+_KNOWN: WeakKeyDictionary[RunSummary, dict[Hashable, Any]] = WeakKeyDictionary()
+
+
+def remember(summary: RunSummary, key: Hashable, make: Callable[[], T]) -> T:
+    """Return what ``make`` returned when ``key`` was first asked of ``summary``: a page needs most tables repeatedly."""
+    known = _KNOWN.setdefault(summary, {})
+    if key not in known:
+        known[key] = make()
+    return known[key]  # type: ignore[no-any-return]
 
 
 def metric_history(
@@ -51,6 +64,10 @@ def find_reported_rounds(summary: RunSummary) -> pd.Series:
     on validation data, the earliest on ties, among the rounds that measured the run's largest number of clients.
     Raises :class:`UsageError` where ``best`` meets a run without validation data.
     """
+    return remember(summary, "reported rounds", lambda: _find_reported_rounds(summary)).copy()
+
+
+def _find_reported_rounds(summary: RunSummary) -> pd.Series:
     tested = _select(summary, None, "test", "loaded").groupby(["method", "seed"])["round"].max().astype(int)
     if summary.select == "last":
         return tested.rename("round")
@@ -95,7 +112,11 @@ def seed_table(
     :data:`ONE_BY_ONE` clients, :data:`QUANTILES` and the best client follow. ``moment="trained"`` measures the models
     of that round's participants just after their local work. The global model's table holds only methods that have one.
     """
-    metric = _resolve_metric(summary, metric)
+    key = _resolve_metric(summary, metric), model, split, moment
+    return remember(summary, key, lambda: _make_seed_table(summary, *key)).copy()
+
+
+def _make_seed_table(summary: RunSummary, metric: str, model: str, split: str, moment: str) -> pd.DataFrame:
     rows = select_reported_rows(summary, model, split, moment)
     methods = [name for name, method in summary.methods.items() if model == "personal" or method.has_global]
     runs = pd.MultiIndex.from_product([methods, summary.seeds], names=["method", "seed"])
