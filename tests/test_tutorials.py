@@ -2,12 +2,12 @@
 
 A page is followed as a reader would. A block ``python title="FILE"`` is written to FILE. In a ``console`` block, a line
 that begins with ``$`` is called in this process, and the lines below it are what it prints: ``…`` stands for any lines,
-or for any words of a line; spaces do not count. Numbers with a decimal point may differ by as much as another processor's
-rounding makes them, and the others may not.
+or for any words of a line, and spaces do not count. Numbers with a decimal point may differ as they do on another
+processor, other numbers may not.
 
-Whole runs take minutes, so the test that follows pages word for word is slow. The fast one heeds an HTML comment above a
-block: ``<!-- test: "--rounds 30" is "--rounds 1" -->`` shortens its commands, and from there on numbers and outcomes are
-not compared; ``<!-- test: slow -->`` leaves the block out.
+Whole runs take minutes, so the test that follows pages word for word is slow. The fast one heeds an HTML comment above
+a block. ``<!-- test: "--rounds 30" is "--rounds 1" -->`` shortens its commands; from there on, neither numbers nor the
+lines that depend on them are compared. Of a block below ``<!-- test: slow -->``, commands are only parsed.
 """
 
 import io
@@ -29,12 +29,14 @@ from fedshift.cli.app import app, main
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 BLOCK = re.compile(
-    r'^(?:<!-- test: (?P<note>[^\n]*) -->\n)?```(?:python title="(?P<file>[^"]+)"|(?P<console>console))\n(?P<text>.*?)^```$',
+    r"^(?:<!-- test: (?P<note>[^\n]*) -->\n)?"
+    r'```(?:python title="(?P<file>[^"]+)"|console)\n(?P<text>.*?)^```$',
     re.MULTILINE | re.DOTALL,
 )
-NUMBER = r"[+−-]?\d+(?:\.\d+)?"
+MINUS = "\N{MINUS SIGN}"
+NUMBER = rf"[+{MINUS}-]?\d+(?:\.\d+)?"
 TOKEN = re.compile(rf"(?P<number>{NUMBER})|(?P<gap>…)|(?P<rule>─+)|(?P<space>\s+)|(?P<count>\brounds?\b)|.")
-PATTERNS = {"number": f"({NUMBER})", "gap": ".*", "rule": "─+", "space": r"\s+", "count": "rounds?"}
+PATTERNS = {"number": f"({NUMBER})", "gap": ".*?", "rule": "─+", "space": r"\s+", "count": "rounds?"}
 OUTCOME = re.compile(r"over \d+ seeds?, p |^Verdict|% \(.*left$")
 """Lines that depend on how the numbers come out."""
 
@@ -53,7 +55,9 @@ class Block:
 
     @property
     def replacements(self) -> list[tuple[str, str]]:
-        return re.findall(r'"([^"]+)" is "([^"]*)"', self.note)
+        found = re.findall(r'"([^"]+)" is "([^"]*)"', self.note)
+        assert all(whole in self.text for whole, _ in found), self.note
+        return found
 
     def commands(self) -> Iterator[tuple[str, list[str]]]:
         for part in re.split(r"^\$ ", self.text.replace(" \\\n", " "), flags=re.MULTILINE)[1:]:
@@ -62,18 +66,17 @@ class Block:
 
 
 def read_page(page: Path) -> list[Block]:
-    found = [
-        Block(match["file"], match["text"], match["note"] or "")
-        for match in BLOCK.finditer(page.read_text(encoding="utf-8"))
-    ]
-    assert len(found) == len(re.findall(r"^```(?:python|console)", page.read_text(encoding="utf-8"), re.MULTILINE))
+    text = page.read_text(encoding="utf-8")
+    found = [Block(match["file"], match["text"], match["note"] or "") for match in BLOCK.finditer(text)]
+    assert len(found) == len(re.findall(r"^```(?:python|console)", text, re.MULTILINE))
+    assert text.count("<!-- test:") == sum(bool(block.note) for block in found)
     return found
 
 
 def is_close(shown: str, printed: str) -> bool:
     if "." not in shown + printed:
         return shown == printed
-    expected, found = (float(text.replace("−", "-")) for text in (shown, printed))
+    expected, found = (float(text.replace(MINUS, "-")) for text in (shown, printed))
     return abs(expected - found) <= max(0.02, 0.25 * abs(expected), 10.0 if abs(expected) > 1 else 0.0)
 
 
@@ -137,10 +140,13 @@ class Reader:
                         main(rest)
                     self.code = stopped.value.code
                 case [setting, "python", "-m", "pytest", *rest]:
-                    environment = {**os.environ, **dict([setting.split("=")]), "PYTHONPATH": f"{ROOT / 'src'}:{Path.cwd()}"}
-                    tests = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *rest]
-                    done = subprocess.run(tests, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-                    print(done.stdout)
+                    places = {"PYTHONPATH": f"{ROOT / 'src'}:{Path.cwd()}", **dict([setting.split("=")])}
+                    apart = ["-p", "no:cacheprovider", f"--basetemp={Path.cwd() / 'pytest'}"]
+                    done = subprocess.run(
+                        [sys.executable, "-m", "pytest", *apart, *rest],
+                        cwd=ROOT, env=os.environ | places, capture_output=True, text=True, check=False,
+                    )  # fmt: skip
+                    print(done.stdout, done.stderr)
                     self.code = done.returncode
                 case ["python", file]:
                     runpy.run_path(file, run_name="__main__")
@@ -164,13 +170,32 @@ def desk(tmp_path, monkeypatch):
     """An empty directory of a user without data, and no module of it left behind."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("FEDSHIFT_DATA", raising=False)
-    monkeypatch.setenv("FEDSHIFT_CACHE", str(tmp_path.parent / "cache"))
+    monkeypatch.setenv("FEDSHIFT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(sys, "path", [*(entry for entry in sys.path if entry), ""])
     known = set(sys.modules)
     yield
     for name in set(sys.modules) - known:
-        if str(getattr(sys.modules[name], "__file__", None)).startswith((str(tmp_path), "/my_", "my_")):
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
             del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    ("shown", "different"),
+    [
+        (["…", "depot 84.17 (3.8)", "…"], None),
+        (["…", "depot … (3.8)", "Page: a"], None),
+        (["2 clients", "…"], None),
+        (["depot 84.17 (3.8)", "…"], "depot 84.17 (3.8)"),  # not the first line
+        (["…", "depot 64.17 (3.8)", "…"], "depot 64.17 (3.8)"),  # another number
+        (["3 clients", "…"], "3 clients"),
+        (["…", "harbor 84.17 (3.8)", "…"], "harbor 84.17 (3.8)"),
+        (["…", "Page: a", "…", "depot 84.17 (3.8)", "…"], "depot 84.17 (3.8)"),  # another order
+        (["2 clients", "…", "depot 84.17 (3.8)"], "Page: a"),  # more is printed
+    ],
+)
+def test_a_page_that_shows_something_else_is_noticed(shown, different):
+    printed = ["2 clients", "", "  depot   85.00 (4.0)  ", "Page: a"]
+    assert find_difference(shown, printed, with_numbers=True) == different
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
