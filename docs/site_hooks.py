@@ -27,7 +27,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
-    """Point links to files outside of ``docs`` at their pages, and links from those pages into ``docs``."""
+    """Point links and pictures at where the site has them.
+
+    Links to files outside of ``docs`` lead to their pages, and links from those pages into ``docs``. Pictures in HTML are
+    found from the page's own directory.
+    """
     path = page.file.src_uri
     origin = next((source for source, name in OUTSIDE.items() if name == path), f"docs/{path}")
 
@@ -39,6 +43,10 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
             return text
         return f"[{text}]({relpath(new, Path(path).parent.as_posix() or '.')}{anchor or ''})"
 
+    def place(match: re.Match[str]) -> str:
+        return f'<img src="{relpath(f"{Path(path).parent.as_posix()}/{match[1]}", page.url)}"'
+
+    markdown = re.sub(r'<img src="(?!https?:)([^"]+)"', place, markdown)
     return re.sub(r"\[([^\]]*)\]\((?!https?:|#|mailto:)([^)#\s]+)(#[^)\s]*)?\)", follow, markdown)
 
 

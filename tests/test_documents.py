@@ -1,4 +1,7 @@
-"""What the documents promise: every Python block runs, every command exists, every link leads somewhere."""
+"""What the documents promise: every Python block runs, every command exists, every link leads somewhere.
+
+Tutorials are followed from beginning to end in ``test_tutorials.py``.
+"""
 
 import importlib.util
 import re
@@ -25,6 +28,7 @@ def blocks(language):
     return [
         pytest.param(text, id=f"{document.name}-{number}")
         for document in DOCUMENTS
+        if document.parent.name != "tutorials"
         for number, (kind, text) in enumerate(BLOCK.findall(document.read_text()))
         if kind == language
     ]

@@ -10,11 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from scipy.stats import binomtest
 
 from fedshift.data.digits import digits
 from fedshift.data.federation import ClientData, Federation, federation
 from fedshift.data.files.folder import read_folder
+from fedshift.data.partition import iid
 from fedshift.data.samples import Samples
 from fedshift.diagnosis.quality import SampleLocation, examine, find_duplicates
 from fedshift.diagnosis.survey import survey_splits
@@ -90,6 +92,26 @@ def test_a_test_image_in_training_data_is_an_error_that_says_where(arrays):
             SampleLocation(client="bob", split="train", row=3, label=0),
         ),
     )
+
+
+def test_equal_images_of_a_directory_are_named_by_their_files(tmp_path):
+    rng = np.random.default_rng(0)
+    for number in range(10):
+        for client in ("ann", "bob"):
+            for part, picture in (("train", number), ("test", number + 50)):
+                file = tmp_path / client / part / f"class-{number % 2}" / f"{picture}.png"
+                file.parent.mkdir(parents=True, exist_ok=True)
+                Image.fromarray(rng.integers(0, 256, (8, 8), dtype=np.uint8)).save(file)
+    copied = tmp_path / "ann" / "train" / "class-1" / "copy.png"
+    copied.write_bytes((tmp_path / "bob" / "test" / "class-1" / "53.png").read_bytes())
+    data = read_folder(tmp_path)
+    for each in (data, data.fit_images(16)):
+        (leak,) = examine(each).findings[:1]
+        assert leak.kind == "leakage"
+        assert [str(place) for place in leak.examples[0]] == [
+            "bob/test/class-1/53.png (test)", "ann/train/class-1/copy.png (train)",
+        ]  # fmt: skip
+    assert examine(iid(clients=2)(data)).findings[0].examples[0][0].file == ""
 
 
 def test_a_sample_in_validation_data_leaks_from_training_and_into_test_data(arrays):
@@ -337,7 +359,8 @@ def test_findings_come_worst_first_and_pass_through_json(arrays):
     assert set(severities) == {"error", "warning", "note"}
     assert sum(len(quality.of(severity)) for severity in ("error", "warning", "note")) == len(severities)
     written = json.loads(json.dumps(quality.as_dict(), allow_nan=False))
-    assert written["findings"][0]["examples"][0][0] == {"client": "ann", "split": "test", "row": 5, "label": 1}
+    place = {"client": "ann", "split": "test", "row": 5, "label": 1, "file": ""}
+    assert written["findings"][0]["examples"][0][0] == place
 
 
 @pytest.mark.parametrize("kind", ["arrays", "vectors"])

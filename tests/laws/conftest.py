@@ -1,5 +1,9 @@
-"""What the laws run on: every method and a few compositions, every engine."""
+"""What the laws run on: every method and a few compositions, every engine.
 
+``FEDSHIFT_LAWS=my_methods:lgfedavg pytest tests/laws -k lgfedavg`` runs them on a method outside of the package.
+"""
+
+import os
 from collections.abc import Callable
 
 import pytest
@@ -7,6 +11,7 @@ import pytest
 from fedshift.config.expressions import list_catalog
 from fedshift.core.method import Method
 from fedshift.engines import ENGINES
+from fedshift.experiments.factory import parse_methods
 from fedshift.experiments.trial import Trial
 from fedshift.methods.ditto import ditto
 from fedshift.methods.fedavg import fedavg
@@ -19,7 +24,8 @@ from tests.laws.course import Course, make_trial
 
 COMPOSED = [fedbn(fedprox(mu=0.1)), silobn(scaffold()), fedbn(fedavg(weighting="uniform")), scaffold(fedprox(mu=0.1))]
 COMPOSED += [ditto(scaffold(), epochs=2), fedrep(head_epochs=2, body_epochs=1)]
-METHODS = [make() for make in list_catalog("methods").values()] + COMPOSED
+GIVEN = parse_methods(os.environ["FEDSHIFT_LAWS"]) if os.environ.get("FEDSHIFT_LAWS") else ()
+METHODS = [*(make() for make in list_catalog("methods").values()), *COMPOSED, *GIVEN]
 FEDERATED = [method for method in METHODS if not method.pooled]
 
 OVER_RAY = {"fedbn", "scaffold", "partialfed_adaptive", "centralized"}

@@ -231,12 +231,9 @@ def _publish(spec: CompareSpec, directory: Path, console: Console) -> None:
     seeds = seed_table(rows, metric)
     table = mean_over_seeds(seeds)
     needs = collect_needs(rows)
-    over = f"{spec.seeds} seeds" if spec.seeds > 1 else "one seed"
-    print_line(
-        console,
-        f"Test {METRICS[metric]} in percent of the client that was left out, mean (std) over {over}, "
-        f"{spec.select} round",
-    )
+    over = f"mean (std) over {spec.seeds} seeds" if spec.seeds > 1 else "one seed"
+    caption = f"Test {METRICS[metric]} in percent of the client that was left out, {over}, {spec.select} round"
+    print_line(console, caption)
     text.print(to_terminal(policy_table(table, metric, needs, even=not diverged)))
     print_line(console, explain_needs(needs.values()))
     cells = replace(format_metric_table(table, metric, even=not diverged), partial=partial)

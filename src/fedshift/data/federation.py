@@ -39,18 +39,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class ClientData:
-    """One client's samples; ``validation`` is None where none was held out."""
+    """One client's samples; ``validation`` is None where none was held out.
+
+    ``files``: the file of each row of the array that the splits share; empty where samples are not files.
+    """
 
     name: str
     train: Samples
     test: Samples
     validation: Samples | None = None
+    files: tuple[str, ...] = ()
 
     @classmethod
-    def from_rows(cls, name: str, x: Tensor, y: Tensor, rows: Mapping[str, NDArray[np.int64]]) -> ClientData:
+    def from_rows(
+        cls, name: str, x: Tensor, y: Tensor, rows: Mapping[str, NDArray[np.int64]], files: tuple[str, ...] = ()
+    ) -> ClientData:
         """Return a client whose splits are ``rows`` of one array ``x`` with labels ``y``, by the split's name."""
         parts = {part: torch.from_numpy(index) for part, index in rows.items() if len(index) or part != "validation"}
-        return cls(name=name, **{part: Samples(x=x, y=y[index], rows=index) for part, index in parts.items()})
+        splits = {part: Samples(x=x, y=y[index], rows=index) for part, index in parts.items()}
+        return cls(name=name, files=files, **splits)
 
     def normalize(self) -> ClientData:
         """Return the client with images scaled by mean and standard deviation of its training images' channels."""
@@ -65,9 +72,7 @@ class ClientData:
         own = Normalization(
             mean=tuple(mean.tolist()), std=tuple(std.tolist()), source="the client's own training images"
         )
-        return ClientData(
-            name=self.name, **{k: split.with_samples(split.store, own) for k, split in self.splits.items()}
-        )
+        return replace(self, **{k: split.with_samples(split.store, own) for k, split in self.splits.items()})
 
     def __repr__(self) -> str:
         return f"Client {self.name!r}: " + ", ".join(f"{name} {split!r}" for name, split in self.splits.items())
@@ -196,7 +201,7 @@ class Federation:
         """Apply ``change`` once to every split, so that clients that share a split keep sharing it."""
         change_once = cache(change)
         clients = (
-            ClientData(name=client.name, **{name: change_once(split) for name, split in client.splits.items()})
+            replace(client, **{name: change_once(split) for name, split in client.splits.items()})
             for client in self.clients
         )
         return replace(self, clients=tuple(clients))

@@ -76,8 +76,7 @@ def _render_finding(finding: QualityFinding) -> RenderableType:
     grid.add_row(Text(finding.severity, style=_STYLE[finding.severity]), Text(finding.text))
     lines = [Text(finding.fix, style="dim")]
     for example in finding.examples:
-        samples = (f"{each.client} {each.split} row {each.row} (label {each.label})" for each in example)
-        lines.append(Text(" = ".join(samples), style="dim"))
+        lines.append(Text(" = ".join(map(str, example)), style="dim"))
     grid.add_row("", Group(*lines))
     return grid
 

@@ -98,12 +98,18 @@ clients.
 
 @dataclass(frozen=True, kw_only=True)
 class SampleLocation:
-    """Client, split and ``row`` (counted from 0) of a sample, and its label."""
+    """Client, split and ``row`` (counted from 0) of a sample, its label, and its ``file`` where it has one."""
 
     client: str
     split: str
     row: int
     label: int
+    file: str = ""
+
+    def __str__(self) -> str:
+        if self.file:
+            return f"{self.file} ({self.split})"
+        return f"{self.client} {self.split} row {self.row} (label {self.label})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,7 +256,8 @@ def _list_rows(
 
 
 def _locate_sample(part: SplitSurvey, row: int) -> SampleLocation:
-    return SampleLocation(client=part.client, split=part.split, row=row, label=int(part.labels[row]))
+    file = part.files[row] if part.files else ""
+    return SampleLocation(client=part.client, split=part.split, row=row, label=int(part.labels[row]), file=file)
 
 
 def join_some(items: Iterable[str], separator: str = ", ", shown: int = 5) -> str:

@@ -37,6 +37,7 @@ class SplitSurvey:
         low, high, mean, std: of each feature, ``[F]``; infinite or NaN if no sample is left; ``std`` is the
             population's.
         content: digest that is equal for two splits with the same samples and labels in the same order.
+        files: files of the samples; empty where they have none.
 
     """
 
@@ -53,6 +54,7 @@ class SplitSurvey:
     mean: Floats
     std: Floats
     content: bytes
+    files: tuple[str, ...] = ()
 
     @property
     def where(self) -> str:
@@ -81,7 +83,9 @@ def survey_splits(data: Federation, *, statistics: bool = True) -> tuple[SplitSu
             address = tuple((tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in tensors)
             if address not in read:
                 read[address] = _survey_split(split, statistics)
-            found.append(replace(read[address], client=client.name, split=name))
+            rows = split.rows.tolist() if client.files and split.rows is not None else ()
+            files = tuple(client.files[row] for row in rows)
+            found.append(replace(read[address], client=client.name, split=name, files=files))
     return tuple(found)
 
 

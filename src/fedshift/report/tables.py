@@ -33,7 +33,7 @@ _KNOWN: WeakKeyDictionary[RunSummary, dict[Hashable, Any]] = WeakKeyDictionary()
 
 
 def remember(summary: RunSummary, key: Hashable, make: Callable[[], T]) -> T:
-    """Return what ``make`` returned when ``key`` was first asked of ``summary``: a page needs most tables repeatedly."""
+    """Return what ``make`` returned for ``key`` of ``summary`` the first time: a page needs most tables repeatedly."""
     known = _KNOWN.setdefault(summary, {})
     if key not in known:
         known[key] = make()

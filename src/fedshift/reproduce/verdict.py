@@ -228,11 +228,10 @@ def compare_values(reproduced: ReproducedBlock) -> TextTable:
         paper = reproduced.published_value(row, column)
         assert paper
         keys, client = reproduced.block.rows[row][0], reproduced.block.columns[column]
-        others = [f"{key} {value}" for key, value in keys.items() if key not in ("method", "seeds")]
-        substitute = reproduced.shown.get(client, client)
-        label = client if substitute == client else f"{client} (here {substitute})"
+        named = {key: _name_client(value, reproduced) if key == "client" else value for key, value in keys.items()}
+        others = [f"{key} {value}" for key, value in named.items() if key not in ("method", "seeds")]
         number = f".{_decimal_digits(paper)}f"
-        cells = [f"{', '.join([str(keys['method']), *others])}: {label}"]
+        cells = [f"{', '.join([str(keys['method']), *others])}: {_name_client(client, reproduced)}"]
         cells += [format_mean(value.mean, value.std, number) for value in (ours, paper)]
         if reproduced.is_faithful:
             cells.append(format_signed(ours.mean - paper.mean, _decimal_digits(paper)))
@@ -243,6 +242,12 @@ def compare_values(reproduced: ReproducedBlock) -> TextTable:
     extra = (("difference", reproduced.is_faithful), ("paper's spread", judged))
     header = ("", "ours" if reproduced.own else "ours (stand-in)", "paper", *(title for title, has in extra if has))
     return make_table(header, rows, note=explain_spread(reproduced.seeds))
+
+
+def _name_client(client: str, reproduced: ReproducedBlock) -> str:
+    """Return the paper's name of a client, and that of its substitute."""
+    substitute = reproduced.shown.get(client, client)
+    return client if substitute == client else f"{client} (here {substitute})"
 
 
 def _decimal_digits(paper: PublishedValue) -> int:

@@ -314,7 +314,7 @@ def _make_client(
             "add images, or leave the client out (--domains)"
         )
     x, y = torch.from_numpy(store.pixels), torch.tensor([labels[file.category] for file in files])
-    return ClientData.from_rows(name, x, y, rows)
+    return ClientData.from_rows(name, x, y, rows, tuple(file.path for file in files))
 
 
 def _list_notices(name: str, files: tuple[ImageFile, ...], facts: ImageFacts, reading: ReadOptions) -> list[str]:
