@@ -29,8 +29,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
     """Point links and pictures at where the site has them.
 
-    Links to files outside of ``docs`` lead to their pages, and links from those pages into ``docs``. Pictures in HTML are
-    found from the page's own directory.
+    Links to files outside of ``docs`` lead to their pages, and links from those pages into ``docs``. Pictures in HTML
+    are found from the page's own directory.
     """
     path = page.file.src_uri
     origin = next((source for source, name in OUTSIDE.items() if name == path), f"docs/{path}")

@@ -47,7 +47,7 @@ def describe_assignment(data: Federation, changes: Sequence[Change]) -> pd.DataF
             sources.append(name)
             starts.append(starts[-1] + len(split))
             parts[name] = Samples(x=torch.arange(*starts[-2:])[:, None], y=split.y)
-        clients.append(ClientData(name=client.name, **parts))
+        clients.append(ClientData.from_splits(client.name, parts))
     shadow = replace(data, clients=tuple(clients))
     for change in changes:
         shadow = change(shadow)
@@ -101,7 +101,7 @@ def _read_assignment(data: Federation, path: Path) -> Federation:
             parts = {**common, **parts} if name.startswith(start) else parts
         if not {"train", "test"} <= parts.keys():
             raise UsageError(f"{path}: client {name!r} has {' and '.join(parts)} samples; it needs train and test")
-        clients.append(ClientData(name=name, **parts))
+        clients.append(ClientData.from_splits(name, parts))
     return replace(data, clients=tuple(clients))
 
 

@@ -51,13 +51,22 @@ class ClientData:
     files: tuple[str, ...] = ()
 
     @classmethod
+    def from_splits(cls, name: str, splits: Mapping[str, Any], files: tuple[str, ...] = ()) -> ClientData:
+        """Return a client with ``splits``, samples by the name of the split."""
+        return cls(name=name, files=files, **splits)
+
+    def with_splits(self, splits: Mapping[str, Any]) -> ClientData:
+        """Return the client with other samples in these splits."""
+        return replace(self, **splits)
+
+    @classmethod
     def from_rows(
         cls, name: str, x: Tensor, y: Tensor, rows: Mapping[str, NDArray[np.int64]], files: tuple[str, ...] = ()
     ) -> ClientData:
         """Return a client whose splits are ``rows`` of one array ``x`` with labels ``y``, by the split's name."""
         parts = {part: torch.from_numpy(index) for part, index in rows.items() if len(index) or part != "validation"}
         splits = {part: Samples(x=x, y=y[index], rows=index) for part, index in parts.items()}
-        return cls(name=name, files=files, **splits)
+        return cls.from_splits(name, splits, files)
 
     def normalize(self) -> ClientData:
         """Return the client with images scaled by mean and standard deviation of its training images' channels."""
@@ -72,7 +81,7 @@ class ClientData:
         own = Normalization(
             mean=tuple(mean.tolist()), std=tuple(std.tolist()), source="the client's own training images"
         )
-        return replace(self, **{k: split.with_samples(split.store, own) for k, split in self.splits.items()})
+        return self.with_splits({k: split.with_samples(split.store, own) for k, split in self.splits.items()})
 
     def __repr__(self) -> str:
         return f"Client {self.name!r}: " + ", ".join(f"{name} {split!r}" for name, split in self.splits.items())
@@ -201,7 +210,7 @@ class Federation:
         """Apply ``change`` once to every split, so that clients that share a split keep sharing it."""
         change_once = cache(change)
         clients = (
-            replace(client, **{name: change_once(split) for name, split in client.splits.items()})
+            client.with_splits({name: change_once(split) for name, split in client.splits.items()})
             for client in self.clients
         )
         return replace(self, clients=tuple(clients))
@@ -252,7 +261,7 @@ class Federation:
             for name, split in client.splits.items():
                 parts.setdefault(name, []).append(split)
         joined = {name: join_samples(splits) for name, splits in parts.items()}
-        return replace(self, clients=(ClientData(name="pooled", **joined),))
+        return replace(self, clients=(ClientData.from_splits("pooled", joined),))
 
     @cached_property
     def fingerprint(self) -> str:
@@ -362,7 +371,7 @@ def federation(
         wheres = {split: _locate(client, split) for split in parts}
         arrays = {split: read_part(part, wheres[split], target) for split, part in parts.items()}
         data.append(
-            ClientData(name=client, **{split: to_samples(*pair, wheres[split]) for split, pair in arrays.items()})
+            ClientData.from_splits(client, {split: to_samples(*pair, wheres[split]) for split, pair in arrays.items()})
         )
     classes = count_classes(data) if classes is None else classes
     return Federation(name=name, clients=tuple(data), classes=classes, note=note)

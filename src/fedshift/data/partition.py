@@ -246,7 +246,7 @@ def _partition(
             dealt[part] = [split.take(torch.from_numpy(np.sort(index))) for index in cut]
         width = len(str(clients - 1))
         return [
-            ClientData(name=f"{prefix or 'client-'}{k:0{width}d}", **{part: own[k] for part, own in dealt.items()})
+            ClientData.from_splits(f"{prefix or 'client-'}{k:0{width}d}", {part: own[k] for part, own in dealt.items()})
             for k in range(clients)
         ]
 

@@ -107,7 +107,7 @@ def abide(
         ):
             x, counts = source.samples([kept[row] for row in rows], rois, window)
             parts[part] = Samples(x=torch.from_numpy(x), y=torch.from_numpy(np.repeat(y[rows], counts)))
-        clients.append(ClientData(name=site, **parts))
+        clients.append(ClientData.from_splits(site, parts))
         if len(kept) < len(subjects):
             notices.append(
                 f"client {site!r}: {len(subjects) - len(kept)} incomplete subjects of {len(subjects)} left out"

@@ -211,7 +211,7 @@ def _make_federation(
         return Samples(x=x, y=torch.tensor(own["label"].to_numpy()), rows=torch.tensor(own.index.to_numpy()))
 
     data = tuple(
-        ClientData(name=client, **{part: select(own[own["part"] == part]) for part in ("train", "test")})
+        ClientData.from_splits(client, {part: select(own[own["part"] == part]) for part in ("train", "test")})
         for client, own in clients.items()
     )
     made = Federation(name=name, clients=data, classes=len(classes), note=note, class_names=classes)

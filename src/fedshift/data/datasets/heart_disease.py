@@ -111,7 +111,7 @@ def heart_disease(
             )
             for part, rows in (("train", slice(train)), ("test", slice(train, None)))
         }
-        clients.append(ClientData(name=client, **parts))
+        clients.append(ClientData.from_splits(client, parts))
     return Federation(
         name="heart-disease",
         clients=tuple(clients),

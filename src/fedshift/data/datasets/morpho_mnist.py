@@ -91,7 +91,7 @@ def morpho_mnist(
                 else split.copy_rows(index)
             )
             splits[part] = Samples(x=x, y=split.y[index])
-        clients.append(ClientData(name=domain, **splits))
+        clients.append(ClientData.from_splits(domain, splits))
     note = f"MNIST with strokes changed: {', '.join(domains)}"
     return Federation(name="morpho-mnist", clients=tuple(clients), classes=10, note=note, class_names=DIGITS).check()
 

@@ -115,4 +115,4 @@ def _read(name: str, file: Path) -> ClientData:
         raise UsageError(
             f"{file} cannot be read without pickle ({error}): write it again with arrays of numbers, or leave it out"
         ) from error
-    return ClientData(name=name, **parts)
+    return ClientData.from_splits(name, parts)

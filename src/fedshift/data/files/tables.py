@@ -168,7 +168,7 @@ def read_opened_tables(tables: Sequence[TableFile], name: str, reading: ReadOpti
             for split, (first, last) in zip(SPLITS, pairwise(edges), strict=True)
             if last > first
         }
-        clients.append(ClientData(name=client, **parts))
+        clients.append(ClientData.from_splits(client, parts))
     return Federation(
         name=name,
         clients=tuple(clients),

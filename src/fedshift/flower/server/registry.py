@@ -182,7 +182,7 @@ def _make_client(described: SiteDescription, data: Federation) -> ClientData:
         y = own.repeat_interleave(torch.tensor(described.labels)) if counted else torch.zeros(number).long()
         return Samples(x=zero, y=y, rows=torch.zeros(number, dtype=torch.int64))
 
-    return ClientData(name=described.name, **{part: split(part, n) for part, n in described.samples.items()})
+    return ClientData.from_splits(described.name, {part: split(part, n) for part, n in described.samples.items()})
 
 
 def _fit_shape(columns: Sequence[Column], shape: tuple[int, ...]) -> bool:
