@@ -4,8 +4,9 @@ import pytest
 
 from fedshift.config.expressions import list_catalog
 from fedshift.core.kernel import client_final, client_init, init_client
-from fedshift.results.run_directory import METRICS, to_file_name
+from fedshift.results.run_directory import to_file_name
 from fedshift.results.schema import read_rows
+from fedshift.results.trial_records import METRICS
 from fedshift.utils.state import join_states
 from tests.flower.sites import Heard, SiteGrid, coordinator, same_as_in_process, sites_of, spec_for
 

@@ -15,6 +15,7 @@ from fedshift.reproduce.planning import CellPlan
 from fedshift.reproduce.published_tables import PublishedValue, Table
 from fedshift.results.schema import MethodSummary, RunSummary, rows_to_frame
 from fedshift.results.summary import read_summary
+from fedshift.utils.checked_json import write_checked
 
 TABLE = Table(
     paper="fedbn", name="table99", title="", where="", metric="loss", unit="nats", seeds=0, note="", drawn="",
@@ -95,6 +96,6 @@ def test_feature_maps_are_compared_where_the_data_are_now_and_not_of_a_run_that_
     assert FinishedRuns(tmp_path).measure_cells(TABLE, [cell]) == {
         (0, 0): tuple(each.server_client for each in several)
     }
-    (folder / DONE).write_text('{"diverged": "client ann, round 2, step 0: the loss is nan"}')
+    write_checked(folder / DONE, {"diverged": "client ann, round 2, step 0: the loss is nan"})
     assert load_features(moved, tmp_path) is None
     assert not FinishedRuns(tmp_path).measure_cells(TABLE, [cell])

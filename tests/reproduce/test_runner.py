@@ -21,6 +21,7 @@ from fedshift.reproduce.runner import rebuild, run_table
 from fedshift.reproduce.time_estimates import TimeBudget
 from fedshift.reproduce.verdict import ReproducedBlock, compare_values
 from fedshift.results.summary import read_summary
+from fedshift.utils.checked_json import read_checked, write_checked
 from fedshift.utils.errors import UsageError
 
 SETTINGS = {"rounds": 2, "samples": 16, "lr": 0.05, "model": "small-cnn", "domains": "pen,photo", "data": "digits"}
@@ -106,7 +107,7 @@ def test_figures_are_drawn_again_from_the_runs_that_have_ended(tiny, tmp_path, m
     (_, plan), *_ = make_plans(made, way)
     folder = tmp_path / "runs" / run_name(plan.specs[1])
     folder.mkdir(parents=True)
-    (folder / "done.json").write_text('{"diverged": "as earlier ones wrote it"}')
+    write_checked(folder / "done.json", {"diverged": "as earlier ones wrote it"})
     rebuild(made, tmp_path)
     assert shown == [1]
     facts = json.loads((tmp_path / "results" / "fedbn" / "table99-pictures.json").read_text())
@@ -118,7 +119,7 @@ def test_a_run_that_diverges_leaves_the_others(tiny, tmp_path):
     (found,) = run_table(small(), ReproductionOptions(root=tmp_path), tmp_path).blocks
     assert {row for row, _ in found.ours} == {1}
     specs = next(make_plans(small(), ReproductionOptions(root=tmp_path)))[1].specs
-    facts = [json.loads((tmp_path / "runs" / run_name(spec) / "done.json").read_text()) for spec in specs]
+    facts = [read_checked(tmp_path / "runs" / run_name(spec) / "done.json", "") for spec in specs]
     assert ["diverged" in fact for fact in facts] == [True, False]
 
 
@@ -380,7 +381,7 @@ def test_a_budget_gives_each_table_a_share_of_the_rounds(tiny, tmp_path, monkeyp
     for spec in next(make_plans(made, way))[1].specs:
         folder = tmp_path / "runs" / run_name(spec)
         folder.mkdir(parents=True)
-        (folder / "done.json").write_text("{}")
+        write_checked(folder / "done.json", {})
     with TimeBudget(0.01, Event()) as spent:  # what is done costs nothing
         assert spent.fit_scale(made, way, tmp_path, 1).scale == 1
 
