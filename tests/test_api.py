@@ -26,6 +26,7 @@ from fedshift.experiments.python_settings import READERS
 from fedshift.representations import compare_representations
 from fedshift.results.checkpoint import load_checkpoint
 from fedshift.results.run_directory import RunDirectory
+from fedshift.results.trial_records import load_facts
 from fedshift.utils.errors import FedshiftError, UsageError
 from tests.conftest import ARRAYS
 
@@ -358,7 +359,7 @@ def test_data_that_cannot_be_used_are_refused(tiny):
 def test_a_comparison_that_diverged_raises(tiny, tmp_path):
     with pytest.raises(FedshiftError, match="training diverged"):
         fedshift.compare([fedshift.fedavg()], data=tiny, lr=1e29, batch_size=8, out=tmp_path / "run")
-    assert load_checkpoint(tmp_path / "run" / "trials" / "fedavg-seed0" / "checkpoint.safetensors")[1]["round"] == 0
+    assert load_facts(tmp_path / "run" / "trials" / "fedavg-seed0" / "checkpoint.safetensors")["round"] == 0
 
 
 def test_validation_accuracy_is_a_table_of_its_own_to_choose_by(tiny, tmp_path):

@@ -21,7 +21,7 @@ from fedshift.reproduce.runner import rebuild, run_table
 from fedshift.reproduce.time_estimates import TimeBudget
 from fedshift.reproduce.verdict import ReproducedBlock, compare_values
 from fedshift.results.summary import read_summary
-from fedshift.utils.checked_json import write_checked
+from fedshift.utils.checked_json import read_checked, write_checked
 from fedshift.utils.errors import UsageError
 
 SETTINGS = {"rounds": 2, "samples": 16, "lr": 0.05, "model": "small-cnn", "domains": "pen,photo", "data": "digits"}
@@ -119,7 +119,7 @@ def test_a_run_that_diverges_leaves_the_others(tiny, tmp_path):
     (found,) = run_table(small(), ReproductionOptions(root=tmp_path), tmp_path).blocks
     assert {row for row, _ in found.ours} == {1}
     specs = next(make_plans(small(), ReproductionOptions(root=tmp_path)))[1].specs
-    facts = [json.loads((tmp_path / "runs" / run_name(spec) / "done.json").read_text()) for spec in specs]
+    facts = [read_checked(tmp_path / "runs" / run_name(spec) / "done.json", "") for spec in specs]
     assert ["diverged" in fact for fact in facts] == [True, False]
 
 

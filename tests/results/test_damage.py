@@ -2,10 +2,12 @@
 
 import re
 from pathlib import Path
+from threading import Event
 
 import pytest
 from torch import nn
 
+from fedshift.config.settings_file import format_settings
 from fedshift.config.spec import RunSpec
 from fedshift.experiments.factory import make_experiment
 from fedshift.experiments.restoration import load_experiment, load_spec, restore_trial
@@ -201,3 +203,34 @@ def test_what_a_coordinator_knows_of_sites_is_checked(tmp_path):
     path.unlink()
     with pytest.raises(FedshiftError, match=r"population.json is missing: restore it"):
         ClientRegistry.read(path)
+
+
+def test_a_run_that_has_not_ended_is_refused_where_it_lacks_a_round_that_its_checkpoint_has(make, tmp_path, Listener):
+    stop = Event()
+    make(rounds=4).run(tmp_path / "run", stop=stop, observer=Listener(lambda done: done.round == 2 and stop.set()))
+    assert read_summary(tmp_path / "run").traffic["round"].tolist() == [1, 2]
+    folder = tmp_path / "run" / "trials" / "fedbn-seed0"
+    whole = {name: (folder / name).read_bytes() for name in ("rounds.jsonl", "metrics.jsonl", "checkpoint.safetensors")}
+    first = whole["rounds.jsonl"].splitlines(keepends=True)[0]
+    for name, content, said in (
+        ("rounds.jsonl", first, "rounds.jsonl ends with round 1, but round 2 was done: restore"),
+        ("rounds.jsonl", None, "rounds.jsonl holds no round, but round 2 was done: restore"),
+        ("metrics.jsonl", None, "metrics.jsonl holds 0 of "),
+        ("metrics.jsonl", whole["metrics.jsonl"].rsplit(b"\n", 2)[0] + b"\n", "lines of round 2: restore"),
+        ("checkpoint.safetensors", whole["checkpoint.safetensors"][:99], "is corrupt or truncated"),
+    ):
+        (folder / name).write_bytes(content) if content else (folder / name).unlink()
+        for command in (read_summary, lambda path: make(rounds=4).run(path, resume=True)):
+            with pytest.raises(FedshiftError) as refused:
+                command(tmp_path / "run")
+            assert said in str(refused.value)
+        (folder / name).write_bytes(whole[name])
+    make(rounds=4).run(tmp_path / "run", resume=True)
+
+
+def test_the_settings_of_a_deployment_that_goes_on_are_checked(cli, tmp_path):
+    (tmp_path / "served").mkdir()
+    settings = format_settings({"method": "fedbn", "rounds": 3}, tmp_path / "served")
+    (tmp_path / "served" / "config.toml").write_text(settings.replace("rounds = 3", "rounds = 2"))
+    outcome = cli("serve", "--resume", "served", "--insecure")
+    assert (outcome.code, "config.toml was edited or is damaged" in outcome.err) == (1, True)

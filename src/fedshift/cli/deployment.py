@@ -10,7 +10,8 @@ from typing import Annotated, Any
 from cyclopts import App, Parameter
 from rich.console import Console
 
-from ..config.spec import CompareSpec, RunLocation, RunSpec, find_settings, read_settings
+from ..config.settings_file import read_run_settings
+from ..config.spec import CompareSpec, RunLocation, RunSpec, find_settings, read_settings, select_settings
 from ..console.terminal import make_console, print_line
 from ..utils.errors import UsageError
 from .run import require_one_directory
@@ -108,7 +109,8 @@ def serve(
 
     path = find_settings(config, resume)
     names = [field.name for kind in (RunSpec, CompareSpec) for field in fields(kind)]
-    spec = _make_spec(read_settings(path, names) | ({} if log is None else {"log": log}), path)
+    values = select_settings(read_run_settings(resume).values, path, names) if resume else read_settings(path, names)
+    spec = _make_spec(values | ({} if log is None else {"log": log}), path)
     require_packages(parse_loggers(spec.log))
     reach = ListenOptions(
         host=host or ("127.0.0.1" if insecure else "0.0.0.0"), port=port, tls=tls, clients=min_clients,

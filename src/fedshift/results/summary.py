@@ -141,9 +141,17 @@ class _Trial:
 
 def _read_trial(folder: Path, planned: int) -> list[Row]:
     """Return the recorded rounds of a trial, at least as many as its checkpoint has where it has not ended."""
+    saved: int | FedshiftError = 0
+    if (folder / CHECKPOINT).exists():  # read first: a run that goes on records a round before it saves it
+        try:
+            saved = load_facts(folder / CHECKPOINT)["round"]
+        except FedshiftError as error:
+            saved = error
     rounds = read_rounds(folder)
-    if len(rounds) < planned and (folder / CHECKPOINT).exists():
-        require_recorded(folder, rounds, load_facts(folder / CHECKPOINT)["round"])
+    if len(rounds) < planned:
+        if isinstance(saved, FedshiftError):
+            raise saved
+        require_recorded(folder, rounds, saved)
     return rounds
 
 
