@@ -35,7 +35,7 @@ def test_nothing_that_was_left_to_fedshift_is_left_open(make, tmp_path):
         "to [-1, 1])",
         "training loss": "cross_entropy",
         "optimizer": "SGD, learning rate 0.01",
-        "local work in a round": "1 epoch of 8 samples a batch",
+        "local work in a round": "1 epoch, batches of 8 samples",
         "clients in a round": "2 of 3, drawn anew",
         "evaluated after rounds": "2, 4, 5 of 5",
     }
@@ -74,6 +74,7 @@ def test_optimizers_work_and_networks_are_said_in_words():
     assert describe_optimizer(AdamW(lr=1e-3, weight_decay=0.1, schedule=Cosine(rounds=9))) == (
         "AdamW, learning rate 0.001, weight decay 0.1, schedule cosine (rounds 9, floor 0.0)"
     )
-    assert describe_work(Work(batch_size=None, batches=2)) == "2 batches of all samples at once"
+    assert describe_work(Work(batch_size=None, batches=2)) == "2 batches of all samples"
+    assert describe_work(Work(batch_size=8, epochs=2)) == "2 epochs, batches of 8 samples"
     assert describe_factory(digit_cnn_bn) == "digit-cnn-bn"
     assert describe_factory(own_network) == f"{__name__}:own_network"

@@ -78,8 +78,10 @@ def describe_optimizer(optimizer: Optimizer) -> str:
 
 def describe_work(work: Work) -> str:
     """Return the local work of a client between two exchanges."""
-    amount = _count(work.epochs, "epoch") if work.epochs else _count(work.batches or 0, "batch", "batches")
-    return f"{amount} of {f'{work.batch_size} samples a batch' if work.batch_size else 'all samples at once'}"
+    samples = f"{work.batch_size} samples" if work.batch_size else "all samples"
+    if work.epochs is None:
+        return f"{_count(work.batches or 0, 'batch', 'batches')} of {samples}"
+    return f"{_count(work.epochs, 'epoch')}, batches of {samples}"
 
 
 def describe_rounds(settings: Settings) -> str:
