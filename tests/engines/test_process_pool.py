@@ -289,7 +289,9 @@ def test_an_error_in_a_persons_code_says_what_and_where(tmp_path):
     marker.touch()
     with pytest.raises(RuntimeError) as caught:
         running.advance()
-    assert (type(caught.value), str(caught.value)) == (RuntimeError, "KeyError: 'color'")
+    line = confused.__code__.co_firstlineno + 1
+    said = f"KeyError: 'color'; in tests/engines/test_process_pool.py, line {line}, in confused"
+    assert (type(caught.value), str(caught.value)) == (RuntimeError, said)
     assert "in confused" in caught.value.__notes__[0]
     assert running.server.round == 0
     before = ids()

@@ -179,7 +179,8 @@ def test_an_error_in_a_persons_code_says_what_and_where(tmp_path):
     marker.touch()
     with pytest.raises(RuntimeError) as caught:
         running.advance()
-    assert (type(caught.value), str(caught.value)) == (RuntimeError, "KeyError: 'color'")
+    said = f"KeyError: 'color'; in tests/engines/test_ray.py, line {confused().__code__.co_firstlineno + 1}, in act"
+    assert (type(caught.value), str(caught.value)) == (RuntimeError, said)
     assert "in act" in caught.value.__notes__[0]
     assert running.server.round == 0
     marker.unlink()

@@ -230,7 +230,7 @@ def test_an_experiment_from_weights_needs_them_at_every_site(tmp_path, machine):
     first, other = (tmp_path / name for name in ("first.pt", "other.pt"))
     for seed, file in enumerate((first, other)):
         torch.manual_seed(seed)
-        torch.save(network((3, 28, 28), 10).state_dict(), file)
+        torch.save(network((3, 8, 8), 10).state_dict(), file)
     spec = spec_for(model=NETWORK, rounds=1, weights=str(first))
     grid = SiteGrid(sites_of(spec, tmp_path, code=ALLOWED, weights=str(first)))
     assert coordinator(spec, grid, tmp_path / "served", Heard()).run()

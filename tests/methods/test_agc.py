@@ -1,6 +1,5 @@
 """Adaptive gradient clipping against FedWon's equation 4, unit by unit in plain Python, on autograd's gradients."""
 
-import json
 import math
 
 import pytest
@@ -16,6 +15,7 @@ from fedshift.methods.ditto import ditto
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedprox import fedprox
 from fedshift.methods.fedwon import fedwon
+from fedshift.utils.checked_json import read_checked
 from fedshift.utils.errors import UsageError
 from fedshift.utils.state import is_equal, pick
 
@@ -187,7 +187,7 @@ def test_clipping_of_small_batches_which_the_paper_leaves_out_is_said(size, said
 def test_a_run_says_what_its_rules_have_to_say(make, tmp_path, Listener, unpublished):
     heard = Listener()
     make("fedwon", rounds=1, batch_size=4, seeds=2).run(tmp_path / "run", observer=heard)
-    kept = json.loads((tmp_path / "run" / "notices.json").read_text())
+    kept = read_checked(tmp_path / "run" / "notices.json")
     assert heard.notices == kept
     assert [text.partition(", ")[0] for text in kept].count("fedwon clips gradients of batches of 4") == 1
 

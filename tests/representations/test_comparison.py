@@ -324,7 +324,7 @@ def test_a_run_made_from_python_is_looked_at_there_alone(tmp_path):
     result = compare(
         [fedavg()], data=digits().select_clients(["pen"]).limit_samples(16), rounds=1, out=tmp_path / "run"
     )
-    with pytest.raises(UsageError, match=r"does not say on which data it was run, .* in Python use adapt\(\) and feat"):
+    with pytest.raises(UsageError, match=r"data was given from Python, .* go on there with the same data"):
         compare_representations(tmp_path / "run")
     assert list(result.features(samples=2).similarity) == ["fedavg"]
 

@@ -97,7 +97,7 @@ def read_images(path: Path, reading: ReadOptions) -> Federation:
     for name, store in stores.items():
         clients.append(_make_client(name, files[name], store, labels, reading))
         notices += _list_notices(name, files[name], store.facts, reading)
-        faults += _list_faults(path, name, files[name], store.facts)
+        faults += _list_faults(folders[name], name, files[name], store.facts)
     unkept = {store.unkept for store in stores.values() if store.unkept}
     notices += [f"{reading.cache_directory} cannot be written ({why}): images are kept in memory" for why in unkept]
     count = sum(len(split) for client in clients for split in client.splits.values())
@@ -329,14 +329,14 @@ def _list_notices(name: str, files: tuple[ImageFile, ...], facts: ImageFacts, re
     return said
 
 
-def _list_faults(root: Path, name: str, files: tuple[ImageFile, ...], facts: ImageFacts) -> list[str]:
-    """Return sentences on images of a client that are left out."""
+def _list_faults(folder: Path, name: str, files: tuple[ImageFile, ...], facts: ImageFacts) -> list[str]:
+    """Return sentences on images of the client ``name`` in ``folder`` that are left out."""
     said = []
     if facts.broken:
         why = _format_few(f"{file}: {why}" for file, why in facts.broken.items())
         said.append(f"client {name!r}: {len(facts.broken)} of {len(files)} files cannot be read, left out ({why})")
-    folders = [Path(folder) for several in _find_parts(root / name).values() for folder in several]
-    lost = Counter(Path(file.name).suffix for folder in folders for file in _list_content(folder)[0] if _is_lost(file))
+    folders = [Path(inside) for several in _find_parts(folder).values() for inside in several]
+    lost = Counter(Path(file.name).suffix for inside in folders for file in _list_content(inside)[0] if _is_lost(file))
     if lost:
         kinds = ", ".join(sorted(lost))
         images = f"{lost.total()} image{'s' * (lost.total() > 1)}"
