@@ -8,12 +8,12 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-gc.disable()  # until all tests are known: modules and tests stay, so that looking for garbage among them finds none
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # networks this small gain nothing from threads
 
 import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 from fedshift.cli.app import main
 from fedshift.config.settings_file import format_settings, read_run_settings
@@ -21,6 +21,8 @@ from fedshift.config.spec import CompareSpec, RunSpec
 from fedshift.data.federation import Federation, federation
 from fedshift.experiments.experiment import Observer
 from fedshift.experiments.factory import make_experiment
+
+gc.disable()  # until all tests are known: they and modules stay, so that looking for garbage among them finds none
 
 SIZES = {"ann": 26, "bob": 17, "cid": 33}
 """Training samples of each client; each has 12 test samples."""
@@ -43,7 +45,7 @@ ARRAYS = {
 """``x_train, y_train, x_test, y_test`` of each client."""
 
 
-def pytest_collection_finish():
+def pytest_collection_finish() -> None:
     gc.enable()
 
 
@@ -120,9 +122,19 @@ def unpublished(monkeypatch):
 
 @pytest.fixture
 def undrawn(monkeypatch):
-    """Leave figures out of the run directory and the page, whose words and tables stay."""
+    """Leave figures out of directories and pages of runs and sweeps, whose words and tables stay."""
     monkeypatch.setattr("fedshift.report.publication.save_figures", lambda *_: [])
     monkeypatch.setattr("fedshift.report.page.make_panels", lambda _: [])
+    monkeypatch.setattr("fedshift.report.sweep_report.sweep_figures", lambda _: {})
+
+
+@pytest.fixture
+def vector_only(monkeypatch):
+    """Save each figure as SVG, and an empty file in place of its PNG."""
+    save = Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda figure, to, **how: to.touch() if isinstance(to, Path) else save(figure, to, **how)
+    )
 
 
 @pytest.fixture

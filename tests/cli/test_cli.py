@@ -24,17 +24,20 @@ CHECKPOINT = "trials/fedbn-seed0/checkpoint.safetensors"
 # Help
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["compare", "-h"], ["--version"], ["list"]])
-def test_help_and_lists_import_nothing_heavy(arguments):
+def test_help_and_lists_import_nothing_heavy():
+    asked = [["--help"], ["run", "--help"], ["compare", "-h"], ["--version"], ["list"]]
     code = (
         "import sys, contextlib\nfrom fedshift.cli.app import main\n"
-        "with contextlib.suppress(SystemExit): main()\n"
+        f"for arguments in {asked}:\n"
+        "    with contextlib.suppress(SystemExit): main(arguments)\n"
         "heavy = {'torch', 'pandas', 'matplotlib', 'sklearn', 'scipy', 'numpy', 'jinja2'} & sys.modules.keys()\n"
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    assert ("Usage: fedshift" in done.stdout) or (__version__ in done.stdout) or ("fedbn" in done.stdout)
+    assert done.stdout.count("Usage: fedshift") == len(asked) - 1
+    assert __version__ in done.stdout
+    assert "fedbn" in done.stdout
 
 
 def test_the_program_is_installed_and_runs_as_a_module():
@@ -46,7 +49,7 @@ def test_the_program_is_installed_and_runs_as_a_module():
 # A run
 
 
-def test_a_run_prints_tables_and_leaves_a_report(cli, tiny_folder, tmp_path):
+def test_a_run_prints_tables_and_leaves_a_report(cli, vector_only, tiny_folder, tmp_path):
     outcome = cli("compare", "--data", tiny_folder, "--methods", "fedavg,fedbn", "--rounds", 2, "--out", "results")
     assert (outcome.code, outcome.err) == (0, "")
     first, *_ = outcome.out.splitlines()
@@ -54,7 +57,7 @@ def test_a_run_prints_tables_and_leaves_a_report(cli, tiny_folder, tmp_path):
     for said in ("fedavg seed 0 round 1/2: loss ", "fedbn seed 0 round 2/2: loss ", "macro", "worst client", "Page: "):
         assert said in outcome.out
     assert outcome.out.count("note: client 'cid': the last batch would hold one sample, over which") == 1
-    for name in ("report.html", "tables/accuracy.csv", "tables/accuracy.tex", "config.toml", CHECKPOINT):
+    for name in ("report.html", "tables/accuracy.csv", "tables/accuracy.tex", "figures/accuracy-macro.svg", CHECKPOINT):
         assert (tmp_path / "results" / name).stat().st_size > 0
 
 

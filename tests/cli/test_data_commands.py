@@ -94,18 +94,23 @@ def test_images_of_several_sizes_are_shown_but_trained_on_only_at_a_size_that_is
     assert (refused.code, "--image-size" in refused.err) == (2, True)
 
 
-def test_a_split_is_drawn_and_saved(cli, tmp_path):
-    done = cli("data", "show", "digits", "--split", "dirichlet(clients=6, alpha=0.3)", "--out", tmp_path / "pictures")
+def test_a_split_is_drawn_and_saved(cli, tmp_path, monkeypatch, vector_only):
+    drawn = ("--split", "dirichlet(clients=6, alpha=0.3)", "--image-size", 8)
+    done = cli("data", "show", "digits", *drawn, "--out", tmp_path / "pictures")
     assert done.code == 0, done.err
     assert "client-5" in done.out
     assert "a network is given pixels in [0, 1] minus 0.5 over 0.5 (FedBN, arXiv:2102.07623" in done.out
     assert (tmp_path / "pictures/split.csv").read_text().startswith("client,split,domain,source,row\n")
-    again = cli("data", "show", "digits", "--split", f"saved(path='{tmp_path}/pictures/split.csv')", "--out", "two")
+    monkeypatch.setattr("fedshift.diagnosis.overview.draw_overview", lambda *_: [])
+    kept = ("--split", f"saved(path='{tmp_path}/pictures/split.csv')", "--image-size", 8)
+    again = cli("data", "show", "digits", *kept, "--out", tmp_path / "pictures")
     assert again.out.splitlines()[:8] == done.out.splitlines()[:8]
 
 
-def test_a_diagnosis_is_printed_and_written(cli, tmp_path):
-    done = cli("diagnose", "digits", "--permutations", 99, "--json", tmp_path / "found.json")
+def test_a_diagnosis_is_printed_and_written(cli, tmp_path, monkeypatch):
+    monkeypatch.setattr("fedshift.diagnosis.inputs.STEPS", 1)
+    asked = ("--domains", "pen,photo", "--image-size", 8, "--permutations", 99)
+    done = cli("diagnose", "digits", *asked, "--json", tmp_path / "found.json")
     assert done.code == 0, done.err
     assert "fedbn" in done.out
     assert json.loads((tmp_path / "found.json").read_text())
@@ -146,8 +151,8 @@ def test_on_a_terminal_loading_is_a_bar():
 
 
 def test_many_clients_are_summed_up_on_the_terminal_and_kept_in_tables(cli, undrawn, tmp_path):
-    split = "--split=iid(clients=60)"
-    done = cli("run", "--method", "fedbn", "--rounds", 1, split, "--participation", 5, "--out", tmp_path / "run")
+    split = ("--split=iid(clients=60)", "--image-size", 8)
+    done = cli("run", "--method", "fedbn", "--rounds", 1, *split, "--participation", 5, "--out", tmp_path / "run")
     assert done.code == 0, done.err
     table = done.out[done.out.index("Test accuracy") :]
     assert "client-01" not in table.split("Each client is in")[0]

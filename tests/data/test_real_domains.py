@@ -24,7 +24,7 @@ if all((DATA / f"{name}.npz").is_file() for name in DOMAINS):
             assert abs(float(before.train.x.double().mean()) - float(after.train.x.double().mean())) < 1
 
     def test_a_comparison_runs_on_them(undrawn):
-        data = fedshift.read_folder(DATA, DOMAINS).fit_images().limit_samples(64)
+        data = fedshift.read_folder(DATA, DOMAINS).fit_images(8).limit_samples(64)
         result = fedshift.compare([fedshift.fedavg(), fedshift.fedbn()], data=data, rounds=1, lr=0.05)
         table = result.table()
         assert list(table.index[:5]) == DOMAINS

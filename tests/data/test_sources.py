@@ -121,9 +121,10 @@ def test_newcomers_may_be_named_by_patterns(make):
 
 
 def test_a_run_keeps_its_split_and_it_can_be_had_again(cli, unpublished, tmp_path):
-    first = cli("run", "--data", "digits", "--split", "dirichlet(clients=4, alpha=1.0)", "--rounds", 1, "--out", "one")
+    asked = ("run", "--data", "digits", "--image-size", 8, "--rounds", 1)
+    first = cli(*asked, "--split", "dirichlet(clients=4, alpha=1.0)", "--out", "one")
     assert first.code == 0, first.err
-    again = cli("run", "--data", "digits", "--split", "saved(path='one/split.csv')", "--rounds", 1, "--out", "two")
+    again = cli(*asked, "--split", "saved(path='one/split.csv')", "--out", "two")
     assert again.code == 0, again.err
     rows = [(tmp_path / name / "trials/fedbn-seed0/metrics.jsonl").read_bytes() for name in ("one", "two")]
     assert rows[0] == rows[1]
@@ -135,6 +136,7 @@ def test_splits_of_a_comparison_are_resumed_bit_for_bit(make, tmp_path, assert_s
         "data": "digits",
         "split": "labels(clients=5, per_client=2), validation(fraction=0.2)",
         "samples": 60,
+        "image_size": 8,
         "rounds": 3,
     }
     whole, broken = tmp_path / "whole", tmp_path / "broken"

@@ -13,8 +13,22 @@ from sklearn.datasets import load_digits
 from fedshift.data.digits import digits
 from fedshift.data.federation import federation
 from fedshift.diagnosis import diagnose
+from fedshift.diagnosis.inputs import STEPS
 from fedshift.diagnosis.rendering import comparison_command, render_diagnosis
 from fedshift.utils.errors import UsageError
+
+
+@pytest.fixture(autouse=True)
+def brief(monkeypatch):
+    """Train the network, whose layers few tests ask for, for one step."""
+    monkeypatch.setattr("fedshift.diagnosis.inputs.STEPS", 1)
+
+
+@pytest.fixture
+def trained(brief, monkeypatch):
+    """Train the network as usual."""
+    monkeypatch.setattr("fedshift.diagnosis.inputs.STEPS", STEPS)
+
 
 KINDS = ("label skew", "feature shift", "quantity skew", "concept shift")
 
@@ -66,7 +80,7 @@ def test_random_parts_of_one_whole_have_no_shift(make):
     assert [diagnose(make("none", key), seed=key, permutations=99).named for key in range(2)] == [()] * 2
 
 
-def test_five_looks_of_digits_are_feature_shift_whose_concepts_cannot_be_judged():
+def test_five_looks_of_digits_are_feature_shift_whose_concepts_cannot_be_judged(trained):
     found = diagnose(digits(), permutations=99, limit=150)
     assert found.named == ("feature shift",)
     assert found["feature shift"].strength == "strong"
@@ -95,7 +109,7 @@ def test_negatives_that_lie_among_other_classes_are_no_concept_shift_and_other_l
     assert "concept shift" in other.named
 
 
-def test_features_of_a_network_do_as_well():
+def test_features_of_a_network_do_as_well(trained):
     data = images("feature shift", 5)
     assert diagnose(data, permutations=99, features="network").named == ("feature shift",)
 
@@ -123,7 +137,7 @@ def test_the_text_names_the_client_and_gives_the_command():
 
 
 def test_the_command_runs_and_gives_each_method_a_learning_rate_chosen_on_validation_data(
-    cli, tiny, tiny_folder, monkeypatch, tmp_path, unpublished
+    cli, tiny, tiny_folder, monkeypatch, tmp_path, unpublished, undrawn
 ):
     found = diagnose(tiny, permutations=99)
     found = replace(found, advice=replace(found.advice, methods=found.advice.methods[:3]))

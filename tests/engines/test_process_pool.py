@@ -1,8 +1,4 @@
-"""Clients in worker processes: the sequential engine's bits, and no round spoiled by a process that dies or is stopped.
-
-Networks and losses here are made inside functions: they travel whole, as those of a notebook, and so their misbehavior
-can be a test's own.
-"""
+"""Clients in worker processes: the sequential engine's bits, and no round spoiled by one that dies or is stopped."""
 
 import os
 import re
@@ -10,52 +6,27 @@ import signal
 import subprocess
 import sys
 import threading
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
-from fedshift.core.kernel import init_client, init_server
+from fedshift.core.kernel import init_client
 from fedshift.core.optimizer import SGD
-from fedshift.core.preparation import prepare
-from fedshift.core.work import Work
-from fedshift.data.federation import ClientData, Federation
 from fedshift.data.samples import Samples
 from fedshift.engines import process_pool
-from fedshift.engines.engine import Diverged
 from fedshift.engines.process_pool import Pool
 from fedshift.engines.sequential import Sequential
-from fedshift.experiments.settings import Settings
-from fedshift.experiments.trial import Trial
-from fedshift.methods.fedavg import fedavg
-from fedshift.methods.fedbn import fedbn
 from fedshift.methods.scaffold import scaffold
 from fedshift.utils.errors import FedshiftError, UsageError
 from fedshift.utils.profiling import record_seconds
 from fedshift.utils.state import is_equal
+from tests.engines.conftest import BOB, DATA, FEATURES, assert_rounds, divergence_of, outcomes, plan_of, rounds, when
+from tests.engines.conftest import trial as any_trial
 
-SIZES = {"ann": 9, "bob": 17, "cid": 13}
-PARENT = os.getpid()
-
-
-def split(place, size):
-    """Samples of the client at ``place``, which is their first feature."""
-    x = torch.randn(size, 300, generator=torch.Generator().manual_seed(place))
-    x[:, 0] = place
-    return Samples(x=x, y=torch.arange(size) % 3)
-
-
-DATA = {name: split(place, size) for place, (name, size) in enumerate(SIZES.items())}
-BOB = 1
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """As a worker has, so that bits can be compared."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.xdist_group("pool")]
+trial = partial(any_trial, "pool")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -63,46 +34,6 @@ def dismissed():
     """The workers, which the tests share, end with them."""
     yield
     process_pool.dismiss()
-
-
-def network(trouble=None):
-    """Linear layers (one large), BatchNorm, dropout, a draw of torch's own; ``trouble(place)`` comes up in workers."""
-    parent = PARENT
-
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.norm, self.last = nn.Linear(300, 128), nn.BatchNorm1d(128), nn.Linear(128, 3)
-            self.dropout = nn.Dropout(0.3)
-
-        def forward(self, x):
-            if trouble and self.training and os.getpid() != parent:
-                trouble(int(x[0, 0]))
-            x = self.dropout(torch.relu(self.norm(self.first(x))))
-            return self.last(x + 0.1 * torch.rand(x.shape) if self.training else x)
-
-    return Net()
-
-
-def trial(engine="pool", trouble=None, method=None, seed=3, **settings):
-    clients = tuple(ClientData(name=name, train=train, test=train) for name, train in DATA.items())
-    chosen = {"rounds": 6, "work": Work(batch_size=5, epochs=1), "optimizer": SGD(lr=0.05, momentum=0.9), "workers": 2}
-    return Trial(
-        method or fedbn(), lambda shape, classes: network(trouble), Federation(name="t", clients=clients, classes=3),
-        Settings(engine=engine, evaluate_every=6, **{**chosen, **settings}), seed,
-    )  # fmt: skip
-
-
-def plan_of(module=None, loss=nn.functional.cross_entropy, method=None):
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        module = module or network()
-    return prepare(method or fedavg(), module, work=Work(batch_size=5, epochs=1), optimizer=SGD(lr=0.05), loss=loss)
-
-
-def outcomes(engine):
-    """A round of each client's first work, by client, in the order in which they ended."""
-    return dict(engine.train(init_server(engine.plan), {name: init_client(engine.plan) for name in DATA}))
 
 
 def assert_same(found, expected):
@@ -116,28 +47,13 @@ def assert_same(found, expected):
         assert (trained.client.steps, trained.loss_sum) == (other.client.steps, other.loss_sum)
 
 
-def rounds(trial, count):
-    for _ in range(count):
-        trial.advance()
-    return trial.to_tensors()
-
-
-def assert_rounds(found, engine="sequential", count=1, **options):
-    """``found`` is bit for bit where a trial that nothing happened to is after ``count`` rounds."""
-    tensors, facts = rounds(trial(engine, **options), count)
-    assert facts == found.to_tensors()[1]
-    assert is_equal(found.to_tensors()[0], tensors)
-
-
 def ids():
     return [hand.process.pid for hand in process_pool._WORKERS]
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_bits_are_those_of_the_sequential_engine_for_any_number_of_workers(workers):
-    for method in (fedbn(), scaffold()):
-        momentum = 0.0 if method.rules else 0.9
-        options = {"method": method, "optimizer": SGD(lr=0.05, momentum=momentum, keep=not method.rules)}
+    for options in ({}, {"method": scaffold(), "optimizer": SGD(lr=0.05)}):
         running = trial(workers=workers, **options)
         rounds(running, 3)
         assert_rounds(running, count=3, **options)
@@ -205,18 +121,11 @@ def test_a_network_of_a_function_and_a_loss_without_a_name_travel():
     engine.close()
 
 
-def when(marker, place, act):
-    """``act`` for the client at ``place`` as long as the file ``marker`` exists."""
-
-    def trouble(here):
-        if here == place and marker.exists():
-            act()
-
-    return trouble
-
-
 def killed():
     return lambda: os.kill(os.getpid(), signal.SIGKILL)
+
+
+KILLED = "was killed by SIGKILL, most often because memory ran out. What was saved"
 
 
 def left():
@@ -230,7 +139,7 @@ def left():
 @pytest.mark.parametrize(
     ("end", "text"),
     [
-        (killed, "was killed by SIGKILL, most often because memory ran out. What was saved"),
+        pytest.param(killed, KILLED, marks=pytest.mark.slow),  # as the one below that dies between rounds
         (left, "ended with exit code 3: the disk is on fire. What was saved"),
     ],
 )
@@ -268,7 +177,7 @@ def test_a_worker_that_dies_between_rounds_is_replaced(monkeypatch):
     running.advance()
     assert gone not in ids()
     monkeypatch.setattr(process_pool, "_ensure_workers", lambda number: end_first(hire(number)))  # as late as it can be
-    with pytest.raises(FedshiftError, match="trained client 'bob' in round 3 was killed by SIGKILL"):
+    with pytest.raises(FedshiftError, match=f"trained client 'bob' in round 3 {KILLED}"):
         running.advance()
     monkeypatch.undo()
     running.advance()
@@ -303,15 +212,9 @@ def test_an_error_in_a_persons_code_says_what_and_where(tmp_path):
 
 
 def test_divergence_is_told_as_by_the_sequential_engine():
-    told = {}
-    plan = plan_of(loss=lambda outputs, y: (outputs if len(y) != 3 else outputs / 0).square().mean())
-    for engine in (Pool(plan, DATA, 0, 2), Sequential(plan, DATA, 0)):  # only cid has a batch of 3
-        with pytest.raises(Diverged) as caught:
-            outcomes(engine)
-        told[type(engine)] = type(caught.value), str(caught.value)
-        engine.close()
-    assert told[Pool] == told[Sequential]
-    assert "client 'cid', round 1, step 3 of 3" in told[Pool][1]
+    told = divergence_of(lambda plan: Pool(plan, DATA, 0, 2))
+    assert told == divergence_of(lambda plan: Sequential(plan, DATA, 0))
+    assert "client 'cid', round 1, step 3 of 3" in told[1]
 
 
 def test_a_round_stopped_half_way_leaves_no_answer_for_the_next():
@@ -320,10 +223,9 @@ def test_a_round_stopped_half_way_leaves_no_answer_for_the_next():
         raise KeyboardInterrupt
 
     running, heard = trial(), []
-    for _ in range(2):
-        with pytest.raises(KeyboardInterrupt):
-            running.advance(stop)
-    assert len(heard) == 2
+    with pytest.raises(KeyboardInterrupt):
+        running.advance(stop)
+    assert len(heard) == 1
     assert running.server.round == 0
     rounds(running, 2)
     assert_rounds(running, count=2)
@@ -362,7 +264,7 @@ def test_ctrl_c_is_not_for_workers():
 
 
 FOR_EVER = """
-import os, threading, torch
+import os, sys, threading, torch
 from torch import nn
 from fedshift.core.kernel import init_client, init_server
 from fedshift.core.optimizer import SGD
@@ -370,6 +272,8 @@ from fedshift.core.preparation import prepare
 from fedshift.data.samples import Samples
 from fedshift.engines.process_pool import Pool
 from fedshift.methods.fedavg import fedavg
+
+assert "pandas" not in sys.modules  # a worker has no use for it, and starts sooner without
 
 class Net(nn.Linear):
     def forward(self, x):
@@ -408,12 +312,12 @@ def test_an_open_file_is_refused(tmp_path):
                 file.write("called")
                 return super().forward(x)
 
-        assert "cannot send fedavg or the model to another process" in Pool.refusal(plan_of(Logged(300, 3)), DATA)
+        assert "cannot send fedavg or the model to another process" in Pool.refusal(plan_of(Logged(FEATURES, 3)), DATA)
 
 
 def test_other_systems_and_devices_are_refused(monkeypatch):
     plan = plan_of()
-    elsewhere = {"ann": Samples(x=torch.zeros(3, 300, device="meta"), y=torch.zeros(3, device="meta"))}
+    elsewhere = {"ann": Samples(x=torch.zeros(3, FEATURES, device="meta"), y=torch.zeros(3, device="meta"))}
     with pytest.raises(UsageError, match="the pool engine uses processors, but the device is meta: use the sequential"):
         Pool(plan, elsewhere, 0)
     with monkeypatch.context() as patch:

@@ -1,112 +1,24 @@
-"""Clients as tasks of a Ray cluster: the sequential engine's bits, and no round spoiled by a worker that dies.
-
-Networks and losses here are made inside functions: they travel whole, and so their misbehavior can be a test's own.
-"""
+"""Clients as tasks of a Ray cluster: the sequential engine's bits, and no round spoiled by a worker that dies."""
 
 import json
 import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
 
-from fedshift.core.kernel import init_client, init_server
-from fedshift.core.optimizer import SGD
-from fedshift.core.preparation import prepare
-from fedshift.core.work import Work
-from fedshift.data.federation import ClientData, Federation
-from fedshift.data.samples import Samples
-from fedshift.engines.engine import Diverged
 from fedshift.engines.ray import Ray
 from fedshift.engines.sequential import Sequential
-from fedshift.experiments.settings import Settings
-from fedshift.experiments.trial import Trial
-from fedshift.methods.fedavg import fedavg
-from fedshift.methods.fedbn import fedbn
 from fedshift.utils.errors import FedshiftError
 from fedshift.utils.profiling import record_seconds
-from fedshift.utils.state import is_equal
+from tests.engines.conftest import BOB, DATA, FEATURES, SIZES, assert_rounds, divergence_of, outcomes, plan_of, when
+from tests.engines.conftest import trial as any_trial
 
-pytestmark = pytest.mark.xdist_group("ray")
-
-SIZES = {"ann": 9, "bob": 17, "cid": 13}
-PARENT = os.getpid()
-
-
-def everything():
-    """Samples of all clients in one array, which each client's split picks its own of."""
-    x = torch.randn(sum(SIZES.values()), 20, generator=torch.Generator().manual_seed(0))
-    data, rows = {}, torch.arange(len(x)).split(list(SIZES.values()))
-    for place, (name, size) in enumerate(SIZES.items()):
-        x[rows[place], 0] = place
-        data[name] = Samples(x=x, y=torch.arange(size) % 3, rows=rows[place])
-    return data
-
-
-DATA = everything()
-BOB = 1
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """As a worker has, so that bits can be compared."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def network(trouble=None):
-    """BatchNorm, dropout, a draw of torch's own; ``trouble(place)`` comes up in workers."""
-    parent = PARENT
-
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.norm, self.last = nn.Linear(20, 16), nn.BatchNorm1d(16), nn.Linear(16, 3)
-            self.dropout = nn.Dropout(0.3)
-
-        def forward(self, x):
-            if trouble and self.training and os.getpid() != parent:
-                trouble(int(x[0, 0]))
-            x = self.dropout(torch.relu(self.norm(self.first(x))))
-            return self.last(x + 0.1 * torch.rand(x.shape) if self.training else x)
-
-    return Net()
-
-
-def trial(engine="ray", trouble=None, seed=3, **settings):
-    clients = tuple(ClientData(name=name, train=train, test=train) for name, train in DATA.items())
-    chosen = {"rounds": 6, "work": Work(batch_size=5, epochs=1), "optimizer": SGD(lr=0.05, momentum=0.9, keep=True)}
-    return Trial(
-        fedbn(), lambda shape, classes: network(trouble), Federation(name="t", clients=clients, classes=3),
-        Settings(engine=engine, evaluate_every=6, workers=2, **chosen, **settings), seed,
-    )  # fmt: skip
-
-
-def plan_of(module=None, loss=nn.functional.cross_entropy):
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        module = module or network()
-    return prepare(fedavg(), module, work=Work(batch_size=5, epochs=1), optimizer=SGD(lr=0.05), loss=loss)
-
-
-def outcomes(engine):
-    """A round of each client's first work, by client, in the order in which they ended."""
-    return dict(engine.train(init_server(engine.plan), {name: init_client(engine.plan) for name in DATA}))
-
-
-def assert_rounds(found, count, **options):
-    """``found`` is bit for bit where a sequential trial is after ``count`` rounds."""
-    expected = trial("sequential", **options)
-    for _ in range(count):
-        expected.advance()
-    assert found.to_tensors()[1] == expected.to_tensors()[1]
-    assert is_equal(found.to_tensors()[0], expected.to_tensors()[0])
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.xdist_group("ray")]
+trial = partial(any_trial, "ray")
 
 
 def test_trials_that_take_turns_have_the_bits_of_the_sequential_engine():
@@ -132,7 +44,7 @@ def test_only_a_clients_own_samples_travel():
     outcomes(engine)
     for name, place in engine._samples.items():
         _, raw = sys.modules["ray"].get(place)
-        assert sum(each.nbytes for each in raw) == SIZES[name] * (20 * 4 + 8)
+        assert sum(each.nbytes for each in raw) == SIZES[name] * (FEATURES * 4 + 8)
     engine.close()
 
 
@@ -145,25 +57,9 @@ def test_seconds_of_the_workers_count_for_whoever_records():
 
 
 def test_divergence_is_told_as_by_the_sequential_engine():
-    told = {}
-    plan = plan_of(loss=lambda outputs, y: (outputs if len(y) != 3 else outputs / 0).square().mean())
-    for engine in (Ray(plan, DATA, 0, 2), Sequential(plan, DATA, 0)):  # only cid has a batch of 3
-        with pytest.raises(Diverged) as caught:
-            outcomes(engine)
-        told[type(engine)] = type(caught.value), str(caught.value)
-        engine.close()
-    assert told[Ray] == told[Sequential]
-    assert "client 'cid', round 1, step 3 of 3" in told[Ray][1]
-
-
-def when(marker, place, act):
-    """``act`` for the client at ``place`` as long as the file ``marker`` exists."""
-
-    def trouble(here):
-        if here == place and marker.exists():
-            act()
-
-    return trouble
+    told = divergence_of(lambda plan: Ray(plan, DATA, 0, 2))
+    assert told == divergence_of(lambda plan: Sequential(plan, DATA, 0))
+    assert "client 'cid', round 1, step 3 of 3" in told[1]
 
 
 def confused():
@@ -234,8 +130,8 @@ def test_a_task_that_ray_cannot_run_is_named_with_its_last_words(monkeypatch):
 ALONE = """
 import sys
 sys.path.insert(0, sys.argv[1])
-import test_ray as tests
-assert tests.trial("auto").engine_choice and "ray" not in sys.modules
+from tests.engines import test_ray as tests
+assert tests.any_trial("auto").engine_choice and "ray" not in sys.modules
 running = tests.trial()
 running.advance()
 tests.assert_rounds(running, 1)
@@ -249,7 +145,7 @@ print(ray.nodes()[0]["NodeManagerAddress"], [each.pid for each in psutil.Process
 def test_a_cluster_of_its_own_is_of_the_loopback_leaves_no_file_at_home_and_ends_with_the_program(tmp_path):
     environment = {**os.environ, "HOME": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", ALONE, str(Path(__file__).parent)],
+        [sys.executable, "-W", "error", "-c", ALONE, str(Path(__file__).parents[2])],
         env=environment, cwd=tmp_path, capture_output=True, text=True, check=True,
     )  # fmt: skip
     address, pids = done.stdout.split(maxsplit=1)

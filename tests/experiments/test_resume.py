@@ -123,10 +123,11 @@ ROWS_HALF_WRITTEN = KILL + (
 )
 
 
+@pytest.mark.slow  # the tests below end in the same places without a process for each
 @pytest.mark.parametrize(
     ("arguments", "moments"),
     [
-        pytest.param(["--method", "fedavg"], [(ROWS_HALF_WRITTEN, 3)], id="fedavg", marks=pytest.mark.slow),
+        pytest.param(["--method", "fedavg"], [(ROWS_HALF_WRITTEN, 3)], id="fedavg"),
         pytest.param(
             ["--method", "fedbn", "--keep-optimizer", "--momentum", "0.9"],
             [(BETWEEN_CLIENTS_AND_CHECKPOINT, 2), (IN_A_CLIENTS_WORK, 20)],
@@ -136,19 +137,16 @@ ROWS_HALF_WRITTEN = KILL + (
             ["--method", "scaffold", "--participation", "0.5"],
             [(IN_A_CLIENTS_WORK, 13)],
             id="scaffold, half of them",
-            marks=pytest.mark.slow,
         ),
         pytest.param(
             ["--method", "scaffold", "--participation", "2", "--seeds", "2"],
             [(CHECKPOINT_HALF_WRITTEN, 1), (ROWS_HALF_WRITTEN, 2), (IN_A_CLIENTS_WORK, 40)],
             id="scaffold, two of them, two seeds",
-            marks=pytest.mark.slow,
         ),
         pytest.param(
             ["--method", "fedbn", "--model", "digit-cnn-dropout", "--batches", "2"],
             [(IN_A_CLIENTS_WORK, 9), (CLIENTS_HALF_WRITTEN, 2), (CHECKPOINT_HALF_WRITTEN, 1)],
             id="dropout",
-            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -167,23 +165,47 @@ def test_a_process_killed_at_any_moment_and_resumed_equals_uninterrupted(
     assert_same(tmp_path / "whole", killed)
 
 
-def test_rows_cut_short_are_written_anew(make, tmp_path, monkeypatch, assert_same):
-    """As by the first of the processes above, which end for real."""
-    make("fedavg").run(tmp_path / "whole")
-    calls = []
+def cut(path, rows):
+    """Append ``rows``, of which the last is not written whole."""
+    append_rows(path, rows)
+    path.write_bytes(path.read_bytes()[:-30])
 
-    def cut(path, rows):
-        calls.append(path)
-        append_rows(path, rows)
-        if len(calls) == 3:
-            path.write_bytes(path.read_bytes()[:-30])
+
+def half(path, content):
+    path.with_name(path.name + ".tmp").write_bytes(content[: len(content) // 2])
+
+
+@pytest.mark.parametrize(
+    ("moment", "at", "instead"),
+    [
+        ("engines.sequential.client_step_", 20, lambda *given: None),
+        ("experiments.trial.save_checkpoint", 2, lambda *given: None),
+        ("experiments.client_store.write_atomically", 2, half),
+        ("results.checkpoint.write_atomically", 2, half),
+        ("experiments.experiment.append_rows", 3, cut),
+    ],
+)
+def test_ended_in_the_middle_and_resumed_equals_uninterrupted(
+    make, tmp_path, monkeypatch, assert_same, moment, at, instead
+):
+    """As the processes above, which end for real."""
+    experiment = make("fedbn", momentum=0.9, keep_optimizer=True, rounds=3)
+    experiment.run(tmp_path / "whole")
+    module, _, name = f"fedshift.{moment}".rpartition(".")
+    real, calls = getattr(sys.modules[module], name), []
+
+    def ending(*given):
+        calls.append(given)
+        if len(calls) == at:
+            instead(*given)
             raise Killed
+        return real(*given)
 
     with monkeypatch.context() as patched:
-        patched.setattr("fedshift.experiments.experiment.append_rows", cut)
+        patched.setattr(f"fedshift.{moment}", ending)
         with pytest.raises(Killed):
-            make("fedavg").run(tmp_path / "killed")
-    make("fedavg").run(tmp_path / "killed", resume=True)
+            experiment.run(tmp_path / "killed")
+    experiment.run(tmp_path / "killed", resume=True)
     assert_same(tmp_path / "whole", tmp_path / "killed")
 
 

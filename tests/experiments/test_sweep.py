@@ -287,7 +287,7 @@ def test_a_combination_that_diverges_keeps_the_others_from_nothing(sweep, cli, m
 # What is shown
 
 
-def test_a_sweep_shows_and_writes_one_table_figures_and_a_page(sweep, tmp_path, unpublished):
+def test_a_sweep_shows_and_writes_one_table_figures_and_a_page(sweep, tmp_path, unpublished, vector_only):
     over = ("--over", "epochs=1,2", "--over", "batch_size=8,0")
     outcome = sweep(*over, "--seeds", 2, "--target-metric", 0.2, "--evaluate-every", 1, "--out", "out")
     assert (outcome.code, outcome.err) == (0, "")
@@ -319,7 +319,7 @@ def test_a_sweep_shows_and_writes_one_table_figures_and_a_page(sweep, tmp_path, 
     assert "<script" not in page
 
 
-def test_each_method_is_shown_where_its_validation_data_are_best(sweep, tmp_path, unpublished):
+def test_each_method_is_shown_where_its_validation_data_are_best(sweep, tmp_path, unpublished, undrawn):
     rates = ("0", "0.1", "0.001")
     outcome = sweep("--over", f"lr={','.join(rates)}", "--validation", 0.4, "--seeds", 2, "--out", "out", rounds=3)
     assert (outcome.code, outcome.err) == (0, "")
@@ -341,7 +341,7 @@ def test_each_method_is_shown_where_its_validation_data_are_best(sweep, tmp_path
         assert any(method in line.split(":")[0].split(", ") for line in at_the_end) == (best == "0.1")
 
 
-def test_without_validation_data_nothing_is_chosen(sweep, tmp_path, unpublished):
+def test_without_validation_data_nothing_is_chosen(sweep, tmp_path, unpublished, undrawn):
     assert sweep("--over", "lr=0.01,0.1", "--out", "out", rounds=1).code == 0
     assert not (tmp_path / "out" / "tables" / "chosen.md").exists()
 
@@ -366,7 +366,7 @@ def test_a_report_of_a_sweep_is_the_sweeps_own_of_what_is_there(sweep, cli, monk
         pd.testing.assert_frame_equal(one.summary.rows, other.summary.rows)
 
 
-def test_methods_keep_their_names_where_a_swept_setting_adds_to_them(sweep, tmp_path, unpublished):
+def test_methods_keep_their_names_where_a_swept_setting_adds_to_them(sweep, tmp_path, unpublished, undrawn):
     assert sweep("--over", "agc=none,0.01", "--out", "out", rounds=1).code == 0
     assert list(read_summary(tmp_path / "out" / "agc=0.01").methods) == [
         "fedavg+agc(clip=0.01)",

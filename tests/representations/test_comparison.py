@@ -27,8 +27,8 @@ from tests.conftest import change_settings
 
 pytestmark = pytest.mark.xdist_group("features")  # one run is looked at by most
 THREE = {
-    "data": "digits", "domains": "pen,photo,faded", "model": "small-cnn", "samples": 16, "batch_size": 8, "rounds": 2,
-    "lr": 0.1,
+    "data": "digits", "domains": "pen,photo,faded", "image_size": 12, "model": "small-cnn", "samples": 16,
+    "batch_size": 8, "rounds": 2, "lr": 0.1,
 }  # fmt: skip
 
 

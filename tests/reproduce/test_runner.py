@@ -24,7 +24,10 @@ from fedshift.results.summary import read_summary
 from fedshift.utils.checked_json import read_checked, write_checked
 from fedshift.utils.errors import UsageError
 
-SETTINGS = {"rounds": 2, "samples": 16, "lr": 0.05, "model": "small-cnn", "domains": "pen,photo", "data": "digits"}
+SETTINGS = {
+    "rounds": 2, "samples": 16, "lr": 0.05, "model": "small-cnn", "domains": "pen,photo", "data": "digits",
+    "image_size": 8,
+}  # fmt: skip
 
 
 def small(
@@ -309,7 +312,7 @@ def test_numbers_are_read_as_they_are_printed():
     assert PublishedValue.of("") is None
 
 
-def test_panels_are_drawn_and_come_to_the_page(tiny, tmp_path):
+def test_panels_are_drawn_and_come_to_the_page(vector_only, tiny, tmp_path):
     tiny |= {
         "panels": [
             {"name": "a", "x": "round", "y": "train_loss", "over": {"method": ["fedavg", "fedbn"]}},

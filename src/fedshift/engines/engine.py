@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,10 +19,12 @@ from ..core.plan import Plan
 from ..core.work import Bounds, iterate_batches
 from ..data.augmentation import Augmentation
 from ..data.samples import Samples
-from ..results.schema import Row
 from ..utils.errors import FedshiftError, UsageError
 from ..utils.random_streams import key_bits, stream
 from ..utils.state import State
+
+if TYPE_CHECKING:  # a worker has no tables and starts sooner without pandas
+    from ..results.schema import Row
 
 Data = Mapping[str, Samples]
 """The clients' training samples, by client."""

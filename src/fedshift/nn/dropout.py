@@ -73,7 +73,12 @@ class KeyedDropout(nn.Module):
 
 
 def key_dropouts(module: nn.Module) -> nn.Module:
-    """A copy of ``module`` in which every Dropout layer (element- or channel-wise) draws from keys."""
+    """Return a copy of ``module`` in which every Dropout layer (element- or channel-wise) draws from keys.
+
+    Without such a layer it is ``module`` itself.
+    """
+    if not any(isinstance(layer, _DropoutNd) for layer in module.modules()):
+        return module
     module = copy.deepcopy(module)
     if isinstance(module, _DropoutNd):
         return _make_keyed(module)
