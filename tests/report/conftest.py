@@ -184,7 +184,7 @@ def show():
 @pytest.fixture
 def blank(monkeypatch):
     """Leave each figure of the page empty; its description stays."""
-    monkeypatch.setattr(page, "to_svg", lambda _: '<svg xmlns="http://www.w3.org/2000/svg"></svg>')
+    monkeypatch.setattr(html, "to_svg", lambda _: '<svg xmlns="http://www.w3.org/2000/svg"></svg>')
 
 
 @pytest.fixture(params=EDGE_CASES)
