@@ -174,13 +174,11 @@ def measure_majority(summary: RunSummary) -> pd.Series:
     if not len(support):
         return pd.Series({"macro": math.nan, "pooled": math.nan})
     trained = all(name in summary.majority for name in support.index)
-    right = pd.Series(
-        [counts[summary.majority[name]] if trained else max(counts) for name, counts in support.items()],
-        index=support.index, dtype=float,
-    )  # fmt: skip
-    samples = support.map(sum)
-    shares = right / samples
-    return pd.concat([shares, pd.Series({"macro": shares.mean(), "pooled": right.sum() / samples.sum()})])
+    counts = {str(name): list(of_classes) for name, of_classes in support.items()}
+    right = {name: float(some[summary.majority[name]] if trained else max(some)) for name, some in counts.items()}
+    shares = {name: right[name] / sum(some) for name, some in counts.items()}
+    pooled = sum(right.values()) / sum(map(sum, counts.values()))
+    return pd.Series({**shares, "macro": sum(shares.values()) / len(shares), "pooled": pooled})
 
 
 def describe_majority(summary: RunSummary) -> str:
@@ -192,7 +190,7 @@ def describe_majority(summary: RunSummary) -> str:
     each = zip(named, values, strict=True) if len(clients) <= NAMED else zip(named[-2:], values.iloc[-2:], strict=True)
     said = ", ".join(f"{name} {value:.2f}" for name, value in each)
     if len(clients) > NAMED:
-        low, high = clients.argmin(), clients.argmax()
+        low, high = int(clients.argmin()), int(clients.argmax())
         said += f"; lowest {named[low]} {clients.iloc[low]:.2f}, highest {named[high]} {clients.iloc[high]:.2f}"
     data = "training" if all(name in summary.majority for name in clients.index) else "test"
     return f"Predicting each client's most frequent class ({data} data) for all its test samples: {said}."
