@@ -19,7 +19,7 @@ from fedshift.reproduce.recipes import ReproductionOptions, run_name
 from fedshift.reproduce.results import pending_runs, read_results, read_verdicts
 from fedshift.reproduce.runner import rebuild, run_table
 from fedshift.reproduce.time_estimates import TimeBudget
-from fedshift.reproduce.verdict import ReproducedBlock, compare_values
+from fedshift.reproduce.verdict import ReproducedBlock, arrange_values, compare_values
 from fedshift.results.summary import read_summary
 from fedshift.utils.checked_json import read_checked, write_checked
 from fedshift.utils.errors import UsageError
@@ -302,6 +302,19 @@ def test_ours_stand_beside_theirs():
     assert [cell.text for cell in compare_values(compared(["2471"], [20.0])).rows[0]][1:3] == ["20", "2471"]
 
 
+def test_the_grid_has_all_rows_and_columns_of_the_paper_ours_beside_theirs():
+    made = compared(["50.0 (1.0)", "60.0", "70.0 (1.0)"], [53.5, 60.0])
+    grid = arrange_values(made)
+    assert (grid.columns, [name for name, _ in grid.rows]) == (("pen",), ["m0", "m1", "m2"])
+    outside, same, missing = (cells[0] for _, cells in grid.rows)
+    assert (outside.ours, outside.paper, outside.difference) == ("53.50", "50.00 (1.00)", "+3.50")
+    assert (outside.sign, outside.spread) == ("above", "outside")
+    assert (same.difference, same.sign, same.spread) == ("0.00", "", "")
+    assert (missing.ours, missing.paper, missing.difference) == ("", "70.00 (1.00)", "")
+    (_, (foreign,)), *_ = arrange_values(replace(made, own=False)).rows
+    assert (foreign.difference, foreign.sign, foreign.spread) == ("+3.50", "", "")
+
+
 def test_numbers_are_read_as_they_are_printed():
     assert PublishedValue.of("62.87 (1.49)") == PublishedValue(62.87, 1.49, 0.01)
     assert PublishedValue.of("2471").unit == 1
@@ -344,6 +357,7 @@ def test_the_page_has_every_table_with_its_verdict(tiny, tmp_path):
     text = page.write_results_page(tmp_path).read_text()
     assert 'href="#fedbn-table99"' in text
     assert found.verdict in text
+    assert "Too short to judge" not in text
     assert "Left out" not in text
     assert "fedbn: photo" in text
     assert "://" not in text
@@ -363,6 +377,10 @@ def test_a_table_that_was_cut_short_or_lacks_data_is_said_to_be_on_page_and_list
     assert read_verdicts(made, tmp_path) == ["too short to judge (scale 0.12)"]
     shown = page._make_entry(made, tmp_path)
     assert shown["blocks"][0][0].remarks == ["Left out: usps, which is missing and has no substitute."]
+    text = page.write_results_page(tmp_path).read_text()
+    assert '<p class="partial">Too short to judge: 0.12 of the paper' in text
+    assert '<td class="warn">too short to judge</td>' in text
+    assert "not run" in text  # the paper's rows whose data are missing
 
 
 def test_a_budget_gives_each_table_a_share_of_the_rounds(tiny, tmp_path, monkeypatch):

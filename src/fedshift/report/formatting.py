@@ -37,12 +37,16 @@ _MEAN_AND_STD = re.compile(r"(\d[\d.]*) \((\d[\d.]*)\)")
 
 @dataclass(frozen=True, kw_only=True)
 class TextCell:
-    """Text of one cell; ``best`` makes it bold, in LaTeX ``significant``; ``link`` is its target in HTML."""
+    """Text of one cell; ``best`` makes it bold, in LaTeX ``significant``.
+
+    ``link`` is its target and ``tone`` its class in HTML.
+    """
 
     text: str
     best: bool = False
     significant: bool = False
     link: str = ""
+    tone: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from ..utils.files import write_atomically
 from .figures import load_figures
 from .published_tables import PAPERS, Table, load_tables
 from .results import read_results
-from .verdict import compare_values, list_remarks
+from .verdict import SHORTEST, arrange_values, compare_values, list_remarks
 
 
 def write_results_page(directory: Path) -> Path:
@@ -22,6 +22,7 @@ def write_results_page(directory: Path) -> Path:
         links=[(entry["id"], entry["table"].key) for entry in entries],
         overview=_make_overview(entries),
         entries=entries,
+        shortest=SHORTEST,
     )
     path = directory / "index.html"
     write_atomically(path, text.encode())
@@ -37,7 +38,7 @@ def _make_entry(table: Table, directory: Path) -> dict[str, Any] | None:
         "paper": PAPERS[table.paper],
         "id": table.key.replace("/", "-"),
         "table": table,
-        "blocks": [(block, compare_values(block)) for block in blocks],
+        "blocks": [(block, compare_values(block), arrange_values(block)) for block in blocks],
         "figures": figures,
         "remarks": list_remarks(figures["notes"], figures.get("missing", ())) if figures else [],
         "pictures": [embed_svg(p["svg"], p["name"], p["description"]) for p in figures["pictures"]] if figures else [],
@@ -49,12 +50,13 @@ def _make_overview(entries: list[dict[str, Any]]) -> TextTable:
     rows: list[tuple[object, ...]] = []
     for entry in entries:
         key, link, figures = entry["table"].key, f"#{entry['id']}", entry["figures"]
-        for block, _ in entry["blocks"]:
+        for block, *_ in entry["blocks"]:
             name = f"{key}, version {block.block.version}" if block.block.version else key
             same, pairs = block.order
             source, scale = "the paper's" if block.own else "stand-in", f"{block.scale:.2g}"
             order = f"{same} of {pairs}" if pairs else ""
-            rows.append((TextCell(text=name, link=link), block.verdict, order, source, block.seeds, scale))
+            verdict = TextCell(text=block.verdict, tone="warn" if block.is_short else "")
+            rows.append((TextCell(text=name, link=link), verdict, order, source, block.seeds, scale))
         if entry["pictures"]:
             source, scale = "stand-in" if figures["notes"] else "the paper's", f"{figures['scale']:.2g}"
             rows.append((TextCell(text=key, link=link), "drawn", "", source, figures["seeds"], scale))

@@ -222,26 +222,71 @@ def compare_values(reproduced: ReproducedBlock) -> TextTable:
     Where network, data and rounds are the paper's it also has the difference, and whether ours is within the paper's
     spread.
     """
-    rows = []
     judged = reproduced.within[1] > 0
-    for (row, column), ours in sorted(reproduced.ours.items()):
-        paper = reproduced.published_value(row, column)
-        assert paper
-        keys, client = reproduced.block.rows[row][0], reproduced.block.columns[column]
-        named = {key: _name_client(value, reproduced) if key == "client" else value for key, value in keys.items()}
-        others = [f"{key} {value}" for key, value in named.items() if key not in ("method", "seeds")]
-        number = f".{_decimal_digits(paper)}f"
-        cells = [f"{', '.join([str(keys['method']), *others])}: {_name_client(client, reproduced)}"]
-        cells += [format_mean(value.mean, value.std, number) for value in (ours, paper)]
-        if reproduced.is_faithful:
-            cells.append(format_signed(ours.mean - paper.mean, _decimal_digits(paper)))
-        if judged:
-            within = "within" if reproduced.is_close(row, column) else "outside"
-            cells.append("" if math.isnan(paper.std) else within)
-        rows.append(cells)
+    grid = arrange_values(reproduced)
+    rows = []
+    for row, column in sorted(reproduced.ours):
+        cell = grid.rows[row][1][column]
+        cells = [f"{grid.rows[row][0]}: {grid.columns[column]}", cell.ours, cell.paper]
+        cells += [cell.difference] if reproduced.is_faithful else []
+        rows.append([*cells, *([cell.spread] if judged else [])])
     extra = (("difference", reproduced.is_faithful), ("paper's spread", judged))
     header = ("", "ours" if reproduced.own else "ours (stand-in)", "paper", *(title for title, has in extra if has))
     return make_table(header, rows, note=explain_spread(reproduced.seeds))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparedCell:
+    """Text of one cell of a paper's table: ``paper`` as printed, ``ours`` and the ``difference``, ours minus theirs.
+
+    ``ours`` and ``difference`` are empty where nothing was run. ``spread`` is "within" or "outside" the paper's spread,
+    and empty where the paper prints none or numbers cannot be compared. ``sign`` is "above" or "below" where they can
+    and differ.
+    """
+
+    paper: str = ""
+    ours: str = ""
+    difference: str = ""
+    spread: str = ""
+    sign: str = ""
+
+
+@dataclass(frozen=True)
+class ValueGrid:
+    """Rows and columns of a paper's table by their names, with each cell as the paper and we have it."""
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, tuple[ComparedCell, ...]], ...]
+
+
+def arrange_values(reproduced: ReproducedBlock) -> ValueGrid:
+    """Return all rows and columns of the paper's table, ours beside the paper's in each cell."""
+    rows = []
+    for row, (keys, printed) in enumerate(reproduced.block.rows):
+        named = {key: _name_client(value, reproduced) if key == "client" else value for key, value in keys.items()}
+        others = [f"{key} {value}" for key, value in named.items() if key not in ("method", "seeds")]
+        cells = tuple(_compare_cell(reproduced, row, column) for column in range(len(printed)))
+        rows.append((", ".join([str(keys["method"]), *others]), cells))
+    return ValueGrid(tuple(_name_client(name, reproduced) for name in reproduced.block.columns), tuple(rows))
+
+
+def _compare_cell(reproduced: ReproducedBlock, row: int, column: int) -> ComparedCell:
+    paper, ours = reproduced.published_value(row, column), reproduced.ours.get((row, column))
+    if paper is None:
+        return ComparedCell()
+    digits = _decimal_digits(paper)
+    printed = format_mean(paper.mean, paper.std, f".{digits}f")
+    if ours is None:
+        return ComparedCell(paper=printed)
+    gap, comparable = round(ours.mean - paper.mean, digits), reproduced.is_faithful
+    within = "within" if reproduced.is_close(row, column) else "outside"
+    return ComparedCell(
+        paper=printed,
+        ours=format_mean(ours.mean, ours.std, f".{digits}f"),
+        difference=format_signed(ours.mean - paper.mean, digits),
+        spread=within if comparable and not math.isnan(paper.std) else "",
+        sign=("above" if gap > 0 else "below" if gap < 0 else "") if comparable else "",
+    )
 
 
 def _name_client(client: str, reproduced: ReproducedBlock) -> str:
