@@ -5,8 +5,10 @@ import math
 import pandas as pd
 import pytest
 
-from fedshift.report.curves import CurvePoint, plot_by_round, plot_by_setting
+from fedshift.report.curves import CurvePoint, make_round_panels, make_setting_panels, plot_by_round, plot_by_setting
+from fedshift.report.html import embed_panel
 from fedshift.report.publication import publish_summary
+from fedshift.report.style import make_styles
 from fedshift.report.target_metric import describe_target, find_best, find_reached, format_target_table, target_table
 from fedshift.results.schema import rows_to_frame
 from fedshift.utils.errors import UsageError
@@ -161,9 +163,29 @@ def test_lines_are_named_by_what_tells_them_apart_and_look_alike_in_all_panels(c
     figure = plot_by_round(points, "accuracy", panel="batch_size")
     assert legend_of(figure) == ["fedavg, epochs=1", "fedbn, epochs=1", "fedavg, epochs=4", "fedbn, epochs=4"]
     assert [axes.get_title(loc="left") for axes in figure.axes] == ["batch_size: 10", "batch_size: full"]
-    colors = [[line.get_color() for line in axes.lines] for axes in figure.axes]
-    assert colors[0] == colors[1]
-    assert len(set(colors[0])) == 4
+    looks = [[(line.get_color(), line.get_linestyle()) for line in axes.lines] for axes in figure.axes]
+    assert looks[0] == looks[1]
+    (fedavg, solid), (fedbn, same), (again, dashed), (other, equal) = looks[0]
+    assert (fedavg, fedbn, solid, dashed) == (again, other, same, equal)  # a color is a method's
+    assert fedavg != fedbn
+    assert solid != dashed
+    assert [fedavg, fedbn] == [style.color for style in make_styles(study.methods).values()]
+
+
+def test_panels_of_a_page_are_the_figures_of_one_scale_and_answer_the_pointer(course):
+    points = [
+        CurvePoint({"epochs": 1}, course({"fedavg": [CLIMB]})),
+        CurvePoint({"epochs": 4}, course({"fedavg": [[(10, 10)] * 4]})),
+    ]
+    one, other = make_round_panels(points, "accuracy", "rounds", panel="epochs")
+    assert (one.name, other.name) == ("rounds-1", "rounds-2")
+    assert one.figure.axes[0].get_ylim() == other.figure.axes[0].get_ylim()
+    assert one.points[2] == (3, pytest.approx(90), "fedavg, round 3: 90")
+    (panel,) = make_setting_panels(points, "epochs", "accuracy", "over")
+    assert [text for *_, text in panel.points] == ["fedavg, epochs=1: 65.00", "fedavg, epochs=4: 10.00"]
+    page = embed_panel(panel)
+    assert page.count('class="point"') == 2
+    assert "one seed" not in page.split(">", 1)[1]  # the page has the legend
 
 
 def test_points_may_name_their_method_and_be_of_one_each(course):

@@ -363,7 +363,7 @@ def test_the_page_has_every_table_with_its_verdict(tiny, tmp_path):
     assert "://" not in text
 
 
-def test_a_table_that_was_cut_short_or_lacks_data_is_said_to_be_on_page_and_list(tiny, tmp_path):
+def test_a_table_that_was_cut_short_or_lacks_data_is_said_to_be_on_page_and_list(tiny, tmp_path, monkeypatch):
     tiny |= {"rounds": 8, "keys": {"data": {"away": {"data": "usps"}}}}
     first = small()
     rows = tuple(({**keys, "data": data}, cells) for keys, cells in first.blocks[0].rows for data in ("digits", "away"))
@@ -377,6 +377,7 @@ def test_a_table_that_was_cut_short_or_lacks_data_is_said_to_be_on_page_and_list
     assert read_verdicts(made, tmp_path) == ["too short to judge (scale 0.12)"]
     shown = page._make_entry(made, tmp_path)
     assert shown["blocks"][0][0].remarks == ["Left out: usps, which is missing and has no substitute."]
+    monkeypatch.setattr(page, "load_tables", lambda: {made.key: made})
     text = page.write_results_page(tmp_path).read_text()
     assert '<p class="partial">Too short to judge: 0.12 of the paper' in text
     assert '<td class="warn">too short to judge</td>' in text

@@ -20,7 +20,20 @@ from matplotlib.ticker import FuncFormatter, NullFormatter
 from ..analysis.statistics import mean_and_std
 from ..results.schema import METRICS, RunSummary
 from ..utils.errors import UsageError, unknown_name
-from .style import MethodStyle, add_legend, figure_settings, make_legend_entry, make_styles, plot_band, shorten
+from .figures import FigurePanel
+from .formatting import format_mean
+from .style import (
+    DASHES,
+    MARKERS,
+    MethodStyle,
+    add_legend,
+    figure_settings,
+    make_legend_entry,
+    make_panel,
+    make_styles,
+    plot_band,
+    shorten,
+)
 from .tables import metric_history, seed_table
 
 TRAIN_LOSS = "train_loss"
@@ -52,23 +65,7 @@ def plot_by_round(
     ``metric`` is one of :data:`~fedshift.results.schema.METRICS` on ``split``, or ``train_loss``. ``panel`` is the key
     whose values get a panel each. Raises :class:`UsageError` for an unknown metric or key, and without runs.
     """
-    lines = list(_make_lines(points))
-    with figure_settings():
-        panels = _Panels(lines, panel, "round", _axis_label(metric, split))
-        means: list[float] = []
-        for axes, style, line in panels.lines:
-            rows = _history(line.summary, metric, split)
-            macro = rows[rows["method"] == line.method].groupby(["seed", "round"])["value"].mean().dropna()
-            values = _metric_scale(metric) * macro.groupby("round").agg(["mean", "min", "max"])
-            if not values.empty:
-                means += values["mean"].tolist()
-                plot_band(axes, style, values)
-        if metric in ("loss", TRAIN_LOSS) and means and 0 < min(means) * FAR < max(means) < math.inf:
-            for axes in panels.axes:
-                axes.set_yscale("log")
-                axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-                axes.yaxis.set_minor_formatter(NullFormatter())
-        return panels.add_legend("mean, band: lowest to highest")
+    return _draw_by_round(points, metric, panel, split, apart=False).add_legends()[0]
 
 
 def plot_by_setting(points: Sequence[CurvePoint], key: str, metric: str, *, panel: str | None = None) -> Figure:
@@ -78,17 +75,65 @@ def plot_by_setting(points: Sequence[CurvePoint], key: str, metric: str, *, pane
     batch size 0 reads "full" and lies to the right. Other values have equal distances. Error bars are one sample
     standard deviation over seeds. ``metric``, ``panel`` and errors are as in :func:`plot_by_round`.
     """
+    return _draw_by_setting(points, key, metric, panel, apart=False).add_legends()[0]
+
+
+def make_round_panels(
+    points: Sequence[CurvePoint], metric: str, name: str, *, panel: str | None = None
+) -> list[FigurePanel]:
+    """Return the panels of :func:`plot_by_round` as figures of equal scale, whose names begin with ``name``."""
+    return _draw_by_round(points, metric, panel, "test", apart=True).describe(name)
+
+
+def make_setting_panels(
+    points: Sequence[CurvePoint], key: str, metric: str, name: str, *, panel: str | None = None
+) -> list[FigurePanel]:
+    """Return the panels of :func:`plot_by_setting` as figures of equal scale, whose names begin with ``name``."""
+    return _draw_by_setting(points, key, metric, panel, apart=True).describe(name)
+
+
+def _draw_by_round(points: Sequence[CurvePoint], metric: str, panel: str | None, split: str, *, apart: bool) -> _Panels:
+    lines = list(_make_lines(points))
+    with figure_settings():
+        spread = "mean, band: lowest to highest"
+        panels = _Panels(lines, panel, "round", _axis_label(metric, split), spread, apart=apart)
+        means: list[float] = []
+        for axes, style, line in panels.lines:
+            rows = _history(line.summary, metric, split)
+            macro = rows[rows["method"] == line.method].groupby(["seed", "round"])["value"].mean().dropna()
+            values = _metric_scale(metric) * macro.groupby("round").agg(["mean", "min", "max"])
+            if not values.empty:
+                means += values["mean"].tolist()
+                plot_band(axes, style, values)
+                name = panels.names[style.number]
+                panels.points[axes] += [
+                    (at, mean, f"{name}, round {at}: {mean:.4g}") for at, mean in values["mean"].items()
+                ]
+        if metric in ("loss", TRAIN_LOSS) and means and 0 < min(means) * FAR < max(means) < math.inf:
+            for axes in panels.axes:
+                axes.set_yscale("log")
+                axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+                axes.yaxis.set_minor_formatter(NullFormatter())
+        return panels
+
+
+def _draw_by_setting(points: Sequence[CurvePoint], key: str, metric: str, panel: str | None, *, apart: bool) -> _Panels:
     lines = list(_make_lines(points))
     ticks, continuous = _place_ticks(key, _values(lines, key))
     final = {id(point.summary): final_metric(point.summary, metric) for point in points}
     with figure_settings():
-        panels = _Panels(lines, panel, key.replace("_", " "), _axis_label(metric, "test"), x_key=key)
+        label = _axis_label(metric, "test")
+        panels = _Panels(lines, panel, key.replace("_", " "), label, "mean, line: ± std", x_key=key, apart=apart)
         curves: dict[tuple[Axes, int], list[tuple[float, float, float]]] = {}
         for axes, style, line in panels.lines:
             mean, std = mean_and_std(_metric_scale(metric) * final[id(line.summary)].loc[line.method])
             offset = 0.0 if continuous else 0.5 * ((style.number + 0.5) / len(panels.styles) - 0.5)
-            x = ticks[format_setting(key, line.keys[key])] + offset
+            text = format_setting(key, line.keys[key])
+            x = ticks[text] + offset
             curves.setdefault((axes, style.number), []).append((x, mean, std))
+            if not math.isnan(mean):
+                said = f"{panels.names[style.number]}, {key}={text}: {format_mean(mean, std)}"
+                panels.points[axes].append((x, mean, said))
         styles = {style.number: style for style in panels.styles.values()}
         for (axes, number), curve in curves.items():
             x_N, means, stds = np.array(sorted(curve)).T
@@ -96,7 +141,7 @@ def plot_by_setting(points: Sequence[CurvePoint], key: str, metric: str, *, pane
             axes.errorbar(x_N, means, np.nan_to_num(stds), capsize=2, elinewidth=1, **line_style)
         for axes in panels.axes:
             axes.set_xticks(list(ticks.values()), [shorten(name, 16) for name in ticks])
-        return panels.add_legend("mean, line: ± std")
+        return panels
 
 
 def format_setting(key: str, value: object) -> str:
@@ -172,38 +217,97 @@ def _place_ticks(key: str, values: Sequence[object]) -> tuple[dict[str, float], 
 
 
 class _Panels:
-    """A figure with a panel for each value of a key; ``lines`` holds axes, style and data of each line."""
+    """Panels for each value of a key, in one figure or ``apart``; ``lines`` holds axes, style and data of each line.
+
+    ``points`` are the plotted values of each panel.
+    """
 
     def __init__(
-        self, lines: Sequence[_Line], panel: str | None, x_label: str, y_label: str, x_key: str | None = None
-    ) -> None:
+        self, lines: Sequence[_Line], panel: str | None, x_label: str, y_label: str, spread: str,
+        *, x_key: str | None = None, apart: bool = False,
+    ) -> None:  # fmt: skip
         if not lines:
             raise UsageError("there are no runs to draw curves of")
         values: list[object] = _values(lines, panel) if panel else [None]
-        names = [_name_line(line, lines, (panel, x_key)) for line in lines]
-        self.styles = make_styles(dict.fromkeys(names))
-        columns = min(COLUMNS, len(values))
-        rows = -(-len(values) // columns)
-        self.figure = Figure(figsize=(4 if columns == 1 else 3 * columns, 3 * rows), layout="constrained")
-        grid = self.figure.subplots(rows, columns, squeeze=False, sharey=True).ravel()
-        self.axes: list[Axes] = list(grid[: len(values)])
-        for spare in grid[len(values) :]:
-            spare.set_axis_off()
-        for axes, value in zip(self.axes, values, strict=True):
-            axes.set(xlabel=x_label, title=shorten(f"{panel}: {format_setting(panel, value)}", 40) if panel else "")
-        for axes in self.axes[::columns]:
-            axes.set_ylabel(y_label)
+        visible = (panel, x_key)
+        names = [_name_line(line, lines, visible) for line in lines]
+        self.styles = _style_lines(lines, names, visible)
+        self.names = list(self.styles)
+        titles = [f"{panel}: {format_setting(panel, value)}" if panel else "" for value in values]
+        if apart:
+            empty = [make_panel(title, x_label, y_label) for title in titles]
+            self.figures, self.axes = [figure for figure, _ in empty], [axes for _, axes in empty]
+        else:
+            figure, self.axes = _divide_figure(titles, x_label, y_label)
+            self.figures = [figure]
+        self.points: dict[Axes, list[tuple[float, float, str]]] = {axes: [] for axes in self.axes}
         self.lines: list[tuple[Axes, MethodStyle, _Line]] = [
             (self.axes[values.index(line.keys[panel]) if panel else 0], self.styles[name], line)
             for line, name in zip(lines, names, strict=True)
         ]
-        self._seeds = max(len(line.summary.seeds) for line in lines)
+        seeds = max(len(line.summary.seeds) for line in lines)
+        self._spread = f"{spread} of {seeds} seeds" if seeds > 1 else "one seed"
 
-    def add_legend(self, spread: str) -> Figure:
-        """Return the figure with its legend, which explains lines and ``spread``."""
+    def add_legends(self) -> list[Figure]:
+        """Return the figures with their legend, which explains lines and spread; their vertical axes are equal."""
         handles = {name: make_legend_entry(style) for name, style in self.styles.items()}
-        add_legend(self.figure, handles, f"{spread} of {self._seeds} seeds" if self._seeds > 1 else "one seed")
-        return self.figure
+        if len(self.figures) > 1:
+            limits = [axes.get_ylim() for axes in self.axes]
+            for axes in self.axes:
+                axes.set_ylim(min(low for low, _ in limits), max(high for _, high in limits))
+        for figure in self.figures:
+            add_legend(figure, handles, self._spread)
+        return self.figures
+
+    def describe(self, name: str) -> list[FigurePanel]:
+        """Return a panel for each figure, with its plotted values."""
+        with figure_settings():
+            figures = self.add_legends()
+        panels = []
+        for number, (figure, axes) in enumerate(zip(figures, self.axes, strict=True), start=1):
+            title = axes.get_title(loc="left")
+            what = f"{axes.get_ylabel()} against {axes.get_xlabel()}{f', {title}' if title else ''}"
+            ends = {text.split(": ")[0].rpartition(", ")[0]: text for _, _, text in self.points[axes]}
+            description = f"{what} ({self._spread}). {'; '.join(ends.values())}."
+            full = f"{name}-{number}" if len(figures) > 1 else name
+            points = self.points[axes]
+            panels.append(
+                FigurePanel(name=full, figure=figure, description=description, points=points, note=self._spread)
+            )
+        return panels
+
+
+def _divide_figure(titles: Sequence[str], x_label: str, y_label: str) -> tuple[Figure, list[Axes]]:
+    """Return a figure with a panel for each title, whose vertical axes are shared, and the axes of the panels."""
+    columns = min(COLUMNS, len(titles))
+    rows = -(-len(titles) // columns)
+    figure = Figure(figsize=(4 if columns == 1 else 3 * columns, 3 * rows), layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False, sharey=True).ravel()
+    for spare in grid[len(titles) :]:
+        spare.set_axis_off()
+    axes: list[Axes] = list(grid[: len(titles)])
+    for each, title in zip(axes, titles, strict=True):
+        each.set(xlabel=x_label, title=shorten(title, 40))
+    for each in axes[::columns]:
+        each.set_ylabel(y_label)
+    return figure, axes
+
+
+def _style_lines(
+    lines: Sequence[_Line], names: Sequence[str], visible: Collection[str | None]
+) -> dict[str, MethodStyle]:
+    """Return each line's style by its name: colors are those of methods, line styles those of other settings."""
+    colors = make_styles(dict.fromkeys(str(line.keys.get("method", line.method)) for line in lines))
+    settings: dict[str, str] = {}
+    styles: dict[str, MethodStyle] = {}
+    for name, line in zip(names, lines, strict=True):
+        setting = repr({key: value for key, value in line.keys.items() if key not in (*visible, "method")})
+        dashes = settings.setdefault(setting, DASHES[len(settings) % len(DASHES)])
+        color = colors[str(line.keys.get("method", line.method))].color
+        number = len(styles)
+        marker = MARKERS[number % len(MARKERS)]
+        styles.setdefault(name, MethodStyle(number=number, color=color, marker=marker, dashes=dashes, hatch=""))
+    return styles
 
 
 def _name_line(line: _Line, lines: Sequence[_Line], visible: Collection[str | None]) -> str:

@@ -22,8 +22,8 @@ from matplotlib.ticker import MaxNLocator
 INK, GRID = "#1f2733", "#d9dee6"  # pages replace both by their own colors
 BLUE = "#0072b2"
 _COLORS = (BLUE, "#d55e00", "#009e73", "#cc79a7", INK, "#e69f00", "#56b4e9")
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*", "h")
-_DASHES = ("-", "--", "-.", ":")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*", "h")
+DASHES = ("-", "--", "-.", ":")
 _SETTINGS: dict[Any, Any] = {
     "font.family": "sans-serif",
     "font.size": 8,
@@ -80,8 +80,8 @@ def make_styles(names: Iterable[str]) -> dict[str, MethodStyle]:
         name: MethodStyle(
             number=number,
             color=_COLORS[number % len(_COLORS)],
-            marker=_MARKERS[number % len(_MARKERS)],
-            dashes=_DASHES[number % len(_DASHES)],
+            marker=MARKERS[number % len(MARKERS)],
+            dashes=DASHES[number % len(DASHES)],
             hatch="" if number < len(_COLORS) else "//////",
         )
         for number, name in enumerate(names)
