@@ -314,7 +314,9 @@ def test_a_sweep_shows_and_writes_one_table_figures_and_a_page(sweep, tmp_path, 
     names = ("rounds", "training-loss", "over-epochs", "over-batch-size")
     assert drawn == {f"{name}.{kind}" for name in names for kind in ("png", "svg")}
     page = (out / "sweep.html").read_text()
-    assert page.count("<svg") == 4
+    assert page.count('role="img" aria-label="macro') + page.count('aria-label="training loss') == 4 * 2  # values
+    assert "No combination is named best, since no validation data were held out" in page
+    assert page.count('class="numbers heat"') == 2  # methods
     assert 'href="epochs%3D1%2Cbatch_size%3Dfull/report.html"' in page
     assert "<script" not in page
 

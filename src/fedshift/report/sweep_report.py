@@ -9,8 +9,9 @@ compares methods that are equally tuned.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,23 @@ from rich.console import Console
 
 from ..analysis.statistics import mean_and_std
 from ..utils.files import write_atomically
-from .curves import TRAIN_LOSS, CurvePoint, final_metric, format_setting, plot_by_round, plot_by_setting
-from .figures import save_each, to_svg
+from .curves import (
+    TRAIN_LOSS,
+    CurvePoint,
+    final_metric,
+    format_setting,
+    make_round_panels,
+    make_setting_panels,
+    plot_by_round,
+    plot_by_setting,
+)
+from .figures import FigurePanel, save_each
 from .formatting import (
     BOLD,
+    MISSING,
     TextCell,
     TextTable,
+    difference_unit,
     explain_spread,
     flatten_settings,
     format_metric_table,
@@ -34,10 +46,11 @@ from .formatting import (
     to_terminal,
     write_table,
 )
-from .html import embed_svg, render_template
+from .html import draw_legend_entry, embed_panel, render_template
 from .origin import find_changed
 from .progress import describe_partial, find_reached_rounds, is_even
 from .publication import print_lines
+from .style import DASHES, INK, MethodStyle, make_styles
 from .tables import accuracy_table, describe_round, describe_seeds, list_shortfalls, seed_table
 from .target_metric import describe_target, format_rounds, format_traffic, target_table
 
@@ -45,6 +58,10 @@ CLAIMS = (
     "Which methods are told apart is on the page of each comparison, corrected for its own pairs, not for the number "
     "of combinations."
 )
+SHADES = 6
+"""Number of shades of a heat map."""
+CHOSEN = "\N{BLACK DIAMOND SUIT} "
+"""Mark of the combination that is best on validation data."""
 PANELS = 9
 """Largest number of values of a setting that each get a panel."""
 
@@ -82,6 +99,10 @@ class SweepResults:
         """The methods, in the order of the columns."""
         return tuple(self.points[0].summary.methods)
 
+    def describe(self, index: int) -> str:
+        """Return the settings of one combination in words."""
+        return ", ".join(f"{key}={format_setting(key, value)}" for key, value in self.points[index].keys.items())
+
     @property
     def caption(self) -> str:
         """Caption of the metric's table."""
@@ -103,23 +124,91 @@ def publish_sweep(sweep: SweepResults, directory: Path, console: Console, config
         write_table(directory / "tables", name, table, sweep_frame(sweep) if name == "sweep" else None)
     print_lines(console, *remarks)
     save_each(figures, directory / "figures")
-    page = render_template(
+    write_atomically(directory / "sweep.html", _render_page(sweep, tables, remarks, config).encode())
+    print_lines(console, f"Page: {directory / 'sweep.html'}")
+
+
+def _render_page(
+    sweep: SweepResults, tables: Mapping[str, tuple[str, TextTable]], remarks: Sequence[str], config: Mapping[str, Any]
+) -> str:
+    summary = sweep.points[0].summary
+    groups = list(_group_panels(sweep))
+    chosen = {} if sweep.partial else best_on_validation(sweep)
+    lines, settings = _find_line_settings(sweep.points)
+    return render_template(
         "sweep.html.j2",
-        name=sweep.points[0].summary.name,
+        name=summary.name,
+        summary=summary,
         keys=sweep.keys,
         partial=sweep.partial,
-        methods=sweep.methods,
         tables=tables,
-        figures={
-            name: embed_svg(to_svg(figure), name, _describe_figure(name, sweep)) for name, figure in figures.items()
+        best=[f"{method} at {sweep.describe(index)}" for method, index in chosen.items()],
+        validated=all((point.summary.rows["split"] == "validation").any() for point in sweep.points),
+        heat_maps={} if sweep.partial else make_heat_maps(sweep),
+        groups=[(title, [embed_panel(panel) for panel in panels]) for title, panels in groups],
+        notes=dict.fromkeys(panel.note for _, panels in groups for panel in panels),
+        legend={
+            name: draw_legend_entry(replace(style, dashes=DASHES[0]))
+            for name, style in make_styles(sweep.methods).items()
         },
+        line_settings=[
+            (text, draw_legend_entry(MethodStyle(number=100 + number, color=INK, marker="", dashes=dashes, hatch="")))
+            for number, (text, dashes) in enumerate(zip(settings, cycle(DASHES)))
+        ],
+        line_keys=lines,
         remarks=remarks,
         folders=sweep.folders,
         changed=make_table((), flatten_settings(find_changed(config))),
         config=make_table((), flatten_settings(config)),
     )
-    write_atomically(directory / "sweep.html", page.encode())
-    print_lines(console, f"Page: {directory / 'sweep.html'}")
+
+
+def _group_panels(sweep: SweepResults) -> Iterator[tuple[str, list[FigurePanel]]]:
+    """Yield the page's figures by title: the same curves as in the files, a figure for each panel."""
+    points, varied, metric = sweep.points, _find_varied(sweep.points), sweep.points[0].summary.metric
+    panel, what = _choose_panel(points), sweep.points[0].summary.metric_name
+    yield f"Macro test {what} over rounds", make_round_panels(points, metric, "rounds", panel=panel)
+    if any((point.summary.rows["moment"] == "trained").any() for point in points):
+        yield "Training loss over rounds", make_round_panels(points, TRAIN_LOSS, "training-loss", panel=panel)
+    for key in sweep.keys:
+        other = next((name for name in varied if name != key), None)
+        name = f"over-{key.replace('_', '-')}"
+        yield f"Macro test {what} against {key}", make_setting_panels(points, key, metric, name, panel=other)
+
+
+def make_heat_maps(sweep: SweepResults) -> dict[str, TextTable]:
+    """Return a shaded table for each method where exactly two settings vary: the macro test metric of each pair.
+
+    All tables share one scale, on which darker is higher. A diamond marks the pair that is best on validation data.
+    """
+    varied = [key for key in sweep.keys if len({format_setting(key, point.keys[key]) for point in sweep.points}) > 1]
+    if len(varied) != 2:
+        return {}
+    down, across = varied
+    scale, digits, _ = difference_unit(sweep.points[0].summary.metric)
+    means = [
+        {m: mean_and_std(macro[m])[0] for m in sweep.methods}
+        for macro in (final_metric(p.summary) for p in sweep.points)
+    ]
+    known = [value for row in means for value in row.values() if np.isfinite(value)]
+    low, high = min(known, default=0.0), max(known, default=0.0)
+    places = {tuple(format_setting(k, p.keys[k]) for k in varied): number for number, p in enumerate(sweep.points)}
+    rows, columns = ([*dict.fromkeys(place[axis] for place in places)] for axis in (0, 1))
+    chosen = best_on_validation(sweep)
+
+    def fill(method: str, place: tuple[str, str]) -> TextCell:
+        number = places.get(place)
+        if number is None or not np.isfinite(value := means[number][method]):
+            return TextCell(text=MISSING)
+        shade = round((SHADES - 1) * (value - low) / (high - low)) if high > low else 0
+        mark = CHOSEN if chosen.get(method) == number else ""
+        return TextCell(text=f"{mark}{scale * value:.{digits}f}", tone=f"shade-{shade}")
+
+    header = (f"{down} \\ {across}", *columns)
+    return {
+        method: make_table(header, [(row, *(fill(method, (row, column)) for column in columns)) for row in rows])
+        for method in sweep.methods
+    }
 
 
 def sweep_frame(sweep: SweepResults) -> pd.DataFrame:
@@ -226,12 +315,31 @@ def sweep_figures(sweep: SweepResults) -> dict[str, Figure]:
 
 def plot_rounds(points: Sequence[CurvePoint]) -> dict[str, Figure]:
     """Return the metric and the training loss over rounds, by file name, with panels where several settings differ."""
-    varied = _find_varied(points)
-    first = varied[0] if len(varied) > 1 else None
-    figures = {"rounds": plot_by_round(points, points[0].summary.metric, panel=first)}
+    panel = _choose_panel(points)
+    figures = {"rounds": plot_by_round(points, points[0].summary.metric, panel=panel)}
     if any((point.summary.rows["moment"] == "trained").any() for point in points):
-        figures["training-loss"] = plot_by_round(points, TRAIN_LOSS, panel=first)
+        figures["training-loss"] = plot_by_round(points, TRAIN_LOSS, panel=panel)
     return figures
+
+
+def _choose_panel(points: Sequence[CurvePoint]) -> str | None:
+    """Return the setting whose values get a panel each: the one of most values; None where line styles are enough."""
+    varied = {key: len({format_setting(key, point.keys[key]) for point in points}) for key in _find_varied(points)}
+    if not varied or (len(varied) == 1 and max(varied.values()) <= len(DASHES)):
+        return None
+    return max(varied, key=varied.__getitem__)
+
+
+def _find_line_settings(points: Sequence[CurvePoint]) -> tuple[list[str], list[str]]:
+    """Return the settings that line styles of curves over rounds stand for, and the combinations of their values."""
+    panel = _choose_panel(points)
+    keys = [
+        key
+        for key in points[0].keys
+        if key != panel and len({format_setting(key, point.keys[key]) for point in points}) > 1
+    ]
+    texts = (", ".join(f"{key}={format_setting(key, point.keys[key])}" for key in keys) for point in points)
+    return keys, list(dict.fromkeys(texts)) if keys else []
 
 
 def _find_varied(points: Sequence[CurvePoint]) -> list[str]:
@@ -264,9 +372,3 @@ def _make_table(sweep: SweepResults, cells: Iterable[Iterable[str | TextCell]]) 
 def _mark_partial(text: str, row: pd.Series) -> str:
     """Return ``text``, with the number of seeds that it covers where those are not all."""
     return text if row["reached"] in (0, row["seeds"]) else f"{text}; {row['reached']:.0f} of {row['seeds']:.0f} seeds"
-
-
-def _describe_figure(name: str, sweep: SweepResults) -> str:
-    """Return the description of a figure for screen readers; its numbers are in the table."""
-    what = {"rounds": "over rounds", "training-loss": "training loss over rounds"}.get(name, name.replace("-", " "))
-    return f"{sweep.caption}: {what}, a line for each combination and method."
