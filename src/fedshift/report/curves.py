@@ -107,7 +107,8 @@ def _draw_by_round(points: Sequence[CurvePoint], metric: str, panel: str | None,
                 plot_band(axes, style, values)
                 name = panels.names[style.number]
                 panels.points[axes] += [
-                    (at, mean, f"{name}, round {at}: {mean:.4g}") for at, mean in zip(values.index.tolist(), values["mean"].tolist(), strict=True)
+                    (at, mean, f"{name}, round {at}: {mean:.4g}")
+                    for at, mean in zip(values.index.tolist(), values["mean"].tolist(), strict=True)
                 ]
         if metric in ("loss", TRAIN_LOSS) and means and 0 < min(means) * FAR < max(means) < math.inf:
             for axes in panels.axes:
