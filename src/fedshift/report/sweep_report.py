@@ -179,7 +179,8 @@ def _group_panels(sweep: SweepResults) -> Iterator[tuple[str, list[FigurePanel]]
 def make_heat_maps(sweep: SweepResults) -> dict[str, TextTable]:
     """Return a shaded table for each method where exactly two settings vary: the macro test metric of each pair.
 
-    All tables share one scale, on which darker is higher. A diamond marks the pair that is best on validation data.
+    All tables share one scale, on which stronger shading is higher. A diamond marks the pair that is best on
+    validation data.
     """
     varied = [key for key in sweep.keys if len({format_setting(key, point.keys[key]) for point in sweep.points}) > 1]
     if len(varied) != 2:

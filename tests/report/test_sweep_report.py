@@ -1,0 +1,73 @@
+"""Heat maps and the choice by validation are those of studies worked out by hand."""
+
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from fedshift.report.curves import CurvePoint
+from fedshift.report.sweep_report import SweepResults, make_heat_maps, publish_sweep
+
+# Macro accuracy in percent of fedavg and fedbn, on test data and on validation data, for each pair of settings.
+TESTED = {(1, 10): (50, 60), (1, 0): (55, 40), (2, 10): (90, 65), (2, 0): (42, 45)}
+HELD = {(1, 10): (50, 60), (1, 0): (70, 40), (2, 10): (60, 80), (2, 0): (42, 45)}
+
+
+@pytest.fixture
+def pairs(make_study):
+    """The sweep of two settings above, of one seed and round."""
+
+    def score(values):
+        return {m: [{"a": v, "b": 3 * v}] for m, v in zip(("fedavg", "fedbn"), values, strict=True)}
+
+    def make(**fields):
+        points = []
+        for pair, values in TESTED.items():
+            held = {m: [{k: [v] for k, v in run.items()} for run in runs] for m, runs in score(HELD[pair]).items()}
+            study = make_study(score(values), rounds=1, validation=held, samples={}, **fields)
+            points.append(CurvePoint(dict(zip(("epochs", "batch_size"), pair, strict=True)), study))
+        return SweepResults(points=tuple(points), folders=tuple(f"{e}-{b}" for e, b in TESTED))
+
+    return make
+
+
+def test_a_heat_map_has_every_pair_and_marks_the_best_by_validation_never_by_test(pairs):
+    maps = make_heat_maps(pairs())
+    assert list(maps) == ["fedavg", "fedbn"]
+    cells = {method: [[cell.text for cell in row] for row in table.rows] for method, table in maps.items()}
+    assert maps["fedavg"].header == ("epochs \\ batch_size", "10", "full")
+    assert cells["fedavg"] == [["1", "50.00", "♦ 55.00"], ["2", "90.00", "42.00"]]
+    assert cells["fedbn"] == [["1", "60.00", "40.00"], ["2", "♦ 65.00", "45.00"]]
+
+
+def test_all_methods_share_the_scale_of_shades(pairs):
+    tones = {
+        method: [cell.tone for row in table.rows for cell in row[1:]]
+        for method, table in make_heat_maps(pairs()).items()
+    }
+    assert tones["fedavg"] == ["shade-1", "shade-2", "shade-5", "shade-0"]  # 40 is the lowest and 90 the highest
+    assert tones["fedbn"] == ["shade-2", "shade-0", "shade-2", "shade-0"]
+
+
+def test_one_varied_setting_has_no_heat_map(pairs):
+    sweep = pairs()
+    assert make_heat_maps(replace(sweep, points=sweep.points[:2], folders=sweep.folders[:2])) == {}
+
+
+def test_the_page_names_the_best_by_validation_has_one_legend_and_answers_the_pointer(pairs, tmp_path):
+    publish_sweep(pairs(), tmp_path, Console(quiet=True), {})
+    text = (tmp_path / "sweep.html").read_text()
+    assert "<strong>fedavg at epochs=1, batch_size=full; fedbn at epochs=2, batch_size=10</strong>" in text
+    assert '<td class="shade-5">90.00</td>' in text
+    assert "♦: best on validation data." in text
+    assert text.count('<ul class="legend">') == 2  # methods, and values of the setting that has line styles
+    assert ">fedbn, batch_size=full, round 1: 40</text>" in text
+    assert "<script" not in text
+    assert "://" not in text
+
+
+def test_a_sweep_without_validation_data_names_no_combination(pairs, tmp_path):
+    publish_sweep(pairs(keep=lambda row: row["split"] != "validation"), tmp_path, Console(quiet=True), {})
+    text = (tmp_path / "sweep.html").read_text()
+    assert "No combination is named best, since no validation data were held out (--validation)" in text
+    assert "♦" not in text
