@@ -37,6 +37,14 @@ def test_a_study_says_which_clients_share_test_samples(make, tmp_path):
         assert {name[-1]: owner[-1] for name, owner in shared.items()} == expected
 
 
+def test_a_study_records_the_most_frequent_training_class_of_each_client(make, tmp_path):
+    experiment = make(rounds=1)
+    experiment.run(tmp_path / "run")
+    labels = {client.name: client.train.y.tolist() for client in experiment.data.clients}
+    usual = {name: max(sorted(set(y)), key=y.count) for name, y in labels.items()}
+    assert read_summary(tmp_path / "run").majority == usual
+
+
 # Before anything starts
 
 

@@ -7,7 +7,18 @@ import pandas as pd
 import pytest
 
 from fedshift.report import accuracy_table, difference_table, find_reported_rounds
-from fedshift.report.tables import ONE_BY_ONE, QUANTILES, list_shortfalls, metric_history, seed_table, traffic_table
+from fedshift.report.claims import collect_claims
+from fedshift.report.page import make_metric_table
+from fedshift.report.tables import (
+    ONE_BY_ONE,
+    QUANTILES,
+    describe_majority,
+    list_shortfalls,
+    metric_history,
+    seed_table,
+    traffic_table,
+)
+from fedshift.results.schema import METRICS
 from fedshift.utils.errors import UsageError
 
 
@@ -208,3 +219,31 @@ def test_edge_cases(edge_case):
     assert len(table) == 5
     assert len(difference_table(edge_case)) == len(edge_case.methods) - 1
     assert all(isinstance(sentence, str) for sentence in list_shortfalls(edge_case))
+
+
+# The accuracy of one class for all
+
+
+def test_the_majority_class_is_that_of_the_training_data_where_known(make_study):
+    # test data: client a has 80 and 20 samples of its two classes, b 150 and 150
+    assert describe_majority(make_study(majority={"a": 1, "b": 0})) == (
+        "Predicting each client's most frequent class (training data) for all its test samples: "
+        "a 20.00, b 50.00, macro 35.00, pooled 42.50."
+    )
+    unknown = describe_majority(make_study())
+    assert "(test data)" in unknown
+    assert "a 80.00, b 50.00, macro 65.00, pooled 57.50." in unknown
+
+
+def test_the_majority_class_of_many_clients_is_given_by_its_extremes(make_crowd):
+    crowd = make_crowd(12)
+    first = crowd.rows["client"] == "client 0"
+    rows = crowd.rows.assign(support=[[90, 10] if mark else [40, 60] for mark in first])
+    said = describe_majority(replace(crowd, rows=rows))
+    assert said.endswith("macro 62.50, pooled 62.50; lowest client 1 60.00, highest client 0 90.00.")
+
+
+def test_only_tables_of_accuracy_name_the_majority_class(study):
+    for metric in METRICS:
+        note = make_metric_table(study, collect_claims(study, metric), metric=metric).text.note
+        assert ("most frequent class" in note) == (metric == "accuracy")

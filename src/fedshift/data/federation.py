@@ -335,6 +335,12 @@ def count_labels(data: Federation) -> Tensor:
     )
 
 
+def find_majority_classes(data: Federation) -> dict[str, int]:
+    """Return the class of most training samples of each client, the first of equals, by client name."""
+    counts = {client.name: torch.bincount(client.train.y, minlength=data.classes) for client in data.clients}
+    return {name: int(count_C.argmax()) for name, count_C in counts.items()}
+
+
 def count_classes(clients: Iterable[ClientData]) -> int:
     """Return the largest training label of any client plus one."""
     return 1 + max((int(client.train.y.max()) for client in clients if len(client.train)), default=0)

@@ -22,7 +22,7 @@ from typing_extensions import override
 from ..analysis.privacy import Mechanism, describe_guarantee
 from ..config.settings_file import COMMAND
 from ..core.method import Method
-from ..data.federation import Federation
+from ..data.federation import Federation, find_majority_classes
 from ..engines.auto import EngineChoice
 from ..engines.engine import Diverged, EngineFactory
 from ..evaluation.communication import summarize_method
@@ -415,6 +415,7 @@ class Experiment:
             "clients": {c.name: {split: len(part) for split, part in c.splits.items()} for c in self.data.clients},
             "fingerprint": self.data.fingerprint,
             "same_test": {name: owner for name, owner in owners.items() if name != owner},
+            "majority": {} if self.make_engine else find_majority_classes(self.data),
             "resolved": resolved,
             "config": dict(self.config),
             "methods": {name: asdict(fact) for name, fact in methods.items()},

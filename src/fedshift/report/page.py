@@ -43,6 +43,7 @@ from .tables import (
     ONE_BY_ONE,
     QUANTILES,
     accuracy_table,
+    describe_majority,
     describe_round,
     describe_seeds,
     find_reported_rounds,
@@ -94,6 +95,8 @@ def make_metric_table(
     one_by_one, even = len(summary.clients) <= ONE_BY_ONE, is_even(find_reached_rounds(summary))
     text = format_metric_table(frame, metric, one_by_one=one_by_one, leader=leader, even=even, digits=digits)
     text = replace(text, partial=describe_partial(summary))
+    if (metric, model, split, moment) == ("accuracy", "personal", "test", "loaded"):
+        text = replace(text, note=f"{text.note} {describe_majority(summary)}".strip())
     file = "-".join([metric, *([model] if model == "global" else []), *([split] if split != "test" else [])])
     file += "-trained" if moment == "trained" else ""
     return ReportTable(caption=caption, frame=frame, text=text, file=file)
@@ -187,6 +190,8 @@ def _other_metrics(summary: RunSummary) -> Iterator[tuple[str, str, TextTable]]:
             frame = accuracy_table(summary, metric, model, moment=moment)
             one_by_one, even = len(summary.clients) <= ONE_BY_ONE, is_even(find_reached_rounds(summary))
             table = format_metric_table(frame, metric, one_by_one=one_by_one, even=even)
+            if (metric, model, moment) == ("accuracy", "personal", "loaded"):
+                table = replace(table, note=f"{table.note} {describe_majority(summary)}".strip())
             if any(text != MISSING for text in table.values):
                 title = f"{name[0].upper()}{name[1:]}, {model} model"
                 title += f" {AFTER_WORK}" if moment == "trained" else ""

@@ -7,6 +7,7 @@ them into text.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -158,6 +159,43 @@ def accuracy_table(
     ``std`` is the sample standard deviation; ``seeds`` is the number of seeds that both are over.
     """
     return summarize_seeds(seed_table(summary, metric, model, split, moment))
+
+
+def measure_majority(summary: RunSummary) -> pd.Series:
+    """Return the accuracy of predicting one class for all test samples of a client: clients, ``macro`` and ``pooled``.
+
+    The class is the one of most of the client's training samples (``RunSummary.majority``), or of its test samples for
+    all clients where that is not recorded. It needs no model, so an accuracy near it may come from the class alone.
+    Clients are those with test samples at a reported round; ``macro`` is their mean, ``pooled`` takes all test samples
+    together.
+    """
+    rows = select_reported_rows(summary).dropna(subset="support").drop_duplicates("client").set_index("client")
+    support = rows["support"].reindex([name for name in summary.clients if name in rows.index])
+    if not len(support):
+        return pd.Series({"macro": math.nan, "pooled": math.nan})
+    trained = all(name in summary.majority for name in support.index)
+    right = pd.Series(
+        [counts[summary.majority[name]] if trained else max(counts) for name, counts in support.items()],
+        index=support.index, dtype=float,
+    )  # fmt: skip
+    samples = support.map(sum)
+    shares = right / samples
+    return pd.concat([shares, pd.Series({"macro": shares.mean(), "pooled": right.sum() / samples.sum()})])
+
+
+def describe_majority(summary: RunSummary) -> str:
+    """Return a sentence on :func:`measure_majority`, for the note of a table of accuracies."""
+    values = 100 * measure_majority(summary)
+    named, clients = values.index, values.iloc[:-2]
+    if not len(clients):
+        return ""
+    each = zip(named, values, strict=True) if len(clients) <= NAMED else zip(named[-2:], values.iloc[-2:], strict=True)
+    said = ", ".join(f"{name} {value:.2f}" for name, value in each)
+    if len(clients) > NAMED:
+        low, high = clients.argmin(), clients.argmax()
+        said += f"; lowest {named[low]} {clients.iloc[low]:.2f}, highest {named[high]} {clients.iloc[high]:.2f}"
+    data = "training" if all(name in summary.majority for name in clients.index) else "test"
+    return f"Predicting each client's most frequent class ({data} data) for all its test samples: {said}."
 
 
 def summarize_seeds(seeds: pd.DataFrame) -> pd.DataFrame:

@@ -137,7 +137,8 @@ class RunSummary:
     splits, ``samples`` to a few images, uint8 ``[n, H, W, C]`` with C 1 or 3; ``traffic`` has the columns ``method``,
     ``seed``, ``round``, ``down``, ``up`` (bytes that all clients together exchanged in that round), and from run
     directories also ``seconds`` (of training), ``elapsed``, ``ended`` and ``engine``; ``same_test`` maps
-    a client to an earlier client with the same test samples; ``fingerprint`` is a digest of all samples;
+    a client to an earlier client with the same test samples; ``majority`` maps a client to the class of most of its
+    training samples (empty where sites hold the data); ``fingerprint`` is a digest of all samples;
     ``resolved`` says in words what is trained, ``config`` what was asked for.
     """
 
@@ -160,6 +161,7 @@ class RunSummary:
     fingerprint: str = ""
     resolved: Mapping[str, str] = field(default_factory=dict)
     same_test: Mapping[str, str] = field(default_factory=dict)
+    majority: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def metric_name(self) -> str:
