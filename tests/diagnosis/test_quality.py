@@ -16,6 +16,7 @@ from scipy.stats import binomtest
 from fedshift.data.digits import digits
 from fedshift.data.federation import ClientData, Federation, federation
 from fedshift.data.files.folder import read_folder
+from fedshift.data.files.table_schema import Column
 from fedshift.data.partition import iid
 from fedshift.data.samples import Samples
 from fedshift.diagnosis.quality import SampleLocation, examine, find_duplicates
@@ -254,6 +255,22 @@ def test_constant_columns_are_told_apart_by_where_they_are_constant(vectors):
     vectors["bob"][X][:, 3] = 2.0  # each client has one value, but not the same
     assert "columns 5 (1 of 40)" in found(vectors)["constant"].text
     assert "ann columns 3 (1 of 40); bob columns 3, 7 (2 of 40)" in found(vectors)["constant-at-client"].text
+
+
+def test_findings_on_a_table_name_its_columns(vectors):
+    kinds = ("ward", "east", "west", "north")
+    columns = (*(Column(name=f"lab {k}") for k in range(37)), Column(name=kinds[0], categories=kinds[1:]))
+    for arrays in vectors.values():
+        arrays[X][:, [3, 38]] = 2.5
+    vectors["bob"][X][:, 7], vectors["bob"][X][:, 6] = 1.0, 1000 * vectors["bob"][X][:, 6]
+    vectors["ann"][X_TEST][4, 2], vectors["ann"][X_TEST][5, 9] = -20_000, np.nan
+    texts = {kind: finding.text for kind, finding in found(replace(federation(vectors), columns=columns)).items()}
+    assert "columns 'lab 3', 'ward' = 'west' (2 of 40)" in texts["constant"]
+    assert "bob columns 'lab 7' (1 of 40)" in texts["constant-at-client"]
+    assert "ann (test) -20,000 in 'lab 2'" in texts["large"]
+    assert "columns 'lab 6' (1 of 40): bob has" in texts["units"]
+    assert texts["units"].endswith("('lab 6').")
+    assert "infinite values in columns 'lab 9' (1 of 40): ann (test) 1 of 30" in texts["not-finite"]
 
 
 def test_a_channel_without_variance_is_a_warning(arrays):

@@ -164,15 +164,15 @@ def examine(data: Federation) -> Quality:
 
     The faults that :meth:`Federation.check` refuses one at a time are found too, so that they are reported together.
     """
-    surveys = survey_splits(data)
+    surveys, names = survey_splits(data), _name_features(data)
     findings = [
         *_judge_reading(data),
         *_judge_labels(data, surveys),
-        *_judge_values(surveys),
+        *_judge_values(surveys, names),
         *_judge_form(surveys),
         *_judge_duplicates(surveys),
-        *_judge_constant(surveys),
-        *_judge_scale(surveys),
+        *_judge_constant(surveys, names),
+        *_judge_scale(surveys, names),
         *_judge_names(data),
         *_judge_classes(data, surveys),
         *_judge_test_sizes(surveys),
@@ -266,10 +266,20 @@ def join_some(items: Iterable[str], separator: str = ", ", shown: int = 5) -> st
     return separator.join(items[:shown]) + (f" and {len(items) - shown:,} more" if len(items) > shown else "")
 
 
-def _format_features(chosen_F: Bools, part: SplitSurvey) -> str:
-    """Format as ``columns 3, 7 (2 of 60)``."""
+def _format_features(chosen_F: Bools, part: SplitSurvey, names: Sequence[str]) -> str:
+    """Format as ``columns 3, 7 (2 of 60)``, with the ``names`` of a table's features in place of numbers."""
     noun = "columns" if len(part.shape) == 1 else "channels"
-    return f"{noun} {join_some(map(str, np.flatnonzero(chosen_F)))} ({int(chosen_F.sum()):,} of {len(chosen_F):,})"
+    which = (names[number] if names else str(number) for number in np.flatnonzero(chosen_F))
+    return f"{noun} {join_some(which)} ({int(chosen_F.sum()):,} of {len(chosen_F):,})"
+
+
+def _name_features(data: Federation) -> list[str]:
+    """Return the column of each feature of a table, and for a column of text the category; empty for other data."""
+    return [
+        repr(column.name) if column.categories is None else f"{column.name!r} = {category!r}"
+        for column in data.columns
+        for category in column.categories or ("",)
+    ]
 
 
 def _judge_reading(data: Federation) -> Iterator[QualityFinding]:
@@ -285,10 +295,14 @@ def _judge_labels(data: Federation, surveys: Sequence[SplitSurvey]) -> Iterator[
     yield from _list_rows("label-range", f"Labels outside 0..{data.classes - 1}", outside)
 
 
-def _judge_values(surveys: Sequence[SplitSurvey]) -> Iterator[QualityFinding]:
+def _judge_values(surveys: Sequence[SplitSurvey], names: Sequence[str]) -> Iterator[QualityFinding]:
     """Find samples with values that are not numbers, and images that show nothing."""
     broken = {part: part.broken for part in surveys}
-    yield from _list_rows("not-finite", "Samples with NaN or infinite values", broken)
+    faulty = [part for part in surveys if len(part.shape) == 1 and part.broken_features.any()]
+    where = ""
+    if len({part.shape for part in faulty}) == 1:
+        where = f" in {_format_features(np.any([part.broken_features for part in faulty], axis=0), faulty[0], names)}"
+    yield from _list_rows("not-finite", f"Samples with NaN or infinite values{where}", broken)
     yield from _list_rows("blank", "Images of a single color", {part: part.blank for part in surveys})
 
 
@@ -327,7 +341,7 @@ def _comparable_splits(surveys: Sequence[SplitSurvey], samples: int) -> list[Spl
     return parts if len({len(part.low) for part in parts}) == 1 else []
 
 
-def _judge_constant(surveys: Sequence[SplitSurvey]) -> Iterator[QualityFinding]:
+def _judge_constant(surveys: Sequence[SplitSurvey], names: Sequence[str]) -> Iterator[QualityFinding]:
     """Find features that have one value in training data."""
     parts = _comparable_splits(surveys, 2)
     if not parts:
@@ -335,11 +349,11 @@ def _judge_constant(surveys: Sequence[SplitSurvey]) -> Iterator[QualityFinding]:
     low_KF, high_KF = np.stack([part.low for part in parts]), np.stack([part.high for part in parts])
     everywhere_F = low_KF.min(axis=0) == high_KF.max(axis=0)
     if everywhere_F.any():
-        which = _format_features(everywhere_F, parts[0])
+        which = _format_features(everywhere_F, parts[0], names)
         yield _make_finding("constant", f"The same value in all training data: {which}.", parts)
     flat_KF = (low_KF == high_KF) & ~everywhere_F
     places = {
-        part: f"{part.client} {_format_features(flat_F, part)}"
+        part: f"{part.client} {_format_features(flat_F, part, names)}"
         for part, flat_F in zip(parts, flat_KF, strict=True) if flat_F.any()
     }  # fmt: skip
     severity = "note" if len(parts[0].shape) == 1 else "warning"
@@ -347,11 +361,16 @@ def _judge_constant(surveys: Sequence[SplitSurvey]) -> Iterator[QualityFinding]:
     yield from _list_places("constant-at-client", what, places, "; ", severity=severity)
 
 
-def _judge_scale(surveys: Sequence[SplitSurvey]) -> Iterator[QualityFinding]:
+def _judge_scale(surveys: Sequence[SplitSurvey], names: Sequence[str]) -> Iterator[QualityFinding]:
     """Find floating-point features that are large, or that clients seem to measure in different units."""
     floats = [part for part in surveys if part.dtype.startswith("float") and len(part.labels) > len(part.broken)]
-    extremes = {part: float(max(part.low.min(), part.high.max(), key=abs)) for part in floats}
-    large = {part: f"{part.where} {value:,.6g}" for part, value in extremes.items() if abs(value) > LARGE}
+    large = {}
+    for part in floats:
+        extreme_F = np.where(-part.low > part.high, part.low, part.high)
+        most = int(np.abs(extreme_F).argmax())
+        if abs(extreme_F[most]) > LARGE:
+            column = f" in {names[most]}" if names else ""
+            large[part] = f"{part.where} {extreme_F[most]:,.6g}{column}"
     yield from _list_places("large", f"Values beyond ±{LARGE:,.0f}", large)
     parts = [part for part in _comparable_splits(surveys, FEW) if part.dtype.startswith("float")]
     if len(parts) < 2:
@@ -364,8 +383,10 @@ def _judge_scale(surveys: Sequence[SplitSurvey]) -> Iterator[QualityFinding]:
         wide, narrow = parts[int(std_KF[:, most].argmax())], parts[int(least_KF[:, most].argmin())]
         yield _make_finding(
             "units",
-            f"Standard deviations are more than {APART:g} times apart in {_format_features(apart_F > APART, wide)}: "
-            f"{wide.client} has {wide.std[most]:.3g} where {narrow.client} has {narrow.std[most]:.3g} (number {most}).",
+            f"Standard deviations are more than {APART:g} times apart in "
+            f"{_format_features(apart_F > APART, wide, names)}: "
+            f"{wide.client} has {wide.std[most]:.3g} where {narrow.client} has {narrow.std[most]:.3g} "
+            f"({names[most] if names else f'number {most}'}).",
             [wide, narrow],
         )
 

@@ -33,6 +33,7 @@ class SplitSurvey:
         labels: labels of the samples, ``[N]``.
         digests: digests of the samples, uint64 ``[N, 2]``.
         broken: rows with NaN or infinite values, which the statistics exclude.
+        broken_features: features with NaN or infinite values, ``[F]``.
         blank: rows of images whose channels hold one value each.
         low, high, mean, std: of each feature, ``[F]``; infinite or NaN if no sample is left; ``std`` is the
             population's.
@@ -48,6 +49,7 @@ class SplitSurvey:
     labels: Ints
     digests: NDArray[np.uint64]
     broken: Ints
+    broken_features: NDArray[np.bool_]
     blank: Ints
     low: Floats
     high: Floats
@@ -95,6 +97,7 @@ def _survey_split(split: Samples, statistics: bool) -> SplitSurvey:
     low, high = np.full(features, np.inf), np.full(features, -np.inf)
     mean, squares, count = np.zeros(features), np.zeros(features), 0
     digests, broken, blank = [np.empty((0, 2), np.uint64)], [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    broken_features = np.zeros(features, bool)
     step = max(1, CHUNK // max(1, math.prod(split.shape)))
     for start in range(0, len(split), step):
         x = np.ascontiguousarray(split.copy_rows(slice(start, start + step)).cpu().numpy())
@@ -102,6 +105,7 @@ def _survey_split(split: Samples, statistics: bool) -> SplitSurvey:
         digests.append(_sample_digests(x))
         whole = np.isfinite(x_nFP).all(axis=(1, 2)) if x.dtype.kind == "f" else np.ones(len(x), bool)
         broken.append(start + np.flatnonzero(~whole))
+        broken_features |= ~np.isfinite(x_nFP[~whole]).all(axis=(0, 2))
         rows, x_nFP = start + np.flatnonzero(whole), x_nFP if whole.all() else x_nFP[whole]
         if not len(rows):
             continue
@@ -125,6 +129,7 @@ def _survey_split(split: Samples, statistics: bool) -> SplitSurvey:
         labels=labels,
         digests=known,
         broken=np.concatenate(broken),
+        broken_features=broken_features,
         blank=np.concatenate(blank),
         low=low,
         high=high,
