@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from fedshift.data.files import table_schema
 from fedshift.data.files.read_options import ReadOptions
 from fedshift.data.files.tables import read_tables
 from fedshift.utils.errors import UsageError
@@ -65,7 +66,7 @@ def patients() -> pd.DataFrame:
         ),
         (
             lines(*ROWS, *(f"x,test,{n},1" for n in range(90)), "x,test,12o,1"),
-            "column 'a' holds text such as '12o' and more than 50 different values, so it is an identifier",
+            "{file}, data row 95: column 'a' holds text such as '12o' and more than 50 different values, so it is an",
         ),
         (
             lines(*(f"x,train,2020-01-{n:02},1" for n in range(1, 31))),
@@ -187,10 +188,24 @@ def test_directories_whose_files_do_not_fit_together_are_refused(tmp_path):
     assert refusal() == f"{a} has no column 'extra', which {b} has: all files need the same columns"
     frame.assign(pain=7).to_parquet(b)
     assert refusal() == (
-        "column 'pain' holds numbers in one file and text such as 'typical' in another: give it one type"
+        f"{a}, data row 1: column 'pain' holds text such as 'typical' here and numbers in another file: "
+        "give it one type"
     )
     frame.to_csv(twin, index=False)
     assert refusal() == f"{twin} and {b} are both of client 'b': keep one"
+
+
+def test_text_among_numbers_is_found_by_its_row_in_the_file(tmp_path, monkeypatch):
+    """Rows are counted over batches and over rows of clients that are left out."""
+    monkeypatch.setattr(table_schema, "BATCH_CELLS", 64)
+    frame = patients().assign(age=lambda f: f["age"].astype(str))
+    frame.loc[[40, 53, 57], "age"] = "ttext"  # 40: of oslo; 53 and 57: of bonn
+    frame = pd.concat([frame, frame.assign(age=1000 + np.arange(60))]).assign(age=lambda f: f["age"].astype(str))
+    frame.to_parquet(tmp_path / "t.parquet", index=False)
+    for domains, row in ((None, 41), (("bonn",), 54)):
+        with pytest.raises(UsageError) as refused:
+            read_tables(tmp_path / "t.parquet", replace(READING, domains=domains))
+        assert str(refused.value).startswith(f"{tmp_path / 't.parquet'}, data row {row}: column 'age' holds text")
 
 
 def test_column_names_in_another_encoding_are_refused_by_name_of_the_file(tmp_path):

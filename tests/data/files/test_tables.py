@@ -249,12 +249,13 @@ def test_a_byte_order_mark_quotes_and_line_breaks_inside_them_are_read(tmp_path)
     assert pooled.sum(0).tolist() == [28 + 6, 8, 4]
 
 
-def test_numbers_with_some_text_among_them_are_categories_and_said(read):
+def test_numbers_with_some_text_among_them_are_categories_and_said(read, tmp_path):
     frame = patients().assign(grade=lambda f: (f.index % 3).astype(str))
     frame.loc[4, "grade"] = "3b"
     data = read(frame)
     assert data.sample_shape == (10,)
-    assert data.notices == ("column 'grade' has numbers and text such as '3b': it is read as 4 categories",)
+    place = f"{tmp_path / 'table.csv'}, data row 5"
+    assert data.notices == (f"column 'grade' has numbers and text such as '3b' ({place}): it is read as 4 categories",)
 
 
 def test_text_typed_as_categories_stays_text_even_if_it_looks_like_numbers(read):

@@ -157,7 +157,8 @@ class ColumnContents:
         typed: A file declares the column as numbers.
         declared: A file declares the column as categories.
         values: Up to 51 distinct texts of the column.
-        odd: A text that is not a number, if there is one.
+        odd: The first text that is not a number, if there is one.
+        place: File and row of ``odd``.
 
     """
 
@@ -165,16 +166,19 @@ class ColumnContents:
     declared: bool = False
     values: frozenset[str] = frozenset()
     odd: str | None = None
+    place: str = ""
 
-    def update(self, cells: pa.Array) -> ColumnContents:
-        """Return the contents including ``cells`` of text."""
-        values, odd = self.values, self.odd
+    def update(self, cells: pa.Array, path: Path, rows: NDArray[np.int64]) -> ColumnContents:
+        """Return the contents including ``cells`` of text ``[B]``, which are of ``rows`` (from 1) of a file."""
+        values, odd, place = self.values, self.odd, self.place
         if len(values) <= MOST_CATEGORIES:
             found = pc.unique(clean_texts(cells)).drop_null().to_pylist()
             values = frozenset(sorted(values.union(found))[: MOST_CATEGORIES + 1])
         if odd is None and not _are_numbers(cells):
-            odd = next(value for value in clean_texts(cells).to_pylist() if not _are_numbers(pa.array([value])))
-        return replace(self, values=values, odd=odd)
+            texts = zip(rows, clean_texts(cells).to_pylist(), strict=True)
+            row, odd = next((row, text) for row, text in texts if not _are_numbers(pa.array([text])))
+            place = f"{path}, data row {row}"
+        return replace(self, values=values, odd=odd, place=place)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,20 +279,23 @@ def infer_column(name: str, seen: ColumnContents) -> tuple[Column, str]:
     if not seen.values or (seen.odd is None and not seen.declared):
         return Column(name=name), ""
     found = sorted(seen.values)
-    odd = found[0] if seen.odd is None else seen.odd
+    odd, where = (found[0], "") if seen.odd is None else (seen.odd, f"{seen.place}: ")
     if seen.typed:
         raise UsageError(
-            f"column {name!r} holds numbers in one file and text such as {odd!r} in another: give it one type"
+            f"{where}column {name!r} holds text such as {odd!r} here and numbers in another file: give it one type"
         )
     if all(_DATE.fullmatch(value) for value in found):
         raise _date_error(name, f"such as {found[0]!r}")
     if len(found) > MOST_CATEGORIES:
         raise UsageError(
-            f"column {name!r} holds text such as {odd!r} and more than {MOST_CATEGORIES} different values, so it is an "
-            "identifier, free text, or numbers with a slip among them: correct it, or leave it out of the table"
+            f"{where}column {name!r} holds text such as {odd!r} and more than {MOST_CATEGORIES} different values, so "
+            "it is an identifier, free text, or numbers with a slip among them: correct it, or leave it out of the "
+            "table"
         )
     mixed = not seen.declared and any(_are_numbers(pa.array([value])) for value in found)
-    notice = f"column {name!r} has numbers and text such as {odd!r}: it is read as {len(found)} categories"
+    notice = (
+        f"column {name!r} has numbers and text such as {odd!r} ({seen.place}): it is read as {len(found)} categories"
+    )
     return Column(name=name, categories=tuple(found)), notice if mixed else ""
 
 
@@ -322,8 +329,8 @@ def match_column(column: Column, seen: ColumnContents, other: str) -> Column:
     if column.categories is None:
         if seen.odd is not None:
             raise UsageError(
-                f"{have} text such as {seen.odd!r}, but numbers in {other!r}, the data that it joins: make it "
-                "numbers, empty where there is none"
+                f"{seen.place}: {have} text such as {seen.odd!r}, but numbers in {other!r}, the data that it joins: "
+                "make it numbers, empty where there is none"
             )
         return column
     listed = ", ".join(column.categories)

@@ -260,6 +260,7 @@ def _scan_rows(
     for table in tables:
         text = [name for name in seen if schema.is_text(table.types[name])]
         for batch in table.batches([*roles, *text]):
+            numbers = 1 + files[table] + np.arange(batch.num_rows)
             files[table] += batch.num_rows
             for name in roles:
                 codes[name].add(batch.column(name))
@@ -272,8 +273,9 @@ def _scan_rows(
                 )
             if client_column and domains is not None:
                 wanted = [codes[client_column].places.get(name, -2) for name in domains]
-                batch = batch.filter(pa.array(np.isin(codes[client_column].parts[-1], wanted)))
-            known |= {name: known[name].update(batch.column(name)) for name in text}
+                read = np.isin(codes[client_column].parts[-1], wanted)
+                batch, numbers = batch.filter(pa.array(read)), numbers[read]
+            known |= {name: known[name].update(batch.column(name), table.path, numbers) for name in text}
         if files[table] == 0:
             raise UsageError(f"{table.path} has names of columns but no row: give it data, or leave it out")
     if client_column:
