@@ -269,7 +269,7 @@ def join_some(items: Iterable[str], separator: str = ", ", shown: int = 5) -> st
 def _format_features(chosen_F: Bools, part: SplitSurvey, names: Sequence[str]) -> str:
     """Format as ``columns 3, 7 (2 of 60)``, with the ``names`` of a table's features in place of numbers."""
     noun = "columns" if len(part.shape) == 1 else "channels"
-    which = (names[number] if names else str(number) for number in np.flatnonzero(chosen_F))
+    which = (names[number] if names else str(number) for number in np.flatnonzero(chosen_F).tolist())
     return f"{noun} {join_some(which)} ({int(chosen_F.sum()):,} of {len(chosen_F):,})"
 
 
