@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from markupsafe import escape
 from PIL import Image
 from rich.console import Console
 
@@ -114,6 +115,35 @@ def test_a_diagnosis_is_printed_and_written(cli, tmp_path, monkeypatch):
     assert done.code == 0, done.err
     assert "fedbn" in done.out
     assert json.loads((tmp_path / "found.json").read_text())
+
+
+def test_a_diagnosis_has_a_page_of_its_tables_pictures_and_advice(cli, tmp_path):
+    asked = ("diagnose", "digits", "--permutations", 99, "--samples", 60, "--out", tmp_path / "new" / "page")
+    done = cli(*asked)
+    assert done.code == 0, done.err
+    page, found = ((tmp_path / "new" / "page" / name).read_text() for name in ("diagnosis.html", "found.json"))
+    findings = json.loads(found)
+    rows = re.findall(r'<tr><th scope="row">(.*?)</th>(.*?)</tr>', page)
+    cells = {name: re.findall(r"<td>(.*?)</td>", rest) for name, rest in reversed(rows)}  # the first table's stay
+    assert {each["kind"] for each in findings["findings"]} < cells.keys()
+    feature = next(each for each in findings["findings"] if each["kind"] == "feature shift")
+    assert cells["feature shift"][1] == f"{feature['evidence']['statistic']:.3f}"
+    assert cells["faded"][:1] == [str(findings["sizes"][findings["clients"].index("faded")])]
+    command = next(line for line in done.out.splitlines() if line.startswith("fedshift sweep"))
+    assert f'<pre tabindex="0">{escape(command)}</pre>' in page
+    assert all(f"<strong>{each['method']}</strong>" in page for each in findings["advice"]["methods"])
+    assert page.count("<svg ") == 2
+    assert "<script" not in page
+    assert not re.search(r'(?:src|href)="(?!#|data:)', page)
+    kept = page.encode()
+    assert cli(*asked).code == 0
+    assert (tmp_path / "new" / "page" / "diagnosis.html").read_bytes() == kept
+
+
+def test_a_page_of_a_diagnosis_is_not_begun_where_a_file_is(cli, tmp_path):
+    (tmp_path / "taken").write_text("")
+    done = cli("diagnose", "digits", "--out", tmp_path / "taken")
+    assert (done.code, "taken is a file: choose another directory (--out)" in done.err) == (2, True)
 
 
 @pytest.mark.parametrize("command", [("data", "check"), ("data", "show"), ("diagnose",)])

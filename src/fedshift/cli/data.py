@@ -131,8 +131,7 @@ def show(where: Where, spec: Reading = DataSpec(), *, out: Path | None = None) -
         source = load_source(where, spec, progress, differing=LOOKED_AT).fit_images(spec.image_size)
         made = prepare_clients(source, replace(spec, allow_single_class=True))
         directory = out or Path("shown") / to_file_name(made.name)
-        if directory.exists() and not directory.is_dir():
-            raise UsageError(f"{directory} is a file: choose another directory (--out)")
+        _refuse_file(directory)
         files = draw_overview(made, directory)
         if spec.split:
             files.append(directory / "split.csv")
@@ -171,6 +170,7 @@ def diagnose(
     limit: int = 1000,
     seed: int = 0,
     json: Json = None,
+    out: Path | None = None,
 ) -> int:
     """Say how clients differ (label skew, feature shift, quantity skew, concept shift), how much, and what helps.
 
@@ -179,25 +179,35 @@ def diagnose(
         features: What looks are compared by: pixels (or columns), or a small network's features.
         limit: Samples of each client that are looked at.
         seed: Seed of subsamples, folds and permutations.
+        out: Directory for a page with tables, advice and pictures (diagnosis.html), and for the findings (found.json).
 
     """
     from ..data.sources import load_federation
     from ..diagnosis import diagnose as find_shifts
+    from ..diagnosis.page import PAGE, write_page
     from ..diagnosis.rendering import render_diagnosis
 
     console = make_console()
+    _refuse_file(out)
     with show_loading(console) as progress:
         made = load_federation(where, replace(spec, allow_single_class=True), progress, differing=LOOKED_AT)
         found = find_shifts(
             made, seed=seed, permutations=permutations, features=features, limit=limit, progress=progress
         )
+    remarks = list(made.notices)
     if spec.target and spec.scaling == "client":
         note = "Numbers were scaled by each client's own training rows, which takes shifts of mean and spread away; "
-        print_parts(console, [Text(f"Note: {note}--scaling none shows them.", style="dim")])
+        remarks.append(f"{note}--scaling none shows them.")
+        print_parts(console, [Text(f"Note: {remarks[-1]}", style="dim")])
     if made.sample_shape[1:] == (LOOKED_AT, LOOKED_AT):
         spec = replace(spec, image_size=LOOKED_AT)
-    print_parts(console, [*format_notices(made), *render_diagnosis(found, _format_flags(where, spec))])
+    flags = _format_flags(where, spec)
+    print_parts(console, [*format_notices(made), *render_diagnosis(found, flags)])
     _write_json(console, found.as_dict(), json)
+    if out:
+        out.mkdir(parents=True, exist_ok=True)
+        _write_json(console, found.as_dict(), out / "found.json")
+        print_line(console, f"Page: {write_page(found, made, out / PAGE, flags, remarks)}")
     return 0
 
 
@@ -243,6 +253,11 @@ def format_notices(data: Federation) -> Iterator[RenderableType]:
     scales = {client.train.normalization for client in data.clients if str(client.train.store.dtype) == "torch.uint8"}
     if len(scales) == 1:
         yield Text(f"Note: a network is given {scales.pop()}", style="dim")
+
+
+def _refuse_file(directory: Path | None) -> None:
+    if directory and directory.exists() and not directory.is_dir():
+        raise UsageError(f"{directory} is a file: choose another directory (--out)")
 
 
 def _write_json(console: Console, facts: Any, file: Path | None) -> None:

@@ -20,7 +20,7 @@ from ..data.samples import Samples
 from ..report.figures import save_each
 from ..report.gallery import COLUMNS, class_chart, contact_sheet, feature_chart, pick_samples
 from ..utils.random_streams import stream
-from .quality import Quality, QualityFinding, Severity
+from .quality import Quality, QualityFinding, Severity, name_features
 from .survey import survey_splits
 
 SHOWN = 20
@@ -82,7 +82,12 @@ def _render_finding(finding: QualityFinding) -> RenderableType:
 
 
 def draw_overview(data: Federation, directory: Path) -> list[Path]:
-    """Write pictures of the training data into ``directory``, as SVG and PNG, and return their paths.
+    """Write the figures of :func:`make_overview` into ``directory``, as SVG and PNG, and return their paths."""
+    return save_each(make_overview(data), directory)
+
+
+def make_overview(data: Federation) -> dict[str, Figure]:
+    """Return figures of the training data by name.
 
     ``samples``: for images, a sheet with some of each client's; for vectors ``features``, those in which clients differ
     most. ``classes``: the number of samples of each class at each client.
@@ -95,15 +100,14 @@ def draw_overview(data: Federation, directory: Path) -> list[Path]:
         figures["samples"] = _draw_sheet(data, classes)
     if dimensions == 1:
         trained = [part for part in survey_splits(data) if part.split == "train"]
+        columns = name_features(data) or [f"column {number}" for number in range(data.clients[0].train.shape[0])]
         means, stds = (
-            pd.DataFrame([getattr(part, name) for part in trained], index=list(data.names)).rename(
-                columns=lambda number: f"column {number}"
-            )
+            pd.DataFrame([getattr(part, name) for part in trained], index=list(data.names), columns=columns)
             for name in ("mean", "std")
         )
         figures["features"] = feature_chart(means, stds, f"{data.name}: where clients differ most")
     figures["classes"] = class_chart(counts, f"{data.name}: training samples of each class")
-    return save_each(figures, directory)
+    return figures
 
 
 def _draw_sheet(data: Federation, classes: list[str]) -> Figure:

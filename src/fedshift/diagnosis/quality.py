@@ -164,7 +164,7 @@ def examine(data: Federation) -> Quality:
 
     The faults that :meth:`Federation.check` refuses one at a time are found too, so that they are reported together.
     """
-    surveys, names = survey_splits(data), _name_features(data)
+    surveys, names = survey_splits(data), name_features(data)
     findings = [
         *_judge_reading(data),
         *_judge_labels(data, surveys),
@@ -273,7 +273,7 @@ def _format_features(chosen_F: Bools, part: SplitSurvey, names: Sequence[str]) -
     return f"{noun} {join_some(which)} ({int(chosen_F.sum()):,} of {len(chosen_F):,})"
 
 
-def _name_features(data: Federation) -> list[str]:
+def name_features(data: Federation) -> list[str]:
     """Return the column of each feature of a table, and for a column of text the category; empty for other data."""
     return [
         repr(column.name) if column.categories is None else f"{column.name!r} = {category!r}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from itertools import combinations
 from shlex import quote
 
@@ -10,7 +10,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..report.formatting import MISSING, format_p_value
+from ..report.formatting import MISSING, TextCell, TextTable, format_p_value, make_table
 from . import Diagnosis
 from .concept_shift import SEPARABLE
 from .shift_tests import LEVEL, Evidence, ShiftFinding
@@ -23,13 +23,14 @@ MEASURES = {
 }
 RATES = (0.003, 0.01, 0.03, 0.1, 0.3)
 """Learning rates in the suggested command."""
+PAIRS = "pairs, AUC within a class"
 SHOWN = 10
 """Most clients for which pairs are printed as a matrix."""
 
 
 def render_diagnosis(diagnosis: Diagnosis, data: str | None = None) -> Iterator[RenderableType]:
     """Yield tables, interpretation, recommended methods and a command; ``data``: the argument of ``--data``, quoted."""
-    yield from _make_tables(diagnosis)
+    yield from (_render_table(title, table) for title, table in tabulate_diagnosis(diagnosis).items())
     yield Text("Interpretation", style="bold")
     for sentence in interpret(diagnosis):
         yield Text(f"- {sentence}")
@@ -128,28 +129,25 @@ def _describe_layers(diagnosis: Diagnosis) -> Iterator[str]:
         yield "BatchNorm's statistics differ in early and late layers alike."
 
 
-def _make_tables(diagnosis: Diagnosis) -> Iterator[Table]:
-    """Make the tables of findings, clients, pairs of clients (if few) and layers."""
-    yield _make_table(
-        f"{diagnosis.federation}: shifts among {len(diagnosis.clients)} clients",
-        ("shift", "measured as", "value", "by chance", "p", "p corrected", "verdict"),
-        [
-            (
-                finding.kind,
-                MEASURES[finding.kind],
-                *_format_evidence(finding.evidence),
-                _format_p(finding.corrected),
-                _format_verdict(finding),
-            )
-            for finding in diagnosis.findings
-        ],
-    )
+def tabulate_diagnosis(diagnosis: Diagnosis) -> dict[str, TextTable]:
+    """Return the tables of findings, clients, pairs of clients (if few) and layers, by title, in this order."""
+    header = ("shift", "measured as", "value", "by chance", "p", "p corrected", "verdict")
+    tests = [
+        (
+            finding.kind,
+            MEASURES[finding.kind],
+            *_format_evidence(finding.evidence),
+            _format_p(finding.corrected),
+            _format_verdict(finding),
+        )
+        for finding in diagnosis.findings
+    ]
+    tables = {f"{diagnosis.federation}: shifts among {len(diagnosis.clients)} clients": make_table(header, tests)}
     bits = diagnosis["label skew"].evidence.clients or (None,) * len(diagnosis.clients)
     labels, sizes = (dict(zip(diagnosis.clients, values, strict=True)) for values in (bits, diagnosis.sizes))
     unknown = (None,) * len(diagnosis.tested)
     features, concepts = (diagnosis[kind].evidence.clients or unknown for kind in ("feature shift", "concept shift"))
-    yield _make_table(
-        "by client",
+    tables["by client"] = make_table(
         ("client", "samples", "labels, bits", "features, AUC", "concept, gap"),
         [
             (name, f"{sizes[name]:,}", *map(_format_number, (labels[name], auc, gap)))
@@ -158,35 +156,28 @@ def _make_tables(diagnosis: Diagnosis) -> Iterator[Table]:
     )
     if 2 < len(diagnosis.tested) <= SHOWN and diagnosis.pairs:
         pairs = zip(diagnosis.tested, diagnosis.pairs, strict=True)
-        yield _make_table(
-            "pairs, AUC within a class",
-            ("client", *diagnosis.tested),
-            [(name, *(_format_number(auc, 2) for auc in row)) for name, row in pairs],
-            wrap=True,
-        )
-    yield _make_table(
-        "divergence of BatchNorm's inputs, nats",
-        ("layer", "value", "by chance", "p"),
-        [(layer.name, *_format_evidence(layer.evidence)) for layer in diagnosis.layers],
-    )
+        rows = [(name, *(_format_number(auc, 2) for auc in row)) for name, row in pairs]
+        tables[PAIRS] = make_table(("client", *diagnosis.tested), rows)
+    layers = [(layer.name, *_format_evidence(layer.evidence)) for layer in diagnosis.layers]
+    tables["divergence of BatchNorm's inputs, nats"] = make_table(("layer", "value", "by chance", "p"), layers)
+    return tables
 
 
-def _make_table(
-    title: str, header: Sequence[str], rows: Iterable[Sequence[str | Text]], *, wrap: bool = False
-) -> Table:
+def _render_table(title: str, data: TextTable) -> Table:
     table = Table(title=Text(title), box=None, title_justify="left", title_style="bold", padding=(0, 2, 0, 0))
-    for name in header:
+    for name in data.header:
         words = name in ("shift", "measured as", "verdict", "client", "layer")
-        table.add_column(Text(name), justify="left" if words else "right", no_wrap=not (words or wrap))
-    for row in rows:
-        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+        no_wrap = not (words or title == PAIRS)
+        table.add_column(Text(name), justify="left" if words else "right", no_wrap=no_wrap)
+    for row in data.rows:
+        table.add_row(*(Text(cell.text, style="bold" if cell.best else "") for cell in row))
     return table
 
 
-def _format_verdict(finding: ShiftFinding) -> Text:
+def _format_verdict(finding: ShiftFinding) -> TextCell:
     if finding.named:
-        return Text(finding.strength, style="bold")
-    return Text("not testable" if finding.evidence.p is None else "not named")
+        return TextCell(text=finding.strength, best=True)
+    return TextCell(text="not testable" if finding.evidence.p is None else "not named")
 
 
 def _format_evidence(found: Evidence) -> tuple[str, str, str]:

@@ -170,28 +170,28 @@ def measure_majority(summary: RunSummary) -> pd.Series:
     together.
     """
     rows = select_reported_rows(summary).dropna(subset="support").drop_duplicates("client").set_index("client")
-    support = rows["support"].reindex([name for name in summary.clients if name in rows.index])
-    if not len(support):
+    found: dict[Any, list[int]] = dict(zip(rows.index, rows["support"].tolist(), strict=True))
+    support = {name: found[name] for name in summary.clients if name in found}
+    if not support:
         return pd.Series({"macro": math.nan, "pooled": math.nan})
-    trained = all(name in summary.majority for name in support.index)
-    counts = {str(name): list(of_classes) for name, of_classes in support.items()}
-    right = {name: float(some[summary.majority[name]] if trained else max(some)) for name, some in counts.items()}
-    shares = {name: right[name] / sum(some) for name, some in counts.items()}
-    pooled = sum(right.values()) / sum(map(sum, counts.values()))
-    return pd.Series({**shares, "macro": sum(shares.values()) / len(shares), "pooled": pooled})
+    trained = all(name in summary.majority for name in support)
+    right = {name: counts[summary.majority[name]] if trained else max(counts) for name, counts in support.items()}
+    shares = [right[name] / sum(counts) for name, counts in support.items()]
+    pooled = sum(right.values()) / sum(map(sum, support.values()))
+    return pd.Series([*shares, np.mean(shares), pooled], index=[*support, "macro", "pooled"], dtype=float)
 
 
 def describe_majority(summary: RunSummary) -> str:
     """Return a sentence on :func:`measure_majority`, for the note of a table of accuracies."""
     values = 100 * measure_majority(summary)
-    named, clients = values.index, values.iloc[:-2]
+    named, clients = list(values.index), values.iloc[:-2]
     if not len(clients):
         return ""
     each = zip(named, values, strict=True) if len(clients) <= NAMED else zip(named[-2:], values.iloc[-2:], strict=True)
     said = ", ".join(f"{name} {value:.2f}" for name, value in each)
     if len(clients) > NAMED:
-        low, high = int(clients.argmin()), int(clients.argmax())
-        said += f"; lowest {named[low]} {clients.iloc[low]:.2f}, highest {named[high]} {clients.iloc[high]:.2f}"
+        low, high = clients.idxmin(), clients.idxmax()
+        said += f"; lowest {low} {clients.min():.2f}, highest {high} {clients.max():.2f}"
     data = "training" if all(name in summary.majority for name in clients.index) else "test"
     return f"Predicting each client's most frequent class ({data} data) for all its test samples: {said}."
 
