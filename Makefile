@@ -3,8 +3,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-# One thread for each test process: more threads than free cores slow torch down by an order of magnitude.
-TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadgroup
+# One thread for each test process: more threads than free cores slow torch down by an order of magnitude. Bytecode is kept,
+# also where PYTHONDONTWRITEBYTECODE is set: tests start many processes, and pytest rewrites all assertions.
+TEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --dist loadgroup
 
 # The page is tested in headless Chromium where it is installed.
 BROWSER := $(if $(and $(shell command -v chromium),$(shell command -v chromedriver)),,and not browser)

@@ -39,6 +39,14 @@ sys.addaudithook(heard)
 """
 """What each Python process runs first: it writes down to whom it connects, and of whom it asks the address."""
 
+SERVE = """
+from fedshift.report import page, publication
+publication.save_figures = page.make_panels = lambda *_: []
+from fedshift.cli.app import main
+main()
+"""
+"""``fedshift`` for the coordinator: its report is without figures, which take half of the process's time."""
+
 
 class Process:
     """A command whose output goes to the file ``log``."""
@@ -134,7 +142,8 @@ class Machines:
             "PYTHONPATH": os.pathsep.join([str(self.folder / "watch"), *filter(None, sys.path), str(ROOT)]),
             WATCH: str(self.watched), GATE: str(self._gate(called)), "OMP_NUM_THREADS": "1",
         }  # fmt: skip
-        command = [*self._before, sys.executable, "-m", "fedshift", *map(str, arguments)]
+        program = ["-P", "-c", SERVE] if called == "serve" else ["-m", "fedshift"]
+        command = [*self._before, sys.executable, *program, *map(str, arguments)]
         return Process(command, self.folder / f"{called}.log", environment, self.folder)
 
     def hold(self, name, round):

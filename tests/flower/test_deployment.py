@@ -53,6 +53,7 @@ def test_two_sites_with_keys_are_one_process_bit_for_bit_and_talk_to_nobody_else
         for processes in started:
             gone(processes)
     same_as_in_process(spec, two.served, tmp_path, tmp_path / "reference")
+    assert (two.served / "report.html").exists()
     connected = [json.loads(line) for line in two.watched.read_text().splitlines()]
     assert {host for host, _ in connected} <= LOOPBACK
     assert {Path(name).name for _, name in connected} >= {"flower-supernode", "flwr", "flower-superexec"}

@@ -325,7 +325,7 @@ def test_numbers_are_read_as_they_are_printed():
     assert PublishedValue.of("") is None
 
 
-def test_panels_are_drawn_and_come_to_the_page(vector_only, tiny, tmp_path):
+def test_panels_are_drawn_and_come_to_the_page(tiny, tmp_path):
     tiny |= {
         "panels": [
             {"name": "a", "x": "round", "y": "train_loss", "over": {"method": ["fedavg", "fedbn"]}},
