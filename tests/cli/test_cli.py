@@ -35,7 +35,7 @@ def test_help_and_lists_import_nothing_heavy():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.count("Usage: fedshift") == len(asked) - 1
+    assert done.stdout.count("Usage: fedshift") == 3
     assert __version__ in done.stdout
     assert "fedbn" in done.stdout
 
