@@ -170,6 +170,7 @@ def desk(tmp_path, monkeypatch):
     monkeypatch.delenv("FEDSHIFT_DATA", raising=False)
     monkeypatch.setenv("FEDSHIFT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(sys, "path", [*(entry for entry in sys.path if entry), ""])
+    monkeypatch.delitem(sys.modules, "my_methods", raising=False)  # of another page
     known = set(sys.modules)
     yield
     for name in set(sys.modules) - known:

@@ -98,6 +98,14 @@ def test_a_clear_difference_is_claimed_in_all_places(make_counted, tmp_path, mon
     assert not any(made.pairs[pair].is_significant for pair in rest)
 
 
+def test_differences_are_by_the_metric_and_of_the_model_that_are_asked_for(study):
+    accuracy, loss = difference_table(study), difference_table(study, metric="loss")
+    assert accuracy.loc["fedbn", "difference"] == pytest.approx(0.06)
+    assert loss.loc["fedbn", "difference"] == pytest.approx(-0.06)  # mean losses are 1 - accuracy
+    assert difference_table(study, model="global").empty
+    assert difference_table(study, level=0.5).loc["fedbn", "low"] > accuracy.loc["fedbn", "low"]
+
+
 def test_equal_differences_of_one_sample_are_no_claim(make_counted, tmp_path, monkeypatch):
     """One more of 20 right under every seed: a spread of zero, and nothing that 20 samples can tell."""
     text, made = said(make_counted(np.array([[[15]] * 5, [[16]] * 5]), [20]), tmp_path, monkeypatch)

@@ -57,6 +57,13 @@ def test_loss_of_the_worst_client_is_the_highest(study):
     assert seeds.to_dict() == pytest.approx({"a": 0.5, "b": 0.2, "macro": 0.35, "pooled": 0.275, "worst client": 0.5})
 
 
+def test_a_table_or_series_that_is_changed_changes_no_later_one(study):
+    seeds, rounds = seed_table(study), find_reported_rounds(study)
+    seeds.iloc[:], rounds.iloc[:] = 0, 0
+    assert percent(accuracy_table(study), "macro", "fedavg") == pytest.approx((67, 2))
+    assert set(find_reported_rounds(study)) == {2}
+
+
 def test_of_many_clients_there_are_quantiles_within_each_seed(make_crowd):
     crowd = make_crowd(202, seeds=2)
     crowd.rows.loc[crowd.rows["seed"] == 1, "hits"] = pd.Series([[0, 0]] * len(crowd.rows), index=crowd.rows.index)

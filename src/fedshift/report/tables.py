@@ -34,7 +34,10 @@ _KNOWN: WeakKeyDictionary[RunSummary, dict[Hashable, Any]] = WeakKeyDictionary()
 
 
 def remember(summary: RunSummary, key: Hashable, make: Callable[[], T]) -> T:
-    """Return what ``make`` returned for ``key`` of ``summary`` the first time: a page needs most tables repeatedly."""
+    """Return what ``make`` returned when ``summary``, which nobody changes, was first asked for ``key``.
+
+    A page needs most tables more than once.
+    """
     known = _KNOWN.setdefault(summary, {})
     if key not in known:
         known[key] = make()
