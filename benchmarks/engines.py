@@ -118,7 +118,7 @@ def data_of(work: Measured) -> Federation:
         y = np.arange(work.samples) % work.classes
         made[f"{number:04}"] = (x, y, x[:2], y[:2])
     found = federation(made, classes=work.classes)
-    if work.is_evaluated:
+    if work.evaluates:
         only = found.clients[0]
         test: Samples = only.train
         found = Federation(
@@ -159,16 +159,16 @@ def contend(name: str, who: str, threads: int, precision: str) -> None:
         plain = plain_of(work)
         test = data_of(work).clients[0].test
         x, y = test.inputs(slice(None)), test.y
-        compete((lambda: plain.evaluate(x, y, 100)) if work.is_evaluated else plain.round, {})
+        compete((lambda: plain.evaluate(x, y, 100)) if work.evaluates else plain.round, {})
         return
     trial = trial_of(work, who, precision)
     samples = sum(len(client.train) for client in trial.data.clients)
     if "batches" in work.work:
         samples = work.clients * work.work["batches"] * work.work["batch_size"]
-    done = count_operations(trial.plan, trial.train) * samples / (3 if work.is_evaluated else 1)
+    done = count_operations(trial.plan, trial.train) * samples / (3 if work.evaluates else 1)
     with keep_freed_memory():  # as an experiment does
         facts = {"engine": trial.engine_choice.engine, "operations": done}
-        compete(trial.evaluate if work.is_evaluated else trial.advance, facts)
+        compete(trial.evaluate if work.evaluates else trial.advance, facts)
 
 
 def compete(one: Callable[[], object], facts: dict[str, object]) -> None:

@@ -47,7 +47,7 @@ class PlainLoop:
     def round(self) -> float:
         """Every client's local work, then the average; the mean loss of the clients' steps."""
         losses = [self._train(model, own) for model, own in zip(self.clients, self.batches, strict=True)]
-        self._averaged()
+        self._average()
         return sum(losses) / len(losses)
 
     def evaluate(self, x: Tensor, y: Tensor, batch: int, client: int | None = None) -> tuple[float, float]:

@@ -53,6 +53,17 @@ class Aggregation(Protocol):
         """Return the server's entries after the round, each in its own dtype."""
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SummedUploads:
+    """The uploads of several clients of a round, of which only the weighted sum exists.
+
+    ``mean``: the sum of exactly those entries that the method's scope sends. ``nbytes``: bytes of one client's.
+    """
+
+    mean: StreamingMean
+    nbytes: int
+
+
 CHUNK = 2**17
 """Values that are summed at a time, so that the sums stay in the processor's cache."""
 
@@ -79,6 +90,32 @@ class StreamingMean:
             self._flush()
         self._last = state, weight
 
+    def add_stacked(self, state: State, weights: Sequence[float]) -> None:
+        """Count the states stacked in ``state``, each entry ``[K, ...]``, with ``weights`` (K positive numbers)."""
+        self._flush()
+        self._begin({name: entry[0].clone() for name, entry in state.items()})
+        self._total += sum(weights)
+        weights_K = torch.tensor(weights, dtype=torch.float64)
+        for name, total in self._sums.items():
+            lanes = state[name] - self._first[name] if state[name].dtype == torch.float64 else state[name]
+            flat_KN, into_N = lanes.reshape(len(lanes), -1), total.reshape(-1)
+            tiles = torch.split(flat_KN, max(1, CHUNK // len(lanes)), dim=1)
+            for into, tile in zip(torch.split(into_N, tiles[0].shape[1]), tiles, strict=True):
+                into.addmv_(tile.double().T, weights_K.to(tile.device))
+
+    def merge(self, other: StreamingMean) -> None:
+        """Count all that ``other`` has counted, which is not used afterwards."""
+        self._flush()
+        other._flush()
+        self._total += other._total
+        if not self._sums:
+            self._first, self._sums = other._first, other._sums
+            return
+        for name, total in self._sums.items():
+            total += other._sums[name]
+            if self._first[name].dtype == torch.float64:
+                total += (other._first[name] - self._first[name]) * other._total
+
     def result(self) -> State:
         """Return the mean of the added states, at least one, each entry in its own dtype."""
         if self._last and not self._sums:
@@ -86,14 +123,18 @@ class StreamingMean:
         self._flush()
         return {name: self._divide(total, self._first[name]) for name, total in self._sums.items()}
 
+    def _begin(self, first: State) -> None:
+        """Prepare sums for states like ``first``, which is the first one, unless there are some."""
+        if not self._sums:
+            exact = {name: entry.dtype == torch.float64 for name, entry in first.items()}
+            self._first = {name: entry if exact[name] else entry.new_empty(0) for name, entry in first.items()}
+            self._sums = {n: torch.zeros(e.shape, dtype=torch.float64, device=e.device) for n, e in first.items()}
+
     def _flush(self) -> None:
         if self._last is None:
             return
         (state, weight), self._last = self._last, None
-        if not self._sums:
-            exact = {name: entry.dtype == torch.float64 for name, entry in state.items()}
-            self._first = {name: entry if exact[name] else entry.new_empty(0) for name, entry in state.items()}
-            self._sums = {n: torch.zeros(e.shape, dtype=torch.float64, device=e.device) for n, e in state.items()}
+        self._begin(state)
         self._total += weight
         for name, total in self._sums.items():
             entry = state[name] - self._first[name] if state[name].dtype == torch.float64 else state[name]

@@ -6,9 +6,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from ..utils.state import pick
-from .aggregation import StreamingMean, Uploads, average_uploads
+from .aggregation import StreamingMean, SummedUploads, Uploads, average_uploads
 from .kernel import ServerState, Update
 from .plan import Plan
+
+
+def sums_suffice(plan: Plan) -> bool:
+    """Return whether the server needs of the clients' entries only their weighted sum."""
+    return plan.method.aggregate is average_uploads and bool(plan.sent)
 
 
 class StreamingAggregator:
@@ -16,7 +21,8 @@ class StreamingAggregator:
 
     ``names``: the clients that are to upload. ``sizes``: training samples of every client that trains, also of those
     that sit the round out. Uploads are taken in the order of the clients' names, so that the result does not depend on
-    that of arrival. Where the method averages entries, an upload is let go as soon as those before it have come.
+    that of arrival. Where the method averages entries, an upload is let go as soon as those before it have come, and
+    sums of uploads may arrive in their place, one after another.
     """
 
     def __init__(self, plan: Plan, server: ServerState, names: Iterable[str], sizes: Mapping[str, int]) -> None:
@@ -24,17 +30,22 @@ class StreamingAggregator:
         self._sizes = sizes
         self._arrived: dict[str, Update] = {}
         self._folded: list[tuple[str, Update]] = []
-        self._mean = StreamingMean() if plan.method.aggregate is average_uploads and plan.sent else None
+        self._mean = StreamingMean() if sums_suffice(plan) else None
+        self._summed: SummedUploads | None = None
 
-    def add(self, name: str, update: Update) -> None:
-        """Add the upload of one client."""
+    def add(self, name: str, update: Update, summed: SummedUploads | None = None) -> None:
+        """Add the upload of one client; ``summed``: the sum that holds its entries, if ``update`` does not."""
         self._arrived[name] = update
+        if summed and summed is not self._summed:
+            assert self._mean
+            self._mean.merge(summed.mean)
+            self._summed = summed
         while self._coming and self._coming[-1] in self._arrived:
             self._aggregate(self._coming.pop())
 
     def _aggregate(self, name: str) -> None:
         update = self._arrived.pop(name)
-        if self._mean:
+        if self._mean and update.shared:
             self._mean.add(update.shared, self._plan.method.weigh(update.weight))
             update = replace(update, shared={})
         self._folded.append((name, update))

@@ -121,7 +121,14 @@ class Samples:
 
         Floating-point images are augmented as values from -1 to 1.
         """
-        x = self.copy_rows(index).to(dtype)
+        return self.scale(self.copy_rows(index), dtype, augment)
+
+    def scale(self, x: Tensor, dtype: torch.dtype = torch.float32, augment: Augment | None = None) -> Tensor:
+        """Return copies ``x [..., *shape]`` of stored samples as network inputs, perhaps in their memory.
+
+        Augmentation takes a single batch.
+        """
+        x = x.to(dtype)
         if self.store.dtype != torch.uint8:  # a copy: an in-place layer of the network must not reach the data
             return x if augment is None else augment(x.add_(1).div_(2)).mul(2).sub(1)
         if augment is None and self.normalization == HALF:

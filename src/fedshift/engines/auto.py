@@ -21,7 +21,7 @@ from .cost_model import count_operations, limit_threads, time_median
 from .engine import Data
 from .identity import Identity
 from .process_pool import Pool
-from .stacked import Stacked, count_lanes, run_stacked_step
+from .stacked import Stacked, count_lanes, prepare_steps
 
 LITTLE = 1e11
 """Total operations below which a run takes about a second on any engine."""
@@ -112,14 +112,16 @@ def _time_engines(
     x, y = split.inputs(index, plan.dtype), split.y[index]
     key = torch.zeros((), dtype=torch.int64, device=split.y.device)
     job = client_init(plan, init_client(plan), init_server(plan), planned_steps=1)
-    lanes = count_lanes(plan, data, clients)
-    stackable = lanes > 1 and Stacked.refusal(plan, data) is None
+    stackable = count_lanes(plan, data, clients) > 1 and Stacked.refusal(plan, data) is None
     found = {}
     for threads, how in ((None, ""), (1, ALONE)) if torch.get_num_threads() > 1 else ((1, ""),):
         with limit_threads(threads):
             found[f"sequential{how}"] = time_median(lambda: client_step(plan, job, x, y, key), 3)
             if stackable:
-                found[f"stacked{how}"] = time_median(lambda: run_stacked_step(plan, job, lanes, x, y), 3) / lanes
+                chunks = torch.get_num_threads()
+                lanes = min(count_lanes(plan, data, clients), ceil(clients / chunks))
+                steps = prepare_steps(plan, data, lanes, chunks, batch)
+                found[f"stacked{how}"] = time_median(steps, 3) / (lanes * chunks)
     if processes > 1 and Pool.refusal(plan, data, augment) is None:
         found["pool"] = found.get(f"sequential{ALONE}", found["sequential"])
     return found

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..core.aggregation import SummedUploads
 from ..core.kernel import ClientState, ServerState, Update
 from ..core.plan import Plan
 from ..core.work import Bounds, iterate_batches
@@ -44,6 +45,7 @@ class ClientResult:
         client: the client's state after the round; of a remote client, its number of steps alone.
         update: the client's upload.
         loss_sum: the data loss, summed over samples.
+        summed: the sum that holds the entries of the upload, whose ``shared`` is empty; None: they are in ``shared``.
         rows: measurements of the model just after local work, where the engine makes them; None: the caller does.
 
     """
@@ -51,6 +53,7 @@ class ClientResult:
     client: ClientState
     update: Update
     loss_sum: float
+    summed: SummedUploads | None = None
     rows: list[Row] | None = None
 
 
@@ -64,6 +67,7 @@ class Engine(ABC):
         seed: the key of all random draws.
         workers: the most processes to use, for engines that use some; None: one for each free processor.
         augment: augmentation of training images.
+        apart: whether each client's upload is needed; otherwise an engine may give sums of uploads.
 
     Raises:
         UsageError: saying why, where the engine does not fit the plan.
@@ -75,6 +79,7 @@ class Engine(ABC):
     seed: int
     workers: int | None = None
     augment: Augmentation | None = None
+    apart: bool = True
 
     def __post_init__(self) -> None:
         if why := self.refusal(self.plan, self.data, self.augment):

@@ -1,25 +1,36 @@
 """The stacked engine: clients side by side in one tensor program, one lane each, by ``torch.vmap``.
 
 A small network spends its time on calls, not on arithmetic; side by side, clients share the calls. Lanes are stepped in
-chunks whose tensors fit the processor's cache. Each step groups the lanes whose batches have the same size; a client
-that has done its steps leaves, so that no batch is padded and nothing is masked. Tensors that all lanes still share
-(the broadcast model, before the first step) are read once, not copied for each.
+chunks whose parameters fit the processor's cache, a chunk on one thread and several chunks at a time. Where all lanes of
+a chunk have batches of the same size, the step is recorded once (:mod:`fedshift.engines.tape`) and run many times; a
+gradient that is a product goes straight into the parameters under plain SGD. Which steps these are depends on the
+round's clients alone, so that a resumed run rounds alike. A client that has done its steps leaves, so that no batch is
+padded and nothing is masked. Of a chunk whose uploads are only summed, nothing but the sum is made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from contextvars import copy_context
 from dataclasses import replace
-from typing import NamedTuple
+from functools import cached_property, partial
+from math import ceil
+from threading import Lock
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+from ..core.aggregation import StreamingMean, SummedUploads
 from ..core.kernel import (
     ClientState,
     LocalTrainingState,
     ServerState,
+    Update,
     client_final,
     client_init,
     compute_objective,
@@ -32,19 +43,26 @@ from ..core.kernel import (
 from ..core.optimizer import SGD
 from ..core.plan import Plan
 from ..core.rule import Rule
+from ..core.server_round import sums_suffice
 from ..data.augmentation import Augmentation
+from ..nn.dropout import KeyedDropout
 from ..nn.linear import vmapped_lanes
-from ..utils.profiling import timed_section
+from ..utils.profiling import add_seconds, is_recording, record_seconds, timed_section
 from ..utils.state import State, nbytes, pick
 from .cost_model import measure_activations
 from .engine import Batches, ClientResult, Data, Engine, refuse_divergence, total_loss
+from .tape import Factors, Tape, Untraceable
 
-CACHE = 2**25
+CACHE = 2**23
 """Bytes of trained parameters that are stepped together."""
 ACTIVATIONS = 2**27
 """Bytes of layers' outputs that are held at a time."""
+GATHERED = 2**25
+"""Bytes of samples that are gathered at a time for a chunk's next steps."""
 Stack = tuple[State, ...]
 """The lanes' parameters, other entries, optimizer states and memories of each rule, each entry ``[lanes, ...]``."""
+Gradients = Mapping[str, Tensor | Factors]
+Item, Result = TypeVar("Item"), TypeVar("Result")
 
 
 class _Lane(NamedTuple):
@@ -67,17 +85,14 @@ class Stacked(Engine):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.width = count_lanes(self.plan, self.data, len(self.data))
+        self._stepper = Stepper(self.plan)
 
     @override
     @classmethod
     def refusal(cls, plan: Plan, data: Data, augment: Augmentation | None = None) -> str | None:
-        split = next(iter(data.values()))
-        count = plan.smallest_batch
-        job = client_init(plan, init_client(plan), init_server(plan), planned_steps=1)
-        index = torch.arange(count, device=split.y.device) % len(split)
-        x, y = split.inputs(index, plan.dtype), split.y[index]
         try:
-            run_stacked_step(plan, job, 2, x, y)
+            time_steps = prepare_steps(plan, data, 2, 1)
+            time_steps()
         except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             return f"cannot run {plan.method.name} on this model, for which torch.vmap says: {reason}"
@@ -85,61 +100,313 @@ class Stacked(Engine):
 
     @override
     def train(self, server: ServerState, clients: Mapping[str, ClientState]) -> Iterator[tuple[str, ClientResult]]:
-        lanes = [_Lane(name, client, *self.draw_batches(name, client)) for name, client in clients.items()]
+        with timed_section("data"):
+            lanes = [_Lane(name, client, *self.draw_batches(name, client)) for name, client in clients.items()]
         lanes.sort(key=lambda lane: (len(lane.batches), lane.sizes), reverse=True)
-        width = min(self.width, len(lanes))
-        for start in range(0, len(lanes), width):
-            yield from self._chunk(server, lanes[start : start + width])
+        threads = torch.get_num_threads() if next(iter(self.data.values())).y.device.type == "cpu" else 1
+        width = min(self.width, ceil(len(lanes) / threads))
+        chunks = [lanes[start : start + width] for start in range(0, len(lanes), width)]
+        for results in map_in_threads(partial(self._train_chunk, server), chunks, threads):
+            yield from results
 
-    def _chunk(self, server: ServerState, lanes: Sequence[_Lane]) -> Iterator[tuple[str, ClientResult]]:
-        plan = self.plan
-        jobs = [load_state(plan, lane.client, server, planned_steps=len(lane.batches)) for lane in lanes]
-        stack, losses = self._steps(lanes, [lane.batches for lane in lanes], jobs, _stack_jobs(jobs))
-        if plan.own_epochs:
-            jobs = [replace(job, done=job.start + len(lane.batches)) for job, lane in zip(jobs, lanes, strict=True)]
-            turns = [lane.apart for lane in lanes]
-            stack, _ = self._steps(lanes, turns, [replace(job, apart=True) for job in jobs], stack)
-        per_lane = [torch.stack(each).double().cpu() for each in losses]
-        broken = not _is_finite(stack)
-        for number, (lane, job) in enumerate(zip(lanes, jobs, strict=True)):
-            own = tuple({entry: tensor[number] for entry, tensor in state.items()} for state in stack)
-            done = replace(_replace_parts(job, own), done=job.start + len(lane.batches), samples=sum(lane.sizes))
-            client, update = client_final(plan, done)
-            doubtful = {**client.personal, **update.shared} if broken else {}
-            refuse_divergence(per_lane[number], doubtful, lane.name, server)
-            loss_sum = total_loss(per_lane[number], lane.batches)
-            yield lane.name, ClientResult(client=client, update=update, loss_sum=loss_sum)
+    def _train_chunk(self, server: ServerState, lanes: Sequence[_Lane]) -> list[tuple[str, ClientResult]]:
+        job, stack = self._load(server, lanes)
+        stack, losses_KS = self._take_steps(lanes, [lane.batches for lane in lanes], job, stack)
+        if self.plan.own_epochs:
+            stack, _ = self._take_steps(lanes, [lane.apart for lane in lanes], replace(job, apart=True), stack)
+        losses_KS = losses_KS.cpu()
+        sizes_KS = torch.zeros_like(losses_KS)
+        for number, lane in enumerate(lanes):
+            sizes_KS[number, : len(lane.batches)] = torch.tensor(lane.sizes, dtype=torch.float64)
+        if not (losses_KS.isfinite().all() and _is_finite(stack)):
+            self._refuse_divergence(server, lanes, job, stack, losses_KS)
+        sums = (losses_KS * sizes_KS).sum(dim=1).tolist()
+        finish = self._finish_together if self._is_summed else self._finish_apart
+        return [
+            (lane.name, replace(result, loss_sum=loss_sum))
+            for lane, result, loss_sum in zip(lanes, finish(lanes, job, stack), sums, strict=True)
+        ]
 
-    def _steps(
-        self, lanes: Sequence[_Lane], turns: Sequence[Batches], jobs: Sequence[LocalTrainingState], stack: Stack
-    ) -> tuple[Stack, list[list[Tensor]]]:
-        """Return the stack after each lane's steps in ``turns``, begun from ``jobs``, and each lane's losses."""
+    @cached_property
+    def _is_plain(self) -> bool:
+        """Return whether what lanes load and keep differs in the model's entries alone, not in rules' memories."""
+        kept = ("init_local", "client_memory", "server_memory", "extra_entries", "finalize", "aggregate_memory")
+        return all(getattr(type(rule), hook) is getattr(Rule, hook) for rule in self.plan.method.rules for hook in kept)
+
+    @cached_property
+    def _is_summed(self) -> bool:
+        return not self.apart and self._is_plain and sums_suffice(self.plan)
+
+    def _load(self, server: ServerState, lanes: Sequence[_Lane]) -> tuple[LocalTrainingState, Stack]:
+        """Return the first lane's job, which stands for what lanes have in common, and the stack of all."""
+        first = load_state(self.plan, lanes[0].client, server)
+        if not self._is_plain:
+            jobs = [first, *(load_state(self.plan, lane.client, server) for lane in lanes[1:])]
+            return first, _stack_jobs(jobs)
+        personal = {name: torch.stack([lane.client.personal[name] for lane in lanes]) for name in self.plan.personal}
+        fresh = self.plan.optimizer.init(first.params)
+        optimizer = _stack_states([lane.client.optimizer or fresh for lane in lanes])
+        params, rest = (
+            {name: personal[name] if name in personal else tensor.repeat(len(lanes), *(1 for _ in tensor.shape))
+             for name, tensor in state.items()}
+            for state in (first.params, first.rest)
+        )  # fmt: skip
+        return first, (params, rest, optimizer, *({} for _ in first.memory))
+
+    def _take_steps(
+        self, lanes: Sequence[_Lane], turns: Sequence[Batches], job: LocalTrainingState, stack: Stack
+    ) -> tuple[Stack, Tensor]:
+        """Return the stack after each lane's steps in ``turns``, and their losses, float64 ``[lanes, steps]``.
+
+        ``job``: what lanes have in common. The losses of steps that a lane does not take are 0.
+        """
         plan = self.plan
         paced = any(rule.requires.step_budget for rule in plan.method.rules)
-        losses: list[list[Tensor]] = [[] for _ in lanes]
-        for at in range(max(map(len, turns))):
+        samples = _Samples(self, [lane.name for lane in lanes], turns)
+        most = max(map(len, turns))
+        losses_KS = torch.zeros(len(lanes), most, dtype=torch.float64, device=samples.device)
+        stack = tuple(map(_make_writable, stack[:1])) + stack[1:2] + tuple(map(_make_writable, stack[2:]))
+        for at in range(most):
             together: dict[tuple[int, int], list[int]] = {}
             for number, turn in enumerate(turns):
                 if at < len(turn):
-                    kind = len(turn[at][1]), jobs[number].planned_steps if paced else 0
+                    kind = len(turn[at][1]), len(lanes[number].batches) if paced else 0
                     together.setdefault(kind, []).append(number)
-            for members in together.values():
+            for (_, planned), members in together.items():
                 with timed_section("data"):
-                    taken = [(lanes[number].name, *turns[number][at]) for number in members]
-                    x, y = map(torch.stack, zip(*(self.load_batch(*each) for each in taken), strict=True))
-                    keys = torch.stack([self.step_key(name, step) for name, step, _ in taken])
-                first = jobs[members[0]]
-                template = first if first.apart else replace(first, done=first.start + at)
+                    x, y, keys = samples.take(members, at)
+                now = replace(job, planned_steps=planned)
+                now = now if job.apart else replace(now, done=job.start + at)
                 if len(members) == len(lanes):
-                    stack, loss = _step(plan, template, stack, x, y, keys)
+                    stack, loss = self._stepper.step(now, stack, x, y, keys, recorded=True)
                 else:
                     index = torch.tensor(members, device=y.device)
                     rows = tuple({entry: tensor[index] for entry, tensor in state.items()} for state in stack)
-                    changed, loss = _step(plan, template, rows, x, y, keys)
+                    changed, loss = self._stepper.step(now, rows, x, y, keys)
                     stack = _write_rows(stack, changed, index)
-                for number, value in zip(members, loss.unbind(), strict=True):
-                    losses[number].append(value)
-        return stack, losses
+                losses_KS[members, at] = loss.double()
+        return stack, losses_KS
+
+    def _finish_together(self, lanes: Sequence[_Lane], job: LocalTrainingState, stack: Stack) -> Iterator[ClientResult]:
+        """Yield the clients' results, whose uploads are one sum."""
+        plan, (params, rest, optimizer, *_) = self.plan, stack
+        entries = {**params, **rest}
+        sent = {name: entries[name] for name in plan.initial if name in plan.sent}
+        samples = [sum(lane.sizes) for lane in lanes]
+        mean = StreamingMean()
+        with timed_section("aggregation"):
+            mean.add_stacked(sent, [plan.method.weigh(float(count)) for count in samples])
+        summed = SummedUploads(mean=mean, nbytes=nbytes(sent) // len(lanes))
+        memory: tuple[State, ...] = ({},) * len(job.memory)
+        personal = pick(entries, plan.personal)
+        for number, (lane, count) in enumerate(zip(lanes, samples, strict=True)):
+            client = ClientState(
+                personal={name: tensor[number] for name, tensor in personal.items()},
+                optimizer={n: t[number] for n, t in optimizer.items()} if plan.optimizer.keep else {},
+                memory=memory,
+                steps=lane.client.steps + len(lane.batches),
+            )
+            update = Update(shared={}, memory=memory, weight=float(count), steps=len(lane.batches))
+            yield ClientResult(client=client, update=update, loss_sum=0.0, summed=summed)
+
+    def _finish_apart(self, lanes: Sequence[_Lane], job: LocalTrainingState, stack: Stack) -> Iterator[ClientResult]:
+        for number, lane in enumerate(lanes):
+            client, update = client_final(self.plan, self._take_lane(lane, job, stack, number))
+            yield ClientResult(client=client, update=update, loss_sum=0.0)
+
+    def _take_lane(self, lane: _Lane, job: LocalTrainingState, stack: Stack, number: int) -> LocalTrainingState:
+        """Return a lane's job after its steps."""
+        own = tuple({entry: tensor[number] for entry, tensor in state.items()} for state in stack)
+        steps, start = len(lane.batches), lane.client.steps
+        job = replace(job, start=start, done=start + steps, planned_steps=steps, samples=sum(lane.sizes))
+        return _replace_parts(job, own)
+
+    def _refuse_divergence(
+        self, server: ServerState, lanes: Sequence[_Lane], job: LocalTrainingState, stack: Stack, losses_KS: Tensor
+    ) -> None:
+        for number, lane in enumerate(lanes):
+            client, update = client_final(self.plan, self._take_lane(lane, job, stack, number))
+            after = {**client.personal, **update.shared}
+            refuse_divergence(losses_KS[number, : len(lane.batches)], after, lane.name, server)
+
+
+class _Samples:
+    """The batches of a chunk's lanes, gathered for several steps at a time."""
+
+    def __init__(self, engine: Engine, names: Sequence[str], turns: Sequence[Batches]) -> None:
+        self._engine, self._names, self._turns = engine, names, turns
+        self._data = [engine.data[name] for name in names]
+        first = self._data[0]
+        self.device = first.y.device
+        alike = all((d.store.dtype, d.normalization) == (first.store.dtype, first.normalization) for d in self._data)
+        sizes = [[len(index) for _, index in turn] for turn in turns]
+        self._sizes = sizes[0] if alike and engine.augment is None and all(own == sizes[0] for own in sizes) else None
+        draws = any(isinstance(layer, KeyedDropout) for layer in engine.plan.layers) or engine.plan.method.rules
+        self._keys = None if draws else torch.zeros(len(names), dtype=torch.int64, device=self.device)
+        self._held = range(0)
+
+    def take(self, members: Sequence[int], at: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return inputs ``[K, B, ...]``, labels ``[K, B]`` and keys ``[K]`` of step ``at`` of the lanes ``members``."""
+        engine, keys = self._engine, self._keys
+        if keys is None:
+            keys = torch.stack([engine.step_key(self._names[number], self._turns[number][at][0]) for number in members])
+        if self._sizes is None:
+            taken = [engine.load_batch(self._names[number], *self._turns[number][at]) for number in members]
+            x, y = map(torch.stack, zip(*taken, strict=True))
+            return x, y, keys[: len(members)]
+        if at not in self._held:
+            self._gather(at)
+        start = sum(self._sizes[self._held.start : at])
+        rows = slice(start, start + self._sizes[at])
+        x = self._data[0].scale(self._x_KR[:, rows], engine.plan.dtype)
+        return x.contiguous(), self._y_KR[:, rows].contiguous(), keys
+
+    def _gather(self, at: int) -> None:
+        """Gather the samples of the steps from ``at`` on."""
+        assert self._sizes is not None
+        first = self._data[0]
+        row = len(self._names) * first.store[0].nbytes
+        end, held = at, 0
+        while end < len(self._sizes) and (end == at or (held + self._sizes[end]) * row <= GATHERED):
+            held += self._sizes[end]
+            end += 1
+        self._held = range(at, end)
+        indices = [torch.cat([index for _, index in turn[at:end]]).to(self.device) for turn in self._turns]
+        self._y_KR = torch.stack([data.y[index] for data, index in zip(self._data, indices, strict=True)])
+        if all(data.store is first.store and data.rows is not None for data in self._data):
+            rows = torch.cat([data.rows[index] for data, index in zip(self._data, indices, strict=True)])  # type: ignore[index]
+            self._x_KR = first.store.index_select(0, rows).reshape(len(indices), held, *first.shape)
+        else:
+            self._x_KR = torch.stack([d.copy_rows(index) for d, index in zip(self._data, indices, strict=True)])
+
+
+class Stepper:
+    """Steps lanes that have batches of one size; safe to call from several threads."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._template = Lock()  # whoever runs the plan's module exchanges its tensors
+        self._tapes: dict[object, Tape | None] = {}
+        rules = [type(rule) for rule in plan.method.rules]
+        self._objective_alone = all(rule.transform_loss is Rule.transform_loss for rule in rules)
+        same = all(rule.transform_grads is Rule.transform_grads for rule in rules)
+        paced = any(rule.trainable_at_step is not Rule.trainable_at_step for rule in rules)
+        self._elementwise = isinstance(plan.optimizer, SGD) and same
+        self._subtracts = (
+            isinstance(plan.optimizer, SGD)
+            and not (plan.optimizer.momentum or plan.optimizer.weight_decay or any(plan.extra_trained))
+            and same
+            and not paced
+        )
+
+    def step(
+        self, job: LocalTrainingState, stack: Stack, x: Tensor, y: Tensor, keys: Tensor, *, recorded: bool = False
+    ) -> tuple[Stack, Tensor]:
+        """Step all lanes of ``stack``, in its memory; ``job`` holds all that lanes have in common.
+
+        ``x [lanes, B, ...]``, ``y [lanes, B]``, ``keys [lanes]``; ``recorded``: by a tape, where that is possible.
+        Returns the new stack and the losses ``[lanes]``.
+        """
+        params, rest, optimizer, *memory = stack
+        with timed_section("forward and backward"):
+            grads, rest, loss = self._differentiate(job, stack, x, y, keys, recorded=recorded)
+        with timed_section("update"):
+            if self._subtracts and not job.apart:
+                _subtract_(params, grads, job.lr)
+            elif self._elementwise:
+                own = params, stack[1], optimizer, *memory
+                update_(self._plan, _replace_parts(job, own), dict(grads), rest, 0)  # type: ignore[arg-type]
+            else:
+                update_lane = partial(self._update_lane, job)
+                torch.vmap(update_lane)(grads, rest, (params, stack[1], optimizer, *memory), keys)
+        return (params, rest, optimizer, *memory), loss
+
+    def _update_lane(self, job: LocalTrainingState, grads: State, rest: State, own: Stack, key: Tensor) -> Stack:
+        lane = _replace_parts(job, own)
+        after = update_(self._plan, lane, transform_gradients(self._plan, lane, grads, key), rest, 0)
+        return after.params, after.optimizer, after.rest
+
+    def _differentiate(
+        self, job: LocalTrainingState, stack: Stack, x: Tensor, y: Tensor, keys: Tensor, *, recorded: bool
+    ) -> tuple[Gradients, State, Tensor]:
+        """Return the gradients, ``rest`` after the batch and the data losses ``[lanes]``."""
+        params, rest, *_ = stack
+        count = len(params)
+
+        def run(*flat: Tensor) -> list[Tensor]:
+            own, before = dict(zip(params, flat, strict=False)), dict(zip(rest, flat[count:-3], strict=True))
+            with self._template:
+                grads, after, loss = _compute_lanes(self._plan, job, (own, before, *stack[3:]), *flat[-3:])
+            return [*grads.values(), *after.values(), loss]
+
+        if not (recorded and self._objective_alone) or job.apart:
+            results: list[Any] = run(*params.values(), *rest.values(), x, y, keys)
+        else:
+            inputs = (*params.values(), *(tensor.contiguous() for tensor in rest.values()), x, y, keys)
+            kind = x.shape, y.shape, job.frozen
+            if kind not in self._tapes:
+                try:
+                    self._tapes[kind] = Tape(run, inputs, factored=count if self._subtracts else 0)
+                except Untraceable:
+                    self._tapes[kind] = None
+            tape = self._tapes[kind]
+            results = tape(*inputs) if tape else run(*inputs)
+        after = dict(zip(rest, results[count:-1], strict=True))
+        return dict(zip(params, results, strict=False)), after, results[-1]
+
+
+def _compute_lanes(
+    plan: Plan, job: LocalTrainingState, parts: Stack, x: Tensor, y: Tensor, keys: Tensor
+) -> tuple[State, State, Tensor]:
+    """Return the gradients of the lanes' objectives, their ``rest`` after the batch, and their data losses."""
+
+    def descend(
+        params: State, rest: State, memory: Stack, x: Tensor, y: Tensor, key: Tensor
+    ) -> tuple[Tensor, Tensor, State]:
+        return compute_objective(plan, replace(job, rest=rest, memory=memory), params, x, y, key)
+
+    params, rest, *memory = parts
+    leaves = {name: tensor.detach().requires_grad_() for name, tensor in params.items()}
+    with torch.enable_grad(), vmapped_lanes():
+        total, loss, after = torch.vmap(descend)(leaves, rest, tuple(memory), x, y, keys)
+        found = torch.autograd.grad(total.sum(), tuple(leaves.values()), materialize_grads=True)
+    return dict(zip(leaves, found, strict=True)), {n: t.detach() for n, t in after.items()}, loss.detach()
+
+
+def _subtract_(params: State, grads: Gradients, lr: float) -> None:
+    """Take a step of plain SGD in the memory of ``params``."""
+    for name, grad in grads.items():
+        if isinstance(grad, Factors):
+            params[name].baddbmm_(*grad, alpha=-lr)
+        else:
+            params[name].sub_(grad, alpha=lr)
+
+
+def map_in_threads(work: Callable[[Item], Result], items: Sequence[Item], threads: int) -> Iterator[Result]:
+    """Yield ``work`` of each item, in order, on ``threads`` threads of one processor each, which stay a few ahead.
+
+    With two threads inside an operation, one waits for the other; with two operations at a time, neither does.
+    """
+    if threads == 1 or len(items) == 1:
+        yield from map(work, items)
+        return
+
+    def run(item: Item) -> tuple[Result, dict[str, float]]:
+        with record_seconds() if recording else nullcontext({}) as seconds:
+            return work(item), seconds
+
+    recording, waiting = is_recording(), iter(items)
+    with ThreadPoolExecutor(threads, "lanes", lambda: torch.set_num_threads(1)) as executor:
+        try:
+            ahead = deque(executor.submit(copy_context().run, run, item) for item, _ in zip(waiting, range(threads + 1)))
+            while ahead:
+                result, seconds = ahead.popleft().result()
+                add_seconds({name: value / threads for name, value in seconds.items()})
+                ahead.extend(executor.submit(copy_context().run, run, item) for item, _ in zip(waiting, range(1)))
+                yield result
+        finally:
+            executor.shutdown(cancel_futures=True)
+            torch.set_num_threads(threads)  # some libraries keep one number for all threads
 
 
 def count_lanes(plan: Plan, data: Data, clients: int) -> int:
@@ -150,10 +417,21 @@ def count_lanes(plan: Plan, data: Data, clients: int) -> int:
     return min(clients, max(1, CACHE // max(1, held)), max(1, ACTIVATIONS // max(1, made)))
 
 
-def run_stacked_step(plan: Plan, job: LocalTrainingState, lanes: int, x: Tensor, y: Tensor) -> object:
-    """Run one step of ``lanes`` clients that share the batch ``x [B, ...]``, ``y [B]``, to time it or to try it."""
+def prepare_steps(plan: Plan, data: Data, lanes: int, threads: int, batch: int | None = None) -> Callable[[], None]:
+    """Return a function that steps ``threads`` chunks of ``lanes`` clients once each, to time it or to try it."""
+    split = next(iter(data.values()))
+    index = torch.arange(batch or plan.smallest_batch, device=split.y.device) % len(split)
+    x, y = split.inputs(index, plan.dtype), split.y[index]
+    x, y = x.expand(lanes, *x.shape).contiguous(), y.expand(lanes, -1).contiguous()
     keys = torch.zeros(lanes, dtype=torch.int64, device=y.device)
-    return _step(plan, job, _stack_jobs([job] * lanes), x.expand(lanes, *x.shape), y.expand(lanes, -1), keys)
+    job = client_init(plan, init_client(plan), init_server(plan), planned_steps=1)
+    stepper = Stepper(plan)
+    stacks = [tuple(map(_make_writable, _stack_jobs([job] * lanes))) for _ in range(threads)]
+
+    def run() -> None:
+        list(map_in_threads(lambda stack: stepper.step(job, stack, x, y, keys, recorded=True), stacks, threads))
+
+    return run
 
 
 def _stack_jobs(jobs: Sequence[LocalTrainingState]) -> Stack:
@@ -176,50 +454,8 @@ def _stack_states(states: Sequence[State]) -> State:
     return stacked
 
 
-def _step(
-    plan: Plan, job: LocalTrainingState, stack: Stack, x: Tensor, y: Tensor, keys: Tensor
-) -> tuple[Stack, Tensor]:
-    """Step all lanes of ``stack``, in its memory unless that is shared; ``job`` holds all that lanes have in common.
-
-    ``x [lanes, B, ...]``, ``y [lanes, B]``, ``keys [lanes]``. Returns the new stack and the losses ``[lanes]``.
-    """
-
-    def descend(
-        params: State, rest: State, memory: Stack, x: Tensor, y: Tensor, key: Tensor
-    ) -> tuple[Tensor, Tensor, State]:
-        return compute_objective(plan, replace(job, rest=rest, memory=memory), params, x, y, key)
-
-    def update_lane(grads: State, rest: State, own: Stack, key: Tensor) -> Stack:
-        lane = _replace_parts(job, own)
-        after = update_(plan, lane, transform_gradients(plan, lane, grads, key), rest, 0)
-        return after.params, after.optimizer, after.rest
-
-    params, rest, optimizer, *memory = stack
-    with timed_section("forward and backward"), vmapped_lanes():
-        leaves = {name: tensor.detach().requires_grad_() for name, tensor in params.items()}
-        total, loss, rest = torch.vmap(descend)(leaves, rest, tuple(memory), x, y, keys)
-        found = torch.autograd.grad(total.sum(), tuple(leaves.values()), materialize_grads=True)
-        grads = dict(zip(leaves, found, strict=True))
-        rest = {name: tensor.detach() for name, tensor in rest.items()}
-    with timed_section("update"):
-        params, optimizer = _make_writable(params), _make_writable(optimizer)
-        own = params, stack[1], optimizer, *memory
-        if _is_elementwise(plan):
-            update_(plan, _replace_parts(job, own), grads, rest, 0)
-        else:
-            torch.vmap(update_lane)(grads, rest, own, keys)
-    return (params, rest, optimizer, *memory), loss.detach()
-
-
-def _is_elementwise(plan: Plan) -> bool:
-    """Return whether an update treats all numbers alike, so that it needs no ``torch.vmap`` over lanes."""
-    return isinstance(plan.optimizer, SGD) and all(
-        type(rule).transform_grads is Rule.transform_grads for rule in plan.method.rules
-    )
-
-
 def _make_writable(state: State) -> State:
-    """Return ``state`` in memory that can be written to."""
+    """Return a copy of ``state`` where several lanes share memory."""
     return {name: tensor.contiguous() for name, tensor in state.items()}
 
 

@@ -161,7 +161,8 @@ class Trial:
                 "moments='trained' measures clients' models after local work, which the identity engine never "
                 "computes: use the sequential engine, or auto"
             )
-        return ENGINES[choice.engine](self.plan, self.train, self.seed, self.settings.workers, self.settings.augment)
+        settings, apart = self.settings, "trained" in self.settings.moments
+        return ENGINES[choice.engine](self.plan, self.train, self.seed, settings.workers, settings.augment, apart)
 
     def _draw_participants(self, number: int) -> tuple[str, ...]:
         """Return the clients that are asked to take part in round ``number``."""
@@ -236,8 +237,9 @@ class Trial:
         down, up = len(names) * self._downlink_bytes(), 0
         for name, trained in self._train(names):
             with timed_section("aggregation"):
-                folding.add(name, trained.update)
-            up += 0 if self.plan.method.pooled else uplink_bytes(trained.update)
+                folding.add(name, trained.update, trained.summed)
+            if not self.plan.method.pooled:
+                up += uplink_bytes(trained.update) + (trained.summed.nbytes if trained.summed else 0)
             after[name] = trained.client
             used = int(trained.update.weight)
             rows.append(
