@@ -180,6 +180,29 @@ def describe_shape(split: Samples) -> str:
     return f"{' x '.join(map(str, split.shape)) or 'one number'} ({str(split.store.dtype).removeprefix('torch.')})"
 
 
+def gather_rows(parts: Sequence[Samples], indices: Sequence[Tensor]) -> Tensor:
+    """Return copies of the stored samples at ``indices[i]`` of each ``parts[i]``, one part after another.
+
+    Types and shapes of the samples are alike.
+    """
+    first = parts[0].store
+    if all(part.store is first and part.rows is not None for part in parts):
+        return first.index_select(
+            0, torch.cat([part.rows[index] for part, index in zip(parts, indices, strict=True)])  # type: ignore[index]
+        )
+    gathered = first.new_empty(sum(map(len, indices)), *first.shape[1:])
+    slots = gathered.split([len(index) for index in indices])
+    for part, index, slot in zip(parts, indices, slots, strict=True):
+        torch.index_select(part.store, 0, index if part.rows is None else part.rows[index], out=slot)
+    return gathered
+
+
+def are_alike(parts: Sequence[Samples]) -> bool:
+    """Return whether the samples of all ``parts`` have one type and one normalization."""
+    first = parts[0]
+    return all((part.store.dtype, part.normalization) == (first.store.dtype, first.normalization) for part in parts)
+
+
 def join_samples(parts: Sequence[Samples]) -> Samples:
     """Concatenate the samples of ``parts``; a split that occurs again is left out.
 

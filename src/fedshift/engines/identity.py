@@ -7,13 +7,13 @@ here is the model that all uploads average to.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ..core.aggregation import average_uploads
+from ..core.aggregation import StreamingMean, SummedUploads, average_uploads
 from ..core.kernel import (
     ClientState,
     LocalTrainingState,
@@ -28,9 +28,10 @@ from ..core.loss import Loss
 from ..core.optimizer import SGD
 from ..core.plan import Plan, compute_outputs, to_memory_format
 from ..data.augmentation import Augmentation
+from ..data.samples import are_alike, gather_rows
 from ..utils.profiling import timed_section
-from ..utils.state import clone
-from .engine import ClientResult, Data, Diverged, Engine, refuse_divergence, total_loss
+from ..utils.state import clone, nbytes
+from .engine import ClientResult, Data, Diverged, Engine, refuse_divergence
 from .sequential import Sequential
 
 TRIED = 4
@@ -58,8 +59,7 @@ class Identity(Engine):
         plan = self.plan
         with timed_section("data"):
             batches = {name: self.draw_batches(name, client)[0][0] for name, client in clients.items()}  # one of each
-            x, y = zip(*(self.load_batch(name, *batch) for name, batch in batches.items()), strict=True)
-            together = torch.cat(x)
+            together, y = self._load(batches)
         raw = [plan.method.weigh(len(labels)) for labels in y]
         weights = torch.tensor(raw, dtype=torch.float64) / sum(raw)
         job = client_init(plan, next(iter(clients.values())), server, planned_steps=1)
@@ -81,14 +81,30 @@ class Identity(Engine):
             for name, client in clients.items():
                 alone.train_client(server, name, client)  # raises, and names the client
             raise
-        for number, (name, client) in enumerate(clients.items()):
-            loss = total_loss(per_client[number : number + 1], [batches[name]])
-            update = Update(shared=shared, weight=float(len(y[number])), steps=1)
+        summed = None
+        if not self.apart:
+            summed = SummedUploads(mean=StreamingMean(), nbytes=nbytes(shared))
+            summed.mean.add(shared, sum(raw))
+            shared = {}
+        sizes = [len(labels) for labels in y]
+        sums = (per_client * torch.tensor(sizes)).tolist()
+        for (name, client), size, loss_sum in zip(clients.items(), sizes, sums, strict=True):
+            update = Update(shared=shared, weight=float(size), steps=1)
             after = ClientState(personal={}, steps=client.steps + 1)
-            yield name, ClientResult(client=after, update=update, loss_sum=loss)
+            yield name, ClientResult(client=after, update=update, loss_sum=loss_sum, summed=summed)
+
+    def _load(self, batches: Mapping[str, tuple[int, Tensor]]) -> tuple[Tensor, list[Tensor]]:
+        """Return the inputs of all clients' batches, one after another, and each client's labels."""
+        parts = [self.data[name] for name in batches]
+        if self.augment is not None or not are_alike(parts):
+            loaded = [self.load_batch(name, *batch) for name, batch in batches.items()]
+            return torch.cat([x for x, _ in loaded]), [y for _, y in loaded]
+        indices = [index.to(parts[0].y.device) for _, index in batches.values()]
+        labels = [part.y[index] for part, index in zip(parts, indices, strict=True)]
+        return parts[0].scale(gather_rows(parts, indices), self.plan.dtype), labels
 
 
-def _client_losses(plan: Plan, logits: Tensor, y: tuple[Tensor, ...]) -> Tensor:
+def _client_losses(plan: Plan, logits: Tensor, y: Sequence[Tensor]) -> Tensor:
     """Return each client's loss ``[clients]``, given the outputs for all samples and each client's labels."""
     sizes = [len(labels) for labels in y]
     if len(set(sizes)) == 1 and isinstance(plan.loss, Loss):  # one that torch.vmap can run

@@ -45,6 +45,7 @@ from ..core.plan import Plan
 from ..core.rule import Rule
 from ..core.server_round import sums_suffice
 from ..data.augmentation import Augmentation
+from ..data.samples import are_alike, gather_rows
 from ..nn.dropout import KeyedDropout
 from ..nn.linear import vmapped_lanes
 from ..utils.profiling import add_seconds, is_recording, record_seconds, timed_section
@@ -238,9 +239,9 @@ class _Samples:
         self._data = [engine.data[name] for name in names]
         first = self._data[0]
         self.device = first.y.device
-        alike = all((d.store.dtype, d.normalization) == (first.store.dtype, first.normalization) for d in self._data)
         sizes = [[len(index) for _, index in turn] for turn in turns]
-        self._sizes = sizes[0] if alike and engine.augment is None and all(own == sizes[0] for own in sizes) else None
+        together = engine.augment is None and all(own == sizes[0] for own in sizes) and are_alike(self._data)
+        self._sizes = sizes[0] if together else None
         draws = any(isinstance(layer, KeyedDropout) for layer in engine.plan.layers) or engine.plan.method.rules
         self._keys = None if draws else torch.zeros(len(names), dtype=torch.int64, device=self.device)
         self._held = range(0)
@@ -272,12 +273,9 @@ class _Samples:
             end += 1
         self._held = range(at, end)
         indices = [torch.cat([index for _, index in turn[at:end]]).to(self.device) for turn in self._turns]
-        self._y_KR = torch.stack([data.y[index] for data, index in zip(self._data, indices, strict=True)])
-        if all(data.store is first.store and data.rows is not None for data in self._data):
-            rows = torch.cat([data.rows[index] for data, index in zip(self._data, indices, strict=True)])  # type: ignore[index]
-            self._x_KR = first.store.index_select(0, rows).reshape(len(indices), held, *first.shape)
-        else:
-            self._x_KR = torch.stack([d.copy_rows(index) for d, index in zip(self._data, indices, strict=True)])
+        labels = [data.y[index] for data, index in zip(self._data, indices, strict=True)]
+        self._y_KR, x = torch.stack(labels), gather_rows(self._data, indices)
+        self._x_KR = x.unflatten(0, self._y_KR.shape)
 
 
 class Stepper:
