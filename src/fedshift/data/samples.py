@@ -188,10 +188,11 @@ def gather_rows(parts: Sequence[Samples], indices: Sequence[Tensor]) -> Tensor:
     first = parts[0].store
     if all(part.store is first and part.rows is not None for part in parts):
         return first.index_select(
-            0, torch.cat([part.rows[index] for part, index in zip(parts, indices, strict=True)])  # type: ignore[index]
+            0,
+            torch.cat([part.rows[index] for part, index in zip(parts, indices, strict=True)]),  # type: ignore[index]
         )
     gathered = first.new_empty(sum(map(len, indices)), *first.shape[1:])
-    slots = gathered.split([len(index) for index in indices])
+    slots = torch.split(gathered, [len(index) for index in indices])
     for part, index, slot in zip(parts, indices, slots, strict=True):
         torch.index_select(part.store, 0, index if part.rows is None else part.rows[index], out=slot)
     return gathered

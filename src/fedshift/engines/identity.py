@@ -7,7 +7,7 @@ here is the model that all uploads average to.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -104,7 +104,7 @@ class Identity(Engine):
         return parts[0].scale(gather_rows(parts, indices), self.plan.dtype), labels
 
 
-def _client_losses(plan: Plan, logits: Tensor, y: Sequence[Tensor]) -> Tensor:
+def _client_losses(plan: Plan, logits: Tensor, y: list[Tensor]) -> Tensor:
     """Return each client's loss ``[clients]``, given the outputs for all samples and each client's labels."""
     sizes = [len(labels) for labels in y]
     if len(set(sizes)) == 1 and isinstance(plan.loss, Loss):  # one that torch.vmap can run

@@ -1,25 +1,21 @@
 """The stacked engine: clients side by side in one tensor program, one lane each, by ``torch.vmap``.
 
 A small network spends its time on calls, not on arithmetic; side by side, clients share the calls. Lanes are stepped in
-chunks whose parameters fit the processor's cache, a chunk on one thread and several chunks at a time. Where all lanes of
-a chunk have batches of the same size, the step is recorded once (:mod:`fedshift.engines.tape`) and run many times; a
-gradient that is a product goes straight into the parameters under plain SGD. Which steps these are depends on the
-round's clients alone, so that a resumed run rounds alike. A client that has done its steps leaves, so that no batch is
-padded and nothing is masked. Of a chunk whose uploads are only summed, nothing but the sum is made.
+chunks whose parameters fit the processor's cache, each chunk on one thread and several at a time. Where all lanes of a
+chunk have batches of the same size, the step is recorded once (:mod:`fedshift.engines.tape`) and run many times; under
+plain SGD, a gradient that is a product goes straight into the parameters. Which steps these are depends on the round's
+clients alone, so that a resumed run rounds alike. A client that has done its steps leaves, so that no batch is padded
+and nothing is masked. Where uploads are only summed, a chunk makes nothing but their sum.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
-from contextvars import copy_context
 from dataclasses import replace
 from functools import cached_property, partial
 from math import ceil
 from threading import Lock
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,10 +44,11 @@ from ..data.augmentation import Augmentation
 from ..data.samples import are_alike, gather_rows
 from ..nn.dropout import KeyedDropout
 from ..nn.linear import vmapped_lanes
-from ..utils.profiling import add_seconds, is_recording, record_seconds, timed_section
+from ..utils.profiling import timed_section
 from ..utils.state import State, nbytes, pick
+from ..utils.threads import map_in_threads
 from .cost_model import measure_activations
-from .engine import Batches, ClientResult, Data, Engine, refuse_divergence, total_loss
+from .engine import Batches, ClientResult, Data, Engine, refuse_divergence
 from .tape import Factors, Tape, Untraceable
 
 CACHE = 2**23
@@ -63,7 +60,6 @@ GATHERED = 2**25
 Stack = tuple[State, ...]
 """The lanes' parameters, other entries, optimizer states and memories of each rule, each entry ``[lanes, ...]``."""
 Gradients = Mapping[str, Tensor | Factors]
-Item, Result = TypeVar("Item"), TypeVar("Result")
 
 
 class _Lane(NamedTuple):
@@ -275,7 +271,7 @@ class _Samples:
         indices = [torch.cat([index for _, index in turn[at:end]]).to(self.device) for turn in self._turns]
         labels = [data.y[index] for data, index in zip(self._data, indices, strict=True)]
         self._y_KR, x = torch.stack(labels), gather_rows(self._data, indices)
-        self._x_KR = x.unflatten(0, self._y_KR.shape)
+        self._x_KR = x.reshape(*self._y_KR.shape, *first.shape)
 
 
 class Stepper:
@@ -378,33 +374,6 @@ def _subtract_(params: State, grads: Gradients, lr: float) -> None:
             params[name].baddbmm_(*grad, alpha=-lr)
         else:
             params[name].sub_(grad, alpha=lr)
-
-
-def map_in_threads(work: Callable[[Item], Result], items: Sequence[Item], threads: int) -> Iterator[Result]:
-    """Yield ``work`` of each item, in order, on ``threads`` threads of one processor each, which stay a few ahead.
-
-    With two threads inside an operation, one waits for the other; with two operations at a time, neither does.
-    """
-    if threads == 1 or len(items) == 1:
-        yield from map(work, items)
-        return
-
-    def run(item: Item) -> tuple[Result, dict[str, float]]:
-        with record_seconds() if recording else nullcontext({}) as seconds:
-            return work(item), seconds
-
-    recording, waiting = is_recording(), iter(items)
-    with ThreadPoolExecutor(threads, "lanes", lambda: torch.set_num_threads(1)) as executor:
-        try:
-            ahead = deque(executor.submit(copy_context().run, run, item) for item, _ in zip(waiting, range(threads + 1)))
-            while ahead:
-                result, seconds = ahead.popleft().result()
-                add_seconds({name: value / threads for name, value in seconds.items()})
-                ahead.extend(executor.submit(copy_context().run, run, item) for item, _ in zip(waiting, range(1)))
-                yield result
-        finally:
-            executor.shutdown(cancel_futures=True)
-            torch.set_num_threads(threads)  # some libraries keep one number for all threads
 
 
 def count_lanes(plan: Plan, data: Data, clients: int) -> int:

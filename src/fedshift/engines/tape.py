@@ -59,13 +59,13 @@ class _Recorder(TorchDispatchMode):
     """Records operations below autograd and ``torch.vmap``."""
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.kept: list[Tensor] = list(inputs)  # alive, so that no other tensor takes the place of one
         self.slots = {id(tensor): _Slot(number) for number, tensor in enumerate(inputs)}
         self.operations: list[_Operation] = []
         self.written: set[int] = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         made = func(*args, **kwargs)
         leaves, spec = tree_flatten((args, kwargs))
@@ -118,26 +118,26 @@ class Tape:
         for place in range(factored):
             self._results[place] = _find_factors(operations, makers, recorder.kept, self._results[place])
         self._size = len(recorder.kept)
-        self._program = _plan_memory(_drop_unread(recorder, operations, self._results), self._results)
+        self._program = _plan_memory(_drop_unread(operations, self._results), self._results)
 
     def __call__(self, *inputs: Tensor) -> list[Any]:
         """Return the function's results: tensors, or :class:`Factors`."""
         slots: list[Any] = [*inputs, *[None] * (self._size - len(inputs))]
         for call in self._program:
             args, kwargs = call.args.copy(), call.kwargs
-            for place, slot in call.reads:
-                args[place] = slots[slot]
+            for position, slot in call.reads:
+                args[position] = slots[slot]
             if call.spec is not None:
                 args, kwargs = tree_unflatten(args, call.spec)
             made = call.function(*args, **kwargs)
             if call.single is not None:
                 slots[call.single] = made
             else:
-                for slot, each in zip(call.made, made, strict=True):
-                    if slot is not None:
-                        slots[slot] = each
-            for slot in call.freed:
-                slots[slot] = None
+                for place, each in zip(call.made, made, strict=True):
+                    if place is not None:
+                        slots[place] = each
+            for unread in call.freed:
+                slots[unread] = None
         return [_take(slots, each) for each in self._results]
 
 
@@ -227,7 +227,7 @@ def _slots_of(result: Any) -> set[int]:
     return {result.slot} if isinstance(result, _Turned) else {result} if isinstance(result, _Slot) else set()
 
 
-def _drop_unread(recorder: _Recorder, operations: list[_Operation], results: list[Any]) -> list[_Operation]:
+def _drop_unread(operations: list[_Operation], results: list[Any]) -> list[_Operation]:
     """Return the operations that a result needs, or that write to memory."""
     needed: set[int] = set().union(*map(_slots_of, results))
     kept = []
