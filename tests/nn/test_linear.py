@@ -14,6 +14,11 @@ from torch.func import functional_call, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrizations
 
+from fedshift.core.optimizer import SGD
+from fedshift.core.preparation import prepare
+from fedshift.evaluation.communication import summarize_method
+from fedshift.methods.fedavg import fedavg
+from fedshift.methods.fedbn import fedbn
 from fedshift.nn import linear
 from fedshift.nn.linear import (
     ALONE,
@@ -27,6 +32,7 @@ from fedshift.nn.linear import (
     use_torch_linear,
     vmapped_lanes,
 )
+from fedshift.utils.errors import UsageError
 
 INPUTS, OUTPUTS = 256, 160
 SHAPES = [(INPUTS,), (1, INPUTS), (37, INPUTS), (5, 7, INPUTS)]
@@ -179,6 +185,14 @@ def test_names_ties_and_appearance_stay():
     assert str(net) == text
     net.load_state_dict(before.state_dict())
     assert isinstance(net[0], nn.Linear)
+
+
+def test_users_read_of_linear_layers():
+    net = nn.Sequential(layer(), nn.Linear(OUTPUTS, 3))
+    entries = summarize_method(prepare(fedavg(), net, optimizer=SGD(lr=0.1))).entries
+    assert {entry["type"] for entry in entries} == {"Linear"}
+    with pytest.raises(UsageError, match="whose layers are of type Linear:"):
+        prepare(fedbn(), net, optimizer=SGD(lr=0.1))
 
 
 def test_a_quick_layer_can_be_copied_and_stored():

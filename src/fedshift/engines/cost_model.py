@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
-from math import log2, prod
 from statistics import median
 
 import torch
@@ -86,42 +85,52 @@ def time_median(work: Callable[[], object], times: int) -> float:
     return median(found[1:])
 
 
-def choose_products(plan: Plan, sample: Tensor) -> None:
-    """Let each large linear layer form each product by the library that is faster here, for the plan's batch size.
+@contextmanager
+def count_rows(module: nn.Module) -> Iterator[dict[str, int]]:
+    """Count the rows that each large linear layer multiplies at a call inside the block, by the layer's name."""
+    rows: dict[str, int] = {}
 
-    ``sample [1, ...]`` shows how many rows a layer multiplies for each sample. The choice depends on the shapes and the
-    machine alone: not on the number of threads, since a worker process has one and is to have the bits of its parent.
-    """
-    layers = {name: layer for name, layer in plan.module.named_modules() if isinstance(layer, FastLinear)}
-    if not layers or sample.device.type != "cpu" or plan.precision != "float32":
-        return
-    rows = dict.fromkeys(layers, 1)
+    def count(name: str) -> Callable[[nn.Linear, object, Tensor], None]:
+        return lambda layer, _, made: rows.update({name: max(rows.get(name, 0), made.numel() // layer.out_features)})
 
-    def count_rows(name: str, outputs: int) -> Callable[[nn.Module, object, Tensor], None]:
-        return lambda _, __, made: rows.update({name: max(rows[name], made.numel() // outputs)})
-
-    hooks = [layer.register_forward_hook(count_rows(name, layer.out_features)) for name, layer in layers.items()]
+    layers = ((name, layer) for name, layer in module.named_modules() if isinstance(layer, FastLinear))
+    hooks = [layer.register_forward_hook(count(name)) for name, layer in layers]
     try:
-        forward(plan, plan.initial, sample.to(plan.dtype))
+        yield rows
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def choose_products(plan: Plan, rows: Mapping[str, int]) -> None:
+    """Let each large linear layer form each product by the library that is faster here, for the plan's batch size.
+
+    ``rows``: those of each layer for one sample, by :func:`count_rows`. The choice depends on the shapes and the
+    machine alone: not on the number of threads, since a worker process has one and is to have the bits of its parent.
+    """
+    if plan.precision != "float32":
+        return
     batch = plan.work.batch_size or FULL
-    set_products(plan.module, {name: _choose(layer, batch * rows[name]) for name, layer in layers.items()})
+    layers = ((name, plan.module.get_submodule(name)) for name in rows)
+    on_cpu = {name: layer for name, layer in layers if isinstance(layer, FastLinear) and layer.weight.is_cpu}
+    set_products(plan.module, {name: _choose(layer, batch * rows[name]) for name, layer in on_cpu.items()})
 
 
 def _choose(layer: nn.Linear, rows: int) -> list[str]:
     """Return the products that ``layer`` is to form by oneDNN."""
-    gains = time_products(_round_shape(rows, layer.in_features, layer.out_features))
+    gains = time_products(_reduce_shape(rows, layer.in_features, layer.out_features))
     return [kind for kind, gain in gains.items() if gain >= FASTER]
 
 
-def _round_shape(*shape: int) -> tuple[int, int, int]:
-    """Return powers of two near rows, inputs and outputs; the greatest is halved until timing takes milliseconds."""
-    near = [2 ** round(log2(size)) for size in shape]
-    while prod(near) > LARGEST or prod(near[1:]) > HEAVIEST:
-        near[near.index(max(near))] //= 2
-    rows, inputs, outputs = near
+def _reduce_shape(rows: int, inputs: int, outputs: int) -> tuple[int, int, int]:
+    """Return the shape, its greatest size halved until timing takes milliseconds; large products gain alike."""
+    while rows * inputs * outputs > LARGEST or inputs * outputs > HEAVIEST:
+        if rows > max(inputs, outputs):
+            rows //= 2
+        elif inputs > outputs:
+            inputs //= 2
+        else:
+            outputs //= 2
     return rows, inputs, outputs
 
 

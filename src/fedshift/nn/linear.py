@@ -1,7 +1,7 @@
 """Linear layers whose products are formed by torch's own library or by oneDNN, whichever is faster on this machine.
 
-Torch multiplies float32 matrices by MKL, which leaves wide vector units of AMD's processors idle; oneDNN, which torch
-uses for convolutions, does not, but has more to do before a small product begins. Which is faster is measured
+Torch multiplies float32 matrices by MKL, which leaves the widest vector units of AMD's processors idle; oneDNN, which
+torch uses for convolutions, does not, but has more to do before a product begins. Which is faster is measured
 (:func:`fedshift.engines.cost_model.choose_products`) and kept in the layer, so that it cannot change during a trial.
 The operator that reaches oneDNN's product is private to torch: where it is missing or refuses a trial, layers stay
 torch's own. The product sums in another order, so results differ from torch's by rounding.
