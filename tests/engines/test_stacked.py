@@ -124,11 +124,12 @@ def test_large_layers_multiply_lane_by_lane_to_the_same_gradients(monkeypatch):
         torch.manual_seed(3)
         return nn.Sequential(nn.Flatten(), nn.Linear(108, 320), nn.Tanh(), nn.Linear(320, classes))
 
+    from fedshift.engines import cost_model
     from fedshift.nn import linear
 
     monkeypatch.setattr(linear, "is_available", lambda: True)
     monkeypatch.setattr(linear, "_product", nn.functional.linear)
-    monkeypatch.setattr(linear, "WORTH", 1)
+    monkeypatch.setattr(cost_model, "_choose", lambda *_: [*linear.ALONE, *linear.LANES])
     one, other = (trial(engine, fedavg(), wide, sizes=(16, 8)) for engine in ("sequential", "stacked"))
     assert type(one.plan.module[1]) is linear.FastLinear
     one.advance()

@@ -6,17 +6,23 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 import torch
+from torch import nn
 
 import fedshift
 from fedshift import __version__
 from fedshift.config.spec import RunSpec
+from fedshift.core.kernel import init_client
+from fedshift.core.optimizer import SGD
+from fedshift.core.preparation import prepare
 from fedshift.data.digits import digits
 from fedshift.export.package import require_models
-from fedshift.flower.site.site import Site
+from fedshift.flower.site.site import Site, SiteState
 from fedshift.flower.transport.arrays import RefusedMessage, from_record, to_record
 from fedshift.flower.transport.exchange import Exchange
 from fedshift.flower.transport.pki import make_authority
 from fedshift.flower.transport.signatures import Signer, Verifier
+from fedshift.methods.fedavg import fedavg
+from fedshift.nn.linear import ALONE, LANES, list_products, set_products
 from fedshift.results.checkpoint import load_checkpoint, save_checkpoint
 from fedshift.results.schema import read_rows
 from fedshift.utils.errors import UsageError
@@ -68,6 +74,19 @@ def test_a_round_that_is_asked_again_is_answered_alike(asked):
     for kind in ("shared", "memory"):
         assert once.arrays[kind] == twice.arrays[kind]
     assert asked.states() == ["state-1.safetensors", "state-2.safetensors"]
+
+
+def test_a_site_that_starts_again_keeps_the_libraries_of_its_products(tmp_path, monkeypatch):
+    monkeypatch.setattr("fedshift.nn.linear.is_available", lambda: True)
+    before, after = (prepare(fedavg(), nn.Linear(256, 128), optimizer=SGD(lr=0.1)) for _ in range(2))
+    set_products(before.module, {"": ALONE})
+    SiteState(tmp_path, "photo", before, "data").save(init_client(before), 0, 1)
+    set_products(after.module, {"": LANES})  # faster by now
+    kept = SiteState(tmp_path, "photo", after, "data")
+    kept.load_after(0)
+    assert list_products(after.module) == {"": [*LANES]}
+    kept.load_after(1)
+    assert list_products(after.module) == {"": [*ALONE]}
 
 
 def test_code_that_the_site_did_not_allow_is_not_run(asked):

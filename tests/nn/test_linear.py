@@ -5,17 +5,34 @@ Where this machine has no such product, torch's stands in for it.
 
 import copy
 import io
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrizations
 
+from fedshift.core.optimizer import SGD
+from fedshift.core.preparation import prepare
+from fedshift.evaluation.communication import summarize_method
+from fedshift.methods.fedavg import fedavg
+from fedshift.methods.fedbn import fedbn
 from fedshift.nn import linear
-from fedshift.nn.linear import LEAST, WORTH, FastLinear, use_fast_linear, use_torch_linear, vmapped_lanes
+from fedshift.nn.linear import (
+    ALONE,
+    LANES,
+    LEAST,
+    FastLinear,
+    list_products,
+    make_products,
+    set_products,
+    use_fast_linear,
+    use_torch_linear,
+    vmapped_lanes,
+)
+from fedshift.utils.errors import UsageError
 
 INPUTS, OUTPUTS = 256, 160
 SHAPES = [(INPUTS,), (1, INPUTS), (37, INPUTS), (5, 7, INPUTS)]
@@ -37,6 +54,12 @@ def layer(bias=True, **options):
     for parameter in made.parameters():
         parameter.data = torch.randn(parameter.shape, generator=drawn).to(parameter.dtype) / 16
     return made
+
+
+def fast(module, products=ALONE + LANES):
+    """The layer ``module`` with ``products`` by oneDNN."""
+    set_products(use_fast_linear(module), {"": products})
+    return module
 
 
 def inputs(shape):
@@ -62,7 +85,7 @@ def differentiated(module, x):
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_value_and_both_derivatives_are_those_of_float64(products, shape, bias):
-    quick = use_fast_linear(layer(bias))
+    quick = fast(layer(bias))
     assert type(quick) is FastLinear
     for found, expected in zip(
         differentiated(quick, inputs(shape)), differentiated(layer(bias).double(), inputs(shape).double()), strict=True
@@ -73,7 +96,7 @@ def test_value_and_both_derivatives_are_those_of_float64(products, shape, bias):
 
 
 def test_inputs_may_lie_in_memory_as_they_like():
-    plain, quick = layer(), use_fast_linear(layer())
+    plain, quick = layer(), fast(layer())
     wide = inputs((INPUTS, 12))
     for x in (wide.t(), inputs((12, 2 * INPUTS))[:, ::2], inputs((1, INPUTS)).expand(4, INPUTS)):
         assert not x.is_contiguous()
@@ -85,13 +108,13 @@ def test_inputs_of_another_shape_are_refused_in_torchs_words(shape):
     with pytest.raises(RuntimeError) as expected:
         layer()(inputs(shape))
     with pytest.raises(RuntimeError) as found:
-        use_fast_linear(layer())(inputs(shape))
+        fast(layer())(inputs(shape))
     assert str(found.value) == str(expected.value)
 
 
 @pytest.mark.parametrize("shape", [(0, INPUTS), (3, 0, INPUTS)], ids=str)
 def test_no_samples_give_no_outputs(shape):
-    quick = use_fast_linear(layer())
+    quick = fast(layer())
     x = inputs(shape).requires_grad_()
     assert quick(x).shape == (*shape[:-1], OUTPUTS)
     found = torch.autograd.grad(quick(x).sum(), [x, quick.weight, quick.bias])
@@ -100,7 +123,7 @@ def test_no_samples_give_no_outputs(shape):
 
 
 def test_only_what_is_wanted_is_differentiated(products):
-    quick = use_fast_linear(layer())
+    quick = fast(layer())
     quick.weight.requires_grad_(False)
     quick.bias.requires_grad_(False)
     x = inputs((3, INPUTS)).requires_grad_()
@@ -114,7 +137,7 @@ def test_only_what_is_wanted_is_differentiated(products):
 
 def test_without_gradients_nothing_is_recorded():
     with torch.no_grad():
-        made = use_fast_linear(layer())(inputs((3, INPUTS)))
+        made = fast(layer())(inputs((3, INPUTS)))
     assert made.grad_fn is None
     assert not made.requires_grad
 
@@ -146,7 +169,7 @@ def test_other_layers_stay_as_they_are(kind):
 
 
 def test_the_least_size_counts():
-    assert type(use_fast_linear(nn.Linear(INPUTS, LEAST // INPUTS))) is FastLinear
+    assert type(fast(nn.Linear(INPUTS, LEAST // INPUTS))) is FastLinear
 
 
 def test_names_ties_and_appearance_stay():
@@ -164,8 +187,16 @@ def test_names_ties_and_appearance_stay():
     assert isinstance(net[0], nn.Linear)
 
 
+def test_users_read_of_linear_layers():
+    net = nn.Sequential(layer(), nn.Linear(OUTPUTS, 3))
+    entries = summarize_method(prepare(fedavg(), net, optimizer=SGD(lr=0.1))).entries
+    assert {entry["type"] for entry in entries} == {"Linear"}
+    with pytest.raises(UsageError, match="whose layers are of type Linear:"):
+        prepare(fedbn(), net, optimizer=SGD(lr=0.1))
+
+
 def test_a_quick_layer_can_be_copied_and_stored():
-    quick, x = use_fast_linear(layer()), inputs((3, INPUTS))
+    quick, x = fast(layer()), inputs((3, INPUTS))
     file = io.BytesIO()
     torch.save(quick, file)
     file.seek(0)
@@ -175,7 +206,7 @@ def test_a_quick_layer_can_be_copied_and_stored():
 
 
 def test_torchs_own_product_inside_torch_linear(products):
-    plain, quick, x = layer(), use_fast_linear(layer()), inputs((3, INPUTS))
+    plain, quick, x = layer(), fast(layer()), inputs((3, INPUTS))
     with use_torch_linear():
         with use_torch_linear():
             pass
@@ -197,7 +228,7 @@ def run_together(module, state, x, x_dim=0):
 
 
 def test_clients_side_by_side_inside_torch_linear(products):
-    quick, x_KBI = use_fast_linear(layer()), inputs((4, 6, INPUTS))
+    quick, x_KBI = fast(layer()), inputs((4, 6, INPUTS))
     with use_torch_linear():
         together = run_together(quick, lanes(quick), x_KBI)
     assert not products
@@ -209,7 +240,7 @@ def test_clients_side_by_side_inside_torch_linear(products):
 @pytest.mark.parametrize(("shape", "x_dim"), [((4, 32, INPUTS), 0), ((32, 4, INPUTS), 1), ((2, 16, INPUTS), None)])
 def test_clients_side_by_side_have_the_values_and_gradients_of_float64(products, bias, shape, x_dim):
     found = {}
-    for module in (use_fast_linear(layer(bias)), layer(bias).double()):
+    for module in (fast(layer(bias)), layer(bias).double()):
         leaves = {name: each.requires_grad_() for name, each in lanes(module).items()}
         x = inputs(shape).to(module.weight.dtype).requires_grad_()
         with vmapped_lanes():
@@ -221,15 +252,8 @@ def test_clients_side_by_side_have_the_values_and_gradients_of_float64(products,
     assert len(products) == 3 * 4  # of each lane one forward and two backward
 
 
-def test_small_products_side_by_side_are_torchs(products):
-    quick, x_KBI = use_fast_linear(layer()), inputs((4, WORTH // (INPUTS * OUTPUTS), INPUTS))
-    with vmapped_lanes():
-        assert torch.equal(run_together(quick, lanes(quick), x_KBI), run_together(layer(), lanes(quick), x_KBI))
-    assert not products
-
-
 def test_low_precision_is_torchs(products):
-    plain, quick, x = layer(), use_fast_linear(layer()), inputs((3, INPUTS))
+    plain, quick, x = layer(), fast(layer()), inputs((3, INPUTS))
     with torch.autocast("cpu", torch.bfloat16):
         found, expected = quick(x), plain(x)
     assert found.dtype == torch.bfloat16
@@ -238,7 +262,7 @@ def test_low_precision_is_torchs(products):
 
 
 def test_a_layer_made_float64_afterwards_is_torchs(products):
-    quick, plain = use_fast_linear(layer()).double(), layer().double()
+    quick, plain = fast(layer()).double(), layer().double()
     assert torch.equal(quick(inputs((3, INPUTS)).double()), plain(inputs((3, INPUTS)).double()))
     assert not products
 
@@ -248,9 +272,6 @@ def test_where_there_is_no_such_product_nothing_changes(monkeypatch):
     net = nn.Sequential(layer(), nn.ReLU())
     assert use_fast_linear(net) is net
     assert type(net[0]) is nn.Linear
-
-
-AMD, INTEL = "vendor_id\t: AuthenticAMD\n", "vendor_id\t: GenuineIntel\n"
 
 
 def fails_with(error):
@@ -265,27 +286,104 @@ def wrong(x, w, b):
 
 
 @pytest.mark.parametrize(
-    ("processor", "product", "expected"),
+    ("product", "expected"),
     [
-        (AMD, F.linear, True),
-        (INTEL, F.linear, False),
-        ("", F.linear, False),
-        (None, F.linear, False),
-        (AMD, wrong, False),
-        (AMD, fails_with(AttributeError("no operator")), False),
-        (AMD, fails_with(RuntimeError("not compiled with oneDNN")), False),
-        (AMD, fails_with(NotImplementedError("not on this device")), False),
-        (AMD, fails_with(TypeError("other arguments")), False),
+        (F.linear, True),
+        (wrong, False),
+        (fails_with(AttributeError("no operator")), False),
+        (fails_with(RuntimeError("not compiled with oneDNN")), False),
+        (fails_with(NotImplementedError("not on this device")), False),
+        (fails_with(TypeError("other arguments")), False),
     ],
-    ids=["amd", "intel", "unknown", "unreadable", "wrong", "missing", "refusing", "unsupported", "changed"],
+    ids=["right", "wrong", "missing", "refusing", "unsupported", "changed"],
 )
-def test_the_product_is_used_where_it_is_faster_and_right(monkeypatch, processor, product, expected):
-    def read(encoding):
-        if processor is None:
-            raise FileNotFoundError("/proc/cpuinfo")
-        return processor
-
+def test_the_product_is_available_where_it_is_right(monkeypatch, product, expected):
     monkeypatch.undo()  # the machine's own answer is the one that is tried here
-    monkeypatch.setattr(linear, "Path", lambda _: SimpleNamespace(read_text=read))
     monkeypatch.setattr(linear, "_product", product)
     assert linear.is_available.__wrapped__() is expected
+
+
+def test_a_layer_for_which_nothing_is_chosen_is_torchs_bit_for_bit(products):
+    plain, quick, x = layer(), use_fast_linear(layer()), inputs((37, INPUTS))
+    assert list_products(quick) == {"": []}
+    for found, expected in zip(differentiated(quick, x), differentiated(plain, x), strict=True):
+        assert torch.equal(found, expected)
+    assert not products
+
+
+SIDES = {"outputs": (3, INPUTS), "inputs' gradients": (3, OUTPUTS), "weights' gradients": (OUTPUTS, 3)}
+"""Shape of the left factor of each product."""
+
+
+@pytest.mark.parametrize("kind", ALONE)
+def test_each_product_is_chosen_by_itself(products, kind):
+    quick, exact = fast(layer(), [kind]), layer().double()
+    assert list_products(quick) == {"": [kind]}
+    found, expected = ([], [])
+    for module, made in ((quick, found), (exact, expected)):
+        x = inputs((3, INPUTS)).to(module.weight.dtype).requires_grad_()
+        made += [module(x), *torch.autograd.grad(module(x).square().sum(), [x, *module.parameters()])]
+    for one, other in zip(found, expected, strict=True):
+        assert_near(one, other)
+    assert set(products) == {SIDES[kind]}
+    products.clear()
+    differentiated(quick, inputs((3, INPUTS)))
+    assert SIDES[kind] in products
+
+
+@pytest.mark.parametrize("kind", LANES)
+def test_each_product_of_lanes_is_chosen_by_itself(products, kind):
+    found = {}
+    for module in (fast(layer(), [kind]), layer().double()):
+        leaves = {name: each.requires_grad_() for name, each in lanes(module).items()}
+        x = inputs((4, 3, INPUTS)).to(module.weight.dtype).requires_grad_()
+        with vmapped_lanes():
+            made = run_together(module, leaves, x)
+        found[type(module)] = made, *torch.autograd.grad(made.square().sum(), [x, *leaves.values()])
+    for quick, expected in zip(found[FastLinear], found[nn.Linear], strict=True):
+        assert_near(quick, expected)
+    assert products == [SIDES[kind.removesuffix(" of lanes")]] * 4
+
+
+def test_choices_for_layers_and_for_lanes_are_apart(products):
+    alone, together = fast(layer(), ALONE), fast(layer(), LANES)
+    x_KBI = inputs((4, 3, INPUTS))
+    assert torch.equal(together(x_KBI), layer()(x_KBI))
+    with vmapped_lanes():
+        assert torch.equal(run_together(alone, lanes(alone), x_KBI), run_together(layer(), lanes(alone), x_KBI))
+    assert not products
+
+
+def test_lanes_are_traced_to_the_same_products(products):
+    quick, x_KBI = fast(layer()), inputs((4, 32, INPUTS))
+    quick.requires_grad_(False)
+
+    def step(state, x):
+        leaves = {name: each.detach().requires_grad_() for name, each in state.items()}
+        with vmapped_lanes():
+            made = run_together(quick, leaves, x)
+        return made, *torch.autograd.grad(made.square().sum(), tuple(leaves.values()))
+
+    graph = make_fx(step)(lanes(quick), x_KBI)
+    state = {name: 3 * tensor for name, tensor in lanes(quick).items()}
+    for found, expected in zip(graph(state, x_KBI), step(state, x_KBI), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_choices_travel_with_copies_and_stay_where_none_is_given():
+    net = nn.Sequential(layer(), nn.Linear(OUTPUTS, INPUTS), nn.Linear(3, 3))
+    set_products(use_fast_linear(net), {"0": [LANES[0], ALONE[1]], "2": ALONE, "missing": ALONE})
+    assert list_products(net) == {"0": [ALONE[1], LANES[0]], "1": []}
+    set_products(net, {"1": ALONE})
+    assert list_products(copy.deepcopy(net)) == {"0": [ALONE[1], LANES[0]], "1": [*ALONE]}
+    set_products(net, {"0": []})
+    assert list_products(net)["0"] == []
+
+
+def test_what_is_timed_are_the_same_products(products):
+    works = make_products(3, INPUTS, OUTPUTS)
+    assert works.keys() == {*ALONE, *LANES}
+    for kind, (usual, other) in works.items():
+        assert_near(other(), usual())
+        assert set(products) == {SIDES[kind.removesuffix(" of lanes")]}
+        products.clear()

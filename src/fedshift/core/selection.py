@@ -116,7 +116,7 @@ class Select:
 
 
 def _describe_unmatched(claim: Select, found: tuple[Entry, ...]) -> str:
-    types = sorted({type(entry.owner).__name__ for entry in found})
+    types = sorted({entry.owner._get_name() for entry in found})  # type: ignore[no-untyped-call]
     near = get_close_matches(claim.text.strip("'"), [entry.name for entry in found], n=3, cutoff=0.3)
     hint = f"; near it are {', '.join(near)}" if near else ""
     if claim is buffers:

@@ -1,9 +1,9 @@
-"""Cost of work: operations per sample, bytes of activations, and this machine's measured peak."""
+"""Cost of work: operations per sample, bytes of activations, this machine's peak, its faster library for products."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from statistics import median
@@ -14,8 +14,19 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..core.plan import Plan, forward
-from ..nn.linear import use_fast_linear, use_torch_linear
+from ..nn.linear import ALONE, FastLinear, make_products, set_products, use_fast_linear, use_torch_linear
+from ..utils.allocator import keep_freed_memory
+from ..utils.files import cached_measurement
 from .engine import Data
+
+FASTER = 1.1
+"""How many times as fast as torch's own library another must be to be chosen: below, noise would decide."""
+LARGEST, HEAVIEST = 2**23, 2**18
+"""Multiplications, and weights, of the layers that are timed in place of larger ones."""
+PAIRS, SPAN = 5, 0.03
+"""Pairs of each product that are timed at least, and seconds for which more are."""
+FULL = 64
+"""Batch size for which libraries are chosen where batches are all of a client's samples."""
 
 
 def count_operations(plan: Plan, data: Data) -> int:
@@ -74,6 +85,83 @@ def time_median(work: Callable[[], object], times: int) -> float:
     return median(found[1:])
 
 
+@contextmanager
+def count_rows(module: nn.Module) -> Iterator[dict[str, int]]:
+    """Count the rows that each large linear layer multiplies at a call inside the block, by the layer's name."""
+    rows: dict[str, int] = {}
+
+    def count(name: str) -> Callable[[nn.Linear, object, Tensor], None]:
+        return lambda layer, _, made: rows.update({name: max(rows.get(name, 0), made.numel() // layer.out_features)})
+
+    layers = ((name, layer) for name, layer in module.named_modules() if isinstance(layer, FastLinear))
+    hooks = [layer.register_forward_hook(count(name)) for name, layer in layers]
+    try:
+        yield rows
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def choose_products(plan: Plan, rows: Mapping[str, int]) -> None:
+    """Let each large linear layer form each product by the library that is faster here, for the plan's batch size.
+
+    ``rows``: those of each layer for one sample, by :func:`count_rows`. The choice depends on the shapes and the
+    machine alone: not on the number of threads, since a worker process has one and is to have the bits of its parent.
+    """
+    if plan.precision != "float32":
+        return
+    batch = plan.work.batch_size or FULL
+    layers = ((name, plan.module.get_submodule(name)) for name in rows)
+    on_cpu = {name: layer for name, layer in layers if isinstance(layer, FastLinear) and layer.weight.is_cpu}
+    set_products(plan.module, {name: _choose(layer, batch * rows[name]) for name, layer in on_cpu.items()})
+
+
+def _choose(layer: nn.Linear, rows: int) -> list[str]:
+    """Return the products that ``layer`` is to form by oneDNN."""
+    gains = time_products(_reduce_shape(rows, layer.in_features, layer.out_features))
+    return [kind for kind, gain in gains.items() if gain >= FASTER]
+
+
+def _reduce_shape(rows: int, inputs: int, outputs: int) -> tuple[int, int, int]:
+    """Return the shape, its greatest size halved until timing takes milliseconds; large products gain alike."""
+    while rows * inputs * outputs > LARGEST or inputs * outputs > HEAVIEST:
+        if rows > max(inputs, outputs):
+            rows //= 2
+        elif inputs > outputs:
+            inputs //= 2
+        else:
+            outputs //= 2
+    return rows, inputs, outputs
+
+
+@cache
+def time_products(shape: tuple[int, int, int]) -> Mapping[str, float]:
+    """Return how many times as fast oneDNN forms each product of a layer as torch's own library does, cached.
+
+    ``shape``: rows, inputs and outputs. Timed on one thread, since on more the result depends on what else runs here.
+    The libraries take turns, and so do the products, so that a disturbance slows few of the pairs whose median counts.
+    """
+
+    def measure() -> dict[str, float]:
+        with limit_threads(1), torch.no_grad(), keep_freed_memory():
+            works = make_products(*shape)
+            gains: dict[str, list[float]] = {kind: [] for kind in works}
+            began = time.perf_counter()
+            while len(gains[ALONE[0]]) <= PAIRS or time.perf_counter() - began < SPAN:
+                for kind, (usual, other) in works.items():
+                    gains[kind].append(_time(usual) / _time(other))
+        return {kind: median(each[1:]) for kind, each in gains.items()}  # the first were to warm up
+
+    facts = torch.__version__, torch.backends.cpu.get_cpu_capability(), shape
+    return cached_measurement("products.json", facts, measure)
+
+
+def _time(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
 @cache
 def measure_peak(threads: int) -> dict[str, float]:
     """Measure float32 operations per second of a large matrix product and of a 3 x 3 convolution.
@@ -81,6 +169,8 @@ def measure_peak(threads: int) -> dict[str, float]:
     On the CPU, with this many ``threads``; the best that the libraries reach here, not the processor's data sheet.
     """
     layer, x_BI = use_fast_linear(nn.Linear(1024, 1024)), torch.randn(1024, 1024)
+    if isinstance(layer, FastLinear):
+        set_products(layer, {"": _choose(layer, len(x_BI))})
     images, kernels = (
         torch.randn(shape).contiguous(memory_format=torch.channels_last) for shape in ((32, 64, 28, 28), (64, 64, 3, 3))
     )

@@ -35,7 +35,7 @@ def summarize_method(plan: Plan) -> MethodSummary:
     rows = [
         {
             "name": entry.name,
-            "type": type(entry.owner).__name__,
+            "type": entry.owner._get_name(),  # type: ignore[no-untyped-call]
             "shape": list(plan.initial[entry.name].shape),
             "dtype": str(plan.initial[entry.name].dtype).removeprefix("torch."),
             "bytes": nbytes({entry.name: plan.initial[entry.name]}),

@@ -17,6 +17,7 @@ from ..core.preparation import prepare
 from ..core.work import Work
 from ..data.augmentation import Augmentation
 from ..engines import ENGINES
+from ..engines.cost_model import choose_products, count_rows
 from ..models import ModelFactory, make_network
 from ..results.schema import MOMENTS
 from ..utils.errors import UsageError, unknown_name
@@ -106,7 +107,7 @@ def make_plan(
     labels: Tensor,
     clients: int,
 ) -> Plan:
-    """Make the plan of ``method`` under ``seed``, the same on every machine.
+    """Make the plan of ``method`` under ``seed``, the same on every machine but for the libraries of its products.
 
     Args:
         method: method of the trial.
@@ -145,10 +146,12 @@ def make_plan(
         plan = given.load_into_plan(plan, differences)
     elif given:
         given.check_kept(plan)
-    scores = tuple(forward(plan, plan.initial, sample.to(plan.dtype)).shape[1:])
+    with count_rows(plan.module) as rows:
+        scores = tuple(forward(plan, plan.initial, sample.to(plan.dtype)).shape[1:])
     if scores != (classes,):
         raise UsageError(
             f"the model's outputs for a sample have shape {scores}, but the data have {classes} classes: make "
             f"it give ({classes},), one score a class"
         )
+    choose_products(plan, rows)
     return plan

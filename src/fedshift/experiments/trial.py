@@ -8,7 +8,7 @@ clients that take part in it, not on the number of all clients.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -41,6 +41,7 @@ from ..evaluation.communication import downlink_bytes, uplink_bytes
 from ..evaluation.metrics import evaluate_clients, evaluate_trained, measured_splits
 from ..evaluation.unseen_clients import UnseenClientModels, check_policy
 from ..models import ModelFactory, make_network
+from ..nn.linear import list_products, set_products
 from ..results.checkpoint import refuse_other, save_checkpoint
 from ..results.schema import Row
 from ..results.trial_records import load_facts
@@ -127,6 +128,7 @@ class Trial:
             client.name: client.train for client in (trained_on.to(device).clients if method.pooled else measured)
         }
         self.choice = None if settings.engine == "auto" else EngineChoice(engine=settings.engine, reason="as asked for")
+        self._remote = make_engine is not None
         if make_engine:
             self._engine: Engine | None = make_engine(self.plan, self.train, seed)
         else:
@@ -356,6 +358,7 @@ class Trial:
     def _facts(self) -> dict[str, Any]:
         engine = (self.choice.engine, self.choice.threads) if self.choice else None
         facts = {"round": self.server.round, "identity": self.identity, "engine": engine}
+        facts["products"] = list_products(self.plan.module)
         return facts | (self._engine.facts() if self._engine else {})
 
     def _server_tensors(self) -> State:
@@ -383,6 +386,7 @@ class Trial:
         if self.choice is None and facts.get("engine"):  # another engine would round differently
             name, threads = facts["engine"]
             self.choice = EngineChoice(engine=name, threads=threads, reason="as the run was begun")
+        self._restore_products(facts.get("products", {}))
         if self._engine:
             self._engine.restore(facts)
         device = torch.device(self.settings.device)
@@ -393,3 +397,13 @@ class Trial:
         self.server = ServerState(
             round=facts["round"], shared=shared, memory=split_state(self.plan.rule_names, memory), optimizer=optimizer
         )
+
+    def _restore_products(self, recorded: Mapping[str, Sequence[str]]) -> None:
+        """Form products by the libraries that were ``recorded``, whichever are faster by now."""
+        before = list_products(self.plan.module)
+        set_products(self.plan.module, recorded)
+        if list_products(self.plan.module) != before:
+            self.plan = replace(self.plan)  # anew, as is the engine, which may hold what was traced or sent before
+            if self._engine and self.choice and not self._remote:
+                self._engine.close()
+                self._engine = self._make_engine(self.choice)

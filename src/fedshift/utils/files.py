@@ -27,19 +27,28 @@ def cached_measurement(name: str, facts: object, measure: Callable[[], dict[str,
     """Return ``measure()``, or its cached result on the same kind of machine for the same ``facts``.
 
     Results are cached as JSON in the file ``name`` of the cache directory, if it can be written. ``facts`` must hold
-    everything else the measurement depends on, and are compared by their repr.
+    everything else the measurement depends on, and are compared by their repr. Of processes that measure the same at
+    the same moment, the first to end determines the result of those that end later.
     """
     key = blake2b(repr((describe_processors(), facts)).encode(), digest_size=12).hexdigest()
     path = cache_directory() / name
-    known: dict[str, dict[str, Any]] = {}
-    with suppress(OSError, ValueError, AttributeError, TypeError):  # missing or damaged
-        known = {old: dict(found) for old, found in json.loads(path.read_text(encoding="utf-8")).items()}
+    known = _read_measurements(path)
+    if key in known:
+        return known[key]
+    measured = measure()
+    known = _read_measurements(path)
     if key not in known:
-        known[key] = measure()
+        known[key] = measured
         with suppress(OSError, FedshiftError):  # a cache that cannot be written stays empty
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, json.dumps(known, indent=1).encode())
     return known[key]
+
+
+def _read_measurements(path: Path) -> dict[str, dict[str, Any]]:
+    with suppress(OSError, ValueError, AttributeError, TypeError):  # missing or damaged
+        return {old: dict(found) for old, found in json.loads(path.read_text(encoding="utf-8")).items()}
+    return {}
 
 
 def write_atomically(path: Path, content: bytes) -> None:

@@ -35,6 +35,7 @@ from ...experiments.initial_weights import as_initial_weights
 from ...experiments.settings import Settings, make_plan
 from ...export.package import write_package
 from ...models import ModelFactory
+from ...nn.linear import list_products, set_products
 from ...results.checkpoint import load_checkpoint, save_checkpoint
 from ...results.run_directory import to_file_name
 from ...results.schema import Row
@@ -68,7 +69,7 @@ class SiteState:
         self.folder, self.name, self.plan, self.data = folder, name, plan, data
 
     def load_after(self, base: int) -> ClientState:
-        """Return the client after round ``base`` (0: before its first).
+        """Return the client after round ``base`` (0: before its first); let the plan form products as it did then.
 
         Raises :class:`RefusedMessage` where there is no such state, or it is damaged, another model's or of other data;
         a lost state is never silently recreated.
@@ -102,13 +103,16 @@ class SiteState:
             check_state(entries_under(part, tensors), entries_under(part, expected), where)
         device = next(iter(self.plan.initial.values())).device
         moved = {name: tensor.to(device) for name, tensor in tensors.items()}
+        set_products(self.plan.module, facts.get("products", {}))
         return to_client(moved, facts["steps"], self.plan.rule_names)
 
     def save(self, client: ClientState, base: int, round: int) -> None:
         """Write the client's state after ``round``, which it began from that after ``base``."""
         self.folder.mkdir(parents=True, exist_ok=True)
         tensors = to_tensors(client, self.plan.rule_names)
-        save_checkpoint(self._path(round), tensors, {"steps": client.steps, "data": self.data, "round": round})
+        products = list_products(self.plan.module)
+        facts = {"steps": client.steps, "data": self.data, "round": round, "products": products}
+        save_checkpoint(self._path(round), tensors, facts)
         for old in self.list_rounds():
             if old not in (base, round):
                 self._path(old).unlink()
