@@ -37,6 +37,7 @@ from torch import nn
 from .config.spec import CompareSpec, DataSpec, read_help
 from .console.terminal import show_progress
 from .data.federation import Federation
+from .diagnosis.quality import check_experiment
 from .engines.cost_model import limit_threads
 from .experiments.compare_arguments import CompareArguments
 from .experiments.experiment import Experiment, Observer, Observers
@@ -347,7 +348,8 @@ def compare(given: CompareArguments) -> Comparison:
             value = getattr(given, name)
             if value is not None and not isinstance(value, kind):
                 raise UsageError(f"{name}={value!r}: give {'True or False' if kind is bool else f'an {kind.__name__}'}")
-        experiment = make_python_experiment({each.name: getattr(given, each.name) for each in fields(CompareSpec)})
+        values = {each.name: getattr(given, each.name) for each in fields(CompareSpec)}
+        experiment = check_experiment(make_python_experiment(values))
         path = directory or Path(mkdtemp(prefix="fedshift-"))
         result = Comparison(experiment, path)
         try:

@@ -12,7 +12,7 @@ from scipy import stats
 
 from fedshift.analysis.similarity import compute_discordance
 from fedshift.report.tables import metric_history
-from fedshift.reproduce import figures, page, published_tables, recipes, results, runner, time_estimates
+from fedshift.reproduce import figures, page, planning, published_tables, recipes, results, runner, time_estimates
 from fedshift.reproduce.planning import make_plans
 from fedshift.reproduce.published_tables import Block, PublishedValue, Table
 from fedshift.reproduce.recipes import ReproductionOptions, run_name
@@ -23,6 +23,7 @@ from fedshift.reproduce.verdict import ReproducedBlock, arrange_values, compare_
 from fedshift.results.summary import read_summary
 from fedshift.utils.checked_json import read_checked, write_checked
 from fedshift.utils.errors import UsageError
+from tests.conftest import ARRAYS
 
 SETTINGS = {
     "rounds": 2, "samples": 16, "lr": 0.05, "model": "small-cnn", "domains": "pen,photo", "data": "digits",
@@ -115,6 +116,37 @@ def test_figures_are_drawn_again_from_the_runs_that_have_ended(tiny, tmp_path, m
     assert shown == [1]
     facts = json.loads((tmp_path / "results" / "fedbn" / "table99-pictures.json").read_text())
     assert facts["ended"] is False
+
+
+@pytest.fixture
+def leaking(tiny, rewrite, tmp_path, monkeypatch):
+    """The same table on clients of which one is tested on samples that it trains on."""
+    monkeypatch.setenv("FEDSHIFT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(planning, "is_present", lambda data, root: True)
+    x, y, *_ = ARRAYS["ann"]
+    folder = rewrite("ann", x_test=x[:6], y_test=y[:6]).parent
+    tiny |= {"domains": "", "samples": ""}
+    made = small(columns=("ann", "bob", "average"))
+    return replace(made, blocks=(replace(made.blocks[0], keys={"data": str(folder)}),))
+
+
+def test_errors_in_data_are_one_line_before_the_first_run_or_a_refusal(leaking, tmp_path, Listener):
+    observer = Listener()
+    heard = observer.notices
+    way = ReproductionOptions(root=tmp_path, on_data_error="refuse")
+    with pytest.raises(UsageError, match=r"^1 error in the data: Test samples are also in .*ann \(test\) 6 of 6"):
+        run_table(leaking, way, tmp_path / "out", observer=observer)
+    assert (heard, (tmp_path / "out").exists()) == ([], False)
+    run_table(leaking, replace(way, on_data_error=None), tmp_path / "out", observer=observer)
+    assert heard[0].startswith("1 error in the data: ")
+    assert [line for line in heard if "in the data" in line] == heard[:1]
+    assert sum(line.startswith("run ") for line in heard) == 2
+    kept = [read_checked(path, "")["notices"][0] for path in (tmp_path / "out" / "runs").glob("*/notices.json")]
+    assert kept == heard[:1] * 2
+    heard.clear()
+    run_table(leaking, replace(way, on_data_error="ignore", seeds=2), tmp_path / "out", observer=observer)
+    assert not any("in the data" in line for line in heard)
+    run_table(leaking, way, tmp_path / "out")  # nothing is left to run
 
 
 def test_a_run_that_diverges_leaves_the_others(tiny, tmp_path):
