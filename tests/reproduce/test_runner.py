@@ -22,7 +22,7 @@ from fedshift.reproduce.time_estimates import TimeBudget
 from fedshift.reproduce.verdict import ReproducedBlock, arrange_values, compare_values
 from fedshift.results.summary import read_summary
 from fedshift.utils.checked_json import read_checked, write_checked
-from fedshift.utils.errors import UsageError
+from fedshift.utils.errors import FedshiftError, UsageError
 from tests.conftest import ARRAYS
 
 SETTINGS = {
@@ -69,11 +69,12 @@ def test_a_table_is_run_and_kept_and_not_run_again(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "make_experiment", None)
     assert run_table(made, way, tmp_path).blocks == [found]
     assert rebuild(made, tmp_path).blocks == [found]
-    kept_as = tmp_path / "results" / "fedbn" / "table99-0.json"
-    content = json.loads(kept_as.read_text())
-    kept_as.write_text(json.dumps({key: value for key, value in content.items() if key not in ("way", "part")}))
-    assert rebuild(made, tmp_path) is None  # an earlier fedshift did not say how
-    assert read_results(made, tmp_path) == [found]
+    fewer = replace(made, blocks=(replace(made.blocks[0], rows=made.blocks[0].rows[:1]),))
+    for command in (read_results, rebuild, lambda made, place: run_table(made, way, place)):
+        with pytest.raises(
+            UsageError, match=r"table99-0.json has a number in row 2, column 1 of a table of 1 x 3: .* remove it"
+        ):
+            command(fewer, tmp_path)
 
 
 def test_a_run_that_is_stopped_goes_on(tiny, tmp_path, Listener):
@@ -147,6 +148,28 @@ def test_errors_in_data_are_one_line_before_the_first_run_or_a_refusal(leaking, 
     run_table(leaking, replace(way, on_data_error="ignore", seeds=2), tmp_path / "out", observer=observer)
     assert not any("in the data" in line for line in heard)
     run_table(leaking, way, tmp_path / "out")  # nothing is left to run
+
+
+def test_a_changed_bit_of_a_stored_result_is_refused_by_the_name_of_the_file(tiny, tmp_path, monkeypatch):
+    tiny["panels"] = [{"name": "b", "x": "samples", "y": "accuracy", "over": {"method": ["fedavg"], "samples": [16]}}]
+    monkeypatch.setattr(figures, "_draw_panel", lambda *_: iter(()))
+    made, way, place = small(methods=("fedavg",)), ReproductionOptions(root=tmp_path), tmp_path / "here"
+    run_table(made, way, place)
+    readers = {"table99-0.json": read_results, "table99-pictures.json": figures.load_figures}
+    for name, read in readers.items():
+        path = place / "results" / "fedbn" / name
+        whole = path.read_bytes()
+        assert json.loads(whole)["scale"] == 1  # any reader of JSON can read it
+        for at in range(len(whole)):
+            path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :])
+            with pytest.raises(FedshiftError, match=rf"{name} is damaged \(.*\): restore it from a copy, or remove it"):
+                read(made, place)
+        for command in (lambda: run_table(made, way, place), lambda: page.write_results_page(place)):
+            with pytest.raises(FedshiftError, match=f"{name} is damaged"):
+                command()
+        path.unlink()
+        run_table(made, way, place)
+        assert path.read_bytes() == whole
 
 
 def test_a_run_that_diverges_leaves_the_others(tiny, tmp_path):

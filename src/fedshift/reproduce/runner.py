@@ -91,15 +91,13 @@ def rebuild(table: Table, directory: Path) -> FinishedTable | None:
     """Rebuild the result of :func:`run_table` from the finished runs in ``directory``, without training.
 
     Returns None where no run has finished, and where the result would be smaller than the stored one, because its data
-    are gone or an earlier fedshift wrote it.
+    are gone.
     """
     finished = FinishedTable()
     plans: list[tuple[Block | None, ReproductionOptions, TablePlan]] = []
     for block in (*table.blocks, None):
         if record := read_record(table, block, directory) if block else load_figures(table, directory):
             options = options_from_record(record)
-            if options is None:
-                return None
             plan = plan_block(table, block, options) if block else plan_panels(table, options)
             completed = completed_part(plan, directory)
             if not _is_covered(completed, record):
