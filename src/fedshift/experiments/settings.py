@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import get_args
 
@@ -152,3 +153,13 @@ def make_plan(
             f"it give ({classes},), one score a class"
         )
     return plan
+
+
+def check_sizes(plan: Plan, sizes: Mapping[str, int]) -> None:
+    """Raise :class:`UsageError` where a client has one training sample, ``sizes`` by name, and needs two."""
+    for name, size in sizes.items():
+        if size < plan.smallest_batch:
+            raise UsageError(
+                f"client {name!r} has one training sample, over which batch normalization has no variance: leave the "
+                "client out, or use a model without BatchNorm"
+            )
