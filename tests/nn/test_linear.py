@@ -14,8 +14,10 @@ from torch import nn
 from torch.func import functional_call, vmap
 from torch.nn.utils import parametrizations
 
+from fedshift.core.selection import batch_norm, entries
 from fedshift.nn import linear
 from fedshift.nn.linear import LEAST, WORTH, FastLinear, use_fast_linear, use_torch_linear, vmapped_lanes
+from fedshift.utils.errors import UsageError
 
 INPUTS, OUTPUTS = 256, 160
 SHAPES = [(INPUTS,), (1, INPUTS), (37, INPUTS), (5, 7, INPUTS)]
@@ -160,6 +162,9 @@ def test_names_ties_and_appearance_stay():
     assert [name for name, _ in net.named_parameters()] == [name for name, _ in before.named_parameters()]
     assert all(torch.equal(tensor, before.state_dict()[name]) for name, tensor in net.state_dict().items())
     assert str(net) == text
+    assert [entry.layer for entry in entries(net)] == ["Linear"] * 5
+    with pytest.raises(UsageError, match="whose layers are of type Linear: choose"):
+        batch_norm.names(entries(net))
     net.load_state_dict(before.state_dict())
     assert isinstance(net[0], nn.Linear)
 
