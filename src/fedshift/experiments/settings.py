@@ -135,7 +135,7 @@ def make_plan(
             network,
             work=settings.work,
             optimizer=settings.optimizer,
-            loss=settings.loss.resolve(labels),
+            loss=settings.loss.to(sample.device).resolve(labels.to(sample.device)),
             precision=settings.precision,
             sample=sample,
             rounds=settings.rounds,
