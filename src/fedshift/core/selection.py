@@ -36,7 +36,7 @@ class Entry:
     @property
     def layer(self) -> str:
         """The type of its layer, as torch prints it."""
-        return str(self.owner._get_name())
+        return str(self.owner._get_name())  # type: ignore[no-untyped-call]
 
 
 def entries(module: nn.Module) -> tuple[Entry, ...]:

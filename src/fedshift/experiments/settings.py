@@ -60,7 +60,7 @@ class Settings(TrialSpec):
         object.__setattr__(self, "loss", as_loss(self.loss))
         share = self.participation
         if isinstance(share, float) and share > 1:
-            raise UsageError(f"participation={share}: give a whole number of clients, or a fraction below 1")
+            raise UsageError(f"participation={share}: give a whole number of clients, or a fraction of at most 1.0")
         check_settings(self, TrialSpec)
         for moment in self.moments:
             if moment not in MOMENTS:
