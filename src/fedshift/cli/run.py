@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -81,10 +82,11 @@ def run_experiment(spec: RunSpec | CompareSpec, command: str, place: OutputOptio
 
 def make_checked(spec: RunSpec | CompareSpec, progress: Callable[[str, int, int], None] | None = None) -> Experiment:
     """Return the experiment that ``spec`` describes, with a line on errors in its data, or refuse those."""
-    from ..diagnosis.quality import check_experiment
+    from ..diagnosis.quality import check_data
     from ..experiments.factory import make_experiment
 
-    return check_experiment(make_experiment(spec, progress))
+    experiment = make_experiment(spec, progress)
+    return replace(experiment, notices=check_data(experiment.data, spec.on_data_error))
 
 
 def run_several(

@@ -13,8 +13,8 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -24,9 +24,6 @@ from ..data.federation import Federation
 from ..utils.errors import UsageError
 from ..utils.files import cached_measurement
 from .survey import SplitSurvey, survey_splits
-
-if TYPE_CHECKING:
-    from ..experiments.experiment import Experiment
 
 Bools = NDArray[np.bool_]
 Severity = Literal["error", "warning", "note"]
@@ -228,11 +225,6 @@ def check_data(data: Federation, choice: Literal["refuse", "warn", "ignore"] | N
     if choice == "refuse":
         raise UsageError(f"{said} Correct them (`fedshift data check` says how), or go on (--on-data-error warn)")
     return (f"{said} `fedshift data check` says how to correct them; --on-data-error refuse does not start with any",)
-
-
-def check_experiment(experiment: Experiment) -> Experiment:
-    """Return ``experiment`` with a line on errors in its data among its notices, or refuse those, by its setting."""
-    return replace(experiment, notices=check_data(experiment.data, experiment.config["on_data_error"]))
 
 
 def _make_finding(

@@ -15,7 +15,7 @@ from typing import Any
 from typing_extensions import override
 
 from ..config.spec import DataSpec, RunSpec
-from ..diagnosis.quality import check_experiment
+from ..diagnosis.quality import check_data
 from ..experiments.experiment import Experiment, Observer, Observers
 from ..experiments.factory import make_experiment
 from ..experiments.run_queue import QueuedRun, run_pending
@@ -129,7 +129,8 @@ def _check_data(specs: Iterable[RunSpec], directory: Path) -> tuple[str, ...]:
 
 
 def _make_checked(spec: RunSpec) -> Experiment:
-    return check_experiment(make_experiment(spec))
+    experiment = make_experiment(spec)
+    return replace(experiment, notices=check_data(experiment.data, spec.on_data_error))
 
 
 class _Unrepeated(Observers):
