@@ -47,7 +47,7 @@ def _parse_number(value: Any) -> Any:
         with suppress(ValueError):
             return kind(value)
     if isinstance(value, str):
-        raise PydanticCustomError("number", "should be a number")
+        raise PydanticCustomError("number", "should be a valid number")
     return value
 
 
@@ -57,7 +57,7 @@ def _split_list(value: Any) -> Any:
 
 Names = Annotated[str, BeforeValidator(_join)]
 Texts = Annotated[tuple[str, ...], BeforeValidator(_split_list)]
-Number = Annotated[int | float, BeforeValidator(_parse_number)]
+Number = Annotated[float | int, BeforeValidator(_parse_number)]
 Positive = Annotated[int, Field(ge=1)]
 Unseen = Literal["skip", "average", "nearest", "reestimate", "finetune", "finetune_bn"]
 PYTHON = "python"
