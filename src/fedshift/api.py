@@ -17,7 +17,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import wraps
 from io import StringIO
 from pathlib import Path
@@ -37,6 +37,7 @@ from torch import nn
 from .config.spec import CompareSpec, DataSpec, read_help
 from .console.terminal import show_progress
 from .data.federation import Federation
+from .diagnosis.quality import check_data
 from .engines.cost_model import limit_threads
 from .experiments.compare_arguments import CompareArguments
 from .experiments.experiment import Experiment, Observer, Observers
@@ -348,6 +349,7 @@ def compare(given: CompareArguments) -> Comparison:
             if value is not None and not isinstance(value, kind):
                 raise UsageError(f"{name}={value!r}: give {'True or False' if kind is bool else f'an {kind.__name__}'}")
         experiment = make_python_experiment({each.name: getattr(given, each.name) for each in fields(CompareSpec)})
+        experiment = replace(experiment, notices=check_data(experiment.data, given.on_data_error))
         path = directory or Path(mkdtemp(prefix="fedshift-"))
         result = Comparison(experiment, path)
         try:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from fedshift.api import compare
 from fedshift.data.federation import Federation, federation
 from fedshift.diagnosis import quality
 from fedshift.diagnosis.quality import check_data, examine, find_errors
@@ -110,6 +111,24 @@ def test_the_errors_of_a_run_are_those_of_the_check(tiny):
     with pytest.raises(UsageError, match=r"^2 errors in the data: Test samples are also in .*ann \(test\) 3 of"):
         check_data(data, "refuse")
     assert check_data(data, "ignore") == ()
+
+
+def test_the_python_interface_goes_by_the_same_switch(tmp_path, capsys):
+    """As the command line does, with errors in the words of Python."""
+    data, small = leaking(), {"rounds": 1, "batches": 1, "batch_size": 8}
+    said = f"2 errors in the data: {' '.join(find_errors(data))} `fedshift data check`"
+    result = compare("fedavg", data=data, **small, progress=True)
+    assert f"note: {said} says how to correct them" in capsys.readouterr().out
+    assert f"note: {said} says how to correct them" in str(result)
+    assert said in result._repr_html_().replace("&#39;", "'")
+    with pytest.raises(UsageError) as refused:
+        compare("fedavg", data=data, **small, on_data_error="refuse", out=tmp_path / "refused")
+    assert str(refused.value).startswith(said[: said.index("`")])
+    assert str(refused.value).endswith("or go on (on_data_error='warn')")
+    assert not (tmp_path / "refused").exists()
+    assert "in the data" not in str(compare("fedavg", data=data, **small, on_data_error="ignore"))
+    with pytest.raises(UsageError, match="unknown value of on_data_error 'refused': did you mean 'refuse'"):
+        compare("fedavg", data=data, on_data_error="refused")
 
 
 def test_samples_are_looked_at_once_on_this_machine(monkeypatch):

@@ -72,6 +72,11 @@ def test_plus_composes_as_calls_do():
         ("fedshift.methods.fedbn:nothing_here", "module fedshift.methods.fedbn has no 'nothing_here'"),
         ("os:getcwd", "made a str, not a Method"),
         ("os:sep", "sep is not a function"),
+        ("math:sqrt", "math.sqrt takes x (by position)"),
+        ("math:sqrt(x=2)", "math.sqrt takes x (by position)"),
+        ("math:isclose(b=2)", "math.isclose takes a, b, rel_tol=1e-09, abs_tol=0.0"),
+        ("textwrap:dedent", "textwrap.dedent takes text"),
+        ("median(x=2)", "unknown argument 'x'; median takes no arguments"),
     ],
 )
 def test_a_bad_expression_is_refused_and_said_why(written, said):

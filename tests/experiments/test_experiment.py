@@ -1,5 +1,6 @@
 """Experiments: what is measured of whom, divergence, selection, and what a study tells."""
 
+import inspect
 import json
 import math
 import threading
@@ -15,7 +16,7 @@ from torch import nn
 
 from fedshift.engines.engine import Diverged
 from fedshift.engines.sequential import client_step_
-from fedshift.experiments.experiment import Experiment
+from fedshift.experiments.experiment import Experiment, Observer, Observers
 from fedshift.experiments.trial import Trial
 from fedshift.methods.fedsmb import fedsmb
 from fedshift.report.tables import find_reported_rounds, seed_table
@@ -64,7 +65,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(make, tmp_path)
         ({"methods": "fedavg,fedbn,fedavg"}, "method 'fedavg' is given twice: give one of them another name"),
         ({"methods": "fedprox(mu=0.2),fedprox+fedprox(mu=0.2),fedprox(mu=0.2)"}, "is given twice"),
         ({"select": "best"}, "select='best' needs validation data, which the clients lack: hold some out"),
-        ({"participation": 1.5}, "participation=1.5: give a whole number of clients, or a fraction below 1"),
+        ({"participation": 1.5}, "participation=1.5: give a whole number of clients, or a fraction of at most 1.0"),
         ({"epochs": 1, "batches": 1}, "epochs=1 and batches=1: give exactly one of the two"),
         ({"engine": "stack"}, "unknown engine 'stack': did you mean 'stacked'?"),
         ({"device": "meta"}, "device 'meta' cannot be used here"),
@@ -400,3 +401,18 @@ def test_each_trial_is_made_once(make, tmp_path, monkeypatch):
     made.clear()
     make(methods="fedavg,fedbn", seeds=2, rounds=2).run(tmp_path / "run", resume=True)
     assert made == both
+
+
+def test_several_observers_hear_every_event():
+    heard = []
+
+    class Listening(Observer):
+        def __getattribute__(self, name):
+            return lambda *given: heard.append((name, *given))
+
+    events = [name for name in vars(Observer) if not name.startswith("_")]
+    for name in events:
+        given = list(inspect.signature(getattr(Observer, name)).parameters)[1:]
+        getattr(Observers(Listening(), Listening()), name)(*given)
+        assert heard[-2:] == [(name, *given)] * 2
+    assert len(heard) == 2 * len(events) >= 14

@@ -213,6 +213,21 @@ def test_a_damaged_id_is_refused(make, tmp_path, tensorboard):
         make(log="tensorboard", rounds=1).run(tmp_path / "run", resume=True)
 
 
+def test_an_id_that_was_removed_is_drawn_anew_and_said_once(make, tmp_path, tensorboard):
+    path, said = tmp_path / "run" / "logs" / "id.json", []
+    for number in range(4):
+        if number == 2:
+            before = path.read_text()
+            path.unlink()
+        watch = Recorder()
+        make(log="tensorboard", rounds=1).run(tmp_path / "run", resume=number > 0, observer=watch)
+        said.append(
+            [notice for notice in watch.notices if notice.startswith("logs/id.json is missing, by which MLflow")]
+        )
+    assert list(map(len, said)) == [0, 0, 1, 0]
+    assert path.read_text() != before
+
+
 def test_unknown_loggers_and_missing_packages_are_refused_before_data_are_loaded(make, monkeypatch, cli, tmp_path):
     with pytest.raises(UsageError, match=r"unknown logger 'tensorbord': did you mean 'tensorboard'\? allowed "):
         make(log="tensorbord", data="nowhere")

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 from fedshift.core.loss import parse_loss
 from fedshift.core.optimizer import SGD
@@ -12,6 +13,7 @@ from fedshift.core.work import Work
 from fedshift.data.augmentation import parse_augmentation
 from fedshift.data.federation import federation
 from fedshift.data.partition import iid
+from fedshift.experiments import settings
 from fedshift.experiments.settings import Settings
 from fedshift.experiments.trial import Trial
 from fedshift.methods.fedavg import fedavg
@@ -43,6 +45,37 @@ def test_weights_of_a_balanced_loss_are_of_all_clients_that_train(tiny):
     weights = counts.sum() / (3 * counts)
     logits, y = torch.randn(9, 3, dtype=torch.float64), torch.arange(9) % 3
     assert torch.allclose(trial.plan.loss(logits, y), torch.nn.functional.cross_entropy(logits, y, weight=weights))
+
+
+class WeightedMargin(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("weight_K", torch.tensor([1.0, 2.0, 3.0]))
+
+    def forward(self, logits, y):
+        return nn.functional.multi_margin_loss(logits, y, weight=self.weight_K)
+
+
+def test_a_loss_with_buffers_is_brought_to_the_device_that_trains(monkeypatch):
+    """Meta tensors have a device and no content, so that the plan's preparation, which computes, is left out."""
+    module, prepared = WeightedMargin(), []
+
+    def keep(*_, loss, sample, **__):
+        prepared.append((loss, sample.device))
+        raise InterruptedError
+
+    monkeypatch.setattr(settings, "prepare", keep)
+    for device in ("meta", "cpu"):
+        with pytest.raises(InterruptedError):
+            settings.make_plan(
+                fedavg(), small_cnn, Settings(loss=module), 0, sample=torch.zeros(1, 3, 8, 8, device=device),
+                classes=3, labels=torch.tensor([4, 5, 6]), clients=1,
+            )  # fmt: skip
+    (moved, place), (same, _) = prepared
+    assert (place.type, moved.function.weight_K.device.type) == ("meta", "meta")
+    assert (module.weight_K.device.type, same.function is module, str(moved) == str(same)) == ("cpu", True, True)
+    logits = torch.zeros(2, 3, device="meta", requires_grad=True)
+    assert moved(logits, torch.zeros(2, dtype=torch.int64, device="meta")).device.type == "meta"
 
 
 def test_recorded_losses_are_cross_entropy_whatever_is_trained_on(tiny):

@@ -10,13 +10,14 @@ import torch
 from torch import nn
 
 import fedshift
+from fedshift.cli.app import app
 from fedshift.config.settings_file import to_toml
 from fedshift.config.spec import CompareSpec
 from fedshift.core.loss import CrossEntropy, Focal
 from fedshift.core.method import Method
 from fedshift.core.optimizer import SGD, AdamW, Cosine, Exponential, Schedule, StepDecay
 from fedshift.data.augmentation import flip, parse_augmentation, rotate, sequence, sometimes
-from fedshift.experiments.factory import make_experiment
+from fedshift.experiments.factory import make_experiment, make_settings
 from fedshift.experiments.python_settings import make_python_experiment
 from fedshift.models.digits import small_cnn
 from fedshift.utils.errors import UsageError
@@ -95,7 +96,7 @@ def brighten(x, rng):
         ({"seeds": range(2)}, {"seeds": 2, "first_seed": 0}),
         ({"seeds": np.arange(2)}, {"seeds": 2, "first_seed": 0}),
         ({"batch_size": None}, {"batch_size": 0}),
-        ({"participation": 2}, {"participation": 2.0}),
+        ({"participation": 2}, {"participation": 2}),
         ({"participation": 0.5}, {"participation": 0.5}),
         ({"device": torch.device("cpu")}, {"device": "cpu"}),
         ({"rounds": np.int64(3), "lr": np.float32(0.5)}, {"rounds": 3, "lr": 0.5}),
@@ -114,10 +115,19 @@ def test_a_value_is_the_text_that_is_written(make_both, given, written):
     assert ours.config == theirs.config
 
 
-def test_everybody_taking_part_needs_no_setting(make_both):
-    ours, _ = make_both(participation=1.0)
-    assert ours.config["participation"] is None
-    assert ours.settings.participation is None
+@pytest.mark.parametrize(
+    ("given", "written", "count"), [(1, "1", 1), (1.0, "1.0", 3), (2.0, "2.0", 2), (0.5, "0.5", 2)]
+)
+def test_a_whole_number_counts_participants_and_a_decimal_point_makes_a_fraction(make_both, given, written, count):
+    """Of three clients; the same in Python, in TOML and in flags."""
+    ours, theirs = make_both(participation=given)
+    for settings in (ours.settings, theirs.settings):
+        assert len(settings.draw_participants(0, 1, ours.data.names)) == count
+    assert f"participation = {written}\n" in to_toml(ours.config)
+    _, bound, _ = app.parse_args(["run", "--participation", written])
+    spec = bound.arguments["spec"]
+    assert (repr(spec.participation), type(spec.participation)) == (written, type(given))
+    assert make_settings(spec, ours.data.names).participation == ours.settings.participation
 
 
 def test_functions_that_can_be_imported_are_written_by_name(make_both, tmp_path, monkeypatch):

@@ -66,6 +66,14 @@ def test_settings_and_their_values_are_read(written, meant):
     assert len(split_settings(written)) == len(meant)
 
 
+def test_one_client_and_all_are_different_values():
+    found = make_combinations(SweepSpec(data="digits", over=("participation=1,1.0,0.5,10",)))
+    assert [combination.folder for combination in found] == [
+        f"participation={text}" for text in ("1", "1.0", "0.5", "10")
+    ]
+    assert [type(combination.spec.participation) for combination in found] == [int, float, float, int]
+
+
 @pytest.mark.parametrize(
     ("over", "said"),
     [

@@ -26,7 +26,7 @@ from fedshift.new_clients.policies import (
     evaluate_model,
     make_models,
 )
-from fedshift.new_clients.policy_tables import mean_over_seeds, policy_differences, seed_table
+from fedshift.new_clients.policy_tables import format_differences, mean_over_seeds, policy_differences, seed_table
 from fedshift.new_clients.site_data import find_overlap, load_site
 from fedshift.results.schema import compute_metric, read_rows
 from fedshift.utils.errors import FedshiftError, UsageError
@@ -287,6 +287,21 @@ def test_tables_are_means_over_seeds_and_pairs_are_clients():
     assert (gap["difference"], gap["seeds"], gap["std"]) == pytest.approx((0.35, 2, np.std([0.3, 0.4], ddof=1)))
     alone = policy_differences(seeds.loc[["zoe"]]).loc["fedbn: average"]
     assert (alone["difference"], alone["seeds"], alone["std"]) == pytest.approx((0.3, 2, np.std([0.5, 0.1], ddof=1)))
+
+
+def test_a_policy_that_differs_nowhere_is_level_and_has_no_interval():
+    columns = pd.MultiIndex.from_product([["fedavg: global model", "fedbn: average", "fedbn: nearest"], [0]])
+    seeds = pd.DataFrame(
+        [[0.5, 0.5, 0.6], [0.4, 0.4, 0.6], [0.7, 0.7, 0.9]], index=["zoe", "ann", "eve"], columns=columns
+    )
+    shown = format_differences(policy_differences(seeds), "accuracy", 3)
+    same, better = ([cell.text for cell in row] for row in shown.rows)
+    assert same == ["fedbn: average", "0.00", "level", "1.000", "3"]
+    assert better[1] == "+16.67"
+    assert " to " in better[2]
+    assert shown.note.endswith("and nothing else. Level: no pair differs.")
+    other = format_differences(policy_differences(seeds[["fedavg: global model", "fedbn: nearest"]]), "accuracy", 3)
+    assert "Level" not in other.note
 
 
 # Data without labels

@@ -16,6 +16,7 @@ from torch.nn.utils import parametrizations
 
 from fedshift.core.optimizer import SGD
 from fedshift.core.preparation import prepare
+from fedshift.core.selection import batch_norm, entries
 from fedshift.evaluation.communication import summarize_method
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedbn import fedbn
@@ -183,6 +184,9 @@ def test_names_ties_and_appearance_stay():
     assert [name for name, _ in net.named_parameters()] == [name for name, _ in before.named_parameters()]
     assert all(torch.equal(tensor, before.state_dict()[name]) for name, tensor in net.state_dict().items())
     assert str(net) == text
+    assert [entry.layer for entry in entries(net)] == ["Linear"] * 5
+    with pytest.raises(UsageError, match="whose layers are of type Linear: choose"):
+        batch_norm.names(entries(net))
     net.load_state_dict(before.state_dict())
     assert isinstance(net[0], nn.Linear)
 

@@ -132,6 +132,11 @@ def test_ties_are_level(make_study):
     assert "p 1.000" in describe_difference("fedbn", "fedavg", mixed)
     row = texts(format_difference_table(difference_table(make_study({"fedavg": runs, "fedbn": runs}))))[0]
     assert row[:2] == ["fedbn", "0.00"]
+    assert " to " in row[2]  # the grid of counts leaves a doubt, and a loss of no grid none
+    continuous = collect_claims(make_study({"fedavg": runs, "fedbn": runs}), "loss").between("fedbn", "fedavg")
+    assert describe_difference("fedbn", "fedavg", continuous, "loss").endswith(
+        f"level with fedavg as printed, 0.000 nats (equal under each of {len(runs)} seeds)."
+    )
 
 
 def test_every_form_of_a_table_says_what_its_spread_covers(study):

@@ -12,7 +12,7 @@ from scipy import stats
 
 from fedshift.analysis.similarity import compute_discordance
 from fedshift.report.tables import metric_history
-from fedshift.reproduce import figures, page, published_tables, recipes, results, runner, time_estimates
+from fedshift.reproduce import figures, page, planning, published_tables, recipes, results, runner, time_estimates
 from fedshift.reproduce.planning import make_plans
 from fedshift.reproduce.published_tables import Block, PublishedValue, Table
 from fedshift.reproduce.recipes import ReproductionOptions, run_name
@@ -22,7 +22,8 @@ from fedshift.reproduce.time_estimates import TimeBudget
 from fedshift.reproduce.verdict import ReproducedBlock, arrange_values, compare_values
 from fedshift.results.summary import read_summary
 from fedshift.utils.checked_json import read_checked, write_checked
-from fedshift.utils.errors import UsageError
+from fedshift.utils.errors import FedshiftError, UsageError
+from tests.conftest import ARRAYS
 
 SETTINGS = {
     "rounds": 2, "samples": 16, "lr": 0.05, "model": "small-cnn", "domains": "pen,photo", "data": "digits",
@@ -68,11 +69,12 @@ def test_a_table_is_run_and_kept_and_not_run_again(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "make_experiment", None)
     assert run_table(made, way, tmp_path).blocks == [found]
     assert rebuild(made, tmp_path).blocks == [found]
-    kept_as = tmp_path / "results" / "fedbn" / "table99-0.json"
-    content = json.loads(kept_as.read_text())
-    kept_as.write_text(json.dumps({key: value for key, value in content.items() if key not in ("way", "part")}))
-    assert rebuild(made, tmp_path) is None  # an earlier fedshift did not say how
-    assert read_results(made, tmp_path) == [found]
+    fewer = replace(made, blocks=(replace(made.blocks[0], rows=made.blocks[0].rows[:1]),))
+    for command in (read_results, rebuild, lambda made, place: run_table(made, way, place)):
+        with pytest.raises(
+            UsageError, match=r"table99-0.json has a number in row 2, column 1 of a table of 1 x 3: .* remove it"
+        ):
+            command(fewer, tmp_path)
 
 
 def test_a_run_that_is_stopped_goes_on(tiny, tmp_path, Listener):
@@ -115,6 +117,59 @@ def test_figures_are_drawn_again_from_the_runs_that_have_ended(tiny, tmp_path, m
     assert shown == [1]
     facts = json.loads((tmp_path / "results" / "fedbn" / "table99-pictures.json").read_text())
     assert facts["ended"] is False
+
+
+@pytest.fixture
+def leaking(tiny, rewrite, tmp_path, monkeypatch):
+    """The same table on clients of which one is tested on samples that it trains on."""
+    monkeypatch.setenv("FEDSHIFT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(planning, "is_present", lambda data, root: True)
+    x, y, *_ = ARRAYS["ann"]
+    folder = rewrite("ann", x_test=x[:6], y_test=y[:6]).parent
+    tiny |= {"domains": "", "samples": ""}
+    made = small(columns=("ann", "bob", "average"))
+    return replace(made, blocks=(replace(made.blocks[0], keys={"data": str(folder)}),))
+
+
+def test_errors_in_data_are_one_line_before_the_first_run_or_a_refusal(leaking, tmp_path, Listener):
+    observer = Listener()
+    heard = observer.notices
+    way = ReproductionOptions(root=tmp_path, on_data_error="refuse")
+    with pytest.raises(UsageError, match=r"^1 error in the data: Test samples are also in .*ann \(test\) 6 of 6"):
+        run_table(leaking, way, tmp_path / "out", observer=observer)
+    assert (heard, (tmp_path / "out").exists()) == ([], False)
+    run_table(leaking, replace(way, on_data_error=None), tmp_path / "out", observer=observer)
+    assert heard[0].startswith("1 error in the data: ")
+    assert [line for line in heard if "in the data" in line] == heard[:1]
+    assert sum(line.startswith("run ") for line in heard) == 2
+    kept = [read_checked(path, "")["notices"][0] for path in (tmp_path / "out" / "runs").glob("*/notices.json")]
+    assert kept == heard[:1] * 2
+    heard.clear()
+    run_table(leaking, replace(way, on_data_error="ignore", seeds=2), tmp_path / "out", observer=observer)
+    assert not any("in the data" in line for line in heard)
+    run_table(leaking, way, tmp_path / "out")  # nothing is left to run
+
+
+def test_a_changed_bit_of_a_stored_result_is_refused_by_the_name_of_the_file(tiny, tmp_path, monkeypatch):
+    tiny["panels"] = [{"name": "b", "x": "samples", "y": "accuracy", "over": {"method": ["fedavg"], "samples": [16]}}]
+    monkeypatch.setattr(figures, "_draw_panel", lambda *_: iter(()))
+    made, way, place = small(methods=("fedavg",)), ReproductionOptions(root=tmp_path), tmp_path / "here"
+    run_table(made, way, place)
+    readers = {"table99-0.json": read_results, "table99-pictures.json": figures.load_figures}
+    for name, read in readers.items():
+        path = place / "results" / "fedbn" / name
+        whole = path.read_bytes()
+        assert json.loads(whole)["scale"] == 1  # any reader of JSON can read it
+        for at in range(len(whole)):
+            path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :])
+            with pytest.raises(FedshiftError, match=rf"{name} is damaged \(.*\): restore it from a copy, or remove it"):
+                read(made, place)
+        for command in (lambda: run_table(made, way, place), lambda: page.write_results_page(place)):
+            with pytest.raises(FedshiftError, match=f"{name} is damaged"):
+                command()
+        path.unlink()
+        run_table(made, way, place)
+        assert path.read_bytes() == whole
 
 
 def test_a_run_that_diverges_leaves_the_others(tiny, tmp_path):

@@ -94,6 +94,17 @@ def test_samples_of_evaluation_are_counted(changes, samples):
     assert found.estimate([replace(RUN, **changes)]) == samples
 
 
+def test_a_run_that_would_be_refused_for_a_client_of_one_sample_has_no_estimate():
+    """As Digits-Five's stand-in of 300 samples a client, dealt to 200 each under batch normalization."""
+    found, *_ = costing(step=1.0)
+    dealt = replace(
+        RUN, data="digits", domains="pen", split="iid(clients=200)", allow_single_class=True, model="small-cnn"
+    )  # fmt: skip
+    with pytest.raises(UsageError, match=r"client '.*' has one training sample, over which batch normalization"):
+        found.estimate([replace(dealt, method="fedavg")])
+    assert found.estimate([replace(dealt, method="fedwon")]) == 200 * 6
+
+
 def test_clients_are_visited_and_rounds_saved():
     found, *_ = costing(visit=1.0, save=10.0)
     assert found.estimate([RUN, replace(RUN, participation=1)]) == 6 * (2 + 10) + 6 * (1 + 10)

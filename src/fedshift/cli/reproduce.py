@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 from rich.console import Console
@@ -42,6 +42,7 @@ def reproduce(
     scale: float = 1.0,
     version: str | None = None,
     root: Path | None = None,
+    on_data_error: Literal["refuse", "warn", "ignore"] | None = None,
     out: Path = Path("reproduced"),
 ) -> int:
     """Run tables and figures of the papers, and compare with their values; without a name, list all with their costs.
@@ -56,6 +57,8 @@ def reproduce(
         scale: Share of the rounds to run, for a quick look.
         version: Version of the paper where it has several, v1 or final; by default the last.
         root: Directory of the data; by default the one that FEDSHIFT_DATA names, or data.
+        on_data_error: Treatment of what `fedshift data check` calls an error, before anything is trained: refuse to
+            start, warn in one line, or ignore, without looking for it; by default warn.
         out: Directory of the runs, which tables share, and of the results and the page.
 
     """
@@ -79,7 +82,7 @@ def reproduce(
         raise UsageError(f"{named}{data}: there is no such directory; give that of the data, or leave it out")
     _require_own_directory(out)
     use_threads(None)
-    way = ReproductionOptions(root=data.resolve(), scale=scale, seeds=seeds, light=light)
+    way = ReproductionOptions(root=data.resolve(), scale=scale, seeds=seeds, light=light, on_data_error=on_data_error)
     if not table and not all:
         return _print_list(way, out)
     wanted = [found(table)] if table else _select_tables(way, present)

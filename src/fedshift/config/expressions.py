@@ -171,9 +171,13 @@ def split_expressions(kind: str, text: str) -> list[str]:
 
 
 def _describe_parameters(signature: inspect.Signature) -> str:
-    """Return the keyword arguments as a user writes them, ``clients, seed=0``."""
-    named = (each for each in signature.parameters.values() if each.kind is each.KEYWORD_ONLY)
-    return ", ".join(e.name if e.default is e.empty else f"{e.name}={e.default!r}" for e in named) or "no arguments"
+    """Return the arguments as a user writes them, ``clients, seed=0``, without the base that ``+`` gives a method."""
+    shown = [
+        f"{each.replace(annotation=each.empty)}{' (by position)' if each.kind is each.POSITIONAL_ONLY else ''}"
+        for each in signature.parameters.values()
+        if each.kind is not each.POSITIONAL_OR_KEYWORD or each.default is not None
+    ]
+    return ", ".join(shown) or "no arguments"
 
 
 def _value(kind: str, node: ast.expr, lookup: Callable[[str], Callable[..., Any]], *inner: Any) -> Any:

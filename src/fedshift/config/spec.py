@@ -11,6 +11,7 @@ import dataclasses
 import inspect
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 from cyclopts import Group, Parameter
 from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
+from pydantic_core import PydanticCustomError
 
 from ..utils.errors import UsageError, unknown_name
 from .settings_file import FILE, WRITTEN
@@ -39,12 +41,23 @@ def _join(value: Any) -> Any:
     return ",".join(map(str, value)) if isinstance(value, list | tuple) else value
 
 
+def _parse_number(value: Any) -> Any:
+    """Return a text that is a number as an integer or, with a decimal point, as a float; other values as they are."""
+    for kind in (int, float) if isinstance(value, str) else ():
+        with suppress(ValueError):
+            return kind(value)
+    if isinstance(value, str):
+        raise PydanticCustomError("number", "should be a valid number")
+    return value
+
+
 def _split_list(value: Any) -> Any:
     return (value,) if isinstance(value, str) else value
 
 
 Names = Annotated[str, BeforeValidator(_join)]
 Texts = Annotated[tuple[str, ...], BeforeValidator(_split_list)]
+Number = Annotated[float | int, BeforeValidator(_parse_number)]
 Positive = Annotated[int, Field(ge=1)]
 Unseen = Literal["skip", "average", "nearest", "reestimate", "finetune", "finetune_bn"]
 PYTHON = "python"
@@ -65,8 +78,9 @@ class TrialSpec:
     rounds: Annotated[Positive, Parameter(group=TRAINING)] = 20
     """Communication rounds."""
 
-    participation: Annotated[float | None, Field(gt=0), Parameter(group=TRAINING)] = None
-    """Clients that take part in a round: a whole number of 1 or more counts them, a value below 1 is the fraction."""
+    participation: Annotated[Number | None, Field(gt=0), Parameter(group=TRAINING)] = None
+    """Clients that take part in a round: a whole number counts them, one with a decimal point is the fraction; 1 is one
+    client, 1.0 are all. By default all."""
 
     engine: Annotated[str, Parameter(group=COMPUTING)] = "auto"
     """Engine that runs the clients: sequential, one after another; stacked, side by side in one tensor program (small

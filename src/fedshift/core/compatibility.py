@@ -79,7 +79,7 @@ def _check_needs(plan: Plan, needs: Requirements) -> None:
         sent = entry.name in plan.sent and plan.initial[entry.name].is_floating_point()
         if sent and entry.is_buffer and not norm_layers(entry):
             raise UsageError(
-                f"{name}: entry {entry.name!r} is a buffer of a {type(entry.owner).__name__}, "
+                f"{name}: entry {entry.name!r} is a buffer of a {entry.layer}, "
                 f"{needs.no_constant_buffers}: register it with persistent=False, or keep it on clients"
             )
 

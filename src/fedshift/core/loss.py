@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import ClassVar, Literal, TypeVar, get_args
@@ -64,6 +65,10 @@ class Loss(ABC):
     @abstractmethod
     def __call__(self, logits: Tensor, y: Tensor) -> Tensor:
         """Return the loss of a batch, a scalar."""
+
+    def to(self: Own, device: torch.device) -> Own:
+        """Return the loss with its tensors on ``device``."""
+        return self
 
     def resolve(self: Own, counts: Tensor) -> Own:
         """Return the loss with its weights as numbers; ``counts`` ``[K]``: all clients' training samples by class.
@@ -166,10 +171,21 @@ class CustomLoss(Loss):
         return self.function(logits, y)
 
     @override
+    def to(self, device: torch.device) -> CustomLoss:
+        """Return the loss with its buffers on ``device``, a copy where they are elsewhere."""
+        module = self.function
+        if not isinstance(module, nn.Module) or all(buffer.device == device for buffer in module.buffers()):
+            return self
+        return replace(self, function=deepcopy(module).to(device))
+
+    @override
     def resolve(self, counts: Tensor) -> CustomLoss:
-        """Return the loss, tried once on two samples of each class; raise :class:`UsageError` where it gives none."""
-        y = torch.arange(len(counts)).repeat(2)
-        logits = torch.linspace(-1, 1, len(y) * len(counts)).reshape(len(y), -1).requires_grad_()
+        """Return the loss, tried once on two samples of each class, on the device of ``counts``.
+
+        Raises :class:`UsageError` where it gives none.
+        """
+        y = torch.arange(len(counts), device=counts.device).repeat(2)
+        logits = torch.linspace(-1, 1, len(y) * len(counts), device=y.device).reshape(len(y), -1).requires_grad_()
         shapes = f"logits {list(logits.shape)} and labels {list(y.shape)}"
         called = f"loss {describe_function(self.function)}, called with {shapes},"
         try:

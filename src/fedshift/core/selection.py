@@ -33,6 +33,11 @@ class Entry:
     is_buffer: bool
     from_end: int
 
+    @property
+    def layer(self) -> str:
+        """The type of its layer, as torch prints it."""
+        return str(self.owner._get_name())  # type: ignore[no-untyped-call]
+
 
 def entries(module: nn.Module) -> tuple[Entry, ...]:
     """Return the entries of ``module`` in ``state_dict`` order; a tied parameter occurs once, by its first name."""
@@ -116,7 +121,7 @@ class Select:
 
 
 def _describe_unmatched(claim: Select, found: tuple[Entry, ...]) -> str:
-    types = sorted({entry.owner._get_name() for entry in found})  # type: ignore[no-untyped-call]
+    types = sorted({entry.layer for entry in found})
     near = get_close_matches(claim.text.strip("'"), [entry.name for entry in found], n=3, cutoff=0.3)
     hint = f"; near it are {', '.join(near)}" if near else ""
     if claim is buffers:

@@ -35,7 +35,7 @@ def summarize_method(plan: Plan) -> MethodSummary:
     rows = [
         {
             "name": entry.name,
-            "type": entry.owner._get_name(),  # type: ignore[no-untyped-call]
+            "type": entry.layer,
             "shape": list(plan.initial[entry.name].shape),
             "dtype": str(plan.initial[entry.name].dtype).removeprefix("torch."),
             "bytes": nbytes({entry.name: plan.initial[entry.name]}),
@@ -119,7 +119,7 @@ def _describe_entries(plan: Plan, names: frozenset[str]) -> str:
 
 def _describe_normalization(plan: Plan) -> str:
     if not any(isinstance(entry.owner, _BatchNorm) for entry in plan.entries):
-        kinds = {type(entry.owner).__name__ for entry in plan.entries if norm_layers(entry)}
+        kinds = {entry.layer for entry in plan.entries if norm_layers(entry)}
         return f"replaced by {', '.join(sorted(kinds))}" if kinds else "removed"
     owned = {name for name in plan.personal if name in {entry.name for entry in plan.entries if batch_norm(entry)}}
     statistics = {entry.name for entry in plan.entries if norm_statistics(entry)}

@@ -116,6 +116,11 @@ class Observers(Observer):
             each.trial(method, seed, done)
 
     @override
+    def recorded(self, rows: Sequence[Row]) -> None:
+        for each in self.observers:
+            each.recorded(rows)
+
+    @override
     def engine(self, method: str, choice: EngineChoice) -> None:
         for each in self.observers:
             each.engine(method, choice)

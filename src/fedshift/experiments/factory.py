@@ -148,7 +148,7 @@ def make_settings(spec: Spec, names: tuple[str, ...], given: GivenObjects | None
         augment=given.augment or spec.augment,
         newcomers=spec.newcomers or () if given.newcomers is None else given.newcomers,
         moments=spec.moments,
-        participation=share if share is None or share < 1 or share % 1 else int(share),
+        participation=int(share) if share and share > 1 and not share % 1 else share,
     )
 
 

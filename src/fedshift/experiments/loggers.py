@@ -251,7 +251,7 @@ class RecordLog:
         directory: run directory.
         config: settings of the run.
         metric: metric of the tables.
-        announce: called once with where each log is.
+        announce: called once with where each log is, and where the run is logged anew.
         warn: called where a logger fails once the run is under way, which then goes on without it.
 
     Raises:
@@ -273,6 +273,11 @@ class RecordLog:
         self._begun: set[str] = set()
         if names:
             folder = directory / LOGS
+            if folder.is_dir() and not (folder / ID).exists():
+                announce(
+                    f"{LOGS}/{ID} is missing, by which MLflow and Weights & Biases know this run: there it is logged "
+                    "anew, as another"
+                )
             given = {key: value for key, value in config.items() if value is not None}
             run = RunLabel(name=directory.resolve().name, id=_read_id(folder), config=given)
             for name in names:

@@ -97,8 +97,6 @@ def simplify(name: str, value: Any) -> Any:
         return str(value)
     if name == "batch_size" and value is None:
         return 0
-    if name == "participation" and isinstance(value, float) and value == 1:
-        return None
     return value
 
 

@@ -67,8 +67,6 @@ def read_python_settings(directory: Path, given: Mapping[str, Any]) -> dict[str,
     kept = {name: value for name, value in found.items() if value is not None}
     values = select_settings(kept, directory / FILE, allowed, given)
     values["methods"] = values.pop("method", None) or values.get("methods")
-    if (share := values.get("participation")) is not None and share >= 1:
-        values["participation"] = int(share)
     values["device"] = resolve_device(RunSpec(device=values.get("device", RunSpec.device)))[0]
     whole = {"optimizer": OF_OPTIMIZER, "seeds": ("seeds", "first_seed")}
     replaced = {each for name, several in whole.items() if name in given for each in several}

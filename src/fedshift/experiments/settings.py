@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import get_args
 
@@ -60,7 +61,7 @@ class Settings(TrialSpec):
         object.__setattr__(self, "loss", as_loss(self.loss))
         share = self.participation
         if isinstance(share, float) and share > 1:
-            raise UsageError(f"participation={share}: give a whole number of clients, or a fraction below 1")
+            raise UsageError(f"participation={share}: give a whole number of clients, or a fraction of at most 1.0")
         check_settings(self, TrialSpec)
         for moment in self.moments:
             if moment not in MOMENTS:
@@ -135,7 +136,7 @@ def make_plan(
             network,
             work=settings.work,
             optimizer=settings.optimizer,
-            loss=settings.loss.resolve(labels),
+            loss=settings.loss.to(sample.device).resolve(labels.to(sample.device)),
             precision=settings.precision,
             sample=sample,
             rounds=settings.rounds,
@@ -155,3 +156,13 @@ def make_plan(
         )
     choose_products(plan, rows)
     return plan
+
+
+def check_sizes(plan: Plan, sizes: Mapping[str, int]) -> None:
+    """Raise :class:`UsageError` where a client has one training sample, ``sizes`` by name, and needs two."""
+    for name, size in sizes.items():
+        if size < plan.smallest_batch:
+            raise UsageError(
+                f"client {name!r} has one training sample, over which batch normalization has no variance: leave the "
+                "client out, or use a model without BatchNorm"
+            )

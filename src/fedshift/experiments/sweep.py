@@ -80,7 +80,7 @@ def make_combinations(spec: SweepSpec, began: Path | None = None) -> list[Combin
         made = CompareSpec(**common | given)
         values = {name: getattr(made, name) for name in over}
         made = anchor_paths(made, began)
-        if values in [other.values for other in found]:
+        if repr(values) in [repr(other.values) for other in found]:  # 1 client is not 1.0, all
             raise UsageError(f"over {', '.join(over)}: {' '.join(texts)} is the same as another value; drop one")
         found.append(Combination(values=values, spec=made, folder=_folder_name(values, [c.folder for c in found])))
         _parse_expressions(found[-1])

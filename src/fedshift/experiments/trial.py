@@ -49,7 +49,7 @@ from ..utils.errors import UsageError
 from ..utils.profiling import OPERATIONS, add_seconds, is_recording, timed_section
 from ..utils.state import State, entries_under, join_states, split_state
 from .client_store import MEMORY, ClientStore, remove_unused_segments
-from .settings import Settings, make_plan
+from .settings import Settings, check_sizes, make_plan
 
 SERVER_PARTS = ("shared", "memory", "optimizer")
 
@@ -113,12 +113,7 @@ class Trial:
             clients=len(members),
         )
         self._architecture = architecture(self.plan.module)  # now, before a layer that counts its calls has counted
-        for client in trained_on.clients:
-            if len(client.train) < self.plan.smallest_batch:
-                raise UsageError(
-                    f"client {client.name!r} has one training sample, over which batch normalization has no variance: "
-                    "leave the client out, or use a model without BatchNorm"
-                )
+        check_sizes(self.plan, {client.name: len(client.train) for client in trained_on.clients})
         check_client_count(method.aggregate, len(settings.draw_participants(seed, 1, trained_on.names)))
         if self.plan.personalizes:
             check_policy(self.plan, settings.unseen, {client.name: client.train for client in data.clients})

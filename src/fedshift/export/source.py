@@ -150,7 +150,7 @@ def describe_settings(plan: Plan, settings: Settings, normalization: Any) -> dic
         "loss": str(settings.loss),
         "augmentation": str(settings.augment or "none"),
         "initial weights": settings.weights.source if settings.weights else "random, by the seed",
-        "clients in a round": "all" if share is None else str(share),
+        "clients in a round": "all" if str(share) in ("None", "1.0") else str(share),
         "precision": plan.precision,
         "scaling": str(normalization) if images else "each column by the client's own training rows",
     }

@@ -253,6 +253,8 @@ def describe_difference(one: str, other: str, gap: PairedDifference, metric: str
     low, high = (format_signed(scale * bound, digits) for bound in (gap.low, gap.high))
     number = f", corrected for {gap.comparisons} comparisons" if gap.comparisons > 1 else ""
     support = f"{100 * gap.level:g}% interval {low} to {high} over {gap.pairs} seeds, p {format_p_value(gap.p)}{number}"
+    if gap.low == gap.high:
+        support = f"equal under each of {gap.pairs} seeds"
     if math.isnan(gap.p):
         support = f"the same difference under each of {gap.pairs} seeds, which allows no interval"
     if not mean:

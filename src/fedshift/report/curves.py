@@ -149,6 +149,8 @@ def format_setting(key: str, value: object) -> str:
     """Return a setting's value as figures and tables print it."""
     if key == "batch_size" and value == 0:
         return "full"
+    if key == "participation" and value == 1:  # 1 client, or 1.0, all
+        return str(value)
     return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 

@@ -21,7 +21,7 @@ from ..utils.files import write_atomically
 if TYPE_CHECKING:
     from rich.table import Table
 
-MISSING = "-"
+MISSING, LEVEL = "-", "level"
 MINUS = "\N{MINUS SIGN}"
 _LATEX = {
     "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", MINUS: "$-$",
@@ -152,6 +152,8 @@ def format_difference_table(
         interval, *with_test = (
             MISSING
             if math.isnan(row[f"{kind}low"])
+            else LEVEL
+            if row[f"{kind}low"] == row[f"{kind}high"]
             else " to ".join(format_signed(scale * row[f"{kind}{end}"], digits) for end in ("low", "high"))
             for kind in kinds
         )
@@ -160,6 +162,8 @@ def format_difference_table(
     count = int(table["comparisons"].max()) if len(table) else 0
     number = f", corrected for {count} comparisons (Holm)," if count > 1 else ""
     note = f"Intervals and p{number} cover {variation}."
+    if any(row[2] == LEVEL for row in rows):
+        note += f" {LEVEL.capitalize()}: no pair differs."
     if len(kinds) > 1:
         note += (
             " The last column adds the variation that another test set of this size would cause, independently for "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -22,12 +21,13 @@ from ..representations.figures import draw_panels
 from ..results.summary import read_summary
 from ..theory.checks import compute_toy
 from ..theory.figures import draw_toy_panels
+from ..utils.checked_json import read_checked, write_checked
 from ..utils.files import write_atomically
 from .measurements import load_features, run_folder
 from .planning import PanelPlan, TablePlan
 from .published_tables import Table
 from .recipes import ReproductionOptions
-from .results import completed_part, to_record
+from .results import REMOVE, completed_part, to_record
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -58,15 +58,18 @@ def draw_figures(
         "ended": panels == plan.panels, "way": to_record(options),
         "pictures": [{"name": picture.name, "description": picture.description} for picture in pictures],
     }  # fmt: skip
-    write_atomically(_record_path(table, directory), (json.dumps(record, indent=1) + "\n").encode())
+    write_checked(_record_path(table, directory), record)
     return figures
 
 
 def load_figures(table: Table, directory: Path) -> dict[str, Any] | None:
-    """Return what :func:`draw_figures` stored of ``table``: scale, seeds, notes and pictures, each with its SVG."""
+    """Return what :func:`draw_figures` stored of ``table``: scale, seeds, notes and pictures, each with its SVG.
+
+    Raises :class:`FedshiftError` where it is damaged.
+    """
     if not _record_path(table, directory).exists():
         return None
-    record: dict[str, Any] = json.loads(_record_path(table, directory).read_text(encoding="utf-8"))
+    record = read_checked(_record_path(table, directory), REMOVE)
     for picture in record["pictures"]:
         path = directory / "results" / table.paper / f"{picture['name']}.svg"
         picture["svg"] = path.read_text(encoding="utf-8")

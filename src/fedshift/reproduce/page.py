@@ -40,7 +40,7 @@ def _make_entry(table: Table, directory: Path) -> dict[str, Any] | None:
         "table": table,
         "blocks": [(block, compare_values(block), arrange_values(block)) for block in blocks],
         "figures": figures,
-        "remarks": list_remarks(figures["notes"], figures.get("missing", ())) if figures else [],
+        "remarks": list_remarks(figures["notes"], figures["missing"]) if figures else [],
         "pictures": [embed_svg(p["svg"], p["name"], p["description"]) for p in figures["pictures"]] if figures else [],
     }
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ..config.expressions import EMBEDDED, list_catalog
 from ..config.spec import RunSpec
@@ -35,13 +35,15 @@ class ReproductionOptions:
     """Options of a reproduction.
 
     ``root`` holds the data, ``scale`` is the share of the rounds, ``seeds`` the number of seeds. ``light``: use the
-    networks that ``recipes.toml`` names in place of the papers'.
+    networks that ``recipes.toml`` names in place of the papers'. ``on_data_error``: treatment of errors in the data, as
+    for ``fedshift run``.
     """
 
     root: Path
     scale: float = 1.0
     seeds: int = 1
     light: bool = False
+    on_data_error: Literal["refuse", "warn", "ignore"] | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.scale <= 1:
@@ -74,9 +76,9 @@ class StandIn:
 
 
 def run_name(spec: RunSpec) -> str:
-    """Return the name of a run, which depends on its settings but not on the location of the data."""
+    """Return the name of a run, which depends on its settings but not on the location of the data or their errors."""
     data = spec.data.removeprefix(str(spec.root))
-    text = json.dumps({**asdict(spec), "data": data, "root": None}, sort_keys=True)
+    text = json.dumps({**asdict(spec), "data": data, "root": None, "on_data_error": None}, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
@@ -144,6 +146,7 @@ def make_spec(recipe: Mapping[str, Any], coordinates: Mapping[str, Any], options
         settings.pop("epochs")
     rounds = max(1, math.floor(settings["rounds"] * options.scale + 0.5))
     settings |= {"rounds": rounds, "seeds": options.seeds, "root": str(options.root)}
+    settings["on_data_error"] = options.on_data_error
     settings["allow_single_class"] = bool(settings.get("split"))
     settings["evaluate_every"] = max(1, rounds // recipe.get("evaluations", 1))
     return RunSpec(**{key: value for key, value in settings.items() if value not in ("", None)})

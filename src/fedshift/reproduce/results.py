@@ -6,7 +6,6 @@ begun, unless a result is already there, so that the results of an interrupted t
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,8 +16,8 @@ from typing import Any
 from ..config.spec import RunSpec
 from ..experiments.run_queue import read_outcome
 from ..results.run_directory import LOCK, OWNER, acquire_lock
+from ..utils.checked_json import read_checked, write_checked
 from ..utils.errors import UsageError
-from ..utils.files import write_atomically
 from .measurements import FinishedRuns, run_folder
 from .planning import TablePlan
 from .published_tables import Block, Table
@@ -27,6 +26,8 @@ from .verdict import ReproducedBlock
 
 KNOWN = frozenset(("index.html", "results", "runs", LOCK, OWNER))
 """Names of the entries of such a directory."""
+REMOVE = "remove it and give the same command again, which keeps the runs"
+"""Way out of a stored result that cannot be used."""
 
 
 @contextmanager
@@ -50,10 +51,10 @@ def to_record(options: ReproductionOptions) -> dict[str, Any]:
     return {**asdict(options), "root": str(options.root)}
 
 
-def options_from_record(record: Mapping[str, Any]) -> ReproductionOptions | None:
-    """Return the options of a stored result; None where an earlier fedshift wrote it without them."""
-    options = record.get("way")
-    return ReproductionOptions(**{**options, "root": Path(options["root"])}) if options else None
+def options_from_record(record: Mapping[str, Any]) -> ReproductionOptions:
+    """Return the options of a stored result."""
+    options = record["way"]
+    return ReproductionOptions(**{**options, "root": Path(options["root"])})
 
 
 def pending_runs(specs: Sequence[RunSpec], directory: Path) -> list[RunSpec]:
@@ -105,9 +106,19 @@ def compare_block(
 
 
 def read_record(table: Table, block: Block, directory: Path) -> Mapping[str, Any]:
-    """Return the stored record of ``block``, empty where it was not begun in ``directory``."""
+    """Return the stored record of ``block``, empty where it was not begun in ``directory``.
+
+    Raises :class:`FedshiftError` where it is damaged, or of a table of other rows or columns.
+    """
     path = _record_path(table, block, directory)
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    record = read_checked(path, REMOVE) if path.exists() else {}
+    for cell in record.get("cells", ()):
+        if cell["row"] >= len(block.rows) or cell["column"] >= len(block.columns):
+            raise UsageError(
+                f"{path} has a number in row {cell['row'] + 1}, column {cell['column'] + 1} of a table of "
+                f"{len(block.rows)} x {len(block.columns)}: another version of fedshift wrote it; {REMOVE}"
+            )
+    return record
 
 
 def read_results(table: Table, directory: Path) -> list[ReproducedBlock]:
@@ -115,17 +126,16 @@ def read_results(table: Table, directory: Path) -> list[ReproducedBlock]:
     blocks = []
     for block in table.blocks:
         record = read_record(table, block, directory)
-        if record and (record["cells"] or not record.get("part")):
+        if record and (record["cells"] or not record["part"]):
             cells = {(cell["row"], cell["column"]): cell for cell in record["cells"]}
-            fields: dict[str, Any] = {name: record[name] for name in ("scale", "seeds", "shown", "own")}
-            fields |= {name: tuple(record.get(name, ())) for name in ("notes", "missing")}
+            fields: dict[str, Any] = {name: record[name] for name in ("scale", "seeds", "shown", "own", "part")}
+            fields |= {name: tuple(record[name]) for name in ("notes", "missing")}
             values = {
                 key: tuple(math.nan if value is None else value for value in cell["values"])
                 for key, cell in cells.items()
             }
-            grid = {key: cell.get("grid", 0.0) for key, cell in cells.items()}
-            part = record.get("part", "")
-            blocks.append(ReproducedBlock(table=table, block=block, values=values, grid=grid, part=part, **fields))
+            grid = {key: cell["grid"] for key, cell in cells.items()}
+            blocks.append(ReproducedBlock(table=table, block=block, values=values, grid=grid, **fields))
     return blocks
 
 
@@ -158,7 +168,7 @@ def _write_record(block: ReproducedBlock, options: ReproductionOptions, director
     }  # fmt: skip
     path = _record_path(block.table, block.block, directory)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, (json.dumps(record, indent=1) + "\n").encode())
+    write_checked(path, record)
 
 
 def _record_path(table: Table, block: Block, directory: Path) -> Path:

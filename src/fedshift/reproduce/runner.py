@@ -5,15 +5,18 @@ Runs are kept one by one in a directory, so that interrupted tables continue and
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from threading import Event
 from typing import Any
 
-from ..config.spec import RunSpec
-from ..experiments.experiment import Observer
+from typing_extensions import override
+
+from ..config.spec import DataSpec, RunSpec
+from ..diagnosis.quality import check_data
+from ..experiments.experiment import Experiment, Observer, Observers
 from ..experiments.factory import make_experiment
 from ..experiments.run_queue import QueuedRun, run_pending
 from ..utils.errors import UsageError
@@ -56,8 +59,9 @@ def run_table(
 ) -> FinishedTable | None:
     """Run what ``directory`` lacks of ``table``, compare and draw; return None where ``stop`` came first.
 
-    A run whose training diverges keeps the numbers of the round before. Raises :class:`UsageError` where the data are
-    missing, and the errors of running experiments.
+    A run whose training diverges keeps the numbers of the round before. Errors in the data of all runs are said, or
+    refused, before the first. Raises :class:`UsageError` where the data are missing, and the errors of running
+    experiments.
     """
     plans = list(make_plans(table, options, version))
     missing = dict.fromkeys(name for _, plan in plans for name in plan.missing)
@@ -66,6 +70,10 @@ def run_table(
             f"{table.key} needs {' and '.join(missing)}, not to be found under {options.root}: `fedshift data list` "
             "says where to get data"
         )
+    observer = observer or Observer()
+    lines = _check_data((spec for _, plan in plans for spec in plan.specs), directory)
+    for line in lines:
+        observer.notice(line)
     for block, plan in plans:
         if block:
             record_start(table, block, options, plan, directory)
@@ -73,7 +81,7 @@ def run_table(
             draw_figures(table, replace(plan, panels=()), options, directory)
     finished = FinishedTable()
     for block, plan in plans:
-        if not _run(pending_runs(plan.specs, directory), directory, observer or Observer(), stop or Event()):
+        if not _run(pending_runs(plan.specs, directory), directory, _Unrepeated(observer, lines), stop or Event()):
             return None
         finished.add(table, block, options, plan, directory)
     return finished
@@ -83,15 +91,13 @@ def rebuild(table: Table, directory: Path) -> FinishedTable | None:
     """Rebuild the result of :func:`run_table` from the finished runs in ``directory``, without training.
 
     Returns None where no run has finished, and where the result would be smaller than the stored one, because its data
-    are gone or an earlier fedshift wrote it.
+    are gone.
     """
     finished = FinishedTable()
     plans: list[tuple[Block | None, ReproductionOptions, TablePlan]] = []
     for block in (*table.blocks, None):
         if record := read_record(table, block, directory) if block else load_figures(table, directory):
             options = options_from_record(record)
-            if options is None:
-                return None
             plan = plan_block(table, block, options) if block else plan_panels(table, options)
             completed = completed_part(plan, directory)
             if not _is_covered(completed, record):
@@ -112,6 +118,34 @@ def _is_covered(plan: TablePlan, record: Mapping[str, Any]) -> bool:
     )
 
 
+def _check_data(specs: Iterable[RunSpec], directory: Path) -> tuple[str, ...]:
+    """Return the lines on errors in the data of those of ``specs`` that have not finished; the same data are read once.
+
+    Raises :class:`UsageError` where errors are to be refused.
+    """
+    names = ("data", *(each.name for each in fields(DataSpec)))
+    alike = {tuple(getattr(spec, name) for name in names): spec for spec in pending_runs(list(specs), directory)}
+    return tuple(dict.fromkeys(line for spec in alike.values() for line in _make_checked(spec).notices or ()))
+
+
+def _make_checked(spec: RunSpec) -> Experiment:
+    experiment = make_experiment(spec)
+    return replace(experiment, notices=check_data(experiment.data, spec.on_data_error))
+
+
+class _Unrepeated(Observers):
+    """An observer without the notices that were ``said`` before."""
+
+    def __init__(self, observer: Observer, said: Collection[str]) -> None:
+        super().__init__(observer)
+        self._said = said
+
+    @override
+    def notice(self, text: str) -> None:
+        if text not in self._said:
+            super().notice(text)
+
+
 def _run(specs: Sequence[RunSpec], directory: Path, observer: Observer, stop: Event) -> bool:
     """Run ``specs``, each in its folder of ``directory``; return False where ``stop`` came first."""
 
@@ -121,5 +155,5 @@ def _run(specs: Sequence[RunSpec], directory: Path, observer: Observer, stop: Ev
             f"run {number} of {len(specs)}: {spec.method} on {spec.data}, {spec.model}, {spec.rounds} rounds"
         )
 
-    queue = [QueuedRun(folder=run_folder(spec, directory), experiment=partial(make_experiment, spec)) for spec in specs]
+    queue = [QueuedRun(folder=run_folder(spec, directory), experiment=partial(_make_checked, spec)) for spec in specs]
     return run_pending(queue, observer=observer, stop=stop, begin=announce)

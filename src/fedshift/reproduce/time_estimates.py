@@ -40,7 +40,7 @@ from ..engines.cost_model import limit_threads
 from ..engines.identity import Identity
 from ..engines.sequential import Sequential
 from ..experiments.factory import make_methods, make_settings, resolve_model
-from ..experiments.settings import Settings, make_plan
+from ..experiments.settings import Settings, check_sizes, make_plan
 from ..results.checkpoint import save_checkpoint
 from ..utils.allocator import keep_freed_memory
 from ..utils.errors import UsageError
@@ -197,6 +197,8 @@ class TimeEstimates:
         members = {name: size for name, size in sizes.train.items() if name not in settings.newcomers}
         if method.pooled:
             members = {"pooled": sum(members.values())}
+        if min(members.values()) < FEW:
+            check_sizes(_make_plan(spec, method, settings, sizes), members)
         work = _resolve_work(method, settings.work, len(sizes.train) - len(settings.newcomers))
         passed = [_count_steps(work, size) for size in members.values()]
         count, samples = (sum(found) / len(members) for found in zip(*passed, strict=True))
@@ -237,11 +239,7 @@ class TimeEstimates:
 
         @cache
         def plan() -> Plan:
-            plain = Method(name="plain", surgery=method.surgery)
-            return make_plan(
-                plain, resolve_model(spec.model, shape), settings, spec.first_seed, sample=torch.zeros(1, *shape),
-                classes=classes, labels=torch.tensor(sizes.labels), clients=1,
-            )  # fmt: skip
+            return _make_plan(spec, method, settings, sizes)
 
         def time_plan() -> dict[str, Any]:
             return asdict(
@@ -251,6 +249,15 @@ class TimeEstimates:
         steps = self._measure("steps.json", repr((network, form)), time_plan)
         visits = self._measure("moves.json", repr(network), lambda: asdict(self._time_visits(plan())))
         return StepCosts(**steps), VisitCosts(**visits)
+
+
+def _make_plan(spec: RunSpec, method: Method, settings: Settings, sizes: _Sizes) -> Plan:
+    """Return the plan of a run without what ``method`` does beside surgery."""
+    shape, plain = tuple(sizes.shape), Method(name="plain", surgery=method.surgery)
+    return make_plan(
+        plain, resolve_model(spec.model, shape), settings, spec.first_seed, sample=torch.zeros(1, *shape),
+        classes=len(sizes.labels), labels=torch.tensor(sizes.labels), clients=1,
+    )  # fmt: skip
 
 
 def _read_settings(spec: RunSpec) -> tuple[tuple[str, Any], ...]:
