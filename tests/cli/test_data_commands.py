@@ -123,14 +123,14 @@ def test_a_diagnosis_has_a_page_of_its_tables_pictures_and_advice(cli, tmp_path)
     assert done.code == 0, done.err
     page, found = ((tmp_path / "new" / "page" / name).read_text() for name in ("diagnosis.html", "found.json"))
     findings = json.loads(found)
-    rows = re.findall(r'<tr><th scope="row">(.*?)</th>(.*?)</tr>', page)
+    rows = re.findall(r'<tr><th scope="row"><span>(.*?)</span></th>(.*?)</tr>', page)
     cells = {name: re.findall(r"<td>(.*?)</td>", rest) for name, rest in reversed(rows)}  # the first table's stay
     assert {each["kind"] for each in findings["findings"]} < cells.keys()
     feature = next(each for each in findings["findings"] if each["kind"] == "feature shift")
     assert cells["feature shift"][1] == f"{feature['evidence']['statistic']:.3f}"
     assert cells["faded"][:1] == [str(findings["sizes"][findings["clients"].index("faded")])]
     command = next(line for line in done.out.splitlines() if line.startswith("fedshift sweep"))
-    assert f'<pre tabindex="0">{escape(command)}</pre>' in page
+    assert f'<pre class="command">{escape(command)}</pre>' in page
     assert all(f"<strong>{each['method']}</strong>" in page for each in findings["advice"]["methods"])
     assert page.count("<svg ") == 2
     assert "<script" not in page

@@ -61,7 +61,7 @@ def test_a_sweep_and_a_comparison_without_each_client_are_watched_as_one(make, t
         assert page.count("<td>1 of 1</td>") == 2
         assert page.count("<svg ") == 2
         for folder in folders:
-            assert f">{re.split('=|-', folder)[1]}</th>" in page
+            assert f">{re.split('=|-', folder)[1]}</span></th>" in page
 
 
 @pytest.fixture

@@ -179,7 +179,7 @@ def test_of_many_clients_some_are_drawn_for_features():
     assert len(found.tested) == len(found["feature shift"].evidence.clients) == 20
     assert "20 of 25 clients" in found.notes[0]
     assert set(found.tested) < set(found.clients)
-    assert "by client" in printed(found)
+    assert "By client" in printed(found)
 
 
 def test_progress_counts_to_the_end():

@@ -22,7 +22,7 @@ def render(*summaries, **fields):
 
 
 def cells(page):
-    rows = re.findall(r"<tr><th scope=\"row\">(.*?)</th>(.*?)</tr>", page)
+    rows = re.findall(r"<tr><th scope=\"row\"><span>(.*?)</span></th>(.*?)</tr>", page)
     return [[first, *re.findall("<td>(.*?)</td>", rest)] for first, rest in rows]
 
 

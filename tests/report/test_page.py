@@ -88,8 +88,8 @@ def test_of_many_clients_the_page_says_how_they_are_distributed_and_stays_small(
     text = render_page(make_crowd(1234, seeds=2))
     reader = read(text)
     assert "<b>1,234 clients</b>: more than 50 are not named one by one" in text
-    assert re.search(r'<th scope="row">95 % quantile</th>\s*<td>', text)
-    assert re.search(r'<th scope="row">largest</th>\s*<td>1,243</td><td>100</td>', text)
+    assert re.search(r'<th scope="row"><span>95 % quantile</span></th>\s*<td>', text)
+    assert re.search(r'<th scope="row"><span>largest</span></th>\s*<td>1,243</td><td>100</td>', text)
     assert "client 40" not in text
     assert sum(link.startswith("data:image") for link in reader.references) == PICTURED
     assert "Images of the first 24 clients" in text
@@ -107,7 +107,7 @@ def test_methods_are_described_in_words(make_study, undrawn):
     text = render_page(make_study({"fedbn+fedprox(mu=0.1)": runs, "mine": runs}))
     assert "batch normalization never leaves the client, neither its affine parameters nor its statistics; " in text
     assert "local objectives are held near the model that the server sent" in text
-    assert re.search(r'<th scope="row">mine</th>\s*<td>-</td>', text)
+    assert re.search(r'<th scope="row"><span>mine</span></th>\s*<td>-</td>', text)
 
 
 def test_values_answer_the_pointer_where_they_are_drawn(study, plain):
@@ -169,6 +169,7 @@ def test_contact_strip_reduces_large_images():
 
 
 def test_inline_svg_prefixes_ids_and_follows_the_page_colors():
-    source = '<?xml?><svg width="1pt" height="2pt" xmlns="x"><path id="m" style="fill: #1f2733"/></svg>'
-    expected = '<svg role="img" aria-label="a &lt; b"><path id="p-m" style="fill: currentColor"/></svg>'
+    source = '<?xml?><svg width="1pt" height="2pt" xmlns="x"><path id="m" style="fill: #1f2733; stroke:#fefefe"/></svg>'
+    path = '<path id="p-m" style="fill: currentColor; stroke:var(--card)"/>'
+    expected = f'<svg role="img" aria-label="a &lt; b" width="1pt" height="2pt">{path}</svg>'
     assert embed_svg(source, "p", "a < b") == expected

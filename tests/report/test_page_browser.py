@@ -10,8 +10,12 @@ from selenium.webdriver.support.ui import WebDriverWait
 
 from fedshift.cli.watch import PageServer
 from fedshift.report.curves import CurvePoint
+from fedshift.report.figures import to_svg
+from fedshift.report.formatting import make_table
+from fedshift.report.html import embed_svg, render_template
 from fedshift.report.live_page import LiveView, render_live_page
 from fedshift.report.page import render_page
+from fedshift.report.style import make_panel
 
 pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("pages")]
 
@@ -57,6 +61,13 @@ def opened(browser, tmp_path):
     return show
 
 
+@pytest.fixture(scope="module")
+def crowded(make_study):
+    """The page of twelve methods, some with long names."""
+    names = [f"fedbn+fedprox(mu=0.00{digit})+fedadam" for digit in range(1, 5)] + [f"method_{n}" for n in range(8)]
+    return render_page(make_study({name: [{"a": 50 + n, "b": 240}] * 3 for n, name in enumerate(names)}))
+
+
 @pytest.mark.parametrize("width", [1280, 400])
 def test_page_fits_and_stays_quiet(opened, shown, width):
     page = opened(shown.page, width)
@@ -82,6 +93,60 @@ def test_images_are_shown(opened, plain):
     page = opened(plain.page, 1280)
     assert page.execute_script("return [...document.images].every((image) => image.naturalWidth > 0)")
     assert page.execute_script("return document.images.length") == 2
+
+
+def test_row_names_leave_room_for_values_on_a_phone(opened, crowded):
+    shares = opened(crowded, 400).execute_script(
+        "return [...document.querySelectorAll('.scroll table')].map(table => "
+        "table.querySelector('tbody th').offsetWidth / table.parentElement.offsetWidth)"
+    )
+    assert 0.3 < max(shares) < 0.6
+
+
+def test_a_wide_figure_of_the_diagnosis_stays_legible_on_a_phone(opened):
+    figure, _ = make_panel("Samples", "class", "client")
+    figure.set_figwidth(9)
+    shown = embed_svg(to_svg(figure), "wide", "wide")
+    advice = {"methods": (), "cautions": ()}
+    page = opened(
+        render_template(
+            "diagnosis.html.j2", name="digits", clients=2, samples=9, named=[], remarks=[], readings=["none"],
+            findings=("shifts", make_table(("shift", "verdict"), [("label skew", "not named")])), advice=advice,
+            command="fedshift sweep --data digits --methods " + ",".join(["fedavg"] * 20), evidence=[],
+            figures=[shown],
+        ),
+        400,
+    )  # fmt: skip
+    assert page.execute_script("return document.documentElement.scrollWidth <= window.innerWidth")
+    assert page.execute_script(FONT_SIZES)[1] >= 9
+    assert page.execute_script("const c = document.querySelector('.command'); return c.scrollWidth <= c.clientWidth")
+
+
+PRINTED = """
+const width = document.documentElement.clientWidth;
+const height = (selector) => Math.max(...[...document.querySelectorAll(selector)].map((part) => part.offsetHeight));
+const tables = [...document.querySelectorAll('table')].filter((table) => table.offsetHeight);
+return {
+  wide: tables.filter((table) => table.getBoundingClientRect().right > width).map((table) => table.className),
+  metrics: height('details:not(.brief, .further, .source) table'),
+  scopes: height('details.brief > summary'),
+  further: height('details.further'),
+};
+"""
+A4 = 718
+"""Pixels between the default margins of a sheet."""
+
+
+def test_on_paper_no_table_is_cut_and_folded_results_are_shown(opened, crowded, browser):
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+    page = opened(crowded, A4)
+    page.execute_script("document.querySelectorAll('details').forEach((found) => { found.open = false; })")
+    found = page.execute_script(PRINTED)
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
+    assert found["wide"] == []
+    assert found["metrics"] > 50
+    assert found["scopes"] > 0
+    assert found["further"] == 0
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

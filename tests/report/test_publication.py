@@ -46,6 +46,15 @@ def test_models_after_local_work_have_a_table_of_their_own_in_terminal_files_and
     assert "Loss, personal model just after local work, before aggregation" in page
 
 
+def test_the_csv_has_what_the_most_frequent_class_reaches(published, make_study):
+    """Of 80 + 20 and 150 + 150 test samples, the classes 1 and 0 are 20 and 150: 0.2, 0.5, and 170 of 400."""
+    _, tables = published(make_study(majority={"a": 1, "b": 0}))
+    header, *rows = (line.split(",") for line in tables["accuracy.csv"])
+    assert header[-2:] == ["fedbn seeds", "most frequent class"]
+    last = {row[0]: row[-1] for row in rows}
+    assert last == {"a": "0.2", "b": "0.5", "macro": "0.35", "pooled": "0.425", "worst client": ""}
+
+
 def test_of_many_clients_the_distribution_is_printed_and_each_is_in_the_csv(published, make_crowd, tmp_path):
     said, tables = published(make_crowd(ONE_BY_ONE + 1))
     assert "51 clients" in said

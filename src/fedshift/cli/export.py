@@ -26,7 +26,7 @@ def export(
     Python, fedshift.load(DIRECTORY) makes it a function from images to classes.
 
     Args:
-        run: Directory that `fedshift run` or `compare` wrote.
+        run: Directory that `fedshift run`, `compare` or `serve` wrote; of the last, models that the server has.
         out: Directory to write, new or empty.
         method: Method, by name or as given to the run; by default the only one.
         client: Client whose model it is; by default the server's model, where the method has one.
@@ -37,12 +37,19 @@ def export(
     from ..experiments.restoration import load_experiment, load_spec
     from ..export.package import require_new
     from ..export.source import export_run
+    from ..results.run_directory import MACHINES, POPULATION
 
     console = Console()
     require_new(out)
-    use_threads(load_spec(run, run_data).threads)
+    served = (run / MACHINES / POPULATION).is_file()
+    use_threads(load_spec(run, run_data, needs_data=not served).threads)
     with show_loading(console) as progress:
-        _, experiment = load_experiment(run, progress, "cpu", run_data)
+        if served:
+            from ..flower.server.served import load_served  # needs Flower
+
+            experiment = load_served(run)
+        else:
+            _, experiment = load_experiment(run, progress, "cpu", run_data)
         made = export_run(experiment, run, out, method=method, client=client, seed=seed, onnx=onnx)
     print_line(console, f"{made.directory}: {', '.join(made.files)}")
     for check in made.checks:

@@ -155,6 +155,10 @@ def parse_changes(spec: DataSpec) -> tuple[Change, ...]:
     return tuple(expressions("split", spec.split, lookup)) if spec.split else ()
 
 
+SCALES = {"half": HALF, "imagenet": IMAGENET, "unit": UNIT}
+"""Scalings of pixels that no samples determine, by name."""
+
+
 def normalize(data: Federation, choice: str | None) -> Federation:
     """Scale the images of ``data`` by ``choice``: client, half, imagenet or unit; None: unchanged."""
     if choice is None:
@@ -167,7 +171,7 @@ def normalize(data: Federation, choice: str | None) -> Federation:
             )
     if choice == "client":
         return replace(data, clients=tuple(client.normalize() for client in data.clients))
-    return data.normalize({"half": HALF, "imagenet": IMAGENET, "unit": UNIT}[choice])
+    return data.normalize(SCALES[choice])
 
 
 def load_federation(

@@ -23,7 +23,7 @@ MEASURES = {
 }
 RATES = (0.003, 0.01, 0.03, 0.1, 0.3)
 """Learning rates in the suggested command."""
-PAIRS = "pairs, AUC within a class"
+PAIRS = "Pairs, AUC within a class"
 SHOWN = 10
 """Most clients for which pairs are printed as a matrix."""
 
@@ -147,7 +147,7 @@ def tabulate_diagnosis(diagnosis: Diagnosis) -> dict[str, TextTable]:
     labels, sizes = (dict(zip(diagnosis.clients, values, strict=True)) for values in (bits, diagnosis.sizes))
     unknown = (None,) * len(diagnosis.tested)
     features, concepts = (diagnosis[kind].evidence.clients or unknown for kind in ("feature shift", "concept shift"))
-    tables["by client"] = make_table(
+    tables["By client"] = make_table(
         ("client", "samples", "labels, bits", "features, AUC", "concept, gap"),
         [
             (name, f"{sizes[name]:,}", *map(_format_number, (labels[name], auc, gap)))
@@ -159,7 +159,7 @@ def tabulate_diagnosis(diagnosis: Diagnosis) -> dict[str, TextTable]:
         rows = [(name, *(_format_number(auc, 2) for auc in row)) for name, row in pairs]
         tables[PAIRS] = make_table(("client", *diagnosis.tested), rows)
     layers = [(layer.name, *_format_evidence(layer.evidence)) for layer in diagnosis.layers]
-    tables["divergence of BatchNorm's inputs, nats"] = make_table(("layer", "value", "by chance", "p"), layers)
+    tables["Divergence of BatchNorm's inputs, nats"] = make_table(("layer", "value", "by chance", "p"), layers)
     return tables
 
 

@@ -23,13 +23,17 @@ from .python_settings import OF_OPTIMIZER
 from .settings import Settings
 from .trial import Trial
 
+AT_SITE = "`fedshift join ... --export DIRECTORY` writes each site's model there"
+"""How to get the models that a coordinator does not have."""
 
-def load_spec(directory: Path, run_data: Path | None = None) -> RunSpec | CompareSpec:
+
+def load_spec(directory: Path, run_data: Path | None = None, *, needs_data: bool = True) -> RunSpec | CompareSpec:
     """Return the settings of the run in ``directory``.
 
     Args:
         directory: run directory.
         run_data: where its data are now; None: where they were, or where they were moved together with it.
+        needs_data: refuse a run that does not say on which data it was run.
 
     Raises:
         UsageError: it cannot be made again.
@@ -46,7 +50,7 @@ def load_spec(directory: Path, run_data: Path | None = None) -> RunSpec | Compar
     values = select_settings(settings.find_paths({} if run_data else RUN_DATA), directory / FILE, allowed)
     if run_data:
         values[settings.data_setting] = str(run_data)
-    if not values.get("data"):
+    if needs_data and not values.get("data"):
         raise UsageError(
             f"{directory} does not say on which data it was run, as after `fedshift serve`: what clients keep is "
             "needed here; give a directory that `fedshift run` or `compare` wrote"

@@ -18,7 +18,7 @@ from ..core.work import Work
 from ..data.datasets._card import get_card
 from ..data.federation import Federation
 from ..experiments.experiment import Experiment
-from ..experiments.restoration import restore_trial, select_trials
+from ..experiments.restoration import AT_SITE, restore_trial, select_trials
 from ..experiments.settings import Settings
 from ..experiments.trial import Trial
 from ..models import ModelFactory
@@ -74,7 +74,11 @@ def export_run(
 def collect_model(trial: Trial, experiment: Experiment, directory: Path, client: str | None) -> TrainedModel:
     """Return the model of ``client`` (None: the server's) under a restored ``trial``, with all that is known of it."""
     data, plan, names = trial.data, trial.plan, ", ".join(trial.data.names)
-    state = trial.model_state(client)
+    here = experiment.make_engine is None  # otherwise samples, and what clients keep, are at the sites
+    state = trial.model_state(client) if here or client is None else None
+    if state is None and not here:
+        lacking = "clients' models are" if client else f"{plan.method.name} has no global model, and clients' are"
+        raise UsageError(f"{lacking} not where the run was coordinated: {AT_SITE}")
     if state is None:
         raise UsageError(f"{plan.method.name} has no global model: name a client (--client), one of {names}")
     scales = {each.train.normalization for each in data.clients}
@@ -104,13 +108,13 @@ def collect_model(trial: Trial, experiment: Experiment, directory: Path, client:
             data=f"{data.name} ({len(data.clients)} clients). {data.note}".rstrip(". "),
             licenses=find_licenses(experiment.config.get("data"), data.name),
             clients={each.name: {part: len(split) for part, split in each.splits.items()} for each in data.clients},
-            measured=tuple(_find_rows(trial, directory, client)),
+            measured=tuple(_find_rows(trial, directory, client, here)),
             spread=tuple(_spread_over_seeds(summary, plan.method.name, client)),
             settings=describe_settings(plan, trial.settings, owner.train.normalization),
             versions=list_versions(summary.environment),
             notices=summary.notices,
         ),
-        tests={each.name: each.test for each in ([owner] if client else data.clients)},
+        tests={each.name: each.test for each in ([owner] if client else data.clients) if here},
     )
 
 
@@ -193,11 +197,11 @@ def _explain_origin(trial: Trial, client: str | None) -> str:
     return f"The client has not trained in the run: its model was made by the policy `{trial.settings.unseen}`."
 
 
-def _find_rows(trial: Trial, directory: Path, client: str | None) -> Iterator[Row]:
-    """Yield the records of the model at the trial's round; where that was not evaluated, measure it now."""
+def _find_rows(trial: Trial, directory: Path, client: str | None, here: bool) -> Iterator[Row]:
+    """Yield the records of the model at the trial's round; where there are none, measure it, if data are ``here``."""
     name, seed, number = trial.plan.method.name, trial.seed, trial.server.round
     kept = (row for row in stream_rows(trial_folder(directory, name, seed) / METRICS) if row["round"] == number)
-    rows = [row for row in kept if row["split"] != "train"] or trial.evaluate()
+    rows = [row for row in kept if row["split"] != "train"] or (trial.evaluate() if here else [])
     for row in rows:
         wanted = row["client"] == client if client else True
         if wanted and row["model"] == ("personal" if client else "global") and row["moment"] == "loaded":

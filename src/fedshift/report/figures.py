@@ -27,6 +27,7 @@ from .formatting import format_bytes, format_mean, format_signed
 from .progress import describe_partial
 from .style import (
     INK,
+    PAPER,
     add_legend,
     figure_settings,
     label_rows,
@@ -226,7 +227,7 @@ def _draw_traffic(summary: RunSummary, macro: pd.DataFrame, mark: str) -> Figure
         (mean, std), moved_mean = mean_and_std(100 * marked["value"]), float(marked["moved"].mean())
         axes.plot(values["moved"], 100 * values["value"], **style.line | {"markersize": 2.5, "linewidth": 1})
         axes.errorbar(moved_mean, mean, None if math.isnan(std) else std, color=style.color, capsize=2, linewidth=1)
-        axes.plot(moved_mean, mean, **style.line | {"markersize": 7, "markeredgecolor": "white"}, zorder=3)
+        axes.plot(moved_mean, mean, **style.line | {"markersize": 7, "markeredgecolor": PAPER}, zorder=3)
         points += [
             (moved, 100 * share, f"{method}, round {number}: {100 * share:.2f} after {format_bytes(moved)}")
             for number, moved, share in values.itertuples()
@@ -256,7 +257,7 @@ def _draw_bars(summary: RunSummary, names: list[str], mark: str) -> FigurePanel:
     for method, style in styles.items():
         where = [row - 0.4 + thick * (style.number + 0.5) for row in range(len(names))]
         means, stds = (table[method][kind].iloc[rows] for kind in ("mean", "std"))
-        fill: dict[str, Any] = {"facecolor": style.color, "hatch": style.hatch, "edgecolor": "white", "linewidth": 0}
+        fill: dict[str, Any] = {"facecolor": style.color, "hatch": style.hatch, "edgecolor": PAPER, "linewidth": 0}
         handles[method] = axes.barh(where, means.fillna(0), thick, **fill)
         points += [
             (mean, at, f"{method}, {name}: {format_mean(mean, std)}")

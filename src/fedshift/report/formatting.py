@@ -223,7 +223,9 @@ def to_csv(table: pd.DataFrame, partial: str = "") -> str:
     ``partial``: line of the table, which becomes a comment before the header.
     """
     flat = table.copy()
-    flat.columns = pd.Index([" ".join(name) if isinstance(name, tuple) else str(name) for name in table.columns])
+    flat.columns = pd.Index(
+        [" ".join(name).strip() if isinstance(name, tuple) else str(name) for name in table.columns]
+    )
     return (f"# {partial}\n" if partial else "") + flat.to_csv(float_format="%.6g", lineterminator="\n")
 
 

@@ -17,7 +17,7 @@ from matplotlib.image import imsave
 from ..utils.version import __version__
 from .figures import FigurePanel, to_svg
 from .formatting import to_latex, to_markdown
-from .style import GRID, INK, MethodStyle, figure_settings, remove_legend
+from .style import GRID, INK, PAPER, MethodStyle, figure_settings, remove_legend
 
 MAX_SIDE = 96  # pixels of one sample's longer side
 MOST_POINTS = 400
@@ -40,13 +40,12 @@ def _make_environment() -> Environment:
 
 
 def embed_svg(svg: str, prefix: str, description: str) -> Markup:
-    """Return ``svg`` for use inside HTML: ids prefixed, no namespaces or links, ink and grid in the page's colors."""
+    """Return ``svg`` for use inside HTML: ids prefixed, no namespaces or links, in the page's ink, grid and paper."""
     text = svg[svg.index("<svg") :]
     text = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", text, count=1, flags=re.DOTALL)
     text = re.sub(r' (?:xmlns(?::\w+)?|version)="[^"]*"', "", text)
-    text = re.sub(r'^<svg width="[^"]*" height="[^"]*"', "<svg", text)
     text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{prefix}-", text.replace("xlink:href", "href"))
-    text = text.replace(INK, "currentColor").replace(GRID, "var(--grid)")
+    text = text.replace(INK, "currentColor").replace(GRID, "var(--grid)").replace(PAPER, "var(--card)")
     return Markup(text.replace("<svg", f'<svg role="img" aria-label="{escape(description)}"', 1))
 
 

@@ -43,6 +43,7 @@ from .tables import (
     ONE_BY_ONE,
     QUANTILES,
     accuracy_table,
+    add_majority,
     describe_majority,
     describe_round,
     describe_seeds,
@@ -64,7 +65,10 @@ _EXCHANGE = {
 
 @dataclass(frozen=True, kw_only=True)
 class ReportTable:
-    """A table of a report: its data ``frame``, the same as ``text``, its ``caption`` and its ``file`` name."""
+    """A table of a report: its data ``frame``, the same as ``text``, its ``caption`` and its ``file`` name.
+
+    The accuracy of the most frequent classes, in the note of ``text``, is a column of ``frame``.
+    """
 
     file: str
     caption: str
@@ -97,6 +101,7 @@ def make_metric_table(
     text = replace(text, partial=describe_partial(summary))
     if (metric, model, split, moment) == ("accuracy", "personal", "test", "loaded"):
         text = replace(text, note=f"{text.note} {describe_majority(summary)}".strip())
+        frame = add_majority(summary, frame)
     file = "-".join([metric, *([model] if model == "global" else []), *([split] if split != "test" else [])])
     file += "-trained" if moment == "trained" else ""
     return ReportTable(caption=caption, frame=frame, text=text, file=file)

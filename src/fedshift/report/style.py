@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-INK, GRID = "#1f2733", "#d9dee6"  # pages replace both by their own colors
+INK, GRID, PAPER = "#1f2733", "#d9dee6", "#fefefe"  # pages replace them by their own colors
 BLUE = "#0072b2"
 _COLORS = (BLUE, "#d55e00", "#009e73", "#cc79a7", INK, "#e69f00", "#56b4e9")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*", "h")

@@ -199,6 +199,18 @@ def describe_majority(summary: RunSummary) -> str:
     return f"Predicting each client's most frequent class ({data} data) for all its test samples: {said}."
 
 
+def add_majority(summary: RunSummary, table: pd.DataFrame) -> pd.DataFrame:
+    """Return an accuracy table with :func:`measure_majority` in column ``most frequent class``; NaN where not defined.
+
+    ``table``: table of :func:`accuracy_table`, whose rows are all clients, then the aggregates.
+    """
+    known, count = measure_majority(summary), len(summary.clients)
+    clients, aggregates = known.iloc[:-2].reindex(list(summary.clients)), known.iloc[-2:].reindex(table.index[count:])
+    wider = table.copy()
+    wider["most frequent class", ""] = [*clients, *aggregates]
+    return wider
+
+
 def summarize_seeds(seeds: pd.DataFrame) -> pd.DataFrame:
     """Return mean, std and number of ``seeds``: columns (method, seed) become (method, mean | std | seeds)."""
     methods = seeds.columns.get_level_values(0).unique()

@@ -35,7 +35,7 @@ LOCK, OWNER = ".lock", ".owner"
 """The lock file, which the operating system releases when its process dies, and the file with its process id."""
 TRIALS = "trials"
 """Folder of the trials."""
-MACHINES = "machines"
+MACHINES, POPULATION = "machines", "population.json"
 """Folder of a run across machines: its participants, and the logs of the connecting programs."""
 BEFORE = frozenset((LOCK, OWNER, MACHINES, f"{FILE}.tmp"))
 """Entries that may exist before a run's settings are written, the last one where that was interrupted."""

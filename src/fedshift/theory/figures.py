@@ -13,7 +13,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from ..report.figures import FigurePanel, save_each
-from ..report.style import INK, MethodStyle, add_legend, figure_settings, make_legend_entry, make_panel
+from ..report.style import INK, PAPER, MethodStyle, add_legend, figure_settings, make_legend_entry, make_panel
 from . import TheoryResults
 from .checks import DEVIATIONS, METHODS, TRUE, ToyExample
 
@@ -145,7 +145,7 @@ def draw_toy_panels(seen: ToyExample) -> Iterator[FigurePanel]:
         axes.axvline(mean, color=INK, linewidth=0.8, linestyle=":")
         for row, best_w, at_mean, look in zip(losses, best, left, _LOOKS, strict=False):
             axes.plot(best_w, row.min(), color=look.color, marker=look.marker)
-            axes.plot(mean, at_mean, color="white", marker=look.marker, markeredgecolor=look.color)
+            axes.plot(mean, at_mean, color=PAPER, marker=look.marker, markeredgecolor=look.color)
         axes.set_ylim(-0.04, 1.05 * max(seen.raw.max(), seen.normalized.max()))  # the same in both
         handles["mean of both best w"] = Line2D([], [], color=INK, linestyle=":", linewidth=0.8)
         add_legend(figure, handles, "marks: at the best w, hollow: at the mean")
@@ -166,9 +166,9 @@ def draw_toy_panels(seen: ToyExample) -> Iterator[FigurePanel]:
         ("own gamma", best[1], own[1], _LOOKS[0]),
         ("averaged gamma", mean, averaged[1], _LOOKS[1]),
     ):
-        axes.plot(TRUE, gamma, color="white", marker=look.marker, markersize=8, markeredgecolor=INK, linestyle="")
+        axes.plot(TRUE, gamma, color=PAPER, marker=look.marker, markersize=8, markeredgecolor=INK, linestyle="")
         handles[f"{name} {gamma:.2f}: error {left:.3f}"] = Line2D(
-            [], [], color="white", marker=look.marker, markeredgecolor=INK, linestyle=""
+            [], [], color=PAPER, marker=look.marker, markeredgecolor=INK, linestyle=""
         )
     add_legend(figure, handles, f"at w = {TRUE:g}, that of both clients and of their mean")
     yield FigurePanel(

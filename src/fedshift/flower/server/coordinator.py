@@ -28,7 +28,7 @@ from ...experiments.experiment import Experiment, Observer
 from ...experiments.factory import list_seeds, make_methods, make_settings, resolve_model
 from ...experiments.loggers import parse_loggers
 from ...experiments.trial import RoundResult
-from ...results.run_directory import MACHINES
+from ...results.run_directory import MACHINES, POPULATION
 from ...results.summary import holds_run
 from ...utils.errors import FedshiftError, UsageError
 from ..transport.exchange import FACTS, Exchange
@@ -126,7 +126,7 @@ class Coordinator:
         self.sent = {**asdict(self.spec), **PRIVATE, "weights": settings.weights and settings.weights.digest}
         self.refused: set[str] = set()
         hello = Exchange(kind="describe", facts={"spec": self.sent, "labels": settings.loss.uses_counts})
-        self.path = self.directory / MACHINES / "population.json"
+        self.path = self.directory / MACHINES / POPULATION
         begun = self.path.exists() or holds_run(self.directory)
         self.population = ClientRegistry.read(self.path) if begun else ClientRegistry()
         known = {client.name: client for client in self.population.clients}

@@ -44,6 +44,8 @@ class SiteDescription:
     samples: Mapping[str, int]
     labels: tuple[int, ...] | None
     columns: tuple[Column, ...] = ()
+    scale: str = ""
+    """Name of its samples' scaling in :data:`~fedshift.data.sources.SCALES`; empty where its samples determine it."""
 
     @staticmethod
     def of(facts: Mapping[str, Any]) -> SiteDescription:

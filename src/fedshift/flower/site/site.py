@@ -24,7 +24,7 @@ from ...core.kernel import ClientState, ServerState, init_client, personal_state
 from ...core.plan import Plan
 from ...data.federation import Federation, count_labels
 from ...data.files.table_schema import Column
-from ...data.sources import prepare_clients
+from ...data.sources import SCALES, prepare_clients
 from ...diagnosis.quality import check_data
 from ...engines.engine import Diverged
 from ...engines.sequential import Sequential
@@ -218,6 +218,7 @@ class Site:
             "class_names": source.meanings, "columns": list(map(asdict, source.columns)),
             "samples": {name: len(split) for name, split in client.splits.items()},
             "labels": count_labels(data).tolist() if asked.facts["labels"] else None,
+            "scale": next((name for name, scale in SCALES.items() if scale == client.train.normalization), ""),
         }  # fmt: skip
         texts = [f"{column.name} ({', '.join(column.categories)})" for column in source.columns if column.categories]
         if texts:

@@ -1,0 +1,41 @@
+"""The experiment of a run across machines, made again where it was coordinated: its models, and no samples."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Never
+
+from ...data.sources import SCALES
+from ...experiments.experiment import Experiment
+from ...experiments.factory import list_seeds, make_methods, make_settings, resolve_model
+from ...experiments.restoration import AT_SITE, load_spec, select_trials
+from ...results.run_directory import MACHINES, POPULATION
+from ...utils.errors import UsageError
+from .registry import ClientRegistry
+
+
+def load_served(directory: Path) -> Experiment:
+    """Return the experiment that `fedshift serve` left in ``directory``, whose server's models can be restored.
+
+    Raises:
+        UsageError: Samples are scaled by what only the sites know, so that no model works without them.
+        FedshiftError: Files of the run are damaged.
+
+    """
+    spec = load_spec(directory, needs_data=False)
+    registry = ClientRegistry.read(directory / MACHINES / POPULATION)
+    scales = {client.scale for client in registry.clients}
+    if len(scales) > 1 or not scales <= SCALES.keys():
+        raise UsageError(f"the samples of {directory} are scaled by what only their sites know: {AT_SITE}")
+    data = registry.to_federation(spec.classes).normalize(SCALES[scales.pop()])
+    spec = replace(spec, engine="sequential", workers=None, device="cpu", log=None)
+    experiment = Experiment(
+        methods=make_methods(spec), data=data, model=resolve_model(spec.model, data.sample_shape),
+        settings=make_settings(spec, data.names), seeds=list_seeds(spec), config=asdict(spec), make_engine=_refuse,
+    )  # fmt: skip
+    return select_trials(experiment)
+
+
+def _refuse(*_: object) -> Never:
+    raise UsageError("samples are at the sites: go on with the run (fedshift serve --resume)")
