@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedshift.core.aggregation import weighted_mean
+from fedshift.core.aggregation import StreamingMean, weighted_mean
 
 
 @given(st.lists(st.floats(0.1, 100), min_size=1, max_size=6), st.integers(0, 2**32 - 1))
@@ -37,3 +37,37 @@ def test_counters_are_rounded_means_and_stay_integers():
     folded = weighted_mean(states, [21 / 46, 16 / 46, 9 / 46])["n"]
     assert folded.dtype == torch.int64
     assert folded == 2
+
+
+@given(
+    st.lists(st.lists(st.floats(0.1, 100), min_size=1, max_size=4), min_size=1, max_size=4), st.integers(0, 2**32 - 1)
+)
+def test_sums_of_stacked_states_merge_to_numpys_average(weights, seed):
+    rng = np.random.default_rng(seed)
+    values = [torch.from_numpy(rng.normal(size=(len(own), 4, 3))) for own in weights]
+    whole = StreamingMean()
+    for own, lanes in zip(weights, values, strict=True):
+        part = StreamingMean()
+        part.add_stacked({"w": lanes, "h": lanes.float(), "n": torch.arange(len(own)).reshape(-1)}, own)
+        whole.merge(part)
+    flat = [weight for own in weights for weight in own]
+    found = whole.result()
+    expected = np.average(torch.cat(values).numpy(), axis=0, weights=flat)
+    assert np.abs(found["w"].numpy() - expected).max() <= 1e-13
+    assert found["h"].dtype == torch.float32
+    assert np.abs(found["h"].numpy() - expected).max() <= 1e-6
+    counts = [number for own in weights for number in range(len(own))]
+    assert found["n"].dtype == torch.int64
+    assert abs(found["n"].item() - np.average(counts, weights=flat)) <= 0.5 + 1e-9
+
+
+def test_the_mean_of_equal_stacked_states_is_that_state_bit_for_bit():
+    for dtype in (torch.float32, torch.float64):
+        value = torch.randn(70, 50, generator=torch.Generator().manual_seed(0)).to(dtype) / 3
+        whole = StreamingMean()
+        whole.add({"w": value}, 7.0)
+        for lanes in (1, 5):
+            part = StreamingMean()
+            part.add_stacked({"w": value.expand(lanes, 70, 50)}, [3.0 + lane for lane in range(lanes)])
+            whole.merge(part)
+        assert torch.equal(whole.result()["w"], value)

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 
+from fedshift.core.aggregation import StreamingMean, weighted_mean
 from fedshift.core.loss import parse_loss
 from fedshift.core.optimizer import SGD, AdamW
 from fedshift.core.work import Work
@@ -12,6 +13,7 @@ from fedshift.data.augmentation import parse_augmentation
 from fedshift.data.federation import federation
 from fedshift.engines import stacked
 from fedshift.engines.cost_model import measure_activations
+from fedshift.engines.stacked import Stacked
 from fedshift.experiments.settings import Settings
 from fedshift.experiments.trial import Trial
 from fedshift.methods.agc import agc
@@ -150,3 +152,60 @@ def test_a_network_that_vmap_cannot_run_is_refused_saying_why():
     with pytest.raises(UsageError, match=r"the stacked engine cannot run fedavg on this model, .*torch.vmap says: .+"):
         trial("stacked", fedavg(), Looking)
     trial("sequential", fedavg(), Looking).advance()
+
+
+@pytest.mark.parametrize("method", [fedavg(), fedbn(), agc(fedavg(), clip=0.05)], ids=lambda method: method.name)
+def test_a_sum_of_uploads_holds_exactly_what_the_scope_sends(method):
+    running = trial("stacked", method)
+    plan, server, clients = running.plan, running.server, dict(running.clients)
+    apart, together = (Stacked(plan, running.train, 3, apart=choice) for choice in (True, False))
+    expected, found = (dict(engine.train(server, clients)) for engine in (apart, together))
+    assert expected.keys() == found.keys()
+    sums = list({id(result.summed): result.summed for result in found.values()}.values())
+    whole = StreamingMean()
+    for part in sums:
+        assert part.nbytes == sum(plan.initial[name].nbytes for name in plan.sent)
+        whole.merge(part.mean)
+    mean = whole.result()
+    assert mean.keys() == plan.sent
+    states, weights = zip(*((each.update.shared, each.update.weight) for each in expected.values()), strict=True)
+    for name, tensor in weighted_mean(states, weights).items():
+        assert (tensor.double() - mean[name].double()).abs().max() <= 1e-12
+    for name, result in found.items():
+        alone = expected[name]
+        assert not result.update.shared
+        assert (result.update.weight, result.update.steps) == (alone.update.weight, alone.update.steps)
+        assert is_equal(result.client.personal, alone.client.personal)
+        assert result.client.steps == alone.client.steps
+        assert abs(result.loss_sum - alone.loss_sum) <= 1e-9
+
+
+def test_chunks_go_on_several_threads_to_the_same_model():
+    before = torch.get_num_threads()
+    one, other = trial("stacked"), trial("stacked")
+    try:
+        for _ in range(3):
+            torch.set_num_threads(1)
+            one.advance()
+            torch.set_num_threads(3)
+            other.advance()
+    finally:
+        torch.set_num_threads(before)
+    for name, tensor in one.to_tensors()[0].items():
+        assert (tensor.double() - other.to_tensors()[0][name].double()).abs().max() <= 1e-12, name
+
+
+def test_steps_that_all_lanes_take_alike_are_recorded_once_for_their_shape(monkeypatch):
+    made = []
+
+    class Counted(stacked.Tape):
+        def __init__(self, function, inputs, **options):
+            made.append(inputs[-3].shape[:2])
+            super().__init__(function, inputs, **options)
+
+    monkeypatch.setattr(stacked, "Tape", Counted)
+    running = trial("stacked", fedavg(), sizes=(20, 20, 20))
+    made.clear()
+    for _ in range(3):
+        running.advance()
+    assert made == [(3, 8), (3, 4)]  # two full batches, then four samples: of every round
