@@ -3,10 +3,10 @@
     python benchmarks/engines.py [--works W1,W3a] [--rounds 5] [--threads 2] [--precision bfloat16]
 
 Every contender is a separate process with its data ready; rounds are taken in turn, one of each, so that all see the
-same machine, and medians are compared. The plain loop runs twice, on one thread and on all, and the faster one is the
-baseline, since the loop of a small network is slower with more threads. Time for setting up and for choosing an engine is left out. The plain loop and
-the engines do the same work on random data: local steps of all clients of a round, and aggregation. Prints a table in
-Markdown, and for each work how near the fastest engine came to the machine's measured peak.
+same machine, and medians are compared. The plain loop runs on one thread and on all, and the faster is the baseline,
+since more threads slow a small network down. Time for setting up and for choosing an engine is left out. The plain loop
+and the engines do the same work on random data: local steps of all clients of a round, and aggregation. Prints a table
+in Markdown, and for each work how near the fastest engine came to the machine's measured peak.
 """
 
 from __future__ import annotations
