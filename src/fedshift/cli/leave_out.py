@@ -216,7 +216,7 @@ def _publish(spec: CompareSpec, directory: Path, console: Console) -> None:
         write_table,
     )
     from ..report.formatting import format_metric_table, to_terminal
-    from ..results.schema import METRICS
+    from ..results.schema import METRICS, metric_unit
 
     measured = _read_measured(spec, directory)
     rows = [row for each in measured for row in each["rows"]]
@@ -232,7 +232,8 @@ def _publish(spec: CompareSpec, directory: Path, console: Console) -> None:
     table = mean_over_seeds(seeds)
     needs = collect_needs(rows)
     over = f"mean (std) over {spec.seeds} seeds" if spec.seeds > 1 else "one seed"
-    caption = f"Test {METRICS[metric]} in percent of the client that was left out, {over}, {spec.select} round"
+    measure = f"{METRICS[metric]} in {metric_unit(metric)[2]}"
+    caption = f"Test {measure} of the client that was left out, {over}, {spec.select} round"
     print_line(console, caption)
     text.print(to_terminal(policy_table(table, metric, needs, even=not diverged)))
     print_line(console, explain_needs(needs.values()))

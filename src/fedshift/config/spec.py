@@ -109,9 +109,11 @@ class TrialSpec:
     evaluate_every: Annotated[Positive | None, Parameter(group=MEASURING)] = None
     """Rounds between evaluations; the last is always evaluated. By default about ten evaluations in all."""
 
-    metric: Annotated[Literal["accuracy", "balanced_accuracy", "auc"], Parameter(group=MEASURING)] = "accuracy"
-    """Metric of the tables, by which the best round is selected: accuracy; balanced accuracy, the mean over classes; or
-    the area under the ROC curve, one class against the rest. The report page has all of them."""
+    metric: Annotated[str, Parameter(group=MEASURING)] = "auto"
+    """Metric of the tables, by which the best round is selected, by default the task's first: of classification,
+    accuracy, balanced_accuracy (the mean over classes) or auc (area under the ROC curve, one class against the rest);
+    of segmentation, dice, iou, accuracy or balanced_accuracy; of several labels, f1, auc or exact_match; of regression,
+    rmse, mae or r2. The report page has all of them."""
 
     select: Annotated[Literal["last", "best"], Parameter(group=MEASURING)] = "last"
     """Round that tables report: the last, or the best on validation data; never the best on test data."""
@@ -233,10 +235,11 @@ class Spec(DataSpec, SharedSpec):
     agc_skip_classifier: Annotated[bool, Parameter(group=MODEL, negative=())] = False
     """Leave the last layer's gradients out of --agc."""
 
-    loss: Annotated[str, Parameter(group=TRAINING)] = "cross_entropy"
-    """Training loss: cross_entropy or focal(gamma=2.0), either with weights='balanced', by the classes of all training
-    data, weights='inverse_frequency', these times the number of classes, or weights=(1.0, 2.5), one a class; or your
-    own function of logits and labels, package.module:function."""
+    loss: Annotated[str, Parameter(group=TRAINING)] = "auto"
+    """Training loss, by default the task's: cross_entropy or focal(gamma=2.0), either with weights='balanced', by the
+    classes of all training data, weights='inverse_frequency', these times the number of classes, or weights=(1.0, 2.5),
+    one a class; of masks also dice and dice_cross_entropy; of several labels binary_cross_entropy or binary_focal; of
+    numbers mse, mae or huber(delta=1.0); or your own function of outputs and targets, package.module:function."""
 
     augment: Annotated[str | None, Parameter(group=TRAINING)] = None
     """Augmentation of training images, one or several of flip(), rotate(degrees=30), crop(padding=4), color_jitter(),

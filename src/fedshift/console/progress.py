@@ -15,7 +15,7 @@ from typing_extensions import override
 from ..engines.auto import EngineChoice
 from ..experiments.experiment import Observer
 from ..experiments.trial import RoundResult
-from ..results.schema import METRICS, Row, compute_metric, rows_to_frame
+from ..results.schema import LOWER_IS_BETTER, METRICS, UNITS, Row, compute_metric, metric_unit, rows_to_frame
 
 SHOWN = 20
 """Most clients that are shown individually."""
@@ -53,11 +53,11 @@ class _ProgressObserver(Observer):
         self.figure |= self._measure(done.rows)
 
     def _measure(self, rows: Iterable[Row]) -> dict[str, float]:
-        """Return the metric on test data in percent, of the clients that define it."""
+        """Return the metric on test data as it is printed, of the clients that define it."""
         tested = rows_to_frame(
             row for row in rows if (row["split"], row["model"], row["moment"]) == ("test", "personal", "loaded")
         )
-        defined = 100 * compute_metric(tested.set_index("client"), self.metric).dropna()
+        defined = metric_unit(self.metric)[0] * compute_metric(tested.set_index("client"), self.metric).dropna()
         return {str(client): float(value) for client, value in defined.items()}
 
     @override
@@ -95,11 +95,13 @@ class PlainLines(_ProgressObserver):
         if all(row["split"] == "train" for row in done.rows):
             return
         many = len(self.figure) > SHOWN
-        named = [min(self.figure, key=self.figure.__getitem__)] if many else list(self.figure)
+        worst = max if self.metric in LOWER_IS_BETTER else min
+        named = [worst(self.figure, key=self.figure.__getitem__)] if many else list(self.figure)
         each = " ".join(f"{client} {self.figure[client]:.1f}" for client in named)
         elapsed = time.monotonic() - self.began
         left = elapsed / self.run * self.left
-        figure = f"{METRICS[self.metric]} {_mean(self.figure):.2f} % ({'worst: ' if many else ''}{each})"
+        unit = "" if self.metric in UNITS else " %"
+        figure = f"{METRICS[self.metric]} {_mean(self.figure):.2f}{unit} ({'worst: ' if many else ''}{each})"
         self.console.print(
             f"{self.method} seed {self.seed} round {done.round}/{self.rounds}: "
             f"loss {_mean(self.loss):.4f}, {figure}, "

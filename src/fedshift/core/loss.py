@@ -1,4 +1,4 @@
-"""Training losses by name: cross-entropy and the focal loss, with weights of classes that all clients share.
+"""Training losses by name, for each task; those over classes may have weights, which all clients share.
 
 Weights are part of the task, not of a client: those with a name come from the label counts of the whole federation
 (:meth:`Loss.resolve`), the one fact that clients must share before they start.
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from ..config.expressions import expressions, resolve
+from ..tasks.segmentation import LEFT_OUT
 from ..utils.errors import UsageError, unknown_name
 from ..utils.user_code import describe_error, describe_function, identify_function
 from .architecture import architecture
@@ -36,12 +37,15 @@ Own = TypeVar("Own", bound="Loss")
 
 @dataclass(frozen=True, kw_only=True)
 class Loss(ABC):
-    """A training loss, called with logits ``[B, K]`` and labels ``[B]`` (int64); gives a number, in nats.
+    """A training loss, called with a batch's outputs and targets; gives a number.
 
-    It works under ``torch.func.grad`` and ``torch.vmap``. ``str`` gives the expression that :func:`parse_loss` reads.
+    For classes: logits ``[B, K]`` or ``[B, K, H, W]`` and labels ``[B]`` or ``[B, H, W]`` (int64). It works under
+    ``torch.func.grad`` and ``torch.vmap``. ``str`` gives the expression that :func:`parse_loss` reads. ``tasks``: names
+    of the tasks that it is for.
     """
 
     name: ClassVar[str]
+    tasks: ClassVar[tuple[str, ...]] = ("classification", "segmentation")
     weights: Weights = None
 
     def __post_init__(self) -> None:
@@ -127,7 +131,7 @@ class CrossEntropy(Loss):
         weight_K = self._weights(logits)
         if weight_K is None:
             return nn.functional.cross_entropy(logits, y, label_smoothing=self.smoothing)
-        total = weight_K[y].sum()
+        total = torch.where(y == LEFT_OUT, 0, weight_K[y.clamp(min=0)]).sum()
         summed = nn.functional.cross_entropy(logits, y, weight_K, reduction="sum", label_smoothing=self.smoothing)
         return summed / torch.where(total > 0, total, 1)
 
@@ -151,11 +155,144 @@ class Focal(Loss):
 
     @override
     def __call__(self, logits: Tensor, y: Tensor) -> Tensor:
+        known = y != LEFT_OUT
+        y = y.clamp(min=0)
         log_p = logits.log_softmax(dim=1).gather(1, y[:, None])[:, 0]
         missing = (1 - log_p.exp()).clamp_min(torch.finfo(logits.dtype).tiny)  # roots have no slope at 0
         terms = -(missing**self.gamma) * log_p
         weight_K = self._weights(logits)
-        return terms.mean() if weight_K is None else (weight_K[y] * terms).mean()
+        terms = terms if weight_K is None else weight_K[y] * terms
+        if y.ndim == 1:
+            return terms.mean()
+        return torch.where(known, terms, 0).sum() / known.sum().clamp(min=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dice(Loss):
+    """One minus the soft Dice coefficient of a batch's pixels, the mean over classes but the background.
+
+    ``2 sum(p g) / (sum(p) + sum(g))``, p being the softmax of the logits and g 1 for pixels of the class: Milletari et
+    al. 2016, arXiv:1606.04797, section 3, without squares, as nnU-Net (Isensee et al. 2018, arXiv:1809.10486).
+    ``smooth`` is added to numerator and denominator, so that a class that is neither there nor predicted counts 0. With
+    weights, it is the weighted mean over all classes.
+    """
+
+    name = "dice"
+    tasks = ("segmentation",)
+    smooth: float = 1.0
+
+    @override
+    def __call__(self, logits: Tensor, y: Tensor) -> Tensor:
+        known = (y != LEFT_OUT).to(logits.dtype).unsqueeze(1)
+        classes = torch.arange(logits.shape[1], device=y.device).reshape(1, -1, *(1 for _ in y.shape[1:]))
+        given = (y.unsqueeze(1) == classes).to(logits.dtype)
+        p, others = logits.softmax(dim=1) * known, [0, *range(2, logits.ndim)]
+        both, either = (p * given).sum(dim=others), (p + given).sum(dim=others)
+        score_K = (2 * both + self.smooth) / (either + self.smooth)
+        weight_K = self._weights(logits)
+        if weight_K is None:
+            return 1 - score_K[1:].mean()
+        return 1 - (weight_K * score_K).sum() / weight_K.sum()
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiceCrossEntropy(Dice):
+    """The sum of cross-entropy and :class:`Dice`, as nnU-Net trains (Isensee et al. 2018, arXiv:1809.10486)."""
+
+    name = "dice_cross_entropy"
+
+    @override
+    def __call__(self, logits: Tensor, y: Tensor) -> Tensor:
+        known = y != LEFT_OUT
+        entropy = nn.functional.cross_entropy(logits, y, self._weights(logits), reduction="none")
+        if self.weights is None:
+            total = known.sum()
+        else:
+            total = torch.where(known, self._weights(logits)[y.clamp(min=0)], 0).sum()  # type: ignore[index]
+        return entropy.sum() / torch.where(total > 0, total, 1) + super().__call__(logits, y)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BinaryCrossEntropy(Loss):
+    """Mean cross-entropy of each label's sigmoid, ``[B, L]``; the weight of a label is that of its ones."""
+
+    name = "binary_cross_entropy"
+    tasks = ("multilabel",)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.uses_counts:
+            raise UsageError(f"{self.name}: weights={self.weights!r}: give a number for each label")
+
+    @override
+    def __call__(self, logits: Tensor, y: Tensor) -> Tensor:
+        weight_L = self._weights(logits)
+        return nn.functional.binary_cross_entropy_with_logits(logits, y.to(logits.dtype), pos_weight=weight_L)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BinaryFocal(BinaryCrossEntropy):
+    """Focal loss of each label's sigmoid: Lin et al. 2017, arXiv:1708.02002, equation 4; the mean over labels."""
+
+    name = "binary_focal"
+    gamma: float = 2.0
+
+    @override
+    def __call__(self, logits: Tensor, y: Tensor) -> Tensor:
+        weight_L, y = self._weights(logits), y.to(logits.dtype)
+        terms = nn.functional.binary_cross_entropy_with_logits(logits, y, pos_weight=weight_L, reduction="none")
+        missed = (y - logits.sigmoid()).abs().clamp_min(torch.finfo(logits.dtype).tiny)  # roots have no slope at 0
+        return (missed**self.gamma * terms).mean()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unweighted(Loss):
+    """A loss of numbers ``[B, T]``, which have no classes to weigh."""
+
+    tasks = ("regression",)
+
+    def __post_init__(self) -> None:
+        if self.weights is not None:
+            raise UsageError(f"{self.name}: weights={self.weights!r}: this loss has none; leave them out")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SquaredError(Unweighted):
+    """Mean squared error."""
+
+    name = "mse"
+
+    @override
+    def __call__(self, logits: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.mse_loss(logits, y.to(logits.dtype))
+
+
+@dataclass(frozen=True, kw_only=True)
+class AbsoluteError(Unweighted):
+    """Mean absolute error."""
+
+    name = "mae"
+
+    @override
+    def __call__(self, logits: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.l1_loss(logits, y.to(logits.dtype))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Huber(Unweighted):
+    """Huber's loss (1964, doi:10.1214/aoms/1177703732): squared up to an error of ``delta``, linear beyond."""
+
+    name = "huber"
+    delta: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.delta < math.inf:
+            raise UsageError(f"{self.name}: delta={self.delta:g} must be a number above 0")
+
+    @override
+    def __call__(self, logits: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.huber_loss(logits, y.to(logits.dtype), delta=self.delta)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -163,8 +300,10 @@ class CustomLoss(Loss):
     """A function of yours, called as ``function(logits, y)``; ``text`` names it, the same in every process."""
 
     name = "custom"
+    tasks = ("classification", "segmentation", "multilabel", "regression")
     function: Callable[[Tensor, Tensor], Tensor]
     text: str
+    tried: bool = True
 
     @override
     def __call__(self, logits: Tensor, y: Tensor) -> Tensor:
@@ -182,8 +321,11 @@ class CustomLoss(Loss):
     def resolve(self, counts: Tensor) -> CustomLoss:
         """Return the loss, tried once on two samples of each class, on the device of ``counts``.
 
-        Raises :class:`UsageError` where it gives none.
+        It is not where ``tried`` is false, for targets that are no classes. Raises :class:`UsageError` where it gives
+        none.
         """
+        if not self.tried:
+            return self
         y = torch.arange(len(counts), device=counts.device).repeat(2)
         logits = torch.linspace(-1, 1, len(y) * len(counts), device=y.device).reshape(len(y), -1).requires_grad_()
         shapes = f"logits {list(logits.shape)} and labels {list(y.shape)}"
@@ -210,7 +352,13 @@ class CustomLoss(Loss):
     __repr__ = __str__
 
 
-CATALOG: dict[str, Callable[..., Loss]] = {kind.name: kind for kind in (CrossEntropy, Focal)}
+CATALOG: dict[str, Callable[..., Loss]] = {
+    kind.name: kind
+    for kind in (
+        CrossEntropy, Focal, Dice, DiceCrossEntropy, BinaryCrossEntropy, BinaryFocal, SquaredError, AbsoluteError,
+        Huber,
+    )
+}  # fmt: skip
 """Losses that :func:`parse_loss` knows, by name."""
 
 

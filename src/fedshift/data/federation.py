@@ -18,6 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..tasks.classification import CLASSIFICATION
+from ..tasks.task import Task
 from ..utils.errors import UsageError, unknown_name
 from ..utils.random_streams import stream
 from .arrays import list_splits, read_part
@@ -35,6 +37,10 @@ from .samples import (
 
 if TYPE_CHECKING:
     from .files.table_schema import Column
+
+
+PLURALS = {"class": "classes", "label": "labels", "target": "targets"}
+"""Names of a task's outputs, several of them."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -95,9 +101,11 @@ class ClientData:
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Federation:
-    """Named clients that share one task of ``classes`` classes.
+    """Named clients that share one task.
 
     Attributes:
+        classes: Number of classes; of a task without classes, the number of labels or targets.
+        task: What is predicted of a sample.
         note: Description of the data in one sentence.
         class_names: Meaning of the labels 0, 1, ...; empty where unknown.
         notices: Remarks on how the data were read; those on one client begin ``client 'name':``.
@@ -114,16 +122,19 @@ class Federation:
     notices: tuple[str, ...] = ()
     faults: tuple[str, ...] = ()
     columns: tuple[Column, ...] = ()
+    task: Task = CLASSIFICATION
 
     def __repr__(self) -> str:
         """List the clients with the size of each split and the number of classes in their training data."""
         shapes = dict.fromkeys(describe_shape(split) for client in self.clients for split in client.splits.values())
-        title = f"Federation {self.name!r}: {len(self.clients)} clients, {self.classes} classes"
+        counted = f"{self.classes} {self.task.output if self.classes == 1 else PLURALS[self.task.output]}"
+        title = f"Federation {self.name!r}: {len(self.clients)} clients, {counted}"
         parts = [name for name in ("train", "validation", "test") if any(name in c.splits for c in self.clients)]
-        rows = [("client", *parts, "classes")]
+        rows = [("client", *parts, PLURALS[self.task.output])]
         for client in self.clients[:SHOWN]:
             sizes = [str(len(client.splits[name])) if name in client.splits else "-" for name in parts]
-            rows.append((client.name, *sizes, str(len(torch.unique(client.train.y)))))
+            occurring = self.task.count_classes(client.train.y, self.classes).count_nonzero()
+            rows.append((client.name, *sizes, str(int(occurring) or self.classes)))
         longest = max(len(name) for name, *_ in rows)
         lines = [name.ljust(longest) + "".join(cell.rjust(12) for cell in cells) for name, *cells in rows]
         more = [f"and {len(self.clients) - SHOWN} more"] if len(self.clients) > SHOWN else []
@@ -295,9 +306,10 @@ class Federation:
         for client in self.clients:
             for name, split in client.splits.items():
                 if id(split) not in checked:
-                    split.check(_locate(client.name, name), self.classes)
+                    split.check(_locate(client.name, name), self.task, self.classes)
                     checked.add(id(split))
-            labels = torch.unique(client.train.y)
+            strata = self.task.strata(client.train.y)
+            labels = torch.unique(strata) if strata is not None else torch.arange(0)
             if len(labels) == 1 and self.classes > 1 and not allow_single_class:
                 raise UsageError(
                     f"client {client.name!r} has only class {int(labels[0])} in its {len(client.train)} training "
@@ -328,16 +340,21 @@ def pool_training_data(data: Federation) -> Federation:
 
 
 def count_labels(data: Federation) -> Tensor:
-    """Count the training samples of each class over all clients, int64 ``[classes]``."""
+    """Count the training samples (in masks: pixels) of each class over all clients, int64 ``[classes]``."""
     return sum(
-        (torch.bincount(client.train.y, minlength=data.classes).cpu() for client in data.clients),
+        (data.task.count_classes(client.train.y, data.classes) for client in data.clients),
         torch.zeros(data.classes, dtype=torch.int64),
     )
 
 
 def find_majority_classes(data: Federation) -> dict[str, int]:
-    """Return the class of most training samples of each client, the first of equals, by client name."""
-    counts = {client.name: torch.bincount(client.train.y, minlength=data.classes) for client in data.clients}
+    """Return the class of most training samples of each client, the first of equals, by client name.
+
+    Without a class for each sample there is none.
+    """
+    if data.clients and data.task.strata(data.clients[0].train.y) is None:
+        return {}
+    counts = {client.name: data.task.count_classes(client.train.y, data.classes) for client in data.clients}
     return {name: int(count_C.argmax()) for name, count_C in counts.items()}
 
 

@@ -1,4 +1,4 @@
-"""Samples with labels, and their construction from arrays.
+"""Samples with targets, and their construction from arrays.
 
 Images are stored unscaled, uint8 ``[N, C, H, W]`` from 0 to 255, and scaled to [-1, 1] when a batch is taken
 (as in FedBN's experiments, Li et al. 2021, arXiv:2102.07623, section 5.1); floating-point arrays are used unchanged.
@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from ..tasks.segmentation import IGNORED, LEFT_OUT
+from ..tasks.task import Task
 from ..utils.errors import UsageError
 
 
@@ -66,8 +68,9 @@ Augment = Callable[[Tensor], Tensor]
 
 
 class Samples:
-    """Samples ``x`` (uint8 images ``[N, C, H, W]`` or floats ``[N, ...]``) with labels ``y`` (int64 ``[N]``).
+    """Samples ``x`` (uint8 images ``[N, C, H, W]`` or floats ``[N, ...]``) with targets ``y [N, ...]``.
 
+    Targets are as the federation's task keeps them: a class (int64 ``[N]``), a mask (uint8 ``[N, H, W]``), or numbers.
     ``rows`` (int64 ``[N]``): indices of these samples in ``x``, where splits share one array; None: all, in order.
     ``normalization``: scaling of uint8 images when a batch is taken.
     """
@@ -81,6 +84,8 @@ class Samples:
         return len(self.y)
 
     def __repr__(self) -> str:
+        if self.y.ndim > 1:
+            return f"{len(self)} samples of {describe_shape(self)}"
         labels, counts = torch.unique(self.y, return_counts=True)
         each = dict(zip(labels.tolist(), counts.tolist(), strict=True))
         labeled = f"by label {each}" if len(each) <= SHOWN else f"{len(each)} labels"
@@ -141,6 +146,14 @@ class Samples:
         )
         return (x - mean) / std
 
+    def targets(self, index: Tensor | slice = slice(None)) -> Tensor:
+        """Return the targets at ``index`` as losses take them: masks as int64, their ignored pixels -100."""
+        y = self.y[index]
+        if y.dtype != torch.uint8:
+            return y
+        classes = y.long()
+        return classes.masked_fill_(classes == IGNORED, LEFT_OUT)
+
     def relabel(self, labels: Tensor) -> Samples:
         """Return the same samples with label ``labels[k]`` in place of k."""
         y = labels.to(self.y.device)[self.y]
@@ -155,19 +168,14 @@ class Samples:
         rows = None if self.rows is None else self.rows.to(device)
         return Samples(x=self.store.to(device), y=self.y.to(device), rows=rows, normalization=self.normalization)
 
-    def check(self, where: str, classes: int) -> None:
-        """Raise :class:`UsageError`, beginning with ``where``, unless samples and labels can be trained on."""
+    def check(self, where: str, task: Task, classes: int) -> None:
+        """Raise :class:`UsageError`, beginning with ``where``, unless samples and targets can be trained on."""
         if len(self) == 0:
             raise UsageError(f"{where}: empty; every client needs at least one sample in each split")
         samples = len(self.store if self.rows is None else self.rows)
         if samples != len(self.y):
             raise UsageError(f"{where}: {samples} samples but {len(self.y)} labels; both must be equal")
-        wrong = self.y[(self.y < 0) | (self.y >= classes)]
-        if len(wrong):
-            raise UsageError(
-                f"{where}: label {int(wrong[0])} is out of range; labels must be 0..{classes - 1} "
-                "(correct the labels, or say the number of classes)"
-            )
+        task.check_targets(self.y, self.shape, classes, where)
         for start in range(0, len(self) if self.store.is_floating_point() else 0, CHUNK):
             bad = ~self.copy_rows(slice(start, start + CHUNK)).isfinite().flatten(1).all(dim=1)
             if bad.any():

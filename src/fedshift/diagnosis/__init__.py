@@ -16,6 +16,7 @@ import torch
 
 from ..data.federation import ClientData, Federation
 from ..data.files.read_options import Progress
+from ..tasks import Classification
 from ..utils.errors import UsageError, unknown_name
 from ..utils.random_streams import stream
 from .advice import Advice, advise
@@ -159,6 +160,11 @@ def diagnose(
 
 
 def _check(data: Federation, permutations: int, features: str, limit: int) -> None:
+    if not isinstance(data.task, Classification):
+        raise UsageError(
+            f"the diagnosis compares clients' classes, and samples given their class, which {data.task} does not have: "
+            "`fedshift data check` examines data of every task"
+        )
     data.check(allow_single_class=True)
     if len(data.clients) < 2:
         raise UsageError(

@@ -21,6 +21,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from ..data.federation import Federation
+from ..tasks import Classification
 from ..utils.errors import UsageError
 from ..utils.files import cached_measurement
 from .survey import SplitSurvey, survey_splits
@@ -72,6 +73,7 @@ FAULTS: Mapping[str, tuple[Severity, str]] = {
         "Scale each feature by the client's own training data, to mean 0 and standard deviation 1.",
     ),
     "units": ("warning", "Check whether they use the same unit, and scale by the client's own training data."),
+    "targets": ("error", "Correct the targets, or leave the samples out."),
     "class-names": ("error", "Spell labels the same way everywhere: different spellings are different classes."),
     "absent-class": ("note", "Give the number of classes if there are fewer (--classes)."),
     "unlearned-class": ("warning", "Add samples of these classes to training data, or remove them from the test data."),
@@ -131,7 +133,7 @@ class QualityFinding:
 
 @dataclass(frozen=True, kw_only=True)
 class SplitSummary:
-    """Contents of one split of one client; ``per_class`` counts the samples of labels 0, 1, ..."""
+    """Contents of one split of one client; ``per_class`` counts the samples of labels 0, 1, ... if they have some."""
 
     client: str
     split: str
@@ -165,6 +167,7 @@ def examine(data: Federation) -> Quality:
     The faults that :meth:`Federation.check` refuses one at a time are found too, so that they are reported together.
     """
     surveys, names = survey_splits(data), name_features(data)
+    classified = isinstance(data.task, Classification)
     findings = [
         *_judge_reading(data),
         *_judge_labels(data, surveys),
@@ -174,8 +177,8 @@ def examine(data: Federation) -> Quality:
         *_judge_constant(surveys, names),
         *_judge_scale(surveys, names),
         *_judge_names(data),
-        *_judge_classes(data, surveys),
-        *_judge_test_sizes(surveys),
+        *(_judge_classes(data, surveys) if classified else _judge_targets(data)),
+        *(_judge_test_sizes(surveys) if classified else ()),
     ]
     return Quality(
         name=data.name,
@@ -185,7 +188,7 @@ def examine(data: Federation) -> Quality:
                 client=part.client,
                 split=part.split,
                 samples=len(part.labels),
-                per_class=tuple(part.counts(data.classes).tolist()),
+                per_class=tuple(part.counts(data.classes).tolist()) if classified else (),
                 shape=part.shape,
                 dtype=part.dtype,
             )
@@ -291,6 +294,8 @@ def _judge_reading(data: Federation) -> Iterator[QualityFinding]:
 def _judge_labels(data: Federation, surveys: Sequence[SplitSurvey]) -> Iterator[QualityFinding]:
     """Find splits without samples, and labels that are no class."""
     yield from _list_places("empty", "No sample", {part: part.where for part in surveys if not len(part.labels)})
+    if not isinstance(data.task, Classification):
+        return
     outside = {part: np.flatnonzero((part.labels < 0) | (part.labels >= data.classes)) for part in surveys}
     yield from _list_rows("label-range", f"Labels outside 0..{data.classes - 1}", outside)
 
@@ -447,6 +452,17 @@ def _name_classes(data: Federation, chosen_C: Bools) -> str:
     if len(which) > 4:
         return f"{len(which)} of {data.classes} classes"
     return ", ".join(data.class_names[number] if data.class_names else str(number) for number in which)
+
+
+def _judge_targets(data: Federation) -> Iterator[QualityFinding]:
+    """Find targets that the task refuses, in the first split of each client that has some."""
+    for client in data.clients:
+        for name, split in client.splits.items():
+            try:
+                data.task.check_targets(split.y, split.shape, data.classes, f"client {client.name!r}, {name} data")
+            except UsageError as error:
+                yield _make_finding("targets", f"{error}.", [client.name])
+                break
 
 
 def _judge_test_sizes(surveys: Sequence[SplitSurvey]) -> Iterator[QualityFinding]:

@@ -120,7 +120,7 @@ def _survey_split(split: Samples, statistics: bool) -> SplitSurvey:
         x_nFP -= (mean + shift)[:, None]
         squares += np.einsum("nfp,nfp->f", x_nFP, x_nFP) + shift**2 * count * more / (count + more)
         mean, count = mean + shift * more / (count + more), count + more
-    labels, known = split.y.cpu().numpy(), np.concatenate(digests)
+    labels, known = _identify_targets(split.y.cpu().numpy()), np.concatenate(digests)
     return SplitSurvey(
         client="",
         split="",
@@ -137,6 +137,11 @@ def _survey_split(split: Samples, statistics: bool) -> SplitSurvey:
         std=np.sqrt(squares / count) if count else np.full(features, np.nan),
         content=blake2b(known.tobytes() + labels.tobytes(), digest_size=16).digest(),
     )
+
+
+def _identify_targets(y: NDArray[np.generic]) -> NDArray[np.int64]:
+    """Return an integer for each sample's target: the class, or of a mask or of numbers the first bytes of a digest."""
+    return y.astype(np.int64) if y.ndim == 1 else _sample_digests(np.ascontiguousarray(y))[:, 0].view(np.int64)
 
 
 def _sample_digests(x: NDArray[np.generic]) -> NDArray[np.uint64]:

@@ -109,7 +109,7 @@ def _time_engines(
 ) -> dict[str, float]:
     split = max(data.values(), key=len)
     index = torch.arange(batch, device=split.y.device) % len(split)
-    x, y = split.inputs(index, plan.dtype), split.y[index]
+    x, y = split.inputs(index, plan.dtype), split.targets(index)
     key = torch.zeros((), dtype=torch.int64, device=split.y.device)
     job = client_init(plan, init_client(plan), init_server(plan), planned_steps=1)
     stackable = count_lanes(plan, data, clients) > 1 and Stacked.refusal(plan, data) is None

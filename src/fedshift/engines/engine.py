@@ -134,14 +134,14 @@ class Engine(ABC):
         return own, apart
 
     def load_batch(self, name: str, step: int, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Return inputs ``[B, ...]`` and labels ``[B]`` of a client's step on the samples at ``index``.
+        """Return inputs ``[B, ...]`` and targets ``[B, ...]`` of a client's step on the samples at ``index``.
 
         Augmentation is a function of ``(seed, name, step)`` alone.
         """
         data, augment = self.data[name], self.augment
         index = index.to(data.y.device)
         change = None if augment is None else lambda x: augment(x, stream(self.seed, "augment", name, step))
-        return data.inputs(index, self.plan.dtype, change), data.y[index]
+        return data.inputs(index, self.plan.dtype, change), data.targets(index)
 
     def step_key(self, name: str, step: int) -> Tensor:
         """Return the int64 scalar from which the client's step draws."""

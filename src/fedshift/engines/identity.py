@@ -100,7 +100,7 @@ class Identity(Engine):
             loaded = [self.load_batch(name, *batch) for name, batch in batches.items()]
             return torch.cat([x for x, _ in loaded]), [y for _, y in loaded]
         indices = [index.to(parts[0].y.device) for _, index in batches.values()]
-        labels = [part.y[index] for part, index in zip(parts, indices, strict=True)]
+        labels = [part.targets(index) for part, index in zip(parts, indices, strict=True)]
         return parts[0].scale(gather_rows(parts, indices), self.plan.dtype), labels
 
 
@@ -108,7 +108,7 @@ def _client_losses(plan: Plan, logits: Tensor, y: list[Tensor]) -> Tensor:
     """Return each client's loss ``[clients]``, given the outputs for all samples and each client's labels."""
     sizes = [len(labels) for labels in y]
     if len(set(sizes)) == 1 and isinstance(plan.loss, Loss):  # one that torch.vmap can run
-        found: Tensor = torch.vmap(plan.loss)(logits.reshape(len(y), sizes[0], -1), torch.stack(y))
+        found: Tensor = torch.vmap(plan.loss)(logits.reshape(len(y), sizes[0], *logits.shape[1:]), torch.stack(y))
         return found
     return torch.stack([plan.loss(*each) for each in zip(torch.split(logits, sizes), y, strict=True)])
 

@@ -269,9 +269,9 @@ class _Samples:
             end += 1
         self._held = range(at, end)
         indices = [torch.cat([index for _, index in turn[at:end]]).to(self.device) for turn in self._turns]
-        labels = [data.y[index] for data, index in zip(self._data, indices, strict=True)]
+        labels = [data.targets(index) for data, index in zip(self._data, indices, strict=True)]
         self._y_KR, x = torch.stack(labels), gather_rows(self._data, indices)
-        self._x_KR = x.reshape(*self._y_KR.shape, *first.shape)
+        self._x_KR = x.reshape(*self._y_KR.shape[:2], *first.shape)
 
 
 class Stepper:
@@ -388,8 +388,8 @@ def prepare_steps(plan: Plan, data: Data, lanes: int, threads: int, batch: int |
     """Return a function that steps ``threads`` chunks of ``lanes`` clients once each, to time it or to try it."""
     split = next(iter(data.values()))
     index = torch.arange(batch or plan.smallest_batch, device=split.y.device) % len(split)
-    x, y = split.inputs(index, plan.dtype), split.y[index]
-    x, y = x.expand(lanes, *x.shape).contiguous(), y.expand(lanes, -1).contiguous()
+    x, y = split.inputs(index, plan.dtype), split.targets(index)
+    x, y = (tensor.expand(lanes, *tensor.shape).contiguous() for tensor in (x, y))
     keys = torch.zeros(lanes, dtype=torch.int64, device=y.device)
     job = client_init(plan, init_client(plan), init_server(plan), planned_steps=1)
     stepper = Stepper(plan)

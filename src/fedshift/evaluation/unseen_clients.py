@@ -29,6 +29,8 @@ from ..core.work import Work
 from ..data.augmentation import Augmentation
 from ..data.samples import Samples
 from ..engines.sequential import Sequential
+from ..tasks.classification import CLASSIFICATION
+from ..tasks.task import Task
 from ..utils.errors import UsageError
 from ..utils.random_streams import stream
 from ..utils.state import State, clone, pick
@@ -69,14 +71,15 @@ class UnseenClientModels:
     """Models for clients that never trained, made from the state of ``server`` and of clients that did.
 
     ``samples``: number of training samples of each trained client, by its name in ``clients``, which are read one at a
-    time. ``augment``: augmentation of images on which a model is trained.
+    time. ``augment``: augmentation of images on which a model is trained. ``measured``: the federation's task and its
+    number of classes; None: classification.
     """
 
     def __init__(
         self, plan: Plan, server: ServerState, clients: Mapping[str, ClientState], samples: Mapping[str, int],
-        augment: Augmentation | None = None,
+        augment: Augmentation | None = None, measured: tuple[Task, int] | None = None,
     ) -> None:  # fmt: skip
-        self.plan, self.server, self.augment = plan, server, augment
+        self.plan, self.server, self.augment, self._measured = plan, server, augment, measured
         self._clients, self._samples = clients, samples
 
     def make_state(self, policy: str, name: str, train: Samples, rounds: int = 1) -> State | None:
@@ -97,10 +100,10 @@ class UnseenClientModels:
 
     def _find_nearest(self, train: Samples) -> State:
         models = (personal_state(self.plan, self._clients[name], self.server) for name in sorted(self._samples))
-        classes = int(train.y.max()) + 1
+        measured = self._measured or (CLASSIFICATION, int(train.y.max()) + 1)
 
         def loss(state: State) -> float:
-            found = float(evaluate(self.plan, state, train, classes)["loss_sum"])
+            found = float(evaluate(self.plan, state, train, *measured)["loss_sum"])
             return math.inf if math.isnan(found) else found
 
         return min(models, key=loss)

@@ -29,7 +29,7 @@ from ..evaluation.communication import summarize_method
 from ..models import ModelFactory
 from ..results.checkpoint import load_checkpoint
 from ..results.run_directory import TRIALS, RunDirectory, append_rows, cut_rows, to_file_name, trial_folder
-from ..results.schema import PICTURED, RESTART, MethodSummary, Row, compute_metric, rows_to_frame
+from ..results.schema import LOWER_IS_BETTER, PICTURED, RESTART, MethodSummary, Row, compute_metric, rows_to_frame
 from ..results.summary import (
     ENVIRONMENT,
     NOTICES,
@@ -173,8 +173,9 @@ class Experiment:
             raise UsageError(f"method {clash[0]!r} is given twice: give one of them another name (Method.name)")
         if not self.seeds or len(set(self.seeds)) != len(self.seeds):
             raise UsageError(f"seeds {list(self.seeds)}: give at least one, each once")
+        object.__setattr__(self, "settings", self.settings.for_task(self.data.task))
         private = [method.name for method in self.methods if isinstance(method.aggregate, Mechanism)]
-        if private and self.settings.loss.uses_counts:
+        if private and self.settings.loss and self.settings.loss.uses_counts:
             raise UsageError(
                 f"method {private[0]!r}: {self.settings.loss.weights} weights come from all clients' label counts, "
                 "which noise does not hide: give the weights of the classes as numbers"
@@ -370,7 +371,8 @@ class Experiment:
             row for row in rows if (row["split"], row["model"], row["moment"]) == ("validation", "personal", "loaded")
         )
         found = compute_metric(chosen, self.settings.metric)
-        return (int(found.count()), float(found.mean())) if found.count() else NO_SCORE
+        sign = -1 if self.settings.metric in LOWER_IS_BETTER else 1
+        return (int(found.count()), sign * float(found.mean())) if found.count() else NO_SCORE
 
     def _find_best(self, folder: Path, done: int) -> tuple[int, tuple[int, float]]:
         """Return the first of the best of the ``done`` rounds of the trial in ``folder``, 0 for none, and its score.
@@ -421,6 +423,8 @@ class Experiment:
             "fingerprint": self.data.fingerprint,
             "same_test": {name: owner for name, owner in owners.items() if name != owner},
             "majority": {} if self.make_engine else find_majority_classes(self.data),
+            "task": self.data.task.name,
+            "metrics": self.data.task.metrics,
             "resolved": resolved,
             "config": dict(self.config),
             "methods": {name: asdict(fact) for name, fact in methods.items()},

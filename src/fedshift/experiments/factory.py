@@ -173,7 +173,7 @@ def resolve_settings(
         names: all clients.
         batch_size: samples in a batch; None takes all of a client's.
         optimizer: local optimizer.
-        loss: training loss, or an expression.
+        loss: training loss, or an expression; ``auto``: the task's.
         augment: augmentation of training images, or an expression.
         newcomers: names of the clients that never train, or patterns with commas.
         moments: moments at which models are measured, a sequence or a text with commas.
@@ -189,7 +189,7 @@ def resolve_settings(
         **shared,
         work=Work(batch_size=batch_size, epochs=epochs, batches=spec.batches),
         optimizer=optimizer,
-        loss=parse_loss(loss) if isinstance(loss, str) else loss,
+        loss=None if loss == "auto" else parse_loss(loss) if isinstance(loss, str) else loss,
         weights=as_initial_weights(weights, skip_classifier=skip_classifier),
         augment=parse_augmentation(augment) if isinstance(augment, str) else augment,
         newcomers=match_names(newcomers, names) if isinstance(newcomers, str) else tuple(newcomers),

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import get_args
 
 import torch
 from torch import Tensor
 
 from ..config.spec import SharedSpec, TrialSpec, Unseen, check_settings
-from ..core.loss import CrossEntropy, Loss, as_loss
+from ..core.loss import CATALOG, CrossEntropy, CustomLoss, Loss, as_loss, parse_loss
 from ..core.method import Method
 from ..core.optimizer import SGD, Optimizer
 from ..core.plan import Plan, forward
 from ..core.preparation import prepare
 from ..core.work import Work
 from ..data.augmentation import Augmentation
+from ..data.federation import PLURALS
 from ..engines import ENGINES
 from ..engines.cost_model import choose_products, count_rows
 from ..models import ModelFactory, make_network
 from ..results.schema import MOMENTS
+from ..tasks import CLASSIFICATION, Task
 from ..utils.errors import UsageError, unknown_name
 from ..utils.random_streams import stream, torch_stream
 from .initial_weights import InitialWeights
@@ -42,8 +44,8 @@ class Settings(TrialSpec):
     optimizer: Optimizer = field(default_factory=lambda: SGD(lr=SharedSpec.lr))
     """Local optimizer."""
 
-    loss: Loss = field(default_factory=CrossEntropy)
-    """Training loss."""
+    loss: Loss | None = None
+    """Training loss; None: the task's."""
 
     weights: InitialWeights | None = None
     """Weights from which networks start; None: random ones."""
@@ -58,7 +60,8 @@ class Settings(TrialSpec):
     """Moments of an evaluated round at which models are measured: always ``loaded``, optionally ``trained``."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "loss", as_loss(self.loss))
+        if self.loss is not None:
+            object.__setattr__(self, "loss", as_loss(self.loss))
         share = self.participation
         if isinstance(share, float) and share > 1:
             raise UsageError(f"participation={share}: give a whole number of clients, or a fraction of at most 1.0")
@@ -77,6 +80,22 @@ class Settings(TrialSpec):
         except (RuntimeError, AssertionError) as error:
             reason = str(error).partition("\n")[0].partition(". ")[0]  # torch goes on with a list of its kernels
             raise UsageError(f"device {self.device!r} cannot be used here ({reason}): try cpu") from error
+
+    def for_task(self, task: Task) -> Settings:
+        """Return the settings with the loss and the metric of ``task`` where none is asked for.
+
+        Raises :class:`UsageError` for a loss or a metric that is not for the task.
+        """
+        metric = task.metrics[0] if self.metric == "auto" else self.metric
+        if metric not in task.metrics:
+            raise UsageError(f"{unknown_name('metric', metric, task.metrics)} (the data's task is {task})")
+        loss = parse_loss(task.loss) if self.loss is None else self.loss
+        if task.name not in loss.tasks:
+            fitting = [name for name, kind in CATALOG.items() if task.name in getattr(kind, "tasks", ())]
+            raise UsageError(f"loss {loss} is not for {task}, the data's task: use {' or '.join(fitting)}")
+        if isinstance(loss, CustomLoss):
+            loss = replace(loss, tried=task.name == "classification")
+        return replace(self, metric=metric, loss=loss)
 
     def draw_participants(self, seed: int, round: int, names: tuple[str, ...]) -> tuple[str, ...]:
         """Return the clients that take part in ``round`` (from 1), in the order of ``names``."""
@@ -107,6 +126,7 @@ def make_plan(
     classes: int,
     labels: Tensor,
     clients: int,
+    task: Task = CLASSIFICATION,
 ) -> Plan:
     """Make the plan of ``method`` under ``seed``, the same on every machine but for the libraries of its products.
 
@@ -116,9 +136,10 @@ def make_plan(
         settings: settings of the comparison.
         seed: seed of the initial weights and of what surgery draws.
         sample: inputs ``[1, ...]`` of one sample, on the device that trains; only the shape matters.
-        classes: number of classes.
+        classes: number of classes, of labels or of targets.
         labels: number of training samples of each class in all, int64 ``[classes]``.
         clients: number of clients that train.
+        task: the federation's task.
 
     Raises:
         UsageError: method, model, settings and samples do not fit.
@@ -136,7 +157,7 @@ def make_plan(
             network,
             work=settings.work,
             optimizer=settings.optimizer,
-            loss=settings.loss.to(sample.device).resolve(labels.to(sample.device)),
+            loss=(settings.loss or CrossEntropy()).to(sample.device).resolve(labels.to(sample.device)),
             precision=settings.precision,
             sample=sample,
             rounds=settings.rounds,
@@ -149,10 +170,12 @@ def make_plan(
         given.check_kept(plan)
     with count_rows(plan.module) as rows:
         scores = tuple(forward(plan, plan.initial, sample.to(plan.dtype)).shape[1:])
-    if scores != (classes,):
+    wanted = task.output_shape(tuple(sample.shape[1:]), classes)
+    if scores != wanted:
+        each = f"one score a {task.output}" + ("" if len(wanted) == 1 else " and pixel")
         raise UsageError(
-            f"the model's outputs for a sample have shape {scores}, but the data have {classes} classes: make "
-            f"it give ({classes},), one score a class"
+            f"the model's outputs for a sample have shape {scores}, but the data have {classes} "
+            f"{PLURALS[task.output]}: make it give {wanted}, {each}"
         )
     choose_products(plan, rows)
     return plan

@@ -84,6 +84,7 @@ class Trial:
         client_memory: int = MEMORY,
         make_engine: EngineFactory | None = None,
     ) -> None:
+        settings = settings.for_task(data.task)
         self.data, self.settings, self.seed = data, settings, seed
         device = torch.device(settings.device)
         newcomers = frozenset(settings.newcomers)
@@ -111,6 +112,7 @@ class Trial:
             classes=data.classes,
             labels=count_labels(training),
             clients=len(members),
+            task=data.task,
         )
         self._architecture = architecture(self.plan.module)  # now, before a layer that counts its calls has counted
         check_sizes(self.plan, {client.name: len(client.train) for client in trained_on.clients})
@@ -293,7 +295,7 @@ class Trial:
         state = trained_state(plan, trained.client, trained.update, self.server)
         names = [n for n in self.data.names if n not in self.settings.newcomers] if plan.method.pooled else [name]
         owners = map(self.measured.client, names)
-        return evaluate_trained(plan, state, owners, self._splits, self.data.classes)
+        return evaluate_trained(plan, state, owners, self._splits, self.data.task, self.data.classes)
 
     def _downlink_bytes(self) -> int:
         return 0 if self.plan.method.pooled else downlink_bytes(self.plan, self.server)
@@ -324,7 +326,12 @@ class Trial:
         if self._unseen_clients is None or self._unseen_clients.server is not self.server:
             samples = {name: len(self.train[name]) for name in self.clients.seen}
             self._unseen_clients = UnseenClientModels(
-                self.plan, self.server, self.clients, samples, self.settings.augment
+                self.plan,
+                self.server,
+                self.clients,
+                samples,
+                self.settings.augment,
+                (self.data.task, self.data.classes),
             )
         return self._unseen_clients
 

@@ -108,7 +108,7 @@ def adapt_network(
         epochs: Passes over a client's data in a round.
         lr: Learning rate of plain SGD.
         batch_size: Samples in a batch; None takes all of a client's.
-        metric: accuracy, balanced_accuracy or auc.
+        metric: metric of the data's task; auto: its first.
 
     Returns:
         The metric: rows are clients and their mean, ``macro``; columns are policies with mean, std and number of seeds.
@@ -119,8 +119,8 @@ def adapt_network(
     """
     if rounds < 1:
         raise UsageError(f"rounds={rounds}: must be at least 1")
-    spec = RunSpec(lr=lr, epochs=epochs, batch_size=batch_size or 0, metric=metric)  # type: ignore[arg-type]
+    spec = RunSpec(lr=lr, epochs=epochs, batch_size=batch_size or 0, metric=metric)
     clients = prepare_clients(data, spec, class_names)
     trial = make_trial(lambda *_: copy.deepcopy(network), clients, make_settings(spec, clients.names))
     made = adapt_own(trial, parse_policies(policies), rounds=rounds)
-    return mean_over_seeds(seed_table(made.rows, metric))
+    return mean_over_seeds(seed_table(made.rows, trial.settings.metric))

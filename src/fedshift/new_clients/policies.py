@@ -165,7 +165,7 @@ def _add_once(notices: list[str], text: str) -> None:
 
 def evaluate_model(trial: Trial, model: AdaptedModel, client: ClientData) -> Row:
     """Measure ``model`` on the test data of ``client``, as counts (see ``results.schema``)."""
-    counted = evaluate(trial.plan, model.state, client.test, trial.data.classes)
+    counted = evaluate(trial.plan, model.state, client.test, trial.data.task, trial.data.classes)
     return {
         "title": model.title, "method": model.method, "policy": model.policy, "needs": ", ".join(model.needs),
         "seed": model.seed, "client": model.client, **counted,

@@ -20,7 +20,7 @@ from scipy.special import ndtri
 
 from ..analysis.similarity import CONCORDANT
 from ..analysis.statistics import FEWEST, PairedDifference, correct_family, paired_difference
-from ..results.schema import RunSummary
+from ..results.schema import LOWER_IS_BETTER, RunSummary
 from ..utils.errors import unknown_name
 from .concordance import compute_discordances
 from .formatting import (
@@ -128,9 +128,9 @@ def grid_variance(rows: pd.DataFrame, metric: str) -> np.ndarray:
     """Return the variance h^2 / 12 of a uniform error within one step h of the grid of ``metric``, for each row.
 
     A step is one sample: 1/n of accuracy; of balanced accuracy 1/n_k of the recall of class k, weighted by 1/K; of AUC
-    one pair, 1 / (n_k (n - n_k)) for each class k against the rest, likewise averaged. Loss is continuous: 0.
+    one pair, 1 / (n_k (n - n_k)) for each class k against the rest, likewise averaged. Others count as continuous: 0.
     """
-    if metric == "loss" or rows.empty:
+    if metric not in ("accuracy", "balanced_accuracy", "auc") or rows.empty:
         return np.zeros(len(rows))
     support_NK = np.array(rows["support"].tolist(), dtype=float)
     n_N1 = support_NK.sum(axis=1, keepdims=True)
@@ -143,13 +143,14 @@ def grid_variance(rows: pd.DataFrame, metric: str) -> np.ndarray:
 
 
 def sampling_variance(rows: pd.DataFrame, metric: str) -> np.ndarray:
-    """Return the variance of ``metric`` over test samples of the same size, for each row; NaN for AUC and loss.
+    """Return the variance of ``metric`` over test samples of the same size, for each row; NaN where it has no form.
 
     That of a parametric bootstrap, in closed form: hits redrawn as Binomial(n, p) give the accuracy a variance of
     p (1 - p) / n, and balanced accuracy the sum of that over classes over K^2. p is (hits + 1/2) / (n + 1), so that a
     perfect score still has an error (Brown, Cai and DasGupta 2001, "Interval Estimation for a Binomial Proportion").
     """
-    if metric not in ("accuracy", "balanced_accuracy") or rows.empty:
+    of_samples = "predicted" not in rows or rows["predicted"].isna().all()  # pixels of an image are no draws
+    if metric not in ("accuracy", "balanced_accuracy") or rows.empty or not of_samples:
         return np.full(len(rows), math.nan)
     hits_NK, n_NK = (np.array(rows[name].tolist(), dtype=float) for name in ("hits", "support"))
     if metric == "accuracy":
@@ -225,7 +226,7 @@ def tabulate_differences(
 
 def find_leader(claims: Claims, metric: str = "accuracy") -> str:
     """Return the method that is significantly better than every other, or an empty string."""
-    sign = -1 if metric == "loss" else 1
+    sign = -1 if metric in LOWER_IS_BETTER else 1
     for method in claims.methods:
         gaps = [claims.between(method, other) for other in claims.methods if other != method]
         if gaps and all(gap.is_significant and sign * gap.mean > 0 for gap in gaps):
@@ -236,7 +237,7 @@ def find_leader(claims: Claims, metric: str = "accuracy") -> str:
 def rank_methods(summary: RunSummary) -> list[str]:
     """Return the measured methods by the macro row of the summary's table, best first."""
     means = accuracy_table(summary).iloc[len(summary.clients)].unstack()["mean"]
-    return list(means.dropna().sort_values(ascending=summary.metric == "loss", kind="stable").index)
+    return list(means.dropna().sort_values(ascending=summary.metric in LOWER_IS_BETTER, kind="stable").index)
 
 
 def describe_difference(one: str, other: str, gap: PairedDifference, metric: str = "accuracy") -> str:

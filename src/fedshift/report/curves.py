@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from ..analysis.statistics import mean_and_std
-from ..results.schema import METRICS, RunSummary
+from ..results.schema import METRICS, UNITS, RunSummary, metric_unit
 from ..utils.errors import UsageError, unknown_name
 from .figures import FigurePanel
 from .formatting import format_mean
@@ -191,7 +191,7 @@ def final_metric(summary: RunSummary, metric: str | None = None) -> pd.Series:
 
 
 def _metric_scale(metric: str) -> float:
-    return 1.0 if metric in ("loss", TRAIN_LOSS) else 100.0
+    return 1.0 if metric == TRAIN_LOSS else metric_unit(metric)[0]
 
 
 def _axis_label(metric: str, split: str) -> str:
@@ -199,7 +199,7 @@ def _axis_label(metric: str, split: str) -> str:
         return "training loss (nats)"
     if metric not in METRICS:
         raise unknown_name("metric", metric, (*METRICS, TRAIN_LOSS))
-    return f"macro {split} {METRICS[metric]} ({'nats' if metric == 'loss' else '%'})"
+    return f"macro {split} {METRICS[metric]} ({UNITS.get(metric, '%')})"
 
 
 def _place_ticks(key: str, values: Sequence[object]) -> tuple[dict[str, float], bool]:

@@ -21,7 +21,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from ..analysis.statistics import mean_and_std
-from ..results.schema import PICTURED, RunSummary
+from ..results.schema import PICTURED, UNITS, RunSummary
 from .claims import difference_table
 from .formatting import format_bytes, format_mean, format_signed
 from .progress import describe_partial
@@ -107,7 +107,7 @@ def _make_panels(summary: RunSummary, curves_only: bool) -> Iterator[FigurePanel
     trained = metric_history(summary, "loss", model=None, split="train", moment="trained")
     many, mark = len(summary.clients) > ONE_BY_ONE, "PARTIAL: " if describe_partial(summary) else ""
     clients = [] if many else list(summary.clients)[:PICTURED]
-    label = f"test {summary.metric_name} (%)"
+    label = f"test {summary.metric_name} ({UNITS.get(summary.metric, '%')})"
     if len(tested):
         yield _draw_curves(summary, "accuracy-macro", "Mean over clients (macro)", _macro(tested), label, 100)
         yield from () if curves_only else _draw_differences(summary)
@@ -126,7 +126,7 @@ def _make_panels(summary: RunSummary, curves_only: bool) -> Iterator[FigurePanel
             yield _draw_curves(summary, name, client, rows, label, 100)
     if len(tested) and many:
         low = tested.groupby(["method", "seed", "round"])["value"].quantile(LOW).reset_index()
-        yield _draw_curves(summary, "accuracy-low", f"{100 * LOW:g} % quantile over clients", low, label, 100)
+        yield _draw_curves(summary, "accuracy-low", f"{100 * LOW:g} % quantile over clients", low, label, summary.scale)
     if len(tested) and not curves_only:
         bars = [*clients, "macro"]
         yield _draw_distribution(summary, mark) if many else _draw_bars(summary, bars, mark)
@@ -188,17 +188,19 @@ def _draw_differences(summary: RunSummary) -> Iterator[FigurePanel]:
     styles = make_styles(summary.methods)
     for row, (method, gap) in enumerate(table.iterrows()):
         style = styles[str(method)]
-        axes.hlines(row, 100 * gap["low"], 100 * gap["high"], color=style.color, linewidth=1.6)
-        axes.plot(100 * gap["difference"], row, **style.line | {"markersize": 6.5})
+        axes.hlines(row, summary.scale * gap["low"], summary.scale * gap["high"], color=style.color, linewidth=1.6)
+        axes.plot(summary.scale * gap["difference"], row, **style.line | {"markersize": 6.5})
     axes.axvline(0, color=INK, linewidth=0.8)
     label_rows(axes, table.index.tolist(), 20, 0.4)
     caption = f"Macro {summary.metric_name} above {baseline} in points: mean over paired seeds, line: {level} interval."
-    ends = "; ".join(f"{method} {format_signed(100 * value)}" for method, value in table["difference"].items())
+    ends = "; ".join(
+        f"{method} {format_signed(summary.scale * value)}" for method, value in table["difference"].items()
+    )
     points = [
         (
-            100 * gap["difference"],
+            summary.scale * gap["difference"],
             row,
-            f"{method}: " + " to ".join(format_signed(100 * gap[x]) for x in ("low", "high")),
+            f"{method}: " + " to ".join(format_signed(summary.scale * gap[x]) for x in ("low", "high")),
         )
         for row, (method, gap) in enumerate(table.to_dict("index").items())
     ]
@@ -210,7 +212,7 @@ def _draw_traffic(summary: RunSummary, macro: pd.DataFrame, mark: str) -> Figure
     figure, axes = make_panel(
         f"{mark}{summary.metric_name[0].upper()}{summary.metric_name[1:]} against traffic",
         "bytes exchanged, all clients",
-        f"macro test {summary.metric_name} (%)",
+        f"macro test {summary.metric_name} ({UNITS.get(summary.metric, '%')})",
     )
     traffic = summary.traffic.sort_values("round")
     moved = (traffic["down"] + traffic["up"]).groupby([traffic["method"], traffic["seed"]]).cumsum()
@@ -224,12 +226,16 @@ def _draw_traffic(summary: RunSummary, macro: pd.DataFrame, mark: str) -> Figure
         marked = reported[reported["method"] == method]
         if marked.empty:
             continue
-        (mean, std), moved_mean = mean_and_std(100 * marked["value"]), float(marked["moved"].mean())
-        axes.plot(values["moved"], 100 * values["value"], **style.line | {"markersize": 2.5, "linewidth": 1})
+        (mean, std), moved_mean = mean_and_std(summary.scale * marked["value"]), float(marked["moved"].mean())
+        axes.plot(values["moved"], summary.scale * values["value"], **style.line | {"markersize": 2.5, "linewidth": 1})
         axes.errorbar(moved_mean, mean, None if math.isnan(std) else std, color=style.color, capsize=2, linewidth=1)
         axes.plot(moved_mean, mean, **style.line | {"markersize": 7, "markeredgecolor": PAPER}, zorder=3)
         points += [
-            (moved, 100 * share, f"{method}, round {number}: {100 * share:.2f} after {format_bytes(moved)}")
+            (
+                moved,
+                summary.scale * share,
+                f"{method}, round {number}: {summary.scale * share:.2f} after {format_bytes(moved)}",
+            )
             for number, moved, share in values.itertuples()
         ]
         handles[method] = make_legend_entry(style)
@@ -247,12 +253,14 @@ def _draw_traffic(summary: RunSummary, macro: pd.DataFrame, mark: str) -> Figure
 
 def _draw_bars(summary: RunSummary, names: list[str], mark: str) -> FigurePanel:
     """Draw accuracy at the reported round: one group of bars for each client and the mean over clients."""
-    table, styles = 100 * accuracy_table(summary), make_styles(summary.methods)
+    table, styles = summary.scale * accuracy_table(summary), make_styles(summary.methods)
     rows = [*range(len(names) - 1), len(summary.clients)]  # macro is the row below all clients
     thick = 0.8 / len(styles)
     height = max(1.8, len(names) * (0.3 + 0.06 * len(styles)))
     points: list[tuple[float, float, str]] = []
-    figure, axes = make_panel(f"{mark}At the reported round", f"test {summary.metric_name} (%)", "", height)
+    figure, axes = make_panel(
+        f"{mark}At the reported round", f"test {summary.metric_name} ({UNITS.get(summary.metric, '%')})", "", height
+    )
     handles: dict[str, Any] = {}
     for method, style in styles.items():
         where = [row - 0.4 + thick * (style.number + 0.5) for row in range(len(names))]
@@ -278,9 +286,12 @@ def _draw_bars(summary: RunSummary, names: list[str], mark: str) -> FigurePanel:
 
 def _draw_distribution(summary: RunSummary, mark: str) -> FigurePanel:
     """Draw the distribution of many clients' accuracies at the reported round, a row for each method."""
-    table = 100 * accuracy_table(summary).iloc[len(summary.clients) :].xs("mean", axis=1, level="statistic")
+    table = summary.scale * accuracy_table(summary).iloc[len(summary.clients) :].xs("mean", axis=1, level="statistic")
     figure, axes = make_panel(
-        f"{mark}Clients at the reported round", f"test {summary.metric_name} (%)", "", 1.3 + 0.3 * len(table.T)
+        f"{mark}Clients at the reported round",
+        f"test {summary.metric_name} ({UNITS.get(summary.metric, '%')})",
+        "",
+        1.3 + 0.3 * len(table.T),
     )
     for row, (method, style) in enumerate(make_styles(summary.methods).items()):
         low, lower, median, upper, high = table.loc[list(QUANTILES), method]

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from ..results.schema import LOWER_IS_BETTER, UNITS, metric_unit
 from ..utils.files import write_atomically
 
 if TYPE_CHECKING:
@@ -85,9 +86,10 @@ def explain_spread(seeds: float) -> str:
     return f"(std) is over seeds: {VARIED_BY_SEED}."
 
 
-def difference_unit(metric: str) -> tuple[int, int, str]:
+def difference_unit(metric: str) -> tuple[float, int, str]:
     """Return scale, number of decimals and name of the unit in which differences of ``metric`` are printed."""
-    return (1, 3, "nats") if metric == "loss" else (100, 2, "points")
+    factor, digits, unit = metric_unit(metric)
+    return factor, digits, unit if metric in UNITS else "points"
 
 
 def format_metric_table(
@@ -120,7 +122,7 @@ def format_metric_table(
     for number, name in enumerate(table.index[first:], start=first):
         values = [round(scale * mean, digits) for mean in means[number]]
         measured = [value for value in values if not math.isnan(value)]
-        best = (min if metric == "loss" else max)(measured) if len(measured) > 1 and even else None
+        best = (min if metric in LOWER_IS_BETTER else max)(measured) if len(measured) > 1 and even else None
         cells = (
             TextCell(
                 text=format_mean(value, scale * std, f".{digits}f"),

@@ -77,7 +77,7 @@ def _tabulate_progress(points: Sequence[CurvePoint]) -> TextTable | None:
 
 
 def _describe_methods(summary: RunSummary) -> Iterator[tuple[str, str, str, str]]:
-    """Yield each method with the rounds that it has done and its macro test metric, in percent, so far."""
+    """Yield each method with the rounds that it has done and its macro test metric as it is printed, so far."""
     macro = metric_history(summary).groupby(["method", "seed", "round"])["value"].mean().dropna()
     for method in summary.methods:
         done = summary.traffic[summary.traffic["method"] == method].groupby("seed")["round"].max()
@@ -85,6 +85,6 @@ def _describe_methods(summary: RunSummary) -> Iterator[tuple[str, str, str, str]
         last = macro[macro.index.get_level_values("method") == method].groupby("seed").tail(1)
         number = last.index.get_level_values("round")
         finished, others = last[number == summary.rounds], last[number < summary.rounds]
-        mean = f"{100 * finished.mean():.2f}" if len(finished) else MISSING
-        unfinished = f"{100 * others.iloc[-1]:.2f} in round {others.index[-1][2]}" if len(others) else MISSING
+        mean = f"{summary.scale * finished.mean():.2f}" if len(finished) else MISSING
+        unfinished = f"{summary.scale * others.iloc[-1]:.2f} in round {others.index[-1][2]}" if len(others) else MISSING
         yield method, f"{rounds} of {summary.rounds}", mean, unfinished

@@ -12,7 +12,7 @@ from typing import Any
 import pandas as pd
 
 from ..config.expressions import read_catalog
-from ..results.schema import METRICS, PICTURED, RunSummary
+from ..results.schema import METRICS, PICTURED, RunSummary, metric_unit
 from ..utils.files import write_atomically
 from .claims import (
     Claims,
@@ -92,7 +92,7 @@ def make_metric_table(
     """
     metric = metric or summary.metric
     frame = accuracy_table(summary, metric, model, split, moment)
-    unit, when = ("nats" if metric == "loss" else "percent"), (f" {AFTER_WORK}" if moment == "trained" else "")
+    unit, when = metric_unit(metric)[2], (f" {AFTER_WORK}" if moment == "trained" else "")
     caption = f"{split.capitalize()} {METRICS[metric]} of the {model} model in {unit}{when}"
     caption += f", {describe_seeds(summary)}, {describe_round(summary)}"
     leader = find_leader(claims, metric) if (split, moment) == ("test", "loaded") else ""
@@ -189,7 +189,7 @@ def _find_leaders(table: TextTable, methods: Iterable[str]) -> dict[str, str]:
 def _other_metrics(summary: RunSummary) -> Iterator[tuple[str, str, TextTable]]:
     """Yield title, unit and table of every other metric, model and moment that has values."""
     for model, moment in (("personal", "loaded"), ("personal", "trained"), ("global", "loaded")):
-        for metric, name in METRICS.items():
+        for metric, name in ((metric, METRICS[metric]) for metric in summary.metrics):
             if (model, metric) == ("personal", summary.metric):
                 continue
             frame = accuracy_table(summary, metric, model, moment=moment)
@@ -200,7 +200,7 @@ def _other_metrics(summary: RunSummary) -> Iterator[tuple[str, str, TextTable]]:
             if any(text != MISSING for text in table.values):
                 title = f"{name[0].upper()}{name[1:]}, {model} model"
                 title += f" {AFTER_WORK}" if moment == "trained" else ""
-                yield title, _UNITS.get(metric, "in percent"), table
+                yield title, _UNITS.get(metric, f"in {metric_unit(metric)[2]}"), table
 
 
 def _method_table(summary: RunSummary) -> TextTable:

@@ -52,7 +52,9 @@ def _list_results(
     if (summary.rows["split"] == "validation").any() and is_even(find_reached_rounds(summary)):
         validation = accuracy_table(summary, split="validation")
         means = validation.iloc[len(summary.clients)].unstack()["mean"]
-        values = ", ".join(f"{method} {100 * means[method]:.2f}" for method in validation.columns.unique("method"))
+        values = ", ".join(
+            f"{method} {summary.scale * means[method]:.2f}" for method in validation.columns.unique("method")
+        )
         yield f"Validation, macro: {values}. Choose by these."
     sentences = [*describe_baseline(summary, claims), *describe_ranking(summary, claims), *list_shortfalls(summary)]
     yield from dict.fromkeys(sentences)

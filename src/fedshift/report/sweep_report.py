@@ -107,7 +107,8 @@ class SweepResults:
     def caption(self) -> str:
         """Caption of the metric's table."""
         summary = self.points[0].summary
-        return f"Macro test {summary.metric_name} in percent, {describe_seeds(summary)}, {describe_round(summary)}"
+        measure = f"{summary.metric_name} in {summary.metric_unit}"
+        return f"Macro test {measure}, {describe_seeds(summary)}, {describe_round(summary)}"
 
 
 def publish_sweep(sweep: SweepResults, directory: Path, console: Console, config: Mapping[str, Any]) -> None:

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import pandas as pd
 
-from ..results.schema import METRICS, MOMENTS, RunSummary, compute_metric
+from ..results.schema import COUNTS, LOWER_IS_BETTER, METRICS, MOMENTS, RunSummary, compute_metric
 from ..utils.errors import UsageError, unknown_name
 from .progress import describe_partial, find_reached_rounds
 
@@ -134,7 +134,7 @@ def _make_seed_table(summary: RunSummary, metric: str, model: str, split: str, m
     aggregates = {"macro": common.mean()}
     if metric != "auc":
         aggregates["pooled"] = pool_metric(rows, metric).reindex(runs)
-    worst, best = (common.max(), common.min()) if metric == "loss" else (common.min(), common.max())
+    worst, best = (common.max(), common.min()) if metric in LOWER_IS_BETTER else (common.min(), common.max())
     aggregates["worst client"] = worst
     if len(clients) > ONE_BY_ONE:
         aggregates |= {name: common.quantile(share) for name, share in QUANTILES.items()} | {"best client": best}
@@ -172,6 +172,8 @@ def measure_majority(summary: RunSummary) -> pd.Series:
     Clients are those with test samples at a reported round; ``macro`` is their mean, ``pooled`` takes all test samples
     together.
     """
+    if summary.task != "classification":
+        return pd.Series(dtype=float)
     rows = select_reported_rows(summary).dropna(subset="support").drop_duplicates("client").set_index("client")
     found: dict[Any, list[int]] = dict(zip(rows.index, rows["support"].tolist(), strict=True))
     support = {name: found[name] for name in summary.clients if name in found}
@@ -263,7 +265,8 @@ def list_shortfalls(summary: RunSummary) -> list[str]:
         elif evaluated[run] < summary.rounds:
             sentences.append(f"{run[0]}, seed {run[1]}: evaluated up to round {evaluated[run]} of {summary.rounds}.")
     total = len(summary.clients)
-    clients, counted = (seed_table(summary, metric).iloc[:total] for metric in (summary.metric, "accuracy"))
+    known = "accuracy" if "accuracy" in summary.metrics else "loss"  # defined wherever something was measured
+    clients, counted = (seed_table(summary, metric).iloc[:total] for metric in (summary.metric, known))
     for method in summary.methods:
         seeds = [seed for seed in summary.seeds if (method, seed) in reported.index]
         for table, reason in (
@@ -303,11 +306,10 @@ def _select(summary: RunSummary, model: str | None, split: str, moment: str) -> 
 
 def pool_metric(rows: pd.DataFrame, metric: str) -> pd.Series:
     """Return ``metric`` (not ``auc``) of all clients' samples together: a series over (method, seed)."""
-    columns = ["samples", "loss_sum", "hits", "support"]
+    counts = [name for name in COUNTS if name in rows and rows[name].notna().all()]
     totals = {
-        run: [group["samples"].sum(), group["loss_sum"].sum()]
-        + [np.sum(group[name].tolist(), axis=0).tolist() for name in ("hits", "support")]
+        run: [np.sum(group[name].tolist(), axis=0).tolist() for name in counts]
         for run, group in rows.groupby(["method", "seed"])
     }
-    frame = pd.DataFrame.from_dict(totals, orient="index", columns=columns)
-    return compute_metric(frame, metric).astype(float)
+    frame = pd.DataFrame.from_dict(totals, orient="index", columns=counts)
+    return compute_metric(frame.reindex(columns=COUNTS), metric).astype(float)

@@ -16,6 +16,12 @@ Rows live in a data frame and, on disk, in ``metrics.jsonl`` (one JSON object a 
 | `hits`     | list of int | correctly classified samples of each true class; null in rows of training loss |
 | `support`  | list of int | samples of each true class; null likewise |
 | `auc`      | float       | area under the ROC curve, binary or one-vs-rest macro; null where it is not defined |
+| `predicted` | list of int | of masks and several labels: pixels or samples for which each class was predicted |
+| `exact`    | int         | of several labels: samples of which all labels are predicted rightly |
+| `squared`, `absolute` | list of float | of numbers: the sum of squared and of absolute errors of each target |
+| `total`, `square` | list of float | of numbers: the sum of each target and of its square |
+
+Of masks, ``hits`` and ``support`` count pixels; of several labels, samples that have each label.
 
 Everything in tables and figures (accuracy, balanced accuracy; macro, pooled, worst client) derives from these counts.
 """
@@ -35,9 +41,21 @@ from ..utils.errors import FedshiftError
 
 COLUMNS = (
     "method", "seed", "round", "client", "split", "model", "moment", "samples", "loss_sum", "hits", "support", "auc",
+    "predicted", "exact", "squared", "absolute", "total", "square",
 )  # fmt: skip
-METRICS = {"accuracy": "accuracy", "balanced_accuracy": "balanced accuracy", "auc": "AUC", "loss": "loss"}
+COUNTS = (
+    "samples", "loss_sum", "hits", "support", "predicted", "exact", "squared", "absolute", "total", "square",
+)  # fmt: skip
+"""Columns whose sums over clients count what their samples together do."""
+METRICS = {
+    "accuracy": "accuracy", "balanced_accuracy": "balanced accuracy", "auc": "AUC", "dice": "Dice", "iou": "IoU",
+    "f1": "F1", "exact_match": "exact match", "rmse": "RMSE", "mae": "MAE", "r2": "R2", "loss": "loss",
+}  # fmt: skip
 """Metrics, and their names in a sentence."""
+UNITS = {"loss": "nats", "rmse": "units of the target", "mae": "units of the target", "r2": "R2"}
+"""Units of the metrics that are no shares, which are printed as they are and not in percent."""
+LOWER_IS_BETTER = frozenset({"loss", "rmse", "mae"})
+"""Metrics of which a lower value is better."""
 
 MOMENTS = ("loaded", "trained")
 """Moments of a round at which models are measured on test and validation data."""
@@ -49,6 +67,11 @@ PICTURED = 24
 """Largest number of clients whose images a run keeps and a report shows."""
 
 Row = dict[str, Any]
+
+
+def metric_unit(metric: str) -> tuple[float, int, str]:
+    """Return the factor with which values of ``metric`` are printed, the decimals, and the unit: shares in percent."""
+    return (1.0, 3, UNITS[metric]) if metric in UNITS else (100.0, 2, "percent")
 
 
 def rows_to_frame(rows: Iterable[Row]) -> pd.DataFrame:
@@ -64,8 +87,9 @@ def rows_to_frame(rows: Iterable[Row]) -> pd.DataFrame:
 def compute_metric(rows: pd.DataFrame, metric: str) -> pd.Series:
     """Return ``metric`` of every row of evaluation or training loss; NaN where the row does not define it.
 
-    ``accuracy``, ``balanced_accuracy`` (mean recall of the classes that occur) and ``auc`` lie in 0..1; ``loss`` is the
-    mean cross-entropy in nats.
+    ``accuracy``, ``balanced_accuracy`` (mean recall of the classes that occur), ``auc``, ``exact_match``, and ``dice``,
+    ``f1`` and ``iou`` (means over classes that occur or are predicted; of masks without the background) lie in 0..1;
+    ``rmse``, ``mae`` and ``r2`` (at most 1) are means over targets; ``loss`` is the mean loss of a sample.
     """
     if metric == "loss":
         return rows["loss_sum"] / rows["samples"]
@@ -73,17 +97,60 @@ def compute_metric(rows: pd.DataFrame, metric: str) -> pd.Series:
         return rows["auc"].astype(float)
     if metric not in METRICS:
         raise KeyError(f"metric {metric!r}; known are {tuple(METRICS)}")
+    if metric == "exact_match":
+        return rows["exact"].astype(float) / rows["samples"]
+    if metric in ("rmse", "mae", "r2"):
+        return _measure_errors(rows, metric)
     shares = np.full(len(rows), np.nan)
     counted = (rows["hits"].notna() & rows["support"].notna()).to_numpy(dtype=bool)
+    if metric in ("dice", "iou", "f1"):
+        counted = counted & rows["predicted"].notna().to_numpy(dtype=bool)
     if counted.any():
         hits_NK, support_NK = (np.array(rows.loc[counted, name].tolist(), float) for name in ("hits", "support"))
         if metric == "balanced_accuracy":
             present_NK = support_NK > 0
             recall_NK = np.divide(hits_NK, support_NK, out=np.zeros_like(hits_NK), where=present_NK)
             shares[counted] = recall_NK.sum(axis=1) / present_NK.sum(axis=1)
+        elif metric in ("dice", "iou", "f1"):
+            shares[counted] = _measure_overlap(hits_NK, support_NK, rows.loc[counted, "predicted"].tolist(), metric)
         else:
             shares[counted] = hits_NK.sum(axis=1) / support_NK.sum(axis=1)
     return pd.Series(shares, index=rows.index)
+
+
+def _measure_overlap(
+    hits_NK: np.ndarray, support_NK: np.ndarray, predicted: list[list[int]], metric: str
+) -> np.ndarray:
+    """Return the mean Dice coefficient (F1 is the same) or intersection over union of each row's classes."""
+    both_NK = support_NK + np.array(predicted, float)
+    if metric != "f1" and hits_NK.shape[1] > 1:  # the background
+        hits_NK, both_NK = hits_NK[:, 1:], both_NK[:, 1:]
+    present_NK = both_NK > 0
+    above, below = (hits_NK, both_NK - hits_NK) if metric == "iou" else (2 * hits_NK, both_NK)
+    score_NK = np.divide(above, below, out=np.zeros_like(above), where=present_NK)
+    count_N = present_NK.sum(axis=1)
+    mean_N: np.ndarray = np.divide(score_NK.sum(axis=1), count_N, out=np.full(len(count_N), np.nan), where=count_N > 0)
+    return mean_N
+
+
+def _measure_errors(rows: pd.DataFrame, metric: str) -> pd.Series:
+    """Return an error of each row's targets, the mean over them."""
+    values = np.full(len(rows), np.nan)
+    counted = rows["squared"].notna().to_numpy(dtype=bool)
+    if counted.any():
+        squared_NT, absolute_NT, total_NT, square_NT = (
+            np.array(rows.loc[counted, name].tolist(), float) for name in ("squared", "absolute", "total", "square")
+        )
+        samples_N1 = rows.loc[counted, "samples"].to_numpy(float)[:, None]
+        if metric == "mae":
+            each_NT = absolute_NT / samples_N1
+        elif metric == "rmse":
+            each_NT = np.sqrt(squared_NT / samples_N1)
+        else:
+            spread_NT = square_NT - total_NT**2 / samples_N1
+            each_NT = 1 - np.divide(squared_NT, spread_NT, out=np.full_like(spread_NT, np.nan), where=spread_NT > 0)
+        values[counted] = each_NT.mean(axis=1)
+    return pd.Series(values, index=rows.index)
 
 
 def read_rows(path: Path, up_to: int | None = None) -> list[Row]:
@@ -138,7 +205,8 @@ class RunSummary:
     ``seed``, ``round``, ``down``, ``up`` (bytes that all clients together exchanged in that round), and from run
     directories also ``seconds`` (of training), ``elapsed``, ``ended`` and ``engine``; ``same_test`` maps
     a client to an earlier client with the same test samples; ``majority`` maps a client to the class of most of its
-    training samples (empty where sites hold the data); ``fingerprint`` is a digest of all samples;
+    training samples (empty where sites hold the data, or have no classes); ``fingerprint`` is a digest of all samples;
+    ``task`` and ``metrics``: the federation's task, and the metrics that its counts define;
     ``resolved`` says in words what is trained, ``config`` what was asked for.
     """
 
@@ -162,8 +230,20 @@ class RunSummary:
     resolved: Mapping[str, str] = field(default_factory=dict)
     same_test: Mapping[str, str] = field(default_factory=dict)
     majority: Mapping[str, int] = field(default_factory=dict)
+    task: str = "classification"
+    metrics: tuple[str, ...] = ("accuracy", "balanced_accuracy", "auc", "loss")
 
     @property
     def metric_name(self) -> str:
         """Name of the metric in a sentence."""
         return METRICS[self.metric]
+
+    @property
+    def scale(self) -> float:
+        """Factor with which values of the metric are printed."""
+        return metric_unit(self.metric)[0]
+
+    @property
+    def metric_unit(self) -> str:
+        """Unit in which values of the metric are printed, in a sentence."""
+        return metric_unit(self.metric)[2]

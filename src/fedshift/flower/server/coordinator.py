@@ -125,7 +125,9 @@ class Coordinator:
         settings = make_settings(replace(self.spec, newcomers=None), ())
         self.sent = {**asdict(self.spec), **PRIVATE, "weights": settings.weights and settings.weights.digest}
         self.refused: set[str] = set()
-        hello = Exchange(kind="describe", facts={"spec": self.sent, "labels": settings.loss.uses_counts})
+        hello = Exchange(
+            kind="describe", facts={"spec": self.sent, "labels": bool(settings.loss and settings.loss.uses_counts)}
+        )
         self.path = self.directory / MACHINES / POPULATION
         begun = self.path.exists() or holds_run(self.directory)
         self.population = ClientRegistry.read(self.path) if begun else ClientRegistry()

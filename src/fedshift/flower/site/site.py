@@ -262,7 +262,9 @@ class Site:
         }  # fmt: skip
         if splits := tuple(asked.facts["splits"]):  # on which the model is to be measured before it is aggregated
             state = trained_state(trial.plan, trained.client, update, server)
-            facts["rows"] = evaluate_trained(trial.plan, state, trial.data.clients, splits, trial.data.classes)
+            facts["rows"] = evaluate_trained(
+                trial.plan, state, trial.data.clients, splits, trial.data.task, trial.data.classes
+            )
         arrays = {
             "shared": to_record(update.shared),
             "memory": to_record(join_states(trial.plan.rule_names, update.memory)),

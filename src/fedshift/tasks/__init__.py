@@ -1,0 +1,12 @@
+"""Tasks: what a federation's targets are, what its networks give, and what is counted of them.
+
+A federation has one task. Each is a file of this package, and a task of yours is a subclass of :class:`Task`. Metrics
+derive from counts that add up over batches and clients, so that pooled figures need no sample twice.
+"""
+
+from .classification import CLASSIFICATION as CLASSIFICATION
+from .classification import Classification as Classification
+from .multilabel import Multilabel as Multilabel
+from .regression import Regression as Regression
+from .segmentation import Segmentation as Segmentation
+from .task import Task as Task

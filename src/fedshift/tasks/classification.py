@@ -1,0 +1,94 @@
+"""Classification: one class a sample, int64 ``[N]``; the network gives a score for each class, ``[N, K]``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from typing_extensions import override
+
+from ..utils.errors import UsageError
+from .task import BATCH, Counts, Task
+
+RANKED = 1_000_000
+"""Largest number of scores ranked at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Classification(Task):
+    """One of K classes."""
+
+    name = "classification"
+    metrics = ("accuracy", "balanced_accuracy", "auc", "loss")
+    loss = "cross_entropy"
+    output = "class"
+
+    @override
+    def check_targets(self, y: Tensor, shape: tuple[int, ...], outputs: int, where: str) -> None:
+        wrong = y[(y < 0) | (y >= outputs)]
+        if len(wrong):
+            raise UsageError(
+                f"{where}: label {int(wrong[0])} is out of range; labels must be 0..{outputs - 1} "
+                "(correct the labels, or say the number of classes)"
+            )
+
+    @override
+    def output_shape(self, shape: tuple[int, ...], outputs: int) -> tuple[int, ...]:
+        return (outputs,)
+
+    @override
+    def count(self, predictions: Tensor, y: Tensor, outputs: int) -> Counts:
+        loss = 0.0
+        for part in zip(torch.split(predictions, BATCH), torch.split(y, BATCH), strict=True):
+            loss += float(F.cross_entropy(*part)) * len(part[1])  # not the training loss
+        correct = predictions.argmax(dim=1) == y
+        return {
+            "samples": len(y),
+            "loss_sum": loss,
+            "hits": torch.bincount(y[correct], minlength=outputs).tolist(),
+            "support": torch.bincount(y, minlength=outputs).tolist(),
+            "auc": _macro_auc(predictions.double(), y),
+        }
+
+    @override
+    def strata(self, y: Tensor) -> Tensor | None:
+        return y
+
+    @override
+    def count_classes(self, y: Tensor, outputs: int) -> Tensor:
+        return torch.bincount(y, minlength=outputs).cpu()
+
+
+CLASSIFICATION = Classification()
+
+
+def _macro_auc(logits: Tensor, y: Tensor) -> float | None:
+    """Return the area under the ROC curve; None unless every class occurs and every score is finite."""
+    classes = logits.shape[1]
+    if classes < 2 or len(torch.unique(y)) < classes or not bool(logits.isfinite().all()):
+        return None
+    score_KN, positive_KN = logits.softmax(dim=1).T.contiguous(), y == torch.arange(classes)[:, None]
+    return sum(rank_areas(score_KN, positive_KN)) / classes
+
+
+def rank_areas(score_KN: Tensor, positive_KN: Tensor) -> list[float]:
+    """Return the area under the ROC curve of each row of scores, for the samples that are ``positive_KN``."""
+    most = max(1, RANKED // score_KN.shape[1])
+    parts = zip(torch.split(score_KN, most), torch.split(positive_KN, most), strict=True)
+    return [area for part in parts for area in _areas(*part)]
+
+
+def _areas(score_KN: Tensor, positive_KN: Tensor) -> Iterator[float]:
+    """Yield the share of (positive, negative) pairs that each row's scores order correctly; ties count one half.
+
+    The statistic of Mann and Whitney (1947), from ranks; scikit-learn's takes longer to import than a small run.
+    """
+    ordered_KN = score_KN.sort(dim=1).values
+    below_KN, upto_KN = (torch.searchsorted(ordered_KN, score_KN, right=right) for right in (False, True))
+    rank_KN = (below_KN + upto_KN + 1).double() / 2
+    p_K = positive_KN.sum(dim=1)
+    n_K = score_KN.shape[1] - p_K
+    yield from (((rank_KN * positive_KN).sum(dim=1) - p_K * (p_K + 1) / 2) / (p_K * n_K)).tolist()

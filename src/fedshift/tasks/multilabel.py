@@ -1,0 +1,61 @@
+"""Multilabel classification: any number of L labels, float ``[N, L]`` of 0 and 1; the network gives L scores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from typing_extensions import override
+
+from ..utils.errors import UsageError
+from .classification import rank_areas
+from .task import Counts, Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class Multilabel(Task):
+    """Any number of L labels; one is predicted where its score is above 0, a probability of one half."""
+
+    name = "multilabel"
+    metrics = ("f1", "auc", "exact_match", "loss")
+    loss = "binary_cross_entropy"
+    output = "label"
+
+    @override
+    def check_targets(self, y: Tensor, shape: tuple[int, ...], outputs: int, where: str) -> None:
+        if y.ndim != 2 or y.shape[1] != outputs:
+            raise UsageError(f"{where}: targets of shape {tuple(y.shape)}; they must be [samples, {outputs} labels]")
+        wrong = y[(y != 0) & (y != 1)]
+        if len(wrong):
+            raise UsageError(f"{where}: a label is {float(wrong[0]):g}; it must be 0 or 1")
+
+    @override
+    def output_shape(self, shape: tuple[int, ...], outputs: int) -> tuple[int, ...]:
+        return (outputs,)
+
+    @override
+    def count(self, predictions: Tensor, y: Tensor, outputs: int) -> Counts:
+        chosen, given = predictions > 0, y > 0
+        defined = [bool(0 < column.sum() < len(column)) for column in given.T]
+        areas = None
+        if all(defined) and bool(predictions.isfinite().all()):
+            areas = sum(rank_areas(predictions.double().T.contiguous(), given.T.contiguous())) / outputs
+        return {
+            "samples": len(y),
+            "loss_sum": float(F.binary_cross_entropy_with_logits(predictions, y, reduction="sum")) / outputs,
+            "hits": (chosen & given).sum(dim=0).tolist(),
+            "support": given.sum(dim=0).tolist(),
+            "predicted": chosen.sum(dim=0).tolist(),
+            "exact": int((chosen == given).all(dim=1).sum()),
+            "auc": areas,
+        }
+
+    @override
+    def strata(self, y: Tensor) -> Tensor | None:
+        return None
+
+    @override
+    def count_classes(self, y: Tensor, outputs: int) -> Tensor:
+        return y.sum(dim=0).to(torch.int64).cpu()

@@ -1,0 +1,77 @@
+"""Segmentation: a class for each pixel or voxel, uint8 ``[N, H, W]`` or ``[N, D, H, W]``; 255 is ignored.
+
+The network gives a score for each class, ``[N, K, H, W]``. Dice (Dice 1945, doi:10.2307/1932409) and intersection over
+union (Jaccard 1912) derive from counts of pixels, which add up over images: they are those of all pixels of a split
+together, not means over images. Both are means over classes but the background, class 0, unless it is the only one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from typing_extensions import override
+
+from ..utils.errors import UsageError
+from .task import BATCH, Counts, Task, count_by_class
+
+IGNORED = 255
+"""Class in a mask of pixels that are neither trained on nor counted."""
+LEFT_OUT = -100
+"""Class by which torch's losses leave a pixel out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segmentation(Task):
+    """One of K classes for each pixel."""
+
+    name = "segmentation"
+    metrics = ("dice", "iou", "accuracy", "balanced_accuracy", "loss")
+    loss = "dice_cross_entropy"
+    output = "class"
+
+    @override
+    def check_targets(self, y: Tensor, shape: tuple[int, ...], outputs: int, where: str) -> None:
+        if y.dtype != torch.uint8:
+            raise UsageError(f"{where}: masks of type {y.dtype}; they must be uint8, with {IGNORED} for ignored pixels")
+        if tuple(y.shape[1:]) != tuple(shape[1:]):
+            raise UsageError(
+                f"{where}: masks of {' x '.join(map(str, y.shape[1:]))} for images of {' x '.join(map(str, shape[1:]))}"
+                ": a mask must have its image's height and width"
+            )
+        counts = torch.bincount(y.flatten(), minlength=IGNORED + 1)
+        wrong = counts[outputs:IGNORED].nonzero()
+        if len(wrong):
+            raise UsageError(
+                f"{where}: a mask holds class {outputs + int(wrong[0, 0])}; classes must be 0..{outputs - 1}, or "
+                f"{IGNORED} where a pixel is to be ignored (correct the masks, or say the number of classes)"
+            )
+        if not int(counts[:outputs].sum()):
+            raise UsageError(f"{where}: every pixel is ignored: leave it out")
+
+    @override
+    def output_shape(self, shape: tuple[int, ...], outputs: int) -> tuple[int, ...]:
+        return (outputs, *shape[1:])
+
+    @override
+    def count(self, predictions: Tensor, y: Tensor, outputs: int) -> Counts:
+        loss = 0.0
+        for scores, masks in zip(torch.split(predictions, BATCH), torch.split(y, BATCH), strict=True):
+            summed = F.cross_entropy(scores, masks, reduction="none", ignore_index=LEFT_OUT).flatten(1).sum(dim=1)
+            loss += float((summed / (masks != LEFT_OUT).flatten(1).sum(dim=1).clamp(min=1)).sum())  # mean of an image
+        known = y != LEFT_OUT
+        return {
+            "samples": len(y),
+            "loss_sum": loss,
+            **count_by_class(predictions.argmax(dim=1)[known], y[known], outputs),
+        }
+
+    @override
+    def strata(self, y: Tensor) -> Tensor | None:
+        return None
+
+    @override
+    def count_classes(self, y: Tensor, outputs: int) -> Tensor:
+        return torch.bincount(y.flatten(), minlength=IGNORED + 1)[:outputs].cpu()

@@ -1,0 +1,82 @@
+"""Interface of tasks, and what several of them share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+Counts = dict[str, Any]
+"""What is counted on a split: columns of :mod:`fedshift.results.schema`."""
+BATCH = 250
+"""Samples of which a loss is computed at a time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task(ABC):
+    """What is predicted of a sample.
+
+    Attributes:
+        name: Name of the task in a sentence.
+        metrics: Metrics that its counts define (:data:`fedshift.results.schema.METRICS`), the usual one first.
+        loss: Training loss where none is asked for (:func:`fedshift.core.loss.parse_loss`).
+        output: Name of one output of the network: a class, a label or a target.
+
+    """
+
+    name: ClassVar[str]
+    metrics: ClassVar[tuple[str, ...]]
+    loss: ClassVar[str]
+    output: ClassVar[str]
+
+    @abstractmethod
+    def check_targets(self, y: Tensor, shape: tuple[int, ...], outputs: int, where: str) -> None:
+        """Raise :class:`UsageError`, beginning with ``where``, unless ``y`` can be trained on.
+
+        Args:
+            y: Targets ``[N, ...]``.
+            shape: Shape of one input.
+            outputs: Number of the federation's classes, labels or targets.
+            where: Beginning of messages.
+
+        """
+
+    @abstractmethod
+    def output_shape(self, shape: tuple[int, ...], outputs: int) -> tuple[int, ...]:
+        """Return the shape of the network's output for one sample of ``shape``."""
+
+    @abstractmethod
+    def count(self, predictions: Tensor, y: Tensor, outputs: int) -> Counts:
+        """Count what metrics need of the network's ``predictions [N, ...]`` for targets ``y [N, ...]``.
+
+        ``samples`` and ``loss_sum`` are counted always.
+        """
+
+    @abstractmethod
+    def strata(self, y: Tensor) -> Tensor | None:
+        """Return a class for each sample by which splits are stratified, int64 ``[N]``; None: there is none."""
+
+    def count_classes(self, y: Tensor, outputs: int) -> Tensor:
+        """Return how often each class or label occurs in ``y``, int64 ``[outputs]``; zeros where there are none."""
+        return torch.zeros(outputs, dtype=torch.int64)
+
+    def describe(self, y: Tensor) -> Mapping[str, str]:
+        """Return facts about targets in words, by name."""
+        return {}
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def count_by_class(predicted: Tensor, y: Tensor, classes: int) -> Counts:
+    """Return how often each class was predicted rightly, occurs and was predicted, over all entries of ``y``."""
+    right = y[predicted == y]
+    return {
+        "hits": torch.bincount(right.flatten(), minlength=classes).tolist(),
+        "support": torch.bincount(y.flatten(), minlength=classes).tolist(),
+        "predicted": torch.bincount(predicted.flatten(), minlength=classes).tolist(),
+    }
