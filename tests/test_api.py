@@ -21,7 +21,7 @@ from torch import nn
 import fedshift
 from fedshift import api
 from fedshift.config.spec import CompareSpec
-from fedshift.experiments.experiment import Observer
+from fedshift.experiments.observer import Observer
 from fedshift.experiments.python_settings import READERS
 from fedshift.representations import compare_representations
 from fedshift.results.checkpoint import load_checkpoint

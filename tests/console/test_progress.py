@@ -11,8 +11,8 @@ from rich.console import Console
 from fedshift.config.spec import CompareSpec
 from fedshift.console.progress import LiveDisplay, PlainLines, _format_duration
 from fedshift.console.terminal import show_progress
-from fedshift.experiments.experiment import Observer
 from fedshift.experiments.factory import make_experiment
+from fedshift.experiments.observer import Observer
 from fedshift.experiments.trial import RoundResult
 
 TESTED = {"split": "test", "model": "personal", "moment": "loaded"}

@@ -1,0 +1,360 @@
+"""Trials of an experiment side by side, each in a worker process, with the bits of one after another.
+
+A trial that computes on one thread leaves other processors idle, and one of the pool engine has the bits of the
+sequential engine on one thread: such trials run side by side, under the engine and the threads that they have anyway.
+A worker writes the files of its trial; what trials share, the display and the loggers stay with the parent, which a
+worker tells every event. Workers end with their parent, however it ends.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from threading import Event
+from typing import TYPE_CHECKING, Any, Literal
+
+import cloudpickle
+import torch
+from typing_extensions import override
+
+from ..core.kernel import ClientState, ServerState
+from ..core.plan import Plan
+from ..engines.auto import EngineChoice, estimate_seconds
+from ..engines.cost_model import limit_threads
+from ..engines.engine import ClientResult, Data, Diverged, Engine
+from ..engines.process_pool import WorkerProcess, capture_error, exit_with_parent, receive_buffer
+from ..engines.sequential import Sequential
+from ..engines.shared_memory import SharedMemoryBuffer
+from ..results.run_directory import trial_folder
+from ..results.schema import Row
+from ..results.trial_records import CHECKPOINT, load_facts
+from ..utils.errors import FedshiftError, UsageError
+from ..utils.processors import available_memory, available_processors
+from ..utils.profiling import Seconds, add_seconds, is_recording, record_seconds
+from ..utils.state import nbytes
+from .observer import Observer
+from .trial import BEGUN, RoundResult, Trial
+
+if TYPE_CHECKING:
+    from .experiment import Experiment, Session
+    from .loggers import RecordLog
+
+Jobs = int | Literal["auto"]
+"""Most trials that run at a time; ``auto``: as many as leave no processor idle."""
+WORTH = 10.0
+"""Estimated seconds of all trials below which starting workers takes longer than it saves."""
+WORKER = 5e8
+"""Bytes that a worker takes before its trial begins."""
+COPIES = 10
+"""Copies of the network that a trial holds at most: initial, shared, trained, gradients, float64 sums, checkpoint."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A trial to run in a worker: its ``number`` among all, method (by place), seed and engine."""
+
+    number: int
+    method: int
+    seed: int
+    choice: EngineChoice
+
+
+def choose_jobs(experiment: Experiment, path: Path, trials: dict[str, Trial], jobs: Jobs) -> tuple[list[Job], int]:
+    """Return the unfinished trials that are to run side by side, and how many at a time; none where it is of no use.
+
+    Args:
+        experiment: experiment to run, or to continue.
+        path: run directory.
+        trials: trial of each method that shows engine and cost.
+        jobs: most trials at a time, as the user wrote it.
+
+    """
+    most = available_processors() if jobs == "auto" else jobs
+    settings, threads = experiment.settings, torch.get_num_threads()
+    if most < 2 or os.name != "posix" or experiment.make_engine or settings.engine == "ray":
+        return [], 1
+    if jobs == "auto" and settings.device != "cpu":
+        return [], 1
+    pending, seconds = list[tuple[int, int, int, EngineChoice | None]](), 0.0
+    names = [method.name for method in experiment.methods]
+    for number, (seed, method) in enumerate(product(experiment.seeds, range(len(names)))):
+        checkpoint = trial_folder(path, names[method], seed) / CHECKPOINT
+        facts: dict[str, Any] = load_facts(checkpoint) if checkpoint.exists() else {"round": 0, "engine": None}
+        if facts["round"] < settings.rounds:
+            engine = facts["engine"] if settings.engine == "auto" else None
+            kept = EngineChoice(engine=engine[0], threads=engine[1], reason=BEGUN) if engine else None
+            pending.append((number, method, seed, kept))
+            trial = trials[names[method]]
+            rounds = settings.rounds - facts["round"]
+            seconds += estimate_seconds(trial.plan, trial.train, clients=_count_participants(trial), rounds=rounds)
+    if len(pending) < 2 or (jobs == "auto" and seconds < WORTH):
+        return [], 1
+    found = [
+        Job(number=number, method=method, seed=seed, choice=kept or trials[names[method]].engine_choice)
+        for number, method, seed, kept in pending
+    ]
+    if jobs == "auto":
+        most = min(most, *(_count_fitting(trials[name]) for name in {names[job.method] for job in found}))
+        pooled = [job for job in found if job.choice.engine == "pool" and settings.engine == "auto"]
+        alone = [job for job in found if job.choice.engine != "pool" and (job.choice.threads or threads) == 1]
+        clients = max(map(_count_participants, trials.values()))
+        found = alone + (pooled if len(alone) + len(pooled) >= min(available_processors(), clients) else [])
+    most = min(most, len(found))
+    return (sorted(found, key=lambda job: job.number), most) if most > 1 else ([], 1)
+
+
+def _count_participants(trial: Trial) -> int:
+    return len(trial.settings.draw_participants(trial.seed, 1, trial.clients.names))
+
+
+def _count_fitting(trial: Trial) -> int:
+    """Return how many trials like this one half of the free memory holds."""
+    return int(available_memory() / 2 // (WORKER + COPIES * nbytes(trial.plan.initial)))
+
+
+class JobRunner:
+    """Runs ``jobs`` of ``experiment`` side by side, ``processes`` at a time.
+
+    ``session`` and ``log`` are those of the run. Raises :class:`UsageError` where the experiment cannot be sent to
+    another process.
+    """
+
+    def __init__(self, experiment: Experiment, jobs: Sequence[Job], processes: int) -> None:
+        self.experiment, self.jobs, self.processes = experiment, jobs, processes
+        self._buffer = SharedMemoryBuffer()
+        try:
+            self._layout = self._buffer.write(experiment)
+        except Exception as error:
+            self._buffer.close()
+            raise UsageError(
+                f"jobs={processes}: a method, the model or another part of the experiment cannot be sent to another "
+                f"process ({error}): use jobs=1"
+            ) from error
+
+    def run(self, session: Session, log: RecordLog) -> tuple[bool, dict[int, Diverged]]:
+        """Run the jobs; return whether all reached their ends, and the errors of those that diverged, by number.
+
+        A worker that dies, and every other error of a trial, lets the others end their rounds and is raised then.
+        """
+        waiting, busy = list(self.jobs), dict[Connection, _Running]()
+        workers, free = list[WorkerProcess](), list[WorkerProcess]()
+        finished, failed = True, list[BaseException]()
+        diverged: dict[int, Diverged] = {}
+        try:
+            while busy or (waiting and not failed and not session.stop.is_set()):
+                while waiting and len(busy) < self.processes and not failed and not session.stop.is_set():
+                    if not free:
+                        workers.append(self._start_worker())
+                        free.append(workers[-1])
+                    running = _Running(self.experiment, waiting.pop(0), free.pop(), session, log)
+                    running.begin()
+                    busy[running.worker.connection] = running
+                for connection in wait(list(busy)):
+                    assert isinstance(connection, Connection)
+                    running = busy[connection]
+                    if not running.answer(stop=bool(failed)):
+                        continue
+                    del busy[connection]
+                    if isinstance(running.result, Diverged):
+                        diverged[running.job.number] = running.result
+                    elif isinstance(running.result, BaseException):
+                        failed.append(running.result)
+                    else:
+                        finished = finished and running.result
+                    if running.alive:
+                        free.append(running.worker)
+                    else:
+                        workers.remove(running.worker)
+        finally:
+            for running in busy.values():
+                running.close(None)
+            for worker in workers:
+                worker.end()
+            self._buffer.close()
+        if failed:
+            raise failed[0]
+        return finished and not waiting, diverged
+
+    def _start_worker(self) -> WorkerProcess:
+        worker = WorkerProcess(__name__)
+        worker.share_buffer(self._buffer)
+        worker.send(self._layout, torch.get_num_threads(), is_recording())
+        return worker
+
+
+class _Running:
+    """A job in a worker, seen from the parent; ``result``: whether it reached its last round, or its error."""
+
+    def __init__(
+        self, experiment: Experiment, job: Job, worker: WorkerProcess, session: Session, log: RecordLog
+    ) -> None:
+        self.job, self.worker, self.session, self.log = job, worker, session, log
+        self.method, self.rounds = experiment.methods[job.method].name, experiment.settings.rounds
+        self.result: bool | BaseException = False
+        self.alive = True
+        self._logged = ExitStack()
+        self._log_round: Callable[[Row, list[Row]], None] = lambda *_: None
+
+    def begin(self) -> None:
+        """Tell the worker to run the job."""
+        self.worker.send(self.job, self.session.path)
+
+    def answer(self, *, stop: bool) -> bool:
+        """Hear the worker's next message, and answer it; return whether the job has ended.
+
+        ``stop``: the job is to end after its round.
+        """
+        message = self.worker.receive()
+        self.session.number = self.job.number
+        if message is None:
+            self.alive = False
+            self.close(
+                FedshiftError(
+                    f"the worker process that ran {self.method}, seed {self.job.seed}, {self.worker.reap()}. What was "
+                    "saved before is intact: go on with --resume, or with fewer --jobs"
+                )
+            )
+            return True
+        kind, *given = message
+        if kind == "ended":
+            result, seconds = given
+            add_seconds(seconds)
+            self.close(result)
+            if isinstance(result, Diverged):
+                self.session.say_diverged(self.method, self.job.seed, result)
+            return True
+        if kind in ("describe", "log", "round"):
+            if kind != "round":
+                getattr(self, f"_{kind}")(*given)
+            self.worker.send(stop or self.session.stop.is_set())
+        if kind == "say":
+            self.session.say(*given)
+        elif kind == "log_round":
+            self._log_round(*given)
+        elif kind not in ("describe", "log"):
+            if kind != "trial":
+                self.session.observer.turn(self.method, self.job.seed)
+            getattr(self.session.observer, kind)(*given)
+        return False
+
+    def _describe(self) -> None:
+        self.session.describe(trains=True)
+
+    def _log(self, folder: Path) -> None:
+        self._log_round = self._logged.enter_context(self.log.trial(self.method, self.job.seed, folder, self.rounds))
+
+    def close(self, result: bool | BaseException | None) -> None:
+        """End the trial's log with ``result``; None: it was interrupted."""
+        self.result = False if result is None else result
+        if isinstance(result, BaseException):
+            with suppress(type(result)):
+                self._logged.__exit__(type(result), result, None)
+        else:
+            self._logged.close()
+
+
+class JobSession(Observer):
+    """A run's session as a worker sees it, and its observer and log: every event goes to the parent."""
+
+    def __init__(self, connection: Connection, path: Path) -> None:
+        self.connection, self.path, self.stop = connection, path, Event()
+        self.observer, self._described = self, False
+
+    def send(self, *message: Any) -> None:
+        """Send a message."""
+        self.connection.send_bytes(cloudpickle.dumps(message))
+
+    def ask(self, *message: Any) -> None:
+        """Send a message and wait until it was heard; the answer is whether to stop."""
+        self.send(*message)
+        if pickle.loads(self.connection.recv_bytes())[0]:
+            self.stop.set()
+
+    def say(self, text: str) -> None:
+        """Give a notice."""
+        self.send("say", text)
+
+    def describe(self, *, trains: bool) -> None:
+        """Have the parent write what is run, the first time."""
+        if trains and not self._described:
+            self.ask("describe")
+            self._described = True
+
+    @contextmanager
+    def log(self, method: str, seed: int, folder: Path, rounds: int) -> Iterator[Callable[[Row, list[Row]], None]]:
+        """Have the parent log the trial."""
+        self.ask("log", folder)
+        yield lambda cost, rows: self.send("log_round", cost, rows)
+
+    @override
+    def trial(self, method: str, seed: int, done: int) -> None:
+        self.send("trial", method, seed, done)
+
+    @override
+    def recorded(self, rows: Sequence[Row]) -> None:
+        self.send("recorded", rows)
+
+    @override
+    def engine(self, method: str, choice: EngineChoice) -> None:
+        self.send("engine", method, choice)
+
+    @override
+    def client(self, client: str, loss: float) -> None:
+        self.send("client", client, loss)
+
+    @override
+    def round(self, done: RoundResult) -> None:
+        self.ask("round", done)
+
+
+class SequentialForPool(Sequential):
+    """The sequential engine on one thread, in place of the pool engine, whose bits it has."""
+
+    @override
+    def train_client(self, server: ServerState, name: str, client: ClientState) -> ClientResult:
+        with limit_threads(1):
+            return super().train_client(server, name, client)
+
+
+def main(parent: int) -> None:
+    """Run a worker process, given the file descriptor of its socket."""
+    exit_with_parent()
+    given = socket.socket(fileno=parent)
+    connection, buffer = Connection(os.dup(given.fileno())), receive_buffer(given)
+    layout, threads, records = pickle.loads(connection.recv_bytes())
+    torch.set_num_threads(threads)
+    experiment: Experiment = buffer.read(layout)
+    while True:
+        try:
+            job, path = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            sys.exit()
+        timed: AbstractContextManager[Seconds] = record_seconds() if records else nullcontext({})
+        with timed as seconds:
+            result = capture_error(partial(_run_job, experiment, job, JobSession(connection, path)))
+        connection.send_bytes(cloudpickle.dumps(("ended", result, seconds)))
+
+
+def _log_nothing(*_: object) -> AbstractContextManager[Callable[[Row, list[Row]], None]]:
+    return nullcontext(lambda *_: None)
+
+
+def _run_job(experiment: Experiment, job: Job, session: JobSession) -> bool:
+    def make_engine(plan: Plan, data: Data, seed: int) -> Engine:
+        return SequentialForPool(plan, data, seed, augment=experiment.settings.augment)
+
+    trial = Trial(
+        experiment.methods[job.method], experiment.model, experiment.data, experiment.settings, job.seed,
+        make_engine=make_engine if job.choice.engine == "pool" else None,
+    )  # fmt: skip
+    trial.choice = job.choice
+    return experiment.run_trial(trial, session, session.log if experiment.log else _log_nothing)
