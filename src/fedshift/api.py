@@ -41,6 +41,7 @@ from .diagnosis.quality import check_data
 from .engines.cost_model import limit_threads
 from .experiments.compare_arguments import CompareArguments
 from .experiments.experiment import Experiment
+from .experiments.jobs import dismiss
 from .experiments.observer import Observer, Observers
 from .experiments.python_settings import load_python_data, make_python_experiment, simplify
 from .experiments.restoration import read_python_settings, restore_trial, select_trials
@@ -367,6 +368,8 @@ def compare(given: CompareArguments) -> Comparison:
             elif directory is None:
                 rmtree(path, ignore_errors=True)
             raise
+        finally:
+            dismiss()  # another call may come with code that was changed
     if directory is None:
         finalize(result, rmtree, path, ignore_errors=True)
     return result

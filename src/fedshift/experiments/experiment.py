@@ -171,9 +171,15 @@ class Experiment:
             side_by_side, processes = choose_jobs(self, path, trials, jobs)
             finished, diverged = True, dict[int, Diverged]()
             if side_by_side:
-                runner = JobRunner(self, side_by_side, processes)
-                observer.notice(f"{processes} trials run side by side")
-                finished, diverged = runner.run(session, log)
+                try:
+                    runner = JobRunner(self, side_by_side, processes)
+                except UsageError:
+                    if jobs != "auto":
+                        raise
+                    side_by_side = []
+                else:
+                    observer.notice(f"{processes} trials run side by side, each in a process, with the same results")
+                    finished, diverged = runner.run(session, log)
             elsewhere = {job.number for job in side_by_side}
             for number, (seed, method) in enumerate(product(self.seeds, self.methods)):
                 if not finished:

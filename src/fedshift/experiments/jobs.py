@@ -3,15 +3,15 @@
 A trial that computes on one thread leaves other processors idle, and one of the pool engine has the bits of the
 sequential engine on one thread: such trials run side by side, under the engine and the threads that they have anyway.
 A worker writes the files of its trial; what trials share, the display and the loggers stay with the parent, which a
-worker tells every event. Workers end with their parent, however it ends.
+worker tells every event. Workers serve later experiments of the process too, and end with it, however it ends.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 import pickle
 import socket
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -56,6 +56,10 @@ WORKER = 5e8
 """Bytes that a worker takes before its trial begins."""
 COPIES = 10
 """Copies of the network that a trial holds at most: initial, shared, trained, gradients, float64 sums, checkpoint."""
+
+
+ANSWERED = ("describe", "log", "round")
+"""Messages of a worker that wait for an answer: whether to stop after the round."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +107,7 @@ def choose_jobs(experiment: Experiment, path: Path, trials: dict[str, Trial], jo
         for number, method, seed, kept in pending
     ]
     if jobs == "auto":
-        most = min(most, *(_count_fitting(trials[name]) for name in {names[job.method] for job in found}))
+        most = int(min(most, *(_count_fitting(trials[name]) for name in {names[job.method] for job in found})))
         pooled = [job for job in found if job.choice.engine == "pool" and settings.engine == "auto"]
         alone = [job for job in found if job.choice.engine != "pool" and (job.choice.threads or threads) == 1]
         clients = max(map(_count_participants, trials.values()))
@@ -116,16 +120,15 @@ def _count_participants(trial: Trial) -> int:
     return len(trial.settings.draw_participants(trial.seed, 1, trial.clients.names))
 
 
-def _count_fitting(trial: Trial) -> int:
+def _count_fitting(trial: Trial) -> float:
     """Return how many trials like this one half of the free memory holds."""
-    return int(available_memory() / 2 // (WORKER + COPIES * nbytes(trial.plan.initial)))
+    return available_memory() / 2 / (WORKER + COPIES * nbytes(trial.plan.initial))
 
 
 class JobRunner:
-    """Runs ``jobs`` of ``experiment`` side by side, ``processes`` at a time.
+    """Runs ``jobs`` of ``experiment`` side by side, ``processes`` at a time; it can be used once.
 
-    ``session`` and ``log`` are those of the run. Raises :class:`UsageError` where the experiment cannot be sent to
-    another process.
+    Raises :class:`UsageError` where the experiment cannot be sent to another process.
     """
 
     def __init__(self, experiment: Experiment, jobs: Sequence[Job], processes: int) -> None:
@@ -141,20 +144,20 @@ class JobRunner:
             ) from error
 
     def run(self, session: Session, log: RecordLog) -> tuple[bool, dict[int, Diverged]]:
-        """Run the jobs; return whether all reached their ends, and the errors of those that diverged, by number.
+        """Run the jobs in a run's ``session``; return whether all reached their ends, and by number what diverged.
 
         A worker that dies, and every other error of a trial, lets the others end their rounds and is raised then.
         """
         waiting, busy = list(self.jobs), dict[Connection, _Running]()
-        workers, free = list[WorkerProcess](), list[WorkerProcess]()
+        workers = list[WorkerProcess]()
+        free = list[WorkerProcess]()
         finished, failed = True, list[BaseException]()
         diverged: dict[int, Diverged] = {}
         try:
             while busy or (waiting and not failed and not session.stop.is_set()):
                 while waiting and len(busy) < self.processes and not failed and not session.stop.is_set():
                     if not free:
-                        workers.append(self._start_worker())
-                        free.append(workers[-1])
+                        free.append(self._take_worker(workers))
                     running = _Running(self.experiment, waiting.pop(0), free.pop(), session, log)
                     running.begin()
                     busy[running.worker.connection] = running
@@ -174,21 +177,45 @@ class JobRunner:
                         free.append(running.worker)
                     else:
                         workers.remove(running.worker)
+                        _WORKERS.remove(running.worker)
         finally:
             for running in busy.values():
                 running.close(None)
             for worker in workers:
-                worker.end()
+                if worker in free:
+                    worker.send()
+                else:  # it is in the middle of something
+                    _WORKERS.remove(worker)
+                    worker.end()
             self._buffer.close()
         if failed:
             raise failed[0]
         return finished and not waiting, diverged
 
-    def _start_worker(self) -> WorkerProcess:
-        worker = WorkerProcess(__name__)
-        worker.share_buffer(self._buffer)
+    def _take_worker(self, taken: list[WorkerProcess]) -> WorkerProcess:
+        """Return a worker that is not ``taken``, add it to them, and send it the experiment."""
+        for dead in [worker for worker in _WORKERS if worker not in taken and worker.process.poll() is not None]:
+            _WORKERS.remove(dead)
+            dead.end()
+        worker = next((worker for worker in _WORKERS if worker not in taken), None)
+        if worker is None:
+            worker = WorkerProcess(__name__)
+            _WORKERS.append(worker)
+        taken.append(worker)
         worker.send(self._layout, torch.get_num_threads(), is_recording())
+        worker.share_buffer(self._buffer)
         return worker
+
+
+_WORKERS: list[WorkerProcess] = []
+"""The worker processes of this process that run trials."""
+
+
+@atexit.register
+def dismiss() -> None:
+    """End the workers; later experiments start new ones."""
+    while _WORKERS:
+        _WORKERS.pop().end()
 
 
 class _Running:
@@ -232,25 +259,23 @@ class _Running:
             if isinstance(result, Diverged):
                 self.session.say_diverged(self.method, self.job.seed, result)
             return True
-        if kind in ("describe", "log", "round"):
-            if kind != "round":
-                getattr(self, f"_{kind}")(*given)
-            self.worker.send(stop or self.session.stop.is_set())
-        if kind == "say":
-            self.session.say(*given)
+        if kind == "describe":
+            self.session.describe(trains=True)
+        elif kind == "log":
+            (folder,) = given
+            logged = self.log.trial(self.method, self.job.seed, folder, self.rounds)
+            self._log_round = self._logged.enter_context(logged)
         elif kind == "log_round":
             self._log_round(*given)
-        elif kind not in ("describe", "log"):
+        elif kind == "say":
+            self.session.say(*given)
+        else:
             if kind != "trial":
                 self.session.observer.turn(self.method, self.job.seed)
             getattr(self.session.observer, kind)(*given)
+        if kind in ANSWERED:
+            self.worker.send(stop or self.session.stop.is_set())
         return False
-
-    def _describe(self) -> None:
-        self.session.describe(trains=True)
-
-    def _log(self, folder: Path) -> None:
-        self._log_round = self._logged.enter_context(self.log.trial(self.method, self.job.seed, folder, self.rounds))
 
     def close(self, result: bool | BaseException | None) -> None:
         """End the trial's log with ``result``; None: it was interrupted."""
@@ -326,18 +351,22 @@ class SequentialForPool(Sequential):
 
 
 def main(parent: int) -> None:
-    """Run a worker process, given the file descriptor of its socket."""
+    """Run a worker process, given the file descriptor of its socket: experiment after experiment, job after job."""
     exit_with_parent()
     given = socket.socket(fileno=parent)
-    connection, buffer = Connection(os.dup(given.fileno())), receive_buffer(given)
-    layout, threads, records = pickle.loads(connection.recv_bytes())
-    torch.set_num_threads(threads)
-    experiment: Experiment = buffer.read(layout)
+    connection = Connection(os.dup(given.fileno()))
     while True:
-        try:
-            job, path = pickle.loads(connection.recv_bytes())
-        except EOFError:
-            sys.exit()
+        layout, threads, records = pickle.loads(connection.recv_bytes())
+        buffer = receive_buffer(given)
+        torch.set_num_threads(threads)
+        _serve(buffer.read(layout), connection, records=records)
+        buffer.close()
+
+
+def _serve(experiment: Experiment, connection: Connection, *, records: bool) -> None:
+    """Run jobs of ``experiment`` until the parent has no more; ``records``: whether to record seconds."""
+    while message := pickle.loads(connection.recv_bytes()):
+        job, path = message
         timed: AbstractContextManager[Seconds] = record_seconds() if records else nullcontext({})
         with timed as seconds:
             result = capture_error(partial(_run_job, experiment, job, JobSession(connection, path)))

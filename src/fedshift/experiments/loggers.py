@@ -28,7 +28,6 @@ from typing import Any
 
 from typing_extensions import override
 
-from ..report.tables import ONE_BY_ONE, QUANTILES, pool_metric
 from ..results.run_directory import to_file_name
 from ..results.schema import Row, compute_metric, rows_to_frame
 from ..results.trial_records import read_rounds, stream_measurements
@@ -362,6 +361,8 @@ def summarize_round(cost: Row, rows: Sequence[Row], metric: str) -> dict[str, fl
     over the clients measured in the round; beyond :data:`~fedshift.report.tables.ONE_BY_ONE` clients quantiles in place
     of each. ``test_trained`` is measured just after local work, ``train/loss`` in it.
     """
+    from ..report.tables import ONE_BY_ONE, QUANTILES, pool_metric  # brings Matplotlib, which takes a second
+
     values: dict[str, float] = {
         ALWAYS: cost["down"],
         "bytes/up": cost["up"],

@@ -353,7 +353,7 @@ class Trial:
         )
 
     def _facts(self) -> dict[str, Any]:
-        engine = (self.choice.engine, self.choice.threads) if self.choice else None
+        engine = (self.choice.engine, self.choice.threads) if self.choice and self.server.round else None
         facts = {"round": self.server.round, "identity": self.identity, "engine": engine}
         facts["products"] = list_products(self.plan.module)
         return facts | (self._engine.facts() if self._engine else {})
