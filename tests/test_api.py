@@ -334,6 +334,8 @@ def test_arrays_of_ones_own_and_a_network_of_ones_own(tiny):
         ({"resume": "a", "out": "b"}, "out='b' and resume='a': a resumed run stays in its directory; give one"),
         ({"resume": "nowhere"}, "nowhere holds no run to resume: give the directory that holds its config.toml"),
         ({"progress": "yes"}, "progress='yes': give True or False"),
+        ({"jobs": 0}, "jobs=0: give a number of trials of 1 or more, or 'auto'"),
+        ({"jobs": "all"}, "jobs='all': give a number of trials of 1 or more, or 'auto'"),
         ({"observer": print}, "observer=<built-in function print>: give an Observer"),
         ({"stop": True}, "stop=True: give an Event"),
     ],

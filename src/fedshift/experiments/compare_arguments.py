@@ -98,7 +98,7 @@ class CompareArguments(CompareSpec):
     a line for each evaluated round elsewhere."""
 
     observer: Observer | None = None
-    """Callbacks for progress."""
+    """Callbacks for progress. Of trials side by side (``jobs``), ``turn`` says which one the next events are of."""
 
     stop: Event | None = None
     """Event that ends the run after the round in progress once it is set."""
