@@ -57,7 +57,7 @@ def test_settings_of_compare_are_those_of_the_command_line():
     with pytest.raises(TypeError, match=r"compare\(\): missing a required argument: 'data'"):
         fedshift.compare("fedavg")
     beside = arguments.keys() - {each.name for each in dataclasses.fields(CompareSpec)}
-    assert beside == {"out", "resume", "progress", "observer", "stop"}
+    assert beside == {"out", "resume", "jobs", "progress", "observer", "stop"}
     with pytest.raises(TypeError, match=r"compare\(\): unknown argument 'batchsize': did you mean 'batch_size'"):
         fedshift.compare([], data=None, batchsize=3)
 

@@ -228,7 +228,7 @@ def find(make, monkeypatch, tmp_path, chosen):
 
     def call(number="auto", **settings):
         experiment = make(**{"methods": "fedavg,fedbn,scaffold", "seeds": 2, **settings})
-        found, processes = choose_jobs(experiment, tmp_path / "run", experiment._make_first_trials(), number)
+        found, processes = choose_jobs(tmp_path / "run", experiment._make_first_trials(), experiment.seeds, number)
         return [job.number for job in found], processes
 
     return call

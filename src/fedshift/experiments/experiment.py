@@ -7,10 +7,9 @@ compared. Methods of one seed start from the same weights and see the same order
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, field, replace
-from datetime import UTC, datetime
 from itertools import groupby, product
 from pathlib import Path
 from threading import Event
@@ -19,23 +18,16 @@ from typing import Any
 import numpy as np
 
 from ..analysis.privacy import Mechanism, describe_guarantee
-from ..config.settings_file import COMMAND
 from ..core.method import Method
+from ..core.plan import Plan
 from ..data.federation import Federation, find_majority_classes
-from ..engines.engine import Diverged, EngineFactory
+from ..engines.engine import Data, Diverged, Engine, EngineFactory
 from ..evaluation.communication import summarize_method
 from ..models import ModelFactory
 from ..results.checkpoint import load_checkpoint
-from ..results.run_directory import TRIALS, RunDirectory, append_rows, cut_rows, to_file_name, trial_folder
+from ..results.run_directory import RunDirectory, append_rows, cut_rows, to_file_name, trial_folder
 from ..results.schema import PICTURED, RESTART, MethodSummary, Row, compute_metric, rows_to_frame
 from ..results.summary import (
-    ENVIRONMENT,
-    NOTICES,
-    SESSIONS,
-    holds_summary,
-    read_environment,
-    read_notices,
-    write_outcome,
     write_summary,
 )
 from ..results.trial_records import (
@@ -55,9 +47,10 @@ from ..utils.profiling import timed_section
 from ..utils.state import pick
 from .client_store import check_segments
 from .description import describe_training
-from .jobs import JobRunner, Jobs, JobSession, choose_jobs
+from .jobs import Job, JobRunner, Jobs, JobSession, SequentialForPool, choose_jobs
 from .loggers import RecordLog, TrialLog, require_packages
 from .observer import Observer
+from .session import Session, format_now
 from .settings import POLICIES, Settings
 from .trial import Trial
 
@@ -168,11 +161,11 @@ class Experiment:
             observer.begin(names, self.seeds, settings.rounds, self.data.names, settings.metric)
             for notice in (*self.data.notices, *(self.data.faults if self.notices is None else self.notices)):
                 session.say(notice)
-            side_by_side, processes = choose_jobs(self, path, trials, jobs)
+            side_by_side, processes = choose_jobs(path, trials, self.seeds, 1 if self.make_engine else jobs)
             finished, diverged = True, dict[int, Diverged]()
             if side_by_side:
                 try:
-                    runner = JobRunner(self, side_by_side, processes)
+                    runner = JobRunner(self.run_job, side_by_side, processes, settings.rounds)
                 except UsageError:
                     if jobs != "auto":
                         raise
@@ -199,8 +192,21 @@ class Experiment:
                 raise diverged[min(diverged)]
             return finished
 
-    def _make_trial(self, method: Method, seed: int) -> Trial:
-        return Trial(method, self.model, self.data, self.settings, seed, make_engine=self.make_engine)
+    def run_job(self, job: Job, session: JobSession) -> bool:
+        """Run the trial of ``job`` in a worker process, or continue it; return whether it reached its end."""
+
+        def make_engine(plan: Plan, data: Data, seed: int) -> Engine:
+            return SequentialForPool(plan, data, seed, augment=self.settings.augment)
+
+        (method,) = (method for method in self.methods if method.name == job.method)
+        trial = self._make_trial(method, job.seed, make_engine if job.choice.engine == "pool" else None)
+        trial.choice = job.choice
+        log: TrialLog = session.log if self.log else lambda *_: nullcontext(lambda *_: None)
+        return self.run_trial(trial, session, log)
+
+    def _make_trial(self, method: Method, seed: int, make_engine: EngineFactory | None = None) -> Trial:
+        make_engine = make_engine or self.make_engine
+        return Trial(method, self.model, self.data, self.settings, seed, make_engine=make_engine)
 
     def check_compatible(self, path: Path) -> None:
         """Raise :class:`UsageError` where a method does not fit model and data, or ``path`` holds another run's trials.
@@ -261,7 +267,7 @@ class Experiment:
                 session.describe(trains=True)
                 began, elapsed = time.perf_counter(), time.perf_counter() - began
                 cost = {key: getattr(outcome, key) for key in ("round", "participants", "down", "up", "seconds")}
-                cost |= {"elapsed": elapsed, "ended": _format_now(), "engine": trial.engine_choice.engine}
+                cost |= {"elapsed": elapsed, "ended": format_now(), "engine": trial.engine_choice.engine}
                 with timed_section("checkpoint"):
                     append_rows(folder / METRICS, outcome.rows)
                     append_rows(folder / ROUNDS, [{**cost, "rows": len(outcome.rows)}])
@@ -393,87 +399,6 @@ def _last_evaluation(folder: Path) -> list[Row]:
                 rows.clear()
             rows.append(row)
     return rows
-
-
-class Session:
-    """One call of :meth:`Experiment.run`: its directory, observer and stop, and what it writes beside the trials.
-
-    A run that goes on is described anew once a round has been done, and keeps its earlier notices until it ends, so
-    that one that fails before stays what it was. ``describe`` takes the sessions that trained, None for those before.
-    ``number``: place of the trial at hand among all; notices are kept in that order, also of trials side by side.
-    """
-
-    def __init__(
-        self,
-        directory: RunDirectory,
-        observer: Observer,
-        stop: Event,
-        describe: Callable[[Sequence[Mapping[str, str]] | None], None],
-        *,
-        resume: bool,
-    ) -> None:
-        self.directory, self.observer, self.stop, self._describe = directory, observer, stop, describe
-        self.path, self.number = directory.path, -1
-        self.described = self.recorded = False
-        self.said: dict[str, int] = {}
-        self.before: tuple[str, ...] = ()
-        self.sessions: list[Mapping[str, str]] = []
-        self.own = {"started": _format_now(), "command": COMMAND.get()}
-        lost = False
-        if resume:
-            with suppress(FedshiftError):  # what is still true is said again
-                self.before = read_notices(directory.path)
-            try:
-                self.sessions = read_environment(directory.path)[SESSIONS]
-            except FedshiftError:
-                lost = (directory.path / TRIALS).is_dir()
-        if not (resume and holds_summary(directory.path)):
-            self.describe(trains=False)
-        self._write()
-        if lost:
-            self.say(f"{ENVIRONMENT} was damaged or removed: when this run was begun, and by which command, is lost")
-
-    def describe(self, *, trains: bool) -> None:
-        """Write what is run, the first time; ``trains``: this session has added a round, and is written down too."""
-        if (trains or not self.sessions) and not self.recorded:
-            self._describe([*self.sessions, self.own])
-            self.described = self.recorded = True
-        elif not self.described:
-            self._describe(None)
-            self.described = True
-
-    def say(self, text: str) -> None:
-        """Give a notice and keep it, the first time."""
-        known = text in self.said
-        if known and self.said[text] <= self.number:
-            return
-        self.said.pop(text, None)
-        self.said[text] = self.number
-        self._write()
-        if not known:
-            self.observer.notice(text)
-
-    def say_diverged(self, method: str, seed: int, error: Diverged) -> None:
-        """Give the notice on a trial that diverged."""
-        self.say(f"{method}, seed {seed}: {error}. Its numbers are those of the round before.")
-
-    def end(self, *, finished: bool = False) -> None:
-        """Write what the session leaves; ``finished``: every trial has reached its end."""
-        if finished:
-            self.describe(trains=False)
-            self.before = ()
-            self._write()
-        write_outcome(self.directory)
-
-    def _write(self) -> None:
-        self.directory.write_json(
-            NOTICES,
-            {"notices": list(dict.fromkeys([*self.before, *sorted(self.said, key=lambda text: self.said[text])]))},
-        )
-
-
-def _format_now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def _to_images(x: np.ndarray) -> np.ndarray | None:

@@ -12,7 +12,7 @@ import atexit
 import os
 import pickle
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -20,17 +20,16 @@ from itertools import product
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from threading import Event
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import cloudpickle
 import torch
 from typing_extensions import override
 
 from ..core.kernel import ClientState, ServerState
-from ..core.plan import Plan
 from ..engines.auto import EngineChoice, estimate_seconds
 from ..engines.cost_model import limit_threads
-from ..engines.engine import ClientResult, Data, Diverged, Engine
+from ..engines.engine import ClientResult, Diverged
 from ..engines.process_pool import WorkerProcess, capture_error, exit_with_parent, receive_buffer
 from ..engines.sequential import Sequential
 from ..engines.shared_memory import SharedMemoryBuffer
@@ -41,12 +40,10 @@ from ..utils.errors import FedshiftError, UsageError
 from ..utils.processors import available_memory, available_processors
 from ..utils.profiling import Seconds, add_seconds, is_recording, record_seconds
 from ..utils.state import nbytes
+from .loggers import RecordLog
 from .observer import Observer
+from .session import Session
 from .trial import BEGUN, RoundResult, Trial
-
-if TYPE_CHECKING:
-    from .experiment import Experiment, Session
-    from .loggers import RecordLog
 
 Jobs = int | Literal["auto"]
 """Most trials that run at a time; ``auto``: as many as leave no processor idle."""
@@ -64,50 +61,46 @@ ANSWERED = ("describe", "log", "round")
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A trial to run in a worker: its ``number`` among all, method (by place), seed and engine."""
+    """A trial to run in a worker: its ``number`` among all, the name of its method, its seed and its engine."""
 
     number: int
-    method: int
+    method: str
     seed: int
     choice: EngineChoice
 
 
-def choose_jobs(experiment: Experiment, path: Path, trials: dict[str, Trial], jobs: Jobs) -> tuple[list[Job], int]:
+def choose_jobs(path: Path, trials: Mapping[str, Trial], seeds: Sequence[int], jobs: Jobs) -> tuple[list[Job], int]:
     """Return the unfinished trials that are to run side by side, and how many at a time; none where it is of no use.
 
     Args:
-        experiment: experiment to run, or to continue.
         path: run directory.
-        trials: trial of each method that shows engine and cost.
+        trials: a trial of each method, by name, which shows its engine and cost.
+        seeds: seeds of the trials.
         jobs: most trials at a time, as the user wrote it.
 
     """
     most = available_processors() if jobs == "auto" else jobs
-    settings, threads = experiment.settings, torch.get_num_threads()
-    if most < 2 or os.name != "posix" or experiment.make_engine or settings.engine == "ray":
+    settings, threads = next(iter(trials.values())).settings, torch.get_num_threads()
+    if most < 2 or os.name != "posix" or settings.engine == "ray" or (jobs == "auto" and settings.device != "cpu"):
         return [], 1
-    if jobs == "auto" and settings.device != "cpu":
-        return [], 1
-    pending, seconds = list[tuple[int, int, int, EngineChoice | None]](), 0.0
-    names = [method.name for method in experiment.methods]
-    for number, (seed, method) in enumerate(product(experiment.seeds, range(len(names)))):
-        checkpoint = trial_folder(path, names[method], seed) / CHECKPOINT
+    pending, seconds = list[tuple[int, str, int, EngineChoice | None]](), 0.0
+    for number, (seed, method) in enumerate(product(seeds, trials)):
+        checkpoint = trial_folder(path, method, seed) / CHECKPOINT
         facts: dict[str, Any] = load_facts(checkpoint) if checkpoint.exists() else {"round": 0, "engine": None}
-        if facts["round"] < settings.rounds:
+        if (left := settings.rounds - facts["round"]) > 0:
             engine = facts["engine"] if settings.engine == "auto" else None
             kept = EngineChoice(engine=engine[0], threads=engine[1], reason=BEGUN) if engine else None
             pending.append((number, method, seed, kept))
-            trial = trials[names[method]]
-            rounds = settings.rounds - facts["round"]
-            seconds += estimate_seconds(trial.plan, trial.train, clients=_count_participants(trial), rounds=rounds)
+            trial = trials[method]
+            seconds += estimate_seconds(trial.plan, trial.train, clients=_count_participants(trial), rounds=left)
     if len(pending) < 2 or (jobs == "auto" and seconds < WORTH):
         return [], 1
     found = [
-        Job(number=number, method=method, seed=seed, choice=kept or trials[names[method]].engine_choice)
+        Job(number=number, method=method, seed=seed, choice=kept or trials[method].engine_choice)
         for number, method, seed, kept in pending
     ]
     if jobs == "auto":
-        most = int(min(most, *(_count_fitting(trials[name]) for name in {names[job.method] for job in found})))
+        most = int(min(most, *(_count_fitting(trials[job.method]) for job in found)))
         pooled = [job for job in found if job.choice.engine == "pool" and settings.engine == "auto"]
         alone = [job for job in found if job.choice.engine != "pool" and (job.choice.threads or threads) == 1]
         clients = max(map(_count_participants, trials.values()))
@@ -126,16 +119,19 @@ def _count_fitting(trial: Trial) -> float:
 
 
 class JobRunner:
-    """Runs ``jobs`` of ``experiment`` side by side, ``processes`` at a time; it can be used once.
+    """Runs ``jobs`` of ``rounds`` rounds side by side, ``processes`` at a time; it can be used once.
 
-    Raises :class:`UsageError` where the experiment cannot be sent to another process.
+    ``work``: runs a job in a worker; it holds the experiment. Raises :class:`UsageError` where that cannot be sent to
+    another process.
     """
 
-    def __init__(self, experiment: Experiment, jobs: Sequence[Job], processes: int) -> None:
-        self.experiment, self.jobs, self.processes = experiment, jobs, processes
+    def __init__(
+        self, work: Callable[[Job, JobSession], bool], jobs: Sequence[Job], processes: int, rounds: int
+    ) -> None:
+        self.jobs, self.processes, self.rounds = jobs, processes, rounds
         self._buffer = SharedMemoryBuffer()
         try:
-            self._layout = self._buffer.write(experiment)
+            self._layout = self._buffer.write(work)
         except Exception as error:
             self._buffer.close()
             raise UsageError(
@@ -158,7 +154,7 @@ class JobRunner:
                 while waiting and len(busy) < self.processes and not failed and not session.stop.is_set():
                     if not free:
                         free.append(self._take_worker(workers))
-                    running = _Running(self.experiment, waiting.pop(0), free.pop(), session, log)
+                    running = _Running(waiting.pop(0), self.rounds, free.pop(), session, log)
                     running.begin()
                     busy[running.worker.connection] = running
                 for connection in wait(list(busy)):
@@ -221,11 +217,8 @@ def dismiss() -> None:
 class _Running:
     """A job in a worker, seen from the parent; ``result``: whether it reached its last round, or its error."""
 
-    def __init__(
-        self, experiment: Experiment, job: Job, worker: WorkerProcess, session: Session, log: RecordLog
-    ) -> None:
-        self.job, self.worker, self.session, self.log = job, worker, session, log
-        self.method, self.rounds = experiment.methods[job.method].name, experiment.settings.rounds
+    def __init__(self, job: Job, rounds: int, worker: WorkerProcess, session: Session, log: RecordLog) -> None:
+        self.job, self.rounds, self.worker, self.session, self.log = job, rounds, worker, session, log
         self.result: bool | BaseException = False
         self.alive = True
         self._logged = ExitStack()
@@ -246,8 +239,8 @@ class _Running:
             self.alive = False
             self.close(
                 FedshiftError(
-                    f"the worker process that ran {self.method}, seed {self.job.seed}, {self.worker.reap()}. What was "
-                    "saved before is intact: go on with --resume, or with fewer --jobs"
+                    f"the worker process that ran {self.job.method}, seed {self.job.seed}, {self.worker.reap()}. What "
+                    "was saved before is intact: go on with --resume, or with fewer --jobs"
                 )
             )
             return True
@@ -257,13 +250,13 @@ class _Running:
             add_seconds(seconds)
             self.close(result)
             if isinstance(result, Diverged):
-                self.session.say_diverged(self.method, self.job.seed, result)
+                self.session.say_diverged(self.job.method, self.job.seed, result)
             return True
         if kind == "describe":
             self.session.describe(trains=True)
         elif kind == "log":
             (folder,) = given
-            logged = self.log.trial(self.method, self.job.seed, folder, self.rounds)
+            logged = self.log.trial(self.job.method, self.job.seed, folder, self.rounds)
             self._log_round = self._logged.enter_context(logged)
         elif kind == "log_round":
             self._log_round(*given)
@@ -271,7 +264,7 @@ class _Running:
             self.session.say(*given)
         else:
             if kind != "trial":
-                self.session.observer.turn(self.method, self.job.seed)
+                self.session.observer.turn(self.job.method, self.job.seed)
             getattr(self.session.observer, kind)(*given)
         if kind in ANSWERED:
             self.worker.send(stop or self.session.stop.is_set())
@@ -342,7 +335,7 @@ class JobSession(Observer):
 
 
 class SequentialForPool(Sequential):
-    """The sequential engine on one thread, in place of the pool engine, whose bits it has."""
+    """The sequential engine on one thread, which a job runs in place of the pool engine, whose bits it has."""
 
     @override
     def train_client(self, server: ServerState, name: str, client: ClientState) -> ClientResult:
@@ -363,27 +356,11 @@ def main(parent: int) -> None:
         buffer.close()
 
 
-def _serve(experiment: Experiment, connection: Connection, *, records: bool) -> None:
-    """Run jobs of ``experiment`` until the parent has no more; ``records``: whether to record seconds."""
+def _serve(work: Callable[[Job, JobSession], bool], connection: Connection, *, records: bool) -> None:
+    """Run jobs by ``work`` until the parent has no more; ``records``: whether to record seconds."""
     while message := pickle.loads(connection.recv_bytes()):
         job, path = message
         timed: AbstractContextManager[Seconds] = record_seconds() if records else nullcontext({})
         with timed as seconds:
-            result = capture_error(partial(_run_job, experiment, job, JobSession(connection, path)))
+            result = capture_error(partial(work, job, JobSession(connection, path)))
         connection.send_bytes(cloudpickle.dumps(("ended", result, seconds)))
-
-
-def _log_nothing(*_: object) -> AbstractContextManager[Callable[[Row, list[Row]], None]]:
-    return nullcontext(lambda *_: None)
-
-
-def _run_job(experiment: Experiment, job: Job, session: JobSession) -> bool:
-    def make_engine(plan: Plan, data: Data, seed: int) -> Engine:
-        return SequentialForPool(plan, data, seed, augment=experiment.settings.augment)
-
-    trial = Trial(
-        experiment.methods[job.method], experiment.model, experiment.data, experiment.settings, job.seed,
-        make_engine=make_engine if job.choice.engine == "pool" else None,
-    )  # fmt: skip
-    trial.choice = job.choice
-    return experiment.run_trial(trial, session, session.log if experiment.log else _log_nothing)
