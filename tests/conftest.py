@@ -19,8 +19,8 @@ from fedshift.cli.app import main
 from fedshift.config.settings_file import format_settings, read_run_settings
 from fedshift.config.spec import CompareSpec, RunSpec
 from fedshift.data.federation import Federation, federation
-from fedshift.experiments.experiment import Observer
 from fedshift.experiments.factory import make_experiment
+from fedshift.experiments.observer import Observer
 
 gc.disable()  # until all tests are known: they and modules stay, so that looking for garbage among them finds none
 

@@ -21,7 +21,7 @@ from torch import nn
 import fedshift
 from fedshift import api
 from fedshift.config.spec import CompareSpec
-from fedshift.experiments.experiment import Observer
+from fedshift.experiments.observer import Observer
 from fedshift.experiments.python_settings import READERS
 from fedshift.representations import compare_representations
 from fedshift.results.checkpoint import load_checkpoint
@@ -57,7 +57,7 @@ def test_settings_of_compare_are_those_of_the_command_line():
     with pytest.raises(TypeError, match=r"compare\(\): missing a required argument: 'data'"):
         fedshift.compare("fedavg")
     beside = arguments.keys() - {each.name for each in dataclasses.fields(CompareSpec)}
-    assert beside == {"out", "resume", "progress", "observer", "stop"}
+    assert beside == {"out", "resume", "jobs", "progress", "observer", "stop"}
     with pytest.raises(TypeError, match=r"compare\(\): unknown argument 'batchsize': did you mean 'batch_size'"):
         fedshift.compare([], data=None, batchsize=3)
 
@@ -334,6 +334,8 @@ def test_arrays_of_ones_own_and_a_network_of_ones_own(tiny):
         ({"resume": "a", "out": "b"}, "out='b' and resume='a': a resumed run stays in its directory; give one"),
         ({"resume": "nowhere"}, "nowhere holds no run to resume: give the directory that holds its config.toml"),
         ({"progress": "yes"}, "progress='yes': give True or False"),
+        ({"jobs": 0}, "jobs=0: give a number of trials of 1 or more, or 'auto'"),
+        ({"jobs": "all"}, "jobs='all': give a number of trials of 1 or more, or 'auto'"),
         ({"observer": print}, "observer=<built-in function print>: give an Observer"),
         ({"stop": True}, "stop=True: give an Event"),
     ],

@@ -57,7 +57,7 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time every public nam
         federation as federation,
     )
     from .data.files.folder import read_folder as read_folder
-    from .experiments.experiment import Observer as Observer
+    from .experiments.observer import Observer as Observer
     from .export.loading import load as load
     from .methods.agc import agc as agc
     from .methods.centralized import centralized as centralized
@@ -112,7 +112,7 @@ _HOME = {
     ),
     "core.work": ("Work",),
     "data.digits": ("digits",),
-    "experiments.experiment": ("Observer",),
+    "experiments.observer": ("Observer",),
     "data.federation": ("Federation", "federation"),
     "data.files.folder": ("read_folder",),
     "export.loading": ("load",),

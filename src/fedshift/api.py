@@ -40,7 +40,9 @@ from .data.federation import Federation
 from .diagnosis.quality import check_data
 from .engines.cost_model import limit_threads
 from .experiments.compare_arguments import CompareArguments
-from .experiments.experiment import Experiment, Observer, Observers
+from .experiments.experiment import Experiment
+from .experiments.jobs import dismiss
+from .experiments.observer import Observer, Observers
 from .experiments.python_settings import load_python_data, make_python_experiment, simplify
 from .experiments.restoration import read_python_settings, restore_trial, select_trials
 from .export.source import export_run
@@ -348,13 +350,15 @@ def compare(given: CompareArguments) -> Comparison:
             value = getattr(given, name)
             if value is not None and not isinstance(value, kind):
                 raise UsageError(f"{name}={value!r}: give {'True or False' if kind is bool else f'an {kind.__name__}'}")
+        if given.jobs != "auto" and (type(given.jobs) is not int or given.jobs < 1):
+            raise UsageError(f"jobs={given.jobs!r}: give a number of trials of 1 or more, or 'auto'")
         experiment = make_python_experiment({each.name: getattr(given, each.name) for each in fields(CompareSpec)})
         experiment = replace(experiment, notices=check_data(experiment.data, given.on_data_error))
         path = directory or Path(mkdtemp(prefix="fedshift-"))
         result = Comparison(experiment, path)
         try:
             with limit_threads(given.threads), _observe(given) as observer:
-                experiment.run(path, resume=resume, observer=observer, stop=given.stop)
+                experiment.run(path, resume=resume, observer=observer, stop=given.stop, jobs=given.jobs)
         except BaseException as error:
             if holds_run(path) and not isinstance(error, UsageError):
                 said = repr(str(path))
@@ -364,6 +368,8 @@ def compare(given: CompareArguments) -> Comparison:
             elif directory is None:
                 rmtree(path, ignore_errors=True)
             raise
+        finally:
+            dismiss()  # another call may come with code that was changed
     if directory is None:
         finalize(result, rmtree, path, ignore_errors=True)
     return result

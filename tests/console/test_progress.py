@@ -11,8 +11,8 @@ from rich.console import Console
 from fedshift.config.spec import CompareSpec
 from fedshift.console.progress import LiveDisplay, PlainLines, _format_duration
 from fedshift.console.terminal import show_progress
-from fedshift.experiments.experiment import Observer
 from fedshift.experiments.factory import make_experiment
+from fedshift.experiments.observer import Observer
 from fedshift.experiments.trial import RoundResult
 
 TESTED = {"split": "test", "model": "personal", "moment": "loaded"}
@@ -188,6 +188,37 @@ def test_the_macro_metric_of_every_method_stays_on_the_screen():
     lines = [line.split() for line in frame.file.getvalue().splitlines()]
     assert ["[red]", "1", "of", "2", "55.00", "%", "30.50", "%", "in", "round", "2"] in lines
     assert ["fedbn", "1", "of", "2", "75.50", "%"] in lines
+
+
+def test_of_trials_side_by_side_each_keeps_its_figures():
+    def done(name, round, hits):
+        row = {**TESTED, "client": name, "samples": 100, "support": [100], "hits": [hits], "round": round}
+        return RoundResult(round=round, participants=(name,), down=0, up=0, seconds=0.1, rows=[row])
+
+    console = Console(file=io.StringIO(), width=200)
+    lines = PlainLines(console)
+    with LiveDisplay(terminal()) as display:
+        for watch in (lines, display):
+            watch.begin(["fedavg", "fedbn"], [0], 3, ["ann"], "accuracy")
+            watch.trial("fedavg", 0, 0)
+            watch.client("ann", 0.25)
+            watch.trial("fedbn", 0, 0)
+            watch.client("ann", 0.75)
+            watch.turn("fedavg", 0)
+            watch.round(done("ann", 1, 40))
+            watch.turn("fedbn", 0)
+            watch.round(done("ann", 1, 60))
+        frame = terminal()
+        frame.print(display.live.renderable)
+    said = console.file.getvalue().splitlines()
+    assert said[0].startswith("fedavg seed 0 round 1/3: loss 0.2500, accuracy 40.00 % (ann 40.0)")
+    assert said[1].startswith("fedbn seed 0 round 1/3: loss 0.7500, accuracy 60.00 % (ann 60.0)")
+    shown = frame.file.getvalue()
+    assert "fedavg seed 0 round 1, fedbn seed 0 round 1" in " ".join(shown.split())
+    found = [line.split() for line in shown.splitlines()]
+    assert ["ann", "0.2500", "40.00", "%"] in found  # of the trial that began first
+    assert ["fedavg", "0", "of", "1", "40.00", "%", "in", "round", "1"] in found
+    assert ["fedbn", "0", "of", "1", "60.00", "%", "in", "round", "1"] in found
 
 
 def test_a_resumed_run_shows_the_macro_metrics_of_what_was_done_before(experiment, tmp_path):

@@ -100,7 +100,7 @@ def test_workers_forget_a_trial_that_is_closed():
     engine.close()
     hand = process_pool._WORKERS[0]
     hand.send("work", engine._number, "ann", hand.buffer.write(init_client(engine.plan)))
-    assert str(hand.receive("ann", 1)) == f"KeyError: {engine._number}"
+    assert str(hand.receive_result("ann", 1)) == f"KeyError: {engine._number}"
     assert_same(outcomes(engine), outcomes(Sequential(engine.plan, DATA, 0)))  # told anew
     engine.close()
 

@@ -12,9 +12,9 @@ import pytest
 import fedshift
 from fedshift.config.spec import CompareSpec
 from fedshift.experiments import loggers
-from fedshift.experiments.experiment import Observer
 from fedshift.experiments.factory import make_experiment
 from fedshift.experiments.loggers import TensorBoardLogger, parse_loggers, summarize_round
+from fedshift.experiments.observer import Observer
 from fedshift.utils.errors import FedshiftError, UsageError
 
 

@@ -18,8 +18,9 @@ with warnings.catch_warnings():  # what Flower imports (typer, click) is no matt
 
 from fedshift.config.spec import RunSpec
 from fedshift.experiments.client_store import to_tensors
-from fedshift.experiments.experiment import Experiment, Observer
+from fedshift.experiments.experiment import Experiment
 from fedshift.experiments.factory import make_experiment
+from fedshift.experiments.observer import Observer
 from fedshift.flower.server.coordinator import Coordinator
 from fedshift.flower.site.site import Site
 from fedshift.flower.transport.exchange import Exchange

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fedshift.config.spec import RunSpec
-from fedshift.experiments.experiment import Observer
+from fedshift.experiments.observer import Observer
 from fedshift.flower.server import serve as serving
 from fedshift.flower.server.serve import ListenOptions, _Coordination
 from fedshift.flower.site import join as joining

@@ -14,8 +14,8 @@ from PIL import Image
 
 from fedshift import compare, digits
 from fedshift.config.spec import CompareSpec, RunSpec
-from fedshift.experiments.experiment import Observer
 from fedshift.experiments.factory import make_experiment
+from fedshift.experiments.observer import Observer
 from fedshift.experiments.restoration import load_experiment, restore_trial
 from fedshift.methods.fedavg import fedavg
 from fedshift.representations import Similarity, compare_representations

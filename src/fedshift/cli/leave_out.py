@@ -64,6 +64,7 @@ def run_without(spec: CompareSpec, leave_out: str, place: OutputOptions) -> int:
         console,
         shown,
         resume=place.resume is not None,
+        jobs=place.jobs,
         title=f"{summarize_experiment(experiment)}, without each of {', '.join(parts)}, which is then measured",
         begin=begin,
         measure=lambda part: _measure(part.experiment(), part.folder),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 from rich.console import Console
@@ -65,7 +65,9 @@ def run_experiment(spec: RunSpec | CompareSpec, command: str, place: OutputOptio
     failure: FedshiftError | OSError | None = None
     with catch_interrupts(console) as stop, show_progress(shown) as observer, _profile(place.profile) as seconds:
         try:
-            finished = experiment.run(directory, resume=place.resume is not None, observer=observer, stop=stop)
+            finished = experiment.run(
+                directory, resume=place.resume is not None, observer=observer, stop=stop, jobs=place.jobs
+            )
         except UsageError:
             raise
         except FedshiftError as error:
@@ -101,6 +103,7 @@ def run_several(
     title: str,
     begin: Callable[[int, QueuedRun], None],
     publish: Callable[[], None],
+    jobs: int | Literal["auto"] = "auto",
     measure: Callable[[QueuedRun], None] = lambda _: None,
 ) -> int:
     """Run those of ``parts`` that have not ended, or continue them, in one directory; return the exit code.
@@ -116,6 +119,7 @@ def run_several(
         title: line to print first.
         begin: called with the number of each part, from 1, before it runs.
         publish: called after the last.
+        jobs: most trials of a run that run side by side.
         measure: called with each part that was not stopped.
 
     Raises:
@@ -138,7 +142,7 @@ def run_several(
         print_line(console, f"{directory}: {title}")
         try:
             with catch_interrupts(console) as stop, show_progress(shown) as observer:
-                finished = run_pending(parts.values(), observer=observer, stop=stop, begin=begin, end=end)
+                finished = run_pending(parts.values(), observer=observer, stop=stop, jobs=jobs, begin=begin, end=end)
             kept.write_settings(settings)
         except KeyboardInterrupt:
             return report_stop(console, command, directory)

@@ -12,7 +12,7 @@ from cyclopts import Parameter
 from rich.console import Console
 
 from ..config.settings_file import read_run_settings
-from ..config.spec import RunLocation, SweepSpec
+from ..config.spec import RunOptions, SweepSpec
 from ..console.terminal import new_directory, print_line, show_loading
 from ..utils.errors import UsageError
 from .run import find_kind, make_checked, require_one_directory, run_several
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 def sweep(
     spec: Annotated[SweepSpec, Parameter(name="*")] = SweepSpec(),
-    output: Annotated[RunLocation, Parameter(name="*")] = RunLocation(),
+    output: Annotated[RunOptions, Parameter(name="*")] = RunOptions(),
 ) -> int:
     """Compare methods under each combination of some settings' values, and put all of them into one table."""
     from ..experiments.factory import anchor_paths
@@ -52,6 +52,7 @@ def sweep(
         console,
         shown,
         resume=output.resume is not None,
+        jobs=output.jobs,
         title=f"{len(wanted)} combinations of {', '.join(wanted[0].values)}, {len(left)} to run",
         begin=lambda number, part: print_line(shown, f"[{number}/{len(wanted)}] {part.folder.name}"),
         publish=lambda: _publish(spec, wanted, directory, console),

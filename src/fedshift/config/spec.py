@@ -333,8 +333,17 @@ class RunLocation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OutputOptions(RunLocation):
-    """Files and directories of one run, and whether to profile it."""
+class RunOptions(RunLocation):
+    """Files and directories of a run, and how many of its trials run at a time."""
+
+    jobs: Annotated[Positive | Literal["auto"], Parameter(group=COMPUTING)] = "auto"
+    """Most trials (one method with one seed each) that run side by side, in processes; results are the same bit for
+    bit. auto: one for each processor, of those trials that leave processors idle, where that saves time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputOptions(RunOptions):
+    """Files and directories of one run, how many of its trials run at a time, and whether to profile it."""
 
     profile: Annotated[bool, Parameter(group=DIRECTORY, negative=())] = False
     """Print at the end where the time went, and what share of this machine's measured peak training reached."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -13,7 +14,7 @@ from rich.text import Text
 from typing_extensions import override
 
 from ..engines.auto import EngineChoice
-from ..experiments.experiment import Observer
+from ..experiments.observer import Observer
 from ..experiments.trial import RoundResult
 from ..results.schema import LOWER_IS_BETTER, METRICS, UNITS, Row, compute_metric, metric_unit, rows_to_frame
 
@@ -21,15 +22,26 @@ SHOWN = 20
 """Most clients that are shown individually."""
 
 
+@dataclass(kw_only=True)
+class _TrialProgress:
+    """A trial's last round, and its clients' training losses and metrics so far."""
+
+    method: str
+    seed: int
+    number: int
+    loss: dict[str, float] = field(default_factory=dict)
+    figure: dict[str, float] = field(default_factory=dict)
+
+
 class _ProgressObserver(Observer):
-    """Figures that both displays show."""
+    """Figures that both displays show, of each trial that runs; ``now`` is the one that events are of."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
-        self.method, self.seed, self.rounds, self.number = "", 0, 0, 0
-        self.loss: dict[str, float] = {}
+        self.rounds = 0
         self.metric = "accuracy"
-        self.figure: dict[str, float] = {}
+        self.now = _TrialProgress(method="", seed=0, number=0)
+        self.running: dict[tuple[str, int], _TrialProgress] = {}
         self.engines: set[tuple[str, str]] = set()
 
     @override
@@ -40,17 +52,22 @@ class _ProgressObserver(Observer):
 
     @override
     def trial(self, method: str, seed: int, done: int) -> None:
-        self.method, self.seed, self.number = method, seed, done
-        self.loss, self.figure = {}, {}
+        self.now = _TrialProgress(method=method, seed=seed, number=done)
+        left = [trial for trial in self.running.values() if trial.number < self.rounds]
+        self.running = {(trial.method, trial.seed): trial for trial in (*left, self.now)}
+
+    @override
+    def turn(self, method: str, seed: int) -> None:
+        self.now = self.running[method, seed]
 
     @override
     def client(self, client: str, loss: float) -> None:
-        self.loss[client] = loss
+        self.now.loss[client] = loss
 
     @override
     def round(self, done: RoundResult) -> None:
-        self.number = done.round
-        self.figure |= self._measure(done.rows)
+        self.now.number = done.round
+        self.now.figure |= self._measure(done.rows)
 
     def _measure(self, rows: Iterable[Row]) -> dict[str, float]:
         """Return the metric on test data as it is printed, of the clients that define it."""
@@ -94,17 +111,18 @@ class PlainLines(_ProgressObserver):
         self.run, self.left = self.run + 1, self.left - 1
         if all(row["split"] == "train" for row in done.rows):
             return
-        many = len(self.figure) > SHOWN
+        now, reached = self.now, self.now.figure
+        many = len(reached) > SHOWN
         worst = max if self.metric in LOWER_IS_BETTER else min
-        named = [worst(self.figure, key=self.figure.__getitem__)] if many else list(self.figure)
-        each = " ".join(f"{client} {self.figure[client]:.1f}" for client in named)
+        named = [worst(reached, key=reached.__getitem__)] if many else list(reached)
+        each = " ".join(f"{client} {reached[client]:.1f}" for client in named)
         elapsed = time.monotonic() - self.began
         left = elapsed / self.run * self.left
         unit = "" if self.metric in UNITS else " %"
-        figure = f"{METRICS[self.metric]} {_mean(self.figure):.2f}{unit} ({'worst: ' if many else ''}{each})"
+        figure = f"{METRICS[self.metric]} {_mean(reached):.2f}{unit} ({'worst: ' if many else ''}{each})"
         self.console.print(
-            f"{self.method} seed {self.seed} round {done.round}/{self.rounds}: "
-            f"loss {_mean(self.loss):.4f}, {figure}, "
+            f"{now.method} seed {now.seed} round {done.round}/{self.rounds}: "
+            f"loss {_mean(now.loss):.4f}, {figure}, "
             f"elapsed {_format_duration(elapsed)}, left {_format_duration(left)}",
             markup=False, highlight=False, soft_wrap=True,
         )  # fmt: skip
@@ -113,7 +131,7 @@ class PlainLines(_ProgressObserver):
 class LiveDisplay(_ProgressObserver):
     """A bar over all rounds with elapsed time and time left, above tables of methods and clients.
 
-    Use as a context manager.
+    Of trials side by side, clients are those of the one that began first. Use as a context manager.
     """
 
     def __init__(self, console: Console) -> None:
@@ -169,22 +187,24 @@ class LiveDisplay(_ProgressObserver):
 
     def _keep_macro(self, number: int, rows: Sequence[Row]) -> None:
         if measured := self._measure(rows):
-            self.macros[self.method][self.seed] = number, _mean(measured)
+            self.macros[self.now.method][self.now.seed] = number, _mean(measured)
 
     def _advance(self, rounds: int) -> None:
-        said = f"[bold]{self.method}[/] seed {self.seed} round {self.number}"
+        trials = [trial for trial in self.running.values() if trial.number < self.rounds] or [self.now]
+        said = ", ".join(f"[bold]{trial.method}[/] seed {trial.seed} round {trial.number}" for trial in trials)
         self.bar.update(self.task, advance=rounds, description=said)
 
     def _render(self) -> Group:
         """Return the current bar and tables; the display calls this some times a second."""
         names, table = list(self.names), Table(box=None, padding=(0, 2))
+        shown = next((trial for trial in list(self.running.values()) if trial.number < self.rounds), self.now)
         for title in ("client", "training loss", f"test {METRICS[self.metric]}"):
             table.add_column(title, justify="left" if title == "client" else "right")
         for name in names[:SHOWN]:
-            table.add_row(name, *_format_progress(self.loss.get(name), self.figure.get(name)))
+            table.add_row(name, *_format_progress(shown.loss.get(name), shown.figure.get(name)))
         if len(names) > SHOWN:
             table.add_row(f"and {len(names) - SHOWN:,} more", "", "")
-            means = (_mean(figures) if figures else None for figures in (self.loss, self.figure))
+            means = (_mean(figures) if figures else None for figures in (shown.loss, shown.figure))
             table.add_row("mean of all", *_format_progress(*means))
         return Group(self.bar, *[self._tabulate_methods()] * bool(self.macros), table)
 

@@ -21,7 +21,7 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
 if TYPE_CHECKING:
-    from ..experiments.experiment import Observer
+    from ..experiments.observer import Observer
 
 ANNOUNCED = 1_000_000
 """Bytes of newly cached images from which on a command reports them."""
@@ -105,7 +105,7 @@ def show_progress(console: Console) -> Iterator[Observer]:
 
     A quiet console shows nothing. In a notebook, rich needs ipywidgets for its display.
     """
-    from ..experiments.experiment import Observer
+    from ..experiments.observer import Observer
     from .progress import LiveDisplay, PlainLines
 
     if console.quiet:

@@ -12,6 +12,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import reduce
 from operator import or_
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -86,6 +87,11 @@ class Select:
 
     def __repr__(self) -> str:
         return self.text
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        """Keep the identity of those that are compared by it in another process."""
+        constant = next((name for name in ("everything", "nothing", "buffers") if self is globals()[name]), None)
+        return constant or (Select, (self.matches, self.text, self.parts, self.operator))
 
     def claims(self) -> Iterable[Select]:
         """Yield the parts that must match an entry: named selections, and combinations taken away as a whole."""

@@ -62,10 +62,7 @@ def choose_engine(
         return EngineChoice(
             engine="identity", reason="each client does one plain step, so a round is one step on all batches"
         )
-    samples = sum(map(len, data.values())) / len(data)
-    bounds = plan.work.batch_bounds(ceil(samples), plan.smallest_batch)
-    steps = len(plan.work.steps_of_round(0, len(bounds)))
-    batch = min(plan.work.batch_size or ceil(samples), ceil(samples))
+    steps, batch = _count_steps(plan, data)
     one, held = count_operations(plan, data), nbytes(pick(plan.initial, plan.trained))
     total = one * batch * steps * clients * rounds
     needs = f"{one / 1e6:.3g} MFLOP a sample, {held / 1e6:.3g} MB of parameters"
@@ -84,6 +81,19 @@ def choose_engine(
     threads = 1 if best.endswith(ALONE) else None
     why = f"{needs}; by a step timed on each, training would take: {each}"
     return EngineChoice(engine=best.removesuffix(ALONE), threads=threads, reason=why)
+
+
+def estimate_seconds(plan: Plan, data: Data, *, clients: int, rounds: int) -> float:
+    """Return roughly how long such rounds take, without timing: by operations, and a millisecond a step."""
+    steps, batch = _count_steps(plan, data)
+    return steps * clients * rounds * (1e-3 + count_operations(plan, data) * batch / LITTLE)
+
+
+def _count_steps(plan: Plan, data: Data) -> tuple[int, int]:
+    """Return the steps of a round, and the samples in a batch, of a client of mean size."""
+    samples = ceil(sum(map(len, data.values())) / len(data))
+    bounds = plan.work.batch_bounds(samples, plan.smallest_batch)
+    return len(plan.work.steps_of_round(0, len(bounds))), min(plan.work.batch_size or samples, samples)
 
 
 def _format_time(value: float) -> str:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from statistics import median
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils import flop_counter
 
 from ..core.plan import Plan, forward
 from ..nn.linear import ALONE, FastLinear, make_products, set_products, use_fast_linear, use_torch_linear
@@ -37,9 +38,17 @@ def count_operations(plan: Plan, data: Data) -> int:
     """
     split = next(iter(data.values()))
     x = split.inputs(slice(0, 1), plan.dtype)
-    with FlopCounterMode(display=False) as counter, use_torch_linear():
+    _keep_compiler_out()
+    with flop_counter.FlopCounterMode(display=False) as counter, use_torch_linear():
         forward(plan, plan.initial, x)
     return 3 * int(counter.get_total_flops())
+
+
+def _keep_compiler_out() -> None:
+    """Tell torch's counter that nothing is compiled; else its first use imports the compiler, which takes a second."""
+    dispatch: Any = flop_counter._FlopCounterMode.__torch_dispatch__
+    with suppress(AttributeError):  # another version of torch has another way, and imports it
+        vars(dispatch.__wrapped__).setdefault("__dynamo_disable", dispatch.__wrapped__)
 
 
 def measure_activations(plan: Plan, data: Data) -> int:

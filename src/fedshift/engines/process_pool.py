@@ -48,8 +48,9 @@ HOW_TO_CONTINUE = (
 """Advice for when a worker is lost."""
 START = (
     "import json, signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "  # Ctrl-C is meant for the parent
-    "sys.path[:] = json.loads(sys.argv.pop()); from fedshift.engines.process_pool import main; "
+    "sys.path[:] = json.loads(sys.argv.pop()); from {module} import main; main({fd})"
 )
+"""Program of a worker process, whose parent is at the other end of socket ``fd``."""
 
 
 class ProcessEngine(Engine):
@@ -196,7 +197,7 @@ class Pool(ProcessEngine):
 
     @override
     def _collect(self, task: _WorkerHandle, client: str, round: int) -> ClientResult | BaseException:
-        found = task.receive(client, round)
+        found = task.receive_result(client, round)
         self._free.append(task)
         if isinstance(found, BaseException):
             return found
@@ -210,21 +211,22 @@ class Pool(ProcessEngine):
                 worker.end()
 
 
-class _WorkerHandle:
-    """A worker process, seen from its parent; ``trials``: the numbers of those that it knows."""
+class WorkerProcess:
+    """A process that runs ``main(fd)`` of ``module``, seen from its parent, which it does not outlive.
 
-    def __init__(self) -> None:
-        self.trials: set[int] = set()
+    ``socket``: the parent's end, which sends buffers; ``connection``: the same for messages.
+    """
+
+    def __init__(self, module: str) -> None:
         self.socket, theirs = socket.socketpair()
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process lives
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
-            [sys.executable, "-c", f"{START}main({theirs.fileno()})", json.dumps(sys.path)],
+            [sys.executable, "-c", START.format(module=module, fd=theirs.fileno()), json.dumps(sys.path)],
             pass_fds=(theirs.fileno(),), env=environment, stdin=subprocess.PIPE, stderr=self._stderr,
         )  # fmt: skip
         theirs.close()
-        self.connection, self.buffer = Connection(os.dup(self.socket.fileno())), SharedMemoryBuffer()
-        self.share_buffer(self.buffer)
+        self.connection = Connection(os.dup(self.socket.fileno()))
 
     def send(self, *message: Any) -> None:
         """Send a message; if the worker is dead, that is noticed when its answer is awaited."""
@@ -236,31 +238,55 @@ class _WorkerHandle:
         with suppress(OSError):
             send_buffer(self.socket, buffer)
 
-    def receive(self, client: str, round: int) -> bytes | BaseException:
-        """Return the worker's answer: the layout of the result in :attr:`buffer`, or an error."""
+    def receive(self) -> Any:
+        """Return the worker's next message; None: it is dead."""
         try:
-            found, seconds = pickle.loads(self.connection.recv_bytes())
+            return pickle.loads(self.connection.recv_bytes())
         except (EOFError, OSError):
-            self.process.wait()
-            self._stderr.seek(0)
-            last = self._stderr.read().decode(errors="replace").strip().splitlines()[-1:]
-            self.end()
-            how = _describe_exit(self.process.returncode)
-            return FedshiftError(
-                f"the worker process that trained client {client!r} in round {round} {how}"
-                f"{f': {last[0]}' if last else ''}. {HOW_TO_CONTINUE}"
-            )
-        add_seconds(seconds)
-        return found  # type: ignore[no-any-return]
+            return None
+
+    def reap(self) -> str:
+        """End a dead worker; return how it died, as the end of a sentence."""
+        self.process.wait()
+        self._stderr.seek(0)
+        last = self._stderr.read().decode(errors="replace").strip().splitlines()[-1:]
+        self.end()
+        return f"{_describe_exit(self.process.returncode)}{f': {last[0]}' if last else ''}"
 
     def end(self) -> None:
         """Kill the process and close everything that was shared with it."""
+        self.process.kill()
+        self.process.communicate()  # waits, and closes its standard input
+        for each in (self.connection, self.socket, self._stderr):
+            each.close()
+
+
+class _WorkerHandle(WorkerProcess):
+    """A worker that trains clients; ``trials``: the numbers of those that it knows."""
+
+    def __init__(self) -> None:
+        super().__init__("fedshift.engines.process_pool")
+        self.trials: set[int] = set()
+        self.buffer = SharedMemoryBuffer()
+        self.share_buffer(self.buffer)
+
+    def receive_result(self, client: str, round: int) -> bytes | BaseException:
+        """Return the worker's answer: the layout of the result in :attr:`buffer`, or an error."""
+        answer = self.receive()
+        if answer is None:
+            return FedshiftError(
+                f"the worker process that trained client {client!r} in round {round} {self.reap()}. {HOW_TO_CONTINUE}"
+            )
+        found, seconds = answer
+        add_seconds(seconds)
+        return found  # type: ignore[no-any-return]
+
+    @override
+    def end(self) -> None:
         if self in _WORKERS:
             _WORKERS.remove(self)
-            self.process.kill()
-            self.process.communicate()  # waits, and closes its standard input
-            for each in (self.connection, self.socket, self._stderr, self.buffer):
-                each.close()
+            super().end()
+            self.buffer.close()
 
 
 def _describe_exit(code: int) -> str:
@@ -348,18 +374,22 @@ def receive_buffer(sender: socket.socket) -> SharedMemoryBuffer:
     return SharedMemoryBuffer(fds[0])
 
 
-def main(parent: int) -> None:
-    """Run a worker process, given the file descriptor of its socket.
+def exit_with_parent() -> None:
+    """End this worker process when its parent ends, in the middle of a step if need be.
 
-    The operating system closes its standard input when the parent ends, however it ends; the worker then ends too, in
-    the middle of a step if need be.
+    The operating system closes the worker's standard input when the parent ends, however it ends.
     """
 
-    def exit_with_parent() -> None:
+    def wait_for_end() -> None:
         os.read(sys.stdin.fileno(), 1)
         os._exit(0)
 
-    threading.Thread(target=exit_with_parent, daemon=True).start()
+    threading.Thread(target=wait_for_end, daemon=True).start()
+
+
+def main(parent: int) -> None:
+    """Run a worker process, given the file descriptor of its socket."""
+    exit_with_parent()
     torch.set_num_threads(1)
     with keep_freed_memory():
         Worker(socket.socket(fileno=parent)).serve()

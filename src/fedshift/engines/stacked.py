@@ -175,13 +175,13 @@ class Stacked(Engine):
                 now = replace(job, planned_steps=planned)
                 now = now if job.apart else replace(now, done=job.start + at)
                 if len(members) == len(lanes):
-                    stack, loss = self._stepper.step(now, stack, x, y, keys, recorded=True)
-                else:
-                    index = torch.tensor(members, device=y.device)
-                    rows = tuple({entry: tensor[index] for entry, tensor in state.items()} for state in stack)
-                    changed, loss = self._stepper.step(now, rows, x, y, keys)
-                    stack = _write_rows(stack, changed, index)
-                losses_KS[members, at] = loss.double()
+                    stack, losses_KS[:, at] = self._stepper.step(now, stack, x, y, keys, recorded=True)
+                    continue
+                index = torch.tensor(members, device=y.device)
+                rows = tuple({entry: tensor[index] for entry, tensor in state.items()} for state in stack)
+                changed, loss = self._stepper.step(now, rows, x, y, keys)
+                stack = _write_rows(stack, changed, index)
+                losses_KS[index, at] = loss.double()
         return stack, losses_KS
 
     def _finish_together(self, lanes: Sequence[_Lane], job: LocalTrainingState, stack: Stack) -> Iterator[ClientResult]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from ..core.method import Method
 from ..core.optimizer import Optimizer, Schedule
 from ..data.augmentation import Augmentation
 from ..models import ModelFactory
-from .experiment import Observer
+from .observer import Observer
 
 MethodLike: TypeAlias = str | Method | Callable[[], Method]
 """An expression such as ``"fedbn+fedprox(mu=0.1)"``, a method, or a function that makes one."""
@@ -89,12 +89,16 @@ class CompareArguments(CompareSpec):
     resume: bool | str | Path = False
     """Continue the run in ``out``, or in this directory."""
 
+    jobs: int | Literal["auto"] = "auto"
+    """Most trials (one method with one seed each) that run side by side, in processes; results are the same bit for
+    bit. ``auto``: one for each processor, of those trials that leave processors idle, where that saves time."""
+
     progress: bool = False
     """Show the progress, as the command line does: a bar and a table on a terminal and in a notebook (with ipywidgets),
     a line for each evaluated round elsewhere."""
 
     observer: Observer | None = None
-    """Callbacks for progress."""
+    """Callbacks for progress. Of trials side by side (``jobs``), ``turn`` says which one the next events are of."""
 
     stop: Event | None = None
     """Event that ends the run after the round in progress once it is set."""

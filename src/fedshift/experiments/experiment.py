@@ -7,37 +7,27 @@ compared. Methods of one seed start from the same weights and see the same order
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, field, replace
-from datetime import UTC, datetime
-from itertools import groupby
+from itertools import groupby, product
 from pathlib import Path
 from threading import Event
 from typing import Any
 
 import numpy as np
-from typing_extensions import override
 
 from ..analysis.privacy import Mechanism, describe_guarantee
-from ..config.settings_file import COMMAND
 from ..core.method import Method
+from ..core.plan import Plan
 from ..data.federation import Federation, find_majority_classes
-from ..engines.auto import EngineChoice
-from ..engines.engine import Diverged, EngineFactory
+from ..engines.engine import Data, Diverged, Engine, EngineFactory
 from ..evaluation.communication import summarize_method
 from ..models import ModelFactory
 from ..results.checkpoint import load_checkpoint
-from ..results.run_directory import TRIALS, RunDirectory, append_rows, cut_rows, to_file_name, trial_folder
+from ..results.run_directory import RunDirectory, append_rows, cut_rows, to_file_name, trial_folder
 from ..results.schema import LOWER_IS_BETTER, PICTURED, RESTART, MethodSummary, Row, compute_metric, rows_to_frame
 from ..results.summary import (
-    ENVIRONMENT,
-    NOTICES,
-    SESSIONS,
-    holds_summary,
-    read_environment,
-    read_notices,
-    write_outcome,
     write_summary,
 )
 from ..results.trial_records import (
@@ -57,9 +47,12 @@ from ..utils.profiling import timed_section
 from ..utils.state import pick
 from .client_store import check_segments
 from .description import describe_training
-from .loggers import RecordLog, require_packages
+from .jobs import Job, JobRunner, Jobs, JobSession, SequentialForPool, choose_jobs
+from .loggers import RecordLog, TrialLog, require_packages
+from .observer import Observer
+from .session import Session, format_now
 from .settings import POLICIES, Settings
-from .trial import RoundResult, Trial
+from .trial import Trial
 
 SAMPLES = 8
 """Images of each client that a run keeps for its report."""
@@ -68,77 +61,6 @@ MAX_NAMED = 5
 NO_SCORE = (0, 0.0)
 MAKING = f"{', '.join(POLICIES[1:-1])} or {POLICIES[-1]}"
 """The policies that give a client a model."""
-
-
-class Observer:
-    """Callbacks for the events of an experiment; every method is a no-op to override."""
-
-    def begin(
-        self, methods: Sequence[str], seeds: Sequence[int], rounds: int, clients: Sequence[str], metric: str
-    ) -> None:
-        """The experiment starts; its tables will report ``metric``."""
-
-    def trial(self, method: str, seed: int, done: int) -> None:
-        """A trial starts, or continues after ``done`` rounds."""
-
-    def recorded(self, rows: Sequence[Row]) -> None:
-        """The trial that starts was evaluated before: the measurements of its last evaluated round."""
-
-    def engine(self, method: str, choice: EngineChoice) -> None:
-        """An engine was chosen for the trials of ``method`` (``engine="auto"``)."""
-
-    def client(self, client: str, loss: float) -> None:
-        """A client finished its work of the round with this mean training loss."""
-
-    def round(self, done: RoundResult) -> None:
-        """A round ended and is saved."""
-
-    def notice(self, text: str) -> None:
-        """A notice for the user; each is given once."""
-
-
-class Observers(Observer):
-    """Several observers, which hear each event in turn."""
-
-    def __init__(self, *observers: Observer) -> None:
-        self.observers = observers
-
-    @override
-    def begin(
-        self, methods: Sequence[str], seeds: Sequence[int], rounds: int, clients: Sequence[str], metric: str
-    ) -> None:
-        for each in self.observers:
-            each.begin(methods, seeds, rounds, clients, metric)
-
-    @override
-    def trial(self, method: str, seed: int, done: int) -> None:
-        for each in self.observers:
-            each.trial(method, seed, done)
-
-    @override
-    def recorded(self, rows: Sequence[Row]) -> None:
-        for each in self.observers:
-            each.recorded(rows)
-
-    @override
-    def engine(self, method: str, choice: EngineChoice) -> None:
-        for each in self.observers:
-            each.engine(method, choice)
-
-    @override
-    def client(self, client: str, loss: float) -> None:
-        for each in self.observers:
-            each.client(client, loss)
-
-    @override
-    def round(self, done: RoundResult) -> None:
-        for each in self.observers:
-            each.round(done)
-
-    @override
-    def notice(self, text: str) -> None:
-        for each in self.observers:
-            each.notice(text)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -193,7 +115,13 @@ class Experiment:
                     )
 
     def run(
-        self, path: Path, *, resume: bool = False, observer: Observer | None = None, stop: Event | None = None
+        self,
+        path: Path,
+        *,
+        resume: bool = False,
+        observer: Observer | None = None,
+        stop: Event | None = None,
+        jobs: Jobs = 1,
     ) -> bool:
         """Run all trials in directory ``path``, with a checkpoint after each round.
 
@@ -201,13 +129,16 @@ class Experiment:
             path: run directory.
             resume: whether to continue the run in ``path``.
             observer: callbacks for events.
-            stop: event that ends the run after the round in progress once it is set.
+            stop: event that ends the run after the rounds in progress once it is set.
+            jobs: most trials that run side by side, in worker processes; results do not depend on it. ``auto``: as many
+                as leave no processor idle, where that saves time.
 
         Returns:
             Whether the run reached its end.
 
         Raises:
-            UsageError: a method, the model and the data do not fit; nothing is started then.
+            UsageError: a method, the model and the data do not fit, or cannot be sent to another process for more jobs;
+                nothing is started then.
             Diverged: a trial diverged; raised after the other trials.
             FedshiftError: the disk, the directory or a logger refuses.
 
@@ -226,30 +157,57 @@ class Experiment:
             def describe(sessions: Sequence[Mapping[str, str]] | None) -> None:
                 self._describe(directory, facts, resolved, sessions)
 
-            session = _Session(directory, observer, stop, describe, resume=resume)
+            session = Session(directory, observer, stop, describe, resume=resume)
             log = RecordLog(self.log, path, self.config, settings.metric, observer.notice, session.say)
             observer.begin(names, self.seeds, settings.rounds, self.data.names, settings.metric)
             for notice in (*self.data.notices, *(self.data.faults if self.notices is None else self.notices)):
                 session.say(notice)
-            diverged: list[Diverged] = []
-            for seed in self.seeds:
-                for method in self.methods:
-                    try:
-                        known = method.name in trials
-                        trial = trials.pop(method.name) if known else self._make_trial(method, seed)
-                        if not self._run_trial(trial, session, log):
-                            session.end()
-                            return False
-                    except Diverged as error:
-                        session.say(f"{method.name}, seed {seed}: {error}. Its numbers are those of the round before.")
-                        diverged.append(error)
-            session.end(finished=not diverged)
-            if diverged:
-                raise diverged[0]
-            return True
+            side_by_side, processes = choose_jobs(path, trials, self.seeds, 1 if self.make_engine else jobs)
+            finished, diverged = True, dict[int, Diverged]()
+            if side_by_side:
+                try:
+                    runner = JobRunner(self.run_job, side_by_side, processes, settings.rounds)
+                except UsageError:
+                    if jobs != "auto":
+                        raise
+                    side_by_side = []
+                else:
+                    observer.notice(f"{processes} trials run side by side, each in a process, with the same results")
+                    finished, diverged = runner.run(session, log)
+            elsewhere = {job.number for job in side_by_side}
+            for number, (seed, method) in enumerate(product(self.seeds, self.methods)):
+                if not finished:
+                    break
+                if number in elsewhere:
+                    continue
+                session.number = number
+                try:
+                    known = method.name in trials
+                    trial = trials.pop(method.name) if known else self._make_trial(method, seed)
+                    finished = self.run_trial(trial, session, log.trial)
+                except Diverged as error:
+                    session.say_diverged(method.name, seed, error)
+                    diverged[number] = error
+            session.end(finished=finished and not diverged)
+            if finished and diverged:
+                raise diverged[min(diverged)]
+            return finished
 
-    def _make_trial(self, method: Method, seed: int) -> Trial:
-        return Trial(method, self.model, self.data, self.settings, seed, make_engine=self.make_engine)
+    def run_job(self, job: Job, session: JobSession) -> bool:
+        """Run the trial of ``job`` in a worker process, or continue it; return whether it reached its end."""
+
+        def make_engine(plan: Plan, data: Data, seed: int) -> Engine:
+            return SequentialForPool(plan, data, seed, augment=self.settings.augment)
+
+        (method,) = (method for method in self.methods if method.name == job.method)
+        trial = self._make_trial(method, job.seed, make_engine if job.choice.engine == "pool" else None)
+        trial.choice = job.choice
+        log: TrialLog = session.log if self.log else lambda *_: nullcontext(lambda *_: None)
+        return self.run_trial(trial, session, log)
+
+    def _make_trial(self, method: Method, seed: int, make_engine: EngineFactory | None = None) -> Trial:
+        make_engine = make_engine or self.make_engine
+        return Trial(method, self.model, self.data, self.settings, seed, make_engine=make_engine)
 
     def check_compatible(self, path: Path) -> None:
         """Raise :class:`UsageError` where a method does not fit model and data, or ``path`` holds another run's trials.
@@ -274,10 +232,14 @@ class Experiment:
                     check_segments(folder, facts["segments"])
                     self._find_best(folder, facts["round"])
 
-    def _run_trial(self, trial: Trial, session: _Session, log: RecordLog) -> bool:
-        """Run ``trial``, or continue it; return whether it reached its end."""
+    def run_trial(self, trial: Trial, session: Session | JobSession, log: TrialLog) -> bool:
+        """Run ``trial``, or continue it, in the directory of ``session``; return whether it reached its end.
+
+        ``log``: logs the trial, as :meth:`~fedshift.experiments.loggers.RecordLog.trial` does.
+        """
         name = trial.plan.method.name
-        folder = session.directory.trial(name, trial.seed)
+        folder = trial_folder(session.path, name, trial.seed)
+        folder.mkdir(parents=True, exist_ok=True)
         checkpoint = folder / CHECKPOINT
         begun = checkpoint.exists()
         if begun:
@@ -295,7 +257,7 @@ class Experiment:
         for text in self._notices_before(trial):
             session.say(text)
         rounds = self.settings.rounds
-        with closing(trial), keep_freed_memory(), log.trial(name, trial.seed, folder, rounds) as log_round:
+        with closing(trial), keep_freed_memory(), log(name, trial.seed, folder, rounds) as log_round:
             if self.settings.engine == "auto" and trial.server.round < self.settings.rounds:
                 session.observer.engine(name, trial.engine_choice)
             began = time.perf_counter()
@@ -306,7 +268,7 @@ class Experiment:
                 session.describe(trains=True)
                 began, elapsed = time.perf_counter(), time.perf_counter() - began
                 cost = {key: getattr(outcome, key) for key in ("round", "participants", "down", "up", "seconds")}
-                cost |= {"elapsed": elapsed, "ended": _format_now(), "engine": trial.engine_choice.engine}
+                cost |= {"elapsed": elapsed, "ended": format_now(), "engine": trial.engine_choice.engine}
                 with timed_section("checkpoint"):
                     append_rows(folder / METRICS, outcome.rows)
                     append_rows(folder / ROUNDS, [{**cost, "rows": len(outcome.rows)}])
@@ -441,74 +403,6 @@ def _last_evaluation(folder: Path) -> list[Row]:
                 rows.clear()
             rows.append(row)
     return rows
-
-
-class _Session:
-    """One call of :meth:`Experiment.run`: its directory, observer and stop, and what it writes beside the trials.
-
-    A run that goes on is described anew once a round has been done, and keeps its earlier notices until it ends, so
-    that one that fails before stays what it was. ``describe`` takes the sessions that trained, None for those before.
-    """
-
-    def __init__(
-        self,
-        directory: RunDirectory,
-        observer: Observer,
-        stop: Event,
-        describe: Callable[[Sequence[Mapping[str, str]] | None], None],
-        *,
-        resume: bool,
-    ) -> None:
-        self.directory, self.observer, self.stop, self._describe = directory, observer, stop, describe
-        self.described = self.recorded = False
-        self.said: list[str] = []
-        self.before: tuple[str, ...] = ()
-        self.sessions: list[Mapping[str, str]] = []
-        self.own = {"started": _format_now(), "command": COMMAND.get()}
-        lost = False
-        if resume:
-            with suppress(FedshiftError):  # what is still true is said again
-                self.before = read_notices(directory.path)
-            try:
-                self.sessions = read_environment(directory.path)[SESSIONS]
-            except FedshiftError:
-                lost = (directory.path / TRIALS).is_dir()
-        if not (resume and holds_summary(directory.path)):
-            self.describe(trains=False)
-        self._write()
-        if lost:
-            self.say(f"{ENVIRONMENT} was damaged or removed: when this run was begun, and by which command, is lost")
-
-    def describe(self, *, trains: bool) -> None:
-        """Write what is run, the first time; ``trains``: this session has added a round, and is written down too."""
-        if (trains or not self.sessions) and not self.recorded:
-            self._describe([*self.sessions, self.own])
-            self.described = self.recorded = True
-        elif not self.described:
-            self._describe(None)
-            self.described = True
-
-    def say(self, text: str) -> None:
-        """Give a notice and keep it, the first time."""
-        if text not in self.said:
-            self.said.append(text)
-            self._write()
-            self.observer.notice(text)
-
-    def end(self, *, finished: bool = False) -> None:
-        """Write what the session leaves; ``finished``: every trial has reached its end."""
-        if finished:
-            self.describe(trains=False)
-            self.before = ()
-            self._write()
-        write_outcome(self.directory)
-
-    def _write(self) -> None:
-        self.directory.write_json(NOTICES, {"notices": list(dict.fromkeys([*self.before, *self.said]))})
-
-
-def _format_now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def _to_images(x: np.ndarray) -> np.ndarray | None:

@@ -16,7 +16,8 @@ import time
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from copy import copy
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import groupby
@@ -27,7 +28,6 @@ from typing import Any
 
 from typing_extensions import override
 
-from ..report.tables import ONE_BY_ONE, QUANTILES, pool_metric
 from ..results.run_directory import to_file_name
 from ..results.schema import Row, compute_metric, rows_to_frame
 from ..results.trial_records import read_rounds, stream_measurements
@@ -44,6 +44,10 @@ ALWAYS = "bytes/down"
 """Value that every round has."""
 
 
+TrialLog = Callable[[str, int, Path, int], AbstractContextManager[Callable[[Row, list[Row]], None]]]
+"""Logs a trial (its method, seed, folder and rounds) inside a block, which gets the function that logs a round."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunLabel:
     """Label of a run in a store: the directory's ``name``, a unique ``id``, and the settings in ``config``."""
@@ -54,7 +58,7 @@ class RunLabel:
 
 
 class Logger(ABC):
-    """Log of one trial at a time in a store.
+    """Log of one trial at a time in a store; each of several side by side has a copy.
 
     ``folder``: for local stores. ``describe`` follows ``open``. Any method may raise whatever the library raises.
     """
@@ -290,7 +294,8 @@ class RecordLog:
 
         That is called with the round's cost and its measurements. ``rounds``: the last round of the trial.
         """
-        opened = {name: last for name in self.loggers if (last := self._open(name, method, seed)) is not None}
+        loggers = {name: copy(logger) for name, logger in self.loggers.items()}
+        opened = {name: last for name in loggers if (last := self._open(name, loggers[name], method, seed)) is not None}
         last = 0
 
         def add(cost: Row, rows: list[Row]) -> None:
@@ -300,7 +305,7 @@ class RecordLog:
             values = summarize_round(cost, rows, self.metric) if due else {}
             for name in due:
                 try:
-                    self.loggers[name].write(last, values)
+                    loggers[name].write(last, values)
                 except Exception as error:  # of a library or a server: no reason to lose the run
                     del opened[name]
                     self._report(name, error)
@@ -314,13 +319,12 @@ class RecordLog:
         finally:
             for name in opened:
                 try:
-                    self.loggers[name].close(status)
+                    loggers[name].close(status)
                 except Exception as error:
                     self._report(name, error)
 
-    def _open(self, name: str, method: str, seed: int) -> int | None:
+    def _open(self, name: str, logger: Logger, method: str, seed: int) -> int | None:
         """Return the last round that a logger's store holds of a trial; None where the logger fails."""
-        logger = self.loggers[name]
         if name not in self._begun:
             with self._refuse(name):
                 last = logger.open(method, seed)
@@ -357,6 +361,8 @@ def summarize_round(cost: Row, rows: Sequence[Row], metric: str) -> dict[str, fl
     over the clients measured in the round; beyond :data:`~fedshift.report.tables.ONE_BY_ONE` clients quantiles in place
     of each. ``test_trained`` is measured just after local work, ``train/loss`` in it.
     """
+    from ..report.tables import ONE_BY_ONE, QUANTILES, pool_metric  # brings Matplotlib, which takes a second
+
     values: dict[str, float] = {
         ALWAYS: cost["down"],
         "bytes/up": cost["up"],

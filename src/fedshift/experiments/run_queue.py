@@ -16,7 +16,9 @@ import torch
 from ..engines.engine import Diverged
 from ..utils.checked_json import read_checked, write_checked
 from ..utils.processors import available_processors
-from .experiment import Experiment, Observer
+from .experiment import Experiment
+from .jobs import Jobs
+from .observer import Observer
 
 DONE = "done.json"
 DIVERGED = "diverged"
@@ -51,11 +53,13 @@ def run_pending(
     *,
     observer: Observer,
     stop: Event,
+    jobs: Jobs = "auto",
     begin: Callable[[int, QueuedRun], None] = lambda *_: None,
     end: Callable[[QueuedRun, bool], None] = lambda *_: None,
 ) -> bool:
     """Run those of ``parts`` that have not ended; return whether all were run before ``stop`` was set.
 
+    ``jobs``: most trials of a part that run side by side.
     ``begin`` and ``end`` are called for each part that is run, ``end`` also with whether it was not stopped. A part
     that diverges has ended and does not stop the others; other errors are those of
     :meth:`~fedshift.experiments.experiment.Experiment.run`.
@@ -69,7 +73,7 @@ def run_pending(
         torch.set_num_threads(experiment.config.get("threads") or threads)
         try:
             resume = (part.folder / "config.toml").exists()
-            finished = experiment.run(part.folder, resume=resume, observer=observer, stop=stop)
+            finished = experiment.run(part.folder, resume=resume, observer=observer, stop=stop, jobs=jobs)
         except Diverged as error:
             diverged = {DIVERGED: str(error)}
         end(part, finished)

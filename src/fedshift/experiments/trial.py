@@ -52,6 +52,8 @@ from .client_store import MEMORY, ClientStore, remove_unused_segments
 from .settings import Settings, check_sizes, make_plan
 
 SERVER_PARTS = ("shared", "memory", "optimizer")
+BEGUN = "as the run was begun"
+"""Reason for the engine of a trial that continues."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -358,7 +360,7 @@ class Trial:
         )
 
     def _facts(self) -> dict[str, Any]:
-        engine = (self.choice.engine, self.choice.threads) if self.choice else None
+        engine = (self.choice.engine, self.choice.threads) if self.choice and self.server.round else None
         facts = {"round": self.server.round, "identity": self.identity, "engine": engine}
         facts["products"] = list_products(self.plan.module)
         return facts | (self._engine.facts() if self._engine else {})
@@ -385,9 +387,9 @@ class Trial:
         """
         self.check_compatible(facts, self.seed)
         self.clients.restore(tensors, facts.get("segments", {}), folder)
-        if self.choice is None and facts.get("engine"):  # another engine would round differently
+        if self.settings.engine == "auto" and facts.get("engine"):  # another engine would round differently
             name, threads = facts["engine"]
-            self.choice = EngineChoice(engine=name, threads=threads, reason="as the run was begun")
+            self.choice = EngineChoice(engine=name, threads=threads, reason=BEGUN)
         self._restore_products(facts.get("products", {}))
         if self._engine:
             self._engine.restore(facts)

@@ -16,8 +16,9 @@ from typing_extensions import override
 
 from ..config.spec import DataSpec, RunSpec
 from ..diagnosis.quality import check_data
-from ..experiments.experiment import Experiment, Observer, Observers
+from ..experiments.experiment import Experiment
 from ..experiments.factory import make_experiment
+from ..experiments.observer import Observer, Observers
 from ..experiments.run_queue import QueuedRun, run_pending
 from ..utils.errors import UsageError
 from .figures import ReproducedFigure, draw_figures, load_figures

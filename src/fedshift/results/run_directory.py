@@ -80,12 +80,6 @@ class RunDirectory:
         """Write a JSON file of the directory atomically, with a checksum."""
         write_checked(self.path / name, value)
 
-    def trial(self, method: str, seed: int) -> Path:
-        """Return the folder of one trial, created if need be."""
-        folder = trial_folder(self.path, method, seed)
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder
-
 
 def acquire_lock(path: Path) -> FileLock:
     """Return the lock of directory ``path``, created if need be, held until it is released or the process ends.

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from contextlib import suppress
 from pathlib import Path
+
+CONTROL_GROUP = Path("/sys/fs/cgroup")
+"""Directory of this process's control group in a container."""
 
 
 def available_processors() -> int:
@@ -10,6 +15,18 @@ def available_processors() -> int:
     from joblib import cpu_count
 
     return int(cpu_count())
+
+
+def available_memory() -> float:
+    """Return the bytes of memory that are free and that a container grants; infinity where Linux tells neither."""
+    found = math.inf
+    with suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+        found = 1024.0 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1])
+    with suppress(OSError, ValueError):  # "max" is no number
+        limit, used = (int((CONTROL_GROUP / name).read_text()) for name in ("memory.max", "memory.current"))
+        found = min(found, limit - used)
+    return found
 
 
 def describe_processors() -> str:

@@ -24,9 +24,10 @@ from ...config.spec import CompareSpec, RunSpec
 from ...core.plan import Plan
 from ...data.federation import count_labels
 from ...engines.engine import Data
-from ...experiments.experiment import Experiment, Observer
+from ...experiments.experiment import Experiment
 from ...experiments.factory import list_seeds, make_methods, make_settings, resolve_model
 from ...experiments.loggers import parse_loggers
+from ...experiments.observer import Observer
 from ...experiments.trial import RoundResult
 from ...results.run_directory import MACHINES, POPULATION
 from ...results.summary import holds_run

@@ -24,7 +24,7 @@ from rich.console import Console
 
 from ...config.spec import CompareSpec, RunLocation, RunSpec
 from ...console.terminal import catch_interrupts, new_directory, report_stop, show_progress
-from ...experiments.experiment import Observer
+from ...experiments.observer import Observer
 from ...experiments.trial import RoundResult
 from ...results.run_directory import MACHINES
 from ...utils.errors import FedshiftError, UsageError

@@ -1,0 +1,105 @@
+"""A session: one call that runs an experiment, and what it writes in the run directory beside the trials."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from threading import Event
+
+from ..config.settings_file import COMMAND
+from ..engines.engine import Diverged
+from ..results.run_directory import TRIALS, RunDirectory
+from ..results.summary import (
+    ENVIRONMENT,
+    NOTICES,
+    SESSIONS,
+    holds_summary,
+    read_environment,
+    read_notices,
+    write_outcome,
+)
+from ..utils.errors import FedshiftError
+from .observer import Observer
+
+
+class Session:
+    """One call of :meth:`Experiment.run`: its directory, observer and stop, and what it writes beside the trials.
+
+    A run that goes on is described anew once a round has been done, and keeps its earlier notices until it ends, so
+    that one that fails before stays what it was. ``describe`` takes the sessions that trained, None for those before.
+    ``number``: place of the trial at hand among all; notices are kept in that order, also of trials side by side.
+    """
+
+    def __init__(
+        self,
+        directory: RunDirectory,
+        observer: Observer,
+        stop: Event,
+        describe: Callable[[Sequence[Mapping[str, str]] | None], None],
+        *,
+        resume: bool,
+    ) -> None:
+        self.directory, self.observer, self.stop, self._describe = directory, observer, stop, describe
+        self.path, self.number = directory.path, -1
+        self.described = self.recorded = False
+        self.said: dict[str, int] = {}
+        self.before: tuple[str, ...] = ()
+        self.sessions: list[Mapping[str, str]] = []
+        self.own = {"started": format_now(), "command": COMMAND.get()}
+        lost = False
+        if resume:
+            with suppress(FedshiftError):  # what is still true is said again
+                self.before = read_notices(directory.path)
+            try:
+                self.sessions = read_environment(directory.path)[SESSIONS]
+            except FedshiftError:
+                lost = (directory.path / TRIALS).is_dir()
+        if not (resume and holds_summary(directory.path)):
+            self.describe(trains=False)
+        self._write()
+        if lost:
+            self.say(f"{ENVIRONMENT} was damaged or removed: when this run was begun, and by which command, is lost")
+
+    def describe(self, *, trains: bool) -> None:
+        """Write what is run, the first time; ``trains``: this session has added a round, and is written down too."""
+        if (trains or not self.sessions) and not self.recorded:
+            self._describe([*self.sessions, self.own])
+            self.described = self.recorded = True
+        elif not self.described:
+            self._describe(None)
+            self.described = True
+
+    def say(self, text: str) -> None:
+        """Give a notice and keep it, the first time."""
+        known = text in self.said
+        if known and self.said[text] <= self.number:
+            return
+        self.said.pop(text, None)
+        self.said[text] = self.number
+        self._write()
+        if not known:
+            self.observer.notice(text)
+
+    def say_diverged(self, method: str, seed: int, error: Diverged) -> None:
+        """Give the notice on a trial that diverged."""
+        self.say(f"{method}, seed {seed}: {error}. Its numbers are those of the round before.")
+
+    def end(self, *, finished: bool = False) -> None:
+        """Write what the session leaves; ``finished``: every trial has reached its end."""
+        if finished:
+            self.describe(trains=False)
+            self.before = ()
+            self._write()
+        write_outcome(self.directory)
+
+    def _write(self) -> None:
+        self.directory.write_json(
+            NOTICES,
+            {"notices": list(dict.fromkeys([*self.before, *sorted(self.said, key=lambda text: self.said[text])]))},
+        )
+
+
+def format_now() -> str:
+    """Return the time, in UTC."""
+    return datetime.now(UTC).isoformat(timespec="seconds")

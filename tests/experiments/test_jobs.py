@@ -1,0 +1,316 @@
+"""Trials side by side: the bits of one after another, whoever dies or stops, and when it is of use."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+from threading import Event
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+from fedshift.core.selection import buffers, everything, norm_layers, nothing
+from fedshift.engines.auto import EngineChoice
+from fedshift.engines.engine import Diverged
+from fedshift.engines.shared_memory import SharedMemoryBuffer
+from fedshift.experiments import jobs, loggers
+from fedshift.experiments.jobs import choose_jobs
+from fedshift.experiments.observer import Observer, Observers
+from fedshift.results.summary import read_summary
+from fedshift.utils import processors
+from fedshift.utils.errors import FedshiftError, UsageError
+from fedshift.utils.profiling import record_seconds
+
+pytestmark = pytest.mark.xdist_group("pool")
+ENGINES = {
+    "fedavg": EngineChoice(engine="pool", reason=""),
+    "fedbn": EngineChoice(engine="sequential", threads=1, reason=""),
+    "scaffold": EngineChoice(engine="stacked", threads=1, reason=""),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def dismissed():
+    """The workers, which the tests share, end with them."""
+    yield
+    jobs.dismiss()
+
+
+@pytest.fixture
+def chosen(monkeypatch):
+    """Choose the engines in ``ENGINES``, in this process: a worker is told its trial's."""
+    monkeypatch.setattr("fedshift.experiments.trial.choose_engine", lambda plan, *_, **__: ENGINES[plan.method.name])
+
+
+class Hearing(Observer):
+    """Keeps each trial's events, told apart by ``trial`` and ``turn``."""
+
+    def __init__(self):
+        self.heard = defaultdict(list)
+
+    def trial(self, method, seed, done):
+        self.now = method, seed
+        self.heard[self.now].append(("trial", done))
+
+    def turn(self, method, seed):
+        self.now = method, seed
+
+    def recorded(self, rows):
+        self.heard[self.now].append(("recorded", rows[0]["round"]))
+
+    def client(self, client, loss):
+        self.heard[self.now].append((client, loss))
+
+    def round(self, done):
+        assert {(row["method"], row["seed"]) for row in done.rows} == {self.now}
+        self.heard[self.now].append(("round", done.round))
+
+
+def test_bits_records_and_events_are_those_of_one_after_another(make, tmp_path, assert_same, chosen):
+    experiment, events = make(methods="fedavg,fedbn,scaffold", seeds=2, rounds=2, workers=1), []
+    for name, number in (("one", 1), ("two", 2)):
+        observer = Hearing()
+        with record_seconds() as seconds:
+            assert experiment.run(tmp_path / name, observer=Observers(observer), jobs=number)
+        assert {"forward and backward", "evaluation", "checkpoint", "aggregation"} <= seconds.keys()
+        events.append(observer.heard)
+    assert_same(tmp_path / "one", tmp_path / "two")
+    one, two = (read_summary(tmp_path / name) for name in ("one", "two"))
+    assert one.rows.equals(two.rows)
+    assert one.notices == two.notices
+    assert len(one.notices) == 2  # on merged batches
+    assert {trial: sorted(map(str, heard)) for trial, heard in events[0].items()} == {
+        trial: sorted(map(str, heard)) for trial, heard in events[1].items()
+    }
+    assert len(events[1]) == 6
+
+
+class Trap(nn.Module):
+    """Ends a worker, which is not ``parent``, where there is a file ``marker``, which it removes."""
+
+    def __init__(self, marker: Path, parent: int):
+        super().__init__()
+        self.marker, self.parent = marker, parent
+
+    def forward(self, x):
+        if os.getpid() != self.parent and self.marker.exists():
+            self.marker.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return x
+
+
+def test_a_worker_that_dies_is_named_and_its_trial_goes_on(make, tmp_path, assert_same, Listener):
+    marker, here = tmp_path / "now", os.getpid()
+    experiment = replace(
+        make(methods="fedavg,fedprox", seeds=2, rounds=3),
+        model=lambda shape, classes: nn.Sequential(Trap(marker, here), nn.Flatten(), nn.Linear(192, classes)),
+    )
+    experiment.run(tmp_path / "whole")
+    said = (
+        r"the worker process that ran fed(avg|prox), seed [01], was killed by SIGKILL, most often because memory ran "
+        "out. What was saved before is intact: go on with --resume, or with fewer --jobs"
+    )
+    watch = Listener(lambda done: marker.touch() if len(watch.rounds) == 3 else None)
+    with pytest.raises(FedshiftError, match=said):
+        experiment.run(tmp_path / "run", observer=watch, jobs=2)
+    assert len(watch.rounds) < 12
+    assert experiment.run(tmp_path / "run", resume=True, jobs=2)
+    assert_same(tmp_path / "whole", tmp_path / "run")
+
+
+def test_a_trial_that_diverges_is_told_as_one_after_another_and_the_others_go_on(make, tmp_path, assert_same):
+    experiment = make(methods="fedprox(mu=1e+30),fedavg", seeds=2, rounds=2)
+    errors = []
+    for name, number in (("one", 1), ("two", 2)):
+        with pytest.raises(Diverged) as caught:
+            experiment.run(tmp_path / name, jobs=number)
+        errors.append(str(caught.value))
+    assert errors[0] == errors[1]
+    assert_same(tmp_path / "one", tmp_path / "two")
+    one, two = (read_summary(tmp_path / name).notices for name in ("one", "two"))
+    assert one == two
+    assert sum("training diverged" in text for text in one) == 2
+
+
+class Book(loggers.Logger):
+    """Logger that keeps what it is told, under the trial for which it was opened."""
+
+    written: ClassVar = defaultdict(list)
+
+    def open(self, method, seed):
+        self.trial = method, seed
+        return 0
+
+    def write(self, number, values):
+        self.written[self.trial].append((number, values["train/loss/macro"]))
+
+    def close(self, status):
+        self.written[self.trial].append(status)
+
+    def describe(self):
+        return "a book"
+
+
+def test_each_trial_has_its_log(make, tmp_path, monkeypatch):
+    monkeypatch.setitem(loggers.LOGGERS, "book", Book)
+    monkeypatch.setitem(loggers.NEEDED, "book", ())
+    experiment = replace(make(methods="fedavg,fedprox(mu=1e+30)", rounds=2), log=("book",))
+    logs = []
+    for name, number in (("one", 1), ("two", 2)):
+        monkeypatch.setattr(Book, "written", defaultdict(list))
+        with pytest.raises(Diverged):
+            experiment.run(tmp_path / name, jobs=number)
+        logs.append(dict(Book.written))
+    assert logs[0] == logs[1]
+    assert [entry if isinstance(entry, str) else entry[0] for entry in logs[1]["fedavg", 0]] == [1, 2, "finished"]
+    assert logs[1]["fedprox(mu=1e+30)", 0][-1] == "failed"
+
+
+def test_what_cannot_be_sent_to_another_process_runs_here(make, tmp_path, monkeypatch):
+    lock = threading.Lock()
+
+    def model(shape, classes):
+        with lock:
+            return nn.Sequential(nn.Flatten(), nn.Linear(192, classes))
+
+    experiment = replace(make(methods="fedavg,fedprox", rounds=1), model=model)
+    with pytest.raises(UsageError, match=r"jobs=2: .* cannot be sent to another process \(.*lock.*\): use jobs=1"):
+        experiment.run(tmp_path / "run", jobs=2)
+    monkeypatch.setattr(jobs, "WORTH", 0.0)
+    monkeypatch.setattr(jobs, "available_processors", lambda: 2)
+    assert experiment.run(tmp_path / "auto", jobs="auto")
+
+
+def test_selections_that_are_told_apart_by_identity_stay_what_they_are():
+    buffer = SharedMemoryBuffer()
+    chosen = [everything, nothing, buffers, norm_layers & ~nothing]
+    found = buffer.read(buffer.write(chosen))
+    assert all(one is other for one, other in zip(found[:3], chosen[:3], strict=True))
+    assert str(found[3]) == str(chosen[3])
+    assert found[3].parts[1].parts[0] is nothing
+    buffer.close()
+
+
+def test_stopped_and_interrupted_trials_go_on_bit_for_bit(make, tmp_path, assert_same, Listener):
+    def interrupt(done):
+        raise KeyboardInterrupt
+
+    experiment, stop = make(methods="fedavg,fedbn", seeds=2, rounds=4, evaluate_every=1), Event()
+    experiment.run(tmp_path / "whole")
+    assert not experiment.run(tmp_path / "run", observer=Listener(lambda done: stop.set()), stop=stop, jobs=2)
+    trials = [path.parent.name for path in (tmp_path / "run").glob("trials/*/rounds.jsonl")]
+    assert 1 <= len(trials) <= 2  # those that ran
+    heard = Hearing()
+    with pytest.raises(KeyboardInterrupt):
+        experiment.run(tmp_path / "run", resume=True, observer=Observers(heard, Listener(interrupt)), jobs=2)
+    assert any(kind == "recorded" for events in heard.heard.values() for kind, _ in events)
+    assert len(jobs._WORKERS) < 2  # the one that was in the middle of a round has ended
+    assert experiment.run(tmp_path / "run", resume=True)
+    assert_same(tmp_path / "whole", tmp_path / "run")
+
+
+# Which trials run side by side
+
+
+@pytest.fixture
+def find(make, monkeypatch, tmp_path, chosen):
+    """Return the numbers of the jobs of three methods and two seeds, and how many run at a time on four processors."""
+    monkeypatch.setattr(jobs, "available_processors", lambda: 4)
+    monkeypatch.setattr(jobs, "available_memory", lambda: 1e12)
+    monkeypatch.setattr(jobs, "WORTH", 0.0)
+
+    def call(number="auto", **settings):
+        experiment = make(**{"methods": "fedavg,fedbn,scaffold", "seeds": 2, **settings})
+        found, processes = choose_jobs(tmp_path / "run", experiment._make_first_trials(), experiment.seeds, number)
+        return [job.number for job in found], processes
+
+    return call
+
+
+def test_trials_on_one_thread_run_side_by_side_as_many_as_there_are_processors(find, monkeypatch):
+    assert find() == ([0, 1, 2, 3, 4, 5], 4)
+    assert find(3) == ([0, 1, 2, 3, 4, 5], 3)
+    assert find(seeds=1) == ([0, 1, 2], 3)
+    assert find(1) == find(methods="fedavg", seeds=1) == find(9, methods="fedavg", seeds=1) == ([], 1)
+    monkeypatch.setattr(jobs, "available_processors", lambda: 1)
+    assert find() == ([], 1)
+    assert find(2) == ([0, 1, 2, 3, 4, 5], 2)
+
+
+def test_a_trial_that_uses_all_processors_runs_alone(find, monkeypatch):
+    monkeypatch.setitem(ENGINES, "fedbn", EngineChoice(engine="sequential", reason=""))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert find() == ([0, 2, 3, 5], 4)
+    assert find(2) == ([0, 1, 2, 3, 4, 5], 2)
+    assert find(engine="ray") == find(2, engine="ray") == find(engine="pool") == find(engine="sequential") == ([], 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert find(engine="sequential")[1] == 4
+
+
+def test_the_pool_stays_where_trials_are_fewer_than_processors_that_it_can_use(find):
+    assert find(methods="fedavg", seeds=2) == ([], 1)  # three clients
+    assert find(methods="fedavg", seeds=3) == ([0, 1, 2], 3)
+    assert find(2, methods="fedavg", seeds=2) == ([0, 1], 2)
+
+
+def test_little_work_and_little_memory_start_no_worker(find, monkeypatch):
+    monkeypatch.setattr(jobs, "available_memory", lambda: 4.5 * jobs.WORKER)
+    assert find()[1] == 2
+    monkeypatch.setattr(jobs, "available_memory", lambda: 2.5 * jobs.WORKER)
+    assert find() == ([], 1)
+    assert find(2)[1] == 2
+    monkeypatch.undo()
+    monkeypatch.setattr(jobs, "available_processors", lambda: 4)
+    assert find() == ([], 1)
+
+
+def test_free_memory_is_what_linux_and_the_container_grant(monkeypatch, tmp_path):
+    machine = processors.available_memory()
+    assert machine > 0
+    monkeypatch.setattr(processors, "CONTROL_GROUP", tmp_path)
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("700\n")
+    assert processors.available_memory() > 1000
+    (tmp_path / "memory.max").write_text("1000\n")
+    assert processors.available_memory() == 300
+
+
+@pytest.mark.slow
+def test_counting_operations_leaves_the_compiler_out():
+    code = (
+        "import sys; from fedshift.experiments.trial import Trial; from fedshift.experiments.settings import Settings\n"
+        "from fedshift.engines.cost_model import count_operations; from fedshift import digits, fedavg\n"
+        "from fedshift.experiments.factory import resolve_model\n"
+        "trial = Trial(fedavg(), resolve_model('small-cnn', (3, 28, 28)), digits(), Settings(rounds=1), 0)\n"
+        "assert count_operations(trial.plan, trial.train) > 0; assert 'torch._dynamo' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.slow
+def test_workers_end_with_a_program_that_is_killed_and_the_run_goes_on(
+    make, tiny_folder, tmp_path, assert_same, program
+):
+    settings = {"methods": "fedavg,fedbn", "rounds": 60, "batch_size": 8, "evaluate_every": 60}
+    flags = [part for name, value in settings.items() for part in (f"--{name.replace('_', '-')}", value)]
+    running = program("compare", "--data", tiny_folder, *flags, "--jobs", 2, "--out", tmp_path / "run")
+    while len(list((tmp_path / "run").glob("trials/*/rounds.jsonl"))) < 2:
+        assert running.poll() is None, running.communicate()
+        time.sleep(0.05)
+    workers = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
+    assert len(workers) == 2
+    running.kill()
+    running.wait()
+    while any(Path(f"/proc/{worker}").exists() for worker in workers):
+        time.sleep(0.05)
+    experiment = make(**settings)
+    assert experiment.run(tmp_path / "run", resume=True)
+    experiment.run(tmp_path / "whole")
+    assert_same(tmp_path / "whole", tmp_path / "run")
