@@ -5,12 +5,14 @@ import colorsys
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from PIL import Image, ImageEnhance
 from scipy.ndimage import affine_transform
 from scipy.ndimage import rotate as scipy_rotate
 
 from fedshift.data import augmentation
-from fedshift.data.augmentation import CATALOG, parse_augmentation
+from fedshift.data.augmentation import CATALOG, augment_masks, parse_augmentation
+from fedshift.tasks.segmentation import LEFT_OUT
 from fedshift.utils.errors import UsageError
 from fedshift.utils.random_streams import stream
 
@@ -411,3 +413,50 @@ def test_what_cannot_be_done_is_refused_and_said(text, said):
     with pytest.raises(UsageError) as refused:
         parse_augmentation(text)
     assert said in str(refused.value)
+
+
+# masks
+
+
+def blocks(count=6, side=32):
+    """Masks of four blocks with classes 0..3, and images whose brightness is (class + 1) / 8."""
+    far = (torch.arange(side) >= 0.4 * side).long()
+    y = (2 * far[:, None] + far).expand(count, -1, -1).clone()
+    return (y[:, None].expand(-1, 3, -1, -1) + 1) / 8, y
+
+
+@pytest.mark.parametrize("text", EVERY)
+def test_a_mask_takes_the_draws_of_its_image(text):
+    (x, y), augment = blocks(), parse_augmentation(text)
+    of_images, of_masks = key(1), key(1)
+    augment(x, of_images)
+    augment_masks(augment, y, of_masks)
+    assert of_images.random() == of_masks.random()
+
+
+@pytest.mark.parametrize("fill", ["zeros", "border", "reflection"])
+@pytest.mark.parametrize(
+    "text",
+    ["flip(vertical=True)", "rotate(degrees=40, {})", "scale(amount=0.3, {})", "shear(degrees=20, {})",
+     "crop(padding=5, {})", "resized_crop(scale=(0.3, 0.8))", "sometimes(rotate(degrees=40, {}), p=0.5)",
+     "sequence(erase(patches=1, size=1), rotate(degrees=40, {}), flip())"],
+)  # fmt: skip
+def test_a_mask_stays_on_its_image(text, fill):
+    augment, (x, y) = parse_augmentation(text.format(f"fill='{fill}'")), blocks()
+    moved = augment_masks(augment, y, key(2))
+    level = augment(x, key(2))[:, 0]  # the class again, from the image alone; 0 from outside
+    assert not torch.equal(moved, y)
+    level_of_mask = (moved.clamp(min=-1) + 1) / 8
+    near = F.pad(level_of_mask[:, None], (1, 1, 1, 1), value=-1).unfold(2, 3, 1).unfold(3, 3, 1).flatten(4)[:, 0]
+    inside = near.amin(-1) == near.amax(-1)  # away from edges, where images are interpolated
+    wrong = (level - level_of_mask).abs() > 1e-5
+    assert inside.float().mean() > 0.5
+    assert (wrong & inside).sum() <= ("erase" in text) * 5 * len(y)
+    assert bool((moved == LEFT_OUT).any()) == (fill == "zeros" and "{}" in text)
+
+
+@pytest.mark.parametrize("text", ["color_jitter", "brightness_contrast", "erase(patches=3, size=4)"])
+def test_colors_leave_masks(text):
+    _, y = blocks()
+    y[:, 3] = LEFT_OUT
+    assert torch.equal(augment_masks(parse_augmentation(text), y, key(0)), y)

@@ -24,7 +24,7 @@ from typing import Any
 from ..utils.errors import UsageError, unknown_name
 from ..utils.user_code import describe_error
 
-EMBEDDED: Mapping[str, str] = {"digits": "fedshift.data.digits:digits"}
+EMBEDDED: Mapping[str, str] = {"digits": "fedshift.data.digits:digits", "nuclei": "fedshift.data.nuclei:nuclei"}
 """Federations that come with fedshift: the functions that make them, imported on demand."""
 
 

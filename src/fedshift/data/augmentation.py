@@ -7,6 +7,11 @@ pixels from outside the image are ``fill``: ``zeros`` (black), ``border`` (the n
 (mirrored at the outermost pixels). Parameters are drawn as doubles, and an image whose parameters change nothing is
 returned bit for bit.
 
+Masks move with their images (:func:`augment_masks`): an operation that is called with whole numbers ``[B, C, H, W]``
+moves them by the same draws, to the nearest pixel, and one that changes colors leaves them. 0 stands for what is
+ignored, so that ``zeros`` fills a mask with ignored pixels, ``border`` and ``reflection`` with the classes of the pixels
+that the image is filled with.
+
 Sources: color as in torchvision's ``ColorJitter``; recipes from FedBN (Li et al. 2021, arXiv:2102.07623), FedMMB
 (Nasirigerdeh et al. 2020, arXiv:2011.07006) and FLamby (Ogier du Terrail et al. 2022, arXiv:2210.04620).
 """
@@ -15,7 +20,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial, wraps
 from inspect import BoundArguments, signature
@@ -29,6 +34,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ..config.expressions import expressions, resolve
+from ..tasks.segmentation import LEFT_OUT
 from ..utils.errors import UsageError, unknown_name
 from ..utils.random_streams import stream
 from ..utils.user_code import describe_error, identify_function
@@ -62,12 +68,18 @@ class Bound(NamedTuple):
 class Transform(Augmentation):
     """An operation with its options, equal to and written like any other of the same options."""
 
-    def __init__(self, make: Callable[..., Any], operation: Callable[..., Tensor], given: BoundArguments) -> None:
+    def __init__(
+        self, make: Callable[..., Any], operation: Callable[..., Tensor], given: BoundArguments, moves: bool
+    ) -> None:
         self.make, self.operation, self.given, self.options = make, operation, given, given.arguments
+        self.moves = moves
 
     @override
     def __call__(self, x: Tensor, rng: Draws, /) -> Tensor:
-        return self.operation(x, rng, *self.given.args, **self.given.kwargs)
+        if self.moves or x.is_floating_point():
+            return self.operation(x, rng, *self.given.args, **self.given.kwargs)
+        self.operation(torch.zeros(len(x), 1, 1, 1), rng, *self.given.args, **self.given.kwargs)  # draws as for images
+        return x
 
     @override
     def __repr__(self) -> str:
@@ -88,9 +100,12 @@ class Transform(Augmentation):
 
 
 def transform(
-    **bounds: Bound,
+    *, moves: bool = True, **bounds: Bound
 ) -> Callable[[Callable[Concatenate[Tensor, Draws, P], Tensor]], Callable[P, Augmentation]]:
-    """Turn an operation ``(x, rng, options)`` into a function of the options, checked by ``bounds``."""
+    """Turn an operation ``(x, rng, options)`` into a function of the options, checked by ``bounds``.
+
+    ``moves``: the operation moves pixels, and so masks; otherwise it changes colors alone.
+    """
 
     def decorate(operation: Callable[Concatenate[Tensor, Draws, P], Tensor]) -> Callable[P, Augmentation]:
         @wraps(operation)
@@ -101,7 +116,7 @@ def transform(
                 value = given.arguments[name]
                 if not bound.allows(value):
                     raise UsageError(f"{operation.__name__}: {name}={bound.refusal.format(value)}")
-            return Transform(make, operation, given)
+            return Transform(make, operation, given, moves)
 
         whole = signature(operation)
         takes = whole.replace(parameters=list(whole.parameters.values())[2:], return_annotation="Augmentation")
@@ -188,7 +203,13 @@ def check_augmentable(data: Federation, augment: Augmentation) -> None:
                 f"augment takes pixels 0..255 or values around 0 from -1 to 1, but those of client {client.name!r} go "
                 f"from {low:g} to {high:g}: scale them (2 x - 1 for values from 0 to 1), or leave augment out"
             )
-    data.clients[0].train.inputs(slice(0, 2), augment=lambda x: _try(augment, x))
+    first = data.clients[0].train
+    first.inputs(slice(0, 2), augment=lambda x: _try(augment, x))
+    if first.y.dim() == 3 and (functions := list(_list_functions(augment))):
+        raise UsageError(
+            f"augment: {functions[0]} is a function of images, and masks would not move with them: write it with "
+            "fedshift.data.augmentation.transform(moves=...), which says whether it moves pixels"
+        )
 
 
 def _try(augment: Augmentation, x: Tensor) -> Tensor:
@@ -205,6 +226,33 @@ def _try(augment: Augmentation, x: Tensor) -> Tensor:
         kind = f"{made.dtype} {list(made.shape)}" if isinstance(made, Tensor) else type(made).__name__
         raise UsageError(f"augment {augment} made {kind} of {x.dtype} {list(x.shape)}: return images of the same kind")
     return made
+
+
+def augment_masks(augment: Augmentation, y: Tensor, rng: Draws) -> Tensor:
+    """Return masks moved as ``augment`` moves their images where ``rng`` draws the same.
+
+    Args:
+        augment: Augmentation, none of whose parts is a plain function of yours.
+        y: Class of each pixel, int64 ``[B, H, W]``; negative numbers are ignored pixels.
+        rng: Generator of the key of the images' draws.
+
+    Returns:
+        Classes int64 ``[B, H, W]``, :data:`~fedshift.tasks.segmentation.LEFT_OUT` where a pixel is ignored or comes from outside.
+
+    """
+    moved = augment((y + 1).clamp(min=0)[:, None], rng)[:, 0] - 1
+    return moved.masked_fill(moved < 0, LEFT_OUT)
+
+
+def _list_functions(augment: object) -> Iterator[object]:
+    """Yield the parts of ``augment`` that are plain functions of yours."""
+    whole = augment.augmentation if isinstance(augment, _NamedAugmentation) else augment
+    if not isinstance(whole, Transform):
+        yield augment
+        return
+    for part in (*whole.given.args, *whole.given.kwargs.values()):
+        if callable(part):
+            yield from _list_functions(part)
 
 
 def _look_up(name: str) -> Callable[..., Augmentation]:
@@ -293,7 +341,8 @@ def crop(x: Tensor, rng: Draws, *, padding: float = 4, fill: str = "zeros") -> T
     for pad, side in zip(pads, x.shape[2:], strict=True):
         start = torch.from_numpy((rng.random(len(x)) * (2 * pad + 1)).astype(np.int64)).to(x.device)
         places.append(start[:, None] + torch.arange(side, device=x.device))
-    padded = F.pad(x, (pads[1], pads[1], pads[0], pads[0]), mode=FILLS[fill])
+    values = x if x.is_floating_point() else x.float()  # torch pads no whole numbers with mirrored ones
+    padded = F.pad(values, (pads[1], pads[1], pads[0], pads[0]), mode=FILLS[fill]).to(x.dtype)
     image, channel = (torch.arange(count, device=x.device) for count in x.shape[:2])
     rows, columns = places
     return padded[image[:, None, None, None], channel[:, None, None], rows[:, None, :, None], columns[:, None, None]]
@@ -318,7 +367,7 @@ def resized_crop(
 
 
 @transform(
-    brightness=_STRENGTH, contrast=_STRENGTH, saturation=_STRENGTH,
+    moves=False, brightness=_STRENGTH, contrast=_STRENGTH, saturation=_STRENGTH,
     hue=Bound(lambda v: 0 <= v <= 0.5, "{:g} must lie in [0, 0.5], half the circle of colors"),
 )  # fmt: skip
 def color_jitter(
@@ -340,7 +389,7 @@ def color_jitter(
     return _rotate_hue(_blend(x, _to_gray(x), c), turn) if x.shape[1] == 3 else x
 
 
-@transform(brightness=_SHARE, contrast=_SHARE)
+@transform(moves=False, brightness=_SHARE, contrast=_SHARE)
 def brightness_contrast(x: Tensor, rng: Draws, *, brightness: float = 0.2, contrast: float = 0.2) -> Tensor:
     """Change brightness and contrast as albumentations' RandomBrightnessContrast.
 
@@ -354,6 +403,7 @@ def brightness_contrast(x: Tensor, rng: Draws, *, brightness: float = 0.2, contr
 
 
 @transform(
+    moves=False,
     patches=Bound(lambda v: isinstance(v, int) and v >= 1, "{!r} must be a whole number from 1"),
     size=Bound(lambda v: _is_length(v) and v > 0, "{!r} must be whole pixels from 1 or a share in (0, 1)"),
 )
@@ -420,15 +470,23 @@ def _stack_matrices(*entries: Floats | float) -> Floats:
 
 
 def _warp(x: Tensor, into_B23: Floats, fill: str) -> Tensor:
-    """Sample the pixel at ``d`` from the center at ``into @ (d_x, d_y, 1)`` of the input, bilinear (in pixels)."""
-    into = torch.from_numpy(into_B23).to(x)
+    """Sample the pixel at ``d`` from the center at ``into @ (d_x, d_y, 1)`` of the input, bilinear (in pixels).
+
+    Whole numbers are taken from the nearest pixel.
+    """
+    whole = not x.is_floating_point()
+    values = x.float() if whole else x
+    into = torch.from_numpy(into_B23).to(values)
     height, width = x.shape[2:]
     half_x, half_y = (width - 1) / 2, (height - 1) / 2
-    down, right = torch.meshgrid(torch.arange(height).to(x) - half_y, torch.arange(width).to(x) - half_x, indexing="ij")
+    down, right = (torch.arange(side).to(values) - half for side, half in ((height, half_y), (width, half_x)))
+    down, right = torch.meshgrid(down, right, indexing="ij")
     points_HW3 = torch.stack([right, down, torch.ones_like(right)], dim=-1)
-    grid = torch.einsum("bij,hwj->bhwi", into, points_HW3) / x.new_tensor([max(half_x, 0.5), max(half_y, 0.5)])
-    moved = F.grid_sample(x, grid, mode="bilinear", padding_mode=fill, align_corners=True).clamp(0, 1)
-    same = (into == torch.eye(2, 3).to(x)).all(dim=(1, 2))
+    grid = torch.einsum("bij,hwj->bhwi", into, points_HW3) / values.new_tensor([max(half_x, 0.5), max(half_y, 0.5)])
+    mode = "nearest" if whole else "bilinear"
+    moved = F.grid_sample(values, grid, mode=mode, padding_mode=fill, align_corners=True)
+    moved = moved.to(x.dtype) if whole else moved.clamp(0, 1)
+    same = (into == torch.eye(2, 3).to(values)).all(dim=(1, 2))
     return torch.where(same[:, None, None, None], x, moved)
 
 

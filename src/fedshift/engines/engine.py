@@ -18,7 +18,7 @@ from ..core.aggregation import SummedUploads
 from ..core.kernel import ClientState, ServerState, Update
 from ..core.plan import Plan
 from ..core.work import Bounds, iterate_batches
-from ..data.augmentation import Augmentation
+from ..data.augmentation import Augmentation, augment_masks
 from ..data.samples import Samples
 from ..utils.errors import FedshiftError, UsageError
 from ..utils.random_streams import key_bits, stream
@@ -136,12 +136,15 @@ class Engine(ABC):
     def load_batch(self, name: str, step: int, index: Tensor) -> tuple[Tensor, Tensor]:
         """Return inputs ``[B, ...]`` and targets ``[B, ...]`` of a client's step on the samples at ``index``.
 
-        Augmentation is a function of ``(seed, name, step)`` alone.
+        Augmentation is a function of ``(seed, name, step)`` alone; masks move with their images.
         """
-        data, augment = self.data[name], self.augment
+        data, augment, key = self.data[name], self.augment, (self.seed, "augment", name, step)
         index = index.to(data.y.device)
-        change = None if augment is None else lambda x: augment(x, stream(self.seed, "augment", name, step))
-        return data.inputs(index, self.plan.dtype, change), data.targets(index)
+        y = data.targets(index)
+        if augment is None:
+            return data.inputs(index, self.plan.dtype), y
+        x = data.inputs(index, self.plan.dtype, lambda x: augment(x, stream(*key)))
+        return x, augment_masks(augment, y, stream(*key)) if y.dim() == 3 else y
 
     def step_key(self, name: str, step: int) -> Tensor:
         """Return the int64 scalar from which the client's step draws."""

@@ -15,6 +15,7 @@ from ..federation import ClientData, Federation, count_classes
 from ..samples import to_samples
 from .image_decoding import SUFFIXES
 from .images import holds_images, read_images
+from .masks import holds_masks, read_masked_images
 from .read_options import ReadOptions
 from .tables import holds_tables, read_tables
 
@@ -29,7 +30,8 @@ def read_folder(
 
     Args:
         path: A directory with ``client/class/*.png`` (jpg, tif, bmp), or ``client/train/class/*.png`` with test and val
-            beside train; with one ``.npz`` file per client; or with one CSV or Parquet file per client. Or one table,
+            beside train; with masks in ``client/images/*`` and ``client/masks/*``, or with these in train, test and
+            val; with one ``.npz`` file per client; or with one CSV or Parquet file per client. Or one table,
             with ``client_column``.
         domains: Names of the clients to read, in this order; None: all.
         classes: Number of classes; None: as found.
@@ -59,7 +61,7 @@ def read_directory(path: Path, reading: ReadOptions) -> Federation:
     if found["tables"]:
         return read_tables(path, reading)
     if path.is_dir() and holds_images(path):
-        return read_images(path, reading)
+        return read_masked_images(path, reading) if holds_masks(path) else read_images(path, reading)
     raise UsageError(
         f"{path} holds no data: give a directory with client/class/*.png (or client/train/class/*.png), with one "
         ".npz, .csv or .parquet file a client, or one table (--client-column)"

@@ -4,6 +4,9 @@ The EXIF orientation (JEITA CP-3451, tag 0x0112) is applied, transparent images 
 first of several frames is read, and images are squashed to the given size, as in FedBN (Li et al. 2021,
 arXiv:2102.07623, section 5.1), bilinear with antialiasing. Only Pillow's readers of PNG, JPEG, TIFF and BMP are
 admitted, whatever the file's name, so that no other program is ever started for it.
+
+A mask holds one class number from 0 to 255 for each pixel: gray, of one bit, or the indices of a palette. It is resized
+to the nearest pixel.
 """
 
 from __future__ import annotations
@@ -26,8 +29,8 @@ from ...utils.errors import UsageError
 
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp"})
 
-Kind = Literal["byte", "integer", "real"]
-"""Encoding of brightness: 8 bits (or 1), gray integers of up to 16 bits, or gray floats in [0, 1]."""
+Kind = Literal["byte", "integer", "real", "mask"]
+"""Encoding of brightness: 8 bits (or 1), gray integers of up to 16 bits, or gray floats in [0, 1]; or class numbers."""
 
 _FORMATS = ("PNG", "JPEG", "TIFF", "BMP")
 _GRAY = ("1", "L", "LA")
@@ -87,7 +90,7 @@ def decode_image(
 ) -> tuple[NDArray[np.generic], float]:
     """Return the pixels of ``file`` as ``[channels, height, width]``, and the largest value in the file itself.
 
-    ``kind`` byte gives uint8; integer and real give float32 with the file's own values, which must lie in 0..65535 and
+    ``kind`` byte and mask give uint8; integer and real give float32 with the file's own values, which must lie in 0..65535 and
     [0, 1]. Raises :class:`Unreadable`.
     """
     with _open_image(file) as image:
@@ -99,6 +102,9 @@ def convert_image(
 ) -> tuple[NDArray[np.generic], float]:
     """Return :func:`decode_image` of an open ``image``, which is turned upright in place."""
     ImageOps.exif_transpose(image, in_place=True)
+    if kind == "mask":
+        classes = _to_classes(image).resize((width, height), Image.Resampling.NEAREST)
+        return np.asarray(classes)[None], 255.0
     plain = _to_bytes(image, channels) if kind == "byte" else _to_values(image, 65535 if kind == "integer" else 1)
     peak = float(plain.getextrema()[1]) if kind != "byte" else 255.0  # type: ignore[arg-type]
     if plain.size != (width, height):
@@ -135,6 +141,20 @@ def _to_bytes(image: Image.Image, channels: int) -> Image.Image:
         over = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", over.size, "white"), over)
     return image.convert("L" if channels == 1 else "RGB")
+
+
+def _to_classes(image: Image.Image) -> Image.Image:
+    """Return the class numbers of a mask in mode L."""
+    if image.format == "JPEG":
+        raise Unreadable("is a mask in JPEG, which alters class numbers: save it as PNG")
+    values = np.asarray(image.convert("RGB") if image.mode in ("LA", "PA", "RGBA", "CMYK") else image)
+    if values.ndim == 3:
+        if (values != values[..., :1]).any():
+            raise Unreadable("is a mask in color: give one class number for each pixel, in gray or as a palette's index")
+        values = values[..., 0]
+    if not (values.min() >= 0 and values.max() <= 255 and (values == values.astype(np.uint8)).all()):
+        raise Unreadable(f"is a mask with values from {values.min():g} to {values.max():g}, no class numbers in 0..255")
+    return Image.fromarray(values.astype(np.uint8))
 
 
 def _to_values(image: Image.Image, most: int) -> Image.Image:

@@ -43,6 +43,7 @@ from .read_options import Progress
 Pixels = NDArray[np.generic]
 
 _VERSION = 1
+_SCALED = ("integer", "real")  # kinds whose values become floats from -1 to 1
 _BITS = (8, 10, 12, 14, 16)
 _AT_ONCE = 16  # files between two reports of progress
 
@@ -165,7 +166,7 @@ def decode_all(
     ``split(broken)["train"]`` are the rows of the training images once the broken files are known.
     """
     shape = (len(files), facts.channels, facts.height, facts.width)
-    dtype = np.dtype(np.uint8 if facts.kind == "byte" else np.float32)
+    dtype = np.dtype(np.float32 if facts.kind in _SCALED else np.uint8)
 
     def fill(put: Callable[[int, Pixels], None]) -> tuple[ImageFacts, dict[int, float]]:
         """Decode every file; return the completed facts, and the largest value of each row."""
@@ -220,7 +221,7 @@ def _write_store(
             facts, peaks = fill(put)
             file.flush()
             os.fsync(file.fileno())
-        if facts.kind != "byte":
+        if facts.kind in _SCALED:
             mapped = np.lib.format.open_memmap(array, "r+")
             _rescale(mapped, facts, peaks)
             mapped.flush()
@@ -240,7 +241,7 @@ def _write_store(
 
 def _rescale(pixels: Pixels, facts: ImageFacts, rows: Iterable[int]) -> None:
     """Scale gray values of more than 8 bits to [-1, 1] in place; values beyond ``bits`` become 1."""
-    if facts.kind != "byte":
+    if facts.kind in _SCALED:
         top = 2**facts.bits - 1 if facts.kind == "integer" else 1
         for row in rows:
             pixels[row] = np.minimum(pixels[row] / np.float32(top), 1) * 2 - 1

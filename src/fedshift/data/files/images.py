@@ -31,7 +31,10 @@ from .read_options import ReadOptions
 PARTS = {"train": "train", "val": "validation", "valid": "validation", "validation": "validation", "test": "test"}
 """Folder names that denote a part of a client's data, and the part."""
 
-LAYOUT = "images belong in DIR/<client>/<class>/, or in DIR/<client>/train/<class>/ and DIR/<client>/test/<class>/"
+LAYOUT = (
+    "images belong in DIR/<client>/<class>/, or in DIR/<client>/train/<class>/ and DIR/<client>/test/<class>/ "
+    "(with masks: the folders images and masks in place of classes)"
+)
 
 UNREAD = frozenset({".avif", ".dcm", ".gif", ".heic", ".heif", ".jfif", ".jp2", ".pgm", ".ppm", ".tga", ".webp"})
 """Suffixes of images in formats that are not read: leaving such files out loses data."""
@@ -66,18 +69,12 @@ def read_images(path: Path, reading: ReadOptions) -> Federation:
             to be skipped), sizes differ without ``image_size``, or a client mixes gray of 8 and of more bits.
 
     """
-    if reading.image_size is not None and reading.image_size < 1:
-        raise UsageError(f"image_size={reading.image_size} pixels: must be at least 1")
-    alone = reading.like is not None and holds_one_client(path)
-    folders = {path.resolve().name: path} if alone else find_clients(path)
-    for name in reading.domains or ():
-        if name not in folders:
-            raise unknown_name("domain", name, folders)
+    folders = choose_folders(path, reading)
     labels = {name: label for label, name in enumerate(list_categories(folders.values()))}
     classes = len(labels) if reading.classes is None else reading.classes
     if classes < len(labels):
         raise UsageError(
-            f"classes={classes}: {path} has {len(labels)} class folders ({_format_few(labels)}); ask for as many"
+            f"classes={classes}: {path} has {len(labels)} class folders ({format_few(labels)}); ask for as many"
         )
     notices: list[str] = []
     faults: list[str] = []
@@ -85,21 +82,15 @@ def read_images(path: Path, reading: ReadOptions) -> Federation:
     for name in folders if reading.domains is None else reading.domains:
         files[name], remarks = list_files(path, folders[name])
         notices += remarks
-    stores = _load_stores(path, files, reading)
-    broken = {file: why for store in stores.values() for file, why in store.facts.broken.items()}
-    if broken and reading.on_unreadable == "refuse":
-        raise UsageError(
-            f"{len(broken)} of {sum(map(len, files.values()))} files cannot be read: "
-            f"{_format_few(f'{path / file}: {why}' for file, why in broken.items())}; "
-            "mend or remove them, or leave them out (--on-data-error warn)"
-        )
+    stores = load_stores(path, files, reading)
+    refuse_broken(path, stores.values(), sum(map(len, files.values())), reading)
     clients = []
     for name, store in stores.items():
-        clients.append(_make_client(name, files[name], store, labels, reading))
-        notices += _list_notices(name, files[name], store.facts, reading)
-        faults += _list_faults(folders[name], name, files[name], store.facts)
-    unkept = {store.unkept for store in stores.values() if store.unkept}
-    notices += [f"{reading.cache_directory} cannot be written ({why}): images are kept in memory" for why in unkept]
+        y = torch.tensor([labels[file.category] for file in files[name]])
+        clients.append(make_client(name, files[name], store, y, store.facts.broken, reading))
+        notices += list_notices(name, files[name], store.facts, reading)
+        faults += list_faults(folders[name], name, files[name], store.facts)
+    notices += list_unkept(stores.values(), reading)
     count = sum(len(split) for client in clients for split in client.splits.values())
     return Federation(
         name=path.resolve().name,
@@ -112,22 +103,54 @@ def read_images(path: Path, reading: ReadOptions) -> Federation:
     )
 
 
+def choose_folders(path: Path, reading: ReadOptions) -> dict[str, Path]:
+    """Return the folders of all clients in ``path`` by name, of the one that it is where that joins others.
+
+    Raises :class:`UsageError` for an impossible size of images, and for unknown names of clients.
+    """
+    if reading.image_size is not None and reading.image_size < 1:
+        raise UsageError(f"image_size={reading.image_size} pixels: must be at least 1")
+    alone = reading.like is not None and holds_one_client(path)
+    folders = {path.resolve().name: path} if alone else find_clients(path)
+    for name in reading.domains or ():
+        if name not in folders:
+            raise unknown_name("domain", name, folders)
+    return folders
+
+
+def refuse_broken(path: Path, stores: Iterable[ImageStore], count: int, reading: ReadOptions) -> None:
+    """Raise :class:`UsageError` if some of ``count`` files cannot be read, unless they are to be skipped."""
+    broken = {file: why for store in stores for file, why in store.facts.broken.items()}
+    if broken and reading.on_unreadable == "refuse":
+        raise UsageError(
+            f"{len(broken)} of {count} files cannot be read: "
+            f"{format_few(f'{path / file}: {why}' for file, why in broken.items())}; "
+            "mend or remove them, or leave them out (--on-data-error warn)"
+        )
+
+
+def list_unkept(stores: Iterable[ImageStore], reading: ReadOptions) -> list[str]:
+    """Return notices of why decoded files are not in the cache."""
+    reasons = {store.unkept for store in stores if store.unkept}
+    return [f"{reading.cache_directory} cannot be written ({why}): images are kept in memory" for why in reasons]
+
+
 def holds_images(path: Path) -> bool:
     """Return whether an image is in a folder of ``path`` or up to three levels below it; stop at the first."""
 
     def below(folder: Path, levels: int) -> bool:
-        files, folders = _list_content(folder)
+        files, folders = list_content(folder)
         return any(map(_is_image, files)) or (levels > 1 and any(below(Path(f), levels - 1) for f in folders))
 
-    return path.is_dir() and any(below(Path(folder), _DEEPEST) for folder in _list_content(path)[1])
+    return path.is_dir() and any(below(Path(folder), _DEEPEST) for folder in list_content(path)[1])
 
 
 def holds_one_client(path: Path) -> bool:
     """Return whether the folders in ``path`` are one client's: parts, or classes with images directly in them."""
-    folders = _list_content(path)[1]
+    folders = list_content(path)[1]
     if folders and all(folder.name.lower() in PARTS for folder in folders):
         return True
-    inside = [_list_content(Path(folder)) for folder in folders]
+    inside = [list_content(Path(folder)) for folder in folders]
     return any(_is_image(file) for files, _ in inside for file in files) and not any(deeper for _, deeper in inside)
 
 
@@ -135,7 +158,7 @@ def find_clients(path: Path) -> dict[str, Path]:
     """Return the clients' folders by name; raise :class:`UsageError` if ``path`` is arranged differently."""
     if not path.is_dir():
         raise UsageError(f"{path} is no directory: give one in which {LAYOUT}")
-    files, folders = _list_content(path)
+    files, folders = list_content(path)
     stray = next(filter(_is_image, files), None)
     if stray is not None:
         raise UsageError(f"{stray.path} is an image outside of any client's folder: {LAYOUT}")
@@ -171,7 +194,7 @@ def list_files(root: Path, client: Path) -> tuple[tuple[ImageFile, ...], tuple[s
     others: Counter[str] = Counter()
     for part, folders in _find_parts(client, check=True).items():
         for folder in folders:
-            files, deeper = _list_content(Path(folder))
+            files, deeper = list_content(Path(folder))
             if deeper:
                 raise UsageError(f"{deeper[0].path} is a folder inside of a class folder: {LAYOUT}")
             images = [file for file in files if _is_image(file)]
@@ -198,9 +221,9 @@ def _find_parts(client: Path, *, check: bool = False) -> dict[str, list[os.DirEn
 
     With ``check``, :class:`UsageError` is raised where images are outside of class folders, or parts are unclear.
     """
-    files, folders = _list_content(client)
+    files, folders = list_content(client)
     named = {folder.name: folder for folder in folders if folder.name.lower() in PARTS}
-    inside = {name: _list_content(Path(folder)) for name, folder in named.items()}
+    inside = {name: list_content(Path(folder)) for name, folder in named.items()}
     parts = {PARTS[name.lower()]: classes for name, (_, classes) in inside.items()} or {"": folders}
     if not check:
         return parts
@@ -220,7 +243,7 @@ def _find_parts(client: Path, *, check: bool = False) -> dict[str, list[os.DirEn
     return parts
 
 
-def _list_content(folder: Path) -> tuple[list[os.DirEntry[str]], list[os.DirEntry[str]]]:
+def list_content(folder: Path) -> tuple[list[os.DirEntry[str]], list[os.DirEntry[str]]]:
     """Return files and folders in ``folder``, by name, without those that systems and archives leave behind."""
     with os.scandir(folder) as entries:
         seen = [e for e in entries if not e.name.startswith(".") and e.name.lower() not in _IGNORED]
@@ -236,7 +259,7 @@ def _is_image(file: os.DirEntry[str]) -> bool:
     return Path(file.name).suffix.lower() in SUFFIXES
 
 
-def _load_stores(path: Path, files: Mapping[str, tuple[ImageFile, ...]], reading: ReadOptions) -> dict[str, ImageStore]:
+def load_stores(path: Path, files: Mapping[str, tuple[ImageFile, ...]], reading: ReadOptions) -> dict[str, ImageStore]:
     """Return every client's array, from the cache or decoded; all headers are read before any image is decoded."""
     entries: dict[str, Path] = {}
     stores: dict[str, ImageStore] = {}
@@ -302,10 +325,15 @@ def _split_rows(
     return rows
 
 
-def _make_client(
-    name: str, files: tuple[ImageFile, ...], store: ImageStore, labels: Mapping[str, int], reading: ReadOptions
-) -> ClientData:
-    rows = _split_rows(name, files, reading, store.facts.broken)
+def make_client(
+    name: str, files: tuple[ImageFile, ...], store: ImageStore, y: torch.Tensor, broken: Collection[str],
+    reading: ReadOptions,
+) -> ClientData:  # fmt: skip
+    """Return a client with the images in ``store`` and their targets ``y [N, ...]``, without ``broken`` files.
+
+    Raises :class:`UsageError` where no image is left for training or testing.
+    """
+    rows = _split_rows(name, files, reading, broken)
     if not len(rows["train"]):
         raise UsageError(f"client {name!r} has no training image that can be read: leave the client out (--domains)")
     if not len(rows["test"]):
@@ -313,14 +341,15 @@ def _make_client(
             f"client {name!r} has no test image, and no two training images of one class to draw one from: "
             "add images, or leave the client out (--domains)"
         )
-    x, y = torch.from_numpy(store.pixels), torch.tensor([labels[file.category] for file in files])
+    x = torch.from_numpy(store.pixels)
     return ClientData.from_rows(name, x, y, rows, tuple(file.path for file in files))
 
 
-def _list_notices(name: str, files: tuple[ImageFile, ...], facts: ImageFacts, reading: ReadOptions) -> list[str]:
+def list_notices(name: str, files: tuple[ImageFile, ...], facts: ImageFacts, reading: ReadOptions) -> list[str]:
+    """Return remarks on how the client's images were read."""
     said = []
     if facts.frames:
-        frames = _format_few(f"{file}: {count}" for file, count in facts.frames.items())
+        frames = format_few(f"{file}: {count}" for file, count in facts.frames.items())
         said.append(f"client {name!r}: {len(facts.frames)} files hold several frames, the first is read ({frames})")
     if facts.bits:
         said.append(f"client {name!r}: gray read as {facts.bits} bits, 0..{2**facts.bits - 1} scaled to [-1, 1]")
@@ -329,14 +358,14 @@ def _list_notices(name: str, files: tuple[ImageFile, ...], facts: ImageFacts, re
     return said
 
 
-def _list_faults(folder: Path, name: str, files: tuple[ImageFile, ...], facts: ImageFacts) -> list[str]:
+def list_faults(folder: Path, name: str, files: tuple[ImageFile, ...], facts: ImageFacts) -> list[str]:
     """Return sentences on images of the client ``name`` in ``folder`` that are left out."""
     said = []
     if facts.broken:
-        why = _format_few(f"{file}: {why}" for file, why in facts.broken.items())
+        why = format_few(f"{file}: {why}" for file, why in facts.broken.items())
         said.append(f"client {name!r}: {len(facts.broken)} of {len(files)} files cannot be read, left out ({why})")
     folders = [Path(inside) for several in _find_parts(folder).values() for inside in several]
-    lost = Counter(Path(file.name).suffix for inside in folders for file in _list_content(inside)[0] if _is_lost(file))
+    lost = Counter(Path(file.name).suffix for inside in folders for file in list_content(inside)[0] if _is_lost(file))
     if lost:
         kinds = ", ".join(sorted(lost))
         images = f"{lost.total()} image{'s' * (lost.total() > 1)}"
@@ -344,7 +373,7 @@ def _list_faults(folder: Path, name: str, files: tuple[ImageFile, ...], facts: I
     return said
 
 
-def _format_few(items: Iterable[str]) -> str:
+def format_few(items: Iterable[str]) -> str:
     """Return the first five items, and the number of the others."""
     named = list(items)
     more = f", and {len(named) - _LISTED} more" if len(named) > _LISTED else ""
