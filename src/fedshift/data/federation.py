@@ -7,7 +7,7 @@ held-out part is the same in every run.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from hashlib import blake2b
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..tasks.classification import CLASSIFICATION
+from ..tasks.segmentation import Segmentation
 from ..tasks.task import Task
 from ..utils.errors import UsageError, unknown_name
 from ..utils.random_streams import stream
@@ -32,6 +33,7 @@ from .samples import (
     digest_samples,
     join_samples,
     resize,
+    resize_masks,
     to_samples,
 )
 
@@ -230,7 +232,8 @@ class Federation:
         """Bring images to one shape: repeat gray to color where both occur, and resize to ``size`` pixels.
 
         Without ``size``, images that differ in size become 28 x 28, the size of the papers' digits. Resizing is
-        bilinear with antialiasing. Raises :class:`UsageError` where channels cannot be matched.
+        bilinear with antialiasing, that of masks to the nearest pixel. Raises :class:`UsageError` where channels cannot
+        be matched.
         """
         shapes = self._shapes()
         if all(len(shape) == 1 for shape in shapes.values()):
@@ -249,7 +252,12 @@ class Federation:
         sizes = {shape[1:] for shape in shapes.values()}
         target = (size, size) if size else (28, 28) if len(sizes) > 1 else next(iter(sizes))
         fit = cache(lambda store: resize(store, target).expand(-1, channels, -1, -1))  # once for each shared array
-        return self.map_splits(lambda split: split.with_samples(fit(split.store)))
+
+        def fit_split(split: Samples) -> Samples:
+            made = split.with_samples(fit(split.store))
+            return made if split.y.ndim != 3 else made.with_targets(resize_masks(split.y, target))
+
+        return self.map_splits(fit_split)
 
     def to(self, device: torch.device) -> Federation:
         """Return the clients with their samples on ``device``."""
@@ -359,8 +367,13 @@ def find_majority_classes(data: Federation) -> dict[str, int]:
 
 
 def count_classes(clients: Iterable[ClientData]) -> int:
-    """Return the largest training label of any client plus one."""
-    return 1 + max((int(client.train.y.max()) for client in clients if len(client.train)), default=0)
+    """Return the largest training label of any client plus one, of masks the largest class of a pixel."""
+    return 1 + max((int(client.train.targets().max()) for client in clients if len(client.train)), default=0)
+
+
+def infer_task(clients: Sequence[ClientData]) -> Task:
+    """Return the task whose targets the clients have: a class, or a mask."""
+    return Segmentation() if clients and clients[0].train.y.dtype == torch.uint8 else CLASSIFICATION
 
 
 def federation(
@@ -397,4 +410,4 @@ def federation(
             ClientData.from_splits(client, {split: to_samples(*pair, wheres[split]) for split, pair in arrays.items()})
         )
     classes = count_classes(data) if classes is None else classes
-    return Federation(name=name, clients=tuple(data), classes=classes, note=note)
+    return Federation(name=name, clients=tuple(data), classes=classes, note=note, task=infer_task(data))

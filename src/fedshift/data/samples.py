@@ -156,12 +156,15 @@ class Samples:
 
     def relabel(self, labels: Tensor) -> Samples:
         """Return the same samples with label ``labels[k]`` in place of k."""
-        y = labels.to(self.y.device)[self.y]
-        return Samples(x=self.store, y=y, rows=self.rows, normalization=self.normalization)
+        return self.with_targets(labels.to(self.y.device)[self.y])
 
     def with_samples(self, x: Tensor, normalization: Normalization | None = None) -> Samples:
         """Return the same selection of samples from another array of equal length."""
         return Samples(x=x, y=self.y, rows=self.rows, normalization=normalization or self.normalization)
+
+    def with_targets(self, y: Tensor) -> Samples:
+        """Return the same samples with other targets."""
+        return Samples(x=self.store, y=y, rows=self.rows, normalization=self.normalization)
 
     def to(self, device: torch.device) -> Samples:
         """Return the same samples on ``device``."""
@@ -248,6 +251,14 @@ def resize(x: Tensor, size: tuple[int, ...]) -> Tensor:
     return small
 
 
+def resize_masks(y: Tensor, size: tuple[int, ...]) -> Tensor:
+    """Resize masks ``[N, H, W]`` to ``size``, to the nearest pixel."""
+    if tuple(y.shape[1:]) == size:
+        return y
+    parts = (F.interpolate(part[:, None].float(), size=size, mode="nearest-exact") for part in y.split(CHUNK))
+    return torch.cat([part[:, 0].to(y.dtype) for part in parts])
+
+
 def digest_samples(split: Samples) -> bytes:
     """Return a digest of the samples and their labels, 16 bytes."""
     found = blake2b(digest_size=16)
@@ -266,7 +277,8 @@ def to_samples(x: ArrayLike, y: ArrayLike, where: str = "data") -> Samples:
     Args:
         x: Images ``[N, H, W]``, ``[N, H, W, C]`` or ``[N, C, H, W]`` with 1 or 3 channels (integers 0..255 become
             uint8, floats stay), or features ``[N, D]``.
-        y: Integer labels ``[N]`` or ``[N, 1]``.
+        y: Integer labels ``[N]`` or ``[N, 1]``; or the class 0..254 of each pixel of images, or 255 where it is
+            ignored, ``[N, H, W]``.
         where: Beginning of error messages.
 
     Raises:
@@ -278,6 +290,8 @@ def to_samples(x: ArrayLike, y: ArrayLike, where: str = "data") -> Samples:
         raise UsageError(f"{where}: arrays of type {x_array.dtype} and {y_array.dtype}; both must be numbers")
     if y_array.ndim == 2 and y_array.shape[1] == 1:
         y_array = y_array[:, 0]
+    if y_array.ndim == 3 and len(x_array) == len(y_array):
+        return Samples(x=_to_tensor(x_array, where), y=_to_masks(y_array, where))
     if x_array.ndim < 2 or y_array.ndim != 1 or len(x_array) != len(y_array):
         raise UsageError(
             f"{where}: samples of shape {x_array.shape} and labels of shape {y_array.shape}; "
@@ -286,6 +300,16 @@ def to_samples(x: ArrayLike, y: ArrayLike, where: str = "data") -> Samples:
     if y_array.dtype.kind == "f" and not (np.isfinite(y_array).all() and (y_array == np.round(y_array)).all()):
         raise UsageError(f"{where}: labels are not whole numbers; give classes as 0, 1, 2, ...")
     return Samples(x=_to_tensor(x_array, where), y=torch.from_numpy(y_array.astype(np.int64)))
+
+
+def _to_masks(y: np.ndarray, where: str) -> Tensor:
+    masks = y.astype(np.uint8) if y.size and y.min() >= 0 and y.max() <= IGNORED else np.zeros(0)
+    if not np.array_equal(masks, y):
+        raise UsageError(
+            f"{where}: masks with values from {y.min()} to {y.max()}; give whole numbers, the class 0, 1, ... of each "
+            f"pixel, or {IGNORED} where it is ignored"
+        )
+    return torch.from_numpy(masks)
 
 
 def _to_tensor(x: np.ndarray, where: str) -> Tensor:

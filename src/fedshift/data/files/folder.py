@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ...utils.errors import UsageError, unknown_name
-from ..federation import ClientData, Federation, count_classes
+from ..federation import ClientData, Federation, count_classes, infer_task
 from ..samples import to_samples
 from .image_decoding import SUFFIXES
 from .images import holds_images, read_images
@@ -71,6 +71,7 @@ def read_directory(path: Path, reading: ReadOptions) -> Federation:
 def read_arrays(path: Path, reading: ReadOptions) -> Federation:
     """Read one ``.npz`` file per client with ``x_train y_train x_test y_test`` and optionally ``x_val y_val``.
 
+    Masks may be called ``m_train m_test m_val``.
     Arrays are read without pickle, so a file cannot run code; for shapes see :func:`fedshift.data.samples.to_samples`.
     """
     files = {file.stem: file for file in _arrays_in(path, reading)}
@@ -85,7 +86,9 @@ def read_arrays(path: Path, reading: ReadOptions) -> Federation:
             reading.progress("arrays", done, len(wanted))
     classes = count_classes(clients) if reading.classes is None else reading.classes
     note = f"{len(clients)} files of .npz"
-    return Federation(name=path.resolve().name, clients=tuple(clients), classes=classes, note=note)
+    return Federation(
+        name=path.resolve().name, clients=tuple(clients), classes=classes, note=note, task=infer_task(clients)
+    )
 
 
 def _arrays_in(path: Path, reading: ReadOptions) -> list[Path]:
@@ -100,16 +103,17 @@ def _read(name: str, file: Path) -> ClientData:
         raise UsageError(f"{file} is no .npz file, or is cut short: write it again with numpy.savez, or leave it out")
     try:
         with np.load(file, allow_pickle=False) as packed:
-            missing = [key for key in ("x_train", "y_train", "x_test", "y_test") if key not in packed]
+            y = "m" if "m_train" in packed and "y_train" not in packed else "y"
+            missing = [key for key in ("x_train", f"{y}_train", "x_test", f"{y}_test") if key not in packed]
             if missing:
                 raise UsageError(
                     f"{file} has no array {missing[0]!r} (it has {', '.join(packed) or 'none'}): name the arrays "
                     "x_train, y_train, x_test, y_test, or choose other files (--domains)"
                 )
             parts = {
-                split: to_samples(packed[f"x_{end}"], packed[f"y_{end}"], f"{file}, {split} data")
+                split: to_samples(packed[f"x_{end}"], packed[f"{y}_{end}"], f"{file}, {split} data")
                 for split, end in SPLITS.items()
-                if f"x_{end}" in packed and f"y_{end}" in packed
+                if f"x_{end}" in packed and f"{y}_{end}" in packed
             }
     except UsageError:
         raise

@@ -150,7 +150,9 @@ def _to_classes(image: Image.Image) -> Image.Image:
     values = np.asarray(image.convert("RGB") if image.mode in ("LA", "PA", "RGBA", "CMYK") else image)
     if values.ndim == 3:
         if (values != values[..., :1]).any():
-            raise Unreadable("is a mask in color: give one class number for each pixel, in gray or as a palette's index")
+            raise Unreadable(
+                "is a mask in color: give one class number for each pixel, in gray or as a palette's index"
+            )
         values = values[..., 0]
     if not (values.min() >= 0 and values.max() <= 255 and (values == values.astype(np.uint8)).all()):
         raise Unreadable(f"is a mask with values from {values.min():g} to {values.max():g}, no class numbers in 0..255")

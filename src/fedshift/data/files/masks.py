@@ -81,11 +81,15 @@ def read_masked_images(path: Path, reading: ReadOptions) -> Federation:
         clients.append(images.make_client(name, shown[name], store, y, unusable, reading))
         notices += images.list_notices(name, shown[name], store.facts, reading)
         everything = replace(store.facts, broken=store.facts.broken | facts.broken)
-        faults += images.list_faults(folders[name], name, tuple(file for pair in pairs[name] for file in pair), everything)
+        faults += images.list_faults(
+            folders[name], name, tuple(file for pair in pairs[name] for file in pair), everything
+        )
         empty = [
             mask.path
             for (image, mask), values in zip(pairs[name], held[name], strict=True)
-            if image.path not in unusable and not values[1:IGNORED].any() and (classes is not None or not values[IGNORED])
+            if image.path not in unusable
+            and not values[1:IGNORED].any()
+            and (classes is not None or not values[IGNORED])
         ]
         if empty:
             notices.append(f"client {name!r}: {len(empty)} of {len(shown[name])} masks are empty ({format_few(empty)})")

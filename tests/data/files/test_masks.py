@@ -1,0 +1,207 @@
+"""Directories of images with masks: which mask belongs to which image, what its values mean, what is refused."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from fedshift.data.files.folder import read_folder
+from fedshift.tasks import Segmentation
+from fedshift.utils.errors import UsageError
+
+HIGH, WIDE = 4, 6
+
+
+def draw(client, part, stem, classes=3):
+    """An image of noise in gray, and a mask of noise of ``classes`` classes."""
+    rng = np.random.default_rng([*map(ord, f"{client}{part}{stem}")])
+    return rng.integers(0, 256, (HIGH, WIDE), np.uint8), rng.integers(0, classes, (HIGH, WIDE), np.uint8)
+
+
+def save(folder, stem, image, mask, suffix=".png"):
+    for kind, picture in (("images", image), ("masks", mask)):
+        if picture is not None:
+            picture = picture if isinstance(picture, Image.Image) else Image.fromarray(picture)
+            (folder / kind).mkdir(parents=True, exist_ok=True)
+            picture.save(folder / kind / f"{stem}{suffix if kind == 'images' else '.png'}")
+
+
+@pytest.fixture
+def root(tmp_path):
+    """Client a has parts and images in TIFF, client b has none."""
+    for part, stems in {"train": "pqr", "test": "st"}.items():
+        for stem in stems:
+            save(tmp_path / "scans" / "a" / part, stem, *draw("a", part, stem), suffix=".tif")
+    for stem in "uvwxy":
+        save(tmp_path / "scans" / "b", stem, *draw("b", "", stem))
+    return tmp_path / "scans"
+
+
+@pytest.fixture
+def read(root, tmp_path):
+    return lambda path=root, **options: read_folder(path, cache=tmp_path / "cache", **options)
+
+
+def pairs(split):
+    return {(x.numpy().tobytes(), y.numpy().tobytes()) for x, y in zip(split.x, split.y, strict=True)}
+
+
+def drawn(client, part, stems, classes=3):
+    return {tuple(each.tobytes() for each in draw(client, part, stem, classes)) for stem in stems}
+
+
+def refused(read, **options):
+    with pytest.raises(UsageError) as error:
+        read(**options)
+    return str(error.value)
+
+
+def test_every_image_has_its_own_mask(read):
+    for _ in range(2):  # the second time from the cache
+        data = read().check()
+        a, b = data.clients
+        assert (data.task, data.classes, data.names) == (Segmentation(), 3, ("a", "b"))
+        assert pairs(a.train) == drawn("a", "train", "pqr")
+        assert pairs(a.test) == drawn("a", "test", "st")
+        assert pairs(b.train) | pairs(b.test) == drawn("b", "", "uvwxy")
+        assert (len(b.train), len(b.test)) == (4, 1)
+        assert a.train.y.dtype == torch.uint8
+        assert data.notices == ()
+
+
+def test_masks_are_resized_to_the_nearest_pixel(read):
+    large, data = read(image_size=12), read()
+    for split, small in ((large.client("a").train, data.client("a").train),):
+        assert split.y.shape == (3, 12, 12)
+        assert torch.equal(split.y[:, 1::3, ::2], small.y)
+    fitted = data.fit_images(12).client("a").train
+    assert torch.equal(fitted.y, large.client("a").train.y)
+    assert fitted.x.shape == (3, 1, 12, 12)
+
+
+@pytest.mark.parametrize("mode", ["L", "1", "P", "RGB", "I;16"])
+def test_two_values_are_two_classes_however_they_are_stored(read, root, tmp_path, mode):
+    ways = {
+        "L": lambda mask: Image.fromarray(255 * mask),
+        "1": lambda mask: Image.fromarray(mask > 0),
+        "P": lambda mask: Image.fromarray(mask).convert("P", palette=Image.Palette.ADAPTIVE),
+        "RGB": lambda mask: Image.fromarray(np.repeat(255 * mask[..., None], 3, axis=2)),
+        "I;16": lambda mask: Image.fromarray(mask.astype(np.uint16)),
+    }
+    folder = tmp_path / "two"
+    for stem in "pqrst":
+        image, mask = draw("c", "", stem, 2)
+        made = ways[mode](mask)
+        if mode == "P":
+            made = Image.fromarray(mask)
+            made.putpalette([200, 10, 10, 20, 220, 20])
+        save(folder / "c", stem, image, made)
+    data = read(folder).check()
+    (client,) = data.clients
+    assert data.classes == 2
+    assert pairs(client.train) | pairs(client.test) == drawn("c", "", "pqrst", 2)
+
+
+def test_255_is_ignored_where_there_are_other_classes(read, root):
+    image, mask = draw("b", "", "u")
+    mask[0] = 255
+    save(root / "b", "u", image, mask)
+    data = read().check()
+    split = next(s for s in data.client("b").splits.values() if 255 in s.y)
+    assert data.classes == 3
+    assert split.targets().unique().tolist() == [-100, 0, 1, 2]
+
+
+def test_empty_masks_are_noted(read, root):
+    image, _ = draw("a", "train", "p")
+    save(root / "a" / "train", "p", image, np.zeros((HIGH, WIDE), np.uint8), suffix=".tif")
+    assert read().notices == ("client 'a': 1 of 5 masks are empty (a/train/masks/p.png)",)
+
+
+def test_a_mask_of_another_size_is_refused(read, root):
+    save(root / "b", "v", None, np.zeros((HIGH, WIDE + 1), np.uint8))
+    assert refused(read) == (
+        f"mask {root}/b/masks/v.png has 7 x 4 pixels, but its image {root}/b/images/v.png has 6 x 4: give both the same "
+        "size"
+    )
+
+
+@pytest.mark.parametrize(("kind", "other"), [("images", "masks"), ("masks", "images")])
+def test_an_image_and_a_mask_without_each_other_are_refused(read, root, kind, other):
+    (root / "b" / kind / "w.png").unlink()
+    assert refused(read) == (
+        f"client 'b': 1 of 5 files in {other} have none of the same name in {kind}, the first is "
+        f"{root}/b/{other}/w.png: add it, or take the file away"
+    )
+
+
+def test_values_that_are_no_class_are_refused(read, root):
+    image, mask = draw("b", "", "w")
+    mask[1, 1] = 7
+    save(root / "b", "w", image, mask)
+    assert read().classes == 8
+    said = refused(read, classes=3)
+    assert said.startswith(f"mask {root}/b/masks/w.png has the value 7, but classes=3 means 0..2 (and 255 for ignored")
+    assert read(classes=9).classes == 9
+
+
+def test_two_values_of_which_one_is_no_class_are_refused(read, tmp_path):
+    for stem in "pqr":
+        image, mask = draw("c", "", stem, 2)
+        save(tmp_path / "two" / "c", stem, image, 128 * mask)
+    said = refused(lambda: read(tmp_path / "two"))
+    assert said.endswith(
+        "hold 0 and 128 alone: write 1 in place of 128 if these are two classes, or give the number of classes "
+        "(--classes 129)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda file: file.write_bytes(b"none"), "is no image in format PNG, JPEG, TIFF, BMP"),
+        (lambda file: Image.new("RGB", (WIDE, HIGH), (1, 2, 3)).save(file), "is a mask in color"),
+        (lambda file: Image.fromarray(np.full((HIGH, WIDE), 300, np.uint16)).save(file), "values from 300 to 300"),
+        (lambda file: Image.new("L", (WIDE, HIGH)).save(file, "JPEG"), "is a mask in JPEG, which alters class numbers"),
+    ],
+)
+def test_a_mask_that_cannot_be_read_is_refused_or_left_out_with_its_image(read, root, spoil, said):
+    spoil(root / "b" / "masks" / "x.png")
+    message = refused(read)
+    assert message.startswith(f"1 of 20 files cannot be read: {root}/b/masks/x.png: ")
+    assert said in message
+    data = read(on_unreadable="skip")
+    b = data.client("b")
+    assert pairs(b.train) | pairs(b.test) == drawn("b", "", "uvwy")
+    assert data.faults[0].startswith("client 'b': 1 of 10 files cannot be read, left out (b/masks/x.png: ")
+
+
+def test_other_folders_and_double_names_are_refused(read, root):
+    image, mask = draw("b", "", "u")
+    Image.fromarray(image).save(root / "b" / "images" / "u.tif")
+    assert "b/images/u.png and" in refused(read)
+    (root / "b" / "images" / "u.tif").unlink()
+    (root / "b" / "extra").mkdir()
+    Image.fromarray(mask).save(root / "b" / "extra" / "u.png")
+    assert refused(read).startswith(f"{root}/b/extra/u.png is neither in images nor in masks")
+
+
+def test_a_class_called_masks_is_a_class(read, tmp_path):
+    for name in ("bare", "masks"):
+        for stem in "pqr":
+            image, _ = draw("c", name, stem)
+            (tmp_path / "faces" / "c" / name).mkdir(parents=True, exist_ok=True)
+            Image.fromarray(image).save(tmp_path / "faces" / "c" / name / f"{stem}.png")
+    assert read(tmp_path / "faces").class_names == ("bare", "masks")
+
+
+def test_arrays_of_masks_are_for_segmentation(tmp_path):
+    x, masks = zip(*(draw("d", "", stem) for stem in "pqrst"), strict=True)
+    for name in ("y", "m"):
+        folder = tmp_path / name
+        folder.mkdir()
+        arrays = {"x_train": x[:3], f"{name}_train": masks[:3], "x_test": x[3:], f"{name}_test": masks[3:]}
+        np.savez(folder / "d.npz", **{key: np.stack(value) for key, value in arrays.items()})
+        data = read_folder(folder).check()
+        assert (data.task, data.classes) == (Segmentation(), 3)
+        assert pairs(data.clients[0].train) == drawn("d", "", "pqr")
