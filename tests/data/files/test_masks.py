@@ -121,8 +121,8 @@ def test_empty_masks_are_noted(read, root):
 def test_a_mask_of_another_size_is_refused(read, root):
     save(root / "b", "v", None, np.zeros((HIGH, WIDE + 1), np.uint8))
     assert refused(read) == (
-        f"mask {root}/b/masks/v.png has 7 x 4 pixels, but its image {root}/b/images/v.png has 6 x 4: give both the same "
-        "size"
+        f"mask {root}/b/masks/v.png has 7 x 4 pixels, but its image {root}/b/images/v.png has 6 x 4: give both the "
+        "same size"
     )
 
 

@@ -90,8 +90,8 @@ def decode_image(
 ) -> tuple[NDArray[np.generic], float]:
     """Return the pixels of ``file`` as ``[channels, height, width]``, and the largest value in the file itself.
 
-    ``kind`` byte and mask give uint8; integer and real give float32 with the file's own values, which must lie in 0..65535 and
-    [0, 1]. Raises :class:`Unreadable`.
+    ``kind`` byte and mask give uint8; integer and real give float32 with the file's own values, which must lie in
+    0..65535 and [0, 1]. Raises :class:`Unreadable`.
     """
     with _open_image(file) as image:
         return convert_image(image, kind=kind, channels=channels, height=height, width=width)

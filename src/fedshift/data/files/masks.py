@@ -2,8 +2,8 @@
 
 With parts, ``DIR/<client>/train/images/``, ``DIR/<client>/train/masks/`` and so on. An image and its mask have the same
 name but for the suffix, and the same size. Images are read as those of class folders
-(:mod:`fedshift.data.files.images`); a mask holds the class 0, 1, ... of each pixel, and 255 where it is ignored. Masks that
-hold nothing but 0 and 255 are of two classes.
+(:mod:`fedshift.data.files.images`); a mask holds the class 0, 1, ... of each pixel, and 255 where it is ignored. Masks
+that hold nothing but 0 and 255 are of two classes.
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ def _pair_files(path: Path, name: str, files: tuple[ImageFile, ...]) -> tuple[Pa
         alone = [file.path for key, file in ones.items() if key not in others]
         if alone:
             raise UsageError(
-                f"client {name!r}: {len(alone)} of {len(ones)} files in {one} have none of the same name in {other}, the "
-                f"first is {path / alone[0]}: add it, or take the file away"
+                f"client {name!r}: {len(alone)} of {len(ones)} files in {one} have none of the same name in {other}, "
+                f"the first is {path / alone[0]}: add it, or take the file away"
             )
     return tuple((image, sides[MASKS][key]) for key, image in sides[IMAGES].items())
 
@@ -172,8 +172,8 @@ def _number_classes(
 ) -> int | None:
     """Return the number of classes in masks that ``held`` these values; None where 0 and 255 are the only values.
 
-    Raises :class:`UsageError` for values outside of the classes that were ``asked`` for, and where it is unclear how many
-    there are.
+    Raises :class:`UsageError` for values outside of the classes that were ``asked`` for, and where it is unclear how
+    many there are.
     """
     values = np.flatnonzero(np.any([own.any(axis=0) for own in held.values()], axis=0))
     if set(values) == {0, IGNORED} and asked in (None, 2):
@@ -182,8 +182,8 @@ def _number_classes(
     if asked is None:
         if len(values) == 2 and values[0] == 0 and top > 1:
             raise UsageError(
-                f"the masks in {path} hold 0 and {top} alone: write 1 in place of {top} if these are two classes, or give "
-                f"the number of classes (--classes {top + 1})"
+                f"the masks in {path} hold 0 and {top} alone: write 1 in place of {top} if these are two classes, or "
+                f"give the number of classes (--classes {top + 1})"
             )
         return max(top + 1, 2)
     for name, own in held.items():
@@ -193,8 +193,8 @@ def _number_classes(
             value = asked + int(own[row, asked:].argmax())
             counts = Counter(bool(each) for each in wrong)
             raise UsageError(
-                f"mask {path / pairs[name][row][1].path} has the value {value}, but classes={asked} means 0..{asked - 1} "
-                f"(and {IGNORED} for ignored pixels), as have {counts[True]} of {len(wrong)} masks of client {name!r}: "
+                f"mask {path / pairs[name][row][1].path} has the value {value}, but classes={asked} means "
+                f"0..{asked - 1} (and {IGNORED} for ignored pixels), as have {counts[True]} of {len(wrong)} masks of client {name!r}: "
                 "correct the masks, or give the number of classes (--classes)"
             )
     return asked
