@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from fedshift.data.assignment import describe_assignment, saved
 from fedshift.data.federation import ClientData, Federation, federation
+from fedshift.data.nuclei import nuclei
 from fedshift.data.partition import (
     dirichlet,
     ham_non_iid,
@@ -376,3 +377,13 @@ def test_no_sample_gives_none():
 def test_a_fraction_lies_between_0_and_1(fraction):
     with pytest.raises(UsageError, match=r"test_fraction=.*: must lie between 0 and 1"):
         split_stratified(np.zeros(3, dtype=np.int64), fraction, stream(0, "test", "a"))
+
+
+def test_masks_are_distributed_without_classes_of_samples():
+    data = nuclei()
+    parts = iid(clients=3)(data)
+    masks = [y.numpy().tobytes() for client in parts.clients for y in client.train.y]
+    assert sorted(masks) == sorted(y.numpy().tobytes() for client in data.clients for y in client.train.y)
+    assert parts.check().task == data.task
+    with pytest.raises(UsageError, match=r"dirichlet\(clients=3\) distributes samples by their class, and for segment"):
+        dirichlet(clients=3, alpha=1.0)(data)

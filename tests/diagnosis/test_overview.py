@@ -9,6 +9,7 @@ from matplotlib.image import AxesImage
 from rich.console import Console
 
 from fedshift.data.federation import ClientData, federation
+from fedshift.data.nuclei import nuclei
 from fedshift.diagnosis import overview
 from fedshift.diagnosis.overview import SHOWN, describe, draw_overview, render_quality
 from fedshift.diagnosis.quality import examine
@@ -120,3 +121,17 @@ def test_many_clients_are_shown_in_part_and_counted_in_full(tiny, tmp_path, draw
     assert len(drawn["samples"].findobj(AxesImage)) == SHOWN * 3
     assert drawn["samples"].texts[0].get_text() == f"tiny: training samples, {SHOWN} of {SHOWN + 9} clients"
     assert drawn["classes"].axes[0].get_ylabel().startswith(f"{SHOWN + 9} clients")
+
+
+def test_masks_are_outlined_and_counted_by_pixels(tmp_path, drawn):
+    data = nuclei().select_clients(["bright_1024", "stain_white"])
+    overview = printed(describe(data))
+    shares = [float(client.train.y.float().mean()) for client in data.clients]
+    for line, share, empty in zip(overview.splitlines()[2:], shares, (3, 0), strict=False):
+        assert f"0: {1 - share:.1%}, 1: {share:.1%}" in line
+        assert line.split()[-1] == str(empty)
+    paths = draw_overview(data, tmp_path)
+    assert [path.name for path in paths] == ["samples.svg", "samples.png", "classes.svg", "classes.png"]
+    assert len(drawn["samples"].findobj(AxesImage)) == 2 * 24
+    shaded = drawn["classes"].axes[0].findobj(AxesImage)[0].get_array()
+    assert shaded[:, 1].tolist() == pytest.approx(shares)

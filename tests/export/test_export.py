@@ -309,3 +309,4 @@ def test_python_exports_too_and_licenses_are_those_of_the_data(tiny, tmp_path):
     assert fedshift.load(tmp_path / "model")(pixels("ann")).shape == (12, 3)
     assert "CC BY 2.0" in find_licenses("digits", "digits")
     assert "SynthDigits CC BY 4.0" in find_licenses("digits_five(samples=10)", "digits-five")
+    assert "CC0 1.0" in find_licenses("nuclei", "nuclei")

@@ -9,7 +9,7 @@ returned bit for bit.
 
 Masks move with their images (:func:`augment_masks`): an operation that is called with whole numbers ``[B, C, H, W]``
 moves them by the same draws, to the nearest pixel, and one that changes colors leaves them. 0 stands for what is
-ignored, so that ``zeros`` fills a mask with ignored pixels, ``border`` and ``reflection`` with classes of its own pixels.
+ignored, so that ``zeros`` fills a mask with ignored pixels, ``border`` and ``reflection`` with classes of its pixels.
 
 Sources: color as in torchvision's ``ColorJitter``; recipes from FedBN (Li et al. 2021, arXiv:2102.07623), FedMMB
 (Nasirigerdeh et al. 2020, arXiv:2011.07006) and FLamby (Ogier du Terrail et al. 2022, arXiv:2210.04620).

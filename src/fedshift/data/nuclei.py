@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from ..tasks import Segmentation
+from .datasets._card import make_card
 from .federation import ClientData, Federation
 from .samples import Samples
 
@@ -36,6 +37,7 @@ CLIENTS = tuple(SIZES)
 PICTURES = Path(__file__).with_name("nuclei_images")
 SIDE = 64
 """Height and width of a picture in pixels."""
+CARD = make_card("nuclei")
 NOTE = (
     "No download: microscope pictures of cell nuclei with masks (2018 Data Science Bowl, CC0), one client for each of "
     "six kinds: fluorescence, bright field and stains. Training and test pictures are of different fields."

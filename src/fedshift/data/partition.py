@@ -226,15 +226,21 @@ def _partition(
         if value not in allowed:
             raise unknown_name(f"choice in {name}", value, allowed)
 
-    def deal(whole: ClientData, classes: int, prefix: str) -> list[ClientData]:
+    def deal(whole: ClientData, data: Federation, prefix: str) -> list[ClientData]:
         draw = partial(stream, seed, f"split/{name}", prefix)
         dealt: dict[str, list[Samples]] = {}
         for part, split in whole.splits.items():
             if part == "test" and test == "shared":
                 dealt[part] = [split] * clients
                 continue
-            y, least = split.y.numpy(), minimum if part == "train" else 1
-            share = shares(y, classes, draw())
+            strata, least = data.task.strata(split.y), minimum if part == "train" else 1
+            y = np.zeros(len(split), np.int64) if strata is None else strata.numpy()
+            share = shares(y, data.classes, draw())
+            if strata is None and share.ndim > 1:
+                raise UsageError(
+                    f"{name}(clients={clients}) distributes samples by their class, and for {data.task} a sample has "
+                    "no single one: distribute by iid() or quantity()"
+                )
             if len(split) < clients * least:
                 hint = " or leave test='same' out" if part == "test" else ""
                 raise UsageError(
@@ -258,7 +264,7 @@ def _partition(
                     "come to several clients: put repeat() after it"
                 )
         wholes = [(data.pool().clients[0], "")] if within == "all" else [(c, f"{c.name}-") for c in data.clients]
-        return replace(data, clients=tuple(part for whole in wholes for part in deal(whole[0], data.classes, whole[1])))
+        return replace(data, clients=tuple(part for whole in wholes for part in deal(whole[0], data, whole[1])))
 
     return change
 

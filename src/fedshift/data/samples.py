@@ -255,7 +255,7 @@ def resize_masks(y: Tensor, size: tuple[int, ...]) -> Tensor:
     """Resize masks ``[N, H, W]`` to ``size``, to the nearest pixel."""
     if tuple(y.shape[1:]) == size:
         return y
-    parts = (F.interpolate(part[:, None].float(), size=size, mode="nearest-exact") for part in y.split(CHUNK))
+    parts = (F.interpolate(part[:, None].float(), size=size, mode="nearest-exact") for part in torch.split(y, CHUNK))
     return torch.cat([part[:, 0].to(y.dtype) for part in parts])
 
 

@@ -15,8 +15,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from ..data.federation import Federation
-from ..data.samples import Samples
+from ..data.federation import PLURALS, Federation
+from ..data.pictures import to_pictures
 from ..report.figures import save_each
 from ..report.gallery import COLUMNS, class_chart, contact_sheet, feature_chart, pick_samples
 from ..utils.random_streams import stream
@@ -29,27 +29,32 @@ _STYLE: Mapping[Severity, str] = {"error": "bold red", "warning": "yellow", "not
 
 
 def describe(data: Federation) -> Table:
-    """Tabulate samples of each client's splits, number of training classes, and sample shape, with totals."""
+    """Tabulate samples of each client's splits, its training targets, and the sample shape, with totals."""
     splits = [name for name in ("train", "validation", "test") if any(name in c.splits for c in data.clients)]
     table = Table(box=None, title=Text(f"{data.name}: {len(data.clients):,} clients"), title_justify="left")
     table.add_column("client", overflow="fold")
-    for title in (*splits, "classes"):
+    outputs = PLURALS[data.task.output]
+    for title in (*splits, outputs):
         table.add_column(title, justify="right")
     table.add_column("sample")
+    facts = [data.task.describe(client.train.y) for client in data.clients[:SHOWN]]
+    told = list(dict.fromkeys(name for each in facts for name in each))
+    for name in told:
+        table.add_column(name)
     has_CK = _count_classes(data) > 0
-    for client, has_K in zip(data.clients[:SHOWN], has_CK, strict=False):
+    for client, has_K, each in zip(data.clients, has_CK, facts, strict=False):
         sizes = [f"{len(client.splits[name]):,}" if name in client.splits else "-" for name in splits]
         shape = " x ".join(map(str, client.train.shape))
         table.add_row(
-            Text(client.name), *sizes, str(has_K.sum()),
-            f"{shape} {str(client.train.store.dtype).removeprefix('torch.')}",
+            Text(client.name), *sizes, str(has_K.sum() or data.classes),
+            f"{shape} {str(client.train.store.dtype).removeprefix('torch.')}", *(each.get(name, "") for name in told),
         )  # fmt: skip
     if len(data.clients) > SHOWN:
         table.add_row(Text(f"and {len(data.clients) - SHOWN:,} more", style="dim"))
     distinct = [{id(c.splits[name]): len(c.splits[name]) for c in data.clients if name in c.splits} for name in splits]
     totals = [f"{sum(sizes.values()):,}" for sizes in distinct]  # shared splits count once
     table.add_section()
-    table.add_row("all", *totals, f"{has_CK.any(axis=0).sum()} of {data.classes}", style="bold")
+    table.add_row("all", *totals, f"{has_CK.any(axis=0).sum() or data.classes} of {data.classes}", style="bold")
     return table
 
 
@@ -64,9 +69,15 @@ def render_quality(quality: Quality) -> Iterator[RenderableType]:
 
 
 def _count_classes(data: Federation) -> NDArray[np.int64]:
-    """Count each client's training samples of each class, ``[clients, classes]``, without labels out of range."""
-    labels = (client.train.y.numpy() for client in data.clients)
-    return np.stack([np.bincount(y[(y >= 0) & (y < data.classes)], minlength=data.classes) for y in labels])
+    """Count each client's training samples (in masks: pixels) of each class, without labels out of range.
+
+    Returns:
+        int64 ``[clients, classes]``; zeros where targets are numbers.
+
+    """
+    targets = (client.train.y for client in data.clients)
+    known = (y[(y >= 0) & (y < data.classes)] if y.ndim == 1 else y for y in targets)
+    return np.stack([data.task.count_classes(y, data.classes).numpy() for y in known])
 
 
 def _render_finding(finding: QualityFinding) -> RenderableType:
@@ -89,8 +100,9 @@ def draw_overview(data: Federation, directory: Path) -> list[Path]:
 def make_overview(data: Federation) -> dict[str, Figure]:
     """Return figures of the training data by name.
 
-    ``samples``: for images, a sheet with some of each client's; for vectors ``features``, those in which clients differ
-    most. ``classes``: the number of samples of each class at each client.
+    ``samples``: for images, a sheet with some of each client's, and the outlines of their masks; for vectors
+    ``features``, those in which clients differ most. ``classes``: the number of samples of each class at each client,
+    or the share of pixels.
     """
     classes = list(data.class_names) or [str(number) for number in range(data.classes)]
     counts = pd.DataFrame(_count_classes(data), index=list(data.names), columns=classes)
@@ -106,28 +118,30 @@ def make_overview(data: Federation) -> dict[str, Figure]:
             for name in ("mean", "std")
         )
         figures["features"] = feature_chart(means, stds, f"{data.name}: where clients differ most")
-    figures["classes"] = class_chart(counts, f"{data.name}: training samples of each class")
+    masked = data.clients[0].train.y.ndim == 3
+    if masked:
+        figures["classes"] = class_chart(counts, f"{data.name}: pixels of each class in training", "pixels")
+    elif counts.to_numpy().any():
+        figures["classes"] = class_chart(counts, f"{data.name}: training samples of each {data.task.output}")
     return figures
 
 
 def _draw_sheet(data: Federation, classes: list[str]) -> Figure:
-    """Draw training images of the first clients, the same number of each class, chosen once."""
+    """Draw training images of the first clients, chosen once: where each has a class, the same number of each."""
     shown = data.clients[:SHOWN]
     rows = max(1, min(3, 2 * COLUMNS // len(shown)))
-    per_class, total = (rows, rows * len(classes)) if len(classes) <= COLUMNS else (1, rows * COLUMNS)
+    stratified = data.task.strata(shown[0].train.y) is not None
+    if not stratified:
+        classes, per_class, total = [], 2 * COLUMNS, min(rows, 2) * COLUMNS
+    elif len(classes) <= COLUMNS:
+        per_class, total = rows, rows * len(classes)
+    else:
+        per_class, total = 1, rows * COLUMNS
     images, labels = {}, {}
     for client in shown:
-        chosen = pick_samples(client.train.y.numpy(), per_class=per_class, total=total, rng=stream(0, "gallery"))
-        images[client.name] = _to_pixels(client.train, chosen)
-        labels[client.name] = [classes[label] for label in client.train.y[torch.from_numpy(chosen)].tolist()]
+        y = client.train.y.numpy() if stratified else np.zeros(len(client.train), np.int64)
+        chosen = pick_samples(y, per_class=per_class, total=total, rng=stream(0, "gallery"))
+        images[client.name] = to_pictures(client.train, torch.from_numpy(chosen), data.classes)
+        labels[client.name] = [classes[label] if stratified else "" for label in y[chosen].tolist()]
     of = f", {len(shown)} of {len(data.clients):,} clients" if len(shown) < len(data.clients) else ""
     return contact_sheet(images, labels, classes, f"{data.name}: training samples{of}")
-
-
-def _to_pixels(split: Samples, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
-    """Return images as uint8 ``[n, H, W, C]``; floats are stretched from their lowest to their highest value."""
-    x = split.copy_rows(torch.from_numpy(rows)).numpy()
-    if x.dtype != np.uint8:
-        low, high = x.min(), x.max()
-        x = ((x - low) / ((high - low) or 1) * 255).round().astype(np.uint8)
-    return np.ascontiguousarray(x.transpose(0, 2, 3, 1))

@@ -21,6 +21,7 @@ from ..analysis.privacy import Mechanism, describe_guarantee
 from ..core.method import Method
 from ..core.plan import Plan
 from ..data.federation import Federation, find_majority_classes
+from ..data.pictures import to_pictures
 from ..engines.engine import Data, Diverged, Engine, EngineFactory
 from ..evaluation.communication import summarize_method
 from ..models import ModelFactory
@@ -356,9 +357,8 @@ class Experiment:
 
     def _sample_images(self) -> dict[str, np.ndarray]:
         """Return some test images of each client that the report pictures, uint8 ``[n, H, W, C]``."""
-        pictured = self.data.clients[:PICTURED]
-        shown = {client.name: _to_images(client.test.copy_rows(slice(0, SAMPLES)).cpu().numpy()) for client in pictured}
-        return {name: image for name, image in shown.items() if image is not None}
+        pictured = [client for client in self.data.clients[:PICTURED] if len(client.test.shape) == 3]
+        return {client.name: to_pictures(client.test, slice(0, SAMPLES), self.data.classes) for client in pictured}
 
     def _describe(
         self,
@@ -405,11 +405,3 @@ def _last_evaluation(folder: Path) -> list[Row]:
     return rows
 
 
-def _to_images(x: np.ndarray) -> np.ndarray | None:
-    """Return samples as images uint8 ``[n, H, W, C]``; None where they are not images."""
-    if x.ndim != 4:
-        return None
-    if x.dtype != np.uint8:
-        low, high = float(x.min()), float(x.max())
-        x = ((x - low) / (high - low or 1.0) * 255).round().astype(np.uint8)
-    return np.ascontiguousarray(x.transpose(0, 2, 3, 1))

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from ..analysis.statistics import mean_and_std, paired_difference
-from ..config.expressions import EMBEDDED, list_catalog
+from ..config.expressions import list_catalog
 from ..core.method import Method
 from ..core.optimizer import Optimizer, Schedule
 from ..core.plan import Plan
 from ..core.work import Work
 from ..data.datasets._card import get_card
 from ..data.federation import Federation
+from ..data.nuclei import nuclei
 from ..experiments.experiment import Experiment
 from ..experiments.restoration import AT_SITE, restore_trial, select_trials
 from ..experiments.settings import Settings
@@ -170,12 +171,12 @@ def list_versions(environment: Mapping[str, Any]) -> dict[str, str]:
 def find_licenses(data: str | None, name: str) -> str:
     """Return the licenses of ``data``, as its card states them."""
     head = (data or "").partition("(")[0].strip().replace("_", "-").lower()
-    if data in EMBEDDED:
+    if data == "digits":
         return (
             "Embedded digits: scikit-learn's copy of UCI's handwritten digits; photographs under CC BY 2.0 (china.jpg "
             "by danielbuechele, flower.jpg by vultilion); the free fonts DejaVu, STIX and Computer Modern."
         )
-    known = list_catalog("data.datasets")
+    known: dict[str, Callable[..., Federation]] = {**list_catalog("data.datasets"), "nuclei": nuclei}
     if data and not Path(data).exists() and head in known:
         card = get_card(known[head])
         return f"{card.title}: {card.license}. Source: {card.source}."

@@ -58,9 +58,9 @@ def contact_sheet(
     """Return a figure with a block for each client of its ``images``, uint8 ``[n, H, W, C]`` with C 1 or 3.
 
     ``labels`` has one of ``classes`` for each image. Up to :data:`COLUMNS` classes have a column each; beyond, labels
-    are printed above the images.
+    are printed above the images. Without ``classes``, ``labels`` are empty texts.
     """
-    aligned = len(classes) <= COLUMNS
+    aligned = 0 < len(classes) <= COLUMNS
     columns = len(classes) if aligned else COLUMNS
     cells = {
         client: _arrange_by_class(labels[client], classes)
@@ -69,7 +69,7 @@ def contact_sheet(
         for client, stack in images.items()
     }
     heads = max(map(len, classes), default=0) if aligned else 0
-    slanted, caption = heads > 7, 0.0 if aligned else 0.3
+    slanted, caption = heads > 7, 0.3 if len(classes) > COLUMNS else 0.0
     rows = {client: 1 + max((row for row, _ in used), default=0) for client, used in cells.items()}
     high = sum(rows.values()) * (1 + caption) + _GAP * (len(rows) - 1)
     top = 0.35 + (0.045 * min(heads, 16) + 0.05 if slanted else 0.2 if aligned else 0.0)
@@ -120,14 +120,15 @@ def _draw_image(axes: Axes, image: NDArray[np.uint8], column: int, bottom: float
     axes.add_patch(Rectangle((left, top), 2 * wide, 2 * high, fill=False, edgecolor=GRID, linewidth=0.5))
 
 
-def class_chart(counts: pd.DataFrame, title: str) -> Figure:
+def class_chart(counts: pd.DataFrame, title: str, unit: str = "samples") -> Figure:
     """Return a chart of the samples of each class (columns) that each client (rows) has.
 
     Up to :data:`NAMED` clients and classes are bubbles whose areas are the counts; more are shades of the share of the
-    client's samples.
+    client's samples, as are counts in another ``unit`` (pixels).
     """
     with figure_settings():
-        return _draw_bubbles(counts, title) if max(counts.shape) <= NAMED else _draw_shares(counts, title)
+        bubbles = max(counts.shape) <= NAMED and unit == "samples"
+        return _draw_bubbles(counts, title) if bubbles else _draw_shares(counts, title, unit)
 
 
 def _draw_bubbles(counts: pd.DataFrame, title: str) -> Figure:
@@ -156,7 +157,7 @@ def _draw_bubbles(counts: pd.DataFrame, title: str) -> Figure:
     return figure
 
 
-def _draw_shares(counts: pd.DataFrame, title: str) -> Figure:
+def _draw_shares(counts: pd.DataFrame, title: str, unit: str) -> Figure:
     clients, classes = counts.shape
     named = clients <= NAMED
     table = counts
@@ -168,7 +169,8 @@ def _draw_shares(counts: pd.DataFrame, title: str) -> Figure:
     total_N = table.sum(axis=1).to_numpy()
     share_NC = table.to_numpy() / np.maximum(total_N, 1)[:, None]
     share_LC = np.stack([share_NC[line].mean(axis=0) for line in lines])
-    figure, axes, totals = _add_side_panel(counts, title, min(5.2, 0.3 * classes + 1), 0.24 * clients if named else 3.6)
+    width, height = min(5.2, 0.3 * classes + 1), 0.24 * clients if named else 3.6
+    figure, axes, totals = _add_side_panel(counts, title, width, height, unit)
     extent = (-0.5, classes - 0.5, clients - 0.5, -0.5)
     shades = axes.imshow(share_LC, cmap=_SHADES, norm=PowerNorm(0.5, 0, 1), extent=extent, aspect="auto")
     shades.set_interpolation("nearest")
@@ -193,11 +195,13 @@ def _draw_shares(counts: pd.DataFrame, title: str) -> Figure:
     bar.ax.xaxis.set_major_formatter(PercentFormatter(1))
     bar.outline.set_visible(False)
     mean = f" (a line: mean of {round(clients / len(lines))} clients)" if len(lines) < clients else ""
-    bar.set_label(f"share of the client's samples{mean}")
+    bar.set_label(f"share of the client's {unit}{mean}")
     return figure
 
 
-def _add_side_panel(counts: pd.DataFrame, title: str, width: float, height: float) -> tuple[Figure, Axes, Axes]:
+def _add_side_panel(
+    counts: pd.DataFrame, title: str, width: float, height: float, unit: str = "samples"
+) -> tuple[Figure, Axes, Axes]:
     """Return a panel of about ``width`` x ``height`` inches, and one beside it for the clients' samples."""
     margin = 0.25 + (0.07 * max(len(shorten(str(name), 18)) for name in counts.index) if len(counts) <= NAMED else 0.6)
     heads = max(len(shorten(str(name), 16)) for name in counts.columns) if counts.shape[1] <= NAMED else 1
@@ -205,7 +209,7 @@ def _add_side_panel(counts: pd.DataFrame, title: str, width: float, height: floa
     figure = Figure(figsize=(max(margin + width + 1.0, 3.4), height + below), layout="constrained")
     axes, totals = figure.subplots(1, 2, sharey=True, width_ratios=(width, 0.9))
     figure.suptitle(shorten(title, 60), x=0.02, ha="left", fontsize=9, fontweight="bold")
-    totals.set_title("samples", fontweight="normal", fontsize=8)
+    totals.set_title(unit, fontweight="normal", fontsize=8)
     totals.grid(visible=False)
     totals.spines[:].set_visible(False)
     totals.tick_params(left=False, bottom=False, labelbottom=False)

@@ -7,6 +7,7 @@ together, not means over images. Both are means over classes but the background,
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,8 @@ IGNORED = 255
 """Class in a mask of pixels that are neither trained on nor counted."""
 LEFT_OUT = -100
 """Class by which torch's losses leave a pixel out."""
+NAMED = 8
+"""Most classes whose shares are told."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,3 +78,15 @@ class Segmentation(Task):
     @override
     def count_classes(self, y: Tensor, outputs: int) -> Tensor:
         return torch.bincount(y.flatten(), minlength=IGNORED + 1)[:outputs].cpu()
+
+    @override
+    def describe(self, y: Tensor) -> Mapping[str, str]:
+        counts = torch.bincount(y.flatten(), minlength=IGNORED + 1).double()
+        known = counts[:IGNORED]
+        shares = [(share, number) for number, share in enumerate((known / known.sum().clamp(min=1)).tolist()) if share]
+        told = ", ".join(f"{number}: {share:.1%}" for share, number in shares[:NAMED])
+        facts = {"share of each class": told + (f" and {len(shares) - NAMED} more" if len(shares) > NAMED else "")}
+        facts["empty masks"] = str(int(((y == 0) | (y == IGNORED)).flatten(1).all(dim=1).sum()))
+        if counts[IGNORED]:
+            facts["ignored"] = f"{float(counts[IGNORED] / counts.sum()):.1%}"
+        return facts

@@ -37,7 +37,7 @@ class Card:
         lacks: Function that returns the benchmark's arguments that found files cannot serve.
         remotes: Files that can be fetched without an account.
         hub: Data set at huggingface.co, empty if none.
-        generated: fedshift makes the data, so that no file is needed.
+        generated: fedshift makes the data or holds them, so that no file is needed.
 
     """
 

@@ -8,7 +8,6 @@ that hold nothing but 0 and 255 are of two classes.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -187,14 +186,12 @@ def _number_classes(
             )
         return max(top + 1, 2)
     for name, own in held.items():
-        wrong = own[:, asked:IGNORED].any(axis=1)
-        if wrong.any():
-            row = int(wrong.argmax())
-            value = asked + int(own[row, asked:].argmax())
-            counts = Counter(bool(each) for each in wrong)
+        wrong = np.flatnonzero(own[:, asked:IGNORED].any(axis=1))
+        if len(wrong):
+            value = asked + int(own[wrong[0], asked:].argmax())
             raise UsageError(
-                f"mask {path / pairs[name][row][1].path} has the value {value}, but classes={asked} means "
-                f"0..{asked - 1} (and {IGNORED} for ignored pixels), as have {counts[True]} of {len(wrong)} masks of client {name!r}: "
-                "correct the masks, or give the number of classes (--classes)"
+                f"mask {path / pairs[name][wrong[0]][1].path} has the value {value}, but classes={asked} means "
+                f"0..{asked - 1} (and {IGNORED} for ignored pixels), as have {len(wrong)} of {len(own)} masks of client "
+                f"{name!r}: correct the masks, or give the number of classes (--classes)"
             )
     return asked

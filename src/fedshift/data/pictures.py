@@ -1,0 +1,59 @@
+"""Samples as pictures, uint8 ``[H, W, C]``, with the outlines of their masks."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..tasks.segmentation import IGNORED
+from .samples import Samples
+
+Bytes = NDArray[np.uint8]
+
+OUTLINES = ((230, 159, 0), (86, 180, 233), (0, 158, 115), (240, 228, 66), (213, 94, 0), (204, 121, 167), (0, 114, 178))
+"""Colors of the classes 1, 2, ... in turn: Okabe and Ito's, "Color Universal Design" (2008)."""
+
+
+def to_pictures(split: Samples, rows: torch.Tensor | slice, classes: int) -> Bytes:
+    """Return images as pictures uint8 ``[n, H, W, C]``.
+
+    Floats are stretched from their lowest to their highest value; masks are drawn as outlines.
+    """
+    x = split.copy_rows(rows).cpu().numpy()
+    if x.dtype != np.uint8:
+        low, high = float(x.min()), float(x.max())
+        x = ((x - low) / (high - low or 1.0) * 255).round().astype(np.uint8)
+    images = np.ascontiguousarray(x.transpose(0, 2, 3, 1))
+    if split.y.ndim != 3:
+        return images
+    masks = split.y[rows].cpu().numpy()
+    return np.stack([draw_overlay(image, mask, classes) for image, mask in zip(images, masks, strict=True)])
+
+
+def draw_overlay(image: Bytes, mask: Bytes, classes: int) -> Bytes:
+    """Return ``image`` with the outline of each region of ``mask``, uint8 ``[H, W, 3]``.
+
+    An outline is the outermost pixels of a region, in the color of its class; the background, class 0, has none. What
+    is ignored is half gray. A dark image is brightened, which would else be black between outlines; contrast stays but
+    in its brightest hundredth.
+
+    Args:
+        image: uint8 ``[H, W, C]`` with C 1 or 3.
+        mask: Class of each pixel, uint8 ``[H, W]``; classes beyond ``classes`` are not drawn.
+        classes: Number of classes.
+
+    """
+    bright = 255 / max(float(np.percentile(image, 99)), 32.0)
+    levels = (image * bright).round().clip(0, 255).astype(np.uint8)
+    drawn = np.broadcast_to(levels, (*mask.shape, 3)).copy()
+    ignored = mask == IGNORED
+    drawn[ignored] = drawn[ignored] // 2 + 64
+    edge = np.zeros(mask.shape, dtype=bool)
+    for one, other in ((np.s_[1:], np.s_[:-1]), (np.s_[:, 1:], np.s_[:, :-1])):
+        differs = mask[one] != mask[other]
+        edge[one] |= differs
+        edge[other] |= differs
+    for number in range(1, classes):
+        drawn[edge & (mask == number)] = OUTLINES[(number - 1) % len(OUTLINES)]
+    return drawn

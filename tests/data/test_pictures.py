@@ -1,0 +1,42 @@
+"""Samples as pictures: outlines of masks on their images."""
+
+import numpy as np
+import torch
+
+from fedshift.data.pictures import OUTLINES, draw_overlay, to_pictures
+from fedshift.data.samples import Samples
+
+
+def test_an_outline_is_the_outermost_pixels_of_a_region():
+    mask = np.zeros((6, 7), np.uint8)
+    mask[1:5, 1:5], mask[0, 6], mask[5] = 1, 2, 3
+    drawn = draw_overlay(np.full((6, 7, 1), 200, np.uint8), mask, 3)
+    bright = (drawn == 255).all(axis=2)
+    colors = {tuple(int(c) for c in pixel) for pixel in drawn[~bright]}
+    assert colors == set(OUTLINES[:2])
+    expected = np.zeros((6, 7), bool)
+    expected[1:5, 1:5], expected[2:4, 2:4], expected[0, 6] = True, False, True
+    assert (bright == ~expected).all()  # class 3 is beyond the three classes
+    assert tuple(drawn[0, 6]) == OUTLINES[1]
+
+
+def test_dark_images_are_brightened_and_ignored_pixels_are_gray():
+    image = np.random.default_rng(0).integers(0, 64, (20, 20, 3)).astype(np.uint8)
+    mask = np.zeros((20, 20), np.uint8)
+    mask[10:] = 255
+    before = image.copy()
+    drawn = draw_overlay(image, mask, 2)
+    assert (image == before).all()
+    assert drawn[:10].max() == 255
+    assert (drawn[:10].astype(int) >= image[:10]).all()
+    assert (drawn[10:].min(), drawn[10:].max()) == (64, 191)
+
+
+def test_samples_with_masks_are_drawn_with_them_and_others_as_they_are():
+    x = torch.randint(0, 256, (5, 3, 4, 4), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    masks = (x[:, 0] > 128).to(torch.uint8)
+    rows = torch.tensor([3, 1])
+    images = x[rows].permute(0, 2, 3, 1).numpy()
+    assert (to_pictures(Samples(x=x, y=torch.arange(5)), rows, 5) == images).all()
+    drawn = to_pictures(Samples(x=x, y=masks), rows, 2)
+    assert (drawn == [draw_overlay(*each, 2) for each in zip(images, masks[rows].numpy(), strict=True)]).all()
