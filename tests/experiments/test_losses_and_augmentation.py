@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -10,7 +11,7 @@ from fedshift.core.loss import parse_loss
 from fedshift.core.optimizer import SGD
 from fedshift.core.plan import forward
 from fedshift.core.work import Work
-from fedshift.data.augmentation import parse_augmentation
+from fedshift.data.augmentation import as_augmentation, parse_augmentation
 from fedshift.data.federation import federation
 from fedshift.data.partition import iid
 from fedshift.experiments import settings
@@ -112,3 +113,23 @@ def test_images_of_floating_point_are_augmented_between_minus_one_and_one():
         Trial(fedavg(), small_cnn, federation({"one": (2 * x, y, x, y)}), settings, 0)
     with pytest.raises(UsageError, match=r"from 0 to 1: scale them \(2 x - 1 for values from 0 to 1\)"):
         Trial(fedavg(), small_cnn, federation({"one": ((x + 1) / 2, y, x, y)}), settings, 0)
+
+
+def test_masks_move_with_their_images():
+    rng = np.random.default_rng(0)
+    masks = rng.integers(0, 2, (6, 8, 8))
+    data = federation({"one": (200 * masks, masks, 200 * masks, masks)})
+
+    def make(augment):
+        settings = Settings(augment=augment, work=Work(batch_size=6, epochs=1))
+        return Trial(fedavg(), lambda *_, **__: nn.Conv2d(1, 2, 1), data, settings, 0)
+
+    trial = make(parse_augmentation("flip(vertical=True), crop(padding=3), brightness_contrast(contrast=0)"))
+    for step in range(3):
+        x, y = trial.engine.load_batch("one", step, torch.arange(6))
+        assert (y == -100).any()
+        assert not torch.equal(y, torch.from_numpy(masks))
+        for image, mask in zip(x[:, 0], y, strict=True):
+            assert image[mask == 1].min() > image[mask != 1].max()
+    with pytest.raises(UsageError, match=r"is a function of images, and masks would not move with them: write it with"):
+        make(as_augmentation(lambda x, rng: x.flip(3)))

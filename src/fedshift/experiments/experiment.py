@@ -403,5 +403,3 @@ def _last_evaluation(folder: Path) -> list[Row]:
                 rows.clear()
             rows.append(row)
     return rows
-
-

@@ -191,7 +191,7 @@ def _number_classes(
             value = asked + int(own[wrong[0], asked:].argmax())
             raise UsageError(
                 f"mask {path / pairs[name][wrong[0]][1].path} has the value {value}, but classes={asked} means "
-                f"0..{asked - 1} (and {IGNORED} for ignored pixels), as have {len(wrong)} of {len(own)} masks of client "
-                f"{name!r}: correct the masks, or give the number of classes (--classes)"
+                f"0..{asked - 1} (and {IGNORED} for ignored pixels), as have {len(wrong)} of {len(own)} masks of "
+                f"client {name!r}: correct the masks, or give the number of classes (--classes)"
             )
     return asked
