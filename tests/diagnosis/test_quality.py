@@ -454,3 +454,16 @@ def test_classes_that_differ_in_capitals_alone_are_an_error(tiny):
     found = [finding for finding in examine(named).of("error") if finding.kind == "class-names"]
     assert ["'yes' and 'Yes '" in finding.text for finding in found] == [True]
     assert not examine(replace(tiny, class_names=("yes", "no", "maybe"))).of("error")
+
+
+def test_masks_without_foreground_are_noted_and_pixels_counted():
+    x = np.random.default_rng(0).integers(0, 256, (6, 8, 8)).astype(np.uint8)
+    masks = np.zeros((6, 8, 8), np.uint8)
+    masks[:, 2:4, 2:4] = 1
+    masks[4], masks[4, 0] = 0, 255
+    quality = examine(federation({"ann": (x[:5], masks[:5], x[5:], masks[5:])}))
+    assert [part.per_class for part in quality.splits] == [(5 * 64 - 8 - 4 * 4, 4 * 4), (60, 4)]
+    (note,) = quality.findings
+    assert (note.kind, note.severity, note.samples) == ("empty-mask", "note", 1)
+    assert note.text == "Masks of nothing but background: ann (train) 1 of 5."
+    assert str(note.examples[0][0]) == "ann train row 4"

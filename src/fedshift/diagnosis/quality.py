@@ -21,7 +21,8 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from ..data.federation import Federation
-from ..tasks import Classification
+from ..tasks import Classification, Segmentation
+from ..tasks.segmentation import find_empty_masks
 from ..utils.errors import UsageError
 from ..utils.files import cached_measurement
 from .survey import SplitSurvey, survey_splits
@@ -74,6 +75,7 @@ FAULTS: Mapping[str, tuple[Severity, str]] = {
     ),
     "units": ("warning", "Check whether they use the same unit, and scale by the client's own training data."),
     "targets": ("error", "Correct the targets, or leave the samples out."),
+    "empty-mask": ("note", "No action is needed if there is nothing to be seen; otherwise correct the masks."),
     "class-names": ("error", "Spell labels the same way everywhere: different spellings are different classes."),
     "absent-class": ("note", "Give the number of classes if there are fewer (--classes)."),
     "unlearned-class": ("warning", "Add samples of these classes to training data, or remove them from the test data."),
@@ -100,18 +102,19 @@ clients.
 
 @dataclass(frozen=True, kw_only=True)
 class SampleLocation:
-    """Client, split and ``row`` (counted from 0) of a sample, its label, and its ``file`` where it has one."""
+    """Client, split and ``row`` (counted from 0) of a sample, its label if it has one, and likewise its ``file``."""
 
     client: str
     split: str
     row: int
-    label: int
+    label: int | None
     file: str = ""
 
     def __str__(self) -> str:
         if self.file:
             return f"{self.file} ({self.split})"
-        return f"{self.client} {self.split} row {self.row} (label {self.label})"
+        labeled = "" if self.label is None else f" (label {self.label})"
+        return f"{self.client} {self.split} row {self.row}{labeled}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +136,7 @@ class QualityFinding:
 
 @dataclass(frozen=True, kw_only=True)
 class SplitSummary:
-    """Contents of one split of one client; ``per_class`` counts the samples of labels 0, 1, ... if they have some."""
+    """Contents of one split of one client; ``per_class`` counts the samples (in masks: pixels) of classes 0, 1, ..."""
 
     client: str
     split: str
@@ -168,6 +171,7 @@ def examine(data: Federation) -> Quality:
     """
     surveys, names = survey_splits(data), name_features(data)
     classified = isinstance(data.task, Classification)
+    targets = (split.y for client in data.clients for split in client.splits.values())
     findings = [
         *_judge_reading(data),
         *_judge_labels(data, surveys),
@@ -177,7 +181,7 @@ def examine(data: Federation) -> Quality:
         *_judge_constant(surveys, names),
         *_judge_scale(surveys, names),
         *_judge_names(data),
-        *(_judge_classes(data, surveys) if classified else _judge_targets(data)),
+        *(_judge_classes(data, surveys) if classified else _judge_targets(data, surveys)),
         *(_judge_test_sizes(surveys) if classified else ()),
     ]
     return Quality(
@@ -188,11 +192,13 @@ def examine(data: Federation) -> Quality:
                 client=part.client,
                 split=part.split,
                 samples=len(part.labels),
-                per_class=tuple(part.counts(data.classes).tolist()) if classified else (),
+                per_class=tuple(
+                    (part.counts(data.classes) if classified else data.task.count_classes(y, data.classes)).tolist()
+                ),
                 shape=part.shape,
                 dtype=part.dtype,
             )
-            for part in surveys
+            for part, y in zip(surveys, targets, strict=True)
         ),
         findings=tuple(sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity))),
     )
@@ -260,7 +266,8 @@ def _list_rows(
 
 def _locate_sample(part: SplitSurvey, row: int) -> SampleLocation:
     file = part.files[row] if part.files else ""
-    return SampleLocation(client=part.client, split=part.split, row=row, label=int(part.labels[row]), file=file)
+    label = int(part.labels[row]) if part.labeled else None
+    return SampleLocation(client=part.client, split=part.split, row=row, label=label, file=file)
 
 
 def join_some(items: Iterable[str], separator: str = ", ", shown: int = 5) -> str:
@@ -454,8 +461,8 @@ def _name_classes(data: Federation, chosen_C: Bools) -> str:
     return ", ".join(data.class_names[number] if data.class_names else str(number) for number in which)
 
 
-def _judge_targets(data: Federation) -> Iterator[QualityFinding]:
-    """Find targets that the task refuses, in the first split of each client that has some."""
+def _judge_targets(data: Federation, surveys: Sequence[SplitSurvey]) -> Iterator[QualityFinding]:
+    """Find targets that the task refuses, in the first split of each client that has some, and empty masks."""
     for client in data.clients:
         for name, split in client.splits.items():
             try:
@@ -463,6 +470,10 @@ def _judge_targets(data: Federation) -> Iterator[QualityFinding]:
             except UsageError as error:
                 yield _make_finding("targets", f"{error}.", [client.name])
                 break
+    if isinstance(data.task, Segmentation):
+        targets = (split.y for client in data.clients for split in client.splits.values())
+        empty = {part: find_empty_masks(y).numpy() for part, y in zip(surveys, targets, strict=True)}
+        yield from _list_rows("empty-mask", "Masks of nothing but background", empty)
 
 
 def _judge_test_sizes(surveys: Sequence[SplitSurvey]) -> Iterator[QualityFinding]:

@@ -30,7 +30,8 @@ class SplitSurvey:
     """Contents of one split of one client; a feature is a column of vectors or a channel of images.
 
     Attributes:
-        labels: labels of the samples, ``[N]``.
+        labels: labels of the samples, ``[N]``; of other targets than classes, numbers that tell different ones apart.
+        labeled: whether targets are classes of samples.
         digests: digests of the samples, uint64 ``[N, 2]``.
         broken: rows with NaN or infinite values, which the statistics exclude.
         broken_features: features with NaN or infinite values, ``[F]``.
@@ -47,6 +48,7 @@ class SplitSurvey:
     shape: tuple[int, ...]
     dtype: str
     labels: Ints
+    labeled: bool
     digests: NDArray[np.uint64]
     broken: Ints
     broken_features: NDArray[np.bool_]
@@ -127,6 +129,7 @@ def _survey_split(split: Samples, statistics: bool) -> SplitSurvey:
         shape=split.shape,
         dtype=str(split.store.dtype).removeprefix("torch."),
         labels=labels,
+        labeled=split.y.ndim == 1,
         digests=known,
         broken=np.concatenate(broken),
         broken_features=broken_features,

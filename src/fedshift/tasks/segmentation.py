@@ -86,7 +86,12 @@ class Segmentation(Task):
         shares = [(share, number) for number, share in enumerate((known / known.sum().clamp(min=1)).tolist()) if share]
         told = ", ".join(f"{number}: {share:.1%}" for share, number in shares[:NAMED])
         facts = {"share of each class": told + (f" and {len(shares) - NAMED} more" if len(shares) > NAMED else "")}
-        facts["empty masks"] = str(int(((y == 0) | (y == IGNORED)).flatten(1).all(dim=1).sum()))
+        facts["empty masks"] = str(len(find_empty_masks(y)))
         if counts[IGNORED]:
             facts["ignored"] = f"{float(counts[IGNORED] / counts.sum()):.1%}"
         return facts
+
+
+def find_empty_masks(y: Tensor) -> Tensor:
+    """Return the indices of masks ``y [N, ...]`` that hold background and ignored pixels alone, int64."""
+    return ((y == 0) | (y == IGNORED)).flatten(1).all(dim=1).nonzero()[:, 0].cpu()
