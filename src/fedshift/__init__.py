@@ -52,6 +52,7 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time every public nam
     )
     from .core.work import Work as Work
     from .data.digits import digits as digits
+    from .data.nuclei import nuclei as nuclei
     from .data.federation import (
         Federation as Federation,
         federation as federation,
@@ -112,6 +113,7 @@ _HOME = {
     ),
     "core.work": ("Work",),
     "data.digits": ("digits",),
+    "data.nuclei": ("nuclei",),
     "experiments.observer": ("Observer",),
     "data.federation": ("Federation", "federation"),
     "data.files.folder": ("read_folder",),

@@ -17,6 +17,7 @@ from ..diagnosis.overview import describe
 from ..evaluation.communication import find_capabilities, summarize_method
 from ..experiments.factory import parse_methods, resolve_model
 from ..models import make_network
+from ..tasks import Segmentation
 from ..utils.errors import UsageError
 
 
@@ -26,7 +27,8 @@ def describe_source(data: Federation) -> Iterator[RenderableType]:
     counts = count_labels(data).tolist()
     names = data.meanings or tuple(map(str, range(data.classes)))
     listed = ", ".join(f"{name} {count:,}" for name, count in zip(names, counts, strict=False))
-    yield Text(f"Training samples of each class: {listed}")
+    unit = "pixels" if isinstance(data.task, Segmentation) else "samples"
+    yield Text(f"Training {unit} of each {data.task.output}: {listed}")
     if data.columns:
         kinds = (
             f"{column.name} ({'number' if column.categories is None else ', '.join(column.categories)})"

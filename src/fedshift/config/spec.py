@@ -215,8 +215,9 @@ class Spec(DataSpec, SharedSpec):
     """All settings of an experiment but its methods."""
 
     data: Annotated[str, Parameter(group=DATA)] = "digits"
-    """Data to use: the embedded digits; a benchmark by name (see `fedshift data list`); or a directory of your own:
-    images in client/class or client/train/class, one .npz file a client, or CSV or Parquet tables."""
+    """Data to use: the embedded digits, or nuclei (segmentation); a benchmark by name (see `fedshift data list`); or a
+    directory of your own: images in client/class or client/train/class, images in client/images with masks in
+    client/masks, one .npz file a client, or CSV or Parquet tables."""
 
     model: Annotated[str, Parameter(group=MODEL)] = "auto"
     """Network by name (see `fedshift list models`), or your own function, package.module:function, called with the

@@ -40,7 +40,7 @@ SIDE = 64
 CARD = make_card("nuclei")
 NOTE = (
     "No download: microscope pictures of cell nuclei with masks (2018 Data Science Bowl, CC0), one client for each of "
-    "six kinds: fluorescence, bright field and stains. Training and test pictures are of different fields."
+    "six kinds: fluorescence, bright field and stains."
 )
 
 

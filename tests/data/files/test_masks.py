@@ -176,6 +176,15 @@ def test_a_mask_that_cannot_be_read_is_refused_or_left_out_with_its_image(read, 
     assert data.faults[0].startswith("client 'b': 1 of 10 files cannot be read, left out (b/masks/x.png: ")
 
 
+def test_a_folder_of_one_client_joins_others(read, root):
+    data = read()
+    for mask in (root / "b" / "masks").iterdir():
+        Image.fromarray(np.asarray(Image.open(mask)) % 2).save(mask)
+    joined = read(root / "b", like=data)
+    assert (joined.names, joined.classes) == (("b",), 3)
+    assert joined.clients[0].train.y.max() == 1
+
+
 def test_other_folders_and_double_names_are_refused(read, root):
     image, mask = draw("b", "", "u")
     Image.fromarray(image).save(root / "b" / "images" / "u.tif")

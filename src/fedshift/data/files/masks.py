@@ -69,7 +69,8 @@ def read_masked_images(path: Path, reading: ReadOptions) -> Federation:
     both = [*stores.values(), *masks.values()]
     images.refuse_broken(path, both, 2 * sum(map(len, pairs.values())), reading)
     held = {name: _find_values(masks[name].pixels) for name in masks}
-    classes = _number_classes(path, pairs, held, reading.classes)
+    asked = reading.like.classes if reading.classes is None and reading.like else reading.classes
+    classes = _number_classes(path, pairs, held, asked)
     clients = []
     for name, store in stores.items():
         facts = masks[name].facts
