@@ -2,7 +2,9 @@
 
 import numpy as np
 import torch
+from torch import nn
 
+import fedshift
 from fedshift.data.pictures import OUTLINES, draw_overlay, to_pictures
 from fedshift.data.samples import Samples
 
@@ -40,3 +42,13 @@ def test_samples_with_masks_are_drawn_with_them_and_others_as_they_are():
     assert (to_pictures(Samples(x=x, y=torch.arange(5)), rows, 5) == images).all()
     drawn = to_pictures(Samples(x=x, y=masks), rows, 2)
     assert (drawn == [draw_overlay(*each, 2) for each in zip(images, masks[rows].numpy(), strict=True)]).all()
+
+
+def test_a_run_keeps_pictures_of_test_samples_with_their_masks():
+    masks = np.random.default_rng(0).integers(0, 2, (10, 8, 8))
+    data = fedshift.federation({"one": (200 * masks, masks, 200 * masks, masks)})
+    result = fedshift.compare(["fedavg"], data=data, model=lambda *_: nn.Conv2d(1, 2, 1), rounds=1, engine="sequential")
+    pictures = result.summary.samples["one"]
+    assert pictures.shape == (8, 8, 8, 3)
+    assert (pictures == to_pictures(data.clients[0].test, slice(0, 8), 2)).all()
+    assert (pictures[masks[:8] == 0] == 0).all()
