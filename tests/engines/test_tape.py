@@ -23,7 +23,8 @@ def lane_gradients(weight_KOI, x_KBI, y_KB):
 
 
 def lane_inputs(seed):
-    return [draw(K, OUTPUTS, INPUTS, seed=seed), draw(K, B, INPUTS, seed=seed + 1), torch.arange(K * B).reshape(K, B) % 5]
+    y_KB = torch.arange(K * B).reshape(K, B) % 5
+    return [draw(K, OUTPUTS, INPUTS, seed=seed), draw(K, B, INPUTS, seed=seed + 1), y_KB]
 
 
 def test_a_tape_gives_the_functions_bits_on_other_values():

@@ -56,7 +56,7 @@ def test_no_more_than_one_item_for_each_thread_is_ahead():
 def test_seconds_in_threads_are_counted():
     def work(_item):
         with timed_section("update"):
-            return None
+            return
 
     with record_seconds() as seconds:
         list(map_in_threads(work, range(4), 2))
