@@ -102,10 +102,11 @@ class Plan:
     @cached_property
     def image_format(self) -> torch.memory_format:
         """Memory format of images and kernels: channels last where that is faster, for float32 on the CPU."""
-        cpu = all(tensor.device.type == "cpu" for tensor in self.initial.values())
-        convolves = any(isinstance(layer, nn.Conv2d) for layer in self.module.modules())
-        faster = cpu and convolves and self.dtype == torch.float32
-        return torch.channels_last if faster else torch.contiguous_format
+        if self.dtype == torch.float32 and all(tensor.device.type == "cpu" for tensor in self.initial.values()):
+            for kind, layout in ((nn.Conv2d, torch.channels_last), (nn.Conv3d, torch.channels_last_3d)):
+                if any(isinstance(layer, kind) for layer in self.layers):
+                    return layout
+        return torch.contiguous_format
 
     @cached_property
     def layers(self) -> tuple[nn.Module, ...]:
@@ -208,5 +209,6 @@ def forward(plan: Plan, state: State, x: Tensor, *, training: bool = False) -> T
 
 
 def to_memory_format(tensor: Tensor, layout: torch.memory_format) -> Tensor:
-    """Return images ``[N, C, H, W]`` in ``layout``, other tensors unchanged."""
-    return tensor.contiguous(memory_format=layout) if tensor.ndim == 4 else tensor
+    """Return images ``[N, C, H, W]``, or volumes where it is a layout of these, in ``layout``; others unchanged."""
+    dimensions = 5 if layout == torch.channels_last_3d else 4
+    return tensor.contiguous(memory_format=layout) if tensor.ndim == dimensions else tensor
