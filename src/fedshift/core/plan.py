@@ -192,11 +192,11 @@ def compute_outputs(plan: Plan, state: State, x: Tensor) -> Tensor:
 def _not_scores(module: nn.Module, made: object) -> str:
     """Return the message for a network whose outputs are no tensor."""
     keys = f" with {', '.join(map(repr, made))}" if isinstance(made, Mapping) else ""
-    taken = f"[{next(iter(made), 'logits')!r}]" if isinstance(made, Mapping) else "[0]"
+    output = repr(next(iter(made), "logits") if isinstance(made, Mapping) else 0)
     return (
         f"the model {type(module).__name__} returned a {type(made).__name__}{keys}, not a tensor of one score a class, "
-        "[samples, classes]: return the scores alone, or wrap it in a torch.nn.Module with "
-        f"self.network = ... and a forward(self, x) that returns self.network(x){taken}"
+        f"[samples, classes]: return the scores alone, or choose them by fedshift.models.take_output(network, {output})"
+        f'; on the command line, --model "take_output(package.module:function, output={output})"'
     )
 
 
