@@ -208,6 +208,11 @@ def forward(plan: Plan, state: State, x: Tensor, *, training: bool = False) -> T
         return compute_outputs(plan, state, to_memory_format(x, plan.image_format))
 
 
+def to_inputs(plan: Plan, x: Tensor) -> Tensor:
+    """Return samples in the model's type; whole numbers, such as tokens, stay."""
+    return x.to(plan.dtype) if x.is_floating_point() else x
+
+
 def to_memory_format(tensor: Tensor, layout: torch.memory_format) -> Tensor:
     """Return images ``[N, C, H, W]``, or volumes where it is a layout of these, in ``layout``; others unchanged."""
     dimensions = 5 if layout == torch.channels_last_3d else 4

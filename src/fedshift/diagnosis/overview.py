@@ -125,8 +125,12 @@ def _draw_sheet(data: Federation, classes: list[str]) -> Figure:
 
 
 def _to_pixels(split: Samples, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
-    """Return images as uint8 ``[n, H, W, C]``; floats are stretched from their lowest to their highest value."""
+    """Return images as uint8 ``[n, H, W, C]``; floats are stretched from their lowest to their highest value.
+
+    Of channels that are neither gray nor red, green and blue the mean is shown.
+    """
     x = split.copy_rows(torch.from_numpy(rows)).numpy()
+    x = x if x.shape[1] in (1, 3) else x.mean(axis=1, keepdims=True)
     if x.dtype != np.uint8:
         low, high = x.min(), x.max()
         x = ((x - low) / ((high - low) or 1) * 255).round().astype(np.uint8)

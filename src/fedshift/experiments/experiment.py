@@ -402,9 +402,10 @@ def _last_evaluation(folder: Path) -> list[Row]:
 
 
 def _to_images(x: np.ndarray) -> np.ndarray | None:
-    """Return samples as images uint8 ``[n, H, W, C]``; None where they are not images."""
+    """Return samples as images uint8 ``[n, H, W, C]``, C 1 or 3 (others by their mean); None where they are none."""
     if x.ndim != 4:
         return None
+    x = x if x.shape[1] in (1, 3) else x.mean(axis=1, keepdims=True)
     if x.dtype != np.uint8:
         low, high = float(x.min()), float(x.max())
         x = ((x - low) / (high - low or 1.0) * 255).round().astype(np.uint8)

@@ -42,9 +42,24 @@ def make_network(model: ModelFactory, shape: tuple[int, ...], classes: int) -> n
             f"{describe_function(model)}"
         )
     if any(nn.parameter.is_lazy(tensor) for tensor in (*network.parameters(), *network.buffers())):
-        with torch.no_grad():  # gives lazy layers their shapes, without moving statistics
-            network.eval()(torch.zeros(1, *shape))
+        _shape_lazy_layers(network, shape)
     return network
+
+
+def _shape_lazy_layers(network: nn.Module, shape: tuple[int, ...]) -> None:
+    """Give lazy layers their shapes, without moving statistics, by a sample of floats or, failing that, of tokens."""
+    failed: Exception | None = None
+    for dtype in (torch.float32, torch.int64):
+        try:
+            with torch.no_grad():
+                network.eval()(torch.zeros(1, *shape, dtype=dtype))
+            return
+        except Exception as error:
+            failed = failed or error
+    raise UsageError(
+        f"the model's lazy layers get no shapes from a sample of shape {shape} ({describe_error(failed)}): choose a "  # type: ignore[arg-type]
+        "model for this shape, or bring the data to the model's"
+    ) from failed
 
 
 @dataclass(frozen=True)
