@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..nn.depthwise import FastConv2d
+from ..nn.convolution import FastConv2d
 from ..nn.linear import FastLinear
 
 LIBRARIES = ("torch", "torchvision")

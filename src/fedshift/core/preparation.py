@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from ..nn.depthwise import use_fast_convolutions
+from ..nn.convolution import use_fast_convolutions
 from ..nn.dropout import key_dropouts
 from ..nn.linear import use_fast_linear
 from ..utils.errors import UsageError

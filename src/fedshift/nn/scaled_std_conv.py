@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from .depthwise import FastConv2d
+from .convolution import FastConv2d
 
 EPS = 1e-4
 

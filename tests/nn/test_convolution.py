@@ -1,4 +1,4 @@
-"""Depthwise convolutions of small images: torch's values and gradients, in float64, and torch's own layers elsewhere."""
+"""Fast convolutions: torch's values and gradients, and torch's own layers wherever that is not for them."""
 
 import copy
 
@@ -9,8 +9,9 @@ from torch import nn
 from torch.func import functional_call, vmap
 
 from fedshift.core.architecture import architecture
-from fedshift.nn import depthwise
-from fedshift.nn.depthwise import FastConv2d, differentiate_kernels, use_fast_convolutions
+from fedshift.nn import convolution, linear
+from fedshift.nn.convolution import ROWS, FastConv2d, differentiate_kernels, use_fast_convolutions
+from fedshift.nn.linear import use_torch_linear, vmapped_lanes
 from fedshift.nn.scaled_std_conv import ScaledStdConv2d
 from fedshift.nn.surgery import ScaledStandardization
 
@@ -30,7 +31,7 @@ def sums(monkeypatch):
         made.append(tuple(kernel))
         return differentiate_kernels(x, grad, kernel, *how)
 
-    monkeypatch.setattr(depthwise, "differentiate_kernels", count)
+    monkeypatch.setattr(convolution, "differentiate_kernels", count)
     return made
 
 
@@ -132,3 +133,81 @@ def test_names_and_appearance_stay():
     assert architecture(net) == architecture(before)
     assert list(net.state_dict()) == list(before.state_dict())
     assert type(copy.deepcopy(net)[0]) is FastConv2d
+
+
+def pointwise(bias=True, **options):
+    torch.manual_seed(0)
+    return nn.Conv2d(CHANNELS, 9, **{"kernel_size": 1, "bias": bias, **options})
+
+
+def last(x):
+    return x.contiguous(memory_format=torch.channels_last)
+
+
+@pytest.fixture
+def products(monkeypatch):
+    """The number of products by oneDNN; where this machine has none, torch's stands in for it."""
+    product = convolution.multiply_by_onednn if linear.is_available() else F.linear
+    made = []
+    monkeypatch.setattr(convolution, "multiply_by_onednn", lambda x, w, b: made.append(x.shape) or product(x, w, b))
+    monkeypatch.setattr(linear, "is_available", lambda: True)
+    return made
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("batch", "size", "count"), [(5, (1, 1), 3), (5, (2, 3), 3), (ROWS // 16 + 1, (4, 4), 2)])
+def test_kernels_of_one_pixel_have_the_values_and_gradients_of_float64(products, batch, size, count, bias):
+    plain = pointwise(bias)
+    quick, x = use_fast_convolutions(copy.deepcopy(plain)), last(inputs(*size, batch=batch))
+    found = {}
+    for module, given in ((quick, x.float()), (plain.double(), x)):
+        leaf = given.requires_grad_()
+        made = module(leaf)
+        found[module] = [made, *torch.autograd.grad((made * made.detach().cos()).sum(), [leaf, *module.parameters()])]
+    assert len(products) == count
+    assert found[quick][0].is_contiguous(memory_format=torch.channels_last)
+    for one, other in zip(found[quick], found[plain], strict=True):
+        assert one.shape == other.shape
+        assert (one - other).detach().abs().max() <= 1e-5 * float(other.detach().abs().max())
+
+
+def test_kernels_of_one_pixel_can_be_differentiated_twice(products):
+    plain, x = pointwise(), last(inputs(2, 2).float())
+    quick = use_fast_convolutions(copy.deepcopy(plain))
+    for one, other in zip(differentiate(quick, x), differentiate(plain, x), strict=True):
+        assert (one - other).detach().abs().max() <= 1e-5 * max(1, float(other.detach().abs().max()))
+    assert len(products) == 1
+
+
+@pytest.mark.parametrize("options", [{"stride": 2}, {"padding": 1}, {"groups": 3}, {"dtype": torch.float64}], ids=str)
+def test_other_kernels_of_one_pixel_are_torchs(products, options):
+    plain = pointwise(**options)
+    quick, x = use_fast_convolutions(copy.deepcopy(plain)), last(inputs(3, 3).to(plain.weight.dtype))
+    assert torch.equal(quick(x), plain(x))
+    assert not products
+
+
+def test_kernels_of_one_pixel_of_clients_side_by_side_are_torchs(products):
+    quick, x = use_fast_convolutions(pointwise()), last(inputs(3, 3).float())
+    with vmapped_lanes():
+        found = vmap(quick)(x[:, None])
+    assert torch.equal(found, vmap(pointwise())(x[:, None]))
+    assert not products
+
+
+def test_kernels_of_one_pixel_inside_torch_linear_are_torchs(products):
+    plain, x = pointwise(), last(inputs(3, 3).float())
+    with use_torch_linear():
+        assert torch.equal(use_fast_convolutions(copy.deepcopy(plain))(x), plain(x))
+    assert not products
+
+
+def test_images_that_lie_otherwise_are_torchs(products):
+    plain, x = pointwise(), inputs(3, 3).float()
+    assert torch.equal(use_fast_convolutions(copy.deepcopy(plain))(x), plain(x))
+    assert not products
+
+
+def test_wrong_channels_are_refused_by_torch():
+    with pytest.raises(RuntimeError, match="expected input"):
+        use_fast_convolutions(pointwise())(torch.ones(2, CHANNELS + 1, 3, 3))
