@@ -136,7 +136,8 @@ class FastConv2d(nn.Conv2d):
                 return _apply(_Pointwise, input, weight, bias)
             if self._is_slow(input):
                 return _apply(_Depthwise, input, weight, bias, self.stride, self.padding)
-        return super()._conv_forward(input, weight, bias)
+        usual: Tensor = super()._conv_forward(input, weight, bias)
+        return usual
 
     def _is_pointwise(self, x: Tensor) -> bool:
         """Return whether the convolution is a product of matrices as the images lie in memory."""
@@ -155,7 +156,7 @@ class FastConv2d(nn.Conv2d):
         return 0 < outputs <= reached - x.shape[2]
 
     def _get_name(self) -> str:
-        return "Conv2d" if type(self) is FastConv2d else super()._get_name()  # type: ignore[no-untyped-call,no-any-return]
+        return "Conv2d" if type(self) is FastConv2d else super()._get_name()  # type: ignore[no-untyped-call]
 
 
 def use_fast_convolutions(module: nn.Module) -> nn.Module:

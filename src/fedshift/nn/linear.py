@@ -187,6 +187,8 @@ class FastLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """``input [..., I]`` to ``[..., O]``."""
         x = input  # torch's own name, by which a network may pass it
+        if type(self.weight) not in (Tensor, nn.Parameter):  # it multiplies in its own way, as deferred ones do
+            return F.linear(x, self.weight, self.bias)
         lanes = _lanes.get()
         usual = x.dtype == self.weight.dtype == torch.float32 and x.device.type == "cpu" and x.numel() > 0
         fits = x.shape[-1:] == self.weight.shape[1:]  # where it does not, torch says so in plain words
