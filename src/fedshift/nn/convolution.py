@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .linear import may_multiply_by_onednn, multiply_by_onednn
+from .linear import may_multiply_by_onednn, multiply_by_onednn, runs_in_lanes
 
 Pair = tuple[int, int]
 ROWS = 512
@@ -24,16 +24,11 @@ ROWS = 512
 class _Depthwise(torch.autograd.Function):
     """``F.conv2d`` with one kernel for each channel and zeros as padding."""
 
-    generate_vmap_rule = True
-
     @staticmethod
-    def forward(x_NCHW: Tensor, w_C1KL: Tensor, b_C: Tensor | None, stride: Pair, padding: Pair) -> Tensor:
-        return F.conv2d(x_NCHW, w_C1KL, b_C, stride, padding, groups=len(w_C1KL))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004 - torch's interface
-        x_NCHW, w_C1KL, _, ctx.stride, ctx.padding = inputs
+    def forward(ctx: Any, x_NCHW: Tensor, w_C1KL: Tensor, b_C: Tensor | None, stride: Pair, padding: Pair) -> Tensor:
         ctx.save_for_backward(x_NCHW, w_C1KL)
+        ctx.stride, ctx.padding = stride, padding
+        return F.conv2d(x_NCHW, w_C1KL, b_C, stride, padding, groups=len(w_C1KL))
 
     @staticmethod
     def backward(ctx: Any, *given: Tensor) -> tuple[Tensor | None, ...]:
@@ -131,7 +126,7 @@ class FastConv2d(nn.Conv2d):
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         fits = input.ndim == 4 and input.shape[1] == self.in_channels and input.numel() > 0
-        if fits and input.is_cpu and not torch.is_autocast_enabled("cpu"):
+        if fits and input.is_cpu and not (torch.is_autocast_enabled("cpu") or runs_in_lanes()):
             if self._is_pointwise(input):
                 return _apply(_Pointwise, input, weight, bias)
             if self._is_slow(input):

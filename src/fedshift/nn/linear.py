@@ -61,6 +61,11 @@ def is_available() -> bool:
         return False
 
 
+def runs_in_lanes() -> bool:
+    """Return whether layers run inside :func:`vmapped_lanes`."""
+    return _lanes.get()
+
+
 def may_multiply_by_onednn() -> bool:
     """Return whether layers of one client may call :func:`multiply_by_onednn` here."""
     return is_available() and not (_lanes.get() or _off.get())
