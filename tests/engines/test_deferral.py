@@ -120,7 +120,7 @@ def take_steps(plan):
     """Return losses, entries and the kind of steps."""
     job = client_init(plan, init_client(plan), init_server(plan), planned_steps=STEPS)
     losses = []
-    with deferred_steps(plan, job) as step:
+    with deferred_steps(plan, job, client_step_) as step:
         for x, y in batches(plan.dtype):
             job, loss = step(plan, job, x, y, torch.tensor(0))
             losses.append(loss)
@@ -184,14 +184,14 @@ def test_steps_repeat_bit_for_bit():
 def test_updates_are_held_back_only_where_nothing_else_reads_gradients(options):
     plan = make_plan(Usual(), **options)
     job = client_init(plan, init_client(plan), init_server(plan), planned_steps=STEPS)
-    with deferred_steps(plan, job) as step:
+    with deferred_steps(plan, job, client_step_) as step:
         assert step is client_step_
 
 
 def test_small_layers_are_updated_at_every_step(monkeypatch):
     monkeypatch.setattr(deferral, "LEAST", 6 * WIDE + 1)
     plan = make_plan(Usual())
-    with deferred_steps(plan, client_init(plan, init_client(plan), init_server(plan))) as step:
+    with deferred_steps(plan, client_init(plan, init_client(plan), init_server(plan)), client_step_) as step:
         assert step is client_step_
 
 

@@ -14,11 +14,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from ..core.kernel import LocalTrainingState, client_step_, compute_objective, update_
+from ..core.kernel import LocalTrainingState, compute_objective, update_
 from ..core.plan import Plan, to_memory_format
 from ..core.rule import Rule
 from ..nn.deferred import FEW, HeldUpdates
-from ..nn.linear import ALONE
+from ..nn.linear import ALONE, FastLinear
 from ..utils.profiling import timed_section
 
 LEAST = 2**20
@@ -27,11 +27,14 @@ Step = Callable[[Plan, LocalTrainingState, Tensor, Tensor, Tensor], tuple[LocalT
 
 
 @contextmanager
-def deferred_steps(plan: Plan, job: LocalTrainingState) -> Iterator[Step]:
-    """Yield the function that takes the steps of ``job``; at the end of the block all updates are in its memory."""
+def deferred_steps(plan: Plan, job: LocalTrainingState, usual: Step) -> Iterator[Step]:
+    """Yield the function that takes the steps of ``job``, ``usual`` where no updates are held back.
+
+    At the end of the block all updates are in the job's memory.
+    """
     held = _hold(plan, job)
     if not held:
-        yield client_step_
+        yield usual
         return
 
     def step(
@@ -53,17 +56,21 @@ def _hold(plan: Plan, job: LocalTrainingState) -> dict[str, HeldUpdates]:
         return {}
     layers = {id(layer._parameters): layer for layer in plan.layers if isinstance(layer, nn.Linear)}
     return {
-        name: HeldUpdates(job.params[name], fast=ALONE[2] in getattr(layers[id(held)], "_chosen", ()))
+        name: HeldUpdates(job.params[name], fast=not _chosen(layers[id(held)]).isdisjoint(ALONE))
         for held, key, name in plan.slots
         if key == "weight" and id(held) in layers and name in job.params
         if job.params[name].is_cpu and job.params[name].numel() >= LEAST
     }
 
 
+def _chosen(layer: nn.Linear) -> frozenset[str]:
+    return layer._chosen if isinstance(layer, FastLinear) else frozenset()
+
+
 def _step(
     plan: Plan, job: LocalTrainingState, held: dict[str, HeldUpdates], x: Tensor, y: Tensor, key: Tensor
 ) -> tuple[LocalTrainingState, Tensor]:
-    """Take a step as :func:`client_step_` does, but for the updates of the weights ``held``."""
+    """Take a step as :func:`fedshift.core.kernel.client_step_` does, but for the updates of the weights ``held``."""
     with timed_section("forward and backward"):
         x = to_memory_format(x, plan.image_format)
         leaves = {

@@ -31,7 +31,7 @@ class Sequential(Engine):
         losses: list[Tensor] = []
         with torch_stream(self.seed, "torch", name, client.steps):
             job = client_init(plan, client, server, planned_steps=len(batches))
-            with deferred_steps(plan, job) as take_step:
+            with deferred_steps(plan, job, client_step_) as take_step:
                 for step, index in batches:
                     job, loss = take_step(plan, job, *self._batch(name, step, index))
                     losses.append(loss)
