@@ -63,7 +63,8 @@ def clients(task: Task) -> Federation:
 
 def make(task: Task, method: Any, engine: str = "sequential", **changes: Any) -> Trial:
     given = {
-        "rounds": ROUNDS, "work": Work(batch_size=4, epochs=1), "optimizer": SGD(lr=0.1, momentum=0.0), "engine": engine,
+        "rounds": ROUNDS, "work": Work(batch_size=4, epochs=1), "optimizer": SGD(lr=0.1, momentum=0.0),
+        "engine": engine,
         "workers": 2 if engine == "pool" else None, "evaluate_every": ROUNDS, **changes,
     }  # fmt: skip
     model = given.pop("model", convolutions if isinstance(task, Segmentation) else layers)

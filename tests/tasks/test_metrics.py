@@ -130,9 +130,7 @@ def test_the_area_under_the_curve_needs_both_values_of_every_label():
 def test_counts_of_parts_add_up_to_those_of_the_whole(task, seed, sizes):
     predictions, y = draw(task, sum(sizes), 3, seed)
     whole = task.count(predictions, y, 3)
-    parts = [
-        task.count(*part, 3) for part in zip(predictions.split(sizes), y.split(sizes), strict=True)
-    ]
+    parts = [task.count(*part, 3) for part in zip(predictions.split(sizes), y.split(sizes), strict=True)]
     for name in whole.keys() & set(COUNTS):
         summed = np.sum([part[name] for part in parts], axis=0)
         np.testing.assert_allclose(summed, whole[name], rtol=1e-5, atol=1e-5)

@@ -164,6 +164,7 @@ def _measure(part: Experiment, folder: Path) -> None:
     made = adapt_all(select_trials(part), folder, {client: data.client(client).train}, POLICIES, data=data)
     notices = [*made.notices, *(f"without {client}: {failure}" for failure in made.failures)]
     content = {"client": client, "place": part.data.names.index(client), "rows": made.rows, "notices": notices}
+    content["metric"] = part.settings.metric
     write_checked(folder / MEASURED, content)
 
 
@@ -224,7 +225,8 @@ def _publish(spec: CompareSpec, directory: Path, console: Console) -> None:
     if not rows:
         print_line(console, "No client that was left out is measured yet, so there is nothing to report.")
         return
-    text, metric = make_console(60 + 17 * len(measured)), spec.metric
+    text = make_console(60 + 17 * len(measured))
+    metric = next((each["metric"] for each in measured if "metric" in each), spec.metric)
     diverged, lacking = _list_diverged(spec, directory, measured), _list_lacking(directory, measured)
     partial = f"PARTIAL: {' '.join([*lacking, *diverged])}" if lacking or diverged else ""
     if partial:

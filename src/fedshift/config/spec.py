@@ -189,8 +189,13 @@ class DataSpec:
     client_column: Annotated[str | None, Parameter(group=FILES)] = None
     """Column of a table that names the client, where one table holds all."""
 
+    task: Annotated[str | None, Parameter(group=FILES)] = None
+    """What is predicted of a sample: classification, segmentation (a class for each pixel), multilabel (several labels
+    of 0 and 1), regression (numbers) or your own, package.module:Class. Regression standardizes targets by all clients'
+    training data, regression(standardize=False) does not. By default classes, or masks where there are some."""
+
     target: Annotated[str | None, Parameter(group=FILES)] = None
-    """Column of a table that holds the label."""
+    """Column of a table that holds the label; of several labels or numbers, the columns with commas between."""
 
     split_column: Annotated[str | None, Parameter(group=FILES)] = None
     """Column of a table with the values train, validation or test."""
