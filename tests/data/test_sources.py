@@ -159,9 +159,9 @@ def test_settings_that_do_not_fit_the_data_are_refused_first(make):
         make("fedavg", data="gaussians", augment="flip()")._make_trial(make("fedavg").methods[0], 0)
     with pytest.raises(UsageError, match="unknown loss"):
         make("fedavg", loss="hinge()")
-    with pytest.raises(UsageError, match="unknown metric 'rmse'.*the data's task is classification"):
+    with pytest.raises(UsageError, match=r"unknown metric 'rmse'.*the data's task is classification"):
         make("fedavg", metric="rmse")
-    with pytest.raises(UsageError, match="loss mse is not for classification.*use cross_entropy or focal"):
+    with pytest.raises(UsageError, match=r"loss mse is not for classification.*use cross_entropy or focal"):
         make("fedavg", loss="mse")
     assert make("fedavg").settings.metric == "accuracy"
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from ...utils.errors import UsageError, unknown_name
 from ...tasks import Task
+from ...utils.errors import UsageError, unknown_name
 from ..federation import ClientData, Federation, make_federation
 from ..samples import to_samples
 from .image_decoding import SUFFIXES
