@@ -217,7 +217,7 @@ def _publish(spec: CompareSpec, directory: Path, console: Console) -> None:
         seed_table,
         write_table,
     )
-    from ..report.formatting import format_metric_table, to_terminal
+    from ..report.formatting import difference_unit, format_metric_table, to_terminal
     from ..results.schema import METRICS, metric_unit
 
     measured = _read_measured(spec, directory)
@@ -246,7 +246,8 @@ def _publish(spec: CompareSpec, directory: Path, console: Console) -> None:
     if len(gaps) and not diverged:
         pairs = "clients" if len(seeds) > 1 else "seeds"
         shown = replace(format_differences(gaps, metric, len(seeds)), partial=partial)
-        print_line(console, f"Minus {gaps['baseline'].iloc[0]}, in points, paired over {pairs}")
+        unit = difference_unit(metric)[2]
+        print_line(console, f"Minus {gaps['baseline'].iloc[0]}, in {unit}, paired over {pairs}")
         text.print(to_terminal(shown))
         write_table(directory / "tables", "differences", shown, gaps)
     for each in measured:

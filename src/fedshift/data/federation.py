@@ -130,8 +130,7 @@ class Federation:
     def __repr__(self) -> str:
         """List the clients with the size of each split and the number of classes in their training data."""
         shapes = dict.fromkeys(describe_shape(split) for client in self.clients for split in client.splits.values())
-        counted = f"{self.classes} {self.task.output if self.classes == 1 else PLURALS[self.task.output]}"
-        title = f"Federation {self.name!r}: {len(self.clients)} clients, {counted}"
+        title = f"Federation {self.name!r}: {len(self.clients)} clients, {self.outputs}"
         parts = [name for name in ("train", "validation", "test") if any(name in c.splits for c in self.clients)]
         rows = [("client", *parts, PLURALS[self.task.output])]
         for client in self.clients[:SHOWN]:
@@ -147,6 +146,11 @@ class Federation:
     def names(self) -> tuple[str, ...]:
         """Names of the clients, in the order of result tables."""
         return tuple(client.name for client in self.clients)
+
+    @property
+    def outputs(self) -> str:
+        """Number of classes, labels or targets in words: ``10 classes``."""
+        return f"{self.classes} {self.task.output if self.classes == 1 else PLURALS[self.task.output]}"
 
     @property
     def sample_shape(self) -> tuple[int, ...]:

@@ -28,6 +28,7 @@ from ..results.run_directory import describe_environment, trial_folder
 from ..results.schema import Row, RunSummary, stream_rows
 from ..results.summary import read_summary
 from ..results.trial_records import METRICS
+from ..tasks import Classification
 from ..utils.errors import UsageError
 from .inputs import InputFormat
 from .model_card import ModelFacts, SeedSpread
@@ -120,7 +121,15 @@ def collect_model(trial: Trial, experiment: Experiment, directory: Path, client:
 
 
 def name_classes(data: Federation) -> tuple[str, ...]:
-    """Return the names of the classes, their numbers where they have none."""
+    """Return the names of the classes, their numbers where they have none.
+
+    Raises :class:`UsageError` for a task without a class for each sample, whose models are not exported.
+    """
+    if not isinstance(data.task, Classification):
+        raise UsageError(
+            f"an exported model tells classes apart, and {data.name} is for {data.task}: use the run's checkpoint, or "
+            "the network that fedshift.compare returns"
+        )
     return data.meanings or tuple(map(str, range(data.classes)))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Any
 
 from numpy.typing import NDArray
@@ -30,6 +31,28 @@ def as_task(task: Task | str) -> Task:
     if len(made) != 1 or not isinstance(made[0], Task):
         raise UsageError(f"task={task!r} is no task: give {', '.join(CATALOG)}, or a subclass of fedshift.tasks.Task")
     return made[0]
+
+
+def describe_task(task: Task) -> dict[str, Any]:
+    """Return the name of ``task``, of one of yours ``module:Class``, and its fields."""
+    kind = type(task)
+    name = task.name if CATALOG.get(task.name) is kind else f"{kind.__module__}:{kind.__qualname__}"
+    return {"name": name, **{each.name: getattr(task, each.name) for each in fields(task)}}
+
+
+def restore_task(described: Mapping[str, Any], own: Task | None = None) -> Task:
+    """Return the task that :func:`describe_task` described; one of yours only where ``own`` is of its class.
+
+    Raises :class:`UsageError` where there is none.
+    """
+    name, values = described.get("name"), {key: value for key, value in described.items() if key != "name"}
+    kind = type(own) if own is not None and describe_task(own)["name"] == name else CATALOG.get(str(name))
+    if kind is None:
+        raise UsageError(f"task {name!r} is not known here: name it in the settings (task)")
+    try:
+        return kind(**values)
+    except TypeError as error:
+        raise UsageError(f"task {name!r} has other fields here: {error}") from error
 
 
 def _lookup(name: str) -> Callable[..., Any]:

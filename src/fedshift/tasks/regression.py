@@ -42,7 +42,11 @@ class Regression(Task):
             sound = all(math.isfinite(mean) and 0 < deviation < math.inf for mean, deviation in (*given, *self.scales))
         except (TypeError, ValueError):
             sound = False
-        if not sound:
+        if sound:
+            object.__setattr__(self, "scales", tuple(map(tuple, self.scales)))
+            if given:
+                object.__setattr__(self, "standardize", tuple(map(tuple, given)))
+        else:
             raise UsageError(
                 f"regression: standardize={self.standardize!r}: give True, False, or mean and standard deviation of "
                 "each target, ((0.0, 1.0),)"

@@ -39,6 +39,7 @@ from ...nn.linear import list_products, set_products
 from ...results.checkpoint import load_checkpoint, save_checkpoint
 from ...results.run_directory import to_file_name
 from ...results.schema import Row
+from ...tasks import CLASSIFICATION, describe_task
 from ...utils.allocator import keep_freed_memory
 from ...utils.errors import FedshiftError, UsageError
 from ...utils.files import write_atomically
@@ -217,7 +218,8 @@ class Site:
             "dtype": str(client.train.store.dtype).removeprefix("torch."), "classes": data.classes,
             "class_names": source.meanings, "columns": list(map(asdict, source.columns)),
             "samples": {name: len(split) for name, split in client.splits.items()},
-            "labels": count_labels(data).tolist() if asked.facts["labels"] else None,
+            "labels": count_labels(data).tolist() if asked.facts["labels"] and data.task == CLASSIFICATION else None,
+            "task": describe_task(data.task),
             "scale": next((name for name, scale in SCALES.items() if scale == client.train.normalization), ""),
         }  # fmt: skip
         texts = [f"{column.name} ({', '.join(column.categories)})" for column in source.columns if column.categories]
@@ -315,10 +317,10 @@ class Site:
         client, seed = data.clients[0], int(asked["seed"])
         with trust_only(self.code):
             method, model = make_methods(spec)[int(asked["method"])], resolve_model(spec.model, data.sample_shape)
-            settings = make_settings(spec, ())
+            settings = make_settings(spec, ()).for_task(data.task)
         plan = make_plan(
             method, model, settings, seed, sample=client.train.inputs(slice(0, 1)), classes=classes,
-            labels=torch.tensor(asked["labels"] or [0] * classes), clients=int(asked["clients"]),
+            labels=torch.tensor(asked["labels"] or [0] * classes), clients=int(asked["clients"]), task=data.task,
         )  # fmt: skip
         if not str(asked["experiment"]).isalnum():
             raise RefusedMessage(f"{asked['experiment']!r} is no experiment's name")
@@ -334,7 +336,8 @@ class Site:
         """Return the data, cached; ``columns``: of all sites' tables (see :func:`.local_data.load_local`)."""
         key = json.dumps({name: getattr(spec, name) for name in DATA}, sort_keys=True) + repr(columns)
         if key not in self._sources:
-            self._sources = {key: load_local(self.data, self.name, spec, self.folder, columns)}
+            with trust_only(self.code):  # the task may be a class of this machine
+                self._sources = {key: load_local(self.data, self.name, spec, self.folder, columns)}
         return self._sources[key]
 
     def _make_spec(self, given: Mapping[str, Any]) -> RunSpec | CompareSpec:
