@@ -77,7 +77,8 @@ class Regression(Task):
                 f"{y.shape[1]}: give one pair for each"
             )
         mean_T, std_T = torch.tensor(self.scales, dtype=torch.float64, device=y.device).T
-        return ((y.double() - mean_T) / std_T).float()
+        encoded: Tensor = (y.double() - mean_T) / std_T
+        return encoded.float()
 
     @override
     def check_targets(self, y: Tensor, shape: tuple[int, ...], outputs: int, where: str) -> None:

@@ -38,7 +38,7 @@ from ...models import ModelFactory
 from ...nn.linear import list_products, set_products
 from ...results.checkpoint import load_checkpoint, save_checkpoint
 from ...results.run_directory import to_file_name
-from ...results.schema import Row
+from ...results.schema import METRICS, Row, compute_metric, metric_unit, rows_to_frame
 from ...tasks import CLASSIFICATION, describe_task
 from ...utils.allocator import keep_freed_memory
 from ...utils.errors import FedshiftError, UsageError
@@ -288,8 +288,13 @@ class Site:
                 self.export_latest()
         for row in rows:
             if (row["split"], row["model"]) == ("test", "personal"):
-                right = 100 * sum(row["hits"]) / row["samples"]
-                self.say(f"{plan.method.name}, after round {server.round}: accuracy {right:.2f} % here")
+                metric = trial.settings.metric
+                value, (factor, digits, unit) = (
+                    float(compute_metric(rows_to_frame([row]), metric)[0]),
+                    metric_unit(metric),
+                )
+                said = f"{METRICS[metric]} {factor * value:.{digits}f} {'%' if unit == 'percent' else unit}"
+                self.say(f"{plan.method.name}, after round {server.round}: {said} here")
         return Exchange(kind="evaluated", facts={"name": trial.kept.name, "round": server.round, "rows": rows})
 
     def _broadcast(self, plan: Plan, names: frozenset[str], asked: Exchange) -> tuple[ServerState, int]:
