@@ -1,5 +1,7 @@
 """Tasks at several sites: the results of one process, bit for bit; sites whose tasks differ are refused by name."""
 
+from dataclasses import asdict
+
 import numpy as np
 import pytest
 from torch import nn
@@ -7,10 +9,11 @@ from torch import nn
 from fedshift.config.spec import RunSpec
 from fedshift.flower.server.registry import ClientRegistry, SiteDescription
 from fedshift.flower.site.site import Site
+from fedshift.flower.transport.exchange import Exchange
 from fedshift.results.summary import read_summary
 from fedshift.tasks import Regression, Segmentation, describe_task
 from fedshift.utils.errors import FedshiftError
-from tests.flower.sites import Heard, SiteGrid, coordinator, same_as_in_process
+from tests.flower.sites import RUN, Heard, SiteGrid, coordinator, same_as_in_process
 
 pytestmark = pytest.mark.usefixtures("machine")
 
@@ -131,3 +134,12 @@ def test_counts_that_cannot_be_those_of_the_task_are_refused(tmp_path, change):
     heard = Heard()
     coordinator(spec_of(None, place), grid, tmp_path / "run", heard).run()
     assert any("its counts do not fit its 5 samples" in text for text in heard.notices), heard.notices
+
+
+def test_a_class_of_the_sites_machine_is_a_task_only_where_the_site_allows_it(tmp_path):
+    place = folders(SCALED, tmp_path / "data")
+    grid = SiteGrid(sites_in(place, tmp_path / "sites"))
+    spec = spec_of("multiprocessing.pool:ThreadPool(processes=1)", place)
+    answer = grid.sites[1].answer(Exchange(kind="describe", facts={"spec": asdict(spec), "labels": False}, run=RUN))
+    assert answer.kind == "refused"
+    assert "nobody allowed" in answer.facts["why"]

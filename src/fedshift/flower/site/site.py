@@ -39,7 +39,7 @@ from ...nn.linear import list_products, set_products
 from ...results.checkpoint import load_checkpoint, save_checkpoint
 from ...results.run_directory import to_file_name
 from ...results.schema import METRICS, Row, compute_metric, metric_unit, rows_to_frame
-from ...tasks import CLASSIFICATION, describe_task
+from ...tasks import CLASSIFICATION, as_task, describe_task
 from ...utils.allocator import keep_freed_memory
 from ...utils.errors import FedshiftError, UsageError
 from ...utils.files import write_atomically
@@ -341,8 +341,9 @@ class Site:
         """Return the data, cached; ``columns``: of all sites' tables (see :func:`.local_data.load_local`)."""
         key = json.dumps({name: getattr(spec, name) for name in DATA}, sort_keys=True) + repr(columns)
         if key not in self._sources:
-            with trust_only(self.code):  # the task may be a class of this machine
-                self._sources = {key: load_local(self.data, self.name, spec, self.folder, columns)}
+            with trust_only(self.code):
+                as_task(spec.task or CLASSIFICATION)  # raises for a class of this machine that nobody allowed
+            self._sources = {key: load_local(self.data, self.name, spec, self.folder, columns)}
         return self._sources[key]
 
     def _make_spec(self, given: Mapping[str, Any]) -> RunSpec | CompareSpec:
