@@ -308,7 +308,6 @@ class CustomLoss(Loss):
     """A function of yours, called as ``function(logits, y)``; ``text`` names it, the same in every process."""
 
     name = "custom"
-    tasks = ("classification", "segmentation", "multilabel", "regression")
     function: Callable[[Tensor, Tensor], Tensor]
     text: str
     tried: bool = True

@@ -22,7 +22,7 @@ from ..engines import ENGINES
 from ..engines.cost_model import choose_products, count_rows
 from ..models import ModelFactory, make_network
 from ..results.schema import MOMENTS
-from ..tasks import CLASSIFICATION, Task
+from ..tasks import CLASSIFICATION, Classification, Task
 from ..utils.errors import UsageError, unknown_name
 from ..utils.random_streams import stream, torch_stream
 from .initial_weights import InitialWeights
@@ -90,11 +90,12 @@ class Settings(TrialSpec):
         if metric not in task.metrics:
             raise UsageError(f"{unknown_name('metric', metric, task.metrics)} (the data's task is {task})")
         loss = parse_loss(task.loss) if self.loss is None else self.loss
-        if task.name not in loss.tasks:
-            fitting = [name for name, kind in CATALOG.items() if task.name in getattr(kind, "tasks", ())]
+        kinds = {getattr(kind, "name", "") for kind in type(task).__mro__}  # one of yours may build on another
+        if not isinstance(loss, CustomLoss) and not kinds.intersection(loss.tasks):
+            fitting = [name for name, kind in CATALOG.items() if kinds.intersection(getattr(kind, "tasks", ()))]
             raise UsageError(f"loss {loss} is not for {task}, the data's task: use {' or '.join(fitting)}")
         if isinstance(loss, CustomLoss):
-            loss = replace(loss, tried=task.name == "classification")
+            loss = replace(loss, tried=isinstance(task, Classification))
         return replace(self, metric=metric, loss=loss)
 
     def draw_participants(self, seed: int, round: int, names: tuple[str, ...]) -> tuple[str, ...]:

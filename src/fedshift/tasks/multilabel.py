@@ -59,9 +59,5 @@ class Multilabel(Task):
         }
 
     @override
-    def strata(self, y: Tensor) -> Tensor | None:
-        return None
-
-    @override
     def count_classes(self, y: Tensor, outputs: int) -> Tensor:
         return y.sum(dim=0).to(torch.int64).cpu()

@@ -110,7 +110,3 @@ class Regression(Task):
             "total": target.sum(dim=0).tolist(),
             "square": target.square().sum(dim=0).tolist(),
         }
-
-    @override
-    def strata(self, y: Tensor) -> Tensor | None:
-        return None

@@ -93,10 +93,6 @@ class Segmentation(Task):
         }
 
     @override
-    def strata(self, y: Tensor) -> Tensor | None:
-        return None
-
-    @override
     def count_classes(self, y: Tensor, outputs: int) -> Tensor:
         return torch.bincount(y.flatten(), minlength=IGNORED + 1)[:outputs].cpu()
 

@@ -93,9 +93,9 @@ class Task(ABC):
         ``samples`` and ``loss_sum`` are counted always.
         """
 
-    @abstractmethod
     def strata(self, y: Tensor) -> Tensor | None:
         """Return a class for each sample by which splits are stratified, int64 ``[N]``; None: there is none."""
+        return None
 
     def count_classes(self, y: Tensor, outputs: int) -> Tensor:
         """Return how often each class or label occurs in ``y``, int64 ``[outputs]``; zeros where there are none."""
