@@ -102,7 +102,7 @@ def no_test_labels(rewrite):
         ),
         (
             other_channels,
-            "samples of shape (17, 8, 8, 4); images are [N, H, W], [N, H, W, C] or [N, C, H, W] with 1 or 3",
+            "samples of shape (17, 8, 8, 4); images are [N, H, W], [N, H, W, C] with 1 or 3 channels or",
         ),
         (other_features, "client 'bob', train data: samples of shape (5,) where others are images (C, H, W)"),
         (text_in_place_of_arrays, "bob.npz is no .npz file, or is cut short: write it again with numpy.savez"),

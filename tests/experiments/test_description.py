@@ -10,7 +10,8 @@ from torch import nn
 
 from fedshift.core.optimizer import SGD, AdamW, Cosine
 from fedshift.core.work import Work
-from fedshift.experiments.description import describe_factory, describe_optimizer, describe_work
+from fedshift.experiments.description import describe_optimizer, describe_work
+from fedshift.models import describe_factory
 from fedshift.models.digits import digit_cnn_bn
 from fedshift.results.summary import read_summary
 

@@ -119,10 +119,13 @@ def network_of(made):
         (
             network_of(Segmenter()),
             "the model Segmenter returned a dict with 'out', 'aux', not a tensor of one score a class, [samples, "
-            "classes]: return the scores alone, or wrap it in a torch.nn.Module with self.network = ... and a "
-            "forward(self, x) that returns self.network(x)['out']",
+            "classes]: return the scores alone, or choose them by fedshift.models.take_output(network, 'out'); on the "
+            "command line, --model \"take_output(package.module:function, output='out')\"",
         ),
-        (network_of(nn.Sequential(nn.Flatten(2), nn.LSTM(64, 3))), "Sequential returned a tuple, not a tensor"),
+        (
+            network_of(nn.Sequential(nn.Flatten(2), nn.LSTM(64, 3))),
+            "or choose them by fedshift.models.take_output(network, 0);",
+        ),
     ],
 )
 def test_a_model_that_does_not_fit_the_data_is_refused(make, tmp_path, model, said):

@@ -16,6 +16,8 @@ SMALLEST = {
     "vgg16-fedmmb": 32,
 }  # fmt: skip
 """Pixels each way that an image model needs; the others take samples of any shape."""
+DENSE = ("unet", "unet-small")
+"""Models that score every pixel of an image, or voxel of a volume, of any size."""
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +38,7 @@ def test_defaults_make_a_network_that_uses_every_parameter(name):
     shape, classes = (inspect.signature(MODELS[name]).parameters[key].default for key in ("shape", "classes"))
     model = MODELS[name]()
     outputs = model(torch.zeros(2, *shape))
-    assert outputs.shape == (2, classes)
+    assert outputs.shape == (2, classes, *(shape[1:] if name in DENSE else ()))
     outputs.sum().backward()
     assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
 
@@ -45,7 +47,8 @@ def test_defaults_make_a_network_that_uses_every_parameter(name):
 def test_the_smallest_samples_other_channels_and_any_number_of_classes(name):
     for channels, classes in ((1, 1), (4, 7)):
         shape = (channels, SMALLEST.get(name, 1), SMALLEST.get(name, 1) + 5)
-        assert MODELS[name](shape, classes).eval()(torch.zeros(2, *shape)).shape == (2, classes)
+        scores = (classes, *shape[1:]) if name in DENSE else (classes,)
+        assert MODELS[name](shape, classes).eval()(torch.zeros(2, *shape)).shape == (2, *scores)
 
 
 @pytest.mark.parametrize("name", SMALLEST)
@@ -56,7 +59,7 @@ def test_what_is_no_image_or_too_small_is_refused_with_what_is_allowed(name):
             MODELS[name](shape, 4)
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name not in SMALLEST])
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in (*SMALLEST, *DENSE)])
 def test_vectors_may_have_any_shape_but_not_none(name):
     assert MODELS[name]((3, 4), 2).eval()(torch.zeros(5, 3, 4)).shape == (5, 2)
     for shape in ((), (0,)):

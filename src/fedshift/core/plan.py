@@ -102,10 +102,11 @@ class Plan:
     @cached_property
     def image_format(self) -> torch.memory_format:
         """Memory format of images and kernels: channels last where that is faster, for float32 on the CPU."""
-        cpu = all(tensor.device.type == "cpu" for tensor in self.initial.values())
-        convolves = any(isinstance(layer, nn.Conv2d) for layer in self.module.modules())
-        faster = cpu and convolves and self.dtype == torch.float32
-        return torch.channels_last if faster else torch.contiguous_format
+        if self.dtype == torch.float32 and all(tensor.device.type == "cpu" for tensor in self.initial.values()):
+            for kind, layout in ((nn.Conv2d, torch.channels_last), (nn.Conv3d, torch.channels_last_3d)):
+                if any(isinstance(layer, kind) for layer in self.layers):
+                    return layout
+        return torch.contiguous_format
 
     @cached_property
     def layers(self) -> tuple[nn.Module, ...]:
@@ -191,11 +192,11 @@ def compute_outputs(plan: Plan, state: State, x: Tensor) -> Tensor:
 def _not_scores(module: nn.Module, made: object) -> str:
     """Return the message for a network whose outputs are no tensor."""
     keys = f" with {', '.join(map(repr, made))}" if isinstance(made, Mapping) else ""
-    taken = f"[{next(iter(made), 'logits')!r}]" if isinstance(made, Mapping) else "[0]"
+    output = repr(next(iter(made), "logits") if isinstance(made, Mapping) else 0)
     return (
         f"the model {type(module).__name__} returned a {type(made).__name__}{keys}, not a tensor of one score a class, "
-        "[samples, classes]: return the scores alone, or wrap it in a torch.nn.Module with "
-        f"self.network = ... and a forward(self, x) that returns self.network(x){taken}"
+        f"[samples, classes]: return the scores alone, or choose them by fedshift.models.take_output(network, {output})"
+        f'; on the command line, --model "take_output(package.module:function, output={output})"'
     )
 
 
@@ -207,6 +208,12 @@ def forward(plan: Plan, state: State, x: Tensor, *, training: bool = False) -> T
         return compute_outputs(plan, state, to_memory_format(x, plan.image_format))
 
 
+def to_inputs(plan: Plan, x: Tensor) -> Tensor:
+    """Return samples in the model's type; whole numbers, such as tokens, stay."""
+    return x.to(plan.dtype) if x.is_floating_point() else x
+
+
 def to_memory_format(tensor: Tensor, layout: torch.memory_format) -> Tensor:
-    """Return images ``[N, C, H, W]`` in ``layout``, other tensors unchanged."""
-    return tensor.contiguous(memory_format=layout) if tensor.ndim == 4 else tensor
+    """Return images ``[N, C, H, W]``, or volumes where it is a layout of these, in ``layout``; others unchanged."""
+    dimensions = 5 if layout == torch.channels_last_3d else 4
+    return tensor.contiguous(memory_format=layout) if tensor.ndim == dimensions else tensor

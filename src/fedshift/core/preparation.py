@@ -23,7 +23,7 @@ from ..utils.user_code import describe_error
 from .compatibility import check_compatibility
 from .method import Method
 from .optimizer import Optimizer
-from .plan import Loss, Plan, Precision, forward
+from .plan import Loss, Plan, Precision, forward, to_inputs
 from .selection import entries, norm_statistics
 from .work import Work
 
@@ -177,7 +177,7 @@ def _refuse_unsupported(module: nn.Module) -> None:
 
 def _smallest_batch(plan: Plan, sample: Tensor) -> int:
     """Return 1, or 2 where the model refuses to train on one sample, as BatchNorm does on one value a channel."""
-    inputs = sample.to(plan.dtype)
+    inputs = to_inputs(plan, sample)
 
     def try_batch(size: int, *, training: bool) -> None:
         forward(plan, clone(plan.initial), inputs.expand(size, *sample.shape[1:]), training=training)
@@ -199,7 +199,7 @@ def _smallest_batch(plan: Plan, sample: Tensor) -> int:
 
 
 def _unsupported_sample_error(sample: Tensor, error: Exception) -> str:
-    return (
-        f"the model refuses a sample of shape {tuple(sample.shape[1:])}: {describe_error(error)}. "
-        "Choose a model for this shape, or bring the data to the model's (for images: size, channels)"
-    )
+    advice = "Choose a model for this shape, or bring the data to the model's (for images: size, channels)"
+    if not sample.is_floating_point():
+        advice = "Whole numbers are for networks of tokens: give measurements as floats (x.astype('float32'))"
+    return f"the model refuses a sample of shape {tuple(sample.shape[1:])}: {describe_error(error)}. {advice}"

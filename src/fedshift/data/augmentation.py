@@ -193,7 +193,10 @@ def check_augmentable(data: Federation, augment: Augmentation) -> None:
     for client in data.clients:
         split = client.train
         if len(split.shape) != 3:
-            raise UsageError(f"augment is for images, but client {client.name!r} has samples of shape {split.shape}")
+            raise UsageError(
+                f"augment is for images (C, H, W), but client {client.name!r} has samples of shape {split.shape}: "
+                "leave augment out"
+            )
         if not split.store.is_floating_point():
             continue
         low, high = (float(each) for each in split.store.aminmax())

@@ -32,6 +32,7 @@ from .samples import (
     Samples,
     describe_shape,
     digest_samples,
+    is_whole,
     join_samples,
     resize,
     resize_masks,
@@ -82,7 +83,8 @@ class ClientData:
         total, squares, count = torch.zeros(1), torch.zeros(1), 0
         for start in range(0, len(self.train), CHUNK):
             x = self.train.copy_rows(slice(start, start + CHUNK)).double() / 255
-            total, squares = total + x.sum((0, 2, 3)), squares + x.square().sum((0, 2, 3))
+            places = (0, *range(2, x.ndim))
+            total, squares = total + x.sum(places), squares + x.square().sum(places)
             count += x[:, 0].numel()
         mean = total / count
         std = (squares / count - mean.square()).clamp(min=0).sqrt()
@@ -237,12 +239,19 @@ class Federation:
         """Bring images to one shape: repeat gray to color where both occur, and resize to ``size`` pixels.
 
         Without ``size``, images that differ in size become 28 x 28, the size of the papers' digits. Resizing is
-        bilinear with antialiasing, that of masks to the nearest pixel. Raises :class:`UsageError` where channels cannot
-        be matched.
+        bilinear with antialiasing, that of masks to the nearest pixel. Samples that are no images stay as they are, but
+        that whole numbers become floats where others are floats. Raises :class:`UsageError` where channels cannot be
+        matched.
         """
         shapes = self._shapes()
-        if all(len(shape) == 1 for shape in shapes.values()):
-            return self
+        if all(len(shape) != 3 for shape in shapes.values()):
+            volumes = [shape for shape in shapes.values() if len(shape) > 3]
+            if size and volumes:
+                raise UsageError(
+                    f"image_size={size} resizes images (C, H, W), not samples of shape {volumes[0]}: leave it out, and "
+                    "bring volumes to one shape beforehand"
+                )
+            return self._match_types()
         flat = [where for where, shape in shapes.items() if len(shape) != 3]
         if flat:
             raise UsageError(f"{flat[0]}: samples of shape {shapes[flat[0]]} where others are images (C, H, W)")
@@ -264,6 +273,14 @@ class Federation:
 
         return self.map_splits(fit_split)
 
+    def _match_types(self) -> Federation:
+        """Return the federation with whole numbers as floats, unless all samples are whole numbers."""
+        stores = [split.store for client in self.clients for split in client.splits.values()]
+        if len(set(map(is_whole, stores))) < 2:
+            return self
+        convert = cache(lambda store: store.float() if is_whole(store) else store)  # once for each shared array
+        return self.map_splits(lambda split: split.with_samples(convert(split.store)))
+
     def to(self, device: torch.device) -> Federation:
         """Return the clients with their samples on ``device``."""
         move = cache(lambda store: store.to(device))  # once for each shared array
@@ -272,7 +289,7 @@ class Federation:
     def normalize(self, normalization: Normalization) -> Federation:
         """Return the images with ``normalization`` as their scale when a batch is taken."""
         wrong = max(len(normalization.mean), len(normalization.std))
-        if self.clients and len(self.sample_shape) == 3 and wrong not in (1, self.sample_shape[0]):
+        if self.clients and len(self.sample_shape) >= 3 and wrong not in (1, self.sample_shape[0]):
             raise UsageError(
                 f"normalization of {wrong} channels for images of {self.sample_shape[0]}: give one of each"
             )

@@ -18,9 +18,11 @@ OUTLINES = ((230, 159, 0), (86, 180, 233), (0, 158, 115), (240, 228, 66), (213, 
 def to_pictures(split: Samples, rows: torch.Tensor | slice, classes: int) -> Bytes:
     """Return images as pictures uint8 ``[n, H, W, C]``.
 
-    Floats are stretched from their lowest to their highest value; masks are drawn as outlines.
+    Floats are stretched from their lowest to their highest value. Of channels that are neither gray nor red, green and
+    blue the mean is shown. Masks are drawn as outlines.
     """
     x = split.copy_rows(rows).cpu().numpy()
+    x = x if x.shape[1] in (1, 3) else x.mean(axis=1, keepdims=True)
     if x.dtype != np.uint8:
         low, high = float(x.min()), float(x.max())
         x = ((x - low) / (high - low or 1.0) * 255).round().astype(np.uint8)

@@ -1,7 +1,8 @@
 """Samples with targets, and their construction from arrays.
 
-Images are stored unscaled, uint8 ``[N, C, H, W]`` from 0 to 255, and scaled to [-1, 1] when a batch is taken
-(as in FedBN's experiments, Li et al. 2021, arXiv:2102.07623, section 5.1); floating-point arrays are used unchanged.
+Images are stored unscaled, uint8 ``[N, C, H, W]`` (volumes ``[N, C, D, H, W]``) from 0 to 255, and scaled to [-1, 1]
+when a batch is taken (as in FedBN's experiments, Li et al. 2021, arXiv:2102.07623, section 5.1). Floating-point arrays
+are used unchanged; other integers, such as tokens, reach the network as the integers that they are.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ Augment = Callable[[Tensor], Tensor]
 
 
 class Samples:
-    """Samples ``x`` (uint8 images ``[N, C, H, W]`` or floats ``[N, ...]``) with targets ``y [N, ...]``.
+    """Samples ``x`` (uint8 images ``[N, C, ...]``, floats or int64 ``[N, ...]``) with targets ``y [N, ...]``.
 
     Targets are as the federation's task keeps them: a class (int64 ``[N]``), a mask (uint8 ``[N, H, W]``), or numbers.
     ``rows`` (int64 ``[N]``): indices of these samples in ``x``, where splits share one array; None: all, in order.
@@ -123,7 +124,7 @@ class Samples:
     def inputs(
         self, index: Tensor | slice, dtype: torch.dtype = torch.float32, augment: Augment | None = None
     ) -> Tensor:
-        """Return the samples at ``index`` as network inputs: images augmented and normalized, floats unchanged.
+        """Return the samples at ``index`` as network inputs: images augmented and normalized, others unchanged.
 
         Floating-point images are augmented as values from -1 to 1.
         """
@@ -134,6 +135,8 @@ class Samples:
 
         Augmentation takes a single batch.
         """
+        if is_whole(self.store):
+            return x
         x = x.to(dtype)
         if self.store.dtype != torch.uint8:  # a copy: an in-place layer of the network must not reach the data
             return x if augment is None else augment(x.add_(1).div_(2)).mul(2).sub(1)
@@ -142,7 +145,7 @@ class Samples:
         x = x.div_(255.0)
         x = x if augment is None else augment(x)
         mean, std = (
-            torch.tensor(values, dtype=dtype, device=x.device)[:, None, None]
+            torch.tensor(values, dtype=dtype, device=x.device).reshape(-1, *(1 for _ in self.shape[1:]))
             for values in (self.normalization.mean, self.normalization.std)
         )
         return (x - mean) / std
@@ -185,6 +188,11 @@ class Samples:
             if bad.any():
                 first = start + int(bad.nonzero()[0, 0])
                 raise UsageError(f"{where}: sample {first} has NaN or infinite values; remove or impute them")
+
+
+def is_whole(x: Tensor) -> bool:
+    """Return whether samples are integers that stay such, as tokens do: neither floats nor pixels of 8 bits."""
+    return not x.is_floating_point() and x.dtype != torch.uint8
 
 
 def describe_shape(split: Samples) -> str:
@@ -276,8 +284,9 @@ def to_samples(x: ArrayLike, y: ArrayLike, where: str = "data", task: Task | Non
     """Convert arrays to :class:`Samples`; both are copied.
 
     Args:
-        x: Images ``[N, H, W]``, ``[N, H, W, C]`` or ``[N, C, H, W]`` with 1 or 3 channels (integers 0..255 become
-            uint8, floats stay), or features ``[N, D]``.
+        x: Images ``[N, H, W]``, ``[N, H, W, C]`` with 1 or 3 channels or ``[N, C, H, W]`` with any, volumes
+            ``[N, C, D, H, W]`` (integers 0..255 become uint8, floats stay), features ``[N, D]``, or tokens ``[N, L]``
+            (int64 stays).
         y: Targets of ``task``: integer labels ``[N]`` or ``[N, 1]``; the class 0..254 of each pixel of images, or 255
             where it is ignored, ``[N, H, W]``; labels of 0 and 1, or numbers, ``[N, outputs]``.
         where: Beginning of error messages.
@@ -301,19 +310,29 @@ def to_samples(x: ArrayLike, y: ArrayLike, where: str = "data", task: Task | Non
 
 
 def _to_tensor(x: np.ndarray, where: str) -> Tensor:
+    if x.ndim == 2 and x.dtype == np.int64:
+        return torch.from_numpy(x.copy())
     if x.ndim == 2:
         return torch.from_numpy(x.astype(np.float64 if x.dtype == np.float64 else np.float32))
     if x.ndim == 3:
         x = x[:, None]
     elif x.ndim == 4 and x.shape[3] in (1, 3):
         x = x.transpose(0, 3, 1, 2)
-    elif x.ndim != 4 or x.shape[1] not in (1, 3):
+    elif x.ndim > 5 or (x.shape[1] not in (1, 3) and _ends_in_channels(x.shape)):
         raise UsageError(
-            f"{where}: samples of shape {x.shape}; images are [N, H, W], [N, H, W, C] or [N, C, H, W] with 1 or 3 "
-            "channels, features are [N, D]"
+            f"{where}: samples of shape {x.shape}; images are [N, H, W], [N, H, W, C] with 1 or 3 channels or "
+            "[N, C, H, W] with any, volumes [N, C, D, H, W], features [N, D]: bring channels to the second place "
+            "(numpy.moveaxis)"
         )
     if x.dtype.kind == "f":
         return torch.from_numpy(np.array(x, dtype=x.dtype if x.dtype == np.float64 else np.float32, order="C"))
     if x.size and (x.min() < 0 or x.max() > 255):
-        raise UsageError(f"{where}: integer pixels from {x.min()} to {x.max()}; they must lie in 0..255")
+        raise UsageError(
+            f"{where}: integer pixels from {x.min()} to {x.max()}; they must lie in 0..255: scale them, or give floats"
+        )
     return torch.from_numpy(np.array(x, dtype=np.uint8, order="C"))
+
+
+def _ends_in_channels(shape: tuple[int, ...]) -> bool:
+    """Return whether an array ``[N, ...]`` of images or volumes seems to have its channels in the last place."""
+    return shape[-1] in (1, 3) or shape[-1] < min(shape[1:-1])

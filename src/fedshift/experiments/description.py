@@ -12,8 +12,7 @@ from ..core.optimizer import Optimizer
 from ..core.plan import Plan
 from ..core.work import Work
 from ..data.federation import Federation
-from ..models import ModelFactory
-from ..models import __name__ as MODELS
+from ..models import ModelFactory, describe_factory
 from .settings import Settings
 
 LISTED = 12
@@ -41,12 +40,6 @@ def describe_training(
         "evaluated after rounds": describe_rounds(settings),
         "computed on": f"{settings.device}, {settings.precision}, {_count(threads, 'thread')} of torch",
     }
-
-
-def describe_factory(model: ModelFactory) -> str:
-    """Return the name of the function that makes networks, as ``--model`` takes it."""
-    module, name = getattr(model, "__module__", ""), getattr(model, "__qualname__", type(model).__name__)
-    return name.replace("_", "-") if module.startswith(MODELS) else f"{module}:{name}"
 
 
 def count_parameters(plan: Plan) -> int:

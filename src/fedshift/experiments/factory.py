@@ -20,7 +20,7 @@ from ..data.files.read_options import Progress
 from ..data.partition import match_names
 from ..data.sources import data_root, load_source, prepare_clients, write_assignment
 from ..methods.agc import agc
-from ..models import ModelFactory
+from ..models import ModelFactory, parse_model
 from ..utils.errors import UsageError, unknown_name
 from .experiment import Experiment
 from .initial_weights import InitialWeights, as_initial_weights
@@ -65,7 +65,7 @@ def resolve_model(name: str, shape: tuple[int, ...]) -> ModelFactory:
     """Return the function that makes networks of this name; ``auto`` depends on the ``shape`` of a sample."""
     if name == "auto":
         name = "small-cnn" if len(shape) == 3 else "abide-mlp"
-    return resolve("models", name)
+    return parse_model(name)
 
 
 def _parse_schedule(spec: Spec) -> Schedule:

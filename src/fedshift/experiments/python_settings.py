@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..config.expressions import EMBEDDED, list_catalog, resolve
+from ..config.expressions import EMBEDDED, resolve
 from ..config.spec import PYTHON, CompareSpec, DataSpec, check_settings
 from ..core.loss import CustomLoss, Loss, as_loss, parse_loss
 from ..core.method import Method
@@ -25,6 +25,7 @@ from ..data.augmentation import as_augmentation, write_augmentation
 from ..data.federation import Federation
 from ..data.objects import FORMS
 from ..data.sources import load_source, prepare_clients
+from ..models import find_expression
 from ..utils.errors import UsageError
 from ..utils.user_code import describe_error, describe_function, find_import_path
 from .experiment import Experiment
@@ -159,8 +160,7 @@ def read_model(value: Any, _values: Mapping[str, Any]) -> Reading:
             f"model is a {type(value).__name__}: give a name, or a function (sample_shape, classes) -> nn.Module, "
             "which each seed calls for fresh weights"
         )
-    named = [name for name, function in list_catalog("models").items() if function is value]
-    if text := next(iter(named), None) or find_import_path(value):
+    if text := find_expression(value):
         return Reading(value=value, texts={"model": text})
     return Reading(value=value, described=f"function {describe_function(value)}")
 

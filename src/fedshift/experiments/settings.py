@@ -13,7 +13,7 @@ from ..config.spec import SharedSpec, TrialSpec, Unseen, check_settings
 from ..core.loss import CATALOG, CrossEntropy, CustomLoss, Loss, as_loss, parse_loss
 from ..core.method import Method
 from ..core.optimizer import SGD, Optimizer
-from ..core.plan import Plan, forward
+from ..core.plan import Plan, forward, to_inputs
 from ..core.preparation import prepare
 from ..core.work import Work
 from ..data.augmentation import Augmentation
@@ -170,7 +170,7 @@ def make_plan(
     elif given:
         given.check_kept(plan)
     with count_rows(plan.module) as rows:
-        scores = tuple(forward(plan, plan.initial, sample.to(plan.dtype)).shape[1:])
+        scores = tuple(forward(plan, plan.initial, to_inputs(plan, sample)).shape[1:])
     wanted = task.output_shape(tuple(sample.shape[1:]), classes)
     if scores != wanted:
         each = f"one score a {task.output}" + ("" if len(wanted) == 1 else " and pixel")

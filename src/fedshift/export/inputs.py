@@ -164,8 +164,9 @@ class Scaling(nn.Module):
             self.register_buffer("feature_means", torch.from_numpy(scale.features.mean))
             self.register_buffer("feature_deviations", torch.from_numpy(scale.features.std))
         elif self.scales_pixels and not self.scales_to_half:
-            self.register_buffer("pixel_means", torch.tensor(scale.mean, dtype=dtype)[:, None, None])
-            self.register_buffer("pixel_deviations", torch.tensor(scale.std, dtype=dtype)[:, None, None])
+            places = [1] * (len(form.shape) - 1)
+            self.register_buffer("pixel_means", torch.tensor(scale.mean, dtype=dtype).reshape(-1, *places))
+            self.register_buffer("pixel_deviations", torch.tensor(scale.std, dtype=dtype).reshape(-1, *places))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the network's inputs for raw samples ``x``; the same operations as ``Samples.inputs``."""
@@ -173,6 +174,8 @@ class Scaling(nn.Module):
             filled = torch.where(torch.isnan(x), self.missing_values, x)
             scaled = (filled.to(torch.float64) - self.feature_means) / self.feature_deviations
             return scaled.to(x.dtype).to(self.dtype)
+        if not (self.scales_pixels or x.is_floating_point()):
+            return x
         x = x.to(self.dtype)
         if not self.scales_pixels:
             return x

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ..core.plan import to_memory_format
 from ..utils.errors import UsageError
 from .inputs import InputFormat, Scaling
 
@@ -39,9 +40,7 @@ class Program(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return scores ``[N, classes]`` for raw samples ``x [N, ...]``."""
-        x = self.scaling(x)
-        if x.ndim == 4:
-            x = x.contiguous(memory_format=self.layout)
+        x = to_memory_format(self.scaling(x), self.layout)
         with torch.autocast("cpu", torch.bfloat16) if self.low else nullcontext():
             scores: Tensor = self.network(x)
         return scores.to(self.dtype) if self.low else scores

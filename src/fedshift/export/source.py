@@ -22,7 +22,7 @@ from ..experiments.experiment import Experiment
 from ..experiments.restoration import AT_SITE, restore_trial, select_trials
 from ..experiments.settings import Settings
 from ..experiments.trial import Trial
-from ..models import ModelFactory
+from ..models import ModelFactory, describe_factory
 from ..report.tables import seed_table
 from ..results.run_directory import describe_environment, trial_folder
 from ..results.schema import Row, RunSummary, stream_rows
@@ -146,12 +146,9 @@ def find_sources(method: Method) -> Iterator[str]:
 
 def describe_network(plan: Plan, model: ModelFactory) -> str:
     """Return the network's name and size in a sentence."""
-    name = getattr(model, "__name__", type(model).__name__)
-    if model not in list_catalog("models").values():
-        name = f"{model.__module__}:{name}"
     changed = f", changed by {plan.method.name}" if plan.method.surgery else ""
     parameters = sum(plan.initial[entry.name].numel() for entry in plan.entries if not entry.is_buffer)
-    return f"Network {name.replace('_', '-')}{changed}, {parameters:,} parameters"
+    return f"Network {describe_factory(model)}{changed}, {parameters:,} parameters"
 
 
 def describe_settings(plan: Plan, settings: Settings, normalization: Any) -> dict[str, str]:

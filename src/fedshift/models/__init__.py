@@ -1,18 +1,25 @@
 """Networks of the papers. A model is made by a factory ``make(sample_shape, classes) -> nn.Module``.
 
 Names resolve without a registry: ``digit-cnn-bn`` is ``fedshift.models.digits.digit_cnn_bn``; a factory of yours is
-``my_package.module:function``.
+``my_package.module:function``. ``unet(width=32)`` sets an option of a factory, and
+``take_output(my_package.module:function, output='logits')`` one of several outputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
 
+from ..config.expressions import expressions, list_catalog, resolve
 from ..utils.errors import UsageError
-from ..utils.user_code import describe_error, describe_function
+from ..utils.user_code import describe_error, describe_function, find_import_path, identify_function
 
 ModelFactory = Callable[[tuple[int, ...], int], nn.Module]
 """Function that makes a network for the shape of a sample and a number of classes."""
@@ -35,6 +42,121 @@ def make_network(model: ModelFactory, shape: tuple[int, ...], classes: int) -> n
             f"{describe_function(model)}"
         )
     if any(nn.parameter.is_lazy(tensor) for tensor in (*network.parameters(), *network.buffers())):
-        with torch.no_grad():  # gives lazy layers their shapes, without moving statistics
-            network.eval()(torch.zeros(1, *shape))
+        _shape_lazy_layers(network, shape)
     return network
+
+
+def _shape_lazy_layers(network: nn.Module, shape: tuple[int, ...]) -> None:
+    """Give lazy layers their shapes, without moving statistics, by a sample of floats or, failing that, of tokens."""
+    failed: Exception | None = None
+    for dtype in (torch.float32, torch.int64):
+        try:
+            with torch.no_grad():
+                network.eval()(torch.zeros(1, *shape, dtype=dtype))
+            return
+        except Exception as error:
+            failed = failed or error
+    raise UsageError(
+        f"the model's lazy layers get no shapes from a sample of shape {shape} ({describe_error(failed)}): choose a "  # type: ignore[arg-type]
+        "model for this shape, or bring the data to the model's"
+    ) from failed
+
+
+@dataclass(frozen=True)
+class _Output:
+    """A forward hook that takes one of a network's outputs."""
+
+    output: str | int
+
+    def __call__(self, module: nn.Module, given: object, made: Any) -> Any:
+        try:
+            by_name = isinstance(self.output, str) and not isinstance(made, Mapping)
+            return getattr(made, str(self.output)) if by_name else made[self.output]
+        except (LookupError, AttributeError, TypeError) as error:
+            has = ", ".join(map(repr, made)) if isinstance(made, Mapping) else None
+            has = has or f"{len(made)} of them, from 0" if isinstance(made, tuple | list) else has
+            raise UsageError(
+                f"take_output: the model {type(module).__name__} returned a {type(made).__name__} without an output "
+                f"{self.output!r}: {f'it has {has}' if has else 'leave take_output out where it is a tensor'}"
+            ) from error
+
+
+@dataclass(frozen=True)
+class _OutputOf:
+    """A factory of networks that return one of the outputs of those of ``make``."""
+
+    make: ModelFactory
+    output: str | int
+
+    def __call__(self, shape: tuple[int, ...], classes: int) -> nn.Module:
+        return take_output(self.make(shape, classes), self.output)
+
+
+N = TypeVar("N", bound=nn.Module)
+
+
+@overload
+def take_output(model: N, output: str | int) -> N: ...
+@overload
+def take_output(model: ModelFactory, output: str | int) -> ModelFactory: ...
+def take_output(model: nn.Module | ModelFactory, output: str | int) -> nn.Module | ModelFactory:
+    """Return ``model`` with one of its outputs in place of a dictionary, a tuple or an object of several.
+
+    Names of entries stay what they are, so that published weights load and patterns select.
+
+    Args:
+        model: a network, which is changed (a forward hook is added), or a function (sample_shape, classes) that makes
+            one.
+        output: name of the output, ``"logits"`` of most networks of HuggingFace, or its place, from 0.
+
+    """
+    if isinstance(model, nn.Module):
+        model.register_forward_hook(_Output(output))
+        return model
+    return _OutputOf(model, output)
+
+
+def parse_model(text: str) -> ModelFactory:
+    """Return the factory that ``text`` names, a name or an expression; raise UsageError where there is none."""
+    if "(" not in text:
+        return resolve("models", text)
+    dashed = r"""(['"]).*?\1|(?<![\w.])[A-Za-z_]\w*(?:-\w+)+"""  # a quoted text, or a name with dashes
+    source = re.sub(dashed, lambda found: found[0] if found[1] else found[0].replace("-", "_"), text)
+    found = expressions("model", source, _look_up)
+    if len(found) != 1:
+        raise UsageError(f"model {text!r} is {len(found)} models: choose one")
+    return found[0]  # type: ignore[no-any-return]
+
+
+def _look_up(name: str) -> Callable[..., ModelFactory]:
+    """Return the function that makes a factory of the arguments in an expression."""
+    if name == take_output.__name__:
+        return take_output
+    factory = resolve("models", name)
+
+    def configure(**options: Any) -> ModelFactory:
+        return partial(factory, **options) if options else factory
+
+    taken = inspect.signature(factory).parameters.values()
+    options = [each for each in taken if each.kind in (each.KEYWORD_ONLY, each.VAR_KEYWORD)]
+    configure.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
+    return configure
+
+
+def find_expression(model: ModelFactory) -> str | None:
+    """Return the text that :func:`parse_model` takes for ``model``; None where there is no such."""
+    if isinstance(model, _OutputOf):
+        inner = find_expression(model.make)
+        return inner and f"{take_output.__name__}({inner}, output={model.output!r})"
+    if isinstance(model, partial):
+        inner, plain = find_expression(model.func), (bool, int, float, str, type(None))
+        options = ", ".join(f"{name}={value!r}" for name, value in model.keywords.items())
+        known = inner and "(" not in inner and not model.args and isinstance(model.keywords, dict)
+        return f"{inner}({options})" if known and all(type(v) in plain for v in model.keywords.values()) else None
+    named = (name for name, function in list_catalog("models").items() if function is model)
+    return next(named, None) or find_import_path(model)
+
+
+def describe_factory(model: ModelFactory) -> str:
+    """Return the name of the function that makes networks, as ``--model`` takes it where it can."""
+    return find_expression(model) or identify_function(model)
