@@ -118,9 +118,9 @@ class TrialSpec:
     select: Annotated[Literal["last", "best"], Parameter(group=MEASURING)] = "last"
     """Round that tables report: the last, or the best on validation data; never the best on test data."""
 
-    target_metric: Annotated[float | None, Field(gt=0, le=1), Parameter(group=MEASURING)] = None
-    """Value of the metric to reach, 0.9 for 90 %: the report says after how many rounds and bytes each method reached
-    it. Only evaluated rounds count, so evaluate every round to find the exact one."""
+    target_metric: Annotated[float | None, Field(gt=0, allow_inf_nan=False), Parameter(group=MEASURING)] = None
+    """Value of the metric to reach, 0.9 for 90 %, of errors in their unit: the report says after how many rounds and
+    bytes each method reached it. Only evaluated rounds count, so evaluate every round to find the exact one."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

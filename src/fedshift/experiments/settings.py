@@ -21,7 +21,7 @@ from ..data.federation import PLURALS
 from ..engines import ENGINES
 from ..engines.cost_model import choose_products, count_rows
 from ..models import ModelFactory, make_network
-from ..results.schema import MOMENTS
+from ..results.schema import MOMENTS, UNITS
 from ..tasks import CLASSIFICATION, Classification, Task
 from ..utils.errors import UsageError, unknown_name
 from ..utils.random_streams import stream, torch_stream
@@ -89,6 +89,8 @@ class Settings(TrialSpec):
         metric = task.metrics[0] if self.metric == "auto" else self.metric
         if metric not in task.metrics:
             raise UsageError(f"{unknown_name('metric', metric, task.metrics)} (the data's task is {task})")
+        if self.target_metric is not None and self.target_metric > 1 and metric not in UNITS:
+            raise UsageError(f"target_metric={self.target_metric:g}: {metric} is a share: give at most 1, 0.9 for 90 %")
         loss = parse_loss(task.loss) if self.loss is None else self.loss
         kinds = {getattr(kind, "name", "") for kind in type(task).__mro__}  # one of yours may build on another
         if not isinstance(loss, CustomLoss) and not kinds.intersection(loss.tasks):

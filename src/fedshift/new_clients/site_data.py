@@ -65,13 +65,13 @@ def load_unlabeled(
 ) -> Samples:
     """Load samples without labels as samples of the run's kind, from a folder of images or array ``x`` of an .npz file.
 
-    Images may be in subfolders. Every label of the result is 0 and has no meaning. ``notices`` receives a sentence if
+    Images may be in subfolders. Every target of the result is 0 and has no meaning. ``notices`` receives a sentence if
     unreadable images are left out. Raises :class:`UsageError` as :func:`load_site` does.
     """
     x = _read_array(path) if path.suffix == ".npz" else _read_images(path, spec, run, progress, notices)
-    data = Federation(
-        name=str(path), clients=(ClientData(name=client_name(path), train=x, test=x),), classes=run.classes
-    )
+    x = x.with_targets(run.task.make_blank_targets(len(x), x.shape, run.classes))
+    only = ClientData(name=client_name(path), train=x, test=x)
+    data = Federation(name=str(path), clients=(only,), classes=run.classes, task=run.task)
     return prepare_clients(data, run, own_scale=spec.normalize == "client").clients[0].train
 
 

@@ -42,6 +42,10 @@ class Classification(Task):
         return torch.from_numpy(y.astype(np.int64))
 
     @override
+    def make_blank_targets(self, samples: int, shape: tuple[int, ...], outputs: int) -> Tensor:
+        return torch.zeros(samples, dtype=torch.int64)
+
+    @override
     def count_outputs(self, targets: Iterable[Tensor]) -> int:
         return 1 + max((int(y.max()) for y in targets if len(y)), default=0)
 

@@ -53,6 +53,10 @@ class Segmentation(Task):
         return torch.from_numpy(masks)
 
     @override
+    def make_blank_targets(self, samples: int, shape: tuple[int, ...], outputs: int) -> Tensor:
+        return torch.zeros((1, *shape[1:]), dtype=torch.uint8).expand(samples, *shape[1:])
+
+    @override
     def count_outputs(self, targets: Iterable[Tensor]) -> int:
         return 1 + max((int(y[y != IGNORED].max()) for y in targets if (y != IGNORED).any()), default=0)
 

@@ -54,6 +54,10 @@ class Task(ABC):
             raise UsageError(f"{where}: targets of shape {y.shape}; give [samples, {self.output}s] for {self}")
         return torch.from_numpy(y.astype(np.float64))
 
+    def make_blank_targets(self, samples: int, shape: tuple[int, ...], outputs: int) -> Tensor:
+        """Return zeros in place of targets that are not known, of samples of ``shape``."""
+        return torch.zeros(1, outputs).expand(samples, outputs)
+
     def count_outputs(self, targets: Iterable[Tensor]) -> int:
         """Return the number of classes, labels or targets in all clients' training ``targets``."""
         return max((y.shape[1] for y in targets), default=1)

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from pydantic import TypeAdapter, ValidationError
-from torch import Tensor
 from typing_extensions import override
 
 from ...data.federation import PLURALS, ClientData, Federation
@@ -26,9 +25,6 @@ from ...data.files.tables import format_list, number_classes
 from ...data.samples import Samples
 from ...tasks import (
     CLASSIFICATION,
-    Classification,
-    Segmentation,
-    Task,
     as_task,
     describe_task,
     restore_task,
@@ -39,6 +35,10 @@ from ..transport.arrays import NUMPY_TYPES
 
 MOST_SAMPLES, MOST_VALUES, MOST_CLASSES, LONGEST_NAME = 10**8, 2**30, 10**6, 200
 """Upper bounds, above those of any real site: samples of a split, values of a sample, classes, letters of a name."""
+
+
+ONE_PIXEL = (1, 1, 1)
+"""Shape of samples elsewhere for which blank masks are made: they are never looked at."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,20 +211,11 @@ def _make_client(described: SiteDescription, data: Federation) -> ClientData:
         y = (
             own.repeat_interleave(torch.tensor(described.labels))
             if counted
-            else make_blank_targets(data.task, data.classes, number)
+            else data.task.make_blank_targets(number, ONE_PIXEL, data.classes)
         )
         return Samples(x=zero, y=y, rows=torch.zeros(number, dtype=torch.int64))
 
     return ClientData.from_splits(described.name, {part: split(part, n) for part, n in described.samples.items()})
-
-
-def make_blank_targets(task: Task, classes: int, samples: int) -> Tensor:
-    """Return zeros in place of the targets of ``samples`` samples elsewhere, of one pixel each where they are masks."""
-    if isinstance(task, Classification):
-        return torch.zeros(samples, dtype=torch.int64)
-    if isinstance(task, Segmentation):
-        return torch.zeros((samples, 1, 1), dtype=torch.uint8)
-    return torch.zeros(1, classes).expand(samples, classes)
 
 
 def _spell(task: Mapping[str, Any]) -> str:

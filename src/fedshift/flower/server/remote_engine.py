@@ -30,7 +30,7 @@ from ...utils.state import State, join_states, pick
 from ..transport.arrays import RefusedMessage, check_update, from_record, to_record
 from ..transport.exchange import Exchange
 from .nodes import Nodes
-from .registry import make_blank_targets
+from .registry import ONE_PIXEL
 
 
 class RemoteEngine(Engine):
@@ -148,8 +148,8 @@ class RemoteEngine(Engine):
     def _check_rows(self, name: str, facts: Mapping[str, Any], moment: str) -> list[Row]:
         """Return a site's measurements; raise :class:`RefusedMessage` where they cannot be those of its samples."""
         splits, classes, task = self.federation.client(name).splits, self.federation.classes, self.federation.task
-        blank = Samples(x=torch.zeros(1), y=make_blank_targets(task, classes, 1)).targets()
-        expected = task.count(torch.zeros(1, *task.output_shape((1, 1, 1), classes)), blank, classes)
+        blank = Samples(x=torch.zeros(1), y=task.make_blank_targets(1, ONE_PIXEL, classes)).targets()
+        expected = task.count(torch.zeros(1, *task.output_shape(ONE_PIXEL, classes)), blank, classes)
         models = ("global", "personal") if moment == "loaded" else ("personal",)
         try:
             rows = [
