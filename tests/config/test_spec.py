@@ -15,6 +15,7 @@ OTHER = {
     "data": "some/where", "domains": "ann,bob", "samples": 20, "validation": 0.25, "image_size": 16, "classes": 4,
     "allow_single_class": True, "root": "/data", "split": "iid(clients=3),repeat()", "test_fraction": 0.3,
     "normalize": "client", "on_data_error": "warn", "client_column": "hospital", "target": "outcome",
+    "task": "multilabel",
     "split_column": "part", "group_column": "patient", "missing": "refuse", "scaling": "none",
     "loss": "focal(gamma=1.0)", "augment": "flip()",
     "metric": "auc", "model": "digit-cnn-bn", "rounds": 7, "epochs": 2, "batches": 3, "batch_size": 0,

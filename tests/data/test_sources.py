@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from fedshift.config.spec import CompareSpec, DataSpec
+from fedshift.config.spec import DataSpec
 from fedshift.data.federation import federation
 from fedshift.data.samples import IMAGENET
 from fedshift.data.sources import load_federation, normalize, parse_changes
@@ -159,7 +159,11 @@ def test_settings_that_do_not_fit_the_data_are_refused_first(make):
         make("fedavg", data="gaussians", augment="flip()")._make_trial(make("fedavg").methods[0], 0)
     with pytest.raises(UsageError, match="unknown loss"):
         make("fedavg", loss="hinge()")
-    assert CompareSpec().metric == "accuracy"
+    with pytest.raises(UsageError, match=r"unknown metric 'rmse'.*the data's task is classification"):
+        make("fedavg", metric="rmse")
+    with pytest.raises(UsageError, match=r"loss mse is not for classification.*use cross_entropy or focal"):
+        make("fedavg", loss="mse")
+    assert make("fedavg").settings.metric == "accuracy"
 
 
 def test_settings_for_files_of_ones_own_are_refused_where_they_do_nothing():

@@ -24,6 +24,8 @@ from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedbn import fedbn
 from fedshift.models.digits import small_cnn
 from fedshift.results.schema import COLUMNS, compute_metric, rows_to_frame
+from fedshift.tasks import CLASSIFICATION, classification
+from fedshift.tasks.classification import _macro_auc
 
 
 def plan_of(model, method=None):
@@ -44,7 +46,7 @@ def test_counts_equal_a_direct_computation_over_more_than_one_batch(network, mon
     part = Samples(x=torch.from_numpy(random.integers(0, 256, (53, 3, 8, 8)).astype(np.uint8)), y=torch.arange(53) % 3)
     plan = plan_of(network)
     monkeypatch.setattr(evaluation, "BATCH", 10)
-    row = evaluate(plan, plan.initial, part, 3)
+    row = evaluate(plan, plan.initial, part, CLASSIFICATION, 3)
 
     network.eval()
     with torch.no_grad():
@@ -67,7 +69,7 @@ def test_counts_equal_a_direct_computation_over_more_than_one_batch(network, mon
 def test_evaluation_changes_nothing(network):
     plan = plan_of(network)
     before = {name: tensor.clone() for name, tensor in plan.initial.items()}
-    evaluate(plan, plan.initial, Samples(x=torch.zeros(3, 3, 8, 8), y=torch.arange(3)), 3)
+    evaluate(plan, plan.initial, Samples(x=torch.zeros(3, 3, 8, 8), y=torch.arange(3)), CLASSIFICATION, 3)
     assert all(torch.equal(tensor, plan.initial[name]) for name, tensor in before.items())
 
 
@@ -90,7 +92,9 @@ def test_balanced_accuracy_of_unequal_classes_is_scikit_learns(labels, guesses):
 def test_the_recorded_loss_is_plain_cross_entropy_whatever_is_trained_on(network, loss):
     part = Samples(x=torch.rand(9, 3, 8, 8, generator=torch.Generator().manual_seed(0)), y=torch.arange(9) % 3)
     plain, weighted = plan_of(network), prepare(fedavg(), network, optimizer=SGD(lr=0.0), loss=loss)
-    assert evaluate(weighted, weighted.initial, part, 3) == evaluate(plain, plain.initial, part, 3)
+    assert evaluate(weighted, weighted.initial, part, CLASSIFICATION, 3) == evaluate(
+        plain, plain.initial, part, CLASSIFICATION, 3
+    )
 
 
 @given(
@@ -103,7 +107,7 @@ def test_the_area_under_the_curve_equals_scikit_learns(labels, classes, seed, ti
     y = torch.tensor([label % classes for label in labels])
     logits = torch.randn(len(y), classes, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     logits = logits.round() if ties else logits
-    found = evaluation._auc(logits, y)
+    found = _macro_auc(logits, y)
     if len(y.unique()) < classes:
         assert found is None
     else:
@@ -115,20 +119,22 @@ def test_the_area_under_the_curve_equals_scikit_learns(labels, classes, seed, ti
 def test_the_area_under_the_curve_of_a_few_classes_at_a_time_is_the_same(monkeypatch):
     random = torch.Generator().manual_seed(0)
     logits, y = torch.randn(40, 5, generator=random, dtype=torch.float64), torch.arange(40) % 5
-    whole = evaluation._auc(logits, y)
-    monkeypatch.setattr(evaluation, "RANKED", 80)
-    assert evaluation._auc(logits, y) == whole
+    whole = _macro_auc(logits, y)
+    monkeypatch.setattr(classification, "RANKED", 80)
+    assert _macro_auc(logits, y) == whole
 
 
 def test_the_area_under_the_curve_is_not_defined_for_scores_that_are_not_finite_or_one_class():
     y = torch.tensor([0, 1, 1])
-    assert evaluation._auc(torch.tensor([[0.0, 1.0], [float("nan"), 0.0], [0.0, 1.0]]), y) is None
-    assert evaluation._auc(torch.zeros(3, 1), torch.zeros(3, dtype=torch.int64)) is None
+    assert _macro_auc(torch.tensor([[0.0, 1.0], [float("nan"), 0.0], [0.0, 1.0]]), y) is None
+    assert _macro_auc(torch.zeros(3, 1), torch.zeros(3, dtype=torch.int64)) is None
 
 
 def test_a_class_that_does_not_occur_counts_nothing(network):
     plan = plan_of(network)
-    row = evaluate(plan, plan.initial, Samples(x=torch.zeros(4, 3, 8, 8), y=torch.tensor([0, 0, 2, 2])), 3)
+    row = evaluate(
+        plan, plan.initial, Samples(x=torch.zeros(4, 3, 8, 8), y=torch.tensor([0, 0, 2, 2])), CLASSIFICATION, 3
+    )
     assert row["support"] == [2, 0, 2]
     assert row["auc"] is None
     rows = rows_to_frame([{**dict.fromkeys(COLUMNS, 0), **row}])
@@ -168,7 +174,7 @@ def test_small_clients_share_forward_passes_of_the_shared_model_and_count_as_the
 ):
     monkeypatch.setattr(evaluation, "BATCH", 50)
     plan, data = plan_of(network), clients_of([9, 20, 21, 1, 120, 30, 30, 5, 15, 8, 7])
-    alone = [evaluate(plan, plan.initial, client.test, 3) for client in data.clients]
+    alone = [evaluate(plan, plan.initial, client.test, CLASSIFICATION, 3) for client in data.clients]
     batches.clear()
     rows = evaluate_clients(plan, init_server(plan), data, ("test",), lambda client: None)
     assert batches == [50, 1, 50, 50, 20, 30, 50, 15]  # 120 samples as they are alone, shared ones once
@@ -188,7 +194,7 @@ def test_a_model_that_looks_at_the_whole_batch_is_measured_client_by_client(batc
     plan, data = plan_of(model), clients_of([9, 20, 5])
     rows = evaluate_clients(plan, init_server(plan), data, ("test",), lambda client: None)
     assert batches == [9, 20, 5]
-    assert rows[2]["loss_sum"] == evaluate(plan, plan.initial, data.clients[1].test, 3)["loss_sum"]
+    assert rows[2]["loss_sum"] == evaluate(plan, plan.initial, data.clients[1].test, CLASSIFICATION, 3)["loss_sum"]
 
 
 def test_models_of_their_own_are_asked_for_and_measured_one_after_another(network, batches):

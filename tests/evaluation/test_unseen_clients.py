@@ -24,6 +24,7 @@ from fedshift.methods.fedper import fedper
 from fedshift.methods.single import single
 from fedshift.report.tables import list_shortfalls, seed_table
 from fedshift.results.summary import read_summary
+from fedshift.tasks import CLASSIFICATION
 from fedshift.utils.errors import UsageError
 from fedshift.utils.random_streams import stream
 from fedshift.utils.state import clone, is_equal
@@ -273,7 +274,7 @@ def test_finetune_trains_the_whole_model_under_every_kind_of_method(text):
     trained = [name for name in average if made.plan.trained >= {name}]
     assert trained
     assert not any(torch.equal(tuned[name], average[name]) for name in trained)
-    fitted, before = (evaluate(made.plan, state, new, 2)["loss_sum"] for state in (tuned, average))
+    fitted, before = (evaluate(made.plan, state, new, CLASSIFICATION, 2)["loss_sum"] for state in (tuned, average))
     assert fitted < before
 
 

@@ -20,6 +20,7 @@ from fedshift.experiments.sweep import make_combinations, parse_swept, split_set
 from fedshift.experiments.trial import Trial
 from fedshift.report.tables import seed_table
 from fedshift.results.summary import read_summary
+from fedshift.tasks import CLASSIFICATION, Regression
 from fedshift.utils.errors import FedshiftError, UsageError
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "sweeps"
@@ -108,13 +109,14 @@ def test_a_value_that_a_setting_does_not_take_is_named_on_the_command_line(sweep
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("reach", "said"), [(0, "greater than 0"), (1.5, "less than or equal to 1"), (-0.1, "greater than 0")]
-)
-def test_a_target_is_a_share(reach, said):
-    with pytest.raises(UsageError, match=f"target_metric={reach}: should be {said}"):
+@pytest.mark.parametrize("reach", [0, -0.1])
+def test_a_target_is_above_zero_and_of_a_share_at_most_one(reach):
+    with pytest.raises(UsageError, match=f"target_metric={reach}: should be greater than 0"):
         Settings(target_metric=reach)
-    assert Settings(target_metric=1.0).target_metric == 1.0
+    with pytest.raises(UsageError, match=r"target_metric=1.5: accuracy is a share: give at most 1"):
+        Settings(target_metric=1.5).for_task(CLASSIFICATION)
+    assert Settings(target_metric=1.5).for_task(Regression()).target_metric == 1.5
+    assert Settings(target_metric=1.0).for_task(CLASSIFICATION).target_metric == 1.0
 
 
 def test_combinations_differ_in_the_swept_settings_alone():

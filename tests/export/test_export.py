@@ -310,3 +310,26 @@ def test_python_exports_too_and_licenses_are_those_of_the_data(tiny, tmp_path):
     assert "CC BY 2.0" in find_licenses("digits", "digits")
     assert "SynthDigits CC BY 4.0" in find_licenses("digits_five(samples=10)", "digits-five")
     assert "CC0 1.0" in find_licenses("nuclei", "nuclei")
+
+
+def outline(shape, classes):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(shape[0], 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, classes, 1))
+
+
+def test_a_model_of_masks_gives_each_pixel_the_class_that_was_measured(tmp_path):
+    data = fedshift.nuclei().select_clients(["stain_violet", "stain_white"]).limit_samples(8)
+    result = fedshift.compare([fedshift.fedbn()], data=data, model=outline, rounds=1, lr=0.1, engine="sequential")
+    folder = result.export(tmp_path / "model", client="stain_white", onnx=False)
+    model, test = fedshift.load(folder), data.client("stain_white").test
+    masks, truth = model.predict(test.x), test.y
+    assert masks.shape == truth.shape
+    assert masks.dtype == torch.uint8
+    known = truth != 255
+    both = int(((masks == 1) & (truth == 1)).sum())
+    dice = 2 * both / int(((masks == 1) & known).sum() + (truth == 1).sum())
+    assert dice == pytest.approx(result.table().loc["stain_white", ("fedbn", "mean")])
+    card = (folder / "README.md").read_text()
+    assert f"| stain_white | test | {len(truth)} | {100 * dice:.2f} % |" in card
+    assert f"{int((masks == truth)[known].sum()):,} right, as the run recorded" in card
+    assert model.predict(test.x[0]).shape == (64, 64)

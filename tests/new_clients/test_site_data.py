@@ -11,11 +11,12 @@ import torch
 from PIL import Image
 
 from fedshift.config.spec import RunSpec
-from fedshift.data.federation import federation
+from fedshift.data.federation import ClientData, Federation, federation
 from fedshift.data.files.folder import read_folder
-from fedshift.data.samples import HALF, IMAGENET, UNIT
+from fedshift.data.samples import HALF, IMAGENET, UNIT, Samples
 from fedshift.data.sources import load_federation
 from fedshift.new_clients.site_data import load_site, load_unlabeled, prepare_clients
+from fedshift.tasks import Multilabel, Regression, Segmentation
 from fedshift.utils.errors import UsageError
 
 TABLES = RunSpec(target="ill")
@@ -295,3 +296,16 @@ def test_unlabeled_data_that_cannot_be_used_are_refused(tiny, tmp_path, name, sa
     (tmp_path / "broken.npz").write_bytes(b"PK but no more")
     with pytest.raises(UsageError, match=re.escape(said)):
         load_unlabeled(tmp_path / name, RunSpec(), tiny)
+
+
+@pytest.mark.parametrize("task", [Segmentation(), Multilabel(), Regression(scales=((1.0, 2.0),) * 3)], ids=str)
+def test_samples_without_targets_join_a_run_of_any_task(tmp_path, task):
+    """Networks are adapted to their inputs; their targets are blank."""
+    x, shape = np.random.default_rng(0).integers(0, 256, (4, 6, 6, 3), dtype=np.uint8), (3, 6, 6)
+    samples = Samples(x=torch.zeros(4, *shape, dtype=torch.uint8), y=task.make_blank_targets(4, shape, 3))
+    client = ClientData(name="a", train=samples, test=samples)
+    np.savez(tmp_path / "new.npz", x=x)
+    run = Federation(name="run", clients=(client,), classes=3, task=task)
+    found = load_unlabeled(tmp_path / "new.npz", RunSpec(), run)
+    assert torch.equal(found.x, torch.from_numpy(x).permute(0, 3, 1, 2))
+    assert not found.y.any()

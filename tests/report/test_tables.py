@@ -18,7 +18,6 @@ from fedshift.report.tables import (
     seed_table,
     traffic_table,
 )
-from fedshift.results.schema import METRICS
 from fedshift.utils.errors import UsageError
 
 
@@ -251,6 +250,6 @@ def test_the_majority_class_of_many_clients_is_given_by_its_extremes(make_crowd)
 
 
 def test_only_tables_of_accuracy_name_the_majority_class(study):
-    for metric in METRICS:
+    for metric in study.metrics:
         note = make_metric_table(study, collect_claims(study, metric), metric=metric).text.note
         assert ("most frequent class" in note) == (metric == "accuracy")

@@ -47,7 +47,7 @@ def data_list(*, root: Root = None) -> int:
     console, place = make_console(), data_root(DataSpec(root=root))
     for name, function in EMBEDDED.items():
         made: Federation = resolve("data", function)()
-        facts = f" embedded: {len(made.clients)} clients, {made.classes} classes. {made.note}\n"
+        facts = f" embedded: {len(made.clients)} clients, {made.outputs}. {made.note}\n"
         print_parts(console, [Text.assemble((name, "bold"), facts)])
     table = Table(title=f"benchmarks, with files under {place}", box=None, title_justify="left", padding=(0, 2, 1, 0))
     for column in ("name", "here"):

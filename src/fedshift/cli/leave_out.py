@@ -164,6 +164,7 @@ def _measure(part: Experiment, folder: Path) -> None:
     made = adapt_all(select_trials(part), folder, {client: data.client(client).train}, POLICIES, data=data)
     notices = [*made.notices, *(f"without {client}: {failure}" for failure in made.failures)]
     content = {"client": client, "place": part.data.names.index(client), "rows": made.rows, "notices": notices}
+    content["metric"] = part.settings.metric
     write_checked(folder / MEASURED, content)
 
 
@@ -216,7 +217,7 @@ def _publish(spec: CompareSpec, directory: Path, console: Console) -> None:
         seed_table,
         write_table,
     )
-    from ..report.formatting import format_metric_table, to_terminal
+    from ..report.formatting import difference_unit, format_metric_table, to_terminal
     from ..results.schema import METRICS, metric_unit
 
     measured = _read_measured(spec, directory)
@@ -224,7 +225,8 @@ def _publish(spec: CompareSpec, directory: Path, console: Console) -> None:
     if not rows:
         print_line(console, "No client that was left out is measured yet, so there is nothing to report.")
         return
-    text, metric = make_console(60 + 17 * len(measured)), spec.metric
+    text = make_console(60 + 17 * len(measured))
+    metric = next((each["metric"] for each in measured if "metric" in each), spec.metric)
     diverged, lacking = _list_diverged(spec, directory, measured), _list_lacking(directory, measured)
     partial = f"PARTIAL: {' '.join([*lacking, *diverged])}" if lacking or diverged else ""
     if partial:
@@ -244,7 +246,8 @@ def _publish(spec: CompareSpec, directory: Path, console: Console) -> None:
     if len(gaps) and not diverged:
         pairs = "clients" if len(seeds) > 1 else "seeds"
         shown = replace(format_differences(gaps, metric, len(seeds)), partial=partial)
-        print_line(console, f"Minus {gaps['baseline'].iloc[0]}, in points, paired over {pairs}")
+        unit = difference_unit(metric)[2]
+        print_line(console, f"Minus {gaps['baseline'].iloc[0]}, in {unit}, paired over {pairs}")
         text.print(to_terminal(shown))
         write_table(directory / "tables", "differences", shown, gaps)
     for each in measured:

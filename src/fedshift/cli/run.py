@@ -182,7 +182,7 @@ def summarize_experiment(experiment: Experiment) -> str:
     rounds, seeds = experiment.settings.rounds, len(experiment.seeds)
     return (
         f"{names} on {data.name} ({len(data.clients)} clients, {sum(len(c.train) for c in data.clients)} training "
-        f"samples, {data.classes} classes), {rounds} round{'s' * (rounds > 1)}, {seeds} seed{'s' * (seeds > 1)}"
+        f"samples, {data.outputs}), {rounds} round{'s' * (rounds > 1)}, {seeds} seed{'s' * (seeds > 1)}"
     )
 
 

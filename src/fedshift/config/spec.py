@@ -118,9 +118,9 @@ class TrialSpec:
     select: Annotated[Literal["last", "best"], Parameter(group=MEASURING)] = "last"
     """Round that tables report: the last, or the best on validation data; never the best on test data."""
 
-    target_metric: Annotated[float | None, Field(gt=0, le=1), Parameter(group=MEASURING)] = None
-    """Value of the metric to reach, 0.9 for 90 %: the report says after how many rounds and bytes each method reached
-    it. Only evaluated rounds count, so evaluate every round to find the exact one."""
+    target_metric: Annotated[float | None, Field(gt=0, allow_inf_nan=False), Parameter(group=MEASURING)] = None
+    """Value of the metric to reach, 0.9 for 90 %, of errors in their unit: the report says after how many rounds and
+    bytes each method reached it. Only evaluated rounds count, so evaluate every round to find the exact one."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -189,8 +189,13 @@ class DataSpec:
     client_column: Annotated[str | None, Parameter(group=FILES)] = None
     """Column of a table that names the client, where one table holds all."""
 
+    task: Annotated[str | None, Parameter(group=FILES)] = None
+    """What is predicted of a sample: classification, segmentation (a class for each pixel), multilabel (several labels
+    of 0 and 1), regression (numbers) or your own, package.module:Class. Regression standardizes targets by all clients'
+    training data, regression(standardize=False) does not. By default classes, or masks where there are some."""
+
     target: Annotated[str | None, Parameter(group=FILES)] = None
-    """Column of a table that holds the label."""
+    """Column of a table that holds the label; of several labels or numbers, the columns with commas between."""
 
     split_column: Annotated[str | None, Parameter(group=FILES)] = None
     """Column of a table with the values train, validation or test."""

@@ -129,11 +129,17 @@ class CrossEntropy(Loss):
     @override
     def __call__(self, logits: Tensor, y: Tensor) -> Tensor:
         weight_K = self._weights(logits)
-        if weight_K is None:
+        if weight_K is None and y.ndim == 1:
             return nn.functional.cross_entropy(logits, y, label_smoothing=self.smoothing)
-        total = torch.where(y == LEFT_OUT, 0, weight_K[y.clamp(min=0)]).sum()
+        known = y != LEFT_OUT
+        total = known.sum() if weight_K is None else torch.where(known, weight_K[y.clamp(min=0)], 0).sum()
         summed = nn.functional.cross_entropy(logits, y, weight_K, reduction="sum", label_smoothing=self.smoothing)
         return summed / torch.where(total > 0, total, 1)
+
+
+def _check_gamma(loss: str, gamma: float) -> None:
+    if not 0 <= gamma < math.inf:
+        raise UsageError(f"{loss}: gamma={gamma:g} must be a number of 0 or more")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,8 +155,7 @@ class Focal(Loss):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.gamma < math.inf:
-            raise UsageError(f"{self.name}: gamma={self.gamma:g} must be a number of 0 or more")
+        _check_gamma(self.name, self.gamma)
         object.__setattr__(self, "gamma", float(self.gamma))
 
     @override
@@ -181,6 +186,11 @@ class Dice(Loss):
     tasks = ("segmentation",)
     smooth: float = 1.0
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.smooth < math.inf:
+            raise UsageError(f"{self.name}: smooth={self.smooth:g} must be a number above 0")
+
     @override
     def __call__(self, logits: Tensor, y: Tensor) -> Tensor:
         known = (y != LEFT_OUT).to(logits.dtype).unsqueeze(1)
@@ -191,7 +201,7 @@ class Dice(Loss):
         score_K = (2 * both + self.smooth) / (either + self.smooth)
         weight_K = self._weights(logits)
         if weight_K is None:
-            return 1 - score_K[1:].mean()
+            return 1 - score_K[min(1, len(score_K) - 1) :].mean()
         return 1 - (weight_K * score_K).sum() / weight_K.sum()
 
 
@@ -203,13 +213,7 @@ class DiceCrossEntropy(Dice):
 
     @override
     def __call__(self, logits: Tensor, y: Tensor) -> Tensor:
-        known = y != LEFT_OUT
-        entropy = nn.functional.cross_entropy(logits, y, self._weights(logits), reduction="none")
-        if self.weights is None:
-            total = known.sum()
-        else:
-            total = torch.where(known, self._weights(logits)[y.clamp(min=0)], 0).sum()  # type: ignore[index]
-        return entropy.sum() / torch.where(total > 0, total, 1) + super().__call__(logits, y)
+        return CrossEntropy(weights=self.weights)(logits, y) + super().__call__(logits, y)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,6 +240,10 @@ class BinaryFocal(BinaryCrossEntropy):
 
     name = "binary_focal"
     gamma: float = 2.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_gamma(self.name, self.gamma)
 
     @override
     def __call__(self, logits: Tensor, y: Tensor) -> Tensor:
@@ -300,7 +308,6 @@ class CustomLoss(Loss):
     """A function of yours, called as ``function(logits, y)``; ``text`` names it, the same in every process."""
 
     name = "custom"
-    tasks = ("classification", "segmentation", "multilabel", "regression")
     function: Callable[[Tensor, Tensor], Tensor]
     text: str
     tried: bool = True

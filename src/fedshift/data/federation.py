@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..tasks.catalog import as_task
 from ..tasks.classification import CLASSIFICATION
 from ..tasks.segmentation import Segmentation
 from ..tasks.task import Task
@@ -131,8 +132,7 @@ class Federation:
     def __repr__(self) -> str:
         """List the clients with the size of each split and the number of classes in their training data."""
         shapes = dict.fromkeys(describe_shape(split) for client in self.clients for split in client.splits.values())
-        counted = f"{self.classes} {self.task.output if self.classes == 1 else PLURALS[self.task.output]}"
-        title = f"Federation {self.name!r}: {len(self.clients)} clients, {counted}"
+        title = f"Federation {self.name!r}: {len(self.clients)} clients, {self.outputs}"
         parts = [name for name in ("train", "validation", "test") if any(name in c.splits for c in self.clients)]
         rows = [("client", *parts, PLURALS[self.task.output])]
         for client in self.clients[:SHOWN]:
@@ -148,6 +148,11 @@ class Federation:
     def names(self) -> tuple[str, ...]:
         """Names of the clients, in the order of result tables."""
         return tuple(client.name for client in self.clients)
+
+    @property
+    def outputs(self) -> str:
+        """Number of classes, labels or targets in words: ``10 classes``."""
+        return f"{self.classes} {self.task.output if self.classes == 1 else PLURALS[self.task.output]}"
 
     @property
     def sample_shape(self) -> tuple[int, ...]:
@@ -383,14 +388,19 @@ def find_majority_classes(data: Federation) -> dict[str, int]:
     return {name: int(count_C.argmax()) for name, count_C in counts.items()}
 
 
-def count_classes(clients: Iterable[ClientData]) -> int:
-    """Return the largest training label of any client plus one, of masks the largest class of a pixel."""
-    return 1 + max((int(client.train.targets().max()) for client in clients if len(client.train)), default=0)
+def make_federation(
+    name: str, clients: Sequence[ClientData], *, task: Task | None, classes: int | None = None, note: str = ""
+) -> Federation:
+    """Return the federation of ``clients``.
 
-
-def infer_task(clients: Sequence[ClientData]) -> Task:
-    """Return the task whose targets the clients have: a class, or a mask."""
-    return Segmentation() if clients and clients[0].train.y.dtype == torch.uint8 else CLASSIFICATION
+    ``task``: what is predicted; None: classes or masks, as the clients' targets show. ``classes``: number of classes,
+    labels or targets; None: as found in the training data.
+    """
+    if task is None:
+        task = Segmentation() if clients and clients[0].train.y.dtype == torch.uint8 else CLASSIFICATION
+    if classes is None:
+        classes = task.count_outputs(client.train.y for client in clients)
+    return Federation(name=name, clients=tuple(clients), classes=classes, note=note, task=task)
 
 
 def federation(
@@ -400,6 +410,7 @@ def federation(
     classes: int | None = None,
     note: str = "",
     target: str | None = None,
+    task: Task | str | None = None,
 ) -> Federation:
     """Build a federation from arrays or datasets.
 
@@ -413,18 +424,30 @@ def federation(
         classes: Number of classes; None: the largest training label of any client plus one.
         note: Description of the data in one sentence.
         target: Column of the labels of HuggingFace datasets; None: the one of classes, or of a usual name.
+        task: What is predicted, a :class:`~fedshift.tasks.Task` or its name: classification, segmentation, multilabel
+            (labels of 0 and 1, ``[N, L]``) or regression (numbers, ``[N]`` or ``[N, T]``); None: classes or masks, as
+            the labels show.
 
     Raises:
         UsageError: An array has another shape, type or range, or a dataset cannot be read.
 
     """
-    data = []
+    data, kind = [], None if task is None else as_task(task)
     for client, given in clients.items():
         parts = list_splits(client, given)
         wheres = {split: _locate(client, split) for split in parts}
         arrays = {split: read_part(part, wheres[split], target) for split, part in parts.items()}
         data.append(
-            ClientData.from_splits(client, {split: to_samples(*pair, wheres[split]) for split, pair in arrays.items()})
+            ClientData.from_splits(
+                client, {split: to_samples(*pair, wheres[split], kind) for split, pair in arrays.items()}
+            )
         )
-    classes = count_classes(data) if classes is None else classes
-    return Federation(name=name, clients=tuple(data), classes=classes, note=note, task=infer_task(data))
+    return make_federation(name, data, task=kind, classes=classes, note=note)
+
+
+def encode_targets(data: Federation) -> Federation:
+    """Return ``data`` with targets as its task's networks learn them (:meth:`fedshift.tasks.Task.prepare`)."""
+    task = data.task.prepare([client.train.y for client in data.clients])
+    if task == data.task:
+        return data
+    return replace(data.map_splits(lambda split: split.with_targets(task.encode(split.y))), task=task)

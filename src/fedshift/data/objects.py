@@ -98,7 +98,7 @@ def read_objects(data: object, reading: ReadOptions) -> Federation:
             raise unknown_name("domain", name, data)
     clients = {name: data[name] for name in reading.domains or data}
     if not holds_tables(clients):
-        return federation(clients, name=NAME, classes=reading.classes, target=reading.target)
+        return federation(clients, name=NAME, classes=reading.classes, target=reading.target, task=reading.task)
     tables = [_open_table(name, given, reading) for name, given in clients.items()]
     return _read_tables(tables, replace(reading, client_column=None))
 

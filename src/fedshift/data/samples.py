@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from ..tasks.catalog import infer_task
 from ..tasks.segmentation import IGNORED, LEFT_OUT
 from ..tasks.task import Task
 from ..utils.errors import UsageError
@@ -279,16 +280,17 @@ def digest_samples(split: Samples) -> bytes:
     return found.digest()
 
 
-def to_samples(x: ArrayLike, y: ArrayLike, where: str = "data") -> Samples:
+def to_samples(x: ArrayLike, y: ArrayLike, where: str = "data", task: Task | None = None) -> Samples:
     """Convert arrays to :class:`Samples`; both are copied.
 
     Args:
         x: Images ``[N, H, W]``, ``[N, H, W, C]`` with 1 or 3 channels or ``[N, C, H, W]`` with any, volumes
             ``[N, C, D, H, W]`` (integers 0..255 become uint8, floats stay), features ``[N, D]``, or tokens ``[N, L]``
             (int64 stays).
-        y: Integer labels ``[N]`` or ``[N, 1]``; or the class 0..254 of each pixel of images, or 255 where it is
-            ignored, ``[N, H, W]``.
+        y: Targets of ``task``: integer labels ``[N]`` or ``[N, 1]``; the class 0..254 of each pixel of images, or 255
+            where it is ignored, ``[N, H, W]``; labels of 0 and 1, or numbers, ``[N, outputs]``.
         where: Beginning of error messages.
+        task: What is predicted; None: classes or masks, as ``y`` shows.
 
     Raises:
         UsageError: The arrays have other shapes, types or values.
@@ -297,28 +299,14 @@ def to_samples(x: ArrayLike, y: ArrayLike, where: str = "data") -> Samples:
     x_array, y_array = np.asarray(x), np.asarray(y)
     if x_array.dtype.kind not in "uifb" or y_array.dtype.kind not in "uifb":
         raise UsageError(f"{where}: arrays of type {x_array.dtype} and {y_array.dtype}; both must be numbers")
-    if y_array.ndim == 2 and y_array.shape[1] == 1:
-        y_array = y_array[:, 0]
-    if y_array.ndim == 3 and len(x_array) == len(y_array):
-        return Samples(x=_to_tensor(x_array, where), y=_to_masks(y_array, where))
-    if x_array.ndim < 2 or y_array.ndim != 1 or len(x_array) != len(y_array):
+    if x_array.ndim < 2 or y_array.ndim < 1 or len(x_array) != len(y_array):
         raise UsageError(
             f"{where}: samples of shape {x_array.shape} and labels of shape {y_array.shape}; "
             "samples need two or more dimensions, and labels one number a sample"
         )
-    if y_array.dtype.kind == "f" and not (np.isfinite(y_array).all() and (y_array == np.round(y_array)).all()):
-        raise UsageError(f"{where}: labels are not whole numbers; give classes as 0, 1, 2, ...")
-    return Samples(x=_to_tensor(x_array, where), y=torch.from_numpy(y_array.astype(np.int64)))
-
-
-def _to_masks(y: np.ndarray, where: str) -> Tensor:
-    masks = y.astype(np.uint8) if y.size and y.min() >= 0 and y.max() <= IGNORED else np.zeros(0)
-    if not np.array_equal(masks, y):
-        raise UsageError(
-            f"{where}: masks with values from {y.min()} to {y.max()}; give whole numbers, the class 0, 1, ... of each "
-            f"pixel, or {IGNORED} where it is ignored"
-        )
-    return torch.from_numpy(masks)
+    task = task or infer_task(x_array, y_array, where)
+    inputs = _to_tensor(x_array, where)
+    return Samples(x=inputs, y=task.read_targets(y_array, tuple(inputs.shape[1:]), where))
 
 
 def _to_tensor(x: np.ndarray, where: str) -> Tensor:

@@ -13,9 +13,10 @@ import torch
 
 from ..config.expressions import EMBEDDED, expressions, list_catalog, resolve
 from ..config.spec import DataSpec
+from ..tasks import as_task
 from ..utils.errors import UsageError, unknown_name
 from .assignment import describe_assignment, saved
-from .federation import Federation
+from .federation import Federation, encode_targets
 from .files.folder import read_directory
 from .files.images import SizesDiffer
 from .files.read_options import Progress, ReadOptions
@@ -27,7 +28,7 @@ SPLITS: Mapping[str, Callable[..., Change]] = {made.__name__: made for made in (
 """Functions that ``--split`` may name."""
 
 READ = (
-    "test_fraction", "client_column", "target", "split_column", "group_column", "missing", "scaling",
+    "task", "test_fraction", "client_column", "target", "split_column", "group_column", "missing", "scaling",
 )  # fmt: skip
 """Settings that apply to user files."""
 
@@ -81,7 +82,7 @@ def _read_object(data: object, spec: DataSpec, progress: Progress | None, like: 
         return data
     if not holds_tables(data):
         used = {"target", "client_column", "test_fraction"} if holds_hub_datasets(data) else set()
-        _refuse(spec, set(READ) - used, f"data of type {type(data).__name__}")
+        _refuse(spec, set(READ) - used - {"task"}, f"data of type {type(data).__name__}")
     return read_objects(data, _read_options(spec, progress, like))
 
 
@@ -100,9 +101,11 @@ def _exact_names(domains: str | None) -> tuple[str, ...] | None:
 
 
 def _read_options(spec: DataSpec, progress: Progress | None, like: Federation | None) -> ReadOptions:
+    task = like.task.forget() if like is not None and like.clients else as_task(spec.task) if spec.task else None
+    own = {name: getattr(spec, name) for name in READ if name != "task"}
     return ReadOptions(
         domains=_exact_names(spec.domains), classes=spec.classes, image_size=spec.image_size, progress=progress,
-        like=like, on_unreadable=spec.on_unreadable, **{name: getattr(spec, name) for name in READ},
+        like=like, on_unreadable=spec.on_unreadable, task=task, **own,
     )  # fmt: skip
 
 
@@ -185,7 +188,7 @@ def prepare_clients(data: Federation, spec: DataSpec) -> Federation:
     """Split, limit, scale and check the clients of ``data`` by ``spec``."""
     alone = spec.allow_single_class
     data = data.check(allow_single_class=alone or bool(spec.split))
-    return normalize(apply_splits(data, spec), spec.normalize).check(allow_single_class=alone)
+    return encode_targets(normalize(apply_splits(data, spec), spec.normalize).check(allow_single_class=alone))
 
 
 def apply_splits(data: Federation, spec: DataSpec) -> Federation:

@@ -29,7 +29,7 @@ def describe_training(
     threads = torch.get_num_threads()
     return {
         "data": f"{data.name}: {_count(len(data.clients), 'client')}, {_count(samples, 'training sample')}, "
-        f"{_count(data.classes, 'class', 'classes')}, samples of shape {' x '.join(map(str, data.sample_shape))}",
+        f"{data.outputs}, samples of shape {' x '.join(map(str, data.sample_shape))}",
         "network": describe_factory(model),
         "trained parameters": _by_method(plans, lambda plan: f"{count_parameters(plan):,}"),
         "scaling of inputs": "at the sites" if remote else describe_scaling(data),

@@ -21,8 +21,8 @@ from ..data.federation import PLURALS
 from ..engines import ENGINES
 from ..engines.cost_model import choose_products, count_rows
 from ..models import ModelFactory, make_network
-from ..results.schema import MOMENTS
-from ..tasks import CLASSIFICATION, Task
+from ..results.schema import MOMENTS, UNITS
+from ..tasks import CLASSIFICATION, Classification, Task
 from ..utils.errors import UsageError, unknown_name
 from ..utils.random_streams import stream, torch_stream
 from .initial_weights import InitialWeights
@@ -89,12 +89,15 @@ class Settings(TrialSpec):
         metric = task.metrics[0] if self.metric == "auto" else self.metric
         if metric not in task.metrics:
             raise UsageError(f"{unknown_name('metric', metric, task.metrics)} (the data's task is {task})")
+        if self.target_metric is not None and self.target_metric > 1 and metric not in UNITS:
+            raise UsageError(f"target_metric={self.target_metric:g}: {metric} is a share: give at most 1, 0.9 for 90 %")
         loss = parse_loss(task.loss) if self.loss is None else self.loss
-        if task.name not in loss.tasks:
-            fitting = [name for name, kind in CATALOG.items() if task.name in getattr(kind, "tasks", ())]
+        kinds = {getattr(kind, "name", "") for kind in type(task).__mro__}  # one of yours may build on another
+        if not isinstance(loss, CustomLoss) and not kinds.intersection(loss.tasks):
+            fitting = [name for name, kind in CATALOG.items() if kinds.intersection(getattr(kind, "tasks", ()))]
             raise UsageError(f"loss {loss} is not for {task}, the data's task: use {' or '.join(fitting)}")
         if isinstance(loss, CustomLoss):
-            loss = replace(loss, tried=task.name == "classification")
+            loss = replace(loss, tried=isinstance(task, Classification))
         return replace(self, metric=metric, loss=loss)
 
     def draw_participants(self, seed: int, round: int, names: tuple[str, ...]) -> tuple[str, ...]:

@@ -28,6 +28,7 @@ class ExportedModel:
     Attributes:
         directory: The model's directory.
         classes: Names of the classes, in the order of the scores.
+        task: Name of the task, ``classification`` or ``segmentation``.
         inputs: What the program takes.
         facts: What is known of the model, as in ``model.json``.
 
@@ -36,6 +37,7 @@ class ExportedModel:
     def __init__(self, directory: Path, description: Mapping[str, Any], program: torch.nn.Module) -> None:
         self.directory, self.classes = directory, tuple(description["classes"])
         self.inputs, self.facts = InputFormat.from_json(description["input"]), description["model"]
+        self.task = str(description.get("task", "classification"))
         self._program = program
 
     def __repr__(self) -> str:
@@ -44,7 +46,7 @@ class ExportedModel:
 
     @torch.no_grad()
     def __call__(self, samples: Any) -> Tensor:
-        """Return the scores of one sample ``[classes]`` or of several ``[N, classes]``.
+        """Return the scores of one sample ``[classes]`` or of several ``[N, classes]``; of pixels ``[..., H, W]``.
 
         Args:
             samples: An image (file, PIL image or array of pixels), a table's row (a mapping from columns to values), or
@@ -58,8 +60,10 @@ class ExportedModel:
         scores: Tensor = self._program(x)
         return scores[0] if single else scores
 
-    def predict(self, samples: Any) -> str | list[str]:
-        """Return the class of one sample, or of each of several."""
+    def predict(self, samples: Any) -> str | list[str] | Tensor:
+        """Return the class of one sample, or of each of several; of pixels their numbers, uint8 ``[H, W]`` each."""
+        if self.task == "segmentation":
+            return self(samples).argmax(dim=-3).to(torch.uint8)
         chosen = self(samples).argmax(dim=-1)
         return self.classes[int(chosen)] if chosen.ndim == 0 else [self.classes[k] for k in chosen.tolist()]
 

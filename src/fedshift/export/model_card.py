@@ -12,7 +12,7 @@ from typing import Any
 
 from ..analysis.statistics import wilson_interval
 from ..report.formatting import format_bytes
-from ..results.schema import Row
+from ..results.schema import Row, compute_metric, rows_to_frame
 from .inputs import InputFormat
 
 LEVEL = 0.95
@@ -37,6 +37,7 @@ class ModelFacts:
     """Facts about a model.
 
     Args:
+        task: Name of the task.
         method: The method's name, which is its expression.
         meaning: The method's parts, in words.
         sources: First lines on the method's parts, with their papers.
@@ -50,13 +51,14 @@ class ModelFacts:
         licenses: The licenses of the data, in words.
         clients: Sizes of the splits of each client that took part, where known.
         measured: Rows of this model's measurements at that round, see ``results.schema``.
-        spread: Accuracy over the run's seeds.
+        spread: Accuracy (of masks: Dice) over the run's seeds.
         settings: What was trained with, resolved, by name.
         versions: Versions of packages, of the run and of the export.
         notices: The run's notices.
 
     """
 
+    task: str = "classification"
     method: str
     meaning: str
     sources: tuple[str, ...]
@@ -74,6 +76,11 @@ class ModelFacts:
     settings: Mapping[str, str] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     notices: tuple[str, ...] = ()
+
+    @property
+    def segments(self) -> bool:
+        """Return whether the model gives a class to each pixel."""
+        return self.task == "segmentation"
 
     @property
     def title(self) -> str:
@@ -100,7 +107,7 @@ def render_card(
     """
     parts = (
         [f"# {facts.title}", _introduce(facts, classes)],
-        ["## Use", *_describe_use(form, files)],
+        ["## Use", *_describe_use(facts, form, files)],
         ["## Results", *_describe_results(facts), *(f"- {check}" for check in checks)],
         ["## How it was made", *_describe_making(facts)],
         ["## Intended use and limits", *(f"- {limit}" for limit in _list_limits(facts))],
@@ -122,20 +129,24 @@ def _introduce(facts: ModelFacts, classes: Sequence[str]) -> str:
     named = ", ".join(classes[:LISTED]) + (f" and {len(classes) - LISTED} more" if len(classes) > LISTED else "")
     whose = f"the model that client `{facts.client}` uses" if facts.client else "the model that the server holds"
     origin = f" {facts.origin}" if facts.origin else ""
+    does = (
+        f"gives each pixel one of {len(classes)} classes" if facts.segments else f"tells {len(classes)} classes apart"
+    )
     return (
-        f"{facts.network}. It tells {len(classes)} classes apart ({named}) and is {whose} after round {facts.round} "
+        f"{facts.network}. It {does} ({named}) and is {whose} after round {facts.round} "
         f"({facts.choice}), seed {facts.seed}.{origin}"
     )
 
 
-def _describe_use(form: InputFormat, files: Mapping[str, int]) -> Iterator[str]:
+def _describe_use(facts: ModelFacts, form: InputFormat, files: Mapping[str, int]) -> Iterator[str]:
     given = '"image.png"' if form.is_image and form.dtype == "uint8" else "row" if form.columns else "x"
     yield f"Input: {form.describe()}. Scaling is part of the program; `model.json` describes it."
-    yield "Output: scores [N, classes] before softmax, in the order of the classes; the largest is the answer."
+    shape, answer = ("[N, classes, H, W]", "classes of the pixels") if facts.segments else ("[N, classes]", "class")
+    yield f"Output: scores {shape} before softmax, in the order of the classes; the largest is the answer."
     if "program.pt2" in files:
         yield (
             f'```python\nimport fedshift\n\nmodel = fedshift.load("path/of/this/directory")\n'
-            f"model.predict({given})  # the class\nmodel({given})  # the scores\n```"
+            f"model.predict({given})  # the {answer}\nmodel({given})  # the scores\n```"
         )
         yield "Without fedshift, by torch alone:"
         yield (
@@ -156,6 +167,9 @@ def _describe_results(facts: ModelFacts) -> Iterator[str]:
         yield "The run has not measured this model."
         return
     rows = [row for row in facts.measured if row["split"] != "train"]
+    if facts.segments:
+        yield from _describe_overlap(facts, rows)
+        return
     yield (
         f"Measured after round {facts.round}, on samples that training did not see, with {100 * LEVEL:.0f} % intervals "
         "(Wilson's). `most frequent class`: the accuracy of always answering that."
@@ -168,6 +182,30 @@ def _describe_results(facts: ModelFacts) -> Iterator[str]:
     if len(tested) > 1:
         shares = [sum(row["hits"]) / row["samples"] for row in tested]
         yield f"| mean of {len(tested)} clients | test | | {100 * sum(shares) / len(shares):.2f} % | | | |"
+    yield from _describe_spread(facts)
+
+
+def _describe_overlap(facts: ModelFacts, rows: list[Row]) -> Iterator[str]:
+    """Yield the results of a model of masks."""
+    yield (
+        f"Measured after round {facts.round}, on images that training did not see, over all their pixels together; "
+        "Dice and IoU are means over the classes but the background, class 0."
+    )
+    yield "| client | split | images | Dice | IoU | accuracy of pixels |"
+    yield "|---|---|---|---|---|---|"
+    frame = rows_to_frame(rows)
+    values = {metric: compute_metric(frame, metric) for metric in ("dice", "iou", "accuracy")}
+    for number, row in enumerate(rows[: 2 * LISTED]):
+        cells = [f"{100 * found.iloc[number]:.2f} %" for found in values.values()]
+        yield (
+            "| "
+            + " | ".join((str(row["client"]).replace("|", "\\|"), row["split"], str(row["samples"]), *cells))
+            + " |"
+        )
+    yield from _describe_spread(facts)
+
+
+def _describe_spread(facts: ModelFacts) -> Iterator[str]:
     for spread in facts.spread:
         interval = f", interval of the mean {100 * spread.low:.2f} to {100 * spread.high:.2f} %"
         yield (

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from ..core.plan import Plan
 from ..data.samples import Samples
 from ..evaluation.metrics import BATCH
+from ..tasks.segmentation import LEFT_OUT
 from ..utils.errors import UsageError
 from ..utils.files import disk_error
 from ..utils.state import State
@@ -150,7 +151,8 @@ def _fill(model: TrainedModel, folder: Path, directory: Path, *, onnx: bool) -> 
     description = {
         "format": FORMAT,
         "input": model.form.to_json(),
-        "output": "scores before softmax, one a class",
+        "output": f"scores before softmax, one a class{' and pixel' if model.facts.segments else ''}",
+        "task": model.facts.task,
         "classes": model.classes,
         "files": {name: sha256(file.read_bytes()).hexdigest() for name, file in files.items()},
         "checks": checks,
@@ -186,22 +188,28 @@ def _check(model: TrainedModel, name: str, answer: Callable[[Tensor], Tensor]) -
     recorded = {row["client"]: row for row in model.facts.measured if row["split"] == "test"}
     found, total, differing = 0, 0, []
     for client, samples in model.tests.items():
-        hits = count_hits(answer, samples)
-        found, total = found + hits, total + len(samples)
+        hits, count = count_hits(answer, samples)
+        found, total = found + hits, total + count
         if client in recorded and sum(recorded[client]["hits"]) != hits:
             differing.append(f"{client} {hits} where {sum(recorded[client]['hits'])} are recorded")
     if not total:
         return []
     same = "as the run recorded" if recorded and not differing else "which the run has not recorded"
     verdict = f"other than the run recorded ({', '.join(differing)})" if differing else same
-    return [f"{name} was tried on all {total:,} test samples: {found:,} right, {verdict}."]
+    tried = f"{total:,} {'pixels of test images' if model.facts.segments else 'test samples'}"
+    return [f"{name} was tried on all {tried}: {found:,} right, {verdict}."]
 
 
 @torch.no_grad()
-def count_hits(answer: Callable[[Tensor], Tensor], samples: Samples) -> int:
-    """Return the number of ``samples`` for which the largest score of ``answer`` is that of their class."""
-    hits = 0
+def count_hits(answer: Callable[[Tensor], Tensor], samples: Samples) -> tuple[int, int]:
+    """Return for how many of ``samples``, or of their pixels, the largest score of ``answer`` is that of their class.
+
+    The second number is how many there are; ignored pixels are left out.
+    """
+    hits = count = 0
     for start in range(0, len(samples), BATCH):
         part = slice(start, start + BATCH)
-        hits += int((answer(samples.copy_rows(part)).argmax(dim=1) == samples.y[part]).sum())
-    return hits
+        y = samples.targets(part)
+        hits += int((answer(samples.copy_rows(part)).argmax(dim=1) == y).sum())
+        count += int((y != LEFT_OUT).sum())
+    return hits, count

@@ -28,6 +28,7 @@ from ..results.run_directory import describe_environment, trial_folder
 from ..results.schema import Row, RunSummary, stream_rows
 from ..results.summary import read_summary
 from ..results.trial_records import METRICS
+from ..tasks import Classification, Segmentation
 from ..utils.errors import UsageError
 from .inputs import InputFormat
 from .model_card import ModelFacts, SeedSpread
@@ -97,6 +98,7 @@ def collect_model(trial: Trial, experiment: Experiment, directory: Path, client:
         form=InputFormat.of(owner.train, data.columns),
         classes=name_classes(data),
         facts=ModelFacts(
+            task=data.task.name,
             method=plan.method.name,
             meaning=plan.method.text,
             sources=tuple(find_sources(plan.method)),
@@ -120,7 +122,15 @@ def collect_model(trial: Trial, experiment: Experiment, directory: Path, client:
 
 
 def name_classes(data: Federation) -> tuple[str, ...]:
-    """Return the names of the classes, their numbers where they have none."""
+    """Return the names of the classes, their numbers where they have none.
+
+    Raises :class:`UsageError` for a task that has none, whose models are not exported.
+    """
+    if not isinstance(data.task, Classification | Segmentation):
+        raise UsageError(
+            f"an exported model tells classes apart, of samples or of pixels, and {data.name} is for {data.task}: use "
+            "the run's checkpoint, or the network that fedshift.compare returns"
+        )
     return data.meanings or tuple(map(str, range(data.classes)))
 
 
@@ -207,10 +217,11 @@ def _find_rows(trial: Trial, directory: Path, client: str | None, here: bool) ->
 
 
 def _spread_over_seeds(summary: RunSummary, method: str, client: str | None) -> Iterator[SeedSpread]:
-    """Yield the accuracy of the client (of the global model: the clients' mean) over the run's seeds."""
+    """Yield the accuracy (of masks: Dice) of the client, of the global model the clients' mean, over the seeds."""
     if len(summary.seeds) < 2 or summary.rows.empty:
         return
-    table = seed_table(summary, "accuracy", "personal" if client else "global")
+    metric = "accuracy" if summary.task == "classification" else summary.metrics[0]
+    table = seed_table(summary, metric, "personal" if client else "global")
     if method not in table.columns.get_level_values(0):
         return
     row = client or "macro"

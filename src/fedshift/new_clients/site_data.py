@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ..config.spec import DataSpec
-from ..data.federation import ClientData, Federation
+from ..data.federation import PLURALS, ClientData, Federation
 from ..data.files.image_decoding import SUFFIXES
 from ..data.files.image_store import ImageFile, cache_entry, decode_all, describe_headers, inspect_all, load_store
 from ..data.files.images import SizesDiffer
@@ -26,6 +26,7 @@ from ..data.objects import holds_hub_datasets, holds_tables
 from ..data.samples import CHUNK, HALF, Samples, to_samples
 from ..data.sources import READ, load_source, normalize
 from ..experiments.experiment import Experiment
+from ..tasks import Classification
 from ..utils.errors import UsageError
 from ..utils.files import cache_directory
 
@@ -64,13 +65,13 @@ def load_unlabeled(
 ) -> Samples:
     """Load samples without labels as samples of the run's kind, from a folder of images or array ``x`` of an .npz file.
 
-    Images may be in subfolders. Every label of the result is 0 and has no meaning. ``notices`` receives a sentence if
+    Images may be in subfolders. Every target of the result is 0 and has no meaning. ``notices`` receives a sentence if
     unreadable images are left out. Raises :class:`UsageError` as :func:`load_site` does.
     """
     x = _read_array(path) if path.suffix == ".npz" else _read_images(path, spec, run, progress, notices)
-    data = Federation(
-        name=str(path), clients=(ClientData(name=client_name(path), train=x, test=x),), classes=run.classes
-    )
+    x = x.with_targets(run.task.make_blank_targets(len(x), x.shape, run.classes))
+    only = ClientData(name=client_name(path), train=x, test=x)
+    data = Federation(name=str(path), clients=(only,), classes=run.classes, task=run.task)
     return prepare_clients(data, run, own_scale=spec.normalize == "client").clients[0].train
 
 
@@ -145,7 +146,17 @@ def map_labels(data: Federation, run: Federation, whose: str) -> Federation:
     ``whose``: the owner of the run's classes, for errors. Raises :class:`UsageError` for a class that it lacks.
     """
     ours, theirs = data.meanings, run.meanings
-    if ours and theirs:
+    if data.task.name != run.task.name:
+        raise UsageError(f"{data.name} is for {data.task}, and {whose} for {run.task}: give targets of that kind")
+    if data.task != run.task:  # not yet as the networks learn them
+        data = replace(data.map_splits(lambda split: split.with_targets(run.task.encode(split.y))), task=run.task)
+    if not isinstance(run.task, Classification):
+        if (data.classes, ours) != (run.classes, theirs) and not (data.classes == run.classes and not ours):
+            raise UsageError(
+                f"{data.name} has {data.classes} {PLURALS[run.task.output]} {', '.join(ours)}, and {whose} "
+                f"{run.classes} {', '.join(theirs)}: give the same, in the same order"
+            )
+    elif ours and theirs:
         for name in ours:
             if name not in theirs:
                 raise UsageError(

@@ -23,7 +23,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from ..analysis.statistics import mean_and_std
 from ..results.schema import PICTURED, UNITS, RunSummary
 from .claims import difference_table
-from .formatting import format_bytes, format_mean, format_signed
+from .formatting import difference_unit, format_bytes, format_mean, format_signed
 from .progress import describe_partial
 from .style import (
     INK,
@@ -183,7 +183,8 @@ def _draw_differences(summary: RunSummary) -> Iterator[FigurePanel]:
     if table.empty:
         return
     baseline, level = table["baseline"].iloc[0], f"{100 * table['level'].iloc[0]:g}%"
-    label = f"macro {summary.metric_name} above {shorten(baseline, 20)} (points)"
+    unit = difference_unit(summary.metric)[2]
+    label = f"macro {summary.metric_name} above {shorten(baseline, 20)} ({unit})"
     figure, axes = make_panel("Difference to the baseline", label, "", 1.0 + 0.24 * len(table))
     styles = make_styles(summary.methods)
     for row, (method, gap) in enumerate(table.iterrows()):
@@ -192,7 +193,7 @@ def _draw_differences(summary: RunSummary) -> Iterator[FigurePanel]:
         axes.plot(summary.scale * gap["difference"], row, **style.line | {"markersize": 6.5})
     axes.axvline(0, color=INK, linewidth=0.8)
     label_rows(axes, table.index.tolist(), 20, 0.4)
-    caption = f"Macro {summary.metric_name} above {baseline} in points: mean over paired seeds, line: {level} interval."
+    caption = f"Macro {summary.metric_name} above {baseline} in {unit}: mean over paired seeds, line: {level} interval."
     ends = "; ".join(
         f"{method} {format_signed(summary.scale * value)}" for method, value in table["difference"].items()
     )

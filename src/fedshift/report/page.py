@@ -28,6 +28,7 @@ from .figures import make_panels
 from .formatting import (
     MISSING,
     TextTable,
+    difference_unit,
     flatten_settings,
     format_bytes,
     format_difference_table,
@@ -120,7 +121,8 @@ def collect_tables(summary: RunSummary, claims: Claims) -> dict[str, ReportTable
     if measures_trained(summary):
         tables["trained"] = make_metric_table(summary, claims, moment="trained")
     if len(frame := tabulate_claims(claims)):
-        caption = f"Macro {summary.metric_name} minus {claims.baseline}'s in points, paired over seeds"
+        unit = difference_unit(metric)[2]
+        caption = f"Macro {summary.metric_name} minus {claims.baseline}'s in {unit}, paired over seeds"
         add("differences", caption, frame, format_difference_table(frame, metric))
     if (target := summary.target_metric) is not None:
         frame = target_table(summary, target)

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import pandas as pd
 
-from ..results.schema import COUNTS, LOWER_IS_BETTER, METRICS, MOMENTS, RunSummary, compute_metric
+from ..results.schema import COUNTS, LOWER_IS_BETTER, MOMENTS, RunSummary, compute_metric
 from ..utils.errors import UsageError, unknown_name
 from .progress import describe_partial, find_reached_rounds
 
@@ -293,8 +293,8 @@ def list_shortfalls(summary: RunSummary) -> list[str]:
 def _resolve_metric(summary: RunSummary, metric: str | None) -> str:
     """Return ``metric``, or the summary's own for None, once it is known to exist."""
     metric = summary.metric if metric is None else metric
-    if metric not in METRICS:
-        raise unknown_name("metric", metric, METRICS)
+    if metric not in summary.metrics:
+        raise unknown_name("metric", metric, summary.metrics)
     return metric
 
 

@@ -28,8 +28,8 @@ def find_reached(summary: RunSummary, target: float, metric: str | None = None) 
     """Return when each run first reached ``target``: index (method, seed), columns round, bytes, share.
 
     ``round`` is the first evaluated round whose macro test ``metric`` (of the personal model, just after aggregation)
-    is at least ``target``, a share (loss: at most, in nats); ``bytes`` is the sum that all clients exchanged up to it,
-    down and up; ``share`` is the round as a share of the planned rounds. All are NaN where the target was never
+    is at least ``target``, a share (errors: at most, in their unit); ``bytes`` is the sum that all clients exchanged up
+    to it, down and up; ``share`` is the round as a share of the planned rounds. All are NaN where the target was never
     reached. Rounds that measured fewer clients than the run's largest number do not count.
     """
     macro = _macro(summary, metric)
@@ -102,10 +102,9 @@ def describe_target(
     rounds = [0, *sorted(set(metric_history(summary)["round"]))]
     spacing = int(max(np.diff(rounds), default=1))
     every = "every round" if spacing == 1 else f"every {spacing} rounds, --evaluate-every 1 finds the exact one"
-    return (
-        f"{quantity} to a macro test {summary.metric_name} of {100 * target:g} %, over seeds that reached it; "
-        f"evaluated {every}"
-    )
+    unit = "%" if summary.metric_unit == "percent" else summary.metric_unit
+    reached = f"a macro test {summary.metric_name} of {summary.scale * target:g} {unit}"
+    return f"{quantity} to {reached}, over seeds that reached it; evaluated {every}"
 
 
 def _macro(summary: RunSummary, metric: str | None = None) -> pd.Series:

@@ -4,6 +4,11 @@ A federation has one task. Each is a file of this package, and a task of yours i
 derive from counts that add up over batches and clients, so that pooled figures need no sample twice.
 """
 
+from .catalog import CATALOG as CATALOG
+from .catalog import as_task as as_task
+from .catalog import describe_task as describe_task
+from .catalog import infer_task as infer_task
+from .catalog import restore_task as restore_task
 from .classification import CLASSIFICATION as CLASSIFICATION
 from .classification import Classification as Classification
 from .multilabel import Multilabel as Multilabel

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
@@ -25,6 +28,26 @@ class Classification(Task):
     metrics = ("accuracy", "balanced_accuracy", "auc", "loss")
     loss = "cross_entropy"
     output = "class"
+
+    @override
+    def read_targets(self, y: NDArray[Any], shape: tuple[int, ...], where: str) -> Tensor:
+        y = y[:, 0] if y.ndim == 2 and y.shape[1] == 1 else y
+        if y.ndim != 1:
+            raise UsageError(f"{where}: labels of shape {y.shape}; give one class a sample")
+        if y.dtype.kind == "f" and not (np.isfinite(y).all() and (y == np.round(y)).all()):
+            raise UsageError(
+                f"{where}: labels are not whole numbers; give classes as 0, 1, 2, ..., or predict numbers "
+                "(task='regression')"
+            )
+        return torch.from_numpy(y.astype(np.int64))
+
+    @override
+    def make_blank_targets(self, samples: int, shape: tuple[int, ...], outputs: int) -> Tensor:
+        return torch.zeros(samples, dtype=torch.int64)
+
+    @override
+    def count_outputs(self, targets: Iterable[Tensor]) -> int:
+        return 1 + max((int(y.max()) for y in targets if len(y)), default=0)
 
     @override
     def check_targets(self, y: Tensor, shape: tuple[int, ...], outputs: int, where: str) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
@@ -22,6 +24,10 @@ class Multilabel(Task):
     metrics = ("f1", "auc", "exact_match", "loss")
     loss = "binary_cross_entropy"
     output = "label"
+
+    @override
+    def read_targets(self, y: NDArray[Any], shape: tuple[int, ...], where: str) -> Tensor:
+        return super().read_targets(y, shape, where).float()
 
     @override
     def check_targets(self, y: Tensor, shape: tuple[int, ...], outputs: int, where: str) -> None:
@@ -51,10 +57,6 @@ class Multilabel(Task):
             "exact": int((chosen == given).all(dim=1).sum()),
             "auc": areas,
         }
-
-    @override
-    def strata(self, y: Tensor) -> Tensor | None:
-        return None
 
     @override
     def count_classes(self, y: Tensor, outputs: int) -> Tensor:

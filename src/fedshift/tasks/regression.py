@@ -1,12 +1,14 @@
 """Regression: T numbers a sample, float ``[N, T]``; the network gives as many.
 
-Targets may be kept in units of their spread over all clients' training samples (``scales``), in which networks learn
-alike whatever the unit; errors are counted in the unit of the data.
+Networks learn targets in units of their spread over all clients' training samples, in which a learning rate fits
+whatever the unit; errors are counted in the unit of the data.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,13 +20,65 @@ from .task import Counts, Task
 
 @dataclass(frozen=True, kw_only=True)
 class Regression(Task):
-    """T numbers; ``scales``: for each the mean and standard deviation that were taken out, (0, 1) where none was."""
+    """T numbers.
+
+    Attributes:
+        standardize: Take mean and standard deviation out of each target: those of all clients' training samples, or
+            the given ones, ``((mean, deviation), ...)``, which sites that do not share theirs need.
+        scales: Mean and standard deviation of each target that were taken out; empty where none were.
+
+    """
 
     name = "regression"
     metrics = ("rmse", "mae", "r2", "loss")
     loss = "mse"
     output = "target"
+    standardize: bool | tuple[tuple[float, float], ...] = True
     scales: tuple[tuple[float, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        given = () if isinstance(self.standardize, bool) else self.standardize
+        try:
+            sound = all(math.isfinite(mean) and 0 < deviation < math.inf for mean, deviation in (*given, *self.scales))
+        except (TypeError, ValueError):
+            sound = False
+        if sound:
+            object.__setattr__(self, "scales", tuple(map(tuple, self.scales)))
+            if given:
+                object.__setattr__(self, "standardize", tuple(map(tuple, given)))
+        else:
+            raise UsageError(
+                f"regression: standardize={self.standardize!r}: give True, False, or mean and standard deviation of "
+                "each target, ((0.0, 1.0),)"
+            )
+
+    @override
+    def prepare(self, targets: Sequence[Tensor]) -> Regression:
+        if self.scales or self.standardize is False:
+            return self
+        if not isinstance(self.standardize, bool):
+            return replace(self, scales=self.standardize)
+        y = torch.cat(tuple(targets)).double()
+        deviation = y.std(dim=0, correction=0)
+        pairs = zip(y.mean(dim=0).tolist(), torch.where(deviation > 0, deviation, 1).tolist(), strict=True)
+        return replace(self, scales=tuple(pairs))
+
+    @override
+    def forget(self) -> Regression:
+        return replace(self, scales=())
+
+    @override
+    def encode(self, y: Tensor) -> Tensor:
+        if not self.scales:
+            return y
+        if len(self.scales) != y.shape[1]:
+            raise UsageError(
+                f"regression: standardize has mean and deviation of {len(self.scales)} targets, and the data have "
+                f"{y.shape[1]}: give one pair for each"
+            )
+        mean_T, std_T = torch.tensor(self.scales, dtype=torch.float64, device=y.device).T
+        encoded: Tensor = (y.double() - mean_T) / std_T
+        return encoded.float()
 
     @override
     def check_targets(self, y: Tensor, shape: tuple[int, ...], outputs: int, where: str) -> None:
@@ -56,7 +110,3 @@ class Regression(Task):
             "total": target.sum(dim=0).tolist(),
             "square": target.square().sum(dim=0).tolist(),
         }
-
-    @override
-    def strata(self, y: Tensor) -> Tensor | None:
-        return None

@@ -7,11 +7,14 @@ together, not means over images. Both are means over classes but the background,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
@@ -34,6 +37,28 @@ class Segmentation(Task):
     metrics = ("dice", "iou", "accuracy", "balanced_accuracy", "loss")
     loss = "dice_cross_entropy"
     output = "class"
+
+    @override
+    def read_targets(self, y: NDArray[Any], shape: tuple[int, ...], where: str) -> Tensor:
+        if y.ndim == len(shape) + 1:  # a channel of one
+            y = y[:, 0] if y.shape[1] == 1 else y[..., 0] if y.shape[-1] == 1 else y
+        if y.ndim != len(shape):
+            raise UsageError(f"{where}: masks of shape {y.shape} for samples of shape {shape}: give a class a pixel")
+        masks = y.astype(np.uint8) if y.size and y.min() >= 0 and y.max() <= IGNORED else np.zeros(0)
+        if not np.array_equal(masks, y):
+            raise UsageError(
+                f"{where}: masks with values from {y.min()} to {y.max()}; give whole numbers, the class 0, 1, ... of "
+                f"each pixel, or {IGNORED} where it is ignored"
+            )
+        return torch.from_numpy(masks)
+
+    @override
+    def make_blank_targets(self, samples: int, shape: tuple[int, ...], outputs: int) -> Tensor:
+        return torch.zeros((1, *shape[1:]), dtype=torch.uint8).expand(samples, *shape[1:])
+
+    @override
+    def count_outputs(self, targets: Iterable[Tensor]) -> int:
+        return 1 + max((int(y[y != IGNORED].max()) for y in targets if (y != IGNORED).any()), default=0)
 
     @override
     def check_targets(self, y: Tensor, shape: tuple[int, ...], outputs: int, where: str) -> None:
@@ -70,10 +95,6 @@ class Segmentation(Task):
             "loss_sum": loss,
             **count_by_class(predictions.argmax(dim=1)[known], y[known], outputs),
         }
-
-    @override
-    def strata(self, y: Tensor) -> Tensor | None:
-        return None
 
     @override
     def count_classes(self, y: Tensor, outputs: int) -> Tensor:

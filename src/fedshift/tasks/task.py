@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+from ..utils.errors import UsageError
 
 Counts = dict[str, Any]
 """What is counted on a split: columns of :mod:`fedshift.results.schema`."""
@@ -33,6 +37,43 @@ class Task(ABC):
     loss: ClassVar[str]
     output: ClassVar[str]
 
+    def read_targets(self, y: NDArray[Any], shape: tuple[int, ...], where: str) -> Tensor:
+        """Return an array of targets as the task keeps them, by default numbers, float64 ``[N, outputs]``.
+
+        Args:
+            y: Targets ``[N, ...]``, or ``[N]`` where there is one a sample.
+            shape: Shape of one input.
+            where: Beginning of messages.
+
+        Raises:
+            UsageError: They have another shape or type.
+
+        """
+        y = y[:, None] if y.ndim == 1 else y
+        if y.ndim != 2:
+            raise UsageError(f"{where}: targets of shape {y.shape}; give [samples, {self.output}s] for {self}")
+        return torch.from_numpy(y.astype(np.float64))
+
+    def make_blank_targets(self, samples: int, shape: tuple[int, ...], outputs: int) -> Tensor:
+        """Return zeros in place of targets that are not known, of samples of ``shape``."""
+        return torch.zeros(1, outputs).expand(samples, outputs)
+
+    def count_outputs(self, targets: Iterable[Tensor]) -> int:
+        """Return the number of classes, labels or targets in all clients' training ``targets``."""
+        return max((y.shape[1] for y in targets), default=1)
+
+    def prepare(self, targets: Sequence[Tensor]) -> Task:
+        """Return the task with what :meth:`encode` takes from all clients' training ``targets``; by default nothing."""
+        return self
+
+    def forget(self) -> Task:
+        """Return the task as it was before :meth:`prepare`."""
+        return self
+
+    def encode(self, y: Tensor) -> Tensor:
+        """Return targets as networks learn them, by default unchanged."""
+        return y
+
     @abstractmethod
     def check_targets(self, y: Tensor, shape: tuple[int, ...], outputs: int, where: str) -> None:
         """Raise :class:`UsageError`, beginning with ``where``, unless ``y`` can be trained on.
@@ -56,9 +97,9 @@ class Task(ABC):
         ``samples`` and ``loss_sum`` are counted always.
         """
 
-    @abstractmethod
     def strata(self, y: Tensor) -> Tensor | None:
         """Return a class for each sample by which splits are stratified, int64 ``[N]``; None: there is none."""
+        return None
 
     def count_classes(self, y: Tensor, outputs: int) -> Tensor:
         """Return how often each class or label occurs in ``y``, int64 ``[outputs]``; zeros where there are none."""

@@ -98,7 +98,10 @@ def trained(method, lr, seed):
         rows = [row for row in trial.advance().rows if row["split"] == "train"]
         losses.append(np.mean([row["loss_sum"] / row["samples"] for row in rows]))
         if step % 10 == 0 and perfect > STEPS:
-            found = [evaluate(trial.plan, trial.personal_state(c), c.train, 2) for c in trial.measured.clients]
+            found = [
+                evaluate(trial.plan, trial.personal_state(c), c.train, trial.data.task, 2)
+                for c in trial.measured.clients
+            ]
             perfect = step if all(row["hits"] == row["support"] for row in found) else perfect
     return np.array(losses), perfect
 

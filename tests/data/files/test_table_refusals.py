@@ -57,8 +57,8 @@ def patients() -> pd.DataFrame:
         (lines(*ROWS, "y,train,1,1"), "client 'y' has 1 row, and needs one for training and one for testing"),
         (lines(*ROWS, *["y,train,1,1"] * 2), "client 'y' has no row for test among its 2: column 'part' must give it"),
         (lines(*ROWS, *["y,val,1,1"] * 2), "client 'y' has no row for train among its 2"),
-        (lines(*ROWS, "x,test,1,0.5"), "target 'ill' is 0.5 in some rows, not a whole number: only classes"),
-        (lines(*ROWS, "x,test,1,inf"), "target 'ill' is inf in some rows, not a whole number: only classes"),
+        (lines(*ROWS, "x,test,1,0.5"), "target 'ill' is 0.5 in some rows, not a whole number, and no class"),
+        (lines(*ROWS, "x,test,1,inf"), "target 'ill' is inf in some rows, not a whole number, and no class"),
         (lines(*(f"x,test,1,{n}" for n in range(101))), "target 'ill' has more than 100 different values (such as 0,"),
         (
             lines(*ROWS, *(f"x,test,word {n:03},1" for n in range(51))),

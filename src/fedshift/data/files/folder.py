@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from ...tasks import Task
 from ...utils.errors import UsageError, unknown_name
-from ..federation import ClientData, Federation, count_classes, infer_task
+from ..federation import ClientData, Federation, make_federation
 from ..samples import to_samples
 from .image_decoding import SUFFIXES
 from .images import holds_images, read_images
@@ -61,7 +62,10 @@ def read_directory(path: Path, reading: ReadOptions) -> Federation:
     if found["tables"]:
         return read_tables(path, reading)
     if path.is_dir() and holds_images(path):
-        return read_masked_images(path, reading) if holds_masks(path) else read_images(path, reading)
+        kind = "segmentation" if holds_masks(path) else "classification"
+        if reading.task and reading.task.name != kind:
+            raise UsageError(f"{path} holds images for {kind}, not for {reading.task}: leave the task out")
+        return read_masked_images(path, reading) if kind == "segmentation" else read_images(path, reading)
     raise UsageError(
         f"{path} holds no data: give a directory with client/class/*.png (or client/train/class/*.png), with one "
         ".npz, .csv or .parquet file a client, or one table (--client-column)"
@@ -81,14 +85,11 @@ def read_arrays(path: Path, reading: ReadOptions) -> Federation:
             raise unknown_name("domain", name, files)
     clients = []
     for done, name in enumerate(wanted, 1):
-        clients.append(_read(name, files[name]))
+        clients.append(_read(name, files[name], reading.task))
         if reading.progress:
             reading.progress("arrays", done, len(wanted))
-    classes = count_classes(clients) if reading.classes is None else reading.classes
     note = f"{len(clients)} files of .npz"
-    return Federation(
-        name=path.resolve().name, clients=tuple(clients), classes=classes, note=note, task=infer_task(clients)
-    )
+    return make_federation(path.resolve().name, clients, task=reading.task, classes=reading.classes, note=note)
 
 
 def _arrays_in(path: Path, reading: ReadOptions) -> list[Path]:
@@ -98,7 +99,7 @@ def _arrays_in(path: Path, reading: ReadOptions) -> list[Path]:
     return [path] if reading.like is not None and path.suffix == ".npz" else []
 
 
-def _read(name: str, file: Path) -> ClientData:
+def _read(name: str, file: Path, task: Task | None) -> ClientData:
     if not zipfile.is_zipfile(file):
         raise UsageError(f"{file} is no .npz file, or is cut short: write it again with numpy.savez, or leave it out")
     try:
@@ -111,7 +112,7 @@ def _read(name: str, file: Path) -> ClientData:
                     "x_train, y_train, x_test, y_test, or choose other files (--domains)"
                 )
             parts = {
-                split: to_samples(packed[f"x_{end}"], packed[f"{y}_{end}"], f"{file}, {split} data")
+                split: to_samples(packed[f"x_{end}"], packed[f"{y}_{end}"], f"{file}, {split} data", task)
                 for split, end in SPLITS.items()
                 if f"x_{end}" in packed and f"{y}_{end}" in packed
             }

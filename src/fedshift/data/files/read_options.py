@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from ...tasks import Classification, Task
 from ...utils.files import cache_directory
 from ..federation import Federation
 
@@ -25,7 +26,8 @@ class ReadOptions:
         on_unreadable: ``refuse`` raises an error for a file that cannot be read, ``skip`` leaves it out.
         test_fraction: Share of a client's samples for testing where the files define no split.
         client_column: Column of a table that holds the client.
-        target: Column of a table that holds the label.
+        target: Column of a table that holds the label; of several labels or numbers, columns with commas between.
+        task: What is predicted; None: classes, or masks where there are some.
         split_column: Column of a table that holds train, validation or test.
         group_column: Column of a table whose groups (such as the samples of one patient) stay on one side.
         missing: ``impute`` fills missing values from the client's training rows, ``refuse`` raises an error.
@@ -44,6 +46,7 @@ class ReadOptions:
     test_fraction: float = 0.2
     client_column: str | None = None
     target: str | None = None
+    task: Task | None = None
     split_column: str | None = None
     group_column: str | None = None
     missing: Literal["impute", "refuse"] = "impute"
@@ -53,9 +56,16 @@ class ReadOptions:
     progress: Progress | None = None
 
     @property
+    def targets(self) -> list[str]:
+        """Names of a table's columns that hold targets; of classes there is one, which may have commas in its name."""
+        if self.target is None or self.task is None or isinstance(self.task, Classification):
+            return [] if self.target is None else [self.target]
+        return [name.strip() for name in self.target.split(",")]
+
+    @property
     def role_columns(self) -> list[str]:
         """Names of a table's columns that are no features, the target first."""
-        columns = (self.target, self.client_column, self.split_column, self.group_column)
+        columns = (*self.targets, self.client_column, self.split_column, self.group_column)
         return [name for name in columns if name is not None]
 
     @property

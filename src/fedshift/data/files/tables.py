@@ -21,7 +21,9 @@ import numpy as np
 import pyarrow as pa
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
+from ...tasks import CLASSIFICATION, Classification, Task
 from ...utils.errors import UsageError, unknown_name
 from ...utils.random_streams import stream
 from ..federation import ClientData, Federation
@@ -101,7 +103,8 @@ def read_tables(path: Path, reading: ReadOptions) -> Federation:
 
     Args:
         path: A ``.csv``, ``.tsv`` or ``.parquet`` file, or a directory of them.
-        reading: ``target`` names the column of labels. Clients are the values of ``client_column``, or without it
+        reading: ``target`` names the column of labels, or, where ``task`` is no classification, those of labels and
+            numbers, with commas between. Clients are the values of ``client_column``, or without it
             the files of a directory. The split is that of ``split_column`` (or of a column ``split`` whose values
             are all in :data:`SIDES`); otherwise ``test_fraction`` of each client's rows are drawn for testing, the
             same rows in every run, stratified by class or in whole groups of ``group_column``. Clients that join the
@@ -135,7 +138,6 @@ def read_opened_tables(tables: Sequence[TableFile], name: str, reading: ReadOpti
                 )
     reading, notices = _check_roles(tables, reading)
     roles = reading.role_columns
-    target = roles[0]
     features = [name for name in tables[0].types if name not in roles]
     if not features:
         raise UsageError(f"{tables[0].path} has no column beside {', '.join(roles)}: a table needs features")
@@ -149,8 +151,12 @@ def read_opened_tables(tables: Sequence[TableFile], name: str, reading: ReadOpti
     else:
         inferred = [schema.infer_column(name, seen[name]) for name in features]
         columns, remarks = [column for column, _ in inferred], [notice for _, notice in inferred if notice]
-    classes, label, class_names = _find_classes(rows, target, reading.classes)
-    y, place, bounds = _arrange_rows(rows, label[rows.codes[target]], reading)
+    task = reading.task or CLASSIFICATION
+    y, classes, class_names = _read_targets(rows, task, reading)
+    strata = task.strata(y)
+    label = np.zeros(len(y), np.int64) if strata is None else strata.numpy()
+    order, place, bounds = _arrange_rows(rows, label, reading)
+    y = y[torch.from_numpy(order)]
     x = np.empty((len(y), schema.feature_offsets(columns)[-1]), dtype=np.float32)
     _fill_features(x, place, rows, columns, reading.progress)
     notices += remarks
@@ -164,7 +170,7 @@ def read_opened_tables(tables: Sequence[TableFile], name: str, reading: ReadOpti
     for (client, edges), scaling in zip(bounds.items(), scalings, strict=True):
         made = Normalization(features=scaling)
         parts = {
-            split: Samples(x=torch.from_numpy(x[first:last]), y=torch.from_numpy(y[first:last]), normalization=made)
+            split: Samples(x=torch.from_numpy(x[first:last]), y=y[first:last], normalization=made)
             for split, (first, last) in zip(SPLITS, pairwise(edges), strict=True)
             if last > first
         }
@@ -177,6 +183,7 @@ def read_opened_tables(tables: Sequence[TableFile], name: str, reading: ReadOpti
         class_names=class_names,
         notices=tuple(notices),
         columns=tuple(columns),
+        task=task,
     )
 
 
@@ -265,11 +272,12 @@ def _scan_rows(
             for name in roles:
                 codes[name].add(batch.column(name))
             labels = list(codes[roles[0]].places)
-            if len(labels) > MOST_CLASSES:
+            if len(labels) > MOST_CLASSES and (reading.task or CLASSIFICATION) == CLASSIFICATION:
                 raise UsageError(
                     f"target {reading.target!r} has more than {MOST_CLASSES} different values (such as "
-                    f"{', '.join(labels[:3])}), so it is a measurement or an identifier, and only classes can be "
-                    "learned: group its values into classes, or name another column (--target)"
+                    f"{', '.join(labels[:3])}), so it is a measurement or an identifier, and no class: "
+                    "group its values into classes, name another column (--target), or learn numbers (--task "
+                    "regression)"
                 )
             if client_column and domains is not None:
                 wanted = [codes[client_column].places.get(name, -2) for name in domains]
@@ -302,6 +310,30 @@ def _scan_rows(
     return rows, known
 
 
+def _read_targets(rows: TableRows, task: Task, reading: ReadOptions) -> tuple[Tensor, int, tuple[str, ...]]:
+    """Return the target of each row, the number of classes, labels or targets, and their names.
+
+    Raises :class:`UsageError` naming a value that is no number where the task needs one.
+    """
+    if isinstance(task, Classification):
+        (target,) = reading.targets
+        classes, label, names = _find_classes(rows, target, reading.classes)
+        return torch.from_numpy(label[rows.codes[target]]), classes, names
+    read = []
+    for name in reading.targets:
+        numbers = np.empty(len(rows.values[name]))
+        for code, value in enumerate(rows.values[name]):
+            try:
+                numbers[code] = {"true": 1, "false": 0}.get(value.lower(), value)
+            except ValueError as error:
+                raise UsageError(
+                    f"target {name!r} is {value!r} in some rows, no number, which {task} needs: correct it, or name "
+                    "another column (--target)"
+                ) from error
+        read.append(numbers[rows.codes[name]])
+    return task.read_targets(np.stack(read, axis=1), (), "the table"), len(read), tuple(reading.targets)
+
+
 def _find_classes(rows: TableRows, target: str, least: int | None) -> tuple[int, Labels, tuple[str, ...]]:
     """Return the number of classes, the class of each code of column ``target``, and the classes' names."""
     used = np.unique(rows.codes[target][rows.codes[target] >= 0])  # including clients that are not read
@@ -326,8 +358,9 @@ def number_classes(values: Sequence[str], target: str, least: int | None) -> tup
         for value, number in numbers.items():
             if not number.is_integer():
                 raise UsageError(
-                    f"target {target!r} is {value} in some rows, not a whole number: only classes can be learned; "
-                    "group its values into classes, or name another column (--target)"
+                    f"target {target!r} is {value} in some rows, not a whole number, and no class: "
+                    "group its values into classes, name another column (--target), or learn numbers (--task "
+                    "regression)"
                 )
         meaning = [int(numbers[value]) for value in values]
     distinct = sorted(set(meaning))
@@ -338,10 +371,12 @@ def number_classes(values: Sequence[str], target: str, least: int | None) -> tup
     return classes, [distinct.index(value) for value in meaning], (*map(str, distinct), *unseen)
 
 
-def _arrange_rows(rows: TableRows, label: Labels, reading: ReadOptions) -> tuple[Labels, Ints, dict[str, list[int]]]:
+def _arrange_rows(
+    rows: TableRows, label: Labels, reading: ReadOptions
+) -> tuple[NDArray[np.intp], Ints, dict[str, list[int]]]:
     """Sort the rows of the clients that are read by client and split.
 
-    Returns their labels, the position of each of the N rows among them (-1 where it is not read), and by client the
+    Returns their numbers, the position of each of the N rows among them (-1 where it is not read), and by client the
     positions where its splits begin, followed by where the last ends.
     """
     side, order = np.zeros(len(rows.client), dtype=np.int8), np.argsort(rows.client, kind="stable")
@@ -352,7 +387,7 @@ def _arrange_rows(rows: TableRows, label: Labels, reading: ReadOptions) -> tuple
     place[order] = np.arange(len(order))
     parts = len(SPLITS)
     begin = np.searchsorted(rows.client[order] * parts + side[order], range(parts * len(rows.names) + 1)).tolist()
-    return label[order], place, {name: begin[parts * k :][: parts + 1] for k, name in enumerate(rows.names)}
+    return order, place, {name: begin[parts * k :][: parts + 1] for k, name in enumerate(rows.names)}
 
 
 def _assign_splits(rows: TableRows, here: NDArray[np.intp], y: Labels, reading: ReadOptions) -> NDArray[np.int8]:

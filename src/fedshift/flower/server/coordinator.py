@@ -170,6 +170,11 @@ class Coordinator:
                 raise UsageError(f"{method.name} needs all data in one place: leave it out across machines")
         names = [method.name for method in methods]
         counted = all(client.labels for client in self.population.clients)  # where sites were asked to count labels
+        if settings.loss and settings.loss.uses_counts and not counted:
+            raise UsageError(
+                f"loss {settings.loss}: weights come from numbers of samples by class, which sites count for "
+                f"classification only, not for {data.task}: give the weights as numbers"
+            )
         description = {
             "experiment": self.population.experiment, "spec": self.sent, "classes": data.classes,
             "class_names": data.meanings, "columns": list(map(asdict, data.columns)),
@@ -193,13 +198,13 @@ class Coordinator:
         """Admit the clients that have connected, except those whose data do not fit the others'; return all clients."""
         if not self.population.clients:
             grown = self.population.add_clients(self._find_new(), self.order)
-            data = grown.to_federation(self.spec.classes)
+            data = grown.to_federation(self.spec.classes, self.spec.task)
         else:
-            grown, data = self.population, self.population.to_federation(self.spec.classes)
+            grown, data = self.population, self.population.to_federation(self.spec.classes, self.spec.task)
             for new in self._find_new():
                 try:
                     wider = grown.add_clients([new], self.order)
-                    found = wider.to_federation(self.spec.classes)
+                    found = wider.to_federation(self.spec.classes, self.spec.task)
                     if found.columns != data.columns:
                         raise FedshiftError(f"{new.name!r} has {_extra_categories(found, data)}, which the others lack")
                     if found.fingerprint != data.fingerprint:

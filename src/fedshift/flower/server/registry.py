@@ -18,17 +18,27 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import override
 
-from ...data.federation import ClientData, Federation
+from ...data.federation import PLURALS, ClientData, Federation
 from ...data.files.images import sort_classes
 from ...data.files.table_schema import MOST_CATEGORIES, Column, feature_offsets
 from ...data.files.tables import format_list, number_classes
 from ...data.samples import Samples
+from ...tasks import (
+    CLASSIFICATION,
+    as_task,
+    describe_task,
+    restore_task,
+)
 from ...utils.checked_json import read_checked, write_checked
 from ...utils.errors import FedshiftError, UsageError
 from ..transport.arrays import NUMPY_TYPES
 
 MOST_SAMPLES, MOST_VALUES, MOST_CLASSES, LONGEST_NAME = 10**8, 2**30, 10**6, 200
 """Upper bounds, above those of any real site: samples of a split, values of a sample, classes, letters of a name."""
+
+
+ONE_PIXEL = (1, 1, 1)
+"""Shape of samples elsewhere for which blank masks are made: they are never looked at."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +54,8 @@ class SiteDescription:
     samples: Mapping[str, int]
     labels: tuple[int, ...] | None
     columns: tuple[Column, ...] = ()
+    task: Mapping[str, Any] = field(default_factory=lambda: describe_task(CLASSIFICATION))
+    """What is predicted: the task's name and fields."""
     scale: str = ""
     """Name of its samples' scaling in :data:`~fedshift.data.sources.SCALES`; empty where its samples determine it."""
 
@@ -101,7 +113,8 @@ class RemoteFederation(Federation):
         """Shape, type and classes of samples; each site itself checks that its data are those that it began with."""
         dtype = self.clients[0].train.store.dtype
         columns = "".join(f", {column.name} {column.categories or ''}" for column in self.columns)
-        return f"{self.sample_shape} {dtype}, {self.classes} classes {' '.join(self.class_names)}{columns}"
+        task = "" if self.task == CLASSIFICATION else f", {describe_task(self.task)}"
+        return f"{self.sample_shape} {dtype}, {self.classes} classes {' '.join(self.class_names)}{columns}{task}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,13 +146,25 @@ class ClientRegistry:
         )
         return replace(self, clients=(*self.clients, *fresh))
 
-    def to_federation(self, classes: int | None) -> RemoteFederation:
-        """Return the clients as a federation; ``classes``: their number, if the experiment says.
+    def to_federation(self, classes: int | None, task: str | None = None) -> RemoteFederation:
+        """Return the clients as a federation; ``classes`` and ``task``: as the experiment says, if it does.
 
-        Raises :class:`FedshiftError` naming two sites whose samples, columns or classes do not fit together.
+        Raises :class:`FedshiftError` naming two sites whose samples, columns, tasks or classes do not fit together.
         """
         first = self.clients[0]
+        kind = restore_task(first.task, as_task(task) if task else None)
         for other in self.clients[1:]:
+            if describe_task(restore_task(other.task, kind)) != describe_task(kind):
+                raise FedshiftError(
+                    f"targets of {first.name!r} are for {_spell(first.task)}, those of {other.name!r} for "
+                    f"{_spell(other.task)}: read the data of all sites alike (task in the settings; of numbers give "
+                    "mean and deviation, which sites do not share: 'regression(standardize=((0.0, 1.0),))')"
+                )
+            if kind != CLASSIFICATION and (other.classes, other.class_names) != (first.classes, first.class_names):
+                raise FedshiftError(
+                    f"{first.name!r} has {first.classes} {PLURALS[kind.output]} {', '.join(first.class_names)}, and "
+                    f"{other.name!r} {other.classes} {', '.join(other.class_names)}: give all sites the same"
+                )
             for what, ours, theirs in (
                 ("a table", first.columns, other.columns),
                 ("classes with names", first.class_names, other.class_names),
@@ -160,11 +185,13 @@ class ClientRegistry:
         alike = len(kinds) == 1
         names = kinds.pop() if alike else sort_classes({name for kind in kinds for name in kind})
         found = max(len(names), *(client.classes for client in self.clients))
-        if columns and (not alike or all(map(str.isdecimal, names))):
+        if columns and kind == CLASSIFICATION and (not alike or all(map(str.isdecimal, names))):
             found, _, names = number_classes(names, "the label", classes)
         if classes is not None and classes < found:
             raise FedshiftError(f"classes={classes}, but the sites have {found}: ask for as many")
-        whole = RemoteFederation(name="sites", clients=(), classes=classes or found, class_names=names, columns=columns)
+        whole = RemoteFederation(
+            name="sites", clients=(), classes=classes or found, class_names=names, columns=columns, task=kind
+        )
         return replace(whole, clients=tuple(_make_client(client, whole) for client in self.clients))
 
 
@@ -181,10 +208,20 @@ def _make_client(described: SiteDescription, data: Federation) -> ClientData:
 
     def split(part: str, number: int) -> Samples:
         counted = part == "train" and described.labels
-        y = own.repeat_interleave(torch.tensor(described.labels)) if counted else torch.zeros(number).long()
+        y = (
+            own.repeat_interleave(torch.tensor(described.labels))
+            if counted
+            else data.task.make_blank_targets(number, ONE_PIXEL, data.classes)
+        )
         return Samples(x=zero, y=y, rows=torch.zeros(number, dtype=torch.int64))
 
     return ClientData.from_splits(described.name, {part: split(part, n) for part, n in described.samples.items()})
+
+
+def _spell(task: Mapping[str, Any]) -> str:
+    """Return a task as settings write it."""
+    values = ", ".join(f"{key}={value!r}" for key, value in task.items() if key != "name")
+    return f"{task.get('name')}({values})" if values else str(task.get("name"))
 
 
 def _fit_shape(columns: Sequence[Column], shape: tuple[int, ...]) -> bool:

@@ -19,17 +19,18 @@ from ...core.compatibility import check_client_count
 from ...core.kernel import ClientState, ServerState, client_final, client_init, init_client, init_server
 from ...core.plan import Plan
 from ...data.federation import Federation
+from ...data.samples import Samples
 from ...engines.engine import ClientResult, Data, Diverged, Engine
 from ...evaluation.metrics import measured_splits
 from ...experiments.settings import Settings
 from ...results.schema import Row
+from ...tasks import Classification
 from ...utils.errors import FedshiftError
 from ...utils.state import State, join_states, pick
 from ..transport.arrays import RefusedMessage, check_update, from_record, to_record
 from ..transport.exchange import Exchange
 from .nodes import Nodes
-
-ROWS = ("samples", "loss_sum", "hits", "support", "auc")
+from .registry import ONE_PIXEL
 
 
 class RemoteEngine(Engine):
@@ -146,21 +147,23 @@ class RemoteEngine(Engine):
 
     def _check_rows(self, name: str, facts: Mapping[str, Any], moment: str) -> list[Row]:
         """Return a site's measurements; raise :class:`RefusedMessage` where they cannot be those of its samples."""
-        splits, classes = self.federation.client(name).splits, self.federation.classes
+        splits, classes, task = self.federation.client(name).splits, self.federation.classes, self.federation.task
+        blank = Samples(x=torch.zeros(1), y=task.make_blank_targets(1, ONE_PIXEL, classes)).targets()
+        expected = task.count(torch.zeros(1, *task.output_shape(ONE_PIXEL, classes)), blank, classes)
         models = ("global", "personal") if moment == "loaded" else ("personal",)
         try:
             rows = [
                 {
                     "client": name, "split": row["split"], "model": row["model"], "moment": moment,
-                    **{key: row[key] for key in ROWS},
+                    **{key: row[key] for key in expected},
                 }
                 for row in facts["rows"]
             ]  # fmt: skip
             for row in rows:
-                counts = len(row["hits"]), len(row["support"]), sum(row["support"]), row["samples"]
                 size = len(splits[row["split"]])
-                sound = counts == (classes, classes, size, size)
-                if not sound or not math.isfinite(row["loss_sum"]) or row["model"] not in models:
+                alike = all(_is_alike(row[key], value) for key, value in expected.items())
+                whole = not isinstance(task, Classification) or sum(row["support"]) == size
+                if not (alike and whole and row["samples"] == size and row["model"] in models):
                     raise RefusedMessage(f"its counts do not fit its {size} samples: {row}")
         except (KeyError, TypeError) as error:
             raise RefusedMessage(f"it does not say what it measured ({error!r})") from error
@@ -169,6 +172,16 @@ class RemoteEngine(Engine):
     def _to_device(self, record: Mapping[str, Array]) -> State:
         device = torch.device(self.settings.device)
         return {name: tensor.to(device) for name, tensor in from_record(record).items()}
+
+
+def _is_alike(value: Any, expected: Any) -> bool:
+    """Return whether a count is of the kind of ``expected``: finite, not negative if whole, as many in a list."""
+    if isinstance(expected, list):
+        alike = isinstance(value, list | tuple) and len(value) == len(expected)
+        return alike and all(map(_is_alike, value, expected))
+    if isinstance(expected, int):
+        return isinstance(value, int) and value >= 0
+    return (value is None and expected is None) or (isinstance(value, int | float) and math.isfinite(value))  # an AUC
 
 
 def _check_answer(

@@ -28,7 +28,7 @@ def load_served(directory: Path) -> Experiment:
     scales = {client.scale for client in registry.clients}
     if len(scales) > 1 or not scales <= SCALES.keys():
         raise UsageError(f"the samples of {directory} are scaled by what only their sites know: {AT_SITE}")
-    data = registry.to_federation(spec.classes).normalize(SCALES[scales.pop()])
+    data = registry.to_federation(spec.classes, spec.task).normalize(SCALES[scales.pop()])
     spec = replace(spec, engine="sequential", workers=None, device="cpu", log=None)
     experiment = Experiment(
         methods=make_methods(spec), data=data, model=resolve_model(spec.model, data.sample_shape),

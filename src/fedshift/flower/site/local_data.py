@@ -13,6 +13,7 @@ from ...data.federation import Federation
 from ...data.files.images import holds_images
 from ...data.files.table_schema import Column, find_tables, is_table
 from ...data.sources import load_source
+from ...tasks import CLASSIFICATION
 from ...utils.errors import UsageError
 from ..server.registry import require_repeating
 
@@ -81,7 +82,7 @@ def _find_table(path: Path) -> Path:
 def relabel(data: Federation, classes: int, names: Sequence[str]) -> Federation:
     """Return ``data`` with labels numbered as in ``names``, those of all sites; unchanged where there are no names."""
     own = data.meanings
-    if not names or not own:
+    if not names or not own or data.task != CLASSIFICATION:
         return replace(data, classes=classes)
     place = torch.tensor([list(names).index(name) for name in own])
     renumbered = data.map_splits(lambda split: split.relabel(place))

@@ -38,7 +38,8 @@ from ...models import ModelFactory
 from ...nn.linear import list_products, set_products
 from ...results.checkpoint import load_checkpoint, save_checkpoint
 from ...results.run_directory import to_file_name
-from ...results.schema import Row
+from ...results.schema import METRICS, Row, compute_metric, metric_unit, rows_to_frame
+from ...tasks import CLASSIFICATION, as_task, describe_task
 from ...utils.allocator import keep_freed_memory
 from ...utils.errors import FedshiftError, UsageError
 from ...utils.files import write_atomically
@@ -217,7 +218,8 @@ class Site:
             "dtype": str(client.train.store.dtype).removeprefix("torch."), "classes": data.classes,
             "class_names": source.meanings, "columns": list(map(asdict, source.columns)),
             "samples": {name: len(split) for name, split in client.splits.items()},
-            "labels": count_labels(data).tolist() if asked.facts["labels"] else None,
+            "labels": count_labels(data).tolist() if asked.facts["labels"] and data.task == CLASSIFICATION else None,
+            "task": describe_task(data.task),
             "scale": next((name for name, scale in SCALES.items() if scale == client.train.normalization), ""),
         }  # fmt: skip
         texts = [f"{column.name} ({', '.join(column.categories)})" for column in source.columns if column.categories]
@@ -286,8 +288,13 @@ class Site:
                 self.export_latest()
         for row in rows:
             if (row["split"], row["model"]) == ("test", "personal"):
-                right = 100 * sum(row["hits"]) / row["samples"]
-                self.say(f"{plan.method.name}, after round {server.round}: accuracy {right:.2f} % here")
+                metric = trial.settings.metric
+                value, (factor, digits, unit) = (
+                    float(compute_metric(rows_to_frame([row]), metric)[0]),
+                    metric_unit(metric),
+                )
+                said = f"{METRICS[metric]} {factor * value:.{digits}f} {'%' if unit == 'percent' else unit}"
+                self.say(f"{plan.method.name}, after round {server.round}: {said} here")
         return Exchange(kind="evaluated", facts={"name": trial.kept.name, "round": server.round, "rows": rows})
 
     def _broadcast(self, plan: Plan, names: frozenset[str], asked: Exchange) -> tuple[ServerState, int]:
@@ -315,10 +322,10 @@ class Site:
         client, seed = data.clients[0], int(asked["seed"])
         with trust_only(self.code):
             method, model = make_methods(spec)[int(asked["method"])], resolve_model(spec.model, data.sample_shape)
-            settings = make_settings(spec, ())
+            settings = make_settings(spec, ()).for_task(data.task)
         plan = make_plan(
             method, model, settings, seed, sample=client.train.inputs(slice(0, 1)), classes=classes,
-            labels=torch.tensor(asked["labels"] or [0] * classes), clients=int(asked["clients"]),
+            labels=torch.tensor(asked["labels"] or [0] * classes), clients=int(asked["clients"]), task=data.task,
         )  # fmt: skip
         if not str(asked["experiment"]).isalnum():
             raise RefusedMessage(f"{asked['experiment']!r} is no experiment's name")
@@ -334,6 +341,8 @@ class Site:
         """Return the data, cached; ``columns``: of all sites' tables (see :func:`.local_data.load_local`)."""
         key = json.dumps({name: getattr(spec, name) for name in DATA}, sort_keys=True) + repr(columns)
         if key not in self._sources:
+            with trust_only(self.code):
+                as_task(spec.task or CLASSIFICATION)  # raises for a class of this machine that nobody allowed
             self._sources = {key: load_local(self.data, self.name, spec, self.folder, columns)}
         return self._sources[key]
 

@@ -1,0 +1,177 @@
+"""Tasks' counts and the metrics from them: against scikit-learn, and sums over splits against the whole."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn import metrics as sk
+
+from fedshift.data.samples import Samples
+from fedshift.results.schema import COUNTS, METRICS, compute_metric, rows_to_frame
+from fedshift.tasks import CLASSIFICATION, Multilabel, Regression, Segmentation
+from fedshift.tasks.segmentation import LEFT_OUT
+from fedshift.utils.errors import UsageError
+
+SEGMENTATION, MULTILABEL, REGRESSION = Segmentation(), Multilabel(), Regression()
+TASKS = [CLASSIFICATION, SEGMENTATION, MULTILABEL, REGRESSION]
+
+
+def draw(task, samples, outputs, seed):
+    """Draw predictions and targets as losses take them, a tenth of masks' pixels left out."""
+    random = torch.Generator().manual_seed(seed)
+    if task == SEGMENTATION:
+        y = torch.randint(outputs, (samples, 5, 4), generator=random)
+        left_out = torch.rand(y.shape, generator=random) < 0.1
+        return torch.randn(samples, outputs, 5, 4, generator=random), y.masked_fill(left_out, LEFT_OUT)
+    predictions = torch.randn(samples, outputs, generator=random)
+    if task == CLASSIFICATION:
+        return predictions, torch.randint(outputs, (samples,), generator=random)
+    if task == MULTILABEL:
+        return predictions, torch.randint(2, (samples, outputs), generator=random).float()
+    return predictions, 3 + 2 * torch.randn(samples, outputs, generator=random)
+
+
+def measure(task, predictions, y):
+    frame = rows_to_frame([task.count(predictions, y, predictions.shape[1])])
+    return {metric: float(compute_metric(frame, metric).iloc[0]) for metric in METRICS}
+
+
+def with_background_left_out(values):
+    return np.mean(values[1:])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_classes_are_measured_as_by_scikit_learn(seed):
+    predictions, y = draw(CLASSIFICATION, 50, 4, seed)
+    chosen = predictions.argmax(1)
+    found = measure(CLASSIFICATION, predictions, y)
+    assert found["accuracy"] == pytest.approx(sk.accuracy_score(y, chosen))
+    assert found["balanced_accuracy"] == pytest.approx(sk.balanced_accuracy_score(y, chosen))
+    scores = predictions.double().softmax(1)
+    assert found["auc"] == pytest.approx(sk.roc_auc_score(y, scores, multi_class="ovr"))
+    assert found["loss"] == pytest.approx(sk.log_loss(y, scores), rel=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_masks_are_measured_as_by_scikit_learn_over_the_pixels_that_are_not_ignored(seed):
+    predictions, y = draw(SEGMENTATION, 6, 3, seed)
+    known = y != LEFT_OUT
+    assert not known.all()
+    chosen, pixels = predictions.argmax(1)[known], y[known]
+    found = measure(SEGMENTATION, predictions, y)
+    assert found["dice"] == pytest.approx(with_background_left_out(sk.f1_score(pixels, chosen, average=None)))
+    assert found["iou"] == pytest.approx(with_background_left_out(sk.jaccard_score(pixels, chosen, average=None)))
+    assert found["accuracy"] == pytest.approx(sk.accuracy_score(pixels, chosen))
+    assert found["balanced_accuracy"] == pytest.approx(sk.balanced_accuracy_score(pixels, chosen))
+    of_images = [
+        sk.log_loss(mask[mask != LEFT_OUT], scores.double().softmax(0)[:, mask != LEFT_OUT].T, labels=range(3))
+        for scores, mask in zip(predictions, y, strict=True)
+    ]
+    assert found["loss"] == pytest.approx(np.mean(of_images), rel=1e-5)
+    assert math.isnan(found["auc"])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_several_labels_are_measured_as_by_scikit_learn(seed):
+    predictions, y = draw(MULTILABEL, 40, 3, seed)
+    chosen = predictions > 0
+    found = measure(MULTILABEL, predictions, y)
+    assert found["f1"] == pytest.approx(sk.f1_score(y, chosen, average="macro"))
+    assert found["auc"] == pytest.approx(sk.roc_auc_score(y, predictions, average="macro"))
+    assert found["exact_match"] == pytest.approx(sk.accuracy_score(y, chosen))
+    each = [sk.log_loss(y[:, k], predictions[:, k].double().sigmoid()) for k in range(3)]
+    assert found["loss"] == pytest.approx(np.mean(each), rel=1e-5)
+
+
+@pytest.mark.parametrize("scales", [(), ((10.0, 3.0), (-1.0, 0.5))])
+def test_numbers_are_measured_as_by_scikit_learn_in_the_unit_of_the_data(scales):
+    predictions, y = draw(REGRESSION, 40, 2, 0)
+    found = measure(Regression(scales=scales), predictions, y)
+    mean, std = np.array(scales or ((0, 1), (0, 1))).T
+    raw_y, raw = y.numpy().astype(float) * std + mean, predictions.numpy().astype(float) * std + mean
+    assert found["rmse"] == pytest.approx(sk.root_mean_squared_error(raw_y, raw))
+    assert found["mae"] == pytest.approx(sk.mean_absolute_error(raw_y, raw))
+    assert found["r2"] == pytest.approx(sk.r2_score(raw_y, raw))
+    assert found["loss"] == pytest.approx(sk.mean_squared_error(y, predictions))
+
+
+def test_classes_that_are_neither_there_nor_predicted_do_not_count():
+    predictions = torch.zeros(1, 4, 2, 2)
+    predictions[:, 1] = 1  # class 1 everywhere
+    y = torch.tensor([[[0, 1], [1, 2]]])
+    found = measure(SEGMENTATION, predictions, y)
+    assert found["dice"] == pytest.approx((2 * 2 / (2 + 4) + 0) / 2)  # of classes 1 and 2, not 3
+    assert found["iou"] == pytest.approx((2 / 4 + 0) / 2)
+    empty = measure(SEGMENTATION, torch.eye(4)[0].reshape(1, 4, 1, 1).expand(1, 4, 2, 2), torch.zeros(1, 2, 2).long())
+    assert math.isnan(empty["dice"])  # background, and rightly no other class
+
+
+def test_a_mask_without_known_pixels_counts_nothing_beside_others():
+    predictions, y = draw(SEGMENTATION, 3, 3, 0)
+    y[1] = LEFT_OUT
+    two = torch.tensor([0, 2])
+    whole, others = SEGMENTATION.count(predictions, y, 3), SEGMENTATION.count(predictions[two], y[two], 3)
+    assert whole.pop("samples") == others.pop("samples") + 1 == 3
+    assert whole.pop("loss_sum") == pytest.approx(others.pop("loss_sum"))
+    assert whole == others
+
+
+def test_the_area_under_the_curve_needs_both_values_of_every_label():
+    predictions, y = draw(MULTILABEL, 9, 2, 0)
+    y[:, 1] = 1
+    assert MULTILABEL.count(predictions, y, 2)["auc"] is None
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.sampled_from(TASKS), st.integers(0, 10**6), st.lists(st.integers(1, 6), min_size=2, max_size=4))
+def test_counts_of_parts_add_up_to_those_of_the_whole(task, seed, sizes):
+    predictions, y = draw(task, sum(sizes), 3, seed)
+    whole = task.count(predictions, y, 3)
+    parts = [task.count(*part, 3) for part in zip(predictions.split(sizes), y.split(sizes), strict=True)]
+    for name in whole.keys() & set(COUNTS):
+        summed = np.sum([part[name] for part in parts], axis=0)
+        np.testing.assert_allclose(summed, whole[name], rtol=1e-5, atol=1e-5)
+    assert whole.keys() - set(COUNTS) <= {"auc"}
+
+
+IMAGE = (1, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("task", "y", "message"),
+    [
+        (CLASSIFICATION, torch.tensor([0, 3]), "label 3 is out of range; labels must be 0..2"),
+        (SEGMENTATION, torch.zeros(2, 2, 2).long(), "masks of type torch.int64; they must be uint8"),
+        (SEGMENTATION, torch.zeros(2, 4, 4, dtype=torch.uint8), "masks of 4 x 4 for images of 2 x 2"),
+        (SEGMENTATION, torch.tensor([[[0, 7], [1, 255]]], dtype=torch.uint8), "a mask holds class 7; classes must be"),
+        (SEGMENTATION, torch.full((1, 2, 2), 255, dtype=torch.uint8), "every pixel is ignored"),
+        (MULTILABEL, torch.zeros(2, 2), r"targets of shape \(2, 2\); they must be \[samples, 3 labels\]"),
+        (MULTILABEL, torch.tensor([[0, 1, 0.5]]), "a label is 0.5; it must be 0 or 1"),
+        (MULTILABEL, torch.tensor([[0, 1, math.nan]]), "a label is nan; it must be 0 or 1"),
+        (REGRESSION, torch.zeros(2), r"targets of shape \(2,\) and type torch.float32"),
+        (REGRESSION, torch.zeros(2, 3).long(), r".* type torch.int64; they must be numbers, \[samples, 3 targets\]"),
+        (REGRESSION, torch.tensor([[0, 0, 0], [0, math.nan, 0]]), "the target of sample 1 is NaN or infinite"),
+    ],
+)
+def test_targets_that_cannot_be_trained_on_are_refused(task, y, message):
+    with pytest.raises(UsageError, match=f"^client 'a': {message}"):
+        task.check_targets(y, IMAGE, 3, "client 'a'")
+
+
+@pytest.mark.parametrize(
+    ("task", "y"),
+    [
+        (CLASSIFICATION, torch.tensor([0, 2])),
+        (SEGMENTATION, torch.tensor([[[0, 2], [1, 255]]], dtype=torch.uint8)),
+        (MULTILABEL, torch.tensor([[0, 1.0, 1]])),
+        (REGRESSION, torch.tensor([[0, -1e9, 0.5]])),
+    ],
+)
+def test_targets_that_can_be_trained_on_are_not(task, y):
+    task.check_targets(y, IMAGE, 3, "client 'a'")
+    predictions = torch.zeros(len(y), *task.output_shape(IMAGE, 3))
+    targets = Samples(x=torch.zeros(len(y), *IMAGE), y=y).targets()
+    assert task.count(predictions, targets, 3)["samples"] == len(y)
