@@ -10,7 +10,7 @@ TEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n au
 # The page is tested in headless Chromium where it is installed.
 BROWSER := $(if $(and $(shell command -v chromium),$(shell command -v chromedriver)),,and not browser)
 
-.PHONY: setup demo test coverage slow-test lint picture guide benchmark peers structure docs clean
+.PHONY: setup demo demo-segmentation test coverage slow-test lint picture guide benchmark peers structure docs clean
 
 setup: $(READY)
 
@@ -22,6 +22,9 @@ $(READY): pyproject.toml constraints.txt
 
 demo: setup
 	$(BIN)/fedshift compare --config examples/demo.toml
+
+demo-segmentation: setup
+	$(BIN)/fedshift compare --config examples/segmentation.toml
 
 test: setup
 	$(TEST) -m "not slow $(BROWSER)"

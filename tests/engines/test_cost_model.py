@@ -58,7 +58,7 @@ def clock(monkeypatch, tmp_path):
     monkeypatch.setattr(cost_model, "make_products", lambda *_: {kind: ((kind, False), (kind, True)) for kind in KINDS})
     monkeypatch.setattr(cost_model, "_time", made)
     monkeypatch.setattr(linear, "is_available", lambda: True)
-    monkeypatch.setattr(linear, "_product", round_once)
+    monkeypatch.setattr(linear, "multiply_by_onednn", round_once)
     time_products.cache_clear()
     yield made
     time_products.cache_clear()

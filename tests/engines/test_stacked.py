@@ -130,7 +130,7 @@ def test_large_layers_multiply_lane_by_lane_to_the_same_gradients(monkeypatch):
     from fedshift.nn import linear
 
     monkeypatch.setattr(linear, "is_available", lambda: True)
-    monkeypatch.setattr(linear, "_product", nn.functional.linear)
+    monkeypatch.setattr(linear, "multiply_by_onednn", nn.functional.linear)
     monkeypatch.setattr(cost_model, "_choose", lambda *_: [*linear.ALONE, *linear.LANES])
     one, other = (trial(engine, fedavg(), wide, sizes=(16, 8)) for engine in ("sequential", "stacked"))
     assert type(one.plan.module[1]) is linear.FastLinear

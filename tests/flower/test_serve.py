@@ -16,7 +16,7 @@ from fedshift.flower.server.serve import ListenOptions, _Coordination
 from fedshift.flower.site import join as joining
 from fedshift.flower.site.join import CoordinatorLink
 from fedshift.flower.transport.exchange import Exchange
-from fedshift.flower.transport.programs import free_port
+from fedshift.flower.transport.programs import GUARDED, free_port
 from fedshift.utils.errors import FedshiftError, UsageError
 
 
@@ -112,11 +112,15 @@ def test_the_coordinator_reaches_itself(host, here):
 
 
 class FakeProgram:
-    """A SuperLink that runs until it is stopped."""
+    """A SuperLink that runs until it is stopped; ``guarded``: with its guard in the way."""
+
+    guarded = True
 
     def __init__(self, *_, **named):
         self.code, self.log, self.more = None, named["log"], named["more"]
         FakeProgram.last = self
+        if self.guarded:
+            (named["home"] / GUARDED).touch()
 
     def wait(self, seconds):
         return self.code
@@ -171,6 +175,13 @@ def coordination(monkeypatch, tmp_path):
             listening[0].close()
 
     return run
+
+
+def test_a_superlink_without_its_guard_is_stopped(coordination, monkeypatch):
+    monkeypatch.setattr(FakeProgram, "guarded", False)
+    with pytest.raises(FedshiftError, match=r"without fedshift's guard, .* it was stopped"):
+        coordination()
+    assert FakeProgram.last.code == 0
 
 
 def test_what_the_coordinator_tells_is_shown(coordination, tmp_path):

@@ -42,9 +42,9 @@ SHAPES = [(INPUTS,), (1, INPUTS), (37, INPUTS), (5, 7, INPUTS)]
 @pytest.fixture(autouse=True)
 def products(monkeypatch):
     """How many products went by oneDNN, as a list of them."""
-    product = linear._product if linear.is_available() else F.linear
+    product = linear.multiply_by_onednn if linear.is_available() else F.linear
     made = []
-    monkeypatch.setattr(linear, "_product", lambda x, w, b: made.append(x.shape) or product(x, w, b))
+    monkeypatch.setattr(linear, "multiply_by_onednn", lambda x, w, b: made.append(x.shape) or product(x, w, b))
     monkeypatch.setattr(linear, "is_available", lambda: True)
     return made
 
@@ -303,7 +303,7 @@ def wrong(x, w, b):
 )
 def test_the_product_is_available_where_it_is_right(monkeypatch, product, expected):
     monkeypatch.undo()  # the machine's own answer is the one that is tried here
-    monkeypatch.setattr(linear, "_product", product)
+    monkeypatch.setattr(linear, "multiply_by_onednn", product)
     assert linear.is_available.__wrapped__() is expected
 
 

@@ -15,9 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..nn.convolution import FastConv2d
 from ..nn.linear import FastLinear
 
 LIBRARIES = ("torch", "torchvision")
+FAST = {FastLinear: nn.Linear, FastConv2d: nn.Conv2d}
+"""Types in place of which layers are described as torch's, since which of the two they are depends on the machine."""
 
 
 def architecture(module: nn.Module) -> str:
@@ -31,7 +34,7 @@ def architecture(module: nn.Module) -> str:
     names: dict[int, str] = {}
     lines = []
     for path, layer in module.named_modules(remove_duplicate=False):
-        kind = nn.Linear if isinstance(layer, FastLinear) else type(layer)  # which of them depends on the machine
+        kind = FAST.get(type(layer), type(layer))
         settings = (f"{name}={value}" for name, value in sorted(_settings(layer, kind).items()))
         tensors = {**layer._parameters, **layer._buffers}
         shapes = (f"{name}: {_shape(path, name, tensors[name], names)}" for name in sorted(tensors))

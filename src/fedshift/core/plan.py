@@ -16,7 +16,8 @@ from ..nn.dropout import dropout_key
 from ..utils.errors import UsageError
 from ..utils.state import State, clone
 from .method import Method
-from .optimizer import Optimizer
+from .optimizer import SGD, Optimizer
+from .rule import Rule
 from .selection import Entry, norm_statistics
 from .work import Work
 
@@ -93,6 +94,15 @@ class Plan:
             for entry in self.entries
             if (frozen and norm_statistics(entry) if entry.is_buffer else entry.name not in self.trained)
         )
+
+    @cached_property
+    def subtracts(self) -> bool:
+        """Return whether a step subtracts the objective's gradients, times the learning rate, and does nothing else."""
+        rules = [type(rule) for rule in self.method.rules]
+        plain = isinstance(self.optimizer, SGD) and not (self.optimizer.momentum or self.optimizer.weight_decay)
+        same = all(rule.transform_grads is Rule.transform_grads for rule in rules)
+        paced = any(rule.trainable_at_step is not Rule.trainable_at_step for rule in rules)
+        return plain and same and not paced and not any(self.extra_trained)
 
     @cached_property
     def dtype(self) -> torch.dtype:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
+from ..nn.convolution import use_fast_convolutions
 from ..nn.dropout import key_dropouts
 from ..nn.linear import use_fast_linear
 from ..utils.errors import UsageError
@@ -84,7 +85,7 @@ def prepare(
     if optimizer is None:
         raise UsageError(f"method {method.name!r} has no optimizer: pass one, for example SGD(lr=0.01)")
     _refuse_unsupported(model)
-    template = use_fast_linear(key_dropouts(apply_surgery(method, model)))
+    template = use_fast_convolutions(use_fast_linear(key_dropouts(apply_surgery(method, model))))
     found = entries(template)
     tensors = dict(template.named_parameters()) | dict(template.named_buffers())
     initial = {entry.name: tensors[entry.name].detach().clone() for entry in found}

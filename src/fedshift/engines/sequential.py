@@ -12,6 +12,7 @@ from typing_extensions import override
 from ..core.kernel import ClientState, ServerState, client_final, client_init, client_step_
 from ..utils.profiling import timed_section
 from ..utils.random_streams import torch_stream
+from .deferral import deferred_steps
 from .engine import ClientResult, Engine, refuse_divergence, total_loss
 
 
@@ -30,9 +31,10 @@ class Sequential(Engine):
         losses: list[Tensor] = []
         with torch_stream(self.seed, "torch", name, client.steps):
             job = client_init(plan, client, server, planned_steps=len(batches))
-            for step, index in batches:
-                job, loss = client_step_(plan, job, *self._batch(name, step, index))
-                losses.append(loss)
+            with deferred_steps(plan, job, client_step_) as take_step:
+                for step, index in batches:
+                    job, loss = take_step(plan, job, *self._batch(name, step, index))
+                    losses.append(loss)
             job = replace(job, apart=True)
             for step, index in apart:
                 job, _ = client_step_(plan, job, *self._batch(name, step, index))

@@ -284,14 +284,7 @@ class Stepper:
         rules = [type(rule) for rule in plan.method.rules]
         self._objective_alone = all(rule.transform_loss is Rule.transform_loss for rule in rules)
         same = all(rule.transform_grads is Rule.transform_grads for rule in rules)
-        paced = any(rule.trainable_at_step is not Rule.trainable_at_step for rule in rules)
         self._elementwise = isinstance(plan.optimizer, SGD) and same
-        self._subtracts = (
-            isinstance(plan.optimizer, SGD)
-            and not (plan.optimizer.momentum or plan.optimizer.weight_decay or any(plan.extra_trained))
-            and same
-            and not paced
-        )
 
     def step(
         self, job: LocalTrainingState, stack: Stack, x: Tensor, y: Tensor, keys: Tensor, *, recorded: bool = False
@@ -305,7 +298,7 @@ class Stepper:
         with timed_section("forward and backward"):
             grads, rest, loss = self._differentiate(job, stack, x, y, keys, recorded=recorded)
         with timed_section("update"):
-            if self._subtracts and not job.apart:
+            if self._plan.subtracts and not job.apart:
                 _subtract_(params, grads, job.lr)
             elif self._elementwise:
                 own = params, stack[1], optimizer, *memory
@@ -340,7 +333,7 @@ class Stepper:
             kind = x.shape, y.shape, job.frozen
             if kind not in self._tapes:
                 try:
-                    self._tapes[kind] = Tape(run, inputs, factored=count if self._subtracts else 0)
+                    self._tapes[kind] = Tape(run, inputs, factored=count if self._plan.subtracts else 0)
                 except Untraceable:
                     self._tapes[kind] = None
             tape = self._tapes[kind]

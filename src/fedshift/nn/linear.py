@@ -34,7 +34,7 @@ _off: ContextVar[bool] = ContextVar("torch_linear", default=False)
 
 
 def use_torch_linear() -> AbstractContextManager[None]:
-    """Inside the block, layers multiply as torch does."""
+    """Inside the block, layers multiply and convolve as torch does."""
     return _set(_off)
 
 
@@ -56,26 +56,37 @@ def _set(switch: ContextVar[bool]) -> Iterator[None]:
 def is_available() -> bool:
     """Return whether torch reaches oneDNN's product on this machine."""
     try:
-        return torch.equal(_product(torch.ones(2, 3), torch.ones(4, 3), None), torch.full((2, 4), 3.0))
+        return torch.equal(multiply_by_onednn(torch.ones(2, 3), torch.ones(4, 3), None), torch.full((2, 4), 3.0))
     except (AttributeError, RuntimeError, TypeError):
         return False
 
 
-def _product(x_BI: Tensor, w_OI: Tensor, b_O: Tensor | None) -> Tensor:
+def runs_in_lanes() -> bool:
+    """Return whether layers run inside :func:`vmapped_lanes`."""
+    return _lanes.get()
+
+
+def may_multiply_by_onednn() -> bool:
+    """Return whether layers of one client may call :func:`multiply_by_onednn` here."""
+    return is_available() and not (_lanes.get() or _off.get())
+
+
+def multiply_by_onednn(x_BI: Tensor, w_OI: Tensor, b_O: Tensor | None) -> Tensor:
+    """Return ``x w^T + b``."""
     made: Tensor = torch.ops.mkldnn._linear_pointwise(x_BI, w_OI, b_O, "none", [], "")
     return made
 
 
 def _multiply(left_MN: Tensor, right_PN: Tensor, b_P: Tensor | None = None, *, fast: bool) -> Tensor:
     """``left right^T + b``, by oneDNN where ``fast``."""
-    return (_product if fast else F.linear)(left_MN, right_PN, b_P)
+    return (multiply_by_onednn if fast else F.linear)(left_MN, right_PN, b_P)
 
 
 def _multiply_lanes(left_KMN: Tensor, right_KPN: Tensor, b_KP: Tensor | None = None, *, fast: bool) -> Tensor:
     """:func:`_multiply` of lanes side by side."""
     if fast:
         b_K = [None] * len(left_KMN) if b_KP is None else b_KP
-        return torch.stack([_product(*lane) for lane in zip(left_KMN, right_KPN, b_K, strict=True)])
+        return torch.stack([multiply_by_onednn(*lane) for lane in zip(left_KMN, right_KPN, b_K, strict=True)])
     right_KNP = right_KPN.transpose(1, 2)
     return left_KMN.bmm(right_KNP) if b_KP is None else torch.baddbmm(b_KP[:, None], left_KMN, right_KNP)
 
@@ -181,6 +192,8 @@ class FastLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """``input [..., I]`` to ``[..., O]``."""
         x = input  # torch's own name, by which a network may pass it
+        if type(self.weight) not in (Tensor, nn.Parameter):  # it multiplies in its own way, as deferred ones do
+            return F.linear(x, self.weight, self.bias)
         lanes = _lanes.get()
         usual = x.dtype == self.weight.dtype == torch.float32 and x.device.type == "cpu" and x.numel() > 0
         fits = x.shape[-1:] == self.weight.shape[1:]  # where it does not, torch says so in plain words

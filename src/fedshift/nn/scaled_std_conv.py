@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
+from .convolution import FastConv2d
+
 EPS = 1e-4
 
 
@@ -58,7 +60,7 @@ class ScaledStdConv1d(ScaledStd, nn.Conv1d):
     """1D."""
 
 
-class ScaledStdConv2d(ScaledStd, nn.Conv2d):
+class ScaledStdConv2d(ScaledStd, FastConv2d):
     """2D."""
 
 

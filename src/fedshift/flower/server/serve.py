@@ -29,7 +29,7 @@ from ...experiments.trial import RoundResult
 from ...results.run_directory import MACHINES
 from ...utils.errors import FedshiftError, UsageError
 from ..transport.exchange import FACTS
-from ..transport.programs import Program, connect, register, submit
+from ..transport.programs import GUARDED, Program, connect, register, submit
 from .coordinator import COORDINATOR
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -173,6 +173,7 @@ class _Coordination:
             f"{tls}/server.key", "--enable-supernode-auth",
         ] if tls else ["--insecure"]  # fmt: skip
         listen = ["--host", self.reach.host, "--port", str(self.reach.port)]
+        (self.home / GUARDED).unlink(missing_ok=True)
         link = Program(
             "flower-superlink", [*listen, "--disable-runtime-dependency-installation", *secured],
             home=self.home, log=self.logs / "superlink.log", more={COORDINATOR: str(self.home / "talk")},
@@ -184,13 +185,19 @@ class _Coordination:
 
     def _submit(self, link: Program) -> None:
         """Wait until the SuperLink listens, register the nodes' keys, and submit the app."""
-        until = time.monotonic() + 60
+        until, guarded = time.monotonic() + 60, self.home / GUARDED
         host, _, port = self.reach.local_address.rpartition(":")
         while True:
             with suppress(OSError), socket.create_connection((host.strip("[]"), int(port))):
                 break
             if link.wait(0.1) is not None or time.monotonic() > until:
                 raise FedshiftError(f"Flower's SuperLink did not start ({link.last_message()}): see {link.log}")
+        if not guarded.exists():
+            link.stop()
+            raise FedshiftError(
+                "Flower's SuperLink opened its port without fedshift's guard, so that other machines could submit and "
+                "stop runs: it was stopped. Install a version of Flower that fedshift was tested with"
+            )
         log = self.logs / "flwr.log"
         connect(self.home, self.reach.local_address, self.reach.tls / "ca.crt" if self.reach.tls else None)
         self._registered: set[Path] = set()

@@ -41,6 +41,8 @@ PROGRAMS = {
 }
 REFUSED = ("flwr-agentapp", "flwr-connector", "flwr-model", "flwr-simulation")
 COLOR, REASON = re.compile(r"\x1b\[[\d;]*m"), re.compile(r"Exit Code: \d+\n(.+(?:\n.+)*)")
+GUARDED = "guarded"
+"""File in a program's folder that says that a SuperLink's guard stands in the way."""
 GRACE = 5.0
 """Seconds in which a program may exit by itself."""
 HEARTBEAT = 10.0
@@ -121,8 +123,9 @@ def make_environment(home: Path, more: Mapping[str, str]) -> dict[str, str]:
         if not os.access(found / name, os.X_OK):  # the search would continue and find Flower's own
             raise UsageError(f"{home} does not let programs run (noexec): set TMPDIR to a folder that does")
     path = os.pathsep.join((str(found), str(Path(sys.executable).parent), os.environ.get("PATH", "")))
+    inherited = {name: value for name, value in os.environ.items() if name != "FORWARDED_ALLOW_IPS"}
     return {
-        **os.environ, **QUIET, "FLWR_HOME": str(home), "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1", "PATH": path,
+        **inherited, **QUIET, "FLWR_HOME": str(home), "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1", "PATH": path,
         "PYTHONUNBUFFERED": "1", **more,
     }  # fmt: skip
 
@@ -181,7 +184,7 @@ def main() -> None:
     threading.Thread(target=exit_with_parent, args=(sys.stdin.fileno(),), daemon=True).start()
     del sys.argv[0]
     if sys.argv[0] == "flower-superlink":
-        install_firewall()
+        install_firewall(Path(os.environ["FLWR_HOME"]) / GUARDED)
     if sys.argv[0] == "flower-supernode":
         _beat_every(HEARTBEAT)
         poll_quickly()
@@ -252,8 +255,42 @@ def _is_local(scope: Mapping[str, Any]) -> bool:
     return address.is_loopback or str(address) == own
 
 
-def install_firewall() -> None:
-    """Wrap every app that ``uvicorn.run`` serves from now on in this process in a :class:`Firewall`."""
-    uvicorn = importlib.import_module("uvicorn")
-    run = uvicorn.run
-    uvicorn.run = lambda app, **named: run(Firewall(app), **named)  # type: ignore[attr-defined]
+def install_firewall(proof: Path) -> None:
+    """Put a :class:`Firewall` around every app that uvicorn serves from now on in this process.
+
+    It stands before whatever else uvicorn adds, and proxies' headers are never read, since a remote client can write
+    any address into them. File ``proof`` is written once it has refused a request from outside, before a port opens.
+    """
+    config = importlib.import_module("uvicorn").Config
+    load = config.load
+
+    def load_guarded(self: Any) -> None:
+        self.proxy_headers = False
+        load(self)
+        self.loaded_app = Firewall(self.loaded_app)
+        _require_refusal(self.loaded_app)
+        proof.touch()
+
+    config.load = load_guarded
+
+
+def _require_refusal(guard: Firewall) -> None:
+    """Raise :class:`FedshiftError` unless ``guard`` refuses a remote client, whatever its headers say."""
+    answers: list[Any] = []
+
+    async def send(message: Mapping[str, Any]) -> None:
+        answers.append(message.get("status"))
+
+    async def receive() -> Mapping[str, Any]:
+        return {"type": "http.request"}
+
+    claimed = [(name, b"127.0.0.1") for name in (b"x-forwarded-for", b"x-real-ip", b"forwarded")]
+    scope = {
+        "type": "http", "method": "POST", "path": "/v1/control/stop-run", "headers": claimed, "server": ("0.0.0.0", 0),
+        "client": ("192.0.2.1", 0),  # an address that RFC 5737 keeps for documentation
+    }  # fmt: skip
+    with suppress(StopIteration):
+        guard(scope, receive, send).__await__().send(None)
+        raise FedshiftError("the guard in front of Flower's SuperLink waits where it should refuse")
+    if answers[:1] != [403]:
+        raise FedshiftError(f"the guard in front of Flower's SuperLink let a remote client in ({answers})")

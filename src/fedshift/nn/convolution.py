@@ -1,0 +1,162 @@
+"""Convolutions that oneDNN, by which torch convolves, does slowly: in other operations with torch's values.
+
+Depthwise kernels on small images: once the padding is as tall as the outputs, as in the last blocks of MobileNetV2
+(Sandler et al. 2018, arXiv:1801.04381) on images of 32 x 32, the gradient of the kernels takes up to 200 times as long
+as the sum of products that it is. Kernels of 1 x 1: a product of matrices takes half as long. Results differ from
+torch's by rounding.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .linear import may_multiply_by_onednn, multiply_by_onednn, runs_in_lanes
+
+Pair = tuple[int, int]
+ROWS = 512
+"""Pixels of a batch up to which the gradient of 1 x 1 kernels is faster as a product than as a convolution."""
+
+
+class _Depthwise(torch.autograd.Function):
+    """``F.conv2d`` with one kernel for each channel and zeros as padding."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NCHW: Tensor, w_C1KL: Tensor, b_C: Tensor | None, stride: Pair, padding: Pair) -> Tensor:
+        ctx.save_for_backward(x_NCHW, w_C1KL)
+        ctx.stride, ctx.padding = stride, padding
+        return F.conv2d(x_NCHW, w_C1KL, b_C, stride, padding, groups=len(w_C1KL))
+
+    @staticmethod
+    def backward(ctx: Any, *given: Tensor) -> tuple[Tensor | None, ...]:
+        (x_NCHW, w_C1KL), (grad_NCHW,) = ctx.saved_tensors, given
+        x_wanted, w_wanted, b_wanted, *_ = ctx.needs_input_grad
+        how = ctx.stride, ctx.padding, (1, 1), False, (0, 0), len(w_C1KL)
+        only_inputs = True, False, False
+        return (
+            torch.ops.aten.convolution_backward(grad_NCHW, x_NCHW, w_C1KL, None, *how, only_inputs)[0]
+            if x_wanted
+            else None,
+            differentiate_kernels(x_NCHW, grad_NCHW, w_C1KL.shape[2:], ctx.stride, ctx.padding) if w_wanted else None,
+            grad_NCHW.sum(dim=(0, 2, 3)) if b_wanted else None,
+            None,
+            None,
+        )
+
+
+class _Pointwise(torch.autograd.Function):
+    """``F.conv2d`` with kernels of 1 x 1 on images that lie channels last, as a product of pixels and kernels."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NCHW: Tensor, w_OC11: Tensor, b_O: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x_NCHW, w_OC11)
+        return _as_images(multiply_by_onednn(_as_rows(x_NCHW), w_OC11.flatten(1), b_O), x_NCHW)
+
+    @staticmethod
+    def backward(ctx: Any, *given: Tensor) -> tuple[Tensor | None, ...]:
+        (x_NCHW, w_OC11), (grad_NOHW,) = ctx.saved_tensors, given
+        wanted = list(ctx.needs_input_grad)
+        found: list[Tensor | None] = [None, None, None]
+        if not torch.is_grad_enabled():  # otherwise it will be differentiated again
+            grad_RO = _as_rows(grad_NOHW)
+            if wanted[0]:
+                found[0] = _as_images(multiply_by_onednn(grad_RO, w_OC11.flatten(1).t(), None), x_NCHW)
+            if wanted[1] and len(grad_RO) <= ROWS:
+                found[1] = multiply_by_onednn(grad_RO.t(), _as_rows(x_NCHW).t(), None).reshape(w_OC11.shape)
+        left = [want and made is None for want, made in zip(wanted, found, strict=True)]
+        if any(left):
+            how = [len(w_OC11)], (1, 1), (0, 0), (1, 1), False, (0, 0), 1
+            made = torch.ops.aten.convolution_backward(grad_NOHW, x_NCHW, w_OC11, *how, left)
+            found = [own if own is not None else other for own, other in zip(found, made, strict=True)]
+        return tuple(found)
+
+
+def _as_rows(x_NCHW: Tensor) -> Tensor:
+    """Return pixels ``[N H W, C]``."""
+    return x_NCHW.permute(0, 2, 3, 1).reshape(-1, x_NCHW.shape[1])
+
+
+def _as_images(x_RC: Tensor, like: Tensor) -> Tensor:
+    """Return rows as pixels of images of the number and size of those in ``like``."""
+    return x_RC.reshape(len(like), *like.shape[2:], -1).permute(0, 3, 1, 2)
+
+
+def differentiate_kernels(x_NCHW: Tensor, grad_NCHW: Tensor, kernel: Pair, stride: Pair, padding: Pair) -> Tensor:
+    """Return the gradient ``[C, 1, *kernel]`` of a depthwise convolution's kernels.
+
+    ``x_NCHW``: its inputs. ``grad_NCHW``: gradient of its outputs.
+    """
+    x_NHWC, grad_NHWC = x_NCHW.permute(0, 2, 3, 1), grad_NCHW.permute(0, 2, 3, 1)
+    places = tuple(zip(x_NHWC.shape[1:3], grad_NHWC.shape[1:3], stride, padding, strict=True))
+    sums = []
+    for row in range(kernel[0]):
+        rows = _match(row, *places[0])
+        for column in range(kernel[1]):
+            columns = _match(column, *places[1])
+            if rows is None or columns is None:
+                sums.append(grad_NHWC.new_zeros(grad_NHWC.shape[-1]))
+            else:
+                products = x_NHWC[:, rows[0], columns[0]] * grad_NHWC[:, rows[1], columns[1]]
+                sums.append(products.sum(dim=(0, 1, 2)))
+    return torch.stack(sums, dim=1).reshape(-1, 1, *kernel)
+
+
+def _match(tap: int, inputs: int, outputs: int, stride: int, padding: int) -> tuple[slice, slice] | None:
+    """Return the input pixels that a kernel's row or column ``tap`` meets, and the outputs they go to; None: no pixel.
+
+    Output ``i`` meets input ``i * stride + tap - padding``.
+    """
+    first, last = max(0, -((tap - padding) // stride)), min(outputs - 1, (inputs - 1 + padding - tap) // stride)
+    if last < first:
+        return None
+    start = first * stride + tap - padding
+    return slice(start, start + (last - first) * stride + 1, stride), slice(first, last + 1)
+
+
+def _apply(function: Any, *given: Any) -> Tensor:
+    made: Tensor = function.apply(*given)
+    return made
+
+
+class FastConv2d(nn.Conv2d):
+    """A 2D convolution that is fast with depthwise kernels on small images and with kernels of 1 x 1."""
+
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        fits = input.ndim == 4 and input.shape[1] == self.in_channels and input.numel() > 0
+        if fits and input.is_cpu and not (torch.is_autocast_enabled("cpu") or runs_in_lanes()):
+            if self._is_pointwise(input):
+                return _apply(_Pointwise, input, weight, bias)
+            if self._is_slow(input):
+                return _apply(_Depthwise, input, weight, bias, self.stride, self.padding)
+        usual: Tensor = super()._conv_forward(input, weight, bias)
+        return usual
+
+    def _is_pointwise(self, x: Tensor) -> bool:
+        """Return whether the convolution is a product of matrices as the images lie in memory."""
+        plain = self.groups == 1 and self.kernel_size == (1, 1) == self.stride and self.padding in ((0, 0), "valid")
+        single = x.dtype == self.weight.dtype == torch.float32
+        return plain and single and may_multiply_by_onednn() and x.is_contiguous(memory_format=torch.channels_last)
+
+    def _is_slow(self, x: Tensor) -> bool:
+        """Return whether torch's gradient of depthwise kernels would be slow."""
+        if isinstance(self.padding, str) or not 1 < self.groups == self.in_channels == self.out_channels:
+            return False
+        if self.padding_mode != "zeros" or self.dilation != (1, 1) or self.kernel_size == (1, 1):
+            return False
+        outputs = (x.shape[2] + 2 * self.padding[0] - self.kernel_size[0]) // self.stride[0] + 1
+        reached = (outputs - 1) * self.stride[0] + self.kernel_size[0]
+        return 0 < outputs <= reached - x.shape[2]
+
+    def _get_name(self) -> str:
+        return "Conv2d" if type(self) is FastConv2d else super()._get_name()  # type: ignore[no-untyped-call]
+
+
+def use_fast_convolutions(module: nn.Module) -> nn.Module:
+    """``module`` with convolutions that are fast in depthwise and in 1 x 1 kernels too."""
+    for layer in module.modules():
+        if type(layer) is nn.Conv2d and (layer.groups > 1 or layer.kernel_size == (1, 1)):
+            layer.__class__ = FastConv2d
+    return module
