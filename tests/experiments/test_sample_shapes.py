@@ -11,9 +11,9 @@ from torch import nn
 from fedshift.core.optimizer import SGD
 from fedshift.core.work import Work
 from fedshift.data.federation import Federation, federation
-from fedshift.data.samples import UNIT, Normalization
+from fedshift.data.pictures import to_pictures
+from fedshift.data.samples import UNIT, Normalization, Samples
 from fedshift.diagnosis.overview import make_overview
-from fedshift.experiments.experiment import _to_images
 from fedshift.experiments.settings import Settings
 from fedshift.experiments.trial import Trial
 from fedshift.export.inputs import InputFormat, Scaling
@@ -143,9 +143,8 @@ def test_an_exported_model_scales_samples_as_the_run_did(kind):
 
 def test_channels_that_are_no_colors_are_pictured_by_their_mean():
     x = np.arange(5 * 4 * 3, dtype=np.float32).reshape(1, 5, 4, 3)
-    (image,) = _to_images(x)
+    (image,) = to_pictures(Samples(x=torch.from_numpy(x), y=torch.zeros(1)), slice(None), 1)
     expected = x[0].mean(axis=0)
     assert np.abs(image[..., 0] / 255 - (expected - expected.min()) / np.ptp(expected)).max() <= 0.5 / 255 + 1e-6
-    assert _to_images(np.zeros((1, 2, 3, 4, 5), np.uint8)) is None
     sheet = make_overview(draw_clients("many channels"))["samples"]
     assert {picture.get_array().shape[-1] for axes in sheet.axes for picture in axes.images} <= {1, 3, 8}
