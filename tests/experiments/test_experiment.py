@@ -16,7 +16,8 @@ from torch import nn
 
 from fedshift.engines.engine import Diverged
 from fedshift.engines.sequential import client_step_
-from fedshift.experiments.experiment import Experiment, Observer, Observers
+from fedshift.experiments.experiment import Experiment, Observer
+from fedshift.experiments.observer import Observers
 from fedshift.experiments.trial import Trial
 from fedshift.methods.fedsmb import fedsmb
 from fedshift.report.tables import find_reported_rounds, seed_table
