@@ -179,7 +179,7 @@ def test_steps_repeat_bit_for_bit():
         {"momentum": 0.9}, {"weight_decay": 0.1}, {"batch_size": FEW + 1}, {"batch_size": None},
         {"method": fedprox(mu=0.1)}, {"method": agc(clip=0.1)},
     ],
-    ids=str,
+    ids=["momentum", "weight decay", "larger batches", "full batches", "fedprox", "agc"],
 )  # fmt: skip
 def test_updates_are_held_back_only_where_nothing_else_reads_gradients(options):
     plan = make_plan(Usual(), **options)
