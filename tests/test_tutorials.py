@@ -197,7 +197,14 @@ def test_a_page_that_shows_something_else_is_noticed(shown, different):
     assert find_difference(shown, printed, with_numbers=True) == different
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+LONG = {"segmentation", "paper-table", "new-hospital"}
+"""Pages that take long even when hurried."""
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=pytest.mark.slow if page.stem in LONG else ()) for page in PAGES],
+    ids=lambda page: page.stem,
+)  # fmt: skip
 def test_a_tutorial_shows_what_its_commands_print(page, desk, undrawn, monkeypatch):
     monkeypatch.setattr("fedshift.report.publication.write_page", lambda *_: None)
     reader = Reader(hurried=True)

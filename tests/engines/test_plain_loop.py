@@ -102,7 +102,7 @@ def test_rounds_equal_a_plain_pytorch_loop(method, dtype, rounds, tolerance):
             assert (state[entry].double() - tensor.double()).abs().max() <= tolerance, (name, entry)
 
 
-@pytest.mark.parametrize("engine", ["sequential", "stacked", "pool", "ray"])
+@pytest.mark.parametrize("engine", ["sequential", "stacked", "pool", pytest.param("ray", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("method", [fedavg(), fedbn()], ids=lambda method: method.name)
 def test_models_just_after_local_work_are_those_of_a_plain_pytorch_loop_before_it_averages(method, engine):
     settings = Settings(

@@ -114,6 +114,7 @@ def test_a_round_stopped_half_way_leaves_no_answer_for_the_next():
     running.close()
 
 
+@pytest.mark.slow
 def test_a_task_that_ray_cannot_run_is_named_with_its_last_words(monkeypatch):
     def elsewhere(*_):
         raise ModuleNotFoundError("No module named 'fedshift'")

@@ -73,6 +73,7 @@ class Hearing(Observer):
         self.heard[self.now].append(("round", done.round))
 
 
+@pytest.mark.slow
 def test_bits_records_and_events_are_those_of_one_after_another(make, tmp_path, assert_same, chosen):
     experiment, events = make(methods="fedavg,fedbn,scaffold", seeds=2, rounds=2, workers=1), []
     for name, number in (("one", 1), ("two", 2)):
@@ -125,6 +126,7 @@ def test_a_worker_that_dies_is_named_and_its_trial_goes_on(make, tmp_path, asser
     assert_same(tmp_path / "whole", tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_a_trial_that_diverges_is_told_as_one_after_another_and_the_others_go_on(make, tmp_path, assert_same):
     experiment = make(methods="fedprox(mu=1e+30),fedavg", seeds=2, rounds=2)
     errors = []

@@ -85,7 +85,8 @@ def assert_logged(found, run, trial):
 def read_tensorboard(run, trial):
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     events = reader.EventAccumulator(str(run / "logs" / "tensorboard" / trial)).Reload()
-    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    found = {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    return {tag: sorted(points) for tag, points in found.items()}  # files of one second are read in any order
 
 
 @pytest.fixture

@@ -38,6 +38,7 @@ def gated(files, **changes):
     return spec_for(**own | {"samples": None, "image_size": None} | changes)
 
 
+@pytest.mark.slow
 def test_two_sites_with_keys_are_one_process_bit_for_bit_and_talk_to_nobody_else(tmp_path, files):
     spec = spec_for(data=files, domains="pen,photo", samples=None, image_size=None, rounds=2, evaluate_every=2)
     with machines(tmp_path, spec) as two:

@@ -206,3 +206,20 @@ def test_images_that_lie_otherwise_are_torchs(products):
 def test_wrong_channels_are_refused_by_torch():
     with pytest.raises(RuntimeError, match="expected input"):
         use_fast_convolutions(pointwise())(torch.ones(2, CHANNELS + 1, 3, 3))
+
+
+def test_an_in_place_layer_may_follow_kernels_of_one_pixel(monkeypatch):
+    monkeypatch.setattr(convolution, "may_multiply_by_onednn", lambda: True)
+    monkeypatch.setattr(convolution, "multiply_by_onednn", F.linear)
+    network = nn.Sequential(nn.Conv2d(CHANNELS, 4, 1), nn.ReLU(inplace=True), nn.Conv2d(4, 2, 1))
+    expected = copy.deepcopy(network)
+    use_fast_convolutions(network)
+    x = inputs(3, 4).float().contiguous(memory_format=torch.channels_last)
+    made, wanted = network(x), expected(x)
+    assert (made - wanted).detach().abs().max() <= 1e-6
+    found, right = (
+        torch.autograd.grad(outputs.square().sum(), list(each.parameters()))
+        for outputs, each in ((made, network), (wanted, expected))
+    )
+    for one, other in zip(found, right, strict=True):
+        assert (one - other).abs().max() <= 1e-4

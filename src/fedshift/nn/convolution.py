@@ -48,20 +48,22 @@ class _Depthwise(torch.autograd.Function):
 
 
 class _Pointwise(torch.autograd.Function):
-    """``F.conv2d`` with kernels of 1 x 1 on images that lie channels last, as a product of pixels and kernels."""
+    """``F.conv2d`` with kernels of 1 x 1 on images that lie channels last, as a product of pixels and kernels.
+
+    It gives the pixels as rows, ``[N H W, O]``: a function must not return a view, which in-place layers refuse.
+    """
 
     @staticmethod
     def forward(ctx: Any, x_NCHW: Tensor, w_OC11: Tensor, b_O: Tensor | None) -> Tensor:
         ctx.save_for_backward(x_NCHW, w_OC11)
-        return _as_images(multiply_by_onednn(_as_rows(x_NCHW), w_OC11.flatten(1), b_O), x_NCHW)
+        return multiply_by_onednn(_as_rows(x_NCHW), w_OC11.flatten(1), b_O)
 
     @staticmethod
     def backward(ctx: Any, *given: Tensor) -> tuple[Tensor | None, ...]:
-        (x_NCHW, w_OC11), (grad_NOHW,) = ctx.saved_tensors, given
+        (x_NCHW, w_OC11), (grad_RO,) = ctx.saved_tensors, given
         wanted = list(ctx.needs_input_grad)
         found: list[Tensor | None] = [None, None, None]
         if not torch.is_grad_enabled():  # otherwise it will be differentiated again
-            grad_RO = _as_rows(grad_NOHW)
             if wanted[0]:
                 found[0] = _as_images(multiply_by_onednn(grad_RO, w_OC11.flatten(1).t(), None), x_NCHW)
             if wanted[1] and len(grad_RO) <= ROWS:
@@ -69,7 +71,7 @@ class _Pointwise(torch.autograd.Function):
         left = [want and made is None for want, made in zip(wanted, found, strict=True)]
         if any(left):
             how = [len(w_OC11)], (1, 1), (0, 0), (1, 1), False, (0, 0), 1
-            made = torch.ops.aten.convolution_backward(grad_NOHW, x_NCHW, w_OC11, *how, left)
+            made = torch.ops.aten.convolution_backward(_as_images(grad_RO, x_NCHW), x_NCHW, w_OC11, *how, left)
             found = [own if own is not None else other for own, other in zip(found, made, strict=True)]
         return tuple(found)
 
@@ -128,7 +130,7 @@ class FastConv2d(nn.Conv2d):
         fits = input.ndim == 4 and input.shape[1] == self.in_channels and input.numel() > 0
         if fits and input.is_cpu and not (torch.is_autocast_enabled("cpu") or runs_in_lanes()):
             if self._is_pointwise(input):
-                return _apply(_Pointwise, input, weight, bias)
+                return _as_images(_apply(_Pointwise, input, weight, bias), input)
             if self._is_slow(input):
                 return _apply(_Depthwise, input, weight, bias, self.stride, self.padding)
         usual: Tensor = super()._conv_forward(input, weight, bias)
