@@ -22,11 +22,17 @@ def test_work_is_done_by_several_threads_with_one_processor_each():
         return threading.get_ident(), torch.get_num_threads()
 
     before = torch.get_num_threads()
-    found = list(map_in_threads(work, range(4), 2))
+    torch.set_num_threads(3)
+    try:
+        results = map_in_threads(work, range(4), 2)
+        found = [next(results)]
+        assert torch.get_num_threads() == 1  # more would wait for a processor that is busy
+        found += results
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
     assert len({thread for thread, _ in found}) == 2
     assert {count for _, count in found} == {1}
-    assert torch.get_num_threads() == 2
-    torch.set_num_threads(before)
 
 
 def test_an_error_is_raised_at_its_item_and_ends_the_rest():

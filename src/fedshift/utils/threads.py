@@ -21,7 +21,10 @@ Result = TypeVar("Result")
 
 
 def map_in_threads(work: Callable[[Item], Result], items: Sequence[Item], threads: int) -> Iterator[Result]:
-    """Yield ``work`` of each item, in order, on ``threads`` threads, which stay at most one item each ahead."""
+    """Yield ``work`` of each item, in order, on ``threads`` threads, which stay at most one item each ahead.
+
+    Until the last result, torch has one thread in the caller too.
+    """
     if threads == 1 or len(items) == 1:
         yield from map(work, items)
         return
@@ -33,6 +36,8 @@ def map_in_threads(work: Callable[[Item], Result], items: Sequence[Item], thread
         with record_seconds() as seconds:
             return work(item), seconds
 
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # the caller's own operations, between two results, run beside the others
     with ThreadPoolExecutor(threads, "lanes", torch.set_num_threads, (1,)) as executor:
         ahead: deque[Future[tuple[Result, dict[str, float]]]] = deque()
         try:
@@ -44,7 +49,7 @@ def map_in_threads(work: Callable[[Item], Result], items: Sequence[Item], thread
                 yield _collect(ahead.popleft(), threads)
         finally:
             executor.shutdown(cancel_futures=True)
-            torch.set_num_threads(threads)  # some libraries keep one number for all threads
+            torch.set_num_threads(before)
 
 
 def _collect(future: Future[tuple[Result, dict[str, float]]], threads: int) -> Result:
