@@ -57,6 +57,8 @@ ACTIVATIONS = 2**27
 """Bytes of layers' outputs that are held at a time."""
 GATHERED = 2**25
 """Bytes of samples that are gathered at a time for a chunk's next steps."""
+LASTING = 4
+"""Steps of a round from which on it lasts longer than threads take to start."""
 Stack = tuple[State, ...]
 """The lanes' parameters, other entries, optimizer states and memories of each rule, each entry ``[lanes, ...]``."""
 Gradients = Mapping[str, Tensor | Factors]
@@ -100,7 +102,8 @@ class Stacked(Engine):
         with timed_section("data"):
             lanes = [_Lane(name, client, *self.draw_batches(name, client)) for name, client in clients.items()]
         lanes.sort(key=lambda lane: (len(lane.batches), lane.sizes), reverse=True)
-        threads = torch.get_num_threads() if next(iter(self.data.values())).y.device.type == "cpu" else 1
+        on_cpu = next(iter(self.data.values())).y.device.type == "cpu"
+        threads = torch.get_num_threads() if on_cpu and len(lanes[0].batches) >= LASTING else 1
         width = min(self.width, ceil(len(lanes) / threads))
         chunks = [lanes[start : start + width] for start in range(0, len(lanes), width)]
         for results in map_in_threads(partial(self._train_chunk, server), chunks, threads):
