@@ -143,8 +143,10 @@ print(ray.nodes()[0]["NodeManagerAddress"], [each.pid for each in psutil.Process
 
 
 @pytest.mark.slow
-def test_a_cluster_of_its_own_is_of_the_loopback_leaves_no_file_at_home_and_ends_with_the_program(tmp_path):
-    environment = {**os.environ, "HOME": str(tmp_path)}
+def test_a_cluster_of_its_own_is_of_the_loopback_leaves_no_file_at_home_and_ends_with_the_program(
+    tmp_path, tmp_path_factory
+):
+    environment = {**os.environ, "HOME": str(tmp_path), "FEDSHIFT_CACHE": str(tmp_path_factory.mktemp("cache"))}
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", ALONE, str(Path(__file__).parents[2])],
         env=environment, cwd=tmp_path, capture_output=True, text=True, check=True,
