@@ -137,7 +137,7 @@ def test_only_large_layers_in_float32_on_the_cpu_are_timed(clock):
 
 
 class Words(nn.Module):
-    """A layer of its own for each of seven words."""
+    """A separate layer for each of seven words."""
 
     def __init__(self):
         super().__init__()

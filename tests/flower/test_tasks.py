@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from torch import nn
 
+import fedshift
 from fedshift.config.spec import RunSpec
 from fedshift.flower.server.registry import ClientRegistry, SiteDescription
 from fedshift.flower.site.site import Site
@@ -143,3 +144,22 @@ def test_a_class_of_the_sites_machine_is_a_task_only_where_the_site_allows_it(tm
     answer = grid.sites[1].answer(Exchange(kind="describe", facts={"spec": asdict(spec), "labels": False}, run=RUN))
     assert answer.kind == "refused"
     assert "nobody allowed" in answer.facts["why"]
+
+
+def test_a_site_exports_a_model_of_masks_and_says_why_there_is_none_of_labels(tmp_path, monkeypatch):
+    monkeypatch.setattr("fedshift.export.package.save_onnx", lambda *_, **__: "left out")
+    for task in (None, "multilabel"):
+        place, said = folders(task, tmp_path / f"{task}" / "data"), []
+        sites = sites_in(place, tmp_path / f"{task}" / "sites")
+        sites[1].export, sites[1].say = tmp_path / f"{task}" / "models", said.append
+        coordinator(
+            spec_of(task, place, "fedavg" if task else "fedbn"), SiteGrid(sites), tmp_path / f"{task}" / "run", Heard()
+        ).run()
+        if task:
+            assert "the model of fedavg is not exported: an exported model tells classes apart" in " ".join(said)
+            continue
+        (folder,) = (tmp_path / "None" / "models").iterdir()
+        assert fedshift.load(folder).task == "segmentation"
+        assert fedshift.load(folder).predict(np.zeros((1, 4, 4), np.float32)).shape == (4, 4)
+        (tried,) = (line for line in said if "was tried on" in line)
+        assert tried.endswith("right, as the run recorded.")

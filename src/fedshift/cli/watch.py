@@ -1,7 +1,7 @@
 """The command ``fedshift watch``: a page of a run's curves so far, served to this machine's browser alone.
 
 The server listens on 127.0.0.1, answers GET for one page, and checks the Host header, so that no other site that a
-browser shows can read the page under a name of its own (DNS rebinding).
+browser shows can read the page under another name (DNS rebinding).
 """
 
 from __future__ import annotations

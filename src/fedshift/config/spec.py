@@ -190,7 +190,7 @@ class DataSpec:
     """Column of a table that names the client, where one table holds all."""
 
     task: Annotated[str | None, Parameter(group=FILES)] = None
-    """What is predicted of a sample: classification, segmentation (a class for each pixel), multilabel (several labels
+    """Kind of prediction: classification, segmentation (a class for each pixel), multilabel (several labels
     of 0 and 1), regression (numbers) or your own, package.module:Class. Regression standardizes targets by all clients'
     training data, regression(standardize=False) does not. By default classes, or masks where there are some."""
 

@@ -30,7 +30,7 @@ FORMS = (
     "a name, a directory, a Federation, {client: (x_train, y_train, x_test, y_test)}, {client: (train, test)} with "
     "torch or HuggingFace datasets or pandas frames, or one frame or HuggingFace dataset with client_column"
 )
-"""What data may be."""
+"""Kinds of objects that data may be."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

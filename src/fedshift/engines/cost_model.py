@@ -21,7 +21,7 @@ from ..utils.files import cached_measurement
 from .engine import Data
 
 FASTER = 1.1
-"""How many times as fast as torch's own library another must be to be chosen: below, noise would decide."""
+"""Least ratio of speeds at which another library is chosen in place of torch's; below it, noise would decide."""
 LARGEST, HEAVIEST = 2**23, 2**18
 """Multiplications, and weights, of the layers that are timed in place of larger ones."""
 PAIRS, SPAN = 5, 0.03

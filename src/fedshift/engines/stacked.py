@@ -90,8 +90,7 @@ class Stacked(Engine):
     @classmethod
     def refusal(cls, plan: Plan, data: Data, augment: Augmentation | None = None) -> str | None:
         try:
-            time_steps = prepare_steps(plan, data, 2, 1)
-            time_steps()
+            prepare_steps(plan, data, 2, 1)()
         except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             return f"cannot run {plan.method.name} on this model, for which torch.vmap says: {reason}"

@@ -23,7 +23,7 @@ class Observer:
         """A trial starts, or continues after ``done`` rounds."""
 
     def turn(self, method: str, seed: int) -> None:
-        """What follows is of this trial, which was begun before and runs beside others (``jobs``)."""
+        """The next events are of this trial, which was begun before and runs beside others (``jobs``)."""
 
     def recorded(self, rows: Sequence[Row]) -> None:
         """The trial that starts was evaluated before: the measurements of its last evaluated round."""

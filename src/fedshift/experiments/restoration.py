@@ -24,7 +24,7 @@ from .settings import Settings
 from .trial import Trial
 
 AT_SITE = "`fedshift join ... --export DIRECTORY` writes each site's model there"
-"""How to get the models that a coordinator does not have."""
+"""Advice for models that a coordinator does not have."""
 
 
 def load_spec(directory: Path, run_data: Path | None = None, *, needs_data: bool = True) -> RunSpec | CompareSpec:

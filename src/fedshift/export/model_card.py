@@ -58,7 +58,7 @@ class ModelFacts:
 
     """
 
-    task: str = "classification"
+    task: str
     method: str
     meaning: str
     sources: tuple[str, ...]

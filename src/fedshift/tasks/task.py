@@ -15,14 +15,14 @@ from torch import Tensor
 from ..utils.errors import UsageError
 
 Counts = dict[str, Any]
-"""What is counted on a split: columns of :mod:`fedshift.results.schema`."""
+"""Counts of a split, by the columns of :mod:`fedshift.results.schema`."""
 BATCH = 250
 """Samples of which a loss is computed at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task(ABC):
-    """What is predicted of a sample.
+    """A kind of prediction, one for each sample.
 
     Attributes:
         name: Name of the task in a sentence.

@@ -55,7 +55,7 @@ class SiteDescription:
     labels: tuple[int, ...] | None
     columns: tuple[Column, ...] = ()
     task: Mapping[str, Any] = field(default_factory=lambda: describe_task(CLASSIFICATION))
-    """What is predicted: the task's name and fields."""
+    """The federation's task: its name and fields."""
     scale: str = ""
     """Name of its samples' scaling in :data:`~fedshift.data.sources.SCALES`; empty where its samples determine it."""
 

@@ -57,6 +57,7 @@ def collect_site_model(
         form=InputFormat.of(client.train, data.columns),
         classes=name_classes(data),
         facts=ModelFacts(
+            task=data.task.name,
             method=plan.method.name,
             meaning=plan.method.text,
             sources=tuple(find_sources(plan.method)),
