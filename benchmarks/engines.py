@@ -2,8 +2,9 @@
 
     python benchmarks/engines.py [--works W1,W3a] [--rounds 5] [--threads 2] [--precision bfloat16]
 
-Every contender is a separate process with its data ready; rounds are taken in turn, one of each, so that all see the
-same machine, and medians are compared. The plain loop runs on one thread and on all, and the faster is the baseline,
+Every contender is a separate process with its data ready. They take turns, so that all see the same machine, and medians
+are compared. Since rounds follow each other in a real run, a turn of short rounds is several of them, after one that
+fills the processor's caches again and does not count. The plain loop runs on one thread and on all, and the faster is the baseline,
 since more threads slow a small network down. Time for setting up and for choosing an engine is left out. The plain loop
 and the engines do the same work on random data: local steps of all clients of a round, and aggregation. Prints a table
 in Markdown, and for each work how near the fastest engine came to the machine's measured peak.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import subprocess
@@ -43,6 +45,8 @@ from fedshift.utils.allocator import keep_freed_memory
 
 LR = 0.01
 PLAIN, SINGLE = "plain", "plain on one thread"
+TURN = 0.5
+"""Seconds that a turn of short rounds takes at least, about."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,17 +178,23 @@ def contend(name: str, who: str, threads: int, precision: str) -> None:
 
 
 def compete(one: Callable[[], object], facts: dict[str, object]) -> None:
-    """Warm up, write ``facts``, and do a round for every line that comes."""
+    """Warm up, write ``facts``, and take a turn for every line that comes: write its seconds for a round."""
+    began = time.perf_counter()
     one()
+    one()
+    rounds = math.ceil(TURN / (time.perf_counter() - began))
     print(json.dumps(facts), flush=True)
     for _ in sys.stdin:
+        if rounds > 1:
+            one()
         began = time.perf_counter()
-        one()
-        print(time.perf_counter() - began, flush=True)
+        for _ in range(rounds):
+            one()
+        print((time.perf_counter() - began) / rounds, flush=True)
 
 
 def measure(name: str, threads: int, precision: str, rounds: int | None) -> dict[str, object]:
-    """Return the medians of all contenders, rounds taken in turn."""
+    """Return the medians of all contenders, which take turns."""
     work = WORKS[name]
     started = {}
     for who in (PLAIN, *((SINGLE,) if threads > 1 else ()), *work.engines):

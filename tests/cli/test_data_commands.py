@@ -117,6 +117,7 @@ def test_a_diagnosis_is_printed_and_written(cli, tmp_path, monkeypatch):
     assert json.loads((tmp_path / "found.json").read_text())
 
 
+@pytest.mark.slow
 def test_a_diagnosis_has_a_page_of_its_tables_pictures_and_advice(cli, tmp_path):
     asked = ("diagnose", "digits", "--permutations", 99, "--samples", 60, "--out", tmp_path / "new" / "page")
     done = cli(*asked)

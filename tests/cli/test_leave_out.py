@@ -29,6 +29,7 @@ def written(path):
     return {file: file.stat().st_mtime_ns for file in path.rglob("*") if file.is_file() and file.name != ".owner"}
 
 
+@pytest.mark.slow
 def test_each_client_is_left_out_in_turn_as_newcomers_does_it_bit_for_bit(cli, tiny_folder, tmp_path, assert_same):
     outcome = cli("compare", "--data", tiny_folder, *WORDS, "--seeds", 2, "--leave-out", "all", "--out", "all")
     assert (outcome.code, outcome.err) == (0, "")

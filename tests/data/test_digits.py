@@ -150,6 +150,7 @@ def test_sources_have_a_known_digest() -> None:
     assert digest.hexdigest() == "8aee92fe8400e1a1"
 
 
+@pytest.mark.slow
 def test_the_same_bytes_in_every_call_and_process() -> None:
     first = digits(size=8).fingerprint
     list_sources.cache_clear()

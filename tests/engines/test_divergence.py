@@ -41,8 +41,11 @@ def test_a_nan_loss_names_client_round_and_step_and_leaves_the_state(engine):
     assert running.clients["good"].steps == 3
 
 
-@pytest.mark.parametrize("engine", GENERAL)
-@pytest.mark.parametrize("method", [fedavg(), single()], ids=lambda method: method.name)
+@pytest.mark.parametrize(
+    ("method", "engine"),
+    [*((fedavg(), engine) for engine in GENERAL), *((single(), engine) for engine in ("sequential", "stacked"))],
+    ids=lambda value: getattr(value, "name", value),
+)
 def test_parameters_that_overflow_on_the_last_step_are_refused_too(method, engine):
     running = trial(1e20, engine, np.full((12, 4), 1e37), method, Work(batch_size=12, epochs=1))
     with pytest.raises(Diverged, match=r"client 'bad', round 1, step 1 of 1: weight not finite"):

@@ -78,6 +78,7 @@ def test_the_client_with_most_work_begins():
     engine.close()
 
 
+@pytest.mark.slow
 def test_trials_that_take_turns_share_workers():
     first, second = trial(workers=3), trial(workers=2, seed=4)
     first.advance()
@@ -286,6 +287,7 @@ dict(Pool(plan, data, 0, 2).train(init_server(plan), {name: init_client(plan) fo
 """
 
 
+@pytest.mark.slow
 def test_workers_end_with_their_parent_even_in_the_middle_of_a_step():
     parent = subprocess.Popen([sys.executable, "-c", FOR_EVER], stdout=subprocess.PIPE, text=True)
     assert [parent.stdout.readline() for _ in range(2)] == ["working\n"] * 2

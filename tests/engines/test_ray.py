@@ -39,6 +39,7 @@ def test_the_client_with_most_work_begins_and_workers_bound_how_many_run():
     engine.close()
 
 
+@pytest.mark.slow
 def test_only_a_clients_own_samples_travel():
     engine = Ray(plan_of(), DATA, 0, workers=2)
     outcomes(engine)
@@ -48,6 +49,7 @@ def test_only_a_clients_own_samples_travel():
     engine.close()
 
 
+@pytest.mark.slow
 def test_seconds_of_the_workers_count_for_whoever_records():
     engine = Ray(plan_of(), DATA, 0, workers=2)
     with record_seconds() as seconds:
@@ -69,6 +71,7 @@ def confused():
     return act
 
 
+@pytest.mark.slow
 def test_an_error_in_a_persons_code_says_what_and_where(tmp_path):
     marker = tmp_path / "now"
     running = trial(trouble=when(marker, BOB, confused()))
@@ -101,6 +104,7 @@ def test_a_worker_that_dies_is_named_and_spoils_nothing(tmp_path):
     running.close()
 
 
+@pytest.mark.slow
 def test_a_round_stopped_half_way_leaves_no_answer_for_the_next():
     def stop(client, loss):
         raise KeyboardInterrupt

@@ -107,6 +107,7 @@ class Trap(nn.Module):
         return x
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_is_named_and_its_trial_goes_on(make, tmp_path, assert_same, Listener):
     marker, here = tmp_path / "now", os.getpid()
     experiment = replace(

@@ -331,6 +331,7 @@ def read_wandb(path):
     return found
 
 
+@pytest.mark.slow
 def test_wandb_holds_each_round_once_after_a_resume(make, tmp_path, offline):
     wandb = pytest.importorskip("wandb")
     stop_and_resume(make, tmp_path / "run", "wandb")

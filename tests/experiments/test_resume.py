@@ -209,6 +209,7 @@ def test_ended_in_the_middle_and_resumed_equals_uninterrupted(
     assert_same(tmp_path / "whole", tmp_path / "killed")
 
 
+@pytest.mark.slow
 def test_a_process_killed_from_outside_and_resumed_equals_uninterrupted(
     program, cli, unpublished, tiny_folder, tmp_path, assert_same
 ):

@@ -331,6 +331,7 @@ def test_a_sweep_shows_and_writes_one_table_figures_and_a_page(sweep, tmp_path, 
     assert "<script" not in page
 
 
+@pytest.mark.slow
 def test_each_method_is_shown_where_its_validation_data_are_best(sweep, tmp_path, unpublished, undrawn):
     rates = ("0", "0.1", "0.001")
     outcome = sweep("--over", f"lr={','.join(rates)}", "--validation", 0.4, "--seeds", 2, "--out", "out", rounds=3)

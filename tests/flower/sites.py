@@ -11,7 +11,7 @@ import fedshift.flower  # noqa: F401  isort: skip  (before anything of flwr: it 
 
 with warnings.catch_warnings():  # what Flower imports (typer, click) is no matter of ours
     warnings.simplefilter("ignore", DeprecationWarning)
-    from flwr.app import Error, Message
+    from flwr.app import Error, Message, RecordDict
     from flwr.common.serde import message_from_proto, message_to_proto
     from flwr.proto.message_pb2 import Message as ProtoMessage
     from flwr.serverapp import Grid
@@ -39,7 +39,8 @@ def as_sent(message):
 class SiteGrid(Grid):
     """``sites``: the site of each node. ``away``: nodes that are not connected. ``asked``: what arrived at each node.
 
-    ``tamper(node, question, answer)`` gives what arrives in place of an answer; None: nothing.
+    ``tamper(node, question, answer)`` gives what arrives in place of an answer: another, any content of a message, an
+    exception of Flower's grid that reads it; None: nothing.
     """
 
     def __init__(self, sites):
@@ -63,8 +64,11 @@ class SiteGrid(Grid):
             question = Exchange.of(arrived.content)
             self.asked.append((node, question))
             answer = self.tamper(node, question, self.sites[node].answer(replace(question, run=RUN)))
-            if isinstance(answer, Exchange):
-                self._replies[number] = as_sent(Message(answer.content(), reply_to=arrived))
+            if isinstance(answer, Exchange | RecordDict):
+                content = answer.content() if isinstance(answer, Exchange) else answer
+                self._replies[number] = as_sent(Message(content, reply_to=arrived))
+            elif isinstance(answer, Exception):
+                self._replies[number] = answer
             elif answer is not None:
                 reply = Message(Error(answer, "made to order"), reply_to=arrived)
                 reply.metadata.__dict__["_src_node_id"] = 1  # as Flower's own error replies
@@ -72,7 +76,11 @@ class SiteGrid(Grid):
         return numbers
 
     def pull_messages(self, message_ids):
-        return [self._replies.pop(number) for number in list(message_ids) if number in self._replies]
+        found = [self._replies.pop(number) for number in list(message_ids) if number in self._replies]
+        for reply in found:
+            if isinstance(reply, Exception):  # as Flower's grid where it cannot read an answer
+                raise reply
+        return found
 
     def set_run(self, run):
         raise NotImplementedError

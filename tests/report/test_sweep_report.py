@@ -66,6 +66,7 @@ def test_the_page_names_the_best_by_validation_has_one_legend_and_answers_the_po
     assert "://" not in text
 
 
+@pytest.mark.slow
 def test_a_sweep_without_validation_data_names_no_combination(pairs, tmp_path):
     publish_sweep(pairs(keep=lambda row: row["split"] != "validation"), tmp_path, Console(quiet=True), {})
     text = (tmp_path / "sweep.html").read_text()

@@ -17,6 +17,7 @@ from ..data.augmentation import Augmentation
 from ..utils.files import cached_measurement
 from ..utils.processors import available_processors
 from ..utils.state import nbytes, pick
+from ..utils.version import find_newest_source
 from .cost_model import count_operations, limit_threads, time_median
 from .engine import Data
 from .identity import Identity
@@ -105,7 +106,7 @@ def _calibrate(
 ) -> dict[str, float]:
     """Return the seconds of a client's step on each engine that can run the plan, measured now or cached."""
     split = next(iter(data.values()))
-    machine = torch.__version__, torch.get_num_threads(), processes, str(split.y.device)
+    machine = torch.__version__, find_newest_source(), torch.get_num_threads(), processes, str(split.y.device)
     shapes = [tuple(tensor.shape) for tensor in plan.initial.values()]
     work = batch, count_lanes(plan, data, clients), split.shape, plan.optimizer, plan.loss, augment
     facts = machine, plan.method.text, str(plan.module), shapes, str(plan.dtype), plan.precision, str(work)

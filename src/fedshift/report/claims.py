@@ -33,8 +33,8 @@ from .formatting import (
     format_signed,
     make_table,
 )
-from .progress import find_reached_rounds, is_comparable
-from .tables import accuracy_table, mask_incomparable, remember, seed_table, select_reported_rows
+from .progress import find_reached_rounds, is_comparable, remember
+from .tables import accuracy_table, mask_incomparable, seed_table, select_reported_rows
 
 LEAST_ERROR = CONCORDANT / 1000
 """Smallest standard error of a discordance, in squared nats; below it, seeds agree as far as losses can show."""

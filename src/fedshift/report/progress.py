@@ -6,16 +6,36 @@ run has not reached the last round begins with a line, PARTIAL, that says which 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 from ..results.schema import RunSummary
 
 Reached = Mapping[tuple[str, int], int]
 """The last evaluated round of each method and seed, 0 where none was."""
 
+T = TypeVar("T")
+_KNOWN: WeakKeyDictionary[RunSummary, dict[Hashable, Any]] = WeakKeyDictionary()
 
-def find_reached_rounds(summary: RunSummary) -> dict[tuple[str, int], int]:
+
+def remember(summary: RunSummary, key: Hashable, make: Callable[[], T]) -> T:
+    """Return what ``make`` returned when ``summary``, which nobody changes, was first asked for ``key``.
+
+    A page needs most tables more than once.
+    """
+    known = _KNOWN.setdefault(summary, {})
+    if key not in known:
+        known[key] = make()
+    return known[key]  # type: ignore[no-any-return]
+
+
+def find_reached_rounds(summary: RunSummary) -> Reached:
     """Return the last evaluated round of every method and seed of ``summary``, 0 where none was."""
+    return remember(summary, "reached rounds", lambda: _find_reached_rounds(summary))
+
+
+def _find_reached_rounds(summary: RunSummary) -> Reached:
     rows = summary.rows[(summary.rows["split"] == "test") & (summary.rows["moment"] == "loaded")]
     last = rows.groupby(["method", "seed"])["round"].max()
     return {(method, seed): int(last.get((method, seed), 0)) for method in summary.methods for seed in summary.seeds}

@@ -8,16 +8,14 @@ them into text.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable
-from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from ..results.schema import COUNTS, LOWER_IS_BETTER, MOMENTS, RunSummary, compute_metric
 from ..utils.errors import UsageError, unknown_name
-from .progress import describe_partial, find_reached_rounds
+from .progress import describe_partial, find_reached_rounds, remember
 
 MODELS = ("personal", "global")
 ONE_BY_ONE = 50
@@ -28,20 +26,6 @@ AFTER_WORK = "just after local work, before aggregation, of clients that took pa
 """Caption of a table with ``moment="trained"``."""
 NAMED = 10
 """Largest number of clients that a remark names."""
-
-T = TypeVar("T")
-_KNOWN: WeakKeyDictionary[RunSummary, dict[Hashable, Any]] = WeakKeyDictionary()
-
-
-def remember(summary: RunSummary, key: Hashable, make: Callable[[], T]) -> T:
-    """Return what ``make`` returned when ``summary``, which nobody changes, was first asked for ``key``.
-
-    A page needs most tables more than once.
-    """
-    known = _KNOWN.setdefault(summary, {})
-    if key not in known:
-        known[key] = make()
-    return known[key]  # type: ignore[no-any-return]
 
 
 def metric_history(
@@ -101,6 +85,12 @@ def select_reported_rows(
     ):  # fmt: skip
         if value not in known:
             raise unknown_name(key, value, known)
+    return remember(
+        summary, ("reported", model, split, moment), lambda: _select_reported(summary, model, split, moment)
+    )
+
+
+def _select_reported(summary: RunSummary, model: str, split: str, moment: str) -> pd.DataFrame:
     rows = _select(summary, model, split, moment)
     rows = rows.join(find_reported_rounds(summary).rename("reported"), on=["method", "seed"])
     return rows[rows["round"] == rows["reported"]]
@@ -124,13 +114,14 @@ def _make_seed_table(summary: RunSummary, metric: str, model: str, split: str, m
     rows = select_reported_rows(summary, model, split, moment)
     methods = [name for name, method in summary.methods.items() if model == "personal" or method.has_global]
     runs = pd.MultiIndex.from_product([methods, summary.seeds], names=["method", "seed"])
-    rows = rows.assign(value=compute_metric(rows, metric).astype(float))
-    clients = rows.pivot(index="client", columns=["method", "seed"], values="value")
-    clients = clients.reindex(index=list(summary.clients)).reindex(columns=runs).astype(float)
+    row_N = pd.Index(list(summary.clients)).get_indexer(pd.Index(rows["client"]))
+    column_N = runs.get_indexer(pd.MultiIndex.from_frame(rows[["method", "seed"]]))
+    known_N = (row_N >= 0) & (column_N >= 0)
+    value_CR = np.full((len(summary.clients), len(runs)), np.nan)
+    value_CR[row_N[known_N], column_N[known_N]] = compute_metric(rows, metric).to_numpy(dtype=float)[known_N]
+    clients = pd.DataFrame(value_CR, index=list(summary.clients), columns=runs)
     common = mask_incomparable(clients)
-    row = common.index.get_indexer(pd.Index(rows["client"]))
-    column = runs.get_indexer(rows.set_index(["method", "seed"]).index)
-    rows = rows[~np.isnan(common.to_numpy()[row, column])]
+    rows = rows[known_N & ~np.isnan(common.to_numpy()[row_N, column_N])]
     aggregates = {"macro": common.mean()}
     if metric != "auc":
         aggregates["pooled"] = pool_metric(rows, metric).reindex(runs)
@@ -146,12 +137,11 @@ def mask_incomparable(clients: pd.DataFrame) -> pd.DataFrame:
 
     Aggregates of all methods are then over the same clients. A method without any measurement under a seed is ignored.
     """
-    measured, seeds = clients.notna().any(), clients.columns.get_level_values(1)
-    common = clients.copy()
-    for seed in seeds.unique():
-        runs = clients.columns[measured & (seeds == seed)]
-        common.loc[clients[runs].isna().any(axis=1), runs] = np.nan
-    return common
+    missing_CR, seeds = clients.isna().to_numpy(), clients.columns.get_level_values(1).to_numpy()
+    lacking_CR = missing_CR & ~missing_CR.all(axis=0)
+    for seed in np.unique(seeds):
+        lacking_CR[:, seeds == seed] = lacking_CR[:, seeds == seed].any(axis=1, keepdims=True)
+    return clients.mask(lacking_CR)
 
 
 def accuracy_table(

@@ -14,7 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ..utils.errors import UsageError
-from .task import BATCH, Counts, Task
+from .task import BATCH, Counts, Task, is_overlap
 
 RANKED = 1_000_000
 """Largest number of scores ranked at once."""
@@ -75,6 +75,10 @@ class Classification(Task):
             "support": torch.bincount(y, minlength=outputs).tolist(),
             "auc": _macro_auc(predictions.double(), y),
         }
+
+    @override
+    def is_possible(self, counts: Counts) -> bool:
+        return is_overlap(counts) and bool(sum(counts["support"]) == counts["samples"])
 
     @override
     def strata(self, y: Tensor) -> Tensor | None:

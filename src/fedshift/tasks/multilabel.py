@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from ..utils.errors import UsageError
 from .classification import rank_areas
-from .task import Counts, Task
+from .task import Counts, Task, is_overlap
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +57,11 @@ class Multilabel(Task):
             "exact": int((chosen == given).all(dim=1).sum()),
             "auc": areas,
         }
+
+    @override
+    def is_possible(self, counts: Counts) -> bool:
+        most = max(*counts["support"], *counts["predicted"], counts["exact"])
+        return is_overlap(counts) and bool(most <= counts["samples"])
 
     @override
     def count_classes(self, y: Tensor, outputs: int) -> Tensor:

@@ -17,6 +17,9 @@ from typing_extensions import override
 from ..utils.errors import UsageError
 from .task import Counts, Task
 
+ROUNDED = 1 + 1e-6
+"""Factor by which a sum of squares may fall short of the square of the sum, by rounding."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Regression(Task):
@@ -110,3 +113,10 @@ class Regression(Task):
             "total": target.sum(dim=0).tolist(),
             "square": target.square().sum(dim=0).tolist(),
         }
+
+    @override
+    def is_possible(self, counts: Counts) -> bool:
+        pairs = [*zip(counts["absolute"], counts["squared"], strict=True)]
+        pairs += zip(counts["total"], counts["square"], strict=True)
+        bounded = all(one**2 <= counts["samples"] * two * ROUNDED for one, two in pairs)  # Cauchy and Schwarz
+        return bounded and min(counts["loss_sum"], *counts["absolute"]) >= 0

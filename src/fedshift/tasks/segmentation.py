@@ -19,7 +19,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ..utils.errors import UsageError
-from .task import BATCH, Counts, Task, count_by_class
+from .task import BATCH, Counts, Task, count_by_class, is_overlap
 
 IGNORED = 255
 """Class in a mask of pixels that are neither trained on nor counted."""
@@ -95,6 +95,10 @@ class Segmentation(Task):
             "loss_sum": loss,
             **count_by_class(predictions.argmax(dim=1)[known], y[known], outputs),
         }
+
+    @override
+    def is_possible(self, counts: Counts) -> bool:
+        return is_overlap(counts) and sum(counts["support"]) == sum(counts["predicted"])
 
     @override
     def count_classes(self, y: Tensor, outputs: int) -> Tensor:

@@ -97,6 +97,13 @@ class Task(ABC):
         ``samples`` and ``loss_sum`` are counted always.
         """
 
+    def is_possible(self, counts: Counts) -> bool:
+        """Return whether predictions of ``samples`` samples can have ``counts``, of the types that :meth:`count` gives.
+
+        A coordinator asks so of what a site claims. By default everything is possible.
+        """
+        return True
+
     def strata(self, y: Tensor) -> Tensor | None:
         """Return a class for each sample by which splits are stratified, int64 ``[N]``; None: there is none."""
         return None
@@ -111,6 +118,12 @@ class Task(ABC):
 
     def __str__(self) -> str:
         return self.name
+
+
+def is_overlap(counts: Counts) -> bool:
+    """Return whether no class is hit more often than it occurs, nor more often than it is predicted."""
+    least = map(min, counts["support"], counts["predicted"] if "predicted" in counts else counts["support"])
+    return bool(counts["loss_sum"] >= 0) and all(hits <= most for hits, most in zip(counts["hits"], least, strict=True))
 
 
 def count_by_class(predicted: Tensor, y: Tensor, classes: int) -> Counts:

@@ -242,6 +242,7 @@ def test_threads_that_read_at_the_same_time_all_get_the_same(read):
     assert all(data.notices == () for data in readings)
 
 
+@pytest.mark.slow
 def test_two_processes_that_decode_at_the_same_time_get_the_same(read, root, tmp_path):
     cache = tmp_path / "shared"
     code = f"""

@@ -8,14 +8,14 @@ asked, and not waited for where enough others answer.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from threading import Event
 from typing import NamedTuple
 
 from flwr.app import Message
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
+from httpx import HTTPError
 
 from ...engines.engine import Diverged
 from ...utils.errors import FedshiftError
@@ -25,8 +25,8 @@ from .registry import SiteDescription
 Say = Callable[[str], None]
 POLL = 0.25
 """Seconds between two polls for answers."""
-TOGETHER = 2**26
-"""Bytes of answers to fetch at a time, if they are as large as the questions; at least one answer is fetched."""
+LONGEST = 500
+"""Letters of what a site says that are shown."""
 KINDS = {"describe": "query", "end": "query", "train": "train", "evaluate": "evaluate"}
 """Flower's types of messages."""
 FAILED = (ErrorCode.LOAD_CLIENT_APP_EXCEPTION, ErrorCode.CLIENT_APP_RAISED_EXCEPTION, ErrorCode.INVALID_FAB)
@@ -62,12 +62,17 @@ class Nodes:
         keys: Callable[[], Mapping[str, bytes]] | None = None, changed: Callable[[], None] = lambda: None,
         signed: Callable[[Exchange], Exchange] = lambda exchange: exchange, stop: Event | None = None,
     ) -> None:  # fmt: skip
-        self.grid, self.hello, self.say, self.stop = grid, hello, say, stop or Event()
+        self.grid, self.hello, self.stop = grid, hello, stop or Event()
+        self._say = say
         self.keys, self.changed, self.signed = keys, changed, signed
         self.known = dict(known or {})
         self._online: dict[str, _Address] = {}
         self._greeted: dict[_Address, str] = {}  # with the id of the pending greeting, "" once it is answered
         self._keys: dict[int, bytes] = {}
+
+    def say(self, text: str) -> None:
+        """Say a line about a site, without what could harm a terminal."""
+        self._say(to_printable(text))
 
     @property
     def online(self) -> frozenset[str]:
@@ -81,10 +86,9 @@ class Nodes:
             if address not in self._greeted:
                 self._greeted[address] = self._push(address, self.hello, 3600.0)
         waiting = {number: address for address, number in self._greeted.items() if number}
-        for reply in self.grid.pull_messages(waiting) if waiting else ():
-            address = waiting[reply.metadata.reply_to_message_id]
-            self._greeted[address] = ""
-            self._introduce(address, reply)
+        for number, reply in self._pull(waiting):
+            self._greeted[waiting[number]] = ""
+            self._introduce(waiting[number], reply)
         self._greeted = {address: number for address, number in self._greeted.items() if address in listed}
         for name in [name for name, address in self._online.items() if address not in listed]:
             del self._online[name]
@@ -121,7 +125,6 @@ class Nodes:
         """
         until = time.monotonic() + seconds
         missing, answered = set(asked), 0
-        together = max(1, TOGETHER // max((1, *map(_exchange_size, asked.values()))))
         sent: dict[str, tuple[_Address, str]] = {}  # address and message id ("": lost)
         while missing and time.monotonic() < until:
             self.refresh()
@@ -130,11 +133,9 @@ class Nodes:
                 if name not in sent or sent[name][0] != address:
                     sent[name] = address, self._push(address, asked[name], until - time.monotonic())
             numbers = {number: name for name, (_, number) in sent.items() if number and name in missing}
-            pending = sorted(numbers, key=numbers.__getitem__)
-            batches = (pending[start : start + together] for start in range(0, len(pending), together))
-            for reply in chain.from_iterable(map(self.grid.pull_messages, batches)):
-                name = numbers[reply.metadata.reply_to_message_id]  # an error's sender is not the node
-                if reply.has_error() and reply.error.code not in FAILED:
+            for number, reply in self._pull(sorted(numbers, key=numbers.__getitem__)):
+                name = numbers[number]  # an error's sender is not the node
+                if isinstance(reply, Message) and reply.has_error() and reply.error.code not in FAILED:
                     sent[name] = sent[name][0], ""
                     continue
                 missing.discard(name)
@@ -149,7 +150,22 @@ class Nodes:
             there = "did not answer in time" if name in self._online else "is gone"
             yield name, FedshiftError(f"it {there}")
 
-    def _introduce(self, address: _Address, reply: Message) -> None:
+    def _pull(self, numbers: Iterable[str]) -> Iterator[tuple[str, Message | FedshiftError]]:
+        """Yield the answers that have come to messages, each with its message's id, or why it cannot be read.
+
+        They are fetched one by one: one that Flower cannot read would take the others of a batch with it.
+        """
+        for number in numbers:
+            try:
+                replies = list(self.grid.pull_messages([number]))
+            except (HTTPError, OSError):  # the SuperLink is gone
+                raise
+            except Exception as error:
+                yield number, FedshiftError(f"it sent what Flower cannot read ({type(error).__name__}: {error})")
+            else:
+                yield from ((number, reply) for reply in replies)
+
+    def _introduce(self, address: _Address, reply: Message | FedshiftError) -> None:
         answer = _read_reply(reply)
         try:
             if isinstance(answer, FedshiftError):
@@ -187,17 +203,25 @@ class Nodes:
         return next(iter(self.grid.push_messages([message])), "") or ""
 
 
-def _exchange_size(exchange: Exchange) -> int:
-    return sum(len(array.data) for record in exchange.arrays.values() for array in record.values())
+def to_printable(text: str) -> str:
+    """Return ``text`` without control characters, which could rewrite a terminal, cut after :data:`LONGEST` letters."""
+    clean = "".join(letter if letter.isprintable() else " " for letter in text[: LONGEST + 1])
+    return clean if len(clean) <= LONGEST else f"{clean[:LONGEST]}..."
 
 
-def _read_reply(reply: Message) -> Exchange | FedshiftError:
-    if reply.has_error():
-        return FedshiftError(f"its app failed ({reply.error.reason})")
+def _read_reply(reply: Message | FedshiftError) -> Exchange | FedshiftError:
     try:
+        if isinstance(reply, FedshiftError):
+            raise reply
+        if reply.has_error():
+            raise FedshiftError(f"its app failed ({reply.error.reason})")
         answer = Exchange.of(reply.content)
+        if answer.kind == "refused":
+            raise (Diverged if answer.facts.get("diverged") is True else FedshiftError)(str(answer.facts.get("why")))
+    except FedshiftError as error:
+        return type(error)(to_printable(str(error)))
     except MalformedMessage as error:
-        return FedshiftError(f"it sent {error}")
-    if answer.kind == "refused":
-        return (Diverged if answer.facts.get("diverged") else FedshiftError)(str(answer.facts.get("why")))
+        return FedshiftError(f"it sent {to_printable(str(error))}")
+    except Exception as error:
+        return FedshiftError(f"it sent what cannot be read ({type(error).__name__})")
     return answer

@@ -12,10 +12,10 @@ import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from typing_extensions import override
 
 from ...data.federation import PLURALS, ClientData, Federation
@@ -23,18 +23,14 @@ from ...data.files.images import sort_classes
 from ...data.files.table_schema import MOST_CATEGORIES, Column, feature_offsets
 from ...data.files.tables import format_list, number_classes
 from ...data.samples import Samples
-from ...tasks import (
-    CLASSIFICATION,
-    as_task,
-    describe_task,
-    restore_task,
-)
+from ...tasks import CATALOG, CLASSIFICATION, as_task, describe_task, restore_task
 from ...utils.checked_json import read_checked, write_checked
 from ...utils.errors import FedshiftError, UsageError
 from ..transport.arrays import NUMPY_TYPES
 
-MOST_SAMPLES, MOST_VALUES, MOST_CLASSES, LONGEST_NAME = 10**8, 2**30, 10**6, 200
-"""Upper bounds, above those of any real site: samples of a split, values of a sample, classes, letters of a name."""
+MOST_SAMPLES, MOST_VALUES, MOST_AXES, MOST_CLASSES, LONGEST_NAME, LONGEST_TEXT = 10**8, 2**30, 8, 10**6, 200, 2000
+"""Upper bounds, above those of any real site: samples of a split, values and axes of a sample, classes, letters of a
+site's name and of names of classes, columns and categories."""
 
 
 ONE_PIXEL = (1, 1, 1)
@@ -45,6 +41,7 @@ ONE_PIXEL = (1, 1, 1)
 class SiteDescription:
     """A site's description of itself (see :meth:`fedshift.flower.site.site.Site.answer`)."""
 
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
     name: str
     version: str
     shape: tuple[int, ...]
@@ -64,22 +61,40 @@ class SiteDescription:
         """Return the description in an answer's facts; raise :class:`FedshiftError` where it is malformed."""
         try:
             made = _DESCRIPTION.validate_python(facts)
+            made._check()
         except ValidationError as error:
             why = "; ".join(f"{'.'.join(map(str, each['loc']))!r}: {each['msg']}" for each in error.errors())
             raise FedshiftError(f"a site describes itself in a way that is not understood ({why})") from error
-        made._check()
+        except FedshiftError:
+            raise
+        except Exception as error:
+            raise FedshiftError(
+                f"a site describes itself in a way that is not understood ({type(error).__name__}: {error})"
+            ) from error
         return made
 
     def _check(self) -> None:
         """Raise :class:`FedshiftError` where a description is impossible: the coordinator allocates by it."""
         if not (0 < len(self.name) <= LONGEST_NAME and self.name.isprintable()):
             raise FedshiftError(f"a site calls itself {self.name[:LONGEST_NAME]!r}: give it a short name (--name)")
+        texts = [*self.class_names, self.version, self.scale]
+        texts += [text for column in self.columns for text in (column.name, *(column.categories or ()))]
+        strange = next((text for text in texts if not text.isprintable() or len(text) > LONGEST_TEXT), None)
+        if strange is not None:
+            raise FedshiftError(
+                f"site {self.name!r} has a class, column or category {strange[:LONGEST_NAME]!r}: it must have at most "
+                f"{LONGEST_TEXT} letters, all printable"
+            )
+        if ":" not in str(self.task.get("name")):  # else one of yours, which the settings name
+            restore_task(self.task)
         whole = {"train", "test"} <= self.samples.keys() <= {"train", "validation", "test"}
         if not whole or not all(0 < number <= MOST_SAMPLES for number in self.samples.values()):
             raise FedshiftError(
                 f"site {self.name!r} says that it has {dict(self.samples)} samples: it needs some to train on, some to "
                 f"test on, and at most {MOST_SAMPLES} of each"
             )
+        if len(self.shape) > MOST_AXES:
+            raise FedshiftError(f"site {self.name!r} says that its samples have {len(self.shape)} axes")
         if self.dtype not in NUMPY_TYPES or min(self.shape, default=1) < 1 or math.prod(self.shape) > MOST_VALUES:
             raise FedshiftError(
                 f"site {self.name!r} says that its samples are {self.dtype} of shape {self.shape}: they must be of a "

@@ -7,7 +7,6 @@ number of steps done and the round after which the client's state is current (it
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -19,18 +18,16 @@ from ...core.compatibility import check_client_count
 from ...core.kernel import ClientState, ServerState, client_final, client_init, init_client, init_server
 from ...core.plan import Plan
 from ...data.federation import Federation
-from ...data.samples import Samples
 from ...engines.engine import ClientResult, Data, Diverged, Engine
 from ...evaluation.metrics import measured_splits
 from ...experiments.settings import Settings
 from ...results.schema import Row
-from ...tasks import Classification
 from ...utils.errors import FedshiftError
 from ...utils.state import State, join_states, pick
 from ..transport.arrays import RefusedMessage, check_update, from_record, to_record
 from ..transport.exchange import Exchange
+from .answers import RowReader, read_evaluated, read_trained, refusing
 from .nodes import Nodes
-from .registry import ONE_PIXEL
 
 
 class RemoteEngine(Engine):
@@ -52,6 +49,7 @@ class RemoteEngine(Engine):
         check_client_count(plan.method.aggregate, least)
         _, update = client_final(plan, client_init(plan, init_client(plan), init_server(plan)))
         self._memory = join_states(plan.rule_names, update.memory)
+        self._rows = RowReader(federation.task, federation.classes)
 
     @override
     def find_available(self, names: tuple[str, ...]) -> tuple[str, ...]:
@@ -68,7 +66,7 @@ class RemoteEngine(Engine):
         splits = measured_splits(self.federation) if measures else ()
         for name, answer in self._ask("train", server, clients, self.plan.loaded, enough, splits):
             try:
-                result = self._check_update(server, name, clients[name].steps, answer, measures)
+                result = self._check_update(server, name, clients[name].steps, answer, splits)
             except FedshiftError as error:
                 self.nodes.say(f"round {round}: {name} is left out: {error}")
                 diverged = error if isinstance(error, Diverged) else diverged
@@ -95,7 +93,7 @@ class RemoteEngine(Engine):
         for name, answer in self._ask("evaluate", server, names, entries, enough, measured_splits(data)):
             try:
                 facts, _ = _check_answer(name, answer, "evaluated", server.round)
-                rows[name] = self._check_rows(name, facts, "loaded")
+                rows[name] = self._read_rows(read_evaluated(facts).rows, name, measured_splits(data), "loaded")
             except FedshiftError as error:
                 self.nodes.say(f"round {server.round}: {name} is not measured: {error}")
         return [row for name in data.names for row in rows.get(name, [])]
@@ -121,67 +119,40 @@ class RemoteEngine(Engine):
         return self.nodes.ask(questions, enough, self.seconds)
 
     def _check_update(
-        self, server: ServerState, name: str, steps_before: int, answer: Exchange | FedshiftError, measured: bool
+        self,
+        server: ServerState,
+        name: str,
+        steps_before: int,
+        answer: Exchange | FedshiftError,
+        splits: tuple[str, ...],
     ) -> ClientResult:
         """Return the upload of client ``name``; raise :class:`FedshiftError` saying why it cannot be used."""
         facts, arrays = _check_answer(name, answer, "trained", server.round + 1)
+        said = read_trained(facts)
         samples = len(self.data[name])
         bounds, steps = self.steps_of_round(name, ClientState(personal={}, steps=steps_before))
         used = sum(stop - start for start, stop in (bounds[step % len(bounds)] for step in steps))
-        try:
-            weight, count, loss = float(facts["weight"]), int(facts["steps"]), float(facts["loss_sum"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise RefusedMessage(f"it does not say what it did ({error!r})") from error
-        if (weight, count) != (used, len(steps)):
+        if (said.weight, said.steps) != (used, len(steps)):
             raise RefusedMessage(
-                f"it says {weight:g} samples in {count} steps, where its {samples} make {used} in {len(steps)}"
+                f"it says {said.weight:g} samples in {said.steps} steps, where its {samples} make {used} in "
+                f"{len(steps)}"
             )
-        if not math.isfinite(loss):
-            raise RefusedMessage(f"its training loss is {loss}")
-        shared, memory = self._to_device(arrays["shared"]), self._to_device(arrays["memory"])
-        update = check_update(self.plan, server, shared, memory, weight, count, self._memory, used)
+        with refusing("its upload cannot be read"):
+            shared, memory = self._to_device(arrays["shared"]), self._to_device(arrays["memory"])
+            update = check_update(self.plan, server, shared, memory, said.weight, said.steps, self._memory, used)
         return ClientResult(
-            client=ClientState(personal={}, steps=steps_before + count), update=update, loss_sum=loss,
-            rows=self._check_rows(name, facts, "trained") if measured else None,
+            client=ClientState(personal={}, steps=steps_before + said.steps), update=update, loss_sum=said.loss_sum,
+            rows=self._read_rows(said.rows, name, splits, "trained") if splits else None,
         )  # fmt: skip
 
-    def _check_rows(self, name: str, facts: Mapping[str, Any], moment: str) -> list[Row]:
-        """Return a site's measurements; raise :class:`RefusedMessage` where they cannot be those of its samples."""
-        splits, classes, task = self.federation.client(name).splits, self.federation.classes, self.federation.task
-        blank = Samples(x=torch.zeros(1), y=task.make_blank_targets(1, ONE_PIXEL, classes)).targets()
-        expected = task.count(torch.zeros(1, *task.output_shape(ONE_PIXEL, classes)), blank, classes)
-        models = ("global", "personal") if moment == "loaded" else ("personal",)
-        try:
-            rows = [
-                {
-                    "client": name, "split": row["split"], "model": row["model"], "moment": moment,
-                    **{key: row[key] for key in expected},
-                }
-                for row in facts["rows"]
-            ]  # fmt: skip
-            for row in rows:
-                size = len(splits[row["split"]])
-                alike = all(_is_alike(row[key], value) for key, value in expected.items())
-                whole = not isinstance(task, Classification) or sum(row["support"]) == size
-                if not (alike and whole and row["samples"] == size and row["model"] in models):
-                    raise RefusedMessage(f"its counts do not fit its {size} samples: {row}")
-        except (KeyError, TypeError) as error:
-            raise RefusedMessage(f"it does not say what it measured ({error!r})") from error
-        return rows
+    def _read_rows(self, rows: list[dict[str, Any]], name: str, splits: tuple[str, ...], moment: str) -> list[Row]:
+        parts = self.federation.client(name).splits
+        sizes = {split: len(parts[split]) for split in splits if split in parts}
+        return self._rows.read(rows, name, sizes, moment)
 
     def _to_device(self, record: Mapping[str, Array]) -> State:
         device = torch.device(self.settings.device)
         return {name: tensor.to(device) for name, tensor in from_record(record).items()}
-
-
-def _is_alike(value: Any, expected: Any) -> bool:
-    """Return whether a count is of the kind of ``expected``: finite, not negative if whole, as many in a list."""
-    if isinstance(expected, list):
-        alike = isinstance(value, list | tuple) and len(value) == len(expected)
-        return alike and all(map(_is_alike, value, expected))
-    if isinstance(expected, int):
-        return isinstance(value, int) and value >= 0
-    return (value is None and expected is None) or (isinstance(value, int | float) and math.isfinite(value))  # an AUC
 
 
 def _check_answer(

@@ -50,7 +50,7 @@ class Exchange:
         try:
             facts = json.loads(str(content.config_records["config"][FACTS]))
             return Exchange(kind=str(facts.pop("kind")), facts=facts, arrays=dict(content.array_records))
-        except (KeyError, ValueError, TypeError, AttributeError) as error:
+        except Exception as error:  # whatever JSON can do to a parser
             raise MalformedMessage(f"a message that is not fedshift's ({type(error).__name__}: {error})") from error
 
     def send(self, connection: Connection) -> None:

@@ -1,0 +1,134 @@
+"""Strict schemas of what sites answer. A site that holds a valid key may still say anything.
+
+An answer is read in three steps: its JSON has the types and the names of a schema and nothing else; its counts are
+possible for the samples that the site has; and whatever still goes wrong refuses that answer alone, by its site's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
+
+from ...data.samples import Samples
+from ...results.schema import Row
+from ...tasks import Task
+from ...utils.errors import FedshiftError
+from ..transport.arrays import RefusedMessage
+from .registry import ONE_PIXEL
+
+STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+MOST_COUNT = 2**62
+"""Upper bound of a whole number in an answer."""
+PLACE = ("client", "split", "model", "moment")
+"""Columns that say what a row measures; the others are counts."""
+MOST_TOLD = 3
+"""Faults of an answer that a message names."""
+Count = Annotated[int, Field(ge=0, le=MOST_COUNT)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class TrainedAnswer(BaseModel):
+    """Facts beside an upload: samples and steps of the round, the sum of the training loss, measurements if asked."""
+
+    model_config = STRICT
+    name: str
+    round: Count
+    weight: float
+    steps: Count
+    loss_sum: float
+    rows: list[dict[str, Any]] = []
+
+
+class EvaluatedAnswer(BaseModel):
+    """Measurements of a site."""
+
+    model_config = STRICT
+    name: str
+    round: Count
+    rows: list[dict[str, Any]]
+
+
+def read_trained(facts: Mapping[str, Any]) -> TrainedAnswer:
+    """Return what a site says of its training; raise :class:`RefusedMessage` where it does not fit the schema."""
+    with refusing("it does not say what it did"):
+        return TrainedAnswer.model_validate(dict(facts))
+
+
+def read_evaluated(facts: Mapping[str, Any]) -> EvaluatedAnswer:
+    """Return what a site says that it measured; raise :class:`RefusedMessage` where it does not fit the schema."""
+    with refusing("it does not say what it measured"):
+        return EvaluatedAnswer.model_validate(dict(facts))
+
+
+class RowReader:
+    """Reads measurements of ``task`` with ``outputs`` classes, labels or targets."""
+
+    def __init__(self, task: Task, outputs: int) -> None:
+        self.task = task
+        blank = Samples(x=torch.zeros(1), y=task.make_blank_targets(1, ONE_PIXEL, outputs)).targets()
+        counts = task.count(torch.zeros(1, *task.output_shape(ONE_PIXEL, outputs)), blank, outputs)
+        fields: dict[str, Any] = {name: _type_like(value) for name, value in counts.items()}
+        fields |= dict(zip(PLACE, (str, str, Literal["personal", "global"], Literal["loaded", "trained"]), strict=True))
+        measurement = TypedDict("measurement", fields)  # type: ignore[misc]
+        measurement.__pydantic_config__ = STRICT  # type: ignore[attr-defined]
+        self._adapter: TypeAdapter[list[Row]] = TypeAdapter(list[measurement])  # type: ignore[arg-type]
+
+    def read(self, rows: list[dict[str, Any]], name: str, sizes: Mapping[str, int], moment: str) -> list[Row]:
+        """Return the measurements of site ``name`` at ``moment``.
+
+        Args:
+            rows: rows as they arrived.
+            name: the client's name.
+            sizes: the samples of each split that was to be measured.
+            moment: ``loaded`` or ``trained``.
+
+        Raises:
+            RefusedMessage: A row is of another form, of another client, split or moment, stands twice, or has counts
+                that no prediction of that many samples gives.
+
+        """
+        with refusing("it does not say what it measured"):
+            read = self._adapter.validate_python(rows)
+            places = [(row["split"], row["model"]) for row in read]
+            if len(set(places)) < len(places):
+                raise RefusedMessage("it measured one model twice on the same samples")
+            for row in read:
+                place = {key: row[key] for key in PLACE}
+                if (row["client"], row["moment"]) != (name, moment) or row["split"] not in sizes:
+                    raise RefusedMessage(f"it measured {place}, which was not asked")
+                if moment == "trained" and row["model"] != "personal":
+                    raise RefusedMessage(f"it measured the {row['model']} model just after training")
+                size = sizes[row["split"]]
+                counts = {key: value for key, value in row.items() if key not in PLACE}
+                if row["samples"] != size or not self.task.is_possible(counts):
+                    raise RefusedMessage(f"its counts do not fit its {size} samples: {counts}")
+        return read
+
+
+@contextmanager
+def refusing(what: str) -> Iterator[None]:
+    """Turn any exception while an answer is read into a :class:`RefusedMessage` that begins with ``what``."""
+    try:
+        yield
+    except FedshiftError:
+        raise
+    except ValidationError as error:
+        told = error.errors(include_url=False, include_context=False, include_input=False)
+        why = "; ".join(f"{'.'.join(map(str, each['loc']))!r}: {each['msg']}" for each in told[:MOST_TOLD])
+        raise RefusedMessage(f"{what} ({why}{'; ...' if len(told) > MOST_TOLD else ''})") from error
+    except Exception as error:
+        raise RefusedMessage(f"{what} ({type(error).__name__}: {error})") from error
+
+
+def _type_like(value: Any) -> Any:
+    """Return the type of a count like ``value``; None stands for the area under a curve, which may be undefined."""
+    if isinstance(value, list):
+        return Annotated[list[_type_like(value[0])], Field(min_length=len(value), max_length=len(value))]  # type: ignore[misc]
+    if value is None:
+        return Share | None
+    return Count if isinstance(value, int) else float
