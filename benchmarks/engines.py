@@ -2,12 +2,12 @@
 
     python benchmarks/engines.py [--works W1,W3a] [--rounds 5] [--threads 2] [--precision bfloat16]
 
-Every contender is a separate process with its data ready. They take turns, so that all see the same machine, and medians
-are compared. Since rounds follow each other in a real run, a turn of short rounds is several of them, after one that
-fills the processor's caches again and does not count. The plain loop runs on one thread and on all, and the faster is the baseline,
-since more threads slow a small network down. Time for setting up and for choosing an engine is left out. The plain loop
-and the engines do the same work on random data: local steps of all clients of a round, and aggregation. Prints a table
-in Markdown, and for each work how near the fastest engine came to the machine's measured peak.
+Every contender is a separate process with its data ready. They take turns, so that all see the same machine, and
+medians are compared. Since rounds follow each other in a real run, a turn of short rounds is several of them, after one
+that fills the processor's caches again and does not count. The plain loop runs on one thread and on all, and the faster
+is the baseline, since more threads slow a small network down. Time for setting up and for choosing an engine is left
+out. The plain loop and the engines do the same work on random data: local steps of all clients of a round, and
+aggregation. Prints a table in Markdown, and for each work how near the fastest engine came to the machine's peak.
 """
 
 from __future__ import annotations

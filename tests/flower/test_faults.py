@@ -10,6 +10,8 @@ import torch
 from flwr.app import Array, ArrayRecord
 from flwr.common.constant import ErrorCode
 
+from fedshift.core.kernel import ServerState, Update
+from fedshift.flower.server.outliers import UpdateSizes
 from fedshift.flower.transport.arrays import from_record, to_record
 from fedshift.results.checkpoint import load_checkpoint
 from fedshift.utils.errors import FedshiftError
@@ -135,11 +137,17 @@ UPLOADS = {
     "lacking": (changed(**{WEIGHT: lambda x: None}), r"the upload lacks entry '1\.weight'"),
     "personal": (changed(**{"2.weight": lambda x: x}), r"has an entry '2\.weight', which does not belong there"),
     "huge weight": (claimed(weight=1e30), r"it says 1e\+30 samples in 1 steps, where its 24 make 24 in 1"),
-    "weight NaN": (claimed(weight=float("nan")), "it does not say what it did .'weight': Input should be a finite number"),
+    "weight NaN": (
+        claimed(weight=float("nan")),
+        "it does not say what it did .'weight': Input should be a finite number",
+    ),
     "no samples": (claimed(weight=0), "it says 0 samples in 1 steps"),
     "huge steps": (claimed(steps=10**9), "it says 24 samples in 1000000000 steps"),
     "steps in words": (claimed(steps="many"), "it does not say what it did"),
-    "loss": (claimed(loss_sum=float("inf")), "it does not say what it did .'loss_sum': Input should be a finite number"),
+    "loss": (
+        claimed(loss_sum=float("inf")),
+        "it does not say what it did .'loss_sum': Input should be a finite number",
+    ),
     "another's": (claimed(name="pen"), "it answers 'trained' as 'pen' for round 2, where"),
     "of another round": (claimed(round=3), "it answers 'trained' as 'photo' for round 3, where"),
     "empty": (lambda _, answer: replace(answer, arrays={}), "it sent no memory and no shared entries"),
@@ -168,6 +176,56 @@ def test_what_rules_upload_is_checked_as_entries_are(served):
     assert found.took_part == [ALL, OTHERS, ALL]
     (complaint,) = found.complaints
     assert re.match("round 2: photo is left out: entry .* of the upload's rule memory holds NaN", complaint)
+
+
+POISON = {
+    "huge": ("fedbn", "shared", lambda x: x + 1e30),
+    "a hundredfold": ("fedavg", "shared", lambda x: x * 100),
+    "in a rule's upload": ("scaffold", "memory", lambda x: x + 1e20),
+}
+
+
+@pytest.mark.parametrize("fault", POISON)
+def test_an_update_many_times_as_long_as_the_others_is_left_out_by_name(fault, served):
+    method, record, change = POISON[fault]
+
+    def poison(question, answer):
+        names = [name for name, x in from_record(answer.arrays[record]).items() if x.is_floating_point()]
+        return changed(record, **dict.fromkeys(names, change))(question, answer)
+
+    found = served(poison, method=method)
+    assert found.took_part == [ALL, OTHERS, ALL]
+    (complaint,) = found.complaints
+    assert re.match("round 2: photo is left out: its update is .* times as long as the others'; at most 10", complaint)
+    (place,) = (found.folder / "served" / "trials").iterdir()
+    assert load_checkpoint(place / "checkpoint.safetensors")[1]["sizes"].keys() == set(ALL)
+
+
+def test_without_a_bound_every_finite_update_is_used(served):
+    found = served(changed(**{WEIGHT: lambda x: x + 1e4}), method="fedavg", update_bound=0)
+    assert found.took_part == [ALL] * 3
+    assert not found.complaints
+
+
+def test_a_site_that_trains_alone_is_measured_by_what_was_used_before():
+    server = ServerState(round=1, shared={"w": torch.zeros(4), "n": torch.zeros(1, dtype=torch.int64)})
+
+    def update(length, steps=1):
+        return Update(
+            shared={"w": torch.full((4,), length / 2), "n": torch.ones(1, dtype=torch.int64)}, weight=1.0, steps=steps
+        )
+
+    sizes = UpdateSizes(10.0)
+    assert sizes.find_outliers(server, {"a": update(1.0)}) == {}
+    assert sizes.find_outliers(server, {"a": update(9.0)}) == {}  # 9 times its own
+    assert sizes.find_outliers(server, {"a": update(91.0)}) == {"a": pytest.approx(91 / 9)}
+    other = UpdateSizes(10.0)
+    other.restore(json.loads(json.dumps(sizes.facts())))
+    assert other.used == sizes.used
+    assert sizes.find_outliers(server, {"a": update(91.0), "b": update(8.0, 4), "c": update(2.0, 1)}) == {
+        "a": pytest.approx(91 / 2)
+    }
+    assert sizes.find_outliers(server, {"a": update(91.0, 50), "b": update(8.0, 4), "c": update(2.0, 1)}) == {}
 
 
 def test_a_site_that_answers_nothing_is_waited_for_until_the_deadline_and_asked_again(served, clock, without):

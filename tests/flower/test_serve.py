@@ -199,7 +199,14 @@ def test_what_the_coordinator_tells_is_shown(coordination, tmp_path):
     directory = str((tmp_path / "run").resolve())
     (order,) = orders
     assert json.loads(order.pop("settings")) == json.loads(json.dumps(asdict(RunSpec())))
-    assert order == {"directory": directory, "clients": 2, "seconds": 1.0, "wait": 1.0, "keys": None}
+    assert order == {
+        "directory": directory,
+        "clients": 2,
+        "seconds": 1.0,
+        "wait": 1.0,
+        "keys": None,
+        "update_bound": 10.0,
+    }
 
 
 def test_an_app_that_is_lost_is_started_again(coordination):

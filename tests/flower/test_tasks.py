@@ -1,5 +1,6 @@
 """Tasks at several sites: the results of one process, bit for bit; sites whose tasks differ are refused by name."""
 
+import re
 from dataclasses import asdict
 
 import numpy as np
@@ -109,9 +110,13 @@ def describe(name, task, **changes):
 )
 def test_sites_whose_tasks_differ_are_refused_by_name(other, said):
     first = describe("a", describe_task(Segmentation()))
-    second = describe("b", **{"task": first.task, **other})
-    with pytest.raises(FedshiftError, match=said):
+
+    def admit():
+        second = describe("b", **{"task": first.task, **other})
         ClientRegistry(clients=(first, second)).to_federation(None)
+
+    with pytest.raises(FedshiftError, match=said):
+        admit()
 
 
 @pytest.mark.parametrize(
@@ -134,7 +139,7 @@ def test_counts_that_cannot_be_those_of_the_task_are_refused(tmp_path, change):
     grid.tamper = tamper
     heard = Heard()
     coordinator(spec_of(None, place), grid, tmp_path / "run", heard).run()
-    assert any("its counts do not fit its 5 samples" in text for text in heard.notices), heard.notices
+    assert any(re.search("round 1: north is not measured: it", text) for text in heard.notices), heard.notices
 
 
 def test_a_class_of_the_sites_machine_is_a_task_only_where_the_site_allows_it(tmp_path):

@@ -75,6 +75,7 @@ def serve(
     port: int = 9091,
     round_timeout: float = 3600.0,
     wait: float = 86400.0,
+    update_bound: float = 10.0,
     log: str | None = None,
     out: Path | None = None,
     resume: Path | None = None,
@@ -92,6 +93,7 @@ def serve(
         port: Port to listen on.
         round_timeout: Seconds after which a round is closed with the uploads received.
         wait: Seconds to wait for the first --min-clients sites.
+        update_bound: How many times as long as the others' a site's update may be; a longer one is left out. 0: any.
         log: Loggers, comma-separated: tensorboard, mlflow, wandb, or none; by default those of the settings.
         out: Directory to write; by default a new one under runs/.
         resume: Directory of an interrupted run to continue, bit for bit.
@@ -114,7 +116,7 @@ def serve(
     require_packages(parse_loggers(spec.log))
     reach = ListenOptions(
         host=host or ("127.0.0.1" if insecure else "0.0.0.0"), port=port, tls=tls, clients=min_clients,
-        seconds=round_timeout, wait=wait,
+        seconds=round_timeout, wait=wait, update_bound=update_bound,
     )  # fmt: skip
     reach.check(forced=force_insecure)
     return coordinate(spec, reach, RunLocation(out=out, resume=resume, quiet=quiet))

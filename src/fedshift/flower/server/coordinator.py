@@ -36,6 +36,7 @@ from ..transport.exchange import FACTS, Exchange
 from ..transport.pki import load_public_keys
 from ..transport.signatures import Signer
 from .nodes import Nodes, StopRequested
+from .outliers import BOUND
 from .registry import ClientRegistry, RemoteFederation, SiteDescription
 from .remote_engine import RemoteEngine
 
@@ -109,7 +110,8 @@ class Coordinator:
     """Runs the experiment ``spec`` with the sites behind ``grid``.
 
     ``order``: ``directory`` (the run's), ``clients`` (the fewest that a round needs), ``seconds`` (the most that it
-    takes), ``wait`` (seconds for the first clients to connect), and ``keys``: directory of the coordinator's keys and
+    takes), ``wait`` (seconds for the first clients to connect), ``update_bound`` (how many times as long as the
+    others' a client's update may be; 0: any), and ``keys``: directory of the coordinator's keys and
     the nodes' public keys (None: questions are not signed, and nodes not identified by keys). ``run``: the number of
     Flower's run.
     """
@@ -123,6 +125,7 @@ class Coordinator:
         weights = str(Path.cwd() / spec.weights) if spec.weights else None
         self.spec = replace(spec, engine="sequential", workers=None, weights=weights)
         self.min_clients, self.seconds = int(order["clients"]), float(order["seconds"])
+        self.update_bound = float(order.get("update_bound", BOUND))
         settings = make_settings(replace(self.spec, newcomers=None), ())
         self.sent = {**asdict(self.spec), **PRIVATE, "weights": settings.weights and settings.weights.digest}
         self.refused: set[str] = set()
@@ -184,7 +187,7 @@ class Coordinator:
         def make_engine(plan: Plan, samples: Data, seed: int) -> RemoteEngine:
             return RemoteEngine(
                 plan, samples, seed, federation=data, settings=settings, nodes=self.nodes,
-                min_clients=self.min_clients, seconds=self.seconds,
+                min_clients=self.min_clients, seconds=self.seconds, update_bound=self.update_bound,
                 description={**description, "method": names.index(plan.method.name), "seed": seed},
             )  # fmt: skip
 

@@ -23,7 +23,7 @@ from ...data.files.images import sort_classes
 from ...data.files.table_schema import MOST_CATEGORIES, Column, feature_offsets
 from ...data.files.tables import format_list, number_classes
 from ...data.samples import Samples
-from ...tasks import CATALOG, CLASSIFICATION, as_task, describe_task, restore_task
+from ...tasks import CLASSIFICATION, as_task, describe_task, restore_task
 from ...utils.checked_json import read_checked, write_checked
 from ...utils.errors import FedshiftError, UsageError
 from ..transport.arrays import NUMPY_TYPES

@@ -28,23 +28,26 @@ from ..transport.arrays import RefusedMessage, check_update, from_record, to_rec
 from ..transport.exchange import Exchange
 from .answers import RowReader, read_evaluated, read_trained, refusing
 from .nodes import Nodes
+from .outliers import UpdateSizes
 
 
 class RemoteEngine(Engine):
     """Asks the sites behind ``nodes`` to train and to evaluate; ``description`` tells them which trial it is.
 
-    A round needs ``min_clients`` uploads, and takes at most ``seconds``.
+    A round needs ``min_clients`` uploads, and takes at most ``seconds``. Uploads are held until all have come, so that
+    those whose update is more than ``update_bound`` times as long as the others' can be left out.
     """
 
     def __init__(
         self, plan: Plan, data: Data, seed: int, *, federation: Federation, settings: Settings, nodes: Nodes,
-        min_clients: int, seconds: float, description: Mapping[str, Any],
+        min_clients: int, seconds: float, update_bound: float, description: Mapping[str, Any],
     ) -> None:  # fmt: skip
         super().__init__(plan, data, seed)
         self.federation, self.settings, self.nodes = federation, settings, nodes
         self.min_clients, self.seconds = min_clients, seconds
         self.description = {**description, "clients": len(data)}
         self.bases: dict[str, int] = {}
+        self._sizes = UpdateSizes(update_bound)
         least = min(min_clients, len(settings.draw_participants(seed, 1, tuple(data))))
         check_client_count(plan.method.aggregate, least)
         _, update = client_final(plan, client_init(plan, init_client(plan), init_server(plan)))
@@ -60,27 +63,32 @@ class RemoteEngine(Engine):
     @override
     def train(self, server: ServerState, clients: Mapping[str, ClientState]) -> Iterator[tuple[str, ClientResult]]:
         round, enough = server.round + 1, min(self.min_clients, len(clients))
-        done: list[str] = []
+        results: dict[str, ClientResult] = {}
         diverged: FedshiftError | None = None
         measures = "trained" in self.settings.moments and self.settings.is_evaluated(round)
         splits = measured_splits(self.federation) if measures else ()
         for name, answer in self._ask("train", server, clients, self.plan.loaded, enough, splits):
             try:
-                result = self._check_update(server, name, clients[name].steps, answer, splits)
+                results[name] = self._check_update(server, name, clients[name].steps, answer, splits)
             except FedshiftError as error:
                 self.nodes.say(f"round {round}: {name} is left out: {error}")
                 diverged = error if isinstance(error, Diverged) else diverged
-                continue
-            done.append(name)
-            yield name, result
-        if len(done) < enough and diverged:
+        updates = {name: result.update for name, result in results.items()}
+        for name, ratio in self._sizes.find_outliers(server, updates).items():
+            self.nodes.say(
+                f"round {round}: {name} is left out: its update is {ratio:.3g} times as long as the others'; at "
+                f"most {self._sizes.bound:g} times is used (--update-bound)"
+            )
+            del results[name]
+        if len(results) < enough and diverged:
             raise diverged
-        if len(done) < enough:
+        if len(results) < enough:
             raise FedshiftError(
-                f"round {round}: of {len(clients)} clients that were asked, {len(done)} sent an upload that can be "
+                f"round {round}: of {len(clients)} clients that were asked, {len(results)} sent an upload that can be "
                 f"used; {enough} must (--min-clients). The model is that of round {round - 1}: go on with --resume"
             )
-        self.bases |= dict.fromkeys(done, round)
+        yield from results.items()
+        self.bases |= dict.fromkeys(results, round)
 
     @override
     def evaluate(self, server: ServerState) -> list[Row]:
@@ -100,11 +108,12 @@ class RemoteEngine(Engine):
 
     @override
     def facts(self) -> dict[str, Any]:
-        return {"bases": self.bases}
+        return {"bases": self.bases, "sizes": self._sizes.facts()}
 
     @override
     def restore(self, facts: Mapping[str, Any]) -> None:
         self.bases = dict(facts["bases"])
+        self._sizes.restore(facts.get("sizes", {}))
 
     def _ask(
         self, kind: str, server: ServerState, names: Iterable[str], entries: frozenset[str], enough: int,

@@ -31,6 +31,7 @@ from ...utils.errors import FedshiftError, UsageError
 from ..transport.exchange import FACTS
 from ..transport.programs import GUARDED, Program, connect, register, submit
 from .coordinator import COORDINATOR
+from .outliers import BOUND
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 TRIES = 3
@@ -42,7 +43,8 @@ class ListenOptions:
     """A coordinator's address and its conditions for a round.
 
     ``tls``: the directory that `fedshift pki` made; None: plain text. ``clients``: how many must take part.
-    ``seconds``: the most that a round takes. ``wait``: seconds for the first clients to connect.
+    ``seconds``: the most that a round takes. ``wait``: seconds for the first clients to connect. ``update_bound``: how
+    many times as long as the others' a client's update may be; 0: any.
     """
 
     host: str
@@ -51,6 +53,7 @@ class ListenOptions:
     clients: int
     seconds: float
     wait: float
+    update_bound: float = BOUND
 
     @property
     def local_address(self) -> str:
@@ -62,7 +65,8 @@ class ListenOptions:
     def flags(self) -> str:
         """The equivalent command-line flags."""
         secured = f"--tls {shlex.quote(str(self.tls))}" if self.tls else "--insecure"
-        return f"--min-clients {self.clients} {secured} --host {self.host} --port {self.port}"
+        bound = "" if self.update_bound == BOUND else f" --update-bound {self.update_bound:g}"
+        return f"--min-clients {self.clients} {secured} --host {self.host} --port {self.port}{bound}"
 
     def check(self, *, forced: bool) -> None:
         """Raise :class:`UsageError` where files are missing, plain text would leave, or the port is not free."""
@@ -79,6 +83,11 @@ class ListenOptions:
             )
         if self.clients < 1:
             raise UsageError(f"min_clients={self.clients}: must be at least 1")
+        if not (self.update_bound == 0 or self.update_bound > 1):
+            raise UsageError(
+                f"update_bound={self.update_bound:g}: must be greater than 1 (times as long as the others' updates), "
+                "or 0 for none"
+            )
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         with socket.socket(family) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -222,6 +231,7 @@ class _Coordination:
             order = {
                 "directory": str(self.directory.resolve()), "clients": self.reach.clients,
                 "seconds": self.reach.seconds, "wait": self.reach.wait, "keys": keys, "settings": self.settings,
+                "update_bound": self.reach.update_bound,
             }  # fmt: skip
             connection.send_bytes(json.dumps(order).encode())
             try:

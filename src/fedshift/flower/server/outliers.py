@@ -1,0 +1,91 @@
+"""Uploads that are far from the broadcast where those of the other sites are near it.
+
+One such upload, finite as it is, makes the mean useless and every later round diverge. The bound keeps out faults and
+crude attacks, with any aggregation; against subtle ones there are robust aggregations (``krum``, ``median``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from statistics import median_low
+from typing import Any
+
+from torch import Tensor
+
+from ...core.kernel import ServerState, Update
+
+BOUND = 10.0
+"""How many times as long as the others' an update may be."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateSize:
+    """Euclidean lengths of what a client changed in a round, ``shared``, and of what its rules uploaded, ``memory``."""
+
+    shared: float
+    memory: float
+    steps: int
+
+    @staticmethod
+    def of(server: ServerState, update: Update) -> UpdateSize:
+        """Return the size of ``update`` to the broadcast of ``server``."""
+        changes = (
+            tensor.double() - server.shared[name].double()
+            for name, tensor in update.shared.items()
+            if tensor.is_floating_point()
+        )
+        memory = (tensor.double() for part in update.memory for tensor in part.values())
+        return UpdateSize(shared=_length(changes), memory=_length(memory), steps=update.steps)
+
+    def compare(self, others: Collection[UpdateSize]) -> float:
+        """Return how many times as long as the median of ``others`` it is, by the round or by the step: the smaller.
+
+        Clients of unequal size take unequal numbers of steps. They go farther for it, but not in proportion.
+        """
+        ratios = [0.0]
+        for name in ("shared", "memory"):
+            own, lengths = getattr(self, name), [(getattr(other, name), other.steps) for other in others]
+            each = median_low([length for length, _ in lengths])
+            by_step = median_low([length / steps for length, steps in lengths])
+            if each > 0 and by_step > 0:
+                ratios.append(min(own / each, own / self.steps / by_step))
+        return max(ratios)
+
+
+class UpdateSizes:
+    """The sizes of updates that were used, by client; ``bound``: how many times the others' are allowed, 0: any."""
+
+    def __init__(self, bound: float) -> None:
+        self.bound = bound
+        self.used: dict[str, UpdateSize] = {}
+
+    def find_outliers(self, server: ServerState, updates: Mapping[str, Update]) -> dict[str, float]:
+        """Return the clients whose updates of this round are too long, and how many times the others' they are.
+
+        The others are those of this round; where there are none, all that were used before. The others' sizes are kept.
+        """
+        if not self.bound:
+            return {}
+        found = {name: UpdateSize.of(server, update) for name, update in updates.items()}
+        outliers = {}
+        for name, size in found.items():
+            others = [other for key, other in found.items() if key != name] or list(self.used.values())
+            ratio = size.compare(others) if others else 0.0
+            if not ratio <= self.bound:
+                outliers[name] = ratio
+        self.used |= {name: found[name] for name in sorted(found) if name not in outliers}
+        return outliers
+
+    def facts(self) -> dict[str, Any]:
+        """Return what :meth:`restore` takes, as JSON values."""
+        return {name: asdict(size) for name, size in self.used.items()}
+
+    def restore(self, facts: Mapping[str, Any]) -> None:
+        """Go on from :meth:`facts`."""
+        self.used = {name: UpdateSize(**size) for name, size in facts.items()}
+
+
+def _length(tensors: Iterable[Tensor]) -> float:
+    return math.sqrt(sum(float(tensor.square().sum()) for tensor in tensors))
