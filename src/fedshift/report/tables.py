@@ -137,7 +137,7 @@ def mask_incomparable(clients: pd.DataFrame) -> pd.DataFrame:
 
     Aggregates of all methods are then over the same clients. A method without any measurement under a seed is ignored.
     """
-    missing_CR, seeds = clients.isna().to_numpy(), clients.columns.get_level_values(1).to_numpy()
+    missing_CR, seeds = clients.isna().to_numpy(dtype=bool), clients.columns.get_level_values(1).to_numpy()
     lacking_CR = missing_CR & ~missing_CR.all(axis=0)
     for seed in np.unique(seeds):
         lacking_CR[:, seeds == seed] = lacking_CR[:, seeds == seed].any(axis=1, keepdims=True)
