@@ -76,12 +76,12 @@ def test_a_finished_run_resumed_does_nothing_and_may_be_given_more_rounds(make, 
 # Where a killed process may die, as Python that runs in it before the program: each counts what happens, and kills.
 KILL = "import os, signal; die = lambda: os.kill(os.getpid(), signal.SIGKILL)\n"
 IN_A_CLIENTS_WORK = KILL + (
-    "import fedshift.engines.sequential as loop; real, calls = loop.client_step_, []\n"
-    "def client_step_(*given):\n"
+    "from fedshift.engines.sequential import Sequential; real, calls = Sequential._batch, []\n"
+    "def load(*given):\n"
     "    calls.append(1)\n"
     "    if len(calls) == {at}: die()\n"
     "    return real(*given)\n"
-    "loop.client_step_ = client_step_\n"
+    "Sequential._batch = load\n"
 )
 BETWEEN_CLIENTS_AND_CHECKPOINT = KILL + (
     "import fedshift.experiments.trial as t; real, calls = t.save_checkpoint, []\n"
@@ -153,14 +153,14 @@ ROWS_HALF_WRITTEN = KILL + (
 def test_a_process_killed_at_any_moment_and_resumed_equals_uninterrupted(
     program, cli, unpublished, tiny_folder, tmp_path, assert_same, arguments, moments
 ):
-    settings = ["run", "--data", tiny_folder, "--rounds", 4, "--batch-size", 8, *arguments]
+    settings = ["run", "--engine", "sequential", "--data", tiny_folder, "--rounds", 4, "--batch-size", 8, *arguments]
     assert cli(*settings, "--out", tmp_path / "whole").code == 0
     killed = tmp_path / "killed"
     for number, (moment, at) in enumerate(moments):
         begin = [*settings, "--out", killed] if number == 0 else ["run", "--resume", killed]
         process = program(*begin, before=moment.format(at=at))
         _, errors = process.communicate()
-        assert (process.returncode, errors) == (-signal.SIGKILL, "")
+        assert (process.returncode, errors, number) == (-signal.SIGKILL, "", number)
     assert cli("run", "--resume", killed).code == 0
     assert_same(tmp_path / "whole", killed)
 
