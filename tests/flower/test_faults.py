@@ -198,13 +198,29 @@ def test_an_update_many_times_as_long_as_the_others_is_left_out_by_name(fault, s
     (complaint,) = found.complaints
     assert re.match("round 2: photo is left out: its update is .* times as long as the others'; at most 10", complaint)
     (place,) = (found.folder / "served" / "trials").iterdir()
-    assert load_checkpoint(place / "checkpoint.safetensors")[1]["sizes"].keys() == set(ALL)
+    assert load_checkpoint(place / "checkpoint.safetensors")[1]["sizes"]["used"].keys() == set(ALL)
 
 
 def test_without_a_bound_every_finite_update_is_used(served):
     found = served(changed(**{WEIGHT: lambda x: x + 1e4}), method="fedavg", update_bound=0)
     assert found.took_part == [ALL] * 3
     assert not found.complaints
+
+
+def test_from_a_model_on_which_sites_diverge_the_way_back_is_without_the_suspect_and_the_rest_is_as_if_it_had_been_away(
+    served, without
+):
+    found = served(changed(**{WEIGHT: lambda x: x + 1e30}), update_bound=0)
+    assert found.failure is None, found.heard.notices
+    assert found.took_part == [ALL, ALL, OTHERS, ALL]  # the second round twice
+    (told,) = [text for text in found.heard.notices if "going back" in text]
+    assert re.match("sites diverged on the model of round 2: .* repeating the round without photo, whose update", told)
+    same(found, without)
+    (place,) = (found.folder / "served" / "trials").iterdir()
+    rounds = [json.loads(line) for line in (place / "rounds.jsonl").read_text().splitlines()]
+    assert [(row["round"], tuple(row["participants"])) for row in rounds] == [(1, ALL), (2, OTHERS), (3, ALL)]
+    kept = {path.name.split("-")[0] for path in (place / "history").iterdir()}
+    assert kept == {"1", "2", "3"}
 
 
 def test_a_site_that_trains_alone_is_measured_by_what_was_used_before():

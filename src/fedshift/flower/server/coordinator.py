@@ -27,14 +27,15 @@ from ...engines.engine import Data
 from ...experiments.experiment import Experiment
 from ...experiments.factory import list_seeds, make_methods, make_settings, resolve_model
 from ...experiments.loggers import parse_loggers
-from ...experiments.observer import Observer
+from ...experiments.observer import Observer, Observers
 from ...experiments.trial import RoundResult
-from ...results.run_directory import MACHINES, POPULATION
+from ...results.run_directory import MACHINES, POPULATION, trial_folder
 from ...results.summary import holds_run
 from ...utils.errors import FedshiftError, UsageError
 from ..transport.exchange import FACTS, Exchange
 from ..transport.pki import load_public_keys
 from ..transport.signatures import Signer
+from .history import HistoryKeeper, SpoiledModel, TrialHistory
 from .nodes import Nodes, StopRequested
 from .outliers import BOUND
 from .registry import ClientRegistry, RemoteFederation, SiteDescription
@@ -157,14 +158,30 @@ class Coordinator:
                     return False
                 resume = (self.directory / "config.toml").exists()
                 experiment = self._make_experiment(data)
-                if experiment.run(self.directory, resume=resume, observer=self.report, stop=self.report.changed):
-                    break
+                observer = Observers(HistoryKeeper(self.directory), self.report)
+                try:
+                    if experiment.run(self.directory, resume=resume, observer=observer, stop=self.report.changed):
+                        break
+                except SpoiledModel as error:
+                    self._take_back(error)
         except StopRequested:
             return False
         end = Exchange(kind="end", facts={"say": "the experiment is finished"})
         for _ in self.nodes.ask(dict.fromkeys(self.nodes.online, end), 0, 30.0):
             pass
         return True
+
+    def _take_back(self, spoiled: SpoiledModel) -> None:
+        """Have the round that spoiled the model repeated without the client whose update stood out.
+
+        Raises ``spoiled`` where the round was repeated before, or the model before it is not kept.
+        """
+        if not TrialHistory(spoiled.folder).take_back(spoiled.round, spoiled.suspect):
+            raise spoiled
+        self.report.notice(
+            f"sites diverged on the model of round {spoiled.round}: going back to the one before, and repeating the "
+            f"round without {spoiled.suspect}, whose update was {spoiled.ratio:.3g} times as long as the others'"
+        )
 
     def _make_experiment(self, data: RemoteFederation) -> Experiment:
         methods, settings = make_methods(self.spec), make_settings(self.spec, data.names)
@@ -188,6 +205,7 @@ class Coordinator:
             return RemoteEngine(
                 plan, samples, seed, federation=data, settings=settings, nodes=self.nodes,
                 min_clients=self.min_clients, seconds=self.seconds, update_bound=self.update_bound,
+                history=TrialHistory(trial_folder(self.directory, plan.method.name, seed)),
                 description={**description, "method": names.index(plan.method.name), "seed": seed},
             )  # fmt: skip
 

@@ -55,36 +55,40 @@ class UpdateSize:
 
 
 class UpdateSizes:
-    """The sizes of updates that were used, by client; ``bound``: how many times the others' are allowed, 0: any."""
+    """The sizes of updates that were used, by client; ``bound``: how many times the others' are allowed, 0: any.
+
+    ``ratios`` says how many times as long as the others' the updates of the last round were.
+    """
 
     def __init__(self, bound: float) -> None:
         self.bound = bound
         self.used: dict[str, UpdateSize] = {}
+        self.ratios: dict[str, float] = {}
 
     def find_outliers(self, server: ServerState, updates: Mapping[str, Update]) -> dict[str, float]:
         """Return the clients whose updates of this round are too long, and how many times the others' they are.
 
         The others are those of this round; where there are none, all that were used before. The others' sizes are kept.
         """
-        if not self.bound:
-            return {}
         found = {name: UpdateSize.of(server, update) for name, update in updates.items()}
-        outliers = {}
+        ratios = {}
         for name, size in found.items():
             others = [other for key, other in found.items() if key != name] or list(self.used.values())
-            ratio = size.compare(others) if others else 0.0
-            if not ratio <= self.bound:
-                outliers[name] = ratio
-        self.used |= {name: found[name] for name in sorted(found) if name not in outliers}
+            ratios[name] = size.compare(others) if others else 0.0
+        outliers = {name: ratio for name, ratio in ratios.items() if self.bound and not ratio <= self.bound}
+        used = sorted(found.keys() - outliers.keys())
+        self.used |= {name: found[name] for name in used}
+        self.ratios = {name: ratios[name] for name in used}
         return outliers
 
     def facts(self) -> dict[str, Any]:
         """Return what :meth:`restore` takes, as JSON values."""
-        return {name: asdict(size) for name, size in self.used.items()}
+        return {"used": {name: asdict(size) for name, size in self.used.items()}, "ratios": self.ratios}
 
     def restore(self, facts: Mapping[str, Any]) -> None:
         """Go on from :meth:`facts`."""
-        self.used = {name: UpdateSize(**size) for name, size in facts.items()}
+        self.used = {name: UpdateSize(**size) for name, size in facts.get("used", {}).items()}
+        self.ratios = dict(facts.get("ratios", {}))
 
 
 def _length(tensors: Iterable[Tensor]) -> float:

@@ -27,6 +27,7 @@ from ...utils.state import State, join_states, pick
 from ..transport.arrays import RefusedMessage, check_update, from_record, to_record
 from ..transport.exchange import Exchange
 from .answers import RowReader, read_evaluated, read_trained, refusing
+from .history import SUSPICIOUS, SpoiledModel, TrialHistory
 from .nodes import Nodes
 from .outliers import UpdateSizes
 
@@ -40,11 +41,12 @@ class RemoteEngine(Engine):
 
     def __init__(
         self, plan: Plan, data: Data, seed: int, *, federation: Federation, settings: Settings, nodes: Nodes,
-        min_clients: int, seconds: float, update_bound: float, description: Mapping[str, Any],
+        min_clients: int, seconds: float, update_bound: float, history: TrialHistory,
+        description: Mapping[str, Any],
     ) -> None:  # fmt: skip
         super().__init__(plan, data, seed)
         self.federation, self.settings, self.nodes = federation, settings, nodes
-        self.min_clients, self.seconds = min_clients, seconds
+        self.min_clients, self.seconds, self.history = min_clients, seconds, history
         self.description = {**description, "clients": len(data)}
         self.bases: dict[str, int] = {}
         self._sizes = UpdateSizes(update_bound)
@@ -62,17 +64,20 @@ class RemoteEngine(Engine):
 
     @override
     def train(self, server: ServerState, clients: Mapping[str, ClientState]) -> Iterator[tuple[str, ClientResult]]:
-        round, enough = server.round + 1, min(self.min_clients, len(clients))
+        round, left_out = server.round + 1, self.history.read_left_out()
+        asked = [name for name in clients if name != left_out.get(server.round + 1)]
+        enough = min(self.min_clients, len(asked))
         results: dict[str, ClientResult] = {}
-        diverged: FedshiftError | None = None
+        diverged: list[Diverged] = []
         measures = "trained" in self.settings.moments and self.settings.is_evaluated(round)
         splits = measured_splits(self.federation) if measures else ()
-        for name, answer in self._ask("train", server, clients, self.plan.loaded, enough, splits):
+        for name, answer in self._ask("train", server, asked, self.plan.loaded, enough, splits):
             try:
                 results[name] = self._check_update(server, name, clients[name].steps, answer, splits)
             except FedshiftError as error:
                 self.nodes.say(f"round {round}: {name} is left out: {error}")
-                diverged = error if isinstance(error, Diverged) else diverged
+                diverged += [error] if isinstance(error, Diverged) else []
+        before = self._sizes.ratios
         updates = {name: result.update for name, result in results.items()}
         for name, ratio in self._sizes.find_outliers(server, updates).items():
             self.nodes.say(
@@ -81,7 +86,7 @@ class RemoteEngine(Engine):
             )
             del results[name]
         if len(results) < enough and diverged:
-            raise diverged
+            raise self._suspect(server.round, before, diverged)
         if len(results) < enough:
             raise FedshiftError(
                 f"round {round}: of {len(clients)} clients that were asked, {len(results)} sent an upload that can be "
@@ -114,6 +119,13 @@ class RemoteEngine(Engine):
     def restore(self, facts: Mapping[str, Any]) -> None:
         self.bases = dict(facts["bases"])
         self._sizes.restore(facts.get("sizes", {}))
+
+    def _suspect(self, round: int, ratios: Mapping[str, float], diverged: list[Diverged]) -> Diverged:
+        """Return the error to raise where sites ``diverged`` after ``round``, whose updates had ``ratios``."""
+        suspect = max(ratios, key=ratios.__getitem__, default="")
+        if not suspect or ratios[suspect] < SUSPICIOUS:
+            return diverged[0]
+        return SpoiledModel(str(diverged[0]), self.history.folder, round, suspect, ratios[suspect])
 
     def _ask(
         self, kind: str, server: ServerState, names: Iterable[str], entries: frozenset[str], enough: int,

@@ -62,8 +62,8 @@ class SiteState:
     Flower keeps a node's state in memory: it is lost without an error when the node restarts. Here each state is a
     checksummed safetensors file, ``state-<round>.safetensors``, written atomically before the answer leaves. The
     coordinator names the round whose state is current (the *base*: the last round in which it used the client's
-    upload). Two states are kept, the base and its successor, so that a round that is asked for again, or whose upload
-    came too late, starts where it started before.
+    upload). Three states are kept, the base, its successor and the one before, so that a round that is asked for
+    again, or whose upload came too late, starts where it started before, also one that spoiled the model.
     """
 
     def __init__(self, folder: Path, name: str, plan: Plan, data: str) -> None:
@@ -114,8 +114,9 @@ class SiteState:
         products = list_products(self.plan.module)
         facts = {"steps": client.steps, "data": self.data, "round": round, "products": products}
         save_checkpoint(self._path(round), tensors, facts)
+        earlier = [old for old in self.list_rounds() if old < base][-1:]
         for old in self.list_rounds():
-            if old not in (base, round):
+            if old not in (*earlier, base, round):
                 self._path(old).unlink()
 
     def export_model(self, state: State, round: int) -> None:

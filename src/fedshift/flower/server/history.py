@@ -1,0 +1,102 @@
+"""The last checkpoints of a trial, and the way back from a round after which its model makes every site diverge.
+
+An update within the bound of :mod:`.outliers` can still spoil a model. If the sites then diverge, the coordinator goes
+back to the model before that round and repeats it without the client whose update was the longest.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from typing_extensions import override
+
+from ...engines.engine import Diverged
+from ...experiments.observer import Observer
+from ...experiments.trial import RoundResult
+from ...results.run_directory import trial_folder
+from ...results.trial_records import BEST, CHECKPOINT
+from ...utils.checked_json import read_checked, write_checked
+from ...utils.files import write_atomically
+
+KEPT = 3
+"""Checkpoints kept of each trial."""
+SUSPICIOUS = 2.0
+"""How many times as long as the others' an update must be for its client to be suspected."""
+HISTORY, LEFT_OUT = "history", "left-out.json"
+
+
+class SpoiledModel(Diverged):
+    """Sites diverged on the model of a round in which one update stood out."""
+
+    def __init__(self, text: str, folder: Path, round: int, suspect: str, ratio: float) -> None:
+        super().__init__(text)
+        self.folder, self.round, self.suspect, self.ratio = folder, round, suspect, ratio
+
+
+@dataclass(frozen=True)
+class TrialHistory:
+    """The last checkpoints of the trial in ``folder``, and the clients that were left out of rounds when repeated."""
+
+    folder: Path
+
+    def read_left_out(self) -> Mapping[int, str]:
+        """Return the client that is left out of each repeated round; raise :class:`FedshiftError` where damaged."""
+        path = self.folder / LEFT_OUT
+        if not path.exists():
+            return {}
+        kept = read_checked(path, "remove it to ask every site again")
+        return {int(round): str(name) for round, name in kept.items()}
+
+    def keep(self, round: int) -> None:
+        """Keep the checkpoints as they are after ``round``, and no more than the last few."""
+        history = self.folder / HISTORY
+        history.mkdir(exist_ok=True)
+        for name in (CHECKPOINT, BEST):
+            if (self.folder / name).exists():
+                _link(self.folder / name, history / f"{round}-{name}")
+        for path in history.iterdir():
+            if int(path.name.split("-")[0]) <= round - KEPT:
+                path.unlink()
+
+    def take_back(self, round: int, suspect: str) -> bool:
+        """Return to the model before ``round``, which is to be repeated without ``suspect``; say whether it was kept.
+
+        A round is taken back once.
+        """
+        left_out, before = dict(self.read_left_out()), self.folder / HISTORY / f"{round - 1}-{CHECKPOINT}"
+        if round in left_out or not before.exists():
+            return False
+        write_checked(self.folder / LEFT_OUT, {str(key): name for key, name in {**left_out, round: suspect}.items()})
+        best = before.with_name(f"{round - 1}-{BEST}")
+        if best.exists():
+            write_atomically(self.folder / BEST, best.read_bytes())
+        write_atomically(self.folder / CHECKPOINT, before.read_bytes())
+        return True
+
+
+class HistoryKeeper(Observer):
+    """Keeps the last checkpoints of the trials in a run ``directory``."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    @override
+    def trial(self, method: str, seed: int, done: int) -> None:
+        self.kept = TrialHistory(trial_folder(self.directory, method, seed))
+        self.kept.keep(done)
+
+    @override
+    def round(self, done: RoundResult) -> None:
+        self.kept.keep(done.round)
+
+
+def _link(source: Path, target: Path) -> None:
+    """Make ``target`` another name of ``source``, or a copy where the disk has no such names."""
+    target.unlink(missing_ok=True)
+    try:
+        target.hardlink_to(source)
+    except OSError:
+        shutil.copyfile(source, target)
