@@ -42,7 +42,7 @@ from ..utils.user_code import locate_error
 from ..utils.version import __version__
 from .adapt import adapt
 from .data import Reading, data, diagnose, format_notices, load_for_display
-from .deployment import join, pki, serve
+from .deployment import join, ledger, pki, serve
 from .export import export
 from .features import features
 from .leave_out import rebuild_without, run_without
@@ -90,7 +90,7 @@ app = App(
     "shows the traceback of an error.",
     config=(_settings_from_file,),
 )
-for command in (data, diagnose, pki, serve, join, adapt, export, reproduce, theory, sweep, features, watch):
+for command in (data, diagnose, pki, serve, join, ledger, adapt, export, reproduce, theory, sweep, features, watch):
     app.command(command)
 
 DATA_FLAGS = {"data": "--data", "root": "--root"}

@@ -1,7 +1,8 @@
-"""The commands for an experiment across machines: ``serve``, ``join`` and ``pki init|add``."""
+"""The commands for an experiment across machines: ``serve``, ``join``, ``ledger`` and ``pki init|add``."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
@@ -183,6 +184,37 @@ def join(
 
         site.checked = Verifier(tls / "ca.crt")
     return take_part(link, site, folder, threads)
+
+
+def ledger(path: Path, *, as_json: Annotated[bool, Parameter(name="--json", negative=())] = False) -> int:
+    """Show and verify a site's record of every message: what was asked, and what left.
+
+    Args:
+        path: The site's folder, as of `fedshift join --state`.
+        as_json: Print the entries as JSON, one a line, with all that was told and the digests of what left.
+
+    """
+    from ..flower.site.ledger import read_ledger
+    from ..report.formatting import format_bytes
+
+    console, entries = make_console(), []
+    for entry in read_ledger(path):
+        entries.append(entry)
+        said = entry.content
+        if as_json:
+            print_line(console, json.dumps({"number": entry.number, "digest": entry.digest, **said}))
+            continue
+        round = "" if said["round"] is None else f", round {said['round']}"
+        left = ", ".join(f"{kind}: {each['entries']} entries" for kind, each in said["left"].items() if each["entries"])
+        what = f"{left}, {format_bytes(entry.bytes)}" if left else "no entries"
+        print_line(console, f"{entry.number} {said['time']} {said['asked']}{round}: {said['answered']}; {what}")
+    if not as_json:
+        total = format_bytes(sum(entry.bytes for entry in entries))
+        digest = entries[-1].digest if entries else "none"
+        print_line(
+            console, f"{len(entries)} messages; {total} of entries left. The chain is whole; last digest: {digest}"
+        )
+    return 0
 
 
 def _make_spec(settings: dict[str, Any], path: Path) -> RunSpec | CompareSpec:

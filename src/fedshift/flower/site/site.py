@@ -48,6 +48,7 @@ from ...utils.version import __version__
 from ..server.registry import COLUMNS
 from ..transport.arrays import RefusedMessage, check_state, from_record, to_record
 from ..transport.exchange import Exchange
+from .ledger import Ledger
 from .local_data import DataRefused, load_local, relabel
 from .site_model import collect_site_model
 
@@ -184,9 +185,19 @@ class Site:
         self._latest: _Measured | None = None
         self._sources: dict[str, Federation] = {}
         self._trials: dict[str, _Trial] = {}
+        self._ledger: Ledger | None = None
 
     def answer(self, asked: Exchange) -> Exchange:
-        """Return the answer to a coordinator's question; one of kind ``refused`` says why there is no other."""
+        """Return the answer to a coordinator's question, once it is in the site's ledger.
+
+        An answer of kind ``refused`` says why there is no other.
+        """
+        answer = self._find_answer(asked)
+        self._ledger = self._ledger or Ledger(self.folder)
+        self._ledger.write(asked, answer)
+        return answer
+
+    def _find_answer(self, asked: Exchange) -> Exchange:
         answers = {"describe": self._describe, "train": self._train, "evaluate": self._evaluate}
         try:
             question = self.checked(asked, asked.run)

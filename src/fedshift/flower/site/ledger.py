@@ -1,0 +1,121 @@
+"""A site's own record of every message: what was asked, what was measured, and what left, in a chain of digests.
+
+The ledger is a file of one JSON object a line. Each line holds the SHA-256 of the line before, so that a line that was
+changed, removed or inserted later is noticed, except at the very end: note the last digest elsewhere to notice that
+too. An answer leaves only once its line is on the disk.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from flwr.app import ArrayRecord
+
+from ...utils.errors import FedshiftError
+from ..transport.exchange import Exchange
+
+FILE = "ledger.jsonl"
+BEGINNING = "0" * 64
+"""What the first line holds in place of a digest."""
+
+
+class Ledger:
+    """The ledger in ``folder``, to which lines are added; one that was not written whole, by a crash, is removed."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / FILE
+        self._last, self._known = BEGINNING, set[str]()
+        content = self.path.read_bytes() if self.path.exists() else b""
+        whole = content[: content.rfind(b"\n") + 1]
+        if len(whole) < len(content):  # the program was killed while it wrote
+            with self.path.open("r+b") as file:
+                file.truncate(len(whole))
+        for line in whole.splitlines():
+            self._last = _digest(line)
+
+    def write(self, asked: Exchange, answer: Exchange) -> None:
+        """Add a line on the question ``asked`` and its ``answer``, which has not left yet."""
+        trial = asked.facts.get("trial")
+        entry: dict[str, Any] = {
+            "time": datetime.now(UTC).isoformat(timespec="milliseconds"), "run": asked.run, "asked": asked.kind,
+            "round": asked.facts.get("round"), "settings": _digest_json(trial or asked.facts.get("spec")),
+            "answered": answer.kind, "told": dict(answer.facts),
+        }  # fmt: skip
+        entry["left"] = {record: self._describe(entries) for record, entries in answer.arrays.items()}
+        line = json.dumps({**entry, "previous": self._last}).encode()
+        with self.path.open("ab") as file:
+            file.write(line + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        self._last = _digest(line)
+
+    def _describe(self, entries: ArrayRecord) -> dict[str, Any]:
+        """Return number, size and digest of entries that leave, and their names where no line had them before."""
+        names, content = sorted(entries), sha256()
+        for name in names:
+            content.update(name.encode() + b"\0" + entries[name].data)
+        which = _digest_json(names)
+        described = {
+            "entries": len(names), "bytes": sum(len(array.data) for array in entries.values()),
+            "digest": content.hexdigest(), "names_digest": which,
+        }  # fmt: skip
+        if which not in self._known:
+            self._known.add(which)
+            described["names"] = names
+        return described
+
+
+@dataclass(frozen=True, kw_only=True)
+class LedgerEntry:
+    """A line of a ledger: ``number`` from 1, its ``digest``, and what it holds."""
+
+    number: int
+    digest: str
+    content: Mapping[str, Any]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of entries that left."""
+        return sum(int(record["bytes"]) for record in self.content["left"].values())
+
+
+def read_ledger(path: Path) -> Iterator[LedgerEntry]:
+    """Yield the entries of the ledger in ``path``, a file or a site's folder, each once it was verified.
+
+    Raises :class:`FedshiftError` where there is none, or naming the first line that is not what was written.
+    """
+    file = path / FILE if path.is_dir() else path
+    try:
+        lines = file.read_bytes().splitlines()
+    except OSError as error:
+        raise FedshiftError(f"{file} cannot be read ({error.strerror}): name a site's folder (join --state)") from error
+    last = BEGINNING
+    for number, line in enumerate(lines, 1):
+        try:
+            content = json.loads(line)
+            chained = content["previous"] == last
+        except (ValueError, TypeError, KeyError) as error:
+            raise FedshiftError(f"{file}, line {number} was changed: it is no entry of a ledger") from error
+        if not chained:
+            raise FedshiftError(
+                f"{file}: line {number} does not follow line {number - 1}: one of them was changed, or lines between "
+                "them were removed or added"
+            )
+        last = _digest(line)
+        yield LedgerEntry(number=number, digest=last, content=content)
+
+
+def _digest(line: bytes) -> str:
+    return sha256(line).hexdigest()
+
+
+def _digest_json(value: Any) -> str:
+    return _digest(json.dumps(value, sort_keys=True).encode())
