@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
@@ -138,6 +139,8 @@ def join(
     weights: Path | None = None,
     export: Path | None = None,
     poll: float | None = None,
+    policy: Path | None = None,
+    confirm: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:
     """Take part in an experiment across machines with the data of one site, which do not leave it.
 
@@ -156,6 +159,8 @@ def join(
         weights: File of the weights from which the experiment starts, where it does: the coordinator's.
         export: Directory for the site's model after the last round, with a model card, as of `fedshift export`.
         poll: Seconds between two requests to the coordinator; by default Flower's three.
+        policy: TOML file of limits, beyond which this site refuses: methods, models, keep, rounds, sites, epsilon.
+        confirm: Show each experiment, with the entries that will leave, and ask before its first round.
 
     """
     if (tls is None) != insecure:
@@ -164,8 +169,11 @@ def join(
         )
     from ..flower.site.join import CoordinatorLink
     from ..flower.site.join import join as take_part
+    from ..flower.site.review import Confirmation, SitePolicy
     from ..flower.site.site import Site
 
+    if confirm and not sys.stdin.isatty():
+        raise UsageError("--confirm asks at a terminal, and there is none: leave it out, and give limits with --policy")
     path = Path(data)
     called = name or (key.stem if key else (path.resolve().name if path.is_dir() else path.stem))
     if not path.exists() and name is None and key is None:
@@ -179,6 +187,8 @@ def join(
         require_models(export)
     given = str(weights) if weights else None
     site = Site(data, called, folder, device=device, code=frozenset(code or ()), weights=given, export=export)
+    site.policy = SitePolicy.read(policy) if policy else site.policy
+    site.confirmation = Confirmation(_ask_to_train) if confirm else None
     if tls:
         from ..flower.transport.signatures import Verifier
 
@@ -223,6 +233,13 @@ def _make_spec(settings: dict[str, Any], path: Path) -> RunSpec | CompareSpec:
     if settings.get("split"):
         raise UsageError(f"{path}: split deals out data that are in one place; sites hold their own: leave it out")
     return CompareSpec(**settings) if "methods" in settings else RunSpec(**settings)
+
+
+def _ask_to_train(text: str) -> bool:
+    """Show an experiment, and return whether it was agreed to."""
+    console = make_console()
+    print_line(console, text)
+    return console.input("Take part in it? [y/N] ").strip().lower() in ("y", "yes")
 
 
 def _split_names(texts: Iterable[str]) -> list[str]:

@@ -50,6 +50,7 @@ from ..transport.arrays import RefusedMessage, check_state, from_record, to_reco
 from ..transport.exchange import Exchange
 from .ledger import Ledger
 from .local_data import DataRefused, load_local, relabel
+from .review import Confirmation, SitePolicy, TrialReview
 from .site_model import collect_site_model
 
 Say = Callable[[str], None]
@@ -134,9 +135,9 @@ class SiteState:
         return self.folder / f"state-{round}.safetensors"
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False)
 class _Trial:
-    """A site's objects for one method and seed of an experiment."""
+    """A site's objects for one method and seed of an experiment; ``uploads``: how many it has made."""
 
     plan: Plan
     data: Federation
@@ -145,6 +146,7 @@ class _Trial:
     model: ModelFactory
     settings: Settings
     sites: int
+    uploads: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -171,13 +173,15 @@ class Site:
         checked: takes a question and the number of its run, and raises :class:`RefusedMessage` unless the coordinator
             asked it (``transport.signatures``).
         say: called with a line of text for each thing done.
+        policy: limits of the site, beyond which it refuses.
+        confirmation: asks before the first round of each method and seed; None: nobody is asked.
 
     """
 
     def __init__(
         self, data: str, name: str | None, folder: Path, *, device: str = "cpu", code: frozenset[str] = frozenset(),
         weights: str | None = None, export: Path | None = None, checked: Checked = lambda asked, _: asked,
-        say: Say = lambda _: None,
+        say: Say = lambda _: None, policy: SitePolicy | None = None, confirmation: Confirmation | None = None,
     ) -> None:  # fmt: skip
         self.data, self.name, self.folder, self.device = data, name, folder, device
         self.code, self.weights, self.checked, self.say = code, weights, checked, say
@@ -185,6 +189,7 @@ class Site:
         self._latest: _Measured | None = None
         self._sources: dict[str, Federation] = {}
         self._trials: dict[str, _Trial] = {}
+        self.policy, self.confirmation = policy or SitePolicy(), confirmation
         self._ledger: Ledger | None = None
 
     def answer(self, asked: Exchange) -> Exchange:
@@ -264,6 +269,7 @@ class Site:
         trial = self._trial(asked.facts["trial"])
         server, base = self._broadcast(trial.plan, trial.plan.loaded, asked)
         round = server.round + 1
+        self.policy.check_round(trial.uploads)
         with keep_freed_memory():
             trained = trial.engine.train_client(server, trial.kept.name, trial.kept.load_after(base))
         trial.kept.save(trained.client, base, round)
@@ -283,6 +289,7 @@ class Site:
             "shared": to_record(update.shared),
             "memory": to_record(join_states(trial.plan.rule_names, update.memory)),
         }
+        trial.uploads += 1
         return Exchange(kind="trained", facts=facts, arrays=arrays)
 
     def _evaluate(self, asked: Exchange) -> Exchange:
@@ -339,6 +346,12 @@ class Site:
             method, model, settings, seed, sample=client.train.inputs(slice(0, 1)), classes=classes,
             labels=torch.tensor(asked["labels"] or [0] * classes), clients=int(asked["clients"]), task=data.task,
         )  # fmt: skip
+        review = TrialReview(
+            plan=plan, model=spec.model, seed=seed, rounds=settings.rounds, sites=int(asked["clients"]), code=self.code
+        )
+        self.policy.check(review)
+        if self.confirmation:
+            self.confirmation.check(review)
         if not str(asked["experiment"]).isalnum():
             raise RefusedMessage(f"{asked['experiment']!r} is no experiment's name")
         folder = self.folder / str(asked["experiment"]) / f"{to_file_name(method.name)}-seed{seed}"

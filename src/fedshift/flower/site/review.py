@@ -1,0 +1,180 @@
+"""A site's say before it trains: a policy, which refuses what goes beyond it, and a question to whoever runs the site.
+
+Both see an experiment's method and seed as the site itself has made them, not as the coordinator describes them.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ...analysis.privacy import Mechanism, compute_epsilon, describe_guarantee
+from ...core.plan import Plan
+from ...utils.errors import UsageError
+from ...utils.state import nbytes, pick
+from ..transport.arrays import RefusedMessage
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialReview:
+    """One method and seed of an experiment, before its first round at a site.
+
+    Attributes:
+        plan: the method on the site's network.
+        model: the network, as the settings name it.
+        seed: the seed.
+        rounds: rounds that the settings ask for.
+        sites: sites that take part.
+        code: functions on this machine that the settings may call.
+
+    """
+
+    plan: Plan
+    model: str
+    seed: int
+    rounds: int
+    sites: int
+    code: frozenset[str] = frozenset()
+
+    @property
+    def leaving(self) -> tuple[str, ...]:
+        """The entries that leave the site each round."""
+        return tuple(name for name in self.plan.initial if name in self.plan.sent)
+
+    @property
+    def privacy(self) -> str:
+        """The guarantee of differential privacy, in words."""
+        mechanism = self.plan.method.aggregate
+        if not isinstance(mechanism, Mechanism):
+            return "no differential privacy"
+        return describe_guarantee(mechanism, 1.0, self.rounds)
+
+    def describe(self) -> str:
+        """Return the review as lines of text."""
+        staying = [name for name in self.plan.initial if name not in self.plan.sent]
+        size = nbytes(pick(self.plan.initial, frozenset(self.leaving)))
+        return "\n".join(
+            (
+                f"method: {self.plan.method.name}, seed {self.seed}; model: {self.model}",
+                f"rounds: {self.rounds}; sites: {self.sites}; work of a round: {self.plan.work}; {self.plan.optimizer}",
+                f"leaves each round: {len(self.leaving)} entries, {size:,} bytes: {', '.join(self.leaving) or 'none'}",
+                f"stays here: {', '.join(staying) or 'nothing'}",
+                "also told: numbers of samples and steps, training loss, counts of right answers by class",
+                f"privacy: {self.privacy}",
+                f"functions of yours that may be called: {', '.join(sorted(self.code)) or 'none'}",
+            )
+        )
+
+
+class SitePolicy(BaseModel):
+    """Limits of a site; what is not given is not limited. Names are patterns, such as ``fed*`` or ``*running*``.
+
+    Attributes:
+        methods: methods that may be trained; each part of a composition must be among them.
+        models: networks that may be trained.
+        keep: entries that never leave.
+        rounds: most rounds.
+        sites: fewest sites that take part, since with two each can compute the other's upload.
+        epsilon: largest epsilon of differential privacy over all rounds, by ``secret`` noise; computed as if every site
+            took part in each round.
+
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    methods: list[str] | None = None
+    models: list[str] | None = None
+    keep: list[str] = Field(default_factory=list)
+    rounds: Annotated[int, Field(ge=1)] | None = None
+    sites: Annotated[int, Field(ge=1)] | None = None
+    epsilon: Annotated[float, Field(gt=0)] | None = None
+
+    @staticmethod
+    def read(path: Path) -> SitePolicy:
+        """Return the policy in a TOML file; raise :class:`UsageError` naming what is wrong there."""
+        try:
+            return SitePolicy.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
+        except OSError as error:
+            raise UsageError(f"--policy {path} cannot be read ({error.strerror})") from error
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise UsageError(f"--policy {path} is no TOML file ({error})") from error
+        except ValidationError as error:
+            why = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+            names = ", ".join(SitePolicy.model_fields)
+            raise UsageError(f"--policy {path}: {why}. It may set {names}") from error
+
+    def check(self, review: TrialReview) -> None:
+        """Raise :class:`RefusedMessage` naming the first limit that ``review`` goes beyond."""
+        for part in re.split(r"\+(?![^(]*\))", review.plan.method.name):
+            if self.methods is not None and not _matches(part.partition("(")[0], self.methods):
+                raise RefusedMessage(f"this site's policy does not allow method {part!r} (methods)")
+        if self.models is not None and not _matches(review.model, self.models):
+            raise RefusedMessage(f"this site's policy does not allow model {review.model!r} (models)")
+        kept = next((name for name in review.leaving if _matches(name, self.keep)), None)
+        if kept is not None:
+            raise RefusedMessage(
+                f"by this site's policy entry {kept!r} does not leave (keep): use a method that keeps it"
+            )
+        if self.sites is not None and review.sites < self.sites:
+            raise RefusedMessage(
+                f"this site's policy asks for {self.sites} sites, and there are {review.sites} (sites)"
+            )
+        if self.rounds is not None and review.rounds > self.rounds:
+            raise RefusedMessage(f"this site's policy allows {self.rounds} rounds, not {review.rounds} (rounds)")
+        if self.epsilon is not None:
+            self._check_privacy(review, self.epsilon)
+
+    def check_round(self, uploads: int) -> None:
+        """Raise :class:`RefusedMessage` after ``uploads`` of a trial, whatever rounds the settings said.
+
+        A round that is asked for again, as after a lost answer, is one more upload, so that twice as many are allowed.
+        """
+        if self.rounds is not None and uploads >= 2 * self.rounds:
+            raise RefusedMessage(
+                f"this site's policy allows {self.rounds} rounds, and it sent {uploads} uploads (rounds)"
+            )
+
+    def _check_privacy(self, review: TrialReview, most: float) -> None:
+        mechanism = review.plan.method.aggregate
+        if not (isinstance(mechanism, Mechanism) and mechanism.secret and mechanism.noise_multiplier):
+            raise RefusedMessage(
+                f"this site's policy asks for differential privacy with epsilon {most:g} or less (epsilon): add "
+                "dp(secret=True, ...) to the method"
+            )
+        try:
+            spent = compute_epsilon(mechanism.noise_multiplier, 1.0, review.rounds, mechanism.delta)
+        except UsageError as error:
+            raise RefusedMessage(f"this site's policy asks for a known epsilon (epsilon), but {error}") from error
+        if spent > most:
+            raise RefusedMessage(
+                f"this site's policy allows epsilon {most:g}, and {review.rounds} rounds spend {spent:.3g} (epsilon)"
+            )
+
+
+@dataclass
+class Confirmation:
+    """Asks whoever runs the site before the first round of each method and seed, and remembers the answer.
+
+    ``ask`` shows a text and returns whether it was agreed to.
+    """
+
+    ask: Callable[[str], bool]
+    _answers: dict[str, bool] = field(default_factory=dict)
+
+    def check(self, review: TrialReview) -> None:
+        """Raise :class:`RefusedMessage` unless the experiment in ``review`` is agreed to."""
+        text = review.describe()
+        if text not in self._answers:
+            self._answers[text] = self.ask(text)
+        if not self._answers[text]:
+            raise RefusedMessage("whoever runs this site does not agree to the experiment")
+
+
+def _matches(name: str, patterns: list[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)

@@ -1,0 +1,107 @@
+"""What a site refuses by its policy, and what it shows before it agrees."""
+
+import importlib.util
+
+import pytest
+
+from fedshift.flower.site.review import Confirmation, SitePolicy
+from fedshift.utils.errors import UsageError
+from tests.flower.sites import Heard, SiteGrid, coordinator, sites_of, spec_for
+
+ALL, OTHERS = ("pen", "photo", "print"), ("pen", "print")
+
+
+@pytest.fixture
+def served(tmp_path, machine):
+    """Run two rounds of ``method`` in which the site photo has ``named``; return who took part, and what was said."""
+
+    def run(method="fedbn", **named):
+        spec = spec_for(method, rounds=2, evaluate_every=2)
+        sites, heard = sites_of(spec, tmp_path), Heard()
+        for name, value in named.items():
+            setattr(sites[2], name, value)
+        assert coordinator(spec, SiteGrid(sites), tmp_path / "served", heard, clients=2).run()
+        refusals = [text for text in heard.notices if "photo is left out" in text]
+        return [done.participants for done in heard.rounds], refusals
+
+    return run
+
+
+def read(tmp_path, text):
+    (tmp_path / "policy.toml").write_text(text)
+    return SitePolicy.read(tmp_path / "policy.toml")
+
+
+LIMITS = {
+    "methods": ('methods = ["silobn", "fedprox"]', "does not allow method 'fedbn' (methods)"),
+    "models": ('models = ["unet*"]', "does not allow model 'digit-cnn-bn' (models)"),
+    "keep": ('keep = ["*head*", "fc*", "*.weight"]', "does not leave (keep): use a method that keeps it"),
+    "rounds": ("rounds = 1", "allows 1 rounds, not 2 (rounds)"),
+    "sites": ("sites = 4", "asks for 4 sites, and there are 3 (sites)"),
+    "epsilon": ("epsilon = 8.0", "asks for differential privacy with epsilon 8 or less (epsilon): add dp(secret=True"),
+}
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+def test_what_goes_beyond_a_policy_is_refused_by_name(limit, served, tmp_path):
+    text, why = LIMITS[limit]
+    took_part, refusals = served(policy=read(tmp_path, text))
+    assert took_part == [OTHERS] * 2
+    assert len(refusals) == 2
+    assert all(why in told for told in refusals)
+
+
+def test_within_its_policy_a_site_takes_part(served, tmp_path):
+    policy = 'methods = ["fedbn", "fed*"]\nmodels = ["digit-cnn*"]\nkeep = ["*running*", "bn*"]\nrounds = 2\nsites = 3'
+    assert served("fedbn+fedprox(mu=1e+2)", policy=read(tmp_path, policy)) == ([ALL] * 2, [])
+
+
+@pytest.mark.skipif(importlib.util.find_spec("opacus") is None, reason="epsilon takes Opacus")
+@pytest.mark.parametrize(("most", "allowed"), [(1e6, True), (0.5, False)])
+def test_epsilon_is_that_of_all_rounds(most, allowed, served, tmp_path):
+    policy = read(tmp_path, f"epsilon = {most:.1f}")
+    took_part, refusals = served("fedavg+dp(noise_multiplier=1.0, secret=True)", policy=policy)
+    assert took_part == [ALL if allowed else OTHERS] * 2
+    assert all("allows epsilon 0.5, and 2 rounds spend " in told for told in refusals)
+
+
+def test_rounds_that_are_asked_for_again_and_again_are_counted(served, tmp_path):
+    policy = read(tmp_path, "rounds = 2")
+    policy.check_round(3)
+    with pytest.raises(Exception, match="allows 2 rounds, and it sent 4 uploads"):
+        policy.check_round(4)
+
+
+@pytest.mark.parametrize(("agreed", "who"), [(True, ALL), (False, OTHERS)])
+def test_whoever_runs_the_site_is_asked_once_and_shown_what_leaves(agreed, who, served):
+    shown = []
+    took_part, refusals = served(confirmation=Confirmation(lambda text: shown.append(text) or agreed))
+    assert took_part == [who] * 2
+    assert len(shown) == 1
+    assert "method: fedbn, seed 0; model: digit-cnn-bn" in shown[0]
+    leaves, stays = (
+        next(line for line in shown[0].splitlines() if line.startswith(key)) for key in ("leaves", "stays")
+    )
+    assert "running_mean" not in leaves
+    assert "running_mean" in stays
+    assert "no differential privacy" in shown[0]
+    assert all("does not agree" in told for told in refusals)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("rounds = 0", "rounds: Input should be greater than or equal to 1"),
+        ("round = 3", "round: Extra inputs are not permitted. It may set methods, models, keep"),
+        ("rounds", "is no TOML file"),
+    ],
+)
+def test_a_policy_that_cannot_be_is_refused_by_name(text, why, tmp_path):
+    with pytest.raises(UsageError, match=why):
+        read(tmp_path, text)
+
+
+def test_without_a_terminal_nobody_can_be_asked(cli, tmp_path, monkeypatch):
+    done = cli("join", "localhost:1", "--data", tmp_path, "--insecure", "--confirm")
+    assert done.code == 2
+    assert "--confirm asks at a terminal" in done.err
