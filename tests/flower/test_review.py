@@ -34,7 +34,7 @@ def read(tmp_path, text):
 
 LIMITS = {
     "methods": ('methods = ["silobn", "fedprox"]', "does not allow method 'fedbn' (methods)"),
-    "models": ('models = ["unet*"]', "does not allow model 'digit-cnn-bn' (models)"),
+    "models": ('models = ["unet*"]', "does not allow model 'small-cnn' (models)"),
     "keep": ('keep = ["*head*", "fc*", "*.weight"]', "does not leave (keep): use a method that keeps it"),
     "rounds": ("rounds = 1", "allows 1 rounds, not 2 (rounds)"),
     "sites": ("sites = 4", "asks for 4 sites, and there are 3 (sites)"),
@@ -52,7 +52,7 @@ def test_what_goes_beyond_a_policy_is_refused_by_name(limit, served, tmp_path):
 
 
 def test_within_its_policy_a_site_takes_part(served, tmp_path):
-    policy = 'methods = ["fedbn", "fed*"]\nmodels = ["digit-cnn*"]\nkeep = ["*running*", "bn*"]\nrounds = 2\nsites = 3'
+    policy = 'methods = ["fedbn", "fed*"]\nmodels = ["small-*"]\nkeep = ["*running*", "bn*"]\nrounds = 2\nsites = 3'
     assert served("fedbn+fedprox(mu=1e+2)", policy=read(tmp_path, policy)) == ([ALL] * 2, [])
 
 
@@ -78,7 +78,7 @@ def test_whoever_runs_the_site_is_asked_once_and_shown_what_leaves(agreed, who, 
     took_part, refusals = served(confirmation=Confirmation(lambda text: shown.append(text) or agreed))
     assert took_part == [who] * 2
     assert len(shown) == 1
-    assert "method: fedbn, seed 0; model: digit-cnn-bn" in shown[0]
+    assert "method: fedbn, seed 0; model: small-cnn" in shown[0]
     leaves, stays = (
         next(line for line in shown[0].splitlines() if line.startswith(key)) for key in ("leaves", "stays")
     )

@@ -63,9 +63,14 @@ def parse_methods(text: str) -> tuple[Method, ...]:
 
 def resolve_model(name: str, shape: tuple[int, ...]) -> ModelFactory:
     """Return the function that makes networks of this name; ``auto`` depends on the ``shape`` of a sample."""
-    if name == "auto":
-        name = "small-cnn" if len(shape) == 3 else "abide-mlp"
-    return parse_model(name)
+    return parse_model(name_model(name, shape))
+
+
+def name_model(name: str, shape: tuple[int, ...]) -> str:
+    """Return the network's name, in place of ``auto`` the one that it stands for with samples of ``shape``."""
+    if name != "auto":
+        return name
+    return "small-cnn" if len(shape) == 3 else "abide-mlp"
 
 
 def _parse_schedule(spec: Spec) -> Schedule:

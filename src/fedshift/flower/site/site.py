@@ -30,7 +30,7 @@ from ...engines.engine import Diverged
 from ...engines.sequential import Sequential
 from ...evaluation.metrics import evaluate_clients, evaluate_trained
 from ...experiments.client_store import to_client, to_tensors
-from ...experiments.factory import make_methods, make_settings, resolve_model
+from ...experiments.factory import make_methods, make_settings, name_model, resolve_model
 from ...experiments.initial_weights import as_initial_weights
 from ...experiments.settings import Settings, make_plan
 from ...export.package import write_package
@@ -347,7 +347,12 @@ class Site:
             labels=torch.tensor(asked["labels"] or [0] * classes), clients=int(asked["clients"]), task=data.task,
         )  # fmt: skip
         review = TrialReview(
-            plan=plan, model=spec.model, seed=seed, rounds=settings.rounds, sites=int(asked["clients"]), code=self.code
+            plan=plan,
+            model=name_model(spec.model, data.sample_shape),
+            seed=seed,
+            rounds=settings.rounds,
+            sites=int(asked["clients"]),
+            code=self.code,
         )
         self.policy.check(review)
         if self.confirmation:
