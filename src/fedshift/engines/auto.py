@@ -28,6 +28,10 @@ LITTLE = 1e11
 """Total operations below which a run takes about a second on any engine."""
 ALONE = " on one thread"
 """Suffix of an engine's name where torch is to use one thread."""
+SHORT = 0.2
+"""Seconds for which a step is repeated at least when it is timed; medians of a few short ones differ from run to run."""
+SEVERAL = 4
+"""Stacked steps that a thread takes at a time when they are timed; in a round it takes them all."""
 START = 3.0
 """Seconds until worker processes are ready."""
 COPY = 4e9
@@ -127,12 +131,12 @@ def _time_engines(
     found = {}
     for threads, how in ((None, ""), (1, ALONE)) if torch.get_num_threads() > 1 else ((1, ""),):
         with limit_threads(threads):
-            found[f"sequential{how}"] = time_median(lambda: client_step(plan, job, x, y, key), 3)
+            found[f"sequential{how}"] = time_median(lambda: client_step(plan, job, x, y, key), 3, SHORT)
             if stackable:
                 chunks = torch.get_num_threads()
                 lanes = min(count_lanes(plan, data, clients), ceil(clients / chunks))
-                steps = prepare_steps(plan, data, lanes, chunks, batch)
-                found[f"stacked{how}"] = time_median(steps, 3) / (lanes * chunks)
+                several = prepare_steps(plan, data, lanes, chunks, batch, steps=SEVERAL)
+                found[f"stacked{how}"] = time_median(several, 3, SHORT) / (SEVERAL * lanes * chunks)
     if processes > 1 and Pool.refusal(plan, data, augment) is None:
         found["pool"] = found.get(f"sequential{ALONE}", found["sequential"])
     return found

@@ -82,10 +82,10 @@ def limit_threads(threads: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def time_median(work: Callable[[], object], times: int) -> float:
-    """Return the median seconds of ``times`` runs of ``work``, after one to warm up."""
-    found = []
-    for _ in range(times + 1):
+def time_median(work: Callable[[], object], times: int, seconds: float = 0.0) -> float:
+    """Return the median seconds of ``times`` runs of ``work``, or of all within ``seconds``, after one to warm up."""
+    found: list[float] = []
+    while len(found) <= times or sum(found) < seconds:
         began = time.perf_counter()
         work()
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

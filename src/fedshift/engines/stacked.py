@@ -379,8 +379,10 @@ def count_lanes(plan: Plan, data: Data, clients: int) -> int:
     return min(clients, max(1, CACHE // max(1, held)), max(1, ACTIVATIONS // max(1, made)))
 
 
-def prepare_steps(plan: Plan, data: Data, lanes: int, threads: int, batch: int | None = None) -> Callable[[], None]:
-    """Return a function that steps ``threads`` chunks of ``lanes`` clients once each, to time it or to try it."""
+def prepare_steps(
+    plan: Plan, data: Data, lanes: int, threads: int, batch: int | None = None, steps: int = 1
+) -> Callable[[], None]:
+    """Return a function that takes ``steps`` with each of ``threads`` chunks of ``lanes`` clients, to time or try it."""
     split = next(iter(data.values()))
     index = torch.arange(batch or plan.smallest_batch, device=split.y.device) % len(split)
     x, y = split.inputs(index, plan.dtype), split.targets(index)
@@ -390,8 +392,12 @@ def prepare_steps(plan: Plan, data: Data, lanes: int, threads: int, batch: int |
     stepper = Stepper(plan)
     stacks = [tuple(map(_make_writable, _stack_jobs([job] * lanes))) for _ in range(threads)]
 
+    def take(stack: Stack) -> None:
+        for _ in range(steps):
+            stepper.step(job, stack, x, y, keys, recorded=True)
+
     def run() -> None:
-        list(map_in_threads(lambda stack: stepper.step(job, stack, x, y, keys, recorded=True), stacks, threads))
+        list(map_in_threads(take, stacks, threads))
 
     return run
 
