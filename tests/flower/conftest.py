@@ -25,6 +25,7 @@ class LocalGrid(Grid):
         self.apps, self.run_config = apps, run_config or {}
         self.silent, self.seen, self.wire, self._numbers = set(), [], [], count(1)
         self.names = {node: str(node) for node in apps}
+        self.states = {node: RecordDict() for node in apps}
         self.tamper = lambda reply: reply
 
     def _sent(self, message):
@@ -43,7 +44,7 @@ class LocalGrid(Grid):
             if node in self.silent:
                 continue
             config = {"partition-id": node, "name": self.names[node]}
-            context = Context(1, node, config, RecordDict(), dict(self.run_config))
+            context = Context(1, node, config, self.states[node], dict(self.run_config))
             try:
                 reply = self.apps[node](arrived, context)
             except Exception as error:

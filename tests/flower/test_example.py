@@ -1,6 +1,8 @@
 """The example is FedBN: five lines make it so, and it equals a plain loop in torch that knows neither Flower nor us."""
 
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -8,6 +10,7 @@ import pytest
 import torch
 from flwr.app import ArrayRecord, Context, RecordDict
 
+from fedshift.flower import QUIET
 from fedshift.flower.transport.arrays import from_record
 from fedshift.results.checkpoint import load_checkpoint
 
@@ -81,6 +84,22 @@ def test_without_the_mod_the_server_stops_with_what_to_do(app, local_grid, monke
         server_app.app(
             local_grid(dict.fromkeys(range(5), bare), run_config), Context(1, 1, {}, RecordDict(), run_config)
         )
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("flower simulation")
+def test_flower_simulates_the_example_again_and_again_with_equal_results(tmp_path):
+    switches = {"HOME": str(tmp_path), "RAY_USAGE_STATS_ENABLED": "0", "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **QUIET, **switches, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    run = ["flwr", "run", str(EXAMPLE), "--stream", "--federation-config", "num-supernodes=5"]
+    try:
+        said = [subprocess.run(run, env=environment, capture_output=True, text=True).stdout for _ in range(2)]
+    finally:
+        subprocess.run(["pkill", "-f", str(tmp_path)], check=False)  # Flower leaves its SuperLink running
+    first, second = ([float(found) for found in re.findall(r"'(?:loss|accuracy)': ([\d.]+\d)", text)] for text in said)
+    assert len(first) == 2 * 3, said[0]
+    assert second == pytest.approx(first, rel=1e-9)  # nodes have other numbers, and means another order
+    assert not (tmp_path / ".fedshift").exists()
 
 
 def _whole(message, task):

@@ -15,8 +15,8 @@ from fedshift.flower.transport.arrays import from_record, to_record
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedbn import fedbn
 from fedshift.methods.fedper import fedper
-from fedshift.methods.fedprox import fedprox
 from fedshift.methods.partialfed_fix import partialfed_fix
+from fedshift.methods.scaffold import scaffold
 from fedshift.methods.silobn import silobn
 from fedshift.results.checkpoint import load_checkpoint
 
@@ -82,8 +82,8 @@ def test_names_are_found_by_type():
     assert list_local_entries(network(), fedavg()) == frozenset()
     with pytest.raises(UsageError, match="batch_norm matches no entry"):
         list_local_entries(nn.Linear(2, 2))
-    with pytest.raises(UsageError, match="fedprox"):
-        keep_local(network(), fedbn(fedprox()))
+    with pytest.raises(UsageError, match="scaffold"):
+        keep_local(network(), fedbn(scaffold()))
 
 
 def test_own_entries_go_on_from_round_to_round_and_never_travel(local_grid, tmp_path):
@@ -240,6 +240,25 @@ def test_a_reply_that_cannot_be_kept_changes_nothing(tmp_path, change, why):
     assert path.read_bytes() == before
 
 
+def test_without_a_name_entries_last_as_long_as_the_node_in_this_run(local_grid, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    named = {node: counting(tmp_path / "disk") for node in (3, 4)}
+    unnamed = {node: counting(None, experiment=None) for node in (3, 4)}
+    for run in range(2):  # one run after another
+        start(grid := local_grid(unnamed), rounds=3)
+        assert not BN & set(grid.arrays())
+        if run == 0:
+            start(local_grid(named), rounds=3)
+            for node in (3, 4):
+                states = zip(unnamed[node].came, named[node].came, strict=True)
+                assert all(torch.equal(a[name], b[name]) for a, b in states for name in a)
+    assert torch.equal(unnamed[3].came[0]["1.bias"], unnamed[3].came[6]["1.bias"])
+    assert len(grid.states[3].array_records) == 2
+    grid.states[3] = RecordDict()
+    with pytest.raises(FedshiftError, match=r"of run 1 finished round 3, but its own entries are missing \(Flower's"):
+        asked(counting(None, experiment=None), 4, last=3)
+
+
 @pytest.mark.usefixtures("local_grid")
 def test_names_and_places_that_are_missing_are_asked_for(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -248,9 +267,9 @@ def test_names_and_places_that_are_missing_are_asked_for(tmp_path, monkeypatch):
         arrays, config = ArrayRecord(network().state_dict()), ConfigRecord({"server-round": 1})
         return Message(RecordDict({"arrays": arrays, "config": config}), 7, "train")
 
-    app = counting(None, experiment=None)
     with pytest.raises(UsageError, match="the experiment has no name"):
-        app(message(), Context(1, 7, {"name": "a"}, RecordDict(), {}))
+        counting(tmp_path, experiment=None)(message(), Context(1, 7, {"name": "a"}, RecordDict(), {}))
+    app = counting(None, experiment=None)
     with pytest.raises(UsageError, match=r"node 7 has no name.*--node-config"):
         app(message(), Context(1, 7, {}, RecordDict(), {"experiment": "x"}))
     app(message(), Context(1, 7, {"partition-id": 4}, RecordDict(), {"experiment": "x"}))

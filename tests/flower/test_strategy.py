@@ -15,9 +15,10 @@ from torch import nn
 
 from fedshift import FedshiftError, UsageError, digits
 from fedshift.core.method import Freeze
-from fedshift.flower import MethodStrategy, clip_gradients_, prepare_model
+from fedshift.flower import MethodStrategy, prepare_model, transform_gradients_
 from fedshift.flower.transport.arrays import from_record, to_record
 from fedshift.methods.agc import _adaptive_clip_grad, agc
+from fedshift.methods.ditto import ditto
 from fedshift.methods.fedadam import fedadam
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedbn import fedbn
@@ -274,7 +275,7 @@ def test_initial_arrays_of_another_model_are_refused(local_grid):
 @pytest.mark.parametrize(
     ("method", "why"),
     [
-        (fedprox(), r"changes the training loop by a rule \(fedprox\).*fedshift serve"),
+        (ditto(), r"changes the training loop by a rule \(ditto\).*fedshift serve"),
         (fedbn(scaffold()), r"changes the training loop by a rule \(scaffold\)"),
         (fedmmb(batches=5), "sets the local work"),
         (tuned(lr=0.1), "sets the local optimizer"),
@@ -320,7 +321,7 @@ def test_fedwon_in_a_loop_of_ones_own_clips_as_the_kernel_does(said):
     x = digits(size=8).clients[0].train.inputs(slice(0, 4), torch.float32)[:, :1, :4, :4]
     nn.functional.cross_entropy(model(x), torch.tensor([0, 1, 0, 1])).backward()
     before = {name: param.grad.clone() for name, param in model.named_parameters()}
-    clip_gradients_(method, model)
+    transform_gradients_(method, model)
     clipped = {name: param.grad for name, param in model.named_parameters()}
     expected = {
         name: _adaptive_clip_grad(grad, dict(model.named_parameters())[name], 0.01) for name, grad in before.items()
@@ -328,9 +329,42 @@ def test_fedwon_in_a_loop_of_ones_own_clips_as_the_kernel_does(said):
     assert all(torch.equal(clipped[name], expected[name].detach()) for name in before)
     assert any(not torch.equal(clipped[name], before[name]) for name in before)
     MethodStrategy(method, model).summary()
-    assert "Each client's loop calls fedshift.flower.clip_gradients_" in said()
+    assert "Each client's loop calls fedshift.flower.transform_gradients_" in said()
     assert MethodStrategy(agc(), network()).plan.personal == frozenset()
-    clip_gradients_(fedbn(), network())  # says nothing of gradients, and there are none
+    transform_gradients_(fedbn(), network())  # says nothing of gradients, and there are none
+
+
+def test_fedprox_in_a_loop_of_ones_own_is_autograds_and_leaves_kept_entries_alone():
+    model, method = network(torch.float64), fedbn(fedprox(mu=0.5))
+    received = {name: param.detach().clone() for name, param in model.named_parameters()}
+    x = torch.randn(4, 1, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        for param in model.parameters():
+            param += 0.1
+    nn.functional.cross_entropy(model(x), torch.tensor([0, 1, 0, 1])).backward()
+    transform_gradients_(method, model, received)
+    found = {name: param.grad.clone() for name, param in model.named_parameters()}
+    model.zero_grad()
+    near = sum((param - received[name]).square().sum() for name, param in model.named_parameters() if name[0] != "1")
+    (nn.functional.cross_entropy(model(x), torch.tensor([0, 1, 0, 1])) + 0.25 * near).backward()
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(found[name], param.grad, rtol=1e-12, atol=1e-12)
+    assert MethodStrategy(method, model).plan.personal
+
+
+@pytest.mark.parametrize(
+    ("received", "why"),
+    [
+        (lambda model: None, "fedprox needs the parameters that the client received: give received="),
+        (lambda model: dict(model.named_parameters()), "received holds the model's own '0.weight'"),
+        (lambda model: {}, "received lacks the parameter '0.weight'"),
+    ],
+)
+def test_what_fedprox_is_to_hold_near_is_asked_for(received, why):
+    model = network()
+    model(torch.ones(2, 1, 4, 4)).sum().backward()
+    with pytest.raises(UsageError, match=why):
+        transform_gradients_(fedprox(), model, received(model))
 
 
 def test_entries_that_are_sent_but_not_loaded_do_not_go_down(local_grid):

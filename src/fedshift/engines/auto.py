@@ -29,7 +29,7 @@ LITTLE = 1e11
 ALONE = " on one thread"
 """Suffix of an engine's name where torch is to use one thread."""
 SHORT = 0.2
-"""Seconds for which a step is repeated at least when it is timed; medians of a few short ones differ from run to run."""
+"""Seconds for which a step is repeated at least when it is timed: few short ones would differ from run to run."""
 SEVERAL = 4
 """Stacked steps that a thread takes at a time when they are timed; in a round it takes them all."""
 START = 3.0

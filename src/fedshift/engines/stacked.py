@@ -382,7 +382,7 @@ def count_lanes(plan: Plan, data: Data, clients: int) -> int:
 def prepare_steps(
     plan: Plan, data: Data, lanes: int, threads: int, batch: int | None = None, steps: int = 1
 ) -> Callable[[], None]:
-    """Return a function that takes ``steps`` with each of ``threads`` chunks of ``lanes`` clients, to time or try it."""
+    """Return a function that takes ``steps`` with each of ``threads`` chunks of ``lanes`` clients, to time or try."""
     split = next(iter(data.values()))
     index = torch.arange(batch or plan.smallest_batch, device=split.y.device) % len(split)
     x, y = split.inputs(index, plan.dtype), split.targets(index)

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .compat.dropin import clip_gradients_, prepare_model
+    from .compat.dropin import prepare_model, transform_gradients_
     from .compat.local_entries import keep_local, list_local_entries
     from .compat.strategy import MethodStrategy
 
@@ -27,13 +27,13 @@ os.environ.update(QUIET)
 
 _HOME = {
     "MethodStrategy": "strategy",
-    "clip_gradients_": "dropin",
     "keep_local": "local_entries",
     "list_local_entries": "local_entries",
     "prepare_model": "dropin",
+    "transform_gradients_": "dropin",
 }
 
-__all__ = ["MethodStrategy", "clip_gradients_", "keep_local", "list_local_entries", "prepare_model"]
+__all__ = ["MethodStrategy", "keep_local", "list_local_entries", "prepare_model", "transform_gradients_"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,7 +1,7 @@
 """Methods for Flower apps that bring their own training loop, and refusals of methods that such a loop cannot follow.
 
 Scope, surgery, aggregation and server optimizer work without the training loop. Rules, local work and frozen statistics
-are part of it, so a method with any of these is refused; adaptive gradient clipping is one line in any loop.
+are part of it, so a method with any of these is refused; what only changes gradients is one line in any loop.
 """
 
 from __future__ import annotations
@@ -16,15 +16,19 @@ from ...core.method import Method
 from ...core.optimizer import SGD
 from ...core.plan import Plan
 from ...core.preparation import apply_surgery, prepare
-from ...core.rule import RuleContext
+from ...core.rule import Rule, RuleContext
 from ...core.selection import entries
 from ...methods.agc import Clipping
 from ...methods.fednova import NormalizedAveraging
+from ...methods.fedprox import Proximal
 from ...utils.errors import UsageError
+from ...utils.state import State
 
 DONE, LAST = "fedshift-rounds-done", "fedshift-last-round"
 """Keys in a message's configuration: rounds done by the server, and the last that this node took part in (0: none)."""
 MARK = "_fedshift_surgery"
+IN_ANY_LOOP = (Clipping, Proximal)
+"""Rules that change nothing but gradients, for :func:`transform_gradients_`."""
 
 
 def prepare_model(method: Method, model: nn.Module) -> nn.Module:
@@ -38,18 +42,45 @@ def prepare_model(method: Method, model: nn.Module) -> nn.Module:
 
 
 @torch.no_grad()
-def clip_gradients_(method: Method, model: nn.Module) -> None:
-    """Clip the gradients of ``model`` as ``method`` asks (``fedshift.agc``), if it does.
+def transform_gradients_(method: Method, model: nn.Module, received: State | None = None) -> None:
+    """Change the gradients of ``model`` as ``method`` does: FedProx's proximal term, adaptive gradient clipping.
 
-    Call it between ``loss.backward()`` and ``optimizer.step()``.
+    Call it between ``loss.backward()`` and ``optimizer.step()``. Methods without either change nothing.
+
+    Args:
+        method: the method.
+        model: the network in training.
+        received: copies of its parameters before training, by name: what FedProx holds them near.
+
+    Raises:
+        UsageError: if the method needs ``received`` and it is left out, shares memory with the model, or lacks a
+            parameter.
+
     """
+    found = entries(model)
     params = {name: param for name, param in model.named_parameters() if param.grad is not None}
     grads = {name: param.grad for name, param in params.items() if param.grad is not None}
     for rule in method.rules:
-        if isinstance(rule, Clipping):
-            grads = rule.bind(entries(model)).transform_grads(grads, dict(params), RuleContext(global_params={}))
+        if not isinstance(rule, IN_ANY_LOOP):
+            continue
+        near = {}
+        if rule.requires.shared_entries:
+            near = _check_received(rule, params, received, method.scope.load.names(found))
+        grads = rule.bind(found).transform_grads(grads, dict(params), RuleContext(global_params=near))
     for name, param in params.items():
         param.grad = grads[name]
+
+
+def _check_received(rule: Rule, params: State, received: State | None, loaded: frozenset[str]) -> State:
+    how = "before training, received = {name: param.detach().clone() for name, param in model.named_parameters()}"
+    if received is None:
+        raise UsageError(f"{rule.source_method} needs the parameters that the client received: give received=, {how}")
+    for name in params:
+        if name not in received:
+            raise UsageError(f"received lacks the parameter {name!r} of the model: {how}")
+        if received[name].data_ptr() == params[name].data_ptr():
+            raise UsageError(f"received holds the model's own {name!r}, which training changes: copy it; {how}")
+    return {name: tensor for name, tensor in received.items() if name in loaded}
 
 
 def resolve_plan(method: Method, model: nn.Module, seed: int = 0) -> Plan:
@@ -79,7 +110,9 @@ def resolve_plan(method: Method, model: nn.Module, seed: int = 0) -> Plan:
 
 def _refuse_rules_of_training(method: Method) -> None:
     parts = {
-        "changes the training loop by a rule": [r.source_method for r in method.rules if not isinstance(r, Clipping)],
+        "changes the training loop by a rule": [
+            r.source_method for r in method.rules if not isinstance(r, IN_ANY_LOOP)
+        ],
         "freezes statistics in training": [str(method.freeze)] if method.freeze else [],
         "sets the local work": [f"{name}={value}" for name, value in method.work.items()],
         "sets the local optimizer": [f"{name}={value}" for name, value in method.optimizer.items()],

@@ -1,17 +1,20 @@
 """A mod for a Flower ClientApp that keeps a method's local entries on the client: FedBN in an existing app.
 
-Before the app trains, the client's entries from disk replace those in the arrays received; afterwards they are removed
-from the reply and written to disk. So the app sees whole models, and the server never sees local entries.
+Before the app trains, the client's entries replace those in the arrays received; afterwards they are removed from the
+reply and kept, on disk or in Flower's context. So the app sees whole models, and the server never sees local entries.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import quote
 
 from flwr.app import ArrayRecord, Context, Message
 from flwr.clientapp.typing import ClientAppCallable
 from torch import nn
+from typing_extensions import override
 
 from ...core.method import Method
 from ...methods.fedbn import fedbn
@@ -22,6 +25,9 @@ from ...utils.state import State, add_prefix, entries_under, pick
 from ..transport.arrays import RefusedMessage, check_finite, check_state, from_record, to_record
 from .dropin import DONE, LAST, resolve_plan
 
+KEPT = "fedshift-kept-"
+"""Prefix of the records in Flower's context that hold local entries, before the number of their round."""
+
 
 def list_local_entries(model: nn.Module, method: Method | None = None) -> frozenset[str]:
     """Return the names of the entries of ``model`` that ``method`` (default FedBN) keeps on a client.
@@ -31,17 +37,23 @@ def list_local_entries(model: nn.Module, method: Method | None = None) -> frozen
     return resolve_plan(method or fedbn(), model).personal
 
 
-class LocalStateStore:
-    """The local entries of ``client`` in ``experiment``, in a file below ``folder``; ``initial``: before any training.
+class LocalStateStore(ABC):
+    """The local entries of ``client``, at ``place``; ``initial``: before any training.
 
-    Flower's node state is memory only and is lost without an error when a node restarts. The entries after the last two
-    rounds are kept, because a server that failed asks for a round again, which must start where it started before.
+    The entries after the last two rounds are kept: a server that failed asks for a round again, and that must start
+    where it started before.
     """
 
-    def __init__(self, folder: Path, experiment: str, client: str, initial: State) -> None:
-        self.path = folder / _to_file_name(experiment) / f"{_to_file_name(client)}.safetensors"
-        self.initial = initial
-        self.who = f"client {client!r} of experiment {experiment!r}"
+    def __init__(self, client: str, place: str, initial: State) -> None:
+        self.client, self.place, self.initial = client, place, initial
+
+    @abstractmethod
+    def _read(self) -> dict[int, State]:
+        """Return the entries that are held, by round."""
+
+    @abstractmethod
+    def _write(self, held: Mapping[int, State]) -> None:
+        """Hold these entries in place of the others."""
 
     def load_after(self, done: int, last: int) -> tuple[int, State] | None:
         """Return the newest entries of the first ``done`` rounds with their round; None if the client never trained.
@@ -50,46 +62,81 @@ class LocalStateStore:
         where entries are missing, older than that, newer than all of those rounds, or of another model.
         """
         held = self._read()
-        usable = [number for number in held if number <= done]
-        if not held and last == 0:
-            return None
-        if held and not usable:
-            raise FedshiftError(
-                f"{self.who} holds entries of round {min(held)} ({self.path}), but the server has done {done} rounds: "
-                "to begin anew, remove that file or name the experiment otherwise; to go on, give the server its state"
-            )
-        if max(usable, default=0) < last:
-            found = f"are of round {max(usable)}" if usable else "are missing"
-            raise FedshiftError(
-                f"{self.who} finished round {last}, but its own entries {found} ({self.path}): put the file back, or "
-                "begin an experiment of another name; they are not made up"
-            )
-        return max(usable), held[max(usable)]
-
-    def write(self, before: tuple[int, State], round: int, state: State) -> None:
-        """Write ``state`` as that after ``round``, and the one it started from; raise :class:`FedshiftError`."""
-        generations = {before[0]: before[1], round: state}
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        except OSError as error:
-            raise disk_error(self.path, error) from error
-        tensors = {name: x for number, held in generations.items() for name, x in add_prefix(str(number), held).items()}
-        save_checkpoint(self.path, tensors, {"client": self.who, "rounds": sorted(generations)})
-
-    def _read(self) -> dict[int, State]:
-        if not self.path.exists():
-            return {}
-        tensors, facts = load_checkpoint(self.path)
-        held = {int(number): entries_under(str(number), tensors) for number in facts["rounds"]}
         for state in held.values():
             try:
                 check_state(state, self.initial, "what is kept")
             except RefusedMessage as error:
                 raise FedshiftError(
-                    f"{self.who} kept the entries of another model ({self.path}): {error}; use the model that it was "
-                    "begun with, or name the experiment otherwise"
+                    f"{self.client} kept the entries of another model ({self.place}): {error}; use the model that it "
+                    "was begun with, or name the experiment otherwise"
                 ) from error
-        return held
+        usable = [number for number in held if number <= done]
+        if not held and last == 0:
+            return None
+        if held and not usable:
+            raise FedshiftError(
+                f"{self.client} holds entries of round {min(held)} ({self.place}), but the server has done {done} "
+                "rounds: to begin anew, remove that file or name the experiment otherwise; to go on, give the server "
+                "its state"
+            )
+        if max(usable, default=0) < last:
+            found = f"are of round {max(usable)}" if usable else "are missing"
+            raise FedshiftError(
+                f"{self.client} finished round {last}, but its own entries {found} ({self.place}): put them back, or "
+                "begin an experiment of another name; they are not made up"
+            )
+        return max(usable), held[max(usable)]
+
+    def write(self, before: tuple[int, State], round: int, state: State) -> None:
+        """Hold ``state`` as that after ``round``, and the one it started from."""
+        self._write({before[0]: before[1], round: state})
+
+
+class FileStore(LocalStateStore):
+    """Local entries in a file below ``folder``, which outlives nodes and servers."""
+
+    def __init__(self, folder: Path, experiment: str, client: str, initial: State) -> None:
+        self.path = folder / _to_file_name(experiment) / f"{_to_file_name(client)}.safetensors"
+        super().__init__(f"client {client!r} of experiment {experiment!r}", str(self.path), initial)
+
+    @override
+    def _read(self) -> dict[int, State]:
+        if not self.path.exists():
+            return {}
+        tensors, facts = load_checkpoint(self.path)
+        return {int(number): entries_under(str(number), tensors) for number in facts["rounds"]}
+
+    @override
+    def _write(self, held: Mapping[int, State]) -> None:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            raise disk_error(self.path, error) from error
+        tensors = {name: x for number, state in held.items() for name, x in add_prefix(str(number), state).items()}
+        save_checkpoint(self.path, tensors, {"client": self.client, "rounds": sorted(held)})
+
+
+class ContextStore(LocalStateStore):
+    """Local entries in the memory that Flower keeps for a node during one run, and no longer."""
+
+    def __init__(self, context: Context, initial: State) -> None:
+        place = "Flower's context, which is lost if a node restarts: with a name, an experiment has its entries on disk"
+        super().__init__(f"node {context.node_id} of run {context.run_id}", place, initial)
+        self._records = context.state.array_records
+
+    @override
+    def _read(self) -> dict[int, State]:
+        return {int(key.removeprefix(KEPT)): from_record(self._records[key]) for key in self._held()}
+
+    @override
+    def _write(self, held: Mapping[int, State]) -> None:
+        for key in self._held():
+            del self._records[key]
+        for number, state in held.items():
+            self._records[f"{KEPT}{number}"] = to_record(state)
+
+    def _held(self) -> list[str]:
+        return [key for key in self._records if key.startswith(KEPT)]
 
 
 class LocalEntriesMod:
@@ -111,17 +158,19 @@ class LocalEntriesMod:
         done, last = _read_rounds(message, training=kind == "train")
         start = kept.load_after(done, last)
         if start is None and kind == "evaluate":
-            raise FedshiftError(f"{kept.who} has not trained yet, so that it has no model to evaluate")
+            raise FedshiftError(f"{kept.client} has not trained yet, so that it has no model to evaluate")
         start = start or (0, self._initial)
         self._merge(message, start[1])
         reply = call_next(message, context)
         if kind == "train" and reply.has_content():
-            kept.write(start, done + 1, self._take_entries(reply, kept.who))
+            kept.write(start, done + 1, self._take_entries(reply, kept.client))
         self._strip(reply)
         return reply
 
     def _open_store(self, context: Context) -> LocalStateStore:
         experiment = self._experiment or context.run_config.get("experiment")
+        if not experiment and self._folder is None:
+            return ContextStore(context, self._initial)
         if not experiment:
             raise UsageError("keep_local: the experiment has no name: give experiment=..., or that key in run-config")
         client = context.node_config.get("name", context.node_config.get("partition-id"))
@@ -131,7 +180,7 @@ class LocalEntriesMod:
                 "--node-config 'name=\"...\"' (the node's number changes when it restarts)"
             )
         folder = self._folder or Path.home() / ".fedshift" / "flower"
-        return LocalStateStore(folder, str(experiment), str(client), self._initial)
+        return FileStore(folder, str(experiment), str(client), self._initial)
 
     def _merge(self, message: Message, own: State) -> None:
         key, came = _single_record(message, "the message from the server")
@@ -181,7 +230,7 @@ def keep_local(
         model: the app's network; every client starts from its values of the local entries.
         method: the method, FedBN by default.
         experiment: name of the experiment to which entries on disk belong; by default ``experiment`` in the run's
-            configuration.
+            configuration. Without a name they are kept in Flower's context, for one run and while the node runs.
         folder: directory of the entries, by default ``~/.fedshift/flower``.
 
     Raises:

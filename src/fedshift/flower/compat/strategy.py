@@ -101,7 +101,7 @@ class MethodStrategy(Strategy):
         LOG.info("\t├──> From a client: %d entries, %d bytes", len(plan.sent), up)
         LOG.info("\t├──> Kept on clients: %d entries", len(plan.personal))
         if plan.method.rules:
-            LOG.info("\t├──> Each client's loop calls fedshift.flower.clip_gradients_ before optimizer.step()")
+            LOG.info("\t├──> Each client's loop calls fedshift.flower.transform_gradients_ before optimizer.step()")
         LOG.info("\t└──> Clients in a round: %d at least", self.min_clients)
 
     @override
