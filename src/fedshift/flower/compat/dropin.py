@@ -58,15 +58,15 @@ def transform_gradients_(method: Method, model: nn.Module, received: State | Non
 
     """
     found = entries(model)
-    params = {name: param for name, param in model.named_parameters() if param.grad is not None}
+    params: State = {name: param for name, param in model.named_parameters() if param.grad is not None}
     grads = {name: param.grad for name, param in params.items() if param.grad is not None}
     for rule in method.rules:
         if not isinstance(rule, IN_ANY_LOOP):
             continue
-        near = {}
+        near: State = {}
         if rule.requires.shared_entries:
             near = _check_received(rule, params, received, method.scope.load.names(found))
-        grads = rule.bind(found).transform_grads(grads, dict(params), RuleContext(global_params=near))
+        grads = rule.bind(found).transform_grads(grads, params, RuleContext(global_params=near))
     for name, param in params.items():
         param.grad = grads[name]
 
