@@ -78,6 +78,7 @@ def serve(
     round_timeout: float = 3600.0,
     wait: float = 86400.0,
     update_bound: float = 10.0,
+    metrics: int | None = None,
     log: str | None = None,
     out: Path | None = None,
     resume: Path | None = None,
@@ -96,6 +97,7 @@ def serve(
         round_timeout: Seconds after which a round is closed with the uploads received.
         wait: Seconds to wait for the first --min-clients sites.
         update_bound: How many times as long as the others' a site's update may be; a longer one is left out. 0: any.
+        metrics: Port of this machine's loopback interface at which Prometheus reads progress; by default none.
         log: Loggers, comma-separated: tensorboard, mlflow, wandb, or none; by default those of the settings.
         out: Directory to write; by default a new one under runs/.
         resume: Directory of an interrupted run to continue, bit for bit.
@@ -121,7 +123,7 @@ def serve(
         seconds=round_timeout, wait=wait, update_bound=update_bound,
     )  # fmt: skip
     reach.check(forced=force_insecure)
-    return coordinate(spec, reach, RunLocation(out=out, resume=resume, quiet=quiet))
+    return coordinate(spec, reach, RunLocation(out=out, resume=resume, quiet=quiet), metrics)
 
 
 def join(

@@ -24,7 +24,7 @@ from rich.console import Console
 
 from ...config.spec import CompareSpec, RunLocation, RunSpec
 from ...console.terminal import catch_interrupts, new_directory, report_stop, show_progress
-from ...experiments.observer import Observer
+from ...experiments.observer import Observer, Observers
 from ...experiments.trial import RoundResult
 from ...results.run_directory import MACHINES
 from ...utils.errors import FedshiftError, UsageError
@@ -32,6 +32,7 @@ from ..transport.exchange import FACTS
 from ..transport.programs import GUARDED, Program, connect, register, submit
 from .coordinator import COORDINATOR
 from .outliers import BOUND
+from .prometheus import serve_metrics
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 TRIES = 3
@@ -99,8 +100,11 @@ class ListenOptions:
                 ) from error
 
 
-def serve(spec: RunSpec | CompareSpec, reach: ListenOptions, place: RunLocation) -> int:
-    """Run ``spec`` with the sites that connect; return the exit code, as ``fedshift run`` does."""
+def serve(spec: RunSpec | CompareSpec, reach: ListenOptions, place: RunLocation, metrics: int | None = None) -> int:
+    """Run ``spec`` with the sites that connect; return the exit code, as ``fedshift run`` does.
+
+    ``metrics``: port of this machine's loopback interface for metrics, None: none.
+    """
     console, directory = Console(), place.resume or place.out or new_directory("serve")
     if place.resume is None and (directory / "config.toml").exists():
         raise UsageError(
@@ -111,11 +115,12 @@ def serve(spec: RunSpec | CompareSpec, reach: ListenOptions, place: RunLocation)
     finished = False
     with (
         catch_interrupts(console) as stop,
-        show_progress(Console(quiet=place.quiet)) as observer,
+        show_progress(Console(quiet=place.quiet)) as shown,
+        serve_metrics(metrics) as counted,
         _Coordination(spec, reach, directory) as work,
     ):
         try:
-            finished = work.run(observer, stop)
+            finished = work.run(Observers(shown, counted), stop)
         except UsageError:
             raise
         except FedshiftError as error:

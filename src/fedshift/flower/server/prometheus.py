@@ -1,0 +1,88 @@
+"""Metrics of a coordinator for Prometheus, on the loopback interface of its machine (``fedshift serve --metrics``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
+from typing_extensions import override
+
+from ...experiments.observer import Observer
+from ...experiments.trial import RoundResult
+from ...utils.errors import UsageError
+
+TRIAL = ("method", "seed")
+
+
+class Prometheus(Observer):
+    """Observer whose ``registry`` holds an experiment's progress as metrics that begin with ``fedshift_``."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._planned = self._gauge("rounds_planned", "Rounds of each trial")
+        self._done = self._gauge("rounds_done", "Rounds of a trial that are done and saved", *TRIAL)
+        self._seconds = self._gauge("round_seconds", "Seconds that the last round took")
+        self._ended = self._gauge("last_round_timestamp_seconds", "Unix time at which the last round ended")
+        self._sites = self._gauge("sites", "Sites that took part in the last round")
+        self._loss = self._gauge("training_loss", "Mean training loss of a site in its last round", "site")
+        self._bytes = Counter(
+            "fedshift_bytes",
+            "Bytes of models moved, from (up) and to (down) sites",
+            ["direction"],
+            registry=self.registry,
+        )
+        self._notices = Counter("fedshift_notices", "Notices, such as sites that were left out", registry=self.registry)
+
+    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        return Gauge(f"fedshift_{name}", text, labels, registry=self.registry)
+
+    @override
+    def begin(self, methods: object, seeds: object, rounds: int, clients: object, metric: object) -> None:
+        self._planned.set(rounds)
+
+    @override
+    def trial(self, method: str, seed: int, done: int) -> None:
+        self._trial = method, str(seed)
+        self._done.labels(*self._trial).set(done)
+
+    @override
+    def client(self, client: str, loss: float) -> None:
+        self._loss.labels(client).set(loss)
+
+    @override
+    def round(self, done: RoundResult) -> None:
+        self._done.labels(*self._trial).set(done.round)
+        self._seconds.set(done.seconds)
+        self._ended.set_to_current_time()
+        self._sites.set(len(done.participants))
+        self._bytes.labels("up").inc(done.up)
+        self._bytes.labels("down").inc(done.down)
+
+    @override
+    def notice(self, text: str) -> None:
+        self._notices.inc()
+
+
+@contextmanager
+def serve_metrics(port: int | None) -> Iterator[Observer]:
+    """Serve the metrics of an observer inside the block, at ``/metrics`` of this machine's loopback ``port``.
+
+    None: nothing is served. Raises :class:`UsageError` if the port is not free.
+    """
+    if port is None:
+        yield Observer()
+        return
+    observer = Prometheus()
+    try:
+        server, thread = start_http_server(port, addr="127.0.0.1", registry=observer.registry)
+    except OSError as error:
+        raise UsageError(
+            f"--metrics {port}: cannot listen on 127.0.0.1:{port}: {error.strerror}; choose another"
+        ) from error
+    try:
+        yield observer
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
