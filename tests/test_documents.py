@@ -46,12 +46,29 @@ def test_every_python_block_runs(code, tmp_path, monkeypatch):
     exec(compile(code, "document", "exec"), {"__name__": "document"})
 
 
-@pytest.mark.parametrize("commands", blocks("console"))
-def test_every_fedshift_command_is_understood(commands, monkeypatch):
-    """The parser takes each command of the block; settings files and runs that it names need not exist."""
+def understanding(monkeypatch):
+    """The command line's parser, which reads no settings files."""
     from fedshift.cli.app import app
 
     monkeypatch.setattr(app, "config", ())
+    return app
+
+
+def test_every_command_of_the_deployments_files_is_understood(monkeypatch):
+    app = understanding(monkeypatch)
+    texts = [path.read_text() for path in sorted((ROOT / "examples" / "deployment").iterdir())]
+    said = re.findall(r"(?:command: |ExecStart=/.*/fedshift )((?:serve|join) .*)", "\n".join(texts))
+    begun = re.search(r"exec fedshift (serve .*)'", "\n".join(texts))[1]
+    said += [begun.replace('"$@"', words) for words in ("--resume runs/first", "experiment.toml --out runs/first")]
+    assert len(said) == 7
+    for words in said:
+        app.parse_args(shlex.split(words), exit_on_error=False, print_error=False)
+
+
+@pytest.mark.parametrize("commands", blocks("console"))
+def test_every_fedshift_command_is_understood(commands, monkeypatch):
+    """The parser takes each command of the block; settings files and runs that it names need not exist."""
+    app = understanding(monkeypatch)
     spoken = [shlex.split(line, comments=True) for line in commands.splitlines()]
     for words in spoken:
         if words and words[0] == "fedshift":
