@@ -333,3 +333,65 @@ def test_a_model_of_masks_gives_each_pixel_the_class_that_was_measured(tmp_path)
     assert f"| stain_white | test | {len(truth)} | {100 * dice:.2f} % |" in card
     assert f"{int((masks == truth)[known].sum()):,} right, as the run recorded" in card
     assert model.predict(test.x[0]).shape == (64, 64)
+
+
+def columns(count, key):
+    """Rows [count, 5], two labels and two numbers in thousands that depend on them."""
+    random = np.random.default_rng(key)
+    x = random.normal(size=(count, 5)).astype(np.float32)
+    return x, (x[:, :2] > 0.3).astype(float), 1000 + 50 * x[:, :2].astype(float)
+
+
+def last_row(result):
+    """Return what the run recorded of south's model on test data after the last round, under the first seed."""
+    rows = result.records[(result.records["round"] == 3) & (result.records["seed"] == 0)]
+    (row,) = rows[(rows["client"] == "south") & (rows["split"] == "test")].to_dict("records")
+    return row
+
+
+@pytest.fixture
+def predicting(tmp_path):
+    """Export the model of a client of a federation with a task, and return it with its test data and the results."""
+
+    def make(task, kind, **options):
+        arrays = {name: (columns(24, key), columns(10, key + 1)) for key, name in ((0, "north"), (5, "south"))}
+        parts = {name: (a[0], a[kind], b[0], b[kind]) for name, (a, b) in arrays.items()}
+        data = fedshift.federation(parts, task=task)
+        result = fedshift.compare(
+            [fedshift.fedbn()], data=data, model="abide-mlp", rounds=3, lr=0.05, seeds=2, engine="sequential", **options
+        )
+        folder = result.export(tmp_path / "model", client="south", onnx=False)
+        return fedshift.load(folder), arrays["south"][1], result
+
+    return make
+
+
+def test_a_model_of_numbers_gives_them_in_the_unit_of_the_data(predicting):
+    model, (x, _, y), result = predicting("regression", 2)
+    rmse = np.sqrt(((model(x).numpy() - y) ** 2).mean(axis=0)).mean()
+    row = last_row(result)
+    assert rmse == pytest.approx(np.sqrt(np.array(row["squared"]) / 10).mean(), rel=1e-6)
+    assert np.allclose(model.predict(x[0]), y[0], atol=300)
+    assert np.allclose([model.predict(each) for each in x], model.predict(x))
+    assert repr(model).endswith("client south, 2 targets>")
+    card = (model.directory / "README.md").read_text()
+    assert f"| south | test | 10 | {rmse:.3f} |" in card
+    assert "Its task is regression: it predicts 2 targets (0, 1)" in card
+    assert "Output: numbers [N, targets] in the unit of the data" in card
+    assert "as the run recorded." in card
+    assert "%" not in card.partition("## How")[0]
+    assert "- targets: learned as 0 minus " in card
+
+
+def test_a_model_of_several_labels_names_those_that_a_sample_has(predicting):
+    model, (x, y, _), result = predicting("multilabel", 1)
+    row = last_row(result)
+    chosen = model(x).numpy() > 0
+    assert [((chosen[:, k]) & (y[:, k] == 1)).sum() for k in range(2)] == row["hits"]
+    exact = int((chosen == y).all(axis=1).sum())
+    assert exact == row["exact"]
+    assert model.predict(x) == [[str(k) for k in range(2) if has[k]] for has in chosen]
+    assert model.predict(x[0]) == model.predict(x)[0]
+    card = (model.directory / "README.md").read_text()
+    assert f"program.pt2 was tried on all 10 test samples: {exact} with every label right, as the run recorded." in card
+    assert "says which of 2 labels a sample has (0, 1)" in card

@@ -1,4 +1,4 @@
-"""An exported model loaded and used: images, table rows or arrays in, scores or classes out."""
+"""An exported model loaded and used: images, table rows or arrays in; scores, classes, labels or numbers out."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ class ExportedModel:
 
     Attributes:
         directory: The model's directory.
-        classes: Names of the classes, in the order of the scores.
-        task: Name of the task, ``classification`` or ``segmentation``.
+        classes: Names of the classes, labels or targets, in the order of the outputs.
+        task: Name of the task: ``classification``, ``segmentation``, ``multilabel``, ``regression``, or of one of yours
+            that derives from none of these.
         inputs: What the program takes.
         facts: What is known of the model, as in ``model.json``.
 
@@ -38,15 +39,19 @@ class ExportedModel:
         self.directory, self.classes = directory, tuple(description["classes"])
         self.inputs, self.facts = InputFormat.from_json(description["input"]), description["model"]
         self.task = str(description.get("task", "classification"))
+        self._outputs = str(description.get("outputs", f"{len(self.classes)} classes"))
         self._program = program
 
     def __repr__(self) -> str:
         whose = f"client {self.facts['client']}" if self.facts["client"] else "global model"
-        return f"<model {self.directory}: {self.facts['method']}, {whose}, {len(self.classes)} classes>"
+        return f"<model {self.directory}: {self.facts['method']}, {whose}, {self._outputs}>"
 
     @torch.no_grad()
     def __call__(self, samples: Any) -> Tensor:
         """Return the scores of one sample ``[classes]`` or of several ``[N, classes]``; of pixels ``[..., H, W]``.
+
+        They are before softmax; of several labels, before the logistic function. In regression they are the predicted
+        numbers, in the unit of the data, float64 where targets were standardized.
 
         Args:
             samples: An image (file, PIL image or array of pixels), a table's row (a mapping from columns to values), or
@@ -60,12 +65,28 @@ class ExportedModel:
         scores: Tensor = self._program(x)
         return scores[0] if single else scores
 
-    def predict(self, samples: Any) -> str | list[str] | Tensor:
-        """Return the class of one sample, or of each of several; of pixels their numbers, uint8 ``[H, W]`` each."""
+    def predict(self, samples: Any) -> Any:
+        """Return the answer for one sample, or a list of those for several.
+
+        It is the name of its class; of several labels, a list of the names of those that it has; in regression a
+        number, or a list of one for each target. Of pixels it is a tensor of their classes' numbers, uint8 ``[H, W]``
+        or ``[N, H, W]``. For a task of yours it is what calling the model returns.
+        """
+        made = self(samples)
         if self.task == "segmentation":
-            return self(samples).argmax(dim=-3).to(torch.uint8)
-        chosen = self(samples).argmax(dim=-1)
-        return self.classes[int(chosen)] if chosen.ndim == 0 else [self.classes[k] for k in chosen.tolist()]
+            return made.argmax(dim=-3).to(torch.uint8)
+        if self.task == "classification":
+            chosen = made.argmax(dim=-1)
+            return self.classes[int(chosen)] if chosen.ndim == 0 else [self.classes[k] for k in chosen.tolist()]
+        if self.task == "multilabel":
+            rows = [
+                [name for name, score in zip(self.classes, row, strict=True) if score > 0]
+                for row in torch.atleast_2d(made).tolist()
+            ]
+            return rows[0] if made.ndim == 1 else rows
+        if self.task == "regression":
+            return (made[..., 0] if len(self.classes) == 1 else made).tolist()
+        return made
 
 
 def load(directory: str | Path) -> ExportedModel:

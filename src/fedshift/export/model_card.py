@@ -12,17 +12,39 @@ from typing import Any
 
 from ..analysis.statistics import wilson_interval
 from ..report.formatting import format_bytes
-from ..results.schema import Row, compute_metric, rows_to_frame
+from ..results.schema import METRICS, UNITS, Row, compute_metric, metric_unit, rows_to_frame
 from .inputs import InputFormat
 
 LEVEL = 0.95
 LISTED = 50
 """Most clients and classes that the card lists one by one."""
+DOES: Mapping[str, tuple[str, str, str]] = {
+    "classification": (
+        "tells {} apart", "scores [N, classes] before softmax, in the order of the classes; the largest is the answer",
+        "the class",
+    ),
+    "segmentation": (
+        "gives each pixel one of {}",
+        "scores [N, classes, H, W] before softmax, in the order of the classes; the largest is the answer",
+        "the classes of the pixels",
+    ),
+    "multilabel": (
+        "says which of {} a sample has",
+        "scores [N, labels] before the logistic function, in the order of the labels; one above 0, a probability above "
+        "one half, means yes", "the names of the labels",
+    ),
+    "regression": (
+        "predicts {}", "numbers [N, targets] in the unit of the data, in the order of the targets", "the numbers",
+    ),
+}  # fmt: skip
+"""What models of each task do, give, and answer, in words."""
+OWN = ("gives {}", "what the network gives of each sample, [N, ...]", "the same")
+"""The same of a task of the user's that derives from none of these."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SeedSpread:
-    """Accuracy of one client (or their mean, ``macro``) over the seeds of a run, with Student's interval from three."""
+    """The usual metric of one client, or their mean, over the seeds of a run, with Student's interval from three."""
 
     client: str
     seeds: int
@@ -38,6 +60,9 @@ class ModelFacts:
 
     Args:
         task: Name of the task.
+        kind: The task of fedshift's that it is or derives from; otherwise its name.
+        outputs: Number of the classes, labels or targets, in words.
+        metrics: The task's metrics, the usual one first.
         method: The method's name, which is its expression.
         meaning: The method's parts, in words.
         sources: First lines on the method's parts, with their papers.
@@ -51,7 +76,7 @@ class ModelFacts:
         licenses: The licenses of the data, in words.
         clients: Sizes of the splits of each client that took part, where known.
         measured: Rows of this model's measurements at that round, see ``results.schema``.
-        spread: Accuracy (of masks: Dice) over the run's seeds.
+        spread: The usual metric over the run's seeds.
         settings: What was trained with, resolved, by name.
         versions: Versions of packages, of the run and of the export.
         notices: The run's notices.
@@ -59,6 +84,9 @@ class ModelFacts:
     """
 
     task: str
+    kind: str
+    outputs: str
+    metrics: tuple[str, ...]
     method: str
     meaning: str
     sources: tuple[str, ...]
@@ -78,9 +106,9 @@ class ModelFacts:
     notices: tuple[str, ...] = ()
 
     @property
-    def segments(self) -> bool:
-        """Return whether the model gives a class to each pixel."""
-        return self.task == "segmentation"
+    def answer(self) -> str:
+        """Name of what the program gives: ``scores``, ``numbers``, or ``outputs`` of a task of the user's."""
+        return "outputs" if self.kind not in DOES else "numbers" if self.kind == "regression" else "scores"
 
     @property
     def title(self) -> str:
@@ -92,6 +120,11 @@ class ModelFacts:
         return asdict(self)
 
 
+def describe_output(facts: ModelFacts) -> str:
+    """Return what the program gives, in words."""
+    return DOES.get(facts.kind, OWN)[1]
+
+
 def render_card(
     facts: ModelFacts, form: InputFormat, classes: Sequence[str], files: Mapping[str, int], checks: Sequence[str]
 ) -> str:
@@ -100,7 +133,7 @@ def render_card(
     Args:
         facts: What is known of the model.
         form: What the program takes.
-        classes: Names of the classes, in the order of the scores.
+        classes: Names of the classes, labels or targets, in the order of the outputs.
         files: Size in bytes of each file of the directory.
         checks: What was found when the files were tried, in sentences.
 
@@ -129,11 +162,9 @@ def _introduce(facts: ModelFacts, classes: Sequence[str]) -> str:
     named = ", ".join(classes[:LISTED]) + (f" and {len(classes) - LISTED} more" if len(classes) > LISTED else "")
     whose = f"the model that client `{facts.client}` uses" if facts.client else "the model that the server holds"
     origin = f" {facts.origin}" if facts.origin else ""
-    does = (
-        f"gives each pixel one of {len(classes)} classes" if facts.segments else f"tells {len(classes)} classes apart"
-    )
+    does = DOES.get(facts.kind, OWN)[0].format(facts.outputs)
     return (
-        f"{facts.network}. It {does} ({named}) and is {whose} after round {facts.round} "
+        f"{facts.network}. Its task is {facts.task}: it {does} ({named}). It is {whose} after round {facts.round} "
         f"({facts.choice}), seed {facts.seed}.{origin}"
     )
 
@@ -141,19 +172,20 @@ def _introduce(facts: ModelFacts, classes: Sequence[str]) -> str:
 def _describe_use(facts: ModelFacts, form: InputFormat, files: Mapping[str, int]) -> Iterator[str]:
     given = '"image.png"' if form.is_image and form.dtype == "uint8" else "row" if form.columns else "x"
     yield f"Input: {form.describe()}. Scaling is part of the program; `model.json` describes it."
-    shape, answer = ("[N, classes, H, W]", "classes of the pixels") if facts.segments else ("[N, classes]", "class")
-    yield f"Output: scores {shape} before softmax, in the order of the classes; the largest is the answer."
+    yield f"Output: {describe_output(facts)}."
     if "program.pt2" in files:
         yield (
             f'```python\nimport fedshift\n\nmodel = fedshift.load("path/of/this/directory")\n'
-            f"model.predict({given})  # the {answer}\nmodel({given})  # the scores\n```"
+            f"model.predict({given})  # {DOES.get(facts.kind, OWN)[2]}\n"
+            f"model({given})  # the {facts.answer}\n```"
         )
         yield "Without fedshift, by torch alone:"
         yield (
-            '```python\nimport torch\n\nprogram = torch.export.load("program.pt2").module()\nscores = program(x)\n```'
+            '```python\nimport torch\n\nprogram = torch.export.load("program.pt2").module()\n'
+            f"{facts.answer} = program(x)\n```"
         )
     if "model.onnx" in files:
-        yield "`model.onnx` takes the same `x` and gives `scores`, in any ONNX runtime."
+        yield f"`model.onnx` takes the same `x` and gives `{facts.answer}`, in any ONNX runtime."
     if form.is_image:
         height, width = form.shape[1:]
         yield (
@@ -167,8 +199,8 @@ def _describe_results(facts: ModelFacts) -> Iterator[str]:
         yield "The run has not measured this model."
         return
     rows = [row for row in facts.measured if row["split"] != "train"]
-    if facts.segments:
-        yield from _describe_overlap(facts, rows)
+    if facts.kind != "classification":
+        yield from _describe_metrics(facts, rows)
         return
     yield (
         f"Measured after round {facts.round}, on samples that training did not see, with {100 * LEVEL:.0f} % intervals "
@@ -185,32 +217,48 @@ def _describe_results(facts: ModelFacts) -> Iterator[str]:
     yield from _describe_spread(facts)
 
 
-def _describe_overlap(facts: ModelFacts, rows: list[Row]) -> Iterator[str]:
-    """Yield the results of a model of masks."""
+def _describe_metrics(facts: ModelFacts, rows: list[Row]) -> Iterator[str]:
+    """Yield the results of a model of another task, by its metrics."""
+    metrics = [metric for metric in facts.metrics if metric != "loss"]
+    masks = facts.kind == "segmentation"
+    explained = {
+        "segmentation": ", over all their pixels together; Dice and IoU are means over the classes but the background, "
+        "class 0",
+        "multilabel": "; F1 and AUC are means over the labels",
+        "regression": "; errors are means over the targets, in the unit of the data",
+    }.get(facts.kind, "")
     yield (
-        f"Measured after round {facts.round}, on images that training did not see, over all their pixels together; "
-        "Dice and IoU are means over the classes but the background, class 0."
+        f"Measured after round {facts.round}, on {'images' if masks else 'samples'} that training did not "
+        f"see{explained}."
     )
-    yield "| client | split | images | Dice | IoU | accuracy of pixels |"
-    yield "|---|---|---|---|---|---|"
+    yield f"| client | split | {'images' if masks else 'samples'} | {' | '.join(METRICS[each] for each in metrics)} |"
+    yield f"|---|---|---|{'---|' * len(metrics)}"
     frame = rows_to_frame(rows)
-    values = {metric: compute_metric(frame, metric) for metric in ("dice", "iou", "accuracy")}
+    values = {metric: compute_metric(frame, metric) for metric in metrics}
     for number, row in enumerate(rows[: 2 * LISTED]):
-        cells = [f"{100 * found.iloc[number]:.2f} %" for found in values.values()]
-        yield (
-            "| "
-            + " | ".join((str(row["client"]).replace("|", "\\|"), row["split"], str(row["samples"]), *cells))
-            + " |"
-        )
+        cells = [_format_value(values[metric].iloc[number], metric) for metric in metrics]
+        client = str(row["client"]).replace("|", "\\|")
+        yield "| " + " | ".join((client, row["split"], f"{row['samples']:,}", *cells)) + " |"
     yield from _describe_spread(facts)
 
 
+def _format_value(value: float, metric: str) -> str:
+    """Return a value as tables print it: a share in percent, "" where it is not defined."""
+    scale, digits, _ = metric_unit(metric)
+    return "" if value != value else f"{scale * value:.{digits}f}{'' if metric in UNITS else ' %'}"
+
+
 def _describe_spread(facts: ModelFacts) -> Iterator[str]:
+    metric = facts.metrics[0]
+    scale, digits, _ = metric_unit(metric)
     for spread in facts.spread:
-        interval = f", interval of the mean {100 * spread.low:.2f} to {100 * spread.high:.2f} %"
+        low, high, std = (f"{scale * value:.{digits}f}" for value in (spread.low, spread.high, spread.std))
+        share = metric not in UNITS
+        interval = f", interval of the mean {low} to {high}{' %' * share}" if spread.low == spread.low else ""
+        what = "" if metric == "accuracy" else f"{METRICS[metric]} "
         yield (
-            f"Over the run's {spread.seeds} seeds, {spread.client}: {100 * spread.mean:.2f} % on average, standard "
-            f"deviation {100 * spread.std:.2f} points{interval if spread.low == spread.low else ''}."
+            f"Over the run's {spread.seeds} seeds, {spread.client}: {what}{_format_value(spread.mean, metric)} on "
+            f"average, standard deviation {std}{' points' * share}{interval}."
         )
 
 
@@ -247,14 +295,21 @@ def _list_limits(facts: ModelFacts) -> Iterator[str]:
     if facts.client:
         yield (
             f"It is made for samples as those of client `{facts.client}`. Clients differ in how their samples look, so "
-            "on another client's its accuracy is unknown and may be far lower."
+            "on another client's its results are unknown and may be far worse."
         )
     else:
         yield (
-            "It is one model for all clients of the run. On clients that look different from all of these its accuracy "
-            "is unknown: `fedshift adapt` measures it on data of a new one."
+            "It is one model for all clients of the run. On clients that look different from all of these its results "
+            "are unknown: `fedshift adapt` measures it on data of a new one."
         )
-    yield "It answers every input with one of its classes, also one that belongs to none."
-    yield "Accuracies hold for test samples from the same source as the training samples, and for their class shares."
+    if facts.kind in ("classification", "segmentation"):
+        yield "It answers every input with one of its classes, also one that belongs to none."
+    else:
+        yield "It answers every input, also one that is like none of the training samples."
+    yield (
+        "Figures hold for test samples from the same source as the training samples, and for their shares of classes."
+        if facts.kind != "regression"
+        else "Figures hold for test samples from the same source as the training samples."
+    )
     yield "It has been measured, not validated for any purpose: whoever uses it decides whether these figures suffice."
     yield "Weights can reveal something of the samples trained on; only the method `dp` bounds what."

@@ -10,11 +10,13 @@ README.md              the model card
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save
@@ -23,16 +25,20 @@ from torch import Tensor, nn
 from ..core.plan import Plan
 from ..data.samples import Samples
 from ..evaluation.metrics import BATCH
-from ..tasks.segmentation import LEFT_OUT
+from ..tasks import CATALOG, Regression, Task
 from ..utils.errors import UsageError
 from ..utils.files import disk_error
 from ..utils.state import State
 from .inputs import InputFormat
 from .loading import DESCRIPTION, FORMAT, PROGRAM
-from .model_card import ModelFacts, render_card
+from .model_card import ModelFacts, describe_output, render_card
 from .programs import Program, first_line, require_samplewise, save_onnx, save_program, trace
 
 WEIGHTS, ONNX, CARD = "weights.safetensors", "model.onnx", "README.md"
+TRIED = {"classification": "hits", "segmentation": "hits", "multilabel": "exact", "regression": "squared"}
+"""Counts of a task by which a program is compared with the run's records."""
+ROUNDED = 1e-4
+"""Share by which sums of squared errors may differ, by rounding."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -44,7 +50,8 @@ class TrainedModel:
         state: Its entries.
         plan: The plan under which it was trained and evaluated.
         form: What its program takes.
-        classes: Names of the classes, in the order of the scores.
+        task: What it predicts.
+        classes: Names of the classes, labels or targets, in the order of the network's outputs.
         facts: What is known of it.
         tests: Test samples by client, on which the files are tried.
 
@@ -54,6 +61,7 @@ class TrainedModel:
     state: State
     plan: Plan
     form: InputFormat
+    task: Task
     classes: tuple[str, ...]
     facts: ModelFacts
     tests: Mapping[str, Samples]
@@ -131,14 +139,14 @@ def _fill(model: TrainedModel, folder: Path, directory: Path, *, onnx: bool) -> 
     header = {**names, "round": str(model.facts.round)}
     (folder / WEIGHTS).write_bytes(save(entries, metadata=header))
     plan, low = model.plan, model.plan.precision == "bfloat16"
-    program = Program(network, model.form, plan.dtype, plan.image_format, low=low)
+    program = Program(network, model.form, plan.dtype, plan.image_format, low=low, task=model.task)
     notices: list[str] = []
     answers: dict[str, Callable[[Tensor], Tensor]] = {}
     try:
         traced = trace(program, model.form)
         save_program(traced, folder / PROGRAM)
         answers[PROGRAM] = torch.export.load(folder / PROGRAM).module()
-        reason = save_onnx(traced, folder / ONNX, low=low) if onnx else ""
+        reason = save_onnx(traced, folder / ONNX, low=low, output=model.facts.answer) if onnx else ""
     except Exception as error:  # of every type, from tracing a network of the user's
         notices.append(f"no {PROGRAM}: torch cannot trace the network ({first_line(error)}); weights and card stand")
         reason = "it is made from that program"
@@ -151,8 +159,9 @@ def _fill(model: TrainedModel, folder: Path, directory: Path, *, onnx: bool) -> 
     description = {
         "format": FORMAT,
         "input": model.form.to_json(),
-        "output": f"scores before softmax, one a class{' and pixel' if model.facts.segments else ''}",
-        "task": model.facts.task,
+        "output": describe_output(model.facts),
+        "task": model.facts.kind,
+        "outputs": model.facts.outputs,
         "classes": model.classes,
         "files": {name: sha256(file.read_bytes()).hexdigest() for name, file in files.items()},
         "checks": checks,
@@ -183,33 +192,46 @@ def _open_onnx(path: Path) -> Callable[[Tensor], Tensor] | None:
 
 def _check(model: TrainedModel, name: str, answer: Callable[[Tensor], Tensor]) -> list[str]:
     """Say how many test samples of each client the program gets right, and how many the run recorded."""
-    if model.form.normalization.features is not None:  # rows as they were in the table are not kept
+    kind, known = model.facts.kind, model.form.normalization.features is None  # rows as in the table are not kept
+    if not known or type(model.task) is not CATALOG.get(kind):  # a task of the user's counts otherwise
         return []
     recorded = {row["client"]: row for row in model.facts.measured if row["split"] == "test"}
-    found, total, differing = 0, 0, []
+    found, total, differing = 0.0, 0, []
     for client, samples in model.tests.items():
-        hits, count = count_hits(answer, samples)
-        found, total = found + hits, total + count
-        if client in recorded and sum(recorded[client]["hits"]) != hits:
-            differing.append(f"{client} {hits} where {sum(recorded[client]['hits'])} are recorded")
+        own, count = _count_answers(model, answer, samples)
+        found, total = found + own, total + count
+        before = _add_up(recorded[client], kind) if client in recorded else own
+        if not math.isclose(own, before, rel_tol=ROUNDED if kind == "regression" else 0):
+            differing.append(f"{client} {own:.6g} where {before:.6g} are recorded")
     if not total:
         return []
     same = "as the run recorded" if recorded and not differing else "which the run has not recorded"
     verdict = f"other than the run recorded ({', '.join(differing)})" if differing else same
-    tried = f"{total:,} {'pixels of test images' if model.facts.segments else 'test samples'}"
-    return [f"{name} was tried on all {tried}: {found:,} right, {verdict}."]
+    tried = f"{total:,} {'pixels of test images' if kind == 'segmentation' else 'test samples'}"
+    right = {
+        "multilabel": f"{found:,.0f} with every label right",
+        "regression": f"squared errors of {found:.4g} together",
+    }.get(kind, f"{found:,.0f} right")
+    return [f"{name} was tried on all {tried}: {right}, {verdict}."]
+
+
+def _add_up(counts: Mapping[str, Any], kind: str) -> float:
+    """Return what :data:`TRIED` names, summed over classes or targets."""
+    value = counts[TRIED[kind]]
+    return float(sum(value) if isinstance(value, list) else value)
 
 
 @torch.no_grad()
-def count_hits(answer: Callable[[Tensor], Tensor], samples: Samples) -> tuple[int, int]:
-    """Return for how many of ``samples``, or of their pixels, the largest score of ``answer`` is that of their class.
-
-    The second number is how many there are; ignored pixels are left out.
-    """
-    hits = count = 0
+def _count_answers(model: TrainedModel, answer: Callable[[Tensor], Tensor], samples: Samples) -> tuple[float, int]:
+    """Return :func:`_add_up` of the answers to ``samples``, and the number of samples, or of pixels not ignored."""
+    task, kind = model.task, model.facts.kind
+    found, total = 0.0, 0
     for start in range(0, len(samples), BATCH):
         part = slice(start, start + BATCH)
-        y = samples.targets(part)
-        hits += int((answer(samples.copy_rows(part)).argmax(dim=1) == y).sum())
-        count += int((y != LEFT_OUT).sum())
-    return hits, count
+        made = answer(samples.copy_rows(part))
+        counts = task.count(
+            task.encode(made) if isinstance(task, Regression) else made, samples.targets(part), len(model.classes)
+        )
+        found += _add_up(counts, kind)
+        total += sum(counts["support"]) if kind == "segmentation" else counts["samples"]
+    return found, total

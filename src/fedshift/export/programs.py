@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..core.plan import to_memory_format
+from ..tasks import CLASSIFICATION, Task
 from ..utils.errors import UsageError
 from .inputs import InputFormat, Scaling
 
@@ -28,22 +29,31 @@ TRACED = 2
 class Program(nn.Module):
     """``network`` on raw samples of ``form``, computing as a run's evaluation does.
 
-    ``layout``: memory format of images; ``low``: layers compute in bfloat16 where torch's autocast lets them.
+    ``layout``: memory format of images; ``low``: layers compute in bfloat16 where torch's autocast lets them; ``task``:
+    turns the network's outputs into those of the program, numbers in the unit of the data.
     """
 
     def __init__(
-        self, network: nn.Module, form: InputFormat, dtype: torch.dtype, layout: torch.memory_format, *, low: bool
+        self,
+        network: nn.Module,
+        form: InputFormat,
+        dtype: torch.dtype,
+        layout: torch.memory_format,
+        *,
+        low: bool,
+        task: Task = CLASSIFICATION,
     ) -> None:
         super().__init__()
+        self.task = task
         self.scaling, self.network = Scaling(form, dtype), network
         self.dtype, self.layout, self.low = dtype, layout, low
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return scores ``[N, classes]`` for raw samples ``x [N, ...]``."""
+        """Return scores or numbers ``[N, outputs]`` for raw samples ``x [N, ...]``."""
         x = to_memory_format(self.scaling(x), self.layout)
         with torch.autocast("cpu", torch.bfloat16) if self.low else nullcontext():
             scores: Tensor = self.network(x)
-        return scores.to(self.dtype) if self.low else scores
+        return self.task.decode(scores.to(self.dtype) if self.low else scores)
 
 
 def require_samplewise(network: nn.Module) -> None:
@@ -69,15 +79,18 @@ def save_program(traced: torch.export.ExportedProgram, path: Path) -> None:
         torch.export.save(traced, path)
 
 
-def save_onnx(traced: torch.export.ExportedProgram, path: Path, *, low: bool) -> str:
-    """Write a program in ONNX; return the reason where that is impossible, "" where it was written."""
+def save_onnx(traced: torch.export.ExportedProgram, path: Path, *, low: bool, output: str = "scores") -> str:
+    """Write a program in ONNX, which calls its ``output`` so.
+
+    Returns the reason where that is impossible, "" where it was written.
+    """
     if low:
         return "the network computes in bfloat16, which ONNX's convolutions do not take"
     if not all(map(find_spec, ("onnx", "onnxscript"))):
         return "the packages onnx and onnxscript are missing (pip install 'fedshift[export]')"
     try:
         with _quiet():
-            made = torch.onnx.export(traced, input_names=["x"], output_names=["scores"], dynamo=True, verbose=False)
+            made = torch.onnx.export(traced, input_names=["x"], output_names=[output], dynamo=True, verbose=False)
             assert made is not None
             made.save(path)
     except Exception as error:  # of every type, from three packages

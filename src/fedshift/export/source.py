@@ -28,7 +28,7 @@ from ..results.run_directory import describe_environment, trial_folder
 from ..results.schema import Row, RunSummary, stream_rows
 from ..results.summary import read_summary
 from ..results.trial_records import METRICS
-from ..tasks import Classification, Segmentation
+from ..tasks import Regression, find_kind
 from ..utils.errors import UsageError
 from .inputs import InputFormat
 from .model_card import ModelFacts, SeedSpread
@@ -96,9 +96,10 @@ def collect_model(trial: Trial, experiment: Experiment, directory: Path, client:
         state=state,
         plan=plan,
         form=InputFormat.of(owner.train, data.columns),
+        task=data.task,
         classes=name_classes(data),
         facts=ModelFacts(
-            task=data.task.name,
+            **describe_answers(data),
             method=plan.method.name,
             meaning=plan.method.text,
             sources=tuple(find_sources(plan.method)),
@@ -113,7 +114,7 @@ def collect_model(trial: Trial, experiment: Experiment, directory: Path, client:
             clients={each.name: {part: len(split) for part, split in each.splits.items()} for each in data.clients},
             measured=tuple(_find_rows(trial, directory, client, here)),
             spread=tuple(_spread_over_seeds(summary, plan.method.name, client)),
-            settings=describe_settings(plan, trial.settings, owner.train.normalization),
+            settings=describe_settings(plan, trial.settings, owner.train.normalization) | describe_targets(data),
             versions=list_versions(summary.environment),
             notices=summary.notices,
         ),
@@ -122,16 +123,22 @@ def collect_model(trial: Trial, experiment: Experiment, directory: Path, client:
 
 
 def name_classes(data: Federation) -> tuple[str, ...]:
-    """Return the names of the classes, their numbers where they have none.
-
-    Raises :class:`UsageError` for a task that has none, whose models are not exported.
-    """
-    if not isinstance(data.task, Classification | Segmentation):
-        raise UsageError(
-            f"an exported model tells classes apart, of samples or of pixels, and {data.name} is for {data.task}: use "
-            "the run's checkpoint, or the network that fedshift.compare returns"
-        )
+    """Return the names of the classes, labels or targets, their numbers where they have none."""
     return data.meanings or tuple(map(str, range(data.classes)))
+
+
+def describe_answers(data: Federation) -> dict[str, Any]:
+    """Return what a model of ``data`` predicts, as fields of :class:`~fedshift.export.model_card.ModelFacts`."""
+    task = data.task
+    return {"task": task.name, "kind": find_kind(task), "outputs": data.outputs, "metrics": task.metrics}
+
+
+def describe_targets(data: Federation) -> dict[str, str]:
+    """Return how numbers that are predicted were scaled, which the program undoes, as an entry of settings."""
+    scales = data.task.scales if isinstance(data.task, Regression) else ()
+    pairs = zip(name_classes(data), scales, strict=bool(scales))
+    told = ", ".join(f"{name} minus {mean:g} over {deviation:g}" for name, (mean, deviation) in pairs)
+    return {"targets": f"learned as {told}; the program gives them in the unit of the data"} if told else {}
 
 
 def find_sources(method: Method) -> Iterator[str]:
@@ -217,11 +224,10 @@ def _find_rows(trial: Trial, directory: Path, client: str | None, here: bool) ->
 
 
 def _spread_over_seeds(summary: RunSummary, method: str, client: str | None) -> Iterator[SeedSpread]:
-    """Yield the accuracy (of masks: Dice) of the client, of the global model the clients' mean, over the seeds."""
+    """Yield the task's usual metric of the client, of the global model the clients' mean, over the seeds."""
     if len(summary.seeds) < 2 or summary.rows.empty:
         return
-    metric = "accuracy" if summary.task == "classification" else summary.metrics[0]
-    table = seed_table(summary, metric, "personal" if client else "global")
+    table = seed_table(summary, summary.metrics[0], "personal" if client else "global")
     if method not in table.columns.get_level_values(0):
         return
     row = client or "macro"

@@ -7,6 +7,7 @@ derive from counts that add up over batches and clients, so that pooled figures 
 from .catalog import CATALOG as CATALOG
 from .catalog import as_task as as_task
 from .catalog import describe_task as describe_task
+from .catalog import find_kind as find_kind
 from .catalog import infer_task as infer_task
 from .catalog import restore_task as restore_task
 from .classification import CLASSIFICATION as CLASSIFICATION

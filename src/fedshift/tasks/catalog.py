@@ -40,6 +40,11 @@ def describe_task(task: Task) -> dict[str, Any]:
     return {"name": name, **{each.name: getattr(task, each.name) for each in fields(task)}}
 
 
+def find_kind(task: Task) -> str:
+    """Return the name of the task of :data:`CATALOG` that ``task`` is or derives from; its own where there is none."""
+    return next((name for name, kind in CATALOG.items() if isinstance(task, kind)), task.name)
+
+
 def restore_task(described: Mapping[str, Any], own: Task | None = None) -> Task:
     """Return the task that :func:`describe_task` described; one of yours only where ``own`` is of its class.
 

@@ -84,6 +84,13 @@ class Regression(Task):
         return encoded.float()
 
     @override
+    def decode(self, outputs: Tensor) -> Tensor:
+        if not self.scales:
+            return outputs
+        mean_T, std_T = torch.tensor(self.scales, dtype=torch.float64).T
+        return outputs.double() * std_T + mean_T
+
+    @override
     def check_targets(self, y: Tensor, shape: tuple[int, ...], outputs: int, where: str) -> None:
         if y.ndim != 2 or y.shape[1] != outputs or not y.is_floating_point():
             raise UsageError(

@@ -74,6 +74,10 @@ class Task(ABC):
         """Return targets as networks learn them, by default unchanged."""
         return y
 
+    def decode(self, outputs: Tensor) -> Tensor:
+        """Return the network's outputs as an exported model gives them, by default unchanged; torch traces it."""
+        return outputs
+
     @abstractmethod
     def check_targets(self, y: Tensor, shape: tuple[int, ...], outputs: int, where: str) -> None:
         """Raise :class:`UsageError`, beginning with ``where``, unless ``y`` can be trained on.

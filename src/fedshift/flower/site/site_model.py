@@ -12,8 +12,10 @@ from ...export.inputs import InputFormat
 from ...export.model_card import ModelFacts
 from ...export.package import TrainedModel
 from ...export.source import (
+    describe_answers,
     describe_network,
     describe_settings,
+    describe_targets,
     find_licenses,
     find_sources,
     list_versions,
@@ -55,9 +57,10 @@ def collect_site_model(
         state=state,
         plan=plan,
         form=InputFormat.of(client.train, data.columns),
+        task=data.task,
         classes=name_classes(data),
         facts=ModelFacts(
-            task=data.task.name,
+            **describe_answers(data),
             method=plan.method.name,
             meaning=plan.method.text,
             sources=tuple(find_sources(plan.method)),
@@ -71,7 +74,7 @@ def collect_site_model(
             licenses=find_licenses(None, client.name),
             clients={client.name: {part: len(split) for part, split in client.splits.items()}},
             measured=tuple(row for row in rows if row["model"] == "personal"),
-            settings=describe_settings(plan, settings, client.train.normalization),
+            settings=describe_settings(plan, settings, client.train.normalization) | describe_targets(data),
             versions=list_versions(describe_environment()),
         ),
         tests={client.name: client.test},
