@@ -7,6 +7,7 @@ import shutil
 import signal
 from contextlib import contextmanager
 
+import numpy as np
 import pandas as pd
 import pytest
 
@@ -115,6 +116,21 @@ def test_one_client_pairs_seeds_and_one_seed_pairs_nothing(cli, tiny_folder, tmp
     table = pd.read_csv(tmp_path / "one" / "tables" / "differences.csv", index_col=0)
     assert set(table["seeds"]) == {1}
     assert table["low"].isna().all()
+
+
+def test_numbers_are_scaled_without_the_client_that_is_left_out(cli, tmp_path, assert_same):
+    (tmp_path / "sites").mkdir()
+    for place, name in enumerate(("ann", "bob", "cid")):
+        x = np.random.default_rng(place).normal(size=(20, 3))
+        y = 10**place * x[:, 0]
+        np.savez(tmp_path / "sites" / f"{name}.npz", x_train=x[:14], y_train=y[:14], x_test=x[14:], y_test=y[14:])
+    words = ("--data", "sites", "--task", "regression", "--methods", "fedavg", "--rounds", 1, "--lr", 0.05)
+    outcome = cli("compare", *words, "--leave-out", "all", "--out", "all")
+    assert (outcome.code, outcome.err) == (0, "")
+    assert cli("compare", *words, "--newcomers", "cid", "--out", "cid").code == 0
+    assert_same(tmp_path / "all" / "without-cid", tmp_path / "cid")
+    found = cli("report", "all")
+    assert "Test RMSE in units of the target of the client that was left out" in found.out
 
 
 def test_where_one_diverges_the_others_are_done_and_the_exit_code_says_so(cli, tiny_folder, tmp_path):

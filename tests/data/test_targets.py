@@ -10,9 +10,9 @@ from torch import nn
 
 import fedshift
 from fedshift.config.spec import DataSpec, RunSpec
-from fedshift.data.federation import federation
+from fedshift.data.federation import encode_targets, federation
 from fedshift.data.sources import load_source, prepare_clients
-from fedshift.experiments.factory import make_experiment
+from fedshift.experiments.factory import GivenObjects, make_experiment
 from fedshift.new_clients.site_data import load_site
 from fedshift.tasks import CLASSIFICATION, Multilabel, Regression, Segmentation, as_task
 from fedshift.utils.errors import UsageError
@@ -87,7 +87,7 @@ def test_arrays_that_are_no_such_targets_are_refused(x, y, task, said):
 
 def prepare(task, **changes):
     spec = DataSpec(task=task, **changes)
-    return prepare_clients(load_source(clients(X, NUMBERS), spec), spec)
+    return encode_targets(prepare_clients(load_source(clients(X, NUMBERS), spec), spec))
 
 
 def test_numbers_are_standardized_by_all_clients_training_samples():
@@ -105,6 +105,16 @@ def test_numbers_are_standardized_by_all_clients_training_samples():
     assert raw.task.scales == ()
     with pytest.raises(UsageError, match="mean and deviation of 1 targets, and the data have 2"):
         prepare("regression(standardize=((0.0, 1.0),))")
+
+
+def test_a_client_that_never_trains_has_no_influence_on_the_scale_of_targets():
+    data = {"a": clients(X, NUMBERS)["a"], "new": clients(X, 1e6 + NUMBERS)["b"]}
+    spec = RunSpec(task="regression", method="fedavg", model="abide-mlp", newcomers="n*")
+    made = make_experiment(spec, given=GivenObjects(data=data)).data
+    own = NUMBERS[:8]
+    np.testing.assert_allclose(made.task.scales, np.stack([own.mean(0), own.std(0)], axis=1), rtol=1e-12)
+    expected = (1e6 + NUMBERS[1:8] - own.mean(0)) / own.std(0)
+    np.testing.assert_allclose(made.client("new").train.y, expected, rtol=1e-6)
 
 
 def test_errors_are_in_the_unit_of_the_data(tmp_path):

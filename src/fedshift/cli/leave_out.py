@@ -48,7 +48,7 @@ def run_without(spec: CompareSpec, leave_out: str, place: OutputOptions) -> int:
         spec = anchor_paths(spec)
         experiment = make_checked(spec, progress)
     directory = place.resume or place.out or new_directory("compare")
-    without = _make_experiments(experiment, leave_out, directory)
+    without = _make_experiments(spec, experiment, leave_out, directory)
     parts = {client: _queue_run(spec, client, directory, each) for client, each in without.items()}
     _require_valid(without, parts)
 
@@ -95,9 +95,15 @@ def _check(spec: CompareSpec, place: OutputOptions) -> None:
         raise UsageError(f"{place.resume} holds one comparison and none without clients: start anew (--out)")
 
 
-def _make_experiments(experiment: Experiment, leave_out: str, directory: Path) -> Mapping[str, Experiment]:
-    """Return the comparison without each client, by its name; raise :class:`UsageError` where one cannot be run."""
+def _make_experiments(
+    spec: CompareSpec, experiment: Experiment, leave_out: str, directory: Path
+) -> Mapping[str, Experiment]:
+    """Return the comparison without each client, by its name; raise :class:`UsageError` where one cannot be run.
+
+    Where targets are scaled by the clients that train, the data are read anew for each.
+    """
     from ..data.partition import match_names
+    from ..experiments.factory import make_experiment
 
     names = experiment.data.names if leave_out == ALL else match_names(leave_out, experiment.data.names)
     folders = [_folder_name(directory, name) for name in names]
@@ -106,9 +112,11 @@ def _make_experiments(experiment: Experiment, leave_out: str, directory: Path) -
             raise UsageError(f"client {name!r} and another would share {folder}: rename one")
     if len(experiment.data.names) < 2:
         raise UsageError(f"{experiment.data.name} has one client: without it none is left to train")
+    rescaled = experiment.data.task != experiment.data.task.forget()
     return {
         name: replace(
             experiment,
+            data=make_experiment(replace(spec, newcomers=name)).data if rescaled else experiment.data,
             settings=replace(experiment.settings, newcomers=(name,)),
             config={**experiment.config, "newcomers": name},
             measured_later=(name,),

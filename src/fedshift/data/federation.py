@@ -7,7 +7,7 @@ held-out part is the same in every run.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from hashlib import blake2b
@@ -445,9 +445,13 @@ def federation(
     return make_federation(name, data, task=kind, classes=classes, note=note)
 
 
-def encode_targets(data: Federation) -> Federation:
-    """Return ``data`` with targets as its task's networks learn them (:meth:`fedshift.tasks.Task.prepare`)."""
-    task = data.task.prepare([client.train.y for client in data.clients])
+def encode_targets(data: Federation, newcomers: Collection[str] = ()) -> Federation:
+    """Return ``data`` with targets as its task's networks learn them (:meth:`fedshift.tasks.Task.prepare`).
+
+    ``newcomers``: clients that never train, which have no influence on the others' targets.
+    """
+    trained = [client for client in data.clients if client.name not in newcomers] or data.clients
+    task = data.task.prepare([client.train.y for client in trained])
     if task == data.task:
         return data
     return replace(data.map_splits(lambda split: split.with_targets(task.encode(split.y))), task=task)

@@ -180,15 +180,19 @@ def normalize(data: Federation, choice: str | None) -> Federation:
 def load_federation(
     data: str, spec: DataSpec, progress: Progress | None = None, differing: int | None = None
 ) -> Federation:
-    """Load, split, scale and check the clients of ``data``; ``differing`` as in :func:`load_source`."""
-    return prepare_clients(load_source(data, spec, progress, differing).fit_images(spec.image_size), spec)
+    """Load, split, scale and check the clients of ``data``, with targets as networks learn them.
+
+    ``differing``: as in :func:`load_source`.
+    """
+    source = load_source(data, spec, progress, differing).fit_images(spec.image_size)
+    return encode_targets(prepare_clients(source, spec))
 
 
 def prepare_clients(data: Federation, spec: DataSpec) -> Federation:
-    """Split, limit, scale and check the clients of ``data`` by ``spec``."""
+    """Split, limit, scale and check the clients of ``data`` by ``spec``, with targets as they are."""
     alone = spec.allow_single_class
     data = data.check(allow_single_class=alone or bool(spec.split))
-    return encode_targets(normalize(apply_splits(data, spec), spec.normalize).check(allow_single_class=alone))
+    return normalize(apply_splits(data, spec), spec.normalize).check(allow_single_class=alone)
 
 
 def apply_splits(data: Federation, spec: DataSpec) -> Federation:

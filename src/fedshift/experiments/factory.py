@@ -16,6 +16,7 @@ from ..core.method import Method
 from ..core.optimizer import SGD, AdamW, Cosine, Exponential, Optimizer, Schedule, StepDecay
 from ..core.work import Work
 from ..data.augmentation import Augmentation, parse_augmentation
+from ..data.federation import encode_targets
 from ..data.files.read_options import Progress
 from ..data.partition import match_names
 from ..data.sources import data_root, load_source, prepare_clients, write_assignment
@@ -239,11 +240,12 @@ def make_experiment(
     methods, log = make_methods(spec, given.methods), parse_loggers(spec.log)
     source = load_source(spec.data if given.data is None else given.data, spec, progress).fit_images(spec.image_size)
     data = prepare_clients(source, spec)
+    settings = make_settings(spec, data.names, given)
     return Experiment(
         methods=methods,
-        data=data,
+        data=encode_targets(data, settings.newcomers),
         model=given.model or resolve_model(spec.model, data.sample_shape),
-        settings=make_settings(spec, data.names, given),
+        settings=settings,
         seeds=list_seeds(spec) if given.seeds is None else given.seeds,
         config=asdict(spec),
         files={"split.csv": write_assignment(source, spec)} if spec.split else {},

@@ -75,7 +75,7 @@ def make_python_experiment(given: Mapping[str, Any]) -> Experiment:
 
 
 def load_python_data(data: Any, given: Mapping[str, Any]) -> Federation:
-    """Return the clients in ``data`` under the settings ``given``, split, scaled and checked."""
+    """Return the clients in ``data``, split, scaled and checked by the settings ``given``; targets stay as they are."""
     values = {name: simplify(name, value) for name, value in {**given, "data": data}.items()}
     data = values.pop("data")
     defaults = {setting.name: setting.default for setting in fields(DataSpec)}

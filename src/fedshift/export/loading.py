@@ -81,7 +81,7 @@ class ExportedModel:
         if self.task == "multilabel":
             rows = [
                 [name for name, score in zip(self.classes, row, strict=True) if score > 0]
-                for row in torch.atleast_2d(made).tolist()
+                for row in made.reshape(-1, len(self.classes)).tolist()
             ]
             return rows[0] if made.ndim == 1 else rows
         if self.task == "regression":

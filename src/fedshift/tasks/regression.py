@@ -88,7 +88,8 @@ class Regression(Task):
         if not self.scales:
             return outputs
         mean_T, std_T = torch.tensor(self.scales, dtype=torch.float64).T
-        return outputs.double() * std_T + mean_T
+        numbers: Tensor = outputs.double() * std_T + mean_T
+        return numbers
 
     @override
     def check_targets(self, y: Tensor, shape: tuple[int, ...], outputs: int, where: str) -> None:

@@ -22,7 +22,7 @@ from ...config.expressions import trust_only
 from ...config.spec import CompareSpec, DataSpec, RunSpec
 from ...core.kernel import ClientState, ServerState, init_client, personal_state, trained_state
 from ...core.plan import Plan
-from ...data.federation import Federation, count_labels
+from ...data.federation import Federation, count_labels, encode_targets
 from ...data.files.table_schema import Column
 from ...data.sources import SCALES, prepare_clients
 from ...diagnosis.quality import check_data
@@ -223,7 +223,7 @@ class Site:
     def _describe(self, asked: Exchange) -> Exchange:
         spec = self._make_spec(asked.facts["spec"])
         source = self._load_source(spec)
-        data = prepare_clients(source, spec)
+        data = encode_targets(prepare_clients(source, spec))
         try:
             for line in check_data(data, spec.on_data_error):
                 self.say(line)
@@ -337,7 +337,7 @@ class Site:
         classes = int(asked["classes"])
         columns = COLUMNS.validate_python(asked["columns"])
         source = relabel(self._load_source(spec, columns), classes, asked["class_names"])
-        data = prepare_clients(source, spec).to(torch.device(self.device))
+        data = encode_targets(prepare_clients(source, spec)).to(torch.device(self.device))
         client, seed = data.clients[0], int(asked["seed"])
         with trust_only(self.code):
             method, model = make_methods(spec)[int(asked["method"])], resolve_model(spec.model, data.sample_shape)
