@@ -1,6 +1,7 @@
 """Diagnosis of federations made with one known shift, or with none."""
 
 import json
+import math
 import shlex
 from dataclasses import replace
 from io import StringIO
@@ -66,6 +67,56 @@ def images(shift, key, clients=4):
             y = y ^ 1
         parts[f"c{place}"] = (x, y, x[:1], y[:1])
     return federation(parts, name="made", classes=10)
+
+
+def rows_of(task, random, own, moved):
+    """Samples of a task and their targets, the targets of one client ``moved``."""
+    if task == "segmentation":
+        shares = random.uniform(0.1, 0.5, own) + 0.3 * moved
+        y = np.zeros((own, 8, 8), np.uint8)
+        for mask, share in zip(y, shares, strict=True):
+            mask[: round(8 * share)] = 1
+        return (60 + 80 * y[:, None] + random.integers(0, 30, (own, 1, 8, 8))), y
+    if task == "multilabel":
+        y = (random.random((own, 3)) < (0.8 if moved else 0.4)).astype(float)
+        return 3 * y @ np.eye(3, 8) + random.normal(size=(own, 8)), y
+    y = random.normal(size=(own, 2)) + 0.8 * moved
+    return y @ np.eye(2, 8) + random.normal(size=(own, 8)), 1000 + 50 * y
+
+
+@pytest.mark.parametrize("task", ["segmentation", "multilabel", "regression"])
+@pytest.mark.parametrize("shift", [*KINDS[:3], "none"])
+def test_of_other_tasks_too_one_shift_is_named_and_no_other(task, shift):
+    random = np.random.default_rng(7)
+    parts = {}
+    for place in range(3):
+        own = 60 * 3**place if shift == "quantity skew" else 120
+        x, y = rows_of(task, random, own, moved=shift == "label skew" and place == 0)
+        if shift == "feature shift" and place == 0:
+            x = x // 2 + 80 if task == "segmentation" else 1.5 * x + 0.5
+        parts[f"c{place}"] = (x.astype(np.uint8 if task == "segmentation" else np.float32), y, x[:1], y[:1])
+    found = diagnose(federation(parts, task=task), permutations=99)
+    wanted = "target skew" if (shift, task) == ("label skew", "regression") else shift
+    assert found.named == (() if shift == "none" else (wanted,))
+    text = printed(found)
+    assert (
+        f"Concept shift does not apply: the test compares the classes of similar samples, and {task} has none." in text
+    )
+    assert wanted not in ("label skew", "target skew") or "c0" in text.partition("Interpretation")[2].splitlines()[1]
+    assert all(math.isfinite(value) for value in found.findings[0].evidence.clients)
+
+
+def test_of_many_clients_the_targets_of_some_are_tested():
+    random = np.random.default_rng(4)
+    parts = {}
+    for place in range(22):
+        x, y = rows_of("regression", random, 30, moved=place == 0)
+        parts[f"c{place}"] = (x, y, x[:1], y[:1])
+    found = diagnose(federation(parts, task="regression"), permutations=99)
+    clients = found["target skew"].evidence.clients
+    assert [name for name, value in zip(found.clients, clients, strict=True) if value is not None] == list(found.tested)
+    assert "Targets and features were tested on 20 of 22 clients" in found.notes[0]
+    assert "By client" in printed(found)
 
 
 @pytest.mark.parametrize("make", [vectors, images])

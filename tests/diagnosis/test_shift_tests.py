@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from scipy.spatial.distance import jensenshannon
-from scipy.stats import norm
+from scipy.stats import ks_2samp, norm
 from sklearn.metrics import mutual_info_score
 from torch.distributions import Normal, kl_divergence
 
@@ -25,6 +25,7 @@ from fedshift.diagnosis.shift_tests import (
     layer_shift,
     quantity_skew,
 )
+from fedshift.diagnosis.targets import target_skew
 from fedshift.experiments.factory import parse_methods
 from fedshift.models.digits import small_cnn
 from fedshift.models.mlp import abide_mlp
@@ -62,6 +63,35 @@ def test_label_divergence_of_two_equal_clients_is_jensen_and_shannons():
     shares = counts / 60
     expected = jensenshannon(*shares, base=2) ** 2
     assert label_skew(counts, rng(), 99).statistic == pytest.approx(expected)
+
+
+def test_the_distance_of_numbers_is_kolmogorov_and_smirnovs():
+    random = rng(5)
+    y, client = random.integers(0, 12, (90, 2)).astype(float), np.repeat([0, 1, 2], [20, 30, 40])
+    y[client == 2, 1] += 3
+    found = target_skew("regression", y, client, 3, rng(), 99)
+    expected = [
+        max(ks_2samp(y[client == c, k], y[client != c, k]).statistic for k in range(2)) for c in range(3)
+    ]  # fmt: skip
+    assert found.clients == pytest.approx(expected)
+    assert found.statistic == pytest.approx(max(expected))
+    assert found.p == 0.01
+
+
+def test_labels_and_pixels_are_compared_in_bits():
+    client = np.repeat([0, 1], 30)
+    labels = np.stack([np.tile([0.0, 1], 30), (np.arange(60) % 10 < 3 + 5 * client)], axis=1)
+    found = target_skew("multilabel", labels, client, 2, rng(), 99)
+    assert found.statistic == pytest.approx(mutual_info_score(client, labels[:, 1]) / np.log(2))
+    pixels = np.array([[9, 1, 0]] * 30 + [[2, 4, 4]] * 30, float)
+    expected = jensenshannon([0.9, 0.1, 0], [0.2, 0.4, 0.4], base=2) ** 2
+    assert target_skew("segmentation", pixels, client, 2, rng(), 99).statistic == pytest.approx(expected)
+
+
+def test_p_values_of_numbers_of_random_parts_are_about_uniform():
+    client = np.repeat([0, 1, 2], 20)
+    p = [target_skew("regression", rng(key).normal(size=(60, 1)), client, 3, rng(key), 49).p for key in range(100)]
+    assert 8 <= sum(value <= 0.2 for value in p) <= 34
 
 
 def test_one_label_alone_cannot_be_skewed():

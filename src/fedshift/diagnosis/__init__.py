@@ -1,14 +1,15 @@
 """Diagnosis of a federation: its shifts, their strength, p-values, and the methods that the evidence favors.
 
 Four tests, each valid in the presence of the other shifts: labels over clients, sizes, features within a class, and
-labels of similar inputs. P-values are corrected for their number (Holm 1979), so that without any shift one is named in
-at most 5 of 100 federations. The only training is that of one small network on the pooled samples.
+labels of similar inputs; other tasks have other targets (``targets``), and not the last test. P-values are corrected
+for their number (Holm 1979), so that without any shift one is named in at most 5 of 100 federations. The only training
+is that of one small network on the pooled samples.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch
 
 from ..data.federation import ClientData, Federation
 from ..data.files.read_options import Progress
-from ..tasks import Classification
+from ..tasks import find_kind
 from ..utils.errors import UsageError, unknown_name
 from ..utils.random_streams import stream
 from .advice import Advice, advise
@@ -24,9 +25,17 @@ from .concept_shift import concept_shift, predict_by_neighbors
 from .feature_shift import feature_shift
 from .inputs import appearance_features, classifier_features, gather_samples, principal_components, to_vectors, warm_up
 from .shift_tests import LEVEL, SIZES, Evidence, Ints, ShiftFinding, assess, label_skew, layer_shift, quantity_skew
+from .targets import group_targets, read_targets, remove_targets, target_skew
 
 MOST_CLIENTS, MOST_SAMPLES = 20, 6_000
 """Most clients, and samples of all clients, on which features and concepts are tested; of more, a random part is."""
+
+GROUPED = {
+    "multilabel": "group of like labels",
+    "segmentation": "group of like masks",
+    "regression": "tenth of the targets",
+}
+"""Groups of samples within which features are compared, by task."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +53,8 @@ class Diagnosis:
     ``sizes``: training samples of each client. ``tested``: clients on which features and concepts were tested, in the
     order of ``pairs`` (AUC of one against another, None on the diagonal) and of their evidence.
     ``single_class``: whether some client has only one class; ``validation``: whether there are validation data;
-    ``notes``: remarks on how to read the numbers.
+    ``notes``: remarks on how to read the numbers. ``task``: the task of fedshift's that the federation's is or derives
+    from.
     """
 
     federation: str
@@ -58,6 +68,7 @@ class Diagnosis:
     single_class: bool
     validation: bool
     notes: tuple[str, ...] = ()
+    task: str = "classification"
 
     def __getitem__(self, kind: str) -> ShiftFinding:
         """Return the finding on one kind of shift."""
@@ -82,7 +93,7 @@ def diagnose(
     limit: int = 1000,
     progress: Progress | None = None,
 ) -> Diagnosis:
-    """Diagnose the training data of ``data``.
+    """Diagnose the training data of ``data``, of any task.
 
     ``features``: inputs of the tests, principal components of pixels (or columns), or of the channel statistics of a
     small network trained briefly on all clients. ``limit``: samples drawn from each client for the tests of features
@@ -98,18 +109,32 @@ def diagnose(
             progress(f"testing {what}", next(steps), 6)
 
     now("labels")
-    counts = [np.bincount(client.train.y.numpy(), minlength=data.classes) for client in data.clients]
-    evidence: dict[Any, Evidence] = {"label skew": label_skew(counts, stream(seed, "diagnose/labels"), permutations)}
+    kind = find_kind(data.task)
+    kind = kind if kind in ("classification", "multilabel", "segmentation") else "regression"
+    members, rows = _draw_samples(data, seed, limit)
+    x = gather_samples([member.train for member in members], rows)
+    targets = torch.cat([member.train.y[torch.from_numpy(own)] for member, own in zip(members, rows, strict=True)])
+    client = np.repeat(np.arange(len(rows)), [len(own) for own in rows])
+    evidence: dict[Any, Evidence] = {}
+    single_class, numbers = False, np.empty(0)
+    if kind == "classification":
+        y = targets.numpy()
+        counts = [np.bincount(client.train.y.numpy(), minlength=data.classes) for client in data.clients]
+        evidence["label skew"] = label_skew(counts, stream(seed, "diagnose/labels"), permutations)
+        single_class = data.classes > 1 and any((each > 0).sum() == 1 for each in counts)
+    else:
+        numbers = read_targets(kind, targets, data.classes)
+        y = group_targets(kind, numbers)
+        skew = target_skew(kind, numbers, client, len(rows), stream(seed, "diagnose/labels"), permutations)
+        known = dict(zip((member.name for member in members), skew.clients, strict=True))
+        name = "target skew" if kind == "regression" else "label skew"
+        evidence[name] = replace(skew, clients=tuple(map(known.get, data.names)))
     now("sizes")
     sizes = tuple(len(client.train) for client in data.clients)
     sized = quantity_skew(sizes, stream(seed, "diagnose/sizes"), permutations)
 
     now("layers")
-    members, rows = _draw_samples(data, seed, limit)
-    x = gather_samples([member.train for member in members], rows)
-    y = np.concatenate([member.train.y.numpy()[own] for member, own in zip(members, rows, strict=True)])
-    client = np.repeat(np.arange(len(rows)), [len(own) for own in rows])
-    moments = warm_up(x, torch.from_numpy(y), data.classes, seed)
+    moments = warm_up(x, torch.from_numpy(y), data.classes if kind == "classification" else int(y.max()) + 1, seed)
     if features == "network":
         inputs = principal_components(
             np.concatenate([part for each in moments for part in (each.mean, each.square)], axis=1), seed
@@ -120,17 +145,27 @@ def diagnose(
         seen = classifier_features(inputs, appearance_features(x))
 
     now("features")
-    within = feature_shift(seen, y, client, len(rows), stream(seed, "diagnose/features"), permutations)
-    strata = predict_by_neighbors(inputs, y)
-    marginal = feature_shift(seen, strata, client, len(rows), stream(seed, "diagnose/marginal"), permutations)
+    if kind != "classification":
+        seen = remove_targets(kind, seen, numbers, y)
+    two_sample = feature_shift(
+        seen, y, client, len(rows), stream(seed, "diagnose/features"), permutations, GROUPED[kind]
+    )
     now("concepts")
-    concept = concept_shift(
-        inputs, y, strata, client, marginal.evidence.clients or (None,) * len(rows),
-        align=within.evidence.p is not None and within.evidence.p <= LEVEL,
-        rng=stream(seed, "diagnose/concepts"), permutations=permutations,
-    )  # fmt: skip
-    disagree = concept.p is not None and concept.p <= LEVEL and (concept.statistic or 0) >= SIZES["concept shift"][0]
-    two_sample, trusted = (marginal, strata) if disagree else (within, y)
+    trusted, disagree = y, False
+    concept = Evidence(untestable_because=f"the test compares the classes of similar samples, and {kind} has none")
+    if kind == "classification":
+        strata = predict_by_neighbors(inputs, y)
+        marginal = feature_shift(seen, strata, client, len(rows), stream(seed, "diagnose/marginal"), permutations)
+        concept = concept_shift(
+            inputs, y, strata, client, marginal.evidence.clients or (None,) * len(rows),
+            align=two_sample.evidence.p is not None and two_sample.evidence.p <= LEVEL,
+            rng=stream(seed, "diagnose/concepts"), permutations=permutations,
+        )  # fmt: skip
+        disagree = (
+            concept.p is not None and concept.p <= LEVEL and (concept.statistic or 0) >= SIZES["concept shift"][0]
+        )
+        if disagree:
+            two_sample, trusted = marginal, strata
     evidence |= {"feature shift": two_sample.evidence, "quantity skew": sized, "concept shift": concept}
     findings = assess(evidence)
     now("layers by client")
@@ -154,17 +189,13 @@ def diagnose(
         layers=layers,
         advice=advise(findings, clients=len(sizes), images=images),
         validation=any(client.validation is not None for client in data.clients),
-        single_class=data.classes > 1 and any((each > 0).sum() == 1 for each in counts),
+        single_class=single_class,
         notes=tuple(_list_notes(data, x.flatten(1).numpy(), y, client, disagree)),
+        task=kind,
     )
 
 
 def _check(data: Federation, permutations: int, features: str, limit: int) -> None:
-    if not isinstance(data.task, Classification):
-        raise UsageError(
-            f"the diagnosis compares clients' classes, and samples given their class, which {data.task} does not have: "
-            "`fedshift data check` examines data of every task"
-        )
     data.check(allow_single_class=True)
     if len(data.clients) < 2:
         raise UsageError(
@@ -192,7 +223,8 @@ def _draw_samples(data: Federation, seed: int, limit: int) -> tuple[list[ClientD
 
 def _list_notes(data: Federation, x: np.ndarray, y: Ints, client: Ints, disagree: bool) -> Iterator[str]:
     if len(data.clients) > MOST_CLIENTS:
-        yield f"Features and concepts were tested on {MOST_CLIENTS} of {len(data.clients)} clients, drawn at random."
+        what = "Features and concepts" if find_kind(data.task) == "classification" else "Targets and features"
+        yield f"{what} were tested on {MOST_CLIENTS} of {len(data.clients)} clients, drawn at random."
     repeated = len(x) - len(np.unique(np.column_stack([x, y, client]), axis=0))
     if repeated > len(x) // 100:
         yield (

@@ -41,6 +41,12 @@ REASONS: Mapping[Kind, Mapping[str, str]] = {
         "client, for more rounds (FedMMB, table 4)",
         "fedadam": "a step size for each weight on the server (Reddi et al. 2021, arXiv:2003.00295)",
     },
+    "target skew": {
+        "scaffold": "control variates remove the drift toward a client's own targets from each step (Karimireddy et "
+        "al. 2020, arXiv:1910.06378)",
+        "fedprox": "holds long local work near the shared model (Li et al. 2020, arXiv:1812.06127)",
+        "fedadam": "a step size for each weight on the server (Reddi et al. 2021, arXiv:2003.00295)",
+    },
     "quantity skew": {
         "fednova": "clients with more data make more steps in an epoch, which would pull the average toward them twice "
         "(Wang et al. 2020, arXiv:2007.07481)",
@@ -77,7 +83,7 @@ def advise(findings: Sequence[ShiftFinding], *, clients: int, images: bool) -> A
     """Recommend methods for the named shifts, stronger ones first; ``images``: whether a network has convolutions."""
     order = ("negligible", "weak", "moderate", "strong")
     named = sorted((each for each in findings if each.named), key=lambda each: -order.index(each.strength))
-    skewed = any(each.kind == "label skew" and each.strength != "weak" for each in named)
+    skewed = any(each.kind in ("label skew", "target skew") and each.strength != "weak" for each in named)
     chosen: dict[str, str] = {}
     depth = max(2, -(-_MOST // max(1, len(named))))
     for each in named:
@@ -113,8 +119,8 @@ def _list_cautions(named: Sequence[ShiftFinding], skewed: bool, clients: int) ->
         yield "All shifts found are weak: FedAvg may do as well, and tuning may gain more."
     if skewed:
         yield (
-            "Beware of FedBN under label skew: a client's BatchNorm statistics then describe its classes as much as "
-            "its looks, each client's model suits its own classes only, and no model suits all."
+            "Beware of FedBN where labels or targets are skewed: a client's BatchNorm statistics then describe them as "
+            "much as its looks, each client's model suits its own only, and no model suits all."
         )
     if "quantity skew" in kinds:
         yield (

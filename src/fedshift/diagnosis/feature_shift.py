@@ -36,16 +36,26 @@ class TwoSample:
 
 
 def feature_shift(
-    x: Floats, strata: Ints, client: Ints, clients: int, rng: np.random.Generator, permutations: int
+    x: Floats,
+    strata: Ints,
+    client: Ints,
+    clients: int,
+    rng: np.random.Generator,
+    permutations: int,
+    stratum: str = "class",
 ) -> TwoSample:
     """Test whether samples ``x`` ``[N, D]`` of one stratum differ by client; ``strata``, ``client``: ``[N]`` from 0.
+
+    ``stratum``: name of a stratum in messages.
 
     The statistic is the largest AUC of a client against all others. The p-value is that of the mean lead, in held-out
     score, of a client's samples over the others', under permutations of clients within strata.
     """
     kept = _find_comparable(strata, client, clients)
     if not kept.any():
-        return TwoSample(evidence=Evidence(untestable_because=f"no class has {FEWEST} samples in each of two clients"))
+        return TwoSample(
+            evidence=Evidence(untestable_because=f"no {stratum} has {FEWEST} samples in each of two clients")
+        )
     x, strata, client = x[kept], strata[kept], client[kept]
     fold = _split_in_halves(strata * clients + client, rng)
     cells = group_rows(2 * strata + fold)

@@ -17,13 +17,20 @@ from .shift_tests import LEVEL, Evidence, ShiftFinding
 
 MEASURES = {
     "label skew": "Jensen-Shannon divergence, bits",
+    "target skew": "Kolmogorov-Smirnov distance of a client",
     "feature shift": "AUC of a client against the others",
     "quantity skew": "Gini of training samples",
     "concept shift": "labels of neighbors, own - others - looks",
 }
+LABELS = {
+    "multilabel": ("divergence of one label, bits", "labels, bits", "one of its labels tells"),
+    "segmentation": ("divergence of shares of pixels, bits", "classes, bits", "the classes of its pixels tell"),
+    "regression": (MEASURES["target skew"], "targets, KS", ""),
+}
+"""Measure of label skew, its column by client, and the beginning of its sentence, by task."""
 RATES = (0.003, 0.01, 0.03, 0.1, 0.3)
 """Learning rates in the suggested command."""
-PAIRS = "Pairs, AUC within a class"
+PAIRS = "Pairs, AUC"
 SHOWN = 10
 """Most clients for which pairs are printed as a matrix."""
 
@@ -75,6 +82,8 @@ def _describe_finding(finding: ShiftFinding, diagnosis: Diagnosis) -> str:
             f": where a classifier tells clients apart (AUC of {SEPARABLE} or more), a difference in labels cannot be "
             "told from one in appearance, so this is no evidence that concepts agree"
         )  # fmt: skip
+        if diagnosis.task != "classification" and finding.kind == "concept shift":
+            return f"Concept shift does not apply: {found.untestable_because}."
         return f"{kind} cannot be tested: {found.untestable_because}{hint}."
     chance = f"p {_format_p_bound(finding.corrected)}"
     if not finding.named:
@@ -86,9 +95,11 @@ def _describe_finding(finding: ShiftFinding, diagnosis: Diagnosis) -> str:
         )  # fmt: skip
     strongest = _name_strongest(finding, diagnosis)
     what = {
-        "label skew": f"a label tells {found.statistic:.2f} bits about the client (by chance {found.chance:.3f}), "
-        f"{strongest} differs most",
-        "feature shift": f"within a class, a sample of {strongest} is told from one of another client in "
+        "label skew": f"{LABELS.get(diagnosis.task, ('', '', 'a label tells'))[2]} {found.statistic:.2f} bits about "
+        f"the client (by chance {found.chance:.3f}), {strongest} differs most",
+        "target skew": f"the targets of {strongest} differ most: the shares of targets up to some number differ by "
+        f"{100 * found.statistic:.0f} points from those of the others (by chance {100 * (found.chance or 0):.0f})",
+        "feature shift": f"{_name_group(diagnosis)}, a sample of {strongest} is told from one of another client in "
         f"{100 * found.statistic:.0f} of 100 cases (by chance 50)",
         "quantity skew": f"Gini {found.statistic:.2f}, from {min(diagnosis.sizes):,} to {max(diagnosis.sizes):,} "
         "training samples",
@@ -102,6 +113,10 @@ def _name_strongest(finding: ShiftFinding, diagnosis: Diagnosis) -> str:
     names = diagnosis.tested if finding.kind in ("feature shift", "concept shift") else diagnosis.clients
     values = zip(names, finding.evidence.clients, strict=True)
     return max(((value, name) for name, value in values if value is not None), key=lambda pair: pair[0])[1]
+
+
+def _name_group(diagnosis: Diagnosis) -> str:
+    return "within a class" if diagnosis.task == "classification" else "among samples with like targets"
 
 
 def _name_closest(diagnosis: Diagnosis) -> Iterator[str]:
@@ -135,20 +150,20 @@ def tabulate_diagnosis(diagnosis: Diagnosis) -> dict[str, TextTable]:
     tests = [
         (
             finding.kind,
-            MEASURES[finding.kind],
+            LABELS.get(diagnosis.task, (MEASURES[finding.kind],))[0] if number == 0 else MEASURES[finding.kind],
             *_format_evidence(finding.evidence),
             _format_p(finding.corrected),
             _format_verdict(finding),
         )
-        for finding in diagnosis.findings
+        for number, finding in enumerate(diagnosis.findings)
     ]
     tables = {f"{diagnosis.federation}: shifts among {len(diagnosis.clients)} clients": make_table(header, tests)}
-    bits = diagnosis["label skew"].evidence.clients or (None,) * len(diagnosis.clients)
+    bits = diagnosis.findings[0].evidence.clients or (None,) * len(diagnosis.clients)
     labels, sizes = (dict(zip(diagnosis.clients, values, strict=True)) for values in (bits, diagnosis.sizes))
     unknown = (None,) * len(diagnosis.tested)
     features, concepts = (diagnosis[kind].evidence.clients or unknown for kind in ("feature shift", "concept shift"))
     tables["By client"] = make_table(
-        ("client", "samples", "labels, bits", "features, AUC", "concept, gap"),
+        ("client", "samples", LABELS.get(diagnosis.task, ("", "labels, bits"))[1], "features, AUC", "concept, gap"),
         [
             (name, f"{sizes[name]:,}", *map(_format_number, (labels[name], auc, gap)))
             for name, auc, gap in zip(diagnosis.tested, features, concepts, strict=True)
@@ -157,7 +172,7 @@ def tabulate_diagnosis(diagnosis: Diagnosis) -> dict[str, TextTable]:
     if 2 < len(diagnosis.tested) <= SHOWN and diagnosis.pairs:
         pairs = zip(diagnosis.tested, diagnosis.pairs, strict=True)
         rows = [(name, *(_format_number(auc, 2) for auc in row)) for name, row in pairs]
-        tables[PAIRS] = make_table(("client", *diagnosis.tested), rows)
+        tables[f"{PAIRS} {_name_group(diagnosis)}"] = make_table(("client", *diagnosis.tested), rows)
     layers = [(layer.name, *_format_evidence(layer.evidence)) for layer in diagnosis.layers]
     tables["Divergence of BatchNorm's inputs, nats"] = make_table(("layer", "value", "by chance", "p"), layers)
     return tables
@@ -167,7 +182,7 @@ def _render_table(title: str, data: TextTable) -> Table:
     table = Table(title=Text(title), box=None, title_justify="left", title_style="bold", padding=(0, 2, 0, 0))
     for name in data.header:
         words = name in ("shift", "measured as", "verdict", "client", "layer")
-        no_wrap = not (words or title == PAIRS)
+        no_wrap = not (words or title.startswith(PAIRS))
         table.add_column(Text(name), justify="left" if words else "right", no_wrap=no_wrap)
     for row in data.rows:
         table.add_row(*(Text(cell.text, style="bold" if cell.best else "") for cell in row))

@@ -22,7 +22,7 @@ from ..analysis.statistics import holm_correction
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-Kind = Literal["label skew", "feature shift", "quantity skew", "concept shift"]
+Kind = Literal["label skew", "target skew", "feature shift", "quantity skew", "concept shift"]
 Strength = Literal["negligible", "weak", "moderate", "strong"]
 
 LEVEL = 0.05
@@ -30,14 +30,16 @@ LEVEL = 0.05
 
 SIZES: Mapping[Kind, tuple[float, float, float]] = {
     "label skew": (0.01, 0.1, 0.3),
+    "target skew": (0.08, 0.2, 0.31),
     "feature shift": (0.55, 0.64, 0.71),
     "quantity skew": (0.1, 0.25, 0.5),
     "concept shift": (0.05, 0.15, 0.3),
 }
 """Thresholds of a weak, moderate and strong effect; a smaller one is never named, however many samples prove it.
 
-Bits above chance for labels (ten classes divided by a Dirichlet of 5 and of 1 give about 0.1 and 0.35); AUC for
-features, at Cohen's (1988) small, medium and large d of 0.2, 0.5 and 0.8; Gini; probability for concepts.
+Bits above chance for labels (ten classes divided by a Dirichlet of 5 and of 1 give about 0.1 and 0.35); distance of
+distribution functions above chance for numbers, and AUC for features, both at Cohen's (1988) small, medium and large d
+of 0.2, 0.5 and 0.8; Gini; probability for concepts.
 """
 
 
@@ -90,7 +92,7 @@ def assess(evidence: Mapping[Kind, Evidence]) -> tuple[ShiftFinding, ...]:
 def classify_strength(kind: Kind, evidence: Evidence) -> Strength:
     """Name the size of the effect; see :data:`SIZES`."""
     effect = evidence.statistic or 0.0
-    if kind == "label skew":
+    if kind in ("label skew", "target skew"):
         effect -= evidence.chance or 0.0
     words: tuple[Strength, ...] = ("negligible", "weak", "moderate", "strong")
     return words[sum(effect >= bound for bound in SIZES[kind])]
@@ -115,11 +117,13 @@ def label_skew(counts: ArrayLike, rng: np.random.Generator, permutations: int) -
     sizes_C = table_CK.sum(axis=1)
     weights_C = sizes_C / sizes_C.sum()
     tables_PCK = stats.random_table(sizes_C, table_CK.sum(axis=0), seed=rng).rvs(permutations)
-    own_C = _divergence(table_CK[None])[0]
-    return Evidence.from_permutations(float(own_C @ weights_C), _divergence(tables_PCK) @ weights_C, own_C.tolist())
+    own_C = compute_divergence(table_CK[None])[0]
+    return Evidence.from_permutations(
+        float(own_C @ weights_C), compute_divergence(tables_PCK) @ weights_C, own_C.tolist()
+    )
 
 
-def _divergence(tables_PCK: NDArray[np.number]) -> Floats:
+def compute_divergence(tables_PCK: NDArray[np.number]) -> Floats:
     """Return the Kullback-Leibler divergence of each client's shares from the pooled shares, in bits, ``[P, C]``."""
     shares = tables_PCK / tables_PCK.sum(axis=2, keepdims=True)
     pooled = tables_PCK.sum(axis=1, keepdims=True) / tables_PCK.sum(axis=(1, 2), keepdims=True)

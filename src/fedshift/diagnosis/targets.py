@@ -1,0 +1,127 @@
+"""Targets of every task in a diagnosis: how they differ by client, and groups of samples whose targets are alike.
+
+Classes are counted, which ``label_skew`` tests. Of other tasks the samples are permuted over clients, and measured is
+
+* of several labels the divergence of each label's share of samples, in bits, for the label that differs most;
+* of masks the divergence of the classes' shares of pixels, in bits; images are permuted, since pixels of one image are
+  no independent samples;
+* of numbers the distance of Kolmogorov and Smirnov between a client's targets and the others', the largest.
+
+Features are compared within groups of like targets: a combination of labels (where most occur often), a tenth of the
+numbers, or a tenth of the images by the shares of their classes (of several by their first principal component).
+Targets vary within a group too, so the part of the inputs that is linear in them, of up to three also in their
+products, is taken out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from torch import Tensor
+
+from .shift_tests import Evidence, Floats, Ints, compute_divergence, group_rows
+
+GROUPS, FEWEST = 10, 40
+"""Most groups of like numbers, and samples that each has on average."""
+MULTIPLIED = 3
+"""Most numbers whose products are taken out of features."""
+
+
+def target_skew(
+    kind: str, y: Floats, client: Ints, clients: int, rng: np.random.Generator, permutations: int
+) -> Evidence:
+    """Test whether targets ``y`` of :func:`read_targets` differ by client (``client`` ``[N]``)."""
+    weights_C = np.bincount(client, minlength=clients) / len(client)
+    measure = _distance(y, clients) if kind == "regression" else _bits(kind, y, clients)
+
+    def statistic(each_XC: Floats) -> float:
+        return float(each_XC.max() if kind == "regression" else (each_XC @ weights_C).max())
+
+    own_XC = measure(client)
+    null_P = np.array([statistic(measure(rng.permutation(client))) for _ in range(permutations)])
+    return Evidence.from_permutations(statistic(own_XC), null_P, own_XC.max(axis=0).tolist())
+
+
+def read_targets(kind: str, y: Tensor, classes: int) -> Floats:
+    """Return what is tested of targets: labels or numbers ``[N, outputs]``, of masks the pixels of each class."""
+    if kind != "segmentation":
+        return y.reshape(len(y), -1).double().numpy()
+    masks_NP = y.flatten(1).numpy().astype(np.int64)
+    return np.stack([np.bincount(mask, minlength=256)[:classes] for mask in masks_NP]).astype(float)
+
+
+def group_targets(kind: str, y: Floats) -> Ints:
+    """Return the group of each sample by its targets, int64 ``[N]`` from 0."""
+    if kind == "multilabel":
+        same, sizes = np.unique(y, axis=0, return_inverse=True, return_counts=True)[1:]
+        if sizes[sizes >= FEWEST].sum() >= len(y) / 2:
+            return same.reshape(-1)
+    score = _order(_scale(kind, y))
+    groups = min(GROUPS, max(1, len(y) // FEWEST))
+    edges = np.unique(np.quantile(score, np.arange(1, groups) / groups))
+    return np.unique(np.searchsorted(edges, score, side="right"), return_inverse=True)[1].reshape(-1)
+
+
+def remove_targets(kind: str, features: Floats, y: Floats, groups: Ints) -> Floats:
+    """Return ``features`` ``[N, D]`` without what the numbers ``y`` explain within each group."""
+    scaled, rest = _scale(kind, y), features.copy()
+    if scaled.shape[1] <= MULTIPLIED:
+        first, second = np.triu_indices(scaled.shape[1])
+        scaled = np.concatenate([scaled, scaled[:, first] * scaled[:, second]], axis=1)
+    for rows in group_rows(groups):
+        known = scaled[rows] - scaled[rows].mean(axis=0)
+        rest[rows] -= known @ np.linalg.lstsq(known, features[rows] - features[rows].mean(axis=0), rcond=1e-9)[0]
+    return rest
+
+
+def _distance(y_NT: Floats, clients: int) -> Callable[[Ints], Floats]:
+    """Return the distance of each client's distribution function from that of the others, ``[T, clients]``."""
+    order_TN = y_NT.T.argsort(axis=1, kind="stable")
+    sorted_TN = np.take_along_axis(y_NT.T, order_TN, axis=1)
+    last_TN = np.concatenate([sorted_TN[:, 1:] > sorted_TN[:, :-1], np.ones((len(sorted_TN), 1), bool)], axis=1)
+    places = [np.flatnonzero(last) for last in last_TN]
+
+    def measure(client: Ints) -> Floats:
+        size_C = np.bincount(client, minlength=clients)
+        rest_C = len(client) - size_C
+        found = []
+        for order, place in zip(order_TN, places, strict=True):
+            below_NC = np.equal(client[order][:, None], np.arange(clients)).cumsum(axis=0)[place]
+            others_NC = place[:, None] + 1 - below_NC
+            found.append(np.abs(below_NC / np.maximum(size_C, 1) - others_NC / np.maximum(rest_C, 1)).max(axis=0))
+        return np.stack(found)
+
+    return measure
+
+
+def _bits(kind: str, y: Floats, clients: int) -> Callable[[Ints], Floats]:
+    """Return the divergence of each client's shares from the pooled ones: of each label, or of the classes."""
+
+    def measure(client: Ints) -> Floats:
+        member_CN = np.equal(client, np.arange(clients)[:, None]).astype(float)
+        found_CK = member_CN @ y
+        if kind == "segmentation":
+            return compute_divergence(found_CK[None])
+        return compute_divergence(
+            np.stack([found_CK, member_CN.sum(axis=1)[:, None] - found_CK], axis=-1).swapaxes(0, 1)
+        )
+
+    return measure
+
+
+def _scale(kind: str, y: Floats) -> Floats:
+    """Return numbers with unit variance, of masks the classes' shares of pixels."""
+    if kind == "segmentation":
+        scaled: Floats = y / np.maximum(y.sum(axis=1, keepdims=True), 1)
+    else:
+        deviation = y.std(axis=0)
+        scaled = (y - y.mean(axis=0)) / np.where(deviation > 0, deviation, 1)
+    return scaled
+
+
+def _order(scaled: Floats) -> Floats:
+    """Return the first principal component of each row, ``[N]``."""
+    centered = scaled - scaled.mean(axis=0)
+    score: Floats = centered @ np.linalg.eigh(centered.T @ centered)[1][:, -1]
+    return score
