@@ -1,6 +1,6 @@
 """Studies whose tables can be worked out by hand, and their pages, which are drawn once."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pandas as pd
@@ -27,6 +27,25 @@ def evaluation(method, seed, number, client, split, model, hits, support, auc=No
         "moment": "loaded", "samples": samples, "loss_sum": float(samples - hits), "hits": [first, hits - first],
         "support": list(support), "auc": auc,
     }  # fmt: skip
+
+
+def in_errors(summary):
+    """Return ``summary`` as one of a task of numbers, whose RMSE is a tenth of the hits."""
+    rows = summary.rows.to_dict("records")
+    for row in rows:
+        if row["hits"] is not None:
+            error, count = sum(row["hits"]) / 10, row["samples"]
+            row |= {
+                "squared": [error**2 * count],
+                "absolute": [error * count],
+                "total": [0.0],
+                "square": [count * 400.0],
+            }
+            row |= {"hits": None, "support": None}
+    metrics = ("rmse", "mae", "r2", "loss")
+    return replace(
+        summary, rows=rows_to_frame(rows), task="regression", metric="rmse", metrics=metrics, classes=1, majority={}
+    )
 
 
 def training(method, seed, number, client, loss):

@@ -9,6 +9,7 @@ from fedshift.report import figures, make_figures, save_figures
 from fedshift.report.figures import make_panels, to_svg
 from fedshift.report.style import make_styles
 from fedshift.report.tables import ONE_BY_ONE
+from tests.report.conftest import in_errors
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +49,14 @@ def test_descriptions_hold_the_numbers(study):
     assert "fedavg 67.00 after round 2; fedbn 73.00" in texts["accuracy-macro"]
     assert "fedbn +6.00" in texts["difference"]
     assert "fedavg 67.00 at 3 kB" in texts["traffic"]
+
+
+def test_errors_are_drawn_as_they_are_on_an_axis_that_fits(study):
+    panels = {panel.name: panel for panel in make_panels(in_errors(study))}
+    assert "fedavg 14.90 after round 2" in panels["accuracy-macro"].description
+    assert panels["accuracy-macro"].figure.axes[0].get_ylabel() == "test RMSE (units of the target)"
+    assert panels["accuracy-bars"].figure.axes[0].get_xlim()[1] < 40
+    assert panels["training-loss"].figure.axes[0].get_ylabel() == "training loss"
 
 
 def test_no_two_methods_look_alike(make_study):

@@ -1,5 +1,6 @@
 """The page as text: whole, self-contained, escaped, and the same bytes for the same study."""
 
+import html
 import re
 from html.parser import HTMLParser
 
@@ -11,6 +12,7 @@ from fedshift.report.formatting import MINUS
 from fedshift.report.html import embed_svg, encode_strip
 from fedshift.report.page import render_page
 from fedshift.results.schema import PICTURED
+from tests.report.conftest import in_errors
 
 VOID = {"meta", "link", "img", "wbr", "br", "path", "use", "rect"}
 
@@ -75,6 +77,17 @@ def test_numbers_and_best_in_bold(study, undrawn):
     assert "1 shared (432 B), 2 kept local (24 B)" in text
     assert "Accuracy, global model" in text
     assert "AUC" not in text
+
+
+def test_errors_are_in_the_unit_of_the_target_and_the_lowest_leads(study, undrawn):
+    page = re.sub(r"(?s)<(style|script)\b.*?</\1>", "", render_page(in_errors(study)))
+    text = html.unescape(re.sub(r"<[^>]+>", "", page))
+    assert "Lowest macro RMSE: fedavg with 14.900 (0.400) units of the target" in text
+    assert "Macro RMSE of one method minus another's in units of the target" in text
+    assert "1 target\n" in text
+    assert "mean loss, squared, in units of the targets' spread" in text
+    for wrong in ("percent", " classes", "nats", "points", "with test samples"):
+        assert wrong not in text
 
 
 def test_methods_over_unequal_clients_are_compared_over_those_that_they_share(make_study, undrawn):

@@ -7,6 +7,7 @@ from rich.console import Console
 
 from fedshift.report.curves import CurvePoint
 from fedshift.report.sweep_report import SweepResults, make_heat_maps, publish_sweep
+from tests.report.conftest import in_errors
 
 # Macro accuracy in percent of fedavg and fedbn, on test data and on validation data, for each pair of settings.
 TESTED = {(1, 10): (50, 60), (1, 0): (55, 40), (2, 10): (90, 65), (2, 0): (42, 45)}
@@ -38,6 +39,15 @@ def test_a_heat_map_has_every_pair_and_marks_the_best_by_validation_never_by_tes
     assert maps["fedavg"].header == ("epochs \\ batch_size", "10", "full")
     assert cells["fedavg"] == [["1", "50.00", "♦ 55.00"], ["2", "90.00", "42.00"]]
     assert cells["fedbn"] == [["1", "60.00", "40.00"], ["2", "♦ 65.00", "45.00"]]
+
+
+def test_of_errors_the_lowest_on_validation_data_is_chosen(pairs, tmp_path, undrawn):
+    sweep = pairs()
+    points = tuple(CurvePoint(point.keys, in_errors(point.summary)) for point in sweep.points)
+    cells = [cell.text for row in make_heat_maps(replace(sweep, points=points))["fedavg"].rows for cell in row]
+    assert cells == ["1", "10.000", "11.000", "2", "18.000", "♦ 8.400"]
+    publish_sweep(replace(sweep, points=points), tmp_path, Console(quiet=True), {})
+    assert "validation data are best, in units of the target" in (tmp_path / "sweep.html").read_text()
 
 
 def test_all_methods_share_the_scale_of_shades(pairs):

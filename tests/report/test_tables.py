@@ -19,6 +19,7 @@ from fedshift.report.tables import (
     traffic_table,
 )
 from fedshift.utils.errors import UsageError
+from tests.report.conftest import in_errors
 
 
 def percent(table, row, method):
@@ -167,6 +168,14 @@ def test_last_round_is_each_run_s_own(make_study):
 
 
 BEST = {"a": [10, 20, 20], "b": [30, 60, 60]}  # rounds 2 and 3 tie
+
+
+def test_of_errors_the_round_of_the_lowest_is_the_best(make_study):
+    study = in_errors(make_study(select="best"))
+    assert set(find_reported_rounds(study)) == {1}  # a half of the last round's
+    table = accuracy_table(study)
+    assert table.loc["macro", ("fedavg", "mean")] == pytest.approx((5.2 / 2 + 24.6 / 2) / 2)
+    assert difference_table(study)["test_low"].isna().all()  # no form of the draw of test samples is known
 
 
 def test_best_is_the_earliest_round_of_the_best_validation_accuracy(make_study):

@@ -166,7 +166,7 @@ def _macro_variance(sampling_CS: np.ndarray, both_CS: np.ndarray, owners: list[s
     Clients with one test set vary together. Seeds share the test samples, so their number does not reduce the variance.
     """
     count_S = both_CS.sum(axis=0)
-    if not count_S.any():
+    if not count_S.any() or np.isnan(sampling_CS[both_CS]).any():
         return math.nan
     stds = pd.DataFrame(np.sqrt(np.where(both_CS, sampling_CS, 0)))
     squares = stds.groupby(owners).sum().pow(2).sum().to_numpy()

@@ -96,7 +96,7 @@ def _draw_by_round(points: Sequence[CurvePoint], metric: str, panel: str | None,
     lines = list(_make_lines(points))
     with figure_settings():
         spread = "mean, band: lowest to highest"
-        panels = _Panels(lines, panel, "round", _axis_label(metric, split), spread, apart=apart)
+        panels = _Panels(lines, panel, "round", _axis_label(metric, split, points), spread, apart=apart)
         means: list[float] = []
         for axes, style, line in panels.lines:
             rows = _history(line.summary, metric, split)
@@ -123,7 +123,7 @@ def _draw_by_setting(points: Sequence[CurvePoint], key: str, metric: str, panel:
     ticks, continuous = _place_ticks(key, _values(lines, key))
     final = {id(point.summary): final_metric(point.summary, metric) for point in points}
     with figure_settings():
-        label = _axis_label(metric, "test")
+        label = _axis_label(metric, "test", points)
         panels = _Panels(lines, panel, key.replace("_", " "), label, "mean, line: ± std", x_key=key, apart=apart)
         curves: dict[tuple[Axes, int], list[tuple[float, float, float]]] = {}
         for axes, style, line in panels.lines:
@@ -194,9 +194,10 @@ def _metric_scale(metric: str) -> float:
     return 1.0 if metric == TRAIN_LOSS else metric_unit(metric)[0]
 
 
-def _axis_label(metric: str, split: str) -> str:
+def _axis_label(metric: str, split: str, points: Sequence[CurvePoint]) -> str:
     if metric == TRAIN_LOSS:
-        return "training loss (nats)"
+        unknown = any(point.summary.loss_unit != "nats" for point in points)
+        return "training loss" if unknown else "training loss (nats)"
     if metric not in METRICS:
         raise unknown_name("metric", metric, (*METRICS, TRAIN_LOSS))
     return f"macro {split} {METRICS[metric]} ({UNITS.get(metric, '%')})"

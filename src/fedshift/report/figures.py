@@ -107,15 +107,16 @@ def _make_panels(summary: RunSummary, curves_only: bool) -> Iterator[FigurePanel
     trained = metric_history(summary, "loss", model=None, split="train", moment="trained")
     many, mark = len(summary.clients) > ONE_BY_ONE, "PARTIAL: " if describe_partial(summary) else ""
     clients = [] if many else list(summary.clients)[:PICTURED]
-    label = f"test {summary.metric_name} ({UNITS.get(summary.metric, '%')})"
+    label = f"test {summary.metric_label}"
     if len(tested):
-        yield _draw_curves(summary, "accuracy-macro", "Mean over clients (macro)", _macro(tested), label, 100)
+        yield _draw_curves(summary, "accuracy-macro", "Mean over clients (macro)", _macro(tested), label, summary.scale)
         yield from () if curves_only else _draw_differences(summary)
     if len(trained):
-        yield _draw_curves(summary, "training-loss", "Training loss (macro)", _macro(trained), "cross-entropy (nats)")
+        trained_on = "cross-entropy (nats)" if summary.loss_unit == "nats" else "training loss"
+        yield _draw_curves(summary, "training-loss", "Training loss (macro)", _macro(trained), trained_on)
     if any(method.pooled for method in summary.methods.values()) and len(tested):
         loss = _macro(metric_history(summary, "loss"))
-        yield _draw_curves(summary, "test-loss", "Test loss (macro)", loss, "test loss (nats)")
+        yield _draw_curves(summary, "test-loss", "Test loss (macro)", loss, f"test loss ({summary.loss_unit})")
     if len(tested) and len(summary.traffic) and not curves_only:
         yield _draw_traffic(summary, _macro(tested), mark)
     for number, client in enumerate(clients, start=1):
@@ -123,7 +124,7 @@ def _make_panels(summary: RunSummary, curves_only: bool) -> Iterator[FigurePanel
         if len(rows):
             slug = re.sub(r"[^a-z0-9]+", "-", client.lower()).strip("-")[:40]
             name = f"accuracy-client-{number:02d}-{slug}".rstrip("-")
-            yield _draw_curves(summary, name, client, rows, label, 100)
+            yield _draw_curves(summary, name, client, rows, label, summary.scale)
     if len(tested) and many:
         low = tested.groupby(["method", "seed", "round"])["value"].quantile(LOW).reset_index()
         yield _draw_curves(summary, "accuracy-low", f"{100 * LOW:g} % quantile over clients", low, label, summary.scale)
@@ -213,7 +214,7 @@ def _draw_traffic(summary: RunSummary, macro: pd.DataFrame, mark: str) -> Figure
     figure, axes = make_panel(
         f"{mark}{summary.metric_name[0].upper()}{summary.metric_name[1:]} against traffic",
         "bytes exchanged, all clients",
-        f"macro test {summary.metric_name} ({UNITS.get(summary.metric, '%')})",
+        f"macro test {summary.metric_label}",
     )
     traffic = summary.traffic.sort_values("round")
     moved = (traffic["down"] + traffic["up"]).groupby([traffic["method"], traffic["seed"]]).cumsum()
@@ -259,9 +260,7 @@ def _draw_bars(summary: RunSummary, names: list[str], mark: str) -> FigurePanel:
     thick = 0.8 / len(styles)
     height = max(1.8, len(names) * (0.3 + 0.06 * len(styles)))
     points: list[tuple[float, float, str]] = []
-    figure, axes = make_panel(
-        f"{mark}At the reported round", f"test {summary.metric_name} ({UNITS.get(summary.metric, '%')})", "", height
-    )
+    figure, axes = make_panel(f"{mark}At the reported round", f"test {summary.metric_label}", "", height)
     handles: dict[str, Any] = {}
     for method, style in styles.items():
         where = [row - 0.4 + thick * (style.number + 0.5) for row in range(len(names))]
@@ -275,7 +274,8 @@ def _draw_bars(summary: RunSummary, names: list[str], mark: str) -> FigurePanel:
         ]
         axes.hlines(where, means - stds, means + stds, color=INK, linewidth=0.8)
     label_rows(axes, names, 14, 0.45)
-    axes.set_xlim(0, 100)
+    if summary.metric not in UNITS:
+        axes.set_xlim(0, 100)
     spread = "bar: mean, line: ± std over seeds" if len(summary.seeds) > 1 else "one seed"
     add_legend(figure, handles, spread)
     macro = table.xs("mean", axis=1, level="statistic").iloc[rows[-1]]
@@ -290,7 +290,7 @@ def _draw_distribution(summary: RunSummary, mark: str) -> FigurePanel:
     table = summary.scale * accuracy_table(summary).iloc[len(summary.clients) :].xs("mean", axis=1, level="statistic")
     figure, axes = make_panel(
         f"{mark}Clients at the reported round",
-        f"test {summary.metric_name} ({UNITS.get(summary.metric, '%')})",
+        f"test {summary.metric_label}",
         "",
         1.3 + 0.3 * len(table.T),
     )
@@ -301,7 +301,8 @@ def _draw_distribution(summary: RunSummary, mark: str) -> FigurePanel:
         axes.plot(median, row, "|", color=INK, markersize=10, markeredgewidth=1.6)
         axes.plot(table.loc[["worst client", "best client"], method], [row, row], ".", color=style.color)
     label_rows(axes, table.columns.tolist(), 20)
-    axes.set_xlim(-2, 102)
+    if summary.metric not in UNITS:
+        axes.set_xlim(-2, 102)
     handles = {
         "worst and best client": Line2D([], [], linestyle="", marker=".", color=INK),
         "5 to 95 % of clients": Line2D([], [], color=INK, linewidth=1.4),

@@ -53,6 +53,7 @@ def render_live_page(view: LiveView, version: str, seconds: int) -> str:
         "live.html.j2",
         view=view,
         table=_tabulate_progress(view.points),
+        unit=view.points[0].summary.metric_unit if view.points else "percent",
         figures=figures,
         wide=len(begun) > 1,
         seen=version,

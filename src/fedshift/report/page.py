@@ -12,7 +12,7 @@ from typing import Any
 import pandas as pd
 
 from ..config.expressions import read_catalog
-from ..results.schema import METRICS, PICTURED, RunSummary, metric_unit
+from ..results.schema import LOWER_IS_BETTER, METRICS, PICTURED, RunSummary, metric_unit
 from ..utils.files import write_atomically
 from .claims import (
     Claims,
@@ -55,7 +55,7 @@ from .tables import (
 )
 from .target_metric import describe_target, format_target_table, target_table
 
-_UNITS = {"loss": "mean cross-entropy in nats, lower is better", "auc": "area under the ROC curve in percent"}
+_UNITS = {"auc": "area under the ROC curve in percent"}
 _EXCHANGE = {
     (True, True): "shared",
     (True, False): "loaded only",
@@ -156,6 +156,8 @@ def render_page(summary: RunSummary) -> str:
         tables=tables,
         leaders=[f"{method} with {text}" for method, text in leaders.items()],
         comparison=describe_leaders(claims, leaders, [m for m in rank_methods(summary) if m not in leaders]),
+        lower=summary.metric in LOWER_IS_BETTER,
+        unit=difference_unit(summary.metric)[2],
         spread=describe_seeds(summary),
         other_metrics=list(_other_metrics(summary)),
         figures={panel.name: embed_panel(panel) for panel in panels},
@@ -178,7 +180,7 @@ def render_page(summary: RunSummary) -> str:
 
 
 def _find_leaders(table: TextTable, methods: Iterable[str]) -> dict[str, str]:
-    """Return the method of the highest macro metric and its value; several where they tie as printed."""
+    """Return the method of the best macro metric and its value; several where they tie as printed."""
     macro = table.rows[table.rule][1:]
     measured = [cell for cell in macro if cell.text != MISSING]
     return {
@@ -202,7 +204,11 @@ def _other_metrics(summary: RunSummary) -> Iterator[tuple[str, str, TextTable]]:
             if any(text != MISSING for text in table.values):
                 title = f"{name[0].upper()}{name[1:]}, {model} model"
                 title += f" {AFTER_WORK}" if moment == "trained" else ""
-                yield title, _UNITS.get(metric, f"in {metric_unit(metric)[2]}"), table
+                if metric == "loss":
+                    unit = f"mean loss, {summary.loss_unit}, lower is better"
+                else:
+                    unit = _UNITS.get(metric, f"in {metric_unit(metric)[2]}")
+                yield title, unit, table
 
 
 def _method_table(summary: RunSummary) -> TextTable:

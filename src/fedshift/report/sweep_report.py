@@ -21,6 +21,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from ..analysis.statistics import mean_and_std
+from ..results.schema import LOWER_IS_BETTER
 from ..utils.files import write_atomically
 from .curves import (
     TRAIN_LOSS,
@@ -246,7 +247,10 @@ def sweep_tables(sweep: SweepResults) -> dict[str, tuple[str, TextTable]]:
     ]
     tables = {"sweep": (sweep.caption, _make_table(sweep, metric))}
     if not sweep.partial and (chosen := best_on_validation(sweep)):
-        tables["chosen"] = "Each method where its validation data are best, in percent", _chosen_table(sweep, chosen)
+        tables["chosen"] = (
+            f"Each method where its validation data are best, in {sweep.points[0].summary.metric_unit}",
+            _chosen_table(sweep, chosen),
+        )
     summary = sweep.points[0].summary
     if summary.target_metric is None:
         return tables
@@ -275,7 +279,8 @@ def best_on_validation(sweep: SweepResults) -> dict[str, int]:
     for method in sweep.methods:
         means = np.array([table[method].mean(skipna=False) for table in macro], dtype=float)
         if np.isfinite(means).any():
-            best[method] = int(np.nanargmax(means))
+            low = summaries[0].metric in LOWER_IS_BETTER
+            best[method] = int(np.nanargmin(means) if low else np.nanargmax(means))
     return best
 
 

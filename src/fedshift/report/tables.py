@@ -72,7 +72,8 @@ def _find_reported_rounds(summary: RunSummary) -> pd.Series:
                 "hold out a part of the training data, or use select='last'"
             )
         rounds = per_round.loc[run]
-        best_rounds[run] = int(rounds.loc[rounds["count"] == rounds["count"].max(), "mean"].idxmax())
+        means = rounds.loc[rounds["count"] == rounds["count"].max(), "mean"]
+        best_rounds[run] = int(means.idxmin() if summary.metric in LOWER_IS_BETTER else means.idxmax())
     return pd.Series(best_rounds, index=tested.index, name="round", dtype=int)
 
 

@@ -244,6 +244,22 @@ class RunSummary:
         return metric_unit(self.metric)[0]
 
     @property
+    def outputs(self) -> str:
+        """Number of classes, labels or targets in words."""
+        noun = "label" if "f1" in self.metrics else "target" if "rmse" in self.metrics else "class"
+        return f"{self.classes} {noun}{'' if self.classes == 1 else 'es' if noun == 'class' else 's'}"
+
+    @property
+    def metric_label(self) -> str:
+        """Name and unit of the metric, for an axis."""
+        return f"{self.metric_name} ({UNITS.get(self.metric, '%')})"
+
+    @property
+    def loss_unit(self) -> str:
+        """Unit of losses on test data."""
+        return "squared, in units of the targets' spread" if "rmse" in self.metrics else UNITS["loss"]
+
+    @property
     def metric_unit(self) -> str:
         """Unit in which values of the metric are printed, in a sentence."""
         return metric_unit(self.metric)[2]
