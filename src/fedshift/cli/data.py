@@ -57,7 +57,7 @@ def data_list(*, root: Root = None) -> int:
         here = "made" if card.generated else "yes" if card.present(name, place) else "no"
         who = f"Clients: {', '.join(card.clients)}" if len(card.clients) > 1 else "One client"
         lines = (
-            f"{card.title}. {who}; {card.classes} classes. {card.samples}.",
+            f"{card.title}. {who}; {card.classes or 'no'} classes. {card.samples}.",
             f"Source: {card.source}. License: {card.license}.",
             f"{card.homepage}{' (or fedshift data fetch ' + name + ')' if card.remotes or card.hub else ''}",
         )

@@ -32,6 +32,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
+from ..data.datasets.cosines import CLIENTS, draw_contents
 from ..utils.errors import UsageError
 from ..utils.random_streams import stream
 from .ntk import (
@@ -54,14 +55,14 @@ from .ntk import (
 METHODS = ("fedavg", "fedbn, joint", "fedbn")
 """FedBN as equations 8 and 9 have it, every parameter descending the loss of all, and as Algorithm 1 runs it."""
 
-DEVIATIONS = (1.0, 2.5)
+DEVIATIONS = tuple(CLIENTS.values())
 """Standard deviations of x on the two clients of the toy example."""
 TRUE = 1.0
 """True w of its labels."""
 ROUNDING = 1e-12
 """Of eigenvalues about 1."""
 
-_NOISE, _COUNT = 0.1, 500  # of the toy example's labels and samples
+_COUNT = 500  # samples of a client of the toy example
 _LARGEST = 25_000_000  # a Jacobian of the widest network is four times as many numbers, 0.8 GB
 _NEURONS, _NODES = 256, 25  # of the corollary's networks and integrals
 _SIZE = 4  # dimensions of the lemma's inputs
@@ -424,8 +425,7 @@ def compute_toy(seed: int, points: int = 301) -> ToyExample:
     products = np.linspace(0, w[-1] * gamma[-1], 4 * points)  # the loss depends on w gamma alone
     raw, normalized, surfaces = [], [], []
     for client, deviation in enumerate(DEVIATIONS):
-        rng = stream(seed, "theory toy", client)
-        z, noise = rng.normal(size=_COUNT), rng.normal(scale=_NOISE, size=_COUNT)
+        z, noise = draw_contents(seed, "theory toy", client, _COUNT)
         x = deviation * z
         white = x / x.std()
         raw.append(_compute_losses(w, x, np.cos(TRUE * z) + noise))

@@ -30,6 +30,7 @@ class Card:
     """Facts about a benchmark, and where its files come from.
 
     Attributes:
+        classes: Number of classes; 0: numbers are predicted.
         samples: Sizes in words, including those that the papers use.
         license: License as the publisher states it.
         layout: Files that are looked for, in words.
