@@ -32,7 +32,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from ..data.datasets.cosines import CLIENTS, draw_contents
+from ..data.datasets.cosines import CLIENTS, cosines
 from ..utils.errors import UsageError
 from ..utils.random_streams import stream
 from .ntk import (
@@ -424,13 +424,13 @@ def compute_toy(seed: int, points: int = 301) -> ToyExample:
     w, gamma = np.linspace(0, 3, points), np.linspace(0, 4, points)
     products = np.linspace(0, w[-1] * gamma[-1], 4 * points)  # the loss depends on w gamma alone
     raw, normalized, surfaces = [], [], []
-    for client, deviation in enumerate(DEVIATIONS):
-        z, noise = draw_contents(seed, "theory toy", client, _COUNT)
-        x = deviation * z
+    by_content, by_input = (cosines(samples=_COUNT, labels=labels, seed=seed) for labels in ("content", "input"))
+    for content, other in zip(by_content.clients, by_input.clients, strict=True):
+        x = content.train.x[:, 0].double().numpy()
         white = x / x.std()
-        raw.append(_compute_losses(w, x, np.cos(TRUE * z) + noise))
-        normalized.append(_compute_losses(w, white, np.cos(TRUE * z) + noise))
-        along = _compute_losses(products, white, np.cos(TRUE * x) + noise)
+        raw.append(_compute_losses(w, x, content.train.y[:, 0].numpy()))
+        normalized.append(_compute_losses(w, white, content.train.y[:, 0].numpy()))
+        along = _compute_losses(products, white, other.train.y[:, 0].numpy())
         surfaces.append(np.interp(np.outer(gamma, w), products, along))
     return ToyExample(w=w, gamma=gamma, raw=np.stack(raw), normalized=np.stack(normalized), surfaces=np.stack(surfaces))
 

@@ -1,4 +1,4 @@
-"""FedBN's toy regression: the clients' deviations, targets and noise, and what the paper's figures 1 and 2 say of its model."""
+"""FedBN's toy regression: the clients' deviations, targets and noise, and what figures 1 and 2 say of it."""
 
 import numpy as np
 import pytest

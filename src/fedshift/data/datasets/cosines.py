@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from ...tasks.regression import Regression
 from ...utils.errors import UsageError, unknown_name
@@ -48,7 +47,8 @@ def cosines(
         raise unknown_name("labels", labels, ("content", "input"))
 
     def draw(purpose: str, client: int, count: int, deviation: float) -> Samples:
-        z, noise = draw_contents(seed, purpose, client, count)
+        rng = stream(seed, purpose, client)
+        z, noise = rng.normal(size=count), rng.normal(scale=NOISE, size=count)
         y = np.cos(z if labels == "content" else deviation * z) + noise
         x = (deviation * z).astype(np.float32)
         return Samples(x=torch.from_numpy(x[:, None]), y=torch.from_numpy(y[:, None]))
@@ -63,9 +63,3 @@ def cosines(
     )
     note = f"inputs of deviations {' and '.join(f'{each:g}' for each in CLIENTS.values())}, cosines of the {labels}"
     return Federation(name="cosines", clients=clients, classes=1, note=note, task=Regression(standardize=False))
-
-
-def draw_contents(seed: int, purpose: str, client: int, count: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return contents z ``[count]`` of client number ``client``, and the noise of its targets."""
-    rng = stream(seed, purpose, client)
-    return rng.normal(size=count), rng.normal(scale=NOISE, size=count)
