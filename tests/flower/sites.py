@@ -143,6 +143,11 @@ def same_as_in_process(spec, directory, folder, reference):
     ]
 
 
+def list_rows(summary):
+    """Return every record of a run as a text, sorted."""
+    return sorted(summary.rows.to_json(orient="records", lines=True, double_precision=15).splitlines())
+
+
 def same_trial(trial, place, folder, reference):
     """:func:`same_as_in_process` for one of its trials, which is in ``place``."""
     other = reference / "trials" / place.name

@@ -4,10 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
+from fedshift.data.nuclei import nuclei
+from fedshift.results.summary import read_summary
 from tests.conftest import images, write_npz
 from tests.flower.processes import descendants, gone, kill, machines
-from tests.flower.sites import same_as_in_process, spec_for
+from tests.flower.sites import list_rows, same_as_in_process, spec_for
 
 KILLED = {
     "SuperNode": ("photo", "main() flower-supernode", "it is started again"),
@@ -58,6 +61,31 @@ def test_two_sites_with_keys_are_one_process_bit_for_bit_and_talk_to_nobody_else
     connected = [json.loads(line) for line in two.watched.read_text().splitlines()]
     assert {host for host, _ in connected} <= LOOPBACK
     assert {Path(name).name for _, name in connected} >= {"flower-supernode", "flwr", "flower-superexec"}
+
+
+@pytest.mark.slow
+def test_masks_of_three_hospitals_are_learned_as_in_one_process_bit_for_bit(tmp_path):
+    folder, sources = tmp_path / "data", ("fluor_696", "stain_violet", "bright_1024")
+    folder.mkdir()
+    for hospital, source in zip(NAMES, sources, strict=True):
+        client = nuclei().limit_samples(8).client(source)
+        parts = {"train": client.train, "test": client.test.take(torch.arange(6))}
+        write_npz(
+            folder / f"{hospital}.npz",
+            **{f"{kind}_{part}": getattr(split, kind).numpy() for part, split in parts.items() for kind in "xy"},
+        )
+    settings = {"model": "unet-small(width=4)", "rounds": 2, "batch_size": 4, "samples": None, "image_size": None}
+    spec = spec_for(data=str(folder), **settings)
+    with machines(tmp_path, spec) as three:
+        coordinator = three.serve("--min-clients", 3)
+        sites = [three.join(name) for name in three.names]
+        assert coordinator.ends() == 0, coordinator.said
+        assert [site.ends() for site in sites] == [0, 0, 0]
+        assert three.rounds == [three.names] * 2
+    same_as_in_process(spec, three.served, tmp_path, tmp_path / "reference")
+    found, expected = (read_summary(place) for place in (three.served, tmp_path / "reference"))
+    assert (found.task, found.metric) == ("segmentation", "dice")
+    assert list_rows(found) == list_rows(expected)
 
 
 @pytest.mark.slow

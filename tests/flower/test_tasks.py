@@ -15,7 +15,7 @@ from fedshift.flower.transport.exchange import Exchange
 from fedshift.results.summary import read_summary
 from fedshift.tasks import Regression, Segmentation, describe_task
 from fedshift.utils.errors import FedshiftError
-from tests.flower.sites import RUN, Heard, SiteGrid, coordinator, same_as_in_process
+from tests.flower.sites import RUN, Heard, SiteGrid, coordinator, list_rows, same_as_in_process
 
 pytestmark = pytest.mark.usefixtures("machine")
 
@@ -62,10 +62,6 @@ def sites_in(place, folder):
         number: Site(str(file), file.stem, folder / file.stem, code=code)
         for number, file in enumerate(sorted(place.iterdir()), 1)
     }
-
-
-def list_rows(summary):
-    return sorted(summary.rows.to_json(orient="records", lines=True, double_precision=15).splitlines())
 
 
 @pytest.mark.parametrize(("task", "method"), [(None, "fedbn"), ("multilabel", "fedavg"), (SCALED, "fedprox")])
