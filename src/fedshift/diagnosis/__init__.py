@@ -148,7 +148,7 @@ def diagnose(
     if kind != "classification":
         seen = remove_targets(kind, seen, numbers, y)
     two_sample = feature_shift(
-        seen, y, client, len(rows), stream(seed, "diagnose/features"), permutations, GROUPED[kind]
+        seen, y, client, len(rows), stream(seed, "diagnose/features"), permutations, GROUPED.get(kind, "class")
     )
     now("concepts")
     trusted, disagree = y, False
