@@ -117,6 +117,12 @@ def test_a_client_that_never_trains_has_no_influence_on_the_scale_of_targets():
     np.testing.assert_allclose(made.client("new").train.y, expected, rtol=1e-6)
 
 
+def test_without_a_model_masks_are_learned_by_a_u_net():
+    made = make_experiment(RunSpec(method="fedavg"), given=GivenObjects(data=clients(IMAGES, MASKS)))
+    network = made.model(made.data.sample_shape, made.data.classes)
+    assert network(torch.zeros(2, 1, 5, 6)).shape == (2, 3, 5, 6)
+
+
 def test_errors_are_in_the_unit_of_the_data(tmp_path):
     """Whatever the unit, networks learn the same, and errors are those in that unit."""
     found = [

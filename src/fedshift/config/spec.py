@@ -227,8 +227,8 @@ class Spec(DataSpec, SharedSpec):
     model: Annotated[str, Parameter(group=MODEL)] = "auto"
     """Network by name (see `fedshift list models`), perhaps with options, unet(width=32), or your own function,
     package.module:function, called with the shape of a sample and the number of classes; where its network returns
-    several outputs, take_output(package.module:function, output='logits'). auto is small-cnn for images and abide-mlp
-    for other samples."""
+    several outputs, take_output(package.module:function, output='logits'). auto is unet-small for
+    masks, small-cnn for other images and abide-mlp for other samples."""
 
     weights: Annotated[str | None, Parameter(group=MODEL)] = None
     """File of weights from which every network starts, in place of random ones: a state dictionary, as .safetensors or

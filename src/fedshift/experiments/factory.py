@@ -22,6 +22,7 @@ from ..data.partition import match_names
 from ..data.sources import data_root, load_source, prepare_clients, write_assignment
 from ..methods.agc import agc
 from ..models import ModelFactory, parse_model
+from ..tasks import CLASSIFICATION, Segmentation, Task
 from ..utils.errors import UsageError, unknown_name
 from .experiment import Experiment
 from .initial_weights import InitialWeights, as_initial_weights
@@ -62,15 +63,17 @@ def parse_methods(text: str) -> tuple[Method, ...]:
     return tuple(found)
 
 
-def resolve_model(name: str, shape: tuple[int, ...]) -> ModelFactory:
-    """Return the function that makes networks of this name; ``auto`` depends on the ``shape`` of a sample."""
-    return parse_model(name_model(name, shape))
+def resolve_model(name: str, shape: tuple[int, ...], task: Task = CLASSIFICATION) -> ModelFactory:
+    """Return the function that makes networks of this name; ``auto`` depends on the ``shape`` of a sample and task."""
+    return parse_model(name_model(name, shape, task))
 
 
-def name_model(name: str, shape: tuple[int, ...]) -> str:
-    """Return the network's name, in place of ``auto`` the one that it stands for with samples of ``shape``."""
+def name_model(name: str, shape: tuple[int, ...], task: Task = CLASSIFICATION) -> str:
+    """Return the network's name, of ``auto`` the one that it stands for."""
     if name != "auto":
         return name
+    if isinstance(task, Segmentation):
+        return "unet-small"
     return "small-cnn" if len(shape) == 3 else "abide-mlp"
 
 
@@ -244,7 +247,7 @@ def make_experiment(
     return Experiment(
         methods=methods,
         data=encode_targets(data, settings.newcomers),
-        model=given.model or resolve_model(spec.model, data.sample_shape),
+        model=given.model or resolve_model(spec.model, data.sample_shape, data.task),
         settings=settings,
         seeds=list_seeds(spec) if given.seeds is None else given.seeds,
         config=asdict(spec),

@@ -210,7 +210,8 @@ class Coordinator:
             )  # fmt: skip
 
         return Experiment(
-            methods=methods, data=data, model=resolve_model(self.spec.model, data.sample_shape), settings=settings,
+            methods=methods, data=data, settings=settings,
+            model=resolve_model(self.spec.model, data.sample_shape, data.task),
             seeds=list_seeds(self.spec), config=asdict(self.spec), make_engine=make_engine,
             log=parse_loggers(self.spec.log),
         )  # fmt: skip

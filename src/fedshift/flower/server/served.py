@@ -31,7 +31,7 @@ def load_served(directory: Path) -> Experiment:
     data = registry.to_federation(spec.classes, spec.task).normalize(SCALES[scales.pop()])
     spec = replace(spec, engine="sequential", workers=None, device="cpu", log=None)
     experiment = Experiment(
-        methods=make_methods(spec), data=data, model=resolve_model(spec.model, data.sample_shape),
+        methods=make_methods(spec), data=data, model=resolve_model(spec.model, data.sample_shape, data.task),
         settings=make_settings(spec, data.names), seeds=list_seeds(spec), config=asdict(spec), make_engine=_refuse,
     )  # fmt: skip
     return select_trials(experiment)

@@ -340,7 +340,10 @@ class Site:
         data = encode_targets(prepare_clients(source, spec)).to(torch.device(self.device))
         client, seed = data.clients[0], int(asked["seed"])
         with trust_only(self.code):
-            method, model = make_methods(spec)[int(asked["method"])], resolve_model(spec.model, data.sample_shape)
+            method, model = (
+                make_methods(spec)[int(asked["method"])],
+                resolve_model(spec.model, data.sample_shape, data.task),
+            )
             settings = make_settings(spec, ()).for_task(data.task)
         plan = make_plan(
             method, model, settings, seed, sample=client.train.inputs(slice(0, 1)), classes=classes,
@@ -348,7 +351,7 @@ class Site:
         )  # fmt: skip
         review = TrialReview(
             plan=plan,
-            model=name_model(spec.model, data.sample_shape),
+            model=name_model(spec.model, data.sample_shape, data.task),
             seed=seed,
             rounds=settings.rounds,
             sites=int(asked["clients"]),
