@@ -23,7 +23,7 @@ def export(
     """Write a trained model for use elsewhere, with a model card.
 
     It is a directory of weights, a program that needs no fedshift, the same in ONNX, inputs and classes as data. In
-    Python, fedshift.load(DIRECTORY) makes it a function from images to classes.
+    Python, fedshift.load(DIRECTORY) makes it a function from samples to answers.
 
     Args:
         run: Directory that `fedshift run`, `compare` or `serve` wrote; of the last, models that the server has.
