@@ -250,7 +250,7 @@ def format_notices(data: Federation) -> Iterator[RenderableType]:
     """Yield what a reader of the data should know: remarks of the reader, and how images are scaled."""
     for notice in data.notices:
         yield Text(f"Note: {notice}", style="dim")
-    scales = {client.train.normalization for client in data.clients if str(client.train.store.dtype) == "torch.uint8"}
+    scales = {client.train.normalization for client in data.clients if str(client.train.dtype) == "torch.uint8"}
     if len(scales) == 1:
         yield Text(f"Note: a network is given {scales.pop()}", style="dim")
 

@@ -197,9 +197,9 @@ def check_augmentable(data: Federation, augment: Augmentation) -> None:
                 f"augment is for images (C, H, W), but client {client.name!r} has samples of shape {split.shape}: "
                 "leave augment out"
             )
-        if not split.store.is_floating_point():
+        if not split.dtype.is_floating_point:
             continue
-        low, high = (float(each) for each in split.store.aminmax())
+        low, high = split.find_range()
         if not -1 <= low < 0 < high <= 1:
             raise UsageError(
                 f"augment takes pixels 0..255 or values around 0 from -1 to 1, but those of client {client.name!r} go "

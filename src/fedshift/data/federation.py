@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,6 @@ from ..utils.errors import UsageError, unknown_name
 from ..utils.random_streams import stream
 from .arrays import list_splits, read_part
 from .samples import (
-    CHUNK,
     SHOWN,
     Normalization,
     Samples,
@@ -34,15 +33,22 @@ from .samples import (
     digest_samples,
     is_whole,
     join_samples,
+    map_store,
     resize,
     resize_masks,
     to_samples,
 )
+from .stores import LazyStore
 
 if TYPE_CHECKING:
     from .files.table_schema import Column
 
 
+LAZY = (
+    "samples that are not in memory are read when a batch needs them, and not compared with each other before a run: "
+    "`fedshift data check` looks for copies"
+)
+"""Notice on a federation with lazy samples."""
 PLURALS = {"class": "classes", "label": "labels", "target": "targets"}
 """Names of a task's outputs, several of them."""
 
@@ -81,8 +87,8 @@ class ClientData:
     def normalize(self) -> ClientData:
         """Return the client with images scaled by mean and standard deviation of its training images' channels."""
         total, squares, count = torch.zeros(1), torch.zeros(1), 0
-        for start in range(0, len(self.train), CHUNK):
-            x = self.train.copy_rows(slice(start, start + CHUNK)).double() / 255
+        for piece in self.train.pieces():
+            x = self.train.copy_rows(piece).double() / 255
             places = (0, *range(2, x.ndim))
             total, squares = total + x.sum(places), squares + x.square().sum(places)
             count += x[:, 0].numel()
@@ -148,6 +154,11 @@ class Federation:
     def names(self) -> tuple[str, ...]:
         """Names of the clients, in the order of result tables."""
         return tuple(client.name for client in self.clients)
+
+    @property
+    def lazy(self) -> bool:
+        """Whether samples of a client are read when they are needed, and are not in memory."""
+        return any(split.lazy for client in self.clients for split in client.splits.values())
 
     @property
     def outputs(self) -> str:
@@ -265,7 +276,7 @@ class Federation:
             )
         sizes = {shape[1:] for shape in shapes.values()}
         target = (size, size) if size else (28, 28) if len(sizes) > 1 else next(iter(sizes))
-        fit = cache(lambda store: resize(store, target).expand(-1, channels, -1, -1))  # once for each shared array
+        fit = cache(lambda store: _fit_store(store, channels, target))  # once for each shared array
 
         def fit_split(split: Samples) -> Samples:
             made = split.with_samples(fit(split.store))
@@ -278,7 +289,7 @@ class Federation:
         stores = [split.store for client in self.clients for split in client.splits.values()]
         if len(set(map(is_whole, stores))) < 2:
             return self
-        convert = cache(lambda store: store.float() if is_whole(store) else store)  # once for each shared array
+        convert = cache(lambda store: map_store(store, Tensor.float) if is_whole(store) else store)  # once for each
         return self.map_splits(lambda split: split.with_samples(convert(split.store)))
 
     def to(self, device: torch.device) -> Federation:
@@ -359,6 +370,17 @@ class Federation:
         return {_locate(c.name, name): s.shape for c in self.clients for name, s in c.splits.items()}
 
 
+def _fit_store(store: Tensor | LazyStore, channels: int, size: tuple[int, ...]) -> Tensor | LazyStore:
+    """Return images of ``channels`` and ``size``; see :meth:`Federation.fit_images`."""
+    if isinstance(store, LazyStore) and store.shape[1:] == (channels, *size):
+        return store
+    return map_store(store, partial(_fit_images, channels=channels, size=size))
+
+
+def _fit_images(x: Tensor, channels: int, size: tuple[int, ...]) -> Tensor:
+    return resize(x, size).expand(-1, channels, -1, -1)
+
+
 def _locate(client: str, split: str) -> str:
     return f"client {client!r}, {split} data"
 
@@ -400,7 +422,8 @@ def make_federation(
         task = Segmentation() if clients and clients[0].train.y.dtype == torch.uint8 else CLASSIFICATION
     if classes is None:
         classes = task.count_outputs(client.train.y for client in clients)
-    return Federation(name=name, clients=tuple(clients), classes=classes, note=note, task=task)
+    made = Federation(name=name, clients=tuple(clients), classes=classes, note=note, task=task)
+    return replace(made, notices=(LAZY,)) if made.lazy else made
 
 
 def federation(

@@ -1,5 +1,8 @@
 """Samples with targets, and their construction from arrays.
 
+Samples are rows of a store: a tensor in memory, or one of :mod:`fedshift.data.stores` whose rows are read when a batch
+needs them. Nothing outside of this module and that one touches the store by itself; targets are in memory.
+
 Images are stored unscaled, uint8 ``[N, C, H, W]`` (volumes ``[N, C, D, H, W]``) from 0 to 255, and scaled to [-1, 1]
 when a batch is taken (as in FedBN's experiments, Li et al. 2021, arXiv:2102.07623, section 5.1). Floating-point arrays
 are used unchanged; other integers, such as tokens, reach the network as the integers that they are.
@@ -7,9 +10,10 @@ are used unchanged; other integers, such as tokens, reach the network as the int
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from math import prod
 
 import numpy as np
 import torch
@@ -20,7 +24,8 @@ from torch import Tensor
 from ..tasks.catalog import infer_task
 from ..tasks.segmentation import IGNORED, LEFT_OUT
 from ..tasks.task import Task
-from ..utils.errors import UsageError
+from ..utils.errors import FedshiftError, UsageError
+from .stores import JoinedStore, Keys, LazyStore, read_rows, to_tensor
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -62,6 +67,10 @@ IMAGENET = Normalization(
 
 CHUNK = 1000
 """Number of samples that are checked, resized or hashed at a time."""
+PIECE = 2**26
+"""Bytes of lazy samples that are read at a time where all of them are."""
+PROBED = 64
+"""Lazy samples of a split, evenly spaced, that stand for all in checks and fingerprints."""
 SHOWN = 20
 """Most clients, and most classes, that are printed one by one."""
 
@@ -72,13 +81,14 @@ Augment = Callable[[Tensor], Tensor]
 class Samples:
     """Samples ``x`` (uint8 images ``[N, C, ...]``, floats or int64 ``[N, ...]``) with targets ``y [N, ...]``.
 
+    ``x`` is a tensor, or a store that reads samples when they are needed (``lazy``).
     Targets are as the federation's task keeps them: a class (int64 ``[N]``), a mask (uint8 ``[N, H, W]``), or numbers.
     ``rows`` (int64 ``[N]``): indices of these samples in ``x``, where splits share one array; None: all, in order.
     ``normalization``: scaling of uint8 images when a batch is taken.
     """
 
     def __init__(
-        self, *, x: Tensor, y: Tensor, rows: Tensor | None = None, normalization: Normalization = HALF
+        self, *, x: Tensor | LazyStore, y: Tensor, rows: Tensor | None = None, normalization: Normalization = HALF
     ) -> None:
         self.store, self.y, self.rows, self.normalization = x, y, rows, normalization
 
@@ -95,8 +105,41 @@ class Samples:
 
     @property
     def x(self) -> Tensor:
-        """The samples; a copy where the array is shared with other splits."""
+        """The samples; a copy where the array is shared with other splits. Lazy samples are refused."""
+        if isinstance(self.store, LazyStore):
+            raise UsageError(
+                f"{self.store.where}: these samples are read in batches, and are not put into memory whole"
+            )
         return self.store if self.rows is None else self.store[self.rows]
+
+    @property
+    def lazy(self) -> bool:
+        """Whether samples are read when they are needed, and are not in memory."""
+        return isinstance(self.store, LazyStore)
+
+    @property
+    def draws(self) -> bool:
+        """Whether the samples that :meth:`inputs` returns depend on its key."""
+        return isinstance(self.store, LazyStore) and self.store.draws
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the stored samples."""
+        return self.store.dtype
+
+    @property
+    def nbytes_each(self) -> int:
+        """Bytes of one stored sample."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def address(self) -> Hashable:
+        """Value that is equal for splits of the same samples and targets in memory."""
+        tensors = [self.y, *(() if self.rows is None else (self.rows,))]
+        if isinstance(self.store, Tensor):
+            tensors.insert(0, self.store)
+        own = id(self.store) if isinstance(self.store, LazyStore) else None
+        return own, tuple((tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in tensors)
 
     @property
     def distinct_rows(self) -> Tensor:
@@ -116,19 +159,40 @@ class Samples:
         rows = index if self.rows is None else self.rows[index]
         return Samples(x=self.store, y=self.y[index], rows=rows, normalization=self.normalization)
 
-    def copy_rows(self, index: Tensor | slice) -> Tensor:
-        """Return a copy of the stored samples at ``index``."""
+    def copy_rows(self, index: Tensor | slice, key: Keys = ()) -> Tensor:
+        """Return a copy of the stored samples at ``index``; ``key``: that of random transforms of lazy samples."""
+        if isinstance(self.store, LazyStore) and isinstance(index, slice):
+            index = torch.arange(*index.indices(len(self)))
         rows = index if self.rows is None else self.rows[index]
-        return self.store.index_select(0, rows) if isinstance(rows, Tensor) else self.store[rows].clone()
+        return read_rows(self.store, rows, key) if isinstance(rows, Tensor) else self.store[rows].clone()  # type: ignore[index]
+
+    def pieces(self, count: int | None = None) -> Iterator[slice]:
+        """Yield slices of all samples, or of ``count`` of them, in order, few enough to be read at a time."""
+        step = max(1, min(CHUNK, PIECE // max(1, self.nbytes_each))) if self.lazy else CHUNK
+        yield from (slice(start, start + step) for start in range(0, len(self) if count is None else count, step))
+
+    def probe(self) -> Iterator[Tensor]:
+        """Yield some of the stored samples, one at a time ``[1, ...]``, which stand for all lazy ones."""
+        for row in np.unique(np.linspace(0, len(self) - 1, PROBED).astype(np.int64)):
+            yield self.copy_rows(torch.tensor([row]))
+
+    def find_range(self) -> tuple[float, float]:
+        """Return the lowest and the highest number of all rows of the store, of a lazy one of some samples."""
+        ranges = [x.aminmax() for x in (self.probe() if isinstance(self.store, LazyStore) else [self.store])]
+        return min(float(low) for low, _ in ranges), max(float(high) for _, high in ranges)
 
     def inputs(
-        self, index: Tensor | slice, dtype: torch.dtype = torch.float32, augment: Augment | None = None
+        self,
+        index: Tensor | slice,
+        dtype: torch.dtype = torch.float32,
+        augment: Augment | None = None,
+        key: Keys = (),
     ) -> Tensor:
         """Return the samples at ``index`` as network inputs: images augmented and normalized, others unchanged.
 
-        Floating-point images are augmented as values from -1 to 1.
+        Floating-point images are augmented as values from -1 to 1. ``key`` as in :meth:`copy_rows`.
         """
-        return self.scale(self.copy_rows(index), dtype, augment)
+        return self.scale(self.copy_rows(index, key), dtype, augment)
 
     def scale(self, x: Tensor, dtype: torch.dtype = torch.float32, augment: Augment | None = None) -> Tensor:
         """Return copies ``x [..., *shape]`` of stored samples as network inputs, perhaps in their memory.
@@ -138,7 +202,7 @@ class Samples:
         if is_whole(self.store):
             return x
         x = x.to(dtype)
-        if self.store.dtype != torch.uint8:  # a copy: an in-place layer of the network must not reach the data
+        if self.dtype != torch.uint8:  # a copy: an in-place layer of the network must not reach the data
             return x if augment is None else augment(x.add_(1).div_(2)).mul(2).sub(1)
         if augment is None and self.normalization == HALF:
             return x.div_(127.5).sub_(1.0)
@@ -162,7 +226,7 @@ class Samples:
         """Return the same samples with label ``labels[k]`` in place of k."""
         return self.with_targets(labels.to(self.y.device)[self.y])
 
-    def with_samples(self, x: Tensor, normalization: Normalization | None = None) -> Samples:
+    def with_samples(self, x: Tensor | LazyStore, normalization: Normalization | None = None) -> Samples:
         """Return the same selection of samples from another array of equal length."""
         return Samples(x=x, y=self.y, rows=self.rows, normalization=normalization or self.normalization)
 
@@ -183,6 +247,13 @@ class Samples:
         if samples != len(self.y):
             raise UsageError(f"{where}: {samples} samples but {len(self.y)} labels; both must be equal")
         task.check_targets(self.y, self.shape, classes, where)
+        if self.lazy:  # the others are checked when they are read
+            try:
+                for _ in self.probe():
+                    pass
+            except FedshiftError as error:
+                raise UsageError(str(error)) from error
+            return
         for start in range(0, len(self) if self.store.is_floating_point() else 0, CHUNK):
             bad = ~self.copy_rows(slice(start, start + CHUNK)).isfinite().flatten(1).all(dim=1)
             if bad.any():
@@ -190,14 +261,14 @@ class Samples:
                 raise UsageError(f"{where}: sample {first} has NaN or infinite values; remove or impute them")
 
 
-def is_whole(x: Tensor) -> bool:
+def is_whole(x: Tensor | LazyStore) -> bool:
     """Return whether samples are integers that stay such, as tokens do: neither floats nor pixels of 8 bits."""
     return not x.is_floating_point() and x.dtype != torch.uint8
 
 
 def describe_shape(split: Samples) -> str:
     """Return the shape and type of one sample: ``3 x 28 x 28 (uint8)``."""
-    return f"{' x '.join(map(str, split.shape)) or 'one number'} ({str(split.store.dtype).removeprefix('torch.')})"
+    return f"{' x '.join(map(str, split.shape)) or 'one number'} ({str(split.dtype).removeprefix('torch.')})"
 
 
 def gather_rows(parts: Sequence[Samples], indices: Sequence[Tensor]) -> Tensor:
@@ -207,21 +278,24 @@ def gather_rows(parts: Sequence[Samples], indices: Sequence[Tensor]) -> Tensor:
     """
     first = parts[0].store
     if all(part.store is first and part.rows is not None for part in parts):
-        return first.index_select(
-            0,
-            torch.cat([part.rows[index] for part, index in zip(parts, indices, strict=True)]),  # type: ignore[index]
-        )
+        rows = [part.rows[index] for part, index in zip(parts, indices, strict=True)]  # type: ignore[index]
+        return read_rows(first, torch.cat(rows))
+    if not isinstance(first, Tensor) or any(part.lazy for part in parts):
+        return torch.cat([part.copy_rows(index) for part, index in zip(parts, indices, strict=True)])
     gathered = first.new_empty(sum(map(len, indices)), *first.shape[1:])
     slots = torch.split(gathered, [len(index) for index in indices])
     for part, index, slot in zip(parts, indices, slots, strict=True):
+        assert isinstance(part.store, Tensor)
         torch.index_select(part.store, 0, index if part.rows is None else part.rows[index], out=slot)
     return gathered
 
 
 def are_alike(parts: Sequence[Samples]) -> bool:
-    """Return whether the samples of all ``parts`` have one type and one normalization."""
+    """Return whether :func:`gather_rows` and one scaling serve all ``parts``: one type, one normalization, no draws."""
     first = parts[0]
-    return all((part.store.dtype, part.normalization) == (first.store.dtype, first.normalization) for part in parts)
+    return not any(part.draws for part in parts) and all(
+        (part.dtype, part.normalization) == (first.dtype, first.normalization) for part in parts
+    )
 
 
 def join_samples(parts: Sequence[Samples]) -> Samples:
@@ -242,7 +316,21 @@ def join_samples(parts: Sequence[Samples]) -> Samples:
     if all(part.store is first.store and part.normalization == first.normalization for part in distinct):
         rows = [torch.arange(len(part)) if part.rows is None else part.rows for part in distinct]
         return Samples(x=first.store, y=y, rows=torch.cat(rows), normalization=first.normalization)
-    if len({(part.store.dtype, part.normalization) for part in distinct}) > 1:
+    kinds = {(part.dtype, part.normalization) for part in distinct}
+    if any(part.lazy for part in distinct):
+        if len(kinds) > 1:
+            raise UsageError(
+                "lazy samples of different types or scalings cannot be put together: give all clients one type and one "
+                "scaling (--normalize half)"
+            )
+        starts = np.cumsum([0, *(len(part.store) for part in distinct)])
+        rows = [
+            int(start) + (torch.arange(len(part)) if part.rows is None else part.rows)
+            for start, part in zip(starts, distinct, strict=False)
+        ]
+        store = JoinedStore([part.store for part in distinct])
+        return Samples(x=store, y=y, rows=torch.cat(rows), normalization=first.normalization)
+    if len(kinds) > 1:
         return Samples(x=torch.cat([part.inputs(slice(None)) for part in distinct]), y=y)
     return Samples(x=torch.cat([part.x for part in distinct]), y=y, normalization=first.normalization)
 
@@ -269,19 +357,24 @@ def resize_masks(y: Tensor, size: tuple[int, ...]) -> Tensor:
 
 
 def digest_samples(split: Samples) -> bytes:
-    """Return a digest of the samples and their labels, 16 bytes."""
+    """Return a digest of the samples and their labels, 16 bytes; of lazy samples, of all labels and of some samples."""
     found = blake2b(digest_size=16)
-    found.update(
-        f"{len(split)}{split.shape}{split.store.dtype}{split.normalization.mean}{split.normalization.std}".encode()
-    )
-    for start in range(0, len(split), CHUNK):
-        found.update(np.ascontiguousarray(split.copy_rows(slice(start, start + CHUNK)).cpu().numpy()).data)
+    found.update(f"{len(split)}{split.shape}{split.dtype}{split.normalization.mean}{split.normalization.std}".encode())
+    if split.lazy:
+        found.update(b"" if split.rows is None else split.rows.cpu().numpy().data)
+    for x in split.probe() if split.lazy else map(split.copy_rows, split.pieces()):
+        found.update(np.ascontiguousarray(x.cpu().numpy()).data)
     found.update(np.ascontiguousarray(split.y.cpu().numpy()).data)
     return found.digest()
 
 
-def to_samples(x: ArrayLike, y: ArrayLike, where: str = "data", task: Task | None = None) -> Samples:
-    """Convert arrays to :class:`Samples`; both are copied.
+def map_store(store: Tensor | LazyStore, change: Callable[[Tensor], Tensor]) -> Tensor | LazyStore:
+    """Return ``store`` with ``change``, which treats each sample by itself: now, or of a lazy one when it is read."""
+    return change(store) if isinstance(store, Tensor) else store.map(change)
+
+
+def to_samples(x: ArrayLike | LazyStore, y: ArrayLike, where: str = "data", task: Task | None = None) -> Samples:
+    """Convert arrays to :class:`Samples`; both are copied, but for inputs that a store reads.
 
     Args:
         x: Images ``[N, H, W]``, ``[N, H, W, C]`` with 1 or 3 channels or ``[N, C, H, W]`` with any, volumes
@@ -296,7 +389,8 @@ def to_samples(x: ArrayLike, y: ArrayLike, where: str = "data", task: Task | Non
         UsageError: The arrays have other shapes, types or values.
 
     """
-    x_array, y_array = np.asarray(x), np.asarray(y)
+    blank = np.broadcast_to(np.zeros((), np.float32), x.shape) if isinstance(x, LazyStore) else None
+    x_array, y_array = np.asarray(x) if blank is None else blank, np.asarray(y)
     if x_array.dtype.kind not in "uifb" or y_array.dtype.kind not in "uifb":
         raise UsageError(f"{where}: arrays of type {x_array.dtype} and {y_array.dtype}; both must be numbers")
     if x_array.ndim < 2 or y_array.ndim < 1 or len(x_array) != len(y_array):
@@ -305,34 +399,5 @@ def to_samples(x: ArrayLike, y: ArrayLike, where: str = "data", task: Task | Non
             "samples need two or more dimensions, and labels one number a sample"
         )
     task = task or infer_task(x_array, y_array, where)
-    inputs = _to_tensor(x_array, where)
+    inputs = x if isinstance(x, LazyStore) else to_tensor(x_array, where)
     return Samples(x=inputs, y=task.read_targets(y_array, tuple(inputs.shape[1:]), where))
-
-
-def _to_tensor(x: np.ndarray, where: str) -> Tensor:
-    if x.ndim == 2 and x.dtype == np.int64:
-        return torch.from_numpy(x.copy())
-    if x.ndim == 2:
-        return torch.from_numpy(x.astype(np.float64 if x.dtype == np.float64 else np.float32))
-    if x.ndim == 3:
-        x = x[:, None]
-    elif x.ndim == 4 and x.shape[3] in (1, 3):
-        x = x.transpose(0, 3, 1, 2)
-    elif x.ndim > 5 or (x.shape[1] not in (1, 3) and _ends_in_channels(x.shape)):
-        raise UsageError(
-            f"{where}: samples of shape {x.shape}; images are [N, H, W], [N, H, W, C] with 1 or 3 channels or "
-            "[N, C, H, W] with any, volumes [N, C, D, H, W], features [N, D]: bring channels to the second place "
-            "(numpy.moveaxis)"
-        )
-    if x.dtype.kind == "f":
-        return torch.from_numpy(np.array(x, dtype=x.dtype if x.dtype == np.float64 else np.float32, order="C"))
-    if x.size and (x.min() < 0 or x.max() > 255):
-        raise UsageError(
-            f"{where}: integer pixels from {x.min()} to {x.max()}; they must lie in 0..255: scale them, or give floats"
-        )
-    return torch.from_numpy(np.array(x, dtype=np.uint8, order="C"))
-
-
-def _ends_in_channels(shape: tuple[int, ...]) -> bool:
-    """Return whether an array ``[N, ...]`` of images or volumes seems to have its channels in the last place."""
-    return shape[-1] in (1, 3) or shape[-1] < min(shape[1:-1])

@@ -167,7 +167,7 @@ def normalize(data: Federation, choice: str | None) -> Federation:
     if choice is None:
         return data
     for client in data.clients:
-        if client.train.store.dtype != torch.uint8:
+        if client.train.dtype != torch.uint8:
             raise UsageError(
                 f"normalize={choice!r} is for images of pixels 0..255, which those of client {client.name!r} are not: "
                 "leave it out"

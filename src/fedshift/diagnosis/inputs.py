@@ -28,7 +28,8 @@ STEPS, BATCH = 60, 64
 def gather_samples(splits: Sequence[Samples], rows: Sequence[Ints]) -> Tensor:
     """Gather the samples at ``rows`` of each split as float32 ``[N, C, H, W]``, pixels from 0 to 1, or ``[N, D]``."""
     parts = []
-    for split, own in zip(splits, rows, strict=True):
+    pieces = ((split, own[piece]) for split, own in zip(splits, rows, strict=True) for piece in split.pieces(len(own)))
+    for split, own in pieces:
         x = split.copy_rows(torch.from_numpy(own))
         x = x.float() / 255 if x.dtype == torch.uint8 else x.float()
         if x.ndim == 4 and max(x.shape[2:]) > PIXELS:

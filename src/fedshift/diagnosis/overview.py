@@ -47,7 +47,7 @@ def describe(data: Federation) -> Table:
         shape = " x ".join(map(str, client.train.shape))
         table.add_row(
             Text(client.name), *sizes, str(has_K.sum() or data.classes),
-            f"{shape} {str(client.train.store.dtype).removeprefix('torch.')}", *(each.get(name, "") for name in told),
+            f"{shape} {str(client.train.dtype).removeprefix('torch.')}", *(each.get(name, "") for name in told),
         )  # fmt: skip
     if len(data.clients) > SHOWN:
         table.add_row(Text(f"and {len(data.clients) - SHOWN:,} more", style="dim"))

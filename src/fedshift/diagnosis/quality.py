@@ -207,15 +207,15 @@ def examine(data: Federation) -> Quality:
 def find_errors(data: Federation) -> tuple[str, ...]:
     """Return the errors of :func:`examine` with which a run would start, in a sentence each.
 
-    Samples are read once more, without statistics, and not again for the same data on this machine. Other errors are
-    refused by :meth:`Federation.check`.
+    Samples are read once more, without statistics, and not again for the same data on this machine; lazy ones are not.
+    Other errors are refused by :meth:`Federation.check`.
     """
 
     def find_copies() -> dict[str, list[str]]:
         found = _judge_duplicates(survey_splits(data, statistics=False))
         return {"errors": [finding.text for finding in found if finding.severity == "error"]}
 
-    copies = cached_measurement("checks.json", data.fingerprint, find_copies)["errors"]
+    copies = [] if data.lazy else cached_measurement("checks.json", data.fingerprint, find_copies)["errors"]
     return (*(finding.text for finding in (*_judge_reading(data), *_judge_names(data))), *copies)
 
 

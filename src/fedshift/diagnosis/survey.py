@@ -83,8 +83,7 @@ def survey_splits(data: Federation, *, statistics: bool = True) -> tuple[SplitSu
     found = []
     for client in data.clients:
         for name, split in client.splits.items():
-            tensors = (split.store, split.y, *(() if split.rows is None else (split.rows,)))
-            address = tuple((tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in tensors)
+            address = split.address
             if address not in read:
                 read[address] = _survey_split(split, statistics)
             rows = split.rows.tolist() if client.files and split.rows is not None else ()
@@ -127,7 +126,7 @@ def _survey_split(split: Samples, statistics: bool) -> SplitSurvey:
         client="",
         split="",
         shape=split.shape,
-        dtype=str(split.store.dtype).removeprefix("torch."),
+        dtype=str(split.dtype).removeprefix("torch."),
         labels=labels,
         labeled=split.y.ndim == 1,
         digests=known,

@@ -136,14 +136,16 @@ class Engine(ABC):
     def load_batch(self, name: str, step: int, index: Tensor) -> tuple[Tensor, Tensor]:
         """Return inputs ``[B, ...]`` and targets ``[B, ...]`` of a client's step on the samples at ``index``.
 
-        Augmentation is a function of ``(seed, name, step)`` alone; masks move with their images.
+        Augmentation is a function of ``(seed, name, step)`` alone, as are random transforms of lazy samples; masks move
+        with their images.
         """
         data, augment, key = self.data[name], self.augment, (self.seed, "augment", name, step)
+        items = self.seed, name, step
         index = index.to(data.y.device)
         y = data.targets(index)
         if augment is None:
-            return data.inputs(index, self.plan.dtype), y
-        x = data.inputs(index, self.plan.dtype, lambda x: augment(x, stream(*key)))
+            return data.inputs(index, self.plan.dtype, key=items), y
+        x = data.inputs(index, self.plan.dtype, lambda x: augment(x, stream(*key)), items)
         return x, augment_masks(augment, y, stream(*key)) if y.dim() == 3 else y
 
     def step_key(self, name: str, step: int) -> Tensor:

@@ -66,6 +66,11 @@ class ProcessEngine(Engine):
             pickle_without_tensors((plan, augment))
         except Exception as error:
             return f"cannot send {plan.method.name} or the model to another process ({error})"
+        for name, split in data.items():
+            try:
+                pickle_without_tensors(split if split.lazy else None)
+            except Exception as error:
+                return f"cannot send the dataset of client {name!r} to another process ({error})"
         return None
 
     @override

@@ -65,6 +65,9 @@ class Ray(ProcessEngine):
     def refusal(cls, plan: Plan, data: Data, augment: Augmentation | None = None) -> str | None:
         if find_spec("ray") is None:
             return "needs the package ray (pip install 'fedshift[ray]')"
+        for name, split in data.items():
+            if split.lazy:
+                return f"hands all samples of a client to its hosts, and those of client {name!r} stay where they are"
         return super().refusal(plan, data, augment)
 
     @override

@@ -264,7 +264,7 @@ class _Samples:
         """Gather the samples of the steps from ``at`` on."""
         assert self._sizes is not None
         first = self._data[0]
-        row = len(self._names) * first.store[0].nbytes
+        row = len(self._names) * first.nbytes_each
         end, held = at, 0
         while end < len(self._sizes) and (end == at or (held + self._sizes[end]) * row <= GATHERED):
             held += self._sizes[end]

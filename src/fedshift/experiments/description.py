@@ -49,7 +49,7 @@ def count_parameters(plan: Plan) -> int:
 
 def describe_scaling(data: Federation) -> str:
     """Return how the values of samples become a network's inputs."""
-    pixels = [client for client in data.clients if client.train.store.dtype == torch.uint8]
+    pixels = [client for client in data.clients if client.train.dtype == torch.uint8]
     found = list(dict.fromkeys(str(client.train.normalization) for client in pixels))
     if not found:
         return "as given" if not data.columns else "by columns, see the settings missing and scaling"

@@ -79,7 +79,7 @@ class InputFormat:
         scaled = samples.normalization.features is not None
         return cls(
             shape=samples.shape,
-            dtype=str(samples.store.dtype).removeprefix("torch."),
+            dtype=str(samples.dtype).removeprefix("torch."),
             normalization=samples.normalization,
             columns=tuple(TableColumn(name=c.name, categories=c.categories) for c in columns) if scaled else (),
         )

@@ -23,7 +23,7 @@ from ..data.files.images import SizesDiffer
 from ..data.files.read_options import Progress
 from ..data.files.table_schema import Column
 from ..data.objects import holds_hub_datasets, holds_tables
-from ..data.samples import CHUNK, HALF, Samples, to_samples
+from ..data.samples import CHUNK, HALF, Samples, map_store, to_samples
 from ..data.sources import READ, load_source, normalize
 from ..experiments.experiment import Experiment
 from ..tasks import Classification
@@ -90,7 +90,9 @@ def prepare_clients(data: Federation, run: Federation, *, own_scale: bool = Fals
     shape, square = run.sample_shape, run.sample_shape[1:2] == run.sample_shape[2:]
     data = data.fit_images(shape[1] if len(shape) == 3 and square else None)
     if (data.sample_shape[:1], shape[:1], len(shape)) == ((1,), (3,), 3):
-        data = data.map_splits(lambda split: split.with_samples(split.store.expand(-1, 3, -1, -1)))
+        data = data.map_splits(
+            lambda split: split.with_samples(map_store(split.store, lambda x: x.expand(-1, 3, -1, -1)))
+        )
     for client in data.clients:
         for name, split in client.splits.items():
             if split.shape != shape:
@@ -130,7 +132,7 @@ def _require_range(data: Federation, run: Federation) -> None:
     ours, scale = run.clients[0].train, run.clients[0].train.normalization
     words = {True: "of 8 bits", False: "floating-point numbers"}
     for client in data.clients:
-        kinds = {split.store.dtype == torch.uint8: split for split in (ours, client.train)}
+        kinds = {split.dtype == torch.uint8: split for split in (ours, client.train)}
         if len(kinds) == 2 and (scale != HALF or kinds[False].copy_rows(slice(0, CHUNK)).min() >= 0):
             own = kinds[True] is ours
             fix = "images of 8 bits" if own else "the run's kind"
@@ -246,6 +248,6 @@ def find_overlap(data: Federation, experiment: Experiment) -> list[str]:
 def _sample_keys(client: ClientData) -> Iterator[bytes]:
     """Yield a 128-bit digest of each sample."""
     for split in client.splits.values():
-        for start in range(0, len(split), CHUNK):
-            for sample in split.copy_rows(slice(start, start + CHUNK)).cpu().contiguous().numpy():
+        for piece in split.pieces():
+            for sample in split.copy_rows(piece).cpu().contiguous().numpy():
                 yield blake2b(sample, digest_size=16).digest()

@@ -282,14 +282,14 @@ def _list_files(root: Path) -> list[tuple[str, int, int]]:
 
 def _measure_sizes(data: Federation) -> dict[str, Any]:
     """Return the fields of :class:`_Sizes` of ``data``."""
-    store = data.clients[0].train.store
+    split = data.clients[0].train
     tests = [part for client in data.clients for name, part in client.splits.items() if name != "train"]
     return {
         "train": {client.name: len(client.train) for client in data.clients},
         "tests": [len(part) for part in tests],
         "distinct": sum(len(part) for part in {id(part): part for part in tests}.values()),
-        "shape": list(store.shape[1:]),
-        "pixels": store.dtype == torch.uint8,
+        "shape": list(split.shape),
+        "pixels": split.dtype == torch.uint8,
         "labels": count_labels(data).tolist(),
     }
 

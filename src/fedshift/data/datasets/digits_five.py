@@ -141,7 +141,7 @@ def _split_as_paper(train: Samples, test: Samples, seed: int) -> Parts:
 
 def _pool(first: Samples, second: Samples, index: torch.Tensor) -> torch.Tensor:
     """Return samples of two splits by their index in the concatenation, which is not built."""
-    x = torch.empty((len(index), *first.shape), dtype=first.store.dtype)
+    x = torch.empty((len(index), *first.shape), dtype=first.dtype)
     of_first = index < len(first)
     x[of_first] = first.copy_rows(index[of_first])
     x[~of_first] = second.copy_rows(index[~of_first] - len(first))

@@ -126,7 +126,7 @@ class RemoteFederation(Federation):
     @property
     def fingerprint(self) -> str:
         """Shape, type and classes of samples; each site itself checks that its data are those that it began with."""
-        dtype = self.clients[0].train.store.dtype
+        dtype = self.clients[0].train.dtype
         columns = "".join(f", {column.name} {column.categories or ''}" for column in self.columns)
         task = "" if self.task == CLASSIFICATION else f", {describe_task(self.task)}"
         return f"{self.sample_shape} {dtype}, {self.classes} classes {' '.join(self.class_names)}{columns}{task}"

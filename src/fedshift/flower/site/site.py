@@ -232,7 +232,7 @@ class Site:
         client = data.clients[0]
         facts = {
             "name": client.name, "version": __version__, "shape": data.sample_shape,
-            "dtype": str(client.train.store.dtype).removeprefix("torch."), "classes": data.classes,
+            "dtype": str(client.train.dtype).removeprefix("torch."), "classes": data.classes,
             "class_names": source.meanings, "columns": list(map(asdict, source.columns)),
             "samples": {name: len(split) for name, split in client.splits.items()},
             "labels": count_labels(data).tolist() if asked.facts["labels"] and data.task == CLASSIFICATION else None,

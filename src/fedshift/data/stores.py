@@ -1,0 +1,160 @@
+"""Stores of samples that are not in memory: rows are read when a batch needs them.
+
+A store answers for rows as a tensor in memory does for an index, so that :class:`~fedshift.data.samples.Samples` need
+not know which it has. What a batch needs is read and let go. Values are checked as they are read, since to look at all
+of them would be to read all of them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from typing_extensions import override
+
+from ..utils.errors import FedshiftError, UsageError
+from ..utils.random_streams import Key
+
+RELEASED = 2**26
+"""Bytes of pages that are read of a mapped file before they are released."""
+TOUCHED = 2**17
+"""Bytes that reading a row maps at least: the operating system maps what lies around it too."""
+DECODED = 256
+"""Items that are decoded at a time where only their targets are wanted."""
+Array = NDArray[Any]
+Keys = tuple[Key, ...]
+
+
+class LazyStore(ABC):
+    """Samples ``[N, ...]`` that are read when they are needed.
+
+    Attributes:
+        where: Name of the samples in messages.
+        shape: Length and shape, as of a tensor.
+        dtype: Type of the samples as they are read.
+        draws: Whether what is read depends on the key.
+
+    """
+
+    draws = False
+
+    def __init__(self, where: str, count: int, sample: Tensor) -> None:
+        self.where, self.dtype = where, sample.dtype
+        self.shape: tuple[int, ...] = (count, *sample.shape[1:])
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def is_floating_point(self) -> bool:
+        """Return whether the samples are floating-point numbers."""
+        return self.dtype.is_floating_point
+
+    def read(self, rows: Tensor, key: Keys = ()) -> Tensor:
+        """Return a new tensor of the samples at ``rows`` (int64 ``[B]``); random transforms draw by ``key``.
+
+        Raises :class:`FedshiftError` where they cannot be read, or are not finite.
+        """
+        index = rows.cpu().numpy()
+        try:
+            x = self._load(index, key)
+        except UsageError as error:
+            raise FedshiftError(str(error)) from error
+        if x.is_floating_point() and not bool(x.isfinite().all()):
+            first = index[int((~x.isfinite()).flatten(1).any(dim=1).nonzero()[0, 0])]
+            raise FedshiftError(f"{self.where}: sample {first} has NaN or infinite values; remove or impute them")
+        return x
+
+    @abstractmethod
+    def _load(self, rows: NDArray[np.int64], key: Keys) -> Tensor:
+        """Return a new tensor of the samples at ``rows``."""
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> LazyStore:
+        """Return the store with ``change``, which treats each sample by itself, applied to all that is read."""
+        return _Changed(self, change)
+
+    def to(self, device: torch.device) -> LazyStore:
+        """Return the store with what is read on ``device``."""
+        return self if device.type == "cpu" else _Changed(self, partial(Tensor.to, device=device))
+
+
+class _Changed(LazyStore):
+    """A store whose samples are changed as they are read."""
+
+    def __init__(self, store: LazyStore, change: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(store.where, len(store), change(torch.zeros(1, *store.shape[1:], dtype=store.dtype)))
+        self.draws, self._store, self._change = store.draws, store, change
+
+    @override
+    def _load(self, rows: NDArray[np.int64], key: Keys) -> Tensor:
+        return self._change(self._store.read(torch.from_numpy(rows), key))
+
+
+class JoinedStore(LazyStore):
+    """Several stores of equal samples, one after another."""
+
+    def __init__(self, stores: Sequence[LazyStore | Tensor]) -> None:
+        first = stores[0]
+        where = next(store.where for store in stores if isinstance(store, LazyStore))
+        super().__init__(where, sum(map(len, stores)), torch.zeros(1, *first.shape[1:], dtype=first.dtype))
+        self.draws = any(isinstance(store, LazyStore) and store.draws for store in stores)
+        self._stores, self._ends = tuple(stores), list(accumulate(map(len, stores)))
+
+    @override
+    def _load(self, rows: NDArray[np.int64], key: Keys) -> Tensor:
+        owner = np.array([bisect_right(self._ends, row) for row in rows.tolist()], np.int64)
+        x: Tensor | None = None
+        for number in np.unique(owner).tolist():
+            places = torch.from_numpy(np.flatnonzero(owner == number))
+            start = self._ends[number] - len(self._stores[number])
+            part = read_rows(
+                self._stores[number], torch.from_numpy(rows)[places] - start, (*key, number) if key else ()
+            )
+            x = part.new_empty(len(rows), *self.shape[1:]) if x is None else x
+            x[places.to(x.device)] = part
+        return torch.empty(0, *self.shape[1:], dtype=self.dtype) if x is None else x
+
+
+def read_rows(store: Tensor | LazyStore, rows: Tensor, key: Keys = ()) -> Tensor:
+    """Return a copy of the samples of ``store`` at ``rows``; ``key`` as in :meth:`LazyStore.read`."""
+    return store.index_select(0, rows) if isinstance(store, Tensor) else store.read(rows, key)
+
+
+def to_tensor(x: Array, where: str, *, copy: bool = True) -> Tensor:
+    """Return an array of samples ``[N, ...]`` as it is kept, channels first; without ``copy`` perhaps in its memory.
+
+    For shapes and types see :func:`fedshift.data.samples.to_samples`; raises :class:`UsageError` for others.
+    """
+    convert = np.array if copy else np.asarray
+    if x.ndim == 2:
+        kept = x.dtype if x.dtype in (np.int64, np.float64) else np.dtype(np.float32)
+        return torch.from_numpy(convert(x, dtype=kept, order="C"))
+    if x.ndim == 3:
+        x = x[:, None]
+    elif x.ndim == 4 and x.shape[3] in (1, 3):
+        x = x.transpose(0, 3, 1, 2)
+    elif x.ndim > 5 or (x.shape[1] not in (1, 3) and _ends_in_channels(x.shape)):
+        raise UsageError(
+            f"{where}: samples of shape {x.shape}; images are [N, H, W], [N, H, W, C] with 1 or 3 channels or "
+            "[N, C, H, W] with any, volumes [N, C, D, H, W], features [N, D]: bring channels to the second place "
+            "(numpy.moveaxis)"
+        )
+    if x.dtype.kind == "f":
+        return torch.from_numpy(convert(x, dtype=x.dtype if x.dtype == np.float64 else np.float32, order="C"))
+    if x.dtype != np.uint8 and x.size and (x.min() < 0 or x.max() > 255):
+        raise UsageError(
+            f"{where}: integer pixels from {x.min()} to {x.max()}; they must lie in 0..255: scale them, or give floats"
+        )
+    return torch.from_numpy(convert(x, dtype=np.uint8, order="C"))
+
+
+def _ends_in_channels(shape: tuple[int, ...]) -> bool:
+    """Return whether an array ``[N, ...]`` of images or volumes seems to have its channels in the last place."""
+    return shape[-1] in (1, 3) or shape[-1] < min(shape[1:-1])

@@ -1,0 +1,162 @@
+"""Samples that are read when a batch needs them train and measure as those in memory do, and are never read whole."""
+
+from dataclasses import replace
+from math import prod
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedshift.core.optimizer import SGD
+from fedshift.core.work import Work
+from fedshift.data.federation import Federation, federation
+from fedshift.data.partition import dirichlet
+from fedshift.data.samples import Samples, join_samples
+from fedshift.data.stores import LazyStore
+from fedshift.diagnosis import diagnose
+from fedshift.diagnosis.quality import check_data, examine
+from fedshift.experiments.settings import Settings
+from fedshift.experiments.trial import Trial
+from fedshift.methods.centralized import centralized
+from fedshift.methods.fedavg import fedavg
+from fedshift.methods.fedbn import fedbn
+from fedshift.models.digits import small_cnn
+from fedshift.utils.errors import FedshiftError, UsageError
+
+
+class Counted(LazyStore):
+    """A tensor that is read by rows; ``most`` is the largest number of rows read at a time."""
+
+    def __init__(self, x: Tensor) -> None:
+        super().__init__("counted", len(x), x[:1])
+        self.x, self.most = x, 0
+
+    def _load(self, rows, key):
+        self.most = max(self.most, len(rows))
+        return self.x[torch.from_numpy(rows)]
+
+
+def lazily(data: Federation) -> Federation:
+    """The same federation with samples that are read when they are needed."""
+    return data.map_splits(lambda split: split.with_samples(Counted(split.store)))
+
+
+def run(data: Federation, method, engine: str, **changes) -> tuple[list, dict[str, Tensor]]:
+    settings = {"rounds": 2, "work": Work(batch_size=8, epochs=1), "optimizer": SGD(lr=0.05), "engine": engine}
+    settings["workers"] = 1 if engine == "pool" else None
+    model = changes.pop("model", small_cnn)
+    trial = Trial(method, model, data, Settings(**settings | changes), 0)
+    rows = [trial.advance().rows for _ in range(2)]
+    tensors, _ = trial.to_tensors()
+    trial.close()
+    return rows, tensors
+
+
+def linear(shape: tuple[int, ...], classes: int) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(prod(shape), classes))
+
+
+def assert_same(one: tuple[list, dict[str, Tensor]], other: tuple[list, dict[str, Tensor]]) -> None:
+    assert one[0] == other[0]
+    assert one[1].keys() == other[1].keys()
+    for name, tensor in one[1].items():
+        assert torch.equal(tensor, other[1][name]), name
+
+
+@pytest.mark.parametrize(
+    ("method", "engine"),
+    [(fedavg, "sequential"), (fedbn, "sequential"), (centralized, "sequential"), (fedbn, "stacked"), (fedavg, "pool")],
+)
+def test_lazy_samples_train_bit_for_bit_as_those_in_memory(tiny, method, engine):
+    lazy = lazily(tiny).check()
+    assert lazy.lazy
+    assert not tiny.lazy
+    assert_same(run(lazy, method(), engine), run(tiny, method(), engine))
+
+
+def test_lazy_samples_train_alike_in_one_step_on_all_batches(tiny):
+    work = {"work": Work(batch_size=8, batches=1), "model": linear}
+    assert_same(run(lazily(tiny), fedavg(), "identity", **work), run(tiny, fedavg(), "identity", **work))
+
+
+def test_the_ray_engine_refuses_samples_that_stay_where_they_are(tiny):
+    pytest.importorskip("ray")
+    with pytest.raises(
+        UsageError, match="the ray engine hands all samples of a client to its hosts, and those of client 'ann'"
+    ):
+        run(lazily(tiny), fedavg(), "ray")
+
+
+def test_lazy_samples_change_as_those_in_memory(tiny):
+    def change(data: Federation) -> Federation:
+        data = data.fit_images(6).hold_out(0.2).limit_samples(10)
+        return dirichlet(clients=3, alpha=1.0)(data.pool())
+
+    lazy, whole = change(lazily(tiny)), change(tiny)
+    for one, other in zip(lazy.clients, whole.clients, strict=True):
+        for name, split in one.splits.items():
+            assert torch.equal(split.inputs(slice(None)), other.splits[name].inputs(slice(None)))
+            assert torch.equal(split.copy_rows(slice(1, 5, 2)), other.splits[name].copy_rows(slice(1, 5, 2)))
+    assert lazy.fingerprint == change(lazily(tiny)).fingerprint
+
+
+def test_lazy_samples_are_diagnosed_and_examined_as_those_in_memory(tiny):
+    lazy = lazily(tiny)
+    assert diagnose(lazy, permutations=99) == diagnose(tiny, permutations=99)
+    assert examine(lazy) == examine(tiny)
+
+
+def test_lazy_samples_are_not_read_whole_at_the_start_of_a_run(tiny, monkeypatch):
+    monkeypatch.setattr("fedshift.data.samples.PROBED", 5)
+    lazy = lazily(tiny).check()
+    assert check_data(lazy, "refuse") == ()
+    assert lazy.fingerprint
+    stores = [split.store for client in lazy.clients for split in client.splits.values()]
+    assert {store.most for store in stores} == {1}
+
+
+def test_lazy_samples_are_read_in_pieces_of_a_limited_size(tiny, monkeypatch):
+    monkeypatch.setattr("fedshift.data.samples.PIECE", 7 * 3 * 8 * 8)
+    lazy = lazily(tiny).clients[0]
+    scales = [client.normalize().train.normalization for client in (lazy, tiny.clients[0])]
+    assert scales[0].mean == pytest.approx(scales[1].mean, rel=1e-12)
+    assert scales[0].std == pytest.approx(scales[1].std, rel=1e-12)
+    assert lazy.train.store.most == 7
+
+
+def test_the_fingerprint_of_lazy_samples_tells_other_samples_labels_and_rows(tiny):
+    lazy = lazily(tiny)
+    ann = lazy.client("ann")
+    changed = [
+        replace(ann, train=ann.train.with_samples(Counted(255 - ann.train.store.x))),
+        replace(ann, train=ann.train.with_targets(2 - ann.train.y)),
+        replace(ann, train=ann.train.take(torch.arange(len(ann.train)).flip(0))),
+    ]
+    others = {replace(lazy, clients=(one, *lazy.clients[1:])).fingerprint for one in changed}
+    assert len(others | {lazy.fingerprint}) == 4
+
+
+def test_lazy_samples_of_different_types_are_not_put_together(tiny):
+    first = lazily(tiny).clients[0].train
+    floats = first.with_samples(Counted(torch.rand(26, 3, 8, 8)))
+    with pytest.raises(UsageError, match="lazy samples of different types or scalings"):
+        join_samples([first, floats])
+
+
+def test_lazy_samples_are_not_put_into_memory_whole(tiny):
+    with pytest.raises(UsageError, match="counted: these samples are read in batches"):
+        _ = lazily(tiny).clients[0].train.x
+
+
+def test_a_value_that_is_not_finite_is_refused_where_it_is_read():
+    x = torch.rand(200, 4)
+    x[150, 2] = float("nan")
+    split = Samples(x=Counted(x), y=torch.arange(200) % 2)
+    with pytest.raises(FedshiftError, match="counted: sample 150 has NaN"):
+        split.inputs(torch.tensor([3, 150]))
+    x[199] = float("inf")
+    data = federation({"a": (np.ones((4, 4)), np.arange(4) % 2) * 2})
+    bad = replace(data, clients=(replace(data.clients[0], train=split),))
+    with pytest.raises(UsageError, match="counted: sample 199 has NaN"):
+        bad.check()
