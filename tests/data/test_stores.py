@@ -1,8 +1,11 @@
 """Samples that are read when a batch needs them train and measure as those in memory do, and are never read whole."""
 
+import pickle
 from dataclasses import replace
 from math import prod
+from pathlib import Path
 
+import cloudpickle
 import numpy as np
 import pytest
 import torch
@@ -11,8 +14,9 @@ from torch import Tensor, nn
 from fedshift.core.optimizer import SGD
 from fedshift.core.work import Work
 from fedshift.data.federation import Federation, federation
+from fedshift.data.files.folder import read_folder
 from fedshift.data.partition import dirichlet
-from fedshift.data.samples import Samples, join_samples
+from fedshift.data.samples import Samples, join_samples, to_samples
 from fedshift.data.stores import LazyStore
 from fedshift.diagnosis import diagnose
 from fedshift.diagnosis.quality import check_data, examine
@@ -64,15 +68,121 @@ def assert_same(one: tuple[list, dict[str, Tensor]], other: tuple[list, dict[str
         assert torch.equal(tensor, other[1][name]), name
 
 
-@pytest.mark.parametrize(
-    ("method", "engine"),
-    [(fedavg, "sequential"), (fedbn, "sequential"), (centralized, "sequential"), (fedbn, "stacked"), (fedavg, "pool")],
-)
-def test_lazy_samples_train_bit_for_bit_as_those_in_memory(tiny, method, engine):
+@pytest.mark.parametrize("method", [fedavg, fedbn, centralized])
+def test_lazy_samples_train_bit_for_bit_as_those_in_memory(tiny, method):
     lazy = lazily(tiny).check()
     assert lazy.lazy
     assert not tiny.lazy
-    assert_same(run(lazy, method(), engine), run(tiny, method(), engine))
+    assert_same(run(lazy, method(), "sequential"), run(tiny, method(), "sequential"))
+
+
+def save(folder: Path, data: Federation) -> Path:
+    """Write images as files that can be mapped, channels last."""
+    for client in data.clients:
+        for part, split in client.splits.items():
+            (folder / client.name / part).mkdir(parents=True)
+            np.save(folder / client.name / part / "x.npy", np.moveaxis(split.x.numpy(), 1, -1))
+            np.save(folder / client.name / part / "y.npy", split.y.numpy())
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("method", "engine"), [(fedavg, "sequential"), (fedbn, "sequential"), (fedbn, "stacked"), (fedavg, "pool")]
+)
+def test_mapped_files_train_bit_for_bit_as_arrays_in_memory(tiny, tmp_path, method, engine):
+    mapped = read_folder(save(tmp_path / "tiny", tiny))
+    assert all(split.lazy for client in mapped.clients for split in client.splits.values())
+    assert_same(run(mapped, method(), engine), run(tiny, method(), engine))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda x: x, id="whole"),
+        pytest.param(lambda x: x[5:], id="cut"),
+        pytest.param(lambda x: x[::-2, ::-1], id="reversed"),
+        pytest.param(lambda x: x.transpose(0, 3, 1, 2)[3:20], id="transposed"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [np.uint8, np.int64, np.float16, np.float32, np.float64])
+def test_mapped_arrays_are_read_as_arrays_in_memory_and_so_they_are_elsewhere(tmp_path, change, dtype):
+    x = np.random.default_rng(0).integers(0, 255, (26, 8, 8, 3)).astype(dtype)
+    np.save(tmp_path / "x.npy", x)
+    mapped = change(np.load(tmp_path / "x.npy", mmap_mode="r"))
+    y = np.arange(len(mapped)) % 3
+    split, whole = to_samples(mapped, y), to_samples(change(x), y)
+    assert split.lazy
+    for one in (split, pickle.loads(cloudpickle.dumps(split))):
+        assert torch.equal(one.inputs(torch.tensor([7, 0, 7])), whole.inputs(torch.tensor([7, 0, 7])))
+        assert torch.equal(one.copy_rows(slice(None)), whole.x)
+
+
+def test_a_map_with_changes_in_memory_alone_is_copied(tmp_path):
+    np.save(tmp_path / "x.npy", np.zeros((4, 8, 8), np.uint8))
+    mapped = np.load(tmp_path / "x.npy", mmap_mode="c")
+    mapped[2] = 9
+    split = to_samples(mapped, np.arange(4))
+    assert not split.lazy
+    assert split.x[2].min() == 9
+
+
+def test_rows_and_columns_are_read_from_mapped_tables_of_numbers(tmp_path):
+    for dtype, kept in ((np.float64, torch.float64), (np.float32, torch.float32), (np.int32, torch.float32)):
+        x = np.arange(40).reshape(10, 4).astype(dtype)
+        np.save(tmp_path / "x.npy", x)
+        split = to_samples(np.load(tmp_path / "x.npy", mmap_mode="r"), np.arange(10) % 2)
+        assert split.dtype == kept
+        assert split.inputs(torch.tensor([9, 2])).tolist() == x[[9, 2]].tolist()
+
+
+def test_faults_of_mapped_files_are_refused_by_name(tiny, tmp_path):
+    folder = save(tmp_path / "tiny", tiny)
+    (folder / "bob" / "test" / "y.npy").unlink()
+    with pytest.raises(UsageError, match=r"bob/test/y\.npy is missing"):
+        read_folder(folder)
+    assert read_folder(folder, ["cid", "ann"]).names == ("cid", "ann")
+    with pytest.raises(UsageError, match="unknown domain 'an'"):
+        read_folder(folder, ["an"])
+    file = folder / "bob" / "train" / "x.npy"
+    file.write_bytes(file.read_bytes()[:-10])
+    with pytest.raises(UsageError, match=r"bob/train/x\.npy cannot be mapped .*: write it again with numpy\.save"):
+        read_folder(folder)
+    np.save(file, np.full((17, 8, 8), 300))
+    with pytest.raises(UsageError, match=r"bob, train data: integer pixels from 300 to 300"):
+        read_folder(folder)
+
+
+needs_status = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="no peak of memory")
+
+
+@needs_status
+def test_mapped_samples_train_in_less_memory_than_they_take(tmp_path):
+    samples, limit, size = 16_000, 2**27, 0
+    for part in ("train", "test"):
+        folder = tmp_path / "big" / "a" / part
+        folder.mkdir(parents=True)
+        x = np.lib.format.open_memmap(folder / "x.npy", "w+", np.uint8, (samples, 3, 64, 64))  # a file without blocks
+        np.save(folder / "y.npy", np.arange(samples) % 2)
+        size += x.nbytes
+        del x
+    assert size > 2.9 * limit
+    data = read_folder(tmp_path / "big").check()
+
+    def thumbnail(shape: tuple[int, ...], classes: int) -> nn.Module:
+        return nn.Sequential(nn.MaxPool2d(16), nn.Flatten(), nn.Linear(48, classes))
+
+    def status(name: str) -> int:
+        return 1024 * int(Path("/proc/self/status").read_text().split(f"{name}:")[1].split()[0])
+
+    work = Work(batch_size=32, epochs=1)
+    trial = Trial(
+        fedavg(), thumbnail, data, Settings(rounds=1, work=work, optimizer=SGD(lr=0.05), engine="sequential"), 0
+    )
+    Path("/proc/self/clear_refs").write_text("5")  # from here on the peak counts
+    before = status("VmRSS")
+    loaded = [row for row in trial.advance().rows if row["split"] == "test"]
+    assert loaded[0]["samples"] == samples
+    assert status("VmHWM") - before < limit
 
 
 def test_lazy_samples_train_alike_in_one_step_on_all_batches(tiny):

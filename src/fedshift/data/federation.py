@@ -442,7 +442,8 @@ def federation(
             :func:`fedshift.data.samples.to_samples`; a pair ``(train, test)`` of map-style torch datasets of pairs
             (input, label), of HuggingFace datasets, or of pairs of arrays; or a dictionary of either, with the keys
             ``x_train``, ... (``x_val`` and ``y_val`` too), or ``train``, ``test`` and ``validation``. Datasets are read
-            once: a random transform is drawn once for each sample (``augment`` draws anew each time).
+            once: a random transform is drawn once for each sample (``augment`` draws anew each time). Inputs that are
+            mapped from a file (``numpy.load(file, mmap_mode="r")``) stay there, and are read when a batch needs them.
         name: Name of the data.
         classes: Number of classes; None: the largest training label of any client plus one.
         note: Description of the data in one sentence.

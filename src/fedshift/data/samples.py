@@ -25,7 +25,7 @@ from ..tasks.catalog import infer_task
 from ..tasks.segmentation import IGNORED, LEFT_OUT
 from ..tasks.task import Task
 from ..utils.errors import FedshiftError, UsageError
-from .stores import JoinedStore, Keys, LazyStore, read_rows, to_tensor
+from .stores import JoinedStore, Keys, LazyStore, MappedStore, is_mapped, read_rows, to_tensor
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -374,7 +374,7 @@ def map_store(store: Tensor | LazyStore, change: Callable[[Tensor], Tensor]) -> 
 
 
 def to_samples(x: ArrayLike | LazyStore, y: ArrayLike, where: str = "data", task: Task | None = None) -> Samples:
-    """Convert arrays to :class:`Samples`; both are copied, but for inputs that a store reads.
+    """Convert arrays to :class:`Samples`; both are copied, but for inputs that are mapped files or in a store.
 
     Args:
         x: Images ``[N, H, W]``, ``[N, H, W, C]`` with 1 or 3 channels or ``[N, C, H, W]`` with any, volumes
@@ -389,6 +389,8 @@ def to_samples(x: ArrayLike | LazyStore, y: ArrayLike, where: str = "data", task
         UsageError: The arrays have other shapes, types or values.
 
     """
+    if is_mapped(x):
+        x = MappedStore(x, where)
     blank = np.broadcast_to(np.zeros((), np.float32), x.shape) if isinstance(x, LazyStore) else None
     x_array, y_array = np.asarray(x) if blank is None else blank, np.asarray(y)
     if x_array.dtype.kind not in "uifb" or y_array.dtype.kind not in "uifb":

@@ -1,17 +1,23 @@
-"""Stores of samples that are not in memory: rows are read when a batch needs them.
+"""Stores of samples that are not in memory: rows are read when a batch needs them, from mapped files.
 
 A store answers for rows as a tensor in memory does for an index, so that :class:`~fedshift.data.samples.Samples` need
 not know which it has. What a batch needs is read and let go. Values are checked as they are read, since to look at all
 of them would be to read all of them.
+
+Pages of a mapped file count as memory of the process until they are released; they are, every 64 MiB. In another
+process a store opens its file again: what is sent is the file's name.
 """
 
 from __future__ import annotations
 
+import mmap
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
+from math import prod
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,6 +35,10 @@ TOUCHED = 2**17
 """Bytes that reading a row maps at least: the operating system maps what lies around it too."""
 DECODED = 256
 """Items that are decoded at a time where only their targets are wanted."""
+RELEASED = 2**26
+"""Bytes of pages that are read of a mapped file before they are released."""
+TOUCHED = 2**17
+"""Bytes that reading a row maps at least: the operating system maps what lies around it too."""
 Array = NDArray[Any]
 Keys = tuple[Key, ...]
 
@@ -125,6 +135,57 @@ class JoinedStore(LazyStore):
 def read_rows(store: Tensor | LazyStore, rows: Tensor, key: Keys = ()) -> Tensor:
     """Return a copy of the samples of ``store`` at ``rows``; ``key`` as in :meth:`LazyStore.read`."""
     return store.index_select(0, rows) if isinstance(store, Tensor) else store.read(rows, key)
+
+
+class MappedStore(LazyStore):
+    """An array ``[N, ...]`` in a file, of which the rows that are asked for are read."""
+
+    def __init__(self, array: np.memmap[Any, Any], where: str) -> None:
+        root = array
+        while isinstance(root.base, np.memmap):
+            root = root.base
+        start = array.__array_interface__["data"][0] - root.__array_interface__["data"][0]
+        self._layout = str(array.filename), root.offset + start, array.shape, array.strides, array.dtype
+        self._open()
+        super().__init__(where, len(array), to_tensor(self._array[:1], where))
+
+    def _open(self) -> None:
+        path, offset, shape, strides, dtype = self._layout
+        try:
+            with Path(path).open("rb") as file:
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            self._array: Array = np.ndarray(shape, dtype, self._map, offset, strides)
+        except (OSError, ValueError, TypeError) as error:
+            raise UsageError(f"{path} cannot be mapped ({error}): give a file that is whole, and stays") from error
+        self._touched, self._each = 0, max(TOUCHED, prod(shape[1:]) * dtype.itemsize)
+
+    @override
+    def _load(self, rows: NDArray[np.int64], key: Keys) -> Tensor:
+        x = to_tensor(self._array[rows], self.where, copy=False)
+        self._touched += len(rows) * self._each
+        if self._touched > RELEASED and hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED)
+            self._touched = 0
+        return x
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in ("_map", "_array")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._open()
+
+
+def is_mapped(x: object) -> bool:
+    """Return whether ``x`` is an array in a file, without changes that are in memory alone."""
+    return (
+        isinstance(x, np.memmap)
+        and getattr(x, "_mmap", None) is not None
+        and x.filename is not None
+        and x.mode != "c"
+        and x.dtype.kind in "uifb"
+        and len(x) > 0
+    )
 
 
 def to_tensor(x: Array, where: str, *, copy: bool = True) -> Tensor:

@@ -1,10 +1,10 @@
-"""Federations from user directories: images, one ``.npz`` file per client, or tables, as the files show."""
+"""Federations from user directories: images, ``.npz`` or ``.npy`` files, or tables, as the files show."""
 
 from __future__ import annotations
 
 import zipfile
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,9 @@ def read_folder(
     Args:
         path: A directory with ``client/class/*.png`` (jpg, tif, bmp), or ``client/train/class/*.png`` with test and val
             beside train; with masks in ``client/images/*`` and ``client/masks/*``, or with these in train, test and
-            val; with one ``.npz`` file per client; or with one CSV or Parquet file per client. Or one table,
-            with ``client_column``.
+            val; with one ``.npz`` file per client; with ``client/train/x.npy`` and ``y.npy``, and test and perhaps val
+            beside train, of which inputs stay on disk; or with one CSV or Parquet file per client. Or one table, with
+            ``client_column``.
         domains: Names of the clients to read, in this order; None: all.
         classes: Number of classes; None: as found.
         choices: Further fields of :class:`~fedshift.data.files.read_options.ReadOptions`.
@@ -51,6 +52,7 @@ def read_directory(path: Path, reading: ReadOptions) -> Federation:
     """Read a federation as :func:`read_folder` does, with all options in ``reading``."""
     found = {
         ".npz files": bool(_arrays_in(path, reading)),
+        ".npy files": bool(_mapped_in(path, reading)),
         "tables": holds_tables(path),
         "images": path.is_dir() and any(file.suffix.lower() in SUFFIXES for file in path.glob("*/*/*")),
     }
@@ -59,6 +61,8 @@ def read_directory(path: Path, reading: ReadOptions) -> Federation:
         raise UsageError(f"{path} holds {' and '.join(kinds)}: put each kind into its own directory")
     if found[".npz files"]:
         return read_arrays(path, reading)
+    if found[".npy files"]:
+        return read_mapped_arrays(path, reading)
     if found["tables"]:
         return read_tables(path, reading)
     if path.is_dir() and holds_images(path):
@@ -68,7 +72,8 @@ def read_directory(path: Path, reading: ReadOptions) -> Federation:
         return read_masked_images(path, reading) if kind == "segmentation" else read_images(path, reading)
     raise UsageError(
         f"{path} holds no data: give a directory with client/class/*.png (or client/train/class/*.png), with one "
-        ".npz, .csv or .parquet file a client, or one table (--client-column)"
+        ".npz, .csv or .parquet file a client, with client/train/x.npy and y.npy and test beside train, or one table "
+        "(--client-column)"
     )
 
 
@@ -78,18 +83,62 @@ def read_arrays(path: Path, reading: ReadOptions) -> Federation:
     Masks may be called ``m_train m_test m_val``.
     Arrays are read without pickle, so a file cannot run code; for shapes see :func:`fedshift.data.samples.to_samples`.
     """
-    files = {file.stem: file for file in _arrays_in(path, reading)}
-    wanted = list(files) if reading.domains is None else list(reading.domains)
+    return _read_clients(path, reading, {file.stem: file for file in _arrays_in(path, reading)}, _read, "files of .npz")
+
+
+def read_mapped_arrays(path: Path, reading: ReadOptions) -> Federation:
+    """Read ``x.npy`` and ``y.npy`` in ``client/train``, ``client/test`` and perhaps ``client/val``.
+
+    Inputs stay on disk, and are read when a batch needs them; targets are in memory. Shapes are as in ``.npz`` files.
+    """
+    return _read_clients(path, reading, _mapped_in(path, reading), _read_mapped, "folders of .npy")
+
+
+def _read_clients(
+    path: Path,
+    reading: ReadOptions,
+    found: Mapping[str, Path],
+    read: Callable[[str, Path, Task | None], ClientData],
+    kind: str,
+) -> Federation:
+    wanted = list(found) if reading.domains is None else list(reading.domains)
     for name in wanted:
-        if name not in files:
-            raise unknown_name("domain", name, files)
+        if name not in found:
+            raise unknown_name("domain", name, found)
     clients = []
     for done, name in enumerate(wanted, 1):
-        clients.append(_read(name, files[name], reading.task))
+        clients.append(read(name, found[name], reading.task))
         if reading.progress:
             reading.progress("arrays", done, len(wanted))
-    note = f"{len(clients)} files of .npz"
+    note = f"{len(clients)} {kind}"
     return make_federation(path.resolve().name, clients, task=reading.task, classes=reading.classes, note=note)
+
+
+def _mapped_in(path: Path, reading: ReadOptions) -> dict[str, Path]:
+    """Return the folders with ``train/x.npy`` in directory ``path``, by name, or the one that it is where it joins."""
+    if reading.like is not None and (path / "train" / "x.npy").exists():
+        return {path.resolve().name: path}
+    return {file.parts[-3]: file.parents[1] for file in sorted(path.glob("*/train/x.npy"))}
+
+
+def _read_mapped(name: str, folder: Path, task: Task | None) -> ClientData:
+    parts = {}
+    for split, part in SPLITS.items():
+        files = [folder / part / each for each in ("x.npy", "y.npy")]
+        if split == "validation" and not any(file.exists() for file in files):
+            continue
+        arrays = []
+        for file in files:
+            if not file.exists():
+                raise UsageError(f"{file} is missing: every client has x.npy and y.npy in train and in test")
+            try:
+                arrays.append(np.load(file, mmap_mode="r", allow_pickle=False))
+            except (OSError, ValueError, EOFError) as error:
+                raise UsageError(
+                    f"{file} cannot be mapped ({error}): write it again with numpy.save, with an array of numbers"
+                ) from error
+        parts[split] = to_samples(arrays[0], arrays[1], f"{folder}, {split} data", task)
+    return ClientData.from_splits(name, parts)
 
 
 def _arrays_in(path: Path, reading: ReadOptions) -> list[Path]:
