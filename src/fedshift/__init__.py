@@ -53,6 +53,7 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time every public nam
     from .core.work import Work as Work
     from .data.digits import digits as digits
     from .data.nuclei import nuclei as nuclei
+    from .data.arrays import LazyDataset as LazyDataset
     from .data.federation import (
         Federation as Federation,
         federation as federation,
@@ -115,6 +116,7 @@ _HOME = {
     "data.digits": ("digits",),
     "data.nuclei": ("nuclei",),
     "experiments.observer": ("Observer",),
+    "data.arrays": ("LazyDataset",),
     "data.federation": ("Federation", "federation"),
     "data.files.folder": ("read_folder",),
     "export.loading": ("load",),

@@ -6,10 +6,12 @@ HuggingFace's library is known by what its objects do (``column_names``, ``featu
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import numpy as np
-from torch.utils.data import Dataset
+from numpy.typing import ArrayLike, NDArray
+from torch.utils.data import Dataset, Subset
 
 from ..utils.errors import UsageError, unknown_name
 from ..utils.user_code import describe_error
@@ -22,6 +24,35 @@ ACCEPTED = (
     "give four arrays, (x_train, y_train, x_test, y_test), or two map-style torch datasets, (train, test), whose "
     "samples are pairs (input, label), or a dictionary of either"
 )
+Item = Callable[[Any], tuple[Any, Any]]
+"""Function that returns input and target of an item."""
+
+
+@dataclass(frozen=True, eq=False)
+class LazyDataset:
+    """A map-style dataset whose items are decoded when a batch needs them, in place of one that is read once.
+
+    Random transforms draw anew each time, by a key of seed, client, step and item.
+
+    Attributes:
+        dataset: A torch dataset of pairs (input, target) or of dictionaries with both, or a HuggingFace dataset.
+        targets: Targets of all items; None: the dataset's ``targets``, or found by decoding every item once.
+        workers: Processes that decode the items of a batch together, from 2 on.
+        cache_bytes: Bytes of decoded items that are kept, those needed last. With a cache, random transforms draw once
+            for each item.
+
+    """
+
+    dataset: Any
+    _: KW_ONLY
+    targets: ArrayLike | None = None
+    workers: int = 0
+    cache_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("workers", "cache_bytes"):
+            if type(value := getattr(self, name)) is not int or value < 0:
+                raise UsageError(f"LazyDataset: {name}={value!r}: give a whole number of 0 or more")
 
 
 def is_hub_dataset(thing: object) -> bool:
@@ -74,7 +105,7 @@ def _name_splits(client: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _holds_samples(part: object) -> bool:
     pair = isinstance(part, tuple | list) and len(part) == 2
-    return pair or isinstance(part, Dataset) or is_hub_dataset(part)
+    return pair or isinstance(part, Dataset | LazyDataset) or is_hub_dataset(part)
 
 
 def read_part(part: Any, where: str, target: str | None = None, skip: Sequence[str] = ()) -> tuple[Any, Any]:
@@ -92,13 +123,47 @@ def read_part(part: Any, where: str, target: str | None = None, skip: Sequence[s
     """
     if isinstance(part, tuple | list) and len(part) == 2:
         return part[0], part[1]
-    if not hasattr(part, "__len__"):
-        kind = "datasets.Dataset" if is_hub_dataset(part) else "torch.utils.data.Dataset"
-        raise UsageError(f"{where}: {type(part).__name__} has no length: give a map-style {kind}")
-    if is_hub_dataset(part):
-        inputs, label = find_columns(part, where, target, skip)
-        return _read_samples(part, where, lambda row: (row[inputs], row[label]))
-    return _read_samples(part, where, _require_pair)
+    return _read_samples(part, where, item_reader(part, where, target, skip))
+
+
+def item_reader(data: Any, where: str, target: str | None = None, skip: Sequence[str] = ()) -> Item:
+    """Return the function that takes an item of a dataset apart; arguments and errors as in :func:`read_part`."""
+    if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
+        kind = "datasets.Dataset" if is_hub_dataset(data) else "torch.utils.data.Dataset"
+        raise UsageError(f"{where}: {type(data).__name__} has no length: give a map-style {kind}")
+    if not len(data):
+        raise UsageError(f"{where}: empty; every client needs at least one sample in each split")
+    if is_hub_dataset(data):
+        inputs, label = find_columns(data, where, target, skip)
+        return lambda row: (row[inputs], row[label])
+    return _require_pair
+
+
+def find_targets(given: LazyDataset, where: str, target: str | None = None) -> NDArray[Any] | None:
+    """Return the targets of all items, None where only the items themselves tell."""
+    data = given.dataset
+    if given.targets is not None:
+        found: Any = given.targets
+    elif is_hub_dataset(data):
+        found = data[find_columns(data, where, target, ())[1]]
+    else:
+        found = _list_targets(data)
+    if found is None:
+        return None
+    targets = np.asarray(found)
+    if targets.ndim < 1 or len(targets) != len(data):
+        raise UsageError(f"{where}: targets of shape {targets.shape} for {len(data)} items; give one for each")
+    return targets
+
+
+def _list_targets(data: Any) -> NDArray[Any] | None:
+    """Return the ``targets`` that torchvision's datasets have, also of a part of one."""
+    if isinstance(data, Subset):
+        whole = _list_targets(data.dataset)
+        return None if whole is None else whole[np.asarray(data.indices)]
+    if getattr(data, "target_transform", None) is not None or not hasattr(data, "targets"):
+        return None
+    return np.asarray(data.targets)
 
 
 def find_columns(data: Any, where: str, target: str | None, skip: Sequence[str]) -> tuple[str, str]:
@@ -126,30 +191,38 @@ def holds_arrays(data: Any, column: str) -> bool:
 
 
 def _require_pair(sample: Any) -> tuple[Any, Any]:
+    if isinstance(sample, Mapping):
+        names = [next((name for name in usual if name in sample), None) for usual in (INPUTS, LABELS)]
+        if None not in names:
+            return sample[names[0]], sample[names[1]]
     if not isinstance(sample, tuple | list) or len(sample) != 2:
         raise UsageError(f"is a {type(sample).__name__}, not a pair (input, label)")
     return sample[0], sample[1]
 
 
-def _read_samples(data: Any, where: str, split: Callable[[Any], tuple[Any, Any]]) -> tuple[np.ndarray, np.ndarray]:
+def read_item(data: Any, number: int, where: str, split: Item) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return input and target of an item as arrays, which ``split`` takes apart; raise :class:`UsageError` if not."""
+    try:
+        x, y = split(data[number])
+    except UsageError as error:
+        raise UsageError(f"{where}: sample {number} {error}") from error
+    except Exception as error:
+        raise UsageError(
+            f"{where}: sample {number} of {type(data).__name__} cannot be read: {describe_error(error)}"
+        ) from error
+    mode = getattr(x, "mode", None)  # of a picture; palettes, for example, hold no colors
+    return np.asarray(x.convert("RGB") if isinstance(mode, str) and mode not in ("L", "RGB") else x), np.asarray(y)
+
+
+def _read_samples(data: Any, where: str, split: Item) -> tuple[np.ndarray, np.ndarray]:
     inputs, labels = [], []
     for number in range(len(data)):
-        try:
-            x, y = split(data[number])
-        except UsageError as error:
-            raise UsageError(f"{where}: sample {number} {error}") from error
-        except Exception as error:
-            raise UsageError(
-                f"{where}: sample {number} of {type(data).__name__} cannot be read: {describe_error(error)}"
-            ) from error
-        mode = getattr(x, "mode", None)  # of a picture; palettes, for example, hold no colors
-        inputs.append(np.asarray(x.convert("RGB") if isinstance(mode, str) and mode not in ("L", "RGB") else x))
-        labels.append(np.asarray(y))
+        x, y = read_item(data, number, where, split)
+        inputs.append(x)
+        labels.append(y)
         if inputs[-1].shape != inputs[0].shape:
             raise UsageError(
                 f"{where}: sample {number} has shape {inputs[-1].shape} and the first {inputs[0].shape}: bring all to "
                 "one shape (a transform of the dataset)"
             )
-    if not inputs:
-        raise UsageError(f"{where}: empty; every client needs at least one sample in each split")
     return np.stack(inputs), np.stack(labels)

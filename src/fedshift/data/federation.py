@@ -24,7 +24,7 @@ from ..tasks.segmentation import Segmentation
 from ..tasks.task import Task
 from ..utils.errors import UsageError, unknown_name
 from ..utils.random_streams import stream
-from .arrays import list_splits, read_part
+from .arrays import LazyDataset, list_splits, read_part
 from .samples import (
     SHOWN,
     Normalization,
@@ -38,7 +38,7 @@ from .samples import (
     resize_masks,
     to_samples,
 )
-from .stores import LazyStore
+from .stores import DatasetStore, LazyStore
 
 if TYPE_CHECKING:
     from .files.table_schema import Column
@@ -49,6 +49,10 @@ LAZY = (
     "`fedshift data check` looks for copies"
 )
 """Notice on a federation with lazy samples."""
+UNREPEATABLE = (
+    "a transform draws from a generator that cannot be set, so a resumed run differs from one that never stopped"
+)
+"""Notice on lazy samples that are other ones each time, after the split's name."""
 PLURALS = {"class": "classes", "label": "labels", "target": "targets"}
 """Names of a task's outputs, several of them."""
 
@@ -423,7 +427,11 @@ def make_federation(
     if classes is None:
         classes = task.count_outputs(client.train.y for client in clients)
     made = Federation(name=name, clients=tuple(clients), classes=classes, note=note, task=task)
-    return replace(made, notices=(LAZY,)) if made.lazy else made
+    if not made.lazy:
+        return made
+    where = [_locate(c.name, split) for c in made.clients for split, part in c.splits.items() if not part.repeats]
+    more = f" and {len(where) - 1} more" if len(where) > 1 else ""
+    return replace(made, notices=(LAZY, *([f"{where[0]}{more}: {UNREPEATABLE}"] if where else [])))
 
 
 def federation(
@@ -443,7 +451,8 @@ def federation(
             (input, label), of HuggingFace datasets, or of pairs of arrays; or a dictionary of either, with the keys
             ``x_train``, ... (``x_val`` and ``y_val`` too), or ``train``, ``test`` and ``validation``. Datasets are read
             once: a random transform is drawn once for each sample (``augment`` draws anew each time). Inputs that are
-            mapped from a file (``numpy.load(file, mmap_mode="r")``) stay there, and are read when a batch needs them.
+            mapped from a file (``numpy.load(file, mmap_mode="r")``) stay there and are read when a batch needs them, as
+            are items of a dataset in a :class:`~fedshift.data.arrays.LazyDataset`.
         name: Name of the data.
         classes: Number of classes; None: the largest training label of any client plus one.
         note: Description of the data in one sentence.
@@ -460,13 +469,16 @@ def federation(
     for client, given in clients.items():
         parts = list_splits(client, given)
         wheres = {split: _locate(client, split) for split in parts}
-        arrays = {split: read_part(part, wheres[split], target) for split, part in parts.items()}
-        data.append(
-            ClientData.from_splits(
-                client, {split: to_samples(*pair, wheres[split], kind) for split, pair in arrays.items()}
-            )
-        )
+        splits = {split: _read_split(part, wheres[split], target, kind) for split, part in parts.items()}
+        data.append(ClientData.from_splits(client, splits))
     return make_federation(name, data, task=kind, classes=classes, note=note)
+
+
+def _read_split(part: Any, where: str, target: str | None, task: Task | None) -> Samples:
+    if isinstance(part, LazyDataset):
+        store = DatasetStore(part, where, target)
+        return to_samples(store, store.targets, where, task)
+    return to_samples(*read_part(part, where, target), where, task)
 
 
 def encode_targets(data: Federation, newcomers: Collection[str] = ()) -> Federation:

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from ..utils.errors import UsageError, unknown_name
 from ..utils.random_streams import stream
-from .arrays import holds_arrays, is_hub_dataset, read_part
+from .arrays import LazyDataset, holds_arrays, is_hub_dataset, read_part
 from .federation import Federation, federation
 from .files.read_options import ReadOptions
 from .files.table_schema import BATCH_CELLS, TableFile
@@ -72,7 +72,9 @@ def holds_hub_datasets(data: object) -> bool:
     """Return whether ``data`` are HuggingFace datasets or hold some."""
     if isinstance(data, Mapping):
         return any(map(holds_hub_datasets, data.values()))
-    return any(map(is_hub_dataset, data)) if isinstance(data, tuple | list) else is_hub_dataset(data)
+    if isinstance(data, tuple | list):
+        return any(map(holds_hub_datasets, data))
+    return is_hub_dataset(data.dataset if isinstance(data, LazyDataset) else data)
 
 
 def read_objects(data: object, reading: ReadOptions) -> Federation:

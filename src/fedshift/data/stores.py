@@ -1,44 +1,56 @@
-"""Stores of samples that are not in memory: rows are read when a batch needs them, from mapped files.
+"""Stores of samples that stay where they are: mapped files, and datasets that decode a sample when a batch needs it.
 
 A store answers for rows as a tensor in memory does for an index, so that :class:`~fedshift.data.samples.Samples` need
-not know which it has. What a batch needs is read and let go. Values are checked as they are read, since to look at all
-of them would be to read all of them.
+not know which it has. What a batch needs is read and let go: a store holds no samples but those of a cache of bounded
+size. Values are checked as they are read, since to look at all of them would be to read all of them.
 
 Pages of a mapped file count as memory of the process until they are released; they are, every 64 MiB. In another
 process a store opens its file again: what is sent is the file's name.
+
+A random transform draws from the generator of a key (seed, client, step, row), so that a resumed run, another engine
+and another number of workers draw alike: Python's, NumPy's and torch's global generators are set from it, and those
+that transforms keep by themselves where they can be (``set_random_state`` in MONAI, ``set_random_seed`` in
+albumentations).
 """
 
 from __future__ import annotations
 
 import mmap
+import random
+import tempfile
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import lru_cache, partial
 from itertools import accumulate
 from math import prod
 from pathlib import Path
-from typing import Any
+from threading import Lock
+from typing import Any, TypeGuard
 
+import cloudpickle
 import numpy as np
 import torch
+from joblib import Parallel, delayed
 from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
 from ..utils.errors import FedshiftError, UsageError
-from ..utils.random_streams import Key
+from ..utils.random_streams import Key, key_bits, torch_stream
+from .arrays import Item, LazyDataset, find_targets, item_reader, read_item
 
 RELEASED = 2**26
 """Bytes of pages that are read of a mapped file before they are released."""
 TOUCHED = 2**17
 """Bytes that reading a row maps at least: the operating system maps what lies around it too."""
+REPEATED = 4
+"""Times that the first item is decoded, to see whether it is the same each time."""
 DECODED = 256
 """Items that are decoded at a time where only their targets are wanted."""
-RELEASED = 2**26
-"""Bytes of pages that are read of a mapped file before they are released."""
-TOUCHED = 2**17
-"""Bytes that reading a row maps at least: the operating system maps what lies around it too."""
 Array = NDArray[Any]
 Keys = tuple[Key, ...]
 
@@ -51,10 +63,11 @@ class LazyStore(ABC):
         shape: Length and shape, as of a tensor.
         dtype: Type of the samples as they are read.
         draws: Whether what is read depends on the key.
+        repeats: Whether the same is read again under the same key.
 
     """
 
-    draws = False
+    draws, repeats = False, True
 
     def __init__(self, where: str, count: int, sample: Tensor) -> None:
         self.where, self.dtype = where, sample.dtype
@@ -100,7 +113,8 @@ class _Changed(LazyStore):
 
     def __init__(self, store: LazyStore, change: Callable[[Tensor], Tensor]) -> None:
         super().__init__(store.where, len(store), change(torch.zeros(1, *store.shape[1:], dtype=store.dtype)))
-        self.draws, self._store, self._change = store.draws, store, change
+        self.draws, self.repeats = store.draws, store.repeats
+        self._store, self._change = store, change
 
     @override
     def _load(self, rows: NDArray[np.int64], key: Keys) -> Tensor:
@@ -114,7 +128,8 @@ class JoinedStore(LazyStore):
         first = stores[0]
         where = next(store.where for store in stores if isinstance(store, LazyStore))
         super().__init__(where, sum(map(len, stores)), torch.zeros(1, *first.shape[1:], dtype=first.dtype))
-        self.draws = any(isinstance(store, LazyStore) and store.draws for store in stores)
+        lazy = [store for store in stores if isinstance(store, LazyStore)]
+        self.draws, self.repeats = any(store.draws for store in lazy), all(store.repeats for store in lazy)
         self._stores, self._ends = tuple(stores), list(accumulate(map(len, stores)))
 
     @override
@@ -176,7 +191,7 @@ class MappedStore(LazyStore):
         self._open()
 
 
-def is_mapped(x: object) -> bool:
+def is_mapped(x: object) -> TypeGuard[np.memmap[Any, Any]]:
     """Return whether ``x`` is an array in a file, without changes that are in memory alone."""
     return (
         isinstance(x, np.memmap)
@@ -186,6 +201,139 @@ def is_mapped(x: object) -> bool:
         and x.dtype.kind in "uifb"
         and len(x) > 0
     )
+
+
+class DatasetStore(LazyStore):
+    """Inputs of a :class:`~fedshift.data.arrays.LazyDataset`; ``targets [N, ...]`` are those of all its samples."""
+
+    def __init__(self, given: LazyDataset, where: str, target: str | None = None) -> None:
+        self._given, self._item = given, item_reader(given.dataset, where, target)
+        self._file: Any = None
+        self._begin()
+        (x, _), *again = (_decode(self._decoder(where), [0], ())[0] for _ in range(REPEATED))
+        self.repeats = all(np.array_equal(x, other, equal_nan=x.dtype.kind == "f") for other, _ in again)
+        self._each = x.shape
+        super().__init__(where, len(given.dataset), to_tensor(x[None], where))
+        self.draws = given.cache_bytes == 0
+        found = find_targets(given, where, target)
+        if found is None:
+            rows = np.array_split(np.arange(len(self)), -(-len(self) // DECODED))
+            found = np.stack([y for part in rows for _, y in self._run(part.tolist(), ())])
+        self.targets: Array = found
+
+    def _begin(self) -> None:
+        self._lock = Lock()  # datasets and global generators are for one thread at a time
+        self._cache: OrderedDict[int, Array] = OrderedDict()
+        self._held = 0
+
+    def _decoder(self, where: str) -> tuple[Any, Item, str]:
+        return self._given.dataset, self._item, where
+
+    @override
+    def _load(self, rows: NDArray[np.int64], key: Keys) -> Tensor:
+        with self._lock:
+            key = key if self.draws else ()
+            found = {row: self._cache[row] for row in rows.tolist() if row in self._cache}
+            missing = [row for row in dict.fromkeys(rows.tolist()) if row not in found]
+            for row, (x, y) in zip(missing, self._run(missing, key), strict=True):
+                self._require_same(row, x, y)
+                found[row] = x
+            self._keep(found)
+        return to_tensor(np.stack([found[row] for row in rows.tolist()]), self.where)
+
+    def _run(self, rows: Sequence[int], key: Keys) -> list[tuple[Array, Array]]:
+        """Decode ``rows``, in worker processes where there are some."""
+        workers = min(self._given.workers, len(rows))
+        if workers < 2:
+            return _decode(self._decoder(self.where), rows, key)
+        if self._file is None:
+            self._file = tempfile.NamedTemporaryFile()  # noqa: SIM115 - lasts as long as the store
+            self._file.write(cloudpickle.dumps(self._decoder(self.where)))
+            self._file.flush()
+        parts = [part.tolist() for part in np.array_split(np.array(rows), workers)]
+        done = Parallel(n_jobs=self._given.workers)(delayed(_decode_from)(self._file.name, p, key) for p in parts)
+        return [pair for part in done for pair in part]
+
+    def _require_same(self, row: int, x: Array, y: Array) -> None:
+        if x.shape != self._each:
+            raise UsageError(
+                f"{self.where}: sample {row} has shape {x.shape} and the first {self._each}: bring all to one shape (a "
+                "transform of the dataset)"
+            )
+        known = np.asarray(self.targets[row])
+        if known.size != y.size or not np.array_equal(known.reshape(-1), y.reshape(-1)):
+            raise UsageError(
+                f"{self.where}: sample {row} came with another target than before: targets are read once, and a "
+                "transform may not change them (--augment moves masks with their images)"
+            )
+
+    def _keep(self, found: dict[int, Array]) -> None:
+        """Put the inputs ``found`` into the cache, and leave out those that were not needed for longest."""
+        for row, x in found.items():
+            if row in self._cache:
+                self._cache.move_to_end(row)
+            elif x.nbytes <= self._given.cache_bytes:
+                self._cache[row] = x
+                self._held += x.nbytes
+        while self._held > self._given.cache_bytes:
+            self._held -= self._cache.popitem(last=False)[1].nbytes
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {name: value for name, value in vars(self).items() if name not in ("_lock", "_cache", "_held")}
+        return state | {"_file": None, "_given": replace(self._given, workers=0)}  # a worker has no workers
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._begin()
+
+
+def _decode(decoder: tuple[Any, Item, str], rows: Sequence[int], key: Keys) -> list[tuple[Array, Array]]:
+    """Return input and target of each of ``rows``, decoded under ``key``."""
+    dataset, item, where = decoder
+    found = []
+    for row in rows:
+        with keyed_draws(dataset, key, row):
+            found.append(read_item(dataset, row, where, item))
+    return found
+
+
+def _decode_from(path: str, rows: Sequence[int], key: Keys) -> list[tuple[Array, Array]]:
+    return _decode(_load_decoder(path), rows, key)
+
+
+@lru_cache(maxsize=64)
+def _load_decoder(path: str) -> tuple[Any, Item, str]:
+    return cloudpickle.loads(Path(path).read_bytes())  # type: ignore[no-any-return]
+
+
+@contextmanager
+def keyed_draws(dataset: object, key: Keys, row: int) -> Iterator[None]:
+    """Set the generators from which transforms of ``dataset`` draw by ``key`` and ``row``; restore the global ones."""
+    bits = key_bits(0, "item", *key, row) % 2**32
+    before = random.getstate(), np.random.get_state()  # noqa: NPY002 - transforms draw from it
+    random.seed(bits)
+    np.random.seed(bits)  # noqa: NPY002
+    for part in _find_transforms(dataset):
+        if hasattr(part, "set_random_seed"):  # before the other, which takes generators in albumentations
+            part.set_random_seed(bits)
+        elif hasattr(part, "set_random_state"):
+            part.set_random_state(seed=bits)
+    try:
+        with torch_stream(0, "item", *key, row):
+            yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])  # noqa: NPY002
+
+
+def _find_transforms(dataset: object) -> Iterator[Any]:
+    """Yield a dataset, and what it keeps under the usual names of transforms and of a dataset that it is a part of."""
+    yield dataset
+    for name in ("transform", "transforms", "target_transform"):
+        if (part := getattr(dataset, name, None)) is not None:
+            yield part
+    if (whole := getattr(dataset, "dataset", None)) is not None:
+        yield from _find_transforms(whole)
 
 
 def to_tensor(x: Array, where: str, *, copy: bool = True) -> Tensor:
