@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
+from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..core.kernel import ServerState, global_state
@@ -36,12 +37,15 @@ def evaluate_together(plan: Plan, state: State, splits: Iterable[Samples], task:
     """Return :func:`evaluate` of each of ``splits``; small ones share a forward pass."""
     rows: list[Row] = []
     for group in _group_splits(splits, BATCH if _is_samplewise(plan) else 0):
-        outputs = [
-            forward(plan, state, torch.cat([split.inputs(part, plan.dtype) for split in group]))
-            for part in (slice(start, start + BATCH) for start in range(0, len(max(group, key=len)), BATCH))
-        ]
         sizes = [len(split) for split in group]
-        made, targets = torch.cat(outputs).cpu(), torch.cat([split.targets() for split in group]).cpu()
+        outputs: Tensor | None = None
+        for start in range(0, max(sizes), BATCH):
+            made = forward(plan, state, torch.cat([s.inputs(slice(start, start + BATCH), plan.dtype) for s in group]))
+            # into one place: small tensors kept between large ones that are freed make the heap grow by the latter
+            outputs = made.new_empty(sum(sizes), *made.shape[1:]) if outputs is None else outputs
+            outputs[start : start + len(made)] = made
+        assert outputs is not None
+        made, targets = outputs.cpu(), torch.cat([split.targets() for split in group]).cpu()
         rows += [
             task.count(*part, classes)
             for part in zip(torch.split(made, sizes), torch.split(targets, sizes), strict=True)
