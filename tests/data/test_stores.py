@@ -190,6 +190,13 @@ def test_lazy_samples_train_alike_in_one_step_on_all_batches(tiny):
     assert_same(run(lazily(tiny), fedavg(), "identity", **work), run(tiny, fedavg(), "identity", **work))
 
 
+def test_the_pool_engine_refuses_to_copy_more_samples_than_fit_into_memory(tiny, monkeypatch):
+    monkeypatch.setattr("fedshift.engines.process_pool.available_memory", lambda: 10_000.0)
+    with pytest.raises(UsageError, match=r"the pool engine copies the training samples, 0\.0 GB, into memory"):
+        run(tiny, fedavg(), "pool")
+    assert run(lazily(tiny), fedavg(), "pool")
+
+
 def test_the_ray_engine_refuses_samples_that_stay_where_they_are(tiny):
     pytest.importorskip("ray")
     with pytest.raises(
@@ -270,3 +277,5 @@ def test_a_value_that_is_not_finite_is_refused_where_it_is_read():
     bad = replace(data, clients=(replace(data.clients[0], train=split),))
     with pytest.raises(UsageError, match="counted: sample 199 has NaN"):
         bad.check()
+    found = {finding.kind: finding.samples for finding in examine(bad).findings}
+    assert found["not-finite"] == 2

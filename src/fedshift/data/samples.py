@@ -10,7 +10,7 @@ are used unchanged; other integers, such as tokens, reach the network as the int
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from math import prod
@@ -25,7 +25,7 @@ from ..tasks.catalog import infer_task
 from ..tasks.segmentation import IGNORED, LEFT_OUT
 from ..tasks.task import Task
 from ..utils.errors import FedshiftError, UsageError
-from .stores import JoinedStore, Keys, LazyStore, MappedStore, is_mapped, read_rows, to_tensor
+from .stores import FileStore, JoinedStore, Keys, LazyStore, is_mapped, read_rows, to_tensor
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -164,12 +164,23 @@ class Samples:
         rows = index if self.rows is None else self.rows[index]
         return Samples(x=self.store, y=self.y[index], rows=rows, normalization=self.normalization)
 
-    def copy_rows(self, index: Tensor | slice, key: Keys = ()) -> Tensor:
-        """Return a copy of the stored samples at ``index``; ``key``: that of random transforms of lazy samples."""
-        if isinstance(self.store, LazyStore) and isinstance(index, slice):
+    def copy_rows(self, index: Tensor | slice) -> Tensor:
+        """Return a copy of the stored samples at ``index``."""
+        rows = self._find_rows(index)
+        return read_rows(self.store, rows) if isinstance(rows, Tensor) else self.store[rows].clone()  # type: ignore[index]
+
+    def _find_rows(self, index: Tensor | slice) -> Tensor | slice:
+        """Return the rows of the store that ``index`` means, of a lazy one as a tensor."""
+        if self.lazy and isinstance(index, slice):
             index = torch.arange(*index.indices(len(self)))
-        rows = index if self.rows is None else self.rows[index]
-        return read_rows(self.store, rows, key) if isinstance(rows, Tensor) else self.store[rows].clone()  # type: ignore[index]
+        return index if self.rows is None else self.rows[index]
+
+    def _read(self, index: Tensor | slice, key: Keys) -> Tensor:
+        """Return a copy of the stored samples at ``index``, of which lazy ones are checked now."""
+        rows = self._find_rows(index)
+        if isinstance(self.store, LazyStore) and isinstance(rows, Tensor):
+            return self.store.read_finite(rows, key)
+        return self.copy_rows(index)
 
     def pieces(self, count: int | None = None) -> Iterator[slice]:
         """Yield slices of all samples, or of ``count`` of them, in order, few enough to be read at a time."""
@@ -177,9 +188,9 @@ class Samples:
         yield from (slice(start, start + step) for start in range(0, len(self) if count is None else count, step))
 
     def probe(self) -> Iterator[Tensor]:
-        """Yield some of the stored samples, one at a time ``[1, ...]``, which stand for all lazy ones."""
+        """Yield some of the stored samples, one at a time ``[1, ...]``, checked, which stand for all lazy ones."""
         for row in np.unique(np.linspace(0, len(self) - 1, PROBED).astype(np.int64)):
-            yield self.copy_rows(torch.tensor([row]))
+            yield self._read(torch.tensor([row]), ())
 
     def find_range(self) -> tuple[float, float]:
         """Return the lowest and the highest number of all rows of the store, of a lazy one of some samples."""
@@ -195,9 +206,10 @@ class Samples:
     ) -> Tensor:
         """Return the samples at ``index`` as network inputs: images augmented and normalized, others unchanged.
 
-        Floating-point images are augmented as values from -1 to 1. ``key`` as in :meth:`copy_rows`.
+        Floating-point images are augmented as values from -1 to 1. ``key``: that of random transforms of lazy samples,
+        which raise :class:`FedshiftError` where they cannot be used.
         """
-        return self.scale(self.copy_rows(index, key), dtype, augment)
+        return self.scale(self._read(index, key), dtype, augment)
 
     def scale(self, x: Tensor, dtype: torch.dtype = torch.float32, augment: Augment | None = None) -> Tensor:
         """Return copies ``x [..., *shape]`` of stored samples as network inputs, perhaps in their memory.
@@ -284,9 +296,11 @@ def gather_rows(parts: Sequence[Samples], indices: Sequence[Tensor]) -> Tensor:
     first = parts[0].store
     if all(part.store is first and part.rows is not None for part in parts):
         rows = [part.rows[index] for part, index in zip(parts, indices, strict=True)]  # type: ignore[index]
-        return read_rows(first, torch.cat(rows))
+        return (
+            first.index_select(0, torch.cat(rows)) if isinstance(first, Tensor) else first.read_finite(torch.cat(rows))
+        )
     if not isinstance(first, Tensor) or any(part.lazy for part in parts):
-        return torch.cat([part.copy_rows(index) for part, index in zip(parts, indices, strict=True)])
+        return torch.cat([part._read(index, ()) for part, index in zip(parts, indices, strict=True)])
     gathered = first.new_empty(sum(map(len, indices)), *first.shape[1:])
     slots = torch.split(gathered, [len(index) for index in indices])
     for part, index, slot in zip(parts, indices, slots, strict=True):
@@ -301,6 +315,12 @@ def are_alike(parts: Sequence[Samples]) -> bool:
     return not any(part.draws for part in parts) and all(
         (part.dtype, part.normalization) == (first.dtype, first.normalization) for part in parts
     )
+
+
+def count_bytes(parts: Iterable[Samples]) -> int:
+    """Return the bytes of the samples that ``parts`` hold, those of shared arrays once; lazy ones hold none."""
+    stores = {id(part.store): part.store for part in parts}
+    return sum(store.nbytes for store in stores.values() if isinstance(store, Tensor))
 
 
 def join_samples(parts: Sequence[Samples]) -> Samples:
@@ -396,7 +416,7 @@ def to_samples(x: ArrayLike | LazyStore, y: ArrayLike, where: str = "data", task
 
     """
     if is_mapped(x):
-        x = MappedStore(x, where)
+        x = FileStore(x, where)
     blank = np.broadcast_to(np.zeros((), np.float32), x.shape) if isinstance(x, LazyStore) else None
     x_array, y_array = np.asarray(x) if blank is None else blank, np.asarray(y)
     if x_array.dtype.kind not in "uifb" or y_array.dtype.kind not in "uifb":

@@ -4,8 +4,8 @@ A store answers for rows as a tensor in memory does for an index, so that :class
 not know which it has. What a batch needs is read and let go: a store holds no samples but those of a cache of bounded
 size. Values are checked as they are read, since to look at all of them would be to read all of them.
 
-Pages of a mapped file count as memory of the process until they are released; they are, every 64 MiB. In another
-process a store opens its file again: what is sent is the file's name.
+Rows of a file are read, not mapped: what is mapped counts as memory of the process, and around a row the operating
+system maps up to megabytes. Another process that is sent a store is sent the file's name.
 
 A random transform draws from the generator of a key (seed, client, step, row), so that a resumed run, another engine
 and another number of workers draw alike: Python's, NumPy's and torch's global generators are set from it, and those
@@ -15,7 +15,6 @@ albumentations).
 
 from __future__ import annotations
 
-import mmap
 import random
 import tempfile
 from abc import ABC, abstractmethod
@@ -26,7 +25,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import accumulate
-from math import prod
 from pathlib import Path
 from threading import Lock
 from typing import Any, TypeGuard
@@ -43,10 +41,6 @@ from ..utils.errors import FedshiftError, UsageError
 from ..utils.random_streams import Key, key_bits, torch_stream
 from .arrays import Item, LazyDataset, find_targets, item_reader, read_item
 
-RELEASED = 2**26
-"""Bytes of pages that are read of a mapped file before they are released."""
-TOUCHED = 2**17
-"""Bytes that reading a row maps at least: the operating system maps what lies around it too."""
 REPEATED = 4
 """Times that the first item is decoded, to see whether it is the same each time."""
 DECODED = 256
@@ -83,16 +77,19 @@ class LazyStore(ABC):
     def read(self, rows: Tensor, key: Keys = ()) -> Tensor:
         """Return a new tensor of the samples at ``rows`` (int64 ``[B]``); random transforms draw by ``key``.
 
-        Raises :class:`FedshiftError` where they cannot be read, or are not finite.
+        Raises :class:`FedshiftError` where they cannot be read.
         """
-        index = rows.cpu().numpy()
         try:
-            x = self._load(index, key)
+            return self._load(rows.cpu().numpy(), key)
         except UsageError as error:
             raise FedshiftError(str(error)) from error
+
+    def read_finite(self, rows: Tensor, key: Keys = ()) -> Tensor:
+        """Return :meth:`read`; raise :class:`FedshiftError` where a value is not finite."""
+        x = self.read(rows, key)
         if x.is_floating_point() and not bool(x.isfinite().all()):
-            first = index[int((~x.isfinite()).flatten(1).any(dim=1).nonzero()[0, 0])]
-            raise FedshiftError(f"{self.where}: sample {first} has NaN or infinite values; remove or impute them")
+            first = rows[int((~x.isfinite()).flatten(1).any(dim=1).nonzero()[0, 0])]
+            raise FedshiftError(f"{self.where}: sample {int(first)} has NaN or infinite values; remove or impute them")
         return x
 
     @abstractmethod
@@ -152,7 +149,7 @@ def read_rows(store: Tensor | LazyStore, rows: Tensor, key: Keys = ()) -> Tensor
     return store.index_select(0, rows) if isinstance(store, Tensor) else store.read(rows, key)
 
 
-class MappedStore(LazyStore):
+class FileStore(LazyStore):
     """An array ``[N, ...]`` in a file, of which the rows that are asked for are read."""
 
     def __init__(self, array: np.memmap[Any, Any], where: str) -> None:
@@ -160,35 +157,25 @@ class MappedStore(LazyStore):
         while isinstance(root.base, np.memmap):
             root = root.base
         start = array.__array_interface__["data"][0] - root.__array_interface__["data"][0]
-        self._layout = str(array.filename), root.offset + start, array.shape, array.strides, array.dtype
-        self._open()
-        super().__init__(where, len(array), to_tensor(self._array[:1], where))
-
-    def _open(self) -> None:
-        path, offset, shape, strides, dtype = self._layout
-        try:
-            with Path(path).open("rb") as file:
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            self._array: Array = np.ndarray(shape, dtype, self._map, offset, strides)
-        except (OSError, ValueError, TypeError) as error:
-            raise UsageError(f"{path} cannot be mapped ({error}): give a file that is whole, and stays") from error
-        self._touched, self._each = 0, max(TOUCHED, prod(shape[1:]) * dtype.itemsize)
+        self.where, self._path, self._dtype = where, Path(str(array.filename)).resolve(), array.dtype
+        self._offset, self._stride = root.offset + start, array.strides[0]
+        self._each, self._strides = array.shape[1:], array.strides[1:]
+        reach = [(count - 1) * stride for count, stride in zip(self._each, self._strides, strict=True)]
+        self._before = -sum(step for step in reach if step < 0)  # bytes of a row before its first value
+        self._span = self._before + sum(step for step in reach if step > 0) + array.dtype.itemsize
+        super().__init__(where, len(array), self._load(np.zeros(1, np.int64), ()))
 
     @override
     def _load(self, rows: NDArray[np.int64], key: Keys) -> Tensor:
-        x = to_tensor(self._array[rows], self.where, copy=False)
-        self._touched += len(rows) * self._each
-        if self._touched > RELEASED and hasattr(mmap, "MADV_DONTNEED"):
-            self._map.madvise(mmap.MADV_DONTNEED)
-            self._touched = 0
-        return x
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("_map", "_array")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._open()
+        x = np.empty((len(rows), *self._each), self._dtype)
+        try:
+            with self._path.open("rb", buffering=0) as file:
+                for place, row in enumerate(rows.tolist()):
+                    file.seek(self._offset + row * self._stride - self._before)
+                    x[place] = np.ndarray(self._each, self._dtype, file.read(self._span), self._before, self._strides)
+        except (OSError, TypeError) as error:
+            raise UsageError(f"{self._path} cannot be read ({error}): give a file that is whole, and stays") from error
+        return to_tensor(x, self.where, copy=False)
 
 
 def is_mapped(x: object) -> TypeGuard[np.memmap[Any, Any]]:

@@ -33,9 +33,10 @@ from typing_extensions import override
 from ..core.kernel import ClientState, ServerState
 from ..core.plan import Plan
 from ..data.augmentation import Augmentation
+from ..data.samples import count_bytes
 from ..utils.allocator import keep_freed_memory
 from ..utils.errors import FedshiftError
-from ..utils.processors import available_processors
+from ..utils.processors import available_memory, available_processors
 from ..utils.profiling import add_seconds, record_seconds, timed_section
 from ..utils.user_code import locate_error
 from .engine import ClientResult, Data, Engine
@@ -149,6 +150,11 @@ class Pool(ProcessEngine):
     def refusal(cls, plan: Plan, data: Data, augment: Augmentation | None = None) -> str | None:
         if os.name != "posix":
             return "shares memory in a way that this operating system does not have"
+        size, free = count_bytes(data.values()), available_memory()
+        if size > free:
+            return (
+                f"copies the training samples, {size / 1e9:.1f} GB, into memory, of which {free / 1e9:.1f} GB are free"
+            )
         return super().refusal(plan, data, augment)
 
     @override
