@@ -10,6 +10,7 @@ from fedshift.core.optimizer import SGD, AdamW
 from fedshift.core.work import Work
 from fedshift.data.augmentation import parse_augmentation
 from fedshift.data.federation import federation
+from fedshift.engines.identity import Identity
 from fedshift.experiments.settings import Settings
 from fedshift.experiments.trial import Trial
 from fedshift.methods.fedadam import fedadam
@@ -18,8 +19,9 @@ from fedshift.methods.fedbn import fedbn
 from fedshift.methods.fedprox import fedprox
 from fedshift.methods.fedsmb import fedsmb
 from fedshift.methods.median import median
+from fedshift.models.digits import small_cnn
 from fedshift.utils.errors import UsageError
-from fedshift.utils.state import is_equal
+from fedshift.utils.state import clone, is_equal
 
 
 def plain(shape, classes):
@@ -105,3 +107,13 @@ def test_it_is_refused_saying_why_where_it_is_not_valid(method, model, changes, 
     with pytest.raises(UsageError, match=f"the identity engine .*{why}.*sequential engine") as refused:
         trial("identity", method, model, **changes)
     assert "or auto" in str(refused.value)
+
+
+def test_asking_whether_the_engine_fits_leaves_the_plan_as_it_was(tiny):
+    work = Work(batch_size=8, batches=1)
+    trial = Trial(
+        fedavg(), small_cnn, tiny, Settings(rounds=1, work=work, optimizer=SGD(lr=0.1), engine="sequential"), 0
+    )
+    before = clone(trial.plan.initial)
+    assert "treat each sample by itself" in Identity.refusal(trial.plan, trial.train)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in trial.plan.initial.items())

@@ -8,6 +8,7 @@ here is the model that all uploads average to.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -122,7 +123,7 @@ def _find_batch_dependence(plan: Plan, data: Data) -> str | None:
     split = next(iter(data.values()))
     x = split.inputs(torch.arange(TRIED, device=split.y.device) % len(split), plan.dtype)
     job = client_init(plan, init_client(plan), init_server(plan), planned_steps=1)
-    before = clone(job.rest)
+    before, job = clone(job.rest), replace(job, rest=clone(job.rest))  # statistics move, and these may be the plan's
     plan.set_mode(training=True)
     why = f"is for models that treat each sample by itself, unlike this one (in training, under {plan.method.name})"
     try:
