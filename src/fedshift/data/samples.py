@@ -114,22 +114,22 @@ class Samples:
 
     @property
     def lazy(self) -> bool:
-        """Whether samples are read when they are needed, and are not in memory."""
+        """Return whether samples are read when they are needed, and are not in memory."""
         return isinstance(self.store, LazyStore)
 
     @property
     def draws(self) -> bool:
-        """Whether the samples that :meth:`inputs` returns depend on its key."""
+        """Return whether the samples that :meth:`inputs` returns depend on its key."""
         return isinstance(self.store, LazyStore) and self.store.draws
 
     @property
     def repeats(self) -> bool:
-        """Whether the same samples are read again under the same key."""
+        """Return whether the same samples are read again under the same key."""
         return not isinstance(self.store, LazyStore) or self.store.repeats
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of the stored samples."""
+        """The type of the stored samples."""
         return self.store.dtype
 
     @property
