@@ -1,11 +1,17 @@
 """Wrong input: one clear message, the right exit code, and nothing computed is lost."""
 
+import io
 import math
+import os
 import re
 import resource
+import tempfile
+from pathlib import Path
+from zipfile import ZIP_DEFLATED, ZipFile
 
 import numpy as np
 import pytest
+from PIL import Image
 
 import fedshift
 from fedshift.results.checkpoint import load_checkpoint
@@ -250,6 +256,105 @@ def test_an_error_of_a_network_in_training_names_its_line(cli, tiny_folder, tmp_
     said = one_message(cli(*words), 1)
     assert said.startswith("a function of yours failed with AssertionError (later.py, line 7, in forward): correct it")
     assert "--debug shows how it was called" in said
+
+
+def images_with_a_pipe(folder):
+    write_images(folder)
+    os.mkfifo(folder / "ann" / "cat" / "f.png")
+    return "1 of 9 files cannot be read: {folder}/ann/cat/f.png: is a pipe, not a regular file; mend or remove them"
+
+
+def masks_with_a_pipe(folder):
+    write_images(folder, kinds=("images", "masks"), value=1)
+    (folder / "ann" / "masks" / "0.png").unlink()
+    os.mkfifo(folder / "ann" / "masks" / "0.png")
+    return "1 of 8 files cannot be read: {folder}/ann/masks/0.png: is a pipe, not a regular file; mend or remove them"
+
+
+def a_table_that_is_a_pipe(folder):
+    os.mkfifo(folder / "ann.csv")
+    return "{folder}/ann.csv cannot be read as a table (it is a pipe, not a regular file)"
+
+
+def arrays_that_are_a_pipe(folder):
+    os.mkfifo(folder / "ann.npz")
+    return "{folder}/ann.npz cannot be read without pickle (it is a pipe, not a regular file)"
+
+
+def arrays_that_fill_memory(folder):
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, {"descr": "|u1", "fortran_order": False, "shape": (3 * 2**30,)})
+    with ZipFile(folder / "ann.npz", "w", ZIP_DEFLATED) as packed, packed.open("x_train.npy", "w") as entry:
+        entry.write(header.getvalue())
+        for _ in range(3 * 2**4):
+            entry.write(bytes(2**26))
+    return "{folder}/ann.npz would unpack to 3.2 GB"
+
+
+def arrays_that_declare_more_than_they_hold(folder):
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, {"descr": "<f8", "fortran_order": False, "shape": (10**12, 10)})
+    with ZipFile(folder / "ann.npz", "w") as packed:
+        packed.writestr("x_train.npy", header.getvalue() + bytes(80))
+    return "array 'x_train' is declared as float64 of shape (1000000000000, 10), 80000000000000 bytes, but has 80"
+
+
+def write_images(folder, kinds=("cat", "dog"), value=0):
+    for kind in kinds:
+        (folder / "ann" / kind).mkdir(parents=True)
+        for number in range(4):
+            Image.new("L", (8, 8), value * number % 2).save(folder / "ann" / kind / f"{number}.png")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        images_with_a_pipe, masks_with_a_pipe, a_table_that_is_a_pipe, arrays_that_are_a_pipe,
+        arrays_that_declare_more_than_they_hold, pytest.param(arrays_that_fill_memory, marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_a_file_that_hangs_or_fills_memory_is_one_message(cli, tmp_path, make):
+    folder = tmp_path / "found"
+    folder.mkdir()
+    said = make(folder).format(folder=folder)
+    words = ("--target", "y") if make is a_table_that_is_a_pipe else ()
+    assert said in one_message(cli("run", "--data", folder, *words), 2)
+
+
+def test_images_that_are_pipes_can_be_left_out_too(cli, tmp_path):
+    images_with_a_pipe(tmp_path / "found")
+    outcome = cli("data", "check", tmp_path / "found", "--on-data-error", "warn")
+    assert outcome.code == 0
+    assert "1 of 9 files cannot be read, left out (ann/cat/f.png: is a pipe, not a regular file)" in " ".join(
+        outcome.out.split()
+    )
+
+
+@pytest.fixture
+def sealed():
+    """A folder that this user, who is not the superuser, cannot write."""
+    with tempfile.TemporaryDirectory() as name:
+        folder, user = Path(name), os.geteuid()
+        folder.chmod(0o555)
+        os.seteuid(user or 65534)
+        yield folder
+        os.seteuid(user)
+        folder.chmod(0o755)
+
+
+@pytest.mark.parametrize("command", [
+    "run --out", "compare --leave-out all --out", "sweep --over epochs=1,2 --out", "serve a.toml --insecure --out",
+    "join a:1 --data digits --name pen --insecure --state", "data show digits --out", "diagnose digits --out",
+    "adapt runs --data digits --save", "export runs --out", "features runs --out", "reproduce fedbn/table1 --out",
+])  # fmt: skip
+def test_a_folder_that_cannot_be_written_is_refused_before_any_work(cli, sealed, command):
+    said = one_message(cli(*command.split(), sealed / "new"), 2)
+    assert said == f"cannot write {sealed}/new: {sealed} is not writable; make it so, or choose another directory"
+
+
+def test_in_python_too_a_folder_that_cannot_be_written_is_refused_before_any_work(sealed):
+    with pytest.raises(fedshift.UsageError, match="is not writable; make it so, or choose another directory"):
+        fedshift.compare("fedbn", data="nowhere", out=sealed / "new")
 
 
 def test_a_directory_in_use_and_one_occupied_are_refused(cli, unpublished, tiny_folder, tmp_path):

@@ -21,8 +21,6 @@ from dataclasses import fields, replace
 from functools import wraps
 from io import StringIO
 from pathlib import Path
-from shutil import rmtree
-from tempfile import mkdtemp
 from threading import Event
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, get_type_hints
@@ -60,6 +58,7 @@ from .representations import RepresentationComparison, collect_comparison
 from .results.schema import RunSummary
 from .results.summary import holds_run, read_summary
 from .utils.errors import FedshiftError, UsageError, unknown_name
+from .utils.files import ScratchDirectory, require_writable
 from .utils.user_code import locate_error
 
 if TYPE_CHECKING:
@@ -346,6 +345,8 @@ def compare(given: CompareArguments) -> Comparison:
     """
     with _speak_python():
         directory, resume = _choose_directory(given)
+        if directory:
+            require_writable(directory)
         for name, kind in (("progress", bool), ("observer", Observer), ("stop", Event)):
             value = getattr(given, name)
             if value is not None and not isinstance(value, kind):
@@ -354,24 +355,27 @@ def compare(given: CompareArguments) -> Comparison:
             raise UsageError(f"jobs={given.jobs!r}: give a number of trials of 1 or more, or 'auto'")
         experiment = make_python_experiment({each.name: getattr(given, each.name) for each in fields(CompareSpec)})
         experiment = replace(experiment, notices=check_data(experiment.data, given.on_data_error))
-        path = directory or Path(mkdtemp(prefix="fedshift-"))
+        scratch = None if directory else ScratchDirectory()
+        path = scratch.path if scratch else Path(directory or "")
         result = Comparison(experiment, path)
         try:
             with limit_threads(given.threads), _observe(given) as observer:
                 experiment.run(path, resume=resume, observer=observer, stop=given.stop, jobs=given.jobs)
         except BaseException as error:
             if holds_run(path) and not isinstance(error, UsageError):
+                if scratch:
+                    scratch.keep()
                 said = repr(str(path))
                 error.add_note(
                     f"What was done is kept: compare(..., resume={said}) goes on, read_run({said}) shows it."
                 )
-            elif directory is None:
-                rmtree(path, ignore_errors=True)
+            elif scratch:
+                scratch.close()
             raise
         finally:
             dismiss()  # another call may come with code that was changed
-    if directory is None:
-        finalize(result, rmtree, path, ignore_errors=True)
+    if scratch:
+        finalize(result, ScratchDirectory.close, scratch)
     return result
 
 

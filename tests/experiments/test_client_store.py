@@ -141,24 +141,22 @@ def test_memory_is_bounded_and_the_least_recently_used_go_first(tmp_path):
 
 
 def test_what_is_in_no_folder_spills_to_a_temporary_one_past_the_limit(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        "fedshift.experiments.client_store.mkdtemp", lambda prefix: (tmp_path / prefix).mkdir() or tmp_path / prefix
-    )
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     clients = store(limit=3 * SIZE)
     for number in range(4):
         clients.put({NAMES[number]: client(number)})
         clients.spill(number + 1)
-        assert len(list(tmp_path.iterdir())) == (number > 2)
+        assert len(list(tmp_path.glob("*/"))) == (number > 2)
     assert clients.held == 3 * SIZE
     for number in range(30):
         clients.put({NAMES[number % 4]: client(number)})
         clients.spill(number + 5)
-    (folder,) = tmp_path.iterdir()
+    (folder,) = tmp_path.glob("*/")
     assert sum(segments(folder).values()) < 8 * 2000
     assert [int(clients[name].personal["count"]) for name in NAMES[:4]] == [28, 29, 26, 27]
     del clients
     gc.collect()
-    assert not folder.exists()
+    assert not list(tmp_path.iterdir())
 
 
 # Files

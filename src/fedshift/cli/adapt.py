@@ -12,6 +12,7 @@ from rich.console import Console
 from ..config.spec import RunSpec
 from ..console.terminal import make_console, print_line, show_loading
 from ..utils.errors import FedshiftError, UsageError
+from ..utils.files import require_writable
 from .run import RunData, RunDevice, RunMethods, RunSeeds, use_threads
 
 if TYPE_CHECKING:
@@ -101,6 +102,8 @@ def adapt(
         raise UsageError(f"rounds={rounds}: must be at least 1")
     if save and save.exists() and (not save.is_dir() or any(save.iterdir())):
         raise UsageError(f"{save} holds other files: choose a directory that is new or empty (--save)")
+    if save:
+        require_writable(save)
     if run is None:
         return _adapt_own(
             own, data, clients, wanted, rounds, save, device, on_data_error, [unlabeled, methods, seeds, run_data]

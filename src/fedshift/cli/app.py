@@ -6,6 +6,7 @@ modules are imported inside the commands, so that help answers at once.
 
 from __future__ import annotations
 
+import errno
 import os
 import shlex
 import sys
@@ -268,6 +269,10 @@ def _format_error(error: BaseException) -> str:
     if isinstance(cause, ValidationError):
         problems = ((str(problem["loc"][0]).replace("_", "-"), problem) for problem in cause.errors())
         return "; ".join(f"--{flag} {problem['input']}: {explain(problem)}" for flag, problem in problems)
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        where = f"{error.filename}: {error.strerror}"
+        denied = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
+        return f"{where}; make it accessible to this user, or choose another place" if denied else where
     if isinstance(error, cyclopts.UnusedCliTokensError):
         return f"{' '.join(error.unused_tokens or ())!r} belongs to no flag: write --flag value, and lists with commas"
     return str(error)

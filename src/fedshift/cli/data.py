@@ -17,7 +17,7 @@ from rich.text import Text
 from ..config.spec import DataSpec
 from ..console.terminal import describe_cache, make_console, print_line, print_parts, show_loading
 from ..utils.errors import UsageError, unknown_name
-from ..utils.files import write_atomically
+from ..utils.files import require_writable, write_atomically
 
 if TYPE_CHECKING:
     from ..data.datasets._card import Card
@@ -127,6 +127,7 @@ def show(where: Where, spec: Reading = DataSpec(), *, out: Path | None = None) -
     from ..results.run_directory import to_file_name
 
     console = make_console()
+    _refuse_file(out)
     with show_loading(console) as progress:
         source = load_source(where, spec, progress, differing=LOOKED_AT).fit_images(spec.image_size)
         made = prepare_clients(source, replace(spec, allow_single_class=True))
@@ -258,6 +259,8 @@ def format_notices(data: Federation) -> Iterator[RenderableType]:
 def _refuse_file(directory: Path | None) -> None:
     if directory and directory.exists() and not directory.is_dir():
         raise UsageError(f"{directory} is a file: choose another directory (--out)")
+    if directory:
+        require_writable(directory)
 
 
 def _write_json(console: Console, facts: Any, file: Path | None) -> None:

@@ -14,9 +14,9 @@ from rich.console import Console
 
 from ..config.settings_file import read_run_settings
 from ..config.spec import CompareSpec, RunLocation, RunSpec, find_settings, read_settings, select_settings
-from ..console.terminal import make_console, print_line
+from ..console.terminal import choose_directory, make_console, print_line
 from ..utils.errors import UsageError
-from .run import require_one_directory
+from ..utils.files import require_writable
 
 pki = App(name="pki", help="Make the keys and certificates of a federation across machines.")
 
@@ -106,7 +106,8 @@ def serve(
     """
     if (config is None) == (resume is None):
         raise UsageError("give either a settings file or --resume with the directory of a run")
-    require_one_directory(RunLocation(out=out, resume=resume))
+    place = RunLocation(out=out, resume=resume, quiet=quiet)
+    directory = choose_directory(place, "serve")
     if (tls is None) != insecure:
         raise UsageError("give either --tls DIR (see `fedshift pki init`) or --insecure, for plain text")
     from ..experiments.loggers import parse_loggers, require_packages
@@ -123,7 +124,7 @@ def serve(
         seconds=round_timeout, wait=wait, update_bound=update_bound,
     )  # fmt: skip
     reach.check(forced=force_insecure)
-    return coordinate(spec, reach, RunLocation(out=out, resume=resume, quiet=quiet), metrics)
+    return coordinate(spec, reach, place, directory, metrics)
 
 
 def join(
@@ -169,6 +170,12 @@ def join(
         raise UsageError(
             "give either --tls DIR and --key FILE (see `fedshift pki init`), or --insecure, for plain text"
         )
+    path = Path(data)
+    called = name or (key.stem if key else (path.resolve().name if path.is_dir() else path.stem))
+    folder = state or Path("sites") / called
+    require_writable(folder)
+    if export:
+        require_writable(export)
     from ..flower.site.join import CoordinatorLink
     from ..flower.site.join import join as take_part
     from ..flower.site.review import Confirmation, SitePolicy
@@ -176,11 +183,8 @@ def join(
 
     if confirm and not sys.stdin.isatty():
         raise UsageError("--confirm asks at a terminal, and there is none: leave it out, and give limits with --policy")
-    path = Path(data)
-    called = name or (key.stem if key else (path.resolve().name if path.is_dir() else path.stem))
     if not path.exists() and name is None and key is None:
         raise UsageError(f"data {data!r}: there is no {path.resolve()}; give what exists, or data by name with --name")
-    folder = state or Path("sites") / called
     link = CoordinatorLink(address=address, tls=tls, key=key, poll=poll)
     link.check()
     if export:

@@ -7,6 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 from ..console.terminal import make_console, print_line, print_parts, show_loading
+from ..utils.files import require_writable
 from .run import RunData, RunDevice, RunMethods, RunSeeds
 
 
@@ -42,7 +43,8 @@ def features(
     from ..representations.figures import save_panels
     from ..representations.rendering import render_comparison, write_tables
 
-    console = make_console()
+    console, place = make_console(), out or directory / "features"
+    require_writable(place)
     device, notices = resolve_device(load_spec(directory, run_data), device)
     with show_loading(Console()) as progress:
         found = compare_representations(
@@ -50,7 +52,6 @@ def features(
             run_data=run_data, progress=progress,
         )  # fmt: skip
     print_parts(console, [*render_comparison(found), *(f"note: {notice}" for notice in notices)])
-    place = out or directory / "features"
     for file in (*write_tables(found, place), *save_panels(found, place)):
         print_line(console, f"Written: {file}")
     return 0

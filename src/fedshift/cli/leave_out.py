@@ -17,10 +17,10 @@ from rich.console import Console
 
 from ..config.settings_file import read_run_settings
 from ..config.spec import CompareSpec, OutputOptions
-from ..console.terminal import make_console, new_directory, print_line, show_loading
+from ..console.terminal import choose_directory, make_console, print_line, show_loading
 from ..utils.checked_json import read_checked, write_checked
 from ..utils.errors import UsageError
-from .run import find_kind, make_checked, require_one_directory, run_several, summarize_experiment, use_threads
+from .run import find_kind, make_checked, run_several, summarize_experiment, use_threads
 
 if TYPE_CHECKING:
     from ..experiments.experiment import Experiment
@@ -37,7 +37,7 @@ def run_without(spec: CompareSpec, leave_out: str, place: OutputOptions) -> int:
     ``leave_out``: names or patterns with commas, or ``all``. Raises :class:`FedshiftError` where one diverges, after
     the others are done and published.
     """
-    _check(spec, place)
+    directory = _check(spec, place)
     console, shown = Console(), Console(quiet=place.quiet)
     with show_loading(shown) as progress:
         from ..experiments.factory import anchor_paths
@@ -47,7 +47,6 @@ def run_without(spec: CompareSpec, leave_out: str, place: OutputOptions) -> int:
         use_threads(spec.threads)
         spec = anchor_paths(spec)
         experiment = make_checked(spec, progress)
-    directory = place.resume or place.out or new_directory("compare")
     without = _make_experiments(spec, experiment, leave_out, directory)
     parts = {client: _queue_run(spec, client, directory, each) for client, each in without.items()}
     _require_valid(without, parts)
@@ -83,16 +82,16 @@ def rebuild_without(directory: Path, console: Console) -> None:
     _publish(CompareSpec(**settings), directory, console)
 
 
-def _check(spec: CompareSpec, place: OutputOptions) -> None:
+def _check(spec: CompareSpec, place: OutputOptions) -> Path:
     if spec.newcomers:
         raise UsageError(
             f"--leave-out makes newcomers of one client after the other: leave out --newcomers {spec.newcomers}"
         )
     if place.profile:
         raise UsageError("--profile times one comparison, and --leave-out makes several: give one of the two")
-    require_one_directory(place)
     if place.resume and find_kind(place.resume) == "run":
         raise UsageError(f"{place.resume} holds one comparison and none without clients: start anew (--out)")
+    return choose_directory(place, "compare")
 
 
 def _make_experiments(

@@ -18,7 +18,7 @@ from rich.table import Table as Grid
 from ..config.spec import DataSpec
 from ..console.terminal import announce_cache, catch_interrupts, make_console, print_line, show_loading, show_progress
 from ..utils.errors import FedshiftError, UsageError
-from ..utils.files import write_atomically
+from ..utils.files import require_writable, write_atomically
 from .run import find_kind, use_threads
 
 if TYPE_CHECKING:
@@ -88,6 +88,7 @@ def reproduce(
     wanted = [found(table)] if table else _select_tables(way, present)
     if version:
         select_blocks(wanted[0], version)  # refused before anything is made where there is none
+    require_writable(out)
     with lock_directory(out):
         return _run(wanted, way, version, hours, out)
 

@@ -13,8 +13,8 @@ from cyclopts import Parameter
 from rich.console import Console
 
 from ..config.settings_file import FILE, read_run_settings
-from ..config.spec import CompareSpec, OutputOptions, RunLocation, RunSpec
-from ..console.terminal import catch_interrupts, new_directory, print_line, report_stop, show_loading, show_progress
+from ..config.spec import CompareSpec, OutputOptions, RunSpec
+from ..console.terminal import catch_interrupts, choose_directory, print_line, report_stop, show_loading, show_progress
 from ..utils.errors import FedshiftError, UsageError
 from ..utils.processors import available_processors
 from ..utils.profiling import OPERATIONS, Seconds, record_seconds
@@ -50,7 +50,7 @@ def run_experiment(spec: RunSpec | CompareSpec, command: str, place: OutputOptio
 
     Returns the exit code. Raises :class:`FedshiftError` where it fails, after what was done has been published.
     """
-    require_one_directory(place)
+    directory = choose_directory(place, command)
     console, shown = Console(), Console(quiet=place.quiet)
     with show_loading(shown) as progress:
         from ..experiments.loggers import parse_loggers, require_packages
@@ -59,7 +59,6 @@ def run_experiment(spec: RunSpec | CompareSpec, command: str, place: OutputOptio
         require_packages(parse_loggers(spec.log))
         use_threads(spec.threads)
         experiment = make_checked(spec, progress)
-    directory = place.resume or place.out or new_directory(command)
     print_line(console, f"{directory}: {summarize_experiment(experiment)}")
     began, finished = time.perf_counter(), False
     failure: FedshiftError | OSError | None = None
@@ -153,14 +152,6 @@ def run_several(
     if diverged := [f"{name}: {error}" for name, error in outcomes.items() if error]:
         raise FedshiftError("; ".join(diverged))
     return 0
-
-
-def require_one_directory(place: RunLocation) -> None:
-    """Raise :class:`UsageError` where a directory to write and one to continue are both given."""
-    if place.out and place.resume:
-        raise UsageError(
-            f"--out {place.out} and --resume {place.resume}: a resumed run stays in its directory; give one of them"
-        )
 
 
 def find_kind(directory: Path) -> str | None:

@@ -13,9 +13,9 @@ from rich.console import Console
 
 from ..config.settings_file import read_run_settings
 from ..config.spec import RunOptions, SweepSpec
-from ..console.terminal import new_directory, print_line, show_loading
+from ..console.terminal import choose_directory, print_line, show_loading
 from ..utils.errors import UsageError
-from .run import find_kind, make_checked, require_one_directory, run_several
+from .run import find_kind, make_checked, run_several
 
 if TYPE_CHECKING:
     from ..experiments.run_queue import QueuedRun
@@ -32,13 +32,12 @@ def sweep(
     from ..experiments.sweep import check_combination, make_combinations, split_settings
 
     require_packages(parse_loggers(spec.log))
-    require_one_directory(output)
+    directory = choose_directory(output, "sweep")
     if output.resume and find_kind(output.resume) != "sweep":
         raise UsageError(f"{output.resume} holds no sweep: give the directory of one, or start anew (--out)")
     console, shown = Console(), Console(quiet=output.quiet)
     spec = anchor_paths(replace(spec, over=split_settings(spec.over)))
     wanted = make_combinations(spec, read_run_settings(output.resume).began if output.resume else None)
-    directory = output.resume or output.out or new_directory("sweep")
     left = [combination for combination in wanted if combination.read_outcome(directory) is None]
     with show_loading(shown) as progress:
         for number, combination in enumerate(left):

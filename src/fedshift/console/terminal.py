@@ -20,6 +20,10 @@ from typing import TYPE_CHECKING
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
+from ..config.spec import RunLocation
+from ..utils.errors import UsageError
+from ..utils.files import require_writable
+
 if TYPE_CHECKING:
     from ..experiments.observer import Observer
 
@@ -143,6 +147,20 @@ def report_stop(console: Console, command: str, directory: Path) -> int:
         go_on = "the same command"
     print_line(console, f"Stopped. What was done is kept; go on with: {go_on}")
     return 130
+
+
+def choose_directory(place: RunLocation, command: str) -> Path:
+    """Return the directory that a run is to be written to; nothing is made yet.
+
+    Raises :class:`UsageError` where a directory to write and one to continue are both given, or it cannot be written.
+    """
+    if place.out and place.resume:
+        raise UsageError(
+            f"--out {place.out} and --resume {place.resume}: a resumed run stays in its directory; give one of them"
+        )
+    directory = place.resume or place.out or new_directory(command)
+    require_writable(directory)
+    return directory
 
 
 def new_directory(command: str) -> Path:

@@ -12,7 +12,9 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from ..utils.csv_cells import unescape_cell
 from ..utils.errors import UsageError
+from ..utils.files import open_regular
 from .federation import ClientData, Federation
 from .partition import Change
 from .samples import Samples, join_samples
@@ -84,13 +86,15 @@ def _abbreviate(names: Sequence[str], known: Sequence[str]) -> str | None:
 
 def _read_assignment(data: Federation, path: Path) -> Federation:
     try:
-        table = pd.read_csv(path, dtype=dict.fromkeys(COLUMNS[:4], str), keep_default_na=False)
+        with open_regular(path) as file:
+            table = pd.read_csv(file, dtype=dict.fromkeys(COLUMNS[:4], str), keep_default_na=False)
     except (OSError, ValueError) as error:
         raise UsageError(f"saved split {path} cannot be read ({error}): give a CSV file that fedshift saved") from error
     if list(table.columns) != COLUMNS:
         raise UsageError(f"{path} has columns {', '.join(table.columns)}: a saved split has {', '.join(COLUMNS)}")
     if table["row"].dtype.kind != "i" or not set(table["split"]) <= set(SPLITS):
         raise UsageError(f"{path}: rows must be whole numbers, and splits one of {', '.join(SPLITS)}")
+    table = table.assign(client=table["client"].map(unescape_cell), domain=table["domain"].map(unescape_cell))
     own: dict[str, dict[str, Samples]] = {}
     for (client, split), wanted in table.groupby(COLUMNS[:2], sort=False):
         own.setdefault(str(client), {})[str(split)] = _gather(data, wanted, path)

@@ -10,18 +10,22 @@ from __future__ import annotations
 import bz2
 import csv
 import gzip
+import io
 import math
+import zipfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
 
 import numpy as np
+from numpy.lib.npyio import NpzFile
 from numpy.typing import NDArray
 from scipy.io import loadmat
 from sklearn.datasets import load_svmlight_file
 
 from ..utils.errors import UsageError
+from ..utils.files import check_archive, open_regular
 
 Bytes = NDArray[np.uint8]
 Numbers = NDArray[Any]
@@ -41,9 +45,41 @@ def explain_errors(where: Path | str, kind: str) -> Iterator[None]:
         ) from error
 
 
+@contextmanager
+def open_arrays(path: Path) -> Iterator[NpzFile]:
+    """Open an ``.npz`` file, without pickle, once what it would unpack to is known.
+
+    Raises :class:`UsageError` where that is more than memory holds, or an array declares another size than it has.
+    """
+    check_archive(path)
+    with open_regular(path) as file:
+        with zipfile.ZipFile(file) as packed:
+            for entry in packed.infolist():
+                with packed.open(entry) as content:
+                    _check_header(path, entry, content)
+        file.seek(0)
+        with np.load(file, allow_pickle=False) as arrays:
+            yield arrays
+
+
+def _check_header(path: Path, entry: zipfile.ZipInfo, content: IO[bytes]) -> None:
+    """Raise :class:`UsageError` where an array's header declares another size than its entry in the archive has."""
+    if not entry.filename.endswith(".npy"):
+        return
+    version = np.lib.format.read_magic(content)
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, _, dtype = read(content)
+    declared, found = math.prod(shape) * dtype.itemsize, entry.file_size - content.tell()
+    if declared != found and not dtype.hasobject:
+        raise UsageError(
+            f"{path}: array {entry.filename.removesuffix('.npy')!r} is declared as {dtype} of shape {shape}, "
+            f"{declared} bytes, but has {found}: it is damaged; write it again with numpy.savez"
+        )
+
+
 def read_npz(file: Path, names: Iterable[str]) -> dict[str, Numbers]:
     """Return the named arrays of an ``.npz`` file, without pickle; raise :class:`UsageError` if one is missing."""
-    with explain_errors(file, "an .npz file of arrays"), np.load(file, allow_pickle=False) as packed:
+    with explain_errors(file, "an .npz file of arrays"), open_arrays(file) as packed:
         missing = [name for name in names if name not in packed]
         if missing:
             raise UsageError(f"{file} has no array {missing[0]!r} (it has {', '.join(packed)}): get the file again")
@@ -52,14 +88,15 @@ def read_npz(file: Path, names: Iterable[str]) -> dict[str, Numbers]:
 
 def read_csv(file: Path, kind: str) -> list[dict[str, str]]:
     """Return the rows of a CSV file (TSV if named ``.tab``) by column; errors call the file ``kind``."""
-    with explain_errors(file, kind), file.open(encoding="utf-8-sig", newline="") as table:
+    with explain_errors(file, kind), open_regular(file) as content:
+        table = io.TextIOWrapper(content, encoding="utf-8-sig", newline="")
         return list(csv.DictReader(table, delimiter="\t" if file.suffix == ".tab" else ","))
 
 
 @contextmanager
 def decompress(path: Path) -> Iterator[IO[bytes]]:
     """Open the file and decompress it if necessary."""
-    with path.open("rb") as plain:
+    with open_regular(path) as plain:
         start = plain.read(3)
         plain.seek(0)
         if start[:2] == b"\x1f\x8b":

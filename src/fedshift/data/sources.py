@@ -14,6 +14,7 @@ import torch
 from ..config.expressions import EMBEDDED, expressions, list_catalog, resolve
 from ..config.spec import DataSpec
 from ..tasks import as_task
+from ..utils.csv_cells import escape_table
 from ..utils.errors import UsageError, unknown_name
 from .assignment import describe_assignment, saved
 from .federation import Federation, encode_targets
@@ -210,4 +211,5 @@ def apply_splits(data: Federation, spec: DataSpec) -> Federation:
 
 def write_assignment(source: Federation, spec: DataSpec) -> str:
     """Return the assignment of the samples of ``source`` to clients as CSV."""
-    return str(describe_assignment(source, [lambda data: apply_splits(data, spec)]).to_csv(index=False))
+    table = describe_assignment(source, [lambda data: apply_splits(data, spec)])
+    return str(escape_table(table).to_csv(index=False))

@@ -15,9 +15,6 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from shutil import rmtree
-from tempfile import mkdtemp
-from weakref import finalize
 
 import numpy as np
 import torch
@@ -26,7 +23,7 @@ from safetensors.torch import load, save
 from ..core.kernel import ClientState
 from ..results.schema import RESTART
 from ..utils.errors import FedshiftError
-from ..utils.files import write_atomically
+from ..utils.files import ScratchDirectory, write_atomically
 from ..utils.state import State, add_prefix, entries_under, join_states, nbytes, split_state
 
 MEMORY = 512 * 2**20
@@ -49,7 +46,7 @@ class ClientStore(Mapping[str, ClientState]):
         self.names, self._rules = tuple(names), tuple(rules)
         self._number = {name: number for number, name in enumerate(self.names)}
         self._fresh, self._device, self._limit = fresh, device, limit
-        self._scratch: Path | None = None
+        self._scratch: ScratchDirectory | None = None
         self._clear()
 
     def _clear(self) -> None:
@@ -140,10 +137,9 @@ class ClientStore(Mapping[str, ClientState]):
         """Write unsaved states to the store's temporary folder where more than ``limit`` is held."""
         if self.held > self._limit and self._unsaved:
             if self._scratch is None:
-                self._scratch = Path(mkdtemp(prefix="fedshift-clients-"))
-                finalize(self, rmtree, self._scratch, ignore_errors=True)
-            self.save(self._scratch, round)
-            remove_unused_segments(self._scratch, self._segments)
+                self._scratch = ScratchDirectory("clients-")
+            self.save(self._scratch.path, round)
+            remove_unused_segments(self._scratch.path, self._segments)
 
     def tensors(self) -> State:
         """Return all states as flat tensors, by the numbers of their clients."""

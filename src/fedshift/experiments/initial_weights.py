@@ -26,6 +26,7 @@ from ..core.plan import Plan
 from ..core.preparation import add_extra_entries
 from ..core.selection import entries, last_layers
 from ..utils.errors import UsageError
+from ..utils.files import check_archive
 from ..utils.state import State
 
 PICKLED = (".pt", ".pth", ".bin")
@@ -170,6 +171,8 @@ def _read_file(path: Path) -> Any:
             "safetensors.torch.save_file(network.state_dict(), 'weights.safetensors')"
         )
     try:
+        if zipfile.is_zipfile(path):
+            check_archive(path)
         if path.suffix == ".safetensors":
             return load_file(path)
         with warnings.catch_warnings():

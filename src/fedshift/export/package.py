@@ -27,7 +27,7 @@ from ..data.samples import Samples
 from ..evaluation.metrics import BATCH
 from ..tasks import CATALOG, Regression, Task
 from ..utils.errors import UsageError
-from ..utils.files import disk_error
+from ..utils.files import disk_error, require_writable
 from ..utils.state import State
 from .inputs import InputFormat
 from .loading import DESCRIPTION, FORMAT, PROGRAM
@@ -81,6 +81,7 @@ def require_new(directory: Path) -> None:
     """Raise :class:`UsageError` unless ``directory`` is missing or empty."""
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise UsageError(f"{directory} holds other files: choose a directory that is new or empty")
+    require_writable(directory)
 
 
 def require_models(directory: Path) -> None:

@@ -22,6 +22,7 @@ from ..data.files.image_store import ImageFile, cache_entry, decode_all, describ
 from ..data.files.images import SizesDiffer
 from ..data.files.read_options import Progress
 from ..data.files.table_schema import Column
+from ..data.formats import open_arrays
 from ..data.objects import holds_hub_datasets, holds_tables
 from ..data.samples import CHUNK, HALF, Samples, map_store, to_samples
 from ..data.sources import READ, load_source, normalize
@@ -177,11 +178,11 @@ def map_labels(data: Federation, run: Federation, whose: str) -> Federation:
 
 def _read_array(path: Path) -> Samples:
     try:
-        with np.load(path, allow_pickle=False) as packed:
+        with open_arrays(path) as packed:
             if "x" not in packed:
                 raise UsageError(f"{path} has no array 'x' (it has {', '.join(packed) or 'none'}): name the samples x")
             return to_samples(packed["x"], np.zeros(len(packed["x"]), np.int64), str(path))
-    except (OSError, ValueError, EOFError, TypeError, zipfile.BadZipFile, zlib.error) as error:
+    except (OSError, ValueError, EOFError, TypeError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
         if isinstance(error, UsageError):
             raise
         raise UsageError(

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from ..results.schema import LOWER_IS_BETTER, UNITS, metric_unit
+from ..utils.csv_cells import escape_table
 from ..utils.files import write_atomically
 
 if TYPE_CHECKING:
@@ -228,7 +229,7 @@ def to_csv(table: pd.DataFrame, partial: str = "") -> str:
     flat.columns = pd.Index(
         [" ".join(name).strip() if isinstance(name, tuple) else str(name) for name in table.columns]
     )
-    return (f"# {partial}\n" if partial else "") + flat.to_csv(float_format="%.6g", lineterminator="\n")
+    return (f"# {partial}\n" if partial else "") + escape_table(flat).to_csv(float_format="%.6g", lineterminator="\n")
 
 
 def to_terminal(table: TextTable) -> Table:

@@ -1,20 +1,155 @@
-"""Atomic writes: a crash at any moment leaves either the old file or the new one, complete; and cached measurements."""
+"""Files of users and of this program.
+
+Writes are atomic: a crash at any moment leaves either the old file or the new one, complete. Reads never wait, and
+unpack no more than fits into memory. Temporary directories of programs that were killed are removed by the next.
+"""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
+import stat
+import zipfile
 from collections.abc import Callable
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, TypeVar
+from shutil import rmtree
+from tempfile import gettempdir, mkdtemp
+from types import TracebackType
+from typing import IO, Any, TypeVar
+from weakref import finalize
 
-from .errors import FedshiftError
-from .processors import describe_processors
+from .errors import FedshiftError, UsageError
+from .processors import available_memory, describe_processors
 
 Found = TypeVar("Found")
+
+SCRATCH, MARKER = "fedshift-", ".alive"
+"""Beginning of the names of temporary directories, and suffix of the locked file beside each."""
+MOST_EXPANSION, UNSUSPECTED = 200, 2**30
+"""An archive that unpacks to more bytes than the second, and so many times its size, is no data but a trap."""
+KINDS = {stat.S_IFIFO: "pipe", stat.S_IFSOCK: "socket", stat.S_IFCHR: "device", stat.S_IFBLK: "device"}
+
+
+class NotRegular(OSError):
+    """A path is a pipe, a socket or a device, whose reading may never end."""
+
+    def __str__(self) -> str:
+        return f"it {self.strerror}"
+
+
+def open_regular(path: Path) -> IO[bytes]:
+    """Open the file ``path`` for reading, without waiting; raise :class:`NotRegular` where it is none."""
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+    try:
+        require_regular(path, os.fstat(file.fileno()))
+    except NotRegular:
+        file.close()
+        raise
+    return file
+
+
+def require_regular(path: Path, status: os.stat_result | None = None) -> None:
+    """Raise :class:`NotRegular` where ``path`` is a pipe, a socket or a device; ``status``: what is known of it."""
+    kind = KINDS.get(stat.S_IFMT((status or path.stat()).st_mode))
+    if kind:
+        raise NotRegular(errno.EINVAL, f"is a {kind}, not a regular file", str(path))
+
+
+def check_archive(path: Path) -> None:
+    """Raise :class:`UsageError` where the zip file ``path`` would unpack to more than this machine can hold."""
+    with open_regular(path) as file, zipfile.ZipFile(file) as packed:
+        size = sum(entry.file_size for entry in packed.infolist())
+        small = sum(entry.compress_size for entry in packed.infolist())
+    if size > UNSUSPECTED and size > MOST_EXPANSION * small:
+        raise UsageError(
+            f"{path} would unpack to {size / 1e9:.1f} GB, {size / max(small, 1):.0f} times its size: no data do, so it "
+            "is not unpacked; write it again, without compression if it is yours"
+        )
+    if size > available_memory():
+        raise UsageError(
+            f"{path} holds {size / 1e9:.1f} GB, and {available_memory() / 1e9:.1f} GB of memory are free: use fewer or "
+            "smaller samples, or a machine with more memory"
+        )
+
+
+class ScratchDirectory:
+    """A temporary directory ``path``, removed by :meth:`close`, or at the latest when the program ends.
+
+    If the program is killed, the next that makes one removes it: a file beside it is locked as long as its owner
+    lives. Only directories of the same user that have such a file are touched.
+    """
+
+    def __init__(self, kind: str = "") -> None:
+        remove_abandoned()
+        self.path = Path(mkdtemp(prefix=f"{SCRATCH}{kind}"))
+        marker = self.path.with_name(self.path.name + MARKER)
+        while True:
+            lock = os.open(marker, os.O_RDWR | os.O_CREAT, 0o600)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if marker.exists() and os.path.samestat(marker.stat(), os.fstat(lock)):
+                break
+            os.close(lock)  # another program locked it first, and removed it as abandoned
+        self.path.mkdir(mode=0o700, exist_ok=True)
+        self._marker, self._lock = marker, lock
+        self._remove = finalize(self, _remove_scratch, self.path, marker, lock)
+
+    def close(self) -> None:
+        """Remove the directory."""
+        self._remove()
+
+    def keep(self) -> None:
+        """Leave the directory where it is."""
+        if self._remove.detach():
+            self._marker.unlink(missing_ok=True)
+            os.close(self._lock)
+
+    def __enter__(self) -> ScratchDirectory:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def remove_abandoned() -> None:
+    """Remove the temporary directories of this user's programs that were killed."""
+    for marker in Path(gettempdir()).glob(f"{SCRATCH}*{MARKER}"):
+        place = marker.with_name(marker.name.removesuffix(MARKER))
+        with suppress(OSError):  # in use, another user's, or gone
+            lock = os.open(marker, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                there = os.path.lexists(place)
+                if _is_own(os.fstat(lock), stat.S_ISREG) and (not there or _is_own(place.lstat(), stat.S_ISDIR)):
+                    rmtree(place, ignore_errors=True)
+                    marker.unlink()
+            finally:
+                os.close(lock)
+
+
+def _is_own(status: os.stat_result, is_kind: Callable[[int], bool]) -> bool:
+    return status.st_uid == os.geteuid() and is_kind(status.st_mode)
+
+
+def _remove_scratch(path: Path, marker: Path, lock: int) -> None:
+    rmtree(path, ignore_errors=True)
+    with suppress(OSError):
+        marker.unlink()
+    os.close(lock)
+
+
+def require_writable(directory: Path) -> None:
+    """Raise :class:`UsageError` where ``directory``, which need not exist yet, cannot be written; it is not made."""
+    place = directory.absolute()
+    while not os.path.lexists(place) and place != place.parent:
+        place = place.parent
+    if place.is_dir() and not os.access(place, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
+        raise UsageError(f"cannot write {directory}: {place} is not writable; make it so, or choose another directory")
 
 
 def cache_directory() -> Path:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
+import fedshift.data.files.image_decoding as image_decoding
 import fedshift.data.files.image_store as image_store
 from fedshift.data.files.images import read_images
 from fedshift.data.files.read_options import ReadOptions
@@ -338,16 +339,16 @@ def test_a_file_that_cannot_be_opened_now_is_no_broken_file_and_is_not_remembere
         (tmp_path / "own" / "north" / label).mkdir(parents=True)
         for number in range(4):
             Image.fromarray(noise(6, 6)).save(tmp_path / "own" / "north" / label / f"{number}.png")
-    opened = Path.open
+    opened = image_decoding.open_regular
 
-    def refused(file, *given, **named):
+    def refused(file):
         if file.name == "2.png":
             raise PermissionError(13, "Permission denied")
-        return opened(file, *given, **named)
+        return opened(file)
 
     reading = ReadOptions(cache=tmp_path / "cache", on_unreadable="skip")
     with monkeypatch.context() as patched:
-        patched.setattr(Path, "open", refused)
+        patched.setattr(image_decoding, "open_regular", refused)
         with pytest.raises(UsageError, match=r"2\.png cannot be read now: Permission denied"):
             read_images(tmp_path / "own", reading)
     assert sum(len(split) for split in read_images(tmp_path / "own", reading).clients[0].splits.values()) == 8

@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ...tasks import Task
 from ...utils.errors import UsageError, unknown_name
 from ..federation import ClientData, Federation, make_federation
+from ..formats import open_arrays
 from ..samples import to_samples
 from .image_decoding import SUFFIXES
 from .images import holds_images, read_images
@@ -149,10 +148,10 @@ def _arrays_in(path: Path, reading: ReadOptions) -> list[Path]:
 
 
 def _read(name: str, file: Path, task: Task | None) -> ClientData:
-    if not zipfile.is_zipfile(file):
+    if file.is_file() and not zipfile.is_zipfile(file):
         raise UsageError(f"{file} is no .npz file, or is cut short: write it again with numpy.savez, or leave it out")
     try:
-        with np.load(file, allow_pickle=False) as packed:
+        with open_arrays(file) as packed:
             y = "m" if "m_train" in packed and "y_train" not in packed else "y"
             missing = [key for key in ("x_train", f"{y}_train", "x_test", f"{y}_test") if key not in packed]
             if missing:
@@ -167,7 +166,7 @@ def _read(name: str, file: Path, task: Task | None) -> ClientData:
             }
     except UsageError:
         raise
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except (OSError, ValueError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
         raise UsageError(
             f"{file} cannot be read without pickle ({error}): write it again with arrays of numbers, or leave it out"
         ) from error

@@ -26,6 +26,7 @@ from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from PIL.TiffImagePlugin import TiffImageFile
 
 from ...utils.errors import UsageError
+from ...utils.files import NotRegular, open_regular
 
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp"})
 
@@ -118,13 +119,15 @@ def _open_image(file: Path) -> Iterator[Image.Image]:
     """Open an image lazily; turn whatever Pillow raises on a damaged file into :class:`Unreadable`."""
     try:
         # not by name: Pillow would map plain gray TIFFs, and rotates those of orientation 5 to 8 wrongly
-        with file.open("rb") as stream, Image.open(stream, formats=_FORMATS) as image:
+        with open_regular(file) as stream, Image.open(stream, formats=_FORMATS) as image:
             yield image
     except Unreadable:
         raise
     except UnidentifiedImageError as error:
         empty = file.stat().st_size == 0
         raise Unreadable("is empty" if empty else f"is no image in format {', '.join(_FORMATS)}") from error
+    except NotRegular as error:
+        raise Unreadable(str(error.strerror)) from error
     except OSError as error:
         if error.errno is not None and error.errno not in _LASTING:
             raise UsageError(

@@ -28,6 +28,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from ...utils.errors import UsageError
+from ...utils.files import open_regular, require_regular
 from ..samples import FeatureScaling
 
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
@@ -54,7 +55,9 @@ def find_tables(path: Path) -> list[Path]:
 
 def is_table(file: Path) -> bool:
     """Return whether the file's name ends in one of :data:`SUFFIXES` and does not begin with a dot or underscore."""
-    return file.suffix.lower() in SUFFIXES and not file.name.startswith((".", "_")) and file.is_file()
+    return (
+        file.suffix.lower() in SUFFIXES and not file.name.startswith((".", "_")) and file.exists() and not file.is_dir()
+    )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -109,6 +112,7 @@ def _number_batches(batches: Iterable[pa.RecordBatch]) -> Iterator[tuple[int, pa
 def open_table(path: Path) -> TableFile:
     """Return the file with its columns; raise :class:`UsageError` if it is unreadable or its header is unusable."""
     with _explain_errors(path):
+        require_regular(path)
         text = path.suffix.lower() in SEPARATORS
         schema = _open_text(path).schema if text else pq.read_schema(path)
         names = schema.names  # decoded here
@@ -127,7 +131,7 @@ def open_table(path: Path) -> TableFile:
 
 
 def _open_text(path: Path, options: pa.csv.ConvertOptions | None = None) -> pa.csv.CSVStreamingReader:
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         header = len(file.readline(1 << 24))
     return pa.csv.open_csv(
         path,

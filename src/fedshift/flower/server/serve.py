@@ -16,18 +16,18 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from threading import Event
 from typing import Any
 
 from rich.console import Console
 
 from ...config.spec import CompareSpec, RunLocation, RunSpec
-from ...console.terminal import catch_interrupts, new_directory, report_stop, show_progress
+from ...console.terminal import catch_interrupts, report_stop, show_progress
 from ...experiments.observer import Observer, Observers
 from ...experiments.trial import RoundResult
 from ...results.run_directory import MACHINES
 from ...utils.errors import FedshiftError, UsageError
+from ...utils.files import ScratchDirectory
 from ..transport.exchange import FACTS
 from ..transport.programs import GUARDED, Program, connect, register, submit
 from .coordinator import COORDINATOR
@@ -100,12 +100,14 @@ class ListenOptions:
                 ) from error
 
 
-def serve(spec: RunSpec | CompareSpec, reach: ListenOptions, place: RunLocation, metrics: int | None = None) -> int:
-    """Run ``spec`` with the sites that connect; return the exit code, as ``fedshift run`` does.
+def serve(
+    spec: RunSpec | CompareSpec, reach: ListenOptions, place: RunLocation, directory: Path, metrics: int | None = None
+) -> int:
+    """Run ``spec`` in ``directory`` with the sites that connect; return the exit code, as ``fedshift run`` does.
 
     ``metrics``: port of this machine's loopback interface for metrics, None: none.
     """
-    console, directory = Console(), place.resume or place.out or new_directory("serve")
+    console = Console()
     if place.resume is None and (directory / "config.toml").exists():
         raise UsageError(
             f"{directory} already holds a run: go on with it (--resume {directory}), or choose another --out"
@@ -143,8 +145,8 @@ class _Coordination:
 
     def __init__(self, spec: RunSpec | CompareSpec, reach: ListenOptions, directory: Path) -> None:
         self.reach, self.directory, self.logs = reach, directory, directory / MACHINES
-        self._folder = TemporaryDirectory(prefix="fedshift-")
-        self.home = Path(self._folder.name)
+        self._scratch = ScratchDirectory()
+        self.home = self._scratch.path
         self.config = self.home / "run.toml"
         self.settings = json.dumps(asdict(spec))
         self.config.write_text(f"{FACTS} = {json.dumps(self.settings)}\n", encoding="utf-8")
@@ -158,7 +160,7 @@ class _Coordination:
 
     def __exit__(self, *_: object) -> None:
         self.socket.close()
-        self._folder.cleanup()
+        self._scratch.close()
 
     def run(self, observer: Observer, stop: Event) -> bool:
         """Run until the end or until ``stop``; return whether the end was reached."""

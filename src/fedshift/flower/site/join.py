@@ -13,13 +13,13 @@ import time
 from dataclasses import dataclass
 from multiprocessing.connection import Listener
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from filelock import FileLock, Timeout
 from rich.console import Console
 
 from ...console.terminal import catch_interrupts
 from ...utils.errors import UsageError
+from ...utils.files import ScratchDirectory
 from ...utils.processors import available_processors
 from ..transport.exchange import Exchange
 from ..transport.forwarding import PIPE, SITE
@@ -93,11 +93,11 @@ def join(link: CoordinatorLink, site: Site, folder: Path, threads: int | None) -
     site.say = lambda text: console.print(
         f"{time.strftime('%H:%M:%S')} {text}", markup=False, highlight=False, soft_wrap=True
     )
-    with TemporaryDirectory(prefix="fedshift-") as home, catch_interrupts(console, "Leaving") as stop:
-        door = _MessageSocket(site, Path(home) / "talk")
+    with ScratchDirectory() as scratch, catch_interrupts(console, "Leaving") as stop:
+        door = _MessageSocket(site, scratch.path / "talk")
         site.say(f"looking for the coordinator at {link.address}")
         try:
-            return _watch(link, door, Path(home), folder / "supernode.log", stop)
+            return _watch(link, door, scratch.path, folder / "supernode.log", stop)
         finally:
             door.close()
             site.export_latest()

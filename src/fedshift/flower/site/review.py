@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ...analysis.privacy import Mechanism, compute_epsilon, describe_guarantee
 from ...core.plan import Plan
 from ...utils.errors import UsageError
+from ...utils.files import open_regular
 from ...utils.state import nbytes, pick
 from ..transport.arrays import RefusedMessage
 
@@ -99,7 +100,8 @@ class SitePolicy(BaseModel):
     def read(path: Path) -> SitePolicy:
         """Return the policy in a TOML file; raise :class:`UsageError` naming what is wrong there."""
         try:
-            return SitePolicy.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
+            with open_regular(path) as file:
+                return SitePolicy.model_validate(tomllib.load(file))
         except OSError as error:
             raise UsageError(f"--policy {path} cannot be read ({error.strerror})") from error
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
