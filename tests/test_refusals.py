@@ -299,6 +299,53 @@ def arrays_that_declare_more_than_they_hold(folder):
     return "array 'x_train' is declared as float64 of shape (1000000000000, 10), 80000000000000 bytes, but has 80"
 
 
+@pytest.fixture
+def own_code(tmp_path, monkeypatch):
+    """A user's module, whose functions write down that they were called."""
+    (tmp_path / "ours.py").write_text(
+        "from pathlib import Path\n"
+        "def method():\n    Path('called').touch()\n    raise RuntimeError('no luck')\n"
+        "model = loss = method\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("command", "line", "kind", "name"),
+    [
+        ("run", 'method = "ours:method"', "method", "ours.method"),
+        ("run", "method = \"fedbn(os:system(command='touch called'))\"", "method", "os.system"),
+        ("run", 'model = "ours:model"', "model", "ours:model"),
+        ("run", 'loss = "ours:loss"', "loss", "ours.loss"),
+        ("run", 'augment = "ours:method"', "augmentation", "ours.method"),
+        ("compare", 'methods = ["fedavg", "ours.method()"]', "method", "ours.method"),
+        ("sweep", 'over = ["loss=ours:loss,focal"]', "loss", "ours.loss"),
+    ],
+)
+def test_a_function_that_a_settings_file_names_is_not_called(cli, own_code, command, line, kind, name):
+    Path("given.toml").write_text(f'{line}\nrounds = 1\ndata = "digits"\nsamples = 20\n')
+    function = ":".join(re.split("[.:]", name))
+    said = one_message(cli(command, "--config", "given.toml"), 2)
+    assert said.endswith(
+        f"given.toml: {kind} {name!r} is a function of this machine that nobody allowed: allow it (--code {function})"
+    )
+    assert not Path("called").exists()
+
+
+def test_a_function_that_is_allowed_or_typed_is_called(cli, own_code):
+    Path("given.toml").write_text('method = "ours:method"\n')
+    for words in (("--code", "ours:method"), ("--method", "ours:method")):
+        assert "no luck" in one_message(cli("run", "--config", "given.toml", *words), 2)
+        Path("called").unlink()
+    assert "nobody allowed" in one_message(cli("run", "--config", "given.toml", "--code", "ours:model"), 2)
+
+
+def test_a_settings_file_cannot_allow_its_own_functions(cli, own_code):
+    Path("given.toml").write_text('method = "ours:method"\ncode = "ours:method"\n')
+    assert "given.toml: unknown setting 'code'" in one_message(cli("run", "--config", "given.toml"), 2)
+
+
 def write_images(folder, kinds=("cat", "dog"), value=0):
     for kind in kinds:
         (folder / "ann" / kind).mkdir(parents=True)

@@ -115,8 +115,9 @@ class Machines:
         secured = ("--tls", self.folder / "tls") if self.tls else ("--insecure",)
         before = self._submitted
         process = self.start(
-            "serve", "serve", *what, *secured, "--port", self._port, "--round-timeout", 120, *arguments
-        )
+            "serve", "serve", *what, *secured, "--port", self._port, "--round-timeout", 120, "--code",
+            "tests.flower.gated:network", *arguments,
+        )  # fmt: skip
         until(lambda: self._submitted > before or process.code is not None, "the start of", process)
         return process
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from fedshift.config.expressions import trust_only
 from fedshift.data.federation import count_labels
 from fedshift.data.files.table_schema import Column
 from fedshift.flower.server.registry import ClientRegistry, SiteDescription
@@ -222,3 +223,11 @@ def test_a_site_that_describes_itself_wrongly_is_not_understood(wrong):
     facts = {"name": "a", "version": "1", "shape": [1], "dtype": "uint8", "classes": 2, "class_names": []}
     with pytest.raises(FedshiftError):
         SiteDescription.of(facts | {"samples": {"train": 1, "test": 1}, "labels": None} | wrong)
+
+
+@pytest.mark.parametrize("name", ["method", "model", "loss"])
+def test_a_coordinator_calls_no_function_that_its_file_names_and_nobody_allowed(tmp_path, machine, name):
+    spec, grid = spec_for(**{name: "tests.flower.gated:network"}), SiteGrid({})
+    with trust_only((), "experiment.toml"), pytest.raises(UsageError, match=r"experiment.toml: .* nobody allowed"):
+        coordinator(spec, grid, tmp_path / "served", Heard())
+    assert not grid.asked

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fedshift.config.spec import RunSpec
+from fedshift.config.spec import RunLocation, RunSpec
 from fedshift.experiments.observer import Observer
 from fedshift.flower.server import serve as serving
 from fedshift.flower.server.serve import ListenOptions, _Coordination
@@ -169,7 +169,7 @@ def coordination(monkeypatch, tmp_path):
         listening.append(socket.create_server(("127.0.0.1", port)))
         watched = Watched()
         try:
-            with _Coordination(RunSpec(), reach(port=port), tmp_path / "run") as work:
+            with _Coordination(RunSpec(), reach(port=port), tmp_path / "run", RunLocation()) as work:
                 return work.run(watched, stop or threading.Event()), watched.heard
         finally:
             listening[0].close()
@@ -206,6 +206,8 @@ def test_what_the_coordinator_tells_is_shown(coordination, tmp_path):
         "wait": 1.0,
         "keys": None,
         "update_bound": 10.0,
+        "code": [],
+        "file": None,
     }
 
 

@@ -13,7 +13,7 @@ from fedshift.flower.transport.exchange import Exchange
 from fedshift.utils.errors import FedshiftError, UsageError
 
 CALLED = []
-NAME = "tests.flower.test_trust.called"
+NAME = "tests.flower.test_trust:called"
 
 
 def called(*given):

@@ -11,6 +11,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from contextvars import copy_context
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -23,10 +24,11 @@ from rich.console import Console, ConsoleOptions
 from rich.table import Table
 from rich.text import Text
 
-from ..config.expressions import EMBEDDED, read_catalog, read_functions
+from ..config.expressions import EMBEDDED, distrust, find_functions, read_catalog, read_functions
 from ..config.settings_file import COMMAND, read_run_settings
 from ..config.spec import (
     ESSENTIAL,
+    EXPRESSIONS,
     TRAINING,
     CompareSpec,
     DataSpec,
@@ -61,11 +63,15 @@ def _settings_from_file(app: App, commands: tuple[str, ...], arguments: cyclopts
     for argument in arguments:
         if argument.name in ("--config", "--resume") and argument.tokens:
             given = Path(argument.tokens[0].value)
-            flags = [other.name for other in arguments if other.name not in ("*", "--config", "--resume")]
+            flags = [other.name for other in arguments if other.name not in ("*", "--config", "--resume", "--code")]
             allowed = [flag.removeprefix("--").replace("-", "_") for flag in flags]
             if argument.name == "--config":
                 path = find_settings(given, None)
                 settings = read_settings(path, allowed)
+                words = [(other.name, token.value) for other in arguments for token in other.tokens]
+                own = {f"--{name}" for name in EXPRESSIONS}
+                typed = [name for flag, word in words if flag in own for name in find_functions(word)]
+                distrust([*typed, *(word for flag, word in words if flag == "--code")], path)
             else:
                 path = find_settings(None, given)
                 said = {name for other in arguments for name in other.names if other.tokens}
@@ -290,7 +296,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if "" not in sys.path:
         sys.path.append("")  # for methods and models in the current directory
     sys.exit(
-        _run_guarded(lambda: app(rest, exit_on_error=False, print_error=False, result_action="return_value"), debug)
+        copy_context().run(  # what a settings file may name is of this call alone
+            _run_guarded,
+            lambda: app(rest, exit_on_error=False, print_error=False, result_action="return_value"),
+            debug,
+        )
     )
 
 

@@ -80,6 +80,7 @@ def serve(
     update_bound: float = 10.0,
     metrics: int | None = None,
     log: str | None = None,
+    code: Annotated[list[str] | None, Parameter(negative=())] = None,
     out: Path | None = None,
     resume: Path | None = None,
     quiet: Annotated[bool, Parameter(negative=())] = False,
@@ -99,6 +100,8 @@ def serve(
         update_bound: How many times as long as the others' a site's update may be; a longer one is left out. 0: any.
         metrics: Port of this machine's loopback interface at which Prometheus reads progress; by default none.
         log: Loggers, comma-separated: tensorboard, mlflow, wandb, or none; by default those of the settings.
+        code: Function on this machine, package.module:function, that the settings file may use as method or model; may
+            be given several times. No other is called.
         out: Directory to write; by default a new one under runs/.
         resume: Directory of an interrupted run to continue, bit for bit.
         quiet: Print neither progress nor notes, which the page has.
@@ -106,7 +109,7 @@ def serve(
     """
     if (config is None) == (resume is None):
         raise UsageError("give either a settings file or --resume with the directory of a run")
-    place = RunLocation(out=out, resume=resume, quiet=quiet)
+    place = RunLocation(config=config, out=out, resume=resume, quiet=quiet, code=tuple(code or ()))
     directory = choose_directory(place, "serve")
     if (tls is None) != insecure:
         raise UsageError("give either --tls DIR (see `fedshift pki init`) or --insecure, for plain text")

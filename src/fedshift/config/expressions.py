@@ -15,7 +15,7 @@ import pkgutil
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -99,30 +99,47 @@ def _spell(package: str, name: str) -> str:
 
 
 @contextmanager
-def trust_only(names: Iterable[str]) -> Iterator[None]:
-    """Resolve no function outside of fedshift but ``names`` in this block, whose expressions came from elsewhere."""
-    token = _TRUSTED.set(frozenset(name.replace(":", ".") for name in names))
+def trust_only(names: Iterable[str], source: object = "") -> Iterator[None]:
+    """Resolve no function outside of fedshift but ``names`` in this block, whose expressions came from elsewhere.
+
+    ``source``: the file that they are in, for errors.
+    """
+    token = distrust(names, source)
     try:
         yield
     finally:
         _TRUSTED.reset(token)
 
 
-_TRUSTED: ContextVar[frozenset[str] | None] = ContextVar("trusted", default=None)
+def distrust(names: Iterable[str], source: object) -> Token[_Trust | None]:
+    """Do as :func:`trust_only` from now on in this context."""
+    return _TRUSTED.set((frozenset(name.replace(":", ".") for name in names), str(source)))
+
+
+def find_functions(text: str) -> list[str]:
+    """Return all in ``text`` that might be the name of a user's function, ``package.module:function``."""
+    return re.findall(r"[A-Za-z_][\w.]*[:.]\w+", text)
+
+
+_Trust = tuple[frozenset[str], str]
+_TRUSTED: ContextVar[_Trust | None] = ContextVar("trusted", default=None)
 
 
 def resolve(package: str, name: str) -> Callable[..., Any]:
     """Return the function called ``name``; raise :class:`UsageError` with the nearest name where there is none."""
-    kind = package.removesuffix("s")
+    kind = package.removesuffix("es" if package == "losses" else "s")
     module_name, _, attribute = name.replace(":", ".").rpartition(".")
     if not module_name:
         own, written = list_catalog(package), _spell(package, name)
         if written not in own:
             raise unknown_name(kind, written, own)
         return own[written]
-    trusted = _TRUSTED.get()
-    if trusted is not None and f"{module_name}.{attribute}" not in trusted:
-        raise UsageError(f"{kind} {name!r} is a function of this machine that nobody allowed: allow it (--code {name})")
+    trusted, source = _TRUSTED.get() or (None, "")
+    allowed = trusted is None or name in EMBEDDED.values() or f"{module_name}.{attribute}" in trusted
+    if not allowed:
+        told = f"{source}: " if source else ""
+        flag = f"--code {module_name}:{attribute}"
+        raise UsageError(f"{told}{kind} {name!r} is a function of this machine that nobody allowed: allow it ({flag})")
     try:
         function = getattr(importlib.import_module(module_name), attribute)
     except ModuleNotFoundError as error:

@@ -26,6 +26,8 @@ from pydantic_core import PydanticCustomError
 from ..utils.errors import UsageError, unknown_name
 from .settings_file import FILE, WRITTEN
 
+EXPRESSIONS = ("method", "methods", "model", "loss", "augment", "task", "over")
+"""Settings that may name functions of users."""
 DATA = Group("Data", sort_key=1)
 PREPARING = Group("Preparing data", sort_key=2)
 FILES = Group("Reading files", sort_key=3)
@@ -329,6 +331,10 @@ class RunLocation:
 
     config: Annotated[Path | None, Parameter(group=DIRECTORY)] = None
     """TOML file with the same names as the flags (image_size = 28); flags given here win."""
+
+    code: Annotated[Texts, Parameter(group=DIRECTORY, negative=(), show_default=False)] = ()
+    """Function of your own, package.module:function, that the file of --config may name; may be given several times.
+    Files may come from others, so no other is called; those that flags name need nothing."""
 
     out: Annotated[Path | None, Parameter(group=DIRECTORY)] = None
     """Directory to write; by default a new one under runs/."""

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import threading
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial, partialmethod
 from multiprocessing.connection import Client, Connection
@@ -20,15 +21,17 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 from typing_extensions import override
 
+from ...config.expressions import trust_only
 from ...config.spec import CompareSpec, RunSpec
 from ...core.plan import Plan
 from ...data.federation import count_labels
 from ...engines.engine import Data
 from ...experiments.experiment import Experiment
-from ...experiments.factory import list_seeds, make_methods, make_settings, resolve_model
+from ...experiments.factory import list_seeds, make_methods, make_settings, name_model, resolve_model
 from ...experiments.loggers import parse_loggers
 from ...experiments.observer import Observer, Observers
 from ...experiments.trial import RoundResult
+from ...models import parse_model
 from ...results.run_directory import MACHINES, POPULATION, trial_folder
 from ...results.summary import holds_run
 from ...utils.errors import FedshiftError, UsageError
@@ -58,7 +61,8 @@ def main(grid: Grid, context: Context) -> None:
         spec = read_submission(str(context.run_config[FACTS]), order["settings"])
         report = ProgressReport(connection)
         try:
-            finished = Coordinator(grid, spec, order, report, context.run_id).run()
+            with trust_only(order["code"], order["file"]) if order["file"] else nullcontext():
+                finished = Coordinator(grid, spec, order, report, context.run_id).run()
         except FedshiftError as error:
             report.send("failed", str(error), isinstance(error, UsageError))
             raise
@@ -128,6 +132,8 @@ class Coordinator:
         self.min_clients, self.seconds = int(order["clients"]), float(order["seconds"])
         self.update_bound = float(order.get("update_bound", BOUND))
         settings = make_settings(replace(self.spec, newcomers=None), ())
+        make_methods(self.spec)  # what cannot be made is said before sites are waited for
+        parse_model(name_model(self.spec.model, ()))
         self.sent = {**asdict(self.spec), **PRIVATE, "weights": settings.weights and settings.weights.digest}
         self.refused: set[str] = set()
         hello = Exchange(

@@ -119,7 +119,7 @@ def serve(
         catch_interrupts(console) as stop,
         show_progress(Console(quiet=place.quiet)) as shown,
         serve_metrics(metrics) as counted,
-        _Coordination(spec, reach, directory) as work,
+        _Coordination(spec, reach, directory, place) as work,
     ):
         try:
             finished = work.run(Observers(shown, counted), stop)
@@ -143,8 +143,14 @@ class _Coordination:
 
     rounds = 0
 
-    def __init__(self, spec: RunSpec | CompareSpec, reach: ListenOptions, directory: Path) -> None:
-        self.reach, self.directory, self.logs = reach, directory, directory / MACHINES
+    def __init__(
+        self,
+        spec: RunSpec | CompareSpec,
+        reach: ListenOptions,
+        directory: Path,
+        place: RunLocation,
+    ) -> None:
+        self.place, self.reach, self.directory, self.logs = place, reach, directory, directory / MACHINES
         self._scratch = ScratchDirectory()
         self.home = self._scratch.path
         self.config = self.home / "run.toml"
@@ -238,7 +244,8 @@ class _Coordination:
             order = {
                 "directory": str(self.directory.resolve()), "clients": self.reach.clients,
                 "seconds": self.reach.seconds, "wait": self.reach.wait, "keys": keys, "settings": self.settings,
-                "update_bound": self.reach.update_bound,
+                "update_bound": self.reach.update_bound, "code": self.place.code,
+                "file": str(self.place.config) if self.place.config else None,
             }  # fmt: skip
             connection.send_bytes(json.dumps(order).encode())
             try:
