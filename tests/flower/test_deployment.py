@@ -119,6 +119,23 @@ def test_what_is_killed_in_mid_round_goes_on_as_if_it_had_not_been(victim, tmp_p
 
 
 @pytest.mark.slow
+def test_proxies_of_the_environment_ipv6_and_a_long_folder_are_no_obstacle(tmp_path, files, monkeypatch):
+    folder = tmp_path / ("a" * 100)
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")  # where nothing listens
+    monkeypatch.setenv("NO_PROXY", "localhost")
+    spec = spec_for(data=files, domains="pen,photo", samples=None, image_size=None, rounds=1)
+    with machines(tmp_path, spec) as two:
+        coordinator = two.serve("--min-clients", 2, "--host", "::")
+        sites = [two.join(name) for name in two.names]
+        assert coordinator.ends() == 0, coordinator.said
+        assert [site.ends() for site in sites] == [0, 0]
+    assert not list(folder.iterdir())
+
+
+@pytest.mark.slow
 def test_a_site_that_is_gone_holds_nobody_up_and_takes_part_again_when_it_is_back(tmp_path, files):
     spec = gated(files, rounds=5, evaluate_every=5)
     with machines(tmp_path, spec) as three:

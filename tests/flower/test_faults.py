@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord
+from flwr.app import Array, ArrayRecord, MetricRecord
 from flwr.common.constant import ErrorCode
 
 from fedshift.core.kernel import ServerState, Update
@@ -128,12 +128,41 @@ def misdeclared(question, answer):
     return replace(answer, arrays={**answer.arrays, "shared": ArrayRecord(arrays)})
 
 
+def beside(question, answer):
+    """A record of arrays beside those of an upload."""
+    arrays = {**answer.arrays, "more": to_record({"x": torch.zeros(4)})}
+    return replace(answer, arrays=arrays)
+
+
+def numbers_beside(question, answer):
+    """A record of another kind beside those of an upload."""
+    content = answer.content()
+    content["numbers"] = MetricRecord({"x": [0.0] * 9})
+    return content
+
+
+def settings_beside(question, answer):
+    """A long text beside the facts."""
+    content = answer.content()
+    content.config_records["config"]["more"] = "x" * 99
+    return content
+
+
+def long_facts(question, answer):
+    return replace(answer, facts={**answer.facts, "name": "x" * 2**24})
+
+
 UPLOADS = {
+    "too much": (changed(**{WEIGHT: lambda x: torch.zeros(10**6)}), r"its upload has 4\d+ bytes, and .* at most \d+"),
+    "a record more": (beside, "it sent a record 'more', which nobody asked for"),
+    "numbers more": (numbers_beside, "it has records that nobody asked for"),
+    "settings more": (settings_beside, "it has records that nobody asked for"),
+    "long facts": (long_facts, "its facts are no text of at most 16777216 letters"),
     "NaN": (changed(**{WEIGHT: lambda x: x * torch.nan}), r"entry '1\.weight' of the upload holds NaN or infinity"),
     "infinity": (changed(**{WEIGHT: lambda x: x / 0}), "of the upload holds NaN or infinity"),
     "shape": (changed(**{WEIGHT: lambda x: x[:-1]}), r"shape \(15, \d+\) in place of \(16, \d+\)"),
     "false shape": (misdeclared, r"entry '1\.weight' is declared as float32 of shape \(1073741824, 16\)"),
-    "dtype": (changed(**{WEIGHT: lambda x: x.double()}), r"type torch\.float64 in place of torch\.float32"),
+    "dtype": (changed(**{WEIGHT: lambda x: x.half()}), r"type torch\.float16 in place of torch\.float32"),
     "lacking": (changed(**{WEIGHT: lambda x: None}), r"the upload lacks entry '1\.weight'"),
     "personal": (changed(**{"2.weight": lambda x: x}), r"has an entry '2\.weight', which does not belong there"),
     "huge weight": (claimed(weight=1e30), r"it says 1e\+30 samples in 1 steps, where its 24 make 24 in 1"),

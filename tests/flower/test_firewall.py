@@ -1,13 +1,16 @@
 """What other machines reach of a SuperLink."""
 
 import asyncio
+from pathlib import Path
 
 import fedshift.flower  # noqa: F401  isort: skip  (before anything of flwr: it keeps Flower quiet)
 
 import pytest
 import uvicorn
 
-from fedshift.flower.transport import programs
+from fedshift.flower.transport import firewall
+from fedshift.flower.transport.firewall import GUARDED, Firewall, UploadLimits, allow_uploads
+from fedshift.flower.transport.programs import make_environment
 from fedshift.utils.errors import FedshiftError
 
 
@@ -22,7 +25,7 @@ def requested(path, client, server="0.0.0.0", kind="http"):
         sent.append(message.get("status", message["type"]))
 
     scope = {"type": kind, "path": path, "client": client and (client, 5000), "server": (server, 9091)}
-    asyncio.run(programs.Firewall(app)(scope, None, send))
+    asyncio.run(Firewall(app, UploadLimits(Path("nowhere")))(scope, None, send))
     return sent
 
 
@@ -64,7 +67,7 @@ def guarded(monkeypatch, tmp_path):
     """A function that makes what uvicorn serves, as in a SuperLink's process."""
     monkeypatch.setattr(uvicorn.Config, "load", uvicorn.Config.load)  # put back afterwards
     monkeypatch.setenv("FORWARDED_ALLOW_IPS", "*")
-    programs.install_firewall(tmp_path / "proof")
+    firewall.install_firewall(tmp_path)
 
     def make():
         config = uvicorn.Config(plain_app, log_config=None, ws="none")
@@ -87,16 +90,83 @@ def test_without_the_guard_the_header_would_be_believed(monkeypatch):
 
 
 def test_the_guard_proves_that_it_refuses_before_a_port_opens(guarded, tmp_path, monkeypatch):
-    assert not (tmp_path / "proof").exists()
+    assert not (tmp_path / GUARDED).exists()
     guarded()
-    assert (tmp_path / "proof").exists()
-    (tmp_path / "proof").unlink()
-    monkeypatch.setattr(programs, "_is_local", lambda scope: True)
+    assert (tmp_path / GUARDED).exists()
+    (tmp_path / GUARDED).unlink()
+    monkeypatch.setattr(firewall, "_is_local", lambda scope: True)
     with pytest.raises(FedshiftError, match="let a remote client in"):
         guarded()
-    assert not (tmp_path / "proof").exists()
+    assert not (tmp_path / GUARDED).exists()
 
 
 def test_no_program_inherits_whom_proxies_may_speak_for(monkeypatch, tmp_path):
     monkeypatch.setenv("FORWARDED_ALLOW_IPS", "*")
-    assert "FORWARDED_ALLOW_IPS" not in programs.make_environment(tmp_path, {})
+    assert "FORWARDED_ALLOW_IPS" not in make_environment(tmp_path, {})
+
+
+class Node:
+    """A node with ``key`` that sends to a guarded app, which reads all and answers with ``status``."""
+
+    def __init__(self, limits, key=b"north"):
+        self.limits, self.key, self.status, self.held = limits, key, 200, 0
+
+    def push(self, *parts, declared=True):
+        """Send a request of ``parts`` bytes; return the answer's status."""
+        self.held, sent, coming = 0, [], list(parts)
+
+        async def app(scope, receive, send):
+            while True:
+                part = await receive()
+                if part["type"] == "http.disconnect":
+                    raise RuntimeError("the client is gone")
+                self.held += len(part["body"])
+                if not part["more_body"]:
+                    break
+            await send({"type": "http.response.start", "status": self.status})
+            await send({"type": "http.response.body", "body": b""})
+
+        async def receive():
+            return {"type": "http.request", "body": bytes(coming.pop(0)), "more_body": bool(coming)}
+
+        async def send(message):
+            sent.append(message.get("status"))
+
+        headers = [(b"flwr-public-key", self.key)] * bool(self.key)
+        headers += [(b"content-length", str(sum(parts)).encode())] * declared
+        scope = {
+            "type": "http", "path": "/v1/fleet/push-object", "client": ("127.0.0.1", 9), "server": ("127.0.0.1", 1),
+            "headers": headers,
+        }  # fmt: skip
+        asyncio.run(Firewall(app, self.limits)(scope, receive, send))
+        return sent[0]
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_a_request_that_is_too_large_is_refused_before_it_is_held(tmp_path, declared):
+    for key in (b"north", b""):
+        node = Node(UploadLimits(tmp_path / "limit"), key)
+        assert node.push(*[2**20] * 16, declared=declared) == 200
+        assert node.push(*[2**20] * 17, declared=declared) == 413
+        assert node.held <= (0 if declared else 2**24)
+
+
+def test_a_node_may_send_what_its_answer_needs_and_no_more_until_the_next_question(tmp_path, monkeypatch):
+    monkeypatch.setattr(firewall, "MARGIN", 1000)
+    allow_uploads(tmp_path, 8000)
+    limits = UploadLimits(tmp_path / "limit")
+    north, south = Node(limits), Node(limits, b"south")
+    assert [north.push(5000), north.push(5000), north.push(2000)] == [200, 200, 413]
+    assert south.push(10_000) == 200
+    allow_uploads(tmp_path, 0)
+    assert [south.push(1000), south.push(1), north.push(1000)] == [200, 413, 200]
+
+
+def test_a_request_that_flower_refuses_uses_up_nobody_s_share(tmp_path, monkeypatch):
+    monkeypatch.setattr(firewall, "MARGIN", 1000)
+    allow_uploads(tmp_path, 0)
+    node = Node(UploadLimits(tmp_path / "limit"))
+    node.status = 401
+    assert [node.push(1000), node.push(1000)] == [401, 401]
+    node.status = 200
+    assert [node.push(1000), node.push(1)] == [200, 413]

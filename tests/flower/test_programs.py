@@ -6,10 +6,14 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from pathlib import Path
 
+import httpx
 import pytest
 
+from fedshift.flower.site.join import CoordinatorLink
 from fedshift.flower.transport import programs
+from fedshift.flower.transport.exchange import accept_locally, connect_locally, listen_locally
 from fedshift.flower.transport.programs import APP, Program, connect, free_port, is_own, make_environment, submit
 from fedshift.utils.errors import FedshiftError
 
@@ -103,6 +107,48 @@ def test_programs_phone_nobody_and_install_nothing(tmp_path, monkeypatch):
     assert found["FLWR_HOME"] == str(tmp_path / "home")
     assert found["MORE"] == "1"
     assert (tmp_path / "home").stat().st_mode & 0o777 == 0o700
+
+
+def test_programs_reach_this_machine_without_a_proxy(tmp_path, monkeypatch):
+    monkeypatch.setenv("HTTPS_PROXY", "http://ann:secret@proxy.example.org:3128")
+    monkeypatch.setenv("NO_PROXY", "intranet.example.org")
+    found = make_environment(tmp_path / "home", {}, "10.0.0.5")
+    assert found["no_proxy"] == found["NO_PROXY"] == "intranet.example.org,localhost,127.0.0.1,::1,10.0.0.5"
+    monkeypatch.setattr(os, "environ", found)
+    with httpx.Client() as client:  # as Flower's programs
+        for url, direct in (
+            ("https://127.0.0.1:9091/v1", True), ("https://[::1]:9/", True), ("https://localhost:9/", True),
+            ("https://10.0.0.5:9091/", True), ("https://10.0.0.6:9091/", False),
+        ):  # fmt: skip
+            assert (client._transport_for_url(httpx.URL(url)) is client._transport) == direct, url
+
+
+def test_a_site_says_that_a_proxy_is_on_the_way(monkeypatch):
+    def route(address, tls=Path("pki")):
+        return CoordinatorLink(address=address, tls=tls, key=None, poll=None).route
+
+    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    assert route("far.example.org:9091") == ""
+    monkeypatch.setenv("HTTPS_PROXY", "http://ann:secret@proxy.example.org:3128")
+    monkeypatch.setenv("NO_PROXY", "near.example.org")
+    assert route("far.example.org:9091") == (
+        " by the proxy proxy.example.org:3128, as the environment says (NO_PROXY=far.example.org goes there directly)"
+    )
+    assert route("near.example.org:9091") == route("far.example.org:9091", tls=None) == ""
+    monkeypatch.setenv("ALL_PROXY", "socks5://other.example.org:1080")
+    assert "other.example.org:1080" in route("far.example.org:9091", tls=None)
+
+
+def test_a_local_socket_may_have_any_path(tmp_path):
+    folder = tmp_path / ("a" * 120)
+    folder.mkdir()
+    with listen_locally(folder / "talk") as listener:
+        assert (folder / "talk").is_socket()
+        with connect_locally(folder / "talk") as ours, accept_locally(listener) as theirs:
+            ours.send_bytes(b"hello")
+            assert theirs.recv_bytes() == b"hello"
 
 
 @pytest.mark.parametrize("name", programs.REFUSED)

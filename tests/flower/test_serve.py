@@ -16,7 +16,8 @@ from fedshift.flower.server.serve import ListenOptions, _Coordination
 from fedshift.flower.site import join as joining
 from fedshift.flower.site.join import CoordinatorLink
 from fedshift.flower.transport.exchange import Exchange
-from fedshift.flower.transport.programs import GUARDED, free_port
+from fedshift.flower.transport.firewall import GUARDED
+from fedshift.flower.transport.programs import free_port
 from fedshift.utils.errors import FedshiftError, UsageError
 
 
@@ -105,7 +106,7 @@ def test_plain_text_to_other_machines_can_be_forced():
 
 @pytest.mark.parametrize(
     ("host", "here"),
-    [("0.0.0.0", "127.0.0.1:9"), ("::", "127.0.0.1:9"), ("10.0.0.5", "10.0.0.5:9"), ("fe80::1", "[fe80::1]:9")],
+    [("0.0.0.0", "127.0.0.1:9"), ("::", "[::1]:9"), ("10.0.0.5", "10.0.0.5:9"), ("fe80::1", "[fe80::1]:9")],
 )
 def test_the_coordinator_reaches_itself(host, here):
     assert reach(host=host, port=9).local_address == here
@@ -199,6 +200,7 @@ def test_what_the_coordinator_tells_is_shown(coordination, tmp_path):
     directory = str((tmp_path / "run").resolve())
     (order,) = orders
     assert json.loads(order.pop("settings")) == json.loads(json.dumps(asdict(RunSpec())))
+    assert not Path(order.pop("home")).exists()
     assert order == {
         "directory": directory,
         "clients": 2,

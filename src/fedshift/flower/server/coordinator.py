@@ -13,7 +13,7 @@ import threading
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial, partialmethod
-from multiprocessing.connection import Client, Connection
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,8 @@ from ...models import parse_model
 from ...results.run_directory import MACHINES, POPULATION, trial_folder
 from ...results.summary import holds_run
 from ...utils.errors import FedshiftError, UsageError
-from ..transport.exchange import FACTS, Exchange
+from ..transport.exchange import FACTS, Exchange, connect_locally
+from ..transport.firewall import allow_uploads
 from ..transport.pki import load_public_keys
 from ..transport.signatures import Signer
 from .history import HistoryKeeper, SpoiledModel, TrialHistory
@@ -56,7 +57,7 @@ app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     """Run the experiment that the run's configuration describes."""
     sys.path.append("")  # the user's methods and models, in the directory where `fedshift serve` was started
-    with Client(os.environ[COORDINATOR], family="AF_UNIX") as connection:
+    with connect_locally(Path(os.environ[COORDINATOR])) as connection:
         order = json.loads(connection.recv_bytes())
         spec = read_submission(str(context.run_config[FACTS]), order["settings"])
         report = ProgressReport(connection)
@@ -116,9 +117,9 @@ class Coordinator:
 
     ``order``: ``directory`` (the run's), ``clients`` (the fewest that a round needs), ``seconds`` (the most that it
     takes), ``wait`` (seconds for the first clients to connect), ``update_bound`` (how many times as long as the
-    others' a client's update may be; 0: any), and ``keys``: directory of the coordinator's keys and
-    the nodes' public keys (None: questions are not signed, and nodes not identified by keys). ``run``: the number of
-    Flower's run.
+    others' a client's update may be; 0: any), ``home``: the SuperLink's folder, and ``keys``: directory of the
+    coordinator's keys and the nodes' public keys (None: questions are not signed, and nodes not identified by keys).
+    ``run``: the number of Flower's run.
     """
 
     def __init__(
@@ -147,6 +148,8 @@ class Coordinator:
         if order["keys"]:
             keys = Path(order["keys"])
             secured = {"keys": partial(load_public_keys, keys), "signed": Signer(keys, run)}
+        if order.get("home"):
+            secured["allow"] = partial(allow_uploads, Path(order["home"]))
         self.nodes = Nodes(
             grid, hello, report.notice, known=known, changed=self._admit_newcomer, stop=report.stop, **secured
         )

@@ -54,6 +54,7 @@ class Nodes:
         changed: called when a client has come.
         signed: signs a question.
         stop: ends waiting, once set.
+        allow: called before clients are asked with the most bytes that entries of an answer take.
 
     """
 
@@ -61,10 +62,11 @@ class Nodes:
         self, grid: Grid, hello: Exchange, say: Say, *, known: Mapping[str, SiteDescription] | None = None,
         keys: Callable[[], Mapping[str, bytes]] | None = None, changed: Callable[[], None] = lambda: None,
         signed: Callable[[Exchange], Exchange] = lambda exchange: exchange, stop: Event | None = None,
+        allow: Callable[[int], None] = lambda _: None,
     ) -> None:  # fmt: skip
         self.grid, self.hello, self.stop = grid, hello, stop or Event()
         self._say = say
-        self.keys, self.changed, self.signed = keys, changed, signed
+        self.keys, self.changed, self.signed, self.allow = keys, changed, signed, allow
         self.known = dict(known or {})
         self._online: dict[str, _Address] = {}
         self._greeted: dict[_Address, str] = {}  # with the id of the pending greeting, "" once it is answered

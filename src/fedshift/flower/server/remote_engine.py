@@ -31,6 +31,9 @@ from .history import SUSPICIOUS, SpoiledModel, TrialHistory
 from .nodes import Nodes
 from .outliers import UpdateSizes
 
+HEADER = 1024
+"""Bytes that NumPy's format adds to an entry, at most."""
+
 
 class RemoteEngine(Engine):
     """Asks the sites behind ``nodes`` to train and to evaluate; ``description`` tells them which trial it is.
@@ -54,6 +57,8 @@ class RemoteEngine(Engine):
         check_client_count(plan.method.aggregate, least)
         _, update = client_final(plan, client_init(plan, init_client(plan), init_server(plan)))
         self._memory = join_states(plan.rule_names, update.memory)
+        uploaded = [*update.shared.values(), *self._memory.values()]
+        self._most_bytes = sum(tensor.numel() * tensor.element_size() + HEADER for tensor in uploaded)
         self._rows = RowReader(federation.task, federation.classes)
 
     @override
@@ -137,6 +142,7 @@ class RemoteEngine(Engine):
         questions = {
             name: Exchange(kind=kind, facts={**facts, "base": self.bases.get(name, 0)}, arrays=arrays) for name in names
         }
+        self.nodes.allow(self._most_bytes if kind == "train" else 0)
         return self.nodes.ask(questions, enough, self.seconds)
 
     def _check_update(
@@ -158,6 +164,9 @@ class RemoteEngine(Engine):
                 f"it says {said.weight:g} samples in {said.steps} steps, where its {samples} make {used} in "
                 f"{len(steps)}"
             )
+        found = sum(len(array.data) for record in arrays.values() for array in record.values())
+        if found > self._most_bytes:
+            raise RefusedMessage(f"its upload has {found} bytes, and the method's takes at most {self._most_bytes}")
         with refusing("its upload cannot be read"):
             shared, memory = self._to_device(arrays["shared"]), self._to_device(arrays["memory"])
             update = check_update(self.plan, server, shared, memory, said.weight, said.steps, self._memory, used)
@@ -185,7 +194,9 @@ def _check_answer(
     said = answer.kind, answer.facts.get("name"), answer.facts.get("round")
     if said != (kind, name, round):
         raise RefusedMessage(f"it answers {said[0]!r} as {said[1]!r} for round {said[2]}, where {kind!r} was asked")
-    missing = {"shared", "memory"} - answer.arrays.keys() if kind == "trained" else set()
-    if missing:
+    wanted = {"shared", "memory"} if kind == "trained" else set[str]()
+    if missing := wanted - answer.arrays.keys():
         raise RefusedMessage(f"it sent no {' and no '.join(sorted(missing))} entries")
+    if extra := answer.arrays.keys() - wanted:
+        raise RefusedMessage(f"it sent a record {min(extra)!r}, which nobody asked for")
     return answer.facts, answer.arrays

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import shlex
 import socket
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -28,13 +27,13 @@ from ...experiments.trial import RoundResult
 from ...results.run_directory import MACHINES
 from ...utils.errors import FedshiftError, UsageError
 from ...utils.files import ScratchDirectory
-from ..transport.exchange import FACTS
-from ..transport.programs import GUARDED, Program, connect, register, submit
+from ..transport.exchange import FACTS, accept_locally, listen_locally
+from ..transport.firewall import GUARDED
+from ..transport.programs import LOOPBACK, Program, connect, register, submit
 from .coordinator import COORDINATOR
 from .outliers import BOUND
 from .prometheus import serve_metrics
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 TRIES = 3
 """Restarts in a row without a completed round after which to give up."""
 
@@ -59,7 +58,7 @@ class ListenOptions:
     @property
     def local_address(self) -> str:
         """The address as reached from this machine."""
-        host = "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
         return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
 
     @property
@@ -156,10 +155,13 @@ class _Coordination:
         self.config = self.home / "run.toml"
         self.settings = json.dumps(asdict(spec))
         self.config.write_text(f"{FACTS} = {json.dumps(self.settings)}\n", encoding="utf-8")
-        self.socket = socket.socket(socket.AF_UNIX)
-        self.socket.bind(str(self.home / "talk"))
-        self.socket.listen()
+        self.socket = listen_locally(self.home / "talk")
         self.socket.settimeout(0.2)
+
+    @property
+    def near(self) -> str:
+        """The host by which programs here reach the SuperLink, never by a proxy."""
+        return self.reach.local_address.rpartition(":")[0].strip("[]")
 
     def __enter__(self) -> _Coordination:
         return self
@@ -173,7 +175,7 @@ class _Coordination:
         tries, rounds = 0, 0
         while True:
             with self._superlink() as link:
-                self._submit(link)
+                self._submit(link, stop)
                 finished = self._follow(link, observer, stop)
             if finished is not None:
                 return finished
@@ -199,20 +201,23 @@ class _Coordination:
         link = Program(
             "flower-superlink", [*listen, "--disable-runtime-dependency-installation", *secured],
             home=self.home, log=self.logs / "superlink.log", more={COORDINATOR: str(self.home / "talk")},
+            near=self.near,
         )  # fmt: skip
         try:
             yield link
         finally:
             link.stop()
 
-    def _submit(self, link: Program) -> None:
-        """Wait until the SuperLink listens, register the nodes' keys, and submit the app."""
-        until, guarded = time.monotonic() + 60, self.home / GUARDED
-        host, _, port = self.reach.local_address.rpartition(":")
+    def _submit(self, link: Program, stop: Event) -> None:
+        """Wait until the SuperLink listens, as long as it lives; register the nodes' keys, and submit the app."""
+        guarded = self.home / GUARDED
+        port = self.reach.port
         while True:
-            with suppress(OSError), socket.create_connection((host.strip("[]"), int(port))):
+            with suppress(OSError), socket.create_connection((self.near, port)):
                 break
-            if link.wait(0.1) is not None or time.monotonic() > until:
+            if stop.is_set():
+                return
+            if link.wait(0.1) is not None:
                 raise FedshiftError(f"Flower's SuperLink did not start ({link.last_message()}): see {link.log}")
         if not guarded.exists():
             link.stop()
@@ -224,14 +229,14 @@ class _Coordination:
         connect(self.home, self.reach.local_address, self.reach.tls / "ca.crt" if self.reach.tls else None)
         self._registered: set[Path] = set()
         self._register()
-        submit(self.config, home=self.home, log=log)
+        submit(self.config, home=self.home, log=log, near=self.near)
 
     def _register(self) -> None:
         """Register new keys of nodes, which may be added while the experiment runs."""
         if self.reach.tls:
             for key in sorted(set((self.reach.tls / "nodes").glob("*.pub")) - self._registered):
                 self._registered.add(key)
-                register(key, key.stem, home=self.home, log=self.logs / "flwr.log")
+                register(key, key.stem, home=self.home, log=self.logs / "flwr.log", near=self.near)
 
     def _follow(self, link: Program, observer: Observer, stop: Event) -> bool | None:
         """Pass on the app's messages; return whether the experiment reached its end, None where the app was lost."""
@@ -245,7 +250,7 @@ class _Coordination:
                 "directory": str(self.directory.resolve()), "clients": self.reach.clients,
                 "seconds": self.reach.seconds, "wait": self.reach.wait, "keys": keys, "settings": self.settings,
                 "update_bound": self.reach.update_bound, "code": self.place.code,
-                "file": str(self.place.config) if self.place.config else None,
+                "file": str(self.place.config) if self.place.config else None, "home": str(self.home),
             }  # fmt: skip
             connection.send_bytes(json.dumps(order).encode())
             try:
@@ -282,7 +287,7 @@ class _Coordination:
     def _accept(self, link: Program, stop: Event) -> Connection | None:
         while link.code is None and not stop.is_set():
             with suppress(TimeoutError):
-                return Connection(self.socket.accept()[0].detach())
+                return accept_locally(self.socket)
         return None
 
 

@@ -11,7 +11,6 @@ import os
 import threading
 import time
 from dataclasses import dataclass
-from multiprocessing.connection import Listener
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -21,9 +20,9 @@ from ...console.terminal import catch_interrupts
 from ...utils.errors import UsageError
 from ...utils.files import ScratchDirectory
 from ...utils.processors import available_processors
-from ..transport.exchange import Exchange
+from ..transport.exchange import Exchange, accept_locally, listen_locally
 from ..transport.forwarding import PIPE, SITE
-from ..transport.programs import Program, free_port
+from ..transport.programs import Program, find_proxy, free_port
 from .site import Site
 
 LONGEST = 30.0
@@ -63,6 +62,13 @@ class CoordinatorLink:
                 f"--key {self.key}: no such file: bring this node's key from where `fedshift pki init` was run"
             )
 
+    @property
+    def route(self) -> str:
+        """Where a proxy is on the way, a remark on it."""
+        host = self.address.rpartition(":")[0].strip("[]")
+        proxy = find_proxy(host, secured=self.tls is not None)
+        return f" by the proxy {proxy}, as the environment says (NO_PROXY={host} goes there directly)" if proxy else ""
+
     def to_arguments(self) -> list[str]:
         """Return the SuperNode's command-line arguments."""
         if self.tls is None:
@@ -95,7 +101,7 @@ def join(link: CoordinatorLink, site: Site, folder: Path, threads: int | None) -
     )
     with ScratchDirectory() as scratch, catch_interrupts(console, "Leaving") as stop:
         door = _MessageSocket(site, scratch.path / "talk")
-        site.say(f"looking for the coordinator at {link.address}")
+        site.say(f"looking for the coordinator at {link.address}{link.route}")
         try:
             return _watch(link, door, scratch.path, folder / "supernode.log", stop)
         finally:
@@ -129,7 +135,7 @@ def _watch(link: CoordinatorLink, door: _MessageSocket, home: Path, log: Path, s
             return 130
         door.broken.clear()
         pause = 1.0 if time.monotonic() - began > LONGEST else min(2 * pause, LONGEST)
-        door.site.say(f"Flower's SuperNode ended ({node.last_message()}); it is started again (see {log})")
+        door.site.say(f"Flower's SuperNode ended ({node.last_message()}){link.route}; it is started again (see {log})")
         stop.wait(pause)
 
 
@@ -143,7 +149,7 @@ class _MessageSocket:
     def __init__(self, site: Site, path: Path) -> None:
         self.site, self.path = site, path
         self.broken, self.over = threading.Event(), ""
-        self._listener = Listener(str(path), family="AF_UNIX", backlog=128)
+        self._listener = listen_locally(path)
         threading.Thread(target=self._serve, daemon=True).start()
 
     def close(self) -> None:
@@ -153,7 +159,7 @@ class _MessageSocket:
     def _serve(self) -> None:
         while True:
             try:
-                talk = self._listener.accept()
+                talk = accept_locally(self._listener)
             except OSError:
                 return
             with talk:

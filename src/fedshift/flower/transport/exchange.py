@@ -8,14 +8,56 @@ forwards it to the one that holds the data.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
 FACTS = "fedshift"
+LONGEST_FACTS = 2**24
+"""Letters of an exchange's facts as JSON."""
+LONGEST_ADDRESS = 100
+"""Bytes of a local socket's path, of which Linux takes 107."""
+
+
+def listen_locally(path: Path) -> socket.socket:
+    """Return a socket that listens at ``path``, however long that is."""
+    listener = socket.socket(socket.AF_UNIX)
+    with _shorten(path) as address:
+        listener.bind(address)
+    listener.listen(128)
+    return listener
+
+
+def accept_locally(listener: socket.socket) -> Connection:
+    """Return the next connection to ``listener``."""
+    return Connection(listener.accept()[0].detach())
+
+
+def connect_locally(path: Path) -> Connection:
+    """Return a connection to the socket that listens at ``path``."""
+    with socket.socket(socket.AF_UNIX) as made, _shorten(path) as address:
+        made.connect(address)
+        return Connection(made.detach())
+
+
+@contextmanager
+def _shorten(path: Path) -> Iterator[str]:
+    """Yield an address for the socket at ``path``: through its folder's file descriptor where it is long."""
+    if len(os.fsencode(path)) <= LONGEST_ADDRESS:
+        yield str(path)
+        return
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{folder}/{path.name}"
+    finally:
+        os.close(folder)
 
 
 class MalformedMessage(ValueError):
@@ -48,7 +90,13 @@ class Exchange:
     def of(content: RecordDict) -> Exchange:
         """Return the exchange in a message's content; raise :class:`MalformedMessage`."""
         try:
-            facts = json.loads(str(content.config_records["config"][FACTS]))
+            config = content.config_records["config"]
+            text = config[FACTS]
+            if len(content) > 1 + len(content.array_records) or len(config) > 1:
+                raise ValueError("it has records that nobody asked for")
+            if not isinstance(text, str) or len(text) > LONGEST_FACTS:
+                raise ValueError(f"its facts are no text of at most {LONGEST_FACTS} letters")
+            facts = json.loads(text)
             return Exchange(kind=str(facts.pop("kind")), facts=facts, arrays=dict(content.array_records))
         except Exception as error:  # whatever JSON can do to a parser
             raise MalformedMessage(f"a message that is not fedshift's ({type(error).__name__}: {error})") from error

@@ -14,12 +14,12 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
-from multiprocessing.connection import Client
+from pathlib import Path
 
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
-from .exchange import Exchange
+from .exchange import Exchange, connect_locally
 from .programs import exit_with_parent, is_own, poll_quickly
 
 SITE = "FEDSHIFT_SITE"
@@ -35,7 +35,7 @@ app = ClientApp()
 @app.evaluate()
 def forward(message: Message, context: Context) -> Message:
     """Return the site's answer to ``message``."""
-    with Client(os.environ[SITE], family="AF_UNIX") as connection:
+    with connect_locally(Path(os.environ[SITE])) as connection:
         replace(Exchange.of(message.content), run=context.run_id).send(connection)
         answer = Exchange.receive(connection)
     return Message(answer.content(), reply_to=message)

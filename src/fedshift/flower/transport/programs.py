@@ -3,7 +3,7 @@
 They report to nobody (:data:`.QUIET`), install nothing, write below one private folder, and exit when their
 parent does, however it ends: each watches its standard input, which the operating system closes. Flower starts further
 programs for each run and message by name; here those names lead to :mod:`.forwarding`, which runs only what is
-installed on this machine. Other machines reach of the SuperLink only what nodes need (:class:`Firewall`).
+installed on this machine. Other machines reach of the SuperLink only what nodes need (:mod:`.firewall`).
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ import sys
 import threading
 import time
 import tomllib
+import urllib.request
 import zipfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from ipaddress import ip_address
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 from ...utils.errors import FedshiftError, UsageError
 from .. import QUIET
+from .firewall import install_firewall
 
 APP = Path(__file__).with_name("app")
 """The app that a coordinator submits."""
@@ -41,8 +41,9 @@ PROGRAMS = {
 }
 REFUSED = ("flwr-agentapp", "flwr-connector", "flwr-model", "flwr-simulation")
 COLOR, REASON = re.compile(r"\x1b\[[\d;]*m"), re.compile(r"Exit Code: \d+\n(.+(?:\n.+)*)")
-GUARDED = "guarded"
-"""File in a program's folder that says that a SuperLink's guard stands in the way."""
+UNSET = ("FORWARDED_ALLOW_IPS", "FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE")
+"""Variables that programs do not inherit: who may speak for others, and how large the parts of an entry are."""
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
 GRACE = 5.0
 """Seconds in which a program may exit by itself."""
 HEARTBEAT = 10.0
@@ -52,12 +53,14 @@ HEARTBEAT = 10.0
 class Program:
     """One of :data:`PROGRAMS` as a child process; its output is appended to the file ``log``.
 
-    ``home``: a private folder for the files it writes. ``more``: additional environment variables.
+    ``home``: a private folder for the files it writes. ``more``: additional environment variables. ``near``: a host
+    that it reaches without a proxy, as this machine itself.
     """
 
     def __init__(
-        self, name: str, arguments: Sequence[str], *, home: Path, log: Path, more: Mapping[str, str] | None = None
-    ) -> None:
+        self, name: str, arguments: Sequence[str], *, home: Path, log: Path, more: Mapping[str, str] | None = None,
+        near: str = "",
+    ) -> None:  # fmt: skip
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
         run = "from fedshift.flower.transport.programs import main; main()"
@@ -65,7 +68,8 @@ class Program:
             self._began = output.tell()
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", run, name, *arguments],
-                stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, env=make_environment(home, more or {}),
+                stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT,
+                env=make_environment(home, more or {}, near),
                 start_new_session=True,  # Ctrl-C is meant for the parent
             )  # fmt: skip
 
@@ -101,8 +105,10 @@ class Program:
         return " ".join(line.strip() for line in lines) or "it said nothing"
 
 
-def make_environment(home: Path, more: Mapping[str, str]) -> dict[str, str]:
+def make_environment(home: Path, more: Mapping[str, str], near: str = "") -> dict[str, str]:
     """Return the environment of a program whose folder is ``home``; create it, and the stand-ins that Flower starts.
+
+    Flower's programs talk with each other over this machine's loopback, and with ``near``: never by a proxy.
 
     Raises :class:`UsageError` where these cannot run, since Flower's own programs would then be started instead.
     """
@@ -123,10 +129,12 @@ def make_environment(home: Path, more: Mapping[str, str]) -> dict[str, str]:
         if not os.access(found / name, os.X_OK):  # the search would continue and find Flower's own
             raise UsageError(f"{home} does not let programs run (noexec): set TMPDIR to a folder that does")
     path = os.pathsep.join((str(found), str(Path(sys.executable).parent), os.environ.get("PATH", "")))
-    inherited = {name: value for name, value in os.environ.items() if name != "FORWARDED_ALLOW_IPS"}
+    inherited = {name: value for name, value in os.environ.items() if name not in UNSET}
+    known = (inherited.get("no_proxy") or inherited.get("NO_PROXY") or "", *LOOPBACK, near)
+    direct = ",".join(dict.fromkeys(filter(None, known)))
     return {
-        **inherited, **QUIET, "FLWR_HOME": str(home), "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1", "PATH": path,
-        "PYTHONUNBUFFERED": "1", **more,
+        **inherited, **QUIET, "NO_PROXY": direct, "no_proxy": direct, "FLWR_HOME": str(home), "PATH": path,
+        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1", "PYTHONUNBUFFERED": "1", **more,
     }  # fmt: skip
 
 
@@ -141,6 +149,15 @@ def is_own(app: bytes) -> bool:
     except (zipfile.BadZipFile, KeyError, TypeError, ValueError):
         return False
     return files == {"pyproject.toml"} and components == own["tool"]["flwr"]["app"]["components"]
+
+
+def find_proxy(host: str, *, secured: bool) -> str:
+    """Return the proxy by which programs here reach ``host``, without a password; empty where they need none."""
+    known = urllib.request.getproxies_environment()
+    if urllib.request.proxy_bypass_environment(host):
+        return ""
+    found = known.get("https" if secured else "http") or known.get("all") or ""
+    return found.rpartition("@")[2].rpartition("//")[2]
 
 
 def free_port() -> int:
@@ -161,14 +178,16 @@ def connect(home: Path, address: str, root: Path | None) -> None:
     )
 
 
-def submit(config: Path, *, home: Path, log: Path) -> None:
+def submit(config: Path, *, home: Path, log: Path, near: str = "") -> None:
     """Submit :data:`APP` with the run configuration in TOML file ``config``; raises :class:`FedshiftError`."""
-    _finish(Program("flwr", ["run", str(APP), "here", "--run-config", str(config)], home=home, log=log), "submit a run")
+    arguments = ["run", str(APP), "here", "--run-config", str(config)]
+    _finish(Program("flwr", arguments, home=home, log=log, near=near), "submit a run")
 
 
-def register(key: Path, name: str, *, home: Path, log: Path) -> None:
+def register(key: Path, name: str, *, home: Path, log: Path, near: str = "") -> None:
     """Make the public key in file ``key`` known as that of ``name``; raises :class:`FedshiftError`."""
-    program = Program("flwr", ["supernode", "register", str(key), "here", "--name", name], home=home, log=log)
+    arguments = ["supernode", "register", str(key), "here", "--name", name]
+    program = Program("flwr", arguments, home=home, log=log, near=near)
     _finish(program, f"register the key of {name!r}")
 
 
@@ -184,7 +203,7 @@ def main() -> None:
     threading.Thread(target=exit_with_parent, args=(sys.stdin.fileno(),), daemon=True).start()
     del sys.argv[0]
     if sys.argv[0] == "flower-superlink":
-        install_firewall(Path(os.environ["FLWR_HOME"]) / GUARDED)
+        install_firewall(Path(os.environ["FLWR_HOME"]))
     if sys.argv[0] == "flower-supernode":
         _beat_every(HEARTBEAT)
         poll_quickly()
@@ -223,74 +242,3 @@ def _poll_every(seconds: float) -> None:
     """Make a SuperNode ask for messages every ``seconds`` instead of three; Flower has no setting for it."""
     node = importlib.import_module("flwr.supernode.start_client_internal")
     node.time = SimpleNamespace(**{**vars(time), "sleep": lambda wanted: time.sleep(min(wanted, seconds))})  # type: ignore[attr-defined]
-
-
-class Firewall:
-    """ASGI middleware around a SuperLink's ``app``: other machines reach only paths below ``/v1/fleet/``.
-
-    A SuperLink has one port, for nodes and for those who submit runs, register nodes, stop runs and read logs. Flower's
-    open-source build has no login for the latter; here they must be on the coordinator's machine.
-    """
-
-    def __init__(self, app: Any) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Mapping[str, Any], receive: Any, send: Any) -> None:
-        """Pass a request on, or answer it with 403."""
-        if scope["type"] == "lifespan" or scope["path"].startswith("/v1/fleet/") or _is_local(scope):
-            await self.app(scope, receive, send)
-        elif scope["type"] == "http":
-            await send({"type": "http.response.start", "status": 403, "headers": [(b"content-length", b"0")]})
-            await send({"type": "http.response.body", "body": b""})
-        else:
-            await send({"type": "websocket.close", "code": 1008})
-
-
-def _is_local(scope: Mapping[str, Any]) -> bool:
-    """Return whether a request comes from this machine."""
-    if not scope.get("client"):
-        return False
-    address = ip_address(scope["client"][0].partition("%")[0])
-    own = (scope.get("server") or ("",))[0]
-    return address.is_loopback or str(address) == own
-
-
-def install_firewall(proof: Path) -> None:
-    """Put a :class:`Firewall` around every app that uvicorn serves from now on in this process.
-
-    It stands before whatever else uvicorn adds, and proxies' headers are never read, since a remote client can write
-    any address into them. File ``proof`` is written once it has refused a request from outside, before a port opens.
-    """
-    config = importlib.import_module("uvicorn").Config
-    load = config.load
-
-    def load_guarded(self: Any) -> None:
-        self.proxy_headers = False
-        load(self)
-        self.loaded_app = Firewall(self.loaded_app)
-        _require_refusal(self.loaded_app)
-        proof.touch()
-
-    config.load = load_guarded
-
-
-def _require_refusal(guard: Firewall) -> None:
-    """Raise :class:`FedshiftError` unless ``guard`` refuses a remote client, whatever its headers say."""
-    answers: list[Any] = []
-
-    async def send(message: Mapping[str, Any]) -> None:
-        answers.append(message.get("status"))
-
-    async def receive() -> Mapping[str, Any]:
-        return {"type": "http.request"}
-
-    claimed = [(name, b"127.0.0.1") for name in (b"x-forwarded-for", b"x-real-ip", b"forwarded")]
-    scope = {
-        "type": "http", "method": "POST", "path": "/v1/control/stop-run", "headers": claimed, "server": ("0.0.0.0", 0),
-        "client": ("192.0.2.1", 0),  # an address that RFC 5737 keeps for documentation
-    }  # fmt: skip
-    with suppress(StopIteration):
-        guard(scope, receive, send).__await__().send(None)
-        raise FedshiftError("the guard in front of Flower's SuperLink waits where it should refuse")
-    if answers[:1] != [403]:
-        raise FedshiftError(f"the guard in front of Flower's SuperLink let a remote client in ({answers})")
