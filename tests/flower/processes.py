@@ -99,7 +99,7 @@ class Machines:
     def __init__(self, folder, spec, before, *, tls=True):
         self.folder, self.spec, self.tls = folder, spec, tls
         self._before, self._port = before, free_port()
-        self.isolated = bool(before)
+        self.isolated, self.host = bool(before), "localhost"
         self.served = folder / "served"
         self.watched = folder / "watched.jsonl"
         self.names = spec.domains.split(",")
@@ -132,7 +132,7 @@ class Machines:
         data = Path(data) / f"{name}.npz" if Path(data).is_dir() else data
         secured = ("--tls", keys, "--key", keys / "nodes" / f"{name}.key") if self.tls else ("--insecure",)
         return self.start(
-            name, "join", f"localhost:{self._port}", "--data", data, "--name", name, *secured, "--state",
+            name, "join", f"{self.host}:{self._port}", "--data", data, "--name", name, *secured, "--state",
             self.folder / name, "--poll", 0.1, "--threads", 1, "--code", "tests.flower.gated:network",
         )  # fmt: skip
 

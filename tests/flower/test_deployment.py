@@ -14,7 +14,7 @@ from tests.flower.sites import list_rows, same_as_in_process, spec_for
 
 KILLED = {
     "SuperNode": ("photo", "main() flower-supernode", "it is started again"),
-    "message": ("photo", "main() flwr-clientapp", ""),  # the copy of that process which waits for the answer
+    "message": ("photo", "main() flower-superexec", "it is started again"),  # its copy which waits for the answer
     "SuperLink": ("coordinator", "main() flower-superlink", "they are started again"),
 }
 """Whose child is killed, what its command names, and what is said then."""
@@ -128,6 +128,7 @@ def test_proxies_of_the_environment_ipv6_and_a_long_folder_are_no_obstacle(tmp_p
     monkeypatch.setenv("NO_PROXY", "localhost")
     spec = spec_for(data=files, domains="pen,photo", samples=None, image_size=None, rounds=1)
     with machines(tmp_path, spec) as two:
+        two.host = "[::1]"
         coordinator = two.serve("--min-clients", 2, "--host", "::")
         sites = [two.join(name) for name in two.names]
         assert coordinator.ends() == 0, coordinator.said

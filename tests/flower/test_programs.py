@@ -5,16 +5,35 @@ import os
 import subprocess
 import sys
 import tomllib
+import warnings
 import zipfile
 from pathlib import Path
 
 import httpx
 import pytest
 
+import fedshift.flower  # noqa: F401  isort: skip  (before anything of flwr: it keeps Flower quiet)
+
+with warnings.catch_warnings():  # what Flower imports (typer, click) is no matter of ours
+    warnings.simplefilter("ignore", DeprecationWarning)
+    from flwr.supercore.constant import TaskType
+    from flwr.supercore.superexec.executor import ExecutionSpec
+    from flwr.supercore.superexec.executor.types import LaunchResultStatus
+
 from fedshift.flower.site.join import CoordinatorLink
 from fedshift.flower.transport import programs
 from fedshift.flower.transport.exchange import accept_locally, connect_locally, listen_locally
-from fedshift.flower.transport.programs import APP, Program, connect, free_port, is_own, make_environment, submit
+from fedshift.flower.transport.forwarding import ForkExecutor
+from fedshift.flower.transport.programs import (
+    APP,
+    Program,
+    connect,
+    free_port,
+    is_own,
+    isolate,
+    make_environment,
+    submit,
+)
 from fedshift.utils.errors import FedshiftError
 
 
@@ -151,23 +170,64 @@ def test_a_local_socket_may_have_any_path(tmp_path):
             assert theirs.recv_bytes() == b"hello"
 
 
-@pytest.mark.parametrize("name", programs.REFUSED)
-def test_what_runs_foreign_code_is_refused(name, tmp_path):
-    path = make_environment(tmp_path / "home", {})["PATH"].split(os.pathsep)[0]
-    ended = subprocess.run([f"{path}/{name}", "--token", "x"], capture_output=True, text=True, check=False)
-    assert ended.returncode == 1
-    assert ended.stdout == f"{name} is not for this machine\n"
+def test_what_takes_tasks_needs_a_secret_that_only_this_user_reads(tmp_path):
+    (flag, file) = isolate(tmp_path / "home")
+    assert flag == "--superexec-auth-secret-file"
+    assert Path(file).stat().st_mode & 0o777 == 0o600
+    first = Path(file).read_bytes()
+    assert len(first) == 32
+    assert isolate(tmp_path / "home") == [flag, file]
+    assert Path(file).read_bytes() == first
+    assert Path(isolate(tmp_path / "other")[1]).read_bytes() != first
 
 
-def test_flower_finds_the_stand_ins_before_its_own_programs(tmp_path):
-    found = make_environment(tmp_path / "home", {"FEDSHIFT_PIPE": str(tmp_path / "pipe")})
-    first, second, *_ = found["PATH"].split(os.pathsep)
-    assert first == str(tmp_path / "home" / "bin")
-    assert os.access(f"{second}/flower-superexec", os.X_OK)
-    said = subprocess.run(["flwr-serverapp", "--help"], env=found, capture_output=True, text=True, check=True).stdout
-    assert "--token" in said
-    subprocess.run(["flwr-clientapp", "--token", "x y"], env=found, check=True)
-    assert (tmp_path / "pipe").read_text() == "--token x y\n"
+def task(kind=TaskType.CLIENT_APP):
+    return ExecutionSpec(
+        task_type=kind, runtime_api_address="127.0.0.1:9", token="secret", insecure=True, root_certificates_path=None,
+        runtime_dependency_install=False, parent_pid=None, suppress_output=False, task_id=1,
+    )  # fmt: skip
+
+
+def test_only_tasks_of_one_kind_are_started():
+    executor = ForkExecutor(TaskType.CLIENT_APP, lambda: None)
+    assert executor.get_eligible_capacity(set(TaskType), insecure=True) == ({TaskType.CLIENT_APP}, set())
+    for kind in set(TaskType) - {TaskType.CLIENT_APP}:
+        assert executor.launch(task(kind)).status == LaunchResultStatus.FAILED
+
+
+EXECUTOR = """
+import os, signal, sys, time
+from pathlib import Path
+import fedshift.flower
+from fedshift.flower.transport.forwarding import ForkExecutor
+from tests.flower.test_programs import TaskType, task
+def work():
+    print(sys.argv[1:], Path("/proc/self/cmdline").read_bytes().count(b"sec" + b"ret"), flush=True)
+    if sys.argv[-1] == "--insecure" and DIES:
+        os.kill(os.getpid(), signal.SIGKILL)
+executor = ForkExecutor(TaskType.CLIENT_APP, work)
+executor.launch(task())
+while executor._copies:
+    executor.reconcile()
+    time.sleep(0.01)
+print("all is done", flush=True)
+"""
+
+
+@pytest.mark.parametrize(("dies", "code", "said"), [
+    (False, 0, "all is done"), (True, 1, "a process at work was killed (signal 9)"),
+])  # fmt: skip
+def test_a_copy_that_is_killed_is_noticed_and_no_token_is_on_a_command_line(dies, code, said):
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*filter(None, sys.path), str(root)])}
+    command = [sys.executable, "-W", "ignore", "-c", f"DIES = {dies}\n{EXECUTOR}"]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        heard = process.stdout.read().splitlines()
+    argument = "['--runtime-api-address', '127.0.0.1:9', '--token', 'secret', '--insecure']"
+    assert heard == [f"{argument} 0", said]
+    assert process.returncode == code
 
 
 def packed(files):

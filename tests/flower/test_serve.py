@@ -118,7 +118,7 @@ class FakeProgram:
     guarded = True
 
     def __init__(self, *_, **named):
-        self.code, self.log, self.more = None, named["log"], named["more"]
+        self.code, self.log, self.more = None, named["log"], named.get("more")
         FakeProgram.last = self
         if self.guarded:
             (named["home"] / GUARDED).touch()
@@ -323,8 +323,7 @@ def test_a_supernode_that_ends_is_started_again_and_the_end_is_said(door, monkey
     assert joining._watch(link, door, tmp_path, tmp_path / "log", stop) == 0
     again = f"Flower's SuperNode ended (killed); it is started again (see {tmp_path / 'log'})"
     assert door.site.heard == [again, again, "finished"]
-    pipe = str(tmp_path / "pipe")
-    assert FakeProgram.last.more == {"FEDSHIFT_SITE": str(door.path), "FEDSHIFT_PIPE": pipe, "FEDSHIFT_POLL": "0.5"}
+    assert FakeProgram.last.more == {"FEDSHIFT_SITE": str(door.path), "FEDSHIFT_POLL": "0.5"}
 
 
 def test_ctrl_c_ends_a_site(door, monkeypatch, tmp_path):

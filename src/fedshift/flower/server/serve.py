@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import shlex
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
@@ -29,7 +29,7 @@ from ...utils.errors import FedshiftError, UsageError
 from ...utils.files import ScratchDirectory
 from ..transport.exchange import FACTS, accept_locally, listen_locally
 from ..transport.firewall import GUARDED
-from ..transport.programs import LOOPBACK, Program, connect, register, submit
+from ..transport.programs import LOOPBACK, Program, connect, isolate, register, submit
 from .coordinator import COORDINATOR
 from .outliers import BOUND
 from .prometheus import serve_metrics
@@ -174,20 +174,21 @@ class _Coordination:
         """Run until the end or until ``stop``; return whether the end was reached."""
         tries, rounds = 0, 0
         while True:
-            with self._superlink() as link:
-                self._submit(link, stop)
-                finished = self._follow(link, observer, stop)
+            with self._superlink() as link, self._superexec(link, stop) as executor:
+                finished = self._follow(link, executor, observer, stop)
+                running = link.code is None
             if finished is not None:
                 return finished
             if stop.is_set():
                 return False
+            lost = executor if executor.code is not None and running else link
             tries, rounds = (0, self.rounds) if self.rounds > rounds else (tries + 1, rounds)
             if tries == TRIES:
                 raise FedshiftError(
-                    f"Flower's programs ended {tries} times without a round getting done ({link.last_message()}): see "
+                    f"Flower's programs ended {tries} times without a round getting done ({lost.last_message()}): see "
                     f"{self.logs}"
                 )
-            observer.notice(f"Flower's programs ended ({link.last_message()}); they are started again")
+            observer.notice(f"Flower's programs ended ({lost.last_message()}); they are started again")
 
     @contextmanager
     def _superlink(self) -> Iterator[Program]:
@@ -199,24 +200,40 @@ class _Coordination:
         listen = ["--host", self.reach.host, "--port", str(self.reach.port)]
         (self.home / GUARDED).unlink(missing_ok=True)
         link = Program(
-            "flower-superlink", [*listen, "--disable-runtime-dependency-installation", *secured],
-            home=self.home, log=self.logs / "superlink.log", more={COORDINATOR: str(self.home / "talk")},
-            near=self.near,
+            "flower-superlink", [*listen, "--disable-runtime-dependency-installation", *secured, "--isolation",
+            "process", *isolate(self.home)],
+            home=self.home, log=self.logs / "superlink.log", near=self.near,
         )  # fmt: skip
         try:
             yield link
         finally:
             link.stop()
 
-    def _submit(self, link: Program, stop: Event) -> None:
-        """Wait until the SuperLink listens, as long as it lives; register the nodes' keys, and submit the app."""
+    @contextmanager
+    def _superexec(self, link: Program, stop: Event) -> Iterator[Program]:
+        """Have the app run in a process that takes it from the SuperLink, once that listens."""
+        self._wait_for(link, stop)
+        secured = ["--root-certificates", f"{self.reach.tls}/ca.crt"] if self.reach.tls else ["--insecure"]
+        executor = Program(
+            "flower-superexec", ["--runtime-api-address", self.reach.local_address, *secured, *isolate(self.home)],
+            home=self.home, log=self.logs / "superexec.log", more={COORDINATOR: str(self.home / "talk")},
+            near=self.near,
+        )  # fmt: skip
+        try:
+            self._submit()
+            yield executor
+        finally:
+            executor.stop()
+
+    def _wait_for(self, link: Program, stop: Event) -> None:
+        """Wait until the SuperLink listens, as long as it lives."""
         guarded = self.home / GUARDED
         port = self.reach.port
         while True:
             with suppress(OSError), socket.create_connection((self.near, port)):
                 break
             if stop.is_set():
-                return
+                raise KeyboardInterrupt
             if link.wait(0.1) is not None:
                 raise FedshiftError(f"Flower's SuperLink did not start ({link.last_message()}): see {link.log}")
         if not guarded.exists():
@@ -225,6 +242,9 @@ class _Coordination:
                 "Flower's SuperLink opened its port without fedshift's guard, so that other machines could submit and "
                 "stop runs: it was stopped. Install a version of Flower that fedshift was tested with"
             )
+
+    def _submit(self) -> None:
+        """Register the nodes' keys, and submit the app."""
         log = self.logs / "flwr.log"
         connect(self.home, self.reach.local_address, self.reach.tls / "ca.crt" if self.reach.tls else None)
         self._registered: set[Path] = set()
@@ -238,9 +258,9 @@ class _Coordination:
                 self._registered.add(key)
                 register(key, key.stem, home=self.home, log=self.logs / "flwr.log", near=self.near)
 
-    def _follow(self, link: Program, observer: Observer, stop: Event) -> bool | None:
+    def _follow(self, link: Program, executor: Program, observer: Observer, stop: Event) -> bool | None:
         """Pass on the app's messages; return whether the experiment reached its end, None where the app was lost."""
-        connection = self._accept(link, stop)
+        connection = self._accept((link, executor), stop)
         if connection is None:
             return None
         told = False
@@ -262,7 +282,7 @@ class _Coordination:
                         if event == "failed":
                             raise (UsageError if values[1] else FedshiftError)(values[0])
                         self._show(observer, event, *values)
-                    elif link.code is not None:  # polling it also lets Flower's other programs notice its end
+                    elif link.code is not None or executor.code is not None:
                         return None
                     try:
                         self._register()
@@ -284,8 +304,8 @@ class _Coordination:
         moved = f"{_format_bytes(done.down)} down, {_format_bytes(done.up)} up, {done.seconds:.1f} s"
         observer.notice(f"round {done.round}: {', '.join(done.participants)} took part; {moved}")
 
-    def _accept(self, link: Program, stop: Event) -> Connection | None:
-        while link.code is None and not stop.is_set():
+    def _accept(self, programs: Sequence[Program], stop: Event) -> Connection | None:
+        while all(program.code is None for program in programs) and not stop.is_set():
             with suppress(TimeoutError):
                 return accept_locally(self.socket)
         return None

@@ -1,13 +1,13 @@
 """``fedshift join``: one site of an experiment across machines.
 
 This process holds the data and does the work (:mod:`.site`). It starts Flower's SuperNode, and restarts it when it
-ends. The SuperNode fetches messages and starts a small program for each (:mod:`fedshift.flower.transport.forwarding`),
-which forwards it on a local socket. So data are read once, and no code that came over the network ever runs.
+ends. The SuperNode fetches messages; a second program takes them from it, one after the other, and forwards each on a
+local socket (:mod:`fedshift.flower.transport.forwarding`). So data are read once, and no code that came over the
+network ever runs.
 """
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from dataclasses import dataclass
@@ -21,8 +21,8 @@ from ...utils.errors import UsageError
 from ...utils.files import ScratchDirectory
 from ...utils.processors import available_processors
 from ..transport.exchange import Exchange, accept_locally, listen_locally
-from ..transport.forwarding import PIPE, SITE
-from ..transport.programs import Program, find_proxy, free_port
+from ..transport.forwarding import SITE
+from ..transport.programs import Program, find_proxy, free_port, isolate
 from .site import Site
 
 LONGEST = 30.0
@@ -69,13 +69,13 @@ class CoordinatorLink:
         proxy = find_proxy(host, secured=self.tls is not None)
         return f" by the proxy {proxy}, as the environment says (NO_PROXY={host} goes there directly)" if proxy else ""
 
-    def to_arguments(self) -> list[str]:
-        """Return the SuperNode's command-line arguments."""
+    def to_arguments(self, port: int) -> list[str]:
+        """Return the command-line arguments of a SuperNode that gives out tasks at loopback's ``port``."""
         if self.tls is None:
             secured = ["--insecure"]
         else:
             secured = ["--root-certificates", f"{self.tls}/ca.crt", "--auth-supernode-private-key", str(self.key)]
-        return ["--superlink", self.address, "--host", "127.0.0.1", "--port", str(free_port()), *secured]
+        return ["--superlink", self.address, "--host", "127.0.0.1", "--port", str(port), *secured]
 
 
 def join(link: CoordinatorLink, site: Site, folder: Path, threads: int | None) -> int:
@@ -111,16 +111,17 @@ def join(link: CoordinatorLink, site: Site, folder: Path, threads: int | None) -
 
 
 def _watch(link: CoordinatorLink, door: _MessageSocket, home: Path, log: Path, stop: threading.Event) -> int:
-    """Keep a SuperNode running, and the process from which its stand-in programs are forked; return the exit code."""
+    """Keep a SuperNode running, and the process that works on its messages; return the exit code."""
     pause = 1.0
-    more = {SITE: str(door.path), PIPE: str(home / "pipe")}
+    more, secret = {SITE: str(door.path)}, isolate(home)
     if link.poll is not None:
         more["FEDSHIFT_POLL"] = str(link.poll)
-    os.mkfifo(home / "pipe", 0o600)
     while True:
-        began = time.monotonic()
-        forward = Program("flwr-clientapp", [], home=home, log=log, more=more)
-        node = Program("flower-supernode", link.to_arguments(), home=home, log=log, more=more)
+        began, port = time.monotonic(), free_port()
+        tasks = ["--runtime-api-address", f"127.0.0.1:{port}", "--insecure", *secret]
+        forward = Program("flower-superexec", tasks, home=home, log=log.with_name("superexec.log"), more=more)
+        arguments = [*link.to_arguments(port), "--isolation", "process", *secret]
+        node = Program("flower-supernode", arguments, home=home, log=log, more=more)
         try:
             while node.wait(0.2) is forward.code is None and not (stop.is_set() or door.broken.is_set() or door.over):
                 pass
@@ -128,6 +129,7 @@ def _watch(link: CoordinatorLink, door: _MessageSocket, home: Path, log: Path, s
                 node.wait(PARTING)
                 door.site.say(door.over)
                 return 0
+            ended = forward if forward.code is not None and node.code is None else node
         finally:
             node.stop()
             forward.stop()
@@ -135,7 +137,8 @@ def _watch(link: CoordinatorLink, door: _MessageSocket, home: Path, log: Path, s
             return 130
         door.broken.clear()
         pause = 1.0 if time.monotonic() - began > LONGEST else min(2 * pause, LONGEST)
-        door.site.say(f"Flower's SuperNode ended ({node.last_message()}){link.route}; it is started again (see {log})")
+        what = "SuperNode ended" if ended is node else "work on a message ended"
+        door.site.say(f"Flower's {what} ({ended.last_message()}){link.route}; it is started again (see {ended.log})")
         stop.wait(pause)
 
 

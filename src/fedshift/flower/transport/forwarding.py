@@ -1,14 +1,14 @@
-"""Stand-ins for the programs that Flower starts for each message and run (:mod:`.programs`).
+"""What Flower's programs run for each message and run, in place of the apps that they were sent.
 
 Flower would run any app that the coordinator sends. At a site nothing runs but what is installed there, and the app
 that was sent is not even unpacked: the message is forwarded to ``fedshift join``, and its answer back. Flower starts a
-process for each message, which takes a second of imports; here one process imports once and forks.
+process for each task, which takes a second of imports, and gives it its secret token on the command line, which every
+account of the machine can read; here one process imports once, and forks.
 """
 
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -18,14 +18,14 @@ from pathlib import Path
 
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
+from flwr.supercore.constant import TaskType
+from flwr.supercore.superexec.executor import ExecutionSpec, LaunchResult
 
 from .exchange import Exchange, connect_locally
 from .programs import exit_with_parent, is_own, poll_quickly
 
 SITE = "FEDSHIFT_SITE"
 """Names the socket on which ``fedshift join`` listens."""
-PIPE = "FEDSHIFT_PIPE"
-"""Names the pipe through which a site's SuperNode requests programs."""
 
 app = ClientApp()
 
@@ -41,45 +41,79 @@ def forward(message: Message, context: Context) -> Message:
     return Message(answer.content(), reply_to=message)
 
 
-def serve_requests() -> None:
-    """Run ``flwr-clientapp`` with :data:`app` in a fork of this process for each line of arguments.
+class ForkExecutor:
+    """Starts tasks of ``kind`` as copies of this process that call ``run``; an executor as Flower defines them.
 
-    The lines arrive through the pipe that :data:`PIPE` names. Forks end with this process.
+    Other tasks are refused. If a copy is killed, this process ends, and whoever started it begins anew: the message
+    that the copy had is then answered again.
     """
+
+    def __init__(self, kind: TaskType, run: Callable[[], None]) -> None:
+        self.kind, self.run = kind, run
+        self._copies: set[int] = set()
+
+    def get_eligible_capacity(self, supported: set[TaskType], **_: object) -> tuple[set[TaskType], set[str]]:
+        """Return the kinds of tasks that can be started."""
+        return supported & {self.kind}, set()
+
+    def wait_for_capacity(self, *_: object, **__: object) -> None:
+        """Return at once."""
+
+    def launch(self, spec: ExecutionSpec) -> LaunchResult:
+        """Start a task."""
+        if spec.task_type != self.kind:
+            return LaunchResult.failed(f"a task of kind {spec.task_type} is not for this machine")
+        secured = ["--insecure"] if spec.insecure else ["--root-certificates", str(spec.root_certificates_path)]
+        copy = os.fork()
+        if copy:
+            self._copies.add(copy)
+            return LaunchResult.accepted()
+        code = 1
+        try:
+            threading.Thread(target=exit_with_parent, args=(sys.stdin.fileno(),), daemon=True).start()
+            sys.argv = [self.kind, "--runtime-api-address", spec.runtime_api_address, "--token", spec.token, *secured]
+            self.run()
+            code = 0
+        finally:
+            sys.stdout.flush()
+            os._exit(code)
+
+    def reconcile(self) -> None:
+        """Forget copies that have ended; end this process where one was killed."""
+        for copy in list(self._copies):
+            ended, status = os.waitpid(copy, os.WNOHANG)
+            if ended:
+                self._copies.discard(copy)
+            if ended and os.WIFSIGNALED(status):
+                print(f"a process at work was killed (signal {os.WTERMSIG(status)})", flush=True)
+                os._exit(1)
+
+    def close(self) -> None:
+        """Do nothing: copies end with this process."""
+
+
+def execute_tasks() -> None:
+    """Run ``flower-superexec`` with a :class:`ForkExecutor`: for a site's messages, or for the coordinator's app."""
     poll_quickly()
-    runtime = import_module("flwr.supernode.runtime.run_clientapp")
-    _replace(runtime, "install_from_fab", lambda *_, **__: None)
-    _replace(runtime, "get_load_client_app_fn", lambda *_, **__: lambda *_, **__: app)
-    run = import_module("flwr.supernode.cli").flwr_clientapp
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks are not waited for
-    with os.fdopen(
-        os.open(os.environ[PIPE], os.O_RDWR), encoding="utf-8"
-    ) as lines:  # read and write, so that it stays open without writers
-        for line in lines:
-            if os.fork() == 0:
-                threading.Thread(target=exit_with_parent, args=(sys.stdin.fileno(),), daemon=True).start()
-                sys.argv[1:] = line.split()
-                try:
-                    run()
-                finally:
-                    os._exit(0)
+    superexec = import_module("flwr.supercore.superexec.run_superexec")
+    if SITE in os.environ:
+        runtime = import_module("flwr.supernode.runtime.run_clientapp")
+        _replace(runtime, "install_from_fab", lambda *_, **__: None)
+        _replace(runtime, "get_load_client_app_fn", lambda *_, **__: lambda *_, **__: app)
+        executor = ForkExecutor(TaskType.CLIENT_APP, import_module("flwr.supernode.cli").flwr_clientapp)
+    else:
+        runtime = import_module("flwr.superlink.runtime.run_serverapp")
+        install = runtime.install_from_fab
 
+        def install_own(content: bytes, *rest: object, **named: object) -> object:
+            if not is_own(content):
+                raise RuntimeError("another app than fedshift's was submitted to this SuperLink: refused")
+            return install(content, *rest, **named)
 
-def run_serverapp() -> None:
-    """Run ``flwr-serverapp``, refusing all apps but fedshift's own."""
-    from flwr.superlink.cli import flwr_serverapp
-
-    poll_quickly()
-    runtime = import_module("flwr.superlink.runtime.run_serverapp")
-    install = runtime.install_from_fab
-
-    def install_own(content: bytes, *rest: object, **named: object) -> object:
-        if not is_own(content):
-            raise RuntimeError("another app than fedshift's was submitted to this SuperLink: refused")
-        return install(content, *rest, **named)
-
-    _replace(runtime, "install_from_fab", install_own)
-    flwr_serverapp()
+        _replace(runtime, "install_from_fab", install_own)
+        executor = ForkExecutor(TaskType.SERVER_APP, import_module("flwr.superlink.cli").flwr_serverapp)
+    _replace(superexec, "get_executor", lambda *_, **__: executor)
+    import_module("flwr.supercore.cli").flower_superexec()
 
 
 def _replace(module: object, name: str, by: Callable[..., object]) -> None:

@@ -1,9 +1,9 @@
 """Flower's own programs as children of ``fedshift serve`` and ``fedshift join``.
 
 They report to nobody (:data:`.QUIET`), install nothing, write below one private folder, and exit when their
-parent does, however it ends: each watches its standard input, which the operating system closes. Flower starts further
-programs for each run and message by name; here those names lead to :mod:`.forwarding`, which runs only what is
-installed on this machine. Other machines reach of the SuperLink only what nodes need (:mod:`.firewall`).
+parent does, however it ends: each watches its standard input, which the operating system closes. Tasks are taken from
+them only by a SuperExec with the secret of :func:`isolate` (:mod:`.forwarding`), which runs only what is installed on
+this machine. Other machines reach of the SuperLink only what nodes need (:mod:`.firewall`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import importlib
 import io
 import os
 import re
-import shlex
+import secrets
 import signal
 import socket
 import subprocess
@@ -27,7 +27,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
-from ...utils.errors import FedshiftError, UsageError
+from ...utils.errors import FedshiftError
 from .. import QUIET
 from .firewall import install_firewall
 
@@ -37,9 +37,8 @@ PROGRAMS = {
     "flower-superlink": "flwr.superlink.cli:flower_superlink",
     "flower-supernode": "flwr.supernode.cli:flower_supernode",
     "flwr": "flwr.cli.app:app",
-    "flwr-clientapp": "fedshift.flower.transport.forwarding:serve_requests",
+    "flower-superexec": "fedshift.flower.transport.forwarding:execute_tasks",
 }
-REFUSED = ("flwr-agentapp", "flwr-connector", "flwr-model", "flwr-simulation")
 COLOR, REASON = re.compile(r"\x1b\[[\d;]*m"), re.compile(r"Exit Code: \d+\n(.+(?:\n.+)*)")
 UNSET = ("FORWARDED_ALLOW_IPS", "FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE")
 """Variables that programs do not inherit: who may speak for others, and how large the parts of an entry are."""
@@ -106,29 +105,13 @@ class Program:
 
 
 def make_environment(home: Path, more: Mapping[str, str], near: str = "") -> dict[str, str]:
-    """Return the environment of a program whose folder is ``home``; create it, and the stand-ins that Flower starts.
+    """Return the environment of a program whose folder is ``home``, which is created.
 
     Flower's programs talk with each other over this machine's loopback, and with ``near``: never by a proxy.
-
-    Raises :class:`UsageError` where these cannot run, since Flower's own programs would then be started instead.
     """
-    found = home / "bin"
-    found.mkdir(parents=True, exist_ok=True)
+    home.mkdir(parents=True, exist_ok=True)
     home.chmod(0o700)
-    serverapp = shlex.quote("from fedshift.flower.transport.forwarding import run_serverapp; run_serverapp()")
-    started = {
-        "flwr-clientapp": 'exec printf \'%s\\n\' "$*" > "$FEDSHIFT_PIPE"',
-        "flwr-serverapp": f'exec {shlex.quote(sys.executable)} -P -c {serverapp} "$@"',
-    }
-    for name in (*started, *REFUSED):
-        run = started.get(name, f"echo {name} is not for this machine; exit 1")
-        beside = found / f"{name}.{os.getpid()}"
-        beside.write_text(f"#!/bin/sh\n{run}\n", encoding="utf-8")
-        beside.chmod(0o700)
-        beside.replace(found / name)
-        if not os.access(found / name, os.X_OK):  # the search would continue and find Flower's own
-            raise UsageError(f"{home} does not let programs run (noexec): set TMPDIR to a folder that does")
-    path = os.pathsep.join((str(found), str(Path(sys.executable).parent), os.environ.get("PATH", "")))
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
     inherited = {name: value for name, value in os.environ.items() if name not in UNSET}
     known = (inherited.get("no_proxy") or inherited.get("NO_PROXY") or "", *LOOPBACK, near)
     direct = ",".join(dict.fromkeys(filter(None, known)))
@@ -158,6 +141,16 @@ def find_proxy(host: str, *, secured: bool) -> str:
         return ""
     found = known.get("https" if secured else "http") or known.get("all") or ""
     return found.rpartition("@")[2].rpartition("//")[2]
+
+
+def isolate(home: Path) -> list[str]:
+    """Return arguments by which only a SuperExec with the same ones takes tasks; write their secret to ``home``."""
+    file = home / "secret"
+    if not file.exists():
+        home.mkdir(parents=True, exist_ok=True)
+        with open(file, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as secret:
+            secret.write(secrets.token_bytes(32))
+    return ["--superexec-auth-secret-file", str(file)]
 
 
 def free_port() -> int:
