@@ -1,5 +1,6 @@
 """Who is behind a grid, by which key, and what is asked of whom until when: time goes on only where someone sleeps."""
 
+import threading
 from itertools import count
 from types import SimpleNamespace
 
@@ -277,3 +278,23 @@ def test_everything_that_is_sent_is_signed_and_says_its_round(grid, heard):
     assert all(Exchange.of(message.content).facts == {"proof": 1} for message in seen)
     trained = [message.metadata for message in seen if message.metadata.message_type == "train"]
     assert [(data.group_id, data.ttl) for data in trained] == [("4", 30.0)] * 2
+
+
+def test_an_upload_that_stalls_half_way_holds_up_neither_others_nor_the_end(nodes, grid, clock):
+    nodes.refresh()
+    nodes.refresh()
+    pull, stalled = grid.pull_messages, threading.Event()
+
+    def pull_or_stall(numbers):
+        found = pull(numbers)
+        if any(reply.metadata.src_node_id == 2 for reply in found):
+            stalled.wait()
+        return found
+
+    grid.pull_messages = pull_or_stall
+    try:
+        assert asked(nodes, "ann", "bob") == {"ann": "trained", "bob": "it did not answer in time"}
+        assert clock.seconds >= 10.0
+    finally:
+        stalled.set()
+    assert asked(nodes, "ann", "bob") == {"ann": "trained", "bob": "trained"}

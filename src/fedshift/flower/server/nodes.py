@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from threading import Event
 from typing import NamedTuple
 
@@ -25,6 +26,8 @@ from .registry import SiteDescription
 Say = Callable[[str], None]
 POLL = 0.25
 """Seconds between two polls for answers."""
+MOST_PULLS, PATIENCE = 64, 0.5
+"""Answers that are fetched at the same time, and seconds that one may take before the others are looked at."""
 LONGEST = 500
 """Letters of what a site says that are shown."""
 KINDS = {"describe": "query", "end": "query", "train": "train", "evaluate": "evaluate"}
@@ -71,6 +74,7 @@ class Nodes:
         self._online: dict[str, _Address] = {}
         self._greeted: dict[_Address, str] = {}  # with the id of the pending greeting, "" once it is answered
         self._keys: dict[int, bytes] = {}
+        self._pool, self._pulling = ThreadPoolExecutor(MOST_PULLS), dict[str, Future[list[Message]]]()
 
     def say(self, text: str) -> None:
         """Say a line about a site, without what could harm a terminal."""
@@ -148,6 +152,8 @@ class Nodes:
             if missing and missing == lost and answered >= enough:
                 break
             time.sleep(POLL if missing else 0)
+        for _, number in sent.values():
+            self._pulling.pop(number, None)  # what comes too late is forgotten
         for name in sorted(missing):
             there = "did not answer in time" if name in self._online else "is gone"
             yield name, FedshiftError(f"it {there}")
@@ -155,11 +161,17 @@ class Nodes:
     def _pull(self, numbers: Iterable[str]) -> Iterator[tuple[str, Message | FedshiftError]]:
         """Yield the answers that have come to messages, each with its message's id, or why it cannot be read.
 
-        They are fetched one by one: one that Flower cannot read would take the others of a batch with it.
+        They are fetched one by one, each in a thread: one that Flower cannot read, or whose upload stalls half-way,
+        holds up no other.
         """
-        for number in numbers:
+        wanted = list(numbers)
+        for number in wanted:
+            if number not in self._pulling:
+                self._pulling[number] = self._pool.submit(lambda it: list(self.grid.pull_messages([it])), number)
+        wait([self._pulling[number] for number in wanted], timeout=PATIENCE)
+        for number in [number for number in wanted if self._pulling[number].done()]:
             try:
-                replies = list(self.grid.pull_messages([number]))
+                replies = self._pulling.pop(number).result()
             except (HTTPError, OSError):  # the SuperLink is gone
                 raise
             except Exception as error:
