@@ -88,9 +88,9 @@ class Process:
         """What Ctrl-C sends."""
         os.kill(self.pid, signal.SIGINT)
 
-    def child(self, name):
-        """The last of those that it, its children and theirs started, whose command names ``name``."""
-        return [process for process in descendants(self.pid) if name in command_of(process)][-1]
+    def child(self, name, *, first=False):
+        """The last (or first) of those that it, its children and theirs started, whose command names ``name``."""
+        return [process for process in descendants(self.pid) if name in command_of(process)][0 if first else -1]
 
 
 class Machines:
@@ -146,6 +146,12 @@ class Machines:
         program = ["-P", "-c", SERVE] if called == "serve" else ["-m", "fedshift"]
         command = [*self._before, sys.executable, *program, *map(str, arguments)]
         return Process(command, self.folder / f"{called}.log", environment, self.folder)
+
+    def run(self, code, *arguments):
+        """What Python ``code`` says in the network of all."""
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*filter(None, sys.path), str(ROOT)])}
+        command = [*self._before, sys.executable, "-W", "ignore", "-c", code, *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout.strip()
 
     def hold(self, name, round):
         """Let training at ``name`` stop in its process's round number ``round``, until :meth:`release`."""

@@ -9,12 +9,13 @@ import torch
 from fedshift.data.nuclei import nuclei
 from fedshift.results.summary import read_summary
 from tests.conftest import images, write_npz
-from tests.flower.processes import descendants, gone, kill, machines
+from tests.flower.processes import command_of, descendants, gone, kill, machines
 from tests.flower.sites import list_rows, same_as_in_process, spec_for
 
 KILLED = {
     "SuperNode": ("photo", "main() flower-supernode", "it is started again"),
     "message": ("photo", "main() flower-superexec", "it is started again"),  # its copy which waits for the answer
+    "executor": ("photo", "main() flower-superexec", "work on a message ended"),
     "SuperLink": ("coordinator", "main() flower-superlink", "they are started again"),
 }
 """Whose child is killed, what its command names, and what is said then."""
@@ -109,13 +110,49 @@ def test_what_is_killed_in_mid_round_goes_on_as_if_it_had_not_been(victim, tmp_p
         else:
             place, name, consequence = KILLED[victim]
             whose = coordinator if place == "coordinator" else sites[place]
-            kill(whose.child(name))
+            kill(whose.child(name, first=victim == "executor"))
             whose.says(consequence)
             three.release("photo")
         assert coordinator.ends() == 0, coordinator.said
         assert [site.ends() for site in sites.values()] == [0, 0, 0]
         assert three.rounds == [three.names] * 3
     same_as_in_process(spec, three.served, tmp_path, tmp_path / "reference")
+
+
+TAKE = """
+import sys
+import fedshift.flower
+import httpx
+from flwr.proto.runtime_pb2 import AcquireTaskRequest
+asked = AcquireTaskRequest(supported_task_types=[sys.argv[3]]).SerializeToString()
+answer = httpx.post(
+    f"{sys.argv[1]}://{sys.argv[2]}/v1/runtime/acquire-task", content=asked, verify=False,
+    headers={"content-type": "application/protobuf"},
+)
+print(answer.status_code)
+"""
+"""What asks one of Flower's programs for a task, as its SuperExec does, without the secret."""
+
+
+@pytest.mark.slow
+def test_another_account_of_a_machine_takes_no_task(tmp_path, files):
+    with machines(tmp_path, gated(files, domains="pen,photo", rounds=1, evaluate_every=1)) as two:
+        two.hold("photo", 1)
+        coordinator = two.serve("--min-clients", 2)
+        sites = {name: two.join(name) for name in two.names}
+        two.held("photo", sites["photo"])
+        for process, program, kind in (
+            (sites["photo"], "main() flower-supernode", "flwr-clientapp"),
+            (coordinator, "main() flower-superlink", "flwr-serverapp"),
+        ):
+            words = command_of(process.child(program)).split()
+            address = f"127.0.0.1:{words[words.index('--port') + 1]}"
+            assert two.run(TAKE, "http" if process is sites["photo"] else "https", address, kind) == "401"
+        everything = [command_of(each) for each in descendants(coordinator.pid) | descendants(sites["photo"].pid)]
+        assert not [command for command in everything if "--token" in command]
+        two.release("photo")
+        assert coordinator.ends() == 0, coordinator.said
+        assert [site.ends() for site in sites.values()] == [0, 0]
 
 
 @pytest.mark.slow

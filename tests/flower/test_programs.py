@@ -1,5 +1,6 @@
 """Flower's programs as children: what they may do, what they start, and how they end."""
 
+import importlib
 import io
 import os
 import subprocess
@@ -34,7 +35,7 @@ from fedshift.flower.transport.programs import (
     make_environment,
     submit,
 )
-from fedshift.utils.errors import FedshiftError
+from fedshift.utils.errors import FedshiftError, UsageError
 
 
 @pytest.fixture
@@ -279,6 +280,51 @@ def test_a_run_that_cannot_be_submitted_says_where_to_look(tmp_path):
     (tmp_path / "run.toml").write_text('fedshift = ""\n')
     with pytest.raises(FedshiftError, match=r"Flower could not submit a run \(.*see .*flwr.log"):
         submit(tmp_path / "run.toml", home=tmp_path, log=tmp_path / "flwr.log")
+
+
+PARTS = [
+    ("flwr.supernode.runtime.run_clientapp", "install_from_fab", "run_clientapp"),
+    ("flwr.supernode.runtime.run_clientapp", "get_load_client_app_fn", "run_clientapp"),
+    ("flwr.superlink.runtime.run_serverapp", "install_from_fab", "run_serverapp"),
+    ("flwr.supercore.superexec.run_superexec", "get_executor", "run_superexec"),
+    ("flwr.supernode.start_client_internal", "time", "start_client_internal"),
+    ("flwr.supercore.heartbeat", "HEARTBEAT_DEFAULT_INTERVAL", ""),
+    ("flwr.supernode.fleet_http_connection", "HEARTBEAT_DEFAULT_INTERVAL", ""),
+]
+
+
+@pytest.mark.parametrize(("module", "name", "reader"), PARTS)
+def test_a_part_of_flower_is_replaced_or_nothing_starts(module, name, reader, monkeypatch):
+    found = importlib.import_module(module)
+    own = getattr(found, name)
+    monkeypatch.setattr(found, name, own)  # put back afterwards
+    programs.replace_part(module, name, "ours", used_by=reader)
+    assert getattr(found, name) == "ours"
+    found.__dict__[name] = own
+    if reader:
+        with monkeypatch.context() as patched:
+            patched.setattr(found, reader, lambda: None)
+            with pytest.raises(SystemExit, match=f"does not use {name}, which fedshift"):
+                programs.replace_part(module, name, "ours", used_by=reader)
+        assert getattr(found, name) is own
+    monkeypatch.delattr(found, name)
+    with pytest.raises(SystemExit, match=rf"{module} of flwr 1\.\d+.* does not use {name}, which fedshift replaces"):
+        programs.replace_part(module, name, "ours", used_by=reader)
+
+
+def test_retries_that_cannot_be_set_start_nothing(monkeypatch):
+    utils = importlib.import_module("flwr.supercore.inflatable.inflatable_utils")
+    monkeypatch.setattr(utils, "pull_objects", lambda ids, **how: None)
+    with pytest.raises(SystemExit, match=r"pull_objects of flwr .* has no initial_backoff"):
+        programs.poll_quickly()
+
+
+@pytest.mark.parametrize("found", ["1.40.2", "1.43.0", "2.0"])
+def test_a_version_of_flower_that_was_not_run_is_refused(found, monkeypatch):
+    programs.check_flower()
+    monkeypatch.setattr(programs, "version", lambda name: found)
+    with pytest.raises(UsageError, match=rf"flwr {found} is installed, but .* was run with 1.41 and 1.42 alone"):
+        programs.check_flower()
 
 
 def test_a_supernode_asks_as_often_as_it_is_told(monkeypatch):

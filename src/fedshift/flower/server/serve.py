@@ -29,7 +29,7 @@ from ...utils.errors import FedshiftError, UsageError
 from ...utils.files import ScratchDirectory
 from ..transport.exchange import FACTS, accept_locally, listen_locally
 from ..transport.firewall import GUARDED
-from ..transport.programs import LOOPBACK, Program, connect, isolate, register, submit
+from ..transport.programs import LOOPBACK, Program, check_flower, connect, isolate, register, submit
 from .coordinator import COORDINATOR
 from .outliers import BOUND
 from .prometheus import serve_metrics
@@ -106,6 +106,7 @@ def serve(
 
     ``metrics``: port of this machine's loopback interface for metrics, None: none.
     """
+    check_flower()
     console = Console()
     if place.resume is None and (directory / "config.toml").exists():
         raise UsageError(

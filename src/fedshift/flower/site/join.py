@@ -22,7 +22,7 @@ from ...utils.files import ScratchDirectory
 from ...utils.processors import available_processors
 from ..transport.exchange import Exchange, accept_locally, listen_locally
 from ..transport.forwarding import SITE
-from ..transport.programs import Program, find_proxy, free_port, isolate
+from ..transport.programs import Program, check_flower, find_proxy, free_port, isolate
 from .site import Site
 
 LONGEST = 30.0
@@ -85,6 +85,7 @@ def join(link: CoordinatorLink, site: Site, folder: Path, threads: int | None) -
     """
     import torch
 
+    check_flower()
     link.check()
     torch.set_num_threads(threads or min(torch.get_num_threads(), available_processors()))
     console = Console()

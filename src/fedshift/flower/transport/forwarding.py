@@ -22,7 +22,7 @@ from flwr.supercore.constant import TaskType
 from flwr.supercore.superexec.executor import ExecutionSpec, LaunchResult
 
 from .exchange import Exchange, connect_locally
-from .programs import exit_with_parent, is_own, poll_quickly
+from .programs import exit_with_parent, is_own, poll_quickly, replace_part
 
 SITE = "FEDSHIFT_SITE"
 """Names the socket on which ``fedshift join`` listens."""
@@ -95,28 +95,22 @@ class ForkExecutor:
 def execute_tasks() -> None:
     """Run ``flower-superexec`` with a :class:`ForkExecutor`: for a site's messages, or for the coordinator's app."""
     poll_quickly()
-    superexec = import_module("flwr.supercore.superexec.run_superexec")
     if SITE in os.environ:
-        runtime = import_module("flwr.supernode.runtime.run_clientapp")
-        _replace(runtime, "install_from_fab", lambda *_, **__: None)
-        _replace(runtime, "get_load_client_app_fn", lambda *_, **__: lambda *_, **__: app)
+        runtime, run = "flwr.supernode.runtime.run_clientapp", "run_clientapp"
+        replace_part(runtime, "install_from_fab", lambda *_, **__: None, used_by=run)
+        replace_part(runtime, "get_load_client_app_fn", lambda *_, **__: lambda *_, **__: app, used_by=run)
         executor = ForkExecutor(TaskType.CLIENT_APP, import_module("flwr.supernode.cli").flwr_clientapp)
     else:
-        runtime = import_module("flwr.superlink.runtime.run_serverapp")
-        install = runtime.install_from_fab
+        runtime, run = "flwr.superlink.runtime.run_serverapp", "run_serverapp"
+        install = import_module(runtime).install_from_fab
 
         def install_own(content: bytes, *rest: object, **named: object) -> object:
             if not is_own(content):
                 raise RuntimeError("another app than fedshift's was submitted to this SuperLink: refused")
             return install(content, *rest, **named)
 
-        _replace(runtime, "install_from_fab", install_own)
+        replace_part(runtime, "install_from_fab", install_own, used_by=run)
         executor = ForkExecutor(TaskType.SERVER_APP, import_module("flwr.superlink.cli").flwr_serverapp)
-    _replace(superexec, "get_executor", lambda *_, **__: executor)
+    superexec = "flwr.supercore.superexec.run_superexec"
+    replace_part(superexec, "get_executor", lambda *_, **__: executor, used_by="run_superexec")
     import_module("flwr.supercore.cli").flower_superexec()
-
-
-def _replace(module: object, name: str, by: Callable[..., object]) -> None:
-    if not hasattr(module, name):
-        sys.exit(f"this version of Flower has no {name}: fedshift cannot keep it from running foreign apps")
-    setattr(module, name, by)

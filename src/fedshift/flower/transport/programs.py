@@ -24,10 +24,11 @@ import urllib.request
 import zipfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
-from types import SimpleNamespace
+from types import CodeType, SimpleNamespace
 
-from ...utils.errors import FedshiftError
+from ...utils.errors import FedshiftError, UsageError
 from .. import QUIET
 from .firewall import install_firewall
 
@@ -40,6 +41,8 @@ PROGRAMS = {
     "flower-superexec": "fedshift.flower.transport.forwarding:execute_tasks",
 }
 COLOR, REASON = re.compile(r"\x1b\[[\d;]*m"), re.compile(r"Exit Code: \d+\n(.+(?:\n.+)*)")
+VERSIONS = ("1.41", "1.42")
+"""Minor versions of Flower that were run."""
 UNSET = ("FORWARDED_ALLOW_IPS", "FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE")
 """Variables that programs do not inherit: who may speak for others, and how large the parts of an entry are."""
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -215,23 +218,57 @@ def exit_with_parent(lifeline: int) -> None:
     os._exit(1)
 
 
+def check_flower() -> None:
+    """Raise :class:`UsageError` unless the version of Flower here is one that was run with fedshift."""
+    found = version("flwr")
+    if ".".join(found.split(".")[:2]) not in VERSIONS:
+        raise UsageError(
+            f"flwr {found} is installed, but fedshift, which replaces parts of it, was run with "
+            f"{' and '.join(VERSIONS)} alone: pip install 'fedshift[flower]'"
+        )
+
+
+def replace_part(module: str, name: str, by: object, *, used_by: str = "") -> None:
+    """Replace a part of Flower, which has no setting for it; ``used_by``: the function of the module that reads it.
+
+    Ends the process where there is no such part, or it is not read: nothing runs with Flower's own.
+    """
+    found = importlib.import_module(module)
+    reader = getattr(getattr(found, used_by, None), "__code__", None)
+    if not hasattr(found, name) or (used_by and not (reader and _reads(reader, name))):
+        sys.exit(
+            f"{module} of flwr {version('flwr')} does not use {name}, which fedshift replaces: nothing was started"
+        )
+    setattr(found, name, by)
+
+
+def _reads(code: CodeType, name: str) -> bool:
+    inner = (each for each in code.co_consts if isinstance(each, CodeType))
+    return name in code.co_names or any(_reads(each, name) for each in inner)
+
+
 def poll_quickly() -> None:
     """Make this process retry after 0.05 seconds for parts of a message still in transit, then less and less often.
 
     Flower begins with one second, whatever the size, and has no setting for it.
     """
     utils = importlib.import_module("flwr.supercore.inflatable.inflatable_utils")
-    for function in (utils.pull_objects, utils.pull_and_inflate_object_from_tree):
-        function.__kwdefaults__["initial_backoff"] = 0.05
+    for name in ("pull_objects", "pull_and_inflate_object_from_tree"):
+        defaults = getattr(getattr(utils, name, None), "__kwdefaults__", None) or {}
+        if "initial_backoff" not in defaults:
+            sys.exit(
+                f"{name} of flwr {version('flwr')} has no initial_backoff, which fedshift sets: nothing was started"
+            )
+        defaults["initial_backoff"] = 0.05
 
 
 def _beat_every(seconds: float) -> None:
     """Make a SuperNode send heartbeats every ``seconds`` instead of 30; Flower has no setting for it."""
     for module in ("flwr.supercore.heartbeat", "flwr.supernode.fleet_http_connection"):
-        importlib.import_module(module).HEARTBEAT_DEFAULT_INTERVAL = seconds  # type: ignore[attr-defined]
+        replace_part(module, "HEARTBEAT_DEFAULT_INTERVAL", seconds)
 
 
 def _poll_every(seconds: float) -> None:
     """Make a SuperNode ask for messages every ``seconds`` instead of three; Flower has no setting for it."""
-    node = importlib.import_module("flwr.supernode.start_client_internal")
-    node.time = SimpleNamespace(**{**vars(time), "sleep": lambda wanted: time.sleep(min(wanted, seconds))})  # type: ignore[attr-defined]
+    quicker = SimpleNamespace(**{**vars(time), "sleep": lambda wanted: time.sleep(min(wanted, seconds))})
+    replace_part("flwr.supernode.start_client_internal", "time", quicker, used_by="start_client_internal")
