@@ -8,9 +8,8 @@ import pytest
 from fedshift.config.spec import RunSpec
 from fedshift.flower.server.coordinator import PRIVATE, read_submission
 from fedshift.flower.site.site import Site
-from fedshift.flower.transport import programs
 from fedshift.flower.transport.exchange import Exchange
-from fedshift.utils.errors import FedshiftError, UsageError
+from fedshift.utils.errors import FedshiftError
 
 CALLED = []
 NAME = "tests.flower.test_trust:called"
@@ -45,9 +44,3 @@ def test_a_site_calls_no_function_of_its_machine_that_nobody_allowed(setting, tm
     assert CALLED == []
     Site("digits", "pen", tmp_path, code=frozenset({NAME})).answer(asked)
     assert CALLED != []
-
-
-def test_nothing_starts_where_flowers_own_programs_would_run_in_place_of_the_stand_ins(tmp_path, monkeypatch):
-    monkeypatch.setattr(programs.os, "access", lambda path, mode: False)
-    with pytest.raises(UsageError, match="does not let programs run"):
-        programs.make_environment(tmp_path, {})
