@@ -8,8 +8,11 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ...tasks import Task
 from ...utils.errors import UsageError, unknown_name
+from ...utils.files import open_regular
 from ..federation import ClientData, Federation, make_federation
 from ..formats import open_arrays
 from ..samples import to_samples
@@ -131,7 +134,8 @@ def _read_mapped(name: str, folder: Path, task: Task | None) -> ClientData:
             if not file.exists():
                 raise UsageError(f"{file} is missing: every client has x.npy and y.npy in train and in test")
             try:
-                arrays.append(np.load(file, mmap_mode="r", allow_pickle=False))
+                with open_regular(file):
+                    arrays.append(np.load(file, mmap_mode="r", allow_pickle=False))
             except (OSError, ValueError, EOFError) as error:
                 raise UsageError(
                     f"{file} cannot be mapped ({error}): write it again with numpy.save, with an array of numbers"

@@ -140,7 +140,7 @@ def is_own(app: bytes) -> bool:
 def find_proxy(host: str, *, secured: bool) -> str:
     """Return the proxy by which programs here reach ``host``, without a password; empty where they need none."""
     known = urllib.request.getproxies_environment()
-    if urllib.request.proxy_bypass_environment(host):
+    if urllib.request.proxy_bypass(host):
         return ""
     found = known.get("https" if secured else "http") or known.get("all") or ""
     return found.rpartition("@")[2].rpartition("//")[2]
