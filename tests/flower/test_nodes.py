@@ -280,7 +280,8 @@ def test_everything_that_is_sent_is_signed_and_says_its_round(grid, heard):
     assert [(data.group_id, data.ttl) for data in trained] == [("4", 30.0)] * 2
 
 
-def test_an_upload_that_stalls_half_way_holds_up_neither_others_nor_the_end(nodes, grid, clock):
+def test_an_upload_that_stalls_half_way_holds_up_neither_others_nor_the_end(nodes, grid, clock, monkeypatch):
+    monkeypatch.setattr("fedshift.flower.server.nodes.PATIENCE", 0.01)
     nodes.refresh()
     nodes.refresh()
     pull, stalled = grid.pull_messages, threading.Event()
