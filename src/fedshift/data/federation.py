@@ -161,7 +161,7 @@ class Federation:
 
     @property
     def lazy(self) -> bool:
-        """Whether samples of a client are read when they are needed, and are not in memory."""
+        """Return whether samples of a client are read when they are needed, and are not in memory."""
         return any(split.lazy for client in self.clients for split in client.splits.values())
 
     @property

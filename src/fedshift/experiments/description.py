@@ -1,4 +1,4 @@
-"""What an experiment trains, in words, with every ``auto`` and default resolved: for the run's summary and its page."""
+"""Descriptions in words of what an experiment trains, with every ``auto`` and default resolved: for the run's summary and its page."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ DOES: Mapping[str, tuple[str, str, str]] = {
         "predicts {}", "numbers [N, targets] in the unit of the data, in the order of the targets", "the numbers",
     ),
 }  # fmt: skip
-"""What models of each task do, give, and answer, in words."""
+"""Descriptions of what models of each task do, give and answer."""
 OWN = ("gives {}", "what the network gives of each sample, [N, ...]", "the same")
 """The same of a task of the user's that derives from none of these."""
 

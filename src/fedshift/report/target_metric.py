@@ -19,7 +19,7 @@ from .formatting import TextTable, explain_spread, format_bytes, make_table
 from .tables import metric_history
 
 NOT_REACHED = {True: "never", False: "not yet"}
-"""What a table says where the target was not reached, by whether the runs have ended."""
+"""Words of a table where the target was not reached, by whether the runs have ended."""
 TOLERANCE = 1e-9
 """Tolerance when comparing a mean with the target."""
 

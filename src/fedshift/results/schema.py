@@ -61,7 +61,7 @@ MOMENTS = ("loaded", "trained")
 """Moments of a round at which models are measured on test and validation data."""
 
 RESTART = "restore the file from a copy, or remove its folder to begin this trial again from round 1"
-"""What to do about a damaged file of a trial."""
+"""Advice about a damaged file of a trial."""
 
 PICTURED = 24
 """Largest number of clients whose images a run keeps and a report shows."""

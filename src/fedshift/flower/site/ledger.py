@@ -23,7 +23,7 @@ from ..transport.exchange import Exchange
 
 FILE = "ledger.jsonl"
 BEGINNING = "0" * 64
-"""What the first line holds in place of a digest."""
+"""The value that the first line holds in place of a digest."""
 
 
 class Ledger:

@@ -1,4 +1,4 @@
-"""What Flower's programs run for each message and run, in place of the apps that they were sent.
+"""The apps that Flower's programs run for each message and run, in place of those that they were sent.
 
 Flower would run any app that the coordinator sends. At a site nothing runs but what is installed there, and the app
 that was sent is not even unpacked: the message is forwarded to ``fedshift join``, and its answer back. Flower starts a
