@@ -65,6 +65,7 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time every public nam
     from .methods.centralized import centralized as centralized
     from .methods.ditto import ditto as ditto
     from .methods.dp import dp as dp
+    from .methods.dp_sgd import dp_sgd as dp_sgd
     from .methods.fedadagrad import fedadagrad as fedadagrad
     from .methods.fedadam import fedadam as fedadam
     from .methods.fedavg import fedavg as fedavg

@@ -28,6 +28,8 @@ def of(written):
         ("partialfed_fix(layers='batch_norm')", "BatchNorm", "local", "everything", True),
         ("partialfed_adaptive", "gates", "shared", "everything", True),
         ("scaffold", "control variates", "shared", "everything", True),
+        ("dp_sgd", "", "refused", "everything", True),
+        ("dp_sgd+gn", "", "replaced by GroupNorm", "everything", True),
         ("ditto", "personal model", "shared", "everything", True),
         ("single", "everything", "local", "nothing", False),
         ("centralized", "", "shared", "the data", True),

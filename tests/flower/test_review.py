@@ -1,10 +1,17 @@
 """What a site refuses by its policy, and what it shows before it agrees."""
 
 import importlib.util
+from dataclasses import replace
 
 import pytest
+from torch import nn
 
+from fedshift.core.optimizer import SGD
+from fedshift.core.preparation import prepare
+from fedshift.core.work import Work
 from fedshift.flower.site.review import Confirmation, SitePolicy
+from fedshift.flower.transport.arrays import RefusedMessage
+from fedshift.methods.dp_sgd import dp_sgd
 from fedshift.utils.errors import UsageError
 from tests.flower.sites import Heard, SiteGrid, coordinator, sites_of, spec_for
 
@@ -39,6 +46,7 @@ LIMITS = {
     "rounds": ("rounds = 1", "allows 1 rounds, not 2 (rounds)"),
     "sites": ("sites = 4", "asks for 4 sites, and there are 3 (sites)"),
     "epsilon": ("epsilon = 8.0", "asks for differential privacy with epsilon 8 or less (epsilon): add dp(secret=True"),
+    "sample_epsilon": ("sample_epsilon = 8.0", "epsilon 8 or less (sample_epsilon): add dp_sgd(secret=True"),
 }
 
 
@@ -65,11 +73,29 @@ def test_epsilon_is_that_of_all_rounds(most, allowed, served, tmp_path):
     assert all("allows epsilon 0.5, and 2 rounds spend " in told for told in refusals)
 
 
+@pytest.mark.skipif(importlib.util.find_spec("opacus") is None, reason="epsilon takes Opacus")
+@pytest.mark.parametrize(("most", "took_part"), [(4.7, [OTHERS] * 2), (4.8, [ALL] * 2)])
+def test_epsilon_of_samples_is_that_of_every_pass_over_them(most, took_part, served, tmp_path):
+    policy = read(tmp_path, f"sample_epsilon = {most:.1f}")  # two rounds of one epoch spend 4.79
+    assert served("dp_sgd(noise_multiplier=1.4, secret=True)+gn", policy=policy)[0] == took_part
+
+
+@pytest.mark.skipif(importlib.util.find_spec("opacus") is None, reason="epsilon takes Opacus")
+def test_a_round_that_is_asked_for_again_spends_epsilon_again(tmp_path):
+    method, policy = dp_sgd(noise_multiplier=1.4, secret=True), read(tmp_path, "sample_epsilon = 5.0")
+    plan = prepare(method, nn.Linear(2, 2), optimizer=SGD(lr=0.1))
+    policy.check_round(1, plan)
+    with pytest.raises(RefusedMessage, match="allows epsilon 5, and 3 rounds spend"):
+        policy.check_round(2, plan)
+    with pytest.raises(RefusedMessage, match="allows epsilon 5, and 1 rounds spend"):
+        policy.check_round(0, replace(plan, work=Work(epochs=3)))
+
+
 def test_rounds_that_are_asked_for_again_and_again_are_counted(served, tmp_path):
     policy = read(tmp_path, "rounds = 2")
-    policy.check_round(3)
+    policy.check_round(3, None)
     with pytest.raises(Exception, match="allows 2 rounds, and it sent 4 uploads"):
-        policy.check_round(4)
+        policy.check_round(4, None)
 
 
 @pytest.mark.parametrize(("agreed", "who"), [(True, ALL), (False, OTHERS)])

@@ -18,6 +18,7 @@ from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedbn import fedbn
 from fedshift.methods.fedprox import fedprox
 from fedshift.methods.fedrep import fedrep
+from fedshift.methods.gn import gn
 from fedshift.methods.scaffold import scaffold
 from fedshift.methods.silobn import silobn
 from tests.laws.course import Course, make_trial
@@ -25,7 +26,10 @@ from tests.laws.course import Course, make_trial
 COMPOSED = [fedbn(fedprox(mu=0.1)), silobn(scaffold()), fedbn(fedavg(weighting="uniform")), scaffold(fedprox(mu=0.1))]
 COMPOSED += [ditto(scaffold(), epochs=2), fedrep(head_epochs=2, body_epochs=1)]
 GIVEN = parse_methods(os.environ["FEDSHIFT_LAWS"]) if os.environ.get("FEDSHIFT_LAWS") else ()
-METHODS = [*(make() for make in list_catalog("methods").values()), *COMPOSED, *GIVEN]
+WITHOUT_BATCH_NORM = {"dp_sgd": gn()}
+"""What methods that refuse the laws' network build on."""
+METHODS = [make(WITHOUT_BATCH_NORM.get(name)) for name, make in list_catalog("methods").items()]
+METHODS += [*COMPOSED, *GIVEN]
 FEDERATED = [method for method in METHODS if not method.pooled]
 
 OVER_RAY = {"fedbn", "scaffold", "partialfed_adaptive", "centralized"}

@@ -27,6 +27,7 @@ KEEPS_NORM = ["fedbn", "silobn"]
 KEEPS_HEAD = ["fedper", "fedrep", "partialfed_fix"]
 OWN_MODEL = ["ditto", "partialfed_adaptive"]
 UNEVEN = ["fedrep", "partialfed_adaptive"]
+SAMPLES = ["dp_sgd"]
 GROUPS = ["gn", "ln"]
 NO_NORM = ["fedwon", "nonorm"]
 ALONE, POOLED = ["single"], ["centralized"]
@@ -65,11 +66,14 @@ REFUSED = {
     "FedProx has no effect on one local step": both_ways(["fedprox"], ["fedsmb"]),
     "sends more than the entries that dp clips": both_ways(["scaffold"], ["dp"]),
     "sends more than the entries that robust aggregation protects": both_ways(["scaffold"], ROBUST),
-    "twice: leave one of the two out": {(name, name) for name in ("fedprox", "scaffold")},
+    "twice: leave one of the two out": {(name, name) for name in ("fedprox", "scaffold", "dp_sgd")},
     "matches no entry of the model": {
         *both_ways(NO_NORM + GROUPS, KEEPS_NORM),
         *both_ways(NO_NORM + GROUPS, ["fixbn"]),
     },
+    "dp_sgd bounds what one sample adds to a gradient, but in BatchNorm": both_ways(
+        SAMPLES, METHODS.keys() - {*GROUPS, *NO_NORM, *SAMPLES}
+    ),
     "both decide what becomes of normalization": both_ways(NO_NORM + GROUPS, NO_NORM + GROUPS),
 }
 """Words of the reason, and the ordered pairs (outer, inner) that are refused for it."""

@@ -1,14 +1,20 @@
-"""Differential privacy of an aggregation that clips and adds noise, by the RDP accountant of Opacus.
+"""Differential privacy of what clips and adds noise, for clients and for samples, by the RDP accountant of Opacus.
 
 Mironov 2017 (arXiv:1702.07476) and Mironov, Talwar, Zhang 2019 (arXiv:1908.10530): Renyi differential privacy of the
-sampled Gaussian mechanism, composed over rounds. The numbers are for clients: neighbors are federations of which one
-lacks a client of the other (whose change counts as zero), and each client takes part in a round independently (Poisson
-sampling). Here a fixed number takes part, so below full participation epsilon is an approximation.
+sampled Gaussian mechanism, composed over rounds. For clients, neighbors are federations of which one lacks a client of
+the other (whose change counts as zero), and each client takes part in a round independently (Poisson sampling). Here a
+fixed number takes part, so below full participation epsilon is an approximation.
+
+For samples, neighbors are data of a client in one of which the gradients of one sample count as zero; how many samples
+there are is public. A pass over the data is a partition into batches that does not depend on the samples, so that each
+sample is in one step of it: a pass is one Gaussian mechanism, without sampling, and epsilon is no approximation.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from decimal import ROUND_CEILING, Context
 from typing import Protocol, runtime_checkable
 
@@ -18,17 +24,19 @@ ORDERS = [1 + k / 100 for k in range(1, 10)] + [1 + k / 10 for k in range(1, 110
 ORDERS += [*range(12, 64), *range(64, 256, 16), *range(256, 1025, 64)]
 """Orders of Renyi differential privacy, of which the tightest is used: epsilon from below 0.1 to above 1,000."""
 
+NAMED = 5
+"""Most clients that a guarantee names."""
 UPWARD = Context(prec=3, rounding=ROUND_CEILING)
 """Context that rounds epsilon up, so that the printed bound is valid."""
 
 
 @runtime_checkable
 class Mechanism(Protocol):
-    """An aggregation that hides each client in Gaussian noise.
+    """An aggregation that hides each client in Gaussian noise, or a rule that hides each sample.
 
-    ``noise_multiplier``: standard deviation over the largest norm of one client's change. ``delta``: probability with
-    which epsilon may fail. ``secret``: whether the noise cannot be drawn again; otherwise it follows from the seed and
-    the method.
+    ``noise_multiplier``: standard deviation over the largest norm of a client's change or a sample's gradient.
+    ``delta``: probability with which epsilon may fail. ``secret``: whether the noise cannot be drawn again; otherwise
+    it follows from the seed and the method.
     """
 
     @property
@@ -56,23 +64,52 @@ def compute_epsilon(noise_multiplier: float, sampling: float, rounds: int, delta
         return max(0.0, float(accountant.get_epsilon(delta, alphas=ORDERS)))
 
 
+def find_mechanism(parts: Iterable[object]) -> Mechanism | None:
+    """Return the first of ``parts`` (a method's rules) that hides samples in noise; None where none does."""
+    return next((part for part in parts if isinstance(part, Mechanism)), None)
+
+
 def describe_guarantee(mechanism: Mechanism, sampling: float, rounds: int) -> str:
-    """Return the guarantee of ``mechanism`` after ``rounds`` in words; arguments as in :func:`compute_epsilon`."""
+    """Return the guarantee of ``mechanism`` for clients after ``rounds`` in words.
+
+    Arguments as of :func:`compute_epsilon`.
+    """
+    span = f"at the level of clients after {rounds} round{'s' * (rounds > 1)}"
+    assuming = "; this assumes that the participants of each round are secret" if sampling < 1 else ""
+    return _describe(mechanism, sampling, rounds, span, assuming)
+
+
+def describe_sample_guarantee(mechanism: Mechanism, passes: Mapping[str, int]) -> str:
+    """Return the guarantee of ``mechanism`` for samples in words; ``passes``: each client's passes over its data."""
+    fewest, most = min(passes.values()), max(passes.values())
+    span = f"at the level of each client's samples after {most} pass{'es' * (most > 1)} over its data"
+    others = ""
+    if fewest < most and mechanism.noise_multiplier:
+        few = sorted(name for name, count in passes.items() if count == fewest)
+        who = f"{len(few)} clients" if len(few) > NAMED else ", ".join(few)
+        with suppress(UsageError):
+            spent = _round_up(compute_epsilon(mechanism.noise_multiplier, 1.0, fewest, mechanism.delta))
+            others = f"; epsilon = {spent} after {fewest} of {who}"
+    return _describe(mechanism, 1.0, most, span, others)
+
+
+def _round_up(epsilon: float) -> str:
+    return f"{float(UPWARD.create_decimal_from_float(epsilon)):g}"
+
+
+def _describe(mechanism: Mechanism, sampling: float, times: int, span: str, more: str) -> str:
+    """Return the guarantee after ``times`` uses of ``mechanism``; ``span`` says of whom and after what."""
     if not mechanism.noise_multiplier:
         return "noise_multiplier=0, so there is no differential privacy"
-    said = "differentially private at the level of clients"
     try:
-        spent = compute_epsilon(mechanism.noise_multiplier, sampling, rounds, mechanism.delta)
+        spent = compute_epsilon(mechanism.noise_multiplier, sampling, times, mechanism.delta)
     except UsageError as error:
-        said += f", but {error}"
+        said = f"differentially private {span}, but {error}"
     else:
-        shown = float(UPWARD.create_decimal_from_float(spent))
         said = (
-            f"(epsilon = {shown:g}, delta = {mechanism.delta:g})-{said} after {rounds} round{'s' * (rounds > 1)} (RDP "
-            "accountant of Opacus)"
+            f"(epsilon = {_round_up(spent)}, delta = {mechanism.delta:g})-differentially private {span} (RDP "
+            f"accountant of Opacus){more}"
         )
-        if sampling < 1:
-            said += "; this assumes that the participants of each round are secret"
     if mechanism.secret:
         return said
     return (

@@ -6,8 +6,11 @@ overrides.
 
 from __future__ import annotations
 
+from torch.nn.modules.batchnorm import _BatchNorm
+
 from ..utils.errors import UsageError
 from .aggregation import Aggregation, average_uploads
+from .loss import CrossEntropy
 from .optimizer import SGD
 from .plan import Plan
 from .requirements import Requirements
@@ -69,6 +72,8 @@ def _check_needs(plan: Plan, needs: Requirements) -> None:
             f"{name}: {needs.loads_everything}, but another part of the method already keeps {min(plan.personal)!r} on "
             "the client: use one of the two"
         )
+    if needs.separate_samples:
+        _check_separate_samples(plan, needs.separate_samples)
     for rule in method.rules if needs.entries_only else ():
         if _overrides(rule, "aggregate_memory"):
             raise UsageError(
@@ -103,6 +108,27 @@ def _check_plain_steps(plan: Plan, what: str, *, momentum: bool) -> None:
                 f"method {plan.method.name!r}: {what} holds where every step moves every parameter from what was "
                 f"loaded, which {rule.source_method} changes: leave one of the two out"
             )
+
+
+def _check_separate_samples(plan: Plan, what: str) -> None:
+    """Raise :class:`UsageError` unless the gradient of a sample is that of its loss alone."""
+    name = f"method {plan.method.name!r}"
+    for layer, module in plan.module.named_modules():
+        if isinstance(module, _BatchNorm):
+            raise UsageError(
+                f"{name}: {what}, but in BatchNorm (layer {layer!r}) a sample changes those of its whole batch, "
+                "and statistics: add gn, ln, nonorm or fedwon"
+            )
+    for rule in plan.method.rules:
+        if _overrides(rule, "transform_loss"):
+            raise UsageError(
+                f"{name}: {what} of its own loss, which {rule.source_method} changes: leave one of the two out"
+            )
+    if isinstance(plan.loss, CrossEntropy) and plan.loss.weights is not None:
+        raise UsageError(
+            f"{name}: {what}, but {plan.loss} is divided by the weights of a batch, which cancel in one sample: use "
+            f"focal(gamma=0, weights={plan.loss.weights!r})"
+        )
 
 
 def _overrides(rule: Rule, hook: str) -> bool:

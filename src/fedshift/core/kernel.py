@@ -3,7 +3,7 @@
 One communication round is, for each client that takes part, ``client_init``, one ``client_step_`` for each batch and
 ``client_final``; then the uploads are aggregated (:mod:`fedshift.core.server_round`). States are plain values, so an
 engine may keep them in a dictionary, in another process or on another machine. A step is ``compute_gradients`` (of
-``compute_objective``, changed by the rules in ``transform_gradients``), then ``update_``; these three parts also work
+``compute_objective``, changed by the rules in ``transform_gradients``), then ``update_``; these parts also work
 under ``torch.vmap``, so that an engine can run many clients in one tensor program.
 
 A method's rules have one memory each: ``memory[i]`` and ``server_memory[i]`` belong to rule ``i``. While a client
@@ -13,16 +13,23 @@ optimizer changes them all; between rounds they are part of the rule's memory.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from ..nn.dropout import dropout_key
+from ..nn.dropout import draw_bits, dropout_key
+from ..nn.linear import use_torch_linear, vmapped_lanes
 from ..utils.profiling import timed_section
-from ..utils.state import State, clone, pick
+from ..utils.state import State, clone, nbytes, pick
 from .plan import Plan, compute_outputs, to_memory_format
 from .rule import RuleContext
+
+SAMPLE_GRADIENTS = 2**27
+"""Bytes of single samples' gradients that are held at a time."""
+SAMPLE_KEYS = 2**22
+"""Number of the draws of samples' keys under a step's key, beyond any that dropout layers or rules make."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -249,12 +256,46 @@ def compute_gradients(
     Arguments as of :func:`compute_objective`.
     """
     x = to_memory_format(x, plan.image_format)
+    if plan.combining is not None:
+        grads, rest, loss = combine_samples(plan, job, x, y, key)
+        return transform_gradients(plan, job, grads, key), rest, loss
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in job.params.items()}
     with torch.enable_grad():
         total, loss, rest = compute_objective(plan, job, leaves, x, y, key)
     found = torch.autograd.grad(total, tuple(leaves.values()), materialize_grads=True)
     after = {name: tensor.detach() for name, tensor in rest.items()}
     return transform_gradients(plan, job, dict(zip(leaves, found, strict=True)), key), after, loss.detach()
+
+
+def combine_samples(
+    plan: Plan, job: LocalTrainingState, x: Tensor, y: Tensor, key: Tensor
+) -> tuple[State, State, Tensor]:
+    """Return what a rule makes of the gradients of a batch's samples, ``rest`` as it is, and the mean data loss. Pure.
+
+    Arguments as of :func:`compute_objective`. Each sample is a batch of its own, with a key of its own, and no buffer
+    that its forward pass writes is kept. As many samples are differentiated together as ``SAMPLE_GRADIENTS`` holds.
+    """
+    assert plan.combining is not None
+
+    def objective(params: State, x: Tensor, y: Tensor, key: Tensor) -> Tensor:
+        return compute_objective(plan, job, params, x[None], y[None], key)[0]
+
+    descend = torch.vmap(torch.func.grad_and_value(objective), in_dims=(None, 0, 0, 0), randomness="different")
+    keys_B = key ^ draw_bits(key, SAMPLE_KEYS, len(y))
+    together = max(1, SAMPLE_GRADIENTS // max(1, nbytes(job.params)))
+    losses = []
+
+    def differentiate() -> Iterator[State]:
+        for start in range(0, len(y), together):
+            part = slice(start, start + together)
+            grads, loss = descend(job.params, x[part], y[part], keys_B[part])
+            losses.append(loss)
+            yield grads
+
+    with use_torch_linear(), vmapped_lanes():
+        context = _rule_context(plan, job, plan.combining, key)
+        grads = plan.method.rules[plan.combining].combine_samples(differentiate(), context)
+    return grads, job.rest, torch.cat(losses).mean()
 
 
 def transform_gradients(plan: Plan, job: LocalTrainingState, grads: State, key: Tensor) -> State:

@@ -100,9 +100,15 @@ class Plan:
         """Return whether a step subtracts the objective's gradients, times the learning rate, and does nothing else."""
         rules = [type(rule) for rule in self.method.rules]
         plain = isinstance(self.optimizer, SGD) and not (self.optimizer.momentum or self.optimizer.weight_decay)
-        same = all(rule.transform_grads is Rule.transform_grads for rule in rules)
+        same = all(rule.transform_grads is Rule.transform_grads for rule in rules) and self.combining is None
         paced = any(rule.trainable_at_step is not Rule.trainable_at_step for rule in rules)
         return plain and same and not paced and not any(self.extra_trained)
+
+    @cached_property
+    def combining(self) -> int | None:
+        """Position of the rule that combines the gradients of a batch's samples; None: they are never told apart."""
+        rules = enumerate(self.method.rules)
+        return next((at for at, rule in rules if type(rule).combine_samples is not Rule.combine_samples), None)
 
     @cached_property
     def dtype(self) -> torch.dtype:

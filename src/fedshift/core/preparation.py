@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
@@ -120,7 +121,9 @@ def prepare(
     check_compatibility(plan)
     if bind := getattr(method.aggregate, "bind", None):
         plan = replace(plan, method=replace(plan.method, aggregate=bind(plan)))
-    plan = replace(plan, smallest_batch=_smallest_batch(plan, sample)) if sample is not None else plan
+    if sample is not None:
+        plan = replace(plan, smallest_batch=_smallest_batch(plan, sample))
+        _refuse_moving_entries(plan, sample)
     if plan.work.batch_size is not None and plan.work.batch_size < plan.smallest_batch:
         raise UsageError(
             "batch_size=1, but batch normalization in this model has no variance over one sample: use a batch size of "
@@ -197,6 +200,23 @@ def _smallest_batch(plan: Plan, sample: Tensor) -> int:
     except Exception as error:
         raise UsageError(_unsupported_sample_error(sample, error)) from error
     return 1
+
+
+def _refuse_moving_entries(plan: Plan, sample: Tensor) -> None:
+    """Raise :class:`UsageError` where the model writes into an entry as it trains and a rule takes samples apart."""
+    if plan.combining is None:
+        return
+    state, inputs = clone(plan.initial), to_inputs(plan, sample)
+    if inputs.is_floating_point():  # its values do not matter, and may be zeros
+        inputs = torch.linspace(0, 1, inputs.numel(), dtype=inputs.dtype, device=inputs.device).reshape(inputs.shape)
+    forward(plan, state, inputs, training=True)
+    moved = [name for name, tensor in state.items() if not torch.equal(tensor, plan.initial[name])]
+    if moved:
+        rule = plan.method.rules[plan.combining]
+        raise UsageError(
+            f"method {plan.method.name!r}: the model writes into {moved[0]!r} as it trains, which {rule.source_method} "
+            "cannot clip sample by sample: use a model without running statistics"
+        )
 
 
 def _unsupported_sample_error(sample: Tensor, error: Exception) -> str:

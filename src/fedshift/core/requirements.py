@@ -26,6 +26,9 @@ class Requirements:
             harm done to others.
         step_budget: The part reads the number of steps of the round, so that clients with different numbers cannot be
             stepped together.
+        separate_samples: The gradient of each sample is that of its own loss alone: no BatchNorm, no loss that is
+            divided by the weights of a batch, and no rule that changes the loss. Begins the refusal: what the
+            part does.
         min_clients: Clients that must take part in a round.
 
     """
@@ -39,4 +42,5 @@ class Requirements:
     entries_only: str = ""
     no_constant_buffers: str = ""
     step_budget: bool = False
+    separate_samples: str = ""
     min_clients: int = 1

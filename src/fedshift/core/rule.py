@@ -6,7 +6,7 @@ the one before returned, and each has its own memories and extra entries.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -56,6 +56,7 @@ class Rule:
         lr_scale: Learning rate of the rule's own parameters, relative to that of the model's.
         epochs: Passes of a round over the client's data that train the rule's own parameters separately, after the
             model's; None: both are trained on the same batches.
+        secret: Draws come from the operating system, so that no engine may record or share them.
         requires: What the rest of the method must be like; checked before anything starts.
 
     """
@@ -63,6 +64,7 @@ class Rule:
     personalizes: bool = False
     lr_scale: float = 1.0
     epochs: int | None = None
+    secret: bool = False
     requires: Requirements = Requirements()
 
     def __repr__(self) -> str:
@@ -111,6 +113,14 @@ class Rule:
     def transform_loss(self, loss: Tensor, params: State, context: RuleContext) -> Tensor:
         """Return the objective (scalar) that is differentiated, given the loss on the batch."""
         return loss
+
+    def combine_samples(self, parts: Iterable[State], context: RuleContext) -> State:
+        """Return a batch's gradients, given those of its samples: ``[samples, ...]``, some samples in each part.
+
+        A rule that overrides this has the gradients of every batch computed sample by sample, before any rule's
+        :meth:`transform_grads`. It must require ``separate_samples``.
+        """
+        raise NotImplementedError
 
     def transform_grads(self, grads: State, params: State, context: RuleContext) -> State:
         """Return the gradients that the optimizer receives."""

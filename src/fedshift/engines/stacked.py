@@ -29,6 +29,7 @@ from ..core.kernel import (
     Update,
     client_final,
     client_init,
+    combine_samples,
     compute_objective,
     init_client,
     init_server,
@@ -89,6 +90,9 @@ class Stacked(Engine):
     @override
     @classmethod
     def refusal(cls, plan: Plan, data: Data, augment: Augmentation | None = None) -> str | None:
+        for rule in plan.method.rules:
+            if rule.secret:
+                return f"cannot run {plan.method.name}: its lanes would share the secret draws of {rule.source_method}"
         try:
             prepare_steps(plan, data, 2, 1)()
         except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
@@ -355,6 +359,13 @@ def _compute_lanes(
         return compute_objective(plan, replace(job, rest=rest, memory=memory), params, x, y, key)
 
     params, rest, *memory = parts
+    if plan.combining is not None:
+
+        def combine(params: State, rest: State, memory: Stack, *batch: Tensor) -> tuple[State, State, Tensor]:
+            return combine_samples(plan, replace(job, params=params, rest=rest, memory=memory), *batch)
+
+        made: tuple[State, State, Tensor] = torch.vmap(combine)(params, rest, tuple(memory), x, y, keys)
+        return made
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in params.items()}
     with torch.enable_grad(), vmapped_lanes():
         total, loss, after = torch.vmap(descend)(leaves, rest, tuple(memory), x, y, keys)

@@ -14,6 +14,7 @@ from ..core.plan import Plan
 from ..core.preparation import prepare
 from ..core.selection import batch_norm, buffers, everything, last_layers, norm_layers, norm_statistics, nothing
 from ..models.digits import small_cnn
+from ..nn.surgery import RemoveNorm
 from ..results.schema import MethodSummary
 from ..utils.state import nbytes, pick
 
@@ -76,6 +77,8 @@ class Capabilities:
 def find_capabilities(method: Method) -> Capabilities:
     """Derive the properties of ``method``, which may be a custom one."""
     model, optimizer = small_cnn((1, 8, 8), 10), SGD(lr=0.1)
+    refuses = any(rule.requires.separate_samples for rule in method.rules) and not method.surgery
+    model = RemoveNorm()(model) if refuses else model
     plan = prepare(method, model, optimizer=optimizer)
     summary, fedavg = (
         summarize_method(each) for each in (plan, prepare(Method(name="fedavg"), model, optimizer=optimizer))
@@ -97,7 +100,7 @@ def find_capabilities(method: Method) -> Capabilities:
     opposite = {"nothing": "everything", "everything": "nothing"}
     return Capabilities(
         state=", ".join(kept),
-        normalization=_describe_normalization(plan),
+        normalization="refused" if refuses else _describe_normalization(plan),
         sent=opposite.get(unsent, f"all but {unsent}"),
         up=summary.up / fedavg.up,
         has_global=summary.has_global,

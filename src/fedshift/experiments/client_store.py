@@ -89,6 +89,10 @@ class ClientStore(Mapping[str, ClientState]):
         """Clients that have taken part, in client order."""
         return tuple(self.names[number] for number in np.flatnonzero(self._steps))
 
+    def count_steps(self) -> dict[str, int]:
+        """Return the local steps of each client that has taken part."""
+        return {name: int(self._steps[self._number[name]]) for name in self.seen}
+
     def put(self, clients: Mapping[str, ClientState]) -> None:
         """Store ``clients`` after a round."""
         for name, client in clients.items():

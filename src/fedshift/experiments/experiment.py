@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ..analysis.privacy import Mechanism, describe_guarantee
+from ..analysis.privacy import Mechanism, describe_guarantee, describe_sample_guarantee, find_mechanism
 from ..core.method import Method
 from ..core.plan import Plan
 from ..data.federation import Federation, find_majority_classes
@@ -97,7 +97,7 @@ class Experiment:
         if not self.seeds or len(set(self.seeds)) != len(self.seeds):
             raise UsageError(f"seeds {list(self.seeds)}: give at least one, each once")
         object.__setattr__(self, "settings", self.settings.for_task(self.data.task))
-        private = [method.name for method in self.methods if isinstance(method.aggregate, Mechanism)]
+        private = [each.name for each in self.methods if find_mechanism((each.aggregate, *each.rules))]
         if private and self.settings.loss and self.settings.loss.uses_counts:
             raise UsageError(
                 f"method {private[0]!r}: {self.settings.loss.weights} weights come from all clients' label counts, "
@@ -316,6 +316,8 @@ class Experiment:
         if isinstance(mechanism := method.aggregate, Mechanism):
             share = len(self.settings.draw_participants(trial.seed, 1, trial.clients.names)) / len(trial.clients)
             yield f"{method.name}: {describe_guarantee(mechanism, share, trial.server.round)}"
+        if mechanism := find_mechanism(method.rules):
+            yield f"{method.name}: {describe_sample_guarantee(mechanism, trial.count_passes())}"
 
     def _without_later(self, names: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(name for name in names if name not in self.measured_later)

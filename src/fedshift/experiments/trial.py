@@ -199,6 +199,12 @@ class Trial:
             name for name, size in sizes.items() if work.batch_bounds(size, smallest) != work.batch_bounds(size)
         )
 
+    def count_passes(self) -> dict[str, int]:
+        """Return the passes over its data that each client has begun; in a pass a sample is in one batch."""
+        work, smallest = self.plan.work, self.plan.smallest_batch
+        steps = self.clients.count_steps()
+        return {name: -(-steps[name] // len(work.batch_bounds(self._sizes[name], smallest))) for name in steps}
+
     @property
     def identity(self) -> dict[str, str]:
         """Settings that must be the same for a checkpoint to be continued, by name."""

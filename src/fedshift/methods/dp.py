@@ -10,11 +10,9 @@ The promise holds for noise that nobody can draw again (``secret=True``). Otherw
 round and entry, all of which a run directory holds: that is for experiments that can be repeated, and hides nothing.
 """
 
-import os
 from dataclasses import dataclass, replace
 from math import inf
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,7 +20,7 @@ from ..core.aggregation import StreamingMean, Uploads, cast_to
 from ..core.method import Method, method
 from ..core.requirements import Requirements
 from ..utils.errors import UsageError
-from ..utils.random_streams import stream
+from ..utils.random_streams import draw_secret_normal, stream
 from ..utils.state import State, clone
 
 
@@ -77,12 +75,9 @@ class PrivateMean:
         """Return standard normal draws for entry ``name``, float64."""
         shape = uploads.previous[name].shape
         if self.secret:
-            bits = np.frombuffer(os.urandom(8 * shape.numel()), np.uint64) >> 12  # 52: k + 1/2 is exact
-            drawn: Tensor = torch.special.ndtri(torch.from_numpy((bits + 0.5) / 2**52))
-        else:
-            draws = stream(uploads.seed, "dp", uploads.method, uploads.round, name)
-            drawn = torch.from_numpy(draws.standard_normal(shape.numel()))
-        return drawn.reshape(shape)
+            return draw_secret_normal(shape.numel()).reshape(shape)
+        draws = stream(uploads.seed, "dp", uploads.method, uploads.round, name)
+        return torch.from_numpy(draws.standard_normal(shape.numel())).reshape(shape)
 
 
 def _clip_change(change: State, clip: float) -> State:

@@ -6,12 +6,14 @@ Keys are hashed to 128 bits (BLAKE2b), so that streams of different keys do not 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
 
 import numpy as np
 import torch
+from torch import Tensor
 
 Key = int | str
 
@@ -25,6 +27,13 @@ def key_bits(seed: int, purpose: str, *key: Key) -> int:
 def stream(seed: int, purpose: str, *key: Key) -> np.random.Generator:
     """Return a separate NumPy generator (Philox, counter based) for this key."""
     return np.random.Generator(np.random.Philox(key=key_bits(seed, purpose, *key)))
+
+
+def draw_secret_normal(count: int) -> Tensor:
+    """Return ``count`` standard normal draws, float64, by the operating system: nobody can draw them again."""
+    bits = np.frombuffer(os.urandom(8 * count), np.uint64) >> 12  # 52: k + 1/2 is exact
+    drawn: Tensor = torch.special.ndtri(torch.from_numpy((bits + 0.5) / 2**52))
+    return drawn
 
 
 @contextmanager

@@ -15,7 +15,13 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ...analysis.privacy import Mechanism, compute_epsilon, describe_guarantee
+from ...analysis.privacy import (
+    Mechanism,
+    compute_epsilon,
+    describe_guarantee,
+    describe_sample_guarantee,
+    find_mechanism,
+)
 from ...core.plan import Plan
 from ...utils.errors import UsageError
 from ...utils.files import open_regular
@@ -52,10 +58,12 @@ class TrialReview:
     @property
     def privacy(self) -> str:
         """The guarantee of differential privacy, in words."""
-        mechanism = self.plan.method.aggregate
-        if not isinstance(mechanism, Mechanism):
-            return "no differential privacy"
-        return describe_guarantee(mechanism, 1.0, self.rounds)
+        said = []
+        if isinstance(mechanism := self.plan.method.aggregate, Mechanism):
+            said.append(describe_guarantee(mechanism, 1.0, self.rounds))
+        if mechanism := find_mechanism(self.plan.method.rules):
+            said.append(describe_sample_guarantee(mechanism, {"this site": self.rounds * passes_of_round(self.plan)}))
+        return "; ".join(said) or "no differential privacy"
 
     def describe(self) -> str:
         """Return the review as lines of text."""
@@ -74,6 +82,11 @@ class TrialReview:
         )
 
 
+def passes_of_round(plan: Plan) -> int:
+    """Return the most passes over a site's samples that a round begins: a group of batches ends with its pass."""
+    return plan.work.epochs or 1
+
+
 class SitePolicy(BaseModel):
     """Limits of a site; what is not given is not limited. Names are patterns, such as ``fed*`` or ``*running*``.
 
@@ -85,6 +98,8 @@ class SitePolicy(BaseModel):
         sites: fewest sites that take part, since with two each can compute the other's upload.
         epsilon: largest epsilon of differential privacy over all rounds, by ``secret`` noise; computed as if every site
             took part in each round.
+        sample_epsilon: largest epsilon of differential privacy for each of the site's samples over all rounds, by
+            ``secret`` noise that the site draws; a round that is asked for again counts again.
 
     """
 
@@ -95,6 +110,7 @@ class SitePolicy(BaseModel):
     rounds: Annotated[int, Field(ge=1)] | None = None
     sites: Annotated[int, Field(ge=1)] | None = None
     epsilon: Annotated[float, Field(gt=0)] | None = None
+    sample_epsilon: Annotated[float, Field(gt=0)] | None = None
 
     @staticmethod
     def read(path: Path) -> SitePolicy:
@@ -130,9 +146,13 @@ class SitePolicy(BaseModel):
         if self.rounds is not None and review.rounds > self.rounds:
             raise RefusedMessage(f"this site's policy allows {self.rounds} rounds, not {review.rounds} (rounds)")
         if self.epsilon is not None:
-            self._check_privacy(review, self.epsilon)
+            mechanism = review.plan.method.aggregate
+            if not isinstance(mechanism, Mechanism):
+                mechanism = None
+            _check_epsilon("epsilon", "dp", self.epsilon, mechanism, review.rounds)
+        self._check_samples(review.plan, review.rounds)
 
-    def check_round(self, uploads: int) -> None:
+    def check_round(self, uploads: int, plan: Plan) -> None:
         """Raise :class:`RefusedMessage` after ``uploads`` of a trial, whatever rounds the settings said.
 
         A round that is asked for again, as after a lost answer, is one more upload, so that twice as many are allowed.
@@ -141,22 +161,31 @@ class SitePolicy(BaseModel):
             raise RefusedMessage(
                 f"this site's policy allows {self.rounds} rounds, and it sent {uploads} uploads (rounds)"
             )
+        self._check_samples(plan, uploads + 1)
 
-    def _check_privacy(self, review: TrialReview, most: float) -> None:
-        mechanism = review.plan.method.aggregate
-        if not (isinstance(mechanism, Mechanism) and mechanism.secret and mechanism.noise_multiplier):
-            raise RefusedMessage(
-                f"this site's policy asks for differential privacy with epsilon {most:g} or less (epsilon): add "
-                "dp(secret=True, ...) to the method"
-            )
-        try:
-            spent = compute_epsilon(mechanism.noise_multiplier, 1.0, review.rounds, mechanism.delta)
-        except UsageError as error:
-            raise RefusedMessage(f"this site's policy asks for a known epsilon (epsilon), but {error}") from error
-        if spent > most:
-            raise RefusedMessage(
-                f"this site's policy allows epsilon {most:g}, and {review.rounds} rounds spend {spent:.3g} (epsilon)"
-            )
+    def _check_samples(self, plan: Plan, rounds: int) -> None:
+        if self.sample_epsilon is not None:
+            mechanism = find_mechanism(plan.method.rules)
+            _check_epsilon("sample_epsilon", "dp_sgd", self.sample_epsilon, mechanism, rounds, passes_of_round(plan))
+
+
+def _check_epsilon(
+    limit: str, method: str, most: float, mechanism: Mechanism | None, rounds: int, times: int = 1
+) -> None:
+    """Raise :class:`RefusedMessage` unless ``times`` uses of ``mechanism`` a round spend at most epsilon ``most``."""
+    if not (mechanism and mechanism.secret and mechanism.noise_multiplier):
+        raise RefusedMessage(
+            f"this site's policy asks for differential privacy with epsilon {most:g} or less ({limit}): add "
+            f"{method}(secret=True, ...) to the method"
+        )
+    try:
+        spent = compute_epsilon(mechanism.noise_multiplier, 1.0, rounds * times, mechanism.delta)
+    except UsageError as error:
+        raise RefusedMessage(f"this site's policy asks for a known epsilon ({limit}), but {error}") from error
+    if spent > most:
+        raise RefusedMessage(
+            f"this site's policy allows epsilon {most:g}, and {rounds} rounds spend {spent:.3g} ({limit})"
+        )
 
 
 @dataclass

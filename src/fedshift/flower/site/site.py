@@ -269,7 +269,7 @@ class Site:
         trial = self._trial(asked.facts["trial"])
         server, base = self._broadcast(trial.plan, trial.plan.loaded, asked)
         round = server.round + 1
-        self.policy.check_round(trial.uploads)
+        self.policy.check_round(trial.uploads, trial.plan)
         with keep_freed_memory():
             trained = trial.engine.train_client(server, trial.kept.name, trial.kept.load_after(base))
         trial.kept.save(trained.client, base, round)

@@ -1,0 +1,101 @@
+"""DP-SGD: differential privacy for samples; each one's gradient is clipped at the client, and noise hides it.
+
+Abadi et al. 2016, arXiv:1607.00133, Algorithm 1. A local step on a batch of B samples with gradients g_i, each over all
+trained parameters together, follows (1/B) (sum_i g_i min(1, C / |g_i|) + N(0, (z C)^2)). The paper draws each batch at
+random and counts on that; here an epoch visits every sample once, so each pass over a client's data is one Gaussian
+mechanism for every sample, and epsilon is accounted without any amplification.
+
+Whatever else a method does with the gradients, and with models made of them, is postprocessing. The promise holds for
+noise that nobody can draw again (``secret=True``), which the machine draws that holds the samples. Otherwise noise is a
+function of the seed, the client and the step: that is for experiments that can be repeated, and hides nothing.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import inf
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from ..core.method import Method, method
+from ..core.requirements import Requirements
+from ..core.rule import Rule, RuleContext
+from ..nn.dropout import draw_bits
+from ..utils.errors import UsageError
+from ..utils.random_streams import draw_secret_normal
+from ..utils.state import State
+
+DRAW = 2**21
+"""Number of the draws of this rule under a step's key, beyond any that dropout layers make."""
+
+
+@dataclass(frozen=True)
+class PrivateGradients(Rule):
+    """The mean of samples' gradients clipped to ``clipping_norm``, noise of ``noise_multiplier`` norms on their sum.
+
+    ``delta``: the delta for which epsilon is accounted. ``secret``: noise by the operating system in place of noise
+    that follows from the trial's seed.
+    """
+
+    clipping_norm: float
+    noise_multiplier: float
+    delta: float
+    secret: bool = False
+    requires = Requirements(unique=True, separate_samples="dp_sgd bounds what one sample adds to a gradient")
+
+    def __post_init__(self) -> None:
+        if not (0 < self.clipping_norm < inf and 0 <= self.noise_multiplier < inf and 0 < self.delta < 1):
+            raise UsageError(
+                f"clipping_norm={self.clipping_norm:g}, noise_multiplier={self.noise_multiplier:g}, "
+                f"delta={self.delta:g}: give a finite clip above 0, noise of 0 or more, and a delta in (0, 1)"
+            )
+
+    @override
+    def combine_samples(self, parts: Iterable[State], context: RuleContext) -> State:
+        total: State = {}
+        samples = 0
+        for grads in parts:
+            squares = [grad.flatten(1).square().sum(dim=1) for grad in grads.values()]
+            norms_B = torch.stack(squares).sum(dim=0).sqrt()
+            factors_B = self.clipping_norm / norms_B.clamp(min=self.clipping_norm)
+            clipped = {name: torch.tensordot(factors_B, grad, dims=1) for name, grad in grads.items()}
+            total = {name: total[name] + grad for name, grad in clipped.items()} if total else clipped
+            samples += len(norms_B)
+        if self.noise_multiplier:
+            sizes = [grad.numel() for grad in total.values()]
+            scale = self.noise_multiplier * self.clipping_norm
+            noise = dict(zip(total, self._draw_noise(sum(sizes), context).split(sizes), strict=True))
+            total = {name: grad + scale * noise[name].reshape(grad.shape).to(grad) for name, grad in total.items()}
+        return {name: grad / samples for name, grad in total.items()}
+
+    def _draw_noise(self, count: int, context: RuleContext) -> Tensor:
+        """Return ``count`` standard normal draws, float64."""
+        if self.secret:
+            return draw_secret_normal(count)
+        assert context.key is not None
+        drawn: Tensor = torch.special.ndtri((draw_bits(context.key, DRAW, count).double() + 0.5) / 2**32)
+        return drawn
+
+
+@method
+def dp_sgd(
+    base: Method,
+    *,
+    clipping_norm: float = 1.0,
+    noise_multiplier: float = 1.0,
+    delta: float = 1e-5,
+    secret: bool = False,
+) -> Method:
+    """Clip the gradient of every sample in the local steps of ``base``, and add noise to their sum.
+
+    Args:
+        base: A method on a network without BatchNorm: ``gn``, ``ln``, ``nonorm`` or ``fedwon``, and others with these.
+        clipping_norm: Largest norm of a sample's gradient, over all trained parameters.
+        noise_multiplier: Standard deviation of the noise on the sum of gradients, over ``clipping_norm``.
+        delta: The delta for which epsilon is printed.
+        secret: Noise by the operating system of the machine that holds the samples, which nobody can draw again. Only
+            then does epsilon hold; without it, whoever knows the seed can subtract the noise.
+
+    """
+    return base.with_rule(PrivateGradients(float(clipping_norm), float(noise_multiplier), float(delta), secret))

@@ -1,0 +1,345 @@
+"""DP-SGD against plain loops over samples, noise by its statistics, and participation counted batch by batch."""
+
+import random
+from collections import Counter
+from dataclasses import replace
+from math import inf, log
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import kstest
+from torch import nn
+
+from fedshift.config.expressions import list_catalog
+from fedshift.core import kernel
+from fedshift.core.loss import CrossEntropy, Focal
+from fedshift.core.optimizer import SGD
+from fedshift.core.preparation import prepare
+from fedshift.core.work import Work
+from fedshift.data.federation import federation
+from fedshift.engines.identity import Identity
+from fedshift.engines.stacked import Stacked
+from fedshift.experiments.experiment import Experiment
+from fedshift.experiments.settings import Settings
+from fedshift.experiments.trial import Trial
+from fedshift.methods.agc import agc
+from fedshift.methods.dp_sgd import dp_sgd
+from fedshift.methods.fedavg import fedavg
+from fedshift.methods.fedmmb import fedmmb
+from fedshift.methods.fedwon import fedwon
+from fedshift.methods.gn import gn
+from fedshift.methods.ln import ln
+from fedshift.methods.nonorm import nonorm
+from fedshift.utils.errors import UsageError
+from fedshift.utils.state import is_equal
+
+KEY = torch.tensor(7)
+
+
+def network(shape=(1, 5, 5), classes=3):
+    """A convolution with BatchNorm, a depthwise one, and a linear layer without gradient."""
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(shape[0], 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1, groups=8), nn.Flatten(),
+        nn.Linear(72, 5), nn.Linear(5, classes),
+    )  # fmt: skip
+    net[5].bias.requires_grad_(False)
+    return net.double()
+
+
+def batch(size=7):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(size, 1, 5, 5, generator=generator, dtype=torch.float64)
+    return x * torch.linspace(0.01, 3, size)[:, None, None, None], torch.arange(size) % 3
+
+
+def plan_of(method, model=None, **settings):
+    settings = {"optimizer": SGD(lr=0.1), "sample": torch.zeros(1, 1, 5, 5, dtype=torch.float64)} | settings
+    return prepare(method, model or network(), **settings)
+
+
+def job_of(plan):
+    return kernel.client_init(plan, kernel.init_client(plan), kernel.init_server(plan))
+
+
+def gradients_of(method, x, y, key=KEY, **given):
+    plan = plan_of(method, **given)
+    return kernel.compute_gradients(plan, job_of(plan), x, y, key)
+
+
+def loop(model, x, y, clip):
+    """The gradients of single samples by plain autograd, clipped and added, and the norms before."""
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    total, norms = {name: torch.zeros_like(p) for name, p in named.items()}, []
+    for one, label in zip(x, y, strict=True):
+        model.zero_grad()
+        nn.functional.cross_entropy(model(one[None]), label[None]).backward()
+        norms.append(sum(float((p.grad**2).sum()) for p in named.values()) ** 0.5)
+        for name, p in named.items():
+            total[name] += p.grad * min(1.0, clip / norms[-1])
+    return {name: gradient / len(y) for name, gradient in total.items()}, norms
+
+
+@pytest.mark.parametrize("base", [gn(), ln(), nonorm(), fedwon(agc=None)], ids=lambda method: method.name)
+@pytest.mark.parametrize("together", [10**9, 3 * 8 * 600, 1])
+def test_a_step_is_that_of_a_loop_over_samples(base, together, monkeypatch):
+    monkeypatch.setattr(kernel, "SAMPLE_GRADIENTS", together)
+    (x, y), model = batch(), plan_of(base).module
+    clip = sorted(loop(model, x, y, 1.0)[1])[3]  # half of the gradients are longer
+    expected, norms = loop(model, x, y, clip)
+    assert max(norms) > 1.01 * clip > 1.02 * min(norms)
+    plan = plan_of(dp_sgd(base, clipping_norm=clip, noise_multiplier=0.0))
+    plan = replace(plan, initial={name: tensor.detach() for name, tensor in model.state_dict().items()})
+    grads, rest, loss = kernel.compute_gradients(plan, job_of(plan), x, y, KEY)
+    assert grads.keys() == expected.keys() == plan.trained
+    assert max(float((grads[name] - expected[name]).abs().max()) for name in grads) <= 1e-12
+    assert abs(float(loss - nn.functional.cross_entropy(model(x), y))) <= 1e-12
+    assert is_equal(rest, job_of(plan).rest)
+
+
+def test_a_clip_beyond_every_gradient_gives_the_usual_steps():
+    settings = {"optimizer": SGD(lr=0.1, momentum=0.9, weight_decay=0.01)}
+    plain, private = (
+        plan_of(each, **settings) for each in (gn(), dp_sgd(gn(), clipping_norm=1e9, noise_multiplier=0.0))
+    )
+    jobs = [job_of(plan) for plan in (plain, private)]
+    for _ in range(3):
+        jobs = [kernel.client_step_(*each, *batch(), KEY)[0] for each in zip((plain, private), jobs, strict=True)]
+    assert max(float((jobs[0].params[n] - jobs[1].params[n]).abs().max()) for n in plain.trained) <= 1e-12
+
+
+def test_one_sample_moves_the_gradient_by_at_most_its_share_of_the_clip():
+    x, y = batch()
+    other = x.clone()
+    other[2] = 1e6
+    found = [gradients_of(dp_sgd(nonorm(), clipping_norm=0.7, noise_multiplier=0.0), each, y)[0] for each in (x, other)]
+    distance = sum(float((found[0][name] - found[1][name]).square().sum()) for name in found[0]) ** 0.5
+    assert 0 < distance <= 2 * 0.7 / 7 * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("secret", [False, True])
+def test_noise_is_normal_with_the_deviation_of_the_paper(secret, monkeypatch):
+    monkeypatch.setattr("os.urandom", random.Random(0).randbytes)
+    wide = nn.Sequential(nn.Flatten(), nn.Linear(25, 2000), nn.Linear(2000, 3)).double()
+    x, y = batch()
+    quiet, loud = (
+        gradients_of(dp_sgd(clipping_norm=3.0, noise_multiplier=noise, secret=secret), x, y, model=wide)[0]
+        for noise in (0.0, 0.5)
+    )
+    scaled = {name: ((loud[name] - quiet[name]) / (0.5 * 3.0 / 7)).flatten().numpy() for name in quiet}
+    everything = np.concatenate(list(scaled.values()))
+    assert abs(everything.std() - 1) < 0.01
+    assert abs(everything.mean()) < 0.015
+    assert kstest(everything, "norm").pvalue > 0.01
+    assert abs(np.corrcoef(scaled["1.weight"][:6000], scaled["2.weight"])[0, 1]) < 0.05
+
+
+def test_noise_comes_again_with_the_step_unless_it_is_secret():
+    for secret in (False, True):
+        method = dp_sgd(gn(), secret=secret)
+        first, again, other = (gradients_of(method, *batch(), key)[0] for key in (KEY, KEY, KEY + 1))
+        assert is_equal(first, again) == (not secret)
+        assert not any((first[name] == other[name]).any() for name in first)
+
+
+def test_every_sample_has_a_dropout_mask_of_its_own():
+    model = nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(25, 3)).double()
+    quiet = dp_sgd(clipping_norm=1e9, noise_multiplier=0.0)
+    x, y = torch.ones(9, 1, 5, 5, dtype=torch.float64), torch.zeros(9, dtype=torch.int64)
+    grads, *_ = gradients_of(quiet, x, y, model=model)
+    kept = (grads["2.weight"][0] / grads["2.weight"][0].max()).numpy()
+    assert len(np.unique(kept.round(6))) > 3  # with one mask for all it would be zero or one
+
+
+def data(classes=3):
+    rng = np.random.default_rng(0)
+    sizes = {"a": 21, "b": 5, "c": 8}
+    made = {name: (rng.normal(size=(size, 1, 5, 5)), np.arange(size) % classes) for name, size in sizes.items()}
+    return federation({name: (x, y, x, y) for name, (x, y) in made.items()})
+
+
+DATA = data()
+
+
+def trial(method, seed=0, **settings):
+    settings = {"work": Work(batch_size=4, epochs=1), "optimizer": SGD(lr=0.1), "rounds": 4} | settings
+    return Trial(method, lambda *_: network(), DATA, Settings(**settings), seed)
+
+
+def test_secret_noise_is_another_in_every_run():
+    runs = [trial(dp_sgd(gn(), secret=secret)) for secret in (True, True, False, False)]
+    for running in runs:
+        running.advance()
+    first, second, third, fourth = (running.server.shared["0.weight"] for running in runs)
+    assert not torch.isclose(first, second).all()
+    assert torch.equal(third, fourth)
+
+
+def test_whatever_else_changes_gradients_sees_them_clipped_and_noisy():
+    """Whichever is named first: here a clip of units comes after the noise, so it is postprocessing."""
+    x, y = batch()
+    found = [gradients_of(method, x, y)[0] for method in (agc(dp_sgd(gn()), clip=0.01), dp_sgd(agc(gn(), clip=0.01)))]
+    assert is_equal(*found)
+    weight = plan_of(gn()).initial["0.weight"].flatten(1).norm(dim=1)
+    assert (found[0]["0.weight"].flatten(1).norm(dim=1) <= 0.01 * weight * (1 + 1e-12)).all()
+
+
+METHODS = list_catalog("methods")
+NO_BATCH_NORM = {"fedbn", "silobn", "fixbn"}
+"""Methods that act on BatchNorm, which is gone here."""
+REFUSED = {"ditto", "partialfed_adaptive"}
+"""Methods whose local loss is no mean over samples."""
+
+
+@pytest.mark.parametrize("name", sorted(METHODS.keys() - NO_BATCH_NORM - {"dp_sgd", "gn", "ln", "nonorm", "fedwon"}))
+def test_every_method_trains_on_private_gradients_or_is_refused(name):
+    method = dp_sgd(METHODS[name](gn()), noise_multiplier=0.1)
+    if name in REFUSED:
+        with pytest.raises(UsageError, match=f"adds to a gradient of its own loss, which {name} changes"):
+            trial(method)
+        return
+    running = trial(method)
+    running.advance()
+    after = running.model_state("a")
+    assert all(tensor.isfinite().all() for tensor in after.values())
+    assert not is_equal(after, running.plan.initial)
+
+
+class Counts(nn.Module):
+    """Counts the batches that it saw."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x):
+        if self.training:
+            self.seen += x.square().sum()
+        return x
+
+
+WEIGHTED = CrossEntropy(weights=(1.0, 2.0, 3.0))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: dp_sgd(clipping_norm=0.0), "clipping_norm=0, noise_multiplier=1, delta=1e-05: give a finite clip"),
+        (lambda: dp_sgd(clipping_norm=inf), "clipping_norm=inf"),
+        (lambda: dp_sgd(clipping_norm=float("nan")), "clipping_norm=nan"),
+        (lambda: dp_sgd(noise_multiplier=-1.0), "noise_multiplier=-1"),
+        (lambda: dp_sgd(noise_multiplier=inf), "noise_multiplier=inf"),
+        (lambda: dp_sgd(delta=0.0), "delta=0: give"),
+        (lambda: plan_of(dp_sgd()), r"'dp_sgd': .* in BatchNorm \(layer '1'\) .*: add gn, ln, nonorm or fedwon"),
+        (lambda: plan_of(dp_sgd(dp_sgd(gn()))), "has dp_sgd twice"),
+        (
+            lambda: plan_of(dp_sgd(), nn.Sequential(Counts(), nn.Flatten(), nn.Linear(25, 3)).double()),
+            r"'dp_sgd': the model writes into '0\.seen' as it trains, which dp_sgd cannot clip sample by sample",
+        ),
+        (
+            lambda: plan_of(dp_sgd(gn()), loss=WEIGHTED),
+            r"divided by the weights of a batch, .*: use focal\(gamma=0, weights=\(1\.0, 2\.0, 3\.0\)\)",
+        ),
+        (lambda: trial(dp_sgd(gn(), secret=True), engine="stacked"), "stacked engine cannot run .* draws of dp_sgd"),
+        (
+            lambda: trial(dp_sgd(gn()), engine="identity", work=Work(batch_size=4, batches=1), moments=("loaded",)),
+            r"identity engine is for methods that only average whole models, which dp_sgd\+gn does not",
+        ),
+    ],
+)  # fmt: skip
+def test_what_would_not_be_private_is_refused(make, message):
+    with pytest.raises(UsageError, match=message):
+        make()
+
+
+def test_weights_that_a_plain_mean_has_are_those_of_samples():
+    x, y = batch()
+    quiet = dp_sgd(gn(), clipping_norm=1e9, noise_multiplier=0.0)
+    weighted, plain = (
+        gradients_of(method, x, y, loss=Focal(gamma=0.0, weights=(1.0, 2.0, 3.0)))[0] for method in (quiet, gn())
+    )
+    assert max(float((weighted[name] - plain[name]).abs().max()) for name in plain) <= 1e-12
+
+
+def test_weights_of_classes_that_come_from_label_counts_are_refused():
+    settings = Settings(loss=Focal(weights="balanced"))
+    with pytest.raises(UsageError, match=r"'dp_sgd\+gn': balanced weights come from all clients' label counts"):
+        Experiment(
+            methods=(fedavg(), dp_sgd(gn())), data=DATA, model=lambda *_: network(), settings=settings, seeds=(0,)
+        )
+
+
+def test_an_engine_is_found_for_public_and_secret_noise():
+    for secret in (False, True):
+        running = trial(dp_sgd(gn(), secret=secret))
+        assert (Stacked.refusal(running.plan, running.train) is None) == (not secret)
+        assert Identity.refusal(running.plan, running.train)
+
+
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [
+        (dp_sgd(gn()), {"work": Work(batch_size=4, epochs=2)}),
+        (dp_sgd(gn()), {"participation": 2}),
+        (dp_sgd(gn()), {"work": Work(batch_size=None, epochs=1)}),
+        (dp_sgd(fedmmb(gn(), batches=2)), {}),
+        (dp_sgd(fedmmb(gn(), batches=4)), {"participation": 1}),
+        (METHODS["centralized"](dp_sgd(gn())), {}),
+        (METHODS["fedrep"](dp_sgd(gn()), head_epochs=2, body_epochs=1), {}),
+    ],
+    ids=["epochs", "sampled clients", "full batches", "groups", "sampled groups", "pooled", "fedrep"],
+)
+def test_passes_are_the_most_batches_that_any_sample_was_in(method, settings):
+    running, used = trial(method, **settings), Counter()
+    draw = running.engine.draw_batches
+
+    def watched(name, client):
+        own, apart = draw(name, client)
+        used.update((name, int(sample)) for _, index in own for sample in index)
+        return own, apart
+
+    running.engine.draw_batches = watched
+    for number in range(1, 5):
+        running.advance()
+        most = {name: max(count for (own, _), count in used.items() if own == name) for name, _ in used}
+        assert running.count_passes() == most, number
+
+
+@pytest.mark.parametrize(("noise", "passes"), [(1.0, 1), (0.8, 6), (3.0, 40)])
+def test_epsilon_is_that_of_opacus_and_of_the_closed_form(noise, passes):
+    accountants = pytest.importorskip("opacus.accountants")
+    from fedshift.analysis.privacy import ORDERS, compute_epsilon
+
+    accountant, delta = accountants.RDPAccountant(), 1e-5
+    for _ in range(passes):
+        accountant.step(noise_multiplier=noise, sample_rate=1.0)
+    found = compute_epsilon(noise, 1.0, passes, delta)
+    assert found == accountant.get_epsilon(delta, alphas=ORDERS)
+    a = 1 + np.geomspace(1e-3, 2e3, 100_000)
+    best = (passes * a / (2 * noise**2) + np.log((a - 1) / a) - (log(delta) + np.log(a)) / (a - 1)).min()
+    assert best <= found <= 1.01 * best
+
+
+def test_a_run_says_what_privacy_it_spent(make, tmp_path, Listener):
+    pytest.importorskip("opacus")
+    heard = Listener()
+    chosen = "dp_sgd(noise_multiplier=2.0, secret=True)+gn, dp_sgd+fedwon, dp_sgd(noise_multiplier=0.0)+nonorm"
+    make(methods=chosen, rounds=2, epochs=1).run(tmp_path / "run", observer=heard)
+    said = [notice for notice in heard.notices if "privacy" in notice or "private" in notice]
+    assert said[0] == (
+        "dp_sgd(noise_multiplier=2, secret=True)+gn: (epsilon = 3.19, delta = 1e-05)-differentially private at the "
+        "level of each client's samples after 2 passes over its data (RDP accountant of Opacus)"
+    )
+    assert said[1].startswith("dp_sgd+fedwon: not differentially private, since its noise is a function of the seed")
+    assert said[2] == "dp_sgd(noise_multiplier=0)+nonorm: noise_multiplier=0, so there is no differential privacy"
+
+
+def test_clients_that_took_part_less_spend_less():
+    pytest.importorskip("opacus")
+    from fedshift.analysis.privacy import describe_sample_guarantee
+
+    rule = dp_sgd(noise_multiplier=2.0, secret=True).rules[0]
+    said = describe_sample_guarantee(rule, {"a": 2, "b": 1, "c": 2})
+    assert said.startswith("(epsilon = 3.19, delta = 1e-05)-differentially private")
+    assert said.endswith("; epsilon = 2.17 after 1 of b")
