@@ -65,7 +65,7 @@ def compute_epsilon(noise_multiplier: float, sampling: float, rounds: int, delta
 
 
 def find_mechanism(parts: Iterable[object]) -> Mechanism | None:
-    """Return the first of ``parts`` (a method's rules) that hides samples in noise; None where none does."""
+    """Return the first of ``parts`` that hides clients (an aggregation) or samples (a rule) in noise, if one does."""
     return next((part for part in parts if isinstance(part, Mechanism)), None)
 
 

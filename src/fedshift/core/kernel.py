@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..nn.dropout import draw_bits, dropout_key
-from ..nn.linear import use_torch_linear, vmapped_lanes
+from ..nn.linear import single_samples
 from ..utils.profiling import timed_section
 from ..utils.state import State, clone, nbytes, pick
 from .plan import Plan, compute_outputs, to_memory_format
@@ -292,7 +292,7 @@ def combine_samples(
             losses.append(loss)
             yield grads
 
-    with use_torch_linear(), vmapped_lanes():
+    with single_samples():
         context = _rule_context(plan, job, plan.combining, key)
         grads = plan.method.rules[plan.combining].combine_samples(differentiate(), context)
     return grads, job.rest, torch.cat(losses).mean()

@@ -17,15 +17,15 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from ..nn.convolution import use_fast_convolutions
-from ..nn.dropout import key_dropouts
-from ..nn.linear import use_fast_linear
+from ..nn.dropout import dropout_key, key_dropouts
+from ..nn.linear import single_samples, use_fast_linear
 from ..utils.errors import UsageError
-from ..utils.state import clone, pick
+from ..utils.state import State, clone, pick
 from ..utils.user_code import describe_error
 from .compatibility import check_compatibility
 from .method import Method
 from .optimizer import Optimizer
-from .plan import Loss, Plan, Precision, forward, to_inputs
+from .plan import Loss, Plan, Precision, compute_outputs, forward, to_inputs
 from .selection import entries, norm_statistics
 from .work import Work
 
@@ -123,7 +123,7 @@ def prepare(
         plan = replace(plan, method=replace(plan.method, aggregate=bind(plan)))
     if sample is not None:
         plan = replace(plan, smallest_batch=_smallest_batch(plan, sample))
-        _refuse_moving_entries(plan, sample)
+        _check_single_samples(plan, sample)
     if plan.work.batch_size is not None and plan.work.batch_size < plan.smallest_batch:
         raise UsageError(
             "batch_size=1, but batch normalization in this model has no variance over one sample: use a batch size of "
@@ -202,21 +202,37 @@ def _smallest_batch(plan: Plan, sample: Tensor) -> int:
     return 1
 
 
-def _refuse_moving_entries(plan: Plan, sample: Tensor) -> None:
-    """Raise :class:`UsageError` where the model writes into an entry as it trains and a rule takes samples apart."""
+def _check_single_samples(plan: Plan, sample: Tensor) -> None:
+    """Raise :class:`UsageError` where a rule combines gradients of single samples, which the model has not.
+
+    It has none if it writes into an entry as it trains, or if ``torch.func`` cannot run it.
+    """
     if plan.combining is None:
         return
-    state, inputs = clone(plan.initial), to_inputs(plan, sample)
+    rule, state, inputs = plan.method.rules[plan.combining], clone(plan.initial), to_inputs(plan, sample)
     if inputs.is_floating_point():  # its values do not matter, and may be zeros
         inputs = torch.linspace(0, 1, inputs.numel(), dtype=inputs.dtype, device=inputs.device).reshape(inputs.shape)
     forward(plan, state, inputs, training=True)
     moved = [name for name, tensor in state.items() if not torch.equal(tensor, plan.initial[name])]
     if moved:
-        rule = plan.method.rules[plan.combining]
         raise UsageError(
             f"method {plan.method.name!r}: the model writes into {moved[0]!r} as it trains, which {rule.source_method} "
             "cannot clip sample by sample: use a model without running statistics"
         )
+
+    def add_outputs(params: State, x: Tensor) -> Tensor:
+        return compute_outputs(plan, {**state, **params}, x[None]).sum()
+
+    differentiate = torch.vmap(torch.func.grad(add_outputs), in_dims=(None, 0), randomness="different")
+    try:
+        with dropout_key(torch.zeros((), dtype=torch.int64, device=inputs.device)), single_samples():
+            differentiate(pick(state, plan.trained), inputs)
+    except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise UsageError(
+            f"method {plan.method.name!r}: {rule.source_method} computes the gradient of each sample by torch.func, "
+            f"which cannot run this model (in {plan.precision}): {reason}"
+        ) from error
 
 
 def _unsupported_sample_error(sample: Tensor, error: Exception) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ..analysis.privacy import Mechanism, describe_guarantee, describe_sample_guarantee, find_mechanism
+from ..analysis.privacy import describe_guarantee, describe_sample_guarantee, find_mechanism
 from ..core.method import Method
 from ..core.plan import Plan
 from ..data.federation import Federation, find_majority_classes
@@ -313,7 +313,7 @@ class Experiment:
                 else f"are measured by the policy unseen={self.settings.unseen}"
             )
             yield f"{method.name}, seed {trial.seed}: clients that never took part {fate}: {which}"
-        if isinstance(mechanism := method.aggregate, Mechanism):
+        if mechanism := find_mechanism((method.aggregate,)):
             share = len(self.settings.draw_participants(trial.seed, 1, trial.clients.names)) / len(trial.clients)
             yield f"{method.name}: {describe_guarantee(mechanism, share, trial.server.round)}"
         if mechanism := find_mechanism(method.rules):

@@ -65,7 +65,7 @@ class PrivateGradients(Rule):
         if self.noise_multiplier:
             sizes = [grad.numel() for grad in total.values()]
             scale = self.noise_multiplier * self.clipping_norm
-            noise = dict(zip(total, self._draw_noise(sum(sizes), context).split(sizes), strict=True))
+            noise = dict(zip(total, torch.split(self._draw_noise(sum(sizes), context), sizes), strict=True))
             total = {name: grad + scale * noise[name].reshape(grad.shape).to(grad) for name, grad in total.items()}
         return {name: grad / samples for name, grad in total.items()}
 

@@ -44,6 +44,13 @@ def vmapped_lanes() -> AbstractContextManager[None]:
 
 
 @contextmanager
+def single_samples() -> Iterator[None]:
+    """Inside the block, layers compute as ``torch.func`` needs it, which takes gradients inside ``torch.vmap``."""
+    with use_torch_linear(), vmapped_lanes():
+        yield
+
+
+@contextmanager
 def _set(switch: ContextVar[bool]) -> Iterator[None]:
     token = switch.set(True)
     try:

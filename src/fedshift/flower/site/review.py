@@ -59,7 +59,7 @@ class TrialReview:
     def privacy(self) -> str:
         """The guarantee of differential privacy, in words."""
         said = []
-        if isinstance(mechanism := self.plan.method.aggregate, Mechanism):
+        if mechanism := find_mechanism((self.plan.method.aggregate,)):
             said.append(describe_guarantee(mechanism, 1.0, self.rounds))
         if mechanism := find_mechanism(self.plan.method.rules):
             said.append(describe_sample_guarantee(mechanism, {"this site": self.rounds * passes_of_round(self.plan)}))
@@ -146,9 +146,7 @@ class SitePolicy(BaseModel):
         if self.rounds is not None and review.rounds > self.rounds:
             raise RefusedMessage(f"this site's policy allows {self.rounds} rounds, not {review.rounds} (rounds)")
         if self.epsilon is not None:
-            mechanism = review.plan.method.aggregate
-            if not isinstance(mechanism, Mechanism):
-                mechanism = None
+            mechanism = find_mechanism((review.plan.method.aggregate,))
             _check_epsilon("epsilon", "dp", self.epsilon, mechanism, review.rounds)
         self._check_samples(review.plan, review.rounds)
 
