@@ -14,7 +14,7 @@ from ..core.plan import Plan
 from ..core.preparation import prepare
 from ..core.selection import batch_norm, buffers, everything, last_layers, norm_layers, norm_statistics, nothing
 from ..models.digits import small_cnn
-from ..nn.surgery import RemoveNorm
+from ..models.fedmmb import fnn2
 from ..results.schema import MethodSummary
 from ..utils.state import nbytes, pick
 
@@ -62,6 +62,8 @@ def summarize_method(plan: Plan) -> MethodSummary:
 class Capabilities:
     """Properties of a method, derived from its plan on a small network with BatchNorm (FedWon's table 7, extended).
 
+    A method that refuses BatchNorm is planned on a network without it.
+
     ``state``: a client's state between rounds, ``""`` where it has none, so that the method suits clients that come and
     go. ``normalization``: the treatment of BatchNorm. ``sent``: the entries that a client uploads. ``up``: their bytes
     relative to FedAvg's. ``has_global``: whether the server holds a whole model.
@@ -76,9 +78,8 @@ class Capabilities:
 
 def find_capabilities(method: Method) -> Capabilities:
     """Derive the properties of ``method``, which may be a custom one."""
-    model, optimizer = small_cnn((1, 8, 8), 10), SGD(lr=0.1)
     refuses = any(rule.requires.separate_samples for rule in method.rules) and not method.surgery
-    model = RemoveNorm()(model) if refuses else model
+    model, optimizer = (fnn2 if refuses else small_cnn)((1, 8, 8), 10), SGD(lr=0.1)
     plan = prepare(method, model, optimizer=optimizer)
     summary, fedavg = (
         summarize_method(each) for each in (plan, prepare(Method(name="fedavg"), model, optimizer=optimizer))
