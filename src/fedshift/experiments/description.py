@@ -1,4 +1,4 @@
-"""Descriptions in words of what an experiment trains, with every ``auto`` and default resolved: for the run's summary and its page."""
+"""Descriptions of what an experiment trains, with every ``auto`` and default resolved, for its summary and its page."""
 
 from __future__ import annotations
 
