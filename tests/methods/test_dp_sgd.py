@@ -24,7 +24,7 @@ from fedshift.experiments.experiment import Experiment
 from fedshift.experiments.settings import Settings
 from fedshift.experiments.trial import Trial
 from fedshift.methods.agc import agc
-from fedshift.methods.dp_sgd import dp_sgd
+from fedshift.methods.dp_sgd import PrivateGradients, dp_sgd
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedmmb import fedmmb
 from fedshift.methods.fedwon import fedwon
@@ -219,6 +219,10 @@ class Counts(nn.Module):
         return x
 
 
+class OtherGradients(PrivateGradients):
+    """Another rule that would be left out in silence."""
+
+
 class Choosy(nn.Linear):
     """Reads its inputs in Python."""
 
@@ -240,6 +244,7 @@ WEIGHTED = CrossEntropy(weights=(1.0, 2.0, 3.0))
         (lambda: dp_sgd(delta=0.0), "delta=0: give"),
         (lambda: plan_of(dp_sgd()), r"'dp_sgd': .* in BatchNorm \(layer '1'\) .*: add gn, ln, nonorm or fedwon"),
         (lambda: plan_of(dp_sgd(dp_sgd(gn()))), "has dp_sgd twice"),
+        (lambda: plan_of(dp_sgd(gn()).with_rule(OtherGradients(1.0, 1.0, 1e-5))), "both combine the gradients"),
         (
             lambda: plan_of(dp_sgd(), nn.Sequential(Counts(), nn.Flatten(), nn.Linear(25, 3)).double()),
             r"'dp_sgd': the model writes into '0\.seen' as it trains, which dp_sgd cannot clip sample by sample",

@@ -25,6 +25,11 @@ def check_compatibility(plan: Plan) -> None:
         if rule.requires.unique and sum(type(other) is type(rule) for other in method.rules) > 1:
             raise UsageError(f"{name} has {rule.source_method} twice: leave one of the two out")
         _check_needs(plan, rule.requires)
+    combining = [rule.source_method for rule in method.rules if _overrides(rule, "combine_samples")]
+    if len(combining) > 1:
+        raise UsageError(
+            f"{name}: {' and '.join(combining)} both combine the gradients of samples: choose one of the two"
+        )
     personalizing = [rule.source_method for rule in method.rules if rule.personalizes]
     if len(personalizing) > 1:
         raise UsageError(f"{name}: {' and '.join(personalizing)} both make the client's model: choose one of the two")
