@@ -147,6 +147,7 @@ def join(
     poll: float | None = None,
     policy: Path | None = None,
     confirm: Annotated[bool, Parameter(negative=())] = False,
+    validate_only: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:
     """Take part in an experiment across machines with the data of one site, which do not leave it.
 
@@ -167,6 +168,7 @@ def join(
         poll: Seconds between two requests to the coordinator; by default Flower's three.
         policy: TOML file of limits, beyond which this site refuses: methods, models, keep, rounds, sites, epsilon.
         confirm: Show each experiment, with the entries that will leave, and ask before its first round.
+        validate_only: Train nothing and upload no entries: measure the models that this site would use.
 
     """
     if (tls is None) != insecure:
@@ -195,7 +197,10 @@ def join(
 
         require_models(export)
     given = str(weights) if weights else None
-    site = Site(data, called, folder, device=device, code=frozenset(code or ()), weights=given, export=export)
+    site = Site(
+        data, called, folder, device=device, code=frozenset(code or ()), weights=given, export=export,
+        validates=validate_only,
+    )  # fmt: skip
     site.policy = SitePolicy.read(policy) if policy else site.policy
     site.confirmation = Confirmation(_ask_to_train) if confirm else None
     if tls:
@@ -213,7 +218,7 @@ def ledger(path: Path, *, as_json: Annotated[bool, Parameter(name="--json", nega
         as_json: Print the entries as JSON, one a line, with all that was told and the digests of what left.
 
     """
-    from ..flower.site.ledger import read_ledger
+    from ..flower.site.ledger import VALIDATES, read_ledger
     from ..report.formatting import format_bytes
 
     console, entries = make_console(), []
@@ -223,10 +228,11 @@ def ledger(path: Path, *, as_json: Annotated[bool, Parameter(name="--json", nega
         if as_json:
             print_line(console, json.dumps({"number": entry.number, "digest": entry.digest, **said}))
             continue
+        role = f" ({VALIDATES})" if said.get("role") == VALIDATES else ""
         round = "" if said["round"] is None else f", round {said['round']}"
         left = ", ".join(f"{kind}: {each['entries']} entries" for kind, each in said["left"].items() if each["entries"])
         what = f"{left}, {format_bytes(entry.bytes)}" if left else "no entries"
-        print_line(console, f"{entry.number} {said['time']} {said['asked']}{round}: {said['answered']}; {what}")
+        print_line(console, f"{entry.number} {said['time']} {said['asked']}{round}: {said['answered']}; {what}{role}")
     if not as_json:
         total = format_bytes(sum(entry.bytes for entry in entries))
         digest = entries[-1].digest if entries else "none"

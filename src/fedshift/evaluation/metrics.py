@@ -23,8 +23,9 @@ from ..utils.state import State
 
 
 def measured_splits(data: Federation) -> tuple[str, ...]:
-    """Return the splits that are measured: test data, and validation data where all clients have some."""
-    return ("test", "validation") if all(client.validation for client in data.clients) else ("test",)
+    """Return the splits that are measured: test data, and validation data where all clients that train have some."""
+    train = [client for client in data.clients if len(client.train)]
+    return ("test", "validation") if all(client.validation for client in train) else ("test",)
 
 
 def evaluate(plan: Plan, state: State, split: Samples, task: Task, classes: int) -> Row:

@@ -151,6 +151,32 @@ class UnseenClientModels:
         return mean.result()
 
 
+def make_lone_state(
+    plan: Plan, server: ServerState, policy: str, name: str, train: Samples, augment: Augmentation | None,
+    measured: tuple[Task, int],
+) -> State | None:  # fmt: skip
+    """Return the model of client ``name`` where no other client's entries are at hand: at a site that never trained.
+
+    Where the server holds a whole model, or lacks nothing but BatchNorm statistics that ``reestimate`` replaces, it is
+    that of :class:`UnseenClientModels`; the parameters are the same. None under ``skip``. Raises :class:`UsageError`
+    naming what is possible where the policy needs other clients' entries, or samples that the client lacks.
+    """
+    if policy == "skip":
+        return None
+    kept = frozenset(entry.name for entry in plan.entries if not norm_statistics(entry)) & plan.personal
+    if policy == "nearest" or (not plan.has_global and (policy != "reestimate" or kept)):
+        possible = "'average', 'reestimate' or 'finetune'" if plan.has_global else "" if kept else "'reestimate'"
+        raise UsageError(
+            f"unseen={policy!r} takes entries that {plan.method.name} keeps at its clients, which never leave them: "
+            "use " + (possible or "a method with a global model, or one that keeps BatchNorm statistics alone (silobn)")
+        )
+    if policy != "average" and len(train) < max(1, plan.smallest_batch):
+        raise UsageError(f"unseen={policy!r} takes training samples, of which client {name!r} has {len(train)}")
+    if not plan.has_global:
+        return reestimate_statistics(plan, {**plan.initial, **pick(server.shared, plan.loaded)}, train)
+    return UnseenClientModels(plan, server, {}, {}, augment, measured).make_state(policy, name, train)
+
+
 class _Moments:
     """Mean and variance of each channel over all batches ``[B, C, ...]`` together (Chan et al. 1979)."""
 

@@ -103,7 +103,8 @@ class Experiment:
                 f"method {private[0]!r}: {self.settings.loss.weights} weights come from all clients' label counts, "
                 "which noise does not hide: give the weights of the classes as numbers"
             )
-        if self.settings.select == "best" and any(client.validation is None for client in self.data.clients):
+        train = [client for client in self.data.clients if len(client.train)]
+        if self.settings.select == "best" and any(client.validation is None for client in train):
             raise UsageError(
                 "select='best' needs validation data, which the clients lack: hold some out (--validation 0.1)"
             )

@@ -110,7 +110,7 @@ class Trial:
             model,
             settings,
             seed,
-            sample=data.clients[0].train.inputs(slice(0, 1)).to(device),
+            sample=members[0].train.inputs(slice(0, 1)).to(device),
             classes=data.classes,
             labels=count_labels(training),
             clients=len(members),
@@ -120,7 +120,8 @@ class Trial:
         check_sizes(self.plan, {client.name: len(client.train) for client in trained_on.clients})
         check_client_count(method.aggregate, len(settings.draw_participants(seed, 1, trained_on.names)))
         if self.plan.personalizes:
-            check_policy(self.plan, settings.unseen, {client.name: client.train for client in data.clients})
+            known = {client.name: client.train for client in data.clients if len(client.train)}
+            check_policy(self.plan, settings.unseen, known)
         self.measured = data.to(device)
         measured = (client for client in self.measured.clients if client.name not in newcomers)
         self.train = {
@@ -218,7 +219,8 @@ class Trial:
             "freeze": str(self.plan.freeze_from),
             "optimizer": str(self.plan.optimizer),
             "participation": str(self.settings.participation),
-            "newcomers": str(self.settings.newcomers),
+            # sites that validate only, which have no training samples, may come at any time
+            "newcomers": str(tuple(name for name in self.settings.newcomers if len(self.data.client(name).train))),
             "unseen": self.settings.unseen,
             "select": self.settings.select,
             "metric": self.settings.metric,

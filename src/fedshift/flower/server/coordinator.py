@@ -156,7 +156,7 @@ class Coordinator:
 
     def run(self) -> bool:
         """Run until the end or until stopped; return whether the end was reached."""
-        members = frozenset(client.name for client in self.population.clients)
+        members = frozenset(client.name for client in self.population.training)
         clients = min(self.min_clients, len(members or self.order) or self.min_clients)
         try:
             self.nodes.wait(clients, self.wait, members or frozenset(self.order) or None)
@@ -193,12 +193,12 @@ class Coordinator:
         )
 
     def _make_experiment(self, data: RemoteFederation) -> Experiment:
-        methods, settings = make_methods(self.spec), make_settings(self.spec, data.names)
+        methods, settings = make_methods(self.spec), self.population.make_settings(self.spec)
         for method in methods:
             if method.pooled:
                 raise UsageError(f"{method.name} needs all data in one place: leave it out across machines")
         names = [method.name for method in methods]
-        counted = all(client.labels for client in self.population.clients)  # where sites were asked to count labels
+        counted = all(client.labels for client in self.population.training)  # where sites were asked to count labels
         if settings.loss and settings.loss.uses_counts and not counted:
             raise UsageError(
                 f"loss {settings.loss}: weights come from numbers of samples by class, which sites count for "
@@ -227,24 +227,24 @@ class Coordinator:
 
     def _admit_waiting(self) -> RemoteFederation:
         """Admit the clients that have connected, except those whose data do not fit the others'; return all clients."""
-        if not self.population.clients:
-            grown = self.population.add_clients(self._find_new(), self.order)
-            data = grown.to_federation(self.spec.classes, self.spec.task)
-        else:
-            grown, data = self.population, self.population.to_federation(self.spec.classes, self.spec.task)
-            for new in self._find_new():
-                try:
-                    wider = grown.add_clients([new], self.order)
-                    found = wider.to_federation(self.spec.classes, self.spec.task)
-                    if found.columns != data.columns:
-                        raise FedshiftError(f"{new.name!r} has {_extra_categories(found, data)}, which the others lack")
-                    if found.fingerprint != data.fingerprint:
-                        raise FedshiftError(f"{new.name!r} has classes that the others lack")
-                except FedshiftError as error:
-                    self.refused.add(new.name)
-                    self.report.notice(f"{new.name} is not admitted: {error}")
-                else:
-                    grown, data = wider, found
+        grown, waiting = self.population, self._find_new()
+        if not grown.clients:  # those that train first, so that the others do not change what is trained
+            grown = grown.add_clients([new for new in waiting if not new.validates], self.order)
+            waiting = [new for new in waiting if new.validates]
+        data = grown.to_federation(self.spec.classes, self.spec.task)
+        for new in waiting:
+            try:
+                wider = grown.add_clients([new], self.order)
+                found = wider.to_federation(self.spec.classes, self.spec.task)
+                if found.columns != data.columns:
+                    raise FedshiftError(f"{new.name!r} has {_extra_categories(found, data)}, which the others lack")
+                if found.fingerprint != data.fingerprint:
+                    raise FedshiftError(f"{new.name!r} has classes that the others lack")
+            except FedshiftError as error:
+                self.refused.add(new.name)
+                self.report.notice(f"{new.name} is not admitted: {error}")
+            else:
+                grown, data = wider, found
         self.population = grown
         grown.write(self.path)
         return data

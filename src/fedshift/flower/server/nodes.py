@@ -101,23 +101,26 @@ class Nodes:
             self.say(f"{name} has left ({len(self._online)} connected)")
 
     def wait(self, number: int, seconds: float, among: frozenset[str] | None = None) -> None:
-        """Wait until ``number`` clients (of those ``among``) are connected.
+        """Wait until ``number`` clients that train (of those ``among``) are connected.
 
         Raises :class:`FedshiftError` naming those that are after ``seconds``, and :class:`StopRequested`.
         """
         until = time.monotonic() + seconds
         while True:
             self.refresh()
-            there = self.online if among is None else self.online & among
+            there = frozenset(name for name in self.online if not self.known[name].validates)
+            there = there if among is None else there & among
             if len(there) >= number:
                 return
             if self.stop.is_set():
                 raise StopRequested(f"stopped while {number} sites were waited for")
             if time.monotonic() > until:
                 names = ", ".join(sorted(there)) or "none"
+                idle = sorted(name for name in self.online if self.known[name].validates)
+                more = f" (not counting {', '.join(idle)}, which validate only)" if idle else ""
                 raise FedshiftError(
                     f"{number} sites must be connected (--min-clients), but after {seconds:g} seconds there are "
-                    f"{len(there)}: {names}. Start the others, and go on with --resume"
+                    f"{len(there)}: {names}{more}. Start the others, and go on with --resume"
                 )
             time.sleep(POLL)
 
@@ -198,7 +201,9 @@ class Nodes:
         if name in self._online and self._online[name].activated > address.activated:
             return
         self.known[name], self._online[name] = described, address
-        self.say(f"{name} is connected, {described.samples['train']} training samples ({len(self._online)} connected)")
+        train, test = described.samples.get("train"), described.samples["test"]
+        does = f"validates only, on {test} test samples" if described.validates else f"{train} training samples"
+        self.say(f"{name} is connected, {does} ({len(self._online)} connected)")
         self.changed()
 
     def _list_nodes(self) -> set[_Address]:

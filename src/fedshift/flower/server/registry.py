@@ -18,11 +18,14 @@ import torch
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from typing_extensions import override
 
+from ...config.spec import CompareSpec, RunSpec
 from ...data.federation import PLURALS, ClientData, Federation
 from ...data.files.images import sort_classes
 from ...data.files.table_schema import MOST_CATEGORIES, Column, feature_offsets
 from ...data.files.tables import format_list, number_classes
 from ...data.samples import Samples
+from ...experiments.factory import make_settings
+from ...experiments.settings import Settings
 from ...tasks import CLASSIFICATION, as_task, describe_task, restore_task
 from ...utils.checked_json import read_checked, write_checked
 from ...utils.errors import FedshiftError, UsageError
@@ -55,6 +58,8 @@ class SiteDescription:
     """The federation's task: its name and fields."""
     scale: str = ""
     """Name of its samples' scaling in :data:`~fedshift.data.sources.SCALES`; empty where its samples determine it."""
+    validates: bool = False
+    """Whether it validates only: it trains nothing, and tells of its samples how many it tests on."""
 
     @staticmethod
     def of(facts: Mapping[str, Any]) -> SiteDescription:
@@ -88,10 +93,12 @@ class SiteDescription:
         if ":" not in str(self.task.get("name")):  # else one of yours, which the settings name
             restore_task(self.task)
         whole = {"train", "test"} <= self.samples.keys() <= {"train", "validation", "test"}
+        if self.validates:
+            whole = self.samples.keys() == {"test"} and self.labels is None
         if not whole or not all(0 < number <= MOST_SAMPLES for number in self.samples.values()):
             raise FedshiftError(
-                f"site {self.name!r} says that it has {dict(self.samples)} samples: it needs some to train on, some to "
-                f"test on, and at most {MOST_SAMPLES} of each"
+                f"site {self.name!r} says that it has {dict(self.samples)} samples: it needs some to train on "
+                f"(unless it validates only), some to test on, and at most {MOST_SAMPLES} of each"
             )
         if len(self.shape) > MOST_AXES:
             raise FedshiftError(f"site {self.name!r} says that its samples have {len(self.shape)} axes")
@@ -144,6 +151,21 @@ class ClientRegistry:
         """Read a registry that :meth:`write` wrote; raise :class:`FedshiftError` where it is damaged."""
         found = read_checked(path, "start a new experiment: without it sites are not known again")
         return ClientRegistry(experiment=found["experiment"], clients=tuple(map(SiteDescription.of, found["clients"])))
+
+    @property
+    def training(self) -> tuple[SiteDescription, ...]:
+        """The clients that train: all but those that validate only."""
+        return tuple(client for client in self.clients if not client.validates)
+
+    @property
+    def validating(self) -> tuple[str, ...]:
+        """Names of the clients that validate only, which are newcomers to the experiment."""
+        return tuple(client.name for client in self.clients if client.validates)
+
+    def make_settings(self, spec: RunSpec | CompareSpec) -> Settings:
+        """Return the settings of ``spec``, by which clients that validate only never train."""
+        made = make_settings(spec, tuple(client.name for client in self.clients))
+        return replace(made, newcomers=tuple(dict.fromkeys((*made.newcomers, *self.validating))))
 
     def write(self, path: Path) -> None:
         """Write the registry atomically."""
@@ -230,7 +252,8 @@ def _make_client(described: SiteDescription, data: Federation) -> ClientData:
         )
         return Samples(x=zero, y=y, rows=torch.zeros(number, dtype=torch.int64))
 
-    return ClientData.from_splits(described.name, {part: split(part, n) for part, n in described.samples.items()})
+    samples = {"train": 0, **described.samples}  # one that validates only has none to train on
+    return ClientData.from_splits(described.name, {part: split(part, n) for part, n in samples.items()})
 
 
 def _spell(task: Mapping[str, Any]) -> str:

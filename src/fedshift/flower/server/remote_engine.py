@@ -104,7 +104,8 @@ class RemoteEngine(Engine):
     def evaluate(self, server: ServerState) -> list[Row]:
         """Return rows of every client that is connected; a client that does not answer has none."""
         plan, data = self.plan, self.federation
-        names = [name for name in data.names if name in self.nodes.online and (plan.has_global or name in self.bases)]
+        all_have = plan.has_global or self.settings.unseen != "skip"
+        names = [name for name in data.names if name in self.nodes.online and (all_have or name in self.bases)]
         entries = plan.sent if plan.has_global else plan.loaded
         enough = min(self.min_clients, len(names))
         rows: dict[str, list[Row]] = {}

@@ -8,7 +8,7 @@ from typing import Never
 
 from ...data.sources import SCALES
 from ...experiments.experiment import Experiment
-from ...experiments.factory import list_seeds, make_methods, make_settings, resolve_model
+from ...experiments.factory import list_seeds, make_methods, resolve_model
 from ...experiments.restoration import AT_SITE, load_spec, select_trials
 from ...results.run_directory import MACHINES, POPULATION
 from ...utils.errors import UsageError
@@ -32,7 +32,7 @@ def load_served(directory: Path) -> Experiment:
     spec = replace(spec, engine="sequential", workers=None, device="cpu", log=None)
     experiment = Experiment(
         methods=make_methods(spec), data=data, model=resolve_model(spec.model, data.sample_shape, data.task),
-        settings=make_settings(spec, data.names), seeds=list_seeds(spec), config=asdict(spec), make_engine=_refuse,
+        settings=registry.make_settings(spec), seeds=list_seeds(spec), config=asdict(spec), make_engine=_refuse,
     )  # fmt: skip
     return select_trials(experiment)
 

@@ -22,14 +22,20 @@ from ...utils.errors import FedshiftError
 from ..transport.exchange import Exchange
 
 FILE = "ledger.jsonl"
+TRAINS, VALIDATES = "trains", "validates only"
+"""Roles of a site."""
 BEGINNING = "0" * 64
 """The value that the first line holds in place of a digest."""
 
 
 class Ledger:
-    """The ledger in ``folder``, to which lines are added; one that was not written whole, by a crash, is removed."""
+    """The ledger in ``folder``, to which lines are added; one that was not written whole, by a crash, is removed.
 
-    def __init__(self, folder: Path) -> None:
+    ``role``: what the site does, in words, on each line.
+    """
+
+    def __init__(self, folder: Path, role: str = TRAINS) -> None:
+        self.role = role
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / FILE
         self._last, self._known = BEGINNING, set[str]()
@@ -45,9 +51,10 @@ class Ledger:
         """Add a line on the question ``asked`` and its ``answer``, which has not left yet."""
         trial = asked.facts.get("trial")
         entry: dict[str, Any] = {
-            "time": datetime.now(UTC).isoformat(timespec="milliseconds"), "run": asked.run, "asked": asked.kind,
-            "round": asked.facts.get("round"), "settings": _digest_json(trial or asked.facts.get("spec")),
-            "answered": answer.kind, "told": dict(answer.facts),
+            "time": datetime.now(UTC).isoformat(timespec="milliseconds"), "role": self.role, "run": asked.run,
+            "asked": asked.kind, "round": asked.facts.get("round"),
+            "settings": _digest_json(trial or asked.facts.get("spec")), "answered": answer.kind,
+            "told": dict(answer.facts),
         }  # fmt: skip
         entry["left"] = {record: self._describe(entries) for record, entries in answer.arrays.items()}
         line = json.dumps({**entry, "previous": self._last}).encode()

@@ -23,8 +23,9 @@ class DataRefused(UsageError):
 
 
 def load_local(
-    data: str, name: str | None, spec: DataSpec, place: Path, columns: tuple[Column, ...] = ()
-) -> Federation:
+    data: str, name: str | None, spec: DataSpec, place: Path, columns: tuple[Column, ...] = (), *,
+    test_alone: bool = False,
+) -> Federation:  # fmt: skip
     """Return the client in ``data`` as a federation of one.
 
     Args:
@@ -34,6 +35,7 @@ def load_local(
         spec: how to read the data.
         place: a folder to work in.
         columns: the merged columns of all sites' tables, by which a table is read; without them, its own.
+        test_alone: read a directory that has a part ``test`` and no ``train`` with ``test`` in the place of both.
 
     Raises:
         UsageError: where the data cannot be read.
@@ -52,7 +54,7 @@ def load_local(
     alone = place / "data"
     alone.mkdir(parents=True, exist_ok=True)
     called = name or (path.resolve().name if path.is_dir() else path.stem)
-    path = _find_table(path)
+    path = _link_test(path, place / "test-alone") if test_alone else _find_table(path)
     link = alone / (called + ("" if path.is_dir() else path.suffix))
     for other in alone.iterdir():
         if other.is_symlink():
@@ -68,6 +70,26 @@ def load_local(
     except UsageError as error:
         raise DataRefused(str(error)) from error
     return made
+
+
+def holds_test_alone(data: str) -> bool:
+    """Return whether ``data`` is a directory that has a part ``test`` and no ``train``."""
+    return (Path(data) / "test").is_dir() and not (Path(data) / "train").exists()
+
+
+def _link_test(path: Path, place: Path) -> Path:
+    """Return directory ``place``, whose parts ``train`` and ``test`` are both the part ``test`` of ``path``."""
+    place.mkdir(exist_ok=True)
+    for part in ("train", "test"):
+        (place / part).unlink(missing_ok=True)
+        (place / part).symlink_to((path / "test").resolve())
+    return place
+
+
+def drop_training(data: Federation) -> Federation:
+    """Return ``data`` without training samples."""
+    none = torch.zeros(0, dtype=torch.int64)
+    return replace(data, clients=tuple(replace(client, train=client.train.take(none)) for client in data.clients))
 
 
 def _find_table(path: Path) -> Path:

@@ -27,6 +27,7 @@ from ...utils.errors import UsageError
 from ...utils.files import open_regular
 from ...utils.state import nbytes, pick
 from ..transport.arrays import RefusedMessage
+from .ledger import VALIDATES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +41,7 @@ class TrialReview:
         rounds: rounds that the settings ask for.
         sites: sites that take part.
         code: functions on this machine that the settings may call.
+        validates: whether the site validates only: nothing is trained here, and no entries leave.
 
     """
 
@@ -49,11 +51,12 @@ class TrialReview:
     rounds: int
     sites: int
     code: frozenset[str] = frozenset()
+    validates: bool = False
 
     @property
     def leaving(self) -> tuple[str, ...]:
         """The entries that leave the site each round."""
-        return tuple(name for name in self.plan.initial if name in self.plan.sent)
+        return tuple(name for name in self.plan.initial if name in self.plan.sent and not self.validates)
 
     @property
     def privacy(self) -> str:
@@ -67,15 +70,19 @@ class TrialReview:
 
     def describe(self) -> str:
         """Return the review as lines of text."""
-        staying = [name for name in self.plan.initial if name not in self.plan.sent]
+        staying = [name for name in self.plan.initial if name not in self.leaving]
+        told = "numbers of samples and steps, training loss, counts of right answers by class"
+        work = f"work of a round: {self.plan.work}; {self.plan.optimizer}"
+        if self.validates:
+            work, told = f"this site {VALIDATES}: nothing is trained here", "counts of right answers by class"
         size = nbytes(pick(self.plan.initial, frozenset(self.leaving)))
         return "\n".join(
             (
                 f"method: {self.plan.method.name}, seed {self.seed}; model: {self.model}",
-                f"rounds: {self.rounds}; sites: {self.sites}; work of a round: {self.plan.work}; {self.plan.optimizer}",
+                f"rounds: {self.rounds}; sites: {self.sites}; {work}",
                 f"leaves each round: {len(self.leaving)} entries, {size:,} bytes: {', '.join(self.leaving) or 'none'}",
                 f"stays here: {', '.join(staying) or 'nothing'}",
-                "also told: numbers of samples and steps, training loss, counts of right answers by class",
+                f"also told: {told}",
                 f"privacy: {self.privacy}",
                 f"functions of yours that may be called: {', '.join(sorted(self.code)) or 'none'}",
             )
@@ -139,12 +146,14 @@ class SitePolicy(BaseModel):
             raise RefusedMessage(
                 f"by this site's policy entry {kept!r} does not leave (keep): use a method that keeps it"
             )
+        if self.rounds is not None and review.rounds > self.rounds:
+            raise RefusedMessage(f"this site's policy allows {self.rounds} rounds, not {review.rounds} (rounds)")
+        if review.validates:  # what the number of sites and noise protect does not leave
+            return
         if self.sites is not None and review.sites < self.sites:
             raise RefusedMessage(
                 f"this site's policy asks for {self.sites} sites, and there are {review.sites} (sites)"
             )
-        if self.rounds is not None and review.rounds > self.rounds:
-            raise RefusedMessage(f"this site's policy allows {self.rounds} rounds, not {review.rounds} (rounds)")
         if self.epsilon is not None:
             mechanism = find_mechanism((review.plan.method.aggregate,))
             _check_epsilon("epsilon", "dp", self.epsilon, mechanism, review.rounds)

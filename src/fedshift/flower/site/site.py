@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -29,6 +29,7 @@ from ...diagnosis.quality import check_data
 from ...engines.engine import Diverged
 from ...engines.sequential import Sequential
 from ...evaluation.metrics import evaluate_clients, evaluate_trained
+from ...evaluation.unseen_clients import make_lone_state
 from ...experiments.client_store import to_client, to_tensors
 from ...experiments.factory import make_methods, make_settings, name_model, resolve_model
 from ...experiments.initial_weights import as_initial_weights
@@ -48,8 +49,8 @@ from ...utils.version import __version__
 from ..server.registry import COLUMNS
 from ..transport.arrays import RefusedMessage, check_state, from_record, to_record
 from ..transport.exchange import Exchange
-from .ledger import Ledger
-from .local_data import DataRefused, load_local, relabel
+from .ledger import TRAINS, VALIDATES, Ledger
+from .local_data import DataRefused, drop_training, holds_test_alone, load_local, relabel
 from .review import Confirmation, SitePolicy, TrialReview
 from .site_model import collect_site_model
 
@@ -175,6 +176,7 @@ class Site:
         say: called with a line of text for each thing done.
         policy: limits of the site, beyond which it refuses.
         confirmation: asks before the first round of each method and seed; None: nobody is asked.
+        validates: whether it validates only: it trains nothing, and measures the models that it would use.
 
     """
 
@@ -182,6 +184,7 @@ class Site:
         self, data: str, name: str | None, folder: Path, *, device: str = "cpu", code: frozenset[str] = frozenset(),
         weights: str | None = None, export: Path | None = None, checked: Checked = lambda asked, _: asked,
         say: Say = lambda _: None, policy: SitePolicy | None = None, confirmation: Confirmation | None = None,
+        validates: bool = False,
     ) -> None:  # fmt: skip
         self.data, self.name, self.folder, self.device = data, name, folder, device
         self.code, self.weights, self.checked, self.say = code, weights, checked, say
@@ -190,6 +193,7 @@ class Site:
         self._sources: dict[str, Federation] = {}
         self._trials: dict[str, _Trial] = {}
         self.policy, self.confirmation = policy or SitePolicy(), confirmation
+        self.validates, self._test_alone = validates, validates and holds_test_alone(data)
         self._ledger: Ledger | None = None
 
     def answer(self, asked: Exchange) -> Exchange:
@@ -198,7 +202,7 @@ class Site:
         An answer of kind ``refused`` says why there is no other.
         """
         answer = self._find_answer(asked)
-        self._ledger = self._ledger or Ledger(self.folder)
+        self._ledger = self._ledger or Ledger(self.folder, VALIDATES if self.validates else TRAINS)
         self._ledger.write(asked, answer)
         return answer
 
@@ -223,26 +227,29 @@ class Site:
     def _describe(self, asked: Exchange) -> Exchange:
         spec = self._make_spec(asked.facts["spec"])
         source = self._load_source(spec)
-        data = encode_targets(prepare_clients(source, spec))
+        data = self._prepare(source, spec)
         try:
-            for line in check_data(data, spec.on_data_error):
+            for line in check_data(data, "ignore" if self._test_alone else spec.on_data_error):
                 self.say(line)
         except UsageError as error:
             raise DataRefused(str(error)) from error
         client = data.clients[0]
+        samples = {name: len(split) for name, split in client.splits.items() if name == "test" or not self.validates}
+        counts = asked.facts["labels"] and data.task == CLASSIFICATION and not self.validates
         facts = {
             "name": client.name, "version": __version__, "shape": data.sample_shape,
             "dtype": str(client.train.dtype).removeprefix("torch."), "classes": data.classes,
             "class_names": source.meanings, "columns": list(map(asdict, source.columns)),
-            "samples": {name: len(split) for name, split in client.splits.items()},
-            "labels": count_labels(data).tolist() if asked.facts["labels"] and data.task == CLASSIFICATION else None,
-            "task": describe_task(data.task),
+            "samples": samples, "labels": count_labels(data).tolist() if counts else None,
+            "task": describe_task(data.task), "validates": self.validates,
             "scale": next((name for name, scale in SCALES.items() if scale == client.train.normalization), ""),
         }  # fmt: skip
         texts = [f"{column.name} ({', '.join(column.categories)})" for column in source.columns if column.categories]
         if texts:
             self.say(f"the coordinator is told the columns' names, and the categories of {'; '.join(texts)}")
-        self.say(f"in touch with the coordinator as {client.name!r}, {len(client.train)} training samples")
+        does = f"{VALIDATES}, on {len(client.test)} test samples"
+        does = does if self.validates else f"{len(client.train)} training samples"
+        self.say(f"in touch with the coordinator as {client.name!r}, {does}")
         return Exchange(kind="described", facts=facts)
 
     def export_latest(self) -> None:
@@ -266,6 +273,8 @@ class Site:
                 self.say(f"the model of {trial.plan.method.name} is not exported: {error}")
 
     def _train(self, asked: Exchange) -> Exchange:
+        if self.validates:
+            raise RefusedMessage(f"this site {VALIDATES} (join --validate-only): it trains nothing")
         trial = self._trial(asked.facts["trial"])
         server, base = self._broadcast(trial.plan, trial.plan.loaded, asked)
         round = server.round + 1
@@ -296,11 +305,14 @@ class Site:
         trial = self._trial(asked.facts["trial"])
         plan, data = trial.plan, trial.data
         server, base = self._broadcast(plan, plan.sent if plan.has_global else plan.loaded, asked)
-        own = None
         if base or not plan.personalizes:
-            own = personal_state(plan, trial.kept.load_after(base), server)
+            own: State | None = personal_state(plan, trial.kept.load_after(base), server)
+        else:
+            own = self._make_unseen_state(trial, server)
+        if own is not None:
             trial.kept.export_model(own, server.round)
-        rows = evaluate_clients(plan, server, data, tuple(asked.facts["splits"]), lambda _: own)
+        splits = ("test",) if self.validates else tuple(asked.facts["splits"])
+        rows = evaluate_clients(plan, server, data, splits, lambda _: own)
         if own is not None:
             self._latest = _Measured(trial=trial, state=own, round=server.round, rows=tuple(rows))
             if server.round == trial.settings.rounds:
@@ -315,6 +327,17 @@ class Site:
                 said = f"{METRICS[metric]} {factor * value:.{digits}f} {'%' if unit == 'percent' else unit}"
                 self.say(f"{plan.method.name}, after round {server.round}: {said} here")
         return Exchange(kind="evaluated", facts={"name": trial.kept.name, "round": server.round, "rows": rows})
+
+    def _make_unseen_state(self, trial: _Trial, server: ServerState) -> State | None:
+        """Return the model of a client that never trained, by the experiment's policy; None where it makes none."""
+        policy, client, data = trial.settings.unseen, trial.data.clients[0], trial.data
+        if self.validates and policy.startswith("finetune"):
+            raise RefusedMessage(
+                f"this site {VALIDATES}, and unseen={policy!r} trains: use unseen='average' or 'reestimate'"
+            )
+        measured = data.task, data.classes
+        augment = trial.settings.augment
+        return make_lone_state(trial.plan, server, policy, client.name, client.train, augment, measured)
 
     def _broadcast(self, plan: Plan, names: frozenset[str], asked: Exchange) -> tuple[ServerState, int]:
         """Return the broadcast, its entries ``names`` checked against the plan, and the client's base."""
@@ -337,7 +360,7 @@ class Site:
         classes = int(asked["classes"])
         columns = COLUMNS.validate_python(asked["columns"])
         source = relabel(self._load_source(spec, columns), classes, asked["class_names"])
-        data = encode_targets(prepare_clients(source, spec)).to(torch.device(self.device))
+        data = self._prepare(source, spec).to(torch.device(self.device))
         client, seed = data.clients[0], int(asked["seed"])
         with trust_only(self.code):
             method, model = (
@@ -346,7 +369,7 @@ class Site:
             )
             settings = make_settings(spec, ()).for_task(data.task)
         plan = make_plan(
-            method, model, settings, seed, sample=client.train.inputs(slice(0, 1)), classes=classes,
+            method, model, settings, seed, sample=client.test.inputs(slice(0, 1)), classes=classes,
             labels=torch.tensor(asked["labels"] or [0] * classes), clients=int(asked["clients"]), task=data.task,
         )  # fmt: skip
         review = TrialReview(
@@ -356,6 +379,7 @@ class Site:
             rounds=settings.rounds,
             sites=int(asked["clients"]),
             code=self.code,
+            validates=self.validates,
         )
         self.policy.check(review)
         if self.confirmation:
@@ -376,8 +400,18 @@ class Site:
         if key not in self._sources:
             with trust_only(self.code):
                 as_task(spec.task or CLASSIFICATION)  # raises for a class of this machine that nobody allowed
-            self._sources = {key: load_local(self.data, self.name, spec, self.folder, columns)}
+            alone = self._test_alone
+            self._sources = {key: load_local(self.data, self.name, spec, self.folder, columns, test_alone=alone)}
         return self._sources[key]
+
+    def _prepare(self, source: Federation, spec: DataSpec) -> Federation:
+        """Return the data split, scaled and checked; without training samples where there are test samples alone."""
+        if not self._test_alone:
+            return encode_targets(prepare_clients(source, spec))
+        if spec.normalize == "client":
+            raise UsageError("normalize='client' scales by training images, of which this site has none: add some")
+        alone = replace(spec, samples=None, validation=DataSpec.validation, allow_single_class=True)
+        return drop_training(encode_targets(prepare_clients(source, alone)))
 
     def _make_spec(self, given: Mapping[str, Any]) -> RunSpec | CompareSpec:
         """Return the settings that a coordinator sent, with those that concern only this machine replaced."""
