@@ -77,7 +77,8 @@ def test_every_fedshift_command_is_understood(commands, monkeypatch):
             assert command.__module__ in ("fedshift.cli.app", *(f"fedshift.cli.{part}" for part in parts))
             known = "spec output directory model method what where name out json leave_out"
             adapting = "run data clients policies rounds unlabeled save methods seeds device own client onnx"
-            across = "address as_json config data days host insecure key log min_clients names nodes path port resume"
+            across = "address as_json config data days host insecure key log min_clients names nodes path port"
+            across += " resume validate_only"
             papers = "tls table seeds scale version clients samples dimension width heterogeneity seed steps layer"
             assert set(bound.arguments) <= {*known.split(), *adapting.split(), *across.split(), *papers.split()}
 
