@@ -15,6 +15,14 @@ SELF = {
     "nothing": ({"samples": {}}, "site 'photo' says that it has {} samples"),
     "no samples": ({"samples": {"train": 0}}, "site 'photo' says that it has {'train': 0} samples"),
     "no test": ({"samples": {"train": 24}}, "site 'photo' says that it has {'train': 24} samples"),
+    "training samples of one that validates": (
+        {"validates": True, "labels": None},
+        "site 'photo' says that it has {'train': 24, 'test': 9} samples: it needs some to train on",
+    ),
+    "labels of one that validates": (
+        {"validates": True, "samples": {"test": 9}},
+        "site 'photo' says that it has {'test': 9} samples: it needs some to train on",
+    ),
     "another part": ({"samples": {"train": 24, "test": 9, "x": 1}}, "site 'photo' says that it has {'train': 24, 'te"),
     "more than memory": ({"samples": {"train": 10**12, "test": 1}}, "site 'photo' says that it has"),
     "another type": ({"dtype": "uint9"}, "site 'photo' says that its samples are uint9"),

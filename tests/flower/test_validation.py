@@ -162,6 +162,22 @@ def test_ledger_and_confirmation_say_that_it_validates_only(tmp_path, machine, c
     assert "evaluated; no entries (validates only)" in cli("ledger", tmp_path / HELD).out
 
 
+def test_the_command_line_makes_such_a_site(tmp_path, cli, monkeypatch):
+    made = []
+    monkeypatch.setattr("fedshift.flower.site.join.join", lambda link, site, *_: made.append(site) or 0)
+    given = ("join", "localhost:1", "--data", tmp_path, "--insecure", "--state", tmp_path / "state")
+    assert [cli(*given).code, cli(*given, "--validate-only").code] == [0, 0]
+    assert [site.validates for site in made] == [False, True]
+
+
+def test_the_report_has_its_column(tmp_path, machine, cli):
+    spec = spec_for("fedavg")
+    serve(spec, grid_of(spec, tmp_path), tmp_path / "served")
+    assert cli("report", tmp_path / "served").code == 0
+    assert HELD in (tmp_path / "served" / "report.html").read_text()
+    assert HELD in (tmp_path / "served" / "tables" / "accuracy.csv").read_text()
+
+
 @pytest.fixture
 def image_sites(tmp_path):
     """A site for each of four directories of class folders; ``worn`` validates only, and has test images alone."""
