@@ -133,6 +133,7 @@ def test_a_policy_that_it_cannot_follow_is_refused_by_name_and_the_others_train(
     heard = serve(spec, grid_of(spec, tmp_path), tmp_path / "served")
     (refusal,) = (text for text in heard.notices if "worn is not measured" in text)
     assert why in refusal
+    assert any(f"by the policy unseen={unseen} where their sites can follow it: worn" in text for text in heard.notices)
     assert [done.participants for done in heard.rounds] == [TRAINING] * 2
 
 

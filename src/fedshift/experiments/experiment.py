@@ -312,6 +312,7 @@ class Experiment:
                 f"are not counted (--unseen {MAKING} gives them a model)"
                 if self.settings.unseen == "skip"
                 else f"are measured by the policy unseen={self.settings.unseen}"
+                + (" where their sites can follow it" if self.make_engine else "")
             )
             yield f"{method.name}, seed {trial.seed}: clients that never took part {fate}: {which}"
         if mechanism := find_mechanism((method.aggregate,)):
