@@ -147,7 +147,7 @@ def test_it_refuses_to_train_whoever_asks(tmp_path, machine):
 
 
 def test_ledger_and_confirmation_say_that_it_validates_only(tmp_path, machine, cli):
-    (tmp_path / "policy.toml").write_text('keep = ["*"]\nsites = 9\nepsilon = 1.0\nrounds = 2')
+    (tmp_path / "policy.toml").write_text('keep = ["*"]\nsites = 9\nepsilon = 1.0\nsample_epsilon = 1.0\nrounds = 2')
     shown, spec = [], spec_for("fedavg")
     asks = Confirmation(lambda text: shown.append(text) or True)
     grid = grid_of(spec, tmp_path, policy=SitePolicy.read(tmp_path / "policy.toml"), confirmation=asks)
@@ -156,6 +156,7 @@ def test_ledger_and_confirmation_say_that_it_validates_only(tmp_path, machine, c
     assert len(shown) == 1
     assert "this site validates only: nothing is trained here" in shown[0]
     assert "leaves each round: 0 entries, 0 bytes: none" in shown[0]
+    assert "privacy: nothing is trained on these data; counts are told without noise" in shown[0]
     entries = list(read_ledger(tmp_path / HELD))
     assert {entry.content["role"] for entry in entries} == {"validates only"}
     assert not sum(entry.bytes for entry in entries)

@@ -61,6 +61,8 @@ class TrialReview:
     @property
     def privacy(self) -> str:
         """The guarantee of differential privacy, in words."""
+        if self.validates:
+            return "nothing is trained on these data; counts are told without noise"
         said = []
         if mechanism := find_mechanism((self.plan.method.aggregate,)):
             said.append(describe_guarantee(mechanism, 1.0, self.rounds))
