@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # networks this small gain nothing from threads
 
+import hypothesis
 import numpy as np
 import pytest
 import torch
@@ -21,6 +23,12 @@ from fedshift.config.spec import CompareSpec, RunSpec
 from fedshift.data.federation import Federation, federation
 from fedshift.experiments.factory import make_experiment
 from fedshift.experiments.observer import Observer
+
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # begun in the background of a script: so would what tests start
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 gc.disable()  # until all tests are known: they and modules stay, so that looking for garbage among them finds none
 

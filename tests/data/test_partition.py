@@ -56,7 +56,7 @@ CHANGES = {
 }
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     name=st.sampled_from(sorted(CHANGES)),
     clients=st.integers(1, 7),

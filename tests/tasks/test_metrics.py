@@ -125,7 +125,7 @@ def test_the_area_under_the_curve_needs_both_values_of_every_label():
     assert MULTILABEL.count(predictions, y, 2)["auc"] is None
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.sampled_from(TASKS), st.integers(0, 10**6), st.lists(st.integers(1, 6), min_size=2, max_size=4))
 def test_counts_of_parts_add_up_to_those_of_the_whole(task, seed, sizes):
     predictions, y = draw(task, sum(sizes), 3, seed)

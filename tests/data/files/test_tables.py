@@ -107,7 +107,7 @@ def test_large_numbers_that_differ_little_keep_their_differences(read):
         np.testing.assert_allclose(client.train.x[:, 1].double().mean(), 0, atol=1e-6)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=20, deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=20)
 @given(
     changed=st.lists(st.just(np.nan) | st.floats(-1e6, 1e6), min_size=18, max_size=18),
     pain=st.lists(st.sampled_from([None, "typical", "atypical", "none at all"]), min_size=18, max_size=18),
