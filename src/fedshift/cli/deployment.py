@@ -93,7 +93,8 @@ def serve(
         tls: Directory that `fedshift pki init` made, or the coordinator's part of it.
         insecure: Plain text and no keys, in place of --tls; listens on this machine only.
         force_insecure: With --insecure, listen for other machines too: anyone on the way can read and change models.
-        host: Address to listen on; by default 0.0.0.0, all of this machine's, or 127.0.0.1 with --insecure.
+        host: Address to listen on; by default 0.0.0.0, all of this machine's in IPv4 (`::` in IPv6), or 127.0.0.1 with
+            --insecure.
         port: Port to listen on.
         round_timeout: Seconds after which a round is closed with the uploads received.
         wait: Seconds to wait for the first --min-clients sites.
@@ -166,7 +167,8 @@ def join(
         weights: File of the weights from which the experiment starts, where it does: the coordinator's.
         export: Directory for the site's model after the last round, with a model card, as of `fedshift export`.
         poll: Seconds between two requests to the coordinator; by default Flower's three.
-        policy: TOML file of limits, beyond which this site refuses: methods, models, keep, rounds, sites, epsilon.
+        policy: TOML file of limits, beyond which this site refuses: methods, models, keep, rounds, sites, epsilon,
+            sample_epsilon.
         confirm: Show each experiment, with the entries that will leave, and ask before its first round.
         validate_only: Train nothing and upload no entries: measure the models that this site would use.
 
