@@ -126,9 +126,7 @@ def _check_separate_samples(plan: Plan, what: str) -> None:
             )
     for rule in plan.method.rules:
         if _overrides(rule, "transform_loss"):
-            raise UsageError(
-                f"{name}: {what} of its own loss, which {rule.source_method} changes: leave one of the two out"
-            )
+            raise UsageError(f"{name}: {what}, and {rule.source_method} changes the loss: leave one of the two out")
     if isinstance(plan.loss, CrossEntropy) and plan.loss.weights is not None:
         raise UsageError(
             f"{name}: {what}, but {plan.loss} is divided by the weights of a batch, which cancel in one sample: use "

@@ -272,7 +272,7 @@ def combine_samples(
 ) -> tuple[State, State, Tensor]:
     """Return what a rule makes of the gradients of a batch's samples, ``rest`` as it is, and the mean data loss. Pure.
 
-    Arguments as of :func:`compute_objective`. Each sample is a batch of its own, with a key of its own, and no buffer
+    Arguments as of :func:`compute_objective`. Each sample is a separate batch with a separate key, and no buffer
     that its forward pass writes is kept. As many samples are differentiated together as ``SAMPLE_GRADIENTS`` holds.
     """
     assert plan.combining is not None

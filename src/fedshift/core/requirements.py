@@ -26,7 +26,7 @@ class Requirements:
             harm done to others.
         step_budget: The part reads the number of steps of the round, so that clients with different numbers cannot be
             stepped together.
-        separate_samples: The gradient of each sample is that of its own loss alone: no BatchNorm, no loss that is
+        separate_samples: The gradient of each sample is that of its loss alone: no BatchNorm, no loss that is
             divided by the weights of a batch, and no rule that changes the loss. Begins the refusal: what the
             part does.
         min_clients: Clients that must take part in a round.

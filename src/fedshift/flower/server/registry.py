@@ -59,7 +59,7 @@ class SiteDescription:
     scale: str = ""
     """Name of its samples' scaling in :data:`~fedshift.data.sources.SCALES`; empty where its samples determine it."""
     validates: bool = False
-    """Whether it validates only: it trains nothing, and tells of its samples how many it tests on."""
+    """True for a site that validates only: it trains nothing, and reports its number of test samples alone."""
 
     @staticmethod
     def of(facts: Mapping[str, Any]) -> SiteDescription:

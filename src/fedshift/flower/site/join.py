@@ -64,7 +64,7 @@ class CoordinatorLink:
 
     @property
     def route(self) -> str:
-        """Where a proxy is on the way, a remark on it."""
+        """A remark on the proxy that is on the way, empty if there is none."""
         host = self.address.rpartition(":")[0].strip("[]")
         proxy = find_proxy(host, secured=self.tls is not None)
         return f" by the proxy {proxy}, as the environment says (NO_PROXY={host} goes there directly)" if proxy else ""

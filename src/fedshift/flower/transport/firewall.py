@@ -81,7 +81,7 @@ class Firewall:
 
 
 class UploadLimits:
-    """How many bytes each node, by its public key, may send in answer to the questions of the moment.
+    """Numbers of bytes that each node, by its public key, may send in answer to the current questions.
 
     The coordinator's app writes that number to a file whenever it asks (:func:`allow_uploads`).
     """
