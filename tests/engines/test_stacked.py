@@ -14,6 +14,8 @@ from fedshift.data.augmentation import parse_augmentation
 from fedshift.data.federation import federation
 from fedshift.engines import stacked, stepper
 from fedshift.engines.cost_model import measure_activations
+from fedshift.engines.deferral import hold
+from fedshift.engines.engine import Diverged
 from fedshift.engines.stacked import Stacked
 from fedshift.experiments.settings import Settings
 from fedshift.experiments.trial import Trial
@@ -328,3 +330,88 @@ def test_batches_of_all_samples_are_gathered_once_unless_they_are_written_to(lay
     for running in (one, other):
         running.train["c1"].x.mul_(2)
     assert_equal_rounds(one, other, rounds=1)
+
+
+FEW = {"work": Work(batch_size=4, epochs=2), "sizes": (18, 18, 18)}
+
+
+def wide(*, middle=(), bias=True):
+    """Two layers of 34,560 and 102,400 weights, with an odd one of 960."""
+
+    def make(shape, classes):
+        torch.manual_seed(6)
+        first = nn.Linear(108, 320, bias=bias)
+        layers = nn.Flatten(), first, nn.BatchNorm1d(320), nn.Tanh(), *middle, nn.Linear(320, 320), nn.Dropout(0.2)
+        return nn.Sequential(*layers, nn.ReLU(), nn.Linear(320, classes)).double()
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("method", "model", "changes", "held"),
+    [
+        (fedavg(), wide(), {}, {"1.weight", "4.weight"}),
+        (fedbn(), wide(bias=False), {"participation": 2}, {"1.weight", "4.weight"}),
+        (silobn(), wide(), {"augment": parse_augmentation("flip(), crop(padding=1)")}, {"1.weight", "4.weight"}),
+        (fedadam(), wide(), {}, {"1.weight", "4.weight"}),
+        (fedavg(), wide(), {"work": Work(batch_size=4, epochs=5)}, {"4.weight"}),  # 90 rows cost more than the first
+        (fedavg(), wide(), {"sizes": (18, 13, 18)}, set()),
+    ],
+    ids=["fedavg", "fedbn sampled", "silobn augmented", "fedadam", "many rows", "unequal clients"],
+)
+def test_lanes_hold_back_updates_of_large_layers(method, model, changes, held, monkeypatch):
+    seen = []
+    monkeypatch.setattr(stacked, "hold", lambda params, held, rows: seen.append(set(held)) or hold(params, held, rows))
+    one, other = (trial(engine, method, model, **{**FEW, **changes}) for engine in ("sequential", "stacked"))
+    seen.clear()  # those of trials
+    assert_equal_rounds(one, other)
+    assert seen
+    assert all(each == held for each in seen)
+
+
+class Twice(nn.Module):
+    """Calls a layer twice, another one on sequences, and reads the weight of a third."""
+
+    def __init__(self, shape, classes):
+        super().__init__()
+        torch.manual_seed(7)
+        self.twice, self.sequence, self.read = (nn.Linear(size, 320).double() for size in (320, 36, 320))
+        self.first, self.last = nn.Linear(108, 320).double(), nn.Linear(320, classes).double()
+
+    def forward(self, x):
+        z = self.twice(self.twice(self.first(x.flatten(1)).tanh()).tanh())
+        z = z + self.sequence(x.flatten(2)).mean(1) + self.read.weight.mean(0)
+        return self.last(self.read(z))
+
+
+def test_layers_that_are_no_single_product_hold_nothing_back():
+    one, other = (trial(engine, fedavg(), Twice, **FEW) for engine in ("sequential", "stacked"))
+    assert other.engine._holdable == {"first.weight"}
+    assert_equal_rounds(one, other)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"optimizer": SGD(lr=0.1, momentum=0.9)}, {"optimizer": AdamW(lr=0.01)}, {"work": Work(batch_size=17, epochs=1)}],
+    ids=["momentum", "adamw", "large batches"],
+)
+def test_only_small_steps_of_plain_sgd_hold_updates_back(changes):
+    assert not trial("stacked", fedavg(), wide(), **{**FEW, **changes}).engine._holdable
+    for method in (scaffold(), median(), single(), agc(fedavg(), clip=0.05)):
+        assert not trial("stacked", method, wide(), **FEW).engine._holdable
+
+
+def test_equal_values_stay_exactly_equal_where_updates_are_held_back():
+    running = trial("stacked", fedavg(), lambda *size: wide()(*size).float(), **FEW, optimizer=SGD(lr=0.0))
+    before = clone(running.server.shared)
+    assert running.engine._holdable
+    running.advance()
+    for name in running.engine._holdable:
+        assert torch.equal(running.server.shared[name], before[name])
+
+
+def test_a_client_that_diverges_is_named_where_updates_are_held_back():
+    running = trial("stacked", fedavg(), lambda *size: wide()(*size).float(), **FEW, optimizer=SGD(lr=1e29))
+    assert running.engine._holdable
+    with pytest.raises(Diverged, match=r"client 'c0', round 1, step \d of 10"):
+        running.advance()

@@ -22,10 +22,11 @@ from ..utils.processors import available_processors
 from ..utils.state import nbytes, pick
 from ..utils.version import find_newest_source
 from .cost_model import count_operations, limit_threads, time_in_turns
+from .deferral import choose_held
 from .engine import Data, Diverged, Engine
 from .identity import Identity
 from .process_pool import Pool
-from .stacked import Stacked, count_lanes, count_threads, find_shared, prepare_steps
+from .stacked import Stacked, count_lanes, count_threads, find_holdable, find_shared, prepare_steps, sizes_of_round
 
 LITTLE = 1e11
 """Total operations below which a run takes about a second on any engine."""
@@ -170,7 +171,10 @@ def _time_engines(
     key = torch.zeros((), dtype=torch.int64, device=split.y.device)
     job = client_init(plan, init_client(plan), init_server(plan), planned_steps=1)
     shared = frozenset() if apart else find_shared(plan, data)
-    width = count_lanes(plan, data, clients, shared)
+    holdable = frozenset[str]() if apart or shared else find_holdable(plan, data)
+    sizes = sizes_of_round(plan, len(split)) if len(set(map(len, data.values()))) == 1 else []
+    held = choose_held(plan, holdable, sizes)
+    width = count_lanes(plan, data, clients, shared or frozenset(held), sum(sizes) if held else 0)
     stackable = width > 1 and Stacked.refusal(plan, data) is None
     whole = _fits_identity(plan, data, apart=apart)  # then whole rounds are timed, since drawing batches costs as much
     names = tuple(data)[: min(clients, MANY)]
@@ -185,7 +189,9 @@ def _time_engines(
             elif stackable:
                 chunks = count_threads(steps)
                 lanes = min(width, ceil(clients / chunks))
-                several = prepare_steps(plan, data, lanes, chunks, batch, steps=SEVERAL, shared=shared)
+                lanes = ceil(clients / (ceil(clients / lanes / chunks) * chunks))
+                kind = {"shared": shared, "held": held, "rows": sum(sizes)}
+                several = prepare_steps(plan, data, lanes, chunks, batch, steps=SEVERAL, **kind)  # type: ignore[arg-type]
                 works[f"stacked{how}"], each[f"stacked{how}"] = _limit(threads, several), SEVERAL * lanes * chunks
     found = {name: took / each.get(name, 1) for name, took in time_in_turns(works, TURNS, SHORT).items()}
     if processes > 1 and Pool.refusal(plan, data, augment) is None:

@@ -1,4 +1,4 @@
-"""Steps of plain SGD that hold back the updates of large linear layers while batches are small.
+"""Steps of plain SGD that hold back the updates of large linear layers while batches are small, alone and in lanes.
 
 How it is done, and why, says :mod:`fedshift.nn.deferred`. The steps of a round differ from
 :func:`fedshift.core.kernel.client_step_` by rounding, and depend on that round alone, so that a resumed run and another
@@ -7,7 +7,7 @@ process round alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -17,12 +17,15 @@ from torch import Tensor, nn
 from ..core.kernel import LocalTrainingState, compute_objective, update_
 from ..core.plan import Plan, to_memory_format
 from ..core.rule import Rule
-from ..nn.deferred import FEW, HeldUpdates
-from ..nn.linear import ALONE, FastLinear
+from ..nn.deferred import FEW, HeldUpdates, LaneUpdates
+from ..nn.linear import ALONE, chosen_products
 from ..utils.profiling import timed_section
+from ..utils.state import State
 
 LEAST = 2**20
 """Weights below which a layer is updated at every step: they stay in the processor's cache."""
+LARGE = 2**15
+"""Weights below which a layer of lanes is."""
 Step = Callable[[Plan, LocalTrainingState, Tensor, Tensor, Tensor], tuple[LocalTrainingState, Tensor]]
 
 
@@ -50,21 +53,47 @@ def deferred_steps(plan: Plan, job: LocalTrainingState, usual: Step) -> Iterator
 
 def _hold(plan: Plan, job: LocalTrainingState) -> dict[str, HeldUpdates]:
     """Return the weights whose updates are to be held back, by name; none where a rule might look at them."""
-    if any(type(rule).transform_loss is not Rule.transform_loss for rule in plan.method.rules):
+    if (plan.work.batch_size or FEW + 1) > FEW or not _looks_at_no_weights(plan):
         return {}
-    if not plan.subtracts or plan.precision != "float32" or (plan.work.batch_size or FEW + 1) > FEW:
-        return {}
-    layers = {id(layer._parameters): layer for layer in plan.layers if isinstance(layer, nn.Linear)}
     return {
-        name: HeldUpdates(job.params[name], fast=not _chosen(layers[id(held)]).isdisjoint(ALONE))
-        for held, key, name in plan.slots
-        if key == "weight" and id(held) in layers and name in job.params
-        if job.params[name].is_cpu and job.params[name].numel() >= LEAST
+        name: HeldUpdates(job.params[name], fast=not chosen_products(layer).isdisjoint(ALONE))
+        for name, layer in _linear_layers(plan)
+        if name in job.params and job.params[name].is_cpu and job.params[name].numel() >= LEAST
     }
 
 
-def _chosen(layer: nn.Linear) -> frozenset[str]:
-    return layer._chosen if isinstance(layer, FastLinear) else frozenset()
+def choose_held(plan: Plan, names: frozenset[str], sizes: Sequence[int]) -> dict[str, frozenset[str]]:
+    """Return what lanes with batches of ``sizes`` hold back for a round: weights that cost more than their updates.
+
+    Among ``names``; each with the products that its layer forms by oneDNN.
+    """
+    if max(sizes, default=FEW + 1) > FEW or not _looks_at_no_weights(plan):
+        return {}
+    shapes = {name: plan.initial[name].shape for name in names}
+    return {
+        name: chosen_products(layer)
+        for name, layer in _linear_layers(plan)
+        if name in names and LARGE <= shapes[name].numel() >= sum(sizes) * sum(shapes[name])
+    }
+
+
+def hold(params: State, held: Mapping[str, frozenset[str]], rows: int) -> Mapping[str, LaneUpdates]:
+    """Return what is to hold ``rows`` rows of the updates of the parameters ``held``, in which lanes are equal."""
+    return {
+        name: LaneUpdates(params[name][0].contiguous(), len(params[name]), rows, fast) for name, fast in held.items()
+    }
+
+
+def _looks_at_no_weights(plan: Plan) -> bool:
+    """Return whether steps are plain SGD, in float32 or more, whose rules act on no weights."""
+    same = all(type(rule).transform_loss is Rule.transform_loss for rule in plan.method.rules)
+    return same and plan.subtracts and plan.precision == "float32"
+
+
+def _linear_layers(plan: Plan) -> list[tuple[str, nn.Linear]]:
+    """Return the linear layers by the names of their weights; a weight of several, several times."""
+    layers = {id(layer._parameters): layer for layer in plan.layers if isinstance(layer, nn.Linear)}
+    return [(name, layers[id(held)]) for held, key, name in plan.slots if key == "weight" and id(held) in layers]
 
 
 def _step(

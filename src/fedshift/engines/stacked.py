@@ -5,8 +5,9 @@ chunks whose parameters fit the processor's cache, each chunk on one thread and 
 chunk have batches of the same size, the step is recorded once (:mod:`fedshift.engines.tape`) and run many times; under
 plain SGD, a gradient that is a product goes straight into the parameters. Which steps these are depends on the round's
 clients alone, so that a resumed run rounds alike. A client that has done its steps leaves, so that no batch is padded
-and nothing is masked. Where uploads are only summed, a chunk makes nothing but their sum; where lanes take one step of
-SGD, besides, they have no parameters of their own but those that they keep to themselves.
+and nothing is masked. Where uploads are only summed, a chunk makes nothing but their sum: where lanes take one step of
+SGD, they have no parameters of their own but those that they keep to themselves, and where they take several on few
+samples, large linear layers hold back their updates for the round, so that all lanes multiply by the same weights.
 """
 
 from __future__ import annotations
@@ -43,16 +44,18 @@ from ..core.rule import Rule
 from ..core.server_round import sums_suffice
 from ..data.augmentation import Augmentation
 from ..data.samples import Samples, are_alike, gather_rows
+from ..nn.deferred import FEW
 from ..nn.dropout import KeyedDropout
 from ..utils.profiling import timed_section
 from ..utils.state import State, drop_equal, nbytes, pick
 from ..utils.threads import map_in_threads
 from .cost_model import measure_activations
+from .deferral import choose_held, hold
 from .engine import Batches, ClientResult, Data, Engine, refuse_divergence
 from .sequential import Sequential
-from .stepper import Stack, Stepper, replace_parts
+from .stepper import Held, Stack, Stepper, replace_parts
 
-CACHE = 2**23
+CACHE = 2**24
 """Bytes of trained parameters that are stepped together."""
 ACTIVATIONS = 2**27
 """Bytes of layers' outputs that are held at a time."""
@@ -83,6 +86,7 @@ class Stacked(Engine):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._shared = frozenset() if self.apart else find_shared(self.plan, self.data)
+        self._holdable = frozenset() if self.apart or self._shared else find_holdable(self.plan, self.data)
         self.width = count_lanes(self.plan, self.data, len(self.data), self._shared)
         self._stepper = Stepper(self.plan, self._shared)
         self._whole = _WholeBatches()
@@ -107,25 +111,34 @@ class Stacked(Engine):
         lanes.sort(key=lambda lane: (len(lane.batches), lane.sizes), reverse=True)
         on_cpu = next(iter(self.data.values())).y.device.type == "cpu"
         threads = count_threads(len(lanes[0].batches)) if on_cpu else 1
-        width = min(self.width, ceil(len(lanes) / threads))
         groups = [list(alike) for _, alike in groupby(lanes, lambda lane: lane.sizes)] if self._shared else [lanes]
+        held, width, sizes = dict[str, frozenset[str]](), self.width, lanes[0].sizes
+        if sizes == lanes[-1].sizes and (held := choose_held(self.plan, self._holdable, sizes)):
+            width = count_lanes(self.plan, self.data, len(lanes), frozenset(held), sum(sizes))
+        count = ceil(len(lanes) / width / threads) * threads  # all threads have as much to do
+        width = ceil(len(lanes) / count)
         chunks = [lanes[start : start + width] for lanes in groups for start in range(0, len(lanes), width)]
-        for results in map_in_threads(partial(self._train_chunk, server), chunks, threads):
+        for results in map_in_threads(partial(self._train_chunk, server, held), chunks, threads):
             yield from results
 
-    def _train_chunk(self, server: ServerState, lanes: Sequence[_Lane]) -> list[tuple[str, ClientResult]]:
+    def _train_chunk(
+        self, server: ServerState, held: Mapping[str, frozenset[str]], lanes: Sequence[_Lane]
+    ) -> list[tuple[str, ClientResult]]:
         job, stack = self._load(server, lanes)
+        updates = hold(stack[0], held, sum(lanes[0].sizes))
         take_apart = partial(self._take_steps, lanes, [lane.apart for lane in lanes], replace(job, apart=True))
         if self.plan.leads:
             stack = self._restart(job, take_apart(stack)[0])
-        stack, losses_KS = self._take_steps(lanes, [lane.batches for lane in lanes], job, stack)
+        stack, losses_KS = self._take_steps(lanes, [lane.batches for lane in lanes], job, stack, updates)
+        means = {name: each.mean().expand(len(lanes), *each.w_OI.shape) for name, each in updates.items()}
+        stack = {**stack[0], **means}, *stack[1:]
         if self.plan.own_epochs and not self.plan.leads:
             stack, _ = take_apart(stack)
         losses_KS = losses_KS.cpu()
         most = losses_KS.shape[1]
         sizes_KS = torch.tensor([lane.sizes + [0] * (most - len(lane.sizes)) for lane in lanes], dtype=torch.float64)
         if not (losses_KS.isfinite().all() and _is_finite(stack)):
-            if self._shared:  # no lane has parameters to look at
+            if self._shared or updates:  # no lane has parameters to look at
                 alone = Sequential(self.plan, self.data, self.seed, augment=self.augment)
                 return [(lane.name, alone.train_client(server, lane.name, lane.client)) for lane in lanes]
             self._refuse_divergence(server, lanes, job, stack, losses_KS)
@@ -168,18 +181,25 @@ class Stacked(Engine):
         return *torch.vmap(restart_lane)(stack), *stack[2:]
 
     def _take_steps(
-        self, lanes: Sequence[_Lane], turns: Sequence[Batches], job: LocalTrainingState, stack: Stack
+        self,
+        lanes: Sequence[_Lane],
+        turns: Sequence[Batches],
+        job: LocalTrainingState,
+        stack: Stack,
+        held: Held | None = None,
     ) -> tuple[Stack, Tensor]:
         """Return the stack after each lane's steps in ``turns``, and their losses, float64 ``[lanes, steps]``.
 
-        ``job``: what lanes have in common. The losses of steps that a lane does not take are 0.
+        ``job``: what lanes have in common. The losses of steps that a lane does not take are 0. ``held``: what takes
+        the updates of some parameters, where lanes have batches of the same sizes.
         """
         plan = self.plan
         paced = any(rule.requires.step_budget for rule in plan.method.rules)
         samples = _Samples(self, [lane.name for lane in lanes], turns, self._whole)
         most = max(map(len, turns))
         losses_KS = torch.zeros(len(lanes), most, dtype=torch.float64, device=samples.device)
-        stack = _make_writable(stack[0], self._shared), stack[1], *map(_make_writable, stack[2:])
+        but = self._shared | frozenset(held or {})
+        stack = _make_writable(stack[0], but), stack[1], *map(_make_writable, stack[2:])
         for at in range(most):
             together: dict[tuple[int, int], list[int]] = {}
             for number, turn in enumerate(turns):
@@ -192,7 +212,7 @@ class Stacked(Engine):
                 now = replace(job, planned_steps=planned)
                 now = now if job.apart else replace(now, done=job.start + at)
                 if len(members) == len(lanes):
-                    stack, losses_KS[:, at] = self._stepper.step(now, stack, x, y, keys, recorded=True)
+                    stack, losses_KS[:, at] = self._stepper.step(now, stack, x, y, keys, recorded=True, held=held)
                     continue
                 index = torch.tensor(members, device=y.device)
                 rows = tuple({entry: tensor[index] for entry, tensor in state.items()} for state in stack)
@@ -348,20 +368,48 @@ def find_shared(plan: Plan, data: Data) -> frozenset[str]:
     return shared
 
 
+def find_holdable(plan: Plan, data: Data) -> frozenset[str]:
+    """Return the weights whose updates lanes may hold back where only the sum of uploads is wanted.
+
+    Those of large linear layers that all lanes load, if the layer is called once, on vectors; found by trying one step.
+    """
+
+    def may_be_held(name: str) -> bool:
+        try:
+            prepare_steps(plan, data, 2, 1, held={name: frozenset()}, rows=FEW)()
+        except (RuntimeError, NotImplementedError, ValueError, TypeError):
+            return False
+        return True
+
+    if not (_is_plain(plan) and sums_suffice(plan)):
+        return frozenset()
+    fewest = sizes_of_round(plan, min(map(len, data.values())))
+    return frozenset(filter(may_be_held, choose_held(plan, plan.loaded & plan.trained, fewest)))
+
+
+def sizes_of_round(plan: Plan, samples: int) -> list[int]:
+    """Return the sizes of the batches of a round of a client with ``samples``."""
+    bounds = plan.work.batch_bounds(samples, plan.smallest_batch)
+    steps = plan.work.steps_of_round(0, len(bounds))
+    return [stop - start for start, stop in (bounds[step % len(bounds)] for step in steps)]
+
+
 def count_threads(steps: int) -> int:
     """Return how many chunks of clients with ``steps`` steps are trained at a time."""
     return torch.get_num_threads() if steps >= LASTING else 1
 
 
-def count_lanes(plan: Plan, data: Data, clients: int, shared: frozenset[str] = frozenset()) -> int:
+def count_lanes(plan: Plan, data: Data, clients: int, shared: frozenset[str] = frozenset(), rows: int = 0) -> int:
     """Return how many of ``clients`` are stepped together: parameters fit the cache, activations the memory.
 
-    ``shared``: parameters that are there only once.
+    ``shared``: parameters that are there only once, of whose updates ``rows`` rows are held for each client.
     """
-    held = nbytes(pick(plan.initial, plan.trained - shared))
+    own = nbytes(pick(plan.initial, plan.trained - shared))
+    sizes = [sum(plan.initial[name].shape) * plan.initial[name].element_size() for name in shared] if rows else []
+    held = rows * sum(sizes)
     largest = max(map(len, data.values()))
     made = measure_activations(plan, data) * min(plan.work.batch_size or largest, largest)
-    return min(clients, max(1, CACHE // max(1, held)), max(1, ACTIVATIONS // max(1, made)))
+    return min(clients, max(1, CACHE // max(1, own)), max(1, ACTIVATIONS // max(1, made + held)))
 
 
 def prepare_steps(
@@ -372,10 +420,12 @@ def prepare_steps(
     batch: int | None = None,
     steps: int = 1,
     shared: frozenset[str] = frozenset(),
+    held: Mapping[str, frozenset[str]] | None = None,
+    rows: int = 0,
 ) -> Callable[[], None]:
     """Return a function that takes ``steps`` with each of ``threads`` chunks of ``lanes`` clients, to time or try.
 
-    ``shared``: as of :class:`Stepper`.
+    ``shared``: as of :class:`Stepper`; ``held``: parameters of whose updates half of ``rows`` rows are held already.
     """
     split = next(iter(data.values()))
     index = torch.arange(batch or plan.smallest_batch, device=split.y.device) % len(split)
@@ -384,14 +434,18 @@ def prepare_steps(
     keys = torch.zeros(lanes, dtype=torch.int64, device=y.device)
     job = client_init(plan, init_client(plan), init_server(plan), planned_steps=1)
     stepper = Stepper(plan, shared)
-    stacks = [tuple(map(_make_writable, _stack_jobs(plan, [job] * lanes))) for _ in range(threads)]
+    stacks = [_stack_jobs(plan, [job] * lanes) for _ in range(threads)]
+    updates = [hold(stack[0], held or {}, rows) for stack in stacks]
+    stacks = [(_make_writable(stack[0], frozenset(held or {})), *map(_make_writable, stack[1:])) for stack in stacks]
 
-    def take(stack: Stack) -> None:
+    def take(chunk: tuple[Stack, Held]) -> None:
         for _ in range(steps):
-            stepper.step(job, stack, x, y, keys, recorded=True)
+            for each in chunk[1].values():
+                each.rows = rows // 2
+            stepper.step(job, chunk[0], x, y, keys, recorded=True, held=chunk[1])
 
     def run() -> None:
-        list(map_in_threads(take, stacks, threads))
+        list(map_in_threads(take, list(zip(stacks, updates, strict=True)), threads))
 
     return run
 

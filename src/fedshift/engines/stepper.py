@@ -4,6 +4,7 @@ A step that all lanes take with batches of one size is a flat list of tensor ope
 Under plain SGD, a gradient that is a product goes straight into the parameters. Where lanes take one step from the same
 parameters and only their sum is wanted, no lane has parameters of its own: the products of all lanes are one, and its
 gradient is the sum of theirs (FedSMB's identity, Nasirigerdeh et al., arXiv:2011.07006, here for part of a network).
+Where they take more steps, the updates of large layers may be held back for the round (:class:`LaneUpdates`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from ..core.kernel import LocalTrainingState, combine_samples, compute_objective
 from ..core.optimizer import SGD
 from ..core.plan import Plan
 from ..core.rule import Rule
+from ..nn.deferred import LaneUpdates, LaneWeight
 from ..nn.linear import vmapped_lanes
 from ..utils.profiling import timed_section
 from ..utils.state import State
@@ -34,6 +36,8 @@ Stack = tuple[State, ...]
 Each entry is ``[lanes, ...]``. Loaded entries are left out where all lanes load the same.
 """
 Gradients = Mapping[str, Tensor | Factors]
+Held = Mapping[str, LaneUpdates]
+"""The updates that are held back, by parameter."""
 
 
 class Stepper:
@@ -53,15 +57,26 @@ class Stepper:
         self._elementwise = isinstance(plan.optimizer, SGD) and same
 
     def step(
-        self, job: LocalTrainingState, stack: Stack, x: Tensor, y: Tensor, keys: Tensor, *, recorded: bool = False
+        self,
+        job: LocalTrainingState,
+        stack: Stack,
+        x: Tensor,
+        y: Tensor,
+        keys: Tensor,
+        *,
+        recorded: bool = False,
+        held: Held | None = None,
     ) -> tuple[Stack, Tensor]:
         """Step all lanes of ``stack``, in its memory; ``job`` holds all that lanes have in common.
 
         ``x [lanes, B, ...]``, ``y [lanes, B]``, ``keys [lanes]``; ``recorded``: by a tape, where that is possible.
-        Returns the new stack and the losses ``[lanes]``.
+        ``held``: what takes the updates of some parameters, which stay as they are. Returns the new stack and the
+        losses ``[lanes]``.
         """
         if self._shared:
             return self._step_together(job, stack, x, y, keys)
+        if held:
+            return self._step_held(job, stack, x, y, keys, held)
         params, rest, optimizer, *memory = stack
         with timed_section("forward and backward"):
             grads, rest, loss = self._differentiate(job, stack, x, y, keys, recorded=recorded)
@@ -98,54 +113,103 @@ class Stepper:
         params = {n: tensor.expand(len(x), *tensor.shape) if n in shared else tensor for n, tensor in params.items()}
         return (params, rest, *stack[2:]), loss
 
+    def _step_held(
+        self, job: LocalTrainingState, stack: Stack, x: Tensor, y: Tensor, keys: Tensor, held: Held
+    ) -> tuple[Stack, Tensor]:
+        """Take :meth:`step` of plain SGD where the updates of some parameters are ``held`` back."""
+        params, rest, *others = stack
+        own = {name: held[name].w_OI if name in held else tensor for name, tensor in params.items()}
+        with timed_section("forward and backward"):
+            grads, rest, loss = self._differentiate(job, (own, rest, *others), x, y, keys, recorded=True, held=held)
+        with timed_section("update"):
+            _subtract_(params, {name: grad for name, grad in grads.items() if name not in held}, job.lr)
+            for name, updates in held.items():
+                slope_KBO, x_KBI = grads[name]
+                updates.add_(slope_KBO, x_KBI, job.lr)
+        return (params, rest, *others), loss
+
     def _update_lane(self, job: LocalTrainingState, grads: State, rest: State, own: Stack, key: Tensor) -> Stack:
         lane = replace_parts(job, own)
         after = update_(self._plan, lane, transform_gradients(self._plan, lane, grads, key), rest, 0)
         return after.params, after.optimizer, after.rest
 
     def _differentiate(
-        self, job: LocalTrainingState, stack: Stack, x: Tensor, y: Tensor, keys: Tensor, *, recorded: bool
+        self,
+        job: LocalTrainingState,
+        stack: Stack,
+        x: Tensor,
+        y: Tensor,
+        keys: Tensor,
+        *,
+        recorded: bool,
+        held: Held | None = None,
     ) -> tuple[Gradients, State, Tensor]:
         """Return the gradients, ``rest`` after the batch and the data losses ``[lanes]``."""
         params, rest, *_ = stack
-        count = len(params)
+        held = held or {}
+        count, end = len(params), len(params) + len(rest)
+        factors = [tensor for each in held.values() for tensor in each.factors()]
 
         def run(*flat: Tensor) -> list[Tensor]:
-            own, before = dict(zip(params, flat, strict=False)), dict(zip(rest, flat[count:-3], strict=True))
+            own, before = dict(zip(params, flat, strict=False)), dict(zip(rest, flat[count:end], strict=True))
+            pairs = zip(held.items(), flat[end + 3 :: 2], flat[end + 4 :: 2], strict=True)
+            lanes = {name: (s_KRO, x_KRI, each.fast) for (name, each), s_KRO, x_KRI in pairs}
             with self.template:
                 parts = own, before, *stack[3:]
-                grads, after, loss = _compute_lanes(self._plan, job, parts, *flat[-3:], shared=self._shared)
-            return [*grads.values(), *after.values(), loss]
+                batch = flat[end : end + 3]
+                grads, after, loss = _compute_lanes(self._plan, job, parts, *batch, shared=self._shared, held=lanes)
+            pairs_of = [tensor for name in held for tensor in grads.pop(name)]
+            return [*grads.values(), *after.values(), loss, *pairs_of]
 
-        if not (recorded and self._objective_alone) or job.apart:
-            results: list[Any] = run(*params.values(), *rest.values(), x, y, keys)
-        else:
-            inputs = (*params.values(), *(tensor.contiguous() for tensor in rest.values()), x, y, keys)
-            kind = x.shape, y.shape, job.frozen
-            factored = count if self._plan.subtracts and not self._shared else 0
+        inputs = (*params.values(), *(tensor.contiguous() for tensor in rest.values()), x, y, keys, *factors)
+        tape = None
+        if recorded and self._objective_alone and not job.apart:
+            kind = x.shape, y.shape, job.frozen, *(factor.shape for factor in factors)
+            factored = count - len(held) if self._plan.subtracts and not self._shared else 0
             if kind not in self._tapes and (factored or len(self._tapes) < TAPES):
                 try:
                     self._tapes[kind] = Tape(run, inputs, factored=factored)
                 except Untraceable:
                     self._tapes[kind] = None
             tape = self._tapes.get(kind)
-            results = tape(*inputs) if tape else run(*inputs)
-        after = dict(zip(rest, results[count:-1], strict=True))
-        return dict(zip(params, results, strict=False)), after, results[-1]
+        results: list[Any] = tape(*inputs) if tape else run(*inputs)
+        free = [name for name in params if name not in held]
+        grads: dict[str, Any] = dict(zip(free, results, strict=False))
+        last = len(free) + len(rest)
+        after = dict(zip(rest, results[len(free) : last], strict=True))
+        grads |= dict(zip(held, zip(results[last + 1 :: 2], results[last + 2 :: 2], strict=True), strict=True))
+        return grads, after, results[last]
 
 
 def _compute_lanes(
-    plan: Plan, job: LocalTrainingState, parts: Stack, x: Tensor, y: Tensor, keys: Tensor, *, shared: frozenset[str]
-) -> tuple[State, State, Tensor]:
+    plan: Plan,
+    job: LocalTrainingState,
+    parts: Stack,
+    x: Tensor,
+    y: Tensor,
+    keys: Tensor,
+    *,
+    shared: frozenset[str],
+    held: Mapping[str, tuple[Tensor, Tensor, frozenset[str]]],
+) -> tuple[dict[str, Any], State, Tensor]:
     """Return the gradients of the lanes' objectives, their ``rest`` after the batch, and their data losses.
 
     Parameters that are ``shared`` have no lanes; the gradients of those that are trained are the objectives' sum's.
+    Nor have those whose updates are ``held`` back, as two factors, by layers with those products by oneDNN; their
+    gradients are those of the layers' outputs, ``[lanes, B, O]``, and the inputs, ``[lanes, B, I]``.
     """
 
     def descend(
-        params: State, rest: State, loaded: State, memory: Stack, x: Tensor, y: Tensor, key: Tensor
-    ) -> tuple[Tensor, Tensor, State]:
-        return compute_objective(plan, replace_parts(job, (params, rest, {}, loaded, *memory)), params, x, y, key)
+        params: State, rest: State, loaded: State, memory: Stack, x: Tensor, y: Tensor, key: Tensor, lane: State
+    ) -> tuple[Tensor, Tensor, State, State]:
+        weights = {
+            name: LaneWeight.of(params[name], factors, slopes, held[name][2])
+            for name, (*factors, slopes) in lane.items()
+        }
+        params = {**params, **weights}
+        job_of_lane = replace_parts(job, (params, rest, {}, loaded, *memory))
+        total, loss, after = compute_objective(plan, job_of_lane, params, x, y, key)
+        return total, loss, after, {name: weight.input for name, weight in weights.items()}
 
     params, rest, loaded, *memory = parts
     if plan.combining is not None:
@@ -157,12 +221,20 @@ def _compute_lanes(
 
         made: tuple[State, State, Tensor] = torch.vmap(combine)(params, rest, loaded, tuple(memory), x, y, keys)
         return made
-    leaves = {name: tensor.detach().requires_grad_() for name, tensor in params.items()}
+    leaves = {name: tensor if name in held else tensor.detach().requires_grad_() for name, tensor in params.items()}
+    slopes = {
+        name: s_KRO.new_zeros(*x.shape[:2], s_KRO.shape[2], requires_grad=True) for name, (s_KRO, *_) in held.items()
+    }
+    lanes = {name: (s_KRO, x_KRI, slopes[name]) for name, (s_KRO, x_KRI, _) in held.items()}
     with torch.enable_grad(), vmapped_lanes():
-        dims = ({name: None if name in shared else 0 for name in state} for state in (leaves, rest))
-        total, loss, after = torch.vmap(descend, (*dims, *[0] * 5))(leaves, rest, loaded, tuple(memory), x, y, keys)
-        found = torch.autograd.grad(total.sum(), tuple(leaves.values()), materialize_grads=True)
-    return dict(zip(leaves, found, strict=True)), {n: t.detach() for n, t in after.items()}, loss.detach()
+        dims = ({name: None if name in shared or name in held else 0 for name in state} for state in (leaves, rest))
+        given: Any = leaves, rest, loaded, tuple(memory), x, y, keys, lanes
+        total, loss, after, inputs = torch.vmap(descend, (*dims, *[0] * 6))(*given)
+        wanted = {name: tensor for name, tensor in leaves.items() if name not in held}
+        found = torch.autograd.grad(total.sum(), (*wanted.values(), *slopes.values()), materialize_grads=True)
+    grads: dict[str, Any] = dict(zip((*wanted, *slopes), found, strict=True))
+    grads |= {name: (grads[name], x_KBI.detach()) for name, x_KBI in inputs.items()}
+    return grads, {n: t.detach() for n, t in after.items()}, loss.detach()
 
 
 def _subtract_(params: State, grads: Gradients, lr: float) -> None:

@@ -5,10 +5,14 @@ and update the weights takes longer than to multiply by them where B is small (F
 arXiv:2306.05879). Plain SGD's steps add up: after n of them the weights are W + S^T X, where the rows of S are the
 outputs' gradients times the negative learning rate and those of X the inputs. A layer multiplies by W and by the two
 factors; the product is added to W after many steps, or as soon as anything but a linear layer looks at the weights.
+
+Clients side by side that start from the same W hold back the updates of a whole round: then W is there only once, and
+is multiplied by the batches of all of them together.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,12 +20,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from .linear import may_multiply_by_onednn, multiply_by_onednn
+from .linear import may_multiply_by_onednn, multiply_by_onednn, multiply_in_lane
 
 ROWS = 128
 """Rows of factors that are held at most."""
 FEW = 16
 """Rows of a batch up to which updates are held back."""
+SIZES = 4
+"""Sizes of the factors of lanes, each of which needs a recorded step."""
 _INDIFFERENT = {
     getattr(Tensor, name).__get__
     for name in ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_cpu", "is_cuda")
@@ -139,3 +145,76 @@ def _fits(x: Any, weight: Any, bias: Any = None) -> bool:
         return False
     usual = x.dtype == weight.dtype and x.device == weight.device and x.shape[-1:] == weight.shape[1:]
     return usual and not torch.is_autocast_enabled("cpu") and 0 < x.numel() <= FEW * x.shape[-1]
+
+
+class LaneUpdates:
+    """The updates of ``lanes`` clients that start from ``w_OI``, as factors of at most ``rows`` rows for each.
+
+    ``fast``: products of the layer by oneDNN.
+    """
+
+    def __init__(self, w_OI: Tensor, lanes: int, rows: int, fast: frozenset[str]) -> None:
+        self.w_OI, self.fast = w_OI, fast
+        self.s_KRO, self.x_KRI = (w_OI.new_zeros(lanes, rows, size) for size in w_OI.shape)
+        self.rows = 0
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """Return the factors that are held, ``[K, R, O]`` and ``[K, R, I]``, and zeros up to one of ``SIZES`` sizes."""
+        block = -(-self.s_KRO.shape[1] // SIZES)
+        held = -(-self.rows // block) * block
+        return self.s_KRO[:, :held], self.x_KRI[:, :held]
+
+    def add_(self, grad_KBO: Tensor, x_KBI: Tensor, lr: float) -> None:
+        """Hold the update of a step of SGD, given the gradients of the layer's outputs, and its inputs."""
+        span = slice(self.rows, self.rows + x_KBI.shape[1])
+        torch.mul(grad_KBO, -lr, out=self.s_KRO[:, span])
+        self.x_KRI[:, span] = x_KBI
+        self.rows = span.stop
+
+    def mean(self) -> Tensor:
+        """Return the mean of the lanes' weights."""
+        lanes = len(self.s_KRO)
+        return self.w_OI.addmm(self.s_KRO.flatten(0, 1).t(), self.x_KRI.flatten(0, 1), alpha=1 / lanes)
+
+
+class LaneWeight(Tensor):
+    """The weight of one lane under ``torch.vmap``, ``w + s^T x``, which one linear layer may multiply by once.
+
+    ``slope [B, O]``: zeros that the layer adds to its outputs, whose gradients are then theirs.
+    """
+
+    base: Tensor
+    held: Sequence[Tensor]
+    slope: Tensor
+    fast: frozenset[str]
+    _input: Tensor | None
+
+    @classmethod
+    def of(cls, w_OI: Tensor, held: Sequence[Tensor], slope_BO: Tensor, fast: frozenset[str]) -> LaneWeight:
+        """Return the weight ``w_OI + s_RO^T x_RI`` of a lane, ``held`` being ``s_RO`` and ``x_RI``."""
+        made: LaneWeight = torch.Tensor._make_subclass(cls, w_OI)
+        made.base, made.held, made.slope, made.fast, made._input = w_OI, held, slope_BO, fast, None
+        return made
+
+    @property
+    def input(self) -> Tensor:
+        """The input of the layer, ``[B, I]``; raises :class:`NotImplementedError` where none was multiplied."""
+        if self._input is None:
+            raise NotImplementedError("a weight whose updates are held back is not multiplied by")
+        return self._input
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in _INDIFFERENT:
+                return func(*args, **(kwargs or {}))
+            if func is not F.linear or kwargs or not isinstance(args[1], cls):
+                raise NotImplementedError(f"{func} of a weight whose updates are held back")
+            x_BI, weight, bias = (*args, None)[:3]
+            s_RO, x_RI = weight.held
+            if weight._input is not None or x_BI.dim() != 2 or len(x_BI) != len(weight.slope):
+                raise NotImplementedError("a weight whose updates are held back multiplies one batch of vectors")
+            weight._input = x_BI
+            made = multiply_in_lane(x_BI, weight.base, weight.fast) + weight.slope
+            made = made + x_BI @ x_RI.t() @ s_RO if len(s_RO) else made
+            return made if bias is None else made + bias

@@ -182,6 +182,12 @@ class _Lane(torch.autograd.Function):
         return _Lanes.apply(*lanes, fast), 0  # type: ignore[no-untyped-call]
 
 
+def multiply_in_lane(x_BI: Tensor, w_OI: Tensor, fast: frozenset[str]) -> Tensor:
+    """Return ``x w^T`` under ``torch.vmap`` whose lanes all multiply by ``w``; products ``fast`` by oneDNN."""
+    made: Tensor = _Lane.apply(x_BI, w_OI, None, fast) if fast else F.linear(x_BI, w_OI)  # type: ignore[no-untyped-call]
+    return made
+
+
 def make_products(rows: int, inputs: int, outputs: int) -> dict[str, tuple[Callable[[], Tensor], ...]]:
     """Return functions that form each product of such a layer, or two lanes, by torch's own library and by oneDNN."""
     x, w, grad = (torch.full((2, *size), 0.5) for size in ((rows, inputs), (outputs, inputs), (rows, outputs)))
@@ -224,6 +230,11 @@ def use_fast_linear(module: nn.Module) -> nn.Module:
         if type(layer) is nn.Linear and layer.weight.dtype == torch.float32 and layer.weight.numel() >= LEAST:
             layer.__class__ = FastLinear
     return module
+
+
+def chosen_products(layer: nn.Linear) -> frozenset[str]:
+    """Return the products that a layer forms by oneDNN."""
+    return layer._chosen if isinstance(layer, FastLinear) else frozenset()
 
 
 def list_products(module: nn.Module) -> dict[str, list[str]]:
