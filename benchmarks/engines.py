@@ -80,7 +80,7 @@ WORKS = {
     ),
     "W2": Measured(
         title="FedWon, cross-device: 10 clients x 372, digit CNN, B = 4", goal="5", rounds=2, method="fedwon(agc=None)",
-        clients=10, samples=372, model="digit-cnn-bn", work={"batch_size": 4, "epochs": 1}, engines=LARGE,
+        clients=10, samples=372, model="digit-cnn-bn", work={"batch_size": 4, "epochs": 1}, engines=SMALL,
     ),
     "W3a": Measured(
         title="FedSMB, 2FNN: 100 clients, B = 5, C = 1", goal="12 (identity), 3.5 (stacked)", rounds=9,

@@ -184,7 +184,7 @@ class _Lane(torch.autograd.Function):
 
 def multiply_in_lane(x_BI: Tensor, w_OI: Tensor, fast: frozenset[str]) -> Tensor:
     """Return ``x w^T`` under ``torch.vmap`` whose lanes all multiply by ``w``; products ``fast`` by oneDNN."""
-    made: Tensor = _Lane.apply(x_BI, w_OI, None, fast) if fast else F.linear(x_BI, w_OI)  # type: ignore[no-untyped-call]
+    made: Tensor = _Lane.apply(x_BI, w_OI, None, fast)  # type: ignore[no-untyped-call]
     return made
 
 
