@@ -415,3 +415,12 @@ def test_a_client_that_diverges_is_named_where_updates_are_held_back():
     assert running.engine._holdable
     with pytest.raises(Diverged, match=r"client 'c0', round 1, step \d of 10"):
         running.advance()
+
+
+def test_steps_that_hold_updates_back_are_timed_with_half_of_the_round_s_rows(monkeypatch):
+    made = []
+    monkeypatch.setattr(stacked, "hold", lambda *given: made.append(hold(*given)) or made[-1])
+    running = trial("sequential", fedavg(), wide(), **FEW)
+    for rows, held in ((40, 24), (4, 4)):
+        stacked.prepare_steps(running.plan, running.train, 2, 1, 4, 3, held={"4.weight": frozenset()}, rows=rows)()
+        assert made.pop()["4.weight"].rows == held

@@ -154,7 +154,8 @@ def _calibrate(
     steps, batch = _count_steps(plan, data)
     once = plan.work.is_one_step(map(len, data.values()), plan.smallest_batch)
     lanes = min(clients, MANY), count_lanes(plan, data, clients)
-    work = steps, once, batch, apart, *lanes, split.shape, plan.optimizer, plan.loss, augment
+    alike = len(set(map(len, data.values()))) == 1
+    work = steps, once, alike, batch, apart, *lanes, split.shape, plan.optimizer, plan.loss, augment
     facts = machine, plan.method.text, str(plan.module), shapes, str(plan.dtype), plan.precision, str(work)
     return cached_measurement(
         "engines.json", facts, lambda: _time_engines(plan, data, clients, processes, augment, apart)
@@ -172,7 +173,8 @@ def _time_engines(
     job = client_init(plan, init_client(plan), init_server(plan), planned_steps=1)
     shared = frozenset() if apart else find_shared(plan, data)
     holdable = frozenset[str]() if apart or shared else find_holdable(plan, data)
-    sizes = sizes_of_round(plan, len(split)) if len(set(map(len, data.values()))) == 1 else []
+    alike = len(set(map(len, data.values()))) == 1
+    sizes = sizes_of_round(plan, len(split)) if alike else []
     held = choose_held(plan, holdable, sizes)
     width = count_lanes(plan, data, clients, shared or frozenset(held), sum(sizes) if held else 0)
     stackable = width > 1 and Stacked.refusal(plan, data) is None

@@ -441,7 +441,7 @@ def prepare_steps(
     def take(chunk: tuple[Stack, Held]) -> None:
         for _ in range(steps):
             for each in chunk[1].values():
-                each.rows = rows // 2
+                each.rows = min(rows // 2, rows - x.shape[1])
             stepper.step(job, chunk[0], x, y, keys, recorded=True, held=chunk[1])
 
     def run() -> None:
