@@ -71,7 +71,7 @@ benchmark: setup
 
 # The same work on other simulators, in a virtual environment of its own that is made from PyPI: about ten minutes.
 peers: setup
-	$(BIN)/python benchmarks/peers.py --engine pool
+	$(BIN)/python benchmarks/peers.py --engine stacked
 
 # How the package is laid out: files and folders, imports between them, the longest chain, circles.
 structure: setup
