@@ -26,7 +26,16 @@ from .deferral import choose_held
 from .engine import Data, Diverged, Engine
 from .identity import Identity
 from .process_pool import Pool
-from .stacked import Stacked, count_lanes, count_threads, find_holdable, find_shared, prepare_steps, sizes_of_round
+from .stacked import (
+    Stacked,
+    count_lanes,
+    count_threads,
+    even_width,
+    find_holdable,
+    find_shared,
+    prepare_steps,
+    sizes_of_round,
+)
 
 LITTLE = 1e11
 """Total operations below which a run takes about a second on any engine."""
@@ -140,6 +149,11 @@ def _count_steps(plan: Plan, data: Data) -> tuple[int, int]:
     return len(plan.work.steps_of_round(0, len(bounds))), min(plan.work.batch_size or samples, samples)
 
 
+def _are_equal(data: Data) -> bool:
+    """Return whether all clients have as many samples, so that lanes may hold back updates."""
+    return len(set(map(len, data.values()))) == 1
+
+
 def _format_time(value: float) -> str:
     return f"{value:.1f} s" if value < 100 else f"{value / 60:.1f} min"
 
@@ -154,8 +168,7 @@ def _calibrate(
     steps, batch = _count_steps(plan, data)
     once = plan.work.is_one_step(map(len, data.values()), plan.smallest_batch)
     lanes = min(clients, MANY), count_lanes(plan, data, clients)
-    alike = len(set(map(len, data.values()))) == 1
-    work = steps, once, alike, batch, apart, *lanes, split.shape, plan.optimizer, plan.loss, augment
+    work = steps, once, _are_equal(data), batch, apart, *lanes, split.shape, plan.optimizer, plan.loss, augment
     facts = machine, plan.method.text, str(plan.module), shapes, str(plan.dtype), plan.precision, str(work)
     return cached_measurement(
         "engines.json", facts, lambda: _time_engines(plan, data, clients, processes, augment, apart)
@@ -173,8 +186,7 @@ def _time_engines(
     job = client_init(plan, init_client(plan), init_server(plan), planned_steps=1)
     shared = frozenset() if apart else find_shared(plan, data)
     holdable = frozenset[str]() if apart or shared else find_holdable(plan, data)
-    alike = len(set(map(len, data.values()))) == 1
-    sizes = sizes_of_round(plan, len(split)) if alike else []
+    sizes = sizes_of_round(plan, len(split)) if _are_equal(data) else []
     held = choose_held(plan, holdable, sizes)
     width = count_lanes(plan, data, clients, shared or frozenset(held), sum(sizes) if held else 0)
     stackable = width > 1 and Stacked.refusal(plan, data) is None
@@ -190,8 +202,7 @@ def _time_engines(
                 each[f"stacked{how}"] = len(names)
             elif stackable:
                 chunks = count_threads(steps)
-                lanes = min(width, ceil(clients / chunks))
-                lanes = ceil(clients / (ceil(clients / lanes / chunks) * chunks))
+                lanes = even_width(clients, width, chunks)
                 kind = {"shared": shared, "held": held, "rows": sum(sizes)}
                 several = prepare_steps(plan, data, lanes, chunks, batch, steps=SEVERAL, **kind)  # type: ignore[arg-type]
                 works[f"stacked{how}"], each[f"stacked{how}"] = _limit(threads, several), SEVERAL * lanes * chunks

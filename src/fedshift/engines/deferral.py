@@ -25,7 +25,7 @@ from ..utils.state import State
 LEAST = 2**20
 """Weights below which a layer is updated at every step: they stay in the processor's cache."""
 LARGE = 2**15
-"""Weights below which a layer of lanes is."""
+"""Weights below which a layer of lanes is updated at every step."""
 Step = Callable[[Plan, LocalTrainingState, Tensor, Tensor, Tensor], tuple[LocalTrainingState, Tensor]]
 
 

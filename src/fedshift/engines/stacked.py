@@ -115,8 +115,7 @@ class Stacked(Engine):
         held, width, sizes = dict[str, frozenset[str]](), self.width, lanes[0].sizes
         if sizes == lanes[-1].sizes and (held := choose_held(self.plan, self._holdable, sizes)):
             width = count_lanes(self.plan, self.data, len(lanes), frozenset(held), sum(sizes))
-        count = ceil(len(lanes) / width / threads) * threads  # all threads have as much to do
-        width = ceil(len(lanes) / count)
+        width = even_width(len(lanes), width, threads)
         chunks = [lanes[start : start + width] for lanes in groups for start in range(0, len(lanes), width)]
         for results in map_in_threads(partial(self._train_chunk, server, held), chunks, threads):
             yield from results
@@ -397,6 +396,12 @@ def sizes_of_round(plan: Plan, samples: int) -> list[int]:
 def count_threads(steps: int) -> int:
     """Return how many chunks of clients with ``steps`` steps are trained at a time."""
     return torch.get_num_threads() if steps >= LASTING else 1
+
+
+def even_width(clients: int, width: int, threads: int) -> int:
+    """Return how many of ``clients`` make a chunk, at most ``width``, if each of ``threads`` is to have as many."""
+    chunks = ceil(clients / width / threads) * threads
+    return ceil(clients / chunks)
 
 
 def count_lanes(plan: Plan, data: Data, clients: int, shared: frozenset[str] = frozenset(), rows: int = 0) -> int:

@@ -75,14 +75,15 @@ class Stepper:
         """
         if self._shared:
             return self._step_together(job, stack, x, y, keys)
-        if held:
-            return self._step_held(job, stack, x, y, keys, held)
+        held = held or {}
         params, rest, optimizer, *memory = stack
+        weights = {**params, **{name: each.w_OI for name, each in held.items()}}
         with timed_section("forward and backward"):
-            grads, rest, loss = self._differentiate(job, stack, x, y, keys, recorded=recorded)
+            lanes = weights, rest, optimizer, *memory
+            grads, rest, loss = self._differentiate(job, lanes, x, y, keys, recorded=recorded, held=held)
         with timed_section("update"):
             if self._plan.subtracts and not job.apart:
-                _subtract_(params, grads, job.lr)
+                _subtract_(params, grads, job.lr, held)
             elif self._elementwise:
                 own = params, stack[1], optimizer, *memory
                 update_(self._plan, replace_parts(job, own), dict(grads), rest, 0)  # type: ignore[arg-type]
@@ -113,21 +114,6 @@ class Stepper:
         params = {n: tensor.expand(len(x), *tensor.shape) if n in shared else tensor for n, tensor in params.items()}
         return (params, rest, *stack[2:]), loss
 
-    def _step_held(
-        self, job: LocalTrainingState, stack: Stack, x: Tensor, y: Tensor, keys: Tensor, held: Held
-    ) -> tuple[Stack, Tensor]:
-        """Take :meth:`step` of plain SGD where the updates of some parameters are ``held`` back."""
-        params, rest, *others = stack
-        own = {name: held[name].w_OI if name in held else tensor for name, tensor in params.items()}
-        with timed_section("forward and backward"):
-            grads, rest, loss = self._differentiate(job, (own, rest, *others), x, y, keys, recorded=True, held=held)
-        with timed_section("update"):
-            _subtract_(params, {name: grad for name, grad in grads.items() if name not in held}, job.lr)
-            for name, updates in held.items():
-                slope_KBO, x_KBI = grads[name]
-                updates.add_(slope_KBO, x_KBI, job.lr)
-        return (params, rest, *others), loss
-
     def _update_lane(self, job: LocalTrainingState, grads: State, rest: State, own: Stack, key: Tensor) -> Stack:
         lane = replace_parts(job, own)
         after = update_(self._plan, lane, transform_gradients(self._plan, lane, grads, key), rest, 0)
@@ -144,7 +130,10 @@ class Stepper:
         recorded: bool,
         held: Held | None = None,
     ) -> tuple[Gradients, State, Tensor]:
-        """Return the gradients, ``rest`` after the batch and the data losses ``[lanes]``."""
+        """Return the gradients, ``rest`` after the batch and the data losses ``[lanes]``.
+
+        Where updates are ``held`` back, the gradients are those of the layer's outputs, and its inputs.
+        """
         params, rest, *_ = stack
         held = held or {}
         count, end = len(params), len(params) + len(rest)
@@ -237,10 +226,13 @@ def _compute_lanes(
     return grads, {n: t.detach() for n, t in after.items()}, loss.detach()
 
 
-def _subtract_(params: State, grads: Gradients, lr: float) -> None:
-    """Take a step of plain SGD in the memory of ``params``."""
+def _subtract_(params: State, grads: Gradients, lr: float, held: Held) -> None:
+    """Take a step of plain SGD in the memory of ``params``, or of what their updates are ``held`` by."""
     for name, grad in grads.items():
-        if isinstance(grad, Factors):
+        if name in held:
+            slope_KBO, x_KBI = grad
+            held[name].add_(slope_KBO, x_KBI, lr)
+        elif isinstance(grad, Factors):
             params[name].baddbmm_(*grad, alpha=-lr)
         else:
             params[name].sub_(grad, alpha=lr)
