@@ -16,7 +16,7 @@ from fedshift.data.samples import Samples
 from fedshift.experiments.settings import Settings
 from fedshift.experiments.trial import Trial
 from fedshift.methods.feddg_elcfs import AROUND, DRAW, _contrast, feddg_elcfs
-from fedshift.nn.dropout import draw_bits
+from fedshift.nn.dropout import draw_bits, draw_uniform
 from fedshift.tasks import Segmentation
 from fedshift.tasks.segmentation import IGNORED, LEFT_OUT
 from fedshift.utils.errors import UsageError
@@ -117,11 +117,11 @@ def objective(model, x, mixed, y):
 def test_rounds_equal_a_plain_loop(low, monkeypatch):
     keys = []
 
-    def draw(key, call, count):
+    def draw(key, call, count, dtype):
         keys.extend([int(key)] if call == DRAW else [])
-        return draw_bits(key, call, count)
+        return draw_uniform(key, call, count, dtype)
 
-    monkeypatch.setitem(feddg_elcfs.__wrapped__.__globals__, "draw_bits", draw)
+    monkeypatch.setitem(feddg_elcfs.__wrapped__.__globals__, "draw_uniform", draw)
     running = trial(feddg_elcfs(beta=BETA, boundary=BOUNDARY, tau=TAU, frequencies=low, samples=SAMPLES))
     server, bank = network(), {}
     server.load_state_dict(running.plan.initial)

@@ -5,7 +5,7 @@ import torch
 from scipy.stats import chisquare
 from torch import nn
 
-from fedshift.nn.dropout import KeyedDropout, draw_bits, dropout_key, key_dropouts
+from fedshift.nn.dropout import KeyedDropout, draw_bits, draw_uniform, dropout_key, key_dropouts
 
 
 def test_bits_are_uniform_and_uncorrelated_between_keys_calls_and_neighbors():
@@ -19,6 +19,15 @@ def test_bits_are_uniform_and_uncorrelated_between_keys_calls_and_neighbors():
     for other in others:
         correlation = torch.corrcoef(torch.stack([bits.double(), other.double()]))[0, 1]
         assert abs(correlation) < 0.012
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("bits", [0, 2**32 - 1])
+def test_uniform_numbers_are_neither_0_nor_1_so_that_their_logarithms_are_finite(bits, dtype, monkeypatch):
+    monkeypatch.setitem(draw_uniform.__globals__, "draw_bits", lambda key, call, count: torch.full((count,), bits))
+    drawn = draw_uniform(torch.tensor(5), 0, 3, dtype)
+    assert drawn.dtype == dtype
+    assert (-torch.log(-torch.log(drawn))).isfinite().all()
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])

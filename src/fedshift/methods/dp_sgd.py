@@ -21,7 +21,7 @@ from typing_extensions import override
 from ..core.method import Method, method
 from ..core.requirements import Requirements
 from ..core.rule import Rule, RuleContext
-from ..nn.dropout import draw_bits
+from ..nn.dropout import draw_uniform
 from ..utils.errors import UsageError
 from ..utils.random_streams import draw_secret_normal
 from ..utils.state import State
@@ -74,7 +74,7 @@ class PrivateGradients(Rule):
         if self.secret:
             return draw_secret_normal(count)
         assert context.key is not None
-        drawn: Tensor = torch.special.ndtri((draw_bits(context.key, DRAW, count).double() + 0.5) / 2**32)
+        drawn: Tensor = torch.special.ndtri(draw_uniform(context.key, DRAW, count))
         return drawn
 
 

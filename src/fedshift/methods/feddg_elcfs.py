@@ -33,7 +33,7 @@ from ..core.requirements import Requirements
 from ..core.rule import Hook, Rule, RuleContext
 from ..core.selection import Entry
 from ..nn.amplitude_norm import low_frequencies, sum_waves
-from ..nn.dropout import draw_bits
+from ..nn.dropout import draw_uniform
 from ..utils.errors import UsageError
 from ..utils.state import State, clone, pick
 
@@ -172,9 +172,9 @@ class SentAmplitudes(Rule):
         mine = context.memory["amplitudes"]
         is_own_M = (others[:, None] == mine).flatten(2).all(dim=2).any(dim=1)
         count = len(x_BCHW)
-        score_BM = _draw(context.key, DRAW, count * len(others), x_BCHW).reshape(count, -1)
+        score_BM = draw_uniform(context.key, DRAW, count * len(others), x_BCHW.dtype).reshape(count, -1)
         given = others[torch.where(is_own_M, -1, score_BM).argmax(dim=1)].to(x_BCHW.dtype)
-        share_B = _draw(context.key, DRAW + 1, count, x_BCHW) * ~is_own_M.all()
+        share_B = draw_uniform(context.key, DRAW + 1, count, x_BCHW.dtype) * ~is_own_M.all()
         parts = low_frequencies(x_BCHW, self.frequencies)
         before = _amplitudes(parts)
         phases = (torch.where(before != 0, part / before, whole) for part, whole in zip(parts, (1.0, 0.0), strict=True))
@@ -189,11 +189,6 @@ class SentAmplitudes(Rule):
     @override
     def aggregate_memory(self, memory: State, uploads: Sequence[State], shares: Sequence[float]) -> State:
         return {"amplitudes": cast_to(stack_entry(uploads, "amplitudes").flatten(0, 1), memory["amplitudes"].dtype)}
-
-
-def _draw(key: Tensor, call: int, count: int, like: Tensor) -> Tensor:
-    """Return ``count`` numbers, uniform in 0..1, of the type of ``like``."""
-    return (draw_bits(key, call, count).to(like.dtype) + 0.5) / 2**32
 
 
 def _resize(features: Tensor | None, y_BHW: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from ..core.method import Method, method
 from ..core.requirements import Requirements
 from ..core.rule import Rule, RuleContext
 from ..core.selection import Entry, norm_statistics
-from ..nn.dropout import draw_bits
+from ..nn.dropout import draw_uniform
 from ..utils.errors import UsageError
 from ..utils.state import State, add_prefix, clone, entries_under, pick
 
@@ -69,7 +69,7 @@ class Gates(Rule):
         assert context.data_loss is not None
         assert context.key is not None
         logits = context.extra_entries["logits"]
-        uniform = (draw_bits(context.key, DRAW, logits.numel()).to(logits.dtype) + 0.5) / 2**32
+        uniform = draw_uniform(context.key, DRAW, logits.numel(), logits.dtype)
         noise = -torch.log(-torch.log(uniform)).reshape(logits.shape)
         soft = ((logits + noise) / self.tau).softmax(dim=1)
         hard = (soft == soft.max(dim=1, keepdim=True).values).to(soft.dtype)

@@ -58,12 +58,18 @@ def draw_bits(key: Tensor, call: int, count: int) -> Tensor:
     return _mix(_mix(torch.arange(count, device=key.device) ^ salt) ^ high)
 
 
+def draw_uniform(key: Tensor, call: int, count: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Return ``count`` numbers, uniform between 0 and 1 and neither of them, of draw number ``call`` under ``key``."""
+    drawn = (draw_bits(key, call, count).to(dtype) + 0.5) / 2**32
+    return drawn.clamp(max=1 - torch.finfo(dtype).eps / 2)  # float32 rounds the last ones to 1
+
+
 def draw_normal(key: Tensor, call: int, shape: Sequence[int]) -> Tensor:
     """Return standard normal numbers, float64 ``shape``, of draws ``call`` and ``call + 1`` under ``key``.
 
     Box and Muller 1958, doi:10.1214/aoms/1177706645.
     """
-    first, second = ((draw_bits(key, call + which, prod(shape)).double() + 0.5) / 2**32 for which in (0, 1))
+    first, second = (draw_uniform(key, call + number, prod(shape)) for number in (0, 1))
     return ((-2 * first.log()).sqrt() * (2 * pi * second).cos()).reshape(shape)
 
 
