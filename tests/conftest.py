@@ -54,6 +54,7 @@ ARRAYS = {
 
 
 def pytest_collection_finish() -> None:
+    gc.freeze()
     gc.enable()
 
 

@@ -103,7 +103,7 @@ def test_a_pass_in_evaluation_mode_normalizes_by_running_statistics_and_writes_n
         assert left
 
 
-@pytest.mark.parametrize("engine", ["sequential", "stacked", "pool"])
+@pytest.mark.parametrize("engine", ["sequential", "stacked", pytest.param("pool", marks=pytest.mark.slow)])
 def test_a_rule_may_count_in_its_own_entries(engine):
     trial = make_trial(fedavg().with_rule(CenterLoss()), engine)
     trial.advance()

@@ -21,6 +21,7 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.xdist_group("ra
 trial = partial(any_trial, "ray")
 
 
+@pytest.mark.slow
 def test_trials_that_take_turns_have_the_bits_of_the_sequential_engine():
     first, second = trial(), trial(seed=4)
     for _ in range(2):
@@ -58,6 +59,7 @@ def test_seconds_of_the_workers_count_for_whoever_records():
     engine.close()
 
 
+@pytest.mark.slow
 def test_divergence_is_told_as_by_the_sequential_engine():
     told = divergence_of(lambda plan: Ray(plan, DATA, 0, 2))
     assert told == divergence_of(lambda plan: Sequential(plan, DATA, 0))

@@ -161,6 +161,7 @@ class Book(loggers.Logger):
         return "a book"
 
 
+@pytest.mark.slow
 def test_each_trial_has_its_log(make, tmp_path, monkeypatch):
     monkeypatch.setitem(loggers.LOGGERS, "book", Book)
     monkeypatch.setitem(loggers.NEEDED, "book", ())

@@ -292,6 +292,7 @@ def test_names_that_mlflow_refuses_are_changed_and_stay_apart():
         validate(key)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy")  # of MLflow's tables under SQLAlchemy 2.1
 def test_mlflow_reads_each_round_once_after_a_resume(make, tmp_path, offline):
     client = pytest.importorskip("mlflow.tracking").MlflowClient

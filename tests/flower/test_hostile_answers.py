@@ -114,8 +114,10 @@ def test_a_site_that_measures_nothing_of_what_was_asked_is_refused(rows, served)
     assert re.fullmatch(r".*: it measured nothing on its \w+ samples", told)
 
 
-@pytest.mark.parametrize("value", range(len(EVIL)))
-@pytest.mark.parametrize("name", ["classes", "samples", "task"])
+@pytest.mark.parametrize(("name", "value"), [
+    pytest.param(name, value, marks=() if value % 3 == number else pytest.mark.slow)
+    for number, name in enumerate(("classes", "samples", "task")) for value in range(len(EVIL))
+])  # fmt: skip
 def test_a_description_of_any_form_keeps_a_site_out_or_lets_it_in_and_ends_nothing(name, value, served):
     heard = served(claimed(**{name: EVIL[value]}), kind="describe", rounds=1)
     assert set(OTHERS) <= set(heard.rounds[0].participants)

@@ -247,7 +247,7 @@ print("all is done", flush=True)
 
 
 @pytest.mark.parametrize(("dies", "code", "said"), [
-    (False, 0, "all is done"), (True, 1, "a process at work was killed (signal 9)"),
+    pytest.param(False, 0, "all is done", marks=pytest.mark.slow), (True, 1, "a process at work was killed (signal 9)"),
 ])  # fmt: skip
 def test_a_copy_that_is_killed_is_noticed_and_no_token_is_on_a_command_line(dies, code, said):
     root = Path(__file__).parents[2]

@@ -54,6 +54,7 @@ class CatalogEntry:
     summary: str
 
 
+@cache
 def read_catalog(package: str) -> Mapping[str, CatalogEntry]:
     """Describe the functions of :func:`list_catalog` from the source of ``fedshift.<package>``, in the same order."""
     found: dict[str, CatalogEntry] = {}
