@@ -149,7 +149,7 @@ def find_proxy(host: str, *, secured: bool) -> str:
 
 
 def isolate(home: Path) -> list[str]:
-    """Return arguments with which only a SuperExec with the same arguments can take tasks; save a secret in ``home``."""
+    """Return arguments with which only a SuperExec with the same ones can take tasks; save their secret in ``home``."""
     file = home / "secret"
     if not file.exists():
         home.mkdir(parents=True, exist_ok=True)
