@@ -177,7 +177,7 @@ def _fill(model: TrainedModel, folder: Path, directory: Path, *, onnx: bool) -> 
 
 def _load_state(model: TrainedModel) -> nn.Module:
     network = model.network.cpu()
-    network.load_state_dict({name: x.cpu() for name, x in model.state.items()}, strict=False)  # tied ones are stored once
+    network.load_state_dict({name: x.cpu() for name, x in model.state.items()}, strict=False)  # tied ones stored once
     return network.eval()
 
 

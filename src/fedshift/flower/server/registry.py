@@ -63,7 +63,7 @@ class SiteDescription:
 
     @staticmethod
     def of(facts: Mapping[str, Any]) -> SiteDescription:
-        """Return the description in an answer's facts; raise :class:`FedshiftError` where it is malformed."""
+        """Return the description in an answer's facts; raise :class:`FedshiftError` if it is malformed."""
         try:
             made = _DESCRIPTION.validate_python(facts)
             made._check()
@@ -148,7 +148,7 @@ class ClientRegistry:
 
     @staticmethod
     def read(path: Path) -> ClientRegistry:
-        """Read a registry that :meth:`write` wrote; raise :class:`FedshiftError` where it is damaged."""
+        """Read a registry that :meth:`write` wrote; raise :class:`FedshiftError` if it is damaged."""
         found = read_checked(path, "start a new experiment: without it sites are not known again")
         return ClientRegistry(experiment=found["experiment"], clients=tuple(map(SiteDescription.of, found["clients"])))
 

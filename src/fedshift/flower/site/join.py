@@ -45,7 +45,7 @@ class CoordinatorLink:
     poll: float | None
 
     def check(self) -> None:
-        """Raise :class:`UsageError` where the address is malformed or files are missing."""
+        """Raise :class:`UsageError` if the address is malformed or files are missing."""
         host, _, port = self.address.rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:
             raise UsageError(
