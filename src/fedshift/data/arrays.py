@@ -128,7 +128,7 @@ def read_part(part: Any, where: str, target: str | None = None, skip: Sequence[s
 
 
 def item_reader(data: Any, where: str, target: str | None = None, skip: Sequence[str] = ()) -> Item:
-    """Return a function that splits a dataset's item into input and target; arguments as in :func:`read_part`."""
+    """Return a function that splits an item into input and target; arguments and errors as in :func:`read_part`."""
     if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
         kind = "datasets.Dataset" if is_hub_dataset(data) else "torch.utils.data.Dataset"
         raise UsageError(f"{where}: {type(data).__name__} has no length: give a map-style {kind}")
