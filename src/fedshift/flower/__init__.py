@@ -19,7 +19,7 @@ QUIET = {
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
 }
-"""Environment that stops Flower's programs from reporting usage and checking for updates (they do so even for --help).
+"""Environment that stops Flower's programs from reporting usage and from checking for updates, even for --help.
 
 Flower reads the first variable when ``flwr`` is imported, so importing this package disables telemetry in this process
 and its children.

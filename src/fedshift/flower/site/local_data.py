@@ -102,7 +102,7 @@ def _find_table(path: Path) -> Path:
 
 
 def relabel(data: Federation, classes: int, names: Sequence[str]) -> Federation:
-    """Return ``data`` with labels numbered as in ``names``, the classes of all sites; keep labels without names."""
+    """Return ``data`` with labels numbered as in ``names``, those of all sites; unchanged if there are no names."""
     own = data.meanings
     if not names or not own or data.task != CLASSIFICATION:
         return replace(data, classes=classes)

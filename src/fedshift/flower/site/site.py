@@ -68,8 +68,8 @@ class SiteState:
     Flower keeps a node's state in memory and silently loses it when the node restarts. Here, each state is a
     checksummed safetensors file, ``state-<round>.safetensors``, written atomically before the answer is sent. The
     coordinator names the round whose state is current (the *base*: the last round in which it used the client's
-    upload). Three states are kept: the base, its successor and its predecessor. A round that is repeated because its
-    upload was late or it spoiled the model can therefore start from the same state again.
+    upload). Three states are kept: the base, its successor and its predecessor. A round that is repeated, for example
+    because its upload was late or it spoiled the model, can therefore start from the same state again.
     """
 
     def __init__(self, folder: Path, name: str, plan: Plan, data: str) -> None:

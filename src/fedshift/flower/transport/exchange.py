@@ -1,4 +1,4 @@
-"""Messages between coordinator and sites: facts as JSON and named records of arrays, without pickle.
+"""Messages between coordinator and sites: only facts as JSON and named records of arrays, without pickle.
 
 Between machines, an exchange is the content of a Flower message; between two processes of a site, it is a few blocks of
 bytes on a local socket. This module does not import torch: the process that Flower starts for each message only
