@@ -1,6 +1,7 @@
-"""Inputs and labels of one client, from what holds them: arrays, torch datasets or HuggingFace datasets.
+"""Inputs and labels of one client from arrays, torch datasets or HuggingFace datasets.
 
-HuggingFace's library is known by what its objects do (``column_names``, ``features``), and need not be installed.
+HuggingFace datasets are recognized by their attributes (``column_names``, ``features``), so the library need not be
+installed.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from ..utils.errors import UsageError, unknown_name
 from ..utils.user_code import describe_error
 
 SUFFIXES = {"train": "train", "validation": "val", "test": "test"}
-"""Splits, and the suffixes of the names of their arrays: ``x_val``."""
+"""Suffixes of array names by split, as in ``x_val``."""
 INPUTS, LABELS = ("image", "img", "x", "pixel_values", "features"), ("label", "labels", "y", "target", "fine_label")
-"""Usual names of the columns of a HuggingFace dataset that hold inputs and labels."""
+"""Usual names of the input and label columns of a HuggingFace dataset."""
 ACCEPTED = (
     "give four arrays, (x_train, y_train, x_test, y_test), or two map-style torch datasets, (train, test), whose "
     "samples are pairs (input, label), or a dictionary of either"
@@ -30,16 +31,16 @@ Item = Callable[[Any], tuple[Any, Any]]
 
 @dataclass(frozen=True, eq=False)
 class LazyDataset:
-    """A map-style dataset whose items are decoded when a batch needs them, in place of one that is read once.
+    """A map-style dataset whose items are decoded when a batch needs them, instead of all at once.
 
-    Random transforms draw anew each time, by a key of seed, client, step and item.
+    Random transforms draw anew each time, with a key of seed, client, step and item.
 
     Attributes:
         dataset: A torch dataset of pairs (input, target) or of dictionaries with both, or a HuggingFace dataset.
-        targets: Targets of all items; None: the dataset's ``targets``, or found by decoding every item once.
-        workers: Processes that decode the items of a batch together, from 2 on.
-        cache_bytes: Bytes of decoded items that are kept, those needed last. With a cache, random transforms draw once
-            for each item.
+        targets: Targets of all items; None: the dataset's ``targets``, or else found by decoding every item once.
+        workers: Number of processes that decode a batch together; fewer than 2: no extra processes.
+        cache_bytes: Size in bytes of a cache of the most recently used decoded items. With a cache, random transforms
+            draw only once for each item.
 
     """
 
@@ -56,20 +57,20 @@ class LazyDataset:
 
 
 def is_hub_dataset(thing: object) -> bool:
-    """Return whether ``thing`` behaves as a ``datasets.Dataset`` of HuggingFace."""
+    """Return whether ``thing`` behaves like a HuggingFace ``datasets.Dataset``."""
     return isinstance(getattr(thing, "column_names", None), list) and hasattr(thing, "features")
 
 
 def list_splits(client: str, given: Any) -> dict[str, Any]:
-    """Return the splits of a client, by name: each a pair of arrays, or whatever holds inputs and labels.
+    """Return the splits of a client, by name: each is a pair of arrays, or a dataset with inputs and labels.
 
     Args:
         client: name of the client.
         given: arrays ``(x_train, y_train, x_test, y_test)``; parts ``(train, test)``; or a dictionary of either, with
-            keys ``x_train``, ... (``x_val`` and ``y_val`` too) or ``train``, ``test`` and ``validation``.
+            keys ``x_train``, ... (optionally ``x_val`` and ``y_val``) or ``train``, ``test`` and ``validation``.
 
     Raises:
-        UsageError: it is none of these.
+        UsageError: ``given`` is none of these.
 
     """
     if isinstance(given, Mapping):
@@ -109,16 +110,16 @@ def _holds_samples(part: object) -> bool:
 
 
 def read_part(part: Any, where: str, target: str | None = None, skip: Sequence[str] = ()) -> tuple[Any, Any]:
-    """Return inputs and labels of a split, read once, one sample after another where it is a dataset.
+    """Return the inputs and labels of a split; a dataset is read once, sample by sample.
 
     Args:
         part: a pair of arrays; a map-style torch dataset of pairs (input, label); or a HuggingFace dataset.
         where: beginning of error messages.
-        target: column of the labels of a HuggingFace dataset; None: the one of classes, or of a usual name.
+        target: label column of a HuggingFace dataset; None: the column of classes, or one with a usual name.
         skip: columns of a HuggingFace dataset that are neither inputs nor labels.
 
     Raises:
-        UsageError: samples are no such pairs, inputs differ in shape, or reading one fails.
+        UsageError: samples are not such pairs, inputs differ in shape, or a sample cannot be read.
 
     """
     if isinstance(part, tuple | list) and len(part) == 2:
@@ -127,7 +128,7 @@ def read_part(part: Any, where: str, target: str | None = None, skip: Sequence[s
 
 
 def item_reader(data: Any, where: str, target: str | None = None, skip: Sequence[str] = ()) -> Item:
-    """Return the function that takes an item of a dataset apart; arguments and errors as in :func:`read_part`."""
+    """Return a function that splits an item into input and target; arguments and errors as in :func:`read_part`."""
     if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
         kind = "datasets.Dataset" if is_hub_dataset(data) else "torch.utils.data.Dataset"
         raise UsageError(f"{where}: {type(data).__name__} has no length: give a map-style {kind}")
@@ -140,7 +141,7 @@ def item_reader(data: Any, where: str, target: str | None = None, skip: Sequence
 
 
 def find_targets(given: LazyDataset, where: str, target: str | None = None) -> NDArray[Any] | None:
-    """Return the targets of all items, None where only the items themselves tell."""
+    """Return the targets of all items, or None if only the items themselves have them."""
     data = given.dataset
     if given.targets is not None:
         found: Any = given.targets
@@ -157,7 +158,7 @@ def find_targets(given: LazyDataset, where: str, target: str | None = None) -> N
 
 
 def _list_targets(data: Any) -> NDArray[Any] | None:
-    """Return the ``targets`` that torchvision's datasets have, also of a part of one."""
+    """Return the ``targets`` of a torchvision dataset or of a subset of one."""
     if isinstance(data, Subset):
         whole = _list_targets(data.dataset)
         return None if whole is None else whole[np.asarray(data.indices)]
@@ -167,7 +168,7 @@ def _list_targets(data: Any) -> NDArray[Any] | None:
 
 
 def find_columns(data: Any, where: str, target: str | None, skip: Sequence[str]) -> tuple[str, str]:
-    """Return the columns of a HuggingFace dataset that hold inputs and labels."""
+    """Return the names of the input and label columns of a HuggingFace dataset."""
     names = [name for name in data.column_names if name not in skip]
     classes = [name for name in names if type(data.features[name]).__name__ == "ClassLabel"]
     usual = [name for name in LABELS if name in names]
@@ -186,7 +187,7 @@ def find_columns(data: Any, where: str, target: str | None, skip: Sequence[str])
 
 
 def holds_arrays(data: Any, column: str) -> bool:
-    """Return whether a column of a HuggingFace dataset holds images or arrays, not single values."""
+    """Return whether a column of a HuggingFace dataset contains images or arrays rather than single values."""
     return type(data.features[column]).__name__ not in ("Value", "ClassLabel")
 
 
@@ -201,7 +202,7 @@ def _require_pair(sample: Any) -> tuple[Any, Any]:
 
 
 def read_item(data: Any, number: int, where: str, split: Item) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return input and target of an item as arrays, which ``split`` takes apart; raise :class:`UsageError` if not."""
+    """Return an item's input and target as arrays, separated by ``split``; raise :class:`UsageError` if this fails."""
     try:
         x, y = split(data[number])
     except UsageError as error:
@@ -210,7 +211,7 @@ def read_item(data: Any, number: int, where: str, split: Item) -> tuple[NDArray[
         raise UsageError(
             f"{where}: sample {number} of {type(data).__name__} cannot be read: {describe_error(error)}"
         ) from error
-    mode = getattr(x, "mode", None)  # of a picture; palettes, for example, hold no colors
+    mode = getattr(x, "mode", None)  # set for pictures; palette indices, for example, are not colors
     return np.asarray(x.convert("RGB") if isinstance(mode, str) and mode not in ("L", "RGB") else x), np.asarray(y)
 
 

@@ -1,4 +1,4 @@
-"""Assignments of samples to clients as tables: a split is written to a CSV file and read back from it."""
+"""Assignments of samples to clients as tables: a split can be saved to a CSV file and loaded from it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SPLITS = ("train", "validation", "test")
 
 
 def saved(*, path: str) -> Change:
-    """Apply the split that :func:`describe_assignment` wrote to a CSV file to the same data."""
+    """Apply a split that :func:`describe_assignment` saved in a CSV file to the same data."""
     if not isinstance(path, str):
         raise UsageError(f"saved(path={path!r}): give the path of a CSV file as text")
 
@@ -37,9 +37,9 @@ def saved(*, path: str) -> Change:
 def describe_assignment(data: Federation, changes: Sequence[Change]) -> pd.DataFrame:
     """Return a table with a row ``client split domain source row`` for every sample after ``changes``.
 
-    ``domain`` and ``source`` name the client and split of ``data`` that the sample comes from, ``row`` its index there;
-    ``client`` is a name, or with a final ``*`` the beginning of the names of all clients that share the samples.
-    Changes depend only on labels and names, so sample indices can be tracked through the split.
+    ``domain`` and ``source`` are the client and split in ``data`` that the sample comes from; ``row`` is its index
+    there. ``client`` is a name, or a prefix followed by ``*`` that matches all clients that share the sample. Changes
+    depend only on labels and names, so sample indices can be tracked through the split.
     """
     domains, sources, starts, clients = [], [], [0], []
     for client in data.clients:
@@ -79,7 +79,7 @@ def describe_assignment(data: Federation, changes: Sequence[Change]) -> pd.DataF
 
 
 def _abbreviate(names: Sequence[str], known: Sequence[str]) -> str | None:
-    """Return the common beginning of ``names`` and a star, None if it matches other names in ``known`` too."""
+    """Return the common prefix of ``names`` followed by a star, or None if other names in ``known`` match too."""
     start = commonprefix(names)  # noqa: RUF071 - of names, not of paths
     return f"{start}*" if 1 < len(names) == sum(name.startswith(start) for name in known) else None
 
@@ -110,7 +110,7 @@ def _read_assignment(data: Federation, path: Path) -> Federation:
 
 
 def _gather(data: Federation, wanted: pd.DataFrame, path: Path) -> Samples:
-    """Return the samples that the rows of ``wanted`` name, in their order."""
+    """Return the samples in the rows of ``wanted``, in the same order."""
     parts, places = [], []
     for (domain, source), group in wanted.reset_index().groupby(COLUMNS[2:4], sort=False):
         origin = data.client(str(domain)).splits.get(str(source))

@@ -1,15 +1,15 @@
 """Augmentations of training batches: each image gets its own parameters, drawn from a keyed stream.
 
-An augmentation takes a batch ``[B, C, H, W]`` in [0, 1] and a NumPy generator, that of a key
+An augmentation takes a batch ``[B, C, H, W]`` in [0, 1] and the NumPy generator of a key
 (:func:`fedshift.utils.random_streams.stream`), and returns a new batch of the same shape and dtype in [0, 1]. All draws
-come from that generator, and their number depends on B alone. Geometry is relative to the image's center, bilinear;
-pixels from outside the image are ``fill``: ``zeros`` (black), ``border`` (the nearest pixel) or ``reflection``
-(mirrored at the outermost pixels). Parameters are drawn as doubles, and an image whose parameters change nothing is
-returned bit for bit.
+come from this generator, and their number depends only on B. Geometric operations are relative to the image's center
+and bilinear. ``fill`` sets pixels from outside the image: ``zeros`` (black), ``border`` (the nearest pixel) or
+``reflection`` (mirrored at the outermost pixels). Parameters are drawn as doubles, and an image whose parameters change
+nothing is returned bit for bit.
 
-Masks move with their images (:func:`augment_masks`): an operation that is called with whole numbers ``[B, C, H, W]``
-moves them by the same draws, to the nearest pixel, and one that changes colors leaves them. 0 stands for what is
-ignored, so that ``zeros`` fills a mask with ignored pixels, ``border`` and ``reflection`` with classes of its pixels.
+Masks move with their images (:func:`augment_masks`): an operation called with integers ``[B, C, H, W]`` moves them with
+the same draws, to the nearest pixel; an operation that changes colors leaves them unchanged. 0 marks ignored pixels, so
+``zeros`` fills a mask with ignored pixels, and ``border`` and ``reflection`` fill it with the classes of its pixels.
 
 Sources: color as in torchvision's ``ColorJitter``; recipes from FedBN (Li et al. 2021, arXiv:2102.07623), FedMMB
 (Nasirigerdeh et al. 2020, arXiv:2011.07006) and FLamby (Ogier du Terrail et al. 2022, arXiv:2210.04620).
@@ -40,14 +40,14 @@ from .federation import Federation
 from .pixels import blend, broadcast_per_image, choose_images, convert_to_gray, rotate_hue, stack_matrices, warp
 
 FILLS = {"zeros": "constant", "border": "replicate", "reflection": "reflect"}
-"""Values of pixels from outside an image, and torch's names of them for padding."""
+"""Values of ``fill`` for pixels from outside an image, and torch's names for them in padding."""
 
 Draws = np.random.Generator
 P = ParamSpec("P")
 
 
 class Augmentation(Protocol):
-    """A function of a batch of images ``[B, C, H, W]`` in [0, 1] and a generator that returns a new batch."""
+    """A function that takes a batch of images ``[B, C, H, W]`` in [0, 1] and a generator, and returns a new batch."""
 
     def __call__(self, x: Tensor, rng: Draws, /) -> Tensor:
         """Return the new batch; ``x`` is not modified."""
@@ -55,14 +55,14 @@ class Augmentation(Protocol):
 
 
 class Bound(NamedTuple):
-    """Test of an option's values, and the words that refuse others, with ``{}`` for the value."""
+    """Test for an option's values, and an error message for invalid ones, with ``{}`` for the value."""
 
     allows: Callable[[Any], bool]
     refusal: str
 
 
 class Transform(Augmentation):
-    """An operation with its options, equal to and written like any other of the same options."""
+    """An operation with its options; operations with the same options are equal and have the same text."""
 
     def __init__(
         self, make: Callable[..., Any], operation: Callable[..., Tensor], given: BoundArguments, moves: bool
@@ -98,9 +98,9 @@ class Transform(Augmentation):
 def transform(
     *, moves: bool = True, **bounds: Bound
 ) -> Callable[[Callable[Concatenate[Tensor, Draws, P], Tensor]], Callable[P, Augmentation]]:
-    """Turn an operation ``(x, rng, options)`` into a function of the options, checked by ``bounds``.
+    """Turn an operation ``(x, rng, options)`` into a function of its options, which are checked by ``bounds``.
 
-    ``moves``: the operation moves pixels, and so masks; otherwise it changes colors alone.
+    ``moves``: the operation moves pixels, and thus masks; otherwise it only changes colors.
     """
 
     def decorate(operation: Callable[Concatenate[Tensor, Draws, P], Tensor]) -> Callable[P, Augmentation]:
@@ -123,10 +123,10 @@ def transform(
 
 
 def parse_augmentation(text: str) -> Augmentation | None:
-    """Return the augmentation that ``text`` names, for example ``flip(),rotate(degrees=30)``; None for ``none`` or "".
+    """Parse an augmentation such as ``flip(),rotate(degrees=30)``; return None for ``none`` or "".
 
-    Several are applied in the order written; ``my_package.module:function`` is a function of yours. Raises
-    :class:`UsageError`, which lists the known names.
+    Several augmentations are applied in the order written; ``my_package.module:function`` is a user function. Raises
+    :class:`UsageError`, which lists the known names, for an unknown augmentation.
     """
     if text.strip() in ("", "none"):
         return None
@@ -139,7 +139,7 @@ def parse_augmentation(text: str) -> Augmentation | None:
 
 
 def as_augmentation(augment: object) -> Augmentation | None:
-    """Return an augmentation, the one that a text names, or a function of yours ``(images, rng) -> images``.
+    """Return an augmentation from an augmentation, a text, or a user function ``(images, rng) -> images``.
 
     Raises :class:`UsageError` for anything else.
     """
@@ -156,7 +156,7 @@ def as_augmentation(augment: object) -> Augmentation | None:
 
 
 def write_augmentation(augment: Augmentation) -> str | None:
-    """Return the text that :func:`parse_augmentation` reads as ``augment``; None where there is no such."""
+    """Return the text that :func:`parse_augmentation` parses to ``augment``, or None if there is none."""
     if not isinstance(augment, Transform):
         return None
     inner = map(write_augmentation, augment.given.args)
@@ -164,13 +164,13 @@ def write_augmentation(augment: Augmentation) -> str | None:
     text = f"{augment.operation.__name__}({', '.join([*map(str, inner), *options])})"
     try:
         return text if parse_augmentation(text) == augment else None
-    except UsageError:  # an augmentation of yours is among the parts
+    except UsageError:  # one of the parts is a user function
         return None
 
 
 @dataclass(frozen=True)
 class _NamedAugmentation:
-    """An augmentation of yours, identified by its name, because a function's address differs in every run."""
+    """A user's augmentation, identified by its name, because a function's address differs in every run."""
 
     text: str
     augmentation: Augmentation
@@ -185,7 +185,7 @@ class _NamedAugmentation:
 def check_augmentable(data: Federation, augment: Augmentation) -> None:
     """Raise :class:`UsageError` unless the samples are images that ``augment`` turns into images.
 
-    Their pixels are 0..255, or values around 0 in [-1, 1]. ``augment`` is tried on two of them.
+    Pixels must be in 0..255, or values around 0 in [-1, 1]. ``augment`` is tried on two images.
     """
     for client in data.clients:
         split = client.train
@@ -228,15 +228,15 @@ def _try(augment: Augmentation, x: Tensor) -> Tensor:
 
 
 def augment_masks(augment: Augmentation, y: Tensor, rng: Draws) -> Tensor:
-    """Return masks moved as ``augment`` moves their images where ``rng`` draws the same.
+    """Return masks moved in the same way as ``augment`` moves their images with the same draws.
 
     Args:
-        augment: Augmentation, none of whose parts is a plain function of yours.
+        augment: Augmentation without plain user functions among its parts.
         y: Class of each pixel, int64 ``[B, H, W]``; negative numbers are ignored pixels.
-        rng: Generator of the key of the images' draws.
+        rng: Generator with the key of the images' draws.
 
     Returns:
-        Classes int64 ``[B, H, W]``; :data:`~fedshift.tasks.segmentation.LEFT_OUT` where a pixel is ignored, or comes
+        Classes int64 ``[B, H, W]``; :data:`~fedshift.tasks.segmentation.LEFT_OUT` for pixels that are ignored or come
         from outside.
 
     """
@@ -245,7 +245,7 @@ def augment_masks(augment: Augmentation, y: Tensor, rng: Draws) -> Tensor:
 
 
 def _list_functions(augment: object) -> Iterator[object]:
-    """Yield the parts of ``augment`` that are plain functions of yours."""
+    """Yield the parts of ``augment`` that are plain user functions."""
     whole = augment.augmentation if isinstance(augment, _NamedAugmentation) else augment
     if not isinstance(whole, Transform):
         yield augment
@@ -274,7 +274,7 @@ def _is_length(value: float) -> bool:
 
 
 def _to_pixels(length: float, side: int) -> int:
-    """Return ``length`` in pixels: itself if a whole number, otherwise that share of ``side``."""
+    """Return ``length`` in pixels: an integer as it is, a fraction as that share of ``side``."""
     return length if isinstance(length, int) else round(length * side)
 
 
@@ -296,13 +296,13 @@ def sequence(x: Tensor, rng: Draws, *parts: Augmentation) -> Tensor:
 
 @transform(p=_PROBABILITY)
 def sometimes(x: Tensor, rng: Draws, augmentation: Augmentation, *, p: float = 0.5) -> Tensor:
-    """Augment each image with probability ``p``, and leave the others unchanged."""
+    """Augment each image with probability ``p``; leave the others unchanged."""
     return choose_images(rng.random(len(x)) < p, augmentation(x, rng), x)
 
 
 @transform(p=_PROBABILITY)
 def flip(x: Tensor, rng: Draws, *, p: float = 0.5, vertical: bool = False) -> Tensor:
-    """Exchange left and right with probability ``p``; ``vertical``: that, upside down or both, equally likely."""
+    """Flip left-right with probability ``p``; ``vertical``: flip left-right, upside down or both, equally likely."""
     u = rng.random(len(x))
     x = choose_images(u < p * (2 / 3 if vertical else 1), x.flip(3), x)
     return choose_images((u >= p / 3) & (u < p), x.flip(2), x) if vertical else x
@@ -310,7 +310,7 @@ def flip(x: Tensor, rng: Draws, *, p: float = 0.5, vertical: bool = False) -> Te
 
 @transform(degrees=Bound(lambda v: 0 <= v <= 180, "{:g} must lie in 0..180"), fill=_FILL)
 def rotate(x: Tensor, rng: Draws, *, degrees: float = 30.0, fill: str = "zeros") -> Tensor:
-    """Rotate by an angle uniform in ``-degrees..degrees`` (counterclockwise where positive)."""
+    """Rotate by an angle uniform in ``-degrees..degrees`` (positive is counterclockwise)."""
     angle = np.deg2rad(rng.uniform(-degrees, degrees, len(x)))
     return warp(x, stack_matrices(np.cos(angle), -np.sin(angle), 0, np.sin(angle), np.cos(angle), 0), fill)
 
@@ -324,24 +324,24 @@ def scale(x: Tensor, rng: Draws, *, amount: float = 0.07, fill: str = "zeros") -
 
 @transform(degrees=Bound(lambda v: 0 <= v < 90, "{:g} must lie in [0, 90)"), fill=_FILL)
 def shear(x: Tensor, rng: Draws, *, degrees: float = 10.0, fill: str = "zeros") -> Tensor:
-    """Shift rows so that upright lines lean by an angle uniform in ``-degrees..degrees``."""
+    """Shift rows so that vertical lines lean by an angle uniform in ``-degrees..degrees``."""
     lean = np.tan(np.deg2rad(rng.uniform(-degrees, degrees, len(x))))
     return warp(x, stack_matrices(np.ones_like(lean), lean, 0, 0, 1, 0), fill)
 
 
 @transform(padding=Bound(_is_length, "{!r} must be whole pixels from 0 or a share in [0, 1)"), fill=_FILL)
 def crop(x: Tensor, rng: Draws, *, padding: float = 4, fill: str = "zeros") -> Tensor:
-    """Cut a window of the image's size, at a random place, from the image padded on every side.
+    """Pad the image on every side and cut a window of the original size at a random position.
 
-    ``padding``: pixels if a whole number, a share of the side if a fraction; at most the side minus one pixel. Pixels
-    are moved, never interpolated.
+    ``padding``: an integer in pixels or a fraction of the side; at most the side minus one pixel. Pixels are moved,
+    never interpolated.
     """
     places = []
     pads = [min(_to_pixels(padding, side), side - 1) for side in x.shape[2:]]
     for pad, side in zip(pads, x.shape[2:], strict=True):
         start = torch.from_numpy((rng.random(len(x)) * (2 * pad + 1)).astype(np.int64)).to(x.device)
         places.append(start[:, None] + torch.arange(side, device=x.device))
-    values = x if x.is_floating_point() else x.float()  # torch pads no whole numbers with mirrored ones
+    values = x if x.is_floating_point() else x.float()  # torch cannot pad integers by reflection
     padded = F.pad(values, (pads[1], pads[1], pads[0], pads[0]), mode=FILLS[fill]).to(x.dtype)
     image, channel = (torch.arange(count, device=x.device) for count in x.shape[:2])
     rows, columns = places
@@ -354,8 +354,8 @@ def resized_crop(
 ) -> Tensor:
     """Resize a random window to the image's size (Szegedy et al. 2015, arXiv:1409.4842, section 6).
 
-    ``scale``: bounds of its share of the area, uniform; ``ratio``: of width over height, log-uniform. A window longer
-    than the image is cut to the image's side (torchvision draws again).
+    ``scale``: bounds of the window's share of the area, drawn uniformly; ``ratio``: bounds of its width over height,
+    drawn log-uniformly. A window longer than the image is cut to the image's side (torchvision draws again).
     """
     height, width = x.shape[2:]
     area = height * width * rng.uniform(*scale, len(x))
@@ -375,9 +375,9 @@ def color_jitter(
 ) -> Tensor:
     """Change brightness, contrast, saturation and hue, in this order, as torchvision defines them.
 
-    The first three are multiplied by factors uniform in ``max(0, 1 - strength)..1 + strength``: brightness about black,
-    contrast about the image's mean gray, saturation about the pixel's own gray. The hue of the HSV color is rotated by
-    a share of the circle uniform in ``-hue..hue``. Images without three channels have no saturation and no hue.
+    The first three are multiplied by factors uniform in ``max(0, 1 - strength)..1 + strength``: brightness relative to
+    black, contrast to the image's mean gray, saturation to the pixel's own gray. The hue of the HSV color is rotated by
+    a fraction of the circle uniform in ``-hue..hue``. Images without three channels have no saturation or hue.
     """
     a, b, c = (
         broadcast_per_image(rng.uniform(max(0, 1 - strength), 1 + strength, len(x)), x)
@@ -391,9 +391,9 @@ def color_jitter(
 
 @transform(moves=False, brightness=_SHARE, contrast=_SHARE)
 def brightness_contrast(x: Tensor, rng: Draws, *, brightness: float = 0.2, contrast: float = 0.2) -> Tensor:
-    """Change brightness and contrast as albumentations' RandomBrightnessContrast.
+    """Change brightness and contrast like albumentations' RandomBrightnessContrast.
 
-    Returns ``a x + b`` clamped to [0, 1], ``a`` uniform within ``contrast`` of 1 and ``b`` within ``brightness`` of 0.
+    Returns ``a x + b`` clamped to [0, 1], with ``a`` uniform in 1 +- ``contrast`` and ``b`` in +- ``brightness``.
     """
     a, b = (
         broadcast_per_image(rng.uniform(middle - strength, middle + strength, len(x)), x)
@@ -408,10 +408,9 @@ def brightness_contrast(x: Tensor, rng: Draws, *, brightness: float = 0.2, contr
     size=Bound(lambda v: _is_length(v) and v > 0, "{!r} must be whole pixels from 1 or a share in (0, 1)"),
 )
 def erase(x: Tensor, rng: Draws, *, patches: int = 8, size: float = 16) -> Tensor:
-    """Blacken one to ``patches`` squares at random places of the image (DeVries and Taylor 2017, arXiv:1708.04552).
+    """Blacken one to ``patches`` squares at random places in the image (DeVries and Taylor 2017, arXiv:1708.04552).
 
-    ``size`` of a square's side: pixels if a whole number, a share of the image's side if a fraction. Squares may
-    overlap.
+    ``size``: side of a square, an integer in pixels or a fraction of the image's side. Squares may overlap.
     """
     used = np.floor(rng.random(len(x)) * patches)[:, None] >= np.arange(patches)
     covered = []
@@ -425,24 +424,26 @@ def erase(x: Tensor, rng: Draws, *, patches: int = 8, size: float = 16) -> Tenso
 
 
 def fedbn_office() -> Augmentation:
-    """Augment as FedBN for Office-Caltech10 and DomainNet: flips, and rotation by up to 30 degrees on black."""
+    """Augment as FedBN does for Office-Caltech10 and DomainNet: flips, and rotation by up to 30 degrees on black."""
     return sequence(flip(p=0.5), rotate(degrees=30.0))
 
 
 def fedmmb_cifar() -> Augmentation:
-    """Augment as FedMMB for CIFAR-10: left-right flips, brightness, contrast, saturation and hue.
+    """Augment as FedMMB does for CIFAR-10: left-right flips, brightness, contrast, saturation and hue.
 
-    The paper gives no strengths, these are ours. It doubled the training set once; here every batch is drawn anew.
+    The paper does not give the strengths; these are our own. The paper doubled the training set once; here, every batch
+    is drawn anew.
     """
     return sequence(flip(p=0.5), color_jitter(brightness=0.2, contrast=0.2, saturation=0.2, hue=0.05))
 
 
 def flamby_isic() -> Augmentation:
-    """Augment as FLamby for Fed-ISIC2019: its albumentations one by one, all but the crop with probability 0.5.
+    """Augment as FLamby does for Fed-ISIC2019: its albumentations in order, all but the crop with probability 0.5.
 
     FLamby cuts a window of 200 pixels from an image of 224 (the shorter side), with one to eight holes of 16 pixels.
-    Here images keep their size: the window's place varies by the same 12 pixels in 200, with mirrored pixels beyond the
-    edge, and a hole is 16 pixels in 200. FLamby draws the number of holes once for all images; here it is per image.
+    Here, images keep their size: the window's position varies by the same 12 pixels in 200, with mirrored pixels beyond
+    the edge, and a hole is 16 pixels in 200. FLamby draws one number of holes for all images; here, it is drawn per
+    image.
     """
     return sequence(
         sometimes(scale(amount=0.07, fill="reflection")),

@@ -1,4 +1,4 @@
-"""Embedded federation: the same ten digits under five looks, built from files that dependencies already ship.
+"""Embedded federation: the same ten digits in five styles, built from files that are included with dependencies.
 
 The handwriting is scikit-learn's copy of the test set of UCI's optical recognition of handwritten digits (E. Alpaydin,
 1998): 1,797 digits of 8 x 8 pixels by 13 people. The writers are not recorded, so each may occur in every client.
@@ -7,16 +7,16 @@ The digits are distributed to four clients; the fifth has printed digits:
 * ``pen``: the handwriting unchanged, white on black.
 * ``photo``: MNIST-M's recipe (Ganin et al. 2016, arXiv:1505.07818), ``|patch - digit|`` in each color, with patches of
   scikit-learn's two sample photographs; test patches come from another part of a photograph.
-* ``print``: SynthDigits' recipe (Ganin and Lempitsky 2015, arXiv:1409.7495), fonts in random position, orientation,
-  colors and blur; here one digit an image, and the fonts are those that matplotlib ships.
-* ``faded``: the handwriting inverted and of low contrast, gray ink on pale paper.
-* ``worn``: the handwriting blurred and noisy, as from a worn-out scanner.
+* ``print``: SynthDigits' recipe (Ganin and Lempitsky 2015, arXiv:1409.7495), fonts with random position, orientation,
+  colors and blur; here with one digit per image and the fonts included in matplotlib.
+* ``faded``: the handwriting inverted and with low contrast, gray ink on pale paper.
+* ``worn``: the handwriting blurred and noisy, as if from a worn-out scanner.
 
-No handwritten digit is in two clients, nor in both train and test; the test fonts are of another family than the
+No handwritten digit is in two clients, or in both train and test; the test fonts are from a different family than the
 training fonts. Every draw comes from a keyed stream, so the data are the same in every process.
 
-Licenses, none copied into this package: the photographs are Creative Commons Attribution 2.0 (china.jpg by
-danielbuechele; flower.jpg from vultilion's Flickr page), the fonts DejaVu, STIX and BaKoMa Computer Modern are free.
+Licenses (no source file is copied into this package): the photographs are Creative Commons Attribution 2.0 (china.jpg
+by danielbuechele; flower.jpg from vultilion's Flickr page), the fonts DejaVu, STIX and BaKoMa Computer Modern are free.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ NOTE = (
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-_TRAIN_PER_CLASS, _TEST_PER_CLASS = 31, 14  # printed digits; the handwritten clients come to nearly the same
+_TRAIN_PER_CLASS, _TEST_PER_CLASS = 31, 14  # printed digits; clients with handwriting have nearly the same numbers
 _DEJAVU = tuple(
     f"DejaVu{family}{style}"
     for family, slant in (("Sans", "Oblique"), ("SansMono", "Oblique"), ("Serif", "Italic"))
@@ -86,7 +86,7 @@ def digits(size: int = 28) -> Federation:
 def list_sources() -> dict[str, dict[str, Ints]]:
     """Return the source of each image, ``{client: {split: int64 [N]}}``, in the order of the images.
 
-    A number is the digit's index in scikit-learn's data, or for ``print`` ten times the font's index in
+    A source is the digit's index in scikit-learn's data; for ``print``, it is ten times the font's index in
     ``FONTS["train"] + FONTS["test"]`` plus the digit.
     """
     fonts = {"train": np.arange(len(FONTS["train"])), "test": len(FONTS["train"]) + np.arange(len(FONTS["test"]))}
@@ -111,7 +111,7 @@ def list_sources() -> dict[str, dict[str, Ints]]:
 
 
 def _load_handwriting(size: int) -> tuple[Floats, Ints]:
-    """Return all handwritten digits as ink in [0, 1], ``[1797, size, size]`` with a margin as in MNIST, and labels."""
+    """Return all handwritten digits as ink in [0, 1], ``[1797, size, size]`` with MNIST's margin, and their labels."""
     data = load_digits()
     ink = torch.from_numpy(np.pad(data.images / 16, ((0, 0), (1, 1), (1, 1))))
     smooth = F.interpolate(ink[:, None], size=(size, size), mode="bicubic", align_corners=False)
@@ -119,7 +119,7 @@ def _load_handwriting(size: int) -> tuple[Floats, Ints]:
 
 
 def _apply_look(name: str, ink_NHW: Floats, split: str) -> Floats:
-    """Return the handwriting in the look of client ``name``, ``[N, 3, H, W]``, values around 0 to 1."""
+    """Return the handwriting in the style of client ``name``, ``[N, 3, H, W]``, with values around 0 to 1."""
     rng = stream(0, "digits/look", name, split)
     size = ink_NHW.shape[-1]
     match name:
@@ -136,7 +136,7 @@ def _apply_look(name: str, ink_NHW: Floats, split: str) -> Floats:
 
 
 def _draw_patches(count: int, split: str, size: int, rng: np.random.Generator) -> Floats:
-    """Draw patches of photos ``[N, 3, size, size]``: for training from the left 60 % of a photo, else from the rest."""
+    """Draw photo patches ``[N, 3, size, size]``: from the left 60 % of a photo for training, else from the rest."""
     photos = np.stack([load_sample_image(name) for name in ("china.jpg", "flower.jpg")]).transpose(0, 3, 1, 2) / 255
     border = photos.shape[3] * 3 // 5
     photos = photos[..., :border] if split == "train" else photos[..., border:]
@@ -146,7 +146,7 @@ def _draw_patches(count: int, split: str, size: int, rng: np.random.Generator) -
 
 
 def _print_digits(source: Ints, split: str, size: int) -> Floats:
-    """Return printed digits ``[N, 3, size, size]``; in each color, ink is 0.4 to 0.6 of the range from paper."""
+    """Return printed digits ``[N, 3, size, size]``; in each color, ink and paper differ by 0.4 to 0.6 of the range."""
     rng = stream(0, "digits/look", "print", split)
     ink = np.stack([_render_glyph(*divmod(int(number), 10), size, rng) for number in source])[:, None]
     paper = rng.random((len(source), 3, 1, 1))

@@ -1,8 +1,8 @@
 """Downloads of benchmark files from their publisher into ``root/<name>``; interrupted downloads are resumed.
 
-A file is written as ``<file>.part`` and renamed only when its checksum is the published one. An existing part is
-continued if the server can (RFC 9110, section 14: a ``Range`` request answered by ``206``) and restarted otherwise.
-Nothing is unpacked, and nothing is downloaded except on request.
+A file is written as ``<file>.part`` and renamed only if its checksum matches the published one. An existing part is
+continued if the server supports it (RFC 9110, section 14: a ``Range`` request answered with ``206``) and restarted
+otherwise. Nothing is unpacked, and nothing is downloaded except on request.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .files.read_options import Progress
 from .huggingface import fetch_from_hub
 
 TIMEOUT = 60.0
-"""Seconds to wait for an answer of the server."""
+"""Seconds to wait for the server's response."""
 
 _BLOCK = 1 << 20
 
@@ -33,13 +33,13 @@ def fetch(name: str, card: Card, root: Path, *, progress: Progress | None = None
         name: Name of the benchmark.
         card: Its card.
         root: Directory of the data.
-        progress: Called with ``(file, bytes so far, bytes in all)``, the last 0 if the server does not say.
+        progress: Called with ``(file, bytes so far, total bytes)``; the total is 0 if the server does not report it.
         hub: Fetch from huggingface.co (also used for benchmarks without another address).
 
     Raises:
         UsageError: Nothing can be fetched.
-        FedshiftError: The server does not answer, the connection was cut, the disk is full, or a file is not the
-            published one. The message names the address and what to do.
+        FedshiftError: The server does not respond, the connection was lost, the disk is full, or a file differs from
+            the published one. The message has the address and a remedy.
 
     """
     folder = root / name
@@ -89,7 +89,7 @@ def _fetch_file(remote: Remote, path: Path, card: Card, progress: Progress | Non
 
 
 def _download(remote: Remote, part: Path, progress: Progress | None) -> None:
-    """Complete ``part``; bytes that are already there are not requested again."""
+    """Complete ``part`` without requesting the bytes that are already there."""
     start = part.stat().st_size if part.exists() else 0
     if start and start == remote.size:
         return
@@ -100,7 +100,7 @@ def _download(remote: Remote, part: Path, progress: Progress | None) -> None:
         if not (start and error.code == http.client.REQUESTED_RANGE_NOT_SATISFIABLE):
             raise
         error.close()
-        part.unlink()  # as long as the file or longer, and perhaps wrong
+        part.unlink()  # it is at least as long as the file, and may be wrong
         _download(remote, part, progress)
         return
     with answer:
@@ -111,7 +111,7 @@ def _download(remote: Remote, part: Path, progress: Progress | None) -> None:
 
 
 def _copy(answer: http.client.HTTPResponse, part: Path, done: int, progress: Progress | None) -> None:
-    """Append the answer to the first ``done`` bytes of ``part``; raise :class:`HTTPException` if it ends too early."""
+    """Append the response to the first ``done`` bytes of ``part``; raise :class:`HTTPException` if it is too short."""
     length = answer.headers.get("Content-Length")
     total = done + int(length) if length else 0
     with _open_for_writing(part):
@@ -141,7 +141,7 @@ def _open_for_writing(path: Path) -> Iterator[None]:
 
 
 def _describe_difference(remote: Remote, path: Path) -> str:
-    """Describe how the file at ``path`` differs from the published one; empty if it does not, as far as is known."""
+    """Describe how the file at ``path`` differs from the published one; empty if no difference is known."""
     size = path.stat().st_size
     if remote.size is not None and size != remote.size:
         return f"it has {size} bytes, published are {remote.size}"

@@ -1,7 +1,7 @@
 """Federations: named clients, each with training, validation and test samples.
 
-Every method returns a new federation and leaves the original unchanged; draws are keyed, so that a subset or a
-held-out part is the same in every run.
+Every method returns a new federation and leaves the original unchanged. Draws are keyed, so that a subset or a held-out
+part is the same in every run.
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ LAZY = (
     "samples that are not in memory are read when a batch needs them, and not compared with each other before a run: "
     "`fedshift data check` looks for copies"
 )
-"""Notice on a federation with lazy samples."""
+"""Notice for a federation with lazy samples."""
 UNREPEATABLE = (
     "a transform draws from a generator that cannot be set, so a resumed run differs from one that never stopped"
 )
-"""Notice on lazy samples that are other ones each time, after the split's name."""
+"""Notice for lazy samples that differ on each read; it follows the split's name."""
 PLURALS = {"class": "classes", "label": "labels", "target": "targets"}
-"""Names of a task's outputs, several of them."""
+"""Plural names of a task's outputs."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class ClientData:
-    """One client's samples; ``validation`` is None where none was held out.
+    """One client's samples; ``validation`` is None if none was held out.
 
-    ``files``: the file of each row of the array that the splits share; empty where samples are not files.
+    ``files``: the file of each row of the array that the splits share; empty if samples are not files.
     """
 
     name: str
@@ -72,11 +72,11 @@ class ClientData:
 
     @classmethod
     def from_splits(cls, name: str, splits: Mapping[str, Any], files: tuple[str, ...] = ()) -> ClientData:
-        """Return a client with ``splits``, samples by the name of the split."""
+        """Return a client with ``splits``: samples by split name."""
         return cls(name=name, files=files, **splits)
 
     def with_splits(self, splits: Mapping[str, Any]) -> ClientData:
-        """Return the client with other samples in these splits."""
+        """Return the client with these splits replaced."""
         return replace(self, **splits)
 
     @classmethod
@@ -88,13 +88,13 @@ class ClientData:
         rows: Mapping[str, NDArray[np.int64]],
         files: tuple[str, ...] = (),
     ) -> ClientData:
-        """Return a client whose splits are ``rows`` of one array ``x`` with labels ``y``, by the split's name."""
+        """Return a client whose splits are ``rows``, by split name, of one array ``x`` with labels ``y``."""
         parts = {part: torch.from_numpy(index) for part, index in rows.items() if len(index) or part != "validation"}
         splits = {part: Samples(x=x, y=y[index], rows=index) for part, index in parts.items()}
         return cls.from_splits(name, splits, files)
 
     def normalize(self) -> ClientData:
-        """Return the client with images scaled by mean and standard deviation of its training images' channels."""
+        """Return the client with images normalized by its training images' mean and standard deviation per channel."""
         total, squares, count = torch.zeros(1), torch.zeros(1), 0
         for piece in self.train.pieces():
             x = self.train.copy_rows(piece).double() / 255
@@ -114,7 +114,7 @@ class ClientData:
 
     @property
     def splits(self) -> dict[str, Samples]:
-        """The splits that exist, by name: train, test and perhaps validation."""
+        """The existing splits by name: train, test and optionally validation."""
         named = {"train": self.train, "validation": self.validation, "test": self.test}
         return {name: split for name, split in named.items() if split is not None}
 
@@ -124,13 +124,13 @@ class Federation:
     """Named clients that share one task.
 
     Attributes:
-        classes: Number of classes; of a task without classes, the number of labels or targets.
-        task: What is predicted of a sample.
+        classes: Number of classes; for a task without classes, the number of labels or targets.
+        task: The prediction task.
         note: Description of the data in one sentence.
-        class_names: Meaning of the labels 0, 1, ...; empty where unknown.
-        notices: Remarks on how the data were read; those on one client begin ``client 'name':``.
-        faults: The same on what looks like data and was left out.
-        columns: Encodings of a table's columns, in the order of the inputs; empty where unknown.
+        class_names: Meaning of the labels 0, 1, ...; empty if unknown.
+        notices: Remarks on how the data were read; those about one client begin with ``client 'name':``.
+        faults: Remarks, in the same form, on files or folders that look like data but were skipped.
+        columns: Encodings of a table's columns, in the order of the inputs; empty if unknown.
 
     """
 
@@ -161,12 +161,12 @@ class Federation:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the clients, in the order of result tables."""
+        """Names of the clients, in the order used in result tables."""
         return tuple(client.name for client in self.clients)
 
     @property
     def lazy(self) -> bool:
-        """Return whether samples of a client are read when they are needed, and are not in memory."""
+        """Return whether any client's samples are read on demand instead of kept in memory."""
         return any(split.lazy for client in self.clients for split in client.splits.values())
 
     @property
@@ -185,14 +185,14 @@ class Federation:
         return self.class_names or (tuple(map(str, range(self.classes))) if self.columns else ())
 
     def client(self, name: str) -> ClientData:
-        """Return the client of this name; raise :class:`UsageError`, which lists the names, if there is none."""
+        """Return the client with this name; raise :class:`UsageError`, which lists the names, if there is none."""
         for client in self.clients:
             if client.name == name:
                 return client
         raise unknown_name("client", name, self.names)
 
     def select_clients(self, names: Iterable[str]) -> Federation:
-        """Select the named clients, in the given order, without the notices of others."""
+        """Select the named clients, in the given order; drop the notices of others."""
         clients = tuple(self.client(name) for name in names)
         left_out = set(self.names).difference(client.name for client in clients)
         theirs = tuple(f"client {name!r}:" for name in left_out)
@@ -239,7 +239,7 @@ class Federation:
                     f"ask for {'a smaller fraction' if fraction is not None else 'fewer'}"
                 )
             place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
-            index = place[sample].argsort(stable=True)  # copies of a sample one after another, on one side
+            index = place[sample].argsort(stable=True)  # copies of a sample are adjacent, and so on one side
             held = int((place[sample] < count).sum())
             clients.append(
                 replace(client, train=client.train.take(index[held:]), validation=client.train.take(index[:held]))
@@ -247,7 +247,7 @@ class Federation:
         return replace(self, clients=tuple(clients))
 
     def map_splits(self, change: Callable[[Samples], Samples]) -> Federation:
-        """Apply ``change`` once to every split, so that clients that share a split keep sharing it."""
+        """Apply ``change`` once to every split, so that clients that share a split continue to share it."""
         change_once = cache(change)
         clients = (
             client.with_splits({name: change_once(split) for name, split in client.splits.items()})
@@ -256,12 +256,11 @@ class Federation:
         return replace(self, clients=tuple(clients))
 
     def fit_images(self, size: int | None = None) -> Federation:
-        """Bring images to one shape: repeat gray to color where both occur, and resize to ``size`` pixels.
+        """Convert images to one shape: repeat gray channels if others have color, and resize to ``size`` pixels.
 
-        Without ``size``, images that differ in size become 28 x 28, the size of the papers' digits. Resizing is
-        bilinear with antialiasing, that of masks to the nearest pixel. Samples that are no images stay as they are, but
-        that whole numbers become floats where others are floats. Raises :class:`UsageError` where channels cannot be
-        matched.
+        Without ``size``, images of different sizes become 28 x 28, the size of the papers' digits. Resizing is bilinear
+        with antialiasing for images and nearest-pixel for masks. Samples that are not images are unchanged, except that
+        integers become floats if other samples are floats. Raises :class:`UsageError` if channels cannot be matched.
         """
         shapes = self._shapes()
         if all(len(shape) != 3 for shape in shapes.values()):
@@ -294,7 +293,7 @@ class Federation:
         return self.map_splits(fit_split)
 
     def _match_types(self) -> Federation:
-        """Return the federation with whole numbers as floats, unless all samples are whole numbers."""
+        """Return the federation with integers converted to floats, unless all samples are integers."""
         stores = [split.store for client in self.clients for split in client.splits.values()]
         if len(set(map(is_whole, stores))) < 2:
             return self
@@ -307,7 +306,7 @@ class Federation:
         return self.map_splits(lambda split: split.with_samples(move(split.store)).to(device))
 
     def normalize(self, normalization: Normalization) -> Federation:
-        """Return the images with ``normalization`` as their scale when a batch is taken."""
+        """Return the federation whose images are scaled by ``normalization`` when a batch is taken."""
         wrong = max(len(normalization.mean), len(normalization.std))
         if self.clients and len(self.sample_shape) >= 3 and wrong not in (1, self.sample_shape[0]):
             raise UsageError(
@@ -326,7 +325,7 @@ class Federation:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Digest of every sample and label, so that a run is never resumed on other data."""
+        """Digest of every sample and label, so that a run is never resumed with other data."""
         known: dict[tuple[int, int, int], bytes] = {}
         whole = blake2b(digest_size=16)
         for client in self.clients:
@@ -339,10 +338,10 @@ class Federation:
         return whole.hexdigest()
 
     def check(self, *, allow_single_class: bool = False) -> Federation:
-        """Return the federation if it can be trained on, otherwise raise :class:`UsageError` naming client and value.
+        """Return the federation if it can be trained on; otherwise raise :class:`UsageError` naming client and value.
 
-        Refused are: no client, a name twice, an empty split, labels outside ``0..classes-1``, non-finite samples,
-        samples of another shape, and (unless allowed) a client whose training data hold a single class.
+        Errors are: no clients, duplicate names, an empty split, labels outside ``0..classes-1``, non-finite samples,
+        samples of different shapes, and (unless allowed) a client whose training data contain a single class.
         """
         if not self.clients:
             raise UsageError(f"federation {self.name!r} has no client: give it at least one")
@@ -375,12 +374,12 @@ class Federation:
         return self
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of a sample of every split, by the split's name in error messages."""
+        """Return the sample shape of every split, by the split's name in error messages."""
         return {_locate(c.name, name): s.shape for c in self.clients for name, s in c.splits.items()}
 
 
 def _fit_store(store: Tensor | LazyStore, channels: int, size: tuple[int, ...]) -> Tensor | LazyStore:
-    """Return images of ``channels`` and ``size``; see :meth:`Federation.fit_images`."""
+    """Return images with ``channels`` and ``size``; see :meth:`Federation.fit_images`."""
     if isinstance(store, LazyStore) and store.shape[1:] == (channels, *size):
         return store
     return map_store(store, partial(_fit_images, channels=channels, size=size))
@@ -401,7 +400,7 @@ def pool_training_data(data: Federation) -> Federation:
 
 
 def count_labels(data: Federation) -> Tensor:
-    """Count the training samples (in masks: pixels) of each class over all clients, int64 ``[classes]``."""
+    """Count the training samples (for masks: pixels) of each class over all clients, int64 ``[classes]``."""
     return sum(
         (data.task.count_classes(client.train.y, data.classes) for client in data.clients),
         torch.zeros(data.classes, dtype=torch.int64),
@@ -409,9 +408,9 @@ def count_labels(data: Federation) -> Tensor:
 
 
 def find_majority_classes(data: Federation) -> dict[str, int]:
-    """Return the class of most training samples of each client, the first of equals, by client name.
+    """Return each client's most frequent class in the training data (the first in a tie), by client name.
 
-    Without a class for each sample there is none.
+    Returns an empty result if samples do not have one class each.
     """
     if data.clients and data.task.strata(data.clients[0].train.y) is None:
         return {}
@@ -424,8 +423,8 @@ def make_federation(
 ) -> Federation:
     """Return the federation of ``clients``.
 
-    ``task``: what is predicted; None: classes or masks, as the clients' targets show. ``classes``: number of classes,
-    labels or targets; None: as found in the training data.
+    ``task``: the prediction task; None: classification or segmentation, inferred from the clients' targets.
+    ``classes``: number of classes, labels or targets; None: as found in the training data.
     """
     if task is None:
         task = Segmentation() if clients and clients[0].train.y.dtype == torch.uint8 else CLASSIFICATION
@@ -451,23 +450,23 @@ def federation(
     """Build a federation from arrays or datasets.
 
     Args:
-        clients: each client's data by its name: arrays ``(x_train, y_train, x_test, y_test)``, see
+        clients: each client's data by name: arrays ``(x_train, y_train, x_test, y_test)``, see
             :func:`fedshift.data.samples.to_samples`; a pair ``(train, test)`` of map-style torch datasets of pairs
             (input, label), of HuggingFace datasets, or of pairs of arrays; or a dictionary of either, with the keys
-            ``x_train``, ... (``x_val`` and ``y_val`` too), or ``train``, ``test`` and ``validation``. Datasets are read
-            once: a random transform is drawn once for each sample (``augment`` draws anew each time). Inputs that are
-            mapped from a file (``numpy.load(file, mmap_mode="r")``) stay there and are read when a batch needs them, as
-            are items of a dataset in a :class:`~fedshift.data.arrays.LazyDataset`.
+            ``x_train``, ... (optionally ``x_val`` and ``y_val``), or ``train``, ``test`` and ``validation``. Datasets
+            are read once: a random transform is drawn once for each sample (``augment`` draws anew each time). Inputs
+            that are memory-mapped from a file (``numpy.load(file, mmap_mode="r")``) stay there and are read when a
+            batch needs them, like the items of a dataset in a :class:`~fedshift.data.arrays.LazyDataset`.
         name: Name of the data.
         classes: Number of classes; None: the largest training label of any client plus one.
         note: Description of the data in one sentence.
-        target: Column of the labels of HuggingFace datasets; None: the one of classes, or of a usual name.
-        task: What is predicted, a :class:`~fedshift.tasks.Task` or its name: classification, segmentation, multilabel
-            (labels of 0 and 1, ``[N, L]``) or regression (numbers, ``[N]`` or ``[N, T]``); None: classes or masks, as
-            the labels show.
+        target: Label column of HuggingFace datasets; None: the column of classes, or one with a usual name.
+        task: The prediction task, a :class:`~fedshift.tasks.Task` or its name: classification, segmentation, multilabel
+            (labels of 0 and 1, ``[N, L]``) or regression (numbers, ``[N]`` or ``[N, T]``); None: classification or
+            segmentation, inferred from the labels.
 
     Raises:
-        UsageError: An array has another shape, type or range, or a dataset cannot be read.
+        UsageError: An array has an invalid shape, type or range, or a dataset cannot be read.
 
     """
     data, kind = [], None if task is None else as_task(task)
@@ -487,9 +486,9 @@ def _read_split(part: Any, where: str, target: str | None, task: Task | None) ->
 
 
 def encode_targets(data: Federation, newcomers: Collection[str] = ()) -> Federation:
-    """Return ``data`` with targets as its task's networks learn them (:meth:`fedshift.tasks.Task.prepare`).
+    """Return ``data`` with targets in the form that its task's networks learn (:meth:`fedshift.tasks.Task.prepare`).
 
-    ``newcomers``: clients that never train, which have no influence on the others' targets.
+    ``newcomers``: clients that never train and do not influence the others' targets.
     """
     trained = [client for client in data.clients if client.name not in newcomers] or data.clients
     task = data.task.prepare([client.train.y for client in trained])

@@ -1,8 +1,8 @@
-"""File formats of published data as NumPy arrays: IDX, MATLAB's .mat, LIBSVM's, plain text and .npz.
+"""File formats of published data as NumPy arrays: IDX, MATLAB's .mat, LIBSVM, plain text and .npz.
 
-A file may be plain or compressed by gzip or bzip2, as its first bytes (not its name) show. IDX is as the publishers
-of MNIST define it (http://yann.lecun.com/exdb/mnist/); the .mat layout is SVHN's "format 2"
-(http://ufldl.stanford.edu/housenumbers/), which SynthDigits took over.
+A file may be plain or compressed with gzip or bzip2, which its first bytes (not its name) show. IDX is defined by the
+publishers of MNIST (http://yann.lecun.com/exdb/mnist/); the .mat layout is SVHN's "format 2"
+(http://ufldl.stanford.edu/housenumbers/), which SynthDigits also uses.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ Numbers = NDArray[Any]
 
 @contextmanager
 def explain_errors(where: Path | str, kind: str) -> Iterator[None]:
-    """Turn whatever a library raises at a damaged file into a :class:`UsageError` that names file and ``kind``."""
+    """Convert any exception of a library for a damaged file into a :class:`UsageError` naming the file and ``kind``."""
     try:
         yield
     except UsageError:
         raise
-    except Exception as error:  # libraries raise of every type where bytes are wrong
+    except Exception as error:  # libraries raise exceptions of any type for damaged bytes
         raise UsageError(
             f"{where} cannot be read as {kind} ({str(error) or type(error).__name__}): "
             "it is cut short, damaged or of another kind; get it again"
@@ -47,9 +47,9 @@ def explain_errors(where: Path | str, kind: str) -> Iterator[None]:
 
 @contextmanager
 def open_arrays(path: Path) -> Iterator[NpzFile]:
-    """Open an ``.npz`` file, without pickle, once what it would unpack to is known.
+    """Open an ``.npz`` file, without pickle, after checking its unpacked size.
 
-    Raises :class:`UsageError` where that is more than memory holds, or an array declares another size than it has.
+    Raises :class:`UsageError` if it does not fit in memory, or if an array's declared size is wrong.
     """
     check_archive(path)
     with open_regular(path) as file:
@@ -63,7 +63,7 @@ def open_arrays(path: Path) -> Iterator[NpzFile]:
 
 
 def _check_header(path: Path, entry: zipfile.ZipInfo, content: IO[bytes]) -> None:
-    """Raise :class:`UsageError` where an array's header declares another size than its entry in the archive has."""
+    """Raise :class:`UsageError` if the size in an array's header differs from that of its entry in the archive."""
     if not entry.filename.endswith(".npy"):
         return
     version = np.lib.format.read_magic(content)
@@ -87,7 +87,7 @@ def read_npz(file: Path, names: Iterable[str]) -> dict[str, Numbers]:
 
 
 def read_csv(file: Path, kind: str) -> list[dict[str, str]]:
-    """Return the rows of a CSV file (TSV if named ``.tab``) by column; errors call the file ``kind``."""
+    """Return the rows of a CSV file (TSV if named ``.tab``) by column; error messages call the file ``kind``."""
     with explain_errors(file, kind), open_regular(file) as content:
         table = io.TextIOWrapper(content, encoding="utf-8-sig", newline="")
         return list(csv.DictReader(table, delimiter="\t" if file.suffix == ".tab" else ","))
@@ -95,7 +95,7 @@ def read_csv(file: Path, kind: str) -> list[dict[str, str]]:
 
 @contextmanager
 def decompress(path: Path) -> Iterator[IO[bytes]]:
-    """Open the file and decompress it if necessary; :class:`UsageError` where it goes on for more than data do."""
+    """Open the file and decompress it if necessary; raise :class:`UsageError` if it is implausibly large."""
     with open_regular(path) as plain:
         start = plain.read(3)
         plain.seek(0)
@@ -112,7 +112,7 @@ def decompress(path: Path) -> Iterator[IO[bytes]]:
 def read_idx(path: Path, dimensions: int) -> Bytes:
     """Return the bytes of an IDX file: ``dimensions`` 3 for gray images ``[N, H, W]``, 1 for labels ``[N]``.
 
-    Raises :class:`UsageError` naming the file where its first bytes are others, or its length is not what they say.
+    Raises :class:`UsageError` naming the file if its header is wrong or does not match its length.
     """
     with explain_errors(path, "an IDX file"), decompress(path) as file:
         content = file.read()
@@ -133,12 +133,12 @@ def read_idx(path: Path, dimensions: int) -> Bytes:
 
 
 def read_digits_mat(path: Path) -> tuple[Bytes, Numbers]:
-    """Return images ``[N, 32, 32, 3]`` and labels ``[N]`` of a .mat file with ``X [32, 32, 3, N]`` and ``y``.
+    """Return images ``[N, 32, 32, 3]`` and labels ``[N]`` from a .mat file with ``X [32, 32, 3, N]`` and ``y``.
 
-    Label 10 becomes 0. Raises :class:`UsageError` for another file.
+    Label 10 becomes 0. Raises :class:`UsageError` for any other file.
     """
     with explain_errors(path, "a MATLAB file"), open_regular(path) as file:
-        given: Any = file  # scipy takes files as well as names
+        given: Any = file  # scipy accepts files as well as names
         held: Sequence[tuple[str, tuple[int, ...], str]] = whosmat(given)
         check_expansion(path, sum(math.prod(shape) for name, shape, _ in held if name in ("X", "y")))
         file.seek(0)
@@ -156,14 +156,14 @@ def read_digits_mat(path: Path) -> tuple[Bytes, Numbers]:
 
 
 def read_libsvm(path: Path, features: int) -> tuple[Numbers, Numbers]:
-    """Return values ``[N, features]`` and labels ``[N]`` of a text file in LIBSVM's format; omitted values are 0."""
+    """Return values ``[N, features]`` and labels ``[N]`` from a text file in LIBSVM format; omitted values are 0."""
     with explain_errors(path, "LIBSVM text"), decompress(path) as file:
         x, y = load_svmlight_file(file, n_features=features, zero_based=False)
         return x.toarray(), y
 
 
 def read_table(path: Path, columns: int) -> Numbers:
-    """Return a text file of numbers as ``[N, columns]``; raise :class:`UsageError` for another number of columns."""
+    """Return a text file of numbers as ``[N, columns]``; raise :class:`UsageError` if the number of columns differs."""
     with explain_errors(path, "a table of numbers"), decompress(path) as file:
         table = np.loadtxt(file, ndmin=2)
     if table.shape[1] != columns:
@@ -172,7 +172,7 @@ def read_table(path: Path, columns: int) -> Numbers:
 
 
 def to_gray_levels(fractions: Numbers, where: Path | str) -> Bytes:
-    """Round fractions of white, 0 to 1, to 256 gray levels; raise :class:`UsageError` for other values."""
+    """Round brightness in [0, 1] to 256 gray levels; raise :class:`UsageError` for other values."""
     if fractions.size and not (fractions.min() >= 0 and fractions.max() <= 1):
         raise UsageError(
             f"{where} holds pixels from {fractions.min():g} to {fractions.max():g}, expected were 0 to 1: get it again"

@@ -1,8 +1,8 @@
-"""Downloads of benchmarks from huggingface.co, written as files that the loaders read.
+"""Downloads of benchmarks from huggingface.co, written as files that the loaders can read.
 
-Images of several clients become files ``hub/<client>/<split>/<class>/<number>.<format>``, byte for byte (a data set of
-one split has no level for it); others become ``<name>.npz`` with x_train, y_train, x_test and y_test. Needs the package
-``datasets`` (``pip install 'fedshift[hub]'``), which caches its downloads.
+Images of several clients become files ``hub/<client>/<split>/<class>/<number>.<format>``, byte for byte (without the
+split level if there is only one split); other data sets become ``<name>.npz`` with x_train, y_train, x_test and y_test.
+This needs the package ``datasets`` (``pip install 'fedshift[hub]'``), which caches its downloads.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from .datasets._card import Card
 from .files.read_options import Progress
 
 _IMAGE, _LABEL, _CLIENT = ("image", "img"), ("label", "fine_label"), ("domain", "center")
-"""Names of the columns with the image, the label and the client in the data sets that cards name."""
+"""Names of the columns with the image, the label and the client in the data sets listed on cards."""
 
 
 def fetch_from_hub(name: str, card: Card, folder: Path, *, progress: Progress | None = None) -> list[Path]:
     """Write the data set ``card.hub`` (``id`` or ``id:configuration``) into ``folder`` and return the path written.
 
-    Existing files are kept. Raises :class:`UsageError` without the package ``datasets``, and :class:`FedshiftError`
-    where the data set cannot be fetched, has other columns, or cannot be written.
+    Existing files are kept. Raises :class:`UsageError` if the package ``datasets`` is missing, and
+    :class:`FedshiftError` if the data set cannot be fetched, has other columns, or cannot be written.
     """
     tree, packed = folder / "hub", folder / f"{name}.npz"
     there = [place for place in (tree, packed) if place.exists()]
@@ -47,7 +47,7 @@ def fetch_from_hub(name: str, card: Card, folder: Path, *, progress: Progress | 
         loaded = datasets.load_dataset(*card.hub.split(":"))
         image = _find_column(next(iter(loaded.values())), _IMAGE)
         splits = {split: rows.cast_column(image, datasets.Image(decode=False)) for split, rows in loaded.items()}
-    except Exception as error:  # whatever the library, the network or a server raises
+    except Exception as error:  # the library, the network or a server may raise anything
         raise FedshiftError(f"{source} cannot be fetched: {error}. Try again later, or {by_hand}") from error
     part = folder / "hub.part"
     try:
@@ -87,7 +87,7 @@ def _write_tree(rows: Any, folder: Path, split: str, progress: Progress | None) 
 
 
 def _read_arrays(rows: Any, split: str, progress: Progress | None) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """Return images ``[N, H, W]`` or ``[N, H, W, 3]``, all of one shape, and labels ``[N]``."""
+    """Return images ``[N, H, W]`` or ``[N, H, W, 3]``, all with the same shape, and labels ``[N]``."""
     image, label = (_find_column(rows, names) for names in (_IMAGE, _LABEL))
     x, y = [], []
     for number, row in enumerate(rows):
@@ -107,7 +107,7 @@ def _find_column(rows: Any, names: tuple[str, ...]) -> str:
 
 
 def _folder_name(rows: Any, column: str, row: Any) -> str:
-    """Return the folder name of a row's class or client: the data set's name of the number, or the value itself."""
+    """Return the folder name for a row's class or client: the data set's name for its number, or the value itself."""
     value, names = row[column], getattr(rows.features[column], "names", None)
     text = str(names[value] if names and isinstance(value, int) else value)
     if text in ("", ".", "..") or set(text) & set("/\\\0"):

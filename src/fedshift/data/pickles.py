@@ -1,8 +1,8 @@
 """Pickles of arrays and plain values, read without running code in them.
 
-A pickle is a program that may call any function of any module by name. Here a name is looked up in a short list of
-stand-ins of this module, and numbers are read from the bytes by :func:`numpy.frombuffer`, so that not even NumPy's
-constructors receive a foreign state. Pickles of Python 2 are read as well (their strings as Latin-1).
+A pickle is a program that may call any function of any module by name. Here, names are looked up in a short list of
+stand-ins in this module, and numbers are read from the bytes with :func:`numpy.frombuffer`, so that not even NumPy's
+constructors receive untrusted state. Pickles from Python 2 are supported (their strings are read as Latin-1).
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from ..utils.errors import UsageError
 from .formats import decompress, explain_errors
 
 _DEPTH = 8
-"""Maximum depth of nested containers; published data sets need three."""
+"""Maximum nesting depth of containers; published data sets need three."""
 
 
 def read_pickle(path: Path) -> Any:
-    """Read arrays, numbers, text and containers of them from a pickle, plain or compressed; keys of text are ``str``.
+    """Read arrays, numbers, text and containers of these from a pickle, plain or compressed; text keys are ``str``.
 
-    Arrays are read-only. Raises :class:`UsageError` naming the file, and the function if it calls one.
+    Arrays are read-only. Raises :class:`UsageError` for anything else, naming the file and any function that it calls.
     """
     with explain_errors(path, "a pickle of arrays"), decompress(path) as file:
         return load_pickle(file, path)
 
 
 def load_pickle(file: IO[bytes], where: Path | str) -> Any:
-    """Read a pickle as :func:`read_pickle` does, from an open file that errors call ``where``."""
+    """Read a pickle as :func:`read_pickle` does, from an open file called ``where`` in error messages."""
     with explain_errors(where, "a pickle of arrays"):
         return _require_plain(_Unpickler(file, where).load(), where)
 
@@ -53,7 +53,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Dtype:
-    """Stands for ``numpy.dtype``: the type of numbers, text or objects, never a structure."""
+    """Stands in for ``numpy.dtype``: a type of numbers, text or objects, never a structure."""
 
     def __init__(self, code: str | bytes, *_: Any) -> None:
         code = code.decode("latin1") if isinstance(code, bytes) else code
@@ -67,7 +67,7 @@ class _Dtype:
 
 
 class _Array:
-    """Stands for ``numpy.ndarray``."""
+    """Stands in for ``numpy.ndarray``."""
 
     array: NDArray[Any]
 
@@ -115,7 +115,7 @@ _ADMITTED: dict[tuple[str, str], Callable[..., Any]] = {
 
 
 def _require_plain(value: Any, where: Path | str, depth: int = _DEPTH) -> Any:
-    """Replace stand-ins by their arrays; raise :class:`UsageError` for other objects."""
+    """Replace stand-ins with their arrays; raise :class:`UsageError` for other objects."""
     if depth == 0:
         raise UsageError(f"{where} holds containers more than {_DEPTH} deep: this is no published data set")
     if isinstance(value, _Array):

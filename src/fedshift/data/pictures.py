@@ -16,10 +16,10 @@ OUTLINES = ((230, 159, 0), (86, 180, 233), (0, 158, 115), (240, 228, 66), (213, 
 
 
 def to_pictures(split: Samples, rows: torch.Tensor | slice, classes: int) -> Bytes:
-    """Return images as pictures uint8 ``[n, H, W, C]``, of volumes the slice with most of what masks hold.
+    """Return images as pictures uint8 ``[n, H, W, C]``; a volume is shown by the slice with the most labeled voxels.
 
-    Floats are stretched from their lowest to their highest value. Of channels that are neither gray nor red, green and
-    blue the mean is shown. Masks are drawn as outlines.
+    Floats are stretched from their lowest to their highest value. Channels that are neither gray nor red, green and
+    blue are averaged. Masks are drawn as outlines.
     """
     x = split.copy_rows(rows).cpu().numpy()
     x = x if x.shape[1] in (1, 3) else x.mean(axis=1, keepdims=True)
@@ -39,7 +39,7 @@ def to_pictures(split: Samples, rows: torch.Tensor | slice, classes: int) -> Byt
 
 
 def _find_level(mask: Bytes, middle: int) -> int:
-    """Return the slice of a mask ``[D, H, W]`` with most labeled voxels; the middle one of an empty mask."""
+    """Return the slice of a mask ``[D, H, W]`` with the most labeled voxels, or the middle one of an empty mask."""
     labeled = ((mask > 0) & (mask != IGNORED)).sum(axis=(1, 2))
     return int(labeled.argmax()) if labeled.any() else middle
 
@@ -47,9 +47,9 @@ def _find_level(mask: Bytes, middle: int) -> int:
 def draw_overlay(image: Bytes, mask: Bytes, classes: int) -> Bytes:
     """Return ``image`` with the outline of each region of ``mask``, uint8 ``[H, W, 3]``.
 
-    An outline is the outermost pixels of a region, in the color of its class; the background, class 0, has none. What
-    is ignored is half gray. A dark image is brightened, which would else be black between outlines; contrast stays but
-    in its brightest hundredth.
+    An outline is the outermost pixels of a region, in the color of its class; the background, class 0, has none.
+    Ignored pixels are blended with gray. A dark image is brightened, since it would otherwise be black between
+    outlines; contrast is preserved except in its brightest hundredth.
 
     Args:
         image: uint8 ``[H, W, C]`` with C 1 or 3.

@@ -1,6 +1,6 @@
-"""Operations on the pixels of a batch of images ``[B, C, H, W]`` in [0, 1], with numbers for each image.
+"""Operations on the pixels of a batch of images ``[B, C, H, W]`` in [0, 1], with parameters per image.
 
-Colors as in torchvision's ``ColorJitter``. An image whose numbers change nothing is returned bit for bit.
+Colors are as in torchvision's ``ColorJitter``. An image whose parameters change nothing is returned bit for bit.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 GRAY = (0.2989, 0.587, 0.114)
-"""Torchvision's weights of red, green and blue."""
+"""Torchvision's weights for red, green and blue."""
 
 Floats = NDArray[np.float64]
 
@@ -23,19 +23,19 @@ def broadcast_per_image(values_B: Floats, x: Tensor) -> Tensor:
 
 
 def choose_images(which_B: NDArray[np.bool_], chosen: Tensor, other: Tensor) -> Tensor:
-    """Return the images of ``chosen`` where ``which_B`` holds, and those of ``other`` elsewhere."""
+    """Return the images of ``chosen`` where ``which_B`` is true, and those of ``other`` elsewhere."""
     return torch.where(torch.from_numpy(which_B).to(other.device)[:, None, None, None], chosen, other)
 
 
 def stack_matrices(*entries: Floats | float) -> Floats:
-    """Return ``[B, 2, 3]`` from the six entries by rows, each ``[B]`` or one number for all."""
+    """Return ``[B, 2, 3]`` from six entries, row by row, each ``[B]`` or one number for all."""
     return np.stack(np.broadcast_arrays(*entries), axis=-1).reshape(-1, 2, 3)
 
 
 def warp(x: Tensor, into_B23: Floats, fill: str) -> Tensor:
-    """Sample the pixel at ``d`` from the center at ``into @ (d_x, d_y, 1)`` of the input, bilinear (in pixels).
+    """Sample the output pixel at offset ``d`` from the center at offset ``into @ (d_x, d_y, 1)`` of the input.
 
-    Whole numbers are taken from the nearest pixel.
+    Offsets are in pixels. Floats are interpolated bilinearly; integers are taken from the nearest pixel.
     """
     whole = not x.is_floating_point()
     values = x.float() if whole else x
@@ -54,19 +54,19 @@ def warp(x: Tensor, into_B23: Floats, fill: str) -> Tensor:
 
 
 def blend(x: Tensor, about: Tensor, factor: Tensor) -> Tensor:
-    """Return ``x`` with its distance from ``about`` times ``factor``."""
+    """Return ``x`` with its distance from ``about`` multiplied by ``factor``."""
     return (factor * x + (1 - factor) * about).clamp(0, 1)
 
 
 def convert_to_gray(x: Tensor) -> Tensor:
-    """Return the brightness of colors, or the mean of other channels, ``[B, 1, H, W]``."""
+    """Return the brightness of color images, or the mean of other channels, ``[B, 1, H, W]``."""
     if x.shape[1] != 3:
         return x.mean(dim=1, keepdim=True)
     return (x * x.new_tensor(GRAY)[:, None, None]).sum(dim=1, keepdim=True)
 
 
 def rotate_hue(x: Tensor, turn: Tensor) -> Tensor:
-    """Rotate the hue by ``turn`` of the circle; value and saturation of the HSV color stay (Smith 1978)."""
+    """Rotate the hue by ``turn`` of the circle; keep value and saturation of the HSV color (Smith 1978)."""
     red, green, blue = x.unbind(1)
     value = x.amax(dim=1)
     chroma = value - x.amin(dim=1)

@@ -1,11 +1,11 @@
 """Samples with targets, and their construction from arrays.
 
-Samples are rows of a store: a tensor in memory, or one of :mod:`fedshift.data.stores` whose rows are read when a batch
-needs them. Nothing outside of this module and that one touches the store by itself; targets are in memory.
+Samples are rows of a store: a tensor in memory, or a store of :mod:`fedshift.data.stores` whose rows are read when a
+batch needs them. Only these two modules access the store directly; targets are in memory.
 
 Images are stored unscaled, uint8 ``[N, C, H, W]`` (volumes ``[N, C, D, H, W]``) from 0 to 255, and scaled to [-1, 1]
 when a batch is taken (as in FedBN's experiments, Li et al. 2021, arXiv:2102.07623, section 5.1). Floating-point arrays
-are used unchanged; other integers, such as tokens, reach the network as the integers that they are.
+are used unchanged; other integers, such as tokens, are passed to the network as integers.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from .stores import FileStore, JoinedStore, Keys, LazyStore, is_mapped, read_row
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FeatureScaling:
-    """Preparation of a table's rows by one client's training rows, float64 ``[D]`` each.
+    """Preparation of a table's rows from one client's training rows; each field is float64 ``[D]``.
 
-    A missing value becomes ``fill``, then each feature ``(x - mean) / std``; an infinite ``std`` makes it 0.
+    A missing value becomes ``fill``, then each feature becomes ``(x - mean) / std``; an infinite ``std`` makes it 0.
     """
 
     fill: NDArray[np.float64]
@@ -42,9 +42,9 @@ class FeatureScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class Normalization:
-    """Mean and standard deviation of each channel (one number: of all) for pixels in [0, 1], and their ``source``.
+    """Mean and standard deviation per channel (one number: for all) for pixels in [0, 1], and their ``source``.
 
-    ``features``: how a table's features, which are not scaled when a batch is taken, were prepared from its rows.
+    ``features``: how a table's features were prepared; these are not scaled again when a batch is taken.
     """
 
     mean: tuple[float, ...] = (0.5,)
@@ -66,11 +66,11 @@ IMAGENET = Normalization(
 )
 
 CHUNK = 1000
-"""Number of samples that are checked, resized or hashed at a time."""
+"""Number of samples to check, resize or hash at a time."""
 PIECE = 2**26
-"""Bytes of lazy samples that are read at a time where all of them are."""
+"""Bytes of lazy samples to read at a time when all are read."""
 SHOWN = 20
-"""Most clients, and most classes, that are printed one by one."""
+"""Maximum number of clients, and of classes, to print one by one."""
 
 Augment = Callable[[Tensor], Tensor]
 """Function that augments a training batch of images ``[B, C, H, W]`` with values in [0, 1]."""
@@ -79,9 +79,9 @@ Augment = Callable[[Tensor], Tensor]
 class Samples:
     """Samples ``x`` (uint8 images ``[N, C, ...]``, floats or int64 ``[N, ...]``) with targets ``y [N, ...]``.
 
-    ``x`` is a tensor, or a store that reads samples when they are needed (``lazy``).
-    Targets are as the federation's task keeps them: a class (int64 ``[N]``), a mask (uint8 ``[N, H, W]``), or numbers.
-    ``rows`` (int64 ``[N]``): indices of these samples in ``x``, where splits share one array; None: all, in order.
+    ``x`` is a tensor, or a store that reads samples on demand (``lazy``). Targets have the form of the federation's
+    task: a class (int64 ``[N]``), a mask (uint8 ``[N, H, W]``), or numbers.
+    ``rows`` (int64 ``[N]``): indices of these samples in ``x`` if splits share one array; None: all, in order.
     ``normalization``: scaling of uint8 images when a batch is taken.
     """
 
@@ -103,7 +103,7 @@ class Samples:
 
     @property
     def x(self) -> Tensor:
-        """The samples; a copy where the array is shared with other splits. Lazy samples are refused."""
+        """The samples; a copy if the array is shared with other splits. Raises an error for lazy samples."""
         if isinstance(self.store, LazyStore):
             raise UsageError(
                 f"{self.store.where}: these samples are read in batches, and are not put into memory whole"
@@ -112,22 +112,22 @@ class Samples:
 
     @property
     def lazy(self) -> bool:
-        """Return whether samples are read when they are needed, and are not in memory."""
+        """Return whether samples are read on demand instead of kept in memory."""
         return isinstance(self.store, LazyStore)
 
     @property
     def draws(self) -> bool:
-        """Return whether the samples that :meth:`inputs` returns depend on its key."""
+        """Return whether the samples returned by :meth:`inputs` depend on its key."""
         return isinstance(self.store, LazyStore) and self.store.draws
 
     @property
     def threaded(self) -> bool:
-        """Return whether samples are lazy, and can be read on another thread while a network trains."""
+        """Return whether samples are lazy and can be read on another thread while a network trains."""
         return isinstance(self.store, LazyStore) and self.store.threaded
 
     @property
     def repeats(self) -> bool:
-        """Return whether the same samples are read again under the same key."""
+        """Return whether reading again with the same key gives the same samples."""
         return not isinstance(self.store, LazyStore) or self.store.repeats
 
     @property
@@ -142,7 +142,7 @@ class Samples:
 
     @property
     def address(self) -> Hashable:
-        """Value that is equal for splits of the same samples and targets in memory."""
+        """Value that is equal for splits with the same samples and targets in memory."""
         tensors = [self.y, *(() if self.rows is None else (self.rows,))]
         if isinstance(self.store, Tensor):
             tensors.insert(0, self.store)
@@ -151,7 +151,7 @@ class Samples:
 
     @property
     def distinct_rows(self) -> Tensor:
-        """Number of each sample, from 0 by first occurrence (int64 ``[N]``); copies have the same number."""
+        """Number of each sample, from 0 in order of first occurrence (int64 ``[N]``); copies share a number."""
         if self.rows is None:
             return torch.arange(len(self))
         _, first, number = np.unique(self.rows.numpy(), return_index=True, return_inverse=True)
@@ -173,15 +173,15 @@ class Samples:
         return read_rows(self.store, rows) if isinstance(rows, Tensor) else self.store[rows].clone()  # type: ignore[index]
 
     def _find_rows(self, index: Tensor | slice) -> Tensor | slice:
-        """Return the rows of the store that ``index`` means, of a lazy one as a tensor."""
+        """Return the rows of the store for ``index``; for a lazy store, as a tensor."""
         if self.lazy and isinstance(index, slice):
             index = torch.arange(*index.indices(len(self)))
         return index if self.rows is None else self.rows[index]
 
     def read(self, index: Tensor | slice, key: Keys = ()) -> Tensor:
-        """Return a copy of the stored samples at ``index``, of which lazy ones are checked now.
+        """Return a copy of the stored samples at ``index``; lazy samples are checked now.
 
-        ``key``: as of :meth:`inputs`.
+        ``key``: as in :meth:`inputs`.
         """
         rows = self._find_rows(index)
         if isinstance(self.store, LazyStore) and isinstance(rows, Tensor):
@@ -189,18 +189,18 @@ class Samples:
         return self.copy_rows(index)
 
     def pieces(self, count: int | None = None) -> Iterator[slice]:
-        """Yield slices of all samples, or of ``count`` of them, in order, few enough to be read at a time."""
+        """Yield slices that cover all samples, or ``count`` of them, in order, each small enough to read at once."""
         step = max(1, min(CHUNK, PIECE // max(1, self.nbytes_each))) if self.lazy else CHUNK
         yield from (slice(start, start + step) for start in range(0, len(self) if count is None else count, step))
 
     def probe(self) -> Iterator[Tensor]:
-        """Yield some of the stored samples, one at a time ``[1, ...]``, checked, which stand for all lazy ones."""
+        """Yield some stored samples, checked, one at a time ``[1, ...]``, as representatives of all lazy samples."""
         count = self.store.probed if isinstance(self.store, LazyStore) else len(self)
         for row in np.unique(np.linspace(0, len(self) - 1, count).astype(np.int64)):
             yield self.read(torch.tensor([row]), ())
 
     def find_range(self) -> tuple[float, float]:
-        """Return the lowest and the highest number of all rows of the store, of a lazy one of some samples."""
+        """Return the lowest and highest value in the store; for a lazy store, in some samples."""
         ranges = [x.aminmax() for x in (self.probe() if isinstance(self.store, LazyStore) else [self.store])]
         return min(float(low) for low, _ in ranges), max(float(high) for _, high in ranges)
 
@@ -213,20 +213,20 @@ class Samples:
     ) -> Tensor:
         """Return the samples at ``index`` as network inputs: images augmented and normalized, others unchanged.
 
-        Floating-point images are augmented as values from -1 to 1. ``key``: that of random transforms of lazy samples,
-        which raise :class:`FedshiftError` where they cannot be used.
+        Floating-point images are augmented as values from -1 to 1. ``key``: key for random transforms of lazy samples.
+        Raises :class:`FedshiftError` if lazy samples cannot be used.
         """
         return self.scale(self.read(index, key), dtype, augment)
 
     def scale(self, x: Tensor, dtype: torch.dtype = torch.float32, augment: Augment | None = None) -> Tensor:
-        """Return copies ``x [..., *shape]`` of stored samples as network inputs, perhaps in their memory.
+        """Return copies ``x [..., *shape]`` of stored samples as network inputs, possibly in place.
 
-        Augmentation takes a single batch.
+        With ``augment``, ``x`` must be a single batch.
         """
         if is_whole(self.store):
             return x
         x = x.to(dtype)
-        if self.dtype != torch.uint8:  # a copy: an in-place layer of the network must not reach the data
+        if self.dtype != torch.uint8:  # a copy, so that an in-place layer of the network cannot change the data
             return x if augment is None else augment(x.add_(1).div_(2)).mul(2).sub(1)
         if augment is None and self.normalization == HALF:
             return x.div_(127.5).sub_(1.0)
@@ -239,7 +239,7 @@ class Samples:
         return (x - mean) / std
 
     def targets(self, index: Tensor | slice = slice(None)) -> Tensor:
-        """Return the targets at ``index`` as losses take them: masks as int64, their ignored pixels -100."""
+        """Return the targets at ``index`` as losses expect them: masks as int64, with -100 for ignored pixels."""
         y = self.y[index]
         if y.dtype != torch.uint8:
             return y
@@ -247,11 +247,11 @@ class Samples:
         return classes.masked_fill_(classes == IGNORED, LEFT_OUT)
 
     def relabel(self, labels: Tensor) -> Samples:
-        """Return the same samples with label ``labels[k]`` in place of k."""
+        """Return the same samples with each label k replaced by ``labels[k]``."""
         return self.with_targets(labels.to(self.y.device)[self.y])
 
     def with_samples(self, x: Tensor | LazyStore, normalization: Normalization | None = None) -> Samples:
-        """Return the same selection of samples from another array of equal length."""
+        """Return the same selection of samples from another array of the same length."""
         return Samples(x=x, y=self.y, rows=self.rows, normalization=normalization or self.normalization)
 
     def with_targets(self, y: Tensor) -> Samples:
@@ -264,14 +264,14 @@ class Samples:
         return Samples(x=self.store.to(device), y=self.y.to(device), rows=rows, normalization=self.normalization)
 
     def check(self, where: str, task: Task, classes: int) -> None:
-        """Raise :class:`UsageError`, beginning with ``where``, unless samples and targets can be trained on."""
+        """Raise :class:`UsageError`, with ``where`` in front, unless samples and targets can be used for training."""
         if len(self) == 0:
             raise UsageError(f"{where}: empty; every client needs at least one sample in each split")
         samples = len(self.store if self.rows is None else self.rows)
         if samples != len(self.y):
             raise UsageError(f"{where}: {samples} samples but {len(self.y)} labels; both must be equal")
         task.check_targets(self.y, self.shape, classes, where)
-        if self.lazy:  # the others are checked when they are read
+        if self.lazy:  # others are checked when they are read
             try:
                 for _ in self.probe():
                     pass
@@ -286,7 +286,7 @@ class Samples:
 
 
 def is_whole(x: Tensor | LazyStore) -> bool:
-    """Return whether samples are integers that stay such, as tokens do: neither floats nor pixels of 8 bits."""
+    """Return whether samples are integers that are not scaled, such as tokens: neither floats nor 8-bit pixels."""
     return not x.is_floating_point() and x.dtype != torch.uint8
 
 
@@ -298,7 +298,7 @@ def describe_shape(split: Samples) -> str:
 def gather_rows(parts: Sequence[Samples], indices: Sequence[Tensor]) -> Tensor:
     """Return copies of the stored samples at ``indices[i]`` of each ``parts[i]``, one part after another.
 
-    Types and shapes of the samples are alike.
+    All samples must have the same type and shape.
     """
     first = parts[0].store
     if all(part.store is first and part.rows is not None for part in parts):
@@ -317,7 +317,7 @@ def gather_rows(parts: Sequence[Samples], indices: Sequence[Tensor]) -> Tensor:
 
 
 def are_alike(parts: Sequence[Samples]) -> bool:
-    """Return whether :func:`gather_rows` and one scaling serve all ``parts``: one type, one normalization, no draws."""
+    """Return whether :func:`gather_rows` and one scaling work for all ``parts``: same type and scale, no draws."""
     first = parts[0]
     return not any(part.draws for part in parts) and all(
         (part.dtype, part.normalization) == (first.dtype, first.normalization) for part in parts
@@ -325,16 +325,16 @@ def are_alike(parts: Sequence[Samples]) -> bool:
 
 
 def count_bytes(parts: Iterable[Samples]) -> int:
-    """Return the bytes of the samples that ``parts`` hold, those of shared arrays once; lazy ones hold none."""
+    """Return the number of bytes of the samples in ``parts``; shared arrays count once, lazy samples count 0."""
     stores = {id(part.store): part.store for part in parts}
     return sum(store.nbytes for store in stores.values() if isinstance(store, Tensor))
 
 
 def join_samples(parts: Sequence[Samples]) -> Samples:
-    """Concatenate the samples of ``parts``; a split that occurs again is left out.
+    """Concatenate the samples of ``parts``; duplicate splits are skipped.
 
-    Parts that share an array keep sharing it. Where types or normalizations differ, network inputs are concatenated.
-    Raises :class:`UsageError` where shapes differ.
+    Parts that share an array continue to share it. If types or normalizations differ, network inputs are concatenated.
+    Raises :class:`UsageError` if shapes differ.
     """
     shapes = sorted({part.shape for part in parts})
     if len(shapes) > 1:
@@ -368,7 +368,7 @@ def join_samples(parts: Sequence[Samples]) -> Samples:
 
 
 def resize(x: Tensor, size: tuple[int, ...]) -> Tensor:
-    """Resize images ``[N, C, H, W]`` to ``size``, a few at a time, because floats take four times the memory."""
+    """Resize images ``[N, C, H, W]`` to ``size``, a few at a time because floats take four times the memory."""
     if tuple(x.shape[2:]) == size:
         return x
     small = x.new_empty(*x.shape[:2], *size)
@@ -381,7 +381,7 @@ def resize(x: Tensor, size: tuple[int, ...]) -> Tensor:
 
 
 def resize_masks(y: Tensor, size: tuple[int, ...]) -> Tensor:
-    """Resize masks ``[N, H, W]`` to ``size``, to the nearest pixel."""
+    """Resize masks ``[N, H, W]`` to ``size``, using the nearest pixel."""
     if tuple(y.shape[1:]) == size:
         return y
     parts = (F.interpolate(part[:, None].float(), size=size, mode="nearest-exact") for part in torch.split(y, CHUNK))
@@ -389,7 +389,7 @@ def resize_masks(y: Tensor, size: tuple[int, ...]) -> Tensor:
 
 
 def digest_samples(split: Samples) -> bytes:
-    """Return a digest of the samples and their labels, 16 bytes; of lazy samples, of all labels and of some samples."""
+    """Return a 16-byte digest of the samples and their labels; for lazy samples, of all labels and some samples."""
     found = blake2b(digest_size=16)
     found.update(f"{len(split)}{split.shape}{split.dtype}{split.normalization.mean}{split.normalization.std}".encode())
     if split.lazy:
@@ -402,24 +402,24 @@ def digest_samples(split: Samples) -> bytes:
 
 
 def map_store(store: Tensor | LazyStore, change: Callable[[Tensor], Tensor]) -> Tensor | LazyStore:
-    """Return ``store`` with ``change``, which treats each sample by itself: now, or of a lazy one when it is read."""
+    """Apply ``change``, which treats samples independently, to ``store``: now, or on reading if the store is lazy."""
     return change(store) if isinstance(store, Tensor) else store.map(change)
 
 
 def to_samples(x: ArrayLike | LazyStore, y: ArrayLike, where: str = "data", task: Task | None = None) -> Samples:
-    """Convert arrays to :class:`Samples`; both are copied, but for inputs that are mapped files or in a store.
+    """Convert arrays to :class:`Samples`; both are copied, except for inputs that are mapped files or in a store.
 
     Args:
         x: Images ``[N, H, W]``, ``[N, H, W, C]`` with 1 or 3 channels or ``[N, C, H, W]`` with any, volumes
             ``[N, C, D, H, W]`` (integers 0..255 become uint8, floats stay), features ``[N, D]``, or tokens ``[N, L]``
             (int64 stays).
-        y: Targets of ``task``: integer labels ``[N]`` or ``[N, 1]``; the class 0..254 of each pixel of images, or 255
-            where it is ignored, ``[N, H, W]``; labels of 0 and 1, or numbers, ``[N, outputs]``.
+        y: Targets of ``task``: integer labels ``[N]`` or ``[N, 1]``; the class 0..254 of each pixel, or 255 for ignored
+            pixels, ``[N, H, W]``; labels of 0 and 1, or numbers, ``[N, outputs]``.
         where: Beginning of error messages.
-        task: What is predicted; None: classes or masks, as ``y`` shows.
+        task: The prediction task; None: classification or segmentation, inferred from ``y``.
 
     Raises:
-        UsageError: The arrays have other shapes, types or values.
+        UsageError: The arrays have invalid shapes, types or values.
 
     """
     if is_mapped(x):

@@ -1,4 +1,4 @@
-"""Federations from settings: data by name or directory, with their splits and scaling, checked."""
+"""Federations from settings: data by name or directory, with splits and scaling, checked."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from .partition import CHANGES, Change, match_names
 from .samples import HALF, IMAGENET, UNIT
 
 SPLITS: Mapping[str, Callable[..., Change]] = {made.__name__: made for made in (*CHANGES, saved)}
-"""Functions that ``--split`` may name."""
+"""Functions available for ``--split``."""
 
 READ = (
     "test_fraction", "client_column", "target", "split_column", "group_column", "missing", "scaling",
 )  # fmt: skip
-"""Settings that apply to user files, beside the task."""
+"""Settings that apply to user files, in addition to the task."""
 
 
 def data_root(spec: DataSpec) -> Path:
@@ -49,11 +49,11 @@ def load_source(
     """Load the clients of ``data`` without splits or scaling.
 
     Args:
-        data: Name of an embedded federation or a benchmark, or a path to user files; or an object that holds clients
+        data: Name of an embedded federation or a benchmark, a path to user files, or an object with clients
             (:data:`~fedshift.data.objects.FORMS`).
         spec: Settings of the data.
         progress: Callback for progress.
-        differing: Side in pixels to which images of several sizes are resized; None: such images are refused.
+        differing: Side in pixels to which images of different sizes are resized; None: refuse such images.
         like: Federation that user files join, see :class:`~fedshift.data.files.read_options.ReadOptions`.
 
     """
@@ -88,14 +88,14 @@ def _read_object(data: object, spec: DataSpec, progress: Progress | None, like: 
 
 
 def _refuse(spec: DataSpec, names: Iterable[str], data: str) -> None:
-    """Raise :class:`UsageError` if one of the settings ``names``, which ``data`` does not use, was given."""
+    """Raise :class:`UsageError` if one of the settings ``names`` was given, because ``data`` does not use them."""
     for field in fields(spec):
         if field.name in names and getattr(spec, field.name) != field.default:
             raise UsageError(f"--{field.name.replace('_', '-')} says how your own files are read: {data} takes no such")
 
 
 def _apply_task(data: Federation, spec: DataSpec, name: str) -> Federation:
-    """Return data that bring their task with them with the one of ``spec``, which is of the same kind."""
+    """Return data that define their own task with the task of ``spec`` instead, which must be of the same kind."""
     if spec.task is None:
         return data
     task = as_task(spec.task)
@@ -105,7 +105,7 @@ def _apply_task(data: Federation, spec: DataSpec, name: str) -> Federation:
 
 
 def _exact_names(domains: str | None) -> tuple[str, ...] | None:
-    """Return the names in a list of clients; None without a list, or if it contains patterns."""
+    """Return the names in a list of clients, or None if there is no list or it contains patterns."""
     if domains is None or set("*?[") & set(domains):
         return None
     return tuple(name.strip() for name in domains.split(","))
@@ -159,7 +159,7 @@ def _read_benchmark(data: str, spec: DataSpec, progress: Progress | None) -> Fed
 
 
 def parse_changes(spec: DataSpec) -> tuple[Change, ...]:
-    """Return the changes that ``--split`` names, in order."""
+    """Return the changes given by ``--split``, in order."""
 
     def lookup(name: str) -> Callable[..., Change]:
         if name not in SPLITS:
@@ -170,7 +170,7 @@ def parse_changes(spec: DataSpec) -> tuple[Change, ...]:
 
 
 SCALES = {"half": HALF, "imagenet": IMAGENET, "unit": UNIT}
-"""Scalings of pixels that no samples determine, by name."""
+"""Scalings of pixels that do not depend on samples, by name."""
 
 
 def normalize(data: Federation, choice: str | None) -> Federation:
@@ -191,7 +191,7 @@ def normalize(data: Federation, choice: str | None) -> Federation:
 def load_federation(
     data: str, spec: DataSpec, progress: Progress | None = None, differing: int | None = None
 ) -> Federation:
-    """Load, split, scale and check the clients of ``data``, with targets as networks learn them.
+    """Load, split, scale and check the clients of ``data``, with targets in the form that networks learn.
 
     ``differing``: as in :func:`load_source`.
     """
@@ -200,7 +200,7 @@ def load_federation(
 
 
 def prepare_clients(data: Federation, spec: DataSpec) -> Federation:
-    """Split, limit, scale and check the clients of ``data`` by ``spec``, with targets as they are."""
+    """Split, limit, scale and check the clients of ``data`` by ``spec``, with unchanged targets."""
     alone = spec.allow_single_class
     data = data.check(allow_single_class=alone or bool(spec.split))
     return normalize(apply_splits(data, spec), spec.normalize).check(allow_single_class=alone)

@@ -1,15 +1,16 @@
-"""Stores of samples that stay where they are: mapped files, and datasets that decode a sample when a batch needs it.
+"""Stores of samples that are not in memory: mapped files, and datasets that decode a sample when a batch needs it.
 
-A store answers for rows as a tensor in memory does for an index, so that :class:`~fedshift.data.samples.Samples` need
-not know which it has. What a batch needs is read and let go: a store holds no samples but those of a cache of bounded
-size. Values are checked as they are read, since to look at all of them would be to read all of them.
+A store returns samples for rows as a tensor in memory does for an index, so that
+:class:`~fedshift.data.samples.Samples` need not know which of the two it has. Samples are read for a batch and released
+afterwards; a store keeps only a cache of bounded size. Values are checked when they are read, because checking all in
+advance would mean reading all of them.
 
-Rows of a file are read, not mapped: what is mapped counts as memory of the process, and around a row the operating
-system maps up to megabytes. Another process that is sent a store is sent the file's name.
+Rows of a file are read, not mapped: mapped pages count as memory of the process, and the operating system maps up to
+megabytes around a row. If a store is sent to another process, only the file's name is sent.
 
-A random transform draws from the generator of a key (seed, client, step, row), so that a resumed run, another engine
-and another number of workers draw alike: Python's, NumPy's and torch's global generators are set from it, and those
-that transforms keep by themselves where they can be (``set_random_state`` in MONAI, ``set_random_seed`` in
+A random transform draws from a generator keyed by seed, client, step and row, so that a resumed run, another engine and
+another number of workers make the same draws. The global generators of Python, NumPy and torch are seeded from it, and
+also the generators that transforms own, if these can be seeded (``set_random_state`` in MONAI, ``set_random_seed`` in
 albumentations).
 """
 
@@ -42,24 +43,24 @@ from ..utils.random_streams import Key, key_bits, torch_stream
 from .arrays import Item, LazyDataset, find_targets, item_reader, read_item
 
 REPEATED = 4
-"""Times that the first item is decoded, to see whether it is the same each time."""
+"""Number of times to decode the first item, to check whether the result is always the same."""
 DECODED = 256
-"""Items that are decoded at a time where only their targets are wanted."""
+"""Number of items to decode at a time when only their targets are needed."""
 Array = NDArray[Any]
 Keys = tuple[Key, ...]
 
 
 class LazyStore(ABC):
-    """Samples ``[N, ...]`` that are read when they are needed.
+    """Samples ``[N, ...]`` that are read on demand.
 
     Attributes:
         where: Name of the samples in messages.
         shape: Length and shape, as of a tensor.
-        dtype: Type of the samples as they are read.
-        draws: Whether what is read depends on the key.
-        repeats: Whether the same is read again under the same key.
-        probed: Samples of a split, evenly spaced, that stand for all in checks and fingerprints.
-        threaded: Whether it can be read on another thread while a network trains: it uses no generators of the process.
+        dtype: Type of the samples when read.
+        draws: Whether the samples read depend on the key.
+        repeats: Whether reading again with the same key gives the same samples.
+        probed: Number of evenly spaced samples of a split that represent all in checks and fingerprints.
+        threaded: Whether it can be read on another thread while a network trains, because it uses no global generators.
 
     """
 
@@ -78,9 +79,9 @@ class LazyStore(ABC):
         return self.dtype.is_floating_point
 
     def read(self, rows: Tensor, key: Keys = ()) -> Tensor:
-        """Return a new tensor of the samples at ``rows`` (int64 ``[B]``); random transforms draw by ``key``.
+        """Return a new tensor with the samples at ``rows`` (int64 ``[B]``); random transforms draw with ``key``.
 
-        Raises :class:`FedshiftError` where they cannot be read.
+        Raises :class:`FedshiftError` if they cannot be read.
         """
         try:
             return self._load(rows.cpu().numpy(), key)
@@ -88,7 +89,7 @@ class LazyStore(ABC):
             raise FedshiftError(str(error)) from error
 
     def read_finite(self, rows: Tensor, key: Keys = ()) -> Tensor:
-        """Return :meth:`read`; raise :class:`FedshiftError` where a value is not finite."""
+        """Return the result of :meth:`read`; raise :class:`FedshiftError` if a value is not finite."""
         x = self.read(rows, key)
         if x.is_floating_point() and not bool(x.isfinite().all()):
             first = rows[int((~x.isfinite()).flatten(1).any(dim=1).nonzero()[0, 0])]
@@ -97,14 +98,14 @@ class LazyStore(ABC):
 
     @abstractmethod
     def _load(self, rows: NDArray[np.int64], key: Keys) -> Tensor:
-        """Return a new tensor of the samples at ``rows``."""
+        """Return a new tensor with the samples at ``rows``."""
 
     def map(self, change: Callable[[Tensor], Tensor]) -> LazyStore:
-        """Return the store with ``change``, which treats each sample by itself, applied to all that is read."""
+        """Return the store with ``change``, which treats samples independently, applied to all samples when read."""
         return _Changed(self, change)
 
     def to(self, device: torch.device) -> LazyStore:
-        """Return the store with what is read on ``device``."""
+        """Return the store with its samples on ``device`` when read."""
         return self if device.type == "cpu" else _Changed(self, partial(Tensor.to, device=device))
 
 
@@ -123,7 +124,7 @@ class _Changed(LazyStore):
 
 
 class JoinedStore(LazyStore):
-    """Several stores of equal samples, one after another."""
+    """Several stores with samples of the same shape and type, one after another."""
 
     def __init__(self, stores: Sequence[LazyStore | Tensor]) -> None:
         first = stores[0]
@@ -155,7 +156,7 @@ def read_rows(store: Tensor | LazyStore, rows: Tensor, key: Keys = ()) -> Tensor
 
 
 class FileStore(LazyStore):
-    """An array ``[N, ...]`` in a file, of which the rows that are asked for are read."""
+    """An array ``[N, ...]`` in a file, from which only the requested rows are read."""
 
     def __init__(self, array: np.memmap[Any, Any], where: str) -> None:
         root = array
@@ -184,7 +185,7 @@ class FileStore(LazyStore):
 
 
 def is_mapped(x: object) -> TypeGuard[np.memmap[Any, Any]]:
-    """Return whether ``x`` is an array in a file, without changes that are in memory alone."""
+    """Return whether ``x`` is an array mapped from a file, without changes that exist only in memory."""
     return (
         isinstance(x, np.memmap)
         and getattr(x, "_mmap", None) is not None
@@ -196,7 +197,7 @@ def is_mapped(x: object) -> TypeGuard[np.memmap[Any, Any]]:
 
 
 class RecentArrays:
-    """Arrays by key, those that were needed last, of ``most`` bytes together; threads may share it."""
+    """The most recently used arrays by key, at most ``most`` bytes in total; threads may share it."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -204,11 +205,11 @@ class RecentArrays:
         self._bytes, self._turn = 0, Lock()
 
     def find(self, key: Hashable) -> Array | None:
-        """Return the array of ``key``, None where it is not kept."""
+        """Return the array of ``key``, or None if it is not kept."""
         return self._held.get(key)
 
     def keep(self, key: Hashable, x: Array) -> None:
-        """Keep ``x``, and let go of what was not needed for longest."""
+        """Keep ``x``, and drop the least recently used arrays."""
         with self._turn:
             if key in self._held:
                 self._held.move_to_end(key)
@@ -219,11 +220,11 @@ class RecentArrays:
                 self._bytes -= self._held.popitem(last=False)[1].nbytes
 
     def __reduce__(self) -> tuple[type[RecentArrays], tuple[int]]:
-        return type(self), (self.most,)  # another process keeps what it needs itself
+        return type(self), (self.most,)  # another process starts with an empty cache
 
 
 class DatasetStore(LazyStore):
-    """Inputs of a :class:`~fedshift.data.arrays.LazyDataset`; ``targets [N, ...]`` are those of all its samples."""
+    """Inputs of a :class:`~fedshift.data.arrays.LazyDataset`; ``targets [N, ...]``: targets of all its samples."""
 
     def __init__(self, given: LazyDataset, where: str, target: str | None = None) -> None:
         self._given, self._item = given, item_reader(given.dataset, where, target)
@@ -241,7 +242,7 @@ class DatasetStore(LazyStore):
         self.targets: Array = found
 
     def _begin(self) -> None:
-        self._lock = Lock()  # datasets and global generators are for one thread at a time
+        self._lock = Lock()  # datasets and global generators can be used by only one thread at a time
         self._cache = RecentArrays(self._given.cache_bytes)
 
     def _decoder(self, where: str) -> tuple[Any, Item, str]:
@@ -262,7 +263,7 @@ class DatasetStore(LazyStore):
         return to_tensor(np.stack([found[row] for row in rows.tolist()]), self.where)
 
     def _run(self, rows: Sequence[int], key: Keys) -> list[tuple[Array, Array]]:
-        """Decode ``rows``, in worker processes where there are some."""
+        """Decode ``rows``, in worker processes if there are any."""
         workers = min(self._given.workers, len(rows))
         if self._given.workers < 2 or not rows:
             return _decode(self._decoder(self.where), rows, key)
@@ -289,7 +290,7 @@ class DatasetStore(LazyStore):
 
     def __getstate__(self) -> dict[str, Any]:
         state = {name: value for name, value in vars(self).items() if name not in ("_lock", "_cache")}
-        alone = replace(self._given, workers=0)  # a worker has no workers
+        alone = replace(self._given, workers=0)  # a worker has no workers of its own
         return state | {"_file": None, "_given": alone, "threaded": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -298,7 +299,7 @@ class DatasetStore(LazyStore):
 
 
 def _decode(decoder: tuple[Any, Item, str], rows: Sequence[int], key: Keys) -> list[tuple[Array, Array]]:
-    """Return input and target of each of ``rows``, decoded under ``key``."""
+    """Return the input and target of each of ``rows``, decoded with ``key``."""
     dataset, item, where = decoder
     found = []
     for row in rows:
@@ -318,13 +319,13 @@ def _load_decoder(path: str) -> tuple[Any, Item, str]:
 
 @contextmanager
 def keyed_draws(dataset: object, key: Keys, row: int) -> Iterator[None]:
-    """Set the generators from which transforms of ``dataset`` draw by ``key`` and ``row``; restore the global ones."""
+    """Seed the generators of ``dataset``'s transforms from ``key`` and ``row``; restore the global ones afterwards."""
     bits = key_bits(0, "item", *key, row) % 2**32
     before = random.getstate(), np.random.get_state()  # noqa: NPY002 - transforms draw from it
     random.seed(bits)
     np.random.seed(bits)  # noqa: NPY002
     for part in _find_transforms(dataset):
-        if hasattr(part, "set_random_seed"):  # before the other, which takes generators in albumentations
+        if hasattr(part, "set_random_seed"):  # first, because albumentations has both, and the other takes generators
             part.set_random_seed(bits)
         elif hasattr(part, "set_random_state"):
             part.set_random_state(seed=bits)
@@ -337,7 +338,7 @@ def keyed_draws(dataset: object, key: Keys, row: int) -> Iterator[None]:
 
 
 def _find_transforms(dataset: object) -> Iterator[Any]:
-    """Yield a dataset, and what it keeps under the usual names of transforms and of a dataset that it is a part of."""
+    """Yield a dataset, its transforms and the dataset that it wraps, found by their usual attribute names."""
     yield dataset
     for name in ("transform", "transforms", "target_transform"):
         if (part := getattr(dataset, name, None)) is not None:
@@ -347,7 +348,7 @@ def _find_transforms(dataset: object) -> Iterator[Any]:
 
 
 def to_tensor(x: Array, where: str, *, copy: bool = True) -> Tensor:
-    """Return an array of samples ``[N, ...]`` as it is kept, channels first; without ``copy`` perhaps in its memory.
+    """Return samples ``[N, ...]`` as a tensor, channels first; without ``copy``, it may share memory with ``x``.
 
     For shapes and types see :func:`fedshift.data.samples.to_samples`; raises :class:`UsageError` for others.
     """
@@ -375,5 +376,5 @@ def to_tensor(x: Array, where: str, *, copy: bool = True) -> Tensor:
 
 
 def _ends_in_channels(shape: tuple[int, ...]) -> bool:
-    """Return whether an array ``[N, ...]`` of images or volumes seems to have its channels in the last place."""
+    """Return whether an array ``[N, ...]`` of images or volumes seems to have its channels last."""
     return shape[-1] in (1, 3) or shape[-1] < min(shape[1:-1])

@@ -1,8 +1,8 @@
 """Inputs of an exported model: raw samples as the user has them, and the scaling that is part of the program.
 
-Images are pixels as stored, uint8 ``[N, C, H, W]``, which the program scales as the run did. A table's row is one
-number for each numeric column and one for each category of the others, NaN where it is missing: the program fills and
-scales by the training rows of the client whose model it is. Other samples are taken as the run took them.
+Images are stored pixels, uint8 ``[N, C, H, W]``, which the program scales as the run did. A table row has one number
+for each numeric column and one for each category of the other columns, and NaN for missing values: the program fills
+and scales them based on the training rows of the model's client. Other samples are used as in the run.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from ..data.files.table_schema import Column
 
 MISSING = ("", "?", "NA", "N/A", "NaN", "nan", "NULL", "null")
-"""Texts of a missing value, as where tables are read."""
+"""Texts that mark a missing value, as in table files."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TableColumn:
-    """A column of a table: one feature for each of its ``categories``, in their order; None: a number."""
+    """A table column: one feature for each of its ``categories``, in this order; None: a number."""
 
     name: str
     categories: tuple[str, ...] | None = None
@@ -39,7 +39,7 @@ class TableColumn:
         return 1 if self.categories is None else len(self.categories)
 
     def encode(self, value: Any) -> list[float]:
-        """Return the features of a cell, NaN where it is missing; raise :class:`UsageError` for what does not fit."""
+        """Return a cell's features, NaN if it is missing; raise :class:`UsageError` for an invalid value."""
         text = str(value).strip()
         if value is None or value != value or text in MISSING:
             return [float("nan")] * self.width
@@ -58,11 +58,11 @@ class TableColumn:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class InputFormat:
-    """Form of the raw samples that a program takes, and what it does to them before the network.
+    """Format of a program's raw samples, and how the program prepares them for the network.
 
     Args:
         shape: Shape of one sample.
-        dtype: Type of its numbers: uint8 (images of 8 bits), float32 or float64.
+        dtype: Type of its numbers: uint8 (8-bit images), float32 or float64.
         normalization: Scaling of pixels, or of a table's features.
         columns: A table's columns; empty for other samples.
 
@@ -75,7 +75,7 @@ class InputFormat:
 
     @classmethod
     def of(cls, samples: Samples, columns: Sequence[Column] = ()) -> InputFormat:
-        """Return the form of ``samples``, whose ``columns`` are those of a table."""
+        """Return the format of ``samples``; ``columns``: columns if the samples are table rows."""
         scaled = samples.normalization.features is not None
         return cls(
             shape=samples.shape,
@@ -86,7 +86,7 @@ class InputFormat:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """Type of the raw numbers in torch."""
+        """Torch type of the raw numbers."""
         return getattr(torch, self.dtype)  # type: ignore[no-any-return]
 
     @property
@@ -95,7 +95,7 @@ class InputFormat:
         return len(self.shape) == 3
 
     def describe(self) -> str:
-        """Return the form in a sentence's words."""
+        """Return the format in words, for use in a sentence."""
         sizes = ", ".join(map(str, ("N", *self.shape)))
         if self.is_image:
             kind = "pixels from 0 to 255" if self.dtype == "uint8" else "pixels as the run read them"
@@ -105,7 +105,7 @@ class InputFormat:
         return f"{self.dtype} [{sizes}], numbers as the run read them"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the form as JSON values."""
+        """Return the format as JSON values."""
         facts: dict[str, Any] = {"shape": list(self.shape), "dtype": self.dtype, "description": self.describe()}
         features = self.normalization.features
         if self.dtype == "uint8":
@@ -123,7 +123,7 @@ class InputFormat:
 
     @classmethod
     def from_json(cls, facts: Mapping[str, Any]) -> InputFormat:
-        """Return the form that :meth:`to_json` describes."""
+        """Return the format described by the result of :meth:`to_json`."""
         pixels, given = facts.get("pixels"), facts.get("features")
         normalization = HALF
         if pixels:
@@ -143,9 +143,9 @@ class InputFormat:
 
 
 class Scaling(nn.Module):
-    """The preparation of raw samples ``[N, ...]`` as the run's, in the network's type ``dtype``.
+    """Prepares raw samples ``[N, ...]`` as the run did, in the network's type ``dtype``.
 
-    Buffers have names apart from those of ONNX's operators, which ONNX would otherwise mix up.
+    Names of buffers differ from those of ONNX operators, which ONNX would otherwise confuse.
     """
 
     missing_values: Tensor
@@ -169,7 +169,7 @@ class Scaling(nn.Module):
             self.register_buffer("pixel_deviations", torch.tensor(scale.std, dtype=dtype).reshape(-1, *places))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the network's inputs for raw samples ``x``; the same operations as ``Samples.inputs``."""
+        """Return the network's inputs for raw samples ``x``, with the same operations as ``Samples.inputs``."""
         if self.scales_features:
             filled = torch.where(torch.isnan(x), self.missing_values, x)
             scaled = (filled.to(torch.float64) - self.feature_means) / self.feature_deviations

@@ -1,4 +1,4 @@
-"""An exported model loaded and used: images, table rows or arrays in; scores, classes, labels or numbers out."""
+"""Loading and using an exported model: images, table rows or arrays in; scores, classes, labels or numbers out."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ DESCRIPTION, PROGRAM = "model.json", "program.pt2"
 
 
 class ExportedModel:
-    """A model in ``directory``, called with samples; :func:`load` makes it.
+    """A model in ``directory``, which can be called with samples; returned by :func:`load`.
 
     Attributes:
         directory: The model's directory.
         classes: Names of the classes, labels or targets, in the order of the outputs.
-        task: Name of the task: ``classification``, ``segmentation``, ``multilabel``, ``regression``, or of one of yours
-            that derives from none of these.
-        inputs: What the program takes.
-        facts: What is known of the model, as in ``model.json``.
+        task: Name of the task: ``classification``, ``segmentation``, ``multilabel``, ``regression``, or the name of a
+            user task that derives from none of these.
+        inputs: Format of the program's inputs.
+        facts: Facts about the model, as in ``model.json``.
 
     """
 
@@ -48,17 +48,17 @@ class ExportedModel:
 
     @torch.no_grad()
     def __call__(self, samples: Any) -> Tensor:
-        """Return the scores of one sample ``[classes]`` or of several ``[N, classes]``; of pixels ``[..., H, W]``.
+        """Return the scores of one sample ``[classes]`` or of several ``[N, classes]``; for pixels ``[..., H, W]``.
 
-        They are before softmax; of several labels, before the logistic function. In regression they are the predicted
-        numbers, in the unit of the data, float64 where targets were standardized.
+        Scores are before softmax, or before the logistic function for multilabel. In regression, they are the predicted
+        numbers in the unit of the data, float64 if targets were standardized.
 
         Args:
-            samples: An image (file, PIL image or array of pixels), a table's row (a mapping from columns to values), or
-                an array; or several: a list of images or rows, a data frame, an array with one dimension more.
+            samples: An image (file, PIL image or pixel array), a table row (a mapping from columns to values), or an
+                array; or several: a list of images or rows, a data frame, or an array with one more dimension.
 
         Raises:
-            UsageError: The samples are not of the form that the model takes.
+            UsageError: The samples do not have the model's input format.
 
         """
         x, single = to_batch(samples, self.inputs)
@@ -66,11 +66,11 @@ class ExportedModel:
         return scores[0] if single else scores
 
     def predict(self, samples: Any) -> Any:
-        """Return the answer for one sample, or a list of those for several.
+        """Return the prediction for one sample, or a list of predictions for several.
 
-        It is the name of its class; of several labels, a list of the names of those that it has; in regression a
-        number, or a list of one for each target. Of pixels it is a tensor of their classes' numbers, uint8 ``[H, W]``
-        or ``[N, H, W]``. For a task of yours it is what calling the model returns.
+        A prediction is the name of the class; for multilabel, a list of the names of the sample's labels; in
+        regression, a number or a list with a number for each target. For segmentation, the result is a tensor of class
+        numbers, uint8 ``[H, W]`` or ``[N, H, W]``. For a user task, it is the result of calling the model.
         """
         made = self(samples)
         if self.task == "segmentation":
@@ -90,9 +90,9 @@ class ExportedModel:
 
 
 def load(directory: str | Path) -> ExportedModel:
-    """Return the model in ``directory``, which ``fedshift export`` wrote; neither data nor training code is needed.
+    """Load a model that ``fedshift export`` wrote to ``directory``; neither data nor training code is needed.
 
-    Load programs only from people you trust.
+    Load programs only from sources that you trust.
 
     Raises:
         UsageError: There is no exported model, or it has no program.
@@ -123,7 +123,7 @@ def load(directory: str | Path) -> ExportedModel:
 
 
 def to_batch(samples: Any, form: InputFormat) -> tuple[Tensor, bool]:
-    """Return raw ``samples`` as a batch of the model's ``form``, and whether it was a single sample."""
+    """Return raw ``samples`` as a batch in the model's format ``form``, and whether it was a single sample."""
     if form.columns and not isinstance(samples, np.ndarray | Tensor):
         return _encode_rows(samples, form)
     if form.is_image and isinstance(samples, str | Path | Image.Image):
@@ -150,7 +150,7 @@ def _encode_rows(samples: Any, form: InputFormat) -> tuple[Tensor, bool]:
 
 
 def _read_image(image: str | Path | Image.Image, form: InputFormat) -> Tensor:
-    """Return an image as the run's reader does, ``[C, H, W]``."""
+    """Return an image ``[C, H, W]``, read as in the run."""
     if form.dtype != "uint8":
         raise UsageError(f"the model takes {form.describe()}: give an array of them, not an image")
     channels, height, width = form.shape
@@ -165,7 +165,7 @@ def _read_image(image: str | Path | Image.Image, form: InputFormat) -> Tensor:
 
 
 def _arrange_array(samples: Any, form: InputFormat) -> tuple[Tensor, bool]:
-    """Return an array as ``[N, *shape]``: channels are moved to the front, gray repeated, images resized."""
+    """Return an array as ``[N, *shape]``: move channels to the front, repeat gray, and resize images."""
     x = samples if isinstance(samples, Tensor) else torch.from_numpy(np.array(samples))
     wanted = f"the model takes {form.describe()}"
     if x.dtype != form.torch_dtype:

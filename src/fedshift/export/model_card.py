@@ -1,7 +1,8 @@
-"""The model card: what a model is, how it was made and measured, and for what it is fit, as facts and in Markdown.
+"""The model card: what a model is, how it was made and measured, and what it is suitable for, as facts and Markdown.
 
-After Mitchell et al. 2019, "Model Cards for Model Reporting" (arXiv:1810.03993). The interval of an accuracy is
-Wilson's for a share of test samples: it says how sure the figure is for samples like these, not for other clients.
+Based on Mitchell et al. 2019, "Model Cards for Model Reporting" (arXiv:1810.03993). The interval of an accuracy is
+Wilson's interval for a proportion of test samples: it gives the uncertainty for samples like these, not for other
+clients.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from .inputs import InputFormat
 
 LEVEL = 0.95
 LISTED = 50
-"""Most clients and classes that the card lists one by one."""
+"""Maximum number of clients and of classes that the card lists one by one."""
 DOES: Mapping[str, tuple[str, str, str]] = {
     "classification": (
         "tells {} apart", "scores [N, classes] before softmax, in the order of the classes; the largest is the answer",
@@ -37,14 +38,17 @@ DOES: Mapping[str, tuple[str, str, str]] = {
         "predicts {}", "numbers [N, targets] in the unit of the data, in the order of the targets", "the numbers",
     ),
 }  # fmt: skip
-"""Descriptions of what models of each task do, give and answer."""
+"""What models of each task do, output and predict, in words."""
 OWN = ("gives {}", "what the network gives of each sample, [N, ...]", "the same")
-"""The same of a task of the user's that derives from none of these."""
+"""The same for a user task that derives from none of these."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SeedSpread:
-    """The usual metric of one client, or their mean, over the seeds of a run, with Student's interval from three."""
+    """The task's main metric for one client or for the mean of all, over a run's seeds.
+
+    It has Student's interval from three seeds on.
+    """
 
     client: str
     seeds: int
@@ -60,25 +64,25 @@ class ModelFacts:
 
     Args:
         task: Name of the task.
-        kind: The task of fedshift's that it is or derives from; otherwise its name.
-        outputs: Number of the classes, labels or targets, in words.
-        metrics: The task's metrics, the usual one first.
+        kind: The fedshift task that it is or derives from; otherwise its name.
+        outputs: Number of classes, labels or targets, in words.
+        metrics: The task's metrics, main metric first.
         method: The method's name, which is its expression.
         meaning: The method's parts, in words.
-        sources: First lines on the method's parts, with their papers.
-        client: The client whose model it is; None: the server's.
+        sources: Summary lines of the method's parts, with their papers.
+        client: The model's client; None: the server.
         seed: Seed of the trial.
-        round: The round after which it was taken.
-        choice: How that round was chosen, in words.
-        origin: How the client came by it, in words; "" where it trained in the run.
+        round: The round after which the model was saved.
+        choice: How this round was chosen, in words.
+        origin: How the client got the model, in words; "" if it trained in the run.
         network: The network in words.
         data: The data in words.
         licenses: The licenses of the data, in words.
-        clients: Sizes of the splits of each client that took part, where known.
-        measured: Rows of this model's measurements at that round, see ``results.schema``.
-        spread: The usual metric over the run's seeds.
-        settings: What was trained with, resolved, by name.
-        versions: Versions of packages, of the run and of the export.
+        clients: Split sizes of each client that took part, if known.
+        measured: Rows of this model's measurements in this round, see ``results.schema``.
+        spread: The main metric over the run's seeds.
+        settings: Resolved training settings by name.
+        versions: Package versions of the run and of the export.
         notices: The run's notices.
 
     """
@@ -107,7 +111,7 @@ class ModelFacts:
 
     @property
     def answer(self) -> str:
-        """Name of what the program gives: ``scores``, ``numbers``, or ``outputs`` of a task of the user's."""
+        """Name of the program's output: ``scores``, ``numbers``, or ``outputs`` for a user task."""
         return "outputs" if self.kind not in DOES else "numbers" if self.kind == "regression" else "scores"
 
     @property
@@ -121,7 +125,7 @@ class ModelFacts:
 
 
 def describe_output(facts: ModelFacts) -> str:
-    """Return what the program gives, in words."""
+    """Return a description of the program's output."""
     return DOES.get(facts.kind, OWN)[1]
 
 
@@ -131,11 +135,11 @@ def render_card(
     """Return the model card in Markdown.
 
     Args:
-        facts: What is known of the model.
-        form: What the program takes.
+        facts: Facts about the model.
+        form: Format of the program's inputs.
         classes: Names of the classes, labels or targets, in the order of the outputs.
-        files: Size in bytes of each file of the directory.
-        checks: What was found when the files were tried, in sentences.
+        files: Size in bytes of each file in the directory.
+        checks: Results of testing the files, in sentences.
 
     """
     parts = (
@@ -151,7 +155,7 @@ def render_card(
 
 
 def _space(lines: Sequence[str]) -> Iterator[str]:
-    """Yield ``lines`` with an empty one after each, but not between the rows of a table or items of a list."""
+    """Yield ``lines`` with an empty line after each, except between table rows and between list items."""
     for line, following in zip(lines, [*lines[1:], ""], strict=True):
         yield line
         if not (line[:1] in "|-" and line[:1] == following[:1] and line):
@@ -218,7 +222,7 @@ def _describe_results(facts: ModelFacts) -> Iterator[str]:
 
 
 def _describe_metrics(facts: ModelFacts, rows: list[Row]) -> Iterator[str]:
-    """Yield the results of a model of another task, by its metrics."""
+    """Yield the results of a model for another task, using its metrics."""
     metrics = [metric for metric in facts.metrics if metric != "loss"]
     masks = facts.kind == "segmentation"
     explained = {
@@ -243,7 +247,7 @@ def _describe_metrics(facts: ModelFacts, rows: list[Row]) -> Iterator[str]:
 
 
 def _format_value(value: float, metric: str) -> str:
-    """Return a value as tables print it: a share in percent, "" where it is not defined."""
+    """Return a value as printed in tables: proportions in percent, "" if undefined."""
     scale, digits, _ = metric_unit(metric)
     return "" if value != value else f"{scale * value:.{digits}f}{'' if metric in UNITS else ' %'}"
 

@@ -1,8 +1,8 @@
-"""The directory of an exported model, written as a whole or not at all.
+"""The directory of an exported model, written completely or not at all.
 
 weights.safetensors    state dictionary of the network, after the method's surgery
-program.pt2            the network with the scaling of its inputs, for torch alone
-model.onnx             the same in ONNX, where it converts
+program.pt2            the network with the scaling of its inputs; needs only torch
+model.onnx             the same in ONNX, if it can be converted
 model.json             inputs, classes, facts and checksums
 README.md              the model card
 """
@@ -36,24 +36,24 @@ from .programs import Program, first_line, require_samplewise, save_onnx, save_p
 
 WEIGHTS, ONNX, CARD = "weights.safetensors", "model.onnx", "README.md"
 TRIED = {"classification": "hits", "segmentation": "hits", "multilabel": "exact", "regression": "squared"}
-"""Counts of a task by which a program is compared with the run's records."""
+"""The count that is used to compare a program with the run's records, by task."""
 ROUNDED = 1e-4
-"""Share by which sums of squared errors may differ, by rounding."""
+"""Relative tolerance for sums of squared errors, which differ by rounding."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrainedModel:
-    """A model to hand over.
+    """A model to export.
 
     Args:
         network: The network after surgery, with any weights.
         state: Its entries.
-        plan: The plan under which it was trained and evaluated.
-        form: What its program takes.
-        task: What it predicts.
+        plan: The plan with which it was trained and evaluated.
+        form: Format of its program's inputs.
+        task: Its prediction task.
         classes: Names of the classes, labels or targets, in the order of the network's outputs.
-        facts: What is known of it.
-        tests: Test samples by client, on which the files are tried.
+        facts: Facts about it.
+        tests: Test samples by client, used to test the files.
 
     """
 
@@ -69,7 +69,7 @@ class TrainedModel:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportReport:
-    """Files written, what was found when they were tried, and what a user should know."""
+    """Files written, results of testing them, and notices for the user."""
 
     directory: Path
     files: tuple[str, ...]
@@ -85,7 +85,7 @@ def require_new(directory: Path) -> None:
 
 
 def require_models(directory: Path) -> None:
-    """Raise :class:`UsageError` where ``directory`` holds anything but exported models, which may be replaced."""
+    """Raise :class:`UsageError` if ``directory`` contains anything but exported models, which may be replaced."""
     if directory.is_file():
         raise UsageError(f"{directory} is a file: choose a directory (--export)")
     for entry in directory.iterdir() if directory.is_dir() else ():
@@ -94,17 +94,17 @@ def require_models(directory: Path) -> None:
 
 
 def write_package(model: TrainedModel, directory: Path, *, onnx: bool = True, renew: bool = False) -> ExportReport:
-    """Write ``model`` into ``directory``, and try the programs on its test samples.
+    """Write ``model`` to ``directory``, and test the programs on its test samples.
 
     Args:
         model: The model.
         directory: New or empty directory.
-        onnx: Whether to write the program in ONNX too.
-        renew: Replace an exported model that is in ``directory``.
+        onnx: Whether to also write an ONNX program.
+        renew: Replace an exported model in ``directory``.
 
     Raises:
-        UsageError: The directory holds other files, or the network has no answer for a single sample.
-        FedshiftError: The disk refuses.
+        UsageError: The directory contains other files, or the network cannot predict a single sample.
+        FedshiftError: Files cannot be written.
 
     """
     renew = renew and (directory / DESCRIPTION).is_file()
@@ -148,7 +148,7 @@ def _fill(model: TrainedModel, folder: Path, directory: Path, *, onnx: bool) -> 
         save_program(traced, folder / PROGRAM)
         answers[PROGRAM] = torch.export.load(folder / PROGRAM).module()
         reason = save_onnx(traced, folder / ONNX, low=low, output=model.facts.answer) if onnx else ""
-    except Exception as error:  # of every type, from tracing a network of the user's
+    except Exception as error:  # tracing a user's network may raise any type
         notices.append(f"no {PROGRAM}: torch cannot trace the network ({first_line(error)}); weights and card stand")
         reason = "it is made from that program"
     if reason:
@@ -177,12 +177,12 @@ def _fill(model: TrainedModel, folder: Path, directory: Path, *, onnx: bool) -> 
 
 def _load_state(model: TrainedModel) -> nn.Module:
     network = model.network.cpu()
-    network.load_state_dict({name: x.cpu() for name, x in model.state.items()}, strict=False)  # a tied one stands once
+    network.load_state_dict({name: x.cpu() for name, x in model.state.items()}, strict=False)  # tied ones stored once
     return network.eval()
 
 
 def _open_onnx(path: Path) -> Callable[[Tensor], Tensor] | None:
-    """Return the ONNX program as a function; None without a runtime here."""
+    """Return the ONNX program as a function, or None if no runtime is installed."""
     try:
         import onnxruntime
     except ImportError:
@@ -192,9 +192,9 @@ def _open_onnx(path: Path) -> Callable[[Tensor], Tensor] | None:
 
 
 def _check(model: TrainedModel, name: str, answer: Callable[[Tensor], Tensor]) -> list[str]:
-    """Say how many test samples of each client the program gets right, and how many the run recorded."""
-    kind, known = model.facts.kind, model.form.normalization.features is None  # rows as in the table are not kept
-    if not known or type(model.task) is not CATALOG.get(kind):  # a task of the user's counts otherwise
+    """Report how many test samples the program gets right, and whether this agrees with the run's records."""
+    kind, known = model.facts.kind, model.form.normalization.features is None  # raw table rows are not kept
+    if not known or type(model.task) is not CATALOG.get(kind):  # a user task has its own counts
         return []
     recorded = {row["client"]: row for row in model.facts.measured if row["split"] == "test"}
     found, total, differing = 0.0, 0, []
@@ -217,14 +217,14 @@ def _check(model: TrainedModel, name: str, answer: Callable[[Tensor], Tensor]) -
 
 
 def _add_up(counts: Mapping[str, Any], kind: str) -> float:
-    """Return what :data:`TRIED` names, summed over classes or targets."""
+    """Return the count in :data:`TRIED`, summed over classes or targets."""
     value = counts[TRIED[kind]]
     return float(sum(value) if isinstance(value, list) else value)
 
 
 @torch.no_grad()
 def _count_answers(model: TrainedModel, answer: Callable[[Tensor], Tensor], samples: Samples) -> tuple[float, int]:
-    """Return :func:`_add_up` of the answers to ``samples``, and the number of samples, or of pixels not ignored."""
+    """Return :func:`_add_up` for predictions on ``samples``, and the number of samples or of pixels not ignored."""
     task, kind = model.task, model.facts.kind
     found, total = 0.0, 0
     for start in range(0, len(samples), BATCH):

@@ -1,7 +1,7 @@
-"""A network with the scaling of its inputs as a program: by ``torch.export``, and from that in ONNX.
+"""A network with the scaling of its inputs as a program, by ``torch.export`` and, converted from that, in ONNX.
 
-A program needs no code of fedshift or of the user. Torch's computes what the run's evaluation did, operation by
-operation; ONNX runtimes compute the same network in another order, so that scores differ by rounding.
+A program needs no code from fedshift or the user. The torch program performs the same operations as the run's
+evaluation; ONNX runtimes compute the same network in a different order, so scores differ by rounding.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from ..utils.errors import UsageError
 from .inputs import InputFormat, Scaling
 
 TRACED = 2
-"""Samples with which a program is traced: torch takes a size of 1 for a constant."""
+"""Number of samples used to trace a program; torch would treat a size of 1 as a constant."""
 
 
 class Program(nn.Module):
-    """``network`` on raw samples of ``form``, computing as a run's evaluation does.
+    """``network`` for raw samples in format ``form``, with the computations of a run's evaluation.
 
-    ``layout``: memory format of images; ``low``: layers compute in bfloat16 where torch's autocast lets them; ``task``:
-    turns the network's outputs into those of the program, numbers in the unit of the data.
+    ``layout``: memory format of images; ``low``: layers compute in bfloat16 where torch's autocast allows it; ``task``:
+    converts the network's outputs to the program's, with numbers in the unit of the data.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Program(nn.Module):
 
 
 def require_samplewise(network: nn.Module) -> None:
-    """Raise :class:`UsageError` where the answer for a sample depends on the others of its batch."""
+    """Raise :class:`UsageError` if the prediction for a sample depends on the other samples in its batch."""
     for name, layer in network.named_modules():
         if isinstance(layer, _BatchNorm) and layer.running_mean is None:
             raise UsageError(
@@ -67,7 +67,7 @@ def require_samplewise(network: nn.Module) -> None:
 
 
 def trace(program: Program, form: InputFormat) -> torch.export.ExportedProgram:
-    """Return ``program`` for any number of samples; raise what torch raises where it cannot be traced."""
+    """Trace ``program`` for any number of samples; exceptions from torch are not caught."""
     sample = torch.zeros(TRACED, *form.shape, dtype=form.torch_dtype)
     with _quiet(), torch.no_grad():
         return torch.export.export(program.eval(), (sample,), dynamic_shapes=({0: torch.export.Dim("N")},))
@@ -80,9 +80,9 @@ def save_program(traced: torch.export.ExportedProgram, path: Path) -> None:
 
 
 def save_onnx(traced: torch.export.ExportedProgram, path: Path, *, low: bool, output: str = "scores") -> str:
-    """Write a program in ONNX, which calls its ``output`` so.
+    """Write an ONNX program whose output is named ``output``.
 
-    Returns the reason where that is impossible, "" where it was written.
+    Returns "", or the reason if the program cannot be written.
     """
     if low:
         return "the network computes in bfloat16, which ONNX's convolutions do not take"
@@ -93,20 +93,20 @@ def save_onnx(traced: torch.export.ExportedProgram, path: Path, *, low: bool, ou
             made = torch.onnx.export(traced, input_names=["x"], output_names=[output], dynamo=True, verbose=False)
             assert made is not None
             made.save(path)
-    except Exception as error:  # of every type, from three packages
+    except Exception as error:  # of any type, from three packages
         return f"torch does not convert it ({first_line(error)})"
     return ""
 
 
 def first_line(error: BaseException) -> str:
-    """Return an error's first line, or its type where it has none."""
+    """Return an error's first line, or its type if it has no text."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0][:200] if lines else type(error).__name__
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence torch's warnings and logs on its own programs."""
+    """Silence torch's warnings and log messages about its own programs."""
     logger = logging.getLogger("torch.onnx")
     before = logger.level
     logger.setLevel(logging.ERROR)

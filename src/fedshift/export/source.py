@@ -1,4 +1,4 @@
-"""The model of a run with its facts: restored from the run's checkpoint, its figures from the run's records."""
+"""A run's model with its facts: the model is restored from the run's checkpoint, its results from the records."""
 
 from __future__ import annotations
 
@@ -45,20 +45,20 @@ def export_run(
     seed: int | None = None,
     onnx: bool = True,
 ) -> ExportReport:
-    """Write a model that ``experiment`` left in ``directory`` into the new directory ``out``.
+    """Write a model that ``experiment`` left in ``directory`` to the new directory ``out``.
 
     Args:
         experiment: The experiment, on the CPU.
         directory: Its run directory.
         out: Directory to write, new or empty.
         method: Name or expression of the method; None: the only one.
-        client: Client whose model it is; None: the server's model.
+        client: Client whose model to write; None: the server's model.
         seed: Seed; None: the first.
-        onnx: Whether to write the program in ONNX too.
+        onnx: Whether to also write an ONNX program.
 
     Raises:
         UsageError: There is no such method, client or seed, or no such model.
-        FedshiftError: The run has not got that far, its files are damaged, or the disk refuses.
+        FedshiftError: The run has not progressed far enough, its files are damaged, or files cannot be written.
 
     """
     require_new(out)
@@ -74,9 +74,9 @@ def export_run(
 
 
 def collect_model(trial: Trial, experiment: Experiment, directory: Path, client: str | None) -> TrainedModel:
-    """Return the model of ``client`` (None: the server's) under a restored ``trial``, with all that is known of it."""
+    """Return the model of ``client`` (None: the server) in a restored ``trial``, with all known facts about it."""
     data, plan, names = trial.data, trial.plan, ", ".join(trial.data.names)
-    here = experiment.make_engine is None  # otherwise samples, and what clients keep, are at the sites
+    here = experiment.make_engine is None  # otherwise samples and client state are at the sites
     state = trial.model_state(client) if here or client is None else None
     if state is None and not here:
         lacking = "clients' models are" if client else f"{plan.method.name} has no global model, and clients' are"
@@ -123,18 +123,18 @@ def collect_model(trial: Trial, experiment: Experiment, directory: Path, client:
 
 
 def name_classes(data: Federation) -> tuple[str, ...]:
-    """Return the names of the classes, labels or targets, their numbers where they have none."""
+    """Return the names of the classes, labels or targets, or their numbers if they have no names."""
     return data.meanings or tuple(map(str, range(data.classes)))
 
 
 def describe_answers(data: Federation) -> dict[str, Any]:
-    """Return what a model of ``data`` predicts, as fields of :class:`~fedshift.export.model_card.ModelFacts`."""
+    """Return what a model for ``data`` predicts, as fields of :class:`~fedshift.export.model_card.ModelFacts`."""
     task = data.task
     return {"task": task.name, "kind": find_kind(task), "outputs": data.outputs, "metrics": task.metrics}
 
 
 def describe_targets(data: Federation) -> dict[str, str]:
-    """Return how numbers that are predicted were scaled, which the program undoes, as an entry of settings."""
+    """Return how target numbers were scaled, which the program inverts, as an entry of settings."""
     scales = data.task.scales if isinstance(data.task, Regression) else ()
     pairs = zip(name_classes(data), scales, strict=bool(scales))
     told = ", ".join(f"{name} minus {mean:g} over {deviation:g}" for name, (mean, deviation) in pairs)
@@ -142,7 +142,7 @@ def describe_targets(data: Federation) -> dict[str, str]:
 
 
 def find_sources(method: Method) -> Iterator[str]:
-    """Yield what each part of ``method`` is and from which paper, from the modules of fedshift that make it."""
+    """Yield each part of ``method`` with its paper, from the fedshift modules that define it."""
     parts = set(re.findall(r"[a-z_]+", method.name))
     for name, function in list_catalog("methods").items():
         if name in parts:
@@ -160,7 +160,7 @@ def describe_network(plan: Plan, model: ModelFactory) -> str:
 
 
 def describe_settings(plan: Plan, settings: Settings, normalization: Any) -> dict[str, str]:
-    """Return what was trained with, resolved, by name."""
+    """Return the resolved training settings by name."""
     share = settings.participation
     images = plan.initial and normalization.features is None
     return {
@@ -176,14 +176,14 @@ def describe_settings(plan: Plan, settings: Settings, normalization: Any) -> dic
 
 
 def list_versions(environment: Mapping[str, Any]) -> dict[str, str]:
-    """Return the versions of packages that the run used, and those of the export where they differ."""
+    """Return the run's package versions, and those of the export if they differ."""
     then, now = environment.get("packages", {}), describe_environment()["packages"]
     found = {name: str(then[name]) for name in ("fedshift", "torch", "numpy") if name in then}
     return found | {f"{name} (export)": str(now[name]) for name in found if now[name] != found[name]}
 
 
 def find_licenses(data: str | None, name: str) -> str:
-    """Return the licenses of ``data``, as its card states them."""
+    """Return the licenses of ``data``, as stated on its card."""
     head = (data or "").partition("(")[0].strip().replace("_", "-").lower()
     if data == "digits":
         return (
@@ -204,7 +204,7 @@ def _explain_choice(settings: Settings, round: int) -> str:
 
 
 def _explain_origin(trial: Trial, client: str | None) -> str:
-    """Return how ``client`` came by its model, where that is not by training it."""
+    """Return how ``client`` got its model, if it did not train it."""
     if client is None or not trial.plan.personalizes:
         return "All clients use this one model." if client else ""
     if trial.clients.has_trained(client):
@@ -213,7 +213,7 @@ def _explain_origin(trial: Trial, client: str | None) -> str:
 
 
 def _find_rows(trial: Trial, directory: Path, client: str | None, here: bool) -> Iterator[Row]:
-    """Yield the records of the model at the trial's round; where there are none, measure it, if data are ``here``."""
+    """Yield the model's records in the trial's round; if there are none, measure it if the data are ``here``."""
     name, seed, number = trial.plan.method.name, trial.seed, trial.server.round
     kept = (row for row in stream_rows(trial_folder(directory, name, seed) / METRICS) if row["round"] == number)
     rows = [row for row in kept if row["split"] != "train"] or (trial.evaluate() if here else [])
@@ -224,7 +224,7 @@ def _find_rows(trial: Trial, directory: Path, client: str | None, here: bool) ->
 
 
 def _spread_over_seeds(summary: RunSummary, method: str, client: str | None) -> Iterator[SeedSpread]:
-    """Yield the task's usual metric of the client, of the global model the clients' mean, over the seeds."""
+    """Yield the task's main metric over the seeds: the client's or, for the global model, the clients' mean."""
     if len(summary.seeds) < 2 or summary.rows.empty:
         return
     table = seed_table(summary, summary.metrics[0], "personal" if client else "global")
@@ -249,7 +249,7 @@ def _format_work(work: Work) -> str:
 
 
 def _format_optimizer(optimizer: Optimizer) -> str:
-    """Return the local optimizer in words, without the settings that have their defaults."""
+    """Return the local optimizer in words, without settings at their defaults."""
     said = [type(optimizer).__name__, f"learning rate {optimizer.lr:g}"]
     for each in fields(optimizer):
         value = getattr(optimizer, each.name)

@@ -19,9 +19,10 @@ QUIET = {
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
 }
-"""Environment that keeps Flower's programs from calling home: they report usage, and check for updates even for --help.
+"""Environment that stops Flower's programs from reporting usage and from checking for updates, even for --help.
 
-Flower reads the first when ``flwr`` is imported, so importing this package disables it here and in child processes.
+Flower reads the first variable when ``flwr`` is imported, so importing this package disables telemetry in this process
+and its children.
 """
 os.environ.update(QUIET)
 

@@ -1,6 +1,6 @@
-"""Representations of clients' and server's models: similarity of feature maps, and BatchNorm's statistics.
+"""Representations in clients' and server's models: similarity of feature maps, and BatchNorm statistics.
 
-FedWon (Zhuang & Lyu 2024, arXiv:2306.05879), section 4.2 and figures 5, 12, 13. The paper does not name its models,
+FedWon (Zhuang & Lyu 2024, arXiv:2306.05879), section 4.2 and figures 5, 12, 13. The paper does not specify its models,
 images and pairs; the choices made here are documented in ``comparison``.
 """
 

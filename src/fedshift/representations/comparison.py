@@ -1,17 +1,17 @@
-"""Comparison of the representations of one run: similarity of feature maps, and distance of BatchNorm's statistics.
+"""Comparison of the representations of one run: similarity of feature maps, and distance of BatchNorm statistics.
 
-Client against client: all pairs, on test images of both; server against client: on test images of the client. A
-similarity is the mean over images and channels, then over pairs.
+Pairs of clients are compared on test images of both clients; the server is compared with each client on that client's
+test images. A similarity is the mean over images and channels, then over pairs.
 
-The server's model is the one each client started its last local work from; each client's model is its own after local
-work. Under a method with one global model, clients hold the same model after aggregation, and only local work makes
-them differ. So under every method each client is trained one round further than the checkpoint, with the learning rate
-of the last round (a schedule may end at 0), and its model is taken before aggregation. The result depends on the run
-alone, is computed by the sequential engine, and is not stored.
+The server's model is the model from which each client started its last local work; each client's model is its own model
+after local work. With one global model, all clients have the same model after aggregation and differ only after local
+work. With every method, each client is therefore trained one round further than the checkpoint, with the learning rate
+of the last round (a schedule may end at 0), and its model is taken before aggregation. The result depends only on the
+run, is computed by the sequential engine, and is not stored.
 
-Feature maps are the outputs of convolutions. A convolution is recognized by its type (scaled weight standardization is
-one too), never by its name. Its maps are its own output, before any normalization, activation or pooling: the one place
-that networks with and without BatchNorm have in common.
+Feature maps are the outputs of convolutions. A convolution is recognized by its type (including scaled weight
+standardization), never by its name. Its maps are its own output, before any normalization, activation or pooling: the
+only place that networks with and without BatchNorm have in common.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ DISTANCES = ("mean_client_client", "variance_client_client", "mean_server_client
 
 @dataclass(frozen=True, kw_only=True)
 class Similarity:
-    """Mean cosine similarity of feature maps between clients' models, and between the server's and a client's.
+    """Mean cosine similarity of feature maps between clients' models, and between the server's and clients' models.
 
-    NaN where there is no pair: one client alone, or all data in one place.
+    NaN if there are no pairs: with a single client, or with all data in one place.
     """
 
     client_client: float
@@ -65,7 +65,7 @@ class Similarity:
 
 
 class Statistics(NamedTuple):
-    """Running mean and variance by channel, ``[C]`` each, of one BatchNorm layer of one model."""
+    """Running mean and variance per channel, ``[C]`` each, of one BatchNorm layer in one model."""
 
     mean: Reals
     variance: Reals
@@ -73,9 +73,9 @@ class Statistics(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PictureData:
-    """Data for the pictures of one method under one seed.
+    """Data for the pictures of one method and seed.
 
-    ``maps``: of one test image of each client, ``[C, H, W]`` by client and convolution, from its local model;
+    ``maps``: feature maps ``[C, H, W]`` of one test image of each client in its local model, by client and convolution;
     ``server`` and ``clients``: statistics by BatchNorm layer (and client).
     """
 
@@ -88,10 +88,10 @@ class PictureData:
 class RepresentationComparison:
     """Similarities and distances of one run.
 
-    ``of``: number of training clients, of which ``clients`` are compared; ``layers``: by method, the convolution whose
-    maps are compared; ``similarity``: by method, one for each seed; ``distances``: a row for each method, seed and
-    BatchNorm layer, with columns :data:`DISTANCES`; ``drawn``: by method, under the first seed; ``images``: the stored
-    test sample of each client whose maps are drawn.
+    ``of``: number of training clients; ``clients``: clients that are compared; ``layers``: the convolution whose maps
+    are compared, by method; ``similarity``: one for each seed, by method; ``distances``: a row for each method, seed
+    and BatchNorm layer, with columns :data:`DISTANCES`; ``drawn``: picture data for the first seed, by method;
+    ``images``: the stored test sample of each client whose maps are drawn.
     """
 
     clients: tuple[str, ...]
@@ -122,15 +122,15 @@ def compare_representations(
 
     Args:
         directory: run directory of the command line.
-        samples: test images of each client; all if it has fewer.
+        samples: number of test images per client; all if a client has fewer.
         clients: names, or a pattern such as ``"usps-*"``; by default the first
-            :data:`~fedshift.results.schema.PICTURED` that train.
+            :data:`~fedshift.results.schema.PICTURED` clients that train.
         layer: convolution whose maps are compared and drawn; by default the last is compared and all are drawn.
-        methods: methods of the run to compare, as :func:`~fedshift.experiments.restoration.select_trials` takes them.
-        seeds: seeds of the run to compare, likewise.
+        methods: methods of the run to compare, as in :func:`~fedshift.experiments.restoration.select_trials`.
+        seeds: seeds of the run to compare, as in the same function.
         device: device to compute on; by default the run's if available, else the CPU.
-        run_data: data of the run, where they have moved.
-        code: functions of your own, ``package.module:function``, that the run's settings may name.
+        run_data: data of the run, if they have moved.
+        code: user functions (``package.module:function``) that the run's settings may name.
         progress: called while data are read and for each trial.
 
     Raises:
@@ -157,9 +157,9 @@ def collect_comparison(
     layer: str | None = None,
     progress: Progress | None = None,
 ) -> RepresentationComparison:
-    """Compare the models of every trial that ``experiment`` left in ``directory``, as :func:`compare_representations`.
+    """Compare the models of all trials that ``experiment`` left in ``directory``, as :func:`compare_representations`.
 
-    ``experiment`` must use the sequential engine; ``go_on`` is the command that resumes a run, for errors.
+    ``experiment`` must use the sequential engine; ``go_on`` is the command that resumes a run, for error messages.
     """
     if samples < 1:
         raise UsageError(f"samples={samples}: must be at least 1")
@@ -213,7 +213,7 @@ def _compute_similarity(models: TrainedModels, x: Mapping[str, Tensor], layer: s
     def maps(state: State, client: str) -> Reals:
         return record_maps(plan, state, x[client], (layer,))[layer]
 
-    # by client pair: the first one's model against the second one's, on the second one's images
+    # by client pair: the first client's model against the second's, on the second client's images
     alike: dict[tuple[str, str], NDArray[np.float64]] = {}
     server = []
     for client, state in local.items():
@@ -225,7 +225,7 @@ def _compute_similarity(models: TrainedModels, x: Mapping[str, Tensor], layer: s
 
 
 def _collect_statistics(models: TrainedModels) -> Iterator[tuple[str, Statistics, dict[str, Statistics]]]:
-    """Yield name, server's and each client's statistics of each BatchNorm layer that has some, if there are clients."""
+    """Yield name, server's and clients' statistics of each BatchNorm layer with statistics, if there are clients."""
 
     def read(state: State, layer: str) -> Statistics:
         return Statistics(*(state[f"{layer}.{name}"].cpu().numpy() for name in ("running_mean", "running_var")))
@@ -250,7 +250,7 @@ def _mean(values: Iterable[float]) -> float:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrainedModels:
-    """Models of one method under one seed: the ``server``'s and each client's ``local`` one; ``trial`` has the plan.
+    """Models of one method and seed: the ``server`` model and each client's ``local`` model; ``trial`` has the plan.
 
     ``local`` is empty if all data are pooled.
     """
@@ -261,7 +261,7 @@ class TrainedModels:
 
 
 def require_finished(experiment: Experiment, directory: Path, go_on: str) -> None:
-    """Raise :class:`UsageError` unless ``directory`` has all rounds of every trial; ``go_on``: command that resumes it.
+    """Raise :class:`UsageError` unless ``directory`` has all rounds of all trials; ``go_on``: command to resume it.
 
     Raises :class:`FedshiftError` if a trial left no checkpoint.
     """
@@ -275,7 +275,7 @@ def require_finished(experiment: Experiment, directory: Path, go_on: str) -> Non
 
 
 def select_clients(experiment: Experiment, clients: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Select clients by names or a pattern such as ``"usps-*"``; None: the first :data:`PICTURED` that train.
+    """Select clients by name or by a pattern such as ``"usps-*"``; None: the first :data:`PICTURED` that train.
 
     Raises :class:`UsageError` if a client is unknown or never trained.
     """
@@ -295,18 +295,18 @@ def select_clients(experiment: Experiment, clients: str | Sequence[str] | None) 
 def train_models(trial: Trial, clients: Sequence[str]) -> TrainedModels:
     """Return the current models of ``trial`` and, one round further, of ``clients`` (:func:`.train_further`).
 
-    Where the server holds only a part of a model (FedBN), the clients' local entries are averaged by the method's
-    weighting to complete it, as ``unseen="average"`` does; a real server cannot see them.
+    If the server has only part of a model (FedBN), it is completed with the clients' local entries, averaged with the
+    method's weighting, as ``unseen="average"`` does; a real server cannot see these entries.
     """
     local = dict(train_further(trial, clients))
     client = trial.data.clients[0]  # its data are not used
     server = trial.unseen_clients.make_state("average", client.name, client.train)
-    assert server is not None  # in a finished run some client has trained
+    assert server is not None  # in a finished run, at least one client has trained
     return TrainedModels(trial=trial, server=server, local=local)
 
 
 def list_convolutions(plan: Plan, x: Tensor) -> tuple[str, ...]:
-    """List the convolutions that inputs ``x [N, ...]`` pass, in that order; raise :class:`UsageError` without any."""
+    """List the convolutions in the order in which inputs ``x [N, ...]`` pass; raise :class:`UsageError` without any."""
     names = [name for name, layer in plan.module.named_modules() if isinstance(layer, _ConvNd)]
     found = tuple(record_maps(plan, plan.initial, x, names))
     if not found:
@@ -326,9 +326,9 @@ def find_layer(plan: Plan, x: Tensor, wanted: str | None) -> str:
 
 
 def record_maps(plan: Plan, state: State, x: Tensor, layers: Collection[str]) -> dict[str, Reals]:
-    """Record the outputs ``[N, C, *pixels]`` of ``layers`` under ``state``, by layer in the order of execution.
+    """Record the outputs ``[N, C, *pixels]`` of ``layers`` with ``state``, by layer in the order of execution.
 
-    If a layer runs several times, the last output counts. Outputs are copied, because an activation may work in place.
+    If a layer runs several times, the last output is used. Outputs are copied, because an activation may work in place.
     """
     parts: list[dict[str, Reals]] = []
 

@@ -1,4 +1,4 @@
-"""Pictures after FedWon's figures 12 and 13: BatchNorm's statistics by channel, and feature maps side by side.
+"""Pictures like FedWon's figures 12 and 13: BatchNorm statistics by channel, and feature maps side by side.
 
 Both show the first seed.
 """
@@ -20,18 +20,18 @@ from ..results.run_directory import to_file_name
 from .comparison import RepresentationComparison
 
 SIDE = 3
-"""Rows and columns of maps of one convolution."""
+"""Number of rows and of columns of maps for one convolution."""
 _CELL = 1.15  # inches
 _GAP = 2  # pixels between maps
 
 
 def save_panels(found: RepresentationComparison, directory: Path) -> list[Path]:
-    """Write every picture as SVG and as PNG at 200 dpi; return the paths."""
+    """Write every picture as SVG and PNG at 200 dpi; return the paths."""
     return [path for panel in draw_panels(found) for path in save_each({panel.name: panel.figure}, directory)]
 
 
 def draw_panels(found: RepresentationComparison) -> Iterator[FigurePanel]:
-    """Draw a picture of maps for each client, if samples are images, and one of statistics for each BatchNorm layer."""
+    """Draw a picture of maps for each client, if samples are images, and of statistics for each BatchNorm layer."""
     for number, (client, image) in enumerate(found.images.items(), start=1):
         if any(drawn.maps.get(client) for drawn in found.drawn.values()):
             with figure_settings():
@@ -66,16 +66,16 @@ def _draw_maps(found: RepresentationComparison, client: str, name: str, image: N
 
 
 def _to_picture(image: NDArray[np.generic]) -> NDArray[np.float64]:
-    """Convert an image ``[C, H, W]`` for matplotlib, 0..1, using its first channel unless there are three.
+    """Convert an image ``[C, H, W]`` to 0..1 for matplotlib, using its first channel unless there are three.
 
-    8-bit pixels keep their scale, floating-point ones are scaled from the least to the greatest.
+    8-bit pixels keep their scale; floating-point pixels are scaled from their minimum to their maximum.
     """
     scaled = image.astype(np.float64) / 255 if image.dtype == np.uint8 else _rescale(image)
     return scaled.transpose(1, 2, 0) if len(scaled) == 3 else scaled[0]
 
 
 def tile_maps(maps: Reals) -> NDArray[np.float64]:
-    """Tile the first maps of ``[C, H, W]`` in :data:`SIDE` rows and columns, each scaled to 0..1; NaN between them."""
+    """Tile the first maps of ``[C, H, W]`` in :data:`SIDE` rows and columns, each scaled to 0..1, with NaN between."""
     count, high, wide = min(len(maps), SIDE**2), *maps.shape[1:]
     made = np.full((SIDE * (high + _GAP) - _GAP, SIDE * (wide + _GAP) - _GAP), np.nan)
     for number in range(count):

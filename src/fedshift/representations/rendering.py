@@ -33,7 +33,7 @@ def render_comparison(found: RepresentationComparison) -> Iterator[RenderableTyp
 
 
 def list_notes(found: RepresentationComparison) -> Iterator[str]:
-    """Yield a sentence on each gap."""
+    """Yield a sentence about each gap."""
     pooled = [method for method, drawn in found.drawn.items() if not drawn.maps]
     plain = [method for method, drawn in found.drawn.items() if drawn.maps and not drawn.server]
     if pooled:
@@ -51,7 +51,7 @@ def list_notes(found: RepresentationComparison) -> Iterator[str]:
 
 
 def write_tables(found: RepresentationComparison, directory: Path) -> list[Path]:
-    """Write both tables as Markdown, LaTeX and CSV (a line for each seed) into ``directory``; return the paths."""
+    """Write both tables as Markdown, LaTeX and CSV (a line per seed) to ``directory``; return the paths."""
     paths = write_table(directory, "similarity", similarity_table(found), similarity_frame(found))
     if len(found.distances):
         frame = found.distances.set_index(["method", "seed", "layer"])

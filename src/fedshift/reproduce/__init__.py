@@ -1,1 +1,1 @@
-"""Papers: every table and figure of FedBN, FedMMB and FedWon, and the values that they print, as data."""
+"""Papers: every table and figure of FedBN, FedMMB and FedWon, with the printed values as data."""

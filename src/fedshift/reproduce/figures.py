@@ -1,4 +1,4 @@
-"""Figures of the papers drawn from runs: curves over rounds or over a setting, and bars by client."""
+"""The papers' figures drawn from runs: curves over rounds or over a setting, and bars by client."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ReproducedFigure:
 def draw_figures(
     table: Table, plan: TablePlan, options: ReproductionOptions, directory: Path
 ) -> list[ReproducedFigure]:
-    """Draw ``plan``'s panels from its finished runs in ``directory``, and write them there as SVG and PNG."""
+    """Draw the panels of ``plan`` from its finished runs in ``directory``, and write them there as SVG and PNG."""
     folder = directory / "results" / table.paper
     folder.mkdir(parents=True, exist_ok=True)
     panels = completed_part(plan, directory).panels
@@ -63,9 +63,9 @@ def draw_figures(
 
 
 def load_figures(table: Table, directory: Path) -> dict[str, Any] | None:
-    """Return what :func:`draw_figures` stored of ``table``: scale, seeds, notes and pictures, each with its SVG.
+    """Return the record that :func:`draw_figures` stored for ``table``: scale, seeds, notes and pictures with SVG.
 
-    Raises :class:`FedshiftError` where it is damaged.
+    Raises :class:`FedshiftError` if it is damaged.
     """
     if not _record_path(table, directory).exists():
         return None
@@ -88,7 +88,7 @@ def _draw_panel(table: Table, panel: PanelPlan, directory: Path) -> Iterator[Rep
         return
     points = [CurvePoint(keys, read_summary(run_folder(spec, directory))) for keys, spec in panel.points]
     points = [point for point in points if (point.summary.rows["moment"] == "loaded").any()]
-    if not points:  # all of them diverged before they were measured
+    if not points:  # all runs diverged before they were measured
         return
     if panel.x == "round":
         figure = plot_by_round(points, panel.y, panel=panel.by)
@@ -109,13 +109,13 @@ def _draw_pictures(panel: PanelPlan, directory: Path) -> Iterable[FigurePanel]:
         with figure_settings():
             return list(draw_toy_panels(compute_toy(0)))
     runs = [run for _, spec in panel.points if (run := load_features(spec, directory))]
-    if not runs:  # all of them diverged
+    if not runs:  # all runs diverged
         return ()
     return draw_panels(replace(runs[0], drawn={name: data for run in runs for name, data in run.drawn.items()}))
 
 
 def _draw_bars(points: Sequence[CurvePoint], metric: str) -> Figure:
-    """Draw the final ``metric`` of each client, a bar for each point; error bars are one std over seeds."""
+    """Draw the final ``metric`` of each client, with a bar for each point; error bars are one std over seeds."""
     clients = list(points[0].summary.clients)
     styles = make_styles(_label(point) for point in points)
     with figure_settings():

@@ -31,14 +31,14 @@ from .recipes import run_name
 
 
 def run_folder(spec: RunSpec, directory: Path) -> Path:
-    """Return the folder of the run of ``spec`` in ``directory``."""
+    """Return the folder in ``directory`` for the run of ``spec``."""
     return directory / "runs" / run_name(spec)
 
 
 def load_features(spec: RunSpec, directory: Path) -> RepresentationComparison | None:
-    """Return the representations of clients and server in a finished run in ``directory``; None where it diverged.
+    """Return the clients' and server's representations in a finished run in ``directory``, or None if it diverged.
 
-    The data are read from the location in ``spec``, which may differ from that at the time of the run.
+    The data are read from the location in ``spec``, which may differ from the location at the time of the run.
     """
     folder = run_folder(spec, directory)
     if read_outcome(folder, {}):
@@ -48,7 +48,7 @@ def load_features(spec: RunSpec, directory: Path) -> RepresentationComparison | 
 
 
 class FinishedRuns:
-    """Finished runs in the directory ``directory``, each read once."""
+    """Finished runs in ``directory``, each read once."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -57,12 +57,12 @@ class FinishedRuns:
         self._newcomers: dict[tuple[object, ...], ClientData] = {}
 
     def measure_cells(self, table: Table, cells: Sequence[CellPlan]) -> dict[tuple[int, int], tuple[float, ...]]:
-        """Return each cell's values by seed, by row and column; NaN for a seed without one, no cell without any."""
+        """Return each cell's values for all seeds, by row and column; missing values are NaN, empty cells omitted."""
         values = {(cell.row, cell.column): tuple(self._values(table, cell)) for cell in cells}
         return {key: seeds for key, seeds in values.items() if not all(map(math.isnan, seeds))}
 
     def measure_grids(self, table: Table, cells: Sequence[CellPlan]) -> dict[tuple[int, int], float]:
-        """Return the variance of the grid of counts in each cell, by row and column; without measures of no counts."""
+        """Return the variance due to the grid of counts by row and column, for cells with measures based on counts."""
         counted = (cell for cell in cells if cell.measure in (FINAL, "best"))
         return {(cell.row, cell.column): self._grid(table, cell) for cell in counted}
 
@@ -88,7 +88,7 @@ class FinishedRuns:
         factor = 100.0 if table.unit == "percent" else 1.0
         folder = run_folder(cell.spec, self._directory)
         summary = self.read(folder)
-        if not (summary.rows["moment"] == "loaded").any():  # it diverged before it was measured
+        if not (summary.rows["moment"] == "loaded").any():  # the run diverged before it was measured
             return []
         if cell.measure == FINAL:
             return [factor * value for value in _final_metric(summary, table.metric, cell.client, cell.moment)]
@@ -129,7 +129,7 @@ class FinishedRuns:
 def _final_metric(summary: RunSummary, metric: str, client: str | None, moment: str) -> list[float]:
     """Return the metric of ``client`` in the reported round at ``moment``, by seed.
 
-    It is the mean over the clients of a data set of that name, or (None) over all.
+    It is the mean over the clients of the data set with that name, or (None) over all clients.
     """
     values = seed_table(summary, metric, moment=moment)
     if client is None:
@@ -139,10 +139,10 @@ def _final_metric(summary: RunSummary, metric: str, client: str | None, moment: 
 
 
 def _clients(summary: RunSummary, client: str) -> list[str]:
-    """Return the clients named ``client``, or that hold parts of the data set of that name."""
+    """Return the clients named ``client``, or with parts of the data set of that name."""
     return [name for name in summary.clients if name == client or name.startswith(f"{client}-")]
 
 
 def _macro_loss(summary: RunSummary) -> pd.Series:
-    """Return the macro test loss by seed and round, since the clients of two runs may have different names."""
+    """Return the macro test loss by seed and round; clients of two runs may have different names."""
     return metric_history(summary, "loss").groupby(["seed", "round"])["value"].mean()

@@ -1,4 +1,4 @@
-"""The page of reproduced tables and figures: each beside the paper's, with its verdict, in one self-contained file."""
+"""The page of reproduced tables and figures, each beside the paper's with its verdict, in one self-contained file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .verdict import SHORTEST, arrange_values, compare_values, list_remarks
 
 
 def write_results_page(directory: Path) -> Path:
-    """Write the page of the results in ``directory`` there, atomically; return its path."""
+    """Write a page with the results in ``directory`` to that directory, atomically; return its path."""
     entries = [entry for table in load_tables().values() if (entry := _make_entry(table, directory))]
     text = render_template(
         "papers.html.j2",
@@ -30,7 +30,7 @@ def write_results_page(directory: Path) -> Path:
 
 
 def _make_entry(table: Table, directory: Path) -> dict[str, Any] | None:
-    """Return the page's content on a table; None where nothing was run."""
+    """Return the page's content for a table, or None if nothing was run."""
     blocks, figures = read_results(table, directory), load_figures(table, directory)
     if not blocks and not (figures and figures["pictures"]):
         return None

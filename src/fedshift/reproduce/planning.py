@@ -1,4 +1,4 @@
-"""Plans: the runs that a table or figure requires, one for each cell and for each point of a curve."""
+"""Plans: the runs that a table or figure requires, one for each cell and each point of a curve."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ LOADED = "loaded"
 
 @dataclass(frozen=True, kw_only=True)
 class CellPlan:
-    """A number of a table, and the run ``spec`` that yields it at ``client`` (None: the mean of all).
+    """A number in a table, and the run ``spec`` that gives it for ``client`` (None: the mean of all).
 
-    ``measure`` selects one of the run's numbers and ``moment`` when it is measured (see ``recipes.toml``); ``twin`` is
-    the centralized run for comparison, and ``newcomer`` names data to whose clients a finished run's model is adapted.
+    ``measure`` selects one of the run's numbers, and ``moment`` when it is measured (see ``recipes.toml``). ``twin`` is
+    the centralized run for comparison; ``newcomer`` is the name of data to whose clients a finished run's model is
+    adapted.
     """
 
     row: int
@@ -53,7 +54,7 @@ class CellPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class PanelPlan:
-    """A plot of ``y`` against ``x`` for ``points``, each with its keys; a panel for each value of the key ``by``."""
+    """A plot of ``y`` against ``x`` for ``points``, each with its keys, with a panel for each value of key ``by``."""
 
     name: str
     x: str
@@ -66,8 +67,8 @@ class PanelPlan:
 class TablePlan:
     """Runs for the ``cells`` of a block or the ``panels`` of a figure, ``missing`` data, and ``notes`` on stand-ins.
 
-    ``stood``: the notes on data, by the name of the replaced data; each names the clients left out and the reason.
-    ``shown``: the client that replaces each of the paper's. ``asked``: the runs as in the paper.
+    ``stood``: notes by the name of the replaced data; each lists the excluded clients with the reason. ``shown``: the
+    replacement for each of the paper's clients. ``asked``: the runs as in the paper.
     """
 
     cells: tuple[CellPlan, ...] = ()
@@ -80,7 +81,7 @@ class TablePlan:
 
     @property
     def specs(self) -> tuple[RunSpec, ...]:
-        """All runs, each once, in the order of cells and points."""
+        """All runs without duplicates, in the order of cells and points."""
         of_cells = (spec for cell in self.cells for spec in cell.specs)
         of_panels = (spec for panel in self.panels for _, spec in panel.points)
         return tuple(dict.fromkeys(itertools.chain(of_cells, of_panels)))
@@ -92,7 +93,7 @@ def list_runnable() -> tuple[str, ...]:
 
 
 def plan_block(table: Table, block: Block, options: ReproductionOptions) -> TablePlan:
-    """Return the runs of ``block`` by the recipe of ``table``. Raises :class:`UsageError` where there is none."""
+    """Return the runs of ``block`` according to ``table``'s recipe. Raises :class:`UsageError` if there is none."""
     recipe, locator = _find_recipe(table), _DataLocator(options)
     cells, twins = [], _find_twins(recipe, block)
     for row, (keys, numbers) in enumerate(block.rows):
@@ -130,7 +131,7 @@ def plan_block(table: Table, block: Block, options: ReproductionOptions) -> Tabl
 
 
 def plan_panels(table: Table, options: ReproductionOptions) -> TablePlan:
-    """Return the runs of the panels in ``table``'s recipe, which may have none. Raises as :func:`plan_block`."""
+    """Return the runs of the panels in ``table``'s recipe, if any. Raises the same errors as :func:`plan_block`."""
     recipe, locator = _find_recipe(table), _DataLocator(options)
     panels = []
     for panel in recipe.get("panels", ()):
@@ -151,7 +152,7 @@ def plan_panels(table: Table, options: ReproductionOptions) -> TablePlan:
 def select_blocks(table: Table, version: str | None = None) -> list[Block]:
     """Return the blocks of one version of the table, by default the last.
 
-    Raises :class:`UsageError` where it does not have that version.
+    Raises :class:`UsageError` if the table does not have that version.
     """
     versions = list(dict.fromkeys(block.version for block in table.blocks))
     if version is not None and version not in versions:
@@ -164,7 +165,7 @@ def select_blocks(table: Table, version: str | None = None) -> list[Block]:
 def make_plans(
     table: Table, options: ReproductionOptions, version: str | None = None
 ) -> Iterator[tuple[Block | None, TablePlan]]:
-    """Yield a plan for each block of a table, and one for its panels (block None)."""
+    """Yield a plan for each block of a table, and a plan for its panels (block None)."""
     for block in select_blocks(table, version):
         yield block, plan_block(table, block, options)
     if _find_recipe(table).get("panels"):
@@ -172,7 +173,7 @@ def make_plans(
 
 
 class _DataLocator:
-    """Locations of data, gathered over the runs of a plan: present, replaced by a substitute, or missing."""
+    """Availability of data, collected over the runs of a plan: present, replaced by a substitute, or missing."""
 
     def __init__(self, options: ReproductionOptions) -> None:
         self._options = options
@@ -182,9 +183,9 @@ class _DataLocator:
         self._asked: dict[RunSpec, None] = {}
 
     def locate(self, spec: RunSpec, *, sized: bool = False) -> tuple[RunSpec | None, StandIn | None]:
-        """Return ``spec`` on available data, None where there are none; and the substitute for its own data, if any.
+        """Return ``spec`` with available data (None if there are none), and the substitute for its own data, if any.
 
-        ``sized``: the number of samples is what the run compares, so that fewer are not acceptable.
+        ``sized``: the run compares numbers of samples, so that fewer are not acceptable.
         """
         self._asked[spec] = None
         if is_present(spec.data, self._options.root):
@@ -201,11 +202,11 @@ class _DataLocator:
         return self._lighten(move_to_stand_in(spec, substitute)), substitute
 
     def exclude(self, data: str, client: str) -> None:
-        """Note that nothing replaces ``client`` of ``data``."""
+        """Record that there is no replacement for ``client`` of ``data``."""
         self._stood[base_name(data)].excluded[client] = None
 
     def is_available(self, data: str) -> bool:
-        """Return whether ``data``, for which there is no substitute, are present."""
+        """Return whether ``data``, which have no substitute, are present."""
         present = is_present(data, self._options.root)
         self._missing |= {} if present else {base_name(data): None}
         return present
@@ -219,7 +220,7 @@ class _DataLocator:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Fields of a :class:`TablePlan` other than its runs."""
+        """Fields of :class:`TablePlan` other than its runs."""
         notes = {data: substitution.note for data, substitution in self._stood.items()}
         clients = (substitution.clients.items() for substitution in self._stood.values())
         return {
@@ -230,10 +231,10 @@ class _DataLocator:
 
 @dataclass(kw_only=True)
 class _Substitution:
-    """Substitute data over the runs of a plan: which clients take part in some, and which are left out and why.
+    """Substitute data over the runs of a plan: which clients take part in any run, and which are excluded and why.
 
-    ``samples``: training samples of each client that runs require; ``too_few``: those that no available client has;
-    ``excluded``: clients of the paper without a substitute.
+    ``samples``: numbers of training samples per client that runs require; ``too_few``: numbers that no available client
+    has; ``excluded``: the paper's clients without a substitute.
     """
 
     stand: StandIn
@@ -243,13 +244,13 @@ class _Substitution:
 
     @property
     def clients(self) -> dict[str, str]:
-        """The clients that take part, by the client of the paper that they replace."""
+        """The clients that take part, by the paper's client that they replace."""
         used = {column for samples in self.samples for column in self.stand.columns_with(samples)}
         return {column: name for column, name in self.stand.columns.items() if column in used}
 
     @property
     def note(self) -> str:
-        """Sentence on the substitute data and on clients left out."""
+        """Sentence about the substitute data and excluded clients."""
         stand, used = self.stand, self.clients
         parts = [stand.note.format(clients=", ".join(used.values()))]
         for column, name in sorted(stand.columns.items()):
@@ -263,7 +264,7 @@ class _Substitution:
 
 
 def _range(numbers: Collection[int]) -> str:
-    """Return the smallest and the largest of ``numbers``, or the only one."""
+    """Return the smallest and largest of ``numbers`` as text, or the only one."""
     return " to ".join(f"{number:,}" for number in dict.fromkeys((min(numbers), max(numbers))))
 
 
@@ -275,7 +276,7 @@ def _find_recipe(table: Table) -> Mapping[str, Any]:
 
 
 def _find_twins(recipe: Mapping[str, Any], block: Block) -> Mapping[tuple[object, object], Mapping[str, Any]]:
-    """Return the row of centralized training for each data set and model, where the block has a discordance."""
+    """Return the row of centralized training for each data set and model, if the block has a discordance."""
     rows: Iterable[Mapping[str, Any]] = ({**block.keys, **keys} for keys, _ in block.rows)
     if DISCORDANCE not in recipe.get("measures", {}):
         return {}

@@ -1,6 +1,6 @@
 """Published tables and figures of the papers, read from data files.
 
-``values/<paper>/<name>.toml`` holds the printed numbers, each as its digits, with their ``page`` and ``version``.
+``values/<paper>/<name>.toml`` contains the printed numbers, with their digits as printed, ``page`` and ``version``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PAPERS = {
 
 @dataclass(frozen=True)
 class PublishedValue:
-    """A printed number: mean, standard deviation if there is one, and ``unit``, the value of one in its last digit."""
+    """A printed number: mean, standard deviation (if any), and ``unit``, the value of a 1 in its last digit."""
 
     mean: float
     std: float = math.nan
@@ -45,7 +45,7 @@ class PublishedValue:
 class Block:
     """One block of a table: the kind of its ``columns`` (``by``), and rows of keys and numbers.
 
-    ``keys`` hold for all rows. Each row has its own keys (among them ``method``) and one number per column.
+    ``keys`` apply to all rows. Each row has its own keys (including ``method``) and one number per column.
     """
 
     version: str
@@ -80,13 +80,13 @@ class Table:
 
 @cache
 def load_tables() -> Mapping[str, Table]:
-    """Return all tables by key, paper by paper and in the order of their numbers."""
+    """Return all tables by key, grouped by paper, in the order of their numbers."""
     paths = ((paper, path) for paper in PAPERS for path in sorted((VALUES / paper).glob("*.toml"), key=_sort_key))
     return {table.key: table for table in (_read_table(paper, path) for paper, path in paths)}
 
 
 def find_table(key: str) -> Table:
-    """Return the table or figure of this key. Raises :class:`UsageError` naming the nearest where there is none."""
+    """Return the table or figure with this key. Raises :class:`UsageError` naming the closest key if there is none."""
     if key not in load_tables():
         of_paper = [other for other in load_tables() if other.partition("/")[0] == key.partition("/")[0]]
         raise unknown_name("table or figure", key, of_paper or load_tables())

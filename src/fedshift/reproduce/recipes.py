@@ -1,6 +1,6 @@
 """Recipes: settings of ``fedshift run`` for the keys of a paper's table, and substitutes for missing data.
 
-``recipes.toml`` explains how a recipe is written. Runs with equal settings are one run, within and between tables.
+``recipes.toml`` explains the format. Runs with equal settings are one run, within and across tables.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .published_tables import Table
 
 SETTINGS = frozenset(field.name for field in fields(RunSpec))
 NESTED = ("methods", "keys", "on", "of", "measures")
-"""Keys that a table merges with its paper's, entry by entry."""
+"""Keys whose entries in a table are merged with its paper's one by one."""
 LARGE = 4
 """Batch size above which FedWon clips gradients by default (arXiv:2306.05879, section 4)."""
 
@@ -34,9 +34,9 @@ LARGE = 4
 class ReproductionOptions:
     """Options of a reproduction.
 
-    ``root`` holds the data, ``scale`` is the share of the rounds, ``seeds`` the number of seeds. ``light``: use the
-    networks that ``recipes.toml`` names in place of the papers'. ``on_data_error``: treatment of errors in the data, as
-    for ``fedshift run``.
+    ``root``: data directory; ``scale``: fraction of the rounds; ``seeds``: number of seeds; ``light``: use the networks
+    from ``recipes.toml`` in place of the papers'; ``on_data_error``: how to handle errors in the data, as in ``fedshift
+    run``.
     """
 
     root: Path
@@ -54,11 +54,11 @@ class ReproductionOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class StandIn:
-    """Data that replace a paper's: other ``settings``, the client for each of its ``columns``, and a ``note`` on it.
+    """Data that replace a paper's data: changed ``settings``, the client for each of its ``columns``, and a ``note``.
 
-    ``{clients}`` in the note lists the participants. ``most``: largest number of training samples of a client;
-    ``least``: training samples of single columns' clients, which are left out of runs that require more.
-    ``evaluations``: largest number of evaluations of a run, where clients have many test samples.
+    ``{clients}`` in the note is replaced by the participants. ``most``: maximum number of training samples of a client;
+    ``least``: training samples of individual columns' clients, which are excluded from runs that require more.
+    ``evaluations``: maximum number of evaluations in a run, if clients have many test samples.
     """
 
     note: str
@@ -71,12 +71,12 @@ class StandIn:
     settings: Mapping[str, Any]
 
     def columns_with(self, samples: int | None) -> list[str]:
-        """Return the columns whose clients have this many training samples (None: any number)."""
+        """Return the columns whose clients have at least this many training samples (None: any number)."""
         return [column for column in self.columns if (samples or 0) <= self.least.get(column, math.inf)]
 
 
 def run_name(spec: RunSpec) -> str:
-    """Return the name of a run, which depends on its settings but not on the location of the data or their errors."""
+    """Return a run's name, which depends on its settings but not on the location of the data or errors in them."""
     data = spec.data.removeprefix(str(spec.root))
     text = json.dumps({**asdict(spec), "data": data, "root": None, "on_data_error": None}, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
@@ -89,14 +89,14 @@ def load_recipes() -> Mapping[str, Any]:
 
 
 def find_recipe(table: Table) -> Mapping[str, Any] | None:
-    """Return the recipe of ``table``, merged with its paper's; None where there is none."""
+    """Return the recipe of ``table``, merged with its paper's, or None if there is none."""
     of_paper = load_recipes().get(table.paper, {})
     return _merge(of_paper["all"], of_paper[table.name]) if table.name in of_paper else None
 
 
 @cache
 def is_present(data: str, root: Path) -> bool:
-    """Return whether the data of this name are under ``root``, or come with fedshift."""
+    """Return whether the data with this name are under ``root`` or included in fedshift."""
     loader = list_catalog("data.datasets").get(base_name(data))
     if data in EMBEDDED or loader is None:
         return data in EMBEDDED
@@ -107,7 +107,7 @@ def is_present(data: str, root: Path) -> bool:
 
 @cache
 def find_stand_in(data: str, root: Path) -> StandIn | None:
-    """Return the substitute for ``data`` that are not under ``root``; None where there is none."""
+    """Return the substitute for ``data`` that are not under ``root``, or None if there is none."""
     for entry in load_recipes()["stand_in"].get(base_name(data), ()):
         values = {"least": {}, "models": {}, "settings": {}, **entry, "data": str(entry["data"]).format(root=root)}
         if values.pop("files", False):
@@ -142,7 +142,7 @@ def make_spec(recipe: Mapping[str, Any], coordinates: Mapping[str, Any], options
         settings.pop("epochs", None)
         if method == "fedmmb":
             settings.pop("batches")
-    if settings.get("epochs") == 1:  # the default, so that both are one run
+    if settings.get("epochs") == 1:  # the default, so that both have the same run
         settings.pop("epochs")
     rounds = max(1, math.floor(settings["rounds"] * options.scale + 0.5))
     settings |= {"rounds": rounds, "seeds": options.seeds, "root": str(options.root)}
@@ -153,7 +153,7 @@ def make_spec(recipe: Mapping[str, Any], coordinates: Mapping[str, Any], options
 
 
 def select_published_samples(spec: RunSpec) -> RunSpec:
-    """Return ``spec`` with the exact samples that the papers' authors take of its data."""
+    """Return ``spec`` with the exact samples of its data that the papers' authors use."""
     subset = load_recipes()["subset"].get(spec.data, {}) if spec.samples else {}
     values = {"samples": spec.samples}
     settings: dict[str, Any] = {key: _fill_template(template, values) or None for key, template in subset.items()}
@@ -161,7 +161,7 @@ def select_published_samples(spec: RunSpec) -> RunSpec:
 
 
 def move_to_stand_in(spec: RunSpec, stand: StandIn) -> RunSpec:
-    """Return ``spec`` on the substitute data, without clients that have fewer samples than it requires."""
+    """Return ``spec`` with the substitute data, without clients that have fewer samples than it requires."""
     names = [stand.columns[column] for column in stand.columns_with(spec.samples)]
     newcomers = stand.columns[spec.newcomers] if spec.newcomers else None
     settings: dict[str, Any] = {"data": stand.data, "domains": ",".join(names), "newcomers": newcomers}
@@ -175,7 +175,7 @@ def move_to_stand_in(spec: RunSpec, stand: StandIn) -> RunSpec:
 
 
 def _merge(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``base`` updated by ``own``, entry by entry where values are nested."""
+    """Return ``base`` updated with ``own``, entry by entry for nested values."""
     whole = dict(base)
     for key, value in own.items():
         whole[key] = {**whole.get(key, {}), **value} if key in NESTED else value
@@ -192,7 +192,7 @@ def _fill_template(template: Any, values: Mapping[str, Any]) -> Any:
 
 
 def _parse_number(value: Any) -> Any:
-    """Return ``value``, converted to a number where it is the text of one."""
+    """Return ``value``, converted to a number if it is the text of one."""
     for kind in (int, float) if isinstance(value, str) else ():
         with suppress(ValueError):
             return kind(value)

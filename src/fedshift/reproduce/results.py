@@ -1,7 +1,7 @@
-"""Results of reproduced tables, kept in the directory of the runs: numbers, verdict and options of each block.
+"""Results of reproduced tables, stored in the directory of the runs: numbers, verdict and options of each block.
 
-One program at a time may use the directory. ``results/<paper>/<table>-<block>.json`` is written empty when a block is
-begun, unless a result is already there, so that the results of an interrupted table can be shown.
+Only one program at a time may use the directory. ``results/<paper>/<table>-<block>.json`` is written without numbers
+when a block is started, unless it has a result already, so that the results of an interrupted table can be shown.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from .recipes import ReproductionOptions, base_name, load_recipes
 from .verdict import ReproducedBlock
 
 KNOWN = frozenset(("index.html", "results", "runs", LOCK, OWNER))
-"""Names of the entries of such a directory."""
+"""Names of the entries in such a directory."""
 REMOVE = "remove it and give the same command again, which keeps the runs"
-"""Way out of a stored result that cannot be used."""
+"""Remedy for a stored result that cannot be used."""
 
 
 @contextmanager
 def lock_directory(directory: Path) -> Iterator[None]:
-    """Create ``directory`` if need be, and lock it against other programs inside the block.
+    """Create ``directory`` if needed, and lock it against other programs inside the block.
 
-    Raises :class:`UsageError` where it cannot be written, and :class:`FedshiftError` where another program holds it.
+    Raises :class:`UsageError` if it cannot be written, and :class:`FedshiftError` if another program has locked it.
     """
     try:
         lock = acquire_lock(directory)
@@ -47,7 +47,7 @@ def lock_directory(directory: Path) -> Iterator[None]:
 
 
 def to_record(options: ReproductionOptions) -> dict[str, Any]:
-    """Return ``options`` as they are stored with a result."""
+    """Return ``options`` in the form stored with a result."""
     return {**asdict(options), "root": str(options.root)}
 
 
@@ -58,7 +58,7 @@ def options_from_record(record: Mapping[str, Any]) -> ReproductionOptions:
 
 
 def pending_runs(specs: Sequence[RunSpec], directory: Path) -> list[RunSpec]:
-    """Return those of ``specs`` that have not finished in ``directory``."""
+    """Return the runs in ``specs`` that have not finished in ``directory``."""
     return [spec for spec in specs if read_outcome(run_folder(spec, directory), {}) is None]
 
 
@@ -77,7 +77,7 @@ def completed_part(plan: TablePlan, directory: Path) -> TablePlan:
 
 
 def record_start(table: Table, block: Block, options: ReproductionOptions, plan: TablePlan, directory: Path) -> None:
-    """Store the options with which ``block`` is run, unless it has a result."""
+    """Store the options for running ``block``, unless it has a result."""
     if not read_record(table, block, directory):
         empty = ReproducedBlock(
             table=table, block=block, scale=options.scale, seeds=options.seeds, values={}, shown=plan.shown,
@@ -89,7 +89,7 @@ def record_start(table: Table, block: Block, options: ReproductionOptions, plan:
 def compare_block(
     table: Table, block: Block, options: ReproductionOptions, plan: TablePlan, directory: Path
 ) -> ReproducedBlock:
-    """Return ``block`` with the finished runs of ``plan`` in ``directory``, and store it there."""
+    """Return ``block`` with values from the finished runs of ``plan`` in ``directory``, and store it there."""
     runs, cells = FinishedRuns(directory), completed_part(plan, directory).cells
     known = load_recipes().get("published", {})
     notes = list(plan.notes)
@@ -106,9 +106,9 @@ def compare_block(
 
 
 def read_record(table: Table, block: Block, directory: Path) -> Mapping[str, Any]:
-    """Return the stored record of ``block``, empty where it was not begun in ``directory``.
+    """Return the stored record of ``block``; empty if it was not started in ``directory``.
 
-    Raises :class:`FedshiftError` where it is damaged, or of a table of other rows or columns.
+    Raises :class:`FedshiftError` if it is damaged or has other rows or columns than the table.
     """
     path = _record_path(table, block, directory)
     record = read_checked(path, REMOVE) if path.exists() else {}
@@ -140,7 +140,7 @@ def read_results(table: Table, directory: Path) -> list[ReproducedBlock]:
 
 
 def read_verdicts(table: Table, directory: Path) -> list[str]:
-    """Return the verdicts on the table's blocks that have results in ``directory``."""
+    """Return the verdicts for the table's blocks that have results in ``directory``."""
     return [
         f"{f'{result.block.version}: ' if result.block.version else ''}{result.verdict} (scale {result.scale:.2g})"
         for result in read_results(table, directory)
@@ -148,7 +148,7 @@ def read_verdicts(table: Table, directory: Path) -> list[str]:
 
 
 def _describe_part(plan: TablePlan, directory: Path) -> str:
-    """Return how many of the runs of ``plan`` have finished in ``directory``, empty where all have."""
+    """Return in words how many runs of ``plan`` have finished in ``directory``; empty if all have."""
     pending = len(pending_runs(plan.specs, directory))
     return f"{len(plan.specs) - pending} of {len(plan.specs)} runs" if pending else ""
 

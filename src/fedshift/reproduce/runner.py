@@ -1,6 +1,7 @@
 """Execution of tables: each is run, compared with the paper's and drawn.
 
-Runs are kept one by one in a directory, so that interrupted tables continue and a run that tables share is run once.
+Each run is saved in a directory when it finishes, so that interrupted tables continue and a run shared by tables is
+executed only once.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from .verdict import ReproducedBlock, list_remarks
 
 @dataclass(kw_only=True)
 class FinishedTable:
-    """A table that was run: its ``blocks``, its ``figures``, and ``remarks`` on the data of the figures."""
+    """A finished table: its ``blocks``, its ``figures``, and ``remarks`` on the figures' data."""
 
     blocks: list[ReproducedBlock] = field(default_factory=list)
     figures: list[ReproducedFigure] = field(default_factory=list)
@@ -58,10 +59,10 @@ def run_table(
     observer: Observer | None = None,
     stop: Event | None = None,
 ) -> FinishedTable | None:
-    """Run what ``directory`` lacks of ``table``, compare and draw; return None where ``stop`` came first.
+    """Run the missing runs of ``table`` in ``directory``, compare and draw; return None if stopped before the end.
 
-    A run whose training diverges keeps the numbers of the round before. Errors in the data of all runs are said, or
-    refused, before the first. Raises :class:`UsageError` where the data are missing, and the errors of running
+    A run whose training diverges keeps the numbers of the previous round. Errors in the data of all runs are reported,
+    or refused, before the first run. Raises :class:`UsageError` if the data are missing, and the errors of running
     experiments.
     """
     plans = list(make_plans(table, options, version))
@@ -91,8 +92,8 @@ def run_table(
 def rebuild(table: Table, directory: Path) -> FinishedTable | None:
     """Rebuild the result of :func:`run_table` from the finished runs in ``directory``, without training.
 
-    Returns None where no run has finished, and where the result would be smaller than the stored one, because its data
-    are gone.
+    Returns None if no run has finished, or if the result would be smaller than the stored one because its data are
+    gone.
     """
     finished = FinishedTable()
     plans: list[tuple[Block | None, ReproductionOptions, TablePlan]] = []
@@ -111,7 +112,7 @@ def rebuild(table: Table, directory: Path) -> FinishedTable | None:
 
 
 def _is_covered(plan: TablePlan, record: Mapping[str, Any]) -> bool:
-    """Return whether ``plan`` has the cells, or the panels, of the stored ``record``."""
+    """Return whether ``plan`` has all cells or panels of the stored ``record``."""
     cells = {(cell.row, cell.column) for cell in plan.cells}
     names = tuple(panel.name for panel in plan.panels)
     return all((cell["row"], cell["column"]) in cells for cell in record.get("cells", ())) and all(
@@ -120,9 +121,9 @@ def _is_covered(plan: TablePlan, record: Mapping[str, Any]) -> bool:
 
 
 def _check_data(specs: Iterable[RunSpec], directory: Path) -> tuple[str, ...]:
-    """Return the lines on errors in the data of those of ``specs`` that have not finished; the same data are read once.
+    """Return lines about data errors in ``specs`` that have not finished; shared data are read once.
 
-    Raises :class:`UsageError` where errors are to be refused.
+    Raises :class:`UsageError` if errors are to be refused.
     """
     names = ("data", *(each.name for each in fields(DataSpec)))
     alike = {tuple(getattr(spec, name) for name in names): spec for spec in pending_runs(list(specs), directory)}
@@ -135,7 +136,7 @@ def _make_checked(spec: RunSpec) -> Experiment:
 
 
 class _Unrepeated(Observers):
-    """An observer without the notices that were ``said`` before."""
+    """An observer that skips notices that were ``said`` before."""
 
     def __init__(self, observer: Observer, said: Collection[str]) -> None:
         super().__init__(observer)
@@ -148,7 +149,7 @@ class _Unrepeated(Observers):
 
 
 def _run(specs: Sequence[RunSpec], directory: Path, observer: Observer, stop: Event) -> bool:
-    """Run ``specs``, each in its folder of ``directory``; return False where ``stop`` came first."""
+    """Run ``specs``, each in its folder of ``directory``; return False if ``stop`` was set before the end."""
 
     def announce(number: int, _: QueuedRun) -> None:
         spec = specs[number - 1]

@@ -1,10 +1,10 @@
-"""Time that runs take on this machine, and a time budget for all tables.
+"""Time estimates for runs on this machine, and a time budget for all tables.
 
-A run consists of local steps, visits of clients (loading, uploading, aggregation), checkpoints and forward passes of
-evaluation. Their numbers follow from its settings and the sizes of its clients, and one of each is timed. A step takes
-a constant time and a time for each sample, so a small and a larger batch are timed; work of one thread is measured in
-processor seconds, so that other programs do not change it. Sizes and timings are cached. Engines that run clients side
-by side are faster: the estimate is good to a factor of two.
+A run consists of local steps, client visits (loading, uploading, aggregation), checkpoints and evaluation forward
+passes. Their numbers follow from the run's settings and client sizes, and one of each is timed. A step takes a constant
+time plus a time per sample, so a small and a larger batch are timed. Single-threaded work is measured in CPU seconds,
+so that other programs do not affect it. Sizes and timings are cached. Engines that run clients in parallel are faster:
+the estimate is accurate to a factor of two.
 """
 
 from __future__ import annotations
@@ -56,23 +56,23 @@ from .results import pending_runs
 LOOKING, TIMING = "looking at the data of runs", "timing a step of the networks of tables"
 """The two stages of an estimate, for progress displays."""
 SPLITTING = frozenset(("split", "samples", "validation", "allow_single_class", "normalize"))
-"""Settings that distribute samples to clients, which does not require reading data again."""
+"""Settings that distribute samples to clients; changing them does not require reading the data again."""
 FEW, MANY = 2, 16
 """Sizes of the two timed batches."""
 LEAST, NUMBERS = 8, 800_000
-"""Smallest size of the larger batch, which is reduced where its inputs hold more than ``NUMBERS`` values."""
+"""Minimum size of the larger batch, which is reduced if its inputs have more than ``NUMBERS`` values."""
 ENOUGH = 0.03
-"""Seconds after which a part is not timed again; each is timed at least twice."""
+"""Seconds after which timing of a part stops; each part is timed at least twice."""
 SMALLEST_SCALE = 2**-12
-"""Smallest share of rounds that is tried; a run always has at least one round."""
+"""Smallest fraction of rounds to try; a run always has at least one round."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Sizes:
-    """Sizes of a federation that determine the time of a run: samples of each client, and the shape of one.
+    """Sizes of a federation that determine a run's time: numbers of samples of each client, and shape of a sample.
 
-    ``tests``: sizes of evaluated splits; ``distinct``: distinct samples in these, where clients share some; ``labels``:
-    number of samples of each class.
+    ``tests``: sizes of evaluated splits; ``distinct``: number of distinct samples in these, since clients may share
+    some; ``labels``: number of samples of each class.
     """
 
     train: dict[str, int]
@@ -85,7 +85,7 @@ class _Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class StepCosts:
-    """Seconds of a local step: ``step`` per batch, ``sample`` per sample, and ``look`` per evaluated sample.
+    """Seconds of local work: ``step`` per batch, ``sample`` per sample, and ``look`` per evaluated sample.
 
     ``apart``: whether the network treats samples independently, so that single steps of clients can be combined.
     """
@@ -107,7 +107,7 @@ class VisitCosts:
 def time_steps(
     plan: Plan, shape: tuple[int, ...], *, pixels: bool, classes: int, augment: Augmentation | None = None
 ) -> StepCosts:
-    """Time steps and evaluations of ``plan`` on random samples of this shape, uint8 where they are ``pixels``."""
+    """Time steps and evaluations of ``plan`` on random samples with this shape, uint8 if ``pixels``."""
     many = min(MANY, max(LEAST, NUMBERS // max(1, torch.Size(shape).numel())))
     with torch_stream(0, "timing"), keep_freed_memory():
         x = torch.randint(256, (many, *shape), dtype=torch.uint8) if pixels else torch.rand(many, *shape)
@@ -128,7 +128,7 @@ def time_steps(
 
 
 def time_visits(plan: Plan) -> VisitCosts:
-    """Time a client's visit under ``plan``, and a checkpoint of its network."""
+    """Time a client's visit with ``plan``, and a checkpoint of its network."""
     client, server = init_client(plan), init_server(plan)
 
     def visit() -> None:
@@ -144,7 +144,7 @@ def time_visits(plan: Plan) -> VisitCosts:
 
 
 def _time_on_any_threads(work: Callable[[], object]) -> float:
-    """Return seconds of ``work`` on one thread, or on all of torch's where that is faster, as engines choose."""
+    """Return the seconds of ``work`` on one thread or on all torch threads, whichever is faster, as engines choose."""
     alone = _time_on_one_thread(work)
     return alone if torch.get_num_threads() == 1 else min(alone, _time_quickest(work, time.perf_counter))
 
@@ -155,7 +155,7 @@ def _time_on_one_thread(work: Callable[[], object]) -> float:
 
 
 def _time_quickest(work: Callable[[], object], clock: Callable[[], float]) -> float:
-    """Return the smallest of several timings of ``work`` by ``clock``, in seconds."""
+    """Return the shortest of several timings of ``work`` with ``clock``, in seconds."""
     found: list[float] = []
     while len(found) < 2 or (sum(found) < ENOUGH and len(found) < 5):
         began = clock()
@@ -165,7 +165,7 @@ def _time_quickest(work: Callable[[], object], clock: Callable[[], float]) -> fl
 
 
 class TimeEstimates:
-    """Time estimates of runs, which share measurements; ``steps`` and ``visits`` time a plan's parts."""
+    """Time estimates for runs, with shared measurements; ``steps`` and ``visits`` time a plan's parts."""
 
     def __init__(
         self, steps: Callable[..., StepCosts] = time_steps, visits: Callable[[Plan], VisitCosts] = time_visits
@@ -175,7 +175,7 @@ class TimeEstimates:
         self._known: dict[str, dict[str, Any]] = {}
 
     def gather_sizes(self, specs: Iterable[RunSpec], progress: Progress | None = None) -> None:
-        """Measure the sizes of clients of ``specs``, in an order that reads no data twice.
+        """Measure the client sizes of ``specs``, in an order that reads no data twice.
 
         ``progress`` is called with the stage, the number of specs done, and their total number.
         """
@@ -183,11 +183,11 @@ class TimeEstimates:
         for done, spec in enumerate(ordered):
             if progress:
                 progress(LOOKING, done, len(ordered))
-            with suppress(UsageError):  # :meth:`estimate` raises it
+            with suppress(UsageError):  # :meth:`estimate` raises it again
                 self._sizes_of(spec)
 
     def estimate(self, specs: Iterable[RunSpec]) -> float:
-        """Return the seconds of consecutive runs of ``specs``. Raises the errors of creating their experiments."""
+        """Return the seconds for running ``specs`` one by one. Raises the errors of creating their experiments."""
         return sum(self._estimate_run(spec) for spec in sorted(specs, key=lambda spec: repr(_read_settings(spec))))
 
     def _estimate_run(self, spec: RunSpec) -> float:
@@ -205,7 +205,7 @@ class TimeEstimates:
         taking_part = len(settings.draw_participants(spec.first_seed, 1, tuple(members)))
         plain = not method.rules and method.aggregate is average_uploads and method.scope == Scope()
         steps, visits = self._costs_of(spec, method, settings, sizes)
-        together = plain and steps.apart and count == 1  # the engine identity does all clients' steps as one
+        together = plain and steps.apart and count == 1  # the engine identity combines all clients' steps
         training = (1 if together else taking_part * count) * steps.step + taking_part * samples * steps.sample
         whole = settings.rounds * (training + taking_part * visits.visit + visits.save)
         looks = sum(map(settings.is_evaluated, range(1, settings.rounds + 1)))
@@ -223,7 +223,7 @@ class TimeEstimates:
         return _Sizes(**self._measure("sizes.json", facts, measure))
 
     def _measure(self, file: str, facts: object, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return what ``measure`` returns, or returned before in this process or, by the cache ``file``, in another."""
+        """Return the result of ``measure``, from this process's memory or the cache ``file`` if available."""
         key = repr((file, facts))
         if key not in self._known:
             self._known[key] = cached_measurement(file, facts, measure)
@@ -232,7 +232,7 @@ class TimeEstimates:
     def _costs_of(
         self, spec: RunSpec, method: Method, settings: Settings, sizes: _Sizes
     ) -> tuple[StepCosts, VisitCosts]:
-        """Return the costs of a run's parts, which methods with the same changes to the network share."""
+        """Return the costs of a run's parts; methods with the same changes to the network share them."""
         shape, classes = tuple(sizes.shape), len(sizes.labels)
         network = spec.model, shape, classes, __version__, torch.__version__, torch.get_num_threads()
         form = str(method.surgery), sizes.pixels, spec.loss, spec.augment, spec.optimizer, spec.precision
@@ -252,7 +252,7 @@ class TimeEstimates:
 
 
 def _make_plan(spec: RunSpec, method: Method, settings: Settings, sizes: _Sizes) -> Plan:
-    """Return the plan of a run without what ``method`` does beside surgery."""
+    """Return the plan of a run that uses only the surgery of ``method``."""
     shape, plain = tuple(sizes.shape), Method(name="plain", surgery=method.surgery)
     return make_plan(
         plain, resolve_model(spec.model, shape), settings, spec.first_seed, sample=torch.zeros(1, *shape),
@@ -272,7 +272,7 @@ def _load_source(reading: tuple[tuple[str, Any], ...]) -> Federation:
 
 
 def _list_files(root: Path) -> list[tuple[str, int, int]]:
-    """Return the files in the data directory, so that changed data are measured again."""
+    """Return the files in the data directory with size and time, so that changed data are measured again."""
     try:
         found = [(entry.name, entry.stat()) for entry in os.scandir(root)]
     except OSError:
@@ -302,7 +302,7 @@ def _resolve_work(method: Method, work: Work, clients: int) -> Work:
 
 
 def _count_steps(work: Work, samples: int) -> tuple[float, float]:
-    """Return the average steps and samples of a round over a pass of a client with ``samples`` samples."""
+    """Return the average steps and samples per round, over a pass of a client with ``samples`` samples."""
     per_pass = len(work.batch_bounds(samples))
     if work.epochs is not None:
         return work.epochs * per_pass, work.epochs * samples
@@ -311,10 +311,10 @@ def _count_steps(work: Work, samples: int) -> tuple[float, float]:
 
 
 class TimeBudget:
-    """Time budget shared by all tables, ``over`` ``hours`` after it is entered, when it sets ``stop``; None: unlimited.
+    """Time budget for all tables: it is ``over``, and sets ``stop``, ``hours`` after it is entered; None: unlimited.
 
-    Each table runs the share of its rounds that fits, and unused time passes to later ones. Shares are powers of one
-    half, so that tables are likely to share their runs.
+    Each table runs the fraction of its rounds that fits, and unused time passes to later tables. Fractions are powers
+    of one half, so that tables are likely to share runs.
     """
 
     def __init__(self, hours: float | None, stop: Event) -> None:
@@ -336,7 +336,7 @@ class TimeBudget:
     def order_by_time(
         self, tables: Sequence[Table], options: ReproductionOptions, directory: Path, progress: Progress | None = None
     ) -> list[Table]:
-        """Return ``tables`` by the estimated time of their pending runs; ``progress`` follows the estimation."""
+        """Return ``tables`` sorted by the estimated time of their pending runs; ``progress`` reports the estimation."""
         if not self._stop.is_set():
             self._estimates.gather_sizes(
                 (spec for table in tables for spec in _pending_runs(table, options, directory)), progress
@@ -349,7 +349,7 @@ class TimeBudget:
         return sorted(tables, key=lambda table: costs[table.key])
 
     def fit_scale(self, table: Table, options: ReproductionOptions, directory: Path, parts: int) -> ReproductionOptions:
-        """Return ``options`` with the scale at which ``table`` takes one of ``parts`` parts of the time left."""
+        """Return ``options`` with the scale at which ``table`` takes at most 1 / ``parts`` of the remaining time."""
         if self._seconds is None:
             return options
         share = max(0.0, self._began + self._seconds - time.monotonic()) / parts

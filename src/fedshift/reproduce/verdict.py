@@ -17,26 +17,25 @@ from .published_tables import Block, PublishedValue, Table
 from .recipes import find_recipe
 
 MARGIN = 2.0
-"""Number of standard deviations of the difference within which two means count as equal."""
+"""Number of standard deviations of the difference within which two means are considered equal."""
 APART = ("method", "lr", "seeds")
-"""Keys in which compared rows may differ, unless a recipe names others."""
+"""Keys in which compared rows may differ, unless a recipe specifies others."""
 SHORTEST = 0.25
-"""Share of the paper's rounds below which a table is not judged.
+"""Fraction of the paper's rounds below which a table is not judged.
 
-The paper compares methods at the end of training. Early in training their order is that of their speed, and it
-reverses: local training leads FedBN at first, whose clients must agree on common layers (measured in
-``docs/papers.md``).
+The paper compares methods at the end of training. Early in training, their order reflects their speed, and it reverses:
+local training is ahead at first, because FedBN's clients must agree on common layers (measured in ``docs/papers.md``).
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReproducedBlock:
-    """A block of a table with the values that were reproduced: by row and column, one for each seed, NaN where missing.
+    """A block of a table with the reproduced values: by row and column, one for each seed, NaN if missing.
 
     ``scale`` and ``seeds`` are the options of the runs. ``notes`` describe substitutes for the paper's data and network
-    (which are then not its ``own``) and omitted clients; ``missing`` are data without a substitute. ``shown`` maps
-    replaced clients to their substitutes. ``part``: how many runs have finished, where not all have. ``grid`` is the
-    variance of each cell's measuring grid (:func:`fedshift.report.claims.grid_variance`).
+    (which are then not its ``own``) and omitted clients; ``missing`` lists data without a substitute. ``shown`` maps
+    replaced clients to their substitutes. ``part``: how many runs have finished, if not all have. ``grid``: the
+    variance due to each cell's measurement grid (:func:`fedshift.report.claims.grid_variance`).
     """
 
     table: Table
@@ -66,25 +65,25 @@ class ReproducedBlock:
 
     @property
     def remarks(self) -> list[str]:
-        """Sentences on substitutes for data and networks."""
+        """Sentences about substitutes for data and networks."""
         return list_remarks(self.notes, self.missing, own=self.own)
 
     @property
     def is_faithful(self) -> bool:
-        """Return if network, data and rounds are the paper's, so that numbers can be compared, not only methods."""
+        """Return whether network, data and rounds are the paper's, so that numbers and not only methods compare."""
         return self.own and not self.notes and self.scale == 1
 
     @property
     def is_short(self) -> bool:
-        """Return whether too few rounds were run for any verdict: a share below :data:`SHORTEST`."""
+        """Return whether too few rounds were run for any verdict: a fraction below :data:`SHORTEST`."""
         return self.scale < SHORTEST
 
     @property
     def order(self) -> tuple[int, int]:
-        """Number of pairs of methods in the paper's order, and number of pairs, with all else in their rows equal.
+        """Number of method pairs in the paper's order, and total number of pairs whose rows are otherwise equal.
 
-        Methods are ordered by their means over columns. Pairs less than half of a printed digit apart in the paper do
-        not count, and none does where too few rounds were run.
+        Methods are ordered by their means over columns. Pairs that differ by at most half of a printed digit in the
+        paper do not count; no pairs count if too few rounds were run.
         """
         gaps = [(theirs, mean_and_std(ours)[0]) for theirs, ours, _ in self._gaps() if ours]
         return sum(theirs * ours > 0 for theirs, ours in gaps), len(gaps)
@@ -93,7 +92,7 @@ class ReproducedBlock:
     def claims(self) -> tuple[int, int]:
         """Number of these pairs that differ significantly, in the paper's order and against it.
 
-        The rule is that of every report (:mod:`fedshift.analysis.statistics`): paired over three seeds or more,
+        The rule is the same as in every report (:mod:`fedshift.analysis.statistics`): paired over at least three seeds,
         corrected for the number of pairs.
         """
         gaps = list(self._gaps())
@@ -103,9 +102,9 @@ class ReproducedBlock:
 
     @property
     def within(self) -> tuple[int, int]:
-        """Number of cells within the spread that the paper prints, and number of cells with such a spread.
+        """Number of cells within the paper's printed spread, and number of cells with such a spread.
 
-        None counts with other data, another network or other rounds than the paper's.
+        Both are 0 if data, network or rounds differ from the paper's.
         """
         if not self.is_faithful:
             return 0, 0
@@ -118,14 +117,14 @@ class ReproducedBlock:
 
     @property
     def concordant(self) -> tuple[int, int]:
-        """Number of discordances below FedMMB's threshold, and number of discordances; 0 where rounds are too few."""
+        """Number of discordances below FedMMB's threshold, and number of discordances; 0 if too few rounds were run."""
         if self.is_short:
             return 0, 0
         deltas = [number.mean for (_, column), number in self.ours.items() if self.measure(column) == DISCORDANCE]
         return sum(delta < CONCORDANT for delta in deltas), len(deltas)
 
     def is_close(self, row: int, column: int) -> bool:
-        """Return whether a value is within :data:`MARGIN` standard deviations of the paper's, both spreads combined.
+        """Return whether a value is within :data:`MARGIN` combined standard deviations of the paper's.
 
         The paper's spread is at least the rounding error, half of the last digit.
         """
@@ -137,7 +136,7 @@ class ReproducedBlock:
 
     @property
     def verdict(self) -> str:
-        """The verdict in a few words: within the paper's spread, same order of methods, neither, or why none."""
+        """The verdict in short: within the paper's spread, same order of methods, neither, or why there is none."""
         if self.is_short:
             return "too short to judge"
         (close, judged), (same, pairs), (below, deltas) = self.within, self.order, self.concordant
@@ -151,7 +150,7 @@ class ReproducedBlock:
 
     @property
     def summary(self) -> str:
-        """One or two sentences on how the block was run and on the verdict."""
+        """One or two sentences on how the block was run, and on the verdict."""
         version = f"version {self.block.version}, " if self.block.version else ""
         share = f", {self.scale:.2g} of the rounds" if self.scale < 1 else ""
         part = f", {self.part}" if self.part else ""
@@ -175,7 +174,7 @@ class ReproducedBlock:
         return find_recipe(self.table) or {}
 
     def _gaps(self) -> Iterator[tuple[float, tuple[float, ...], float]]:
-        """Yield the differences of comparable pairs: the paper's, ours by seed, and the error of the grid."""
+        """Yield the differences of comparable pairs: the paper's, ours by seed, and the grid's error."""
         if self.is_short:
             return
         groups: dict[str, list[int]] = {}
@@ -186,14 +185,14 @@ class ReproducedBlock:
         for pair in (pair for rows in groups.values() for pair in combinations(rows, 2)):
             ranked = filter(self._ranks, range(len(self.block.columns)))
             shared = [column for column in ranked if all((row, column) in self.values for row in pair)]
-            # the paper's average may be over clients that are not here
+            # the paper's average may include clients that are not here
             columns = [column for column in shared if self.block.columns[column] != "average"] or shared
             cells = [[(row, column) for column in columns] for row in pair]
             printed = [[value for cell in row if (value := self.published_value(*cell))] for row in cells]
             if not columns:
                 continue
             theirs, other = (_mean([value.mean for value in row]) for row in printed)
-            rounding = 0.5 * max(value.unit for row in printed for value in row) * (1 + 1e-9)  # and floating point
+            rounding = 0.5 * max(value.unit for row in printed for value in row) * (1 + 1e-9)  # rounding tolerance
             if abs(theirs - other) > rounding:
                 seeds = range(min(len(self.values[cell]) for row in cells for cell in row))
                 ours = ([_mean([self.values[cell][seed] for cell in row]) for seed in seeds] for row in cells)
@@ -211,16 +210,16 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def list_remarks(notes: Iterable[str], missing: Iterable[str], *, own: bool = False) -> list[str]:
-    """Return sentences on substitutes, or on ``own`` data that are smaller, and on missing data."""
+    """Return sentences about substitutes, or about smaller ``own`` data, and about missing data."""
     sentences = [f"{'Data' if own else 'Stand-in'}: {note}." for note in notes]
     return [*sentences, *(f"Left out: {data}, which is missing and has no substitute." for data in missing)]
 
 
 def compare_values(reproduced: ReproducedBlock) -> TextTable:
-    """Return a table of each reproduced cell: ours and the paper's.
+    """Return a table with our value and the paper's for each reproduced cell.
 
-    Where network, data and rounds are the paper's it also has the difference, and whether ours is within the paper's
-    spread.
+    If network, data and rounds are the paper's, it also shows the difference, and whether our value is within the
+    paper's spread.
     """
     judged = reproduced.within[1] > 0
     grid = arrange_values(reproduced)
@@ -237,11 +236,11 @@ def compare_values(reproduced: ReproducedBlock) -> TextTable:
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedCell:
-    """Text of one cell of a paper's table: ``paper`` as printed, ``ours`` and the ``difference``, ours minus theirs.
+    """Text of a cell in a paper's table: ``paper`` as printed, ``ours``, and the ``difference``, ours minus theirs.
 
-    ``ours`` and ``difference`` are empty where nothing was run. ``spread`` is "within" or "outside" the paper's spread,
-    and empty where the paper prints none or numbers cannot be compared. ``sign`` is "above" or "below" where they can
-    and differ.
+    ``ours`` and ``difference`` are empty if nothing was run. ``spread`` is "within" or "outside" the paper's spread; it
+    is empty if the paper prints none or numbers cannot be compared. ``sign`` is "above" or "below" if numbers can be
+    compared and differ.
     """
 
     paper: str = ""
@@ -253,14 +252,14 @@ class ComparedCell:
 
 @dataclass(frozen=True)
 class ValueGrid:
-    """Rows and columns of a paper's table by their names, with each cell as the paper and we have it."""
+    """Named rows and columns of a paper's table, with the paper's and our value in each cell."""
 
     columns: tuple[str, ...]
     rows: tuple[tuple[str, tuple[ComparedCell, ...]], ...]
 
 
 def arrange_values(reproduced: ReproducedBlock) -> ValueGrid:
-    """Return all rows and columns of the paper's table, ours beside the paper's in each cell."""
+    """Return all rows and columns of the paper's table, with our value beside the paper's in each cell."""
     rows = []
     for row, (keys, printed) in enumerate(reproduced.block.rows):
         named = {key: _name_client(value, reproduced) if key == "client" else value for key, value in keys.items()}
@@ -290,7 +289,7 @@ def _compare_cell(reproduced: ReproducedBlock, row: int, column: int) -> Compare
 
 
 def _name_client(client: str, reproduced: ReproducedBlock) -> str:
-    """Return the paper's name of a client, and that of its substitute."""
+    """Return the paper's name for a client, and the name of its substitute, if any."""
     substitute = reproduced.shown.get(client, client)
     return client if substitute == client else f"{client} (here {substitute})"
 

@@ -1,4 +1,4 @@
-"""Cards: the facts about a benchmark (``cards.toml``, shown by ``fedshift data list``), and how its files are found."""
+"""Cards: facts about a benchmark (``cards.toml``, shown by ``fedshift data list``), and how to find its files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FACTS = tomllib.loads(Path(__file__).with_name("cards.toml").read_text(encoding
 
 @dataclass(frozen=True, kw_only=True)
 class Remote:
-    """A file at its publisher: ``name`` relative to the benchmark's folder; checksums as published, None if none is."""
+    """A file at its publisher: ``name`` relative to the benchmark's folder, and published checksums (None if none)."""
 
     url: str
     name: str
@@ -30,15 +30,15 @@ class Card:
     """Facts about a benchmark, and where its files come from.
 
     Attributes:
-        classes: Number of classes; 0: numbers are predicted.
-        samples: Sizes in words, including those that the papers use.
-        license: License as the publisher states it.
-        layout: Files that are looked for, in words.
-        find: Function that returns the files found in a folder, None unless all are there.
-        lacks: Function that returns the benchmark's arguments that found files cannot serve.
-        remotes: Files that can be fetched without an account.
-        hub: Data set at huggingface.co, empty if none.
-        generated: fedshift makes the data or holds them, so that no file is needed.
+        classes: Number of classes; 0 for regression.
+        samples: Sizes in words, including those used in the papers.
+        license: License as stated by the publisher.
+        layout: Expected files, in words.
+        find: Function that returns the files found in a folder, or None unless all are there.
+        lacks: Function that returns the benchmark's arguments that the files found do not support.
+        remotes: Files that can be downloaded without an account.
+        hub: Data set at huggingface.co; empty if there is none.
+        generated: Whether fedshift generates or includes the data, so that no file is needed.
 
     """
 
@@ -57,14 +57,14 @@ class Card:
     generated: bool = False
 
     def present(self, name: str, root: Path | None, arguments: frozenset[str] = frozenset()) -> bool:
-        """Return whether files of benchmark ``name`` that serve ``arguments`` are under ``root``."""
+        """Return whether files of benchmark ``name`` that support ``arguments`` are under ``root``."""
         found = (self.find(folder) for folder in _list_folders(name, root)) if root else ()
         return self.generated or any(each is not None and not self.lacks(each) & arguments for each in found)
 
     def locate(self, name: str, root: Path, arguments: frozenset[str] = frozenset()) -> Any:
-        """Return the result of :attr:`find` for ``root/<name>`` or ``root``, preferably one that serves ``arguments``.
+        """Return the result of :attr:`find` for ``root/<name>`` or ``root``; prefer one that supports ``arguments``.
 
-        Raises :class:`UsageError`, which says which files belong where.
+        Raises :class:`UsageError` with the expected files and their location if there is none.
         """
         places = [found for folder in _list_folders(name, root) if (found := self.find(folder)) is not None]
         if places:
@@ -84,7 +84,7 @@ def make_card(name: str, *, remotes: Iterable[Remote] = (), **functions: Any) ->
 
 
 def get_card(loader: Callable[..., Any]) -> Card:
-    """Return the card of a benchmark's loader: its module's constant of the same name in capitals, or ``CARD``."""
+    """Return the card of a benchmark's loader: its module's constant with the same name in capitals, or ``CARD``."""
     constants = vars(sys.modules[loader.__module__])
     card: Card = constants.get(loader.__name__.upper()) or constants["CARD"]
     return card

@@ -1,7 +1,7 @@
 """Images whose files, labels and splits are known in advance, from a publisher's lists or from folders.
 
-They are decoded once into the cache of images (:mod:`fedshift.data.files.image_store`), always in color, resized to
-one size.
+They are decoded once into the image cache (:mod:`fedshift.data.files.image_store`), always in color and resized to one
+size.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from ..partition import split_stratified
 from ..pickles import read_pickle
 
 LISTED = ["path", "label", "part"]
-"""Columns of a table of images: the path relative to a known directory, and the part train, validation or test."""
+"""Columns of an image table; ``path`` is relative to a known directory, ``part`` is train, validation or test."""
 
 Lists = dict[str, dict[str, list[str]]]
-"""Paths of images that a publisher lists, by client and part."""
+"""Paths of images in a publisher's lists, by client and part."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DomainFolders:
-    """Folders of clients under ``root``, by client; each holds a folder for every class."""
+    """Client folders under ``root``, by client; each contains a folder for every class."""
 
     root: Path
     folders: Mapping[str, Path]
 
 
 def find_domains(folder: Path, names: Iterable[str], below: Iterable[str] = ()) -> DomainFolders | None:
-    """Return the folders called ``names`` (in any case) in ``folder`` or one ``below`` it, None unless all exist."""
+    """Return the folders ``names`` (ignoring case) in ``folder`` or in one ``below`` it, or None unless all exist."""
     names = list(names)
     for root in (folder, *(folder / place for place in below)):
         if root.is_dir():
@@ -50,9 +50,9 @@ def find_domains(folder: Path, names: Iterable[str], below: Iterable[str] = ()) 
 
 
 def list_from_folders(domains: DomainFolders, labels: Mapping[str, int], fraction: float) -> dict[str, pd.DataFrame]:
-    """List every image in a class folder named in ``labels``; ``fraction`` of each class is for testing.
+    """List every image in a class folder named in ``labels``; ``fraction`` of each class is used for testing.
 
-    A client's folder with folders for train and test keeps that split.
+    A client's folder that has train and test folders keeps this split.
     """
     lists = {}
     for client, folder in domains.folders.items():
@@ -66,9 +66,9 @@ def list_from_folders(domains: DomainFolders, labels: Mapping[str, int], fractio
 
 
 def list_from_lists(domains: DomainFolders, lists: Lists, labels: Mapping[str, int]) -> dict[str, pd.DataFrame]:
-    """List the images of classes in ``labels`` that ``lists[client][part]`` names.
+    """List the images in ``lists[client][part]`` whose class is in ``labels``.
 
-    Only the end of a path, ``<class>/<file>``, counts: the rest is the publisher's own directory.
+    Only the end of a path, ``<class>/<file>``, matters: the rest is the publisher's own directory.
     """
     listed = {}
     for client, parts in lists.items():
@@ -82,8 +82,8 @@ def list_from_lists(domains: DomainFolders, lists: Lists, labels: Mapping[str, i
 def read_text_lists(domains: DomainFolders, names: Mapping[str, str]) -> Lists:
     """Read lists of lines ``<path> <label>``; empty unless all lists are there.
 
-    ``names`` gives the file name of each part's lists, with ``{}`` for the client. Lists lie beside the clients'
-    folders, above them, or in a folder ``splits`` there.
+    ``names`` gives the file name of each part's lists, with ``{}`` for the client. Lists are beside the clients'
+    folders, in a directory above, or in a folder ``splits`` there.
     """
     root = domains.root
     for place in (root, root.parent, root.parent.parent, root / "splits", root.parent / "splits"):
@@ -95,7 +95,7 @@ def read_text_lists(domains: DomainFolders, names: Mapping[str, str]) -> Lists:
 def read_fedbn_lists(domains: DomainFolders) -> Lists:
     """Read FedBN's published split, ``<domain>_train.pkl`` and ``<domain>_test.pkl``; empty unless all are there.
 
-    Each holds paths of images, from the directory above the data set's own, and the names of their classes
+    Each contains image paths, starting from the directory above the data set's own, and the names of their classes
     (``data_utils`` in https://github.com/med-air/FedBN). The pickles are read without running code in them.
     """
     names = {"train": "{}_train.pkl", "test": "{}_test.pkl"}
@@ -136,11 +136,11 @@ def _read_fedbn_list(file: Path) -> list[str]:
 def limit_lists(
     lists: Mapping[str, pd.DataFrame], samples: int | None, validation: int | None, *, shuffle: bool
 ) -> dict[str, pd.DataFrame]:
-    """Keep each client's first ``samples`` training images (None: all) and its last ``validation`` to select on.
+    """Keep each client's first ``samples`` training images (None: all), and its last ``validation`` for selection.
 
-    FedBN's loaders choose in this way from the training images that its lists name. ``shuffle``: put the images in an
-    order drawn by the client's name first, for lists that are sorted by class. Images for testing stay. Raises
-    :class:`UsageError` where a client has fewer images.
+    FedBN's loaders select the training images in its lists in this way. ``shuffle``: first shuffle the images by a draw
+    keyed by the client's name, for lists that are sorted by class. Test images are unchanged. Raises
+    :class:`UsageError` if a client has fewer images.
     """
     for name, number in (("samples", samples), ("validation", validation)):
         if number is not None and number < 1:
@@ -172,7 +172,7 @@ def read_listed(
 ) -> Federation:
     """Return clients with uint8 images ``[N, 3, H, W]``; raise :class:`UsageError` for missing or damaged files.
 
-    ``size`` in pixels: the side of a square, or height and width.
+    ``size``: the side of a square, or height and width, in pixels.
     """
     height, width = size if isinstance(size, tuple) else (size, size)
     if min(height, width) < 1:

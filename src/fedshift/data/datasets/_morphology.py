@@ -1,10 +1,10 @@
 """Thin, thick, swollen and fractured strokes of digits, as in Morpho-MNIST (Castro et al., arXiv:1809.10780).
 
-Parameters and steps are those of its authors' package (https://github.com/dccastro/Morpho-MNIST): a digit is enlarged
-four times, made black and white at half its range, changed, and reduced again. Enlarging and reducing are linear in
-each direction, hence a matrix each; erosion and dilation by a disk are thresholds of Euclidean distances. Differences:
-the skeleton is Zhang and Suen's (Communications of the ACM 27(3), 1984), where theirs is the medial axis, so that the
-mean thickness differs a little; a fracture is cut along an exact segment, theirs along one of pixels; draws are keyed.
+Parameters and steps follow its authors' package (https://github.com/dccastro/Morpho-MNIST): a digit is enlarged four
+times, binarized at half its range, changed, and reduced again. Enlarging and reducing are linear in each direction, so
+each is a matrix product; erosion and dilation by a disk are thresholds of Euclidean distances. There are three
+differences. The skeleton is by Zhang and Suen (Communications of the ACM 27(3), 1984) instead of the medial axis, so
+the mean thickness differs slightly. A fracture is cut along an exact segment instead of one of pixels. Draws are keyed.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ Floats = NDArray[np.float64]
 
 SCALE = 4
 THINNING, THICKENING = 0.7, 1.0  # of the mean thickness
-SWELLING_STRENGTH, SWELLING_RADIUS = 3, 7  # exponent; pixels times the root of the mean thickness, halved
+SWELLING_STRENGTH, SWELLING_RADIUS = 3, 7  # exponent; pixels times half the square root of the mean thickness
 FRACTURES, FRACTURE_THICKNESS, FRACTURE_BEYOND = 3, 1.5, 0.5  # pixels
-TIPS_AND_FORKS, ANGLE_WINDOW = 2, 2  # pixels around them left whole; pixels about a center that give its direction
+TIPS_AND_FORKS, ANGLE_WINDOW = 2, 2  # pixels around them that stay; pixels around a center that give its direction
 
 
 def perturb(digits_NHW: Bytes, kinds: Sequence[str], streams: Sequence[np.random.Generator]) -> Bytes:
-    """Change each digit by its kind, a key of :data:`KINDS`, with the draws of its stream.
+    """Change each digit by its kind, a key of :data:`KINDS`, with draws from its stream.
 
-    A digit without a measurable stroke is only made black and white.
+    A digit without a measurable stroke is only binarized.
     """
     ink = _enlarge(digits_NHW)
     skeletons = thin_to_skeleton(ink)
@@ -57,7 +57,7 @@ def _reduce(fine_NHW: Floats) -> Bytes:
 
 
 def _resizing_matrix(size: int, factor: float) -> Floats:
-    """Return the matrix of a pyramid step, up or down: cubic resampling, smoothed by a third of the factor."""
+    """Return the matrix of a pyramid step up or down: cubic resampling, smoothed by a third of the factor."""
     sigma = 2 * SCALE / 6
     if factor > 1:
         return gaussian_filter1d(_resampling_matrix(np.eye(size), factor), sigma, axis=0, mode="mirror")
@@ -69,7 +69,7 @@ def _resampling_matrix(rows: Floats, factor: float) -> Floats:
 
 
 def thin_to_skeleton(ink_NHW: Ink) -> Ink:
-    """Thin strokes to lines of one pixel by Zhang and Suen's two passes, until nothing changes."""
+    """Thin strokes to one-pixel lines with Zhang and Suen's two passes, until nothing changes."""
     padded = np.pad(ink_NHW, ((0, 0), (1, 1), (1, 1))).astype(np.uint8)
     flat, width = padded.reshape(-1), padded.shape[2]
     around = (-width, 1 - width, 1, width + 1, width, width - 1, -1, -width - 1)  # clockwise from the north
@@ -87,7 +87,7 @@ def thin_to_skeleton(ink_NHW: Ink) -> Ink:
 
 
 def _removable_pixels() -> tuple[Ink, Ink]:
-    """Return which of the 256 neighborhoods allow the removal of a pixel, in the first and in the second pass."""
+    """Return which of the 256 neighborhoods allow removing a pixel, in the first and in the second pass."""
     near = (np.arange(256)[:, None] >> np.arange(8) & 1).astype(bool)
     north, east, south, west = (near[:, place] for place in (0, 2, 4, 6))
     border = np.isin(near.sum(axis=1), range(2, 7)) & ((~near & np.roll(near, -1, axis=1)).sum(axis=1) == 1)
@@ -101,7 +101,7 @@ _REMOVABLE = _removable_pixels()
 
 @dataclass(frozen=True)
 class _Stroke:
-    """One enlarged digit: its ink and skeleton ``[H, W]``, and the stream of its draws."""
+    """An enlarged digit: its ink and skeleton ``[H, W]``, and its random stream."""
 
     ink: Ink
     bones: Ink
@@ -109,7 +109,7 @@ class _Stroke:
 
     @cached_property
     def depth(self) -> Floats:
-        """Distance of each point of the ink from the background."""
+        """Distance of each ink point from the background."""
         return np.asarray(distance_transform_edt(self.ink))
 
     @property
@@ -152,7 +152,7 @@ def _fracture(stroke: _Stroke) -> Ink:
 
 
 def _normal_direction(points: NDArray[np.int64]) -> Floats:
-    """Return the direction (row, column) across the main axis of points, from their second moments."""
+    """Return the direction (row, column) perpendicular to the main axis of points, from their second moments."""
     (rows, both), (_, columns) = np.cov(points.T, bias=True) if len(points) > 1 else np.zeros((2, 2))
     angle = 0.5 * np.arctan2(2 * both, columns - rows) + np.pi / 2
     return np.array([np.sin(angle), np.cos(angle)])
@@ -165,4 +165,4 @@ KINDS: dict[str, Callable[[_Stroke], Ink | Floats]] = {
     "swollen": _swell,
     "fractured": _fracture,
 }
-"""Functions that change black and white strokes, by the name of the perturbation."""
+"""Functions that change binarized strokes, by name of the perturbation."""

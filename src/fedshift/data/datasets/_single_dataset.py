@@ -1,4 +1,4 @@
-"""Helpers for data sets of a single source: finding their files, and reading them as a federation of one client."""
+"""Helpers for data sets with a single source: find their files, and read them as a federation of one client."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ Parts = tuple[Samples, Samples]
 """Training and test samples."""
 
 Reader = Callable[[], Parts]
-"""Function that reads files that were found."""
+"""Function that reads the files found."""
 
 Layout = tuple[Callable[..., Parts], Sequence[tuple[str, ...]]]
-"""Function that reads a set of files, and the names that each of its files, in the order of its arguments, may have."""
+"""Function that reads a set of files, and the possible names of each file, in the order of its arguments."""
 
 Arrays = tuple[ArrayLike, ArrayLike]
 """Samples and labels."""
@@ -33,7 +33,7 @@ DIGITS = tuple("0123456789")
 
 
 def make_single_card(name: str, *layouts: Layout, **facts: Any) -> Card:
-    """Return the card of a data set whose files are found by :func:`find_layouts`, with further ``facts``."""
+    """Return the card of a data set whose files :func:`find_layouts` finds, with further ``facts``."""
     return make_card(name, find=lambda folder: find_layouts(folder, name, *layouts), **facts)
 
 
@@ -56,27 +56,27 @@ def make_splits(train: Arrays, test: Arrays, where: Path) -> Parts:
 
 
 def read_pair(read: Callable[[Path], Arrays]) -> Callable[[Path, Path], Parts]:
-    """Return a reader of a file for training and one for testing, each by ``read``."""
+    """Return a reader for a training file and a test file, which reads each with ``read``."""
     return lambda train, test: make_splits(read(train), read(test), train)
 
 
 def find_layouts(folder: Path, name: str, *layouts: Layout) -> Reader | None:
-    """Return a reader of the first of ``layouts`` whose files are all in ``folder`` or in a directory of its name.
+    """Return a reader for the first of ``layouts`` whose files are all in ``folder`` or in a directory ``name`` of it.
 
-    Last comes the compact form, see :func:`find_packed`.
+    The compact format comes last, see :func:`find_packed`.
     """
     return _find_in((folder, *_find_directories(folder, name)), layouts) or find_packed(folder, name)
 
 
 def find_packed(folder: Path, name: str) -> Reader | None:
-    """Return a reader of ``<name>.npz`` with x_train, y_train, x_test and y_test, as Keras distributes MNIST."""
+    """Return a reader for ``<name>.npz`` with x_train, y_train, x_test and y_test, as Keras distributes MNIST."""
     return _find_in((folder,), [(_read_packed, [(f"{name}.npz", f"{name.replace('-', '_')}.npz")])])
 
 
 def find_idx(folder: Path, name: str) -> Reader | None:
-    """Return a reader of MNIST's four IDX files, plain or compressed, in a directory of the data set's name.
+    """Return a reader for MNIST's four IDX files, plain or compressed, in a directory with the data set's name.
 
-    They are not looked for elsewhere, because Fashion-MNIST's files have the same names as MNIST's.
+    Other directories are not searched, because Fashion-MNIST's files have the same names as MNIST's.
     """
     ends = ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
     files = [(f"{end}-ubyte", f"{end}-ubyte.gz") for end in ends]
@@ -93,9 +93,9 @@ def _find_in(homes: Sequence[Path], layouts: Sequence[Layout]) -> Reader | None:
 
 
 def _find_directories(folder: Path, name: str) -> list[Path]:
-    """Return ``folder`` and the directories in it whose name is ``name``, however it is spelled.
+    """Return the directories called ``name``, in any spelling, among ``folder`` and its subdirectories.
 
-    Each is followed by its directory ``raw``, where torchvision puts MNIST (``MNIST/raw``).
+    Each is followed by its subdirectory ``raw``, where torchvision puts MNIST (``MNIST/raw``).
     """
     spelled = name.lower().replace("-", "")
     places = (place for place in (folder, *sorted(folder.iterdir())) if place.is_dir())

@@ -1,13 +1,13 @@
-"""ABIDE I: autism against control from the correlations of brain regions at rest, one client for each hospital.
+"""ABIDE I: autism versus control from the correlations of brain regions at rest, one client for each hospital.
 
 Di Martino et al. 2014 (Mol. Psychiatry 19), as preprocessed by the Preprocessed Connectomes Project (Craddock et al.
-2013): for every subject a time series of the 111 regions of the Harvard-Oxford atlas. A sample is the upper triangle of
-their Pearson correlations, not transformed; a region without signal has the correlation 0.
+2013): a time series of the 111 regions of the Harvard-Oxford atlas for every subject. A sample is the upper triangle of
+their Pearson correlations, not transformed; a region without signal has correlation 0.
 
-FedBN (Li et al. 2021, arXiv:2102.07623, appendix D.4) reads NYU, UM_1, USM and UCLA_1. The 167, 88, 52 and 63 subjects
-of its table 10, with 73, 43, 33 and 37 of autism, are those in whom none of the 111 regions is constant and whose
-series has the usual length of their site. Its 5,995 features are the pairs of 110 regions. It does not say which
-region it left out; here it is ``#3455``, which lacks a signal in 237 of 1,035 subjects, the next one in 36.
+FedBN (Li et al. 2021, arXiv:2102.07623, appendix D.4) uses NYU, UM_1, USM and UCLA_1. Its table 10 has 167, 88, 52 and
+63 subjects, 73, 43, 33 and 37 of them with autism. These are the subjects for whom none of the 111 regions is constant
+and whose series has the usual length of their site. Its 5,995 features are the pairs of 110 regions. FedBN does not say
+which region it omitted; here it is ``#3455``, which lacks a signal in 237 of 1,035 subjects (the next one in 36).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Floats = NDArray[np.float32]
 
 
 class _Subject(NamedTuple):
-    """A subject's label (1: autism), length of the series, number of regions without signal, and row of its data."""
+    """A subject's label (1: autism), series length, number of regions without signal, and row in the data."""
 
     label: int
     frames: int
@@ -74,17 +74,17 @@ def abide(
         root: Directory of the data.
         sites: Names of the sites.
         rois: Number of regions: 110, or 111 for all.
-        window: Length in frames of a sliding window with one sample for each position (FedBN: 32, in all 63,550 samples
+        window: Length in frames of a sliding window with one sample per position (FedBN: 32, a total of 63,550 samples
             or 1.5 GB), which needs the time series; None: one sample per subject.
-        complete: Keep only subjects in whom every region has a signal and whose series has the site's usual length.
-        test_fraction: Share of a site's subjects of each label that are for testing, with all their windows.
+        complete: Keep only subjects for whom every region has a signal and whose series has the site's usual length.
+        test_fraction: Fraction of each site's subjects with each label used for testing, with all their windows.
         seed: Seed of the split.
 
     Returns:
         Clients with samples float32 ``[N, rois (rois - 1) / 2]``; label 1 is autism.
 
     Raises:
-        UsageError: A choice is not among these, a site is unknown, or files cannot be read.
+        UsageError: An option is invalid, a site is unknown, or files cannot be read.
 
     """
     if rois not in (_REGIONS - 1, _REGIONS):
@@ -147,7 +147,7 @@ class _Connectomes:
 
 
 class _TimeSeries:
-    """Files of the project: a table of subjects, and a series for each subject with a ``FILE_ID``."""
+    """The project's files: a table of subjects, and a time series for each subject with a ``FILE_ID``."""
 
     def __init__(self, phenotypes: Path) -> None:
         self.phenotypes = phenotypes
@@ -197,7 +197,7 @@ class _TimeSeries:
 
 
 def _read_series(file: Path) -> tuple[list[str], Floats]:
-    """Return region names and values ``[T, 111]``: a line ``#10<tab>#11...``, then a line for each frame."""
+    """Return region names and values ``[T, 111]`` of a file with a line ``#10<tab>#11...`` and a line per frame."""
     with explain_errors(file, "a time series of regions"), open_regular(file) as content:
         lines = io.TextIOWrapper(content, encoding="ascii")
         regions = next(lines).split()
@@ -208,12 +208,12 @@ def _read_series(file: Path) -> tuple[list[str], Floats]:
 
 
 def _find_regions(names: Sequence[str], rois: int) -> list[int]:
-    """Return the indices of the regions that are read."""
+    """Return the indices of the regions to read."""
     return [place for place, name in enumerate(names) if rois == _REGIONS or name != _LEFT_OUT]
 
 
 def _compute_correlations(x_TR: Floats, window: int | None) -> Floats:
-    """Return Pearson correlations ``[W, R (R - 1) / 2]`` of the regions in each window; 0 where one is constant."""
+    """Return Pearson correlations ``[W, R (R - 1) / 2]`` of the regions in each window; 0 for constant regions."""
     length = len(x_TR) if window is None else window
     z_WRT = np.lib.stride_tricks.sliding_window_view(x_TR.astype(np.float64), length, axis=0)
     constant_WR1 = np.ptp(z_WRT, axis=2, keepdims=True) == 0

@@ -1,7 +1,7 @@
-"""Camelyon17: patches of lymph nodes from the slides of five hospitals, with or without tumor (Bandi et al. 2019).
+"""Camelyon17: patches of lymph nodes from slides of five hospitals, with or without tumor (Bandi et al. 2019).
 
-As WILDS cuts and lists them (Koh et al. 2021, arXiv:2012.07421): ``metadata.csv`` with a row for each patch of 96 x 96
-pixels, and ``patches/patient_<p>_node_<n>/patch_patient_<p>_node_<n>_x_<x>_y_<y>.png``
+Patches and their list are from WILDS (Koh et al. 2021, arXiv:2012.07421): ``metadata.csv`` with a row for each patch of
+96 x 96 pixels, and ``patches/patient_<p>_node_<n>/patch_patient_<p>_node_<n>_x_<x>_y_<y>.png``
 (``wilds/datasets/camelyon17_dataset.py`` in https://github.com/p-lambda/wilds).
 """
 
@@ -44,20 +44,20 @@ def camelyon17(
 ) -> Federation:
     """Load Camelyon17 as WILDS publishes it, one client for each hospital.
 
-    WILDS trains on hospitals 0, 3 and 4, selects on 1 and tests on 2, which is here ``--newcomers hospital_2``. Patches
-    of a slide look alike, so whole slides of each hospital are for testing.
+    WILDS trains on hospitals 0, 3 and 4, selects on 1 and tests on 2, which corresponds to ``--newcomers hospital_2``.
+    Patches of a slide look alike, so whole slides of each hospital are used for testing.
 
     Args:
         root: Directory of the data.
         domains: Hospitals.
-        samples: Number of a hospital's training patches, drawn once; None: all.
+        samples: Number of training patches per hospital, drawn once; None: all.
         size: Side of the images in pixels.
-        test_fraction: Share of a hospital's slides for testing, at least one.
+        test_fraction: Fraction of a hospital's slides used for testing, at least one.
         seed: Seed of the drawn slides.
-        progress: Called with ``(what is read, done, in all)``.
+        progress: Called with ``(what is read, done, total)``.
 
     Returns:
-        Clients with images uint8 ``[N, 3, size, size]``; label 1 is tumor in the middle of the patch.
+        Clients with images uint8 ``[N, 3, size, size]``; label 1 means tumor in the center of the patch.
 
     Raises:
         UsageError: A hospital is unknown, or files are missing or cannot be read.

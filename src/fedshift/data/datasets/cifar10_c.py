@@ -1,7 +1,7 @@
-"""CIFAR-10-C: CIFAR-10's test images under 19 corruptions of five strengths (Hendrycks and Dietterich 2019).
+"""CIFAR-10-C: CIFAR-10's test images with 19 corruptions at five severities (Hendrycks and Dietterich 2019).
 
-arXiv:1903.12261. ``<corruption>.npy`` holds uint8 ``[50000, 32, 32, 3]``, the 10,000 test images under severity 1, then
-2 to 5; ``labels.npy`` their labels.
+arXiv:1903.12261. ``<corruption>.npy`` contains uint8 ``[50000, 32, 32, 3]``: the 10,000 test images at severity 1, then
+at 2 to 5; ``labels.npy`` contains their labels.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CORRUPTIONS = (
     "frost", "fog", "brightness", "contrast", "elastic_transform", "pixelate", "jpeg_compression", "speckle_noise",
     "gaussian_blur", "spatter", "saturate",
 )  # fmt: skip
-"""The fifteen of the benchmark, then the four that its authors publish for validation."""
+"""The benchmark's fifteen corruptions, then the four that its authors publish for validation."""
 _FIVE = ("gaussian_noise", "defocus_blur", "snow", "contrast", "pixelate")
 _ARCHIVE, _FOLDER, _LABELS = "CIFAR-10-C.tar", "CIFAR-10-C", "labels.npy"
 _SEVERITIES = 5
@@ -48,14 +48,14 @@ CARD = make_card("cifar10-c", find=_find)
 def cifar10_c(
     root: Path, *, domains: Sequence[str] = _FIVE, severity: int = 5, test_fraction: float = 0.2, seed: int = 0
 ) -> Federation:
-    """Load CIFAR-10-C, one client for each corruption in ``domains``; no image is at two clients.
+    """Load CIFAR-10-C, one client for each corruption in ``domains``; no two clients share an image.
 
     Args:
         root: Directory of the data.
-        domains: Corruptions; by default one of noise, of blur, of weather and two of the digital ones.
+        domains: Corruptions; by default one noise, one blur, one weather and two digital corruptions.
         severity: Strength from 1 to 5.
-        test_fraction: Share of a client's images of every class for testing: all are variants of test images, so there
-            is no published split.
+        test_fraction: Fraction of a client's images of every class used for testing; there is no published split,
+            because all images are variants of test images.
         seed: Seed of the shares and of the split.
 
     Returns:
@@ -95,7 +95,7 @@ def cifar10_c(
 
 
 def _load(found: Path, name: str) -> NDArray[np.uint8]:
-    """Return an array of the folder or the archive, mapped where it is a file."""
+    """Return an array of the folder or archive, memory-mapped if it is a file."""
     with explain_errors(found / name, "an array of CIFAR-10-C"):
         if found.is_dir():
             array: NDArray[np.uint8] = np.load(found / name, mmap_mode="r", allow_pickle=False)

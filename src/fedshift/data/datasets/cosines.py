@@ -1,9 +1,10 @@
-"""Toy example of FedBN, a regression: two clients whose inputs have the deviations 1 and 2.5.
+"""FedBN's toy regression example: two clients whose inputs have standard deviations 1 and 2.5.
 
 Li et al. 2021 (arXiv:2102.07623, figures 1 and 2): content z is drawn from N(0, 1) for both clients, inputs are
-``x = deviation * z``, and targets ``cos(z)`` or ``cos(x)`` with noise. The paper gives neither which of the two, nor
-the deviation of the noise, nor numbers of samples; figure 1 needs targets of the content, figure 2 of the input
-(``theory.checks``). The model ``cosine`` is the paper's, with BatchNorm that divides by the deviation.
+``x = deviation * z``, and targets are ``cos(z)`` or ``cos(x)`` with noise. The paper does not give which of the two it
+uses, the deviation of the noise, or numbers of samples; figure 1 needs targets that depend on the content, figure 2
+targets that depend on the input (``theory.checks``). The model ``cosine`` is the paper's, with BatchNorm that divides
+by the deviation.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ._card import make_card
 CLIENTS = {"narrow": 1.0, "wide": 2.5}
 """Standard deviation of each client's inputs."""
 NOISE = 0.1
-"""Standard deviation of the noise of targets."""
+"""Standard deviation of the target noise."""
 
 CARD = make_card("cosines")
 
@@ -38,7 +39,7 @@ def cosines(
 ) -> Federation:
     """Draw clients ``narrow`` and ``wide``, float32 ``[N, 1]``, with targets float64 ``[N, 1]``.
 
-    ``samples`` and ``test_samples`` are per client; ``labels``: targets depend on the ``content`` or on the ``input``.
+    ``samples`` and ``test_samples`` are per client; ``labels``: targets depend on ``content`` or ``input``.
     Targets are not standardized. Raises :class:`UsageError` for other values.
     """
     if min(samples, test_samples) < 1:

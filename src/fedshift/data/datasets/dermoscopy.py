@@ -1,6 +1,6 @@
 """Dermatoscopic images of pigmented skin lesions: HAM10000 and Fed-ISIC2019, which contains its four sources.
 
-Besides the published images, compact files of the four sources with images of 32 x 32 pixels are read.
+In addition to the published images, compact files of the four sources with images of 32 x 32 pixels can be read.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ._card import make_card
 from ._file_lists import LISTED, DomainFolders, find_domains, list_from_folders, read_listed
 
 _SITES = ("vidir_molemax", "vidir_modern", "rosendahl", "vienna_dias")
-"""HAM10000's four sources as its metadata call them, in the order of their numbers in Fed-ISIC2019 (1, 2, 3, 5)."""
+"""HAM10000's four sources by their names in its metadata, ordered by their numbers in Fed-ISIC2019 (1, 2, 3, 5)."""
 _CENTERS = ("bcn", "vidir_molemax", "vidir_modern", "rosendahl", "msk", "vienna_dias")
 _HAM_CLASSES = ("akiec", "bcc", "bkl", "df", "mel", "nv", "vasc")
 _ISIC_CLASSES = ("MEL", "NV", "BCC", "AK", "BKL", "DF", "VASC", "SCC")
@@ -39,7 +39,7 @@ _ISIC_IMAGES = ("ISIC_2019_Training_Input_preprocessed", "ISIC_2019_Training_Inp
 
 @dataclass(frozen=True, kw_only=True)
 class _Published:
-    """A table of images, and the folder below which they are."""
+    """A table of images, and the folder that contains them."""
 
     table: Path
     images: Path
@@ -50,7 +50,7 @@ def _find_file(folder: Path, names: tuple[str, ...]) -> Path | None:
 
 
 def _find_compact(folder: Path) -> dict[str, Path] | None:
-    """Return one file per site, in ``folder`` or in ``fed_isic2019_ham`` there, None unless all exist."""
+    """Return one file per site, in ``folder`` or its subfolder ``fed_isic2019_ham``, or None unless all exist."""
     for place in (folder, folder / "fed_isic2019_ham"):
         files = {site: place / f"{site}.npz" for site in _SITES}
         if all(file.is_file() for file in files.values()):
@@ -92,23 +92,23 @@ def ham10000(
 
     Many of the 7,470 lesions (doi:10.1038/sdata.2018.161) were photographed more than once, so a random split of
     images, as in FedMMB (Nasirigerdeh et al., arXiv:2011.07006, section 4.3: 8,012 and 2,003), puts the same lesions on
-    both sides. By default lesions are split here.
+    both sides. By default, this function splits lesions.
 
     Args:
         root: Directory of the data.
-        by: ``one`` client with all images, or one for each ``site`` (four).
-        size: Side in pixels to which images are squashed; None: 150 high and 200 wide as in FedMMB (the published
-            images have 450 and 600), and the size of the compact files (32 x 32).
-        by_lesion: Split lesions with all their images; False: images at random.
-        test_fraction: Share for testing: of the lesions of each class and site, or of the images.
+        by: ``one`` client with all images, or one client for each ``site`` (four).
+        size: Side in pixels of the squares to which images are resized; None: 150 high and 200 wide as in FedMMB (the
+            published images are 450 x 600), or the size of the compact files (32 x 32).
+        by_lesion: Split lesions with all their images; False: split images at random.
+        test_fraction: Fraction used for testing, of the lesions of each class and site, or of the images.
         seed: Seed of the split.
-        progress: Called with ``(what is read, done, in all)``.
+        progress: Called with ``(what is read, done, total)``.
 
     Returns:
         Clients with images uint8 ``[N, 3, H, W]``; seven classes.
 
     Raises:
-        UsageError: A choice is not among these, or files are missing or cannot be read.
+        UsageError: An option is invalid, or files are missing or cannot be read.
 
     """
     if by not in ("one", "site"):
@@ -143,19 +143,20 @@ def fed_isic2019(
 ) -> Federation:
     """Load Fed-ISIC2019: skin images of six centers, as FLamby splits ISIC 2019 (Ogier du Terrail et al. 2022).
 
-    arXiv:2210.04620; 23,247 images of eight classes. FLamby's list gives each image's center and side; its folds share
-    lesions, photographed more than once: of HAM10000's four sources 434, 213 and 46 lesions are on both sides of
-    vidir_modern, rosendahl and vienna_dias, and 9 lesions are in two sources.
+    arXiv:2210.04620; 23,247 images of eight classes. FLamby's list gives each image's center, and whether it is for
+    training or testing. Both sides share lesions that were photographed more than once: in HAM10000's four sources,
+    434, 213 and 46 lesions are on both sides of vidir_modern, rosendahl and vienna_dias, and 9 lesions are in two
+    sources.
 
-    FLamby's images have 224 pixels at the shorter side after its resizing and color constancy; here they are squashed
-    to squares. Pixels are normalized with ImageNet's mean and standard deviation, as there.
+    FLamby's images have 224 pixels on the shorter side after its resizing and color constancy; here they are resized to
+    squares. Pixels are normalized with ImageNet's mean and standard deviation, as in FLamby.
 
     Args:
         root: Directory of the data.
-        clean: Leave out training images whose lesion is in any center's test data; this needs HAM10000_metadata and
-            ISIC_2019_Training_Metadata.csv, which name the lesions, beside FLamby's list.
+        clean: Exclude training images whose lesion is in any center's test data; this needs HAM10000_metadata and
+            ISIC_2019_Training_Metadata.csv, which name the lesions, in addition to FLamby's list.
         size: Side in pixels; None: 224, or the size of the compact files (32), which have four of the centers.
-        progress: Called with ``(what is read, done, in all)``.
+        progress: Called with ``(what is read, done, total)``.
 
     Returns:
         A client for each center, with images uint8 ``[N, 3, size, size]``; eight classes.
@@ -205,7 +206,7 @@ def _check_size(size: int | None) -> None:
 def _make_federation(
     name: str, x: torch.Tensor, clients: dict[str, pd.DataFrame], classes: tuple[str, ...], note: str, size: int | None
 ) -> Federation:
-    """Return the federation of clients whose images are the rows of ``x`` that index their tables."""
+    """Return the federation of clients whose images are the rows of ``x`` given by the index of their tables."""
 
     def select(own: pd.DataFrame) -> Samples:
         return Samples(x=x, y=torch.tensor(own["label"].to_numpy()), rows=torch.tensor(own.index.to_numpy()))
@@ -219,7 +220,7 @@ def _make_federation(
 
 
 def _draw_ham_test(images: pd.DataFrame, by_lesion: bool, fraction: float, seed: int) -> NDArray[np.bool_]:
-    """Return which images are for testing."""
+    """Return a mask of the test images."""
     if not by_lesion:
         order = stream(seed, "ham10000").permutation(len(images))
         return np.isin(np.arange(len(images)), order[: round(fraction * len(images))])
@@ -232,13 +233,13 @@ def _draw_ham_test(images: pd.DataFrame, by_lesion: bool, fraction: float, seed:
 
 
 def _drop_tested_lesions(images: pd.DataFrame) -> pd.DataFrame:
-    """Leave out training images of lesions, where they are known, of which test data have images."""
+    """Remove training images whose lesion is known and also has test images."""
     test = images["part"] == "test"
     return images[test | ~images["lesion"].isin(images["lesion"][test].dropna())]
 
 
 def _read_ham_table(found: _Published) -> pd.DataFrame:
-    """Return the images that the table names, with paths relative to ``found.images``."""
+    """Return the images in the table, with paths relative to ``found.images``."""
     there = {file.stem: file.relative_to(found.images).as_posix() for file in sorted(found.images.rglob("ISIC_*.jpg"))}
     rows = read_csv(found.table, "a table of images")
     with explain_errors(found.table, "a table of images"):
@@ -270,7 +271,7 @@ def _list_isic_images(found: _Published, clean: bool) -> dict[str, pd.DataFrame]
 
 
 def _read_lesions(folder: Path) -> dict[str, str]:
-    """Return the lesion of each image file, where its source names it."""
+    """Return the lesion of each image file whose source names it."""
     ham, isic = _find_file(folder, _HAM_METADATA), folder / _ISIC_METADATA
     if ham is None or not isic.is_file():
         raise UsageError(
@@ -286,7 +287,7 @@ def _read_lesions(folder: Path) -> dict[str, str]:
 
 
 def _read_compact(files: dict[str, Path], label: str) -> tuple[pd.DataFrame, torch.Tensor]:
-    """Return facts on the images of all sites, with the labels called ``label``, and their pixels ``[N, 3, H, W]``."""
+    """Return a table of all sites' images, with labels in column ``label``, and their pixels ``[N, 3, H, W]``."""
     tables, x = [], []
     for site, file in files.items():
         arrays = read_npz(file, [f"{kind}_{part}" for kind in ("x", label, "lesion") for part in ("train", "test")])

@@ -1,10 +1,10 @@
 """Digits-Five: the same ten digits from five sources, one client each, the benchmark of FedBN and FedWon.
 
-FedBN (Li et al. 2021, arXiv:2102.07623, section 5.1 and appendix D) as its authors' script prepares it
-(https://github.com/med-air/FedBN, utils/data_preprocess.py): each source's training and test images are pooled and
-split anew, 80 to 20 by class, by scikit-learn's ``StratifiedShuffleSplit(test_size=0.2, random_state=0)``; of the
-shuffled training part the first 7,438 are kept, as many as USPS has. Hence 14,000, 19,858, 1,860, 97,791 and 14,000
-test images, and the training sizes of the paper's table 16. The same draw here gives the authors' partitions from the
+The data are prepared as in the script of FedBN's authors (Li et al. 2021, arXiv:2102.07623, section 5.1 and appendix D;
+https://github.com/med-air/FedBN, utils/data_preprocess.py). Each source's training and test images are pooled and split
+again, 80 to 20 by class, by scikit-learn's ``StratifiedShuffleSplit(test_size=0.2, random_state=0)``. The first 7,438
+images of the shuffled training part are kept, as many as USPS has. This gives 14,000, 19,858, 1,860, 97,791 and 14,000
+test images, and the training sizes of the paper's table 16. The same draw reproduces the authors' partitions from the
 publishers' files; MNIST-M must then be the remake of 70,000 digits that they used (:func:`.single_datasets.mnistm`).
 """
 
@@ -35,13 +35,13 @@ _SOURCES: dict[str, tuple[str, Card, Callable[[Path], Federation]]] = {
     "synthdigits": ("SynthDigits", single.SYNTHDIGITS, single.synthdigits),
     "mnistm": ("MNIST_M", single.MNISTM, single.mnistm),
 }
-"""By client: the authors' directory, and the source's card and loader."""
+"""The authors' directory, and the source's card and loader, by client."""
 
 _PARTITIONS = tuple(f"partitions/train_part{number}.pkl" for number in range(10))
 
 
 def _find_partitions(domain: str, folder: Path) -> Path | None:
-    """Return the authors' directory of a domain, None unless it is in ``folder`` and complete."""
+    """Return the authors' directory of a domain, or None unless it is in ``folder`` and complete."""
     home = folder / _SOURCES[domain][0]
     return home if all((home / name).is_file() for name in (*_PARTITIONS, "test.pkl")) else None
 
@@ -61,7 +61,7 @@ CARD = make_card(
         replace(remote, name=f"{domain}/{remote.name}")
         for domain, (_, card, _) in _SOURCES.items()
         for remote in card.remotes
-        if "/" not in remote.name  # what MNIST-M needs of MNIST is there already
+        if "/" not in remote.name  # the MNIST files that MNIST-M needs are already listed
     ),
 )
 
@@ -79,18 +79,18 @@ def digits_five(
     Args:
         root: Directory of the data.
         domains: Names of the clients.
-        samples: Number of training images per client: the first of the paper's order (743 are the authors' part 0), or
+        samples: Number of training images per client: the first in the paper's order (743 are the authors' part 0), or
             a stratified draw from the official training set; None: all.
-        split: The paper's, from the authors' partitions if present, otherwise drawn from the pooled files (``seed`` 0:
-            the authors' draw); or each source's ``official`` split.
+        split: ``paper``: the authors' partitions if present, otherwise a draw from the pooled files (``seed`` 0: the
+            authors' draw); or each source's ``official`` split.
         seed: Seed of the draws.
 
     Returns:
-        Clients with uint8 images of the sources' sizes (gray 28 x 28, ...), which :meth:`Federation.fit_images` brings
-        to 3 x 28 x 28; ten classes.
+        Clients with uint8 images in the sources' sizes (gray 28 x 28, ...), which :meth:`Federation.fit_images`
+        converts to 3 x 28 x 28; ten classes.
 
     Raises:
-        UsageError: A domain or size is unknown, or files are missing; the message names the files that are needed.
+        UsageError: A domain or size is unknown, or files are missing; the message lists the required files.
 
     """
     for domain in domains:
@@ -140,7 +140,7 @@ def _split_as_paper(train: Samples, test: Samples, seed: int) -> Parts:
 
 
 def _pool(first: Samples, second: Samples, index: torch.Tensor) -> torch.Tensor:
-    """Return samples of two splits by their index in the concatenation, which is not built."""
+    """Return samples of two splits by their index in the concatenation, without building the concatenation."""
     x = torch.empty((len(index), *first.shape), dtype=first.dtype)
     of_first = index < len(first)
     x[of_first] = first.copy_rows(index[of_first])
@@ -149,7 +149,7 @@ def _pool(first: Samples, second: Samples, index: torch.Tensor) -> torch.Tensor:
 
 
 def _mix(split: Samples, domain: str, seed: int) -> Samples:
-    """Order samples so that every initial part has the classes in proportion."""
+    """Order samples so that every prefix has the classes in proportion."""
     shuffled = stream(seed, "digits-five", domain).permutation(len(split))
     y = split.y.numpy()[shuffled]
     place = np.empty(len(y))

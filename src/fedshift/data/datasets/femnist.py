@@ -1,8 +1,9 @@
 """FEMNIST: handwritten digits and letters, one client for each writer (LEAF; Caldas et al. 2018, arXiv:1812.01097).
 
-LEAF's script writes ``data/train/*.json`` and ``data/test/*.json`` (``./preprocess.sh -s niid --sf 0.05 -k 0 -t
-sample``), each an object of ``users`` and ``user_data``, by user ``x``, images of 784 numbers from 0 to 1, and ``y``
-(``data/femnist/preprocess/data_to_json.py`` in https://github.com/TalwalkarLab/leaf).
+LEAF's script (``./preprocess.sh -s niid --sf 0.05 -k 0 -t sample``) writes ``data/train/*.json`` and
+``data/test/*.json``. Each contains an object with ``users`` and ``user_data``; the latter has, for each user, ``x``
+(images of 784 numbers from 0 to 1) and ``y`` (``data/femnist/preprocess/data_to_json.py`` in
+https://github.com/TalwalkarLab/leaf).
 """
 
 from __future__ import annotations
@@ -47,13 +48,14 @@ def femnist(root: Path, *, writers: int | None = None, least: int = 10) -> Feder
     Args:
         root: Directory of the data.
         writers: Number of writers, the first by name; None: all.
-        least: Fewest training images of a writer; others are left out.
+        least: Minimum number of training images; writers with fewer are excluded.
 
     Returns:
-        Clients with images uint8 ``[N, 1, 28, 28]``; 62 classes: digits, capital and small letters.
+        Clients with images uint8 ``[N, 1, 28, 28]``; 62 classes: digits, uppercase and lowercase letters.
 
     Raises:
-        UsageError: Files are missing or cannot be read, no writer is in training and test data, or there are fewer.
+        UsageError: Files are missing or cannot be read, no writer has both training and test data, or there are fewer
+            than ``writers``.
 
     """
     for name, value in (("writers", writers), ("least", least)):

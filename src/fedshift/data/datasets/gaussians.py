@@ -1,12 +1,12 @@
-"""Synthetic data of FedBN: two classes around -1 and 1, and clients that differ only in covariance.
+"""FedBN's synthetic data: two classes around -1 and 1, and clients that differ only in covariance.
 
 Li et al. 2021 (arXiv:2102.07623, appendix F, figure 9): in ten dimensions, label 0 is drawn from N(-1, S) and label 1
-from N(1, S), where S is the identity S_1, or S_2, which has off-diagonal entries too. Client ``diagonal`` draws from
-S_1 alone, client ``mixed`` from both in equal parts.
+from N(1, S), where S is either the identity S_1, or S_2, which also has off-diagonal entries. Client ``diagonal`` draws
+only from S_1, client ``mixed`` from both in equal parts.
 
-The paper gives neither the entries of S_2 nor numbers of samples. Here ``(S_2)_ij = correlation ** |i - j|``, positive
-definite for any correlation in (-1, 1) (the autocovariance of an AR(1) process, and the identity for 0). With the
-default, -1/2, the classes can be told apart nearly without error, as the paper reports of both methods.
+The paper does not give the entries of S_2 or the numbers of samples. Here ``(S_2)_ij = correlation ** |i - j|``, which
+is positive definite for any correlation in (-1, 1) (the autocovariance of an AR(1) process, and the identity for 0).
+With the default, -1/2, the classes can be distinguished almost without error, as the paper reports for both methods.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def gaussians(
 ) -> Federation:
     """Draw clients ``diagonal`` and ``mixed``, float32 ``[N, 10]``, with as many samples of class 0 as of class 1.
 
-    ``samples`` and ``test_samples`` are per client, multiples of 4. Raises :class:`UsageError` for others, and for
-    a ``correlation`` outside -1..1.
+    ``samples`` and ``test_samples`` are per client and must be multiples of 4. Raises :class:`UsageError` for other
+    numbers, and for a ``correlation`` outside -1..1.
     """
     for name, count in (("samples", samples), ("test_samples", test_samples)):
         if count < 4 or count % 4:

@@ -1,10 +1,10 @@
 """UCI Heart Disease: patients of four hospitals, whose data differ in measured and missing columns.
 
 R. Detrano et al. 1989 (Am. J. Cardiol. 64); Janosi, Steinbrunn, Pfisterer and Detrano, UCI, doi:10.24432/C52P4X.
-Thirteen columns, and the degree of heart disease from 0 to 4. A cholesterol or a blood pressure of 0 (all of
-Switzerland's cholesterol) means that it was not measured. FLamby's Fed-Heart-Disease (Ogier du Terrail et al. 2022,
-arXiv:2210.04620) leaves out the columns slope, ca and thal and then every row with a gap, keeps
-zeros unchanged, and so has 303, 261, 46 and 130 patients, 34 % of them for testing.
+The data have thirteen columns and the degree of heart disease from 0 to 4. A cholesterol or blood pressure of 0 (all of
+Switzerland's cholesterol values) means that it was not measured. FLamby's Fed-Heart-Disease (Ogier du Terrail et al.
+2022, arXiv:2210.04620) drops the columns slope, ca and thal, then every row with a missing value, and keeps zeros
+unchanged. It therefore has 303, 261, 46 and 130 patients, 34 % of them for testing.
 """
 
 from __future__ import annotations
@@ -57,22 +57,22 @@ def heart_disease(
 ) -> Federation:
     """Load UCI Heart Disease, one client for each of four hospitals.
 
-    The codes cp, restecg, slope and thal are one feature for each value; all other columns are numbers, standardized by
-    the client's training rows.
+    The categorical columns cp, restecg, slope and thal become one feature per value; all other columns are numbers,
+    standardized with the client's training rows.
 
     Args:
         root: Directory of the data.
-        missing: ``impute``: gaps become the median (of codes: the most frequent one) of the client's training rows, and
-            a column without values 0. ``drop``: FLamby's rows and columns are kept.
+        missing: ``impute``: replace missing values with the median (categorical: the most frequent value) of the
+            client's training rows, and with 0 in a column without values. ``drop``: keep FLamby's rows and columns.
         binary: Label 1 is heart disease; False: the degrees 0 to 4 are five classes.
-        test_fraction: Share of each client's degree that is drawn for testing.
+        test_fraction: Fraction of each degree's patients at each client that is drawn for testing.
         seed: Seed of the split.
 
     Returns:
         Clients with samples float32 ``[N, 22]``, or ``[N, 15]`` for ``missing="drop"``.
 
     Raises:
-        UsageError: A choice is not among these, or files are missing or cannot be read.
+        UsageError: An option is invalid, or files are missing or cannot be read.
 
     """
     if missing not in ("impute", "drop"):
@@ -124,7 +124,7 @@ def heart_disease(
 
 
 def _read_tables(found: Path | dict[str, Path]) -> dict[str, Floats]:
-    """Return each client's rows ``[N, 14]``, the degree of disease last, gaps NaN."""
+    """Return each client's rows ``[N, 14]``, with the degree of disease last and NaN for missing values."""
     if isinstance(found, Path):
         arrays = read_npz(found, [f"{part}_{client}" for client in _CLIENTS for part in "xy"])
         return {client: np.column_stack([arrays[f"x_{client}"], arrays[f"y_{client}"]]) for client in _CLIENTS}
@@ -143,6 +143,6 @@ def _read_table(file: Path) -> Floats:
 
 
 def _encode(values: Floats, codes: tuple[int, ...] | None) -> NDArray[np.floating]:
-    """Return numbers unchanged, ``[N, 1]``, and codes as one feature per value; every feature of a gap is NaN."""
+    """Return numbers as ``[N, 1]``, and codes as one feature per value; all features of a missing value are NaN."""
     block = values[:, None]
     return block if codes is None else np.where(np.isnan(block), np.nan, block == np.array(codes))

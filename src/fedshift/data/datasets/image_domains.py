@@ -1,4 +1,4 @@
-"""Images of the same classes under several looks, one client per look, in folders ``<look>/<class>/<file>``."""
+"""Images of the same classes in several styles, one client per style, in folders ``<style>/<class>/<file>``."""
 
 from __future__ import annotations
 
@@ -81,27 +81,27 @@ def office_caltech10(
     test_fraction: float = 0.2,
     progress: Progress | None = None,
 ) -> Federation:
-    """Load Office-Caltech10: ten kinds of objects under four looks (Gong et al. 2012, "Geodesic Flow Kernel", CVPR).
+    """Load Office-Caltech10: ten kinds of objects in four domains (Gong et al. 2012, "Geodesic Flow Kernel", CVPR).
 
-    Three domains of Office-31 (Saenko et al. 2010) and the same ten classes of Caltech-256 (Griffin et al. 2007).
-    FedBN's authors publish the images together with a split, which is used where it is there (Li et al. 2021,
-    arXiv:2102.07623, appendix D.3; https://github.com/med-air/FedBN). As in their loaders (federated/fed_office.py),
-    pixels lie in [0, 1] and images are squashed to squares.
+    The domains are three of Office-31 (Saenko et al. 2010) and the same ten classes of Caltech-256 (Griffin et al.
+    2007). FedBN's authors publish the images with a split, which is used if present (Li et al. 2021, arXiv:2102.07623,
+    appendix D.3; https://github.com/med-air/FedBN). As in their loaders (federated/fed_office.py), pixels are in [0, 1]
+    and images are resized to squares.
 
     Args:
         root: Directory of the data.
         size: Side of the images in pixels.
-        samples: Number of a client's first training images to train on; None: all. Together with ``validation``, in
-            the order of FedBN's lists (its authors' loaders take 62 and 50), or in a drawn order without the lists.
-        validation: Number of a client's last training images to select on; None: none.
-        test_fraction: Share of every class for testing, without FedBN's lists.
-        progress: Called with ``(what is read, done, in all)``.
+        samples: Number of training images per client, from the start of its list; None: all. The order is that of
+            FedBN's lists (its authors' loaders use 62 samples and 50 for ``validation``), or random without the lists.
+        validation: Number of validation images per client, from the end of its training list; None: no validation.
+        test_fraction: Fraction of every class used for testing, if there are no lists from FedBN.
+        progress: Called with ``(what is read, done, total)``.
 
     Returns:
         Four clients with images uint8 ``[N, 3, size, size]``; ten classes by name.
 
     Raises:
-        UsageError: Files are missing, cannot be read, or show other classes, or a client has too few images.
+        UsageError: Files are missing, cannot be read or have other classes, or a client has too few images.
 
     """
     domains: DomainFolders = OFFICE_CALTECH10.locate("office-caltech10", root)
@@ -126,17 +126,17 @@ def domainnet(
     test_fraction: float = 0.2,
     progress: Progress | None = None,
 ) -> Federation:
-    """Load DomainNet: everyday things under six looks (Peng et al. 2019, arXiv:1812.01754; "M3SDA").
+    """Load DomainNet: everyday objects in six domains (Peng et al. 2019, arXiv:1812.01754; "M3SDA").
 
-    The publisher lists the images for training and testing of each domain, ``<domain>_train.txt`` and
-    ``<domain>_test.txt`` with lines ``<domain>/<class>/<file> <label>``. FedBN takes ten of the 345 classes and
-    publishes a split of those (Li et al. 2021, arXiv:2102.07623, appendix D.3; https://github.com/med-air/FedBN). As in
-    its loaders (federated/fed_domainnet.py), pixels lie in [0, 1] and images are squashed to squares.
+    The publisher lists each domain's training and test images in ``<domain>_train.txt`` and ``<domain>_test.txt``, with
+    lines ``<domain>/<class>/<file> <label>``. FedBN uses ten of the 345 classes and publishes a split of these (Li et
+    al. 2021, arXiv:2102.07623, appendix D.3; https://github.com/med-air/FedBN). As in its loaders
+    (federated/fed_domainnet.py), pixels are in [0, 1] and images are resized to squares.
 
-    FedBN's split comes first, then the publisher's lists; without either, ``test_fraction`` of every class is for
-    testing. Labels are positions in ``classes``, by default FedBN's ten; FedBN's loaders take ``samples=105`` and
-    ``validation=105``. Other arguments, results and errors are those of :func:`office_caltech10`; an unknown class is
-    refused too.
+    FedBN's split is used if present, otherwise the publisher's lists; without either, ``test_fraction`` of every class
+    is used for testing. Labels are positions in ``classes``, by default FedBN's ten; FedBN's loaders use
+    ``samples=105`` and ``validation=105``. Other arguments, results and errors are the same as in
+    :func:`office_caltech10`; an unknown class also raises an error.
     """
     domains: DomainFolders = DOMAINNET.locate("domainnet", root)
     there = list_categories(domains.folders.values())
@@ -153,16 +153,16 @@ def domainnet(
 
 
 def pacs(root: Path, *, size: int = 227, test_fraction: float = 0.1, progress: Progress | None = None) -> Federation:
-    """Load PACS: seven kinds of things as photos, art paintings, cartoons and sketches (Li et al. 2017).
+    """Load PACS: seven kinds of objects as photos, art paintings, cartoons and sketches (Li et al. 2017).
 
     The publisher (arXiv:1710.03077) lists 90 % of a domain's images in ``<domain>_train_kfold.txt`` and the others in
-    ``<domain>_crossval_kfold.txt``; ``<domain>_test_kfold.txt`` names all images, for a domain that was not trained
-    on. Here every domain is trained on, so the images for crossvalidation are the test images. Without the lists,
-    ``test_fraction`` of every class is for testing. One sketch of a dog is left out, as in Dassl (Zhou et al. 2021,
-    https://github.com/KaiyangZhou/Dassl.pytorch), which lists it as faulty.
+    ``<domain>_crossval_kfold.txt``; ``<domain>_test_kfold.txt`` lists all images, for a domain that was not used in
+    training. Here, every domain is used in training, so the crossval images are the test images. Without the lists,
+    ``test_fraction`` of every class is used for testing. One sketch of a dog is excluded, as in Dassl (Zhou et al.
+    2021, https://github.com/KaiyangZhou/Dassl.pytorch), which lists it as faulty.
 
-    Returns four clients with images uint8 ``[N, 3, size, size]``, published with 227 pixels; seven classes by name.
-    Raises :class:`UsageError` for files that are missing, cannot be read, or show other classes.
+    Returns four clients with images uint8 ``[N, 3, size, size]`` (published with 227 pixels); seven classes by name.
+    Raises :class:`UsageError` for files that are missing, cannot be read or have other classes.
     """
     domains: DomainFolders = PACS.locate("pacs", root)
     _require_classes(domains, "PACS", _PACS_CLASSES)
@@ -177,9 +177,9 @@ def office_home(
 ) -> Federation:
     """Load Office-Home: 65 kinds of objects as art, clip art, product photos and photos (Venkateswara et al. 2017).
 
-    The publisher (arXiv:1706.07522) has no split; ``test_fraction`` of every class is for testing, 0.2 as DomainBed
-    holds out (Gulrajani and Lopez-Paz 2021, arXiv:2007.01434). Results and errors are those of :func:`pacs`, with 65
-    classes by the names of their folders.
+    The publisher (arXiv:1706.07522) has no split; ``test_fraction`` of every class is used for testing, by default 0.2
+    as in DomainBed (Gulrajani and Lopez-Paz 2021, arXiv:2007.01434). Results and errors are the same as in
+    :func:`pacs`, with 65 classes named after their folders.
     """
     domains: DomainFolders = OFFICE_HOME.locate("office-home", root)
     names = list_categories(domains.folders.values())
@@ -192,11 +192,11 @@ def office_home(
 
 
 def vlcs(root: Path, *, size: int = 224, test_fraction: float = 0.2, progress: Progress | None = None) -> Federation:
-    """Load VLCS: birds, cars, chairs, dogs and persons of four collections of photos (Fang et al. 2013).
+    """Load VLCS: birds, cars, chairs, dogs and persons from four photo collections (Fang et al. 2013).
 
     The collections are Caltech101, LabelMe, SUN09 and VOC2007, in folders as DomainBed distributes them (Gulrajani and
-    Lopez-Paz 2021, arXiv:2007.01434), without a split: ``test_fraction`` of every class is for testing. Results and
-    errors are those of :func:`pacs`.
+    Lopez-Paz 2021, arXiv:2007.01434). They have no split: ``test_fraction`` of every class is used for testing. Results
+    and errors are the same as in :func:`pacs`.
     """
     domains: DomainFolders = VLCS.locate("vlcs", root)
     _require_classes(domains, "VLCS", _VLCS_CLASSES)
@@ -206,12 +206,12 @@ def vlcs(root: Path, *, size: int = 224, test_fraction: float = 0.2, progress: P
 def terra_incognita(
     root: Path, *, size: int = 224, test_fraction: float = 0.2, progress: Progress | None = None
 ) -> Federation:
-    """Load TerraIncognita: animals before the camera traps of four places (Beery et al. 2018, arXiv:1807.04975).
+    """Load TerraIncognita: animals photographed by camera traps in four places (Beery et al. 2018, arXiv:1807.04975).
 
-    The four places of Caltech Camera Traps and ten classes that DomainBed takes, in folders as its download script
-    writes them (Gulrajani and Lopez-Paz 2021, arXiv:2007.01434), without a split: ``test_fraction`` of every class is
-    for testing. Pictures of one burst may come to both sides. A place may lack classes. Results and errors are those of
-    :func:`pacs`.
+    The four places of Caltech Camera Traps and the ten classes are those that DomainBed uses, in folders as its
+    download script writes them (Gulrajani and Lopez-Paz 2021, arXiv:2007.01434). They have no split: ``test_fraction``
+    of every class is used for testing. Pictures of one burst may be on both sides. A place may lack classes. Results
+    and errors are the same as in :func:`pacs`.
     """
     domains: DomainFolders = TERRA_INCOGNITA.locate("terra-incognita", root)
     _require_classes(domains, "TerraIncognita", _TERRA_CLASSES)
@@ -237,9 +237,9 @@ def _read(
     limits: tuple[int | None, int | None] = (None, None),
     without: str | None = None,
 ) -> Federation:
-    """Read the images of ``classes`` by the first of ``lists`` that is not empty, or by folders.
+    """Read the images of ``classes`` using the first of ``lists`` that is not empty, or using folders.
 
-    ``limits``: numbers of images to train and to select on. ``without``: end of the path of an image to leave out.
+    ``limits``: numbers of images for training and for validation. ``without``: end of the path of an image to exclude.
     """
     labels = {name: label for label, name in enumerate(classes)}
     split = next((split for split in lists if lists[split]), f"{fraction:g} of every class for testing")

@@ -1,7 +1,7 @@
-"""Medical images with masks of several hospitals: FedDG's fundus and prostate, FeTS 2022, and Fed-IXI.
+"""Medical images with masks from several hospitals: FedDG's fundus and prostate, FeTS 2022, and Fed-IXI.
 
-Layouts are those of the publishers' own loaders and of code that reads them, which each function names. Arrays are
-taken as they are stored, without turning them to the axes of the patient, as in those loaders.
+File layouts follow the publishers' own loaders and other code that reads the files; each function cites its source. As
+in those loaders, arrays are used as stored, without reorienting them to the patient's axes.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _SITES = ("BIDMC", "BMC", "HK", "I2CVB", "RUNMC", "UCL")
 _MODALITIES = ("t1", "t1ce", "t2", "flair")
 _CENTERS = ("Guys", "HH", "IOP")
 _TUMOR = {4: 3}
-"""Class of the enhancing tumor in BraTS's masks, which have no class 3."""
+"""Class of the enhancing tumor in BraTS masks, which have no class 3."""
 _IXI_SHAPE = (48, 60, 48)
 _HALF = (80, 120, 120)
-"""About half of the 155, 240 and 240 voxels of BraTS's volumes."""
+"""About half of the 155, 240 and 240 voxels of BraTS volumes."""
 _KEPT = 2**29
-"""Bytes of decoded volumes that are kept, all of Fed-IXI."""
+"""Bytes of decoded volumes to keep, enough for all of Fed-IXI."""
 
 FEDDG_FUNDUS = make_card(
     "feddg-fundus", find=lambda folder: find_domains(folder, _FUNDUS, ("Fundus", "fundus", "Fundus-doFE"))
@@ -70,7 +70,7 @@ FED_IXI = make_card("fed-ixi", find=_find_ixi)
 
 @dataclass(frozen=True, kw_only=True)
 class _Case:
-    """Files of one patient: one or several channels, and the mask."""
+    """A patient's files: one or several channels, and the mask."""
 
     name: str
     images: tuple[Path, ...]
@@ -81,15 +81,15 @@ class _Case:
 def feddg_fundus(root: Path, *, size: int = 384, progress: Progress | None = None) -> Federation:
     """Load FedDG's fundus images: optic disc and cup in four data sets of retinal photographs (Liu et al. 2021).
 
-    arXiv:2103.06030. The compilation is DoFE's (Wang et al. 2020, https://github.com/emma-sjwang/Dofe):
+    arXiv:2103.06030. The data were compiled by DoFE (Wang et al. 2020, https://github.com/emma-sjwang/Dofe):
     ``Domain1/train/ROIs/image/*.png`` with masks of the same names in ``mask``, and ``test`` beside ``train``, as
-    listed in https://github.com/zzzqzhou/RAM-DSIR (dataset/fundus), whose loader (code/dataset/fundus.py) also says
-    what gray means: above 200 background, from 51 to 200 disc, else cup.
+    listed in https://github.com/zzzqzhou/RAM-DSIR (dataset/fundus). Its loader (code/dataset/fundus.py) also defines
+    the gray values: above 200 is background, 51 to 200 disc, and below cup.
 
     Args:
         root: Directory of the data.
-        size: Side of the images in pixels, to which they are squashed; FedDG's have 384.
-        progress: Called with ``(what is read, done, in all)``.
+        size: Side in pixels of the squares to which images are resized; FedDG uses 384.
+        progress: Called with ``(what is read, done, total)``.
 
     Returns:
         Four clients with images uint8 ``[N, 3, size, size]``; the classes background, disc (its rim) and cup.
@@ -128,18 +128,18 @@ def feddg_prostate(
 ) -> Federation:
     """Load FedDG's prostate images: T2-weighted MRI of six sites, from three data sets (Liu et al. 2020, 2021).
 
-    arXiv:2007.02035 and 2103.06030; compiled in https://github.com/liuquande/SAML, 384 x 384 pixels a
-    slice: ``BIDMC/Case00.nii.gz`` with ``BIDMC/Case00_segmentation.nii.gz``, in BMC and RUNMC also
-    ``_Segmentation``. The zones of the prostate are one class. The files have no split of patients: ``test_fraction``
-    of each site's are for testing. As in public code on these files (https://github.com/zzzqzhou/RAM-DSIR,
-    code/test_prostate_volume.py), slices without prostate are left out.
+    arXiv:2007.02035 and 2103.06030; compiled in https://github.com/liuquande/SAML with slices of 384 x 384 pixels:
+    ``BIDMC/Case00.nii.gz`` with ``BIDMC/Case00_segmentation.nii.gz``, in BMC and RUNMC also ``_Segmentation``. The
+    zones of the prostate are one class. The files have no split of patients: ``test_fraction`` of each site's patients
+    are used for testing. As in public code for these files (https://github.com/zzzqzhou/RAM-DSIR,
+    code/test_prostate_volume.py), slices without prostate are excluded.
 
     Args:
         root: Directory of the data.
         size: Side of the slices in pixels.
-        slices: Take slices as images; False: volumes, resized to as many slices as the first has.
-        test_fraction: Share of patients for testing.
-        progress: Called with ``(what is read, done, in all)``.
+        slices: Return slices as images; False: volumes, resized to the number of slices of the first volume.
+        test_fraction: Fraction of patients used for testing.
+        progress: Called with ``(what is read, done, total)``.
 
     Returns:
         Six clients with images uint8 ``[N, 1, size, size]``, or volumes float32; the classes background and prostate.
@@ -170,24 +170,24 @@ def fets2022(
 ) -> Federation:  # fmt: skip
     """Load FeTS 2022: brain tumors in four kinds of MRI of 23 institutions (Pati et al. 2021, arXiv:2105.05874).
 
-    Training data of the challenge, 1,251 patients: ``partitioning_1.csv`` with columns ``Partition_ID`` and
-    ``Subject_ID`` (https://github.com/FeTS-AI/Challenge, Task_1/fets_challenge/gandlf_csv_adapter.py), and BraTS's
+    The challenge's training data have 1,251 patients: ``partitioning_1.csv`` with columns ``Partition_ID`` and
+    ``Subject_ID`` (https://github.com/FeTS-AI/Challenge, Task_1/fets_challenge/gandlf_csv_adapter.py), and BraTS
     folders ``FeTS2022_00000/FeTS2022_00000_t1.nii.gz`` with t1ce, t2, flair and seg. The published validation data have
-    no masks, so that ``test_fraction`` of each institution's patients, at least one, are for testing.
+    no masks, so ``test_fraction`` of each institution's patients, at least one, are used for testing.
 
     Args:
         root: Directory of the data.
-        partitioning: ``partitioning_1.csv``, by institution, or the other one published, ``partitioning_2.csv``.
+        partitioning: 1 for ``partitioning_1.csv``, by institution, or 2 for ``partitioning_2.csv``.
         size: Voxels to which volumes are resized, (slices, rows, columns) or one number; None: 155 x 240 x 240.
-        test_fraction: Share of patients for testing.
-        progress: Called with ``(what is read, done, in all)``.
+        test_fraction: Fraction of patients used for testing.
+        progress: Called with ``(what is read, done, total)``.
 
     Returns:
-        A client for each institution, with volumes of four channels that are decoded when they are needed; the classes
-        background, necrosis, edema and enhancing tumor (4 in the files).
+        A client for each institution, with volumes of four channels that are decoded on demand; the classes background,
+        necrosis, edema and enhancing tumor (4 in the files).
 
     Raises:
-        UsageError: Files are missing, cannot be read, or an institution has one patient alone.
+        UsageError: Files are missing or cannot be read, or an institution has only one patient.
 
     """
     if partitioning not in (1, 2):
@@ -216,20 +216,20 @@ def fed_ixi(
 ) -> Federation:  # fmt: skip
     """Load Fed-IXI: brains in T1-weighted MRI of three hospitals in London (Ogier du Terrail et al. 2022).
 
-    arXiv:2210.04620; IXI Tiny of TorchIO (arXiv:2003.04696), 566 volumes, in FLamby's layout
+    arXiv:2210.04620; TorchIO's IXI Tiny (arXiv:2003.04696), 566 volumes, in FLamby's layout
     (https://github.com/owkin/FLamby, flamby/datasets/fed_ixi): ``IXI_sample/IXI002-Guys-0828/T1/*.nii.gz`` and
-    ``label/*.nii.gz``. FLamby's split is in its ``metadata_tiny.csv`` (Patient ID, Split), which is used where it lies
-    beside the patients' folders or above; without it, ``test_fraction`` of each hospital's are for testing.
+    ``label/*.nii.gz``. FLamby's split is in its ``metadata_tiny.csv`` (Patient ID, Split), which is used if it is
+    beside the patients' folders or above; without it, ``test_fraction`` of each hospital's patients are used for
+    testing.
 
     Args:
         root: Directory of the data.
-        size: Voxels to which volumes are resized, one number or three; FLamby's are 48 x 60 x 48.
-        test_fraction: Share of patients for testing, without FLamby's table.
-        progress: Called with ``(what is read, done, in all)``.
+        size: Voxels to which volumes are resized, one number or three; FLamby uses 48 x 60 x 48.
+        test_fraction: Fraction of patients used for testing if FLamby's table is missing.
+        progress: Called with ``(what is read, done, total)``.
 
     Returns:
-        The clients Guys, HH and IOP, with volumes that are decoded when they are needed; the classes background and
-        brain.
+        The clients Guys, HH and IOP, with volumes that are decoded on demand; the classes background and brain.
 
     Raises:
         UsageError: Files are missing or cannot be read.
@@ -264,7 +264,7 @@ def fed_ixi(
 def _read_gray(
     root: Path, client: str, listed: pd.DataFrame, size: int, progress: Progress | None
 ) -> NDArray[np.uint8]:
-    """Return the gray values of masks, ``[N, size, size]``, from the cache of images or decoded."""
+    """Return the gray values of masks, ``[N, size, size]``, from the image cache or decoded."""
     files = stat_files(root, client, listed)
     facts = ImageFacts(kind="mask", channels=1, height=size, width=size)
     place = cache_entry(ReadOptions().cache_directory, root, files, "listed masks", client, size)
@@ -295,7 +295,7 @@ def _list_prostate(folder: Path) -> list[_Case]:
 
 
 def _split(cases: Mapping[str, Sequence[_Case]], fraction: float) -> dict[str, list[_Case]]:
-    """Return the patients with ``fraction`` of each client's, at least one, for testing, drawn once."""
+    """Return the patients, with ``fraction`` of each client's patients, at least one, drawn once for testing."""
     if not 0 < fraction < 1:
         raise UsageError(f"test_fraction={fraction:g}: must lie between 0 and 1")
     made = {}
@@ -315,7 +315,7 @@ def _refuse(broken: Mapping[Path, str]) -> None:
 
 
 def _require(cases: Sequence[_Case]) -> None:
-    """Raise :class:`UsageError` where files of patients are missing."""
+    """Raise :class:`UsageError` if files of patients are missing."""
     lacking = [file for case in cases for file in (*case.images, case.mask) if not file.is_file()]
     if lacking:
         raise UsageError(f"{len(lacking)} files are not there, first {lacking[0]}: unpack the archive again")
@@ -335,9 +335,9 @@ def _read_volumes(
     *,
     gland: bool = False,
 ) -> tuple[ClientData, ...]:
-    """Return clients with volumes that are decoded when they are needed, and masks whose classes are ``renamed``.
+    """Return clients with volumes that are decoded on demand, and masks whose classes are ``renamed``.
 
-    ``gland``: all classes but the background are one.
+    ``gland``: merge all classes except the background into one.
     """
     flat = [case for own in cases.values() for case in own]
     _require(flat)

@@ -1,8 +1,8 @@
 """Morpho-MNIST: MNIST's digits with their strokes changed (Castro et al. 2019, JMLR 20(178), arXiv:1809.10780).
 
-``global`` mixes plain, thinned and thickened digits, ``local`` plain, swollen and fractured ones, as published: FedBN's
-two new clients (arXiv:2102.07623, appendix G). The published images are read if present, otherwise they are made from
-MNIST (:mod:`._morphology`), which takes about two minutes for all of MNIST.
+As published, ``global`` mixes plain, thinned and thickened digits, and ``local`` mixes plain, swollen and fractured
+digits; these are FedBN's two new clients (arXiv:2102.07623, appendix G). The published images are used if present.
+Otherwise, images are made from MNIST (:mod:`._morphology`), which takes about two minutes for all of MNIST.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ _PUBLISHED = {
     "global": "global",
     "local": "local",
 }
-"""By domain: the name of the publisher's directory."""
+"""The name of the publisher's directory, by domain."""
 
 _MIXTURES = {"global": ("plain", "thin", "thick"), "local": ("plain", "swollen", "fractured")}
 _DOMAINS = ("plain", "thin", "thick", "swollen", "fractured")
-_CHUNK = 500  # digits changed at a time
+_CHUNK = 500  # digits to change at a time
 
 
 def _find(folder: Path) -> dict[str, Reader] | None:
-    """Return readers of the published domains and of ``mnist``."""
+    """Return readers for the published domains and for ``mnist``."""
     found = {domain: reader for domain, name in _PUBLISHED.items() if (reader := find_idx(folder, name))}
     if MNIST.present("mnist", folder):
         found["mnist"] = MNIST.locate("mnist", folder)
@@ -56,11 +56,11 @@ CARD = make_card(
 def morpho_mnist(
     root: Path, *, domains: Sequence[str] = _DOMAINS, samples: int | None = None, seed: int = 0
 ) -> Federation:
-    """Load Morpho-MNIST, one client for each of ``domains``, uint8 ``[N, 1, 28, 28]``; no digit is in two clients.
+    """Load Morpho-MNIST, one client for each of ``domains``, uint8 ``[N, 1, 28, 28]``; no two clients share a digit.
 
     Domains are plain, thin, thick, swollen, fractured, and the mixtures global and local. ``samples``: training digits
-    per client; None: an equal share of all. Test digits are distributed as well. A digit's look depends only on its
-    index in MNIST, its domain and ``seed``. Raises :class:`UsageError` for other domains and sizes, and where neither
+    per client; None: an equal share of all. Test digits are distributed as well. A digit's appearance depends only on
+    its index in MNIST, its domain and ``seed``. Raises :class:`UsageError` for other domains and sizes, and if neither
     MNIST nor the published images are under ``root``.
     """
     for domain in domains:
@@ -97,7 +97,7 @@ def morpho_mnist(
 
 
 def _perturb_digits(x: torch.Tensor, numbers: NDArray[np.int64], domain: str, part: str, seed: int) -> torch.Tensor:
-    """Perturb digits ``[N, 1, 28, 28]``, which have these indices in MNIST, as in ``domain``."""
+    """Perturb digits ``[N, 1, 28, 28]``, whose indices in MNIST are ``numbers``, as in ``domain``."""
     streams = [stream(seed, "morpho-mnist", domain, part, int(number)) for number in numbers]
     kinds = [str(rng.choice(_MIXTURES[domain])) if domain in _MIXTURES else domain for rng in streams]
     chunks = [

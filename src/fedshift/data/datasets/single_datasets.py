@@ -1,6 +1,6 @@
-"""Data sets of a single source: MNIST, Fashion-MNIST, SVHN, SynthDigits, USPS, MNIST-M and CIFAR-10.
+"""Data sets with a single source: MNIST, Fashion-MNIST, SVHN, SynthDigits, USPS, MNIST-M and CIFAR-10.
 
-Each has a card, a function that finds one of the layouts in which its files are distributed, and a loader.
+Each has a card, a function that finds its files in one of the distributed layouts, and a loader.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def mnist(root: Path) -> Federation:
     """Load MNIST: 70,000 handwritten digits, 28 x 28 gray (LeCun, Bottou, Bengio and Haffner 1998).
 
     Returns one client ``mnist``, uint8 ``[N, 1, 28, 28]``, ten classes, with the publisher's training and test parts.
-    This loader and those below raise :class:`UsageError` for files that are not under ``root`` or cannot be read.
+    This loader and those below raise :class:`UsageError` if files are not under ``root`` or cannot be read.
     """
     return load_single("mnist", root, MNIST)
 
@@ -73,7 +73,7 @@ SYNTHDIGITS = make_single_card(
 
 
 def svhn(root: Path) -> Federation:
-    """Load SVHN: photographed house numbers, cropped digits of 32 x 32 in color, "format 2" (Netzer et al. 2011).
+    """Load SVHN: photographed house numbers, cropped digits, 32 x 32 in color, "format 2" (Netzer et al. 2011).
 
     Returns one client, uint8 ``[N, 3, 32, 32]``, ten classes (the file's label 10 is digit 0), with the official parts.
     """
@@ -81,7 +81,7 @@ def svhn(root: Path) -> Federation:
 
 
 def synthdigits(root: Path) -> Federation:
-    """Load SynthDigits: digits from fonts on clutter, 32 x 32 in color, in SVHN's format (Ganin and Lempitsky 2015).
+    """Load SynthDigits: font digits on clutter, 32 x 32 in color, in SVHN's format (Ganin and Lempitsky 2015).
 
     Returns one client, uint8 ``[N, 3, 32, 32]``, ten classes, with the official parts; 1.5 GB in memory.
     """
@@ -137,11 +137,11 @@ USPS = make_single_card(
 
 
 def usps(root: Path) -> Federation:
-    """Load USPS: 9,298 handwritten digits of envelopes, 16 x 16 gray (Hull 1994), in its commonly distributed formats.
+    """Load USPS: 9,298 handwritten digits from envelopes, 16 x 16 gray (Hull 1994), in its common formats.
 
-    The pixels of all formats are the same, from -1 to 1 (LIBSVM's and the ESL book's text) or from 0 to 1
-    (``usps.h5``). Values from -1 to 1 are truncated to gray levels, as FedBN's authors and torchvision do; values from
-    0 to 1 are rounded. ``usps_28x28.pkl`` is another split, 7,438 and 1,860, of images scaled to 28 x 28.
+    All formats contain the same pixels, from -1 to 1 (text of LIBSVM and of the ESL book) or from 0 to 1 (``usps.h5``).
+    Values from -1 to 1 are truncated to gray levels, as FedBN's authors and torchvision do; values from 0 to 1 are
+    rounded. ``usps_28x28.pkl`` has another split, 7,438 and 1,860, of images scaled to 28 x 28.
 
     Returns one client, uint8 ``[N, 1, 16, 16]`` (28 x 28 from ``usps_28x28.pkl``), ten classes, with the file's parts.
     """
@@ -149,7 +149,7 @@ def usps(root: Path) -> Federation:
 
 
 def _read_listed_images(labels: Path) -> Arrays:
-    """Return images ``[N, H, W, 3]`` and labels of a list with lines such as ``00000000.png 5``."""
+    """Return images ``[N, H, W, 3]`` and labels from a list with lines such as ``00000000.png 5``."""
     with explain_errors(labels, "a list of images and labels"):
         rows = [line.split() for line in labels.read_text().splitlines() if line.strip()]
         names, y = [name for name, _ in rows], [int(label) for _, label in rows]
@@ -193,9 +193,9 @@ MNISTM = make_single_card(
 def mnistm(root: Path) -> Federation:
     """Load MNIST-M: MNIST's digits blended with patches of color photographs (Ganin et al. 2016, arXiv:1505.07818).
 
-    Three formats are read. The authors' directory ``mnist_m`` has 59,001 and 9,001 images of 32 x 32. The two pickles,
-    ``keras_mnistm.pkl`` and ``mnistm_data.pkl``, are remakes of all 70,000 digits in 28 x 28, as FedBN's authors used
-    them; the first holds no labels, which are those of MNIST in a directory nearby.
+    Three formats are supported. The authors' directory ``mnist_m`` has 59,001 and 9,001 images of 32 x 32. The two
+    pickles, ``keras_mnistm.pkl`` and ``mnistm_data.pkl``, are remakes of all 70,000 digits in 28 x 28, as used by
+    FedBN's authors; the first has no labels, which are read from MNIST in a directory nearby.
 
     Returns one client, uint8 ``[N, 3, 32, 32]`` (28 x 28 from a pickle), ten classes, with the file's two parts.
     """
@@ -226,7 +226,7 @@ def _read_cifar_files(*files: Path) -> Parts:
 def _read_cifar_archive(archive: Path) -> Parts:
     batches = {}
     with explain_errors(archive, "CIFAR-10's archive"), tarfile.open(archive) as members:
-        for member in members:  # in the archive's order: going back would decompress it again
+        for member in members:  # in the archive's order, because going back would decompress it again
             file = members.extractfile(member)
             name = Path(member.name).name
             if file is not None and name.removesuffix(".bin") in _CIFAR_BATCHES:
@@ -238,8 +238,8 @@ def _read_cifar_archive(archive: Path) -> Parts:
 def _read_cifar_batch(file: IO[bytes], where: Path) -> Batch:
     """Return images ``[N, 3, 32, 32]`` and labels ``[N]`` of one batch.
 
-    In the binary version a record is one byte of label and 3 x 1,024 bytes of red, green and blue; in the python
-    version a batch is a pickled dictionary with the same rows as ``data``.
+    In the binary version, a record is one label byte and 3 x 1,024 bytes of red, green and blue; in the python version,
+    a batch is a pickled dictionary with the same rows as ``data``.
     """
     if where.suffix == ".bin":
         content = file.read()
@@ -270,12 +270,12 @@ CIFAR10 = make_single_card(
 
 
 def cifar10(root: Path, *, doubled: bool = False, seed: int = 0) -> Federation:
-    """Load CIFAR-10: 60,000 photographs of ten kinds, 32 x 32 in color (Krizhevsky 2009), "python" or "binary" version.
+    """Load CIFAR-10: 60,000 photographs, 32 x 32 in color (Krizhevsky 2009), "python" or "binary" version.
 
     Returns one client, uint8 ``[N, 3, 32, 32]``, ten classes, with the publisher's training and test parts. Archives
-    are read packed or unpacked. ``doubled``: the training images are followed by an augmented copy of each, drawn once
+    may be packed or unpacked. ``doubled``: the training images are followed by an augmented copy of each, drawn once
     from ``seed``, as in FedMMB (Nasirigerdeh et al., arXiv:2011.07006): flips, brightness, contrast, saturation and
-    hue. The paper gives no strengths; :func:`fedshift.data.augmentation.fedmmb_cifar` sets them.
+    hue. The paper does not give the strengths; :func:`fedshift.data.augmentation.fedmmb_cifar` sets them.
     """
     train, test = CIFAR10.locate("cifar10", root)()
     if doubled:

@@ -1,4 +1,4 @@
-"""Federations from user directories: images, ``.npz`` or ``.npy`` files, or tables, as the files show."""
+"""Federations from user directories with images, ``.npz`` or ``.npy`` files, or tables; the kind is detected."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .tables import holds_tables, read_tables
 from .volumes import holds_volumes, read_masked_volumes
 
 SPLITS = {"train": "train", "validation": "val", "test": "test"}
-"""Names of splits, and the suffixes of the arrays' names."""
+"""Suffixes of array names, by split."""
 
 
 def read_folder(
@@ -33,17 +33,17 @@ def read_folder(
     """Read a federation from a directory or a table.
 
     Args:
-        path: A directory with ``client/class/*.png`` (jpg, tif, bmp), or ``client/train/class/*.png`` with test and val
-            beside train; with masks in ``client/images/*`` and ``client/masks/*`` (NIfTI and DICOM too), or with these
-            in train, test and val; with one ``.npz`` file per client; with ``client/train/x.npy`` and ``y.npy``, and
-            test and perhaps val beside train, of which inputs stay on disk; or with one CSV or Parquet file per client.
-            Or one table, with ``client_column``.
+        path: A directory with one of these layouts: ``client/class/*.png`` (jpg, tif, bmp), or
+            ``client/train/class/*.png`` with test and val beside train; images with masks in ``client/images/*`` and
+            ``client/masks/*`` (also NIfTI and DICOM), or with these folders in train, test and val; one ``.npz`` file
+            per client; ``client/train/x.npy`` and ``y.npy`` with test and optionally val beside train, whose inputs
+            stay on disk; one CSV or Parquet file per client. Or one table, with ``client_column``.
         domains: Names of the clients to read, in this order; None: all.
         classes: Number of classes; None: as found.
         choices: Further fields of :class:`~fedshift.data.files.read_options.ReadOptions`.
 
     Raises:
-        UsageError: A file cannot be read, or the directory holds none or several of these kinds.
+        UsageError: A file cannot be read, or the directory contains none or several of these layouts.
 
     """
     return read_directory(
@@ -86,16 +86,16 @@ def read_directory(path: Path, reading: ReadOptions) -> Federation:
 def read_arrays(path: Path, reading: ReadOptions) -> Federation:
     """Read one ``.npz`` file per client with ``x_train y_train x_test y_test`` and optionally ``x_val y_val``.
 
-    Masks may be called ``m_train m_test m_val``.
-    Arrays are read without pickle, so a file cannot run code; for shapes see :func:`fedshift.data.samples.to_samples`.
+    Masks may be named ``m_train m_test m_val``. Arrays are read without pickle, so a file cannot run code; for shapes
+    see :func:`fedshift.data.samples.to_samples`.
     """
     return _read_clients(path, reading, {file.stem: file for file in _arrays_in(path, reading)}, _read, "files of .npz")
 
 
 def read_mapped_arrays(path: Path, reading: ReadOptions) -> Federation:
-    """Read ``x.npy`` and ``y.npy`` in ``client/train``, ``client/test`` and perhaps ``client/val``.
+    """Read ``x.npy`` and ``y.npy`` in ``client/train``, ``client/test`` and optionally ``client/val``.
 
-    Inputs stay on disk, and are read when a batch needs them; targets are in memory. Shapes are as in ``.npz`` files.
+    Inputs stay on disk and are read when a batch needs them; targets are in memory. Shapes are as in ``.npz`` files.
     """
     return _read_clients(path, reading, _mapped_in(path, reading), _read_mapped, "folders of .npy")
 
@@ -121,7 +121,7 @@ def _read_clients(
 
 
 def _mapped_in(path: Path, reading: ReadOptions) -> dict[str, Path]:
-    """Return the folders with ``train/x.npy`` in directory ``path``, by name, or the one that it is where it joins."""
+    """Return the folders with ``train/x.npy`` in ``path`` by name, or ``path`` if it is a client that joins others."""
     if reading.like is not None and (path / "train" / "x.npy").exists():
         return {path.resolve().name: path}
     return {file.parts[-3]: file.parents[1] for file in sorted(path.glob("*/train/x.npy"))}

@@ -1,12 +1,12 @@
 """Headers and pixels of single image files.
 
-The EXIF orientation (JEITA CP-3451, tag 0x0112) is applied, transparent images are composited over white, only the
-first of several frames is read, and images are squashed to the given size, as in FedBN (Li et al. 2021,
-arXiv:2102.07623, section 5.1), bilinear with antialiasing. Only Pillow's readers of PNG, JPEG, TIFF and BMP are
-admitted, whatever the file's name, so that no other program is ever started for it.
+The EXIF orientation (JEITA CP-3451, tag 0x0112) is applied, transparent images are composited over white, and only the
+first of several frames is read. Images are resized to the given size without keeping their aspect ratio, as in FedBN
+(Li et al. 2021, arXiv:2102.07623, section 5.1), bilinear with antialiasing. Only Pillow's readers for PNG, JPEG, TIFF
+and BMP are allowed, whatever the file's name, so that no other program is ever started.
 
-A mask holds one class number from 0 to 255 for each pixel: gray, of one bit, or the indices of a palette. It is resized
-to the nearest pixel.
+A mask contains one class number from 0 to 255 for each pixel: as gray, one bit, or palette indices. It is resized to
+the nearest pixel.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from ...utils.files import NotRegular, open_regular
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp"})
 
 Kind = Literal["byte", "integer", "real", "mask"]
-"""Encoding of brightness: 8 bits (or 1), gray integers of up to 16 bits, or gray floats in [0, 1]; or class numbers."""
+"""Encoding of pixels: 8 bits (or 1), gray integers of up to 16 bits, gray floats in [0, 1], or class numbers."""
 
 _FORMATS = ("PNG", "JPEG", "TIFF", "BMP")
 _GRAY = ("1", "L", "LA")
-_TURNED = range(5, 9)  # orientations that exchange height and width
+_TURNED = range(5, 9)  # orientations that swap height and width
 _ORIENTED = frozenset({"exif", "Raw profile type exif", "xmp", "XML:com.adobe.xmp"})
 _FILTERS = threading.Lock()
 _LASTING = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR})  # other errors may be temporary
@@ -47,7 +47,7 @@ class Unreadable(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """Facts in a file's header; ``width`` and ``height`` in pixels of the upright image."""
+    """Facts from a file's header; ``width`` and ``height`` of the upright image in pixels."""
 
     kind: Kind
     channels: int
@@ -58,9 +58,9 @@ class Header:
 
 @contextmanager
 def quiet_pillow() -> Iterator[None]:
-    """Silence Pillow's warnings, but make more pixels than Pillow's limit an error.
+    """Silence Pillow's warnings, but raise an error for images above Pillow's pixel limit.
 
-    Warning filters belong to the process, not to a thread, so only one such block runs at a time.
+    Warning filters are per process, not per thread, so only one such block runs at a time.
     """
     with _FILTERS, warnings.catch_warnings():
         warnings.filterwarnings("ignore", module=r"PIL\.")
@@ -71,7 +71,7 @@ def quiet_pillow() -> Iterator[None]:
 def read_header(file: Path) -> Header:
     """Read the header of ``file`` without decoding pixels; raise :class:`Unreadable` if it cannot be read."""
     with _open_image(file) as image:
-        if isinstance(image, TiffImageFile):  # whose ``size`` is upright only since Pillow 11
+        if isinstance(image, TiffImageFile):  # its ``size`` is upright only since Pillow 11
             width, height = image.tag_v2[ExifTags.Base.ImageWidth], image.tag_v2[ExifTags.Base.ImageLength]
             orientation = image.tag_v2.get(ExifTags.Base.Orientation)
         else:
@@ -89,9 +89,9 @@ def read_header(file: Path) -> Header:
 def decode_image(
     file: Path, *, kind: Kind, channels: int, height: int, width: int
 ) -> tuple[NDArray[np.generic], float]:
-    """Return the pixels of ``file`` as ``[channels, height, width]``, and the largest value in the file itself.
+    """Return the pixels of ``file`` as ``[channels, height, width]``, and the largest value in the file.
 
-    ``kind`` byte and mask give uint8; integer and real give float32 with the file's own values, which must lie in
+    ``kind`` byte and mask give uint8; integer and real give float32 with the file's own values, which must be in
     0..65535 and [0, 1]. Raises :class:`Unreadable`.
     """
     with _open_image(file) as image:
@@ -101,7 +101,7 @@ def decode_image(
 def convert_image(
     image: Image.Image, *, kind: Kind, channels: int, height: int, width: int
 ) -> tuple[NDArray[np.generic], float]:
-    """Return :func:`decode_image` of an open ``image``, which is turned upright in place."""
+    """Return :func:`decode_image` for an open ``image``, which is rotated upright in place."""
     ImageOps.exif_transpose(image, in_place=True)
     if kind == "mask":
         classes = _to_classes(image).resize((width, height), Image.Resampling.NEAREST)
@@ -116,9 +116,9 @@ def convert_image(
 
 @contextmanager
 def _open_image(file: Path) -> Iterator[Image.Image]:
-    """Open an image lazily; turn whatever Pillow raises on a damaged file into :class:`Unreadable`."""
+    """Open an image lazily; convert any exception of Pillow for a damaged file into :class:`Unreadable`."""
     try:
-        # not by name: Pillow would map plain gray TIFFs, and rotates those of orientation 5 to 8 wrongly
+        # not by name: Pillow would memory-map plain gray TIFFs and rotate those with orientation 5 to 8 wrongly
         with open_regular(file) as stream, Image.open(stream, formats=_FORMATS) as image:
             yield image
     except Unreadable:
@@ -147,7 +147,7 @@ def _to_bytes(image: Image.Image, channels: int) -> Image.Image:
 
 
 def _to_classes(image: Image.Image) -> Image.Image:
-    """Return the class numbers of a mask in mode L."""
+    """Return a mask's class numbers in mode L."""
     if image.format == "JPEG":
         raise Unreadable("is a mask in JPEG, which alters class numbers: save it as PNG")
     values = np.asarray(image.convert("RGB") if image.mode in ("LA", "PA", "RGBA", "CMYK") else image)
@@ -163,8 +163,8 @@ def _to_classes(image: Image.Image) -> Image.Image:
 
 
 def _to_values(image: Image.Image, most: int) -> Image.Image:
-    """Return the image in mode F with the file's own values, which must lie in 0..``most``."""
+    """Return the image in mode F with the file's own values, which must be in 0..``most``."""
     values = np.asarray(image).astype(np.float32)
-    if not (values.min() >= 0 and values.max() <= most):  # NaN is refused too
+    if not (values.min() >= 0 and values.max() <= most):  # also true for NaN
         raise Unreadable(f"has values from {values.min():g} to {values.max():g}, not in 0..{most}")
     return Image.fromarray(values)

@@ -1,18 +1,18 @@
 """A client's images as one array, decoded once and then mapped from a cache of limited size.
 
-An entry of the cache is a directory named by a digest (BLAKE2b) of the files' paths, sizes and modification times and
-of the reading options. It is written under a temporary name and then renamed, so that an entry is complete or absent,
-and of two processes that decode the same files at the same time each finds a complete one. Pixels are written as they
-are decoded, so that memory never holds more than one image per thread. The array is mapped copy-on-write (NumPy's mode
-"c"): pages are read when they are needed, and writing to them does not reach the file.
+A cache entry is a directory named by a digest (BLAKE2b) of the files' paths, sizes and modification times and of the
+reading options. It is written under a temporary name and then renamed, so that an entry is either complete or absent,
+even if two processes decode the same files at the same time. Pixels are written as they are decoded, so that memory
+never holds more than one image per thread. The array is mapped copy-on-write (NumPy's mode "c"): pages are read on
+demand, and writes do not reach the file.
 
-Where a new entry needs room, the least recently used ones are removed, except those that this process has mapped. An
-entry that another process has mapped may be removed: on Linux and macOS the mapping outlives the file, and on Windows
-the removal is refused and the entry stays. An entry is renamed before it is removed, so that other processes find a
-complete one or none, and decode again where there is none.
+If a new entry needs space, the least recently used entries are removed, except those that this process has mapped. An
+entry that another process has mapped may be removed: on Linux and macOS the mapping survives, and on Windows the
+removal fails and the entry stays. An entry is renamed before it is removed, so that other processes find either a
+complete entry or none, and then decode again.
 
-Gray integers of more than 8 bits become ``value / (2^bits - 1) * 2 - 1`` with ``bits`` the smallest of 8, 10, 12, 14
-and 16 that holds the client's largest training value, because cameras and scanners fill 12 bits of 16; floats in
+Gray integers of more than 8 bits become ``value / (2^bits - 1) * 2 - 1``, where ``bits`` is the smallest of 8, 10, 12,
+14 and 16 that fits the client's largest training value, because cameras and scanners use 12 of 16 bits; floats in
 [0, 1] become ``2 value - 1``.
 """
 
@@ -43,24 +43,24 @@ from .read_options import Progress
 Pixels = NDArray[np.generic]
 
 _VERSION = 1
-_SCALED = ("integer", "real")  # kinds whose values become floats from -1 to 1
+_SCALED = ("integer", "real")  # kinds whose values are scaled to floats from -1 to 1
 _BITS = (8, 10, 12, 14, 16)
 _AT_ONCE = 16  # files between two reports of progress
 
 VARIABLE = "FEDSHIFT_CACHE_LIMIT"
 LIMIT = 20.0
-"""Gigabytes (10^9 bytes), unless the environment variable :data:`VARIABLE` is set."""
+"""Default size limit in gigabytes (10^9 bytes); the environment variable :data:`VARIABLE` overrides it."""
 BEGUN = ".tmp"
-"""Suffix of entries that are being written or removed."""
+"""Suffix of entries being written or removed."""
 ABANDONED = 24 * 3600
-"""Seconds without a change after which such an entry counts as left by a crash."""
+"""Seconds without changes after which such an entry is considered abandoned by a crash."""
 
 _mapped: set[Path] = set()
 """Entries that this process has mapped."""
 
 
 class ImageFile(NamedTuple):
-    """A file of a client: ``path`` relative to a given directory, ``part`` (may be empty) and ``category``."""
+    """A client's file: ``path`` relative to a given directory, ``part`` (may be empty) and ``category``."""
 
     path: str
     part: str
@@ -71,10 +71,10 @@ class ImageFile(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ImageFacts:
-    """Common properties of a client's images, and the files that are exceptions.
+    """Common properties of a client's images, and the exceptional files.
 
-    ``bits`` is 0 unless gray integers were scaled; ``broken`` gives the reason why a file cannot be used, ``frames``
-    the number of frames of files with several.
+    ``bits`` is 0 unless gray integers were scaled. ``broken`` gives the reason why a file cannot be used; ``frames``
+    gives the number of frames of files with several.
     """
 
     kind: Kind = "byte"
@@ -88,9 +88,9 @@ class ImageFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class ImageStore:
-    """A client's images ``[N, C, H, W]`` in the order of its files, zeros where a file is broken.
+    """A client's images ``[N, C, H, W]`` in the order of its files, with zeros for broken files.
 
-    ``unkept`` is the reason why the array is in memory; empty where it is in the cache.
+    ``unkept``: the reason why the array is in memory; empty if it is in the cache.
     """
 
     facts: ImageFacts
@@ -99,7 +99,7 @@ class ImageStore:
 
 
 def cache_entry(cache: Path, root: Path, files: Iterable[ImageFile], *choices: object) -> Path:
-    """Return the entry in ``cache`` for these files of ``root``, decoded with the options ``choices``."""
+    """Return the path in ``cache`` for these files of ``root``, decoded with the options ``choices``."""
     digest = blake2b(repr((_VERSION, str(root.resolve()), *choices)).encode(), digest_size=16)
     for file in files:
         digest.update(repr(tuple(file)).encode())
@@ -107,7 +107,7 @@ def cache_entry(cache: Path, root: Path, files: Iterable[ImageFile], *choices: o
 
 
 def load_store(place: Path) -> ImageStore | None:
-    """Return the store at ``place``, None unless it is there and complete; an incomplete one is removed."""
+    """Return the store at ``place``, or None unless it exists and is complete; an incomplete one is removed."""
     if not place.is_dir():
         return None
     try:
@@ -125,7 +125,7 @@ def load_store(place: Path) -> ImageStore | None:
 def inspect_all(
     root: Path, files: Sequence[ImageFile], what: str, progress: Progress | None
 ) -> tuple[dict[str, Header], dict[str, str]]:
-    """Return the headers of the files, and the reason why each of the others is broken."""
+    """Return the headers of readable files, and the reason why each other file is broken."""
     found: list[Header | str] = [""] * len(files)
 
     def one(row: int) -> None:
@@ -141,7 +141,7 @@ def inspect_all(
 
 
 def describe_headers(headers: Mapping[str, Header], broken: dict[str, str], height: int, width: int) -> ImageFacts:
-    """Return the facts on images with these headers, all of one kind, that are decoded to ``height`` and ``width``."""
+    """Return the facts for images with these headers, all of one kind, that are decoded to ``height`` x ``width``."""
     return ImageFacts(
         kind=next((header.kind for header in headers.values()), "byte"),
         channels=max((header.channels for header in headers.values()), default=1),
@@ -161,9 +161,9 @@ def decode_all(
     what: str,
     progress: Progress | None,
 ) -> ImageStore:
-    """Decode ``files`` by ``facts`` into an entry at ``place``, or into memory if it cannot be written.
+    """Decode ``files`` as described by ``facts`` into an entry at ``place``, or into memory if it cannot be written.
 
-    ``split(broken)["train"]`` are the rows of the training images once the broken files are known.
+    ``split(broken)["train"]`` returns the rows of the training images, once the broken files are known.
     """
     shape = (len(files), facts.channels, facts.height, facts.width)
     dtype = np.dtype(np.float32 if facts.kind in _SCALED else np.uint8)
@@ -203,7 +203,7 @@ def decode_all(
 def _write_store(
     place: Path, shape: tuple[int, ...], dtype: np.dtype[Any], fill: Callable[..., tuple[ImageFacts, dict[int, float]]]
 ) -> ImageStore:
-    """Fill an entry beside ``place`` and rename it to ``place``; raise :class:`OSError` if the disk refuses."""
+    """Fill an entry beside ``place`` and rename it to ``place``; raise :class:`OSError` if writing fails."""
     beside = place.with_name(f"{place.name}.{uuid4().hex}{BEGUN}")
     make_room(place.parent, math.prod(shape) * dtype.itemsize)
     beside.mkdir(parents=True)
@@ -211,7 +211,7 @@ def _write_store(
         array = beside / "pixels.npy"
         start = np.lib.format.open_memmap(array, "w+", dtype, shape).offset
         lock = Lock()
-        with array.open("r+b") as file:  # written, not mapped, so that a full disk raises an error
+        with array.open("r+b") as file:  # writing instead of mapping raises an error if the disk is full
 
             def put(row: int, pixels: Pixels) -> None:
                 with lock:
@@ -229,7 +229,7 @@ def _write_store(
         (beside / "facts.json").write_text(json.dumps(asdict(facts)), "utf-8")
         beside.rename(place)
     except OSError:
-        if not place.exists():  # otherwise another process was first, and its entry is equal
+        if not place.exists():  # otherwise another process was first, and its entry is identical
             raise
     finally:
         shutil.rmtree(beside, ignore_errors=True)
@@ -248,7 +248,7 @@ def _rescale(pixels: Pixels, facts: ImageFacts, rows: Iterable[int]) -> None:
 
 
 def run_in_parallel(work: Callable[[int], None], count: int, what: str, progress: Progress | None) -> None:
-    """Call ``work`` with 0..``count - 1`` on a few threads (Pillow releases the interpreter lock while it decodes)."""
+    """Call ``work`` with 0..``count - 1`` on a few threads (Pillow releases the GIL while it decodes)."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
     def some(start: int) -> int:
@@ -265,7 +265,7 @@ def run_in_parallel(work: Callable[[int], None], count: int, what: str, progress
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """An entry of the cache: its directory, its bytes, and its last use in nanoseconds since 1970."""
+    """A cache entry: its directory, its size in bytes, and its last use in nanoseconds since 1970."""
 
     place: Path
     size: int
@@ -273,12 +273,12 @@ class Entry:
 
 
 def images_in(cache: Path) -> Path:
-    """Return the directory of decoded images in a cache directory."""
+    """Return the directory for decoded images in a cache directory."""
     return cache / "images"
 
 
 def limit() -> float:
-    """Return the bytes that decoded images may take; raise :class:`UsageError` if the variable is not a number."""
+    """Return the size limit in bytes for decoded images; raise :class:`UsageError` if the variable is not a number."""
     given = os.environ.get(VARIABLE) or str(LIMIT)
     try:
         gigabytes = float(given)
@@ -290,7 +290,7 @@ def limit() -> float:
 
 
 def entries(images: Path) -> list[Entry]:
-    """Return all entries in ``images``, the least recently used first, including those that are being written."""
+    """Return all entries in ``images``, least recently used first, including those being written."""
     found = []
     with suppress(OSError):
         for place in images.iterdir():
@@ -303,12 +303,12 @@ def entries(images: Path) -> list[Entry]:
 
 
 def count_bytes(images: Path) -> int:
-    """Return the bytes of all entries in the directory ``images``."""
+    """Return the total size in bytes of all entries in directory ``images``."""
     return sum(entry.size for entry in entries(images))
 
 
 def make_room(images: Path, size: int) -> None:
-    """Remove entries until ``size`` more bytes are within the limit, or only those in use by this process are left."""
+    """Remove entries until ``size`` more bytes fit the limit, or only entries in use by this process are left."""
     known = entries(images)
     over = sum(entry.size for entry in known) + size - limit()
     now = time.time_ns()
@@ -320,13 +320,13 @@ def make_room(images: Path, size: int) -> None:
 
 
 def clear(images: Path) -> None:
-    """Remove all entries; processes that are writing one keep their images in memory."""
+    """Remove all entries; processes that are writing an entry keep their images in memory."""
     for entry in entries(images):
         remove(entry.place)
 
 
 def remove(place: Path) -> bool:
-    """Remove an entry; return False if it is still there, as on Windows while a process has it mapped."""
+    """Remove an entry; return False if this fails, for example on Windows while a process has it mapped."""
     gone = place.with_name(f"{place.name.partition('.')[0]}.{uuid4().hex}{BEGUN}")
     try:
         place.rename(gone)

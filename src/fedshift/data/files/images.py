@@ -1,8 +1,8 @@
 """Federations from directories of images, ``DIR/<client>/<class>/<image>`` or ``DIR/<client>/<part>/<class>/<image>``.
 
 Federations of domains are published in this form (Office-Caltech10, Office-Home, PACS, DomainNet). A part is train,
-validation or test. Of a client without parts, ``test_fraction`` of every class is for testing, and likewise of the
-train folder of a client without a test folder. Train, validation and test are rows of one array, which is decoded once
+validation or test. If a client has no parts, ``test_fraction`` of every class is used for testing; if it has no test
+folder, ``test_fraction`` of its train folder. Train, validation and test are rows of one array, which is decoded once
 and then mapped from the cache (:mod:`fedshift.data.files.image_store`).
 """
 
@@ -31,7 +31,7 @@ from .read_options import ReadOptions
 from .volume_decoding import is_volume
 
 PARTS = {"train": "train", "val": "validation", "valid": "validation", "validation": "validation", "test": "test"}
-"""Folder names that denote a part of a client's data, and the part."""
+"""Parts of a client's data, by folder name."""
 
 LAYOUT = (
     "images belong in DIR/<client>/<class>/, or in DIR/<client>/train/<class>/ and DIR/<client>/test/<class>/ "
@@ -39,27 +39,27 @@ LAYOUT = (
 )
 
 UNREAD = frozenset({".avif", ".dcm", ".gif", ".heic", ".heif", ".jfif", ".jp2", ".pgm", ".ppm", ".tga", ".webp"})
-"""Suffixes of images in formats that are not read: leaving such files out loses data."""
+"""Suffixes of image formats that cannot be read; skipping such files loses data."""
 
 _IGNORED = frozenset({"thumbs.db", "desktop.ini", "__macosx"})
-_DEEPEST = 4  # levels below DIR at which images are looked for: client, part, class, and one too deep
+_DEEPEST = 4  # levels below DIR to search for images: client, part, class, and one level too deep
 _LISTED = 5
 
 Rows = NDArray[np.int64]
 
 
 class SizesDiffer(UsageError):
-    """Images have several sizes, and no common size was given."""
+    """Images have different sizes, and no common size was given."""
 
 
 def read_images(path: Path, reading: ReadOptions) -> Federation:
     """Return the federation in directory ``path``.
 
-    A client is gray (C = 1) unless one of its images is in color. Labels count the class folders of all clients,
+    A client is gray (C = 1) unless one of its images is in color. Labels number the class folders of all clients,
     selected or not.
 
     Args:
-        path: Directory of clients, or of one client's class folders or parts, where that joins others (``like``).
+        path: Directory of clients, or of the class folders or parts of one client that joins others (``like``).
         reading: ``domains``, ``classes``, ``image_size``, ``on_unreadable``, ``test_fraction``, ``cache`` and
             ``progress`` apply.
 
@@ -67,8 +67,8 @@ def read_images(path: Path, reading: ReadOptions) -> Federation:
         Images uint8 ``[N, C, H, W]``; float32 in [-1, 1] for gray of more than 8 bits.
 
     Raises:
-        UsageError: The directory is arranged differently, domains are unknown, files cannot be read (unless they are
-            to be skipped), sizes differ without ``image_size``, or a client mixes gray of 8 and of more bits.
+        UsageError: The directory has another layout, domains are unknown, files cannot be read (unless they are to be
+            skipped), sizes differ and ``image_size`` is not given, or a client mixes gray of 8 bits and of more.
 
     """
     folders = choose_folders(path, reading)
@@ -108,9 +108,9 @@ def read_images(path: Path, reading: ReadOptions) -> Federation:
 
 
 def choose_folders(path: Path, reading: ReadOptions) -> dict[str, Path]:
-    """Return the folders of all clients in ``path`` by name, of the one that it is where that joins others.
+    """Return the client folders in ``path`` by name, or ``path`` itself if it is one client that joins others.
 
-    Raises :class:`UsageError` for an impossible size of images, and for unknown names of clients.
+    Raises :class:`UsageError` for an impossible image size and for unknown client names.
     """
     if reading.image_size is not None and reading.image_size < 1:
         raise UsageError(f"image_size={reading.image_size} pixels: must be at least 1")
@@ -133,13 +133,13 @@ def refuse_broken(path: Path, broken: Mapping[str, str], count: int, reading: Re
 
 
 def list_unkept(stores: Iterable[ImageStore], reading: ReadOptions) -> list[str]:
-    """Return notices of why decoded files are not in the cache."""
+    """Return notices that explain why decoded files are not in the cache."""
     reasons = {store.unkept for store in stores if store.unkept}
     return [f"{reading.cache_directory} cannot be written ({why}): images are kept in memory" for why in reasons]
 
 
 def holds_images(path: Path) -> bool:
-    """Return whether an image is in a folder of ``path`` or up to three levels below it; stop at the first."""
+    """Return whether there is an image in a folder of ``path`` or up to three levels below it; stop at the first."""
 
     def below(folder: Path, levels: int) -> bool:
         files, folders = list_content(folder)
@@ -149,7 +149,7 @@ def holds_images(path: Path) -> bool:
 
 
 def holds_one_client(path: Path) -> bool:
-    """Return whether the folders in ``path`` are one client's: parts, or classes with images directly in them."""
+    """Return whether the folders in ``path`` belong to one client: parts, or classes that directly contain images."""
     folders = list_content(path)[1]
     if folders and all(folder.name.lower() in PARTS for folder in folders):
         return True
@@ -158,7 +158,7 @@ def holds_one_client(path: Path) -> bool:
 
 
 def find_clients(path: Path) -> dict[str, Path]:
-    """Return the clients' folders by name; raise :class:`UsageError` if ``path`` is arranged differently."""
+    """Return the clients' folders by name; raise :class:`UsageError` if ``path`` has another layout."""
     if not path.is_dir():
         raise UsageError(f"{path} is no directory: give one in which {LAYOUT}")
     files, folders = list_content(path)
@@ -181,7 +181,7 @@ def list_categories(clients: Iterable[Path]) -> tuple[str, ...]:
 
 
 def sort_classes(found: Collection[str]) -> tuple[str, ...]:
-    """Sort names of classes, by number where all are numbers."""
+    """Sort class names, numerically if all are numbers."""
     if all(name.isascii() and name.isdecimal() for name in found):
         return tuple(sorted(found, key=lambda name: (int(name), name)))
     return tuple(sorted(found))
@@ -190,10 +190,10 @@ def sort_classes(found: Collection[str]) -> tuple[str, ...]:
 def list_files(
     root: Path, client: Path, suffixes: Collection[str] = SUFFIXES
 ) -> tuple[tuple[ImageFile, ...], tuple[str, ...]]:
-    """Return a client's images with ``suffixes``, ordered by part, class and name, and notices of what was ignored.
+    """Return a client's images with ``suffixes``, ordered by part, class and name, and notices of ignored files.
 
-    Raises :class:`UsageError` where images are outside of class folders or below them, parts are unclear, or there is
-    no image.
+    Raises :class:`UsageError` if images are outside of class folders or below them, parts are unclear, or there are no
+    images.
     """
     name, found, notices = client.name, [], []
     others: Counter[str] = Counter()
@@ -211,7 +211,7 @@ def list_files(
                 try:
                     stat = file.stat()
                     stamp = stat.st_size, stat.st_mtime_ns
-                except OSError:  # a link to nothing, which is found unreadable later
+                except OSError:  # a dangling link, which is later reported as unreadable
                     stamp = 0, 0
                 found.append(ImageFile(Path(file).relative_to(root).as_posix(), part, folder.name, *stamp))
     if others:
@@ -223,9 +223,9 @@ def list_files(
 
 
 def _find_parts(client: Path, *, check: bool = False) -> dict[str, list[os.DirEntry[str]]]:
-    """Return class folders by part; the part is "" where the client's folder holds classes.
+    """Return class folders by part; the part is "" if the client's folder contains the classes directly.
 
-    With ``check``, :class:`UsageError` is raised where images are outside of class folders, or parts are unclear.
+    With ``check``, raises :class:`UsageError` if images are outside of class folders, or parts are unclear.
     """
     files, folders = list_content(client)
     named = {folder.name: folder for folder in folders if folder.name.lower() in PARTS}
@@ -250,7 +250,7 @@ def _find_parts(client: Path, *, check: bool = False) -> dict[str, list[os.DirEn
 
 
 def list_content(folder: Path) -> tuple[list[os.DirEntry[str]], list[os.DirEntry[str]]]:
-    """Return files and folders in ``folder``, by name, without those that systems and archives leave behind."""
+    """Return the files and folders in ``folder``, by name, without leftovers of operating systems and archives."""
     with os.scandir(folder) as entries:
         seen = [e for e in entries if not e.name.startswith(".") and e.name.lower() not in _IGNORED]
     seen.sort(key=lambda e: e.name)
@@ -305,7 +305,7 @@ def load_stores(path: Path, files: Mapping[str, tuple[ImageFile, ...]], reading:
 
 
 def _find_common_size(path: Path, sizes: dict[tuple[int, int], str]) -> tuple[int, int]:
-    """Return the one width and height of all images, 1 x 1 where none can be read."""
+    """Return the common width and height of all images; 1 x 1 if none can be read."""
     if len(sizes) > 1:
         small, large = (pick(sizes, key=lambda size: (size[0] * size[1], size)) for pick in (min, max))
         ranges = (f"{min(side)} to {max(side)}" for side in zip(*sizes, strict=True))
@@ -320,7 +320,7 @@ def _find_common_size(path: Path, sizes: dict[tuple[int, int], str]) -> tuple[in
 def _split_rows(
     name: str, files: tuple[ImageFile, ...], reading: ReadOptions, broken: Collection[str]
 ) -> dict[str, Rows]:
-    """Return the indices in ``files`` for training, validation and testing, without ``broken`` ones."""
+    """Return the indices in ``files`` for training, validation and testing, without ``broken`` files."""
     usable = np.array([row for row, file in enumerate(files) if file.path not in broken], dtype=np.int64)
     part = np.array([files[row].part or "train" for row in usable], dtype=str)
     rows = {one: usable[part == one] for one in ("train", "validation", "test")}
@@ -337,7 +337,7 @@ def make_client(
 ) -> ClientData:  # fmt: skip
     """Return a client with images ``x`` and their targets ``y [N, ...]``, without ``broken`` files.
 
-    Raises :class:`UsageError` where no image is left for training or testing.
+    Raises :class:`UsageError` if no image is left for training or testing.
     """
     rows = _split_rows(name, files, reading, broken)
     if not len(rows["train"]):
@@ -364,7 +364,7 @@ def list_notices(name: str, files: tuple[ImageFile, ...], facts: ImageFacts, rea
 
 
 def list_faults(folder: Path, name: str, files: tuple[ImageFile, ...], facts: ImageFacts) -> list[str]:
-    """Return sentences on images of the client ``name`` in ``folder`` that are left out."""
+    """Return sentences about skipped images of client ``name`` in ``folder``."""
     said = []
     if facts.broken:
         why = format_few(f"{file}: {why}" for file, why in facts.broken.items())
@@ -379,7 +379,7 @@ def list_faults(folder: Path, name: str, files: tuple[ImageFile, ...], facts: Im
 
 
 def format_few(items: Iterable[str]) -> str:
-    """Return the first five items, and the number of the others."""
+    """Return the first five items and the number of the remaining ones."""
     named = list(items)
     more = f", and {len(named) - _LISTED} more" if len(named) > _LISTED else ""
     return ", ".join(named[:_LISTED]) + more

@@ -1,9 +1,9 @@
 """Federations for segmentation from directories, ``DIR/<client>/images/`` and ``DIR/<client>/masks/``.
 
 With parts, ``DIR/<client>/train/images/``, ``DIR/<client>/train/masks/`` and so on. An image and its mask have the same
-name but for the suffix, and the same size. Images are read as those of class folders
-(:mod:`fedshift.data.files.images`); a mask holds the class 0, 1, ... of each pixel, and 255 where it is ignored. Masks
-that hold nothing but 0 and 255 are of two classes.
+name except for the suffix, and the same size. Images are read like those in class folders
+(:mod:`fedshift.data.files.images`). A mask contains the class 0, 1, ... of each pixel, or 255 for ignored pixels. Masks
+that contain only 0 and 255 have two classes.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ Pair = tuple[ImageFile, ImageFile]
 
 
 def holds_masks(path: Path) -> bool:
-    """Return whether a client in ``path``, or the one client that it is, has folders of images and of masks."""
+    """Return whether a client in ``path``, or ``path`` itself, has folders of images and of masks."""
     return bool(find_places(path))
 
 
 def find_places(path: Path) -> list[Path]:
-    """Return the folders in ``path`` with folders of images and of masks: clients, or their parts."""
+    """Return the folders in ``path`` that contain folders of images and of masks: clients or their parts."""
     clients = [path, *_list_folders(path)]
     parts = [folder for client in clients for folder in _list_folders(client) if folder.name.lower() in images.PARTS]
     return [
@@ -55,15 +55,15 @@ def read_masked_images(path: Path, reading: ReadOptions) -> Federation:
     """Return the federation for segmentation in directory ``path``.
 
     Args:
-        path: Directory of clients, or of one client where that joins others (``like``).
+        path: Directory of clients, or of one client that joins others (``like``).
         reading: Options as for :func:`~fedshift.data.files.images.read_images`.
 
     Returns:
-        Images as :func:`~fedshift.data.files.images.read_images` returns them, and masks uint8 ``[N, H, W]``.
+        Images as in :func:`~fedshift.data.files.images.read_images`, and masks uint8 ``[N, H, W]``.
 
     Raises:
-        UsageError: The directory is arranged differently, an image has no mask or one of another size, a mask has no
-            image or a value that is no class, or files cannot be read.
+        UsageError: The directory has another layout, an image has no mask or one of another size, a mask has no image
+            or a value that is not a class, or files cannot be read.
 
     """
     folders = images.choose_folders(path, reading)
@@ -114,9 +114,9 @@ def read_masked_images(path: Path, reading: ReadOptions) -> Federation:
 def list_empty(
     name: str, pairs: tuple[Pair, ...], held: NDArray[np.bool_], unusable: Collection[str], classes: int | None
 ) -> list[str]:
-    """Return a notice of the client's masks that hold nothing but background, if there are some.
+    """Return a notice about the client's masks that contain only background, if any.
 
-    Arguments as of :func:`number_classes`, whose result ``classes`` is; ``unusable``: images that are left out.
+    Arguments are as in :func:`number_classes`, which returns ``classes``; ``unusable``: images that are skipped.
     """
     empty = [
         mask.path
@@ -129,7 +129,7 @@ def list_empty(
 def pair_files(path: Path, name: str, files: tuple[ImageFile, ...]) -> tuple[Pair, ...]:
     """Return the client's images, each with its mask, in the order of the images.
 
-    Raises :class:`UsageError` for files in other folders, and for images and masks without each other.
+    Raises :class:`UsageError` for files in other folders, images without a mask, and masks without an image.
     """
     sides: dict[str, dict[tuple[str, str], ImageFile]] = {IMAGES: {}, MASKS: {}}
     for file in files:
@@ -158,7 +158,7 @@ def pair_files(path: Path, name: str, files: tuple[ImageFile, ...]) -> tuple[Pai
 def _load_masks(path: Path, name: str, pairs: tuple[Pair, ...], store: ImageStore, reading: ReadOptions) -> ImageStore:
     """Return a client's masks, uint8 ``[N, 1, H, W]``, from the cache or decoded at the size of its images.
 
-    Raises :class:`UsageError` for a mask whose file is of another size than its image's.
+    Raises :class:`UsageError` for a mask file whose size differs from its image's.
     """
     seen, masks = zip(*pairs, strict=True)
     height, width = store.facts.height, store.facts.width
@@ -182,17 +182,16 @@ def _load_masks(path: Path, name: str, pairs: tuple[Pair, ...], store: ImageStor
 
 
 def find_values(masks: NDArray[np.generic]) -> NDArray[np.bool_]:
-    """Return which values 0..255 each mask holds, ``[N, 256]``."""
+    """Return which values 0..255 each mask contains, ``[N, 256]``."""
     return np.stack([np.bincount(mask.ravel(), minlength=256) > 0 for mask in masks])
 
 
 def number_classes(
     path: Path, pairs: Mapping[str, tuple[Pair, ...]], held: Mapping[str, NDArray[np.bool_]], reading: ReadOptions
 ) -> int | None:
-    """Return the number of classes in masks that ``held`` these values; None where 0 and 255 are the only values.
+    """Return the number of classes in masks with the values ``held``, or None if 0 and 255 are the only values.
 
-    Raises :class:`UsageError` for values outside of the classes that were asked for, and where it is unclear how many
-    there are.
+    Raises :class:`UsageError` for values outside of the requested classes, and if the number of classes is ambiguous.
     """
     asked = reading.like.classes if reading.classes is None and reading.like else reading.classes
     values = np.flatnonzero(np.any([own.any(axis=0) for own in held.values()], axis=0))

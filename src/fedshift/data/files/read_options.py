@@ -12,7 +12,7 @@ from ...utils.files import cache_directory
 from ..federation import Federation
 
 Progress = Callable[[str, int, int], None]
-"""Callback that receives ``(what is read, done, in all)``."""
+"""Callback that receives ``(what is read, done, total)``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,19 +22,19 @@ class ReadOptions:
     Attributes:
         domains: Clients to read, in this order; None: all, by name.
         classes: Number of classes; None: as found.
-        image_size: Height and width in pixels; None: unchanged, in which case all images must have one size.
-        on_unreadable: ``refuse`` raises an error for a file that cannot be read, ``skip`` leaves it out.
-        test_fraction: Share of a client's samples for testing where the files define no split.
-        client_column: Column of a table that holds the client.
-        target: Column of a table that holds the label; of several labels or numbers, columns with commas between.
-        task: What is predicted; None: classes, or masks where there are some.
-        split_column: Column of a table that holds train, validation or test.
-        group_column: Column of a table whose groups (such as the samples of one patient) stay on one side.
+        image_size: Height and width in pixels; None: unchanged, then all images must have the same size.
+        on_unreadable: For a file that cannot be read, ``refuse`` raises an error and ``skip`` skips it.
+        test_fraction: Fraction of a client's samples used for testing if the files define no split.
+        client_column: Table column with the client.
+        target: Table column with the label; for several labels or numbers, columns separated by commas.
+        task: The prediction task; None: classification, or segmentation if there are masks.
+        split_column: Table column with train, validation or test.
+        group_column: Table column with groups (such as the samples of one patient) that must stay on one side.
         missing: ``impute`` fills missing values from the client's training rows, ``refuse`` raises an error.
-        scaling: ``client`` standardizes numeric columns by the client's training rows.
-        like: Federation that these clients join, by whose columns tables are read; a single file is then one client,
-            and so is a directory of class folders or parts.
-        cache: Directory of decoded images; None: the user's cache directory.
+        scaling: ``client`` standardizes numeric columns with the client's training rows.
+        like: Federation that these clients join, whose columns are used to read tables; a single file is then one
+            client, and so is a directory of class folders or parts.
+        cache: Directory for decoded images; None: the user's cache directory.
         progress: Callback for progress.
 
     """
@@ -57,18 +57,18 @@ class ReadOptions:
 
     @property
     def targets(self) -> list[str]:
-        """Names of a table's columns that hold targets; of classes there is one, which may have commas in its name."""
+        """Names of a table's target columns; for classification there is one, whose name may contain commas."""
         if self.target is None or self.task is None or isinstance(self.task, Classification):
             return [] if self.target is None else [self.target]
         return [name.strip() for name in self.target.split(",")]
 
     @property
     def role_columns(self) -> list[str]:
-        """Names of a table's columns that are no features, the target first."""
+        """Names of a table's columns that are not features, target first."""
         columns = (*self.targets, self.client_column, self.split_column, self.group_column)
         return [name for name in columns if name is not None]
 
     @property
     def cache_directory(self) -> Path:
-        """Directory of decoded images: ``cache``, else ``FEDSHIFT_CACHE``, else the user's cache directory."""
+        """Directory for decoded images: ``cache``, else ``FEDSHIFT_CACHE``, else the user's cache directory."""
         return self.cache or cache_directory()

@@ -1,13 +1,13 @@
 """Schemas of tables: files with typed columns, and the encoding of columns as float32 features.
 
-Files (CSV, TSV, Parquet) are read one batch of rows at a time, so that no file is ever held in memory. Cells of CSV and
-TSV are text (RFC 4180, UTF-8); cells of Parquet have the types that the file declares.
+Files (CSV, TSV, Parquet) are read in batches of rows, so that no file is ever completely in memory. Cells of CSV and
+TSV are text (RFC 4180, UTF-8); cells of Parquet have the types declared in the file.
 
-A number is one feature; text is one feature per category (one-hot). Imputation and scaling use a client's training
-rows only, so that no statistic leaves a client and none comes from its test rows. Clients must agree on the columns
-and, for a column of text, on the list of categories: the sorted union of the categories of all clients. To a trained
-model, the position of an input defines its meaning; clients that join others are therefore matched by column name, and
-columns or categories that the others do not have are refused.
+A number is one feature; text is one feature per category (one-hot). Imputation and scaling use only a client's training
+rows, so that no statistic leaves a client and none comes from its test rows. Clients must agree on the columns and, for
+a text column, on the list of categories: the sorted union of the categories of all clients. A trained model identifies
+an input by its position. Clients that join others are therefore matched by column name, and columns or categories that
+the others do not have are refused.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from ..samples import FeatureScaling
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 SUFFIXES = (*SEPARATORS, ".parquet")
 TEXT_BLOCK = 1 << 18
-"""Bytes of text that are parsed at a time (more where lines are long); Arrow reads ahead some 32 times as many."""
+"""Bytes of text to parse at a time (more for long lines); Arrow reads ahead about 32 times as many."""
 FEATURE_BYTES = 4
-"""Bytes that a number of the table takes in memory."""
+"""Bytes per number of the table in memory."""
 BATCH_CELLS = 1 << 17
 """Cells in a batch of rows."""
 MISSING = ("", "?", "NA", "N/A", "NaN", "nan", "NULL", "null")
-"""Text that marks a missing value, after removal of surrounding spaces."""
+"""Texts that mark a missing value, after surrounding spaces are removed."""
 MOST_CATEGORIES = 50
 
 _DATE = re.compile(r"\d{4}[-/.]\d\d?[-/.]\d\d?([T ].*)?|\d\d?[-/.]\d\d?[-/.]\d{2,4}([T ].*)?")
@@ -51,12 +51,12 @@ Ints = NDArray[np.int32]
 
 
 def find_tables(path: Path) -> list[Path]:
-    """Return the tables at ``path``, sorted by name: the file itself, or the tables directly in the directory."""
+    """Return the tables at ``path``, sorted by name: the file itself, or the tables directly in a directory."""
     return [file for file in sorted(path.iterdir() if path.is_dir() else [path]) if is_table(file)]
 
 
 def is_table(file: Path) -> bool:
-    """Return whether the file's name ends in one of :data:`SUFFIXES` and does not begin with a dot or underscore."""
+    """Return whether the file's name ends with one of :data:`SUFFIXES` and does not begin with a dot or underscore."""
     return (
         file.suffix.lower() in SUFFIXES and not file.name.startswith((".", "_")) and file.exists() and not file.is_dir()
     )
@@ -64,7 +64,7 @@ def is_table(file: Path) -> bool:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TableFile:
-    """A file and the types of its columns by name, in the file's order."""
+    """A file and the types of its columns by name, in file order."""
 
     path: Path
     types: dict[str, Any]
@@ -74,9 +74,10 @@ class TableFile:
         return (batch for _, batch in self.pieces(columns, together=len(columns)))
 
     def pieces(self, columns: Sequence[str], together: int = 8) -> Iterator[tuple[int, pa.RecordBatch]]:
-        """Yield a first row and a batch of some of ``columns`` from there on, until every cell has come once.
+        """Yield first rows and batches of some ``columns`` from there on, until every cell was yielded once.
 
-        Parquet stores columns one after another, and each open column takes memory: ``together`` are read at a time.
+        Parquet stores columns one after another, and each open column takes memory, so ``together`` columns are read at
+        a time.
         """
         with _explain_errors(self.path):
             if self.path.suffix.lower() in SEPARATORS:
@@ -93,7 +94,7 @@ class TableFile:
 
 
 def _join_batches(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Yield the same rows in fewer batches, of :data:`BATCH_CELLS` cells or more."""
+    """Yield the same rows in fewer batches of at least :data:`BATCH_CELLS` cells."""
     parts: list[pa.RecordBatch] = []
     for batch in batches:
         parts.append(batch)
@@ -166,9 +167,9 @@ class ColumnContents:
     """Known contents of a column.
 
     Attributes:
-        typed: A file declares the column as numbers.
-        declared: A file declares the column as categories.
-        values: Up to 51 distinct texts of the column.
+        typed: Whether a file declares the column as numbers.
+        declared: Whether a file declares the column as categories.
+        values: Up to 51 distinct texts in the column.
         odd: The first text that is not a number, if there is one.
         place: File and row of ``odd``.
 
@@ -181,7 +182,7 @@ class ColumnContents:
     place: str = ""
 
     def update(self, cells: pa.Array, path: Path, rows: NDArray[np.int64]) -> ColumnContents:
-        """Return the contents including ``cells`` of text ``[B]``, which are of ``rows`` (from 1) of a file."""
+        """Return the contents updated with text ``cells`` ``[B]`` from ``rows`` (from 1) of a file."""
         values, odd, place = self.values, self.odd, self.place
         if len(values) <= MOST_CATEGORIES:
             found = pc.unique(clean_texts(cells)).drop_null().to_pylist()
@@ -208,7 +209,7 @@ class Column:
     def fill(self, cells: pa.Array, out: Floats) -> None:
         """Write ``cells`` ``[B]`` into ``out`` ``[B, width]``; all features of a missing value become NaN."""
         if self.categories is None:
-            with np.errstate(over="ignore"):  # numbers beyond float32 become infinite, and are refused as such
+            with np.errstate(over="ignore"):  # numbers beyond float32 become infinite and are refused as infinite
                 out[:, 0] = parse_numbers(cells)
             return
         place = pc.index_in(clean_texts(cells), value_set=pa.array(self.categories)).fill_null(-1).to_numpy()
@@ -217,38 +218,38 @@ class Column:
 
 
 def feature_offsets(columns: Sequence[Column]) -> list[int]:
-    """Return the first feature of each column, followed by the number of features."""
+    """Return the index of each column's first feature, followed by the number of features."""
     return [0, *np.cumsum([column.width for column in columns]).tolist()]
 
 
 def feature_slices(columns: Sequence[Column]) -> Iterator[tuple[Column, slice]]:
-    """Return each column with its features."""
+    """Yield each column with the slice of its features."""
     offsets = feature_offsets(columns)
     return zip(columns, map(slice, offsets, offsets[1:]), strict=True)
 
 
 def is_text(kind: Any) -> bool:
-    """Return whether an Arrow type holds texts (a dictionary, pandas' category, always counts as such)."""
+    """Return whether an Arrow type is text (a dictionary, pandas' category, always counts as text)."""
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_dictionary(kind))
 
 
 def is_number(kind: Any) -> bool:
-    """Return whether an Arrow type holds numbers or truth values (or nothing but missing values)."""
+    """Return whether an Arrow type is numeric or Boolean (or contains only missing values)."""
     tests = (pa.types.is_integer, pa.types.is_floating, pa.types.is_decimal, pa.types.is_boolean, pa.types.is_null)
     return any(test(kind) for test in tests)
 
 
 def clean_texts(cells: pa.Array) -> pa.Array:
-    """Return cells of text without surrounding spaces; those in :data:`MISSING` become null."""
+    """Return text cells without surrounding spaces; texts in :data:`MISSING` become null."""
     trimmed = pc.utf8_trim_whitespace(_to_strings(cells))
     return pc.if_else(pc.is_in(trimmed, value_set=pa.array(MISSING)), pa.scalar(None, pa.string()), trimmed)
 
 
 def parse_numbers(cells: pa.Array) -> NDArray[np.float64]:
-    """Return cells as float64 ``[B]``: missing NaN, true 1, false 0; raise ``pa.ArrowInvalid`` for other text."""
+    """Return cells as float64 ``[B]``: NaN for missing, 1 for true, 0 for false; raise ``pa.ArrowInvalid`` for text."""
     if not is_text(cells.type):
         return _to_float64(cells)
-    for form in (_to_strings, clean_texts):  # the first usually suffices, and the second takes longer
+    for form in (_to_strings, clean_texts):  # the first usually suffices; the second is slower
         with suppress(pa.ArrowInvalid):
             return _to_float64(form(cells))
     plain, lower = clean_texts(cells), pc.utf8_lower(clean_texts(cells))
@@ -273,7 +274,7 @@ def _to_float64(cells: pa.Array) -> NDArray[np.float64]:
 
 
 def read_declared_types(name: str, tables: Sequence[TableFile]) -> ColumnContents:
-    """Return what the files' types imply for the feature ``name``; raise :class:`UsageError` if it cannot be one."""
+    """Return what the files' types imply for column ``name``; raise :class:`UsageError` if it cannot be a feature."""
     types = [table.types[name] for table in tables]
     for table, kind in zip(tables, types, strict=True):
         if pa.types.is_temporal(kind):
@@ -287,7 +288,7 @@ def read_declared_types(name: str, tables: Sequence[TableFile]) -> ColumnContent
 
 
 def infer_column(name: str, seen: ColumnContents) -> tuple[Column, str]:
-    """Return the encoding of a column and a notice (may be empty); raise :class:`UsageError` if it has none."""
+    """Return a column's encoding and a notice (may be empty); raise :class:`UsageError` if it cannot be encoded."""
     if not seen.values or (seen.odd is None and not seen.declared):
         return Column(name=name), ""
     found = sorted(seen.values)
@@ -319,9 +320,9 @@ def _date_error(name: str, example: str) -> UsageError:
 
 
 def match_features(table: TableFile, features: Sequence[str], columns: Sequence[Column], other: str) -> list[str]:
-    """Return the names ``features`` in the order of ``columns`` of the data ``other``, or unchanged without columns.
+    """Return the names ``features`` in the order of ``columns`` in the data ``other``; unchanged without columns.
 
-    Raises :class:`UsageError` naming every column that ``table`` lacks, and every column that only ``table`` has.
+    Raises :class:`UsageError` naming all columns that ``table`` lacks and all columns that only ``table`` has.
     """
     theirs = [column.name for column in columns]
     if not theirs or sorted(theirs) == sorted(features):
@@ -336,7 +337,7 @@ def match_features(table: TableFile, features: Sequence[str], columns: Sequence[
 
 
 def match_column(column: Column, seen: ColumnContents, other: str) -> Column:
-    """Return ``column`` of the data ``other``; raise :class:`UsageError` if cells with contents ``seen`` do not fit."""
+    """Return ``column`` of the data ``other``; raise :class:`UsageError` if the contents ``seen`` do not fit it."""
     have = f"column {column.name!r} holds"
     if column.categories is None:
         if seen.odd is not None:
@@ -362,9 +363,9 @@ def match_column(column: Column, seen: ColumnContents, other: str) -> Column:
 def prepare_rows(
     x: Floats, train: int, columns: Sequence[Column], *, scaled: bool = True
 ) -> tuple[int, list[str], FeatureScaling]:
-    """:func:`impute` and (where ``scaled``) :func:`scale` one client's ``x`` ``[N, D]`` in place.
+    """:func:`impute` and (if ``scaled``) :func:`scale` one client's ``x`` ``[N, D]`` in place.
 
-    Returns the number of values filled, the columns that became 0, and what was done with each feature.
+    Returns the number of values filled, the columns that became 0, and how each feature was prepared.
     """
     filled, empty, fill = impute(x, train, columns)
     mean, std = scale(x, train, columns, skip=empty) if scaled else (np.zeros(x.shape[1]), np.ones(x.shape[1]))
@@ -375,18 +376,18 @@ def prepare_rows(
 
 
 def impute(x: Floats, train: int, columns: Sequence[Column]) -> tuple[int, list[str], Floats64]:
-    """Fill missing values of one client in place, from its training rows.
+    """Fill a client's missing values in place, from its training rows.
 
-    A number becomes the median of the training rows, a text their most frequent category (the first of equals). A
-    column without a value in the training rows becomes 0 in all rows.
+    A number becomes the median of the training rows; a text becomes their most frequent category (the first in a tie).
+    A column without values in the training rows becomes 0 in all rows.
 
     Args:
-        x: Features ``[N, D]``, NaN where missing; the first ``train`` rows are for training.
+        x: Features ``[N, D]``, with NaN for missing values; the first ``train`` rows are for training.
         train: Number of training rows.
         columns: Encodings of the columns, which have D features in total.
 
     Returns:
-        The number of values filled, the names of the columns that became 0, and what a missing value becomes, ``[D]``.
+        The number of values filled, the names of the columns that became 0, and the fill values ``[D]``.
 
     """
     filled, empty, fill = 0, [], np.zeros(x.shape[1])
@@ -411,14 +412,14 @@ def impute(x: Floats, train: int, columns: Sequence[Column]) -> tuple[int, list[
 def scale(x: Floats, train: int, columns: Sequence[Column], skip: Sequence[str] = ()) -> tuple[Floats64, Floats64]:
     """Standardize the numbers of one client's ``x`` ``[N, D]`` in place, except for the columns named in ``skip``.
 
-    Mean and standard deviation are those of the first ``train`` rows (over N, as in scikit-learn's StandardScaler;
-    a standard deviation of 0 counts as 1). Returns both, ``[D]``, 0 and 1 for features that stay as they are.
+    Mean and standard deviation are computed on the first ``train`` rows (divided by N, as in scikit-learn's
+    StandardScaler; a standard deviation of 0 is replaced by 1). Returns both, ``[D]``; 0 and 1 for unchanged features.
     """
     center, deviation = np.zeros(x.shape[1]), np.ones(x.shape[1])
     for column, features in feature_slices(columns):
         if column.categories is None and column.name not in skip:
             at, values = features.start, x[:, features.start].astype(np.float64)
-            first = values[0]  # differences from it are exactly 0 where all are equal
+            first = values[0]  # differences from it are exactly 0 if all are equal
             center[at] = first + (values[:train] - first).mean()
             deviation[at] = (values[:train] - first).std() or 1
             x[:, at] = (values - center[at]) / deviation[at]

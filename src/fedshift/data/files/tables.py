@@ -1,11 +1,11 @@
 """Federations from tables: one table with a column of clients, or one table per client.
 
-Files are read twice, one batch of rows at a time. The first pass finds each row's client, label and split, and the
-categories of every column of text; the second writes the features into float32 arrays of their final size. Little more
-than the result is ever held in memory.
+Files are read twice, in batches of rows. The first pass finds each row's client, label and split, and the categories of
+every text column; the second writes the features into float32 arrays of their final size. Little more than the result
+is ever in memory.
 
-Without a split column, rows are drawn for testing within each client: the same share of each class, or whole groups
-(all samples of one patient, for example), so that no group is on both sides.
+Without a split column, test rows are drawn within each client: the same fraction of each class, or whole groups (for
+example, all samples of one patient), so that no group is on both sides.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .table_schema import Column, ColumnContents, Floats, Ints, TableFile
 TARGETS = ("target", "label", "y", "class", "outcome")
 CLIENTS = ("client", "site", "hospital", "center", "institution")
 SIDES = {"train": 0, "val": 1, "valid": 1, "validation": 1, "test": 2}
-"""Values of a split column, in any case, and the index in :data:`SPLITS` that each means."""
+"""Values of a split column (case-insensitive), and the index in :data:`SPLITS` of each."""
 SPLITS = ("train", "validation", "test")
 MOST_CLASSES = 100
 
@@ -48,10 +48,10 @@ class TableRows:
     """The N rows of all files, in order, with the values of role columns as integer codes.
 
     Attributes:
-        names: Names of the clients that are read.
-        client: Index in ``names`` of each row's client ``[N]``, -1 where it is not read.
-        codes: By column, the code of each row's value ``[N]``, -1 where it is missing.
-        values: By column, the values that the codes 0, 1, ... stand for.
+        names: Names of the clients to read.
+        client: Index in ``names`` of each row's client ``[N]``; -1 if the client is not read.
+        codes: By column, the code of each row's value ``[N]``; -1 if it is missing.
+        values: By column, the values of the codes 0, 1, ....
         files: Each file and its number of rows.
 
     """
@@ -63,7 +63,7 @@ class TableRows:
     files: dict[TableFile, int]
 
     def describe_location(self, rows: NDArray[np.intp]) -> str:
-        """Return file and row numbers (from 1) of ``rows``, in ascending order; only those of the first file."""
+        """Return the file and row numbers (from 1) of ``rows``, in ascending order; only rows of the first file."""
         ends = np.cumsum(list(self.files.values()))
         place = int(np.searchsorted(ends, rows[0], side="right"))
         table, count = list(self.files.items())[place]
@@ -96,27 +96,27 @@ def holds_tables(path: Path) -> bool:
 def read_tables(path: Path, reading: ReadOptions) -> Federation:
     """Return the federation of the table at ``path``, or of the tables in that directory.
 
-    Columns are matched by name. All columns without a role are features: a number or truth value is one feature, text
-    (at most 50 distinct values) one per category. The list of categories is the sorted union over the clients read;
-    missing values (cells that are empty, NaN, NA, N/A, null or ?) and scale follow from each client's training rows.
-    Whole labels 0..K-1 keep their value, all others are numbered in order.
+    Columns are matched by name. All columns without a role are features: a number or Boolean is one feature, text (at
+    most 50 distinct values) is one feature per category. The list of categories is the sorted union over the clients
+    read. Missing values (cells that are empty, NaN, NA, N/A, null or ?) are filled, and numbers scaled, based on each
+    client's training rows. Integer labels 0..K-1 keep their value; all others are numbered in order.
 
     Args:
         path: A ``.csv``, ``.tsv`` or ``.parquet`` file, or a directory of them.
-        reading: ``target`` names the column of labels, or, where ``task`` is no classification, those of labels and
-            numbers, with commas between. Clients are the values of ``client_column``, or without it
-            the files of a directory. The split is that of ``split_column`` (or of a column ``split`` whose values
-            are all in :data:`SIDES`); otherwise ``test_fraction`` of each client's rows are drawn for testing, the
-            same rows in every run, stratified by class or in whole groups of ``group_column``. Clients that join the
-            federation ``like`` are read by its columns and categories; then a single table may be one client, and
-            files without the client column are one client each.
+        reading: ``target`` is the label column or, if ``task`` is not classification, the columns of labels or numbers,
+            separated by commas. Clients are the values of ``client_column`` or, without it, the files of a directory.
+            The split is given by ``split_column`` (or by a column ``split`` whose values are all in :data:`SIDES`);
+            otherwise ``test_fraction`` of each client's rows are drawn for testing, the same rows in every run,
+            stratified by class or in whole groups of ``group_column``. Clients that join the federation ``like`` are
+            read with its columns and categories; a single table may then be one client, and files without the client
+            column are one client each.
 
     Returns:
         The federation, with samples float32 ``[N, D]``.
 
     Raises:
-        UsageError: Something cannot be used, for example infinite values, dates, or labels that are missing or
-            continuous. The message names file, column, client or rows.
+        UsageError: The data cannot be used, for example because of infinite values, dates, or labels that are missing
+            or continuous. The message names file, column, client or rows.
 
     """
     files = schema.find_tables(path)
@@ -128,7 +128,7 @@ def read_tables(path: Path, reading: ReadOptions) -> Federation:
 
 
 def read_opened_tables(tables: Sequence[TableFile], name: str, reading: ReadOptions) -> Federation:
-    """Return the federation ``name`` of ``tables`` as :func:`read_tables` does; refuse those whose columns differ."""
+    """Return the federation ``name`` of ``tables`` as :func:`read_tables` does; refuse tables with other columns."""
     for table in tables:
         for one, other in ((table, tables[0]), (tables[0], table)):
             lacking = [name for name in other.types if name not in one.types]
@@ -188,7 +188,7 @@ def read_opened_tables(tables: Sequence[TableFile], name: str, reading: ReadOpti
 
 
 def _open_tables(path: Path, files: Sequence[Path], reading: ReadOptions) -> list[TableFile]:
-    """Return the opened ``files``, in the order of the clients wanted where each has one."""
+    """Return the opened ``files``, in the order of the requested clients if each client has a file."""
     if not files:
         raise UsageError(f"{path} is no table and no directory with one: give files of {', '.join(schema.SUFFIXES)}")
     if reading.client_column is None:
@@ -210,7 +210,7 @@ def _open_tables(path: Path, files: Sequence[Path], reading: ReadOptions) -> lis
 
 
 def _check_roles(tables: Sequence[TableFile], reading: ReadOptions) -> tuple[ReadOptions, list[str]]:
-    """Check the columns that have a role; return ``reading`` with a split column that is found, and notices."""
+    """Check the columns with a role; return ``reading``, with the split column if one was found, and notices."""
     names = list(tables[0].types)
     if reading.target is None:
         raise UsageError(
@@ -257,9 +257,9 @@ def _is_split_column(tables: Sequence[TableFile]) -> bool:
 def _scan_rows(
     tables: Sequence[TableFile], reading: ReadOptions, seen: Mapping[str, ColumnContents]
 ) -> tuple[TableRows, dict[str, ColumnContents]]:
-    """Read the columns with roles and the columns of text; return all rows, and the contents of the feature columns.
+    """Read the columns with roles and the text columns; return all rows and the contents of the feature columns.
 
-    Raises :class:`UsageError` for unknown clients, files without rows, and rows without a value in a column that has a
+    Raises :class:`UsageError` for unknown clients, files without rows, and rows without a value in a column with a
     role.
     """
     roles, domains, client_column = reading.role_columns, reading.domains, reading.client_column
@@ -313,7 +313,7 @@ def _scan_rows(
 def _read_targets(rows: TableRows, task: Task, reading: ReadOptions) -> tuple[Tensor, int, tuple[str, ...]]:
     """Return the target of each row, the number of classes, labels or targets, and their names.
 
-    Raises :class:`UsageError` naming a value that is no number where the task needs one.
+    Raises :class:`UsageError` naming a value that is not a number if the task needs numbers.
     """
     if isinstance(task, Classification):
         (target,) = reading.targets
@@ -345,9 +345,9 @@ def _find_classes(rows: TableRows, target: str, least: int | None) -> tuple[int,
 def number_classes(values: Sequence[str], target: str, least: int | None) -> tuple[int, list[int], tuple[str, ...]]:
     """Number the distinct ``values`` of column ``target`` as classes.
 
-    Whole numbers that are 0..K-1, or within 0..``least``-1, keep their value and have no names; other values are
-    numbered in order. Returns the number of classes (at least ``least``), the class of each value, and the classes'
-    names. Raises :class:`UsageError` for numbers that are not whole.
+    Integers that are 0..K-1, or within 0..``least``-1, keep their value and have no names; other values are numbered in
+    order. Returns the number of classes (at least ``least``), the class of each value, and the class names. Raises
+    :class:`UsageError` for numbers that are not integers.
     """
     meaning: Sequence[Any] = values
     try:
@@ -374,10 +374,10 @@ def number_classes(values: Sequence[str], target: str, least: int | None) -> tup
 def _arrange_rows(
     rows: TableRows, label: Labels, reading: ReadOptions
 ) -> tuple[NDArray[np.intp], Ints, dict[str, list[int]]]:
-    """Sort the rows of the clients that are read by client and split.
+    """Sort the rows of the requested clients by client and split.
 
-    Returns their numbers, the position of each of the N rows among them (-1 where it is not read), and by client the
-    positions where its splits begin, followed by where the last ends.
+    Returns the sorted row numbers, the position of each of the N rows among them (-1 if it is not read), and by client
+    the positions where its splits begin, followed by the end of the last.
     """
     side, order = np.zeros(len(rows.client), dtype=np.int8), np.argsort(rows.client, kind="stable")
     for here in np.split(order, np.searchsorted(rows.client, range(len(rows.names)), sorter=order))[1:]:
@@ -393,7 +393,7 @@ def _arrange_rows(
 def _assign_splits(rows: TableRows, here: NDArray[np.intp], y: Labels, reading: ReadOptions) -> NDArray[np.int8]:
     """Return the index in :data:`SPLITS` of each row of one client (``here``: its rows, ``y``: their labels).
 
-    Raises :class:`UsageError`, naming the client, where training or test would be empty or share a group.
+    Raises :class:`UsageError`, naming the client, if training or test would be empty or would share a group.
     """
     name, grouped, split_column = rows.names[rows.client[here[0]]], reading.group_column, reading.split_column
     if len(here) < 2:
@@ -431,11 +431,11 @@ def _assign_splits(rows: TableRows, here: NDArray[np.intp], y: Labels, reading: 
 
 
 def draw_groups(group: NDArray[np.int32], fraction: float, rng: np.random.Generator) -> NDArray[np.bool_]:
-    """Draw whole groups for testing, about ``fraction`` of the rows in total; return the mask of their rows ``[N]``.
+    """Draw whole groups for testing, about ``fraction`` of the rows in total; return a mask of their rows ``[N]``.
 
-    In random order, each group is taken that brings the number of rows nearer to ``fraction * N``; where none does, the
-    smallest is. At least one group remains, so of a single group nothing is drawn. ``group`` holds the number of each
-    row's group ``[N]``. Raises :class:`UsageError` for a ``fraction`` outside 0..1.
+    In random order, each group that brings the number of rows closer to ``fraction * N`` is drawn; if none does, the
+    smallest group is drawn. At least one group remains, so a single group is never drawn. ``group`` contains the number
+    of each row's group ``[N]``. Raises :class:`UsageError` for a ``fraction`` outside 0..1.
     """
     if not 0 < fraction < 1:
         raise UsageError(f"test_fraction={fraction:g}: must lie between 0 and 1")
@@ -455,7 +455,7 @@ def draw_groups(group: NDArray[np.int32], fraction: float, rng: np.random.Genera
 def _fill_features(
     x: Floats, place: Ints, rows: TableRows, columns: Sequence[Column], progress: Progress | None
 ) -> None:
-    """Read all files again and write the features of every wanted row to its ``place`` in ``x``."""
+    """Read all files again and write the features of every requested row to its ``place`` in ``x``."""
     names, begin = [column.name for column in columns], schema.feature_offsets(columns)
     top, done = 0, 0
     for table, count in rows.files.items():
@@ -485,9 +485,9 @@ def _fill_features(
 def _impute_and_scale(
     x: Floats, bounds: Mapping[str, Sequence[int]], columns: Sequence[Column], reading: ReadOptions
 ) -> tuple[list[str], list[FeatureScaling]]:
-    """Impute and scale each client's rows in place by its training rows.
+    """Impute and scale each client's rows in place, based on its training rows.
 
-    Returns notices of imputed values, and what was done with each client's rows.
+    Returns notices about imputed values, and how each client's rows were prepared.
     """
     filled: list[str] = []
     empty: dict[str, list[str]] = {}
@@ -520,6 +520,6 @@ def _impute_and_scale(
 
 
 def format_list(things: Iterable[object], most: int = 8) -> str:
-    """Return the first ``most`` things separated by commas, followed by the number of the others."""
+    """Return the first ``most`` things, separated by commas, followed by the number of remaining things."""
     words = [str(thing) for thing in things]
     return ", ".join(words[:most]) + (f" and {len(words) - most} more" if len(words) > most else "")

@@ -1,14 +1,15 @@
 """Headers and voxels of single medical images: NIfTI by nibabel, DICOM by pydicom (extra ``medical``).
 
-- Axes: a NIfTI array is turned to the nearest axes of the patient, and becomes ``[C, D, H, W]`` with slices from feet
-  to head, rows from back to front, and columns from left to right; a fourth axis in the file is channels. An axis of
-  one slice is left out: ``[C, H, W]``. A DICOM file stays as it is stored: an image, or frames ``[1, D, H, W]``.
-- Brightness has no common unit. Each volume (of several channels each) is scaled from its 0.5th and 99.5th percentile
-  to [-1, 1], and values beyond are cut off.
-- Masks are class numbers from 0 to 255. A mask of an image of one slice may be a picture that Pillow reads.
+- Axes: a NIfTI array is reoriented to the nearest axes of the patient and becomes ``[C, D, H, W]`` with slices from
+  feet to head, rows from back to front, and columns from left to right; a fourth axis in the file is channels. An axis
+  of one slice is dropped: ``[C, H, W]``. A DICOM file is used as stored: an image, or frames ``[1, D, H, W]``.
+- Brightness has no common unit. Each volume (each channel, if there are several) is scaled from its 0.5th and 99.5th
+  percentile to [-1, 1], and values beyond are clipped.
+- Masks are class numbers from 0 to 255. The mask of a one-slice image may be a picture that Pillow can read.
 
-Before anything is unpacked, the header says how many bytes there are: :data:`MOST_BYTES` at most, not more than a file
-of this size can hold, and no part of unknown length. Files are regular; no other program is started for them.
+The number of bytes is checked in the header before anything is unpacked: it must not exceed :data:`MOST_BYTES` or what
+a file of this size can contain, and no part may have unknown length. Files must be regular; no other program is started
+to read them.
 """
 
 from __future__ import annotations
@@ -33,19 +34,19 @@ from .image_decoding import SUFFIXES, Unreadable, decode_image, read_header
 
 NIFTI, DICOM = (".nii", ".nii.gz"), (".dcm",)
 VOLUMES = (*NIFTI, *DICOM)
-"""Suffixes of files that are read here."""
+"""Suffixes of files that this module reads."""
 MOST_BYTES = 2**31
-"""Bytes of a volume's values that are unpacked at most."""
+"""Maximum number of bytes to unpack for a volume's values."""
 MOST_EXPANSION = 1032
-"""Times its size to which deflate, the method of gzip, unpacks at most."""
+"""Maximum expansion factor of deflate, the compression of gzip."""
 PERCENTILES = (0.5, 99.5)
 CLOSE = 0.01
-"""Share by which the spacing of an image and its mask may differ."""
+"""Relative tolerance for the spacing of an image and its mask."""
 
 _HEADERS = {348: 1, 540: 2}
-"""Bytes of the headers of NIfTI-1 and NIfTI-2."""
+"""NIfTI version, by size of the header in bytes."""
 _COMMENTS = 2**20
-"""Bytes between the header and the values that are read at most."""
+"""Maximum number of bytes to read between the header and the values."""
 _DEFLATED = "1.2.840.10008.1.2.1.99"
 
 Array = NDArray[Any]
@@ -53,14 +54,14 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True, kw_only=True)
 class VolumeHeader:
-    """Facts in a file's header.
+    """Facts from a file's header.
 
     Attributes:
-        shape: ``(D, H, W)`` or ``(H, W)`` of the array as it is decoded.
+        shape: ``(D, H, W)`` or ``(H, W)`` of the decoded array.
         channels: Number of channels.
-        spacing: Millimeters between neighbors along these axes; empty where the file does not say.
-        axes: Directions in which the file's own axes point, such as ``RAS`` (right, anterior, superior), if known.
-        affine: Millimeters of the file's voxels, ``[4, 4]``; None: unknown.
+        spacing: Millimeters between neighbors along these axes; empty if the file does not specify it.
+        axes: Directions of the file's own axes, such as ``RAS`` (right, anterior, superior), if known.
+        affine: Transform of the file's voxels to millimeters, ``[4, 4]``; None: unknown.
 
     """
 
@@ -72,7 +73,7 @@ class VolumeHeader:
 
 
 def is_volume(name: str) -> bool:
-    """Return whether a file of this name is read as a medical image."""
+    """Return whether a file with this name is read as a medical image."""
     return name.lower().endswith(VOLUMES)
 
 
@@ -96,16 +97,16 @@ def read_volume_header(file: Path) -> VolumeHeader:
 def decode_volume(file: Path, *, turn: bool = True) -> NDArray[np.float32]:
     """Return the brightness in ``file``, ``[C, D, H, W]`` or ``[C, H, W]``, from -1 to 1; raise :class:`Unreadable`.
 
-    ``turn``: turn the array to the axes of the patient; without, the file's last axis comes first.
+    ``turn``: reorient the array to the patient's axes; otherwise the file's last axis comes first.
     """
     with _explain(file):
         return _scale(_decode(file, turn), by_channel=file.name.lower().endswith(NIFTI))
 
 
 def decode_mask(file: Path, *, turn: bool = True) -> NDArray[np.uint8]:
-    """Return the class of each place in ``file``, ``[D, H, W]`` or ``[H, W]``; raise :class:`Unreadable`.
+    """Return the class of each voxel in ``file``, ``[D, H, W]`` or ``[H, W]``; raise :class:`Unreadable`.
 
-    ``turn``: as of :func:`decode_volume`.
+    ``turn``: as in :func:`decode_volume`.
     """
     with _explain(file):
         if is_volume(file.name):
@@ -124,7 +125,7 @@ def decode_mask(file: Path, *, turn: bool = True) -> NDArray[np.uint8]:
 
 
 def find_difference(image: VolumeHeader, mask: VolumeHeader) -> str | None:
-    """Return how a mask lies otherwise than its image, None where both lie alike as far as they say."""
+    """Return how a mask's position differs from its image's, or None if the headers show no difference."""
     if mask.shape != image.shape:
         return f"has {_times(mask.shape)} voxels, but its image {{image}} has {_times(image.shape)}"
     if mask.axes and image.axes and mask.axes != image.axes:
@@ -144,7 +145,7 @@ def _times(numbers: tuple[float, ...]) -> str:
 
 
 def _scale(values: Array, *, by_channel: bool) -> NDArray[np.float32]:
-    """Return ``values [C, ...]`` from -1 to 1; a channel of one value becomes -1."""
+    """Return ``values [C, ...]`` scaled to [-1, 1]; a constant channel becomes -1."""
     axes = tuple(range(1 if by_channel else 0, values.ndim))
     low, high = (np.asarray(each, np.float32) for each in np.percentile(values, PERCENTILES, axis=axes, keepdims=True))
     span = np.where(high > low, high - low, 1)
@@ -171,7 +172,7 @@ def _decode(file: Path, turn: bool) -> Array:
 
 
 def _describe_nifti(file: Path, turn: bool = True) -> tuple[VolumeHeader, Array]:
-    """Return the header of a NIfTI file, and the orientation by which its array is turned."""
+    """Return the header of a NIfTI file, and the orientation with which its array is turned."""
     nibabel = _load("nibabel", file)
     require_regular(file)
     packed = file.name.lower().endswith(".gz")
@@ -203,7 +204,7 @@ def _describe_nifti(file: Path, turn: bool = True) -> tuple[VolumeHeader, Array]
         raise Unreadable("does not say in which direction its axes point (an affine matrix of rank 3)")
     channels = shape[3] if len(shape) == 4 else 1
     places, steps = (*shape[:3], *(1,) * (3 - len(shape))), nibabel.affines.voxel_sizes(affine)
-    order = np.argsort(turned[:, 0])[::-1].tolist()  # the file's axes that become superior, anterior, right
+    order = np.argsort(turned[:, 0])[::-1].tolist()  # axes of the file that become superior, anterior, right
     wide = [axis for axis in order if places[axis] > 1]
     kept = wide if len(wide) == 2 else order
     described = VolumeHeader(
@@ -243,7 +244,7 @@ def _describe_dicom(found: Any) -> VolumeHeader:
 
 
 def _point(cosines: list[float]) -> str:
-    """Return the direction of a DICOM axis: to the patient's left, posterior, superior or their opposites."""
+    """Return the direction of a DICOM axis: the patient's left, posterior, superior or their opposites."""
     axis = max(range(3), key=lambda number: abs(cosines[number]))
     return ("LPS" if cosines[axis] > 0 else "RAI")[axis]
 
@@ -256,18 +257,18 @@ def _check_bytes(count: int, what: str) -> None:
 
 
 def _load(library: str, file: Path) -> ModuleType:
-    """Return an optional library; raise :class:`UsageError` that says what to install."""
+    """Return an optional library; raise :class:`UsageError` with the package to install if it is missing."""
     try:
         made = import_module(library)
     except ModuleNotFoundError as error:
         raise UsageError(f"{file} needs the package {library} to be read: pip install 'fedshift[medical]'") from error
-    logging.getLogger("nibabel.global").setLevel(logging.CRITICAL)  # it reports what is told here as errors
+    logging.getLogger("nibabel.global").setLevel(logging.CRITICAL)  # it logs as errors what this module reports itself
     return made
 
 
 @contextmanager
 def _explain(file: Path) -> Iterator[None]:
-    """Turn whatever a library raises on a damaged file into :class:`Unreadable`."""
+    """Convert any exception of a library for a damaged file into :class:`Unreadable`."""
     try:
         yield
     except (Unreadable, UsageError):
@@ -284,4 +285,4 @@ def _explain(file: Path) -> Iterator[None]:
 
 
 READABLE = (*VOLUMES, *sorted(SUFFIXES))
-"""Suffixes of masks of such images."""
+"""Suffixes of files that may be masks of these images."""

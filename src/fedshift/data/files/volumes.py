@@ -1,8 +1,8 @@
 """Federations for segmentation from NIfTI and DICOM files, ``DIR/<client>/images/`` and ``DIR/<client>/masks/``.
 
-Folders, names and class numbers are those of :mod:`fedshift.data.files.masks`; single files are read by
-:mod:`fedshift.data.files.volume_decoding`. Masks are in memory. Images are decoded when a batch needs them, and those
-needed last are kept, of all clients together :data:`KEPT` bytes.
+Folders, names and class numbers are as in :mod:`fedshift.data.files.masks`; single files are read by
+:mod:`fedshift.data.files.volume_decoding`. Masks are kept in memory. Images are decoded when a batch needs them, and
+the most recently used :data:`KEPT` bytes over all clients are kept.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ from .volume_decoding import (
 )
 
 KEPT = 2**28
-"""Bytes of decoded images that are kept."""
+"""Bytes of decoded images to keep."""
 
 Shape = tuple[int, ...]
 Found = TypeVar("Found")
 
 
 class VolumeStore(LazyStore):
-    """Images ``[N, C, D, H, W]`` or ``[N, C, H, W]`` in files, decoded when a batch needs them, which takes long.
+    """Images ``[N, C, D, H, W]`` or ``[N, C, H, W]`` in files, decoded when a batch needs them, which is slow.
 
     Args:
-        samples: Files of each sample, whose channels are put together.
-        shape: Channels and places of all samples; a file of another shape is resized.
+        samples: Files of each sample, whose channels are concatenated.
+        shape: Channels and spatial shape of all samples; a file with another shape is resized.
         where: Name of the samples in messages.
-        recent: Decoded samples that are kept, which stores may share.
-        turn: Turn arrays to the axes of the patient.
+        recent: Cache of decoded samples, which stores may share.
+        turn: Reorient arrays to the patient's axes.
 
     """
 
@@ -99,7 +99,7 @@ class VolumeStore(LazyStore):
 
 
 def resize_volume(x: Tensor, size: Shape) -> Tensor:
-    """Return brightness ``x [C, ...]`` with places ``size``, linear between voxels."""
+    """Return brightness ``x [C, ...]`` resized to ``size``, linear between voxels."""
     if tuple(x.shape[1:]) == size:
         return x
     kind = "trilinear" if len(size) == 3 else "bilinear"
@@ -107,14 +107,14 @@ def resize_volume(x: Tensor, size: Shape) -> Tensor:
 
 
 def resize_mask(y: Tensor, size: Shape) -> Tensor:
-    """Return classes ``y [...]`` with places ``size``, those of the nearest voxel."""
+    """Return classes ``y [...]`` resized to ``size``, from the nearest voxel."""
     if tuple(y.shape) == size:
         return y
     return F.interpolate(y[None, None].float(), size=size, mode="nearest-exact")[0, 0].to(y.dtype)
 
 
 def holds_volumes(path: Path) -> bool:
-    """Return whether a client in ``path``, or the one client that it is, has medical images with masks."""
+    """Return whether a client in ``path``, or ``path`` itself, has medical images with masks."""
     return any(
         is_volume(file.name)
         for place in masks.find_places(path)
@@ -128,16 +128,16 @@ def read_masked_volumes(path: Path, reading: ReadOptions) -> Federation:
     """Return the federation for segmentation of the medical images in directory ``path``.
 
     Args:
-        path: Directory of clients, or of one client where that joins others (``like``).
+        path: Directory of clients, or of one client that joins others (``like``).
         reading: ``domains``, ``classes``, ``image_size`` (voxels along each axis), ``on_unreadable``,
             ``test_fraction``, ``task``, ``like`` and ``progress`` apply.
 
     Returns:
-        Images float32 from -1 to 1, and masks uint8 ``[N, D, H, W]``, or without D where files hold one slice.
+        Images float32 from -1 to 1, and masks uint8 ``[N, D, H, W]``, or without D if files contain one slice.
 
     Raises:
-        UsageError: The directory is arranged differently, files cannot be read, images differ in size, channels or from
-            their masks, or the library of their format is missing.
+        UsageError: The directory has another layout, files cannot be read, images differ in size, channels or from
+            their masks, or the library for their format is missing.
 
     """
     folders = images.choose_folders(path, reading)
@@ -199,7 +199,7 @@ def read_masked_volumes(path: Path, reading: ReadOptions) -> Federation:
 
 
 def find_common_shape(path: Path, headers: Mapping[str, VolumeHeader], reading: ReadOptions) -> Shape:
-    """Return channels and places of all images; raise :class:`UsageError` where they differ and cannot be resized."""
+    """Return the channels and shape of all images; raise :class:`UsageError` if they differ and cannot be resized."""
     first: dict[Shape, str] = {}
     for file, header in headers.items():
         first.setdefault((header.channels, *header.shape), file)
@@ -227,7 +227,7 @@ def find_common_shape(path: Path, headers: Mapping[str, VolumeHeader], reading: 
 
 
 def choose_spacing(task: Segmentation, headers: Sequence[VolumeHeader], size: Shape) -> tuple[Segmentation, list[str]]:
-    """Return ``task`` with the files' spacing, where surfaces are measured and it is one for all; else a notice."""
+    """Return ``task`` with the files' spacing if it measures surfaces and all files have one spacing; else a notice."""
     if not task.surface or task.spacing:
         return task, []
     steps = [
@@ -247,7 +247,7 @@ def _describe(shape: Shape) -> str:
 def read_all(
     files: Sequence[Path], read: Callable[[Path], Found], what: str, progress: Progress | None
 ) -> tuple[dict[Path, Found], dict[Path, str]]:
-    """Return what ``read`` finds in each file, and the reason why each of the others is broken."""
+    """Return the result of ``read`` for each readable file, and the reason why each other file is broken."""
     found: dict[Path, Found] = {}
     broken: dict[Path, str] = {}
 
@@ -268,7 +268,7 @@ def _fit_mask(file: Path, size: Shape) -> NDArray[np.uint8]:
 def _read_all(
     root: Path, files: Iterable[ImageFile], read: Callable[[Path], Found], what: str, progress: Progress | None
 ) -> tuple[dict[str, Found], dict[str, str]]:
-    """Return :func:`read_all` by the files' paths below ``root``."""
+    """Return the results of :func:`read_all` by the files' paths below ``root``."""
     paths = {root / file.path: file.path for file in files}
     found, broken = read_all(list(paths), read, what, progress)
     return {paths[file]: each for file, each in found.items()}, {paths[file]: why for file, why in broken.items()}

@@ -1,7 +1,8 @@
-"""Methods for Flower apps that bring their own training loop, and refusals of methods that such a loop cannot follow.
+"""Methods for Flower apps with their own training loop; methods that such a loop cannot implement are refused.
 
-Scope, surgery, aggregation and server optimizer work without the training loop. Rules, local work and frozen statistics
-are part of it, so a method with any of these is refused; what only changes gradients is one line in any loop.
+Scope, surgery, aggregation and server optimizer work outside the training loop. Rules, local work and frozen statistics
+are part of the loop, so methods that use any of these are refused. The exception is rules that only change gradients,
+which need one line in any loop.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ from ...utils.errors import UsageError
 from ...utils.state import State
 
 DONE, LAST = "fedshift-rounds-done", "fedshift-last-round"
-"""Keys in a message's configuration: rounds done by the server, and the last that this node took part in (0: none)."""
+"""Keys in a message's configuration: rounds done by the server, and the last round of this node (0: none)."""
 MARK = "_fedshift_surgery"
 IN_ANY_LOOP = (Clipping, Proximal)
-"""Rules that change nothing but gradients, for :func:`transform_gradients_`."""
+"""Rules that only change gradients, for :func:`transform_gradients_`."""
 
 
 def prepare_model(method: Method, model: nn.Module) -> nn.Module:
-    """Return a copy of ``model`` after the method's surgery, the network that an app's server and clients must all use.
+    """Return a copy of ``model`` after the method's surgery; an app's server and all its clients must use this network.
 
-    Weights that surgery draws come from torch's generator. Raises :class:`UsageError` where surgery does not fit.
+    Surgery draws new weights from torch's generator. Raises :class:`UsageError` if surgery does not fit the network.
     """
     changed = apply_surgery(method, model)
     setattr(changed, MARK, method.surgery)
@@ -45,15 +46,15 @@ def prepare_model(method: Method, model: nn.Module) -> nn.Module:
 def transform_gradients_(method: Method, model: nn.Module, received: State | None = None) -> None:
     """Change the gradients of ``model`` as ``method`` does: FedProx's proximal term, adaptive gradient clipping.
 
-    Call it between ``loss.backward()`` and ``optimizer.step()``. Methods without either change nothing.
+    Call it between ``loss.backward()`` and ``optimizer.step()``. It changes nothing for methods without these rules.
 
     Args:
         method: the method.
         model: the network in training.
-        received: copies of its parameters before training, by name: what FedProx holds them near.
+        received: copies of its parameters before training, by name; FedProx keeps parameters close to these.
 
     Raises:
-        UsageError: if the method needs ``received`` and it is left out, shares memory with the model, or lacks a
+        UsageError: if the method needs ``received`` and it is missing, shares memory with the model, or lacks a
             parameter.
 
     """
@@ -84,10 +85,10 @@ def _check_received(rule: Rule, params: State, received: State | None, loaded: f
 
 
 def resolve_plan(method: Method, model: nn.Module, seed: int = 0) -> Plan:
-    """Return the plan of ``method`` for an app's network, on the CPU; ``seed`` keys the server's draws.
+    """Return the plan of ``method`` for an app's network, on the CPU; ``seed`` keys the server's random draws.
 
-    Raises :class:`UsageError` where an app's own training loop cannot follow the method, or ``model`` lacks the surgery
-    that the method asks for.
+    Raises :class:`UsageError` if an app's own training loop cannot implement the method, or ``model`` lacks the
+    method's surgery.
     """
     _refuse_rules_of_training(method)
     if getattr(model, MARK, ()) != method.surgery:
@@ -96,7 +97,7 @@ def resolve_plan(method: Method, model: nn.Module, seed: int = 0) -> Plan:
             f"method {method.name!r} and the model differ in surgery (the method's: {wanted}): make the model by "
             "fedshift.flower.prepare_model(method, model) with this method, on the server and on all clients"
         )
-    # The optimizer is the app's; a plan needs one all the same.
+    # The app brings its own optimizer, but a plan needs one.
     plan = prepare(replace(method, surgery=()), copy.deepcopy(model).cpu(), optimizer=SGD(lr=1.0), seed=seed)
     if not plan.sent:
         raise UsageError(f"method {method.name!r} sends nothing, for which no server is needed: choose another method")

@@ -1,7 +1,7 @@
 """A mod for a Flower ClientApp that keeps a method's local entries on the client: FedBN in an existing app.
 
-Before the app trains, the client's entries replace those in the arrays received; afterwards they are removed from the
-reply and kept, on disk or in Flower's context. So the app sees whole models, and the server never sees local entries.
+Before the app trains, the client's entries replace those in the received arrays; afterwards they are removed from the
+reply and kept on disk or in Flower's context. The app sees complete models, and the server never sees local entries.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from ..transport.arrays import RefusedMessage, check_finite, check_state, from_r
 from .dropin import DONE, LAST, resolve_plan
 
 KEPT = "fedshift-kept-"
-"""Prefix of the records in Flower's context that hold local entries, before the number of their round."""
+"""Prefix of the records with local entries in Flower's context; the number of their round follows."""
 
 
 def list_local_entries(model: nn.Module, method: Method | None = None) -> frozenset[str]:
-    """Return the names of the entries of ``model`` that ``method`` (default FedBN) keeps on a client.
+    """Return the names of the entries of ``model`` that ``method`` (default: FedBN) keeps on a client.
 
-    Raises :class:`UsageError` where the method does not fit the model or a Flower app.
+    Raises :class:`UsageError` if the method does not fit the model or a Flower app.
     """
     return resolve_plan(method or fedbn(), model).personal
 
 
 class LocalStateStore(ABC):
-    """The local entries of ``client``, at ``place``; ``initial``: before any training.
+    """The local entries of ``client``, at ``place``; ``initial``: entries before any training.
 
-    The entries after the last two rounds are kept: a server that failed asks for a round again, and that must start
-    where it started before.
+    The entries after the last two rounds are kept: a server that failed may repeat a round, which must then start from
+    the same entries.
     """
 
     def __init__(self, client: str, place: str, initial: State) -> None:
@@ -49,17 +49,17 @@ class LocalStateStore(ABC):
 
     @abstractmethod
     def _read(self) -> dict[int, State]:
-        """Return the entries that are held, by round."""
+        """Return the stored entries, by round."""
 
     @abstractmethod
     def _write(self, held: Mapping[int, State]) -> None:
-        """Hold these entries in place of the others."""
+        """Replace the stored entries."""
 
     def load_after(self, done: int, last: int) -> tuple[int, State] | None:
-        """Return the newest entries of the first ``done`` rounds with their round; None if the client never trained.
+        """Return the newest entries of the first ``done`` rounds and their round; None if the client never trained.
 
-        ``last``: the round that the server knows the client to have finished (0: none). Raises :class:`FedshiftError`
-        where entries are missing, older than that, newer than all of those rounds, or of another model.
+        ``last``: the last round that the client finished, according to the server (0: none). Raises
+        :class:`FedshiftError` if entries are missing, older than ``last``, newer than ``done``, or of another model.
         """
         held = self._read()
         for state in held.values():
@@ -88,12 +88,12 @@ class LocalStateStore(ABC):
         return max(usable), held[max(usable)]
 
     def write(self, before: tuple[int, State], round: int, state: State) -> None:
-        """Hold ``state`` as that after ``round``, and the one it started from."""
+        """Store ``state`` as the state after ``round``, together with the state ``before`` it."""
         self._write({before[0]: before[1], round: state})
 
 
 class FileStore(LocalStateStore):
-    """Local entries in a file below ``folder``, which outlives nodes and servers."""
+    """Local entries in a file below ``folder``, which survives restarts of nodes and servers."""
 
     def __init__(self, folder: Path, experiment: str, client: str, initial: State) -> None:
         self.path = folder / _to_file_name(experiment) / f"{_to_file_name(client)}.safetensors"
@@ -117,7 +117,7 @@ class FileStore(LocalStateStore):
 
 
 class ContextStore(LocalStateStore):
-    """Local entries in the memory that Flower keeps for a node during one run, and no longer."""
+    """Local entries in the memory that Flower keeps for a node during one run only."""
 
     def __init__(self, context: Context, initial: State) -> None:
         place = "Flower's context, which is lost if a node restarts: with a name, an experiment has its entries on disk"
@@ -148,7 +148,7 @@ class LocalEntriesMod:
         self._experiment, self._folder = experiment, folder
 
     def __call__(self, message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-        """Pass ``message`` to the app with the client's own entries, and return the reply without them."""
+        """Pass ``message`` with the client's own entries to the app, and return the reply without them."""
         kind = message.metadata.message_type.partition(".")[0]
         if kind not in ("train", "evaluate") or not self._initial:
             reply = call_next(message, context)
@@ -191,7 +191,7 @@ class LocalEntriesMod:
         message.content[key] = ArrayRecord({**whole, **{n: array for n, array in came.items() if n not in whole}})
 
     def _take_entries(self, reply: Message, who: str) -> State:
-        """Return the client's entries in the reply; refuse one that holds NaN before anything is written."""
+        """Return the client's entries in the reply; refuse a reply with NaN before anything is written."""
         _, sent = _single_record(reply, f"the reply of {who}")
         try:
             state = from_record(sent)
@@ -222,19 +222,19 @@ def keep_local(
 ) -> LocalEntriesMod:
     """Return a mod that makes a ClientApp follow ``method``.
 
-    Make it the last of the app's mods, so that the others see what travels. Clients are told apart by ``name`` or
-    ``partition-id`` in their node's configuration. While a run goes on, the mod raises :class:`FedshiftError`, which
-    Flower reports as the node's error, where entries on disk are missing or do not fit; they are never made up.
+    Make it the last of the app's mods, so that the other mods see what is actually sent. Clients are identified by
+    ``name`` or ``partition-id`` in their node's configuration. If entries on disk are missing or do not fit during a
+    run, the mod raises :class:`FedshiftError`, which Flower reports as the node's error; entries are never made up.
 
     Args:
-        model: the app's network; every client starts from its values of the local entries.
+        model: the app's network; its values of the local entries are every client's starting point.
         method: the method, FedBN by default.
         experiment: name of the experiment to which entries on disk belong; by default ``experiment`` in the run's
-            configuration. Without a name they are kept in Flower's context, for one run and while the node runs.
-        folder: directory of the entries, by default ``~/.fedshift/flower``.
+            configuration. Without a name, entries are kept in Flower's context for one run, while the node is running.
+        folder: directory for the entries, by default ``~/.fedshift/flower``.
 
     Raises:
-        UsageError: as :func:`list_local_entries`.
+        UsageError: in the same cases as :func:`list_local_entries`.
 
     """
     return LocalEntriesMod(model, method or fedbn(), experiment, Path(folder).expanduser() if folder else None)
@@ -248,7 +248,7 @@ def _single_record(message: Message, what: str) -> tuple[str, ArrayRecord]:
 
 
 def _read_rounds(message: Message, *, training: bool) -> tuple[int, int]:
-    """Return the rounds that the server had done, and the last that it knows this client to have finished (or 0)."""
+    """Return the rounds done by the server, and the last round that this client finished according to it (or 0)."""
     for config in message.content.config_records.values():
         for key, ahead in ((DONE, 0), ("server-round", int(training))):
             if isinstance(number := config.get(key), int) and isinstance(last := config.get(LAST, 0), int):
@@ -257,5 +257,5 @@ def _read_rounds(message: Message, *, training: bool) -> tuple[int, int]:
 
 
 def _to_file_name(name: str) -> str:
-    """Return ``name`` as a file name for any system, without separators or leading dots."""
+    """Return ``name`` as a portable file name, without separators or leading dots."""
     return quote(name, safe="").replace(".", "%2E")

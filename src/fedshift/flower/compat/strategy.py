@@ -1,7 +1,7 @@
-"""A method as a strategy for a Flower ServerApp: entries in its scope travel, and the kernel aggregates the replies.
+"""A method as a strategy for a Flower ServerApp: entries in its scope are sent, and the kernel aggregates the replies.
 
-A reply that is an error, does not fit, or answers another round is left out and named in the log; a round with too few
-replies changes nothing. Integer entries stay integers, and sums are float64 in an order independent of arrival.
+A reply that is an error, does not fit, or answers another round is skipped and logged; a round with too few replies
+changes nothing. Integer entries stay integers, and sums are computed in float64, in an order independent of arrival.
 """
 
 from __future__ import annotations
@@ -36,30 +36,30 @@ T = TypeVar("T")
 
 
 class LeakedEntries(RefusedMessage):
-    """A reply holds entries that the method keeps on clients."""
+    """A reply contains entries that the method keeps on clients."""
 
 
 class MethodStrategy(Strategy):
-    """``method`` for apps that use ``model`` (from :func:`fedshift.flower.prepare_model` where the method has surgery).
+    """``method`` for apps that use ``model`` (from :func:`fedshift.flower.prepare_model` if the method has surgery).
 
-    Messages are those of Flower's FedAvg: ``arrays`` and ``config``; a reply holds one array record and one metric
-    record with ``num-examples``, its weight. ``start`` takes from ``initial_arrays`` the entries that the method sends,
-    and the ``arrays`` of its result hold only these; called again, it continues from there.
+    Messages are the same as in Flower's FedAvg: ``arrays`` and ``config``. A reply contains one array record, and one
+    metric record with ``num-examples``, its weight. ``start`` reads the entries that the method sends from
+    ``initial_arrays``, and the ``arrays`` of its result contain only these; if called again, it continues from there.
 
     Args:
         method: for example ``fedbn()`` or ``silobn(fedadam())``.
         model: the app's network.
         seed: key of all random draws.
-        participation: nodes in a round, a number, or a fraction (float in (0, 1]) of those connected; None: all.
-        min_clients: the fewest nodes to ask in a round, and the fewest fitting replies with which it changes anything.
+        participation: nodes per round: a number, or a fraction (float in (0, 1]) of the connected nodes; None: all.
+        min_clients: minimum number of nodes to ask in a round, and of valid replies for the round to change the server.
         wait: seconds to wait for that many nodes.
-        evaluate: ask clients to evaluate; those that keep entries are asked once they have trained.
-        most_examples: the largest ``num-examples`` that is accepted.
+        evaluate: ask clients to evaluate; clients that keep entries are asked only after they have trained.
+        most_examples: the largest accepted ``num-examples``.
         server: the ``server`` of an earlier strategy to continue from; ``initial_arrays`` are then not read.
 
     Raises:
-        UsageError: where the method needs its own training loop, or does not fit the model or the numbers.
-        RefusedMessage: where ``server`` is of another model.
+        UsageError: if the method needs its own training loop, or does not fit the model or the numbers.
+        RefusedMessage: if ``server`` is from another model.
 
     """
 
@@ -93,7 +93,7 @@ class MethodStrategy(Strategy):
 
     @override
     def summary(self) -> None:
-        """Log the method and what travels."""
+        """Log the method and the entries that are sent."""
         plan = self.plan
         down, up = (nbytes(pick(plan.initial, names)) for names in (plan.loaded, plan.sent))
         LOG.info("\t├──> Method: %s", plan.method.name)
@@ -110,8 +110,8 @@ class MethodStrategy(Strategy):
     ) -> Iterable[Message]:
         """Ask this round's nodes to train, starting from the entries that clients load.
 
-        Raises :class:`FedshiftError` where fewer than ``min_clients`` nodes are connected after ``wait`` seconds, or
-        the initial arrays are not those of the model.
+        Raises :class:`FedshiftError` if fewer than ``min_clients`` nodes are connected after ``wait`` seconds, or the
+        initial arrays do not belong to the model.
         """
         if not self._begun:
             self._begin(arrays)
@@ -127,9 +127,9 @@ class MethodStrategy(Strategy):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Aggregate the replies that fit; if they are too few, leave the server unchanged.
+        """Aggregate the valid replies; if there are too few, leave the server unchanged.
 
-        Raises :class:`FedshiftError` where all replies hold entries that the method keeps on clients.
+        Raises :class:`FedshiftError` if all replies contain entries that the method keeps on clients.
         """
         taken, leaks = self._answers(server_round, replies, lambda content: (self._update(content), content))
         if len(taken) < self.min_clients:
@@ -157,7 +157,7 @@ class MethodStrategy(Strategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Ask the nodes that have a model to evaluate: all, or, where clients keep entries, those that have trained."""
+        """Ask the nodes that have a model to evaluate: all, or if clients keep entries, those that have trained."""
         if not self.evaluate:
             return []
         nodes = [node for node in sorted(grid.get_node_ids()) if not self.plan.personal or node in self._finished]
@@ -208,12 +208,12 @@ class MethodStrategy(Strategy):
     def _answers(
         self, server_round: int, replies: Iterable[Message], take: Callable[[RecordDict], T]
     ) -> tuple[dict[int, T], list[LeakedEntries]]:
-        """Return ``take`` of each node's reply, by node, and the leaks; log every reply that is refused."""
+        """Return the result of ``take`` for each node's reply, by node, and the leaks; log every refused reply."""
         asked = {message.metadata.message_id: message.metadata.dst_node_id for message in self._asked}
         taken: dict[int, T] = {}
         leaks: list[LeakedEntries] = []
         for reply in replies:
-            # An error reply names the server as its source, so that only the question tells whose it is.
+            # An error reply has the server as its source, so only the question identifies the node.
             node = asked.pop(reply.metadata.reply_to_message_id, None)
             try:
                 if node is None:
@@ -253,7 +253,7 @@ class MethodStrategy(Strategy):
 
 
 def _mean_metrics(contents: list[RecordDict]) -> MetricRecord | None:
-    """Return Flower's weighted mean of metrics; None, with a line in the log, where clients report different ones."""
+    """Return Flower's weighted mean of metrics; log a line and return None if clients report different metrics."""
     try:
         metrics = [RecordDict({"metrics": next(iter(content.metric_records.values()))}) for content in contents]
         validate_message_reply_consistency(metrics, WEIGHT, check_arrayrecord=False)

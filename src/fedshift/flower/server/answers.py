@@ -1,7 +1,7 @@
-"""Strict schemas of what sites answer. A site that holds a valid key may still say anything.
+"""Strict schemas for sites' answers. A site with a valid key may still send anything.
 
-An answer is read in three steps: its JSON has the types and the names of a schema and nothing else; its counts are
-possible for the samples that the site has; and whatever still goes wrong refuses that answer alone, by its site's name.
+The JSON of an answer must match a schema exactly, and its counts must be possible for the site's number of samples. Any
+other error refuses only that answer, and the message names its site.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from .registry import ONE_PIXEL
 
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 MOST_COUNT = 2**62
-"""Upper bound of a whole number in an answer."""
+"""Largest integer that an answer may contain."""
 PLACE = ("client", "split", "model", "moment")
-"""Columns that say what a row measures; the others are counts."""
+"""Columns that identify what a row measures; the others are counts."""
 MOST_TOLD = 3
-"""Faults of an answer that a message names."""
+"""Maximum number of an answer's faults to list in a message."""
 Count = Annotated[int, Field(ge=0, le=MOST_COUNT)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class TrainedAnswer(BaseModel):
-    """Facts beside an upload: samples and steps of the round, the sum of the training loss, measurements if asked."""
+    """Facts sent with an upload: the round's samples and steps, summed training loss, and measurements if requested."""
 
     model_config = STRICT
     name: str
@@ -54,13 +54,13 @@ class EvaluatedAnswer(BaseModel):
 
 
 def read_trained(facts: Mapping[str, Any]) -> TrainedAnswer:
-    """Return what a site says of its training; raise :class:`RefusedMessage` where it does not fit the schema."""
+    """Return a site's report of its training; raise :class:`RefusedMessage` if it does not match the schema."""
     with refusing("it does not say what it did"):
         return TrainedAnswer.model_validate(dict(facts))
 
 
 def read_evaluated(facts: Mapping[str, Any]) -> EvaluatedAnswer:
-    """Return what a site says that it measured; raise :class:`RefusedMessage` where it does not fit the schema."""
+    """Return a site's report of its measurements; raise :class:`RefusedMessage` if it does not match the schema."""
     with refusing("it does not say what it measured"):
         return EvaluatedAnswer.model_validate(dict(facts))
 
@@ -84,12 +84,12 @@ class RowReader:
         Args:
             rows: rows as they arrived.
             name: the client's name.
-            sizes: the samples of each split that was to be measured.
+            sizes: number of samples in each split that the site was asked to measure.
             moment: ``loaded`` or ``trained``.
 
         Raises:
-            RefusedMessage: A row is of another form, of another client, split or moment, stands twice, or has counts
-                that no prediction of that many samples gives; or a split has no row.
+            RefusedMessage: A row does not match the schema, is a duplicate, is for another client, split or moment, or
+                has counts that are impossible for that number of samples; or a split has no row.
 
         """
         with refusing("it does not say what it measured"):
@@ -128,7 +128,7 @@ def refusing(what: str) -> Iterator[None]:
 
 
 def _type_like(value: Any) -> Any:
-    """Return the type of a count like ``value``; None stands for the area under a curve, which may be undefined."""
+    """Return the type of a count like ``value``; None is the area under a curve, which may be undefined."""
     if isinstance(value, list):
         return Annotated[list[_type_like(value[0])], Field(min_length=len(value), max_length=len(value))]  # type: ignore[misc]
     if value is None:

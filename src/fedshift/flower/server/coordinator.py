@@ -1,7 +1,7 @@
 """The app that ``fedshift serve`` submits to its SuperLink: an experiment whose clients are behind Flower's grid.
 
-It reports progress to ``fedshift serve`` over a local socket and ends when that does. Every round is saved in the run
-directory before the next begins, so the app may be killed at any moment.
+It reports progress to ``fedshift serve`` over a local socket and exits when ``fedshift serve`` does. Every round is
+saved in the run directory before the next begins, so the app may be killed at any time.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ from .registry import ClientRegistry, RemoteFederation, SiteDescription
 from .remote_engine import RemoteEngine
 
 COORDINATOR = "FEDSHIFT_COORDINATOR"
-"""Names the socket on which ``fedshift serve`` listens."""
+"""Environment variable with the path of the socket on which ``fedshift serve`` listens."""
 PRIVATE: dict[str, Any] = {"data": "", "root": None, "domains": None, "split": None, "newcomers": None, "log": None}
-"""Settings that concern only the coordinator, as sites see them."""
+"""Settings that concern only the coordinator, with the values that sites see instead."""
 
 app = ServerApp()
 
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Run the experiment that the run's configuration describes."""
-    sys.path.append("")  # the user's methods and models, in the directory where `fedshift serve` was started
+    """Run the experiment described in the run's configuration."""
+    sys.path.append("")  # the directory where `fedshift serve` was started, with the user's methods and models
     with connect_locally(Path(os.environ[COORDINATOR])) as connection:
         order = json.loads(connection.recv_bytes())
         spec = read_submission(str(context.run_config[FACTS]), order["settings"])
@@ -70,9 +70,9 @@ def main(grid: Grid, context: Context) -> None:
 
 
 def read_submission(settings: str, expected: str) -> RunSpec | CompareSpec:
-    """Return a run's settings; raise :class:`FedshiftError` unless they are those that `fedshift serve` submitted.
+    """Return a run's settings; raise :class:`FedshiftError` unless `fedshift serve` submitted them.
 
-    Anyone who reaches a SuperLink can submit a run, and settings may name any function on this machine.
+    Anyone who can reach a SuperLink can submit a run, and settings may name any function on this machine.
     """
     if settings != expected:
         raise FedshiftError("a run with other settings than those of `fedshift serve` was submitted: refused")
@@ -81,7 +81,7 @@ def read_submission(settings: str, expected: str) -> RunSpec | CompareSpec:
 
 
 class ProgressReport(Observer):
-    """Forwards an observer's events to the process at the other end of ``connection``, and ends when that does."""
+    """Forwards an observer's events over ``connection``, and exits when the process at the other end does."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection, self.stop, self.changed = connection, threading.Event(), threading.Event()
@@ -103,7 +103,7 @@ class ProgressReport(Observer):
     def round(self, done: RoundResult) -> None:
         self.send("round", asdict(done))
 
-    # Their arguments are JSON values, sent unchanged.
+    # The arguments of these events are JSON values, which are sent unchanged.
     begin = partialmethod(send, "begin")
     trial = partialmethod(send, "trial")
     recorded = partialmethod(send, "recorded")
@@ -114,11 +114,11 @@ class ProgressReport(Observer):
 class Coordinator:
     """Runs the experiment ``spec`` with the sites behind ``grid``.
 
-    ``order``: ``directory`` (the run's), ``clients`` (the fewest that a round needs), ``seconds`` (the most that it
-    takes), ``wait`` (seconds for the first clients to connect), ``update_bound`` (how many times as long as the
-    others' a client's update may be; 0: any), ``home``: the SuperLink's folder, and ``keys``: directory of the
-    coordinator's keys and the nodes' public keys (None: questions are not signed, and nodes not identified by keys).
-    ``run``: the number of Flower's run.
+    ``order`` has these keys: ``directory`` (run directory), ``clients`` (minimum number of clients in a round),
+    ``seconds`` (maximum duration of a round), ``wait`` (seconds to wait for the first clients to connect),
+    ``update_bound`` (largest ratio of a client's update length to the others'; 0: no limit), ``home`` (the SuperLink's
+    folder), and ``keys`` (directory with the coordinator's keys and the nodes' public keys; None: questions are not
+    signed, and nodes are not identified by keys). ``run`` is Flower's run number.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class Coordinator:
         self.min_clients, self.seconds = int(order["clients"]), float(order["seconds"])
         self.update_bound = float(order.get("update_bound", BOUND))
         settings = make_settings(replace(self.spec, newcomers=None), ())
-        make_methods(self.spec)  # what cannot be made is said before sites are waited for
+        make_methods(self.spec)  # report methods that cannot be made before waiting for sites
         parse_model(name_model(self.spec.model, ()))
         self.sent = {**asdict(self.spec), **PRIVATE, "weights": settings.weights and settings.weights.digest}
         self.refused: set[str] = set()
@@ -154,7 +154,7 @@ class Coordinator:
         )
 
     def run(self) -> bool:
-        """Run until the end or until stopped; return whether the end was reached."""
+        """Run until finished or stopped; return whether the experiment finished."""
         members = frozenset(client.name for client in self.population.training)
         clients = min(self.min_clients, len(members or self.order) or self.min_clients)
         try:
@@ -180,9 +180,9 @@ class Coordinator:
         return True
 
     def _take_back(self, spoiled: SpoiledModel) -> None:
-        """Have the round that spoiled the model repeated without the client whose update stood out.
+        """Repeat the round that spoiled the model, without the client whose update stood out.
 
-        Raises ``spoiled`` where the round was repeated before, or the model before it is not kept.
+        Raises ``spoiled`` if the round was already repeated, or the model before it was not kept.
         """
         if not TrialHistory(spoiled.folder).take_back(spoiled.round, spoiled.suspect):
             raise spoiled
@@ -200,7 +200,7 @@ class Coordinator:
         names = [method.name for method in methods]
         members = [client for client in data.clients if client.name not in settings.newcomers]
         asked = {client.name: client.labels for client in self.population.clients}
-        counted = all(asked[client.name] for client in members)  # where sites were asked to count labels
+        counted = all(asked[client.name] for client in members)  # sites count labels only if asked to
         if settings.loss and settings.loss.uses_counts and not counted:
             raise UsageError(
                 f"loss {settings.loss}: weights come from numbers of samples by class, which sites count for "
@@ -228,9 +228,9 @@ class Coordinator:
         )  # fmt: skip
 
     def _admit_waiting(self) -> RemoteFederation:
-        """Admit the clients that have connected, except those whose data do not fit the others'; return all clients."""
+        """Admit connected clients whose data are compatible with the others'; return all admitted clients."""
         grown, waiting = self.population, self._find_new()
-        if not grown.clients:  # those that train first, so that the others do not change what is trained
+        if not grown.clients:  # clients that train come first, so that the others do not change what is trained
             grown = grown.add_clients([new for new in waiting if not new.validates], self.order)
             waiting = [new for new in waiting if new.validates]
         data = grown.to_federation(self.spec.classes, self.spec.task)
@@ -252,13 +252,13 @@ class Coordinator:
         return data
 
     def _find_new(self) -> list[SiteDescription]:
-        """Return clients that are connected and not admitted yet, among those that the settings name, if any."""
+        """Return connected clients that are not yet admitted; if the settings name clients, only these."""
         members = {client.name for client in self.population.clients}
         names = sorted(self.nodes.online - members - self.refused)
         return [self.nodes.known[name] for name in names if not self.order or name in self.order]
 
     def _admit_newcomer(self) -> None:
-        """Have new clients admitted after the round in progress, except those that the settings leave out."""
+        """Schedule new clients for admission after the current round, except those that the settings exclude."""
         for name in sorted(self.nodes.online - self.refused - set(self.order) if self.order else ()):
             self.refused.add(name)
             self.report.notice(f"{name} takes no part: the settings name {', '.join(self.order)} (domains)")
@@ -267,7 +267,7 @@ class Coordinator:
 
 
 def _extra_categories(found: RemoteFederation, data: RemoteFederation) -> str:
-    """Return the categories that ``found`` has and ``data``, with the same columns, lacks."""
+    """Return the categories in ``found`` that are missing from ``data``, which has the same columns."""
     return ", ".join(
         f"{value!r} in column {wide.name!r}"
         for wide, column in zip(found.columns, data.columns, strict=True)

@@ -1,8 +1,8 @@
-"""The last checkpoints of a trial, and the way back from a round after which its model is of no use to the sites.
+"""The last checkpoints of a trial, and how to go back to one after a round that spoiled the model.
 
-An update within the bound of :mod:`.outliers` can still spoil a model. If so many sites then diverge, or send updates
-beyond the bound, that too few are left, the coordinator goes back to the model before that round and repeats it without
-the client whose update was the longest.
+An update within the bound of :mod:`.outliers` can still spoil a model. If sites then diverge or send updates beyond the
+bound, and too few are left, the coordinator goes back to the model before that round and repeats the round without the
+client that had the longest update.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from ...utils.checked_json import read_checked, write_checked
 from ...utils.files import write_atomically
 
 KEPT = 3
-"""Checkpoints kept of each trial."""
+"""Number of checkpoints to keep for each trial."""
 SUSPICIOUS = 2.0
-"""How many times as long as the others' an update must be for its client to be suspected."""
+"""Smallest ratio of an update's length to the others' for which its client is suspected."""
 HISTORY, LEFT_OUT = "history", "left-out.json"
 
 
 class SpoiledModel(Diverged):
-    """Too few sites can go on from the model of a round in which one update stood out."""
+    """Too few sites can continue from the model of a round in which one update stood out."""
 
     def __init__(self, text: str, folder: Path, round: int, suspect: str, ratio: float) -> None:
         super().__init__(text)
@@ -39,12 +39,12 @@ class SpoiledModel(Diverged):
 
 @dataclass(frozen=True)
 class TrialHistory:
-    """The last checkpoints of the trial in ``folder``, and the clients that were left out of rounds when repeated."""
+    """The last checkpoints of the trial in ``folder``, and the clients excluded from repeated rounds."""
 
     folder: Path
 
     def read_left_out(self) -> Mapping[int, str]:
-        """Return the client that is left out of each repeated round; raise :class:`FedshiftError` where damaged."""
+        """Return the client excluded from each repeated round; raise :class:`FedshiftError` if the file is damaged."""
         path = self.folder / LEFT_OUT
         if not path.exists():
             return {}
@@ -52,7 +52,7 @@ class TrialHistory:
         return {int(round): str(name) for round, name in kept.items()}
 
     def keep(self, round: int) -> None:
-        """Keep the checkpoints as they are after ``round``, and no more than the last few."""
+        """Keep the checkpoints of ``round``, and delete all but the last few."""
         history = self.folder / HISTORY
         history.mkdir(exist_ok=True)
         for name in (CHECKPOINT, BEST):
@@ -63,9 +63,9 @@ class TrialHistory:
                 path.unlink()
 
     def take_back(self, round: int, suspect: str) -> bool:
-        """Return to the model before ``round``, which is to be repeated without ``suspect``; say whether it was kept.
+        """Go back to the model before ``round``, which will be repeated without ``suspect``.
 
-        A round is taken back once.
+        Returns False if the round was already taken back, or the model before it was not kept.
         """
         left_out, before = dict(self.read_left_out()), self.folder / HISTORY / f"{round - 1}-{CHECKPOINT}"
         if round in left_out or not before.exists():
@@ -95,7 +95,7 @@ class HistoryKeeper(Observer):
 
 
 def _link(source: Path, target: Path) -> None:
-    """Make ``target`` another name of ``source``, or a copy where the disk has no such names."""
+    """Make ``target`` a hard link to ``source``, or a copy if the file system does not support hard links."""
     target.unlink(missing_ok=True)
     try:
         target.hardlink_to(source)

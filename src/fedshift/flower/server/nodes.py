@@ -1,8 +1,8 @@
-"""The connected sites, and questions to them over one of Flower's grids; every wait has a timeout.
+"""The connected sites, and questions to them over a Flower grid; every wait has a timeout.
 
-A node introduces itself by its client's name; under TLS that name is bound to the key that the coordinator has for it.
-A node that restarts introduces itself again, and is asked again what it had not answered. A node that is gone is not
-asked, and not waited for where enough others answer.
+A node introduces itself by its client's name; with TLS, that name is bound to the key that the coordinator has for it.
+A node that restarts introduces itself again and is asked its unanswered questions again. A node that has left is not
+asked, and the coordinator does not wait for it if enough others answer.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ Say = Callable[[str], None]
 POLL = 0.25
 """Seconds between two polls for answers."""
 MOST_PULLS, PATIENCE = 64, 0.5
-"""Answers that are fetched at the same time, and seconds that one may take before the others are looked at."""
+"""Maximum number of answers to fetch at a time, and seconds to wait for them before processing those that arrived."""
 LONGEST = 500
-"""Letters of what a site says that are shown."""
+"""Maximum number of characters to show of a site's text."""
 KINDS = {"describe": "query", "end": "query", "train": "train", "evaluate": "evaluate"}
-"""Flower's types of messages."""
+"""Flower's message types."""
 FAILED = (ErrorCode.LOAD_CLIENT_APP_EXCEPTION, ErrorCode.CLIENT_APP_RAISED_EXCEPTION, ErrorCode.INVALID_FAB)
-"""Errors of a node that is connected; others mean that the message or its answer was lost."""
+"""Errors that a connected node reports; other errors mean that the message or its answer was lost."""
 
 
 class StopRequested(FedshiftError):
@@ -49,15 +49,15 @@ class Nodes:
     """The sites behind ``grid``.
 
     Args:
-        grid: a grid of Flower's.
+        grid: a Flower grid.
         hello: the question that asks a new node to describe itself.
         say: called with a line of text when a node comes or goes.
         known: earlier descriptions of clients.
         keys: returns the public key of each client's node; None: any node may claim any name.
-        changed: called when a client has come.
+        changed: called when a client has connected.
         signed: signs a question.
         stop: ends waiting, once set.
-        allow: called before clients are asked with the most bytes that entries of an answer take.
+        allow: called before each question with the largest number of bytes that the entries of an answer may take.
 
     """
 
@@ -72,12 +72,12 @@ class Nodes:
         self.keys, self.changed, self.signed, self.allow = keys, changed, signed, allow
         self.known = dict(known or {})
         self._online: dict[str, _Address] = {}
-        self._greeted: dict[_Address, str] = {}  # with the id of the pending greeting, "" once it is answered
+        self._greeted: dict[_Address, str] = {}  # id of the pending greeting, "" once it is answered
         self._keys: dict[int, bytes] = {}
         self._pool, self._pulling = ThreadPoolExecutor(MOST_PULLS), dict[str, Future[list[Message]]]()
 
     def say(self, text: str) -> None:
-        """Say a line about a site, without what could harm a terminal."""
+        """Say a line about a site, without control characters."""
         self._say(to_printable(text))
 
     @property
@@ -86,7 +86,7 @@ class Nodes:
         return frozenset(self._online)
 
     def refresh(self) -> None:
-        """Greet new nodes, read how they describe themselves, and forget nodes that have left."""
+        """Greet new nodes, read their descriptions of themselves, and forget nodes that have left."""
         listed = self._list_nodes()
         for address in listed:
             if address not in self._greeted:
@@ -101,9 +101,10 @@ class Nodes:
             self.say(f"{name} has left ({len(self._online)} connected)")
 
     def wait(self, number: int, seconds: float, among: frozenset[str] | None = None) -> None:
-        """Wait until ``number`` clients that train (of those ``among``) are connected.
+        """Wait until ``number`` clients that train (from ``among``, if given) are connected.
 
-        Raises :class:`FedshiftError` naming those that are after ``seconds``, and :class:`StopRequested`.
+        Raises :class:`FedshiftError` after ``seconds``, naming the clients that are connected, or
+        :class:`StopRequested`.
         """
         until = time.monotonic() + seconds
         while True:
@@ -127,10 +128,10 @@ class Nodes:
     def ask(
         self, asked: Mapping[str, Exchange], enough: int, seconds: float
     ) -> Iterator[tuple[str, Exchange | FedshiftError]]:
-        """Ask clients; yield each with its answer, or the reason why there is none, as they arrive.
+        """Ask clients; yield each client with its answer, or with the reason for its absence, as answers arrive.
 
-        Ends when all have answered, after ``seconds``, or when only clients that are gone are missing and ``enough``
-        others have answered.
+        Ends when all have answered, after ``seconds``, or when ``enough`` clients have answered and all others have
+        left.
         """
         until = time.monotonic() + seconds
         missing, answered = set(asked), 0
@@ -143,7 +144,7 @@ class Nodes:
                     sent[name] = address, self._push(address, asked[name], until - time.monotonic())
             numbers = {number: name for name, (_, number) in sent.items() if number and name in missing}
             for number, reply in self._pull(sorted(numbers, key=numbers.__getitem__)):
-                name = numbers[number]  # an error's sender is not the node
+                name = numbers[number]  # an error reply does not have the node as its sender
                 if isinstance(reply, Message) and reply.has_error() and reply.error.code not in FAILED:
                     sent[name] = sent[name][0], ""
                     continue
@@ -156,16 +157,16 @@ class Nodes:
                 break
             time.sleep(POLL if missing else 0)
         for _, number in sent.values():
-            self._pulling.pop(number, None)  # what comes too late is forgotten
+            self._pulling.pop(number, None)  # ignore late answers
         for name in sorted(missing):
             there = "did not answer in time" if name in self._online else "is gone"
             yield name, FedshiftError(f"it {there}")
 
     def _pull(self, numbers: Iterable[str]) -> Iterator[tuple[str, Message | FedshiftError]]:
-        """Yield the answers that have come to messages, each with its message's id, or why it cannot be read.
+        """Yield the answers that have arrived, each with its message's id, or the reason why it cannot be read.
 
-        They are fetched one by one, each in a thread: one that Flower cannot read, or whose upload stalls half-way,
-        holds up no other.
+        Each answer is fetched in its own thread, so that one that Flower cannot read, or whose upload stalls halfway,
+        does not block the others.
         """
         wanted = list(numbers)
         for number in wanted:
@@ -207,7 +208,7 @@ class Nodes:
         self.changed()
 
     def _call(self, address: _Address) -> str:
-        """Return the name of the key that a node holds, whatever it says, and its number where no key is known."""
+        """Return a node's name according to its key, not its own claim; return its number if its key is unknown."""
         held, known = self._keys.get(address.node, b""), self.keys() if self.keys else {}
         owner = next((name for name, key in known.items() if key == held), None)
         return f"a node (number {address.node})" if owner is None else f"{owner} (node number {address.node})"
@@ -220,7 +221,7 @@ class Nodes:
         return {_Address(node.node_id, node.last_activated_at) for node in found}
 
     def _push(self, address: _Address, exchange: Exchange, seconds: float) -> str:
-        """Send to a node; return the message's id, "" where the SuperLink did not accept it."""
+        """Send to a node; return the message's id, or "" if the SuperLink did not accept it."""
         message = Message(
             self.signed(exchange).content(), address.node, KINDS[exchange.kind], ttl=max(1.0, seconds),
             group_id=str(exchange.facts.get("round", "")),
@@ -229,7 +230,7 @@ class Nodes:
 
 
 def to_printable(text: str) -> str:
-    """Return ``text`` without control characters, which could rewrite a terminal, cut after :data:`LONGEST` letters."""
+    """Return ``text`` without control characters, which could rewrite a terminal, cut to :data:`LONGEST` characters."""
     clean = "".join(letter if letter.isprintable() else " " for letter in text[: LONGEST + 1])
     return clean if len(clean) <= LONGEST else f"{clean[:LONGEST]}..."
 

@@ -1,7 +1,7 @@
-"""Uploads that are far from the broadcast where those of the other sites are near it.
+"""Outliers: uploads that are much farther from the broadcast than those of the other sites.
 
-One such upload, finite as it is, makes the mean useless and every later round diverge. The bound keeps out faults and
-crude attacks, with any aggregation; against subtle ones there are robust aggregations (``krum``, ``median``).
+One such upload, even if finite, makes the mean useless and every later round diverge. The bound excludes faulty uploads
+and crude attacks with any aggregation; robust aggregations (``krum``, ``median``) address subtle attacks.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch import Tensor
 from ...core.kernel import ServerState, Update, broadcast
 
 BOUND = 10.0
-"""How many times as long as the others' an update may be."""
+"""Largest ratio of an update's length to the others'."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateSize:
-    """Euclidean lengths of what a client changed in a round, ``shared``, and of what its rules uploaded, ``memory``."""
+    """Euclidean lengths of a client's changes in a round (``shared``) and of its rules' uploads (``memory``)."""
 
     shared: float
     memory: float
@@ -30,7 +30,7 @@ class UpdateSize:
 
     @staticmethod
     def of(server: ServerState, update: Update) -> UpdateSize:
-        """Return the size of ``update`` to the broadcast of ``server``."""
+        """Return the size of ``update`` relative to the broadcast of ``server``."""
         changes = (
             tensor.double() - server.shared[name].double()
             for name, tensor in update.shared.items()
@@ -40,7 +40,7 @@ class UpdateSize:
         return UpdateSize(shared=_length(changes), memory=_length(memory), steps=update.steps)
 
     def join(self, other: UpdateSize) -> UpdateSize:
-        """Return the longer of both, in the fewer steps."""
+        """Return the larger lengths of both, with the smaller number of steps."""
         return UpdateSize(
             shared=max(self.shared, other.shared),
             memory=max(self.memory, other.memory),
@@ -48,10 +48,10 @@ class UpdateSize:
         )
 
     def compare(self, others: Collection[UpdateSize]) -> float:
-        """Return how many times as long as the median of ``others`` it is, by the round or by the step: the smaller.
+        """Return the ratio of its length to the median of ``others``, per round or per step, whichever is smaller.
 
-        Clients of unequal size take unequal numbers of steps. They go farther for it, but not in proportion.
-        Of two others the longer counts, so that a single tiny update makes no honest one stand out.
+        Clients of different sizes take different numbers of steps. More steps go farther, but not in proportion.
+        The median of two others is the longer one, so that one tiny update does not make an honest one stand out.
         """
         ratios = [0.0]
         for name in ("shared", "memory"):
@@ -64,9 +64,9 @@ class UpdateSize:
 
 
 class UpdateSizes:
-    """The longest updates that were used, by client; ``bound``: how many times the others' are allowed, 0: any.
+    """The longest updates used so far, by client; ``bound``: largest ratio to the others' length, 0: no limit.
 
-    ``ratios`` says how many times as long as the others' the updates of the last round were.
+    ``ratios`` holds the ratios of the last round's updates to the others'.
     """
 
     def __init__(self, bound: float) -> None:
@@ -75,11 +75,12 @@ class UpdateSizes:
         self.ratios: dict[str, float] = {}
 
     def find_outliers(self, server: ServerState, updates: Mapping[str, Update], enough: int = 0) -> dict[str, float]:
-        """Return the clients whose updates of this round are too long, and how many times the others' they are.
+        """Return the clients whose updates of this round are too long, with their ratios to the others'.
 
-        The others are those of this round; where there are none, the longest of all that were used before. Where fewer
-        than ``enough`` would be left, those are used that are within the bound of the longest of the other clients
-        before, the shortest first: updates get longer again, and of two in a round neither says which is wrong.
+        Each update is compared with the others of this round or, if there are none, with the longest used before. If
+        fewer than ``enough`` would be left, outliers are used as well, shortest first, if they are within the bound of
+        the other clients' longest updates before: updates may get longer again, and two updates in a round do not show
+        which of them is wrong.
         """
         found = {name: UpdateSize.of(broadcast(server, name), update) for name, update in updates.items()}
         ratios = {}
@@ -97,11 +98,11 @@ class UpdateSizes:
         return outliers
 
     def facts(self) -> dict[str, Any]:
-        """Return what :meth:`restore` takes, as JSON values."""
+        """Return the state for :meth:`restore`, as JSON values."""
         return {"longest": {name: asdict(size) for name, size in self.longest.items()}, "ratios": self.ratios}
 
     def restore(self, facts: Mapping[str, Any]) -> None:
-        """Go on from :meth:`facts`."""
+        """Restore the state from :meth:`facts`."""
         self.longest = {name: UpdateSize(**size) for name, size in facts.get("longest", {}).items()}
         self.ratios = dict(facts.get("ratios", {}))
 

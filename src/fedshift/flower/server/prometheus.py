@@ -1,4 +1,4 @@
-"""Metrics of a coordinator for Prometheus, on the loopback interface of its machine (``fedshift serve --metrics``)."""
+"""Prometheus metrics of a coordinator, on its machine's loopback interface (``fedshift serve --metrics``)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TRIAL = ("method", "seed")
 
 
 class Prometheus(Observer):
-    """Observer whose ``registry`` holds an experiment's progress as metrics that begin with ``fedshift_``."""
+    """Observer whose ``registry`` exposes an experiment's progress as metrics with the prefix ``fedshift_``."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -66,9 +66,9 @@ class Prometheus(Observer):
 
 @contextmanager
 def serve_metrics(port: int | None) -> Iterator[Observer]:
-    """Serve the metrics of an observer inside the block, at ``/metrics`` of this machine's loopback ``port``.
+    """Serve the metrics of an observer inside the block, at ``/metrics`` on loopback ``port``.
 
-    None: nothing is served. Raises :class:`UsageError` if the port is not free.
+    If ``port`` is None, nothing is served. Raises :class:`UsageError` if the port is not free.
     """
     if port is None:
         yield Observer()

@@ -1,8 +1,8 @@
-"""The clients of an experiment as their coordinator knows them: names, numbers and shapes of samples, no samples.
+"""What the coordinator knows of an experiment's clients: names, and numbers and shapes of samples, but no samples.
 
-Columns and labels of tables at several sites are merged as by one process that reads them all. To a model the position
-of an input is its meaning. So all sites have the same columns; each reports their names and, for a column of text, its
-categories, whose sorted union is the schema by which every site reads its table.
+Columns and labels of tables at several sites are merged as if one process read all tables. A model identifies an input
+by its position, so all sites must have the same columns. Each site reports their names and, for text columns, their
+categories; every site reads its table with the sorted union of these categories.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from ...utils.errors import FedshiftError, UsageError
 from ..transport.arrays import NUMPY_TYPES
 
 MOST_SAMPLES, MOST_VALUES, MOST_AXES, MOST_CLASSES, LONGEST_NAME, LONGEST_TEXT = 10**8, 2**30, 8, 10**6, 200, 2000
-"""Upper bounds, above those of any real site: samples of a split, values and axes of a sample, classes, letters of a
-site's name and of names of classes, columns and categories."""
+"""Limits that no real site reaches: samples in a split, values and axes of a sample, classes, characters in a site's
+name, and characters in names of classes, columns and categories."""
 
 
 ONE_PIXEL = (1, 1, 1)
-"""Shape of samples elsewhere for which blank masks are made: they are never looked at."""
+"""Shape of the blank masks made for samples at other sites; the masks are never read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,13 +57,13 @@ class SiteDescription:
     task: Mapping[str, Any] = field(default_factory=lambda: describe_task(CLASSIFICATION))
     """The federation's task: its name and fields."""
     scale: str = ""
-    """Name of its samples' scaling in :data:`~fedshift.data.sources.SCALES`; empty where its samples determine it."""
+    """Name of its samples' scaling in :data:`~fedshift.data.sources.SCALES`; empty if its samples determine it."""
     validates: bool = False
-    """True for a site that validates only: it trains nothing, and reports its number of test samples alone."""
+    """True for a site that only validates: it trains nothing, and reports only its number of test samples."""
 
     @staticmethod
     def of(facts: Mapping[str, Any]) -> SiteDescription:
-        """Return the description in an answer's facts; raise :class:`FedshiftError` where it is malformed."""
+        """Return the description in an answer's facts; raise :class:`FedshiftError` if it is malformed."""
         try:
             made = _DESCRIPTION.validate_python(facts)
             made._check()
@@ -79,7 +79,7 @@ class SiteDescription:
         return made
 
     def _check(self) -> None:
-        """Raise :class:`FedshiftError` where a description is impossible: the coordinator allocates by it."""
+        """Raise :class:`FedshiftError` if a description is impossible; the coordinator allocates memory based on it."""
         if not (0 < len(self.name) <= LONGEST_NAME and self.name.isprintable()):
             raise FedshiftError(f"a site calls itself {self.name[:LONGEST_NAME]!r}: give it a short name (--name)")
         texts = [*self.class_names, self.version, self.scale]
@@ -90,7 +90,7 @@ class SiteDescription:
                 f"site {self.name!r} has a class, column or category {strange[:LONGEST_NAME]!r}: it must have at most "
                 f"{LONGEST_TEXT} letters, all printable"
             )
-        if ":" not in str(self.task.get("name")):  # else one of yours, which the settings name
+        if ":" not in str(self.task.get("name")):  # a name with a colon is a user's task, which the settings name
             restore_task(self.task)
         whole = {"train", "test"} <= self.samples.keys() <= {"train", "validation", "test"}
         if self.validates:
@@ -123,16 +123,16 @@ class SiteDescription:
 
 _DESCRIPTION = TypeAdapter(SiteDescription)
 COLUMNS = TypeAdapter(tuple[Column, ...])
-"""Reads columns as they travel: each a ``name`` and ``categories``, None for numbers."""
+"""Parses transmitted columns: each has a ``name`` and ``categories`` (None for numbers)."""
 
 
 class RemoteFederation(Federation):
-    """Clients whose samples are on other machines; here samples are zeros, and labels only have the right counts."""
+    """Clients whose samples are on other machines; here, samples are zeros, and only the counts of labels are real."""
 
     @override
     @property
     def fingerprint(self) -> str:
-        """Shape, type and classes of samples; each site itself checks that its data are those that it began with."""
+        """Shape, type and classes of samples; each site checks for itself that its data have not changed."""
         dtype = self.clients[0].train.dtype
         columns = "".join(f", {column.name} {column.categories or ''}" for column in self.columns)
         task = "" if self.task == CLASSIFICATION else f", {describe_task(self.task)}"
@@ -141,29 +141,29 @@ class RemoteFederation(Federation):
 
 @dataclass(frozen=True, kw_only=True)
 class ClientRegistry:
-    """The clients of the experiment ``experiment``, in the order in which they were admitted."""
+    """The clients of ``experiment``, in order of admission."""
 
     experiment: str = field(default_factory=lambda: secrets.token_hex(8))
     clients: tuple[SiteDescription, ...] = ()
 
     @staticmethod
     def read(path: Path) -> ClientRegistry:
-        """Read a registry that :meth:`write` wrote; raise :class:`FedshiftError` where it is damaged."""
+        """Read a registry that :meth:`write` wrote; raise :class:`FedshiftError` if it is damaged."""
         found = read_checked(path, "start a new experiment: without it sites are not known again")
         return ClientRegistry(experiment=found["experiment"], clients=tuple(map(SiteDescription.of, found["clients"])))
 
     @property
     def training(self) -> tuple[SiteDescription, ...]:
-        """The clients that train: all but those that validate only."""
+        """The clients that train: all except those that only validate."""
         return tuple(client for client in self.clients if not client.validates)
 
     @property
     def validating(self) -> tuple[str, ...]:
-        """Names of the clients that validate only, which are newcomers to the experiment."""
+        """Names of the clients that only validate, which are newcomers to the experiment."""
         return tuple(client.name for client in self.clients if client.validates)
 
     def make_settings(self, spec: RunSpec | CompareSpec) -> Settings:
-        """Return the settings of ``spec``, by which clients that validate only never train."""
+        """Return the settings of ``spec``, with clients that only validate as newcomers, so that they never train."""
         made = make_settings(spec, tuple(client.name for client in self.clients))
         return replace(made, newcomers=tuple(dict.fromkeys((*made.newcomers, *self.validating))))
 
@@ -174,7 +174,7 @@ class ClientRegistry:
         write_checked(path, content)
 
     def add_clients(self, found: Iterable[SiteDescription], order: Sequence[str] = ()) -> ClientRegistry:
-        """Return the registry with the new ones of ``found``, in ``order`` as far as that goes, then by name."""
+        """Return the registry with the new clients in ``found``: those in ``order`` first, then the others by name."""
         known = {client.name for client in self.clients}
         place = {name: number for number, name in enumerate(order)}
         fresh = sorted(
@@ -184,9 +184,9 @@ class ClientRegistry:
         return replace(self, clients=(*self.clients, *fresh))
 
     def to_federation(self, classes: int | None, task: str | None = None) -> RemoteFederation:
-        """Return the clients as a federation; ``classes`` and ``task``: as the experiment says, if it does.
+        """Return the clients as a federation; ``classes`` and ``task``: from the experiment's settings, if given.
 
-        Raises :class:`FedshiftError` naming two sites whose samples, columns, tasks or classes do not fit together.
+        Raises :class:`FedshiftError` naming two sites whose samples, columns, tasks or classes are incompatible.
         """
         first = self.clients[0]
         kind = restore_task(first.task, as_task(task) if task else None)
@@ -234,7 +234,7 @@ class ClientRegistry:
 
 
 def _make_client(described: SiteDescription, data: Federation) -> ClientData:
-    """Return a site as a client, its labels numbered as in all ``data``, as the site itself does (``relabel``)."""
+    """Return a site as a client whose labels are numbered as in ``data``, as at the site itself (``relabel``)."""
     names, shape = data.meanings, (feature_offsets(data.columns)[-1],) if data.columns else described.shape
     strange = set(described.class_names).difference(names)
     if strange:
@@ -253,19 +253,19 @@ def _make_client(described: SiteDescription, data: Federation) -> ClientData:
         )
         return Samples(x=zero, y=y, rows=torch.zeros(number, dtype=torch.int64))
 
-    samples = {"train": 0, **described.samples}  # one that validates only has none to train on
+    samples = {"train": 0, **described.samples}  # a client that only validates has no training samples
     return ClientData.from_splits(described.name, {part: split(part, n) for part, n in samples.items()})
 
 
 def _spell(task: Task) -> str:
-    """Return a task as settings write it."""
+    """Return a task as it is written in settings."""
     values = ((field.name, getattr(task, field.name), field.default) for field in fields(task))
     changed = ", ".join(f"{name}={value!r}" for name, value, default in values if value != default)
     return f"{task}({changed})" if changed else str(task)
 
 
 def _fit_shape(columns: Sequence[Column], shape: tuple[int, ...]) -> bool:
-    """Return whether samples of ``shape`` can be rows of these columns; without columns, they are no rows."""
+    """Return whether samples of ``shape`` can be rows of these columns; True if there are no columns."""
     lists = [column.categories for column in columns if column.categories is not None]
     sound = all(0 < len(some) <= MOST_CATEGORIES and len(set(some)) == len(some) for some in lists)
     names = [column.name for column in columns]
@@ -273,7 +273,7 @@ def _fit_shape(columns: Sequence[Column], shape: tuple[int, ...]) -> bool:
 
 
 def require_repeating(columns: Iterable[Column], rows: int) -> None:
-    """Raise :class:`UsageError` where a list of categories would reveal single rows of a site that has ``rows``."""
+    """Raise :class:`UsageError` if a list of categories would reveal individual rows of a site that has ``rows``."""
     for column in columns:
         if column.categories is not None and 2 * len(column.categories) > rows:
             raise UsageError(
@@ -283,10 +283,10 @@ def require_repeating(columns: Iterable[Column], rows: int) -> None:
 
 
 def merge_columns(sites: Mapping[str, Sequence[Column]]) -> tuple[Column, ...]:
-    """Return the columns of ``sites``, by the site's name: in the order of the first, with the categories of all.
+    """Return the merged columns of ``sites``: in the order of the first site, with the categories of all.
 
-    Raises :class:`FedshiftError` naming two sites and the column in which they differ, by name or by kind, and where
-    there are too many categories in all.
+    ``sites`` maps a site's name to its columns. Raises :class:`FedshiftError` if two sites differ in the name or kind
+    of a column (the message names the sites and the column), or if there are too many categories in total.
     """
     (first, columns), *others = sites.items()
     for other, theirs in others:

@@ -1,7 +1,7 @@
-"""An engine whose clients are sites behind Flower's grid; experiment and trial are those of one process.
+"""An engine whose clients are sites behind Flower's grid; experiments and trials run as they do in one process.
 
-The coordinator aggregates uploads, evaluates nothing itself and sees no sample. For each client it keeps only the
-number of steps done and the round after which the client's state is current (its *base*, see
+The coordinator aggregates uploads, evaluates nothing itself and sees no samples. For each client it keeps only the
+number of steps done and the round whose client state is current (the *base*, see
 :class:`fedshift.flower.site.site.SiteState`).
 """
 
@@ -40,14 +40,14 @@ from .nodes import Nodes
 from .outliers import UpdateSizes
 
 HEADER = 1024
-"""Bytes that NumPy's format adds to an entry, at most."""
+"""Maximum number of bytes that NumPy's format adds to an entry."""
 
 
 class RemoteEngine(Engine):
-    """Asks the sites behind ``nodes`` to train and to evaluate; ``description`` tells them which trial it is.
+    """Asks the sites behind ``nodes`` to train and evaluate; ``description`` identifies the trial.
 
-    A round needs ``min_clients`` uploads, and takes at most ``seconds``. Uploads are held until all have come, so that
-    those whose update is more than ``update_bound`` times as long as the others' can be left out.
+    A round needs at least ``min_clients`` uploads and takes at most ``seconds``. Uploads are held until all have
+    arrived, so that updates more than ``update_bound`` times as long as the others' can be excluded.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class RemoteEngine(Engine):
 
     @override
     def find_available(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the clients that are connected, once there are enough of them."""
+        """Return the connected clients, once there are enough of them."""
         self.nodes.wait(min(self.min_clients, len(names)), self.seconds, frozenset(names))
         return tuple(name for name in names if name in self.nodes.online)
 
@@ -111,7 +111,7 @@ class RemoteEngine(Engine):
 
     @override
     def evaluate(self, server: ServerState) -> list[Row]:
-        """Return rows of every client that is connected; a client that is away or does not answer has none."""
+        """Return rows of every connected client; a client that is disconnected or does not answer has none."""
         plan, data = self.plan, self.federation
         all_have = plan.has_global or self.settings.unseen != "skip"
         wanted, online = [name for name in data.names if all_have or name in self.bases], self.nodes.online
@@ -142,7 +142,7 @@ class RemoteEngine(Engine):
         self._sizes.restore(facts.get("sizes", {}))
 
     def _suspect(self, round: int, ratios: Mapping[str, float], cause: FedshiftError) -> FedshiftError:
-        """Return the error to raise where too few go on after ``round``, whose updates had ``ratios``."""
+        """Return the error to raise if too few clients can continue after ``round``, whose updates had ``ratios``."""
         suspect = max(ratios, key=ratios.__getitem__, default="")
         if not suspect or ratios[suspect] < SUSPICIOUS:
             return cause
@@ -174,7 +174,7 @@ class RemoteEngine(Engine):
         answer: Exchange | FedshiftError,
         splits: tuple[str, ...],
     ) -> ClientResult:
-        """Return the upload of client ``name``; raise :class:`FedshiftError` saying why it cannot be used."""
+        """Return the upload of client ``name``; raise :class:`FedshiftError` with the reason if it cannot be used."""
         facts, arrays = _check_answer(name, answer, "trained", server.round + 1)
         said = read_trained(facts)
         samples = len(self.data[name])
@@ -209,7 +209,7 @@ class RemoteEngine(Engine):
 def _check_answer(
     name: str, answer: Exchange | FedshiftError, kind: str, round: int
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Return facts and arrays of an answer of this kind; raise :class:`FedshiftError` where it is another."""
+    """Return the facts and arrays of an answer; raise :class:`FedshiftError` if it does not match the question."""
     if isinstance(answer, FedshiftError):
         raise answer
     said = answer.kind, answer.facts.get("name"), answer.facts.get("round")

@@ -1,8 +1,8 @@
 """``fedshift serve``: the coordinator of an experiment across machines.
 
 It starts Flower's SuperLink, registers the nodes' keys, submits one fixed app (:mod:`.coordinator`) and shows its
-progress. A program that dies is restarted and continues with the last round that was saved; when this process dies, all
-programs end, and ``--resume`` continues.
+progress. A program that dies is restarted and continues from the last saved round. If this process dies, all programs
+exit, and ``--resume`` continues the run.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from .outliers import BOUND
 from .prometheus import serve_metrics
 
 SLOWER = 20.0
-"""Times as long as the SuperLink took to start that another program of Flower may take on a slow machine."""
+"""On a slow machine, another Flower program may take this many times as long as the SuperLink took to start."""
 TRIES = 3
-"""Restarts in a row without a completed round after which to give up."""
+"""Number of consecutive restarts without a completed round before giving up."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ListenOptions:
     """A coordinator's address and its conditions for a round.
 
-    ``tls``: the directory that `fedshift pki` made; None: plain text, which ``forced`` lets leave this machine.
-    ``clients``: how many must take part. ``seconds``: the most that a round takes. ``wait``: seconds for the first
-    clients to connect. ``update_bound``: how many times as long as the others' a client's update may be; 0: any.
-    ``metrics``: port of this machine's loopback interface for metrics; None: none.
+    ``tls``: directory made by `fedshift pki`; None: plain text, which leaves this machine only if ``forced``.
+    ``clients``: minimum number of participants. ``seconds``: maximum duration of a round. ``wait``: seconds to wait for
+    the first clients to connect. ``update_bound``: largest ratio of a client's update length to the others'; 0: no
+    limit. ``metrics``: loopback port for metrics; None: no metrics.
     """
 
     host: str
@@ -64,7 +64,7 @@ class ListenOptions:
 
     @property
     def local_address(self) -> str:
-        """The address as reached from this machine."""
+        """The address for connections from this machine."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
         return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
 
@@ -84,7 +84,7 @@ class ListenOptions:
         return f"--min-clients {self.clients} {secured} --host {self.host} --port {self.port}{''.join(more)}"
 
     def check(self) -> None:
-        """Raise :class:`UsageError` where files are missing, plain text would leave, or the port is not free."""
+        """Raise :class:`UsageError` if files are missing, plain text would leave the machine, or the port is in use."""
         if self.tls:
             for name in ("ca.crt", "server.crt", "server.key"):
                 if not (self.tls / name).is_file():
@@ -115,7 +115,7 @@ class ListenOptions:
 
 
 def serve(spec: RunSpec | CompareSpec, reach: ListenOptions, place: RunLocation, directory: Path) -> int:
-    """Run ``spec`` in ``directory`` with the sites that connect; return the exit code, as ``fedshift run`` does."""
+    """Run ``spec`` in ``directory`` with the sites that connect; return an exit code, as ``fedshift run`` does."""
     check_flower()
     console = Console()
     if place.resume is None and (directory / "config.toml").exists():
@@ -149,7 +149,7 @@ def serve(spec: RunSpec | CompareSpec, reach: ListenOptions, place: RunLocation,
 
 
 class _Coordination:
-    """The SuperLink and the app on it, kept running; use as a context manager. ``rounds``: rounds that were done."""
+    """Context manager that keeps the SuperLink and its app running. ``rounds``: number of completed rounds."""
 
     rounds = 0
     _patience = PATIENCE
@@ -172,7 +172,7 @@ class _Coordination:
 
     @property
     def near(self) -> str:
-        """The host by which programs here reach the SuperLink, never by a proxy."""
+        """The host at which programs on this machine reach the SuperLink, never through a proxy."""
         return self.reach.local_address.rpartition(":")[0].strip("[]")
 
     def __enter__(self) -> _Coordination:
@@ -183,7 +183,7 @@ class _Coordination:
         self._scratch.close()
 
     def run(self, observer: Observer, stop: Event) -> bool:
-        """Run until the end or until ``stop``; return whether the end was reached."""
+        """Run until the experiment finishes or ``stop`` is set; return whether it finished."""
         tries, rounds = 0, 0
         while True:
             with self._superlink() as link, self._superexec(link, stop) as executor:
@@ -223,7 +223,7 @@ class _Coordination:
 
     @contextmanager
     def _superexec(self, link: Program, stop: Event) -> Iterator[Program]:
-        """Have the app run in a process that takes it from the SuperLink, once that listens."""
+        """Run the app in a process that takes it from the SuperLink, once the SuperLink listens."""
         self._wait_for(link, stop)
         secured = ["--root-certificates", f"{self.reach.tls}/ca.crt"] if self.reach.tls else ["--insecure"]
         executor = Program(
@@ -238,7 +238,7 @@ class _Coordination:
             executor.stop()
 
     def _wait_for(self, link: Program, stop: Event) -> None:
-        """Wait until the SuperLink listens, as long as it lives."""
+        """Wait until the SuperLink listens; raise :class:`FedshiftError` if it exits first."""
         guarded = self.home / GUARDED
         port = self.reach.port
         began = time.monotonic()
@@ -266,7 +266,7 @@ class _Coordination:
         submit(self.config, home=self.home, log=log, near=self.near, seconds=self._patience)
 
     def _register(self) -> None:
-        """Register new keys of nodes, which may be added while the experiment runs."""
+        """Register new node keys, which may be added while the experiment runs."""
         if self.reach.tls:
             for key in sorted(set((self.reach.tls / "nodes").glob("*.pub")) - self._registered):
                 self._registered.add(key)
@@ -274,7 +274,7 @@ class _Coordination:
                 register(key, key.stem, home=self.home, log=log, near=self.near, seconds=self._patience)
 
     def _follow(self, link: Program, executor: Program, observer: Observer, stop: Event) -> bool | None:
-        """Pass on the app's messages; return whether the experiment reached its end, None where the app was lost."""
+        """Forward the app's messages; return whether the experiment finished, or None if the app was lost."""
         connection = self._accept((link, executor), stop)
         if connection is None:
             return None

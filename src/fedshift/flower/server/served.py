@@ -1,4 +1,4 @@
-"""The experiment of a run across machines, made again where it was coordinated: its models, and no samples."""
+"""The experiment of a run across machines, reconstructed on the coordinator's machine: models, but no samples."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from .registry import ClientRegistry
 
 
 def load_served(directory: Path, code: Collection[str] = ()) -> Experiment:
-    """Return the experiment that `fedshift serve` left in ``directory``, whose server's models can be restored.
+    """Return the experiment that `fedshift serve` left in ``directory``; its server's models can be restored.
 
     Args:
         directory: Run directory.
-        code: Functions of the user, ``package.module:function``, that its settings may name.
+        code: User functions (``package.module:function``) that its settings may name.
 
     Raises:
-        UsageError: Samples are scaled by what only the sites know, so that no model works without them.
+        UsageError: Samples are scaled by values that only the sites know, so no model works without the sites.
         FedshiftError: Files of the run are damaged.
 
     """

@@ -1,9 +1,9 @@
 """``fedshift join``: one site of an experiment across machines.
 
-This process holds the data and does the work (:mod:`.site`). It starts Flower's SuperNode, and restarts it when it
-ends. The SuperNode fetches messages; a second program takes them from it, one after the other, and forwards each on a
-local socket (:mod:`fedshift.flower.transport.forwarding`). So data are read once, and no code that came over the
-network ever runs.
+This process holds the data and does the work (:mod:`.site`). It starts Flower's SuperNode and restarts it when it
+exits. The SuperNode fetches messages; a second program takes them one by one and forwards each over a local socket
+(:mod:`fedshift.flower.transport.forwarding`). Data are therefore read only once, and no code from the network is ever
+run.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from ..transport.programs import Program, check_flower, find_proxy, free_port, i
 from .site import Site
 
 LONGEST = 30.0
-"""The most seconds before a SuperNode that ended is restarted."""
+"""Maximum delay in seconds before a SuperNode that exited is restarted."""
 PARTING = 5.0
-"""Seconds for the last answer to be sent."""
+"""Seconds to wait for the last answer to be sent."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CoordinatorLink:
     """A site's connection to its coordinator.
 
-    ``address``: HOST:PORT. ``tls``: folder of ``ca.crt``; None: plain text. ``key``: the node's private key. ``poll``:
-    seconds between two requests for messages; None: Flower's three.
+    ``address``: HOST:PORT. ``tls``: folder with ``ca.crt``; None: plain text. ``key``: the node's private key.
+    ``poll``: seconds between two requests for messages; None: Flower's default, three.
     """
 
     address: str
@@ -45,7 +45,7 @@ class CoordinatorLink:
     poll: float | None
 
     def check(self) -> None:
-        """Raise :class:`UsageError` where the address is malformed or files are missing."""
+        """Raise :class:`UsageError` if the address is malformed or files are missing."""
         host, _, port = self.address.rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:
             raise UsageError(
@@ -64,13 +64,13 @@ class CoordinatorLink:
 
     @property
     def route(self) -> str:
-        """A remark on the proxy that is on the way, empty if there is none."""
+        """A remark on the proxy between site and coordinator; empty if there is none."""
         host = self.address.rpartition(":")[0].strip("[]")
         proxy = find_proxy(host, secured=self.tls is not None)
         return f" by the proxy {proxy}, as the environment says (NO_PROXY={host} goes there directly)" if proxy else ""
 
     def to_arguments(self, port: int) -> list[str]:
-        """Return the command-line arguments of a SuperNode that gives out tasks at loopback's ``port``."""
+        """Return the command-line arguments of a SuperNode that serves tasks on loopback ``port``."""
         if self.tls is None:
             secured = ["--insecure"]
         else:
@@ -79,9 +79,9 @@ class CoordinatorLink:
 
 
 def join(link: CoordinatorLink, site: Site, folder: Path, threads: int | None) -> int:
-    """Take part until the coordinator ends the experiment (return 0) or Ctrl-C (130); ``folder``: the site's own.
+    """Take part until the coordinator ends the experiment (returns 0) or Ctrl-C is pressed (returns 130).
 
-    Raises :class:`UsageError` where another process works in ``folder``.
+    Raises :class:`UsageError` if another process uses ``folder``, the site's own folder.
     """
     import torch
 
@@ -112,7 +112,7 @@ def join(link: CoordinatorLink, site: Site, folder: Path, threads: int | None) -
 
 
 def _watch(link: CoordinatorLink, door: _MessageSocket, home: Path, log: Path, stop: threading.Event) -> int:
-    """Keep a SuperNode running, and the process that works on its messages; return the exit code."""
+    """Keep a SuperNode and the process that handles its messages running; return the exit code."""
     pause = 1.0
     more, secret = {SITE: str(door.path)}, isolate(home)
     if link.poll is not None:
@@ -144,10 +144,10 @@ def _watch(link: CoordinatorLink, door: _MessageSocket, home: Path, log: Path, s
 
 
 class _MessageSocket:
-    """A socket at ``path`` on which messages arrive and are answered one after another.
+    """A socket at ``path`` that receives messages and answers them one by one.
 
-    ``broken``: the program that brought a message was gone before it had the answer. ``over``: the coordinator's
-    closing words, "" before.
+    ``broken`` is set if the program that delivered a message exited before it received the answer. ``over``: the
+    coordinator's closing message; "" until it arrives.
     """
 
     def __init__(self, site: Site, path: Path) -> None:

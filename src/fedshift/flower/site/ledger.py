@@ -1,8 +1,8 @@
-"""A site's own record of every message: what was asked, what was measured, and what left, in a chain of digests.
+"""A site's own record of every message: what was asked, what was measured and what was sent, in a chain of digests.
 
-The ledger is a file of one JSON object a line. Each line holds the SHA-256 of the line before, so that a line that was
-changed, removed or inserted later is noticed, except at the very end: note the last digest elsewhere to notice that
-too. An answer leaves only once its line is on the disk.
+The ledger is a file with one JSON object per line. Each line contains the SHA-256 of the line before, so that lines
+changed, removed or inserted later are detected, except at the very end: to detect that too, save the last digest
+elsewhere. An answer is sent only after its line is on disk.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ FILE = "ledger.jsonl"
 TRAINS, VALIDATES = "trains", "validates only"
 """Roles of a site."""
 BEGINNING = "0" * 64
-"""The value that the first line holds in place of a digest."""
+"""The first line's value in place of a digest."""
 
 
 class Ledger:
-    """The ledger in ``folder``, to which lines are added; one that was not written whole, by a crash, is removed.
+    """The ledger in ``folder``, to which lines are appended; a line left incomplete by a crash is removed.
 
-    ``role``: what the site does, in words, on each line.
+    ``role``: what the site does, in words; it is written to each line.
     """
 
     def __init__(self, folder: Path, role: str = TRAINS) -> None:
@@ -41,17 +41,17 @@ class Ledger:
         self._last, self._known = BEGINNING, set[str]()
         content = self.path.read_bytes() if self.path.exists() else b""
         whole = content[: content.rfind(b"\n") + 1]
-        if len(whole) < len(content):  # the program was killed while it wrote
+        if len(whole) < len(content):  # the program was killed while writing
             with self.path.open("r+b") as file:
                 file.truncate(len(whole))
         for line in whole.splitlines():
             self._last = _digest(line)
 
     def write(self, asked: Exchange, answer: Exchange) -> None:
-        """Add a line on the question ``asked`` and its ``answer``, which has not left yet."""
+        """Append a line for the question ``asked`` and its ``answer``, which has not been sent yet."""
         trial, round = asked.facts.get("trial"), asked.facts.get("round")
         if asked.kind == "train" and isinstance(round, int):
-            round += 1  # the question names the model's round, at whose end the next begins
+            round += 1  # the question has the round of the model, from which the next round starts
         entry: dict[str, Any] = {
             "time": datetime.now(UTC).isoformat(timespec="milliseconds"), "role": self.role, "run": asked.run,
             "asked": asked.kind, "round": round,
@@ -67,7 +67,7 @@ class Ledger:
         self._last = _digest(line)
 
     def _describe(self, entries: ArrayRecord) -> dict[str, Any]:
-        """Return number, size and digest of entries that leave, and their names where no line had them before."""
+        """Return the number, size and digest of the entries sent, and their names unless an earlier line has them."""
         names, content = sorted(entries), sha256()
         for name in names:
             content.update(name.encode() + b"\0" + entries[name].data)
@@ -84,7 +84,7 @@ class Ledger:
 
 @dataclass(frozen=True, kw_only=True)
 class LedgerEntry:
-    """A line of a ledger: ``number`` from 1, its ``digest``, and what it holds."""
+    """A line of a ledger: its ``number`` from 1, its ``digest`` and its ``content``."""
 
     number: int
     digest: str
@@ -92,14 +92,14 @@ class LedgerEntry:
 
     @property
     def bytes(self) -> int:
-        """Bytes of entries that left."""
+        """Number of bytes of the entries sent."""
         return sum(int(record["bytes"]) for record in self.content["left"].values())
 
 
 def read_ledger(path: Path) -> Iterator[LedgerEntry]:
-    """Yield the entries of the ledger in ``path``, a file or a site's folder, each once it was verified.
+    """Yield the entries of the ledger at ``path``, a file or a site's folder, each after it is verified.
 
-    Raises :class:`FedshiftError` where there is none, or naming the first line that is not what was written.
+    Raises :class:`FedshiftError` if there is no ledger, or at the first line that was changed.
     """
     file = path / FILE if path.is_dir() else path
     try:

@@ -1,4 +1,4 @@
-"""A site's own data: one client, read as by ``fedshift run`` among others, its labels numbered as at all sites."""
+"""A site's own data: one client, read as ``fedshift run`` would, with labels numbered as at all sites."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..server.registry import require_repeating
 
 
 class DataRefused(UsageError):
-    """Data here cannot be used. The reason may quote them, so it must not leave this site."""
+    """A site's data cannot be used. The reason may quote the data, so it must not leave the site."""
 
 
 def load_local(
@@ -29,16 +29,16 @@ def load_local(
     """Return the client in ``data`` as a federation of one.
 
     Args:
-        data: one client's directory of class folders (or of train and test folders of these), .npz file, table or
-            directory with a table; or the name of data of several clients (digits, a benchmark).
-        name: the client's name; needed for data by name.
+        data: one client's directory of class folders (or of train and test folders with class folders), .npz file,
+            table or directory with a table; or the name of a data set with several clients (digits, a benchmark).
+        name: the client's name; required if ``data`` is the name of a data set.
         spec: how to read the data.
-        place: a folder to work in.
-        columns: the merged columns of all sites' tables, by which a table is read; without them, its own.
-        test_alone: read a directory that has a part ``test`` and no ``train`` with ``test`` in the place of both.
+        place: a working folder.
+        columns: the merged columns of all sites' tables, used to read a table; if empty, the table's own columns.
+        test_alone: read a directory that has a ``test`` folder but no ``train`` folder, and use ``test`` for both.
 
     Raises:
-        UsageError: where the data cannot be read.
+        UsageError: if the data cannot be read.
 
     """
     path = Path(data)
@@ -59,7 +59,7 @@ def load_local(
     for other in alone.iterdir():
         if other.is_symlink():
             other.unlink()
-    link.symlink_to(path.resolve())  # a directory that holds this client and no other
+    link.symlink_to(path.resolve())  # its directory contains only this client
     if not is_table(link):
         return load_source(str(alone), spec).select_clients([called]).fit_images(spec.image_size)
     like = Federation(name="all sites", clients=(), classes=0, columns=columns)
@@ -73,12 +73,12 @@ def load_local(
 
 
 def holds_test_alone(data: str) -> bool:
-    """Return whether ``data`` is a directory that has a part ``test`` and no ``train``."""
+    """Return whether ``data`` is a directory with a ``test`` folder but no ``train`` folder."""
     return (Path(data) / "test").is_dir() and not (Path(data) / "train").exists()
 
 
 def _link_test(path: Path, place: Path) -> Path:
-    """Return directory ``place``, whose parts ``train`` and ``test`` are both the part ``test`` of ``path``."""
+    """Link both ``train`` and ``test`` in ``place`` to the ``test`` folder of ``path``; return ``place``."""
     place.mkdir(exist_ok=True)
     for part in ("train", "test"):
         (place / part).unlink(missing_ok=True)
@@ -102,7 +102,7 @@ def _find_table(path: Path) -> Path:
 
 
 def relabel(data: Federation, classes: int, names: Sequence[str]) -> Federation:
-    """Return ``data`` with labels numbered as in ``names``, those of all sites; unchanged where there are no names."""
+    """Return ``data`` with labels numbered as in ``names``, those of all sites; unchanged if there are no names."""
     own = data.meanings
     if not names or not own or data.task != CLASSIFICATION:
         return replace(data, classes=classes)

@@ -1,6 +1,6 @@
-"""A site's say before it trains: a policy, which refuses what goes beyond it, and a question to whoever runs the site.
+"""How a site approves an experiment before it trains: with a policy of limits, and by asking the site's operator.
 
-Both see an experiment's method and seed as the site itself has made them, not as the coordinator describes them.
+Both see an experiment's method and seed as the site itself constructed them, not as the coordinator describes them.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class TrialReview:
 
     Attributes:
         plan: the method on the site's network.
-        model: the network, as the settings name it.
+        model: the network's name in the settings.
         seed: the seed.
-        rounds: rounds that the settings ask for.
-        sites: sites that take part.
+        rounds: number of rounds in the settings.
+        sites: number of sites that take part.
         code: functions on this machine that the settings may call.
-        validates: whether the site validates only: nothing is trained here, and no entries leave.
-        samples: training samples of the site; 0: not known.
+        validates: whether the site only validates: nothing is trained here, and no entries leave.
+        samples: number of the site's training samples; 0: unknown.
 
     """
 
@@ -99,16 +99,19 @@ class TrialReview:
 
 
 def passes_of_round(plan: Plan) -> int:
-    """Return the most passes over a site's samples that a round begins: a group of batches ends with its pass."""
+    """Return the maximum number of passes over a site's samples that a round starts.
+
+    A group of batches ends at the end of its pass.
+    """
     return plan.work.epochs or 1
 
 
 def spent_by_round(plan: Plan) -> float:
-    """Return the privacy that a round spends for each sample, in units that add up over rounds and experiments.
+    """Return the privacy that a round spends per sample, in units that add up over rounds and experiments.
 
-    A pass with noise of multiplier z is a Gaussian mechanism, and spends 1 / z^2: the Renyi divergence of order a is
-    a / (2 z^2) (Mironov 2017, arXiv:1702.07476, Corollary 3), and sums under composition (Proposition 1). It is 0
-    without noise that a site can account for, which a policy with ``sample_epsilon`` refuses.
+    A pass with noise multiplier z is a Gaussian mechanism and spends 1 / z^2: its Renyi divergence of order a is
+    a / (2 z^2) (Mironov 2017, arXiv:1702.07476, Corollary 3), and divergences add up under composition (Proposition 1).
+    The result is 0 without noise that a site can account for; a policy with ``sample_epsilon`` refuses this case.
     """
     mechanism = find_mechanism(plan.method.rules)
     if not (mechanism and mechanism.secret and mechanism.noise_multiplier):
@@ -117,10 +120,10 @@ def spent_by_round(plan: Plan) -> float:
 
 
 class PastUploads:
-    """Uploads that a site has sent, of each method and seed of an experiment, and the privacy that they have spent.
+    """The uploads that a site has sent for each method and seed of an experiment, and the privacy that they spent.
 
-    They are kept in the file ``path``, so that a site that is started again goes on counting. An upload counts from
-    before it leaves, and also where it was lost.
+    The counts are kept in the file ``path``, so that a restarted site continues them. An upload is counted before it is
+    sent, and also if it is lost.
     """
 
     def __init__(self, path: Path) -> None:
@@ -135,11 +138,11 @@ class PastUploads:
         return int(self._trials.get(trial, {}).get("uploads", 0))
 
     def sum_spent(self, *, without: str | None = None) -> float:
-        """Return the privacy that all uploads have spent (:func:`spent_by_round`), but those of trial ``without``."""
+        """Return the privacy spent by all uploads (:func:`spent_by_round`) except those of trial ``without``."""
         return math.fsum(each["spent"] for name, each in self._trials.items() if name != without)
 
     def add(self, trial: str, spent: float) -> None:
-        """Count an upload of ``trial`` that is about to leave, and what it spends."""
+        """Count an upload of ``trial`` that is about to be sent, and the privacy that it spends."""
         before = self._trials.get(trial, {"uploads": 0, "spent": 0.0})
         self._trials[trial] = {"uploads": before["uploads"] + 1, "spent": before["spent"] + spent}
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -147,18 +150,18 @@ class PastUploads:
 
 
 class SitePolicy(BaseModel):
-    """Limits of a site; what is not given is not limited. Names are patterns, such as ``fed*`` or ``*running*``.
+    """A site's limits; a limit that is not given does not apply. Names are patterns, such as ``fed*`` or ``*running*``.
 
     Attributes:
         methods: methods that may be trained; each part of a composition must be among them.
         models: networks that may be trained.
         keep: entries that never leave.
-        rounds: most rounds.
-        sites: fewest sites that take part, since with two each can compute the other's upload.
-        epsilon: largest epsilon of differential privacy over all rounds, by ``secret`` noise; computed as if every site
-            took part in each round.
+        rounds: maximum number of rounds.
+        sites: minimum number of sites that take part; with only two, each can compute the other's upload.
+        epsilon: largest epsilon of differential privacy over all rounds, with ``secret`` noise; computed as if every
+            site took part in each round.
         sample_epsilon: largest epsilon of differential privacy for each of the site's samples over all uploads of all
-            experiments, by ``secret`` noise that the site draws; a round that is asked for again counts again.
+            experiments, with ``secret`` noise that the site draws; a repeated round counts again.
 
     """
 
@@ -173,7 +176,7 @@ class SitePolicy(BaseModel):
 
     @staticmethod
     def read(path: Path) -> SitePolicy:
-        """Return the policy in a TOML file; raise :class:`UsageError` naming what is wrong there."""
+        """Return the policy in a TOML file; raise :class:`UsageError` naming its errors."""
         try:
             with open_regular(path) as file:
                 return SitePolicy.model_validate(tomllib.load(file))
@@ -187,9 +190,9 @@ class SitePolicy(BaseModel):
             raise UsageError(f"--policy {path}: {why}. It may set {names}") from error
 
     def check(self, review: TrialReview, spent: float = 0.0) -> None:
-        """Raise :class:`RefusedMessage` naming the first limit that ``review`` goes beyond.
+        """Raise :class:`RefusedMessage` naming the first limit that ``review`` exceeds.
 
-        ``spent``: privacy that uploads of other methods, seeds and experiments spent (:func:`spent_by_round`).
+        ``spent``: privacy spent by uploads of other methods, seeds and experiments (:func:`spent_by_round`).
         """
         for part in re.split(r"\+(?![^(]*\))", review.plan.method.name):
             if self.methods is not None and not _matches(part.partition("(")[0], self.methods):
@@ -203,7 +206,7 @@ class SitePolicy(BaseModel):
             )
         if self.rounds is not None and review.rounds > self.rounds:
             raise RefusedMessage(f"this site's policy allows {self.rounds} rounds, not {review.rounds} (rounds)")
-        if review.validates:  # what the number of sites and noise protect does not leave
+        if review.validates:  # no entries leave, so that limits on sites and noise do not apply
             return
         if self.sites is not None and review.sites < self.sites:
             raise RefusedMessage(
@@ -215,10 +218,10 @@ class SitePolicy(BaseModel):
         self._check_samples(review.plan, review.rounds, spent, f"{review.rounds} rounds")
 
     def check_round(self, uploads: int, plan: Plan, spent: float = 0.0) -> None:
-        """Raise :class:`RefusedMessage` after ``uploads`` of a trial, whatever rounds the settings said.
+        """Raise :class:`RefusedMessage` if a trial with ``uploads`` may send no more, whatever its settings say.
 
-        A round that is asked for again, as after a lost answer, is one more upload, so that twice as many are allowed.
-        ``spent``: privacy that all uploads of this site spent so far.
+        A repeated round, for example after a lost answer, is one more upload, so twice as many uploads as rounds are
+        allowed. ``spent``: privacy spent by all uploads of this site so far.
         """
         if self.rounds is not None and uploads >= 2 * self.rounds:
             raise RefusedMessage(
@@ -238,7 +241,7 @@ def _check_epsilon(
 ) -> None:
     """Raise :class:`RefusedMessage` unless ``uses`` of ``mechanism`` spend at most epsilon ``most``.
 
-    ``told``: what these are, in words. ``before``: what others have spent (:func:`spent_by_round`).
+    ``told``: these uses, in words. ``before``: privacy spent by others (:func:`spent_by_round`).
     """
     if not (mechanism and mechanism.secret and mechanism.noise_multiplier):
         raise RefusedMessage(
@@ -256,16 +259,16 @@ def _check_epsilon(
 
 @dataclass
 class Confirmation:
-    """Asks whoever runs the site before the first round of each method and seed, and remembers the answer.
+    """Asks the site's operator before the first round of each method and seed, and remembers the answer.
 
-    ``ask`` shows a text and returns whether it was agreed to.
+    ``ask`` shows a text and returns whether the operator agreed.
     """
 
     ask: Callable[[str], bool]
     _answers: dict[str, bool] = field(default_factory=dict)
 
     def check(self, review: TrialReview) -> None:
-        """Raise :class:`RefusedMessage` unless the experiment in ``review`` is agreed to."""
+        """Raise :class:`RefusedMessage` unless the operator agrees to the experiment in ``review``."""
         text = review.describe()
         if text not in self._answers:
             self._answers[text] = self.ask(text)

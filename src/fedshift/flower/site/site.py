@@ -1,8 +1,9 @@
-"""A site: it holds one client's data and state, and answers a coordinator's questions; neither leaves it.
+"""A site: it holds one client's data and state, which never leave it, and answers a coordinator's questions.
 
-An answer holds the entries that the method's scope sends, the rules' uploads, numbers of samples, and counts of correct
-answers on the site's own test data. The site makes the same plan as the coordinator from the same settings, and the
-sequential engine does the work with the same streams, so that results are those of ``fedshift run``, bit for bit.
+An answer contains the entries that the method's scope sends, the rules' uploads, numbers of samples, and counts of
+correct predictions on the site's own test data. The site makes the same plan as the coordinator from the same settings,
+and the sequential engine does the work with the same streams, so that results equal those of ``fedshift run``, bit for
+bit.
 """
 
 from __future__ import annotations
@@ -64,21 +65,21 @@ DATA = tuple(field.name for field in fields(DataSpec))
 class SiteState:
     """The states of client ``name`` for one trial, in ``folder``; ``data``: fingerprint of the client's samples.
 
-    Flower keeps a node's state in memory: it is lost without an error when the node restarts. Here each state is a
-    checksummed safetensors file, ``state-<round>.safetensors``, written atomically before the answer leaves. The
+    Flower keeps a node's state in memory and silently loses it when the node restarts. Here, each state is a
+    checksummed safetensors file, ``state-<round>.safetensors``, written atomically before the answer is sent. The
     coordinator names the round whose state is current (the *base*: the last round in which it used the client's
-    upload). Three states are kept, the base, its successor and the one before, so that a round that is asked for
-    again, or whose upload came too late, starts where it started before, also one that spoiled the model.
+    upload). Three states are kept: the base, its successor and its predecessor. A round that is repeated, for example
+    because its upload was late or it spoiled the model, can therefore start from the same state again.
     """
 
     def __init__(self, folder: Path, name: str, plan: Plan, data: str) -> None:
         self.folder, self.name, self.plan, self.data = folder, name, plan, data
 
     def load_after(self, base: int) -> ClientState:
-        """Return the client after round ``base`` (0: before its first); let the plan form products as it did then.
+        """Return the client after round ``base`` (0: before its first), and restore how the network computed products.
 
-        Raises :class:`RefusedMessage` where there is no such state, or it is damaged, another model's or of other data;
-        a lost state is never silently recreated.
+        Raises :class:`RefusedMessage` if the state is missing, damaged, or from another model or other data; a lost
+        state is never silently recreated.
         """
         like = init_client(self.plan)
         if base == 0:
@@ -113,7 +114,7 @@ class SiteState:
         return to_client(moved, facts["steps"], self.plan.rule_names)
 
     def save(self, client: ClientState, base: int, round: int) -> None:
-        """Write the client's state after ``round``, which it began from that after ``base``."""
+        """Write the client's state after ``round``, which started from the state after ``base``."""
         self.folder.mkdir(parents=True, exist_ok=True)
         tensors = to_tensors(client, self.plan.rule_names)
         products = list_products(self.plan.module)
@@ -125,7 +126,7 @@ class SiteState:
                 self._path(old).unlink()
 
     def export_model(self, state: State, round: int) -> None:
-        """Write the model that the client uses now, for use at the site: ``model.safetensors``."""
+        """Write the client's current model to ``model.safetensors``, for use at the site."""
         self.folder.mkdir(parents=True, exist_ok=True)
         owned = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()}
         write_atomically(self.folder / "model.safetensors", save(owned, metadata={"round": str(round)}))
@@ -152,7 +153,7 @@ class _Trial:
 
     @property
     def name(self) -> str:
-        """The experiment's name, and those of method and seed."""
+        """The name of the experiment, followed by method and seed."""
         return f"{self.kept.folder.parent.name}/{self.kept.folder.name}"
 
 
@@ -171,18 +172,18 @@ class Site:
 
     Args:
         data: path or name of the data.
-        name: the client's name; None: from the path.
+        name: the client's name; None: derived from the path.
         folder: the site's own folder.
-        device: torch device of the work.
-        code: functions on this machine, ``package.module:function``, that an experiment may name.
-        weights: file of weights from which an experiment may start networks; it must be the coordinator's.
-        export: directory for the model of each trial, in the form of ``fedshift export``; None: none is written.
-        checked: takes a question and the number of its run, and raises :class:`RefusedMessage` unless the coordinator
-            asked it (``transport.signatures``).
+        device: torch device for the work.
+        code: functions on this machine (``package.module:function``) that an experiment may name.
+        weights: file with weights from which an experiment may start networks; must be the same as the coordinator's.
+        export: directory for the model of each trial, in the format of ``fedshift export``; None: write no models.
+        checked: takes a question and its run number, and raises :class:`RefusedMessage` unless the question comes from
+            the coordinator (``transport.signatures``).
         say: called with a line of text for each thing done.
-        policy: limits of the site, beyond which it refuses.
+        policy: the site's limits; it refuses experiments that exceed them.
         confirmation: asks before the first round of each method and seed; None: nobody is asked.
-        validates: whether it validates only: it trains nothing, and measures the models that it would use.
+        validates: whether it only validates: it trains nothing, and measures the models that it would use.
 
     """
 
@@ -208,9 +209,9 @@ class Site:
         return PastUploads(self.folder / "uploads.json")
 
     def answer(self, asked: Exchange) -> Exchange:
-        """Return the answer to a coordinator's question, once it is in the site's ledger.
+        """Return the answer to a coordinator's question, after writing it to the site's ledger.
 
-        An answer of kind ``refused`` says why there is no other.
+        An answer of kind ``refused`` contains the reason for the refusal.
         """
         answer = self._find_answer(asked)
         self._ledger = self._ledger or Ledger(self.folder, VALIDATES if self.validates else TRAINS)
@@ -264,7 +265,7 @@ class Site:
         return Exchange(kind="described", facts=facts)
 
     def export_latest(self) -> None:
-        """Write the model that was measured last, unless that was done; say where, or why it is impossible."""
+        """Write the model that was measured last, if not yet written; say where, or why this is impossible."""
         with self._exporting:
             latest, self._latest = self._latest, None
             if self.export is None or latest is None:
@@ -300,7 +301,7 @@ class Site:
             "name": trial.kept.name, "round": round, "weight": update.weight, "steps": update.steps,
             "loss_sum": trained.loss_sum,
         }  # fmt: skip
-        if splits := tuple(asked.facts["splits"]):  # on which the model is to be measured before it is aggregated
+        if splits := tuple(asked.facts["splits"]):  # on these, the model is measured before aggregation
             state = trained_state(trial.plan, trained.client, update, server)
             facts["rows"] = evaluate_trained(
                 trial.plan, state, trial.data.clients, splits, trial.data.task, trial.data.classes
@@ -342,7 +343,7 @@ class Site:
         return Exchange(kind="evaluated", facts={"name": trial.kept.name, "round": server.round, "rows": rows})
 
     def _make_unseen_state(self, trial: _Trial, server: ServerState) -> State | None:
-        """Return the model of a client that never trained, by the experiment's policy; None where it makes none."""
+        """Return the model of a client that never trained, by the experiment's policy, or None if it makes none."""
         policy, client, data = trial.settings.unseen, trial.data.clients[0], trial.data
         if self.validates and policy != SKIP and parse_policy(policy).trains:
             raise RefusedMessage(
@@ -355,7 +356,7 @@ class Site:
         )
 
     def _broadcast(self, plan: Plan, names: frozenset[str], asked: Exchange) -> tuple[ServerState, int]:
-        """Return the broadcast, its entries ``names`` and the rules' memory checked, and the client's base."""
+        """Return the broadcast, after checking its entries ``names`` and the rules' memory, and the client's base."""
         arrays = {kind: from_record(asked.arrays[kind]) for kind in ("shared", "memory")}
         check_state(arrays["shared"], pick(plan.initial, names), "the broadcast")
         rules = dict(zip(plan.rule_names, plan.method.rules, strict=True))
@@ -416,17 +417,17 @@ class Site:
         )  # fmt: skip
 
     def _load_source(self, spec: DataSpec, columns: tuple[Column, ...] = ()) -> Federation:
-        """Return the data, cached; ``columns``: of all sites' tables (see :func:`.local_data.load_local`)."""
+        """Return the cached data; ``columns``: columns of all sites' tables (see :func:`.local_data.load_local`)."""
         key = json.dumps({name: getattr(spec, name) for name in DATA}, sort_keys=True) + repr(columns)
         if key not in self._sources:
             with trust_only(self.code):
-                as_task(spec.task or CLASSIFICATION)  # raises for a class of this machine that nobody allowed
+                as_task(spec.task or CLASSIFICATION)  # raises for a local class that was not allowed
             alone = self._test_alone
             self._sources = {key: load_local(self.data, self.name, spec, self.folder, columns, test_alone=alone)}
         return self._sources[key]
 
     def _prepare(self, source: Federation, spec: DataSpec) -> Federation:
-        """Return the data split, scaled and checked; without training samples where there are test samples alone."""
+        """Return the data split, scaled and checked; without training samples if the site has only test samples."""
         if not self._test_alone:
             return encode_targets(prepare_clients(source, spec))
         if spec.normalize == "client":
@@ -435,7 +436,7 @@ class Site:
         return drop_training(encode_targets(prepare_clients(source, alone)))
 
     def _make_spec(self, given: Mapping[str, Any]) -> RunSpec | CompareSpec:
-        """Return the settings that a coordinator sent, with those that concern only this machine replaced."""
+        """Return the coordinator's settings with this machine's own values for those that concern only this machine."""
         kind = RunSpec if "method" in given else CompareSpec
         own: dict[str, Any] = dict.fromkeys(("root", "domains", "split", "classes", "newcomers"))
         own |= {"data": self.data, "weights": self._find_weights(given.get("weights"))}
@@ -447,7 +448,7 @@ class Site:
             ) from error
 
     def _find_weights(self, digest: str | None) -> str | None:
-        """Return this machine's file of the weights with ``digest``; raise :class:`RefusedMessage` without one."""
+        """Return this machine's weights file; raise :class:`RefusedMessage` if its digest is not ``digest``."""
         if digest is None:
             return None
         own = as_initial_weights(self.weights)

@@ -1,4 +1,4 @@
-"""A site's model for use elsewhere, with what the site knows of it: its own data and figures, none of the others'."""
+"""A site's model for use elsewhere, with information about the site's own data and results, but no other site's."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def collect_site_model(
     rows: Iterable[Row],
     sites: int,
 ) -> TrainedModel:
-    """Return the model that the one client of ``data`` uses.
+    """Return the model of the only client in ``data``.
 
     Args:
         plan: Plan of the trial.
@@ -47,7 +47,7 @@ def collect_site_model(
         model: Function that makes the network.
         state: The model's entries.
         round: Round after which the client uses it.
-        rows: Its measurements there.
+        rows: Its measurements after that round.
         sites: Number of sites that train.
 
     """

@@ -1,8 +1,8 @@
-"""States as Flower's records, and the checks that an upload must pass before it touches the server's model.
+"""States as Flower records, and the checks that an upload must pass before it reaches the server's model.
 
-Entries travel in NumPy's format without pickle (``np.lib.format``), which other Flower code reads too; bfloat16, which
-NumPy lacks, travels as raw bytes under a serialization name of fedshift. Flower compares neither the declared shape nor
-the declared type with the bytes, so :func:`from_record` does, before it allocates anything.
+Entries are sent in NumPy's format without pickle (``np.lib.format``), which other Flower code can read too. NumPy has
+no bfloat16, which is sent as raw bytes with fedshift's own serialization name. Flower does not compare the declared
+shape and type with the bytes, so :func:`from_record` does this before it allocates anything.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ...utils.errors import FedshiftError
 from ...utils.state import State, split_state
 
 NUMPY = "numpy.ndarray"
-"""Flower's name of NumPy's format."""
+"""Flower's name for NumPy's format."""
 RAW = "fedshift.raw"
 """Raw bytes, little endian, in C order."""
 NUMPY_TYPES = {
@@ -37,22 +37,22 @@ RAW_TYPES = {"bfloat16": torch.bfloat16}
 KNOWN_TYPES = ", ".join((*NUMPY_TYPES, *RAW_TYPES))
 NONE: Mapping[str, Sequence[int]] = MappingProxyType({})
 MOST_SAMPLES = 10**12
-"""More samples than any client uses in a round: a larger weight is a fault."""
+"""More samples than any client uses in a round; a larger weight is an error."""
 
 
 class RefusedMessage(FedshiftError):
-    """Received content does not fit; the message is one sentence that says why."""
+    """Received content is invalid; the message is one sentence with the reason."""
 
 
 def to_record(state: Mapping[str, Tensor]) -> ArrayRecord:
-    """Return ``state`` as a record, bit for bit; raise :class:`RefusedMessage` for a type that cannot travel."""
+    """Return ``state`` as a record, bit for bit; raise :class:`RefusedMessage` for a type that cannot be sent."""
     return ArrayRecord({name: _to_array(name, tensor) for name, tensor in state.items()})
 
 
 def from_record(record: Mapping[str, Array]) -> State:
-    """Return the state in a record (see :func:`to_record`), copied, on the CPU.
+    """Return a copy of the state in a record (see :func:`to_record`), on the CPU.
 
-    Raises :class:`RefusedMessage` where the bytes of an entry do not fit its declared type and shape.
+    Raises :class:`RefusedMessage` if the bytes of an entry do not match its declared type and shape.
     """
     return {name: _to_tensor(name, array) for name, array in record.items()}
 
@@ -62,8 +62,8 @@ def check_state(
 ) -> None:
     """Raise :class:`RefusedMessage` unless ``found`` has the entries, shapes and types of ``like``, all finite.
 
-    ``what``: the name of ``found`` in the message, for example ``"the upload"``. ``free``: entries of which some axes
-    may have another length, of 1 or more or as in ``like``, and these axes.
+    ``what``: the name of ``found`` in the message, for example ``"the upload"``. ``free``: the axes, by entry, that may
+    have any length of 1 or more, or the length in ``like``.
     """
     for name in like.keys() - found.keys():
         raise RefusedMessage(f"{what} lacks entry {name!r}")
@@ -84,7 +84,7 @@ def check_state(
 
 
 def check_finite(name: str, tensor: Tensor, what: str) -> None:
-    """Raise :class:`RefusedMessage` where ``tensor`` holds NaN or infinity."""
+    """Raise :class:`RefusedMessage` if ``tensor`` contains NaN or infinity."""
     if tensor.is_floating_point() and not tensor.isfinite().all():
         raise RefusedMessage(f"entry {name!r} of {what} holds NaN or infinity")
 
@@ -99,20 +99,20 @@ def check_update(
     like_memory: Mapping[str, Tensor] | None = None,
     most: float | None = None,
 ) -> Update:
-    """Return one client's upload, checked, with entries in the server's order.
+    """Check one client's upload and return it with entries in the server's order.
 
     Args:
         plan: the trial's plan.
-        server: the server whose entries, shapes and types the upload must have.
-        shared: exactly the entries that the method's scope sends, finite.
-        memory: the rules' uploads by their names on the wire, finite.
-        weight: samples used this round, a whole number from 1 to ``most``.
-        steps: local steps, each of at least one sample.
+        server: the server state whose entries, shapes and types the upload must have.
+        shared: exactly the entries that the method's scope sends; they must be finite.
+        memory: the rules' uploads by their names on the wire; they must be finite.
+        weight: samples used this round, an integer from 1 to ``most``.
+        steps: local steps, each with at least one sample.
         like_memory: the entries, shapes and types that ``memory`` must have; None: any.
         most: the largest weight, at most :data:`MOST_SAMPLES`.
 
     Raises:
-        RefusedMessage: saying why the upload cannot be used.
+        RefusedMessage: if the upload cannot be used.
 
     """
     check_state(shared, {name: server.shared[name] for name in server.shared if name in plan.sent}, "the upload")
@@ -128,7 +128,7 @@ def check_update(
 
 
 def check_weight(weight: float, most: float | None = None) -> float:
-    """Return ``weight`` as a float; raise :class:`RefusedMessage` unless it is a whole number from 1 to ``most``."""
+    """Return ``weight`` as a float; raise :class:`RefusedMessage` unless it is an integer from 1 to ``most``."""
     bound = MOST_SAMPLES if most is None else min(most, MOST_SAMPLES)
     if not (1 <= weight <= bound and weight == math.floor(weight)):
         raise RefusedMessage(
@@ -173,7 +173,7 @@ def _to_tensor(name: str, array: Array) -> Tensor:
 
 
 def _numpy_header(name: str, array: Array) -> tuple[int, bool]:
-    """Return the offset of the values, and whether they are in Fortran order; check the header's declarations."""
+    """Check the header; return the offset of the values, and whether they are in Fortran order."""
     buffer = BytesIO(array.data)
     try:
         version = np.lib.format.read_magic(buffer)

@@ -1,8 +1,8 @@
-"""Messages between coordinator and sites: facts as JSON, and named records of arrays; nothing else, no pickle.
+"""Messages between coordinator and sites: only facts as JSON and named records of arrays, without pickle.
 
-Between machines an exchange is the content of one of Flower's messages; between two processes of a site it is a few
-blocks of bytes on a local socket. Nothing here imports torch: the process that Flower starts for each message only
-forwards it to the one that holds the data.
+Between machines, an exchange is the content of a Flower message; between two processes of a site, it is a few blocks of
+bytes on a local socket. This module does not import torch: the process that Flower starts for each message only
+forwards it to the process with the data.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
 FACTS = "fedshift"
 LONGEST_FACTS = 2**24
-"""Letters of an exchange's facts as JSON."""
+"""Maximum number of characters in an exchange's facts as JSON."""
 LONGEST_ADDRESS = 100
-"""Bytes of a local socket's path, of which Linux takes 107."""
+"""Maximum number of bytes in a local socket's path; Linux allows 107."""
 
 
 def listen_locally(path: Path) -> socket.socket:
-    """Return a socket that listens at ``path``, however long that is."""
+    """Return a socket that listens at ``path``, which may have any length."""
     listener = socket.socket(socket.AF_UNIX)
     with _shorten(path) as address:
         listener.bind(address)
@@ -49,7 +49,7 @@ def connect_locally(path: Path) -> Connection:
 
 @contextmanager
 def _shorten(path: Path) -> Iterator[str]:
-    """Yield an address for the socket at ``path``: through its folder's file descriptor where it is long."""
+    """Yield an address for the socket at ``path``, through its folder's file descriptor if the path is long."""
     if len(os.fsencode(path)) <= LONGEST_ADDRESS:
         yield str(path)
         return
@@ -61,7 +61,7 @@ def _shorten(path: Path) -> Iterator[str]:
 
 
 class MalformedMessage(ValueError):
-    """A message that is not fedshift's."""
+    """A message that is not from fedshift."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,7 @@ class Exchange:
         kind: the kind of question or answer.
         facts: JSON values by name.
         arrays: states by name, such as ``shared``.
-        run: the number of Flower's run in which it arrived, from the SuperNode; not sent between machines.
+        run: number of the Flower run in which it arrived, as the SuperNode reports; not sent between machines.
 
     """
 
@@ -88,7 +88,7 @@ class Exchange:
 
     @staticmethod
     def of(content: RecordDict) -> Exchange:
-        """Return the exchange in a message's content; raise :class:`MalformedMessage`."""
+        """Return the exchange in a message's content; raise :class:`MalformedMessage` if there is none."""
         try:
             config = content.config_records["config"]
             text = config[FACTS]
@@ -98,7 +98,7 @@ class Exchange:
                 raise ValueError(f"its facts are no text of at most {LONGEST_FACTS} letters")
             facts = json.loads(text)
             return Exchange(kind=str(facts.pop("kind")), facts=facts, arrays=dict(content.array_records))
-        except Exception as error:  # whatever JSON can do to a parser
+        except Exception as error:  # untrusted JSON can make a parser fail in any way
             raise MalformedMessage(f"a message that is not fedshift's ({type(error).__name__}: {error})") from error
 
     def send(self, connection: Connection) -> None:

@@ -1,8 +1,8 @@
-"""The guard in front of a SuperLink, which has one port for all, and no limit on what it is sent.
+"""The guard in front of a SuperLink, which has a single port and accepts requests of any size.
 
-Nodes use paths below ``/v1/fleet/``; the others are for those who submit runs, register nodes, stop runs and read logs.
-Flower's open-source build has no login for the latter; here they must be on the coordinator's machine. A node may send
-what its answer needs, and a margin: more is refused before it is held.
+Nodes use paths below ``/v1/fleet/``; other paths submit runs, register nodes, stop runs and read logs. Flower's
+open-source build has no login for these other paths; here, such requests must come from the coordinator's machine. A
+node may send the bytes that its answer needs plus a margin; anything beyond is refused before it is stored in memory.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from ...utils.errors import FedshiftError
 from ...utils.files import write_atomically
 
 GUARDED, LIMIT = "guarded", "limit"
-"""Files in a SuperLink's home: the first says that its guard stands in the way, the second how much nodes may send."""
+"""Files in a SuperLink's home: the first exists once its guard is active, the second says how much nodes may send."""
 FLEET, PUBLIC_KEY = "/v1/fleet/", b"flwr-public-key"
 MARGIN, LARGEST = 2**25, 2**24
-"""Bytes for all that is not entries, and the most of one request: Flower sends entries in parts of 5 MiB."""
+"""Bytes allowed for everything except entries, and for one request; Flower sends entries in parts of 5 MiB."""
 
 
 class Firewall:
-    """ASGI middleware around a SuperLink's ``app``: what other machines reach, and how much nodes may send.
+    """ASGI middleware that restricts what other machines can reach of a SuperLink's ``app``, and how much nodes send.
 
-    ``limits``: says how much a node may send in answer to the questions of the moment.
+    ``limits``: how much a node may send in answer to the current questions.
     """
 
     def __init__(self, app: Any, limits: UploadLimits) -> None:
         self.app, self.limits = app, limits
 
     async def __call__(self, scope: Mapping[str, Any], receive: Any, send: Any) -> None:
-        """Pass a request on, or answer it with 403, or with 413 where it is too large."""
+        """Forward a request, or answer it with 403, or with 413 if it is too large."""
         if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
         elif scope["path"].startswith(FLEET):
@@ -47,7 +47,7 @@ class Firewall:
             await send({"type": "websocket.close", "code": 1008})
 
     async def _admit(self, scope: Mapping[str, Any], receive: Any, send: Any) -> None:
-        """Pass a node's request on as long as it stays within what the node may send."""
+        """Forward a node's request as long as it stays within the node's limit."""
         headers = dict(scope.get("headers", ()))
         node, declared = headers.get(PUBLIC_KEY), headers.get(b"content-length", b"0")
         left = self.limits.left(node)
@@ -67,7 +67,7 @@ class Firewall:
             begun = True
             if (
                 200 <= part.get("status", 0) < 300
-            ):  # a refused request, under another's name perhaps, costs nobody anything
+            ):  # a refused request, perhaps with another node's key, counts against nobody
                 self.limits.spend(node, taken)
             await send(part)
 
@@ -81,9 +81,9 @@ class Firewall:
 
 
 class UploadLimits:
-    """Numbers of bytes that each node, by its public key, may send in answer to the current questions.
+    """The number of bytes that each node, by its public key, may still send in answer to the current questions.
 
-    The coordinator's app writes that number to a file whenever it asks (:func:`allow_uploads`).
+    The coordinator's app writes the limit to a file before each question (:func:`allow_uploads`).
     """
 
     def __init__(self, file: Path) -> None:
@@ -91,7 +91,7 @@ class UploadLimits:
         self._written, self._allowed, self._spent = 0, MARGIN, dict[bytes, int]()
 
     def left(self, node: bytes | None) -> int:
-        """Return the most bytes that the next request of ``node`` (None: it has no key) may have."""
+        """Return the maximum number of bytes for the next request of ``node`` (None: a node without a key)."""
         with suppress(OSError, ValueError):
             if (written := self.file.stat().st_mtime_ns) != self._written:
                 self._allowed = int(self.file.read_text(encoding="ascii"))
@@ -99,13 +99,13 @@ class UploadLimits:
         return min(LARGEST, self._allowed - self._spent.get(node, 0)) if node else LARGEST
 
     def spend(self, node: bytes | None, count: int) -> None:
-        """Note that ``node`` has sent ``count`` bytes."""
+        """Record that ``node`` has sent ``count`` bytes."""
         if node:
             self._spent[node] = self._spent.get(node, 0) + count
 
 
 def allow_uploads(home: Path, count: int) -> None:
-    """Let each node send ``count`` bytes and :data:`MARGIN` (and a quarter more) to the SuperLink whose home it is."""
+    """Allow each node to send 1.25 ``count`` + :data:`MARGIN` bytes to the SuperLink with folder ``home``."""
     write_atomically(home / LIMIT, str(count + count // 4 + MARGIN).encode())
 
 
@@ -125,11 +125,11 @@ def _is_local(scope: Mapping[str, Any]) -> bool:
 
 
 def install_firewall(home: Path) -> None:
-    """Put a :class:`Firewall` around every app that uvicorn serves from now on in this process, whose home it is.
+    """Put a :class:`Firewall` around every app that uvicorn serves from now on in this process, whose home is ``home``.
 
-    It stands before whatever else uvicorn adds, and proxies' headers are never read, since a remote client can write
-    any address into them. File :data:`GUARDED` is written once it has refused a request from outside, before a port
-    opens.
+    It comes before anything else that uvicorn adds. Proxy headers are ignored, because a remote client can write any
+    address into them. The file :data:`GUARDED` is written after the firewall has refused a test request from outside,
+    and before a port opens.
     """
     config = importlib.import_module("uvicorn").Config
     load = config.load
@@ -145,7 +145,7 @@ def install_firewall(home: Path) -> None:
 
 
 def _require_refusal(guard: Firewall) -> None:
-    """Raise :class:`FedshiftError` unless ``guard`` refuses a remote client, whatever its headers say."""
+    """Raise :class:`FedshiftError` unless ``guard`` refuses a remote client regardless of its headers."""
     answers: list[Any] = []
 
     async def send(message: Mapping[str, Any]) -> None:
@@ -157,7 +157,7 @@ def _require_refusal(guard: Firewall) -> None:
     claimed = [(name, b"127.0.0.1") for name in (b"x-forwarded-for", b"x-real-ip", b"forwarded")]
     scope = {
         "type": "http", "method": "POST", "path": "/v1/control/stop-run", "headers": claimed, "server": ("0.0.0.0", 0),
-        "client": ("192.0.2.1", 0),  # an address that RFC 5737 keeps for documentation
+        "client": ("192.0.2.1", 0),  # an address that RFC 5737 reserves for documentation
     }  # fmt: skip
     with suppress(StopIteration):
         guard(scope, receive, send).__await__().send(None)

@@ -1,9 +1,9 @@
-"""The apps that Flower's programs run for each message and run, in place of those that they were sent.
+"""The apps that Flower's programs run for each message and run, instead of the apps that they were sent.
 
-Flower would run any app that the coordinator sends. At a site nothing runs but what is installed there, and the app
-that was sent is not even unpacked: the message is forwarded to ``fedshift join``, and its answer back. Flower starts a
-process for each task, which takes a second of imports, and gives it its secret token on the command line, which every
-account of the machine can read; here one process imports once, and forks.
+Flower would run any app that the coordinator sends. A site runs only code that is installed there and does not even
+unpack the app that was sent: each message is forwarded to ``fedshift join``, and its answer back. Flower starts a
+process for each task, which spends a second on imports and gets its secret token on the command line, where every
+account on the machine can read it. Here, one process imports once and forks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .exchange import Exchange, connect_locally
 from .programs import exit_with_parent, is_own, poll_quickly, replace_part
 
 SITE = "FEDSHIFT_SITE"
-"""Names the socket on which ``fedshift join`` listens."""
+"""Environment variable with the path of the socket on which ``fedshift join`` listens."""
 
 app = ClientApp()
 
@@ -42,10 +42,10 @@ def forward(message: Message, context: Context) -> Message:
 
 
 class ForkExecutor:
-    """Starts tasks of ``kind`` as copies of this process that call ``run``; an executor as Flower defines them.
+    """Flower executor that starts tasks of ``kind`` as forks of this process that call ``run``.
 
-    Other tasks are refused. If a copy is killed, this process ends, and whoever started it begins anew: the message
-    that the copy had is then answered again.
+    Other tasks are refused. If a fork is killed, this process exits, and its parent restarts it; the fork's message is
+    then answered again.
     """
 
     def __init__(self, kind: TaskType, run: Callable[[], None]) -> None:
@@ -79,7 +79,7 @@ class ForkExecutor:
             os._exit(code)
 
     def reconcile(self) -> None:
-        """Forget copies that have ended; end this process where one was killed."""
+        """Forget forks that have ended; exit if one was killed."""
         for copy in list(self._copies):
             ended, status = os.waitpid(copy, os.WNOHANG)
             if ended:
@@ -89,7 +89,7 @@ class ForkExecutor:
                 os._exit(1)
 
     def close(self) -> None:
-        """Do nothing: copies end with this process."""
+        """Do nothing: forks end with this process."""
 
 
 def execute_tasks() -> None:

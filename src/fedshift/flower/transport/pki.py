@@ -1,8 +1,8 @@
 """Keys and certificates of one federation: its certificate authority, the coordinator's certificate, a key per node.
 
-Flower's SuperLink presents ``server.crt``, which SuperNodes verify against ``ca.crt`` (RFC 5280). They sign requests
-with ECDSA keys on a NIST curve, which Flower 1.41 and 1.42 read in OpenSSH format (``flower-supernode
---auth-supernode-private-key``, ``flwr supernode register``). All keys are on P-384, which Flower's own generator uses.
+Flower's SuperLink presents ``server.crt``, which SuperNodes verify against ``ca.crt`` (RFC 5280). SuperNodes sign
+requests with ECDSA keys on a NIST curve, which Flower 1.41 and 1.42 read in OpenSSH format (``flower-supernode
+--auth-supernode-private-key``, ``flwr supernode register``). All keys use P-384, as Flower's own key generator does.
 
 ``ca.crt ca.key server.crt server.key nodes/NAME.key nodes/NAME.pub``
 """
@@ -31,9 +31,9 @@ except ModuleNotFoundError as error:
     raise UsageError("keys and certificates need the package cryptography: pip install 'fedshift[flower]'") from error
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
-"""Hosts that every server certificate is valid for."""
+"""Hosts for which every server certificate is valid."""
 DAYS, MOST_DAYS = 825, 3650
-"""Days for which certificates are valid by default (the most that strict clients accept of a server), and at most."""
+"""Default validity of certificates in days (the longest that strict clients accept from a server), and the maximum."""
 _SKEW = timedelta(hours=1)
 _LABEL = r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?"
 _HOST = re.compile(rf"(?=.{{1,253}}\Z)({_LABEL}\.)*(?!\d+\Z){_LABEL}")
@@ -49,19 +49,19 @@ class Authority:
 
 
 def make_authority(directory: Path, hosts: Iterable[str], names: Iterable[str], days: int = DAYS) -> Authority:
-    """Make an authority, a server certificate for ``hosts`` and :data:`LOOPBACK`, and keys of the nodes ``names``.
+    """Make an authority, a server certificate for ``hosts`` and :data:`LOOPBACK`, and keys for the nodes ``names``.
 
-    All files are made, or none. Private keys are readable by their owner alone from the first byte (0600).
+    Either all files are made or none. Private keys are created with mode 0600, readable only by their owner.
 
     Args:
-        directory: a new or empty directory, which is made accessible to its owner alone (0700).
+        directory: a new or empty directory, which is made accessible only to its owner (0700).
         hosts: the coordinator's names or IP addresses.
         names: the nodes' names.
-        days: validity of both certificates.
+        days: validity of both certificates, in days.
 
     Raises:
         UsageError: for a directory that is not empty, or an invalid host, name or number of days.
-        FedshiftError: where files cannot be written.
+        FedshiftError: if files cannot be written.
 
     """
     for path in (directory / "ca.crt", directory / "ca.key"):
@@ -95,8 +95,8 @@ def make_authority(directory: Path, hosts: Iterable[str], names: Iterable[str], 
 def add_nodes(directory: Path, names: Iterable[str]) -> tuple[str, ...]:
     """Make keys for more nodes of the authority in ``directory``, all or none, and return their names.
 
-    Raises :class:`UsageError` where there is no authority, no name, or a name that is taken or invalid, and
-    :class:`FedshiftError` where files cannot be written.
+    Raises :class:`UsageError` if there is no authority, if no name is given, or if a name is taken or invalid, and
+    :class:`FedshiftError` if files cannot be written.
     """
     if not (directory / "ca.crt").is_file():
         raise UsageError(f"{directory} holds no ca.crt: make one with `fedshift pki init {directory} --host HOST`")
@@ -110,7 +110,7 @@ def add_nodes(directory: Path, names: Iterable[str]) -> tuple[str, ...]:
 def load_public_keys(directory: Path) -> dict[str, bytes]:
     """Return public keys by node name, sorted, in the format of Flower's ``NodeInfo.public_key`` (PEM).
 
-    Raises :class:`UsageError` where ``directory`` holds none, a file is not such a key, or two nodes share one.
+    Raises :class:`UsageError` if ``directory`` has no keys, a file is not such a key, or two nodes share a key.
     """
     owners: dict[bytes, str] = {}
     for path in sorted((directory / "nodes").glob("*.pub"), key=lambda path: path.stem):
@@ -130,7 +130,7 @@ def load_public_keys(directory: Path) -> dict[str, bytes]:
 
 
 def _node_key_files(directory: Path, names: Iterable[str]) -> dict[Path, bytes]:
-    """Return files of new keys for the nodes ``names``; raise :class:`UsageError` for a taken or invalid name."""
+    """Return files with new keys for the nodes ``names``; raise :class:`UsageError` for a taken or invalid name."""
     files: dict[Path, bytes] = {}
     for name in names:
         if not name.isprintable() or name != name.strip() or name[:1] in ("", ".") or set(name) & set("/\\,"):
@@ -148,7 +148,7 @@ def _node_key_files(directory: Path, names: Iterable[str]) -> dict[Path, bytes]:
 
 
 def _normalize_host(text: str) -> str:
-    """Return ``text`` in the form of a certificate's host: in lower case, without scheme or port."""
+    """Return ``text`` as a host for a certificate: in lower case, without scheme or port."""
     try:
         return str(ip_address(text))
     except ValueError:
@@ -224,7 +224,7 @@ def _encode_private(
 
 
 def _write(directory: Path, files: Mapping[Path, bytes]) -> None:
-    """Write ``files``, keys readable by their owner alone from the first byte; on any failure remove all of them."""
+    """Write ``files``, private keys with mode 0600 from creation; on any failure remove all of them."""
     place = directory
     with ExitStack() as undo:
         try:

@@ -1,9 +1,9 @@
 """Flower's own programs as children of ``fedshift serve`` and ``fedshift join``.
 
-They report to nobody (:data:`.QUIET`), install nothing, write below one private folder, and exit when their
-parent does, however it ends: each watches its standard input, which the operating system closes. Tasks are taken from
-them only by a SuperExec with the secret of :func:`isolate` (:mod:`.forwarding`), which runs only what is installed on
-this machine. Other machines reach of the SuperLink only what nodes need (:mod:`.firewall`).
+They report no usage (:data:`.QUIET`), install nothing, and write only below one private folder. They exit when their
+parent does, however it ends: each watches its standard input, which the operating system closes. They give tasks only
+to a SuperExec with the secret of :func:`isolate` (:mod:`.forwarding`), which runs only code that is installed on this
+machine. Other machines can reach only the parts of the SuperLink that nodes need (:mod:`.firewall`).
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ PROGRAMS = {
 }
 COLOR, REASON = re.compile(r"\x1b\[[\d;]*m"), re.compile(r"Exit Code: \d+\n(.+(?:\n.+)*)")
 VERSIONS = ("1.41", "1.42")
-"""Minor versions of Flower that were run."""
+"""Minor versions of Flower that fedshift was run with."""
 UNSET = ("FORWARDED_ALLOW_IPS", "FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE")
-"""Variables that programs do not inherit: who may speak for others, and how large the parts of an entry are."""
+"""Variables that programs do not inherit: trusted proxies, and the size of an entry's parts."""
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 GRACE = 5.0
-"""Seconds in which a program may exit by itself."""
+"""Seconds that a program gets to exit before it is killed."""
 PATIENCE = 120.0
-"""Seconds in which a call of Flower's program ends on a machine that is not slow."""
+"""Time limit in seconds for a call of a Flower program on a machine that is not slow."""
 HEARTBEAT = 10.0
-"""Seconds between heartbeats, the fewest that a SuperLink accepts; a dead node counts as gone after twice as many."""
+"""Seconds between heartbeats, the minimum that a SuperLink accepts; a dead node is considered gone after twice this."""
 
 
 class Program:
     """One of :data:`PROGRAMS` as a child process; its output is appended to the file ``log``.
 
     ``home``: a private folder for the files it writes. ``more``: additional environment variables. ``near``: a host
-    that it reaches without a proxy, as this machine itself.
+    that it reaches without a proxy, like this machine.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Program:
                 [sys.executable, "-P", "-c", run, name, *arguments],
                 stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT,
                 env=make_environment(home, more or {}, near),
-                start_new_session=True,  # Ctrl-C is meant for the parent
+                start_new_session=True,  # only the parent receives Ctrl-C
             )  # fmt: skip
 
     @property
@@ -112,7 +112,7 @@ class Program:
 def make_environment(home: Path, more: Mapping[str, str], near: str = "") -> dict[str, str]:
     """Return the environment of a program whose folder is ``home``, which is created.
 
-    Flower's programs talk with each other over this machine's loopback, and with ``near``: never by a proxy.
+    Flower's programs reach each other over this machine's loopback, and reach ``near``, without a proxy.
     """
     home.mkdir(parents=True, exist_ok=True)
     home.chmod(0o700)
@@ -127,7 +127,7 @@ def make_environment(home: Path, more: Mapping[str, str], near: str = "") -> dic
 
 
 def is_own(app: bytes) -> bool:
-    """Return whether ``app``, in Flower's package format, is :data:`APP`: its components, and no code."""
+    """Return whether ``app``, in Flower's package format, has the components of :data:`APP` and no code."""
     own = tomllib.loads((APP / "pyproject.toml").read_text(encoding="utf-8"))
     try:
         with zipfile.ZipFile(io.BytesIO(app)) as packed:
@@ -140,7 +140,7 @@ def is_own(app: bytes) -> bool:
 
 
 def find_proxy(host: str, *, secured: bool) -> str:
-    """Return the proxy by which programs here reach ``host``, without a password; empty where they need none."""
+    """Return the proxy that programs here use to reach ``host``, without its password; empty if there is none."""
     known = urllib.request.getproxies_environment()
     if urllib.request.proxy_bypass(host):
         return ""
@@ -149,7 +149,7 @@ def find_proxy(host: str, *, secured: bool) -> str:
 
 
 def isolate(home: Path) -> list[str]:
-    """Return arguments by which only a SuperExec with the same ones takes tasks; write their secret to ``home``."""
+    """Return arguments with which only a SuperExec with the same ones can take tasks; save their secret in ``home``."""
     file = home / "secret"
     if not file.exists():
         home.mkdir(parents=True, exist_ok=True)
@@ -159,7 +159,7 @@ def isolate(home: Path) -> list[str]:
 
 
 def free_port() -> int:
-    """Return a port of this machine that is not in use."""
+    """Return an unused port of this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -177,18 +177,18 @@ def connect(home: Path, address: str, root: Path | None) -> None:
 
 
 def submit(config: Path, *, home: Path, log: Path, near: str = "", seconds: float = PATIENCE) -> None:
-    """Submit :data:`APP` with the run configuration in TOML file ``config``; raises :class:`FedshiftError`.
+    """Submit :data:`APP` with the run configuration in TOML file ``config``.
 
-    ``seconds``: the most that it may take.
+    Raises :class:`FedshiftError` if this fails or takes longer than ``seconds``.
     """
     arguments = ["run", str(APP), "here", "--run-config", str(config)]
     _finish(Program("flwr", arguments, home=home, log=log, near=near), "submit a run", seconds)
 
 
 def register(key: Path, name: str, *, home: Path, log: Path, near: str = "", seconds: float = PATIENCE) -> None:
-    """Make the public key in file ``key`` known as that of ``name``; raises :class:`FedshiftError`.
+    """Register the public key in file ``key`` for node ``name``.
 
-    ``seconds``: the most that it may take.
+    Raises :class:`FedshiftError` if this fails or takes longer than ``seconds``.
     """
     arguments = ["supernode", "register", str(key), "here", "--name", name]
     program = Program("flwr", arguments, home=home, log=log, near=near)
@@ -204,10 +204,10 @@ def _finish(program: Program, what: str, seconds: float) -> None:
 
 
 def main() -> None:
-    """Run the program that the arguments name, until it exits or its parent dies; called in the child process."""
+    """Run the program named in the arguments until it exits or its parent dies; called in the child process."""
     threading.Thread(target=exit_with_parent, args=(sys.stdin.fileno(),), daemon=True).start()
-    # Each thread of a SuperNode that is refused interrupts the process, and Flower restores this handler at the first
-    # interrupt. Python's own would break off Flower's exit at the second one, and the process would wait forever.
+    # When a SuperNode is refused, each of its threads interrupts the process, and Flower restores this handler at the
+    # first interrupt. Python's own handler would abort Flower's exit at the second, and the process would hang forever.
     signal.signal(signal.SIGINT, lambda *_: None)
     del sys.argv[0]
     if sys.argv[0] == "flower-superlink":
@@ -222,7 +222,7 @@ def main() -> None:
 
 
 def exit_with_parent(lifeline: int) -> None:
-    """Wait for the end of file ``lifeline``, then terminate this process."""
+    """Wait until file descriptor ``lifeline`` is closed, then terminate this process."""
     while os.read(lifeline, 1):
         pass
     os.kill(os.getpid(), signal.SIGTERM)
@@ -231,7 +231,7 @@ def exit_with_parent(lifeline: int) -> None:
 
 
 def check_flower() -> None:
-    """Raise :class:`UsageError` unless the version of Flower here is one that was run with fedshift."""
+    """Raise :class:`UsageError` unless the installed version of Flower is one that fedshift was run with."""
     found = version("flwr")
     if ".".join(found.split(".")[:2]) not in VERSIONS:
         raise UsageError(
@@ -241,9 +241,9 @@ def check_flower() -> None:
 
 
 def replace_part(module: str, name: str, by: object, *, used_by: str = "") -> None:
-    """Replace a part of Flower, which has no setting for it; ``used_by``: the function of the module that reads it.
+    """Replace a part of Flower that has no setting; ``used_by``: the function of the module that reads it.
 
-    Ends the process where there is no such part, or it is not read: nothing runs with Flower's own.
+    Exits if the part does not exist or is not read, so that nothing ever runs with Flower's own part.
     """
     found = importlib.import_module(module)
     reader = getattr(getattr(found, used_by, None), "__code__", None)
@@ -260,9 +260,9 @@ def _reads(code: CodeType, name: str) -> bool:
 
 
 def poll_quickly() -> None:
-    """Make this process retry after 0.05 seconds for parts of a message still in transit, then less and less often.
+    """Retry after 0.05 seconds for parts of a message that are still in transit, then at increasing intervals.
 
-    Flower begins with one second, whatever the size, and has no setting for it.
+    Flower begins with one second for any size and has no setting for this.
     """
     utils = importlib.import_module("flwr.supercore.inflatable.inflatable_utils")
     for name in ("pull_objects", "pull_and_inflate_object_from_tree"):

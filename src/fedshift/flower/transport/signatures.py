@@ -1,9 +1,9 @@
-"""Signatures that prove a question to come from the coordinator, for the run in which it arrives.
+"""Signatures that prove that a question comes from the coordinator and belongs to the run in which it arrives.
 
-Anyone who reaches a SuperLink's port can submit runs to it, whose messages a node would answer. So under TLS the
-coordinator signs each question with the key of its certificate, and a site answers only questions that it can verify
-against the authority's certificate (``ca.crt``). The signature covers the facts, all bytes of the arrays, and the
-number of Flower's run, so that a recorded question cannot be replayed in another run. ECDSA with SHA-384.
+Anyone who can reach a SuperLink's port can submit runs to it, and nodes would answer their messages. With TLS, the
+coordinator therefore signs each question with the key of its certificate, and a site answers only questions that it can
+verify against the authority's certificate (``ca.crt``). The signature (ECDSA with SHA-384) covers the facts, all bytes
+of the arrays, and Flower's run number, so that a recorded question cannot be replayed in another run.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Signer:
         self._certificate = (directory / "server.crt").read_text(encoding="utf-8")
 
     def __call__(self, exchange: Exchange) -> Exchange:
-        """Return ``exchange`` with its proof."""
+        """Return ``exchange`` with its proof: certificate and signature."""
         signature = self._key.sign(_signed_content(exchange, self._run), SCHEME)
         proof = {"certificate": self._certificate, "signature": base64.b64encode(signature).decode()}
         return replace(exchange, facts={**exchange.facts, "proof": proof})
@@ -53,7 +53,7 @@ class Verifier:
         self._root = x509.load_pem_x509_certificate(root.read_bytes())
 
     def __call__(self, exchange: Exchange, run: int) -> Exchange:
-        """Return ``exchange`` without its proof; raise :class:`RefusedMessage` if that is invalid for run ``run``."""
+        """Return ``exchange`` without its proof; raise :class:`RefusedMessage` if the proof is invalid for ``run``."""
         facts = dict(exchange.facts)
         proof = facts.pop("proof", None)
         plain = replace(exchange, facts=facts)

@@ -1,15 +1,15 @@
 """The attack of a curious server on one upload: what it sees, and the images that it reconstructs.
 
-The server follows the protocol, but computes on what it receives: it knows the plan (network, method, loss, learning
-rate), what it broadcast, and the client's :class:`~fedshift.core.kernel.Update`. Entries that stay on the client it
-does not know. It runs the kernel's own objective on a client that has only public values, so that everything a method
-does to a gradient (AGC's clipping, GroupNorm in place of BatchNorm) is part of the attack.
+The server follows the protocol but computes on what it receives. It knows the plan (network, method, loss, learning
+rate), its own broadcast, and the client's :class:`~fedshift.core.kernel.Update`. It does not know entries that stay on
+the client. It runs the kernel's own objective on a client that has only public values, so that everything a method does
+to a gradient (AGC's clipping, GroupNorm in place of BatchNorm) is part of the attack.
 
-Geiping et al. 2020 (arXiv:2003.14053), as in their public code (JonasGeiping/invertinggradients): Adam on the sign of
-the objective's gradient, its rate divided by ten after 3/8, 5/8 and 7/8 of the iterations, pixels kept in their range.
-Where running statistics are sent, they give the batch's own mean and variance in every BatchNorm layer, which are used
-as a prior: Yin et al. 2021 (arXiv:2104.07586) do so with running statistics, and Huang et al. 2021 (arXiv:2112.00059)
-find that an attacker who knows those of the batch is far stronger.
+The attack follows Geiping et al. 2020 (arXiv:2003.14053) and their public code (JonasGeiping/invertinggradients): Adam
+on the sign of the objective's gradient, with the rate divided by ten after 3/8, 5/8 and 7/8 of the iterations, and
+pixels kept in their range. If running statistics are sent, they give the batch's own mean and variance in every
+BatchNorm layer, which are used as a prior. Yin et al. 2021 (arXiv:2104.07586) do this with running statistics, and
+Huang et al. 2021 (arXiv:2112.00059) find that an attacker who knows the batch's statistics is much stronger.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ from ...core.plan import Plan
 from ...utils.state import State, pick
 
 Source = Literal["everything", "statistics"]
-"""Parts of an upload that an attack uses: gradients with the statistics that are sent, or the latter alone."""
+"""Parts of an upload that an attack uses: gradients together with the statistics that are sent, or only statistics."""
 HIDDEN_RATE = 0.01
-"""Adam's rate for parameters that the attacker estimates along with the images."""
+"""Adam's learning rate for parameters that the attacker estimates together with the images."""
 
 
 def upload(
     plan: Plan, client: ClientState, server: ServerState, x: Tensor, y: Tensor, *, steps: int = 1
 ) -> tuple[ClientState, Update]:
-    """Return what the client keeps and what it sends after ``steps`` local steps on one batch ``x [B, ...]``, ``y``."""
+    """Return the client's state and upload after ``steps`` local steps on one batch ``x [B, ...]``, ``y``."""
     job = client_init(plan, client, server, planned_steps=steps)
     for _ in range(steps):
         job, _ = client_step_(plan, job, x, y, torch.zeros((), dtype=torch.int64, device=x.device))
@@ -66,7 +66,7 @@ def upload(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Observation:
-    """Everything that the server has after one client's work: the plan, what it broadcast, and the upload."""
+    """Everything that the server has after one client's work: the plan, its broadcast, and the upload."""
 
     plan: Plan
     server: ServerState
@@ -74,7 +74,7 @@ class Observation:
 
     @cached_property
     def gradients(self) -> State:
-        """The mean gradient of the round's steps for every trained entry that is loaded and sent, from its change."""
+        """The mean gradient over the round's steps, from the change of each trained entry that is loaded and sent."""
         plan, after = self.plan, self.update.shared
         taken = plan.optimizer.lr_in_round(self.server.round) * self.update.steps
         before = pick(self.server.shared, plan.trained & plan.loaded & after.keys())
@@ -84,7 +84,7 @@ class Observation:
     def statistics(self) -> dict[str, tuple[Tensor, Tensor]]:
         """The batch's mean and unbiased variance ``[C]`` in each BatchNorm layer whose running statistics are sent.
 
-        Layers with frozen statistics tell nothing of the batch, and those with a cumulative average are left out.
+        Layers with frozen statistics reveal nothing about the batch; layers with a cumulative average are skipped.
         """
         plan, after = self.plan, self.update.shared
         known = plan.loaded & after.keys()
@@ -103,11 +103,11 @@ class Observation:
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """The attacks that the upload allows."""
+        """The attacks that are possible with the upload."""
         return ("everything", "statistics") if self.statistics else ("everything",)
 
     def infer_labels(self) -> Tensor | None:
-        """Return the batch's labels, ascending; None where the gradient of the last layer's bias is not sent."""
+        """Return the batch's labels, ascending, or None if the gradient of the last layer's bias is not sent."""
         last = [entry.name for entry in self.plan.entries if entry.from_end == 0 and entry.name.endswith("bias")]
         if not last or last[0] not in self.gradients:
             return None
@@ -116,7 +116,7 @@ class Observation:
 
 @dataclass(frozen=True, kw_only=True)
 class AttackSettings:
-    """Settings of the attack: Adam's ``iterations`` and ``rate``, weights of total variation and of the prior."""
+    """Settings of the attack: Adam's ``iterations`` and ``rate``, and the weights of total variation and prior."""
 
     iterations: int = 150
     rate: float = 0.1
@@ -132,17 +132,17 @@ def invert(
     bounds: tuple[Tensor, Tensor],
     settings: AttackSettings,
 ) -> Tensor:
-    """Return the images ``[B, C, H, W]``, as network inputs, that explain best what the server saw.
+    """Return the images ``[B, C, H, W]``, as network inputs, that best explain what the server saw.
 
-    From the second round on, trained parameters that stay on the client are estimated along with the images; before it
-    everybody knows their initial values.
+    From the second round on, trained parameters that stay on the client are estimated together with the images; before
+    that, everyone knows their initial values.
 
     Args:
         seen: What the server has.
-        source: What is matched.
-        labels_B: Labels that the attacker believes, in any order.
+        source: The part of the upload to match.
+        labels_B: Labels that the attacker assumes, in any order.
         start_BCHW: Images from which the attack starts.
-        bounds: Least and largest value of a pixel, ``[C, 1, 1]`` each.
+        bounds: Smallest and largest value of a pixel, ``[C, 1, 1]`` each.
         settings: Settings of the attack.
 
     """
@@ -180,7 +180,7 @@ def invert(
 def _simulate(
     plan: Plan, job: LocalTrainingState, params: State, x: Tensor, y: Tensor, *, differentiate: bool
 ) -> State:
-    """Return the gradients that a client would apply to ``x``, differentiable in it; none unless ``differentiate``."""
+    """Return the gradients that a client would apply for ``x``, differentiable in it; none unless ``differentiate``."""
     key = torch.zeros((), dtype=torch.int64, device=x.device)
     leaves = {name: own if own.requires_grad else own.detach().requires_grad_() for name, own in params.items()}
     total, _, _ = compute_objective(plan, job, leaves, x, y, key)
@@ -192,7 +192,7 @@ def _simulate(
 
 @contextmanager
 def _record_inputs(plan: Plan) -> Iterator[dict[str, Tensor]]:
-    """Yield the inputs of every BatchNorm layer by its name, of the network's first pass."""
+    """Yield the inputs of every BatchNorm layer, by name, in the network's first pass."""
     found: dict[str, Tensor] = {}
 
     def record(name: str, _layer: Module, given: tuple[Tensor, ...]) -> None:

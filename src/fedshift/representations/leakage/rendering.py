@@ -1,6 +1,6 @@
-"""Output of ``fedshift leak``: tables of likeness, differences and labels, and pictures of the reconstructions.
+"""Output of ``fedshift leak``: tables of similarity, differences and labels, and pictures of the reconstructions.
 
-The unit of all statistics is the seed: images under one seed share a network, so their mean is one value.
+The unit of all statistics is the seed: images with the same seed share a network, so their mean is one value.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from .study import ANOTHER, INFERRED, KNOWN, MEAN, ORIGINAL, Leakage, name_row
 
 Measure = Literal["psnr", "correlation"]
 MEASURES: Mapping[Measure, str] = {"psnr": "PSNR", "correlation": "correlation"}
-"""Measures that are compared, and their names in tables."""
+"""Measures to compare, and their names in tables."""
 SHOWN = 8
-"""Most images in a row of a picture."""
+"""Maximum number of images in a row of a picture."""
 _CELL, _LABEL = 0.5, 1.8  # inches
 
 
@@ -48,7 +48,7 @@ def render_leakage(found: Leakage) -> Iterator[RenderableType]:
 
 
 def tabulate_seeds(found: Leakage, labels: str = KNOWN) -> pd.DataFrame:
-    """Return the mean over images of each measure, by rounds, row, batch size and seed."""
+    """Return each measure's mean over images, by rounds, row, batch size and seed."""
     records = found.records[found.records["labels"] == labels]
     rows = [
         name_row(method, attack) if attack else method
@@ -60,7 +60,7 @@ def tabulate_seeds(found: Leakage, labels: str = KNOWN) -> pd.DataFrame:
 
 
 def likeness_table(found: Leakage, rounds: int) -> TextTable:
-    """Return PSNR, correlation and the share of images identified after ``rounds``, for each row and batch size."""
+    """Return PSNR, correlation and the fraction of images identified after ``rounds``, by row and batch size."""
     means, sizes = tabulate_seeds(found), found.settings.batch_sizes
     rows = []
     for row in _list_rows(means, rounds):
@@ -80,7 +80,7 @@ def likeness_table(found: Leakage, rounds: int) -> TextTable:
 
 
 def difference_table(found: Leakage, measure: Measure) -> TextTable:
-    """Return the difference in a measure, mean over batch sizes, from FedAvg (else the first method) and a guess."""
+    """Return differences in a measure, averaged over batch sizes, from FedAvg (else the first method) and a guess."""
     means = tabulate_seeds(found)[measure].groupby(["rounds", "row", "seed"], sort=False).mean()
     references = ("fedavg" if "fedavg" in found.methods else found.methods[0], MEAN)
     places = [
@@ -117,7 +117,7 @@ def _format_difference(pair: PairedDifference | None) -> str:
 
 
 def label_table(found: Leakage) -> TextTable:
-    """Return the share of labels found, and the PSNR with them, for each number of rounds, method and batch size."""
+    """Return the fraction of labels found, and the PSNR with them, by number of rounds, method and batch size."""
     means = tabulate_seeds(found, INFERRED)
     sizes = found.settings.batch_sizes
     rows = []
@@ -131,7 +131,7 @@ def label_table(found: Leakage) -> TextTable:
 
 
 def write_files(found: Leakage, directory: Path) -> list[Path]:
-    """Write tables (Markdown, LaTeX, CSV of the seeds), records (CSV) and pictures to ``directory``; return paths."""
+    """Write tables (Markdown, LaTeX, CSV by seed), records (CSV) and pictures to ``directory``; return the paths."""
     tables = {f"likeness-{rounds}-rounds": likeness_table(found, rounds) for rounds in sorted(found.settings.rounds)}
     tables |= {f"differences-{measure}": difference_table(found, measure) for measure in MEASURES}
     if (found.records["labels"] == INFERRED).any():
@@ -143,7 +143,7 @@ def write_files(found: Leakage, directory: Path) -> list[Path]:
 
 
 def draw_panels(found: Leakage) -> Iterator[FigurePanel]:
-    """Draw originals and reconstructions, a picture for each number of rounds and batch size."""
+    """Draw originals and reconstructions, with a picture for each number of rounds and batch size."""
     for (rounds, size), rows in found.pictures.items():
         with figure_settings():
             yield _draw_rows(f"{_name_rounds(rounds)}, batch of {size}", f"images-{rounds}-rounds-batch-{size}", rows)
@@ -166,7 +166,7 @@ def _draw_rows(title: str, name: str, rows: Mapping[str, Tensor]) -> FigurePanel
 
 
 def _pick(means: pd.DataFrame, rounds: int, row: str, size: int) -> pd.DataFrame:
-    """Return the means of one case, a row for each seed."""
+    """Return the means for one case, with a row for each seed."""
     index = means.index
     chosen = [
         index.get_level_values(level) == key for level, key in (("rounds", rounds), ("row", row), ("batch_size", size))
@@ -175,7 +175,7 @@ def _pick(means: pd.DataFrame, rounds: int, row: str, size: int) -> pd.DataFrame
 
 
 def _list_rows(means: pd.DataFrame, rounds: int) -> list[str]:
-    """Return the names of the rows after ``rounds``, the guesses first."""
+    """Return the names of the rows after ``rounds``, guesses first."""
     there = means[means.index.get_level_values("rounds") == rounds]
     names = list(dict.fromkeys(there.index.get_level_values("row")))
     return sorted(names, key=lambda name: name not in (MEAN, ANOTHER))

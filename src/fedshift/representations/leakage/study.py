@@ -1,13 +1,13 @@
 """The study of ``fedshift leak``: methods and batch sizes attacked over several seeds, images and moments of training.
 
-For each method and seed a federation is trained (:class:`~fedshift.experiments.trial.Trial`), and at each of the
-numbers of rounds asked for some clients take ``steps`` local steps on one batch, whose upload is attacked. Under one
-seed all methods see the same clients, batches and starting images. Two guesses that need no upload are the baseline:
+For each method and seed, a federation is trained (:class:`~fedshift.experiments.trial.Trial`). After each requested
+number of rounds, some clients take ``steps`` local steps on one batch, and the resulting upload is attacked. With one
+seed, all methods see the same clients, batches and starting images. The baseline is two guesses that need no upload:
 the mean of the client's test images, and other test images of the client.
 
-A record is one image under one attack: ``psnr`` in decibels, ``ssim``, ``correlation`` with the original (whatever
-brightness and contrast), and ``identified``, whether of all training images of the client the original is the one that
-correlates most with its reconstruction (Yin et al. 2021, arXiv:2104.07586, ask the same by a network's features).
+A record is one image in one attack: ``psnr`` in decibels, ``ssim``, ``correlation`` with the original (which ignores
+brightness and contrast), and ``identified``: whether the original is, among all training images of the client, the one
+that correlates most with its reconstruction (Yin et al. 2021, arXiv:2104.07586, do the same with network features).
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ COLUMNS = (
 )  # fmt: skip
 """Columns of the records."""
 SMALLEST = 4
-"""Least height and width of an image in pixels."""
+"""Minimum height and width of an image in pixels."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LeakageSettings:
-    """Settings of the study beside those of the experiment.
+    """Settings of the study in addition to those of the experiment.
 
     Attributes:
-        rounds: Numbers of rounds of training after which uploads are attacked; 0 is the fresh network.
-        batch_sizes: Samples of the batch behind an upload.
-        images: Images that are attacked in each case and seed, rounded up to whole batches.
+        rounds: Numbers of training rounds after which uploads are attacked; 0 is the untrained network.
+        batch_sizes: Numbers of samples in the batch behind an upload.
+        images: Number of images to attack in each case and seed, rounded up to whole batches.
         steps: Local steps on the batch before the upload.
         iterations: Iterations of an attack.
 
@@ -85,7 +85,7 @@ class LeakageSettings:
                     raise UsageError(f"{name}={number}: must be a whole number of at least {least}")
 
     def complete(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return ``given`` settings of an experiment with those that the study needs."""
+        """Return the ``given`` settings of an experiment, completed with those that the study needs."""
         rounds = max(1, *self.rounds)
         return {"engine": "sequential", **given, "rounds": rounds, "evaluate_every": rounds}
 
@@ -103,12 +103,12 @@ class Leakage:
         settings: Settings of the study.
         methods: Names of the methods, in order.
         seeds: Seeds of networks, batches and starting images.
-        records: One row for each image and attack, see the module's docstring. Columns are ``method`` (or the name of
-            a guess), ``seed``, ``rounds``, ``batch_size``, ``batch``, ``client``, ``image`` (its number among the
-            client's training images), ``label``, ``attack``, ``labels`` (known or inferred), ``labels_found`` (share
-            of the batch's labels that the attacker has right), ``psnr``, ``ssim``, ``correlation`` and ``identified``.
-        pictures: Under the first seed, by number of rounds and batch size: images ``[N, C, H, W]`` in [0, 1] by name
-            of the row, the originals first.
+        records: One row for each image and attack, see the module docstring. Columns are ``method`` (or the name of a
+            guess), ``seed``, ``rounds``, ``batch_size``, ``batch``, ``client``, ``image`` (its number among the
+            client's training images), ``label``, ``attack``, ``labels`` (known or inferred), ``labels_found`` (fraction
+            of the batch's labels that the attacker gets right), ``psnr``, ``ssim``, ``correlation`` and ``identified``.
+        pictures: Images ``[N, C, H, W]`` in [0, 1] for the first seed, by number of rounds and batch size, then by name
+            of the row, originals first.
 
     """
 
@@ -121,7 +121,7 @@ class Leakage:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Batch:
-    """A batch to attack: ``rows`` of the client's training samples, ordered by label, and where the attack starts."""
+    """A batch to attack: ``rows`` of the client's training samples, ordered by label, and the attack's ``start``."""
 
     size: int
     number: int
@@ -140,7 +140,7 @@ class _Batch:
         return self.client.train.targets(self.rows)
 
     def score(self, found: Tensor) -> Iterator[dict[str, Any]]:
-        """Yield the part of each image's record that follows from ``found``, images in [0, 1] in any order."""
+        """Yield the part of each image's record that depends on ``found``, images in [0, 1] in any order."""
         originals, pool = self.originals, _to_unit(self.client.train.copy_rows(slice(None)))
         found = match_images(found, originals)
         alike = correlate_images(found, pool)
@@ -164,13 +164,13 @@ def measure_leakage(
     """Attack uploads of every method and seed of ``experiment``.
 
     Args:
-        experiment: Methods, seeds, data, network and local training, of at least the most rounds asked for.
+        experiment: Methods, seeds, data, network and local training, with at least as many rounds as requested.
         settings: Settings of the study.
-        directory: Directory in which each method and seed is kept as it ends, and not computed again.
+        directory: Directory in which each method and seed is saved when it ends, so that it is not computed again.
         progress: Called as each method and seed begins.
 
     Raises:
-        UsageError: Data, network and method do not fit, or ``directory`` holds a study with other settings.
+        UsageError: Data, network and method do not fit, or ``directory`` has a study with other settings.
         FedshiftError: Training diverges, or a file of ``directory`` is damaged.
 
     """
@@ -179,7 +179,7 @@ def measure_leakage(
     pictures: dict[tuple[int, int], dict[str, Tensor]] = {}
     data, seeds = experiment.data, experiment.seeds
     with limit_threads(1):
-        for method in experiment.methods:  # those that do not fit are refused before any is trained
+        for method in experiment.methods:  # methods that do not fit are refused before any is trained
             _check_trial(_make_trial(experiment, method, seeds[0]), settings)
         for size in settings.batch_sizes:
             originals = torch.cat([batch.originals for batch in _draw_batches(data, size, settings, seeds[0])])
@@ -202,7 +202,7 @@ def measure_leakage(
 def _attack_or_read(
     trial: Trial, settings: LeakageSettings, directory: Path | None
 ) -> tuple[list[dict[str, Any]], State]:
-    """Return the records and pictures of one method and seed: those in ``directory``, or of attacks now."""
+    """Return the records and pictures of one method and seed, read from ``directory`` or computed now."""
     identity = {**trial.identity, "rounds": str(trial.settings.rounds), "study": str(settings)}
     if directory is None:
         return _attack_trial(trial, settings)
@@ -271,7 +271,7 @@ def _count_common(one: Tensor, other: Tensor) -> int:
 
 
 def _measure_guesses(data: Federation, settings: LeakageSettings, seed: int) -> Iterator[dict[str, Any]]:
-    """Yield records of the guesses that need no upload, for each number of rounds the same."""
+    """Yield records of the guesses that need no upload, the same for each number of rounds."""
     for size in settings.batch_sizes:
         for batch in _draw_batches(data, size, settings, seed):
             test = batch.client.test
@@ -284,7 +284,7 @@ def _measure_guesses(data: Federation, settings: LeakageSettings, seed: int) -> 
 
 
 def _draw_batches(data: Federation, size: int, settings: LeakageSettings, seed: int) -> list[_Batch]:
-    """Return the batches of ``size`` samples that are attacked under ``seed``, the same for every method."""
+    """Return the batches of ``size`` samples to attack with ``seed``, the same for every method."""
     batches = []
     for number in range(-(-settings.images // size)):
         client = data.clients[(seed + number) % len(data.clients)]
@@ -297,7 +297,7 @@ def _draw_batches(data: Federation, size: int, settings: LeakageSettings, seed: 
 
 
 def name_row(method: str, source: str) -> str:
-    """Return the name of a method's row in tables and pictures, with what the attack uses."""
+    """Return the name of a method's row in tables and pictures, with the attack's source."""
     return method if source == "everything" else f"{method}, {source} alone"
 
 
@@ -310,7 +310,7 @@ def _make_trial(experiment: Experiment, method: Method, seed: int) -> Trial:
 
 
 def _check(experiment: Experiment, settings: LeakageSettings) -> None:
-    """Raise :class:`UsageError` where the data cannot be attacked."""
+    """Raise :class:`UsageError` if the data cannot be attacked."""
     data = experiment.data
     if data.task.name != "classification":
         raise UsageError(f"the data's task is {data.task}: leak attacks networks that classify images")
@@ -333,7 +333,7 @@ def _check(experiment: Experiment, settings: LeakageSettings) -> None:
 
 
 def _check_trial(trial: Trial, settings: LeakageSettings) -> None:
-    """Raise :class:`UsageError` where the method's uploads cannot be attacked, and release what the trial holds."""
+    """Raise :class:`UsageError` if the method's uploads cannot be attacked; release the trial's resources."""
     plan, smallest = trial.plan, min(settings.batch_sizes)
     trial.close()
     if smallest < plan.smallest_batch:
