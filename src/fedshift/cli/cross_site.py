@@ -22,7 +22,7 @@ def cross_site(
     run_data: RunData = None,
     code: RunCode = None,
 ) -> int:
-    """Measure each client's model of a run on the test data of every client (cross-site validation).
+    """Evaluate each client's model on every client's test data, after training (cross-site validation).
 
     The run's records and report then have a table for each method: rows are models, columns are data. Nothing else of
     the run is changed.

@@ -173,7 +173,7 @@ def diagnose(
     json: Json = None,
     out: Path | None = None,
 ) -> int:
-    """Say how clients differ (label skew, feature shift, quantity skew, concept shift), how much, and what helps.
+    """Report how clients differ (label skew, feature shift, quantity skew, concept shift), how much, and what helps.
 
     Args:
         permutations: Permutations behind each p-value.

@@ -26,7 +26,7 @@ def sweep(
     spec: Annotated[SweepSpec, Parameter(name="*")] = SweepSpec(),
     output: Annotated[RunOptions, Parameter(name="*")] = RunOptions(),
 ) -> int:
-    """Compare methods under each combination of some settings' values, and put all of them into one table."""
+    """Compare methods under every combination of the given settings, in one table."""
     from ..experiments.factory import anchor_paths
     from ..experiments.loggers import parse_loggers, require_packages
     from ..experiments.sweep import check_combination, make_combinations, split_settings

@@ -24,7 +24,7 @@ def theory(
     monte_carlo: int = 1_000_000,
     out: Path | None = None,
 ) -> int:
-    """Check FedBN's theory by number: Gram matrices, corollary 4.6, lemma 4.3, predicted and measured convergence.
+    """Check FedBN's theory numerically: Gram matrices, corollary 4.6, lemma 4.3, predicted and measured convergence.
 
     Args:
         clients: Clients, each with a different random covariance.

@@ -35,7 +35,7 @@ RECORDS = ("study.json", "notices.json", "done.json", "trials/*/rounds.jsonl")
 
 
 def watch(directory: Path, *, port: int = 0) -> int:
-    """Show the curves of a run as it goes, on a page that renews itself, for this machine alone.
+    """Serve a live page with the curves of a run, on this machine only.
 
     Args:
         directory: Directory that run, compare, sweep or serve writes; the run may go on, be stopped or have ended.
