@@ -100,7 +100,8 @@ def serve(
         port: Port to listen on.
         round_timeout: Seconds after which a round is closed with the uploads received.
         wait: Seconds to wait for the first --min-clients sites.
-        update_bound: Maximum norm of a site's update, as a multiple of the others'; a larger one is excluded. 0: no limit.
+        update_bound: Maximum length of a site's update, as a multiple of the others'; larger ones are excluded. 0: no
+            limit.
         metrics: Port of this machine's loopback interface at which Prometheus reads progress; by default none.
         log: Loggers, comma-separated: tensorboard, mlflow, wandb, or none; by default those of the settings.
         code: Function on this machine, package.module:function, that the settings file may use as method or model; may
