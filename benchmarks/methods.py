@@ -153,7 +153,7 @@ def print_tables(results: dict[str, pd.DataFrame]) -> None:
         "sites or looks differ": [name for name in ranked.index if name not in (*SKEWED, *ALIKE)],
         "classes differ": [name for name in ranked.index if name in SKEWED],
     }
-    groups = {name: rows for name, rows in groups.items() if rows}
+    groups = {name: rows for name, rows in groups.items() if rows} or {"clients alike": list(ranked.index)}
     gains, sure = dict[str, dict[str, PairedDifference]](), dict[str, set[str]]()
     others = ranked.columns.drop("fedavg")
     for name, rows in groups.items():

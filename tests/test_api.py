@@ -565,7 +565,9 @@ def test_what_was_done_before_an_interruption_is_kept_and_said(tiny, Listener):
     with pytest.raises(KeyboardInterrupt) as stopped:
         fedshift.compare("fedbn", **settings, rounds=4, observer=Listener(interrupt))
     (note,) = stopped.value.__notes__
-    directory = re.match(r"What was done is kept: compare\(\.\.\., resume='(.+?)'\) goes on, read_run\(", note)[1]
+    directory = re.match(r"Completed work is saved: compare\(\.\.\., resume='(.+?)'\) continues it, read_run\(", note)[
+        1
+    ]
     assert fedshift.read_run(directory).records["round"].max() == 2
     resumed = fedshift.compare("fedbn", **settings, rounds=4, resume=directory)
     assert resumed.table().equals(fedshift.compare("fedbn", **settings, rounds=4).table())
@@ -589,7 +591,7 @@ def test_what_other_methods_did_before_one_diverged_is_kept(tiny, tmp_path):
 def test_errors_of_the_run_directory_are_those_of_the_command_line(tiny, tmp_path):
     settings = {"data": tiny, "batch_size": 8, "rounds": 1, "out": tmp_path / "run"}
     fedshift.compare("fedbn", **settings)
-    with pytest.raises(UsageError, match=r"already holds a run: go on with it \(resume='.*/run'\), or choose another"):
+    with pytest.raises(UsageError, match=r"already holds a run: continue it \(resume='.*/run'\), or choose another"):
         fedshift.compare("fedbn", **settings)
     with pytest.raises(UsageError, match="this run was begun with another optimizer: then"):
         fedshift.compare("fedbn", **settings, lr=0.5, resume=True)

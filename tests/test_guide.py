@@ -125,7 +125,7 @@ def test_commands_are_understood_and_their_methods_make_sense(name, monkeypatch)
         capable(text)
 
 
-ANSWERS = INDEX.partition("| answer |")[2].partition("\n\n")[0]
+ANSWERS = INDEX.partition("| message |")[2].partition("\n\n")[0]
 REFUSALS = re.findall(r"^\| `(.+?)` \| (.+) \|$", ANSWERS, re.MULTILINE)
 
 

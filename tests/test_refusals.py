@@ -256,7 +256,9 @@ def test_an_error_of_a_network_in_training_names_its_line(cli, tiny_folder, tmp_
     monkeypatch.syspath_prepend(tmp_path)
     words = ("run", "--data", tiny_folder, "--model", "later:Net", "--method", "fedavg", "--rounds", 1)
     said = one_message(cli(*words), 1)
-    assert said.startswith("a function of yours failed with AssertionError (later.py, line 7, in forward): correct it")
+    assert said.startswith(
+        "a user-defined function failed with AssertionError (later.py, line 7, in forward): correct it"
+    )
     assert "--debug shows how it was called" in said
 
 
@@ -464,7 +466,7 @@ def test_in_python_too_a_folder_that_cannot_be_written_is_refused_before_any_wor
 def test_a_directory_in_use_and_one_occupied_are_refused(cli, unpublished, tiny_folder, tmp_path):
     assert cli("run", "--data", tiny_folder, "--rounds", 1, "--out", "out").code == 0
     said = one_message(cli("run", "--data", tiny_folder, "--out", "out"), 2)
-    assert said == "out already holds a run: go on with it (--resume out), or choose another directory (--out)"
+    assert said == "out already holds a run: continue it (--resume out), or choose another directory (--out)"
     said = one_message(cli("run", "--resume", "out", "--out", "out"), 2)
     assert said == "--out out and --resume out: a resumed run stays in its directory; give one of them"
     held = RunDirectory(tmp_path / "out", resume=True)
@@ -532,7 +534,7 @@ def test_a_full_disk_keeps_what_was_saved_and_the_run_goes_on_later(
     assert outcome.code == 1
     assert outcome.err == (
         f"fedshift: cannot write full/{CHECKPOINT}: File too large. What was saved before is intact: free some space, "
-        "then go on with --resume\n"
+        "then continue with --resume\n"
     )
     assert checkpoint.read_bytes() == before
     assert not list(checkpoint.parent.glob("*.tmp"))

@@ -174,7 +174,7 @@ def test_one_ctrl_c_finishes_the_round_reports_and_says_how_to_go_on(
     assert "round 2/5" in outcome.out
     assert "round 3/5" not in outcome.out
     last = outcome.out.splitlines()[-1]
-    assert last == "Stopped. What was done is kept; go on with: fedshift run --resume 'stopped run'"
+    assert last == "Stopped. Completed work is saved; continue with: fedshift run --resume 'stopped run'"
     assert (tmp_path / "stopped run/report.html").exists()
     assert load_checkpoint(tmp_path / "stopped run" / CHECKPOINT)[1]["round"] == 2
     assert signal.getsignal(signal.SIGINT) is handler
@@ -192,7 +192,7 @@ def test_two_ctrl_c_stop_at_once(cli, interrupt, monkeypatch, tiny_folder, tmp_p
     outcome = cli(*settings, "--out", "stopped")
     assert (outcome.code, outcome.err) == (130, "")
     assert "Page:" not in outcome.out
-    assert outcome.out.splitlines()[-1].endswith("go on with: fedshift run --resume stopped")
+    assert outcome.out.splitlines()[-1].endswith("continue with: fedshift run --resume stopped")
     assert load_checkpoint(tmp_path / "stopped" / CHECKPOINT)[1]["round"] == 1
     monkeypatch.setattr(sequential, "client_step_", real)
     monkeypatch.setattr("fedshift.report.publication.publish_summary", lambda *_: None)
@@ -213,7 +213,7 @@ def test_a_process_stopped_by_ctrl_c_ends_in_order(program, tiny_folder, tmp_pat
     out, err = process.communicate()
     assert (process.returncode, err) == (130, "")
     assert "Stopping after this round" in out
-    assert "go on with: fedshift run --resume out" in out
+    assert "continue with: fedshift run --resume out" in out
     study = read_summary(tmp_path / "out")
     assert load_checkpoint(tmp_path / "out" / CHECKPOINT)[1]["round"] == study.rows["round"].max()
     assert (tmp_path / "out/report.html").exists()

@@ -93,7 +93,7 @@ def test_stopped_by_ctrl_c_it_goes_on_where_it_was_and_does_nothing_again(
     monkeypatch.setattr(run, "show_progress", listening)
     outcome = cli(*told, "--out", "stopped")
     assert (outcome.code, len(heard)) == (130, 6)
-    assert "go on with: fedshift compare --resume stopped" in outcome.out
+    assert "continue with: fedshift compare --resume stopped" in outcome.out
     assert "\nPARTIAL: without-ann has not ended under these settings: it is not in the table" in outcome.out
     partly = pd.read_csv(tmp_path / "stopped" / "tables" / "accuracy.csv", index_col=0, comment="#")
     assert list(partly.index) == ["cid", "macro"]

@@ -67,7 +67,7 @@ def test_plus_composes_as_calls_do():
         ("fedprox(fedavg,fedavg)", "too many positional arguments"),
         ("fedprox(mu=nan)", "values must be numbers, strings or True, False, None"),
         ("fedprox(**{})", "fedprox takes"),
-        ("single+fedbn", "single+fedbn: fedbn says what travels"),
+        ("single+fedbn", "single+fedbn: fedbn decides what is exchanged"),
         ("no_such_package.module:function", "No module named 'no_such_package'; install it"),
         ("fedshift.methods.fedbn:nothing_here", "module fedshift.methods.fedbn has no 'nothing_here'"),
         ("os:getcwd", "made a str, not a Method"),

@@ -188,7 +188,7 @@ def test_the_state_survives_a_checkpoint_and_matters(method, tmp_path):
         (lambda: fedadagrad(beta1=-0.1), "beta1=-0.1"),
         (lambda: fedyogi(beta2=1.0), "beta2=1"),
         (lambda: fedadam(tau=0.0), "tau=0: it must be above 0"),
-        (lambda: fedadam(fedavgm()), "fedadam.fedavgm: fedavgm has a server optimizer already"),
+        (lambda: fedadam(fedavgm()), "fedadam.fedavgm: fedavgm already has a server optimizer"),
     ],
 )
 def test_what_is_no_optimizer_is_refused(make, message):

@@ -77,3 +77,11 @@ def test_tables_rank_what_has_all_federations_and_mark_what_is_not_chance(benchm
     assert cells["better"][1] == f"{mean:+.1f}"  # of the worst client
     assert re.search(r"\| late \| 4 \| \+3\.0", second)
     assert len(third.splitlines()) == 2 + 8
+
+
+def test_tables_of_clients_that_are_alike_have_a_column_too(benchmark, capsys):
+    found = pd.DataFrame({"test": {"fedavg": 80.0, "fedbn": 79.0}, "worst": {"fedavg": 70.0, "fedbn": 70.0}})
+    benchmark.print_tables({"digits-iid": found.assign(down=100.0, up=50.0, seconds=1.0, rate=0.1)})
+    heading, _, *rows = capsys.readouterr().out.strip().splitlines()
+    assert "gain, clients alike (1)" in heading
+    assert rows[1].startswith("| fedbn | -1.0 |")

@@ -248,7 +248,7 @@ def test_stopped_by_ctrl_c_a_search_goes_on_where_it_was(
     monkeypatch.setattr(command, "show_progress", listening)
     first = cli(*told, "--out", "stopped", "--jobs", 1)
     assert (first.code, "PARTIAL: 0 of 2 rungs have ended" in first.out) == (130, True)
-    assert "go on with: fedshift advise --resume stopped" in first.out
+    assert "continue with: fedshift advise --resume stopped" in first.out
     second = cli("advise", "--resume", "stopped", "--jobs", 1)
     assert (second.code, "PARTIAL: 1 of 2 rungs have ended" in second.out) == (130, True)
     assert cli("advise", "--resume", "stopped", "--jobs", 1).code == 0

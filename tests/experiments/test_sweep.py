@@ -216,7 +216,7 @@ def test_stopped_after_every_round_and_resumed_equals_uninterrupted(
     monkeypatch.setattr(Experiment, "run", stopping)
     outcome = sweep(*over, "--out", "stopped")
     assert outcome.code == 130
-    assert "go on with: fedshift sweep --resume stopped" in outcome.out
+    assert "continue with: fedshift sweep --resume stopped" in outcome.out
     calls = 1
     while outcome.code == 130:
         outcome = cli("sweep", "--resume", "stopped")
@@ -266,7 +266,7 @@ def test_other_settings_are_refused_for_what_was_begun(sweep, cli, tmp_path, pag
     assert outcome.err.startswith("fedshift: epochs=1: this run was begun with another optimizer")
     assert (tmp_path / "out" / "config.toml").read_text() == before
     outcome = sweep("--over", "epochs=1,2", "--out", "out", methods="fedavg", rounds=1)
-    assert (outcome.code, "out already holds a run: go on with it (--resume out)" in outcome.err) == (2, True)
+    assert (outcome.code, "out already holds a run: continue it (--resume out)" in outcome.err) == (2, True)
     for over in ((), ("--over", "epochs=1,2")):
         outcome = cli("sweep", "--resume", "out/epochs=1", *over)
         assert (outcome.code, "out/epochs=1 holds no sweep: give the directory of one" in outcome.err) == (2, True)
@@ -388,7 +388,7 @@ def test_methods_keep_their_names_where_a_swept_setting_adds_to_them(sweep, tmp_
     lines = (tmp_path / "out" / "tables" / "sweep.md").read_text().splitlines()
     assert lines[0] == "| agc | fedavg | fedbn |"
     assert [line.split(" | ")[0] for line in lines[2:4]] == ["| none", "| 0.01"]
-    assert "by itself is no claim. Which methods are told apart is on the page of each comparison" in lines[-1]
+    assert "it does not imply significance. Which methods are told apart is on the page of each comparison" in lines[-1]
 
 
 def test_a_sweep_that_was_stopped_begins_with_the_line_that_says_where_it_is(

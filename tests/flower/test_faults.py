@@ -356,7 +356,7 @@ def test_without_a_quorum_the_round_fails_the_model_stays_and_resume_goes_on(ser
     found = served(changed(**{WEIGHT: lambda x: x * torch.nan}), clients=3)
     assert found.failure == (
         "round 2: of 3 clients that were asked, 2 sent an upload that can be used; 3 must (--min-clients). The model "
-        "is that of round 1: go on with --resume"
+        "is that of round 1: continue with --resume"
     )
     tensors, facts = load_checkpoint(next(tmp_path.glob("served/trials/*/checkpoint.safetensors")))
     assert facts["round"] == 1

@@ -168,7 +168,7 @@ def test_a_table_that_has_changed_since_is_refused(tmp_path, machine):
     agreed = (Column(name="age"), Column(name="ward", categories=("A",)), Column(name="dose"))
     with pytest.raises(UsageError, match="column 'ward' holds 'B', but its categories in 'all sites'"):
         load_local(str(path), "north", tables(tmp_path), tmp_path / "site", agreed)
-    with pytest.raises(UsageError, match="digits has not the columns and categories of all sites"):
+    with pytest.raises(UsageError, match="digits does not have the columns and categories of all sites"):
         load_local("digits", "pen", spec_for(), tmp_path / "site", agreed)
 
 

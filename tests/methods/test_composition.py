@@ -48,13 +48,13 @@ def both_ways(one, other):
 
 
 REFUSED = {
-    "folds uploads in its own way already": both_ways(FOLDS, FOLDS),
+    "already replaces the aggregation": both_ways(FOLDS, FOLDS),
     "sends each client a mix of uploads, along which a server optimizer cannot step": both_ways(MIXES, STEPS),
-    "has a server optimizer already": both_ways([*STEPS, "feddyn"], [*STEPS, "feddyn"]),
+    "already has a server optimizer": both_ways([*STEPS, "feddyn"], [*STEPS, "feddyn"]),
     "by their mean, but": both_ways(["feddyn"], FOLDS),
-    "sets the local work already": both_ways(WORKS, WORKS),
-    "there is nothing to fold: clients send nothing": both_ways(ALONE, FOLDS_ALONE),
-    "there is nothing to fold: all data are in one place": both_ways(POOLED, FOLDS_ALONE),
+    "already sets the local work": both_ways(WORKS, WORKS),
+    "there is nothing to aggregate: clients send nothing": both_ways(ALONE, FOLDS_ALONE),
+    "there is nothing to aggregate: all data are in one place": both_ways(POOLED, FOLDS_ALONE),
     "pools all data but keeps entries on clients": both_ways(POOLED, ALONE + KEEPS_NORM + KEEPS_HEAD + MEASURED),
     "pools all data but makes models of clients": both_ways(POOLED, ["partialfed_adaptive"]),
     "pools all data already": {*product(POOLED, POOLED)},
@@ -70,8 +70,10 @@ REFUSED = {
         *both_ways(KEEPS_NORM, KEEPS_NORM) - both_ways(MIXES, MIXES),
         *both_ways(KEEPS_HEAD, KEEPS_HEAD),
     },
-    "cannot be kept back, since nothing of it travels": {*product(KEEPS_NORM + KEEPS_HEAD + MEASURED, ALONE)},
-    "says what travels, but alone nothing does": {*product(ALONE, KEEPS_NORM + KEEPS_HEAD + ALONE + MEASURED)},
+    "cannot stay on the client, because it is never sent": {*product(KEEPS_NORM + KEEPS_HEAD + MEASURED, ALONE)},
+    "decides what is exchanged, but single exchanges nothing": {
+        *product(ALONE, KEEPS_NORM + KEEPS_HEAD + ALONE + MEASURED)
+    },
     "SCAFFOLD corrects the drift of what clients share": both_ways(ALONE + POOLED, ["scaffold"]),
     "FedProx holds parameters near those that the server sent": both_ways(ALONE + POOLED, ["fedprox"]),
     "FedDyn ties clients to what they share": both_ways(ALONE + POOLED, ["feddyn"]),
@@ -94,7 +96,7 @@ REFUSED = {
     "FedProx has no effect on one local step": both_ways(["fedprox"], ["fedsmb"]),
     "sends more than the entries that dp clips": both_ways(SENDS_MORE, ["dp"]),
     "sends more than the entries that robust aggregation protects": both_ways(SENDS_MORE, ROBUST),
-    "twice: leave one of the two out": {
+    "twice: remove one of the two": {
         (name, name)
         for name in ("fedprox", "feddg_elcfs", "harmofl", "scaffold", "dp_sgd", "moon", "fedrod", "fedsr", *PROTOTYPES)
     },
@@ -107,8 +109,8 @@ REFUSED = {
         SAMPLES, METHODS.keys() - {*GROUPS, *NO_NORM, *SAMPLES}
     ),
     "both decide what becomes of normalization": both_ways(NO_NORM + GROUPS + MEASURED, NO_NORM + GROUPS + MEASURED),
-    "another model on each client, for which the server makes no": both_ways(FROM_SERVER, ["ditto", "apfl"]),
-    "of what clients measure, which another part keeps on clients": both_ways(ALONE, ["harmofl"]),
+    "another model on each client, for which the server computes no": both_ways(FROM_SERVER, ["ditto", "apfl"]),
+    "from what clients measure, but another part keeps it on clients": both_ways(ALONE, ["harmofl"]),
 }
 """Words of the reason, and the ordered pairs (outer, inner) that are refused for it."""
 REASON = {pair: words for words, pairs in REFUSED.items() for pair in pairs}
@@ -190,7 +192,7 @@ def test_four_at_once_run_or_are_refused(names):
     for name in reversed(names):
         method = METHODS[name](method)
     if names[-1] == "centralized":
-        with pytest.raises(UsageError, match="there is nothing to fold: all data are in one place"):
+        with pytest.raises(UsageError, match="there is nothing to aggregate: all data are in one place"):
             trial(method)
         return
     running = trial(method)

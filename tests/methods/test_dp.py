@@ -213,7 +213,7 @@ def test_a_buffer_that_may_be_a_constant_is_refused_by_name():
         (lambda: dp(delta=1.0), "delta=1: give"),
         (lambda: dp(clipping_norm=float("nan")), "clipping_norm=nan"),
         (lambda: dp(clipping_norm=INF), "clipping_norm=inf bounds nothing"),
-        (lambda: dp(median()), "median folds uploads in its own way already"),
+        (lambda: dp(median()), "median already replaces the aggregation"),
         (lambda: trial(dp(scaffold())), r"'dp\+scaffold': scaffold sends more than the entries that dp clips"),
         (lambda: trial(scaffold(dp())), r"'scaffold\+dp': scaffold sends more than the entries that dp clips"),
     ],

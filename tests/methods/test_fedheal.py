@@ -78,5 +78,5 @@ def test_settings_that_are_no_shares_are_refused(threshold, beta):
 
 
 def test_a_second_aggregation_is_refused():
-    with pytest.raises(UsageError, match="folds uploads in its own way already"):
+    with pytest.raises(UsageError, match="already replaces the aggregation"):
         fedheal(median())

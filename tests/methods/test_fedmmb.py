@@ -136,7 +136,7 @@ def test_a_batch_size_of_its_own_comes_before_the_experiments():
     [
         (lambda: trial(fedmmb(batches=0)), "batches=0: must be at least 1"),
         (lambda: trial(fedsmb(batch_size=-2)), "batch_size=-2: must be at least 1"),
-        (lambda: fedmmb(fedsmb()), "fedmmb.fedsmb: fedsmb sets the local work already"),
+        (lambda: fedmmb(fedsmb()), "fedmmb.fedsmb: fedsmb already sets the local work"),
     ],
 )
 def test_what_is_no_work_is_refused(make, message):

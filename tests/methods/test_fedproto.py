@@ -103,7 +103,7 @@ def test_a_class_that_no_participant_has_keeps_its_prototype():
 @pytest.mark.parametrize("method", [fedproto(), fpl(), fedrod(), fedsr()], ids=lambda method: method.name)
 @pytest.mark.parametrize("task", [Segmentation(), Multilabel(), Regression(scales=((1.0, 2.0), (0.0, 1.0)))], ids=str)
 def test_tasks_without_one_class_a_sample_are_refused(method, task):
-    with pytest.raises(UsageError, match=f"of which samples have one in classification alone.*{task}.*{method.name}"):
+    with pytest.raises(UsageError, match=f"so each sample must have one class.*{task}.*{method.name}"):
         test_tasks.make(task, method)
 
 

@@ -197,12 +197,12 @@ def test_arguments_without_sense_are_refused(arguments, said):
     [
         (
             lambda: fedper(hbn(), layers="1.*"),
-            "makes '1.global_mean' of what clients measure, which another",
+            "computes '1.global_mean' from what clients measure, but another",
         ),
-        (lambda: single(hbn()), "hbn says what travels, but alone nothing does"),
+        (lambda: single(hbn()), "hbn decides what is exchanged, but single exchanges nothing"),
         (
             lambda: ditto(hbn()),
-            "ditto keeps another model on each client, for which the server makes no",
+            "ditto keeps another model on each client, for which the server computes no",
         ),
         (lambda: hbn(hbn()), "both decide what becomes of normalization"),
     ],
@@ -213,7 +213,7 @@ def test_what_would_leave_statistics_behind_is_refused(make, said):
 
 
 def test_a_network_without_batch_norm_is_refused():
-    with pytest.raises(UsageError, match="HybridBatchNorm replaces BatchNorm, of which the model has none"):
+    with pytest.raises(UsageError, match="HybridBatchNorm replaces BatchNorm, but the model has none"):
         apply_surgery(hbn(), nn.Linear(2, 2))
 
 

@@ -263,7 +263,7 @@ def test_an_aggregation_alone_is_not_moved_by_a_client_that_adds_a_million():
         (lambda: multi_krum(num_selected=0), "num_selected=0"),
         (lambda: geometric_median(steps=0), "steps=0"),
         (lambda: geometric_median(nu=0.0), "nu=0"),
-        (lambda: median(krum()), "median.krum: krum folds uploads in its own way already"),
+        (lambda: median(krum()), "median.krum: krum already replaces the aggregation"),
     ],
 )
 def test_what_is_no_aggregation_is_refused(make, message):

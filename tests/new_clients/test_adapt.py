@@ -429,7 +429,7 @@ def test_a_run_from_python_and_one_that_did_no_round_cannot_be_adapted(cli, make
     outcome = cli("adapt", "python", "--data", "tiny")
     assert (outcome.code, "does not say on which data it was run" in outcome.err) == (2, True)
     trial = Trial(experiment.methods[0], experiment.model, experiment.data, experiment.settings, 0)
-    with pytest.raises(FedshiftError, match="fedbn, seed 0, has done no round: go on with the run first"):
+    with pytest.raises(FedshiftError, match="fedbn, seed 0, has done no round: continue the run first"):
         next(make_models(trial, {"cid": experiment.data.client("cid").train}, POLICIES))
 
 

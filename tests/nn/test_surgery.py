@@ -198,11 +198,11 @@ class OwnConv(nn.Conv2d):
 @pytest.mark.parametrize(
     ("method", "model", "message"),
     [
-        (gn(), nn.Conv2d(1, 2, 3), "GroupNorm replaces BatchNorm, of which the model has none: leave it out"),
-        (ln(), nn.GroupNorm(1, 2), "replaces BatchNorm, of which the model has none"),
-        (nonorm(), nn.Linear(2, 2), "removes normalization, of which the model has none"),
-        (fedwon(wsconv=False), nn.Conv2d(1, 2, 3), "removes normalization, of which the model has none"),
-        (fedwon(), nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), "convolutions of a fan-in above 1, of which"),
+        (gn(), nn.Conv2d(1, 2, 3), "GroupNorm replaces BatchNorm, but the model has none: remove it"),
+        (ln(), nn.GroupNorm(1, 2), "replaces BatchNorm, but the model has none"),
+        (nonorm(), nn.Linear(2, 2), "removes normalization, but the model has none"),
+        (fedwon(wsconv=False), nn.Conv2d(1, 2, 3), "removes normalization, but the model has none"),
+        (fedwon(), nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), "fan-in above 1, but the model has none"),
         (fedwon(), nn.Sequential(nn.ConvTranspose2d(1, 2, 3)), "layer '0' is a ConvTranspose2d: .* knows Conv1d"),
         (fedwon(), nn.Sequential(OwnConv(1, 2, 3)), "layer '0' is a OwnConv: .* FedWon without WSConv"),
         (fedwon(), nn.Sequential(weight_norm(nn.Conv2d(1, 2, 3))), "layer '0' has a parametrization, which scaled"),

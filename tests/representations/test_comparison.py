@@ -300,7 +300,7 @@ def test_newcomers_are_left_out_and_refused_by_name(tmp_path):
 def test_an_unfinished_run_is_refused_with_the_command_that_goes_on(tmp_path):
     run, stop = tmp_path / "run", Event()
     make_experiment(RunSpec(**THREE, method="fedbn")).run(run, observer=Stopping(stop), stop=stop)
-    said = r"fedbn with seed 0 has done 1 of 2 rounds; leave it out .*, or go on with it: fedshift run --resume .*run$"
+    said = r"fedbn with seed 0 has done 1 of 2 rounds; leave it out .*, or continue it: fedshift run --resume .*run$"
     with pytest.raises(UsageError, match=said):
         compare_representations(run)
     (run / "trials" / "fedbn-seed0" / "checkpoint.safetensors").unlink()

@@ -172,7 +172,7 @@ def test_a_table_that_was_cut_short_has_no_verdict_where_it_is_shown(tmp_path, c
     ("second", "code", "said"),
     [
         (FinishedTable(), 1, "Failed: fedbn/table12: the disk is full"),
-        (None, 130, "Stopped. What was done is kept; go on with the same command."),
+        (None, 130, "Stopped. Completed work is saved; continue with the same command."),
     ],
 )
 def test_of_all_tables_one_may_fail_and_ctrl_c_ends_all(second, code, said, cli, hour, monkeypatch):
@@ -199,7 +199,7 @@ def test_when_the_time_is_up_all_is_kept(cli, hour, monkeypatch):
     monkeypatch.setattr("fedshift.cli.reproduce._select_tables", lambda way, present: [find_table("fedbn/table11")])
     outcome = cli("reproduce", "--all", "--hours", "1e-6")
     assert outcome.code == 0, outcome.err
-    assert outcome.out == "Time is up. What was done is kept; go on with the same command.\n"
+    assert outcome.out == "Time is up. Completed work is saved; continue with the same command.\n"
 
 
 def test_a_table_that_failed_makes_the_exit_code_1_when_the_time_is_up_too(cli, hour, monkeypatch):

@@ -410,7 +410,7 @@ def compare(given: CompareArguments) -> Comparison:
                     scratch.keep()
                 said = repr(str(path))
                 error.add_note(
-                    f"What was done is kept: compare(..., resume={said}) goes on, read_run({said}) shows it."
+                    f"Completed work is saved: compare(..., resume={said}) continues it, read_run({said}) shows it."
                 )
             elif scratch:
                 scratch.close()

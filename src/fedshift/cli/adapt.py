@@ -69,7 +69,7 @@ def adapt(
     save: Path | None = None,
     own: Annotated[OwnNetwork, Parameter(name="*")] = OwnNetwork(),
 ) -> int:
-    """Adapt a run's models, or your own network, to clients that they never saw, with every policy.
+    """Adapt a run's models, or your own network, to new clients, with every policy.
 
     Each result is measured on the clients' test data.
 

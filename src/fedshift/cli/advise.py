@@ -37,7 +37,7 @@ def advise(
     spec: Annotated[AdviseSpec, Parameter(name="*")] = AdviseSpec(),
     output: Annotated[RunOptions, Parameter(name="*")] = RunOptions(),
 ) -> int:
-    """Recommend a method for a federation: diagnose it, then search methods and learning rates on validation data."""
+    """Recommend a method for a federation: diagnose it, and search methods and learning rates on validation data."""
     directory = choose_directory(output, "advise")
     if output.resume:
         _check_same(spec, output.resume)

@@ -135,7 +135,7 @@ def run(
     spec: Annotated[RunSpec, Parameter(name="*")] = RunSpec(),
     output: Annotated[OutputOptions, Parameter(name="*")] = OutputOptions(),
 ) -> int:
-    """Train one method on the clients of a federation and measure each client."""
+    """Train one method on the clients of a federation, and evaluate each client."""
     return run_experiment(spec, "run", output)
 
 
@@ -158,7 +158,7 @@ def compare(
 
 @app.command
 def report(directory: Path, *, code: RunCode = None) -> int:
-    """Remake tables, figures and pages from a run directory; nothing is trained.
+    """Rebuild tables, figures and pages from a run directory, without training.
 
     Args:
         directory: Directory that run, compare, sweep, advise or reproduce wrote, finished or not.
@@ -190,7 +190,7 @@ def inspect(
     method: str | None = None,
     shape: str | None = None,
 ) -> int:
-    """Show how a method treats every named entry of a model, and the bytes it moves; or show the content of data.
+    """Show how a method treats every entry of a model and how many bytes it sends, or summarize data.
 
     Args:
         data: Your own directory, benchmark or embedded data, whose clients, classes and columns are shown. The
@@ -294,7 +294,7 @@ def _run_guarded(call: Callable[[], Any], debug: bool) -> int:
             errors.print_exception()
         said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         if where := locate_error(error):
-            said = f"a function of yours failed with {said} ({where}): correct it; --debug shows how it was called"
+            said = f"a user-defined function failed with {said} ({where}): correct it; --debug shows how it was called"
         else:
             said = f"unexpected {said}. This is a defect of fedshift: --debug shows where"
         print_line(errors, f"fedshift: {said}")

@@ -22,7 +22,7 @@ def cross_site(
     run_data: RunData = None,
     code: RunCode = None,
 ) -> int:
-    """Measure each client's model of a run on the test data of every client (cross-site validation).
+    """Evaluate each client's model on every client's test data, after training (cross-site validation).
 
     This adds a table for each method to the run's records and report: rows are models, columns are data. Nothing else
     in the run is changed.

@@ -85,7 +85,7 @@ def serve(
     resume: Path | None = None,
     quiet: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:
-    """Coordinate an experiment across machines: wait for sites that `fedshift join`, and train with them.
+    """Coordinate an experiment across machines: wait for sites to `fedshift join`, and train with them.
 
     Args:
         config: TOML file of settings, as for `fedshift run` or `compare`, without data, which the sites have. Not with
@@ -153,7 +153,7 @@ def join(
     confirm: Annotated[bool, Parameter(negative=())] = False,
     validate_only: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:
-    """Take part in an experiment across machines with the data of one site, which do not leave it.
+    """Take part in an experiment across machines with one site's data, which never leave it.
 
     Args:
         address: HOST:PORT of the coordinator.
@@ -216,7 +216,7 @@ def join(
 
 
 def ledger(path: Path, *, as_json: Annotated[bool, Parameter(name="--json", negative=())] = False) -> int:
-    """Show and verify a site's record of every message: requests, and the data that left the site.
+    """Show and verify a site's ledger of all messages: what was requested, and what was sent.
 
     Args:
         path: The site's folder, from `fedshift join --state`.

@@ -27,7 +27,7 @@ def leak(
     lr: float = 0.03,
     out: Path | None = None,
 ) -> int:
-    """Attack clients' uploads as a curious server could, and measure how much of their images it reconstructs.
+    """Attack clients' uploads as a curious server could, and measure how well their images can be reconstructed.
 
     It uses exactly what each method sends: gradients by matching, and BatchNorm's statistics if they are shared.
     With --out, the same command resumes where it was interrupted.

@@ -45,7 +45,7 @@ def reproduce(
     on_data_error: Literal["refuse", "warn", "ignore"] | None = None,
     out: Path = Path("reproduced"),
 ) -> int:
-    """Run the papers' tables and figures and compare with the printed values; without a name, list all with costs.
+    """Reproduce the papers' tables and figures and compare values; without a name, list them with their costs.
 
     Args:
         table: Table or figure, for example fedbn/table11.
@@ -224,7 +224,7 @@ def _run(wanted: Sequence[Table], way: ReproductionOptions, version: str | None,
                 continue
             if done is None:
                 why = "Time is up" if budget.over else "Stopped"
-                print_line(console, f"{why}. What was done is kept; go on with the same command.")
+                print_line(console, f"{why}. Completed work is saved; continue with the same command.")
                 return int(bool(failed)) if budget.over else 130
             _publish_table(table, done, out, console)
             page = write_results_page(out)

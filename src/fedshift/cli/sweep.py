@@ -26,7 +26,7 @@ def sweep(
     spec: Annotated[SweepSpec, Parameter(name="*")] = SweepSpec(),
     output: Annotated[RunOptions, Parameter(name="*")] = RunOptions(),
 ) -> int:
-    """Compare methods for each combination of some settings' values, with one table of all results."""
+    """Compare methods under every combination of the given settings, in one table."""
     from ..experiments.factory import anchor_paths
     from ..experiments.loggers import parse_loggers, require_packages
     from ..experiments.sweep import check_combination, make_combinations, split_settings

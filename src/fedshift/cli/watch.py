@@ -35,7 +35,7 @@ RECORDS = ("study.json", "notices.json", "done.json", "trials/*/rounds.jsonl")
 
 
 def watch(directory: Path, *, port: int = 0) -> int:
-    """Show the curves of a run in progress on a page that updates itself, only on this machine.
+    """Serve a live page with the curves of a run, on this machine only.
 
     Args:
         directory: Directory that run, compare, sweep or serve writes; the run may be active, stopped or finished.

@@ -151,7 +151,7 @@ def report_stop(console: Console, command: str, directory: Path) -> int:
         named = [name for text in texts for name in find_functions(text if isinstance(text, str) else ",".join(text))]
         code = "".join(f" --code {name}" for name in dict.fromkeys(named))
         go_on = f"fedshift {command} --resume {shlex.quote(str(directory))}{code}"
-    print_line(console, f"Stopped. What was done is kept; go on with: {go_on}")
+    print_line(console, f"Stopped. Completed work is saved; continue with: {go_on}")
     return 130
 
 

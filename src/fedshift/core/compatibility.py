@@ -26,7 +26,7 @@ def check_compatibility(plan: Plan) -> None:
     method, name = plan.method, f"method {plan.method.name!r}"
     for rule in method.rules:
         if rule.requires.unique and sum(type(other) is type(rule) for other in method.rules) > 1:
-            raise UsageError(f"{name} has {rule.source_method} twice: leave one of the two out")
+            raise UsageError(f"{name} has {rule.source_method} twice: remove one of the two")
         _check_needs(plan, rule.requires)
     combining = [rule.source_method for rule in method.rules if _overrides(rule, "combine_samples")]
     if len(combining) > 1:
@@ -38,20 +38,20 @@ def check_compatibility(plan: Plan) -> None:
         raise UsageError(f"{name}: {' and '.join(personalizing)} both make the client's model: choose one of the two")
     if method.pooled and personalizing:
         raise UsageError(
-            f"{name} pools all data but makes models of clients, of which pooling leaves none: use centralized without "
-            "a personal method"
+            f"{name} pools all data but makes models of clients, and pooling leaves no clients: use centralized "
+            "without a personal method"
         )
     nothing_to_aggregate = not plan.sent & plan.trained or method.pooled
     if nothing_to_aggregate and (method.server is not None or method.aggregate is not average_uploads):
         raise UsageError(
-            f"{name} folds uploads in its own way, but there is nothing to fold: "
+            f"{name} replaces the aggregation, but there is nothing to aggregate: "
             f"{'all data are in one place' if method.pooled else 'clients send nothing that they train'}; "
             "use it without that part"
         )
     if plan.mixes and method.server is not None:
         raise UsageError(
             f"{name}: {method.aggregate!r} sends each client a mix of uploads, along which a server optimizer cannot "
-            "step: leave one of the two out"
+            "step: remove one of the two"
         )
     _check_needs(plan, requirements_of(method.aggregate))
 
@@ -61,8 +61,8 @@ def check_task(method: Method, task: Task) -> None:
     for rule in method.rules:
         if rule.requires.classes and not isinstance(task, Classification):
             raise UsageError(
-                f"method {method.name!r}: {rule.requires.classes}, of which samples have one in classification alone, "
-                f"and the data's task is {task}: leave {rule.source_method} out"
+                f"method {method.name!r}: {rule.requires.classes}, so each sample must have one class, "
+                f"but the data's task is {task}: remove {rule.source_method}"
             )
 
 
@@ -85,7 +85,7 @@ def _check_needs(plan: Plan, needs: Requirements) -> None:
     method, name = plan.method, f"method {plan.method.name!r}"
     if needs.shared_entries and (method.pooled or not plan.trained & plan.loaded):
         where = "with all data in one place" if method.pooled else "here"
-        raise UsageError(f"{name}: {needs.shared_entries}, of which there is none {where}: leave it out")
+        raise UsageError(f"{name}: {needs.shared_entries}, but there are none {where}: remove it")
     if needs.some_loaded and not needs.some_loaded & plan.loaded:
         raise UsageError(
             f"{name}: a part of it changes how clients load {min(needs.some_loaded)!r}, which another part keeps on "
@@ -94,7 +94,7 @@ def _check_needs(plan: Plan, needs: Requirements) -> None:
     if needs.from_server:
         _check_from_server(plan, needs.from_server)
     if needs.several_steps and method.work.get("batches") == 1:
-        raise UsageError(f"{name}: {needs.several_steps}: leave it out")
+        raise UsageError(f"{name}: {needs.several_steps}: remove it")
     if needs.plain_steps:
         _check_plain_steps(plan, needs.plain_steps, momentum=needs.momentum)
     if needs.loads_everything and (plan.personal or not plan.loaded):
@@ -107,17 +107,17 @@ def _check_needs(plan: Plan, needs: Requirements) -> None:
     for rule in method.rules if needs.entries_only else ():
         if _overrides(rule, "aggregate_memory") or _overrides(rule, "aggregate_entries"):
             raise UsageError(
-                f"{name}: {rule.source_method} sends more than the entries that {needs.entries_only}: leave one of the "
-                "two out"
+                f"{name}: {rule.source_method} sends more than the entries that {needs.entries_only}: remove one of "
+                "the two"
             )
     for rule in method.rules if needs.trains_everything else ():
         if _overrides(rule, "trainable"):
             raise UsageError(
-                f"{name}: {needs.trains_everything}, but {rule.source_method} leaves some untrained: leave one of the "
-                "two out"
+                f"{name}: {needs.trains_everything}, but {rule.source_method} leaves some untrained: remove one of "
+                "the two"
             )
     if needs.averages and method.aggregate is not average_uploads:
-        raise UsageError(f"{name}: {needs.averages}, but {method.aggregate!r} makes no mean: leave one of the two out")
+        raise UsageError(f"{name}: {needs.averages}, but {method.aggregate!r} does not average: remove one of the two")
     for entry in plan.entries if needs.no_constant_buffers else ():
         sent = entry.name in plan.sent and plan.initial[entry.name].is_floating_point()
         if sent and entry.is_buffer and not norm_layers(entry):
@@ -131,13 +131,13 @@ def _check_from_server(plan: Plan, names: frozenset[str]) -> None:
     """Raise :class:`UsageError` unless clients load the entries ``names`` and no rule has copies of them."""
     name = f"method {plan.method.name!r}"
     if kept := names - plan.loaded:
-        where = "pooling leaves no client to measure" if plan.method.pooled else "another part keeps on clients"
-        raise UsageError(f"{name}: the server makes {min(kept)!r} of what clients measure, which {where}: leave it out")
+        where = "pooling leaves no client to measure" if plan.method.pooled else "another part keeps it on clients"
+        raise UsageError(f"{name}: the server computes {min(kept)!r} from what clients measure, but {where}: remove it")
     for rule, own in zip(plan.method.rules, plan.extra_rest, strict=True):
         if any(entry.endswith(tuple(names)) for entry in own):
             raise UsageError(
-                f"{name}: {rule.source_method} keeps another model on each client, for which the server makes no "
-                f"{min(names)!r}: leave one of the two out"
+                f"{name}: {rule.source_method} keeps another model on each client, for which the server computes no "
+                f"{min(names)!r}: remove one of the two"
             )
 
 
@@ -158,7 +158,7 @@ def _check_plain_steps(plan: Plan, what: str, *, momentum: bool) -> None:
         if _overrides(rule, "init_local") or _overrides(rule, "trainable_at_step"):
             raise UsageError(
                 f"method {plan.method.name!r}: {what} holds where every step moves every parameter from what was "
-                f"loaded, which {rule.source_method} changes: leave one of the two out"
+                f"loaded, which {rule.source_method} changes: remove one of the two"
             )
 
 
@@ -173,7 +173,7 @@ def _check_separate_samples(plan: Plan, what: str) -> None:
             )
     for rule in plan.method.rules:
         if _overrides(rule, "transform_loss"):
-            raise UsageError(f"{name}: {what}, and {rule.source_method} changes the loss: leave one of the two out")
+            raise UsageError(f"{name}: {what}, and {rule.source_method} changes the loss: remove one of the two")
     if isinstance(plan.loss, CrossEntropy) and plan.loss.weights is not None:
         raise UsageError(
             f"{name}: {what}, but {plan.loss} is divided by the weights of a batch, which cancel in one sample: use "

@@ -106,19 +106,19 @@ class Method:
     def with_aggregation(self, aggregate: Aggregation) -> Self:
         """Return the method with another aggregation; raises :class:`UsageError` where it has one already."""
         if self.aggregate is not average_uploads:
-            raise UsageError(f"{self.name} folds uploads in its own way already; choose one of the two")
+            raise UsageError(f"{self.name} already replaces the aggregation; choose one of the two")
         return replace(self, aggregate=aggregate)
 
     def with_server(self, server: ServerOptimizer) -> Self:
         """Return the method with a server optimizer; raises :class:`UsageError` where it has one already."""
         if self.server is not None:
-            raise UsageError(f"{self.name} has a server optimizer already; choose one of the two")
+            raise UsageError(f"{self.name} already has a server optimizer; choose one of the two")
         return replace(self, server=server)
 
     def with_work(self, **work: Any) -> Self:
         """Return the method with other local work; raises :class:`UsageError` where it sets its own already."""
         if self.work:
-            raise UsageError(f"{self.name} sets the local work already; choose one of the two")
+            raise UsageError(f"{self.name} already sets the local work; choose one of the two")
         return replace(self, work=work)
 
 

@@ -39,7 +39,7 @@ def apply_surgery(method: Method, model: nn.Module) -> nn.Module:
     if len(fates) > 1:
         both = " and ".join(map(str, fates))
         raise UsageError(
-            f"method {method.name!r}: {both} both decide what becomes of normalization: leave one of the two out"
+            f"method {method.name!r}: {both} both decide what becomes of normalization: remove one of the two"
         )
     for change in method.surgery:
         try:
@@ -98,7 +98,7 @@ def prepare(
         )
     if method.pooled and loaded != frozenset(initial):
         raise UsageError(
-            f"method {method.name!r} pools all data but keeps entries on clients, of which pooling leaves none: "
+            f"method {method.name!r} pools all data but keeps entries on clients, and pooling leaves no clients: "
             "use centralized without a personal method"
         )
     rules = tuple(rule.bind(found) for rule in method.rules)

@@ -128,9 +128,9 @@ class Select:
             if part.operator == "~" and not any(not part(e) and all(other(e) for other in others) for e in found):
                 kept = " and ".join(other.parts[0].text for other in others if other.operator == "~")
                 raise UsageError(
-                    f"{part.parts[0].text} is kept on the client twice, also by {kept}: leave one of the methods out"
+                    f"{part.parts[0].text} is kept on the client twice, also by {kept}: remove one of the methods"
                     if kept
-                    else f"{part.parts[0].text} cannot be kept back, since nothing of it travels: leave a method out"
+                    else f"{part.parts[0].text} cannot stay on the client, because it is never sent: remove a method"
                 )
         return frozenset(entry.name for entry in found if self(entry))
 

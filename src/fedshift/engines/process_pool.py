@@ -44,7 +44,7 @@ from .sequential import Sequential
 from .shared_memory import SharedMemoryBuffer, copy_out, pickle_without_tensors
 
 HOW_TO_CONTINUE = (
-    "What was saved before is intact: go on with --resume, with fewer --workers, or with --engine sequential"
+    "What was saved before is intact: continue with --resume, with fewer --workers, or with --engine sequential"
 )
 """Advice for when a worker is lost."""
 START = (

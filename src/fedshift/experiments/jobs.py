@@ -240,7 +240,7 @@ class _Running:
             self.close(
                 FedshiftError(
                     f"the worker process that ran {self.job.method}, seed {self.job.seed}, {self.worker.reap()}. What "
-                    "was saved before is intact: go on with --resume, or with fewer --jobs"
+                    "was saved before is intact: continue with --resume, or with fewer --jobs"
                 )
             )
             return True

@@ -345,7 +345,7 @@ class RecordLog:
         except Exception as error:
             raise FedshiftError(
                 f"log={name} cannot begin ({_describe_error(error)}), and no round is trained without it: repair it "
-                f"and go on (--resume), or go on without it (--log {NONE})"
+                f"and continue (--resume), or continue without it (--log {NONE})"
             ) from error
 
     def _report(self, name: str, error: Exception) -> None:

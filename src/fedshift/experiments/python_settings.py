@@ -261,7 +261,7 @@ def read_seeds(value: Any, values: Mapping[str, Any]) -> Reading:
         raise UsageError(f"seeds={value!r}: give a number of seeds, or a list of whole numbers of 0 or more")
     if first := values["first_seed"]:
         raise UsageError(
-            f"first_seed={first} beside seeds={value!r}, which begin with their own: leave one of the two out"
+            f"first_seed={first} beside seeds={value!r}, which begin with their own: remove one of the two"
         )
     if seeds and seeds == list(range(seeds[0], seeds[0] + len(seeds))):
         return Reading(value=tuple(seeds), texts={"seeds": len(seeds), "first_seed": seeds[0]})

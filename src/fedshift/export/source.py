@@ -69,7 +69,7 @@ def export_run(
     name, seed = chosen.methods[0].name, chosen.seeds[0]
     trial = restore_trial(chosen, directory, name, seed)
     if trial.server.round == 0:
-        raise UsageError(f"{name}, seed {seed}, has done no round: go on with the run first")
+        raise UsageError(f"{name}, seed {seed}, has done no round: continue the run first")
     return write_package(collect_model(trial, experiment, directory, client), out, onnx=onnx)
 
 

@@ -18,5 +18,5 @@ def centralized(base: Method, *, scaled: bool = True) -> Method:
     times as many steps.
     """
     if base.pooled:
-        raise UsageError(f"{base.name} pools all data already; leave one of the two out")
+        raise UsageError(f"{base.name} pools all data already; remove one of the two")
     return replace(base, pooled="scaled" if scaled else "same")

@@ -44,7 +44,7 @@ class NormalizeAmplitudes:
     def __call__(self, module: nn.Module) -> nn.Module:
         """Change ``module``; :class:`UsageError` where it has no convolution of images."""
         if any(isinstance(layer, AmplitudeNorm) for layer in module.modules()):
-            raise UsageError("amplitudes are normalized twice: leave one of the two out")
+            raise UsageError("amplitudes are normalized twice: remove one of the two")
         first = next((layer for layer in module.modules() if isinstance(layer, _ConvNd)), None)
         if not isinstance(first, nn.Conv2d):
             raise UsageError(

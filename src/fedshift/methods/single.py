@@ -11,5 +11,5 @@ from ..utils.errors import UsageError
 def single(base: Method) -> Method:
     """Let clients of ``base`` load nothing and send nothing."""
     if base.scope != Scope():
-        raise UsageError(f"{base.name} says what travels, but alone nothing does: leave one of the two out")
+        raise UsageError(f"{base.name} decides what is exchanged, but single exchanges nothing: remove one of the two")
     return replace(base, scope=Scope(load=nothing, send=nothing))

@@ -100,7 +100,7 @@ def make_models(
     plan, task = trial.plan, trial.data.task
     policies = {name: _find(name) for name in applicable_policies(plan, wanted, task)}
     if trial.server.round == 0:
-        raise FedshiftError(f"{plan.method.name}, seed {trial.seed}, has done no round: go on with the run first")
+        raise FedshiftError(f"{plan.method.name}, seed {trial.seed}, has done no round: continue the run first")
     for policy in policies if notices is None else ():
         if policy != UNCHANGED:
             check_policy(plan, policy, training, task)

@@ -115,7 +115,7 @@ def _require_columns(data: Federation, run: Federation) -> None:
         pairs = zip_longest(data.columns, run.columns)
         ours, theirs = next((ours, theirs) for ours, theirs in pairs if ours != theirs)
         raise UsageError(
-            f"{data.name} has not the columns and categories of the run's data, {run.name}, in their order: first "
+            f"{data.name} lacks the columns and categories of the run's data, {run.name}, in their order: first "
             f"{_describe_column(ours)} where the run has {_describe_column(theirs)}. Read it by those of the run: "
             "read_folder(..., like=data of the run)"
         )

@@ -68,7 +68,7 @@ class BatchNormToGroupNorm:
         """Change ``module``; :class:`UsageError` where it has no BatchNorm."""
         found = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
         if not found:
-            raise UsageError("GroupNorm replaces BatchNorm, of which the model has none: leave it out")
+            raise UsageError("GroupNorm replaces BatchNorm, but the model has none: remove it")
         return replace_modules(module, self._make)
 
     def _make(self, name: str, layer: nn.Module) -> nn.Module | None:
@@ -97,7 +97,7 @@ class BatchNormToHybrid:
     def __call__(self, module: nn.Module) -> nn.Module:
         """Change ``module``; :class:`UsageError` where it has no BatchNorm."""
         if not any(isinstance(layer, _BatchNorm) for layer in module.modules()):
-            raise UsageError("HybridBatchNorm replaces BatchNorm, of which the model has none: leave it out")
+            raise UsageError("HybridBatchNorm replaces BatchNorm, but the model has none: remove it")
         return replace_modules(module, self._make)
 
     def _make(self, name: str, layer: nn.Module) -> nn.Module | None:
@@ -131,7 +131,7 @@ class RemoveNorm:
                 )
         gone = [layer for layer in module.modules() if isinstance(layer, NORMALIZATION)]
         if not gone and self.required:
-            raise UsageError("the method removes normalization, of which the model has none: leave it out")
+            raise UsageError("the method removes normalization, but the model has none: remove it")
         channels = {width for layer in gone if (width := _channel_count(layer)) is not None}
         module = replace_modules(module, lambda _, layer: nn.Identity() if isinstance(layer, NORMALIZATION) else None)
         for layer in module.modules():
@@ -169,7 +169,7 @@ class ScaledStandardization:
         """Change ``module``; :class:`UsageError` where it has no convolution, or one that cannot be standardized."""
         if not any(isinstance(layer, _ConvNd) and layer.weight[0].numel() > 1 for layer in module.modules()):
             raise UsageError(
-                "scaled weight standardization acts on convolutions of a fan-in above 1, of which the model has none: "
+                "scaled weight standardization acts on convolutions of a fan-in above 1, but the model has none: "
                 "use another method, or FedWon without WSConv"
             )
         return replace_modules(module, self._make)

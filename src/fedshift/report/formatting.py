@@ -32,7 +32,7 @@ _LATEX = {
 
 VARIED_BY_SEED = "initialization and order of samples, not the test samples and not the split"
 """Sources of variation between seeds, which a spread over seeds therefore covers."""
-BOLD = "Bold: the best mean as printed, which by itself is no claim."
+BOLD = "Bold marks the highest mean as printed; it does not imply significance."
 SIGNIFICANT = "Bold: significantly better than every other method (paired over seeds, corrected for all pairs, Holm)."
 _MEAN_AND_STD = re.compile(r"(\d[\d.]*) \((\d[\d.]*)\)")
 

@@ -270,7 +270,7 @@ def require_finished(experiment: Experiment, directory: Path, go_on: str) -> Non
         if done < experiment.settings.rounds:
             raise UsageError(
                 f"{directory} is not finished: {name} with seed {seed} has done {done} of "
-                f"{experiment.settings.rounds} rounds; leave it out (methods, seeds), or go on with it: {go_on}"
+                f"{experiment.settings.rounds} rounds; leave it out (methods, seeds), or continue it: {go_on}"
             )
 
 

@@ -53,7 +53,7 @@ class RunDirectory:
             raise UsageError(f"{path} holds no run to resume: give the directory that holds its config.toml")
         if holds_run and not resume:
             raise UsageError(
-                f"{path} already holds a run: go on with it (--resume {path}), or choose another directory (--out)"
+                f"{path} already holds a run: continue it (--resume {path}), or choose another directory (--out)"
             )
         if path.is_dir() and not resume and any(entry.name not in BEFORE for entry in path.iterdir()):
             raise UsageError(f"{path} holds other files: choose a directory that is new or empty (--out)")

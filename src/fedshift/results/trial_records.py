@@ -101,7 +101,7 @@ def read_header(path: Path) -> Mapping[str, Any]:
             raise ValueError("the checksum of its header does not match")
     except FileNotFoundError as error:
         raise FedshiftError(
-            f"no checkpoint at {path}: the run has not got that far (go on with it, --resume), or it was removed: "
+            f"no checkpoint at {path}: the run has not got that far (continue it with --resume), or it was removed: "
             f"{RESTART}"
         ) from error
     except (KeyError, TypeError, ValueError, OSError) as error:

@@ -123,6 +123,6 @@ def _refuse_rules_of_training(method: Method) -> None:
     for what, found in parts.items():
         if found:
             raise UsageError(
-                f"method {method.name!r} {what} ({', '.join(found)}), which is not to be had in a training loop that "
+                f"method {method.name!r} {what} ({', '.join(found)}), which is not possible in a training loop that "
                 "the app brings: run it by `fedshift serve` and `fedshift join`, or leave that part out"
             )

@@ -121,7 +121,7 @@ class Nodes:
                 more = f" (not counting {', '.join(idle)}, which validate only)" if idle else ""
                 raise FedshiftError(
                     f"{number} sites must be connected (--min-clients), but after {seconds:g} seconds there are "
-                    f"{len(there)}: {names}{more}. Start the others, and go on with --resume"
+                    f"{len(there)}: {names}{more}. Start the others, and continue with --resume"
                 )
             time.sleep(POLL)
 

@@ -102,7 +102,7 @@ class RemoteEngine(Engine):
         if len(results) < enough:
             few = FedshiftError(
                 f"round {round}: of {len(clients)} clients that were asked, {len(results)} sent an upload that can be "
-                f"used; {enough} must (--min-clients). The model is that of round {round - 1}: go on with --resume"
+                f"used; {enough} must (--min-clients). The model is that of round {round - 1}: continue with --resume"
             )
             cause = diverged[0] if diverged else few
             raise self._suspect(server.round, before, cause) if diverged or outliers else few

@@ -120,7 +120,7 @@ def serve(spec: RunSpec | CompareSpec, reach: ListenOptions, place: RunLocation,
     console = Console()
     if place.resume is None and (directory / "config.toml").exists():
         raise UsageError(
-            f"{directory} already holds a run: go on with it (--resume {directory}), or choose another --out"
+            f"{directory} already holds a run: continue it (--resume {directory}), or choose another --out"
         )
     console.print(f"{directory}: listening on {reach.host}:{reach.port}", markup=False, highlight=False, soft_wrap=True)
     failure: FedshiftError | OSError | None = None

@@ -46,4 +46,4 @@ def load_served(directory: Path, code: Collection[str] = ()) -> Experiment:
 
 
 def _refuse(*_: object) -> Never:
-    raise UsageError("samples are at the sites: go on with the run (fedshift serve --resume)")
+    raise UsageError("samples are at the sites: continue the run (fedshift serve --resume)")

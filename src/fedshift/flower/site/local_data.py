@@ -47,9 +47,7 @@ def load_local(
             raise UsageError(f"data {data!r} is no file or directory here; of data by name say which client (--name)")
         made = load_source(data, spec).select_clients([name]).fit_images(spec.image_size)
         if columns and columns != made.columns:
-            raise UsageError(
-                f"{data} has not the columns and categories of all sites, which it must have in their order"
-            )
+            raise UsageError(f"{data} does not have the columns and categories of all sites in the same order")
         return made
     alone = place / "data"
     alone.mkdir(parents=True, exist_ok=True)

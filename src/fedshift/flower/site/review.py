@@ -93,7 +93,7 @@ class TrialReview:
                 f"stays here: {', '.join(staying) or 'nothing'}",
                 f"also told: {told}",
                 f"privacy: {self.privacy}",
-                f"functions of yours that may be called: {', '.join(sorted(self.code)) or 'none'}",
+                f"user-defined functions that may be called: {', '.join(sorted(self.code)) or 'none'}",
             )
         )
 
