@@ -1,4 +1,4 @@
-"""Federated learning for clients whose data differ, above all in how they look (feature shift).
+"""Federated learning for clients whose data differ, especially in appearance (feature shift).
 
 Public names are imported when first used, so that the command line answers at once.
 """

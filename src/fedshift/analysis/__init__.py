@@ -1,1 +1,1 @@
-"""Analysis: pure functions over arrays and records; they know no engine."""
+"""Analysis: pure functions over arrays and records, independent of engines."""

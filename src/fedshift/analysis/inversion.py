@@ -4,7 +4,7 @@ Gradient matching after Geiping et al. 2020 (arXiv:2003.14053), equation 4: one 
 gradients together, plus total variation. The prior on BatchNorm's statistics follows Yin et al. 2021
 (arXiv:2104.07586), section 3.3; here deviations are divided by the layer's standard deviation, so that layers
 count alike. Labels: for one sample the class of the only negative entry of the last bias's gradient (Zhao et al. 2020,
-arXiv:2001.02610); for several, classes are counted one after another, which is an approximation of our own.
+arXiv:2001.02610); for several, classes are counted one after another, which is our approximation.
 
 PSNR is 10 log10(1 / MSE) for pixels in [0, 1]. SSIM: Wang et al. 2004, "Image Quality Assessment: From Error Visibility
 to Structural Similarity", IEEE Transactions on Image Processing 13(4), equation 13 with a Gaussian window of 11 pixels
@@ -80,20 +80,20 @@ def infer_labels(bias_grad_K: Tensor, count: int) -> Tensor:
 
 
 def match_images(found_BCHW: Tensor, originals_BCHW: Tensor) -> Tensor:
-    """Return ``found`` in the order of ``originals`` that makes the sum of squared errors least."""
+    """Return ``found`` reordered to match ``originals`` with the smallest sum of squared errors."""
     errors_BB = torch.cdist(originals_BCHW.flatten(1).double(), found_BCHW.flatten(1).double()).square()
     return found_BCHW[torch.from_numpy(linear_sum_assignment(errors_BB.cpu().numpy())[1])]
 
 
 def compute_psnr(found_BCHW: Tensor, originals_BCHW: Tensor) -> Tensor:
-    """Return the peak signal-to-noise ratio of each image in decibels, ``[B]``; infinite where images are equal."""
+    """Return the peak signal-to-noise ratio of each image in decibels, ``[B]``; infinite for equal images."""
     return -10 * (found_BCHW.double() - originals_BCHW.double()).square().flatten(1).mean(dim=1).log10()
 
 
 def compute_ssim(found_BCHW: Tensor, originals_BCHW: Tensor) -> Tensor:
     """Return the structural similarity of each image, ``[B]``, the mean over windows and channels.
 
-    Images smaller than the window get one that fits.
+    Images smaller than the window use a smaller window.
     """
     one, other = found_BCHW.double(), originals_BCHW.double()
     side = min(WINDOW, *(size - (size + 1) % 2 for size in one.shape[2:]))
@@ -116,7 +116,7 @@ def compute_ssim(found_BCHW: Tensor, originals_BCHW: Tensor) -> Tensor:
 def correlate_images(found_BCHW: Tensor, candidates_NCHW: Tensor) -> Tensor:
     """Return the correlation of each image with each candidate, ``[B, N]``, every channel minus its mean.
 
-    It tells shapes apart whatever the brightness of a channel and the contrast of the image.
+    It compares shapes independently of the brightness of a channel and the contrast of the image.
     """
     one, other = (
         F.normalize((images.double() - images.double().mean(dim=(2, 3), keepdim=True)).flatten(1))

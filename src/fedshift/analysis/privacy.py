@@ -1,13 +1,13 @@
-"""Differential privacy of what clips and adds noise, for clients and for samples, by the RDP accountant of Opacus.
+"""Differential privacy from clipping and noise, for clients and for samples, by the RDP accountant of Opacus.
 
 Mironov 2017 (arXiv:1702.07476) and Mironov, Talwar, Zhang 2019 (arXiv:1908.10530): Renyi differential privacy of the
-sampled Gaussian mechanism, composed over rounds. For clients, neighbors are federations of which one lacks a client of
+sampled Gaussian mechanism, composed over rounds. For clients, two federations are neighbors if one lacks a client of
 the other (whose change counts as zero), and each client takes part in a round independently (Poisson sampling). Here a
-fixed number takes part, so below full participation epsilon is an approximation.
+fixed number takes part, so with less than full participation epsilon is an approximation.
 
-For samples, neighbors are data of a client in one of which the gradients of one sample count as zero; how many samples
-there are is public. A pass over the data is a partition into batches that does not depend on the samples, so that each
-sample is in one step of it: a pass is one Gaussian mechanism, without sampling, and epsilon is no approximation.
+For samples, two data sets of a client are neighbors if in one the gradients of one sample count as zero; the number of
+samples is public. A pass over the data is a partition into batches that does not depend on the samples, so that each
+sample is in one step of it: a pass is one Gaussian mechanism, without sampling, and epsilon is not an approximation.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from ..utils.errors import UsageError
 
 ORDERS = [1 + k / 100 for k in range(1, 10)] + [1 + k / 10 for k in range(1, 110)]
 ORDERS += [*range(12, 64), *range(64, 256, 16), *range(256, 1025, 64)]
-"""Orders of Renyi differential privacy, of which the tightest is used: epsilon from below 0.1 to above 1,000."""
+"""Orders of Renyi differential privacy; the tightest bound is used, for epsilon from below 0.1 to above 1,000."""
 
 NAMED = 5
-"""Most clients that a guarantee names."""
+"""Maximum number of clients that a guarantee names."""
 UPWARD = Context(prec=3, rounding=ROUND_CEILING)
 """Context that rounds epsilon up, so that the printed bound is valid."""
 
@@ -34,9 +34,9 @@ UPWARD = Context(prec=3, rounding=ROUND_CEILING)
 class Mechanism(Protocol):
     """An aggregation that hides each client in Gaussian noise, or a rule that hides each sample.
 
-    ``noise_multiplier``: standard deviation over the largest norm of a client's change or a sample's gradient.
-    ``delta``: probability with which epsilon may fail. ``secret``: whether the noise cannot be drawn again; otherwise
-    it follows from the seed and the method.
+    ``noise_multiplier``: standard deviation divided by the largest norm of a client's change or a sample's gradient.
+    ``delta``: probability that epsilon fails. ``secret``: whether the noise cannot be drawn again; otherwise it follows
+    from the seed and the method.
     """
 
     @property
@@ -50,7 +50,7 @@ class Mechanism(Protocol):
 def compute_epsilon(noise_multiplier: float, sampling: float, rounds: int, delta: float) -> float:
     """Return epsilon at ``delta`` after ``rounds`` with ``noise_multiplier``, infinite without noise.
 
-    ``sampling`` is the share of all clients that takes part. Raises :class:`UsageError` where Opacus is not installed.
+    ``sampling`` is the fraction of all clients that take part. Raises :class:`UsageError` if Opacus is not installed.
     """
     try:
         from opacus.accountants import RDPAccountant
@@ -60,7 +60,7 @@ def compute_epsilon(noise_multiplier: float, sampling: float, rounds: int, delta
     for _ in range(rounds):
         accountant.step(noise_multiplier=noise_multiplier, sample_rate=sampling)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # an order at the end of the list is a looser bound, but a bound
+        warnings.simplefilter("ignore")  # an order at the end of the list gives a looser but valid bound
         return max(0.0, float(accountant.get_epsilon(delta, alphas=ORDERS)))
 
 
@@ -72,7 +72,7 @@ def find_mechanism(parts: Iterable[object]) -> Mechanism | None:
 def describe_guarantee(mechanism: Mechanism, sampling: float, rounds: int) -> str:
     """Return the guarantee of ``mechanism`` for clients after ``rounds`` in words.
 
-    Arguments as of :func:`compute_epsilon`.
+    Arguments as for :func:`compute_epsilon`.
     """
     span = f"at the level of clients after {rounds} round{'s' * (rounds > 1)}"
     assuming = "; this assumes that the participants of each round are secret" if sampling < 1 else ""
@@ -94,7 +94,7 @@ def describe_sample_guarantee(mechanism: Mechanism, passes: Mapping[str, int]) -
 
 
 def describe_delta(mechanism: Mechanism, samples: Mapping[str, int]) -> list[str]:
-    """Return a sentence where the delta of ``mechanism`` is too large for some clients' ``samples``; empty otherwise.
+    """Return a sentence if the delta of ``mechanism`` is too large for some clients' ``samples``; empty otherwise.
 
     A mechanism that publishes a sample with probability delta fulfills the definition with epsilon 0; among n samples
     it publishes n delta of them on average (Dwork and Roth 2014, section 2.3), so that delta should be below 1 / n.
@@ -115,7 +115,7 @@ def _round_up(epsilon: float) -> str:
 
 
 def _describe(mechanism: Mechanism, sampling: float, times: int, span: str, more: str) -> str:
-    """Return the guarantee after ``times`` uses of ``mechanism``; ``span`` says of whom and after what."""
+    """Return the guarantee after ``times`` uses of ``mechanism``; ``span`` says for whom and after what it holds."""
     if not mechanism.noise_multiplier:
         return "noise_multiplier=0, so there is no differential privacy"
     try:

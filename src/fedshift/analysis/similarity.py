@@ -28,9 +28,9 @@ CONCORDANT = 0.01
 
 
 def compute_discordance(federated: Sequence[float], centralized: Sequence[float]) -> float:
-    """Return the mean over iterations of (federated - centralized test loss)^2; NaN or infinite where a loss is.
+    """Return the mean over iterations of (federated - centralized test loss)^2; NaN or infinite if a loss is.
 
-    Raises :class:`UsageError` where there is no iteration, or not one loss of each for every iteration.
+    Raises :class:`UsageError` if there is no iteration, or the two lists differ in length.
     """
     if not federated or len(federated) != len(centralized):
         raise UsageError(
@@ -45,8 +45,8 @@ def compute_discordance(federated: Sequence[float], centralized: Sequence[float]
 def cosine(one: Reals, other: Reals) -> NDArray[np.float64]:
     """Return the cosine similarity of maps ``[N, C, *pixels]``, pair by pair, ``[N, C]``.
 
-    It is 0 where a map is all zero, NaN where one is not finite, and 1 or -1 for maps of a single pixel. The maps are
-    not centered.
+    It is 0 if a map is all zero, NaN if one is not finite, and 1 or -1 for maps of a single pixel. The maps are not
+    centered.
     """
     one_NCP, other_NCP = (maps.astype(np.float64).reshape(*maps.shape[:2], -1) for maps in (one, other))
     with np.errstate(over="ignore", invalid="ignore"):

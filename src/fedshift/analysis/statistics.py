@@ -9,8 +9,8 @@ report (Holm 1979, "A Simple Sequentially Rejective Multiple Test Procedure", Sc
 Accuracies are counts, k of n, so that over a few seeds differences are often equal, and Student's formula then divides
 by a spread of zero. Readings on a grid of width h hide a uniform error of variance h^2 / 12, which repeating equal
 readings does not average away (JCGM 100:2008, "Guide to the Expression of Uncertainty in Measurement", F.2.2.1). The
-variance of the mean is therefore the larger of s^2 / n and that of the grid: where differences spread over several
-steps of the grid it is Student's, since their spread holds the grid's error already.
+variance of the mean is therefore the larger of s^2 / n and the grid's variance: if differences spread over several
+steps of the grid, it is Student's, since their spread already contains the grid's error.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from ..utils.errors import UsageError
 Floats = NDArray[np.float64]
 
 FEWEST = 3
-"""Pairs below which nothing is claimed: Student's t would have one degree of freedom, or none."""
+"""Minimum number of pairs for a claim: with fewer, Student's t has one degree of freedom, or none."""
 ROUNDING = 1e-9
-"""Spread, as a share of the values, that floating-point rounding causes between equal differences."""
+"""Spread, relative to the values, that floating-point rounding causes between equal differences."""
 
 
 def mean_and_std(values: Iterable[float]) -> tuple[float, float]:
     """Return mean and sample standard deviation, sqrt(sum((x - mean)^2) / (n - 1)), of the values that are not NaN.
 
-    The deviation of one value is NaN, and so are both figures where no value is left.
+    The deviation of a single value is NaN, and so are both results if no value is left.
     """
     present = np.array([value for value in values if not math.isnan(value)], dtype=float)
     mean = float(present.mean()) if present.size else math.nan
@@ -61,9 +61,9 @@ class PairedDifference:
 
     ``std`` is the sample standard deviation of the differences, ``error`` the standard error of their mean; ``p`` is
     two-sided, for "the mean difference is 0". ``level`` is the confidence level of all ``comparisons`` together, for
-    whose number :func:`correct_family` adjusts p and interval; ``own_level`` is that of this interval alone. Interval
-    and p-value are NaN where no test is possible: below :data:`FEWEST` pairs, and for equal differences of unknown
-    resolution.
+    whose number :func:`correct_family` adjusts p and interval; ``own_level`` is the level of this interval alone.
+    Interval and p-value are NaN if no test is possible: with fewer than :data:`FEWEST` pairs, and for equal differences
+    of unknown resolution.
     """
 
     pairs: int
@@ -79,11 +79,11 @@ class PairedDifference:
 
     @property
     def is_significant(self) -> bool:
-        """Return whether a difference may be claimed, which is where the interval excludes 0."""
+        """Return whether a difference may be claimed, that is, whether the interval excludes 0."""
         return self.p < 1 - self.level
 
     def __neg__(self) -> PairedDifference:
-        """Return the same difference, theirs minus ours."""
+        """Return the difference with the sign reversed: theirs minus ours."""
         return replace(self, mean=-self.mean, low=-self.high, high=-self.low)
 
 
@@ -93,8 +93,8 @@ def paired_difference(
     """Return ``ours - theirs`` over pairs: d_mean +- t(n - 1, (1 + level) / 2) * error, and t = d_mean / error.
 
     The error is the larger of s_d / sqrt(n) and ``grid``, the standard deviation of the rounding to the measuring grid
-    in one difference (see the head of this file); 0 where values are continuous. A pair with a NaN does not count.
-    Where all differences are 0, p is 1.
+    in one difference (see the module docstring); 0 for continuous values. A pair with a NaN does not count. If all
+    differences are 0, p is 1.
 
     Raises :class:`UsageError` for sequences of unequal length or a level outside 0..1.
     """
@@ -135,10 +135,10 @@ def paired_tests(ours: ArrayLike, theirs: ArrayLike, grid: ArrayLike = 0.0) -> t
 def correct_family(differences: Sequence[PairedDifference]) -> list[PairedDifference]:
     """Return ``differences`` with p-values and intervals corrected for their number.
 
-    The probability that any of them errs is then at most ``1 - level``. p-values: :func:`holm_correction`. The interval
-    of the k-th smallest p of n is widened to the level at which Holm tests it, ``1 - (1 - level) / (n - k + 1)``, and
-    those that are not significant to the level of the first of them. An interval excludes 0 exactly where a difference
-    is significant, and each covers its own difference with at least ``level``.
+    The probability that any of them is wrong is then at most ``1 - level``. p-values: :func:`holm_correction`. The
+    interval of the k-th smallest p of n is widened to the level at which Holm tests it, ``1 - (1 - level) / (n - k +
+    1)``; all that are not significant get the level of the first of them. An interval excludes 0 exactly if the
+    difference is significant, and each covers its difference with probability at least ``level``.
     """
     tested = sorted((each.p, index) for index, each in enumerate(differences) if not math.isnan(each.p))
     family, divisor = list(differences), len(tested)
@@ -165,6 +165,6 @@ def holm_correction(values: Sequence[float]) -> list[float]:
 
 
 def _interval(mean: float, error: float, pairs: int, level: float) -> tuple[float, float]:
-    """Return Student's interval; NaN where the error is NaN."""
+    """Return Student's interval; NaN if the error is NaN."""
     half = math.nan if math.isnan(error) else float(stdtrit(pairs - 1, (1 + level) / 2)) * error
     return mean - half, mean + half

@@ -1,4 +1,4 @@
-"""The Python interface: comparisons and their results, advice, and the study of uploads."""
+"""The Python interface: comparisons and their results, method advice, and the leakage study of uploads."""
 
 from .comparison import Comparison as Comparison
 from .comparison import compare as compare

@@ -76,8 +76,8 @@ if TYPE_CHECKING:
 class Comparison:
     """Results of a comparison in ``directory``: tables as data frames, figures, a report page, the trained models.
 
-    ``print`` shows the tables of the command line, and a notebook shows them as HTML. ``experiment``: what was run, or
-    a function that makes it when models are needed.
+    ``print`` shows the same tables as the command line, and a notebook shows them as HTML. ``experiment``: the
+    experiment that was run, or a function that makes it when models are needed.
     """
 
     def __init__(self, experiment: Experiment | Callable[[], Experiment], directory: Path) -> None:
@@ -93,7 +93,7 @@ class Comparison:
 
     @property
     def summary(self) -> RunSummary:
-        """All records so far, with what they are of."""
+        """All records so far, with a description of the run."""
         return read_summary(self.directory)
 
     @property
@@ -114,7 +114,7 @@ class Comparison:
         return render_template("notebook.html.j2", parts=list(self._list_parts()))
 
     def _list_parts(self) -> Iterator[str | TextTable]:
-        """Yield the notices of the run, which the command line prints while it goes, and its tables and sentences."""
+        """Yield the run's notices, which the command line prints during the run, and its tables and sentences."""
         summary = self.summary
         yield from (f"note: {notice}" for notice in summary.notices)
         yield from list_parts(summary, "table()")
@@ -127,17 +127,17 @@ class Comparison:
         moment: Literal["loaded", "trained"] = "loaded",
         number: int | None = None,
     ) -> pd.DataFrame:
-        """Return the metric of clients and their aggregates (rows) by method (columns), at the reported round.
+        """Return the metric of each client and the aggregates (rows) by method (columns), at the reported round.
 
         Args:
             metric: metric to report; None: the comparison's.
             model: the model that each client would use, or the server's.
-            split: samples to measure; choose learning rates and methods by ``validation``, where some were held out.
+            split: samples to measure; choose learning rates and methods on ``validation``, if some were held out.
             moment: ``trained`` is available with ``moments="loaded,trained"``.
-            number: class of masks to measure alone, from 1; None: the mean over classes.
+            number: a single mask class to measure, from 1; None: the mean over classes.
 
         Returns:
-            Mean, std and number of seeds, as shares in [0, 1]; NaN where nothing was measured.
+            Mean, std and number of seeds, as fractions in [0, 1]; NaN where nothing was measured.
 
         Raises:
             UsageError: the metric, model, split or moment is unknown.
@@ -156,20 +156,20 @@ class Comparison:
         label: str | None = None,
         digits: int | None = None,
     ) -> str:
-        r"""Return :meth:`table` for a paper, as LaTeX that needs ``\usepackage{booktabs}``.
+        r"""Return :meth:`table` as LaTeX for a paper; it needs ``\usepackage{booktabs}``.
 
         Args:
             metric: metric to report; None: the comparison's.
             model: the model that each client would use, or the server's.
             split: samples to measure.
             moment: just after aggregation, or just after local work.
-            caption: caption of the table; None: one that says what is in it; empty: the bare ``tabular``.
-            label: label of the table; None: ``tab:accuracy`` and the like.
+            caption: caption of the table; None: a generated one that describes it; empty: the bare ``tabular``.
+            label: label of the table; None: a generated one such as ``tab:accuracy``.
             digits: decimals; None: 2, and 3 for the loss.
 
         """
         summary = self.summary
-        self.table(metric, model, split, moment)  # refuses what there is not
+        self.table(metric, model, split, moment)  # raises if there is no such table
         claims = collect_claims(summary, metric, model)
         shown = make_metric_table(
             summary, claims, metric=metric, model=model, split=split, moment=moment, digits=digits
@@ -178,7 +178,7 @@ class Comparison:
         return to_latex(shown.text, caption, label)
 
     def scope(self, method: str) -> pd.DataFrame:
-        """Return what ``method`` does with each entry of the network: loaded, sent, trained; its layer and bytes."""
+        """Return how ``method`` treats each entry of the network (loaded, sent, trained), with its layer and bytes."""
         methods = self.summary.methods
         if method not in methods:
             raise unknown_name("method", method, methods)
@@ -201,8 +201,8 @@ class Comparison:
     def model(self, method: str, client: str | None = None, seed: int | None = None) -> nn.Module:
         """Return the network that ``client`` uses after training, or the server's (``client=None``).
 
-        It is in evaluation mode; with ``select="best"`` it is that of the reported round. ``seed`` defaults to the
-        first. Raises :class:`UsageError` where the method's server holds no whole model.
+        The network is in evaluation mode; with ``select="best"`` it is the one of the reported round. ``seed`` defaults
+        to the first. Raises :class:`UsageError` if the method's server holds no complete model.
         """
         if seed is not None and seed not in self.experiment.seeds:
             raise UsageError(f"no seed {seed} here: there are {', '.join(map(str, self.experiment.seeds))}")
@@ -213,7 +213,7 @@ class Comparison:
         if state is None:
             raise UsageError(f"{method} has no global model: name a client, one of {', '.join(trial.data.names)}")
         network = trial.make_network()
-        network.load_state_dict(state, strict=False)  # a tied parameter stands once in the state
+        network.load_state_dict(state, strict=False)  # the state contains a tied parameter once
         return network.eval()
 
     def export(
@@ -226,12 +226,12 @@ class Comparison:
             out: Directory to write: weights, a program that needs no fedshift, inputs and classes, a model card.
                 :func:`fedshift.load` makes it a function.
             method: Method; None: the only one.
-            client: Client whose model it is; None: the server's.
+            client: Client whose model to export; None: the server's.
             seed: Seed; None: the first.
-            onnx: Write the program in ONNX too, where it converts.
+            onnx: Also write the program in ONNX, if it can be converted.
 
         Warns:
-            UserWarning: a file could not be made, or answers differ from the records.
+            UserWarning: a file could not be made, or outputs differ from the records.
 
         Raises:
             UsageError: there is no such model.
@@ -252,11 +252,11 @@ class Comparison:
         """Return the results of each policy for new clients on the test data of the clients in ``data``.
 
         Args:
-            data: clients that took no part, in any form that :func:`compare` takes, which are brought to the
+            data: clients that took no part, in any form that :func:`compare` accepts; they are converted to the
                 comparison's shape, scale and classes.
             policies: average, reestimate, mixed, tent, atp, nearest, nearest_statistics, weighted, finetune,
-                finetune_bn, some with arguments, "tent(steps=3)"; None: those that apply, but atp.
-            rounds: rounds of local work under finetune and finetune_bn.
+                finetune_bn, some with arguments, "tent(steps=3)"; None: all that apply, except atp.
+            rounds: rounds of local work with finetune and finetune_bn.
             methods: methods to adapt; None: all.
 
         Returns:
@@ -267,7 +267,7 @@ class Comparison:
             UserWarning: a client took part in training, or a model could not be made.
 
         Raises:
-            UsageError: the data do not fit.
+            UsageError: the data do not fit the run.
             FedshiftError: files are damaged.
 
         """
@@ -295,21 +295,21 @@ class Comparison:
     ) -> pd.DataFrame:  # fmt: skip
         """Measure each client's model on the test data of every client, and add the records to the comparison's.
 
-        The report has a table for each method from then on.
+        Later reports have a table for each method.
 
         Args:
-            moment: ``loaded``: the models that clients would use, and the server's where it has a whole one;
-                ``trained``: those of clients after one more round of local work, before aggregation.
+            moment: ``loaded``: the models that clients would use, and the server's if it has a complete one;
+                ``trained``: the clients' models after one more round of local work, before aggregation.
             methods: Methods to measure; None: all.
-            seeds: Number of the first seeds, or the seeds; None: all.
+            seeds: How many of the first seeds, or a list of seeds; None: all.
 
         Returns:
-            The comparison's metric as shares in [0, 1]: rows are method and owner of the model, columns the client
+            The comparison's metric as fractions in [0, 1]: rows are method and owner of the model, columns the client
             whose data were measured, with mean, std and number of seeds.
 
         Raises:
             UsageError: There is no such method or seed.
-            FedshiftError: Files are damaged, or a further round diverges.
+            FedshiftError: Files are damaged, or the additional round diverges.
 
         """
         if moment not in MOMENTS:
@@ -342,7 +342,7 @@ R = TypeVar("R")
 
 
 def _take_fields_of(kind: Callable[P, A]) -> Callable[[Callable[[A], R]], Callable[P, R]]:
-    """Return a decorator that gives a function the fields of dataclass ``kind`` as its arguments, and their help."""
+    """Return a decorator that turns the fields of dataclass ``kind`` into a function's arguments, with their help."""
 
     def decorate(function: Callable[[A], R]) -> Callable[P, R]:
         @wraps(function)
@@ -374,16 +374,16 @@ def _take_fields_of(kind: Callable[P, A]) -> Callable[[Callable[[A], R]], Callab
 def compare(given: CompareArguments) -> Comparison:
     """Train every method with every seed on ``data`` and measure each client's test set after aggregation.
 
-    The arguments are the fields of :class:`CompareArguments`. The run directory is that of ``fedshift compare`` with
-    the same settings: it can be reported, adapted and resumed from the command line. Functions of a notebook and other
-    values that no file can hold are named in its ``config.toml``; to go on, give them again.
+    The arguments are the fields of :class:`CompareArguments`. The run directory equals the one that ``fedshift
+    compare`` writes with the same settings: it can be reported, adapted and resumed from the command line. Its
+    ``config.toml`` lists functions of a notebook and other values that a file cannot store; pass them again to resume.
 
     Returns:
         The :class:`Comparison`.
 
     Raises:
-        UsageError: before anything starts, naming what is not allowed and what is.
-        FedshiftError: training diverges, or the disk refuses.
+        UsageError: a setting is invalid; raised before anything starts, with the allowed values.
+        FedshiftError: training diverges, or writing to disk fails.
 
     """
     with speak_python():
@@ -416,21 +416,21 @@ def compare(given: CompareArguments) -> Comparison:
                 scratch.close()
             raise
         finally:
-            dismiss()  # another call may come with code that was changed
+            dismiss()  # the code may have changed before the next call
     if scratch:
         finalize(result, ScratchDirectory.close, scratch)
     return result
 
 
 def read_run(directory: str | Path, *, code: str | Sequence[str] = (), **given: Any) -> Comparison:
-    """Return the results of a run, finished or not, that ``compare`` or the command line left in ``directory``.
+    """Return the results of a run, finished or not, that ``compare`` or the command line wrote to ``directory``.
 
     Args:
         directory: Run directory.
-        code: Functions of your own, ``package.module:function``, that the directory may name, since directories may
-            come from others; no other is called. Those among ``given`` need nothing.
-        given: Arguments of :func:`compare` in place of what the directory says, such as ``model=...`` where the run
-            had a function that no file can hold. Only :meth:`Comparison.model`, :meth:`~Comparison.adapt` and
+        code: Your functions, ``package.module:function``, that the directory's settings may call. No others are
+            called, because directories may come from others. Functions in ``given`` need not be listed.
+        given: Arguments of :func:`compare` that replace the directory's, such as ``model=...`` if the run used a
+            function that a file cannot store. Only :meth:`Comparison.model`, :meth:`~Comparison.adapt` and
             :meth:`~Comparison.features` need them: tables, figures and the page are made from records alone.
 
     Raises:
@@ -452,7 +452,7 @@ def read_run(directory: str | Path, *, code: str | Sequence[str] = (), **given: 
 
 
 def load_data(data: Any, **settings: Any) -> Federation:
-    """Return the clients that :func:`compare` would train on, to look at them first; printing lists them.
+    """Return the clients that :func:`compare` would train on, for inspection; printing the result lists them.
 
     Args:
         data: As for :func:`compare`.
@@ -460,7 +460,7 @@ def load_data(data: Any, **settings: Any) -> Federation:
             ``image_size``, ``normalize``, ``target``, ``client_column`` and others.
 
     Raises:
-        UsageError: the data do not fit, or a setting is unknown.
+        UsageError: the data are not usable, or a setting is unknown.
 
     """
     refuse_unknown("setting of data", settings, DataSpec)
@@ -469,7 +469,7 @@ def load_data(data: Any, **settings: Any) -> Federation:
 
 
 def _choose_directory(given: CompareArguments) -> tuple[Path | None, bool]:
-    """Return the directory to keep the run in, None for a temporary one, and whether to continue the run there."""
+    """Return the directory to keep the run in (None: a temporary one), and whether to continue a run there."""
     for name, value in (("out", given.out), ("resume", given.resume)):
         if not isinstance(value, str | Path | (bool if name == "resume" else NoneType)):
             raise UsageError(
@@ -488,7 +488,7 @@ def _choose_directory(given: CompareArguments) -> tuple[Path | None, bool]:
 
 @contextmanager
 def _observe(given: CompareArguments) -> Iterator[Observer | None]:
-    """Yield the observer that is given, one that shows progress, or one that does both."""
+    """Yield the given observer, one that shows progress, or one that does both."""
     if not given.progress:
         yield given.observer
         return

@@ -1,4 +1,4 @@
-"""Studies in Python beside a comparison: the advised method, and what uploads tell an attacker."""
+"""Further studies in Python: advice on a method, and what uploads reveal to an attacker."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ def advise(
     data: Any, *, budget: float = AdviseSpec.budget, methods: Any = AUTO, rates: str | Sequence[float] = AUTO,
     out: str | Path | None = None, resume: bool = False, jobs: Jobs = "auto", progress: bool = False, **settings: Any,
 ) -> MethodAdvice:  # fmt: skip
-    """Name a method for the clients in ``data``: diagnose them, and search methods and rates on validation data.
+    """Recommend a method for the clients in ``data``: diagnose them, then search methods and rates on validation data.
 
     Args:
         data: As for :func:`compare`.
-        budget: Minutes that training and evaluation may take, by steps timed on this machine.
+        budget: Minutes for training and evaluation, estimated from steps timed on this machine.
         methods: Methods to try, as for :func:`compare`; by default those that a diagnosis favors.
-        rates: Learning rates to try of each method.
-        out: Directory to keep the search in; None: a temporary one that lives as long as the result.
+        rates: Learning rates to try with each method.
+        out: Directory to keep the search in; None: a temporary one, deleted with the result.
         resume: Continue the search in ``out``.
-        jobs: Most trials that run side by side.
+        jobs: Maximum number of trials that run side by side.
         progress: Show the progress.
-        settings: Other settings of :func:`compare`, which hold for every method: ``rounds`` of the last rung,
-            ``batch_size``, ``model``, ``seeds`` and so on. Validation data are held out where there are none.
+        settings: Other settings of :func:`compare`, applied to every method: ``rounds`` of the last rung,
+            ``batch_size``, ``model``, ``seeds`` and so on. Validation data are held out if there are none.
 
     Raises:
-        UsageError: before anything starts, naming what is not allowed and what is.
-        FedshiftError: the baseline diverges at every learning rate, or the disk refuses.
+        UsageError: a setting is invalid; raised before anything starts, with the allowed values.
+        FedshiftError: the baseline diverges at every learning rate, or writing to disk fails.
 
     """
     refuse_unknown("argument", settings, CompareSpec, ("methods", "lr"))
@@ -101,12 +101,12 @@ def leak(
 ) -> Leakage:
     """Attack clients' uploads as a curious server could, and measure how much of their images it reconstructs.
 
-    The arguments are the flags of ``fedshift leak``, and further settings of :func:`compare`. A directory ``out`` keeps
-    each method and seed, so that the same call goes on where it was interrupted.
+    The arguments are the flags of ``fedshift leak``, and further settings of :func:`compare`. The directory ``out``
+    keeps the result of each method and seed, so that the same call resumes where it was interrupted.
 
     Raises:
-        UsageError: a value is not allowed, or data, network and method do not fit.
-        FedshiftError: training diverges, or files of ``out`` are damaged.
+        UsageError: a value is not allowed, or data, network and method are incompatible.
+        FedshiftError: training diverges, or files in ``out`` are damaged.
 
     """
     refuse_unknown("argument", settings, CompareSpec)

@@ -1,4 +1,4 @@
-"""The command ``fedshift adapt``: models adapted to clients that they never saw: a run's, or a network of one's own."""
+"""The command ``fedshift adapt``: a run's models, or the user's network, adapted to clients that they never saw."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OWN = Group("Network of your own", sort_key=2)
 
 @dataclass(frozen=True, kw_only=True)
 class OwnNetwork:
-    """A network that fedshift never trained, in place of a run, and how clients are scaled and trained for it."""
+    """A network that fedshift never trained, in place of a run, with its settings for scaling and training."""
 
     model: Annotated[str | None, Parameter(group=OWN)] = None
     """Network by name (see `fedshift list models`), or your own function, package.module:function."""
@@ -34,7 +34,7 @@ class OwnNetwork:
     """File of its weights: a state dictionary, .safetensors or as torch.save writes it."""
 
     class_names: Annotated[str | None, Parameter(group=OWN)] = None
-    """Its classes, comma-separated, in the order of its scores; needed where the clients lack some."""
+    """Its classes, comma-separated, in the order of its scores; needed if the clients lack some."""
 
     normalize: Annotated[Literal["half", "imagenet", "unit", "client"] | None, Parameter(group=OWN)] = None
     """Scaling of images that it expects; by default half, to [-1, 1]."""
@@ -43,13 +43,13 @@ class OwnNetwork:
     """Height and width in pixels that it expects; by default the images' own."""
 
     target: Annotated[str | None, Parameter(group=OWN)] = None
-    """Column of a table that holds the label."""
+    """Column of a table with the label."""
 
     lr: Annotated[float, Parameter(group=OWN)] = RunSpec.lr
-    """Learning rate under finetune and finetune_bn."""
+    """Learning rate for finetune and finetune_bn."""
 
     batch_size: Annotated[int, Parameter(group=OWN)] = RunSpec.batch_size
-    """Samples in a batch there; 0 puts all of a client's into one."""
+    """Samples in a batch for finetune and finetune_bn; 0 puts all of a client's samples into one batch."""
 
 
 def adapt(
@@ -71,22 +71,22 @@ def adapt(
 ) -> int:
     """Adapt a run's models, or your own network, to new clients, with every policy.
 
-    Each is measured on the clients' test data.
+    Each result is measured on the clients' test data.
 
     Args:
-        run: Directory that `fedshift run` or `compare` wrote; without it, --model and --weights name the network.
-        data: New clients: a directory, a benchmark or digits, as --data of a run, or the folder or file of one client.
-            They are read and scaled as the run's.
-        clients: Clients to use of these, comma-separated; usps-* matches all such names. By default all.
+        run: Directory that `fedshift run` or `compare` wrote; without it, --model and --weights give the network.
+        data: New clients: a directory, a benchmark or digits, as for --data of a run, or the folder or file of one
+            client. They are read and scaled like the run's.
+        clients: Clients in --data to use, comma-separated; usps-* matches all such names. By default all.
         policies: Policies, comma-separated: average, reestimate, mixed(alpha=0.5), tent(steps=1, lr=0.001),
             sar(lr=0.001), atp(rounds=10), nearest, nearest_statistics, weighted, finetune, finetune_bn. By default all
-            that apply, but atp, with their default arguments.
-        rounds: Rounds of the run's local work under finetune and finetune_bn.
+            that apply, except atp, with their default arguments.
+        rounds: Rounds of the run's local work for finetune and finetune_bn.
         unlabeled: Folder of images, or .npz file with an array x, to which policies without labels (reestimate, mixed,
-            tent, sar, atp, nearest_statistics, weighted) adapt; no labels are needed. Without --data models are made
+            tent, sar, atp, nearest_statistics, weighted) adapt; no labels are needed. Without --data, models are made
             and saved, and nothing is measured.
-        on_data_error: Treatment of new images that cannot be read: refuse, or warn and ignore, which leave them out; by
-            default as in the run.
+        on_data_error: Treatment of unreadable new images: refuse, or warn and ignore, which both skip them; by default
+            as in the run.
         save: New directory for the models of the first seed (safetensors) and the table.
 
     """
@@ -170,7 +170,7 @@ def _adapt_own(
     own: OwnNetwork, data: str | None, clients: str | None, wanted: tuple[str, ...], rounds: int, save: Path | None,
     device: str | None, on_data_error: Literal["refuse", "warn", "ignore"] | None, others: list[object],
 ) -> int:  # fmt: skip
-    """Adapt a network of the user's own; ``others``: arguments that only a run has."""
+    """Adapt the user's network; ``others``: arguments that only a run has."""
     if not own.model or not own.weights or data is None:
         raise UsageError(
             "give the directory of a run, or for a network of your own its --model, its --weights and the --data"

@@ -1,4 +1,4 @@
-"""The command ``fedshift advise``: a diagnosis, a short search on validation data, and the method that it names."""
+"""The command ``fedshift advise``: a diagnosis, a short search on validation data, and the recommended method."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from ..utils.errors import UsageError
 from .run import find_kind, make_checked, use_threads
 
 COMPUTING = frozenset(("engine", "workers", "device", "threads", "data", "root", "log"))
-"""Settings that a search may go on with, changed."""
+"""Settings that may be changed when a search continues."""
 CHANGED = frozenset(
     ("data", "methods", "agc", "agc_skip_classifier", "lr", "rounds", "seeds", "first_seed", "validation", "log")
 )
-"""Settings that the suggested command says in another way, or does not need."""
+"""Settings that the suggested command expresses differently or does not need."""
 
 
 def advise(
@@ -76,7 +76,7 @@ def advise(
 
 
 def _check_same(spec: AdviseSpec, directory: Path) -> None:
-    """Raise :class:`UsageError` where ``directory`` holds no search, or one with other settings."""
+    """Raise :class:`UsageError` unless ``directory`` contains a search with the same settings."""
     if find_kind(directory) != "advise":
         raise UsageError(f"{directory} holds no search of `fedshift advise`: give the directory of one, or start anew")
     kept = AdviseSpec(**read_run_settings(directory).values)
@@ -89,7 +89,7 @@ def _check_same(spec: AdviseSpec, directory: Path) -> None:
 
 
 def rebuild_advice(directory: Path, console: Console) -> None:
-    """Publish again what the search in ``directory`` has left so far; nothing is trained."""
+    """Publish the results so far of the search in ``directory`` again; nothing is trained."""
     _publish(AdviseSpec(**read_run_settings(directory).values), directory, console)
 
 

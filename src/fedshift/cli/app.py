@@ -1,7 +1,7 @@
 """The command line, a thin edge: flags and TOML become an experiment, results become text.
 
-Exit codes: 0 done, 1 something failed while running, 2 what was asked for cannot be done, 130 stopped by Ctrl-C. Heavy
-modules are imported inside the commands, so that help answers at once.
+Exit codes: 0 done, 1 something failed while running, 2 the request cannot be carried out, 130 stopped by Ctrl-C. Heavy
+modules are imported inside the commands, so that help appears at once.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from .watch import watch
 
 
 def _settings_from_file(app: App, commands: tuple[str, ...], arguments: cyclopts.ArgumentCollection) -> None:
-    """Fill in flags that were not given from the TOML file of --config, or of the run that --resume names."""
+    """Fill in missing flags from the TOML file of --config, or of the run that --resume names."""
     if commands == ("serve",):  # has few of the flags, and reads the file itself
         return
     for argument in arguments:
@@ -89,9 +89,9 @@ def _settings_from_file(app: App, commands: tuple[str, ...], arguments: cyclopts
 def _read_own_settings(
     run: Path, path: Path, allowed: Sequence[str], code: Sequence[str], *, moved: bool
 ) -> dict[str, Any]:
-    """Return the settings of ``run`` by which it goes on.
+    """Return the settings with which ``run`` continues.
 
-    ``code``: functions of the user that may be called. ``moved``: a flag says where the data are.
+    ``code``: the user's functions that may be called. ``moved``: whether a flag gives the place of the data.
     """
     kept = read_run_settings(run)
     if code:
@@ -115,7 +115,7 @@ for command in (
     app.command(command)
 
 DATA_FLAGS = {"data": "--data", "root": "--root"}
-"""Flags by which a run that goes on is told where its data are, by the setting."""
+"""Flags that give the place of a resumed run's data, by setting."""
 LEAVE_OUT = (
     "Clients, comma-separated, or all: for each in turn a comparison in which it never trains, then one table of the "
     "results of every policy for a client that the run never saw."
@@ -193,8 +193,8 @@ def inspect(
     """Show how a method treats every entry of a model and how many bytes it sends, or summarize data.
 
     Args:
-        data: Directory of your own, benchmark or embedded data, whose clients, classes and columns are shown. The
-            method's entries follow where --model or --method is given too.
+        data: Your own directory, benchmark or embedded data, whose clients, classes and columns are shown. The
+            method's entries follow if --model or --method is given too.
         model: Network by name, or package.module:function; by default small-cnn, or as the data need.
         method: Method, with arguments and composed where needed; by default fedbn.
         shape: Shape of one sample: channels, height, width; by default 3,28,28, or the data's.
@@ -229,7 +229,7 @@ def list_(what: Literal["methods", "models", "data", "capabilities", "all"] = "a
     """List methods, models and data, or what each method needs and does.
 
     Args:
-        what: Kind of names to list; capabilities is a table of what each method needs, sends and leaves behind.
+        what: Kind of names to list; capabilities is a table of what each method needs, sends and keeps on clients.
 
     """
     console = make_console()

@@ -24,13 +24,13 @@ def cross_site(
 ) -> int:
     """Evaluate each client's model on every client's test data, after training (cross-site validation).
 
-    The run's records and report then have a table for each method: rows are models, columns are data. Nothing else of
-    the run is changed.
+    This adds a table for each method to the run's records and report: rows are models, columns are data. Nothing else
+    in the run is changed.
 
     Args:
         run: Directory that `fedshift run` or `compare` wrote.
-        moment: Models to measure: those that clients would use (loaded), with the server's; or those of clients after
-            one more round of local work, before aggregation (trained).
+        moment: Models to measure: the models that clients would use, and the server's (loaded); or the clients' models
+            after one more round of local work, before aggregation (trained).
 
     """
     from ..experiments.cross_site import cross_validate

@@ -1,4 +1,4 @@
-"""The commands that look at data before anything trains on them: ``fedshift data ...`` and ``fedshift diagnose``."""
+"""The commands that inspect data before training: ``fedshift data ...`` and ``fedshift diagnose``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ..data.federation import Federation
 
 LOOKED_AT = 64
-"""Height and width in pixels to which images of several sizes are brought for looking at them."""
+"""Height and width in pixels to which images of several sizes are resized for display."""
 Where = Annotated[str, Parameter(help="Directory of your own, benchmark or embedded data, as for --data.")]
 Reading = Annotated[DataSpec, Parameter(name="*")]
 Root = Annotated[
@@ -68,7 +68,7 @@ def data_list(*, root: Root = None) -> int:
 
 @data.command
 def fetch(name: str, *, root: Root = None, hub: bool = False) -> int:
-    """Download a benchmark from its publisher, checked and resumable: the one command that uses the network.
+    """Download a benchmark from its publisher, verified and resumable: the only command that uses the network.
 
     Args:
         name: Benchmark, see `fedshift data list`.
@@ -87,10 +87,10 @@ def fetch(name: str, *, root: Root = None, hub: bool = False) -> int:
 
 @data.command
 def check(where: Where, spec: Reading = DataSpec(), *, json: Json = None) -> int:
-    """Look for what would spoil an experiment: duplicates, leakage, missing classes, constant features.
+    """Check for problems that would spoil an experiment: duplicates, leakage, missing classes, constant features.
 
-    Unreadable images are skipped and named. The exit code is 1 where something must be corrected before training,
-    unless --on-data-error says that training goes on in spite of it.
+    Unreadable images are skipped and listed. The exit code is 1 if something must be corrected before training, unless
+    --on-data-error allows training to continue.
     """
     from ..data.sources import apply_splits, load_federation, load_source
     from ..diagnosis.overview import describe, render_quality
@@ -116,10 +116,10 @@ def check(where: Where, spec: Reading = DataSpec(), *, json: Json = None) -> int
 
 @data.command
 def show(where: Where, spec: Reading = DataSpec(), *, out: Path | None = None) -> int:
-    """Draw what each client has: a sheet of samples, and how classes are shared out.
+    """Draw each client's data: a sheet of samples, and the distribution of classes.
 
     Args:
-        out: Directory for the pictures, and for split.csv where a split is asked for; by default shown/NAME.
+        out: Directory for the pictures, and for split.csv if a split is given; by default shown/NAME.
 
     """
     from ..data.sources import load_source, prepare_clients, write_assignment
@@ -143,10 +143,10 @@ def show(where: Where, spec: Reading = DataSpec(), *, out: Path | None = None) -
 
 @data.command
 def cache(*, clear: Annotated[bool, Parameter(negative=())] = False) -> int:
-    """Print how many bytes of decoded images are kept, where, and how many may be (FEDSHIFT_CACHE_LIMIT, in gigabytes).
+    """Print the size, place and limit of the cache of decoded images (FEDSHIFT_CACHE_LIMIT, in gigabytes).
 
     Args:
-        clear: Remove them all. Programs that use some go on; later ones decode the files again.
+        clear: Remove all of them. Programs that use some continue; later ones decode the files again.
 
     """
     from ..data.files import image_store
@@ -176,9 +176,9 @@ def diagnose(
     """Report how clients differ (label skew, feature shift, quantity skew, concept shift), how much, and what helps.
 
     Args:
-        permutations: Permutations behind each p-value.
-        features: What looks are compared by: pixels (or columns), or a small network's features.
-        limit: Samples of each client that are looked at.
+        permutations: Number of permutations for each p-value.
+        features: Features for comparing appearance: pixels (or columns), or a small network's features.
+        limit: Maximum number of samples of each client to examine.
         seed: Seed of subsamples, folds and permutations.
         out: Directory for a page with tables, advice and pictures (diagnosis.html), and for the findings (found.json).
 
@@ -221,7 +221,7 @@ def list_cards() -> dict[str, Card]:
 
 
 def find_card(name: str) -> Card:
-    """Return the card of a benchmark; raise :class:`UsageError` with the nearest name where there is none."""
+    """Return the card of a benchmark; raise :class:`UsageError` with the nearest name if there is none."""
     known = list_cards()
     if name not in known:
         raise unknown_name("benchmark", name, known)
@@ -229,7 +229,7 @@ def find_card(name: str) -> Card:
 
 
 def _format_flags(where: str, spec: DataSpec) -> str:
-    """Return ``where`` and the settings other than their defaults, to follow ``--data`` on a command line."""
+    """Return ``where`` and the non-default settings, as text after ``--data`` on a command line."""
     words = [where]
     for field in fields(spec):
         value = getattr(spec, field.name)
@@ -239,7 +239,7 @@ def _format_flags(where: str, spec: DataSpec) -> str:
 
 
 def load_for_display(where: str, spec: DataSpec) -> Federation:
-    """Return the clients of ``where`` as ``spec`` reads and distributes them, without what only training refuses."""
+    """Return the clients of ``where`` as read and distributed by ``spec``, without checks that only training needs."""
     from ..data.sources import apply_splits, load_source, normalize
 
     with show_loading(Console()) as progress:
@@ -248,7 +248,7 @@ def load_for_display(where: str, spec: DataSpec) -> Federation:
 
 
 def format_notices(data: Federation) -> Iterator[RenderableType]:
-    """Yield what a reader of the data should know: remarks of the reader, and how images are scaled."""
+    """Yield notes on the data: remarks from loading, and how images are scaled."""
     for notice in data.notices:
         yield Text(f"Note: {notice}", style="dim")
     scales = {client.train.normalization for client in data.clients if str(client.train.dtype) == "torch.uint8"}

@@ -28,9 +28,9 @@ def init(
     """Make an authority, the coordinator's certificate and the nodes' keys in a new directory.
 
     Args:
-        directory: New or empty directory, which becomes readable by its owner alone.
+        directory: New or empty directory, which becomes readable only by its owner.
         host: Name or IP address by which nodes reach the coordinator; may be given several times.
-        nodes: Names of the nodes, with commas; `fedshift pki add` makes keys for more.
+        nodes: Comma-separated names of the nodes; `fedshift pki add` makes keys for more.
         days: Validity of the certificates in days.
 
     """
@@ -88,24 +88,27 @@ def serve(
     """Coordinate an experiment across machines: wait for sites to `fedshift join`, and train with them.
 
     Args:
-        config: TOML file of settings, as for `fedshift run` or `compare`; data are the sites' own. Not with --resume.
-        min_clients: Sites that must be connected for the first round to begin, and whose uploads a round needs.
+        config: TOML file of settings, as for `fedshift run` or `compare`, without data, which the sites have. Not with
+            --resume.
+        min_clients: Sites that must connect before the first round, and minimum number of uploads in a round.
         tls: Directory that `fedshift pki init` made, or the coordinator's part of it.
         insecure: Plain text and no keys, in place of --tls; listens on this machine only.
-        force_insecure: With --insecure, listen for other machines too: anyone on the way can read and change models.
-        host: Address to listen on; by default 0.0.0.0, all of this machine's in IPv4 (`::` in IPv6), or 127.0.0.1 with
-            --insecure.
+        force_insecure: With --insecure, also listen for other machines: anyone on the network path can read and change
+            models.
+        host: Address to listen on; by default 0.0.0.0, all IPv4 addresses of this machine (`::` for IPv6), or 127.0.0.1
+            with --insecure.
         port: Port to listen on.
         round_timeout: Seconds after which a round is closed with the uploads received.
         wait: Seconds to wait for the first --min-clients sites.
-        update_bound: How many times as long as the others' a site's update may be; a longer one is left out. 0: any.
+        update_bound: Maximum length of a site's update, as a multiple of the others'; larger ones are excluded. 0: no
+            limit.
         metrics: Port of this machine's loopback interface at which Prometheus reads progress; by default none.
         log: Loggers, comma-separated: tensorboard, mlflow, wandb, or none; by default those of the settings.
         code: Function on this machine, package.module:function, that the settings file may use as method or model; may
-            be given several times. No other is called.
+            be given several times. No others are called.
         out: Directory to write; by default a new one under runs/.
         resume: Directory of an interrupted run to continue, bit for bit.
-        quiet: Print neither progress nor notes, which the page has.
+        quiet: Do not print progress or notes; the notes are on the page.
 
     """
     if (config is None) == (resume is None):
@@ -154,22 +157,22 @@ def join(
 
     Args:
         address: HOST:PORT of the coordinator.
-        data: Data of the site: a directory of class folders (or of train and test with these), an .npz file or a table.
+        data: Data of the site: a directory of class folders (or train and test with these), an .npz file or a table.
         name: Name of the site; by default the name of its key, or of its data.
-        tls: Directory that holds ca.crt, from `fedshift pki init`.
+        tls: Directory with ca.crt, from `fedshift pki init`.
         key: The site's private key, from `fedshift pki init`.
         insecure: Plain text and no key, in place of --tls and --key.
         state: Directory of the site's state between rounds; by default sites/NAME. Without it the site cannot continue.
         device: Torch device: cpu, cuda, cuda:1.
         threads: Threads of torch; by default torch's own choice.
         code: Function on this machine, package.module:function, that the experiment may use as method or model; may be
-            given several times. No other is called.
-        weights: File of the weights from which the experiment starts, where it does: the coordinator's.
-        export: Directory for the site's model after the last round, with a model card, as of `fedshift export`.
-        poll: Seconds between two requests to the coordinator; by default Flower's three.
-        policy: TOML file of limits, beyond which this site refuses: methods, models, keep, rounds, sites, epsilon,
-            sample_epsilon.
-        confirm: Show each experiment, with the entries that will leave, and ask before its first round.
+            given several times. No others are called.
+        weights: File of the experiment's initial weights, if it has any: the same file as the coordinator's.
+        export: Directory for the site's model after the last round, with a model card, as from `fedshift export`.
+        poll: Seconds between two requests to the coordinator; by default 3, as in Flower.
+        policy: TOML file of limits; this site refuses an experiment that exceeds them: methods, models, keep, rounds,
+            sites, epsilon, sample_epsilon.
+        confirm: Show each experiment, with the entries that will leave the site, and ask before its first round.
         validate_only: Train nothing and upload no entries: measure the models that this site would use.
 
     """
@@ -216,8 +219,8 @@ def ledger(path: Path, *, as_json: Annotated[bool, Parameter(name="--json", nega
     """Show and verify a site's ledger of all messages: what was requested, and what was sent.
 
     Args:
-        path: The site's folder, as of `fedshift join --state`.
-        as_json: Print the entries as JSON, one a line, with all that was told and the digests of what left.
+        path: The site's folder, from `fedshift join --state`.
+        as_json: Print the entries as JSON, one per line, with everything reported and the digests of the data sent.
 
     """
     from ..flower.site.ledger import VALIDATES, read_ledger
@@ -253,14 +256,14 @@ def _make_spec(settings: dict[str, Any], path: Path) -> RunSpec | CompareSpec:
 
 
 def _ask_to_train(text: str) -> bool:
-    """Show an experiment, and return whether it was agreed to."""
+    """Show an experiment, and return whether the user agreed to it."""
     console = make_console()
     print_line(console, text)
     return console.input("Take part in it? [y/N] ", markup=False).strip().lower() in ("y", "yes")
 
 
 def _split_names(texts: Iterable[str]) -> list[str]:
-    """Return the names in ``texts``, which may hold several with commas."""
+    """Return the names in ``texts``, each of which may contain several, comma-separated."""
     return [name.strip() for text in texts for name in text.split(",") if name.strip()]
 
 

@@ -23,16 +23,16 @@ def export(
 ) -> int:
     """Write a trained model for use elsewhere, with a model card.
 
-    It is a directory of weights, a program that needs no fedshift, the same in ONNX, inputs and classes as data. In
-    Python, fedshift.load(DIRECTORY) makes it a function from samples to answers.
+    The output is a directory with the weights, a program that runs without fedshift, the same program in ONNX, and a
+    description of inputs and classes. In Python, fedshift.load(DIRECTORY) returns a function from samples to answers.
 
     Args:
-        run: Directory that `fedshift run`, `compare` or `serve` wrote; of the last, models that the server has.
+        run: Directory that `fedshift run`, `compare` or `serve` wrote; with `serve`, only models that the server has.
         out: Directory to write, new or empty.
         method: Method, by name or as given to the run; by default the only one.
-        client: Client whose model it is; by default the server's model, where the method has one.
+        client: Client whose model to export; by default the server's model, if the method has one.
         seed: Seed; by default the first.
-        onnx: Write the program in ONNX too, where it converts (needs `pip install 'fedshift[export]'`).
+        onnx: Also write the program in ONNX, if it can be converted (needs `pip install 'fedshift[export]'`).
 
     """
     from ..experiments.restoration import load_experiment, load_spec

@@ -26,14 +26,14 @@ def features(
 ) -> int:
     """Compare the feature maps and BatchNorm statistics of clients' and the server's models in a run.
 
-    Each client is trained one more round, and its model is taken before aggregation; the run is not changed.
+    Each client trains for one more round, and its model before aggregation is used; the run is not changed.
     Pictures show the first seed.
 
     Args:
         directory: Directory of a finished run.
-        clients: Clients to look at, comma-separated, also as patterns such as usps-*; by default the first 24 that
+        clients: Clients to compare, comma-separated names or patterns such as usps-*; by default the first 24 that
             train.
-        samples: Test images of each client.
+        samples: Number of test images of each client.
         layer: Name of the convolution whose maps are compared and drawn; by default the last is compared, and all are
             drawn.
         out: Directory for tables and pictures; by default features in the run's directory.

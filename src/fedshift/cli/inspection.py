@@ -22,7 +22,7 @@ from ..utils.errors import UsageError
 
 
 def describe_source(data: Federation) -> Iterator[RenderableType]:
-    """Yield what a federation holds: clients and their splits, samples of each class, and a table's columns."""
+    """Yield the content of a federation: clients and their splits, samples of each class, and a table's columns."""
     yield describe(data)
     counts = count_labels(data).tolist()
     names = data.meanings or tuple(map(str, range(data.classes)))
@@ -40,7 +40,7 @@ def describe_source(data: Federation) -> Iterator[RenderableType]:
 
 
 def describe_method(model: str, method: str, shape: tuple[int, ...], classes: int) -> Iterator[Table | Text]:
-    """Yield a table of every named entry of ``model`` under ``method``, and the bytes of one client in one round."""
+    """Yield a table of every named entry of ``model`` with ``method``, and the bytes of one client in one round."""
     if classes < 1 or min(shape) < 1:
         raise UsageError(f"shape {shape} and classes {classes}: numbers of 1 or more")
     chosen, *others = parse_methods(method)

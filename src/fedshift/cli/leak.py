@@ -29,18 +29,18 @@ def leak(
 ) -> int:
     """Attack clients' uploads as a curious server could, and measure how well their images can be reconstructed.
 
-    It uses exactly what each method sends: gradients by matching, and BatchNorm's statistics where they are shared.
-    The same command goes on where it was interrupted, if --out is given.
+    It uses exactly what each method sends: gradients by matching, and BatchNorm's statistics if they are shared.
+    With --out, the same command resumes where it was interrupted.
 
     Args:
         methods: Methods, comma-separated, as for fedshift compare.
-        data: Data to use: 8-bit images with a class each, as for fedshift compare.
-        image_size: Height and width in pixels to which images are resized; small ones are attacked sooner.
+        data: Data to use: 8-bit images with one class each, as for fedshift compare.
+        image_size: Height and width in pixels to which images are resized; small images are attacked faster.
         model: Network, as for fedshift compare.
         rounds: Rounds of training after which uploads are attacked, comma-separated; 0 is the fresh network.
         batch_sizes: Samples of the batch behind an upload, comma-separated.
-        images: Images attacked in each case under each seed, rounded up to whole batches.
-        seeds: Seeds of networks, batches and starting points; 3 or more give intervals.
+        images: Images attacked in each case with each seed, rounded up to whole batches.
+        seeds: Number of seeds of networks, batches and starting points; 3 or more give intervals.
         steps: Local steps on the batch before the upload.
         iterations: Iterations of each attack.
         lr: Learning rate of local training.

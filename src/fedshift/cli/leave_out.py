@@ -1,12 +1,12 @@
 """``fedshift compare --leave-out``: for each client in turn a comparison in which it never trains, then one table.
 
-The directory holds a run for each client, ``without-<client>/``, equal to that of ``--newcomers <client>`` with the
-same settings, and in it ``policies.json``, the results of every policy for unknown clients. ``tables/`` covers all.
-FedWon measures unseen domains by leaving one out in this way (arXiv:2306.05879, table 12).
+The directory contains a run for each client, ``without-<client>/``, equal to the run with ``--newcomers <client>`` and
+the same settings. Its ``policies.json`` has the results of every policy for unknown clients. ``tables/`` covers all
+clients. FedWon measures unseen domains by leaving one out in this way (arXiv:2306.05879, table 12).
 
-With ``--selection`` each method is trained at several learning rates, and ``tables/selection.*`` shows the one that
-each of DomainBed's rules chooses (:mod:`fedshift.new_clients.model_selection`); leave-one-out needs a run without each
-pair of clients too, ``pair-<client>-and-<client>/``.
+With ``--selection`` each method is trained at several learning rates, and ``tables/selection.*`` shows the rate that
+each of DomainBed's rules chooses (:mod:`fedshift.new_clients.model_selection`); leave-one-out also needs a run without
+each pair of clients, ``pair-<client>-and-<client>/``.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ Group = tuple[str, ...]
 def run_without(
     spec: CompareSpec, leave_out: str, place: OutputOptions, rates: str | None = None, selection: str | None = None
 ) -> int:
-    """Run a comparison without each of the clients that ``leave_out`` names, or continue them; return the exit code.
+    """Run or continue a comparison without each of the clients in ``leave_out``; return the exit code.
 
-    ``leave_out``: names or patterns with commas, or ``all``. ``rates`` and ``selection``: as on the command line.
-    Raises :class:`FedshiftError` where one diverges, after the others are done and published.
+    ``leave_out``: comma-separated names or patterns, or ``all``. ``rates`` and ``selection``: as on the command line.
+    Raises :class:`FedshiftError` if one diverges, after the others are done and published.
     """
     from ..new_clients.model_selection import parse_rules
 
@@ -93,7 +93,7 @@ def run_without(
 
 
 def _tune(spec: CompareSpec, rates: str) -> CompareSpec:
-    """Return ``spec`` with each method at each learning rate, but those that have one already."""
+    """Return ``spec`` with each method at each learning rate, except methods that already have one."""
     from ..diagnosis.search import parse_rates, tune
     from ..experiments.factory import make_optimizer, parse_methods
 
@@ -103,7 +103,7 @@ def _tune(spec: CompareSpec, rates: str) -> CompareSpec:
 
 
 def rebuild_without(directory: Path, console: Console) -> None:
-    """Publish again what the comparisons without each client in ``directory`` have left so far."""
+    """Publish the results so far of the comparisons without each client in ``directory`` again."""
     from ..new_clients.model_selection import parse_rules
     from ..report.publication import publish_run
 
@@ -131,10 +131,10 @@ def _check(spec: CompareSpec, place: OutputOptions) -> Path:
 def _make_experiments(
     spec: CompareSpec, experiment: Experiment, leave_out: str, directory: Path, *, pairs: bool
 ) -> Mapping[Group, Experiment]:
-    """Return the comparison without each client; raise :class:`UsageError` where one cannot be run.
+    """Return the comparison without each client; raise :class:`UsageError` if one cannot be run.
 
-    ``pairs``: also without each of these and each other client. Where targets are scaled by the clients that train, the
-    data are read anew for each.
+    ``pairs``: clients to leave out also together with each other client. If targets are scaled by the clients that
+    train, the data are read again for each comparison.
     """
     from ..data.partition import match_names
     from ..experiments.factory import make_experiment
@@ -175,14 +175,14 @@ def _queue_run(spec: CompareSpec, group: Group, directory: Path, experiment: Exp
 
 
 def _ended_settings(spec: CompareSpec, group: Group, selecting: bool) -> dict[str, Any]:
-    """Return the settings under which the run without ``group`` counts as ended."""
+    """Return the settings with which the run without ``group`` counts as ended."""
     return {**asdict(spec), "newcomers": ",".join(group)} | ({"selection": True} if selecting else {})
 
 
 def _require_valid(without: Mapping[Group, Experiment], parts: Mapping[Group, QueuedRun]) -> None:
-    """Raise :class:`UsageError`, before anything is written, where a run cannot be made or continued.
+    """Raise :class:`UsageError`, before anything is written, if a run cannot be made or continued.
 
-    Checked are methods, model and data, policies for each client, and the settings of runs that exist already.
+    This checks methods, model and data, policies for each client, and the settings of existing runs.
     """
     from ..evaluation.policies import check_policy, parse_policies
     from ..experiments.trial import Trial
@@ -210,9 +210,9 @@ def _folder_name(directory: Path, *group: str) -> Path:
 
 
 def _measure(part: Experiment, folder: Path, *, selecting: bool) -> None:
-    """Write down the results of every policy on the clients that ``part`` left out, from checkpoints in ``folder``.
+    """Write the results of every policy on the clients that ``part`` left out, from checkpoints in ``folder``.
 
-    ``selecting``: also on their validation data; of two clients, on these alone.
+    ``selecting``: measure their validation data too; for two left-out clients, only the validation data.
     """
     import torch
 
@@ -239,7 +239,7 @@ def _measure(part: Experiment, folder: Path, *, selecting: bool) -> None:
 
 
 def _read_measured(spec: CompareSpec, directory: Path, selecting: bool) -> list[dict[str, Any]]:
-    """Return what :func:`_measure` wrote for comparisons that ended under ``spec``, in the order of the clients."""
+    """Return the results of :func:`_measure` for comparisons that ended with ``spec``, in client order."""
     from ..experiments.run_queue import DONE, read_outcome
 
     found = [
@@ -256,7 +256,7 @@ def _read_measured(spec: CompareSpec, directory: Path, selecting: bool) -> list[
 
 
 def _list_lacking(directory: Path, measured: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return a sentence on each comparison of ``directory`` that is not among those ``measured``."""
+    """Return a sentence about each comparison of ``directory`` that is not in ``measured``."""
     counted = {_folder_name(directory, each["client"]) for each in measured}
     return [
         f"{folder.name} has not ended under these settings: it is not in the table (--resume goes on)."
@@ -267,7 +267,7 @@ def _list_lacking(directory: Path, measured: Iterable[Mapping[str, Any]]) -> lis
 def _list_diverged(
     spec: CompareSpec, directory: Path, measured: Iterable[Mapping[str, Any]], selecting: bool
 ) -> list[str]:
-    """Return a sentence on each of the comparisons ``measured`` in which a method diverged."""
+    """Return a sentence about each comparison in ``measured`` in which a method diverged."""
     from ..experiments.run_queue import read_outcome
 
     folders = {each["client"]: _folder_name(directory, each["client"]) for each in measured}
@@ -281,7 +281,7 @@ def _list_diverged(
 def _publish(spec: CompareSpec, directory: Path, console: Console, rules: tuple[str, ...] = ()) -> None:
     """Print and write one table of the results of every policy on each client that was left out so far.
 
-    ``rules``: rules of model selection, for a further table.
+    ``rules``: rules of model selection, for an additional table.
     """
     from ..new_clients.policy_tables import (
         collect_needs,
@@ -338,7 +338,7 @@ def _publish(spec: CompareSpec, directory: Path, console: Console, rules: tuple[
 def _publish_selection(
     directory: Path, console: Console, measured: list[dict[str, Any]], metric: str, rules: tuple[str, ...], partial: str
 ) -> None:
-    """Print and write a table of what each of ``rules`` chooses for each left-out client."""
+    """Print and write a table of the choice of each of ``rules`` for each left-out client."""
     import pandas as pd
 
     from ..new_clients.model_selection import format_selection, select_models, tabulate_values

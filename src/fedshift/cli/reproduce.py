@@ -50,15 +50,15 @@ def reproduce(
     Args:
         table: Table or figure, for example fedbn/table11.
         all: Run all that have a recipe, the shortest first.
-        present: With --all, leave out those whose data are missing and have no stand-in here.
-        hours: With --all, the time for all together on this machine: each runs the share of its rounds that fits.
+        present: With --all, skip those whose data are missing and have no stand-in here.
+        hours: With --all, the total time on this machine: each runs the fraction of its rounds that fits.
         light: Train small networks in place of the papers', for a quick look; outputs say so.
-        seeds: Seeds of each run; 3 or more give standard deviations.
-        scale: Share of the rounds to run, for a quick look.
-        version: Version of the paper where it has several, v1 or final; by default the last.
-        root: Directory of the data; by default the one that FEDSHIFT_DATA names, or data.
-        on_data_error: Treatment of what `fedshift data check` calls an error, before anything is trained: refuse to
-            start, warn in one line, or ignore, without looking for it; by default warn.
+        seeds: Number of seeds of each run; 3 or more give standard deviations.
+        scale: Fraction of the rounds to run, for a quick look.
+        version: Version of the paper if it has several, v1 or final; by default the last.
+        root: Directory of the data; by default the directory in FEDSHIFT_DATA, or data.
+        on_data_error: Treatment of errors that `fedshift data check` finds, before training: refuse to start, warn in
+            one line, or ignore, without checking; by default warn.
         out: Directory of the runs, which tables share, and of the results and the page.
 
     """
@@ -87,14 +87,14 @@ def reproduce(
         return _print_list(way, out)
     wanted = [found(table)] if table else _select_tables(way, present)
     if version:
-        select_blocks(wanted[0], version)  # refused before anything is made where there is none
+        select_blocks(wanted[0], version)  # raises before anything is made if there is none
     require_writable(out)
     with lock_directory(out):
         return _run(wanted, way, version, hours, out)
 
 
 def _require_own_directory(out: Path) -> None:
-    """Raise :class:`UsageError` where ``out`` holds anything but tables that were run."""
+    """Raise :class:`UsageError` if ``out`` contains anything but reproduced tables."""
     from ..reproduce.results import KNOWN
 
     kind = find_kind(out) if out.is_dir() else None
@@ -179,7 +179,7 @@ def _format_time(seconds: float) -> str:
 
 
 def _select_tables(way: ReproductionOptions, present: bool) -> list[Table]:
-    """Return all tables with a recipe; those without data are left out (``present``) or refused."""
+    """Return all tables with a recipe; tables without data are skipped (``present``) or refused."""
     from ..reproduce.planning import list_runnable, make_plans
     from ..reproduce.published_tables import find_table
 
@@ -236,7 +236,7 @@ def _run(wanted: Sequence[Table], way: ReproductionOptions, version: str | None,
 
 
 def rebuild_papers(place: Path, console: Console) -> None:
-    """Publish again each table that was begun in ``place``, from the runs that have ended."""
+    """Publish each table begun in ``place`` again, from the runs that have ended."""
     from ..reproduce.page import write_results_page
     from ..reproduce.published_tables import load_tables
     from ..reproduce.results import lock_directory

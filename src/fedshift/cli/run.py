@@ -54,9 +54,9 @@ RunCode = Annotated[
 
 
 def run_experiment(spec: RunSpec | CompareSpec, command: str, place: OutputOptions) -> int:
-    """Run the experiment that ``spec`` describes in ``place.out`` (or a new directory), or continue it.
+    """Run or continue the experiment that ``spec`` describes in ``place.out`` (or a new directory).
 
-    Returns the exit code. Raises :class:`FedshiftError` where it fails, after what was done has been published.
+    Returns the exit code. Raises :class:`FedshiftError` if it fails, after publishing the results so far.
     """
     directory = choose_directory(place, command)
     console, shown = Console(), Console(quiet=place.quiet)
@@ -90,7 +90,7 @@ def run_experiment(spec: RunSpec | CompareSpec, command: str, place: OutputOptio
 
 
 def make_checked(spec: RunSpec | CompareSpec, progress: Callable[[str, int, int], None] | None = None) -> Experiment:
-    """Return the experiment that ``spec`` describes, with a line on errors in its data, or refuse those."""
+    """Return the experiment that ``spec`` describes, with a line about errors in its data, or refuse such data."""
     from ..diagnosis.quality import check_data
     from ..experiments.factory import make_experiment
 
@@ -113,24 +113,24 @@ def run_several(
     jobs: int | Literal["auto"] = "auto",
     measure: Callable[[QueuedRun], None] = lambda _: None,
 ) -> int:
-    """Run those of ``parts`` that have not ended, or continue them, in one directory; return the exit code.
+    """Run or continue the ``parts`` that have not ended, in one directory; return the exit code.
 
     Args:
-        parts: runs by the names that errors give them.
+        parts: runs by their names in errors.
         command: command that the user called.
         directory: directory of all runs.
-        settings: settings to write down.
-        console: for all but progress.
-        shown: for progress; nothing appears on a quiet one.
+        settings: settings to record.
+        console: for all output except progress.
+        shown: for progress; a quiet console shows nothing.
         resume: whether to continue the runs in ``directory``.
         title: line to print first.
         begin: called with the number of each part, from 1, before it runs.
-        publish: called after the last.
-        jobs: most trials of a run that run side by side.
+        publish: called after the last part.
+        jobs: maximum number of a run's trials that run side by side.
         measure: called with each part that was not stopped.
 
     Raises:
-        FedshiftError: a part diverged; the others have been run and published then.
+        FedshiftError: a part diverged; raised after the others have been run and published.
 
     """
     from ..experiments.run_queue import read_outcome, run_pending
@@ -144,7 +144,7 @@ def run_several(
             measure(part)
 
     with closing(RunDirectory(directory, resume=resume)) as kept:
-        if not resume:  # otherwise once a part was run: one that fails leaves what was asked for before
+        if not resume:  # when resuming, only after a part was run, so that a failure keeps the earlier settings
             kept.write_settings(settings)
         print_line(console, f"{directory}: {title}")
         try:
@@ -163,7 +163,7 @@ def run_several(
 
 
 def find_kind(directory: Path) -> str | None:
-    """Return what wrote ``directory``: run (or compare), sweep, advise, leave-out or reproduce; None: none of them."""
+    """Return the command that wrote ``directory``: run (or compare), sweep, advise, leave-out, reproduce; else None."""
     from ..results.summary import holds_run
 
     if holds_run(directory):
@@ -187,7 +187,7 @@ def summarize_experiment(experiment: Experiment) -> str:
 
 
 def use_threads(threads: int | None) -> None:
-    """Set the number of torch's threads; None: torch's own choice, but no more than there are processors."""
+    """Set the number of torch's threads; None: torch's choice, limited to the number of processors."""
     import torch
 
     threads = threads or min(torch.get_num_threads(), available_processors())
@@ -197,7 +197,7 @@ def use_threads(threads: int | None) -> None:
 
 @contextmanager
 def _profile(wanted: bool) -> Iterator[Seconds]:
-    """Yield the seconds that the parts of the block take, where that is ``wanted``."""
+    """Yield the seconds that the parts of the block take, if ``wanted``."""
     if not wanted:
         yield {}
         return
@@ -206,7 +206,7 @@ def _profile(wanted: bool) -> Iterator[Seconds]:
 
 
 def _print_profile(console: Console, seconds: Seconds, whole: float, device: str) -> None:
-    """Print a table of the parts, and how near to the measured peak training came."""
+    """Print a table of the parts, and how close training came to the measured peak."""
     from rich.table import Table
 
     from ..engines.cost_model import measure_peak

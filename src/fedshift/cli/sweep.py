@@ -1,4 +1,4 @@
-"""The command ``fedshift sweep``: a comparison under each combination of settings' values, and one table of all."""
+"""The command ``fedshift sweep``: a comparison for each combination of settings' values, and one table of all."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def read_sweep(directory: Path) -> tuple[SweepSpec, list[Combination]]:
 
 
 def rebuild_sweep(directory: Path, console: Console) -> None:
-    """Publish again what the sweep in ``directory``, and each of its comparisons, has left so far."""
+    """Publish the results so far of the sweep in ``directory``, and of each of its comparisons, again."""
     from ..report.publication import publish_run
 
     spec, wanted = read_sweep(directory)
@@ -82,7 +82,7 @@ def rebuild_sweep(directory: Path, console: Console) -> None:
 
 
 def _publish(spec: SweepSpec, wanted: Sequence[Combination], directory: Path, console: Console) -> None:
-    """Print and write what the combinations have left so far, if anything."""
+    """Print and write the combinations' results so far, if any."""
     from ..experiments.sweep import collect_points
     from ..report.sweep_report import SweepResults, publish_sweep
 

@@ -1,4 +1,4 @@
-"""The command that checks FedBN's theory by number: ``fedshift theory``."""
+"""The command ``fedshift theory``: a numerical check of FedBN's theory."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def theory(
     """Check FedBN's theory numerically: Gram matrices, corollary 4.6, lemma 4.3, predicted and measured convergence.
 
     Args:
-        clients: Clients, each with a different random covariance.
+        clients: Number of clients, each with a different random covariance.
         samples: Samples of each client.
         dimension: Inputs of a sample.
-        width: Neurons of the network that is trained; others of a sixteenth, a quarter and four times as many beside
-            it.
-        heterogeneity: How far covariances differ: their eigenvalues lie between e to the minus this and e to this.
-        alpha: Standard deviation of the network's weights at the start: the larger, the more gamma does.
-        seed: Seed of everything.
+        width: Neurons of the trained network; networks with a sixteenth, a quarter and four times as many are also
+            used.
+        heterogeneity: How much covariances differ: their eigenvalues lie between e to the minus this and e to this.
+        alpha: Standard deviation of the network's initial weights: the larger, the more effect gamma has.
+        seed: Seed of all random numbers.
         steps: Steps of gradient descent.
-        draws: Random federations on which corollary 4.6 is tried.
+        draws: Random federations on which corollary 4.6 is tested.
         monte_carlo: Sampled neurons with which the integrated Gram matrix is compared.
         out: Directory for the figures (SVG and PNG) and theory.json; without it nothing is written.
 

@@ -1,7 +1,7 @@
-"""The command ``fedshift watch``: a page of a run's curves so far, served to this machine's browser alone.
+"""The command ``fedshift watch``: a page with a run's curves so far, served only to this machine's browser.
 
-The server listens on 127.0.0.1, answers GET for one page, and checks the Host header, so that no other site that a
-browser shows can read the page under another name (DNS rebinding).
+The server listens on 127.0.0.1, answers GET for one page, and checks the Host header, so that another site open in the
+browser cannot read the page under another name (DNS rebinding).
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ HOST = "127.0.0.1"
 SECONDS = 3
 """Seconds between two requests of an open page."""
 SHARE = 10
-"""A page is made anew after this many times as long as making it took, so that the run keeps its processors."""
+"""Minimum time between two versions of the page, as a multiple of the time to make one, to spare the run's CPUs."""
 RECORDS = ("study.json", "notices.json", "done.json", "trials/*/rounds.jsonl")
-"""Files of a run whose sizes and times tell whether there is anything new."""
+"""Files of a run whose sizes and times show whether anything is new."""
 
 
 def watch(directory: Path, *, port: int = 0) -> int:
     """Serve a live page with the curves of a run, on this machine only.
 
     Args:
-        directory: Directory that run, compare, sweep or serve writes; the run may go on, be stopped or have ended.
-        port: Port on 127.0.0.1; 0 takes one that is free.
+        directory: Directory that run, compare, sweep or serve writes; the run may be active, stopped or finished.
+        port: Port on 127.0.0.1; 0 chooses a free one.
 
     """
     if not 0 <= port < 2**16:
@@ -60,7 +60,7 @@ def watch(directory: Path, *, port: int = 0) -> int:
 
 
 class LivePage:
-    """The page of a run directory, made anew where records have changed."""
+    """The page of a run directory, remade when records have changed."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -71,7 +71,7 @@ class LivePage:
         self._content = b""
 
     def check(self) -> None:
-        """Raise :class:`UsageError` where no run is in the directory, or about to be."""
+        """Raise :class:`UsageError` if the directory has no run and none is about to start there."""
         from ..results.run_directory import LOCK, MACHINES
 
         kind = find_kind(self.directory)
@@ -126,7 +126,7 @@ class LivePage:
         return render_live_page(view, self._version, SECONDS)
 
     def _collect(self) -> tuple[tuple[CurvePoint, ...], int | None]:
-        """Return the runs begun so far, and the number of all where that is known."""
+        """Return the runs begun so far, and the total number if known."""
         from ..report.curves import CurvePoint
         from ..results.summary import read_summary
 
@@ -146,7 +146,7 @@ class LivePage:
 
 
 class PageServer(ThreadingHTTPServer):
-    """Server of ``page`` on a port of this machine alone."""
+    """Server of ``page`` on a local port of this machine."""
 
     def __init__(self, page: LivePage, port: int) -> None:
         self.page = page
@@ -159,7 +159,7 @@ class PageServer(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers GET / with the page, or that it has not changed."""
+    """Answers GET / with the page, or with "not modified"."""
 
     server: PageServer
     timeout = 10

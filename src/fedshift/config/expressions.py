@@ -3,7 +3,7 @@
 ``fedprox(mu=0.1)`` calls ``fedshift.methods.fedprox:fedprox``; ``digit-cnn-bn`` is
 ``fedshift.models.digits:digit_cnn_bn``; ``my_package.module:function`` is a user's own function. Methods compose as in
 Python, ``fedbn(fedprox(mu=0.1))``, or with ``+``: ``fedbn+fedprox(mu=0.1)``. Expressions are parsed, not evaluated, and
-may hold only calls of such names with literals.
+may contain only calls of such names with literals.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def list_catalog(package: str) -> Mapping[str, Callable[..., Any]]:
 
 @dataclass(frozen=True, kw_only=True)
 class CatalogEntry:
-    """Description of a function in the catalog, read from its source without importing it (and with it torch).
+    """Description of a function in the catalog, read from its source without importing it (and torch).
 
     ``arguments``: keyword arguments with their defaults. ``summary``: first paragraph of the docstring.
     """
@@ -66,7 +66,7 @@ def read_catalog(package: str) -> Mapping[str, CatalogEntry]:
 
 
 def read_functions(path: Path, *, by_module: bool = False) -> dict[str, CatalogEntry]:
-    """Describe the public functions of a source file, with the module's docstring where it describes one thing only.
+    """Describe the public functions of a source file, with the module's docstring if the module defines one thing only.
 
     With ``by_module`` that is the function with the file's name; in data sets, modules that assign ``CARD``.
     """
@@ -95,15 +95,15 @@ def _list_defaults(function: ast.FunctionDef) -> Iterator[str]:
 
 
 def _spell(package: str, name: str) -> str:
-    """Return ``name`` in the package's spelling, models with dashes, methods with underscores; both are understood."""
+    """Return ``name`` in the package's spelling, models with dashes, methods with underscores; both are accepted."""
     return name.replace("-", "_").lower() if package == "methods" else name.replace("_", "-").lower()
 
 
 @contextmanager
 def trust_only(names: Iterable[str], source: object = "") -> Iterator[None]:
-    """Resolve no function outside of fedshift but ``names`` in this block, whose expressions came from elsewhere.
+    """In this block, resolve only ``names`` and functions of fedshift, because expressions came from elsewhere.
 
-    ``source``: the file that they are in, for errors.
+    ``source``: the file with the expressions, for errors.
     """
     token = distrust(names, source)
     try:
@@ -113,12 +113,12 @@ def trust_only(names: Iterable[str], source: object = "") -> Iterator[None]:
 
 
 def distrust(names: Iterable[str], source: object) -> Token[_Trust | None]:
-    """Do as :func:`trust_only` from now on in this context."""
+    """Apply :func:`trust_only` from now on in this context."""
     return _TRUSTED.set((frozenset(name.replace(":", ".") for name in names), str(source)))
 
 
 def find_functions(text: str) -> list[str]:
-    """Return all in ``text`` that might be the name of a user's function, ``package.module:function``."""
+    """Return every part of ``text`` that could be the name of a user's function, ``package.module:function``."""
     return re.findall(r"[A-Za-z_][\w.]*[:.]\w+", re.sub(r"'[^']*'|\"[^\"]*\"", "''", text))
 
 
@@ -127,7 +127,7 @@ _TRUSTED: ContextVar[_Trust | None] = ContextVar("trusted", default=None)
 
 
 def resolve(package: str, name: str) -> Callable[..., Any]:
-    """Return the function called ``name``; raise :class:`UsageError` with the nearest name where there is none."""
+    """Return the function called ``name``; raise :class:`UsageError` suggesting the nearest name if there is none."""
     kind = package.removesuffix("es" if package == "losses" else "s")
     module_name, _, attribute = name.replace(":", ".").rpartition(".")
     if not module_name:
@@ -168,7 +168,7 @@ def expressions(kind: str, text: str, lookup: Callable[[str], Callable[..., Any]
 
 
 def split_expressions(kind: str, text: str) -> list[str]:
-    """Split ``text`` at commas outside brackets and quotes; raise :class:`UsageError` where one is not closed."""
+    """Split ``text`` at commas outside brackets and quotes; raise :class:`UsageError` if one is not closed."""
     found, depth, quote = [""], 0, ""
     for sign in text:
         if quote:
@@ -189,7 +189,7 @@ def split_expressions(kind: str, text: str) -> list[str]:
 
 
 def _describe_parameters(signature: inspect.Signature) -> str:
-    """Return the arguments as a user writes them, ``clients, seed=0``, without the base that ``+`` gives a method."""
+    """Return the arguments as a user writes them, ``clients, seed=0``, without the base method that ``+`` passes."""
     shown = [
         f"{each.replace(annotation=each.empty)}{' (by position)' if each.kind is each.POSITIONAL_ONLY else ''}"
         for each in signature.parameters.values()

@@ -1,11 +1,11 @@
-"""The settings of a run as they are kept in its directory: ``config.toml`` with a last table, ``written``.
+"""The settings of a run as stored in its directory: ``config.toml`` with a final table, ``written``.
 
     [written]
     directory = "/home/ann/project"   # in which the command was given: relative paths begin there
     from_here = "../.."               # the same, seen from the run directory, where all was moved together
     crc32 = "1a2b3c4d"                # checksum of everything above
 
-An edited file is refused: settings of a run that goes on are changed by flags.
+An edited file is refused: use flags to change the settings of a resumed run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..utils.errors import FedshiftError, UsageError
 
 FILE, WRITTEN = "config.toml", "written"
 COMMAND: ContextVar[str] = ContextVar("command", default="")
-"""The command line of the program, which runs write down; empty in Python."""
+"""The command line of the program, which runs record; empty in Python."""
 _CHECKSUM = '\ncrc32 = "'
 _FIX = (
     "restore it from a copy (settings are changed by flags, beside --resume), or start a new run in another directory"
@@ -35,9 +35,9 @@ _FIX = (
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """Settings that the run in ``run`` was given.
+    """Settings of the run in ``run``.
 
-    ``directories``: in which the run was begun, by its name and as seen from ``run``.
+    ``directories``: the directory in which the run was begun, absolute and relative to ``run``.
     """
 
     run: Path
@@ -46,19 +46,19 @@ class RunSettings:
 
     @property
     def began(self) -> Path:
-        """Directory in which the run was begun, or the current one where that is gone."""
+        """Directory in which the run was begun, or the current one if that no longer exists."""
         return next(filter(Path.is_dir, self.directories), Path.cwd())
 
     @property
     def data_setting(self) -> str:
-        """The setting that says where the data are: ``data``, or ``root`` for a benchmark."""
+        """The setting that locates the data: ``data``, or ``root`` for a benchmark."""
         return "data" if Path(str(self.values.get("data", ""))).is_absolute() else "root"
 
     def find_paths(self, flags: Mapping[str, str]) -> dict[str, Any]:
-        """Return the settings with data and weights where they are now: where they were, or were moved with the run.
+        """Return the settings with the current paths of data and weights: unchanged, or moved with the run.
 
-        Raises :class:`UsageError` where nothing is there; ``flags`` names the flag that says where they are, by the
-        setting. Without one, it was given.
+        Raises :class:`UsageError` if nothing is found there; ``flags`` names the flag for the current path, by setting.
+        A setting without a flag was given by the user.
         """
         values, name = dict(self.values), self.data_setting
         if values.get(name):
@@ -82,13 +82,13 @@ class RunSettings:
         return list(dict.fromkeys((began / path, Path(moved))))
 
     def add_code(self) -> None:
-        """Let methods and models be found that are functions in the directory in which the run was begun."""
+        """Make methods and models importable that are functions in the directory in which the run was begun."""
         if self.directories[0].is_dir() and (place := str(self.directories[0])) not in sys.path:
             sys.path.append(place)
 
 
 def to_toml(values: Mapping[str, Any]) -> str:
-    """Return settings as TOML, those that are mappings as tables at the end; without None.
+    """Return settings as TOML, without None values and with mappings as tables at the end.
 
     Strings, numbers, booleans and lists of them are written as in JSON.
     """
@@ -104,10 +104,10 @@ def to_toml(values: Mapping[str, Any]) -> str:
 def format_settings(values: Mapping[str, Any], run: Path) -> str:
     """Return the content of the settings file of the run in directory ``run``.
 
-    The directory of the command stays the one in which the run was begun, while that exists.
+    The recorded directory stays the one in which the run was begun, as long as that exists.
     """
     began = Path.cwd()
-    with suppress(FedshiftError):  # a new run has no such file
+    with suppress(FedshiftError):  # a new run has no settings file
         began = read_run_settings(run).began
     place = {"directory": str(began), "from_here": os.path.relpath(began, run)}
     text = f"{to_toml(values)}\n[{WRITTEN}]\n{to_toml(place)}".rstrip("\n") + _CHECKSUM
@@ -117,7 +117,7 @@ def format_settings(values: Mapping[str, Any], run: Path) -> str:
 def read_run_settings(run: Path) -> RunSettings:
     """Return the settings of the run in directory ``run``.
 
-    Raises :class:`FedshiftError` where they are missing, damaged or edited.
+    Raises :class:`FedshiftError` if they are missing, damaged or edited.
     """
     path = run / FILE
     try:

@@ -27,7 +27,7 @@ from ..utils.errors import UsageError, unknown_name
 from .settings_file import FILE, WRITTEN
 
 EXPRESSIONS = ("method", "methods", "model", "loss", "augment", "task", "over")
-"""Settings that may name functions of users."""
+"""Settings that may name users' functions."""
 DATA = Group("Data", sort_key=1)
 PREPARING = Group("Preparing data", sort_key=2)
 FILES = Group("Reading files", sort_key=3)
@@ -45,7 +45,7 @@ def _join(value: Any) -> Any:
 
 
 def _parse_number(value: Any) -> Any:
-    """Return a text that is a number as an integer or, with a decimal point, as a float; other values as they are."""
+    """Convert a numeric text to an integer or, with a decimal point, to a float; return other values unchanged."""
     for kind in (int, float) if isinstance(value, str) else ():
         with suppress(ValueError):
             return kind(value)
@@ -65,7 +65,7 @@ Positive = Annotated[int, Field(ge=1)]
 AUTO = "auto"
 """Value of a setting that is chosen for the user."""
 PYTHON = "python"
-"""Table of a TOML file with the settings that a run from Python had as values that no file can hold."""
+"""Table of a TOML file with the settings of a run from Python whose values a file cannot store."""
 OF_ONE = {
     "over": "sweep", "budget": "advise", "rates": "advise", "leave_out": "compare", "method": "run",
     "methods": "compare",
@@ -75,19 +75,19 @@ ESSENTIAL = frozenset(
     {"data", "split", "validation", "model", "method", "methods", "over", "rounds", "epochs", "batch_size", "lr",
      "seeds", "config", "out", "resume", "budget"}
 )  # fmt: skip
-"""Settings that the help of run, compare, sweep and advise shows; ``--help-all`` shows the others too."""
+"""Settings shown by the help of run, compare, sweep and advise; ``--help-all`` also shows the others."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrialSpec:
-    """Settings that a trial takes as they are written."""
+    """Settings that a trial uses as written."""
 
     rounds: Annotated[Positive, Parameter(group=TRAINING)] = 20
     """Communication rounds."""
 
     participation: Annotated[Number | None, Field(gt=0), Parameter(group=TRAINING)] = None
-    """Clients that take part in a round: a whole number counts them, one with a decimal point is the fraction; 1 is one
-    client, 1.0 are all. By default all."""
+    """Clients that take part in a round: an integer is a number of clients, a number with a decimal point a fraction of
+    them; 1 is one client, 1.0 is all. By default all."""
 
     engine: Annotated[str, Parameter(group=COMPUTING)] = "auto"
     """Engine that runs the clients: sequential, one after another; stacked, side by side in one tensor program (small
@@ -96,8 +96,8 @@ class TrialSpec:
     ray. Engines agree up to rounding."""
 
     workers: Annotated[Positive | None, Parameter(group=COMPUTING)] = None
-    """Largest number of processes of the engines pool and ray; by default one for each free processor, or one for each
-    processor of the Ray cluster."""
+    """Maximum number of processes of the engines pool and ray; by default one per free processor, or one per processor
+    of the Ray cluster."""
 
     precision: Annotated[Literal["float32", "bfloat16"], Parameter(group=COMPUTING)] = "float32"
     """Number format of the layers' computations; bfloat16 is faster where the processor supports it, and inexact: about
@@ -107,15 +107,15 @@ class TrialSpec:
     """Torch device: cpu, cuda, cuda:1."""
 
     unseen: Annotated[str, Parameter(group=MEASURING)] = "skip"
-    """Measurement of a client that never trained, under a method that keeps state on clients: not at all (skip); with
-    the average of the others' entries; with the average and, without labels, BatchNorm statistics of the client's
-    training inputs (reestimate), a mix of both, mixed(alpha=0.5), these and the entropy of predictions minimized over
-    normalization's weight and bias, tent(steps=1, lr=0.001), of certain predictions alone, sar(lr=0.001), or steps at
-    rates that the others learn, atp(rounds=10); with the model of the client that fits its training data best
-    (nearest), or whose statistics are nearest to those of its inputs (nearest_statistics), or the others' entries
-    weighted by such distances (weighted); with the average after a round of training on its data (finetune); or with
-    the shared layers unchanged and BatchNorm alone trained on its data (finetune_bn). Methods with one global
-    model measure it on that."""
+    """Policy for measuring a client that never trained, with a method that keeps state on clients. skip: do not measure
+    it. average: the average of the others' entries. The next five start from the average and use no labels: reestimate
+    takes BatchNorm statistics of the client's training inputs; mixed(alpha=0.5) mixes both statistics; tent(steps=1,
+    lr=0.001) takes the client's statistics and minimizes the entropy of predictions over normalization's weight and
+    bias; sar(lr=0.001) does so for certain predictions only; atp(rounds=10) takes steps at rates that the others learn.
+    nearest: the model of the client that fits its training data best. nearest_statistics: the model of the client whose
+    statistics are nearest to those of its inputs. weighted: the others' entries weighted by such distances. finetune:
+    the average after a round of training on its data. finetune_bn: the shared layers unchanged, and BatchNorm alone
+    trained on its data. Methods with one global model measure the client on that model."""
 
     evaluate_every: Annotated[Positive | None, Parameter(group=MEASURING)] = None
     """Rounds between evaluations; the last is always evaluated. By default about ten evaluations in all."""
@@ -131,13 +131,13 @@ class TrialSpec:
     """Round that tables report: the last, or the best on validation data; never the best on test data."""
 
     target_metric: Annotated[float | None, Field(gt=0, allow_inf_nan=False), Parameter(group=MEASURING)] = None
-    """Value of the metric to reach, 0.9 for 90 %, of errors in their unit: the report says after how many rounds and
+    """Target value of the metric: 0.9 for 90 %; for errors, in their unit. The report shows after how many rounds and
     bytes each method reached it. Only evaluated rounds count, so evaluate every round to find the exact one."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SharedSpec(TrialSpec):
-    """Settings that the command line, TOML and Python write in the same way."""
+    """Settings written in the same way on the command line, in TOML and in Python."""
 
     epochs: Annotated[Positive | None, Parameter(group=TRAINING)] = None
     """Passes of each client over its data in a round; 1 unless batches are given."""
@@ -150,22 +150,22 @@ class SharedSpec(TrialSpec):
 
     log: Annotated[Names | None, Parameter(group=DIRECTORY)] = None
     """Loggers, comma-separated: tensorboard, mlflow, wandb (pip install 'fedshift[tensorboard]'). They write files in
-    the run directory; nothing leaves the machine unless MLFLOW_TRACKING_URI or WANDB_MODE=online says so. none logs
-    nowhere, also where a resumed run was begun with some."""
+    the run directory; nothing leaves the machine unless MLFLOW_TRACKING_URI or WANDB_MODE=online is set. none turns
+    logging off, also for a resumed run that was begun with loggers."""
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class DataSpec:
-    """Settings of reading data, sharing them out among clients, and scaling them."""
+    """Settings for reading data, distributing them among clients, and scaling them."""
 
     root: Annotated[str | None, Parameter(group=PREPARING)] = None
-    """Directory that holds the files of benchmarks; by default the one that FEDSHIFT_DATA names, or data."""
+    """Directory with the files of benchmarks; by default the directory in FEDSHIFT_DATA, or data."""
 
     domains: Annotated[Names | None, Parameter(group=PREPARING)] = None
     """Clients to use, comma-separated, in the order of the tables; by default all."""
 
     split: Annotated[str | None, Parameter(group=PREPARING)] = None
-    """Distribution of the samples among clients, one change or several in turn: iid(clients=10), dirichlet(clients=10,
+    """Distribution of the samples among clients, one or several steps in turn: iid(clients=10), dirichlet(clients=10,
     alpha=0.3), labels(clients=100, per_client=2), quantity(clients=10), domain_mix(clients=20, mixing=0.1),
     ham_non_iid(), sample(size=743), truncate(),
     repeat(), validation(fraction=0.1) or validation(size=50), only(clients='usps-*') or saved(path='split.csv');
@@ -178,29 +178,29 @@ class DataSpec:
     """Fraction of each client's training samples to hold out for validation."""
 
     test_fraction: Annotated[float, Field(gt=0, lt=1), Parameter(group=FILES)] = 0.2
-    """Fraction of each client's samples for testing, where files define no such split."""
+    """Fraction of each client's samples for testing, if the files do not define a split."""
 
     classes: Annotated[Positive | None, Parameter(group=PREPARING)] = None
     """Number of classes; by default one more than the largest training label."""
 
     allow_single_class: Annotated[bool, Parameter(group=PREPARING, negative=())] = False
-    """Accept clients whose training data hold one class only."""
+    """Accept clients whose training data contain only one class."""
 
     image_size: Annotated[Positive | None, Parameter(group=PREPARING)] = None
-    """Height and width in pixels to which images are resized; by default 28 where clients' arrays differ in size."""
+    """Height and width in pixels to which images are resized; by default 28 if clients' arrays differ in size."""
 
     normalize: Annotated[Literal["half", "imagenet", "unit", "client"] | None, Parameter(group=PREPARING)] = None
-    """Scaling of images: half (to [-1, 1]), unit (to [0, 1]), imagenet (its means and deviations) or client (those of
-    the client's own training images); by default that of the benchmark, or half."""
+    """Scaling of images: half (to [-1, 1]), unit (to [0, 1]), imagenet (ImageNet's means and deviations) or client (the
+    means and deviations of the client's training images); by default the benchmark's scaling, or half."""
 
     on_data_error: Annotated[Literal["refuse", "warn", "ignore"] | None, Parameter(group=PREPARING)] = None
-    """Treatment of what `fedshift data check` calls an error (copies of test samples in training data, equal samples
-    with different labels, one class under two spellings, images that are left out, files that cannot be read): refuse
-    to start; warn in one line and go on, without such files; or ignore, without looking for it. By default files that
-    cannot be read are refused, and of other errors a line warns."""
+    """Treatment of errors that `fedshift data check` finds (copies of test samples in training data, equal samples with
+    different labels, one class under two spellings, skipped images, unreadable files): refuse to start; warn in one
+    line and continue without such files; or ignore, without checking. By default unreadable files are refused, and
+    other errors cause a one-line warning."""
 
     client_column: Annotated[str | None, Parameter(group=FILES)] = None
-    """Column of a table that names the client, where one table holds all."""
+    """Column with the client's name, if one table contains all clients."""
 
     task: Annotated[str | None, Parameter(group=FILES)] = None
     """Kind of prediction: classification, segmentation (a class for each pixel), multilabel (several labels
@@ -208,13 +208,13 @@ class DataSpec:
     training data, regression(standardize=False) does not. By default classes, or masks where there are some."""
 
     target: Annotated[str | None, Parameter(group=FILES)] = None
-    """Column of a table that holds the label; of several labels or numbers, the columns with commas between."""
+    """Column of a table with the label; for several labels or numbers, comma-separated columns."""
 
     split_column: Annotated[str | None, Parameter(group=FILES)] = None
     """Column of a table with the values train, validation or test."""
 
     group_column: Annotated[str | None, Parameter(group=FILES)] = None
-    """Column of a table whose groups (patients) must not be cut into training and test data."""
+    """Column of a table whose groups (patients) must not be split between training and test data."""
 
     missing: Annotated[Literal["impute", "refuse"], Parameter(group=FILES)] = "impute"
     """Treatment of missing values in a table: filled in from the client's own training part, or refused."""
@@ -230,47 +230,47 @@ class DataSpec:
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class Spec(DataSpec, SharedSpec):
-    """All settings of an experiment but its methods."""
+    """All settings of an experiment except its methods."""
 
     data: Annotated[str, Parameter(group=DATA)] = "digits"
     """Data to use: the embedded digits, or nuclei (segmentation); a benchmark by name (see `fedshift data list`); or a
-    directory of your own: images in client/class or client/train/class, images in client/images with masks in
-    client/masks, one .npz file a client, or CSV or Parquet tables."""
+    your own directory: images in client/class or client/train/class, images in client/images with masks in
+    client/masks, one .npz file per client, or CSV or Parquet tables."""
 
     model: Annotated[str, Parameter(group=MODEL)] = "auto"
-    """Network by name (see `fedshift list models`), perhaps with options, unet(width=32), or your own function,
-    package.module:function, called with the shape of a sample and the number of classes; where its network returns
+    """Network by name (see `fedshift list models`), optionally with arguments, unet(width=32), or your own function,
+    package.module:function, called with the shape of a sample and the number of classes; if its network returns
     several outputs, take_output(package.module:function, output='logits'). auto is unet-small for
     masks, small-cnn for other images and abide-mlp for other samples."""
 
     weights: Annotated[str | None, Parameter(group=MODEL)] = None
-    """File of weights from which every network starts, in place of random ones: a state dictionary, as .safetensors or
+    """File with the initial weights of every network, in place of random ones: a state dictionary, as .safetensors or
     as torch.save writes it (.pt, .pth, .bin; read without running code)."""
 
     weights_skip_classifier: Annotated[bool, Parameter(group=MODEL, negative=())] = False
-    """Leave the last layer of --weights out, as for other classes; it starts from random weights."""
+    """Ignore the last layer of --weights, for example for different classes; it starts from random weights."""
 
     agc: Annotated[float | None, Field(gt=0, allow_inf_nan=False), Parameter(group=MODEL)] = None
     """Adaptive gradient clipping for every method, at this multiple of each unit's weights (FedWon uses 0.64, 1.28)."""
 
     agc_skip_classifier: Annotated[bool, Parameter(group=MODEL, negative=())] = False
-    """Leave the last layer's gradients out of --agc."""
+    """Do not apply --agc to the last layer's gradients."""
 
     loss: Annotated[str, Parameter(group=TRAINING)] = "auto"
     """Training loss, by default the task's: cross_entropy or focal(gamma=2.0), either with weights='balanced', by the
     classes of all training data, weights='inverse_frequency', these times the number of classes, or weights=(1.0, 2.5),
-    one a class; of masks also dice and dice_cross_entropy; of several labels binary_cross_entropy or binary_focal; of
-    numbers mse, mae or huber(delta=1.0); or your own function of outputs and targets, package.module:function."""
+    one per class; for masks also dice and dice_cross_entropy; for several labels binary_cross_entropy or binary_focal;
+    for numbers mse, mae or huber(delta=1.0); or your own function of outputs and targets, package.module:function."""
 
     augment: Annotated[str | None, Parameter(group=TRAINING)] = None
     """Augmentation of training images, one or several of flip(), rotate(degrees=30), crop(padding=4), color_jitter(),
     scale(), shear(), erase(), or fedbn_office(), fedmmb_cifar(), flamby_isic()."""
 
     batch_size: Annotated[int, Field(ge=0), Parameter(group=TRAINING)] = 32
-    """Samples in a batch; 0 puts all of a client's into one."""
+    """Samples in a batch; 0 puts all of a client's samples into one batch."""
 
     optimizer: Annotated[str, Parameter(group=TRAINING)] = "sgd"
-    """Local optimizer: sgd or adamw, which takes adamw(beta1=0.9, beta2=0.999, eps=1e-08)."""
+    """Local optimizer: sgd or adamw, with arguments adamw(beta1=0.9, beta2=0.999, eps=1e-08)."""
 
     momentum: Annotated[float, Field(ge=0, lt=1), Parameter(group=TRAINING)] = 0.0
     """Momentum of SGD."""
@@ -293,14 +293,14 @@ class Spec(DataSpec, SharedSpec):
     names."""
 
     seeds: Annotated[Positive, Parameter(group=TRAINING)] = 1
-    """Number of seeds, run from --first-seed on; 3 or more give standard deviations and intervals."""
+    """Number of seeds, starting at --first-seed; 3 or more give standard deviations and intervals."""
 
     first_seed: Annotated[int, Field(ge=0), Parameter(group=TRAINING)] = 0
     """The first seed."""
 
     threads: Annotated[Positive | None, Parameter(group=COMPUTING)] = None
-    """Threads of torch; by default torch's own choice. Small networks run faster on one, and results are equal bit for
-    bit only under the same number."""
+    """Threads of torch; by default torch's choice. Small networks run faster on one thread, and results are equal bit
+    for bit only with the same number of threads."""
 
     moments: Annotated[Names, Parameter(group=MEASURING)] = "loaded"
     """Moments of an evaluated round at which clients' models are measured, comma-separated: loaded (just after
@@ -328,11 +328,11 @@ class CompareSpec(Spec):
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class SweepSpec(CompareSpec):
-    """A comparison under each combination of some settings' values."""
+    """A comparison for each combination of some settings' values."""
 
     over: Annotated[Texts, Parameter(group=SWEEPING, negative=(), show_default=False)] = ()
-    """Setting and its values, once for each setting: --over epochs=1,4,16 --over batch_size=10,50,0. Every combination
-    is a separate comparison; commas inside brackets do not separate values, and none unsets a setting. In TOML: over =
+    """Setting and its values, once per setting: --over epochs=1,4,16 --over batch_size=10,50,0. Every combination is a
+    separate comparison; commas inside brackets do not separate values, and none unsets a setting. In TOML: over =
     ["epochs=1,4,16", "batch_size=10,50,0"]."""
 
 
@@ -341,28 +341,28 @@ class AdviseSpec(CompareSpec):
     """A search for the best method on validation data."""
 
     methods: Annotated[Names, Parameter(group=MODEL)] = AUTO
-    """Methods to try, comma-separated (see `fedshift list methods`); by default those that a diagnosis of the data
+    """Methods to try, comma-separated (see `fedshift list methods`); by default the ones that a diagnosis of the data
     favors, and some that are always worth trying."""
 
     budget: Annotated[float, Field(gt=0, allow_inf_nan=False), Parameter(group=SEARCHING)] = 10.0
-    """Minutes that training and evaluation may take, by steps timed on this machine; where they do not suffice, fewer
+    """Minutes for training and evaluation, estimated from steps timed on this machine; if they do not suffice, fewer
     rounds than --rounds, fewer learning rates and fewer methods are tried."""
 
     rates: Annotated[Names, Parameter(group=SEARCHING)] = AUTO
-    """Learning rates to try of each method, comma-separated; by default 0.003, 0.01, 0.03, 0.1 and 0.3, with adamw a
-    thirtieth of these. A method with its own, fedbn+tuned(lr=0.05), is tried at that alone."""
+    """Learning rates to try with each method, comma-separated; by default 0.003, 0.01, 0.03, 0.1 and 0.3, with adamw a
+    thirtieth of these. A method with its own rate, fedbn+tuned(lr=0.05), is tried only at that rate."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunLocation:
-    """Files and directories of a run and what is printed of it, which are not part of the experiment."""
+    """Files and directories of a run and what it prints, which are not part of the experiment."""
 
     config: Annotated[Path | None, Parameter(group=DIRECTORY)] = None
-    """TOML file with the same names as the flags (image_size = 28); flags given here win."""
+    """TOML file with the same names as the flags (image_size = 28); flags on the command line take precedence."""
 
     code: Annotated[Texts, Parameter(group=DIRECTORY, negative=(), show_default=False)] = ()
-    """Function of your own, package.module:function, that the file of --config may name; may be given several times.
-    Files may come from others, so no other is called; those that flags name need nothing."""
+    """Your own function, package.module:function, that the file of --config may call; may be given several times.
+    Files may come from others, so no other function in them is called; functions in flags need not be listed."""
 
     out: Annotated[Path | None, Parameter(group=DIRECTORY)] = None
     """Directory to write; by default a new one under runs/."""
@@ -371,28 +371,28 @@ class RunLocation:
     """Directory of an interrupted run to continue, bit for bit."""
 
     quiet: Annotated[bool, Parameter(group=DIRECTORY, negative=())] = False
-    """Print neither progress nor notes, which the page has: only the directory, the tables at the end, and errors."""
+    """Print only the directory, the tables at the end, and errors; no progress, and no notes, which are on the page."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(RunLocation):
-    """Files and directories of a run, and how many of its trials run at a time."""
+    """Files and directories of a run, and the number of trials that run at a time."""
 
     jobs: Annotated[Positive | Literal["auto"], Parameter(group=COMPUTING)] = "auto"
-    """Most trials (one method with one seed each) that run side by side, in processes; results are the same bit for
-    bit. auto: one for each processor, of those trials that leave processors idle, where that saves time."""
+    """Maximum number of trials (one method with one seed each) that run side by side, in processes; results are the
+    same bit for bit. auto: one per processor, for trials that leave processors idle, if that saves time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions(RunOptions):
-    """Files and directories of one run, how many of its trials run at a time, and whether to profile it."""
+    """Files and directories of one run, the number of trials that run at a time, and whether to profile it."""
 
     profile: Annotated[bool, Parameter(group=DIRECTORY, negative=())] = False
-    """Print at the end where the time went, and what share of this machine's measured peak training reached."""
+    """Print at the end where the time went, and the fraction of this machine's measured peak that training reached."""
 
 
 def find_settings(config: Path | None, resume: Path | None) -> Path:
-    """Return the TOML file ``config``, or that of the run in ``resume``; raise :class:`UsageError` without one."""
+    """Return the TOML file ``config``, or the one of the run in ``resume``; raise :class:`UsageError` without one."""
     path = config or (resume or Path()) / FILE
     if not path.is_file():
         kind = "settings file" if config else "run to resume"
@@ -401,7 +401,7 @@ def find_settings(config: Path | None, resume: Path | None) -> Path:
 
 
 def read_settings(path: Path, allowed: Sequence[str]) -> dict[str, Any]:
-    """Return the settings in a TOML file by their names in Python, lists in the form of the flags."""
+    """Return the settings in a TOML file by their Python names, with lists in the form of the flags."""
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -417,8 +417,8 @@ def select_settings(
 ) -> dict[str, Any]:
     """Return ``values`` of the TOML file ``path`` as :func:`read_settings` does.
 
-    Raises :class:`UsageError` also where a run from Python had a value that no file can hold and that is not among
-    those ``given`` again.
+    Also raises :class:`UsageError` if a run from Python had a value that a file cannot store and that is not in
+    ``given``.
     """
     settings, values = dict[str, Any](), dict(values)
     for name, said in dict(values.pop(PYTHON, {})).items():
@@ -441,12 +441,12 @@ def select_settings(
 
 
 def check_settings(settings: object, kind: type) -> None:
-    """Raise :class:`UsageError` naming each value of ``settings`` that is not what ``kind`` declares for its field."""
+    """Raise :class:`UsageError` listing each value of ``settings`` that does not match its field in ``kind``."""
     problems = []
     for name, (hint, adapter) in _adapters(kind).items():
         value = getattr(settings, name)
         try:
-            adapter.validate_python(value, strict=True)  # "3", 3.0 and True are no integers
+            adapter.validate_python(value, strict=True)  # "3", 3.0 and True are not integers
         except ValidationError as error:
             problem = error.errors()[0]
             if problem["type"] == "literal_error" and isinstance(value, str):
@@ -463,7 +463,7 @@ def _list_choices(hint: Any) -> list[str]:
 
 
 def explain(problem: Mapping[str, Any]) -> str:
-    """Return what a value "should be", of one of the errors of a pydantic ``ValidationError``."""
+    """Return what a value "should be" according to one error of a pydantic ``ValidationError``."""
     return str(problem["msg"]).removeprefix("Input ")
 
 
@@ -474,7 +474,7 @@ def _adapters(kind: type) -> dict[str, tuple[Any, TypeAdapter[Any]]]:
 
 
 def read_help(kind: type) -> dict[str, str]:
-    """Return the help of each field of dataclass ``kind``, the string below it in the source, in one line."""
+    """Return the help of each field of dataclass ``kind`` in one line: the string below it in the source."""
     found: dict[str, str] = {}
     for base in reversed(kind.__mro__[:-1]):
         (definition,) = ast.parse(dedent(inspect.getsource(base))).body

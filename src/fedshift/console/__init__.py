@@ -1,1 +1,1 @@
-"""The terminal: progress displays, interruption by Ctrl-C, and the run that a command shows."""
+"""The terminal: progress displays, interruption by Ctrl-C, and output shared by commands."""

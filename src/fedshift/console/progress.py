@@ -19,7 +19,7 @@ from ..experiments.trial import RoundResult
 from ..results.schema import LOWER_IS_BETTER, METRICS, UNITS, Row, compute_metric, metric_unit, rows_to_frame
 
 SHOWN = 20
-"""Most clients that are shown individually."""
+"""Maximum number of clients that are shown individually."""
 
 
 @dataclass(kw_only=True)
@@ -34,7 +34,7 @@ class _TrialProgress:
 
 
 class _ProgressObserver(Observer):
-    """Figures that both displays show, of each trial that runs; ``now`` is the one that events are of."""
+    """Values that both displays show for each running trial; events belong to the trial ``now``."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -70,7 +70,7 @@ class _ProgressObserver(Observer):
         self.now.figure |= self._measure(done.rows)
 
     def _measure(self, rows: Iterable[Row]) -> dict[str, float]:
-        """Return the metric on test data as it is printed, of the clients that define it."""
+        """Return the metric on test data as printed, for the clients that define it."""
         tested = rows_to_frame(
             row for row in rows if (row["split"], row["model"], row["moment"]) == ("test", "personal", "loaded")
         )
@@ -131,7 +131,7 @@ class PlainLines(_ProgressObserver):
 class LiveDisplay(_ProgressObserver):
     """A bar over all rounds with elapsed time and time left, above tables of methods and clients.
 
-    Of trials side by side, clients are those of the one that began first. Use as a context manager.
+    If trials run side by side, the clients shown are those of the trial that began first. Use as a context manager.
     """
 
     def __init__(self, console: Console) -> None:
@@ -195,7 +195,7 @@ class LiveDisplay(_ProgressObserver):
         self.bar.update(self.task, advance=rounds, description=said)
 
     def _render(self) -> Group:
-        """Return the current bar and tables; the display calls this some times a second."""
+        """Return the current bar and tables; the display calls this several times a second."""
         names, table = list(self.names), Table(box=None, padding=(0, 2))
         shown = next((trial for trial in list(self.running.values()) if trial.number < self.rounds), self.now)
         for title in ("client", "training loss", f"test {METRICS[self.metric]}"):
@@ -227,7 +227,7 @@ def _format_progress(loss: float | None, figure: float | None) -> tuple[str, str
 
 
 def _mean(figures: Mapping[str, float]) -> float:
-    values = list(figures.values())  # at once: the display's thread reads while the trial goes on
+    values = list(figures.values())  # a copy: the display's thread reads while the trial continues
     return sum(values) / len(values) if values else float("nan")
 
 

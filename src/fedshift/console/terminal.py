@@ -30,29 +30,29 @@ if TYPE_CHECKING:
     from ..experiments.observer import Observer
 
 ANNOUNCED = 1_000_000
-"""Bytes of newly cached images from which on a command reports them."""
+"""Minimum bytes of newly cached images that a command reports."""
 
 
 def make_console(width: int = 120) -> Console:
-    """Return a console for tables: as wide as the terminal, and ``width`` where it is a file or a pipe."""
+    """Return a console for tables: as wide as the terminal, or ``width`` for a file or a pipe."""
     console = Console()
     return console if console.is_terminal else Console(width=width)
 
 
 def print_line(console: Console, text: str) -> None:
-    """Print ``text`` literally, in one line however long."""
+    """Print ``text`` literally on one line, however long."""
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def print_parts(console: Console, parts: Iterable[RenderableType]) -> None:
-    """Print ``parts``, those that are strings in one line each, to be copied."""
+    """Print ``parts``; each string is on one line, so that it can be copied."""
     for part in parts:
         console.print(part, markup=False, highlight=False, soft_wrap=isinstance(part, str))
 
 
 @contextmanager
 def show_loading(console: Console) -> Iterator[Callable[[str, int, int], None]]:
-    """Show on a terminal what is loaded and how far, then everywhere what was added to the cache of images."""
+    """Show loading progress on a terminal, then on any console what was added to the cache of images."""
     with announce_cache(console), _show_bar(console) as progress:
         yield progress
 
@@ -71,16 +71,16 @@ def _show_bar(console: Console) -> Iterator[Callable[[str, int, int], None]]:
 
 @contextmanager
 def announce_cache(console: Console) -> Iterator[None]:
-    """Say after the block how many bytes of decoded images it added to the cache, where, and how to remove them.
+    """Report after the block how many bytes of decoded images it added to the cache, where, and how to remove them.
 
-    Fewer than ``ANNOUNCED`` bytes are not worth a line.
+    Fewer than ``ANNOUNCED`` bytes are not reported.
     """
     from ..data.files.image_store import BEGUN, entries, images_in, limit
     from ..utils.files import cache_directory
 
     images = images_in(cache_directory())
     before = {entry.place for entry in entries(images)}
-    limit()  # refused before anything is read where it is no number
+    limit()  # raises before anything is read if it is not a number
     try:
         yield
     finally:
@@ -97,7 +97,7 @@ def announce_cache(console: Console) -> Iterator[None]:
 
 
 def describe_cache(images: Path) -> str:
-    """Return how many bytes the directory of decoded images holds, and how many it may."""
+    """Return a description of the size and the limit of the directory of decoded images."""
     from ..data.files.image_store import VARIABLE, count_bytes, limit
     from ..report.formatting import format_bytes
 
@@ -156,9 +156,9 @@ def report_stop(console: Console, command: str, directory: Path) -> int:
 
 
 def choose_directory(place: RunLocation, command: str) -> Path:
-    """Return the directory that a run is to be written to; nothing is made yet.
+    """Return the directory to which a run will be written, without creating it.
 
-    Raises :class:`UsageError` where a directory to write and one to continue are both given, or it cannot be written.
+    Raises :class:`UsageError` if a directory to write and one to continue are both given, or it cannot be written.
     """
     if place.out and place.resume:
         raise UsageError(

@@ -1,9 +1,9 @@
 """Diagnosis of a federation: its shifts, their strength, p-values, and the methods that the evidence favors.
 
 Four tests, each valid in the presence of the other shifts: labels over clients, sizes, features within a class, and
-labels of similar inputs; other tasks have other targets (``targets``), and not the last test. P-values are corrected
-for their number (Holm 1979), so that without any shift one is named in at most 5 of 100 federations. The only training
-is that of one small network on the pooled samples.
+labels of similar inputs; other tasks have other targets (``targets``) and omit the last test. P-values are corrected
+for their number (Holm 1979), so that without any shift, one is reported in at most 5 of 100 federations. Only one small
+network is trained, on the pooled samples.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .shift_tests import LEVEL, SIZES, Evidence, Ints, ShiftFinding, assess, lab
 from .targets import group_targets, read_targets, remove_targets, target_skew
 
 MOST_CLIENTS, MOST_SAMPLES = 20, 6_000
-"""Most clients, and samples of all clients, on which features and concepts are tested; of more, a random part is."""
+"""Maximum clients, and samples of all clients, in the tests of features and concepts; larger data are subsampled."""
 
 GROUPED = {
     "multilabel": "group of like labels",
@@ -53,7 +53,7 @@ class Diagnosis:
     ``sizes``: training samples of each client. ``tested``: clients on which features and concepts were tested, in the
     order of ``pairs`` (AUC of one against another, None on the diagonal) and of their evidence.
     ``single_class``: whether some client has only one class; ``validation``: whether there are validation data;
-    ``notes``: remarks on how to read the numbers. ``task``: the task of fedshift's that the federation's is or derives
+    ``notes``: remarks on how to read the numbers. ``task``: the built-in task that the federation's task is or derives
     from.
     """
 

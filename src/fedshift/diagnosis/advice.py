@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from .shift_tests import Kind, ShiftFinding
 
 CROSS_DEVICE = 20
-"""With more clients than this they are taken for devices that come and go, so methods cannot rely on their memory."""
+"""With more clients than this, they count as devices that come and go, so methods cannot rely on their memory."""
 
 _MOST = 8
 
 REMEMBERS = frozenset({"apfl", "ditto", "fedala", "feddyn", "fedper", "fedrep", "fedrod", "moon", "scaffold"})
 """Methods whose clients keep something from round to round, and so must come back."""
 COUNTS_CLASSES = frozenset({"fedrod"})
-"""Methods that need one class a sample."""
+"""Methods that need one class per sample."""
 
 REASONS: Mapping[Kind, Mapping[str, str]] = {
     "feature shift": {
@@ -91,10 +91,10 @@ REASONS: Mapping[Kind, Mapping[str, str]] = {
         "fedrep": "like fedper, with head and body trained in turn (Collins et al. 2021, arXiv:2102.07078)",
     },
 }
-"""Methods against each kind of shift, with the evidence for them; ``{classes}`` is what the task's targets say."""
+"""Methods against each kind of shift, with the evidence for them; ``{classes}`` is the word for the task's targets."""
 
 SAID: Mapping[str, str] = {"segmentation": "shares of classes", "multilabel": "labels", "regression": "targets"}
-"""Words for what targets say, by task; of classification, and of a task of yours, classes."""
+"""Word for targets by task; for classification and users' tasks it is classes."""
 
 
 @dataclass(frozen=True, kw_only=True)

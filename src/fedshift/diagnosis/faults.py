@@ -190,13 +190,13 @@ def name_features(data: Federation) -> list[str]:
 
 
 def judge_reading(data: Federation) -> Iterator[QualityFinding]:
-    """Find what looks like data and was left out as it was read."""
+    """Find files that look like data and were skipped when reading."""
     for fault in data.faults:
         yield _make_finding("left-out", f"{fault[:1].upper()}{fault[1:]}.")
 
 
 def judge_labels(data: Federation, surveys: Sequence[SplitSurvey]) -> Iterator[QualityFinding]:
-    """Find splits without samples, and labels that are no class."""
+    """Find splits without samples, and labels that are not classes."""
     yield from _list_places("empty", "No sample", {part: part.where for part in surveys if not len(part.labels)})
     if not isinstance(data.task, Classification):
         return
@@ -245,7 +245,7 @@ def _describe_groups(groups: Mapping[str, Sequence[str]]) -> str:
 
 
 def _comparable_splits(surveys: Sequence[SplitSurvey], samples: int) -> list[SplitSurvey]:
-    """Return training splits of at least so many samples without NaN; none where features differ in number."""
+    """Return training splits with at least ``samples`` samples without NaN; none if numbers of features differ."""
     parts = [part for part in surveys if part.split == "train" and len(part.labels) - len(part.broken) >= samples]
     return parts if len({len(part.low) for part in parts}) == 1 else []
 

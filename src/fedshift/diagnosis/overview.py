@@ -25,7 +25,7 @@ from .quality import Quality
 from .survey import survey_splits
 
 SHOWN = 20
-"""Most clients that tables and sheets show one by one."""
+"""Maximum number of clients that tables and sheets show one by one."""
 _STYLE: Mapping[Severity, str] = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 
 
@@ -73,7 +73,7 @@ def _count_classes(data: Federation) -> NDArray[np.int64]:
     """Count each client's training samples (in masks: pixels) of each class, without labels out of range.
 
     Returns:
-        int64 ``[clients, classes]``; zeros where targets are numbers.
+        int64 ``[clients, classes]``; zeros if targets are numbers.
 
     """
     targets = (client.train.y for client in data.clients)
@@ -101,9 +101,9 @@ def draw_overview(data: Federation, directory: Path) -> list[Path]:
 def make_overview(data: Federation) -> dict[str, Figure]:
     """Return figures of the training data by name.
 
-    ``samples``: for images, a sheet with some of each client's, and the outlines of their masks; for vectors
-    ``features``, those in which clients differ most. ``classes``: the number of samples of each class at each client,
-    or the share of pixels.
+    ``samples``: for images, a sheet with some images of each client, and the outlines of their masks; for vectors
+    ``features``, the features in which clients differ most. ``classes``: the number of samples of each class at each
+    client, or the share of pixels.
     """
     classes = list(data.class_names) or [str(number) for number in range(data.classes)]
     counts = pd.DataFrame(_count_classes(data), index=list(data.names), columns=classes)
@@ -128,7 +128,7 @@ def make_overview(data: Federation) -> dict[str, Figure]:
 
 
 def _draw_sheet(data: Federation, classes: list[str]) -> Figure:
-    """Draw training images of the first clients, chosen once: where each has a class, the same number of each."""
+    """Draw a fixed random choice of the first clients' training images; with one class each, equally many per class."""
     shown = data.clients[:SHOWN]
     rows = max(1, min(3, 2 * COLUMNS // len(shown)))
     stratified = data.task.strata(shown[0].train.y) is not None

@@ -28,7 +28,7 @@ def write_page(
 
     Args:
         diagnosis: Result of :func:`~fedshift.diagnosis.diagnose`.
-        data: Federation that was diagnosed, of which pictures are drawn.
+        data: The diagnosed federation, for the pictures.
         path: File to write.
         command: Argument of ``--data`` in the suggested command, quoted; None: the federation's name.
         remarks: Sentences that a reader should know first.

@@ -55,7 +55,7 @@ class Quality:
         return tuple(finding for finding in self.findings if finding.severity == severity)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the findings as values that JSON can hold."""
+        """Return the findings as JSON-compatible values."""
         return asdict(self)
 
 
@@ -100,10 +100,10 @@ def examine(data: Federation) -> Quality:
 
 
 def find_errors(data: Federation) -> tuple[str, ...]:
-    """Return the errors of :func:`examine` with which a run would start, in a sentence each.
+    """Return the errors of :func:`examine` that would not stop a run from starting, in one sentence each.
 
-    Samples are read once more, without statistics, and not again for the same data on this machine; lazy ones are not.
-    Other errors are refused by :meth:`Federation.check`.
+    Samples are read once more, without statistics, and not again for the same data on this machine; lazy samples are
+    not read. :meth:`Federation.check` refuses the other errors.
     """
 
     def find_copies() -> dict[str, list[str]]:
@@ -115,10 +115,10 @@ def find_errors(data: Federation) -> tuple[str, ...]:
 
 
 def check_data(data: Federation, choice: Literal["refuse", "warn", "ignore"] | None) -> tuple[str, ...]:
-    """Return at most one line on the errors of ``data``, for the start of a run.
+    """Return at most one line about the errors of ``data``, for the start of a run.
 
-    Raises :class:`UsageError` where the ``choice`` is to refuse them. None warns; ``ignore`` does not look for them,
-    and returns what was left out as the data were read.
+    Raises :class:`UsageError` if ``choice`` is to refuse them. None warns; ``ignore`` skips the check and returns what
+    was skipped when the data were read.
     """
     if choice == "ignore":
         return data.faults

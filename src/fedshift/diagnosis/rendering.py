@@ -32,7 +32,7 @@ RATES = (0.003, 0.01, 0.03, 0.1, 0.3)
 """Learning rates in the suggested command."""
 PAIRS = "Pairs, AUC"
 SHOWN = 10
-"""Most clients for which pairs are printed as a matrix."""
+"""Maximum number of clients for which pairs are printed as a matrix."""
 
 
 def render_diagnosis(diagnosis: Diagnosis, data: str | None = None) -> Iterator[RenderableType]:

@@ -1,4 +1,4 @@
-"""Report of a search for a method: a table of methods, the one that is advised, its expected gain, and the reasons."""
+"""Report of a search for a method: a table of methods, the advised method, its expected gain, and the reasons."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ NOTE = (
 
 
 def tabulate_search(search: Search) -> pd.DataFrame:
-    """Return one row for each method, the best first: its best learning rate in the last rung that it reached.
+    """Return one row per method, best first, with its best learning rate in the last rung that it reached.
 
-    Columns: learning rate, rounds, the validation metric (macro), gain over the baseline and its interval, as shares.
+    Columns: learning rate, rounds, the macro validation metric, gain over the baseline and its interval, as fractions.
     """
     rows: dict[str, dict[str, float]] = {}
     for rung in reversed(range(len(search.results))):
@@ -77,9 +77,9 @@ def _format_interval(low: float, high: float, scale: float, digits: int) -> str:
 
 
 def describe_search(search: Search, flags: str | None = None) -> Iterator[str]:
-    """Yield sentences: what was found and tried, what is advised and why, and the command that compares the finalists.
+    """Yield sentences: the findings, the methods tried, the advice with reasons, and a command comparing the finalists.
 
-    ``flags``: of the command line, with the settings of all methods; None: no command is given.
+    ``flags``: command-line flags with the settings of all methods; None: no command is given.
     """
     if not search.ended:
         yield f"PARTIAL: {len(search.results)} of {len(search.rungs)} rungs have ended; --resume goes on."
@@ -145,7 +145,7 @@ def _describe_gain(search: Search, gain: PairedDifference, scale: float, digits:
 
 
 def describe_plan(search: Search) -> str:
-    """Return what was planned, and what of it depends on the clock."""
+    """Return a description of the plan, and of the parts of it that depend on timing."""
     rungs = ", ".join(f"{rung.candidates} for {rung.rounds}" for rung in search.rungs)
     fewer = "" if search.rungs[-1].rounds == search.asked else f" (of {search.asked} asked for)"
     return (
@@ -160,14 +160,14 @@ def _name(candidate: Candidate) -> str:
 
 
 def write_search(search: Search, directory: Path) -> None:
-    """Write the table of ``search`` into ``directory``/tables, in every form."""
+    """Write the table of ``search`` into ``directory``/tables, in every format."""
     if search.results:
         caption = f"Validation {METRICS[search.metric]} of the methods that were tried"
         write_report_table(directory / "tables", "advice", format_search(search), tabulate_search(search), caption)
 
 
 def list_parts(search: Search, directory: Path, flags: str | None = None) -> Iterator[str | TextTable]:
-    """Yield the findings, the table and the sentences that are shown of the search in ``directory``."""
+    """Yield the findings, the table and the sentences to show for the search in ``directory``."""
     yield from search.findings
     if search.results:
         yield f"Validation {METRICS[search.metric]} in {metric_unit(search.metric)[2]}, mean over clients"
@@ -178,7 +178,7 @@ def list_parts(search: Search, directory: Path, flags: str | None = None) -> Ite
 
 
 class MethodAdvice:
-    """The method that a search in ``directory`` advises, for notebooks; ``print`` shows what the command line shows.
+    """The method that a search in ``directory`` advises, for notebooks; ``print`` gives the command line's output.
 
     Attributes:
         search: Plan and results of all rungs.
@@ -191,16 +191,16 @@ class MethodAdvice:
 
     @property
     def method(self) -> str:
-        """The advised method with its learning rate, as ``methods`` of :func:`fedshift.compare` takes it."""
+        """The advised method with its learning rate, in the form of ``methods`` of :func:`fedshift.compare`."""
         return self.search.best.name
 
     @property
     def gain(self) -> PairedDifference:
-        """The expected gain over the baseline in the validation metric, a share, and its interval over clients."""
+        """The expected gain over the baseline in the validation metric, a fraction, and its interval over clients."""
         return self.search.expected
 
     def table(self) -> pd.DataFrame:
-        """Return one row for each method that was tried: :func:`tabulate_search`."""
+        """Return one row per tried method: :func:`tabulate_search`."""
         return tabulate_search(self.search)
 
     def __repr__(self) -> str:

@@ -30,7 +30,7 @@ class SplitSurvey:
     """Contents of one split of one client; a feature is a column of vectors or a channel of images.
 
     Attributes:
-        labels: labels of the samples, ``[N]``; of other targets than classes, numbers that tell different ones apart.
+        labels: labels of the samples, ``[N]``; for targets other than classes, numbers that identify equal targets.
         labeled: whether targets are classes of samples.
         digests: digests of the samples, uint64 ``[N, 2]``.
         broken: rows with NaN or infinite values, which the statistics exclude.
@@ -39,7 +39,7 @@ class SplitSurvey:
         low, high, mean, std: of each feature, ``[F]``; infinite or NaN if no sample is left; ``std`` is the
             population's.
         content: digest that is equal for two splits with the same samples and labels in the same order.
-        files: files of the samples; empty where they have none.
+        files: files of the samples; empty if they have none.
 
     """
 
@@ -142,7 +142,7 @@ def _survey_split(split: Samples, statistics: bool) -> SplitSurvey:
 
 
 def _identify_targets(y: NDArray[np.generic]) -> NDArray[np.int64]:
-    """Return an integer for each sample's target: the class, or of a mask or of numbers the first bytes of a digest."""
+    """Return an integer for each sample's target: the class, or for masks and numbers the first bytes of a digest."""
     return y.astype(np.int64) if y.ndim == 1 else _sample_digests(np.ascontiguousarray(y))[:, 0].view(np.int64)
 
 

@@ -1,16 +1,17 @@
 """Targets of every task in a diagnosis: how they differ by client, and groups of samples whose targets are alike.
 
-Classes are counted, which ``label_skew`` tests. Of other tasks the samples are permuted over clients, and measured is
+Classes are counted, and ``label_skew`` tests the counts. For other tasks the samples are permuted over clients. The
+measures are:
 
-* of several labels the divergence of each label's share of samples, in bits, for the label that differs most;
-* of masks the divergence of the classes' shares of pixels, in bits; images are permuted, since pixels of one image are
-  no independent samples;
-* of numbers the distance of Kolmogorov and Smirnov between a client's targets and the others', the largest.
+* for several labels, the divergence of each label's share of samples, in bits, for the label that differs most;
+* for masks, the divergence of the classes' shares of pixels, in bits; images are permuted, since pixels of one image
+  are not independent samples;
+* for numbers, the largest Kolmogorov-Smirnov distance between a client's targets and the others'.
 
-Features are compared within groups of like targets: a combination of labels (where most occur often), a tenth of the
-numbers, or a tenth of the images by the shares of their classes (of several by their first principal component).
-Targets vary within a group too, so the part of the inputs that is linear in them, of up to three also in their
-products, is taken out.
+Features are compared within groups of similar targets: a combination of labels (if most occur often), a tenth of the
+numbers, or a tenth of the images by the shares of their classes (several are reduced to their first principal
+component). Targets vary within a group too, so the part of the inputs that is linear in them (for up to three, also in
+their products) is removed.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from torch import Tensor
 from .shift_tests import Evidence, Floats, Ints, compute_divergence, group_rows
 
 GROUPS, FEWEST = 10, 40
-"""Most groups of like numbers, and samples that each has on average."""
+"""Maximum number of groups of similar numbers, and minimum average number of samples in each."""
 MULTIPLIED = 3
-"""Most numbers whose products are taken out of features."""
+"""Maximum number of targets whose products are removed from features."""
 
 
 def target_skew(
@@ -44,7 +45,7 @@ def target_skew(
 
 
 def read_targets(kind: str, y: Tensor, classes: int) -> Floats:
-    """Return what is tested of targets: labels or numbers ``[N, outputs]``, of masks the pixels of each class."""
+    """Return the tested form of targets: labels or numbers ``[N, outputs]``, for masks the pixels of each class."""
     if kind != "segmentation":
         return y.reshape(len(y), -1).double().numpy()
     masks_NP = y.flatten(1).numpy().astype(np.int64)
@@ -64,7 +65,7 @@ def group_targets(kind: str, y: Floats) -> Ints:
 
 
 def remove_targets(kind: str, features: Floats, y: Floats, groups: Ints) -> Floats:
-    """Return ``features`` ``[N, D]`` without what the numbers ``y`` explain within each group."""
+    """Return ``features`` ``[N, D]`` without the part that the numbers ``y`` explain within each group."""
     scaled, rest = _scale(kind, y), features.copy()
     if scaled.shape[1] <= MULTIPLIED:
         first, second = np.triu_indices(scaled.shape[1])
@@ -111,7 +112,7 @@ def _bits(kind: str, y: Floats, clients: int) -> Callable[[Ints], Floats]:
 
 
 def _scale(kind: str, y: Floats) -> Floats:
-    """Return numbers with unit variance, of masks the classes' shares of pixels."""
+    """Return numbers with unit variance, or for masks the classes' shares of pixels."""
     if kind == "segmentation":
         scaled: Floats = y / np.maximum(y.sum(axis=1, keepdims=True), 1)
     else:

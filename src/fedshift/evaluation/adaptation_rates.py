@@ -1,12 +1,12 @@
-"""ATP: a rate of adaptation for each entry, learned by the clients that trained, and used at one that did not.
+"""ATP: a rate of adaptation for each entry, learned by the clients that trained and used at a client that did not.
 
-Bao et al. 2023, arXiv:2310.18816. The formulas are those of the authors' public code (baowenxuan/ATP): functions
+Bao et al. 2023, arXiv:2310.18816. The formulas are from the authors' public code (baowenxuan/ATP): functions
 ``adapt_one_step`` and ``local_train`` of ``ATP.py``, ``learn_to_adapt`` of ``TTPBase.py``, and ``MyBatchNorm2d.py``;
-the paper itself was not at hand. An entry's direction is the gradient of the mean entropy of predictions under the
+the paper itself was not available. An entry's direction is the gradient of the mean entropy of predictions with the
 stored statistics, or for a BatchNorm statistic its stored value minus the inputs' (variances unbiased). Adapting
-subtracts rate * direction; negative variances become 0. A rate is 0 at first and descends the loss of the labeled batch
-after adaptation: it grows by lr * <gradient, direction> / sqrt(size of the entry). In a round each client goes once
-through its data, beginning at the common rates, and the server takes the mean of the clients' rates.
+subtracts rate * direction; negative variances become 0. A rate starts at 0 and descends the loss of the labeled batch
+after adaptation: it grows by lr * <gradient, direction> / sqrt(size of the entry). In a round each client makes one
+pass over its data, starting at the common rates, and the server takes the mean of the clients' rates.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def list_adapted(plan: Plan) -> tuple[str, ...]:
 
 
 def _normalize(layer: _BatchNorm, found: Moments, x: Tensor) -> Tensor:
-    """Normalize by the stored statistics so that gradients reach them, which torch's own function refuses."""
+    """Normalize by the stored statistics so that gradients reach them, which torch's function does not allow."""
     found(layer, (x,))
     shape = (1, -1, *(1 for _ in x.shape[2:]))
     mean, variance = (layer._buffers[f"running_{kind}"] for kind in ("mean", "var"))
@@ -50,7 +50,7 @@ def _normalize(layer: _BatchNorm, found: Moments, x: Tensor) -> Tensor:
 
 @contextmanager
 def _differentiate_statistics(plan: Plan, found: dict[str, Moments]) -> Iterator[None]:
-    """Let BatchNorm layers be differentiated by their statistics; put the moments of their inputs into ``found``."""
+    """Make BatchNorm layers differentiable in their statistics; put the moments of their inputs into ``found``."""
     plan.module.eval()
     layers = list_batch_norms(plan)
     for name, layer in layers.items():
@@ -63,7 +63,7 @@ def _differentiate_statistics(plan: Plan, found: dict[str, Moments]) -> Iterator
 
 
 def _compute_gradients(plan: Plan, state: State, x: Tensor, loss: Entropy, found: dict[str, Moments]) -> State:
-    """Return the gradients of ``loss`` of the outputs by the entries that have a rate."""
+    """Return the gradients of ``loss`` of the outputs with respect to the entries that have a rate."""
     leaves = {name: state[name].detach().requires_grad_() for name in list_adapted(plan)}
     with _differentiate_statistics(plan, found), torch.enable_grad():
         total = loss(compute_outputs(plan, {**state, **leaves}, x))
@@ -72,10 +72,10 @@ def _compute_gradients(plan: Plan, state: State, x: Tensor, loss: Entropy, found
 
 
 def find_directions(plan: Plan, state: State, batches: Iterable[Tensor], entropy: Entropy) -> State:
-    """Return the direction of each entry that has a rate, on all inputs ``[B, ...]`` of ``batches`` together."""
+    """Return the direction of each entry that has a rate, over all inputs ``[B, ...]`` of ``batches`` together."""
     found: dict[str, Moments] = {}
     count, directions = 0, dict[str, Tensor]()
-    for x in batches:  # the stored statistics normalize, so that gradients are those of the whole
+    for x in batches:  # normalized by the stored statistics, so that gradients add up
         grads = _compute_gradients(plan, state, x, lambda outputs: entropy(outputs).mean(), found)
         count, share = count + len(x), len(x) / (count + len(x))
         directions = {name: grad.lerp(directions.get(name, grad), 1 - share) for name, grad in grads.items()}

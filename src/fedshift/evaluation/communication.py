@@ -73,9 +73,9 @@ class Capabilities:
 
     A method that refuses BatchNorm is planned on a network without it.
 
-    ``state``: a client's state between rounds, ``""`` where it has none, so that the method suits clients that come and
-    go. ``normalization``: the treatment of BatchNorm. ``sent``: the entries that a client uploads. ``up``: their bytes
-    relative to FedAvg's. ``has_global``: whether the server holds a whole model.
+    ``state``: a client's state between rounds; ``""`` means none, so that the method suits clients that come and go.
+    ``normalization``: the treatment of BatchNorm. ``sent``: the entries that a client uploads. ``up``: their bytes
+    relative to FedAvg's. ``has_global``: whether the server holds a complete model.
     """
 
     state: str

@@ -1,6 +1,6 @@
 """Models adapted to a client's inputs, without labels: BatchNorm statistics, Tent, SAR, distances of statistics.
 
-Sources are with the policies (``policies``). No layer but BatchNorm is in training mode, so that nothing is dropped.
+``policies`` cites the sources. Only BatchNorm layers are in training mode, so that dropout stays off.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .metrics import BATCH
 from .policies import list_norm_parameters
 
 LOWER = 0.75
-"""Share of normalization layers that ``sar`` trains, the first ones: its authors leave out the last of four stages."""
+"""Fraction of normalization layers, from the first, that ``sar`` trains: its authors skip the last of four stages."""
 
 
 class Moments:
@@ -33,7 +33,7 @@ class Moments:
         self.count, self.mean, self.squares = 0, torch.zeros(()), torch.zeros(())
 
     def __call__(self, _: nn.Module, given: tuple[Tensor, ...]) -> None:
-        """Count a layer's inputs."""
+        """Accumulate a layer's inputs."""
         x = given[0].detach().double()
         count, together = x.numel() // x.shape[1], self.count + x.numel() // x.shape[1]
         variance, mean = torch.var_mean(x, dim=[0, *range(2, x.ndim)], correction=0)
@@ -74,7 +74,7 @@ def _observe(plan: Plan, hooks: dict[str, list[Hook]], *, training: bool) -> Ite
 
 
 def iterate_inputs(plan: Plan, data: Samples, batch_size: int, purpose: str) -> Iterator[Tensor]:
-    """Yield all inputs in batches, in an order drawn for ``purpose``."""
+    """Yield all inputs in batches, in a random order keyed by ``purpose``."""
     order = torch.from_numpy(stream(plan.seed, purpose).permutation(len(data))).to(data.y.device)
     for start, stop in Work(batch_size=batch_size, epochs=1).batch_bounds(len(data), plan.smallest_batch):
         yield data.inputs(order[start:stop], plan.dtype)
@@ -85,8 +85,8 @@ def reestimate_statistics(plan: Plan, state: State, data: Samples) -> State:
     """Return ``state`` with BatchNorm statistics replaced by mean and variance of each layer's inputs over ``data``.
 
     Labels are not used. Layers normalize by batches of 250 samples in a keyed order, so that with more samples the
-    inputs of a second BatchNorm layer depend on the batches. With fewer samples than the model can be trained on,
-    ``state`` is returned unchanged.
+    inputs of a second BatchNorm layer depend on the batches. With too few samples to train the model, ``state`` is
+    returned unchanged.
     """
     state, scratch = dict(state), clone(state)  # layers in training mode update their buffers
     found = {name: Moments() for name in list_batch_norms(plan)}
@@ -106,8 +106,8 @@ def mix_statistics(plan: Plan, state: State, data: Samples, *, alpha: float | No
     """Return ``state`` with BatchNorm statistics mixed with those of ``data`` (the policy ``mixed``).
 
     Each layer normalizes a batch of 250 samples by the mix with the statistics of this batch (variances unbiased, as in
-    the authors' code), so that later layers see what they will see; the result mixes with those of all samples. With
-    fewer samples than the model can be trained on, ``state`` is returned unchanged.
+    the authors' code), so that later layers get the inputs they will get in use; the result mixes in the statistics of
+    all samples. With too few samples to train the model, ``state`` is returned unchanged.
     """
     layers, mixture = list_batch_norms(plan), dict(state)
     if len(data) < plan.smallest_batch or not layers:
@@ -131,14 +131,14 @@ def mix_statistics(plan: Plan, state: State, data: Samples, *, alpha: float | No
 
     with _observe(plan, {name: [moments, normalizer(name)] for name, moments in found.items()}, training=False):
         for x in iterate_inputs(plan, data, BATCH, "reestimate"):
-            compute_outputs(plan, state, x)  # which puts the layers' buffers back
+            compute_outputs(plan, state, x)  # also restores the layers' buffers
     for layer, moments in found.items():
         mixture |= mix(layer, moments)
     return mixture
 
 
 class EntropyMinimizer:
-    """Tent on one batch after another: ``state`` is the model so far, BatchNorm statistics excepted.
+    """Tent on one batch after another: ``state`` is the model so far, except BatchNorm statistics.
 
     ``entropy``: entropy of each prediction of a batch's outputs (``Task.entropy``).
     """
@@ -174,7 +174,7 @@ class EntropyMinimizer:
             return compute_outputs(self._plan, {**self._scratch, **self._learned}, x)
 
     def _differentiate(self, entropies: Tensor) -> tuple[Tensor, ...]:
-        """Return the gradient of the mean of ``entropies`` for each entry that is learned."""
+        """Return the gradient of the mean of ``entropies`` for each learned entry."""
         mean = entropies.mean()
         grads = torch.autograd.grad(mean, tuple(self._learned.values()), materialize_grads=True)
         if not all(bool(tensor.isfinite().all()) for tensor in (mean, *grads)):
@@ -190,9 +190,9 @@ class EntropyMinimizer:
 
 
 class ReliableMinimizer(EntropyMinimizer):
-    """SAR on one batch after another: Tent on certain predictions alone, toward flat minima (the policy ``sar``).
+    """SAR on one batch after another: Tent on certain predictions only, toward flat minima (the policy ``sar``).
 
-    ``margin`` and ``reset`` are shares of the highest entropy of a prediction, that of outputs that are all equal.
+    ``margin`` and ``reset`` are fractions of the highest entropy of a prediction, reached when all outputs are equal.
     """
 
     name = "sar"
@@ -252,10 +252,9 @@ MINIMIZERS = {made.name: made for made in (EntropyMinimizer, ReliableMinimizer)}
 def minimize_entropy(
     plan: Plan, data: Samples, minimizer: EntropyMinimizer, *, steps: int = 1, batch_size: int
 ) -> State:
-    """Return the model of ``minimizer`` after one pass over ``data``, with BatchNorm statistics of all of them.
+    """Return the model of ``minimizer`` after one pass over ``data``, with BatchNorm statistics of all samples.
 
-    With fewer samples than the model can be trained on, it is returned unchanged. Raises ``Diverged`` where the
-    entropy is no number.
+    With too few samples to train the model, it is returned unchanged. Raises ``Diverged`` if the entropy is not finite.
     """
     if len(data) < plan.smallest_batch:
         return minimizer.state
@@ -267,7 +266,7 @@ def minimize_entropy(
 
 @torch.no_grad()
 def measure_distance(plan: Plan, state: State, data: Samples) -> float:
-    """Return the distance between the BatchNorm statistics of ``state`` and those of ``data`` in its network.
+    """Return the distance between the BatchNorm statistics of ``state`` and of ``data`` in its network.
 
     Layers normalize by the statistics of ``state``. The distance is the sum over layers of the Wasserstein distance
     between normal distributions of independent channels (the policy ``nearest_statistics``).

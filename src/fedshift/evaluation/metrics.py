@@ -1,7 +1,7 @@
 """Evaluation of models on splits, as counts from which every metric derives.
 
-``personal`` is the model that a client would use, ``global`` the one that the server holds. A method without a global
-model (FedBN) has none, nor has a personal method's client that never trained a personal one.
+``personal`` is the model that a client would use, ``global`` the one that the server holds. A method such as FedBN has
+no global model, and with a personal method a client that never trained has no personal model.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from ..tasks.task import Task
 from ..utils.state import State
 
 LARGE = 2**28
-"""Bytes of float32 inputs in a batch of evaluation; of smaller samples there are :data:`BATCH`."""
+"""Maximum bytes of float32 inputs in an evaluation batch; with small samples, :data:`BATCH` limits the batch."""
 
 
 def measured_splits(data: Federation) -> tuple[str, ...]:
-    """Return the splits that are measured: test data, and validation data where all clients that train have some."""
+    """Return the measured splits: test data, and validation data if all clients that train have some."""
     train = [client for client in data.clients if len(client.train)]
     return ("test", "validation") if all(client.validation for client in train) else ("test",)
 
 
 def evaluate(plan: Plan, state: State, split: Samples, task: Task, classes: int) -> Row:
-    """Return what ``task`` counts of the model under ``state`` on ``split``."""
+    """Return the counts of ``task`` for the model with ``state`` on ``split``."""
     return evaluate_together(plan, state, [split], task, classes)[0]
 
 
@@ -48,7 +48,7 @@ def evaluate_together(plan: Plan, state: State, splits: Iterable[Samples], task:
         outputs: Tensor | None = None
         for start in range(0, max(sizes), most):
             made = forward(plan, state, torch.cat([s.inputs(slice(start, start + most), plan.dtype) for s in group]))
-            # into one place: small tensors kept between large ones that are freed make the heap grow by the latter
+            # into one array: small tensors kept between large freed ones would make the heap grow by the large ones
             outputs = made.new_empty(sum(sizes), *made.shape[1:]) if outputs is None else outputs
             outputs[start : start + len(made)] = made
         assert outputs is not None
@@ -82,7 +82,7 @@ def _is_samplewise(plan: Plan) -> bool:
 def evaluate_trained(
     plan: Plan, state: State, clients: Iterable[ClientData], splits: tuple[str, ...], task: Task, classes: int
 ) -> list[Row]:
-    """Return one row per client and split of the model under ``state`` after local work (moment ``trained``)."""
+    """Return one row per client and split of the model with ``state`` after local work (moment ``trained``)."""
     key = {"model": "personal", "moment": "trained"}
     return [
         {"client": client.name, "split": split, **key, **evaluate(plan, state, client.splits[split], task, classes)}
@@ -100,11 +100,11 @@ def evaluate_clients(
 ) -> list[Row]:
     """Return one row per client, split and existing model, just after aggregation (moment ``loaded``).
 
-    ``personal`` returns the model that a client would use, None where it has none.
+    ``personal`` returns the model that a client would use, None if it has none.
     """
     shared = global_state(plan, server)
     common = shared is not None and not plan.personalizes
-    known: dict[int, Row] = {}  # the shared model on each split, which clients may share
+    known: dict[int, Row] = {}  # of the shared model, by split: clients may share splits
     if shared is not None:
         distinct = {id(part): part for client in data.clients for part in map(client.splits.__getitem__, splits)}
         known = dict(

@@ -1,6 +1,6 @@
-"""Policies for clients that never trained: their arguments, what they take from whom, and where they have a meaning.
+"""Policies for clients that never trained: their arguments, the data and models they use, and where they apply.
 
-A policy is written as a method is, ``tent`` or ``tent(steps=3)``. The functions of this module that return a
+A policy is written like a method, ``tent`` or ``tent(steps=3)``. The functions of this module that return a
 :class:`Policy` are the policies by name; ``unseen_clients`` makes the models.
 """
 
@@ -20,7 +20,7 @@ from ..tasks.task import Task
 from ..utils.errors import UsageError, unknown_name
 
 SKIP = "skip"
-"""Value of ``unseen`` under which clients that never trained have no model."""
+"""Value of ``unseen`` that gives clients that never trained no model."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -30,14 +30,14 @@ class Policy:
     Args:
         name: Name of the policy.
         arguments: All its arguments.
-        text: The policy as it is written, without arguments that have their defaults.
-        data: What it takes of the new client's training data, if anything.
-        estimates: Whether it normalizes by the new client's samples, so that one may be too few.
-        trains: Whether it is local work of the run.
+        text: The policy as written, without arguments that have their defaults.
+        data: The part of the new client's training data that it uses, if any.
+        estimates: Whether it normalizes by the new client's samples, so that one sample may be too few.
+        trains: Whether it performs the run's local work.
         learns: Whether the clients that trained learn how to adapt, on their labeled data.
-        replaces: Entries that the new client's data determine, so that no other client's are needed.
-        compares: Whether it takes other clients' models one by one, even where the server holds a whole one.
-        excuses: Functions that say why the policy has no meaning under a plan and a task; empty where it has.
+        replaces: Entries that the new client's data determine, so that other clients' entries are not needed.
+        compares: Whether it uses other clients' models one by one, even if the server holds a complete one.
+        excuses: Functions that return why the policy does not apply to a plan and a task; empty if it applies.
 
     """
 
@@ -53,22 +53,22 @@ class Policy:
     excuses: tuple[Callable[[Plan, Task], str], ...] = ()
 
     def excuse(self, plan: Plan, task: Task) -> str:
-        """Return why the policy has no meaning under ``plan`` for ``task``; empty where it has one."""
+        """Return why the policy does not apply to ``plan`` and ``task``; empty if it applies."""
         return next(filter(None, (excuse(plan, task) for excuse in self.excuses)), "")
 
 
 def has_statistics(plan: Plan) -> bool:
-    """Return whether the model has BatchNorm statistics under ``plan``."""
+    """Return whether the model of ``plan`` has BatchNorm statistics."""
     return any(map(norm_statistics, plan.entries))
 
 
 def list_batch_norm_parameters(plan: Plan) -> frozenset[str]:
-    """Return the trained parameters of BatchNorm layers under ``plan``."""
+    """Return the trained parameters of BatchNorm layers in ``plan``."""
     return frozenset(entry.name for entry in plan.entries if batch_norm(entry)) & plan.trained
 
 
 def list_norm_parameters(plan: Plan) -> frozenset[str]:
-    """Return the trained parameters of all normalization layers under ``plan``."""
+    """Return the trained parameters of all normalization layers in ``plan``."""
     return frozenset(entry.name for entry in plan.entries if norm_layers(entry)) & plan.trained
 
 
@@ -105,24 +105,24 @@ def _require(name: str, value: Any, kind: tuple[type, ...], valid: Callable[[Any
 def average() -> Policy:
     """Complete the server's entries by the average of the clients' personal ones (FedWon, arXiv:2306.05879, table 12).
 
-    The average is weighted as the method weighs uploads.
+    The average has the method's weights of uploads.
     """
     return Policy(name="average", excuses=(_one_model,))
 
 
 def reestimate() -> Policy:
-    """Take the average, with BatchNorm statistics of the new client's inputs (FedBN, arXiv:2102.07623, appendix G)."""
+    """Use the average, with BatchNorm statistics of the new client's inputs (FedBN, arXiv:2102.07623, appendix G)."""
     return Policy(name="reestimate", data="inputs", estimates=True, replaces=norm_statistics, excuses=(_no_statistics,))
 
 
 def mixed(*, alpha: float | None = None, prior: float = 16.0) -> Policy:
-    """Take the average, with BatchNorm statistics alpha * stored + (1 - alpha) * those of the new client's inputs.
+    """Use the average, with BatchNorm statistics alpha * stored + (1 - alpha) * those of the new client's inputs.
 
     Means and variances are mixed alike (Schneider et al. 2020, arXiv:2006.16971; formula from their public code,
-    ``BayesianBatchNorm`` of bethgelab/robustness, whose ``prior`` is alpha). ``alpha``: None makes it
-    prior / (prior + n) for n inputs, the paper's N / (N + n). ``prior``: N, the inputs that the stored statistics count
-    as; 16 is what ATP's public code (baowenxuan/ATP) takes for this baseline. A fixed alpha is what You et al. 2021
-    call alpha-BN (arXiv:2110.04065, of which only the abstract was at hand).
+    ``BayesianBatchNorm`` of bethgelab/robustness, whose ``prior`` is alpha). ``alpha``: None means prior / (prior + n)
+    for n inputs, the paper's N / (N + n). ``prior``: N, the number of inputs that the stored statistics count as; ATP's
+    public code (baowenxuan/ATP) uses 16 for this baseline. You et al. 2021 call a fixed alpha alpha-BN
+    (arXiv:2110.04065; only the abstract was available).
     """
     if alpha is not None:
         _require("alpha", alpha, (int, float), lambda value: 0 <= value <= 1, "give a number from 0 to 1")
@@ -137,9 +137,9 @@ def tent(*, steps: int = 1, lr: float = 1e-3, batch_size: int = 64) -> Policy:
     """Minimize the entropy of predictions over weight and bias of normalization layers (Wang et al. 2021).
 
     Tent (arXiv:2006.10726) in its offline form: one pass over the new client's inputs with ``steps`` steps of Adam on
-    each batch, BatchNorm normalizing by the batch; then BatchNorm statistics are those of all inputs. Layers other than
-    BatchNorm normalize as ever. Adam with this ``lr`` and one step are those of the authors' public code for CIFAR-10-C
-    (DequanWang/tent), where a batch holds 200 inputs.
+    each batch, with BatchNorm normalizing by the batch; then BatchNorm statistics are set to those of all inputs. Other
+    layers normalize as usual. Adam, this ``lr`` and one step come from the authors' public code for CIFAR-10-C
+    (DequanWang/tent), where a batch has 200 inputs.
     """
     _require("steps", steps, (int,), lambda value: value >= 1, "give a whole number of 1 or more")
     _require("lr", lr, (int, float), lambda value: 0 < value < float("inf"), "give a positive number")
@@ -156,11 +156,11 @@ def sar(
     """Minimize the entropy of certain predictions over normalization, toward a flat minimum (Niu et al. 2023).
 
     SAR (arXiv:2302.12400; formulas from the authors' public code, mr-eggplant/SAR) in the offline form of ``tent``.
-    Predictions whose entropy is ``margin`` of the highest or more are left out. The gradient is that at the point
-    ``rho`` farther up, of the predictions that are still certain there, and steps are SGD's with momentum 0.9. The last
-    quarter of normalization layers is not trained. Where the moving average of the entropy falls below ``reset`` of
-    the highest, everything begins anew from the average; 0.029 is the authors' 0.2 for a thousand classes. A batch
-    without a certain prediction changes nothing.
+    Predictions whose entropy is at least ``margin`` of the highest are excluded. The gradient is taken at the point
+    ``rho`` farther up, over the predictions that are still certain there; steps are SGD's with momentum 0.9. The last
+    quarter of normalization layers is not trained. If the moving average of the entropy falls below ``reset`` of the
+    highest, everything restarts from the average; 0.029 is the authors' 0.2 for a thousand classes. A batch without a
+    certain prediction changes nothing.
     """
     _require("lr", lr, (int, float), lambda value: 0 < value < float("inf"), "give a positive number")
     _require("batch_size", batch_size, (int,), lambda value: value >= 1, "give a whole number of 1 or more")
@@ -176,8 +176,8 @@ def sar(
 def atp(*, rounds: int = 10, lr: float = 0.1, batch_size: int = 20) -> Policy:
     """Adapt each entry of the average at a rate that the clients that trained have learned (ATP, Bao et al. 2023).
 
-    Formulas are in ``adaptation_rates``; ``lr`` and ``batch_size`` are those of the authors' code. ``rounds``: rounds
-    in which the clients learn, on validation data where they have some, as there, else on training data; the default
+    Formulas are in ``adaptation_rates``; ``lr`` and ``batch_size`` are from the authors' code. ``rounds``: rounds in
+    which the clients learn, on validation data if they have some, as in that code, else on training data; the default
     is ours, for few clients (the code has 400 rounds of a quarter of 240 clients).
     """
     _require("rounds", rounds, (int,), lambda value: value >= 1, "give a whole number of 1 or more")
@@ -190,17 +190,17 @@ def atp(*, rounds: int = 10, lr: float = 0.1, batch_size: int = 20) -> Policy:
 
 
 def nearest() -> Policy:
-    """Take the model of the client that fits the new client's labeled training data best."""
+    """Use the model of the client that fits the new client's labeled training data best."""
     return Policy(name="nearest", data="labels", compares=True, excuses=(_one_model,))
 
 
 def nearest_statistics() -> Policy:
-    """Take the model of the client whose BatchNorm statistics lie nearest to those of the new client's inputs.
+    """Use the model of the client whose BatchNorm statistics are nearest to those of the new client's inputs.
 
     The distance is FedAP's (Lu et al. 2022, arXiv:2112.00734; formula from the authors' public code,
     microsoft/PersonalizedFL): the sum over layers of the Wasserstein distance between normal distributions with these
-    means and variances. Each client's own network measures the new client's inputs; FedAP takes one pretrained network
-    for all.
+    means and variances. Each client's own network measures the new client's inputs; FedAP uses one pretrained network
+    for all clients.
     """
     return Policy(
         name="nearest_statistics", data="inputs", compares=True,
@@ -211,7 +211,7 @@ def nearest_statistics() -> Policy:
 def weighted() -> Policy:
     """Complete the server's entries by the clients' personal ones, each weighted by the inverse of its distance.
 
-    Distances are those of ``nearest_statistics``; weights of 1 / distance are FedAP's.
+    Distances are computed as in ``nearest_statistics``; weights of 1 / distance are FedAP's.
     """
     return Policy(
         name="weighted", data="inputs", compares=True, excuses=(_one_model, _no_statistics, _shared_statistics)
@@ -242,7 +242,7 @@ POLICIES = tuple(CATALOG)
 
 @cache
 def parse_policy(text: str, kind: str = "policy for new clients") -> Policy:
-    """Return the policy that ``text`` spells; raise :class:`UsageError`, on a ``kind``, where there is none."""
+    """Return the policy written as ``text``; raise :class:`UsageError`, about a ``kind``, if there is none."""
 
     def find(name: str) -> Callable[..., Policy]:
         if name not in CATALOG:
@@ -260,11 +260,11 @@ def parse_policy(text: str, kind: str = "policy for new clients") -> Policy:
 
 
 def parse_policies(asked: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Return the policies of a sequence, or of a text with commas, as they are written in tables.
+    """Return the policies in a sequence or a comma-separated text, as written in tables.
 
-    None: all but ``atp``, for which the clients that trained have to work on.
+    None: all except ``atp``, for which the clients that trained must do further work.
 
-    Raises :class:`UsageError` for one that does not exist, or has other arguments.
+    Raises :class:`UsageError` for an unknown policy or unknown arguments.
     """
     if asked is None:
         return tuple(name for name in POLICIES if not parse_policy(name).learns)
@@ -273,7 +273,7 @@ def parse_policies(asked: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 def explain_inapplicable(plans: Iterable[Plan], wanted: Iterable[str], task: Task) -> list[str]:
-    """Explain in sentences which of the policies ``wanted`` have no meaning under which plans."""
+    """Return sentences that explain which of the policies ``wanted`` do not apply to which plans."""
     reasons: dict[tuple[str, str], list[str]] = {}
     plans = list(plans)
     for policy in wanted:
@@ -287,7 +287,7 @@ def explain_inapplicable(plans: Iterable[Plan], wanted: Iterable[str], task: Tas
 
 
 def check_policy(plan: Plan, policy: str, training: Mapping[str, Samples], task: Task) -> None:
-    """Raise :class:`UsageError` where ``policy`` cannot work under ``plan`` for newcomers with ``training`` data."""
+    """Raise :class:`UsageError` if ``policy`` cannot work with ``plan`` for newcomers with ``training`` data."""
     if policy == SKIP:
         return
     made = parse_policy(policy)

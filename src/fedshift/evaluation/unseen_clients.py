@@ -1,4 +1,4 @@
-"""Models for clients that never trained, under methods that keep state on clients.
+"""Models for clients that never trained, with methods that keep state on clients.
 
 The policies (``policies``) are the same during a run (``unseen``) and after it (``new_clients``). Averaging and
 comparing models requires access to all clients' entries, which a simulation has.
@@ -37,16 +37,16 @@ from .metrics import BATCH, evaluate
 from .policies import POLICIES, SKIP, Policy, list_batch_norm_parameters, parse_policy
 
 SMALLEST = 1e-14
-"""Least distance by which ``weighted`` divides."""
+"""Minimum distance by which ``weighted`` divides."""
 
 
 class UnseenClientModels:
     """Models for clients that never trained, made from the state of ``server`` and of clients that did.
 
     ``samples``: number of training samples of each trained client, by its name in ``clients``, which are read one at a
-    time. ``augment``: augmentation of images on which a model is trained. ``measured``: the federation's task and its
-    number of classes; None: classification. ``start``: model in place of the average, where no clients are at hand.
-    ``learning``: returns the labeled data on which clients learn rates for ``atp``.
+    time. ``augment``: augmentation of training images. ``measured``: the federation's task and its number of classes;
+    None: classification. ``start``: model in place of the average, if no clients are available. ``learning``: returns
+    the labeled data on which clients learn rates for ``atp``.
     """
 
     def __init__(
@@ -59,10 +59,10 @@ class UnseenClientModels:
         self._rates: dict[Policy, Rates] = {}
 
     def make_state(self, policy: str, name: str, train: Samples, rounds: int = 1) -> State | None:
-        """Return the model of client ``name`` with training data ``train``; None under ``skip`` or before any training.
+        """Return the model of client ``name`` with training data ``train``; None with ``skip`` or before any training.
 
-        ``rounds``: rounds of local work of ``finetune`` and ``finetune_bn``. Under a method with one global model,
-        ``average`` is that model. Raises ``Diverged`` where training does.
+        ``rounds``: rounds of local work of ``finetune`` and ``finetune_bn``. With a method that has one global model,
+        ``average`` is that model. Raises ``Diverged`` if training diverges.
         """
         if policy == SKIP:
             return None
@@ -103,7 +103,7 @@ class UnseenClientModels:
         return minimize_entropy(self.plan, train, minimizer, **passes)
 
     def _adapt_by_rates(self, policy: Policy, train: Samples) -> State:
-        """Return the average after a step on ``train``, at the rates that the clients learn once for a server."""
+        """Return the average after a step on ``train``, at rates that the clients learn once per server state."""
         plan, entropy = self.plan, self._task.entropy
         if policy not in self._rates:
             self._rates[policy] = learn_rates(plan, self._averaged, self._learning(), entropy, **policy.arguments)
@@ -113,7 +113,7 @@ class UnseenClientModels:
         )
 
     def _find_nearest(self, distance: Callable[[State], float]) -> State:
-        """Return the model of the client with the least distance; one that is no number is the farthest."""
+        """Return the model of the client with the smallest distance; NaN counts as the largest."""
         models = (self._personal_state(name) for name in sorted(self._samples))
 
         def measure(state: State) -> float:
@@ -130,16 +130,16 @@ class UnseenClientModels:
         return float(evaluate(self.plan, state, train, *measured)["loss_sum"])
 
     def _measure_gap(self, client: str, train: Samples) -> float:
-        """Return the distance of a client's statistics from those of ``train``, above 0; infinite for no number."""
+        """Return the positive distance of a client's statistics from those of ``train``; infinite if it is NaN."""
         found = measure_distance(self.plan, self._personal_state(client), train)
         return math.inf if math.isnan(found) else max(found, SMALLEST)
 
     def _learn_batch_norm(self, name: str, train: Samples, rounds: int) -> State:
         """Return the model of a client that joins now, with BatchNorm learned on its data and all else unchanged.
 
-        Personal entries of BatchNorm begin as each client's did, shared ones as on the server. Statistics are estimated
-        on its inputs; then weight and bias are trained with the run's batches, optimizer and loss, and the statistics
-        are updated as in training. The method's rules do not apply.
+        Personal BatchNorm entries start from the clients' initial values, shared ones from the server's. Statistics are
+        estimated on its inputs; then weight and bias are trained with the run's batches, optimizer and loss, and the
+        statistics are updated as in training. The method's rules do not apply.
         """
         plan = self.plan
         own = frozenset(entry.name for entry in plan.entries if batch_norm(entry))
@@ -158,12 +158,12 @@ class UnseenClientModels:
         return self._complete(self._average_entries(lambda name: self.plan.method.weigh(self._samples[name])))
 
     def _complete(self, entries: State) -> State:
-        """Return the server's entries with those that clients keep, ``entries``."""
+        """Return the server's entries completed by ``entries``, those that clients keep."""
         state = {**pick(self.server.shared, self.plan.loaded), **entries}
         return {name: state[name] for name in self.plan.initial}
 
     def _average_entries(self, weigh: Callable[[str], float]) -> State:
-        """Return the mean of the clients' personal entries, each weighted by its name, loading one client at a time."""
+        """Return the mean of the clients' personal entries, weighted by ``weigh``, loading one client at a time."""
         mean, weights = StreamingMean(), {name: weigh(name) for name in sorted(self._samples)}
         for name, weight in weights.items():
             if weight or not any(weights.values()):
@@ -174,7 +174,7 @@ class UnseenClientModels:
 def make_personal_state(
     plan: Plan, client: ClientState, server: ServerState, name: str, train: Samples, augment: Augmentation | None
 ) -> State:
-    """Return the model that client ``name``, which has trained, would use now: fine-tuned where the method says so."""
+    """Return the model that client ``name``, which has trained, would use now: fine-tuned if the method requires it."""
     state = personal_state(plan, client, server)
     return finetune(plan, state, server, name, train, plan.finetune_rounds, augment) if plan.finetune_rounds else state
 
@@ -185,7 +185,7 @@ def finetune(
 ) -> State:  # fmt: skip
     """Return ``start`` after local work as in a client's first rounds, at the learning rate of the last round.
 
-    The client loads its own uploads, as in a federation of one. Parameters that a rule leaves untrained in the
+    The client loads its own uploads, as in a federation of one client. Parameters that a rule leaves untrained in the
     federation are trained, without that rule.
     """
     rules = plan.method.rules
@@ -213,11 +213,11 @@ def make_lone_state(
     plan: Plan, server: ServerState, policy: str, name: str, train: Samples, augment: Augmentation | None,
     measured: tuple[Task, int], may_train: bool = True,
 ) -> State | None:  # fmt: skip
-    """Return the model of client ``name`` where no other client's entries are at hand: at a site that never trained.
+    """Return the model of client ``name`` without other clients' entries, as at a site that never trained.
 
-    Where the server holds a whole model, or lacks nothing but BatchNorm entries that the policy replaces, it is that
-    of :class:`UnseenClientModels`. None under ``skip``. ``may_train``: whether a message may name policies that train.
-    Raises :class:`UsageError` naming what is possible where the policy needs other clients' entries, or samples that
+    If the server holds a complete model, or lacks only BatchNorm entries that the policy replaces, the result is the
+    model of :class:`UnseenClientModels`. None with ``skip``. ``may_train``: whether a message may suggest policies that
+    train. Raises :class:`UsageError` with the alternatives if the policy needs other clients' entries, or samples that
     the client lacks.
     """
     if policy == SKIP:

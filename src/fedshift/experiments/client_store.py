@@ -1,12 +1,12 @@
 """Clients' states, in memory while there is room and otherwise in files; a round writes only the states that changed.
 
 A log-structured store (Rosenblum and Ousterhout 1992). A segment is a file of consecutive states, each an ordinary
-safetensors file; it is written once, completely or not at all, and never changed. Where less than half of a segment
-is current, that part moves into the next one, so that files take at most about twice the space of the states.
+safetensors file; it is written once, completely or not at all, and never changed. If less than half of a segment is
+current, that part moves into the next one, so that files take at most about twice the space of the states.
 
-A client that never trained, or that keeps nothing, has no state here but its number of steps. Each state has a checksum
-that is compared when the state is read. Opening a store looks only at names and sizes of segments, so that it costs
-little with many clients.
+For a client that never trained, or that keeps nothing, only the number of steps is stored. Each state has a checksum
+that is verified when the state is read. Opening a store reads only names and sizes of segments, so it is cheap even
+with many clients.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from ..utils.files import ScratchDirectory, write_atomically
 from ..utils.state import State, add_prefix, entries_under, join_states, nbytes, split_state
 
 MEMORY = 512 * 2**20
-"""Default limit on the bytes of clients' states held in memory."""
+"""Default limit on the bytes of clients' states in memory."""
 PARTS = ("personal", "optimizer", "memory")
 
 
 class ClientStore(Mapping[str, ClientState]):
-    """Clients by name: the result of ``fresh`` until a client trained, then the last state given to :meth:`put`.
+    """Clients by name: the result of ``fresh`` until a client has trained, then the last state given to :meth:`put`.
 
-    ``limit``: bytes of states held in memory, which only states that :meth:`save` has not written yet may exceed;
-    ``held``: bytes held now. ``rules``: names of the method's rules, which prefix their memories in files. Reading a
-    client raises :class:`FedshiftError` where its state on disk is missing or damaged.
+    ``limit``: maximum bytes of states in memory; only states that :meth:`save` has not written yet may exceed it.
+    ``held``: bytes in memory now. ``rules``: names of the method's rules, which prefix their memories in files. Reading
+    a client raises :class:`FedshiftError` if its state on disk is missing or damaged.
     """
 
     def __init__(
@@ -52,10 +52,10 @@ class ClientStore(Mapping[str, ClientState]):
     def _clear(self) -> None:
         self._steps = np.zeros(len(self.names), np.int64)
         self._place = np.zeros((len(self.names), 4), np.int64)  # segment (0: none), first byte, bytes, checksum
-        self._segments: dict[int, int] = {}  # bytes of each
+        self._segments: dict[int, int] = {}  # size of each in bytes
         self._folder: Path | None = None
         self._unsaved: dict[int, ClientState] = {}
-        self._cached: OrderedDict[int, ClientState] = OrderedDict()  # of those in files; the least recently used first
+        self._cached: OrderedDict[int, ClientState] = OrderedDict()  # also in files; least recently used first
         self.held = 0
 
     def __getitem__(self, name: str) -> ClientState:
@@ -81,7 +81,7 @@ class ClientStore(Mapping[str, ClientState]):
         return len(self.names)
 
     def has_trained(self, name: str) -> bool:
-        """Return whether there is a client of this name and it has taken part."""
+        """Return whether a client of this name exists and has taken part."""
         return name in self._number and bool(self._steps[self._number[name]])
 
     @property
@@ -109,9 +109,10 @@ class ClientStore(Mapping[str, ClientState]):
     def save(self, folder: Path, round: int) -> tuple[State, dict[str, int]]:
         """Write the states that changed since the last call as a segment in ``folder``, if any did.
 
-        Returns what :meth:`restore` needs: tensors, and the segments that now hold states with their sizes. The result
-        of an older call stays valid until :func:`remove_unused_segments` removes segments. In another folder than
-        before, all states are written. Raises :class:`FedshiftError` where the disk refuses; nothing is changed then.
+        Returns the input of :meth:`restore`: tensors, and the segments that now contain states, with their sizes. The
+        result of an older call stays valid until :func:`remove_unused_segments` removes segments. If the folder differs
+        from the last call's, all states are written. Raises :class:`FedshiftError` if writing fails; nothing is changed
+        then.
         """
         segment = self._place[:, 0]
         current = np.bincount(segment, weights=self._place[:, 2], minlength=1 + max(self._segments, default=0))
@@ -138,7 +139,7 @@ class ClientStore(Mapping[str, ClientState]):
         return index, {str(number): size for number, size in self._segments.items()}
 
     def spill(self, round: int) -> None:
-        """Write unsaved states to the store's temporary folder where more than ``limit`` is held."""
+        """Write unsaved states to the store's temporary folder if more than ``limit`` is in memory."""
         if self.held > self._limit and self._unsaved:
             if self._scratch is None:
                 self._scratch = ScratchDirectory("clients-")
@@ -155,11 +156,11 @@ class ClientStore(Mapping[str, ClientState]):
     def restore(self, tensors: State, segments: Mapping[str, int], folder: Path | None) -> None:
         """Restore the result of :meth:`save`, in ``folder``, or of :meth:`tensors`.
 
-        Raises :class:`FedshiftError` where a segment is missing or of another size.
+        Raises :class:`FedshiftError` if a segment is missing or has another size.
         """
         self._clear()
         steps = tensors["clients/steps"].numpy()
-        self._steps[: len(steps)] = steps  # clients that were admitted since have done nothing yet
+        self._steps[: len(steps)] = steps  # clients admitted since then have not trained yet
         if segments:
             if folder is None:
                 raise ValueError("states of clients are in the checkpoint's folder: give it")
@@ -178,7 +179,7 @@ class ClientStore(Mapping[str, ClientState]):
         )
 
     def _pack(self, number: int) -> bytes:
-        """Return a client's state as the content of a file; safetensors has no tensors that share memory."""
+        """Return a client's state as the content of a file; safetensors does not allow tensors that share memory."""
         if number not in self._unsaved:
             return self._read(number)
         flat = to_tensors(self._unsaved[number], self._rules)
@@ -207,7 +208,7 @@ class ClientStore(Mapping[str, ClientState]):
 
 
 def check_segments(folder: Path, segments: Mapping[str, int]) -> None:
-    """Raise :class:`FedshiftError` where one of ``segments``, with their sizes, is missing or of another size."""
+    """Raise :class:`FedshiftError` if one of ``segments`` is missing or does not have its size given there."""
     for number, size in segments.items():
         path = folder / _segment_name(int(number))
         if not path.exists():
@@ -217,7 +218,7 @@ def check_segments(folder: Path, segments: Mapping[str, int]) -> None:
 
 
 def remove_unused_segments(folder: Path, used: Iterable[int]) -> None:
-    """Remove all segments in ``folder`` but those ``used``, and incomplete files that a crash left."""
+    """Remove all segments in ``folder`` except ``used``, and incomplete files left by a crash."""
     names = {_segment_name(number) for number in used}
     for path in folder.glob("clients-*"):
         if path.name not in names:
@@ -229,7 +230,7 @@ def _segment_name(segment: int) -> str:
 
 
 def to_tensors(client: ClientState, rules: Sequence[str]) -> State:
-    """Return what ``client`` keeps as flat tensors; ``rules``: names of the method's rules."""
+    """Return the state of ``client`` as flat tensors; ``rules``: names of the method's rules."""
     parts = client.personal, client.optimizer, join_states(rules, client.memory)
     return join_states(PARTS, parts)
 
@@ -247,7 +248,7 @@ def _state_bytes(client: ClientState) -> int:
 
 
 def _compact_state(client: ClientState) -> ClientState:
-    """Return ``client`` with a copy of each entry that is part of a larger array, as under the stacked engine."""
+    """Return ``client`` with a copy of each entry that is part of a larger array, as with the stacked engine."""
 
     def own(state: State) -> State:
         return {

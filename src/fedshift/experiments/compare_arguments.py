@@ -1,5 +1,5 @@
 # mypy: disable-error-code="assignment"
-# Arguments take Python values beside the texts of the settings that they inherit, which mypy refuses of a subclass.
+# Arguments accept Python values besides the text of the inherited settings, which mypy rejects in a subclass.
 """The arguments of :func:`fedshift.compare`."""
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ MethodLike: TypeAlias = str | Method | Callable[[], Method]
 
 @dataclass(frozen=True, kw_only=True)
 class CompareArguments(CompareSpec):
-    """Arguments of :func:`compare`: the settings of the command line, some of them as Python values too, and these."""
+    """Arguments of :func:`compare`: the command-line settings, some also as Python values, and the ones below."""
 
     methods: MethodLike | Sequence[MethodLike] = field(kw_only=False)
     """Methods to compare, as expressions (``"fedavg, fedbn+fedprox(mu=0.1)"``), values (``fedshift.fedbn()``) or
-    functions that make one, several in a list; those of one seed share initial weights and the order of samples."""
+    functions that make one, several in a list; with the same seed, they share initial weights and the sample order."""
 
     data: Any = field()
-    """Clients: the name of a benchmark, a directory or table of your own (text or path), a
-    :class:`~fedshift.Federation`, a dictionary of clients as :func:`fedshift.federation` takes it, pandas frames or
-    HuggingFace datasets by client, or one such with ``client_column``."""
+    """Clients: the name of a benchmark, your own directory or table (string or path), a
+    :class:`~fedshift.Federation`, a dictionary of clients as for :func:`fedshift.federation`, pandas frames or
+    HuggingFace datasets by client, or a single one with ``client_column``."""
 
     model: str | ModelFactory = Spec.model
     """Name of a network (``auto`` depends on the samples' shape), or a function ``(sample_shape, classes)`` that makes
     an ``nn.Module``."""
 
     seeds: int | Sequence[int] = Spec.seeds
-    """Number of seeds (0, 1, ..., or from ``first_seed`` on), or the seeds."""
+    """Number of seeds (0, 1, ..., or starting at ``first_seed``), or a list of seeds."""
 
     batch_size: int | None = Spec.batch_size
-    """Samples in a batch; None or 0 takes all of a client's."""
+    """Samples in a batch; None or 0: all of a client's samples."""
 
     optimizer: str | Optimizer | torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] = Spec.optimizer
     """Local optimizer: ``"sgd"`` or ``"adamw"``; its value, for example ``SGD(lr=0.01, momentum=0.9)``; or
@@ -60,7 +60,7 @@ class CompareArguments(CompareSpec):
     ``torch.nn`` with its arguments, or a function of logits ``[B, K]`` and labels ``[B]``."""
 
     weights: str | Path | Mapping[str, Tensor] | None = Spec.weights
-    """Weights from which every network starts, in place of random ones: a state dictionary, or a file of one,
+    """Initial weights of every network, in place of random ones: a state dictionary, or a file of one,
     ``.safetensors`` or as ``torch.save`` writes it."""
 
     augment: str | Augmentation | None = Spec.augment
@@ -78,27 +78,28 @@ class CompareArguments(CompareSpec):
     ``"loaded,trained"``, just after local work as well."""
 
     root: str | Path | None = Spec.root
-    """Directory that holds the files of benchmarks; None: the one that FEDSHIFT_DATA names, or ``data``."""
+    """Directory with the files of benchmarks; None: the directory in FEDSHIFT_DATA, or ``data``."""
 
     device: str | torch.device = Spec.device
     """Torch device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``."""
 
     out: str | Path | None = None
-    """Run directory to keep; None: a temporary one that lives as long as the result."""
+    """Run directory to keep; None: a temporary one, deleted with the result."""
 
     resume: bool | str | Path = False
     """Continue the run in ``out``, or in this directory."""
 
     jobs: int | Literal["auto"] = "auto"
-    """Most trials (one method with one seed each) that run side by side, in processes; results are the same bit for
-    bit. ``auto``: one for each processor, of those trials that leave processors idle, where that saves time."""
+    """Maximum number of trials (one method with one seed each) that run side by side, in processes; results are the
+    same bit for bit. ``auto``: one per processor, for trials that leave processors idle, if that saves time."""
 
     progress: bool = False
-    """Show the progress, as the command line does: a bar and a table on a terminal and in a notebook (with ipywidgets),
-    a line for each evaluated round elsewhere."""
+    """Show the progress like the command line: a bar and a table in a terminal and in a notebook (with ipywidgets),
+    elsewhere a line for each evaluated round."""
 
     observer: Observer | None = None
-    """Callbacks for progress. Of trials side by side (``jobs``), ``turn`` says which one the next events are of."""
+    """Callbacks for progress. If trials run side by side (``jobs``), ``turn`` tells which trial the next events are
+    from."""
 
     stop: Event | None = None
     """Event that ends the run after the round in progress once it is set."""

@@ -1,12 +1,12 @@
 """Cross-site validation: each client's model measured on the test data of every client, after training.
 
-What the numbers mean depends on the ``moment``. ``loaded``: the model that a client would use (as ``personal`` in
-records), where the method has such, and the server's whole model, where it has one. ``trained``: the model of a client
-just after one more round of local work, before aggregation, at the learning rate of the last round; under a method with
-one global model, only local work makes clients' models differ. Models of other clients are read one at a time, which a
-simulation can do: across machines they would have to leave their sites.
+The meaning of the numbers depends on the ``moment``. ``loaded``: the model that a client would use (``personal`` in
+records), if the method has one, and the server's complete model, if it has one. ``trained``: the model of a client just
+after one more round of local work, before aggregation, at the learning rate of the last round; with a method that has
+one global model, only local work makes clients' models differ. Models of other clients are read one at a time. Only a
+simulation can do this: across machines, the models would have to leave their sites.
 
-NVIDIA FLARE has it across machines, with the models after local training and the global one ("cross site model
+NVIDIA FLARE offers it across machines, for the models after local training and the global model ("cross site model
 evaluation" in its programming guide, github.com/NVIDIA/NVFlare).
 """
 
@@ -36,13 +36,14 @@ Moment = Literal["loaded", "trained"]
 def cross_validate(
     experiment: Experiment, directory: Path, moment: Moment = "loaded", progress: Progress | None = None
 ) -> None:
-    """Measure the models of each trial that ``experiment`` left in ``directory``, and add the records to it.
+    """Measure the models of each trial of ``experiment`` in ``directory``, and add the records to it.
 
-    They replace earlier ones of the same trials and moment. Reports of the directory then have a table for each method.
+    They replace earlier ones of the same trials and moment. Later reports have a table for each method.
 
     Raises:
-        UsageError: A trial is another's.
-        FedshiftError: Files are damaged or missing, another program uses the directory, or a further round diverges.
+        UsageError: A trial belongs to another experiment.
+        FedshiftError: Files are damaged or missing, another program uses the directory, or the additional round
+            diverges.
 
     """
     trials = [*iterate_trials(experiment)]
@@ -59,7 +60,7 @@ def cross_validate(
 def measure_models(trial: Trial, moment: Moment) -> Iterator[Row]:
     """Yield a row for each model and client: ``owner`` (None: the server), ``client``, and counts on its test data."""
     clients = trial.measured.clients
-    distinct = {id(client.test): client.test for client in clients}  # which clients may share
+    distinct = {id(client.test): client.test for client in clients}  # clients may share test data
     for owner, state in _iterate_models(trial, moment):
         measured = evaluate_together(trial.plan, state, distinct.values(), trial.data.task, trial.data.classes)
         known = dict(zip(distinct, measured, strict=True))
@@ -82,11 +83,11 @@ def _iterate_models(trial: Trial, moment: Moment) -> Iterator[tuple[str | None, 
 
 
 def train_further(trial: Trial, clients: Sequence[str]) -> Iterator[tuple[str, State]]:
-    """Yield the models of ``clients`` one round of local work after the trial's last, before aggregation.
+    """Yield the models of ``clients`` after one more round of local work than the trial's last, before aggregation.
 
-    A client's model is the one it would use if its upload became the server's state: under Ditto its personal model.
-    The trial is not changed; where all data are pooled there are no clients' models. Raises ``Diverged`` if a client
-    does.
+    A client's model is the one it would use if its upload became the server's state: with Ditto its personal model.
+    The trial is not changed. If all data are pooled, there are no client models. Raises ``Diverged`` if a client
+    diverges.
     """
     plan, last = trial.plan, replace(trial.server, round=trial.server.round - 1)
     kept = {} if plan.method.pooled else {name: trial.clients[name] for name in clients}

@@ -16,13 +16,16 @@ from ..models import ModelFactory, describe_factory
 from .settings import Settings
 
 LISTED = 12
-"""Most evaluated rounds that are listed one by one."""
+"""Maximum number of evaluated rounds to list one by one."""
 
 
 def describe_training(
     plans: Mapping[str, Plan], data: Federation, model: ModelFactory, settings: Settings, *, remote: bool
 ) -> dict[str, str]:
-    """Return what is trained, by name; ``plans`` by method; ``remote``: whether the samples are elsewhere."""
+    """Return descriptions of what is trained, by name.
+
+    ``plans``: by method. ``remote``: whether the samples are elsewhere.
+    """
     members = len([name for name in data.names if name not in settings.newcomers])
     drawn = len(settings.draw_participants(0, 1, tuple(map(str, range(members)))))
     samples = sum(len(client.train) for client in data.clients)
@@ -48,7 +51,7 @@ def count_parameters(plan: Plan) -> int:
 
 
 def describe_scaling(data: Federation) -> str:
-    """Return how the values of samples become a network's inputs."""
+    """Return a description of how the values of samples become a network's inputs."""
     pixels = [client for client in data.clients if client.train.dtype == torch.uint8]
     found = list(dict.fromkeys(str(client.train.normalization) for client in pixels))
     if not found:
@@ -91,7 +94,7 @@ def _describe_fields(value: Any) -> str:
 
 
 def _by_method(plans: Mapping[str, Plan], describe: Callable[[Plan], str]) -> str:
-    """Return what ``describe`` says of all plans, by method where they differ."""
+    """Return the description of all plans by ``describe``, by method where they differ."""
     found = {name: describe(plan) for name, plan in plans.items()}
     if len(set(found.values())) == 1:
         return next(iter(found.values()))

@@ -1,7 +1,8 @@
-"""Experiments: several methods and seeds on one federation, kept on disk as they run.
+"""Experiments: several methods and seeds on one federation, saved to disk as they run.
 
 Trials run seed by seed, all methods of a seed before the next, so that the results of an interrupted experiment can be
-compared. Methods of one seed start from the same weights and see the same order of samples: differences are paired.
+compared. Methods with the same seed start from the same weights and see the same order of samples, so that differences
+are paired.
 """
 
 from __future__ import annotations
@@ -59,9 +60,9 @@ from .trial import Trial
 SAMPLES = 8
 """Images of each client that a run keeps for its report."""
 VOLUMES = 1
-"""Volumes, of each of which a slice is kept."""
+"""Volumes of each client from which a run keeps a slice."""
 MAX_NAMED = 5
-"""Most clients that a notice names."""
+"""Maximum number of clients that a notice lists."""
 NO_SCORE = (0, 0.0)
 MAKING = f"{', '.join(POLICIES[:-1])} or {POLICIES[-1]}"
 """The policies that give a client a model."""
@@ -71,11 +72,11 @@ MAKING = f"{', '.join(POLICIES[:-1])} or {POLICIES[-1]}"
 class Experiment:
     """Methods and seeds to run on a federation, with a model and settings.
 
-    ``model(sample_shape, classes)`` makes a network. ``config`` holds the settings as the user wrote them, for the
-    record, and ``files`` further files for the run directory, by name. ``measured_later``: clients that the caller
-    measures after the experiment, about which no notice is needed. ``notices``: to give at the start on errors in the
-    data, in place of the federation's ``faults``. ``make_engine``: makes each trial's engine where the samples are
-    elsewhere, in place of the one that the settings name. ``log``: names of loggers.
+    ``model(sample_shape, classes)`` makes a network. ``config`` contains the settings as the user wrote them, for the
+    record, and ``files`` additional files for the run directory, by name. ``measured_later``: clients that the caller
+    measures after the experiment, which need no notice. ``notices``: notices at the start about errors in the data, in
+    place of the federation's ``faults``. ``make_engine``: makes each trial's engine if the samples are elsewhere, in
+    place of the one in the settings. ``log``: names of loggers.
     """
 
     methods: tuple[Method, ...]
@@ -135,17 +136,17 @@ class Experiment:
             resume: whether to continue the run in ``path``.
             observer: callbacks for events.
             stop: event that ends the run after the rounds in progress once it is set.
-            jobs: most trials that run side by side, in worker processes; results do not depend on it. ``auto``: as many
-                as leave no processor idle, where that saves time.
+            jobs: maximum number of trials that run side by side, in worker processes; it does not affect results.
+                ``auto``: as many as leave no processor idle, if that saves time.
 
         Returns:
             Whether the run reached its end.
 
         Raises:
-            UsageError: a method, the model and the data do not fit, or cannot be sent to another process for more jobs;
-                nothing is started then.
+            UsageError: a method, the model and the data are incompatible, or cannot be sent to another process for
+                several jobs; raised before anything starts.
             Diverged: a trial diverged; raised after the other trials.
-            FedshiftError: the disk, the directory or a logger refuses.
+            FedshiftError: the disk, the directory or a logger fails.
 
         """
         observer, stop = observer or Observer(), stop or Event()
@@ -199,7 +200,7 @@ class Experiment:
             return finished
 
     def run_job(self, job: Job, session: JobSession) -> bool:
-        """Run the trial of ``job`` in a worker process, or continue it; return whether it reached its end."""
+        """Run or continue the trial of ``job`` in a worker process; return whether it reached its end."""
 
         def make_engine(plan: Plan, data: Data, seed: int) -> Engine:
             return SequentialForPool(plan, data, seed, augment=self.settings.augment)
@@ -215,7 +216,7 @@ class Experiment:
         return Trial(method, self.model, self.data, self.settings, seed, make_engine=make_engine)
 
     def check_compatible(self, path: Path) -> None:
-        """Raise :class:`UsageError` where a method does not fit model and data, or ``path`` holds another run's trials.
+        """Raise :class:`UsageError` if a method does not fit model and data, or ``path`` contains another run's trials.
 
         Nothing is trained, and nothing in ``path`` is changed.
         """
@@ -226,7 +227,7 @@ class Experiment:
         return {method.name: self._make_trial(method, self.seeds[0]) for method in self.methods}
 
     def _check_kept(self, path: Path, trials: Mapping[str, Trial]) -> None:
-        """Raise an error where a trial in ``path`` is another's, or its files are damaged or missing."""
+        """Raise an error if a trial in ``path`` belongs to another run, or its files are damaged or missing."""
         for name, trial in trials.items():
             for seed in self.seeds:
                 folder = trial_folder(path, name, seed)
@@ -238,9 +239,9 @@ class Experiment:
                     self._find_best(folder, facts["round"])
 
     def run_trial(self, trial: Trial, session: Session | JobSession, log: TrialLog) -> bool:
-        """Run ``trial``, or continue it, in the directory of ``session``; return whether it reached its end.
+        """Run or continue ``trial`` in the directory of ``session``; return whether it reached its end.
 
-        ``log``: logs the trial, as :meth:`~fedshift.experiments.loggers.RecordLog.trial` does.
+        ``log``: logs the trial, like :meth:`~fedshift.experiments.loggers.RecordLog.trial`.
         """
         name = trial.plan.method.name
         folder = trial_folder(session.path, name, trial.seed)
@@ -253,8 +254,8 @@ class Experiment:
         best, reached = self._find_best(folder, done)
         for file in (METRICS, ROUNDS):
             cut_rows(folder / file, done)
-        # From the beginning on a trial has a checkpoint, so that one that was removed is missed. Had the program been
-        # killed before this round was kept as the best, or files that none needs were removed:
+        # A trial has a checkpoint from the beginning, so that a removed one is noticed. This also completes an earlier
+        # call that was killed before it kept this round as the best or removed unneeded files.
         trial.save(folder, *(() if begun else (CHECKPOINT,)), *((BEST,) if best == done > 0 else ()))
         session.observer.trial(name, trial.seed, done)
         if evaluated := _last_evaluation(folder):
@@ -288,7 +289,7 @@ class Experiment:
         return True
 
     def _notices_before(self, trial: Trial) -> Iterator[str]:
-        """Yield the notices on a trial that begins."""
+        """Yield the notices about a trial that starts."""
         for rule in trial.plan.method.rules:
             plan = trial.plan
             yield from rule.notices(plan.method.name, plan.work.batch_size, pick(plan.initial, plan.trained))
@@ -308,7 +309,7 @@ class Experiment:
             )
 
     def _notices_after(self, trial: Trial) -> Iterator[str]:
-        """Yield the notices on a trial that has ended."""
+        """Yield the notices about a trial that has ended."""
         method = trial.plan.method
         untrained = [name for name in self._without_later(self.data.names) if not trial.clients.has_trained(name)]
         if untrained and trial.plan.personalizes:
@@ -332,12 +333,12 @@ class Experiment:
 
     @property
     def _has_unmeasured(self) -> bool:
-        """Return whether a client on which notices are due may have no model."""
+        """Return whether a client that would need a notice may have no model."""
         settings = replace(self.settings, newcomers=self._without_later(self.settings.newcomers))
         return settings.skips_clients(self._without_later(self.data.names))
 
     def _score(self, rows: list[Row]) -> tuple[int, float]:
-        """Return a round's score: number of clients with validation rows, so that all count, then macro metric."""
+        """Return a round's score: number of clients with validation rows (more is better), then the macro metric."""
         if self.settings.select != "best":
             return NO_SCORE
         chosen = rows_to_frame(
@@ -348,9 +349,9 @@ class Experiment:
         return (int(found.count()), sign * float(found.mean())) if found.count() else NO_SCORE
 
     def _find_best(self, folder: Path, done: int) -> tuple[int, tuple[int, float]]:
-        """Return the first of the best of the ``done`` rounds of the trial in ``folder``, 0 for none, and its score.
+        """Return the first best of the ``done`` rounds of the trial in ``folder``, 0 for none, and its score.
 
-        Raises :class:`FedshiftError` where records are damaged or missing, or the state of the best round is.
+        Raises :class:`FedshiftError` if the records or the state of the best round are damaged or missing.
         """
         rounds = read_rounds(folder)
         require_recorded(folder, rounds, done)
@@ -366,7 +367,7 @@ class Experiment:
         return best, reached[best]
 
     def _sample_images(self) -> dict[str, np.ndarray]:
-        """Return some test images of each client that the report pictures, uint8 ``[n, H, W, C]``."""
+        """Return some test images of each client in the report's figure, uint8 ``[n, H, W, C]``."""
         pictured = [client for client in self.data.clients[:PICTURED] if len(client.test.shape) in (3, 4)]
         shown = {client.name: SAMPLES if len(client.test.shape) == 3 else VOLUMES for client in pictured}
         return {

@@ -35,11 +35,11 @@ SAVED = re.compile(r"""(\bsaved\(\s*(?:path\s*=\s*)?)(['"])(.+?)\2""")
 
 @dataclass(frozen=True, kw_only=True)
 class GivenObjects:
-    """Objects that a program gives in place of settings of the same names; None: the setting counts.
+    """Objects that a program gives in place of settings of the same names; None: use the setting.
 
     Attributes:
         data: Any of :data:`fedshift.data.objects.FORMS`.
-        newcomers: Exact names.
+        newcomers: Exact names, not patterns.
 
     """
 
@@ -64,12 +64,12 @@ def parse_methods(text: str) -> tuple[Method, ...]:
 
 
 def resolve_model(name: str, shape: tuple[int, ...], task: Task = CLASSIFICATION) -> ModelFactory:
-    """Return the function that makes networks of this name; ``auto`` depends on the ``shape`` of a sample and task."""
+    """Return the function that makes the network ``name``; ``auto`` depends on a sample's ``shape`` and the task."""
     return parse_model(name_model(name, shape, task))
 
 
 def name_model(name: str, shape: tuple[int, ...], task: Task = CLASSIFICATION) -> str:
-    """Return the network's name, of ``auto`` the one that it stands for."""
+    """Return the network's name, with ``auto`` resolved."""
     if name != "auto":
         return name
     if isinstance(task, Segmentation):
@@ -127,7 +127,7 @@ def make_optimizer(spec: Spec) -> Optimizer:
 
 
 def make_methods(spec: RunSpec | CompareSpec, given: tuple[Method, ...] | None = None) -> tuple[Method, ...]:
-    """Return the methods that ``spec`` names, or those ``given``, with adaptive gradient clipping if it asks for it."""
+    """Return the methods that ``spec`` names, or ``given``, with adaptive gradient clipping if ``spec`` sets it."""
     methods = given if given is not None else parse_methods(_method_text(spec))
     if spec.agc is not None:
         methods = tuple(agc(method, clip=spec.agc, classifier=not spec.agc_skip_classifier) for method in methods)
@@ -143,7 +143,7 @@ def _method_text(spec: RunSpec | CompareSpec) -> str:
 def make_settings(spec: Spec, names: tuple[str, ...], given: GivenObjects | None = None) -> Settings:
     """Return the settings in ``spec``, or the objects ``given`` in their place.
 
-    ``names``: all clients, among which newcomers are looked for.
+    ``names``: all clients, to which patterns of newcomers are matched.
     """
     share, given = spec.participation, given or GivenObjects()
     return resolve_settings(
@@ -175,20 +175,20 @@ def resolve_settings(
     skip_classifier: bool = False,
     **changes: Any,
 ) -> Settings:
-    """Return the settings in ``spec`` with the others made into objects, where they are not objects already.
+    """Return the settings in ``spec``, with the others converted to objects unless they already are.
 
     Args:
         spec: settings that need no resolving, and the amount of local work.
         names: all clients.
-        batch_size: samples in a batch; None takes all of a client's.
+        batch_size: samples in a batch; None: all of a client's samples.
         optimizer: local optimizer.
         loss: training loss, or an expression; ``auto``: the task's.
         augment: augmentation of training images, or an expression.
-        newcomers: names of the clients that never train, or patterns with commas.
-        moments: moments at which models are measured, a sequence or a text with commas.
-        weights: weights from which networks start, a file or a state dictionary; None: random ones.
-        skip_classifier: leave the last layer of ``weights`` out.
-        changes: values in place of those in ``spec``.
+        newcomers: names of the clients that never train, or comma-separated patterns.
+        moments: moments at which models are measured, a sequence or a comma-separated string.
+        weights: initial weights, a file or a state dictionary; None: random ones.
+        skip_classifier: ignore the last layer of ``weights``.
+        changes: values that replace those in ``spec``.
 
     """
     shared = {field.name: getattr(spec, field.name) for field in fields(TrialSpec)} | changes
@@ -212,7 +212,7 @@ S = TypeVar("S", bound=Spec)
 def anchor_paths(spec: S, began: Path | None = None) -> S:
     """Return ``spec`` with absolute paths, so that a run does not depend on the directory it is started in.
 
-    ``began``: directory in which relative paths begin; None: the current one.
+    ``began``: base directory of relative paths; None: the current one.
     """
     began, changes = began or Path.cwd(), dict[str, Any]()
     if spec.data not in EMBEDDED:
@@ -235,9 +235,9 @@ def list_seeds(spec: Spec) -> tuple[int, ...]:
 def make_experiment(
     spec: RunSpec | CompareSpec, progress: Progress | None = None, given: GivenObjects | None = None
 ) -> Experiment:
-    """Return the experiment that ``spec`` describes, with the objects ``given`` in place of what it names.
+    """Return the experiment that ``spec`` describes, with the objects ``given`` in place of named ones.
 
-    Raises :class:`UsageError` naming the setting where something does not fit.
+    Raises :class:`UsageError` naming the setting that does not fit.
     """
     given, spec = given or GivenObjects(), anchor_paths(spec)
     methods, log = make_methods(spec, given.methods), parse_loggers(spec.log)

@@ -1,8 +1,8 @@
-"""Weights that users bring: state dictionaries from files, checked entry by entry and read without running code.
+"""User-supplied initial weights: state dictionaries from files, checked entry by entry and read without running code.
 
-A ``.safetensors`` file holds tensors alone. Files of ``torch.save`` are read with ``weights_only=True``, which refuses
-everything but tensors and plain values, so that no file can run code. A network starts from these weights in place of
-random ones. Where a method changes the network first (FedWon), weights of the network before and after that both fit.
+A ``.safetensors`` file contains only tensors. Files of ``torch.save`` are read with ``weights_only=True``, which
+refuses everything but tensors and plain values, so that no file can run code. A network starts from these weights
+instead of random ones. If a method changes the network first (FedWon), weights for either version are accepted.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from ..utils.state import State
 PICKLED = (".pt", ".pth", ".bin")
 """Suffixes of files that ``torch.save`` writes."""
 PREFIXES = ("module.", "_orig_mod.")
-"""Beginnings that wrappers of torch (``DataParallel``, ``compile``) give to every name."""
+"""Prefixes that torch's wrappers (``DataParallel``, ``compile``) add to every name."""
 COUNTER = ".num_batches_tracked"
-"""End of the names of BatchNorm's counters, which old files lack and which may therefore be missing."""
+"""Suffix of the names of BatchNorm's counters, which may be missing because old files lack them."""
 NAMED = 4
-"""Most entries that a message names."""
+"""Maximum number of entries that a message lists."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -44,9 +44,9 @@ class InitialWeights:
     """Entries from which networks start.
 
     Args:
-        source: The file, or other words for messages.
+        source: The file, or another description for messages.
         entries: The state dictionary.
-        skip_classifier: Leave the last layer out, which then starts from random weights.
+        skip_classifier: Ignore the last layer, which then starts from random weights.
 
     """
 
@@ -59,7 +59,7 @@ class InitialWeights:
 
     @cached_property
     def digest(self) -> str:
-        """Digest of all entries, so that a run is never continued from others."""
+        """Digest of all entries, so that a run is never continued with different ones."""
         found = blake2b(digest_size=16)
         for name, tensor in sorted(self.entries.items()):
             found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -67,9 +67,9 @@ class InitialWeights:
         return found.hexdigest()
 
     def find_differences(self, network: nn.Module) -> list[str]:
-        """Describe in words which names the network or the weights lack; empty where none."""
+        """Return descriptions of the names that the network or the weights lack; empty if none."""
         own, skipped = network.state_dict(keep_vars=True), self._find_skipped(network)
-        given = {id(tensor) for name, tensor in own.items() if name in self.entries}  # of tied entries, one will do
+        given = {id(tensor) for name, tensor in own.items() if name in self.entries}  # one of tied entries is enough
         missing = [
             name
             for name, tensor in own.items()
@@ -80,16 +80,16 @@ class InitialWeights:
         return said + [f"{len(unexpected)} unexpected ({_list_few(map(repr, unexpected))})"] * bool(unexpected)
 
     def load_into(self, network: nn.Module) -> None:
-        """Load the entries into ``network``; raise :class:`UsageError` naming those of another shape or type."""
+        """Load the entries into ``network``; raise :class:`UsageError` listing mismatches of shape or type."""
         own = network.state_dict()
         with torch.no_grad():
             for name, tensor in self._select(network, own).items():
                 own[name].copy_(tensor)
 
     def load_into_plan(self, plan: Plan, differences: list[str]) -> Plan:
-        """Return ``plan`` that starts from the entries, those of its network as the method changed it.
+        """Return ``plan`` starting from the entries, which are those of its network as the method changed it.
 
-        Raises :class:`UsageError` where they are not: ``differences`` from the unchanged network, or other shapes.
+        Raises :class:`UsageError` if they do not match: ``differences`` from the unchanged network, or other shapes.
         """
         if self.find_differences(plan.module):
             changed = ", nor the one that the method makes of it" if plan.method.surgery else ""
@@ -101,7 +101,7 @@ class InitialWeights:
         return add_extra_entries(replace(plan, initial={**plan.initial, **given}))
 
     def check_kept(self, plan: Plan) -> None:
-        """Raise :class:`UsageError` where the method drew entries anew that had been loaded."""
+        """Raise :class:`UsageError` if the method reinitialized loaded entries."""
         skipped = self._find_skipped(plan.module)
         for name, tensor in plan.initial.items():
             given = self.entries.get(name)
@@ -116,7 +116,7 @@ class InitialWeights:
         return last_layers(1).names(entries(network)) if self.skip_classifier else frozenset()
 
     def _select(self, network: nn.Module, own: Mapping[str, Tensor]) -> State:
-        """Return the entries to load; raise :class:`UsageError` naming those of another shape or type."""
+        """Return the entries to load; raise :class:`UsageError` listing mismatches of shape or type."""
         skipped = self._find_skipped(network)
         chosen = {name: x for name, x in self.entries.items() if name in own and name not in skipped}
         other = {name: x for name, x in chosen.items() if x.shape != own[name].shape}
@@ -141,9 +141,9 @@ class InitialWeights:
 def as_initial_weights(
     given: str | Path | Mapping[str, Any] | InitialWeights | None, *, skip_classifier: bool = False
 ) -> InitialWeights | None:
-    """Return weights from a file or a state dictionary; None where none are given.
+    """Return weights from a file or a state dictionary; None if none are given.
 
-    Raises :class:`UsageError` for files that cannot be read without running code, and entries that are no numbers.
+    Raises :class:`UsageError` for files that cannot be read without running code, and for non-numeric entries.
     """
     if isinstance(given, InitialWeights):
         return given
@@ -162,7 +162,7 @@ def as_initial_weights(
 
 
 def _read_file(path: Path) -> Any:
-    """Return the content of a file of weights; raise :class:`UsageError` where it is none, or holds more than that."""
+    """Return the content of a weights file; raise :class:`UsageError` if it is not one, or contains anything else."""
     if not path.is_file():
         raise UsageError(f"no weights at {path.resolve()}: give the path of a file that exists (--weights)")
     if path.suffix not in (".safetensors", *PICKLED):
@@ -176,7 +176,7 @@ def _read_file(path: Path) -> Any:
         if path.suffix == ".safetensors":
             return load_file(path)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's, of old and foreign forms, which are refused below or fit
+            warnings.simplefilter("ignore")  # torch's, about formats that work or are refused below
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise UsageError(
@@ -191,7 +191,7 @@ def _read_file(path: Path) -> Any:
 
 
 def _unwrap(content: Any, source: str) -> State:
-    """Return the one state dictionary in ``content``, by itself or under a key, with the names of the bare network."""
+    """Return the one state dictionary in ``content``, at the top or under a key, without the wrappers' prefixes."""
     found = content if _is_state(content) else None
     if found is None and isinstance(content, Mapping):
         inner = [value for value in content.values() if _is_state(value)]

@@ -1,9 +1,9 @@
-"""Trials of an experiment side by side, each in a worker process, with the bits of one after another.
+"""Trials of an experiment side by side, each in a worker process, with the same bits as one after another.
 
-A trial that computes on one thread leaves other processors idle, and one of the pool engine has the bits of the
-sequential engine on one thread: such trials run side by side, under the engine and the threads that they have anyway.
-A worker writes the files of its trial; what trials share, the display and the loggers stay with the parent, which a
-worker tells every event. Workers serve later experiments of the process too, and end with it, however it ends.
+A trial that computes on one thread leaves other processors idle, and a trial of the pool engine gives the same bits as
+the sequential engine on one thread. Such trials run side by side, with their usual engine and number of threads. A
+worker writes the files of its trial; shared files, the display and the loggers stay with the parent, to which a worker
+reports every event. Workers are reused by later experiments of the process and end with it, however it ends.
 """
 
 from __future__ import annotations
@@ -46,22 +46,22 @@ from .session import Session
 from .trial import BEGUN, RoundResult, Trial
 
 Jobs = int | Literal["auto"]
-"""Most trials that run at a time; ``auto``: as many as leave no processor idle."""
+"""Maximum number of trials that run at a time; ``auto``: as many as leave no processor idle."""
 WORTH = 10.0
-"""Estimated seconds of all trials below which starting workers takes longer than it saves."""
+"""Estimated seconds of all trials below which starting workers costs more time than it saves."""
 WORKER = 5e8
-"""Bytes that a worker takes before its trial begins."""
+"""Bytes of memory that a worker uses before its trial begins."""
 COPIES = 10
-"""Copies of the network that a trial holds at most: initial, shared, trained, gradients, float64 sums, checkpoint."""
+"""Maximum copies of the network in a trial: initial, shared, trained, gradients, float64 sums, checkpoint."""
 
 
 ANSWERED = ("describe", "log", "round")
-"""Messages of a worker that wait for an answer: whether to stop after the round."""
+"""Worker messages that wait for an answer, which says whether to stop after the round."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A trial to run in a worker: its ``number`` among all, the name of its method, its seed and its engine."""
+    """A trial to run in a worker: its ``number`` among all trials, method name, seed and engine."""
 
     number: int
     method: str
@@ -70,13 +70,13 @@ class Job:
 
 
 def choose_jobs(path: Path, trials: Mapping[str, Trial], seeds: Sequence[int], jobs: Jobs) -> tuple[list[Job], int]:
-    """Return the unfinished trials that are to run side by side, and how many at a time; none where it is of no use.
+    """Return the unfinished trials to run side by side, and how many at a time; none if it would not help.
 
     Args:
         path: run directory.
-        trials: a trial of each method, by name, which shows its engine and cost.
+        trials: one trial per method, by name, from which engine and cost are taken.
         seeds: seeds of the trials.
-        jobs: most trials at a time, as the user wrote it.
+        jobs: maximum number of trials at a time, as the user wrote it.
 
     """
     most = available_processors() if jobs == "auto" else jobs
@@ -114,14 +114,14 @@ def _count_participants(trial: Trial) -> int:
 
 
 def _count_fitting(trial: Trial) -> float:
-    """Return how many trials like this one half of the free memory holds."""
+    """Return how many trials like this one fit in half of the free memory."""
     return available_memory() / 2 / (WORKER + COPIES * nbytes(trial.plan.initial))
 
 
 class JobRunner:
     """Runs ``jobs`` of ``rounds`` rounds side by side, ``processes`` at a time; it can be used once.
 
-    ``work``: runs a job in a worker; it holds the experiment. Raises :class:`UsageError` where that cannot be sent to
+    ``work``: runs a job in a worker; it contains the experiment. Raises :class:`UsageError` if it cannot be sent to
     another process.
     """
 
@@ -140,9 +140,9 @@ class JobRunner:
             ) from error
 
     def run(self, session: Session, log: RecordLog) -> tuple[bool, dict[int, Diverged]]:
-        """Run the jobs in a run's ``session``; return whether all reached their ends, and by number what diverged.
+        """Run the jobs in a run's ``session``; return whether all finished, and the divergences by job number.
 
-        A worker that dies, and every other error of a trial, lets the others end their rounds and is raised then.
+        If a worker dies or a trial fails otherwise, the other trials finish their rounds before the error is raised.
         """
         waiting, busy = list(self.jobs), dict[Connection, _Running]()
         workers = list[WorkerProcess]()
@@ -180,7 +180,7 @@ class JobRunner:
             for worker in workers:
                 if worker in free:
                     worker.send()
-                else:  # it is in the middle of something
+                else:  # it is still busy
                     _WORKERS.remove(worker)
                     worker.end()
             self._buffer.close()
@@ -189,7 +189,7 @@ class JobRunner:
         return finished and not waiting, diverged
 
     def _take_worker(self, taken: list[WorkerProcess]) -> WorkerProcess:
-        """Return a worker that is not ``taken``, add it to them, and send it the experiment."""
+        """Return a worker not in ``taken``, add it to ``taken``, and send it the experiment."""
         for dead in [worker for worker in _WORKERS if worker not in taken and worker.process.poll() is not None]:
             _WORKERS.remove(dead)
             dead.end()
@@ -229,9 +229,9 @@ class _Running:
         self.worker.send(self.job, self.session.path)
 
     def answer(self, *, stop: bool) -> bool:
-        """Hear the worker's next message, and answer it; return whether the job has ended.
+        """Receive and answer the worker's next message; return whether the job has ended.
 
-        ``stop``: the job is to end after its round.
+        ``stop``: whether the job should end after its round.
         """
         message = self.worker.receive()
         self.session.number = self.job.number
@@ -281,7 +281,7 @@ class _Running:
 
 
 class JobSession(Observer):
-    """A run's session as a worker sees it, and its observer and log: every event goes to the parent."""
+    """Worker-side session, observer and log of a run: every event goes to the parent."""
 
     def __init__(self, connection: Connection, path: Path) -> None:
         self.connection, self.path, self.stop = connection, path, Event()
@@ -292,7 +292,7 @@ class JobSession(Observer):
         self.connection.send_bytes(cloudpickle.dumps(message))
 
     def ask(self, *message: Any) -> None:
-        """Send a message and wait until it was heard; the answer is whether to stop."""
+        """Send a message and wait for the answer, which says whether to stop."""
         self.send(*message)
         if pickle.loads(self.connection.recv_bytes())[0]:
             self.stop.set()
@@ -302,7 +302,7 @@ class JobSession(Observer):
         self.send("say", text)
 
     def describe(self, *, trains: bool) -> None:
-        """Have the parent write what is run, the first time."""
+        """Have the parent write the run's description, on the first call."""
         if trains and not self._described:
             self.ask("describe")
             self._described = True
@@ -335,7 +335,7 @@ class JobSession(Observer):
 
 
 class SequentialForPool(Sequential):
-    """The sequential engine on one thread, which a job runs in place of the pool engine, whose bits it has."""
+    """The sequential engine on one thread; a job runs it in place of the pool engine, with the same bits."""
 
     @override
     def train_client(self, server: ServerState, name: str, client: ClientState) -> ClientResult:
@@ -357,7 +357,7 @@ def main(parent: int) -> None:
 
 
 def _serve(work: Callable[[Job, JobSession], bool], connection: Connection, *, records: bool) -> None:
-    """Run jobs by ``work`` until the parent has no more; ``records``: whether to record seconds."""
+    """Run jobs with ``work`` until the parent has no more; ``records``: whether to record seconds."""
     while message := pickle.loads(connection.recv_bytes()):
         job, path = message
         timed: AbstractContextManager[Seconds] = record_seconds() if records else nullcontext({})

@@ -1,8 +1,8 @@
 """Logging to TensorBoard, MLflow and Weights & Biases, from the records of a run.
 
-A round is logged once it is saved, with the values that its records hold. When a trial begins or continues, each logger
-says which round its store holds last, and later ones are logged from the records: after any interruption no point is
-missing or doubled. All stores are files in the run directory, unless environment variables name a server
+A round is logged once it is saved, with the values from its records. When a trial begins or continues, each logger
+reports the last round in its store, and later rounds are logged from the records: after any interruption no point is
+missing or duplicated. All stores are files in the run directory, unless environment variables name a server
 (``MLFLOW_TRACKING_URI``, ``WANDB_MODE=online``).
 """
 
@@ -35,17 +35,18 @@ from ..utils.checked_json import read_checked, write_checked
 from ..utils.errors import FedshiftError, UsageError, unknown_name
 
 LOGS, ID = "logs", "id.json"
-"""Folder of a run directory that holds local stores, and the file in it with the run's id in stores elsewhere."""
+"""Folder of a run directory for local stores, and the file in it with the run's id in remote stores."""
 NONE = "none"
-"""Name that stands for no logger."""
+"""Name that means no logger."""
 PROJECT = "fedshift"
-"""MLflow experiment and W&B project, where no environment variable names another."""
+"""MLflow experiment and W&B project, unless an environment variable names another."""
 ALWAYS = "bytes/down"
 """Value that every round has."""
 
 
 TrialLog = Callable[[str, int, Path, int], AbstractContextManager[Callable[[Row, list[Row]], None]]]
-"""Logs a trial (its method, seed, folder and rounds) inside a block, which gets the function that logs a round."""
+"""Context manager that logs a trial, given its method, seed, folder and rounds; it yields the function that logs a
+round."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +59,9 @@ class RunLabel:
 
 
 class Logger(ABC):
-    """Log of one trial at a time in a store; each of several side by side has a copy.
+    """Log of one trial at a time in a store; each trial that runs side by side has a copy.
 
-    ``folder``: for local stores. ``describe`` follows ``open``. Any method may raise whatever the library raises.
+    ``folder``: for local stores. Call ``describe`` after ``open``. Methods may raise any error of the library.
     """
 
     def __init__(self, folder: Path, run: RunLabel) -> None:
@@ -68,7 +69,7 @@ class Logger(ABC):
 
     @abstractmethod
     def open(self, method: str, seed: int) -> int:
-        """Begin or continue the log of a trial; return the last round that it holds, 0 for none."""
+        """Begin or continue the log of a trial; return the last round in it, 0 for none."""
 
     @abstractmethod
     def write(self, number: int, values: Mapping[str, float]) -> None:
@@ -84,7 +85,7 @@ class Logger(ABC):
 
 
 class TensorBoardLogger(Logger):
-    """Event files, a folder for each trial. A round is one event, so that a file holds all of it or nothing."""
+    """Event files, one folder per trial. A round is one event, so that a file contains all of it or nothing."""
 
     @override
     def open(self, method: str, seed: int) -> int:
@@ -116,9 +117,9 @@ class TensorBoardLogger(Logger):
 
 
 class MLflowLogger(Logger):
-    """A run for each trial, in a SQLite file or on the server that ``MLFLOW_TRACKING_URI`` names.
+    """One MLflow run per trial, in a SQLite file or on the server that ``MLFLOW_TRACKING_URI`` names.
 
-    A round is one batch, which the store takes whole or not at all.
+    A round is one batch, which the store accepts completely or not at all.
     """
 
     STATUS: Mapping[str, str] = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
@@ -126,8 +127,8 @@ class MLflowLogger(Logger):
     def __init__(self, folder: Path, run: RunLabel) -> None:
         super().__init__(folder, run)
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")  # 7 by default: minutes for each round
-        logging.getLogger("mlflow.store.db").setLevel(logging.WARNING)  # a line for each table that it creates
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")  # the default of 7 takes minutes each round
+        logging.getLogger("mlflow.store.db").setLevel(logging.WARNING)  # it logs a line for each table it creates
         from mlflow.tracking import MlflowClient
         from sqlalchemy import URL
 
@@ -176,10 +177,10 @@ class MLflowLogger(Logger):
 
 
 class WandbLogger(Logger):
-    """A run of Weights & Biases for each trial, offline unless ``WANDB_MODE`` says otherwise.
+    """One Weights & Biases run per trial, offline unless ``WANDB_MODE`` says otherwise.
 
-    The files of an offline run are written anew from the records when the trial continues, since only a server can
-    continue a run.
+    When a trial continues, the files of an offline run are rewritten from the records, since only a server can resume a
+    run.
     """
 
     def __init__(self, folder: Path, run: RunLabel) -> None:
@@ -222,13 +223,13 @@ class WandbLogger(Logger):
 
 
 LOGGERS: Mapping[str, type[Logger]] = {"tensorboard": TensorBoardLogger, "mlflow": MLflowLogger, "wandb": WandbLogger}
-"""Loggers by name, which is also that of the extra that installs what they need."""
+"""Loggers by name, which is also the name of the extra that installs their packages."""
 NEEDED: Mapping[str, Sequence[str]] = {"mlflow": ("mlflow", "sqlalchemy", "alembic")}
-"""Packages that a logger needs, where it is not the one of its name."""
+"""Packages that a logger needs, if not the package of the same name."""
 
 
 def parse_loggers(text: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Return the loggers that ``text`` names, several with commas; raise :class:`UsageError` for an unknown name."""
+    """Return the loggers in ``text``, separated by commas; raise :class:`UsageError` for an unknown name."""
     parts = text.split(",") if isinstance(text, str) else text or ()
     names = tuple(dict.fromkeys(part.strip() for part in parts if part.strip() not in ("", NONE)))
     for name in names:
@@ -238,7 +239,7 @@ def parse_loggers(text: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 def require_packages(names: Sequence[str]) -> None:
-    """Raise :class:`UsageError` where a package is missing that one of the loggers ``names`` needs."""
+    """Raise :class:`UsageError` if a package that one of the loggers ``names`` needs is missing."""
     for name in names:
         for package in NEEDED.get(name, (name,)):
             if find_spec(package) is None:
@@ -255,11 +256,11 @@ class RecordLog:
         directory: run directory.
         config: settings of the run.
         metric: metric of the tables.
-        announce: called once with where each log is, and where the run is logged anew.
-        warn: called where a logger fails once the run is under way, which then goes on without it.
+        announce: called once with the place of each log, and again if the run is logged anew.
+        warn: called if a logger fails during the run; the run then continues without it.
 
     Raises:
-        FedshiftError: a logger cannot begin.
+        FedshiftError: a logger cannot start.
 
     """
 
@@ -290,9 +291,9 @@ class RecordLog:
 
     @contextmanager
     def trial(self, method: str, seed: int, folder: Path, rounds: int) -> Iterator[Callable[[Row, list[Row]], None]]:
-        """Log a trial inside the block, from the records in ``folder`` first; yield what logs a round.
+        """Log a trial inside the block, first the records in ``folder``; yield the function that logs a round.
 
-        That is called with the round's cost and its measurements. ``rounds``: the last round of the trial.
+        Call the function with the round's cost and its measurements. ``rounds``: the last round of the trial.
         """
         loggers = {name: copy(logger) for name, logger in self.loggers.items()}
         opened = {name: last for name in loggers if (last := self._open(name, loggers[name], method, seed)) is not None}
@@ -306,7 +307,7 @@ class RecordLog:
             for name in due:
                 try:
                     loggers[name].write(last, values)
-                except Exception as error:  # of a library or a server: no reason to lose the run
+                except Exception as error:  # a library or server error must not end the run
                     del opened[name]
                     self._report(name, error)
 
@@ -324,7 +325,7 @@ class RecordLog:
                     self._report(name, error)
 
     def _open(self, name: str, logger: Logger, method: str, seed: int) -> int | None:
-        """Return the last round that a logger's store holds of a trial; None where the logger fails."""
+        """Return the last round of a trial in a logger's store; None if the logger fails."""
         if name not in self._begun:
             with self._refuse(name):
                 last = logger.open(method, seed)
@@ -355,13 +356,13 @@ class RecordLog:
 
 
 def summarize_round(cost: Row, rows: Sequence[Row], metric: str) -> dict[str, float]:
-    """Return a round's values by name, those that are defined.
+    """Return a round's defined values by name.
 
     ``metric`` and loss of the personal model: ``test/accuracy/client/<name>``, and ``macro``, ``pooled`` and ``worst``
-    over the clients measured in the round; beyond :data:`~fedshift.report.tables.ONE_BY_ONE` clients quantiles in place
-    of each. ``test_trained`` is measured just after local work, ``train/loss`` in it.
+    over the clients measured in the round; with more than :data:`~fedshift.report.tables.ONE_BY_ONE` clients, quantiles
+    replace single clients. ``test_trained`` is measured just after local work, ``train/loss`` during it.
     """
-    from ..report.tables import ONE_BY_ONE, QUANTILES, pool_metric  # brings Matplotlib, which takes a second
+    from ..report.tables import ONE_BY_ONE, QUANTILES, pool_metric  # imports Matplotlib, which takes a second
 
     values: dict[str, float] = {
         ALWAYS: cost["down"],
@@ -392,14 +393,14 @@ def summarize_round(cost: Row, rows: Sequence[Row], metric: str) -> dict[str, fl
 
 
 def _read_rounds(folder: Path) -> Iterator[tuple[Row, list[Row]]]:
-    """Yield the cost and the measurements of each round that is recorded in a trial's folder."""
+    """Yield the cost and the measurements of each round recorded in a trial's folder."""
     costs = read_rounds(folder)
     for number, rows in groupby(stream_measurements(folder, costs), key=lambda row: row["round"]):
         yield costs[number - 1], list(rows)
 
 
 def _read_id(folder: Path) -> str:
-    """Return the id of the run whose logs are in ``folder``, drawn at the first call."""
+    """Return the id of the run whose logs are in ``folder``; the first call draws it."""
     path = folder / ID
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -408,7 +409,7 @@ def _read_id(folder: Path) -> str:
 
 
 def _to_mlflow_key(name: str) -> str:
-    """Return ``name`` as MLflow allows it, with a checksum where characters or length had to be changed."""
+    """Return ``name`` in a form that MLflow allows, with a checksum if characters or length had to be changed."""
     parts = name.split("/", 3)
     allowed = "/".join([*parts[:3], *(re.sub(r"[^\w\-. :]|^\.+", "_", part)[:100] for part in parts[3:])])
     return allowed if allowed == name else f"{allowed}-{zlib.crc32(name.encode()):08x}"

@@ -1,4 +1,4 @@
-"""Observers of an experiment: callbacks for what happens while it runs."""
+"""Observers of an experiment: callbacks for its events."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Observer:
         """A trial starts, or continues after ``done`` rounds."""
 
     def turn(self, method: str, seed: int) -> None:
-        """The next events are of this trial, which was begun before and runs beside others (``jobs``)."""
+        """The next events belong to this trial, which started earlier and runs beside others (``jobs``)."""
 
     def recorded(self, rows: Sequence[Row]) -> None:
-        """The trial that starts was evaluated before: the measurements of its last evaluated round."""
+        """The trial that starts has been evaluated before; ``rows``: measurements of its last evaluated round."""
 
     def engine(self, method: str, choice: EngineChoice) -> None:
         """An engine was chosen for the trials of ``method`` (``engine="auto"``)."""
@@ -42,7 +42,7 @@ class Observer:
 
 
 class Observers(Observer):
-    """Several observers, which hear each event in turn."""
+    """Several observers, which receive each event in turn."""
 
     def __init__(self, *observers: Observer) -> None:
         self.observers = observers

@@ -1,7 +1,7 @@
-"""Settings given as Python values: for each the text of a settings file, and the object where there is one.
+"""Settings given as Python values, each converted to the text of a settings file and, if needed, an object.
 
-A run from Python writes the same settings as one from the command line. An object is written as text where reading that
-text makes an equal object; what no text says, such as a function of a notebook, is described in its place.
+A run from Python writes the same settings as one from the command line. An object is written as text if parsing that
+text makes an equal object; otherwise, as for a function of a notebook, a description is written.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from .initial_weights import as_initial_weights
 
 DEFAULTS: Mapping[str, Any] = {setting.name: setting.default for setting in fields(CompareSpec)}
 OF_OPTIMIZER = ("optimizer", "lr", "momentum", "nesterov", "weight_decay", "schedule", "keep_optimizer")
-"""Settings that an optimizer's value takes the place of."""
+"""Settings that an optimizer object replaces."""
 SIGNS = frozenset(",*?[]")
-"""Signs that have a meaning in lists of clients' names."""
+"""Characters with a special meaning in lists of client names."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """A setting as Python gives it: its ``value``, and the ``texts`` of settings that say it, or a description."""
+    """A setting given in Python: its ``value``, and the equivalent ``texts`` of settings or a description."""
 
     value: Any
     texts: Mapping[str, Any] = field(default_factory=dict)
@@ -51,9 +51,9 @@ class Reading:
 
 
 def make_python_experiment(given: Mapping[str, Any]) -> Experiment:
-    """Return the experiment under the settings ``given``: texts and numbers as of the command line, or Python values.
+    """Return the experiment with the settings ``given``, as on the command line or as Python values.
 
-    Raises :class:`UsageError` naming each setting whose value is not allowed, and what is.
+    Raises :class:`UsageError` listing each setting with an invalid value, and the allowed values.
     """
     values = {**DEFAULTS} | {name: simplify(name, value) for name, value in given.items()}
     objects = {name: value for name, value in values.items() if name in READERS and not _is_plain(name, value)}
@@ -87,7 +87,7 @@ def load_python_data(data: Any, given: Mapping[str, Any]) -> Federation:
 
 
 def simplify(name: str, value: Any) -> Any:
-    """Return the value of a setting in the form of the command line, where that says the same."""
+    """Return the value of a setting in command-line form, if that form is equivalent."""
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, Path) and name in ("root", "weights"):
@@ -95,7 +95,7 @@ def simplify(name: str, value: Any) -> Any:
     if isinstance(value, Path) and name == "data":
         if not value.exists():
             raise UsageError(f"data: there is no {value.resolve()}: give a directory or a table that exists")
-        return str(value) if len(value.parts) > 1 else f"./{value}"  # which is no benchmark's name
+        return str(value) if len(value.parts) > 1 else f"./{value}"  # not to be read as the name of a benchmark
     if isinstance(value, torch.device):
         return str(value)
     if name == "batch_size" and value is None:
@@ -104,14 +104,14 @@ def simplify(name: str, value: Any) -> Any:
 
 
 def _is_plain(name: str, value: Any) -> bool:
-    """Return whether ``value`` is in the form of the command line, or can only be a mistake for it."""
+    """Return whether ``value`` is in command-line form, or can only be a mistaken attempt at it."""
     if name == "seeds":
         return isinstance(value, int | float | str)
     return isinstance(value, str) or (value is None and DEFAULTS[name] is None)
 
 
 def read_methods(value: Any, _values: Mapping[str, Any]) -> Reading:
-    """Read texts, methods and functions that make one, or a list of these."""
+    """Read a text, a method, a function that makes one, or a list of these."""
     methods: list[Method] = []
     texts: list[str | None] = []
     for one in [value] if isinstance(value, Method) or not isinstance(value, Iterable) else value:
@@ -145,7 +145,7 @@ def _is_written_method(method: Method) -> bool:
 
 
 def read_data(value: Any, _values: Mapping[str, Any]) -> Reading:
-    """Read a federation, or what holds clients."""
+    """Read a federation, or another object that contains clients."""
     if value is None:
         raise UsageError(f"data=None: give {FORMS}")
     if not isinstance(value, Federation):
@@ -168,7 +168,7 @@ def read_model(value: Any, _values: Mapping[str, Any]) -> Reading:
 
 
 def read_loss(value: Any, _values: Mapping[str, Any]) -> Reading:
-    """Read a loss, one of torch, or a function."""
+    """Read a loss, a torch loss, or a function."""
     loss = as_loss(value)
     if _is_written_loss(loss):
         return Reading(value=loss, texts={"loss": str(loss)})
@@ -185,7 +185,7 @@ def _is_written_loss(loss: Loss) -> bool:
 
 
 def read_optimizer(value: Any, values: Mapping[str, Any]) -> Reading:
-    """Read an optimizer, or one of torch; or a pair of an optimizer or its text, and a schedule."""
+    """Read an optimizer or a torch optimizer; or a pair of an optimizer (or its text) and a schedule."""
     value, schedule = value if isinstance(value, tuple) else (value, None)
     if schedule is not None and not isinstance(schedule, Schedule):
         raise UsageError(
@@ -197,7 +197,7 @@ def read_optimizer(value: Any, values: Mapping[str, Any]) -> Reading:
         return _write_optimizer(replace(said, schedule=schedule or said.schedule), values["rounds"])
     given = {name for name in OF_OPTIMIZER if values[name] != DEFAULTS[name]} | ({"schedule"} if schedule else set())
     made = as_optimizer(value, values["lr"], schedule or said.schedule, keep=values["keep_optimizer"])
-    if made is not value:  # one of torch, which has no schedule, and as a class no learning rate
+    if made is not value:  # a torch optimizer has no schedule, and as a class no learning rate
         given -= {"schedule", "keep_optimizer", *(["lr"] if made.lr == values["lr"] else [])}
     for name in sorted(given):
         raise UsageError(f"{name} beside optimizer={made}: give {name} to the optimizer alone")
@@ -230,7 +230,7 @@ def _write_schedule(schedule: Schedule, rounds: int) -> str:
 
 
 def read_augment(value: Any, _values: Mapping[str, Any]) -> Reading:
-    """Read an augmentation, or a function of yours."""
+    """Read an augmentation, or a user's function."""
     augment = as_augmentation(value)
     if augment is not None and (text := write_augmentation(augment)):
         return Reading(value=augment, texts={"augment": text})
@@ -238,7 +238,7 @@ def read_augment(value: Any, _values: Mapping[str, Any]) -> Reading:
 
 
 def read_weights(value: Any, values: Mapping[str, Any]) -> Reading:
-    """Read a state dictionary; files are texts."""
+    """Read a state dictionary; files are given as text."""
     weights = as_initial_weights(value, skip_classifier=values["weights_skip_classifier"])
     return Reading(value=weights, described="a state dictionary in memory")
 
@@ -273,12 +273,12 @@ READERS: Mapping[str, Callable[[Any, Mapping[str, Any]], Reading]] = {
     "schedule": read_optimizer, "augment": read_augment, "newcomers": read_newcomers, "seeds": read_seeds,
     "weights": read_weights,
 }  # fmt: skip
-"""Settings that Python gives as objects too, and the function that reads each."""
+"""Settings that may also be Python objects, and the function that reads each."""
 
 
 @contextmanager
 def speak_python() -> Iterator[None]:
-    """Name settings in errors as arguments, not as flags, and the place in a user's code where one arose."""
+    """Make errors refer to settings as arguments, not flags, and show the place in the user's code."""
     try:
         yield
     except FedshiftError as error:
@@ -291,7 +291,7 @@ def speak_python() -> Iterator[None]:
 
 
 FLAG = re.compile(r"--([a-z][a-z-]*[a-z])(?: ([^\s(),;]+)(?=[),;:]|$))?")
-"""A flag of the command line in a message, perhaps with its value."""
+"""A command-line flag in a message, possibly with its value."""
 
 
 def _to_argument(found: re.Match[str]) -> str:
@@ -303,7 +303,7 @@ def _to_argument(found: re.Match[str]) -> str:
 
 
 def refuse_unknown(kind: str, given: Iterable[str], spec: type[DataSpec], apart: Collection[str] = ()) -> None:
-    """Raise :class:`UsageError` for a name of ``given`` that is no field of ``spec``, or is one of those ``apart``."""
+    """Raise :class:`UsageError` for a name in ``given`` that is not a field of ``spec``, or that is in ``apart``."""
     known = [each.name for each in fields(spec) if each.name not in apart]
     for name in given:
         if name not in known:

@@ -1,4 +1,4 @@
-"""Experiments made again from the settings in a run directory, and their trials restored from checkpoints."""
+"""Experiments rebuilt from the settings in a run directory, and their trials restored from checkpoints."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def load_spec(
 
     Args:
         directory: run directory.
-        run_data: where its data are now; None: where they were, or where they were moved together with it.
-        needs_data: refuse a run that does not say on which data it was run.
-        code: functions of the user that may be called; with some, they are looked for where the run was begun, too.
+        run_data: current place of its data; None: unchanged, or moved together with the directory.
+        needs_data: refuse a run that does not record its data.
+        code: the user's functions that may be called; if any, they are also searched for where the run was begun.
 
     Raises:
-        UsageError: it cannot be made again.
+        UsageError: the run cannot be rebuilt.
         FedshiftError: its settings are damaged.
 
     """
@@ -63,12 +63,12 @@ def load_spec(
 
 
 def read_python_settings(directory: Path, given: Mapping[str, Any], code: Collection[str] = ()) -> dict[str, Any]:
-    """Return the settings of the run in ``directory`` with those ``given`` in their place, for Python.
+    """Return the settings of the run in ``directory`` for Python, replaced by those ``given``.
 
-    ``code``: functions of the user that may be called (see :func:`load_spec`).
+    ``code``: the user's functions that may be called (see :func:`load_spec`).
 
-    Raises :class:`UsageError` where the directory does not say, or cannot say, what was run, and it is not given, and
-    :class:`FedshiftError` where its settings are damaged.
+    Raises :class:`UsageError` if a setting is neither recorded in the directory nor given, and :class:`FedshiftError`
+    if its settings are damaged.
     """
     settings = read_run_settings(directory)
     if code:
@@ -89,13 +89,13 @@ def read_python_settings(directory: Path, given: Mapping[str, Any], code: Collec
 
 
 RUN_DATA = dict.fromkeys(("data", "root"), "--run-data")
-"""Flag that says where a run's data are now, by the setting that said it."""
+"""Flag for the current place of a run's data, by the setting that it replaces."""
 
 
 def resolve_device(spec: RunSpec | CompareSpec, asked: str | None = None) -> tuple[str, list[str]]:
-    """Return the device that is ``asked`` for, else the run's, or cpu and a notice where the run's is unavailable.
+    """Return the ``asked`` device, else the run's, or cpu and a notice if the run's is unavailable.
 
-    Raises :class:`UsageError` where the device that is asked for cannot be used here.
+    Raises :class:`UsageError` if the requested device cannot be used here.
     """
     try:
         return Settings(device=asked or spec.device).device, []
@@ -115,11 +115,11 @@ def load_experiment(
         directory: run directory.
         progress: callback for progress.
         device: device to compute on; see :func:`resolve_device`.
-        run_data: where the run's data are now; see :func:`load_spec`.
-        code: functions of the user, ``package.module:function``, that the settings may name; no other is called.
+        run_data: current place of the run's data; see :func:`load_spec`.
+        code: the user's functions, ``package.module:function``, that the settings may call; no others are called.
 
     Raises:
-        UsageError: the run cannot be made again, or the data are not those it was made on.
+        UsageError: the run cannot be rebuilt, or the data are not the run's data.
         FedshiftError: files of the run are damaged.
 
     """
@@ -139,12 +139,12 @@ def load_experiment(
 def select_trials(
     experiment: Experiment, methods: str | Sequence[str] | None = None, seeds: int | Sequence[int] | None = None
 ) -> Experiment:
-    """Return ``experiment`` with some of its methods and seeds, for trials that are restored and need no engine.
+    """Return ``experiment`` with a subset of its methods and seeds, for restored trials that need no engine.
 
     Args:
         experiment: experiment to select from.
         methods: names, patterns such as ``"fed*"``, or the expressions given to the run; None: all.
-        seeds: number of the first seeds, or the seeds; None: all.
+        seeds: how many of the first seeds, or a list of seeds; None: all.
 
     Raises:
         UsageError: the experiment has no such method or seed.
@@ -176,7 +176,7 @@ def _match_methods(text: str, names: Sequence[str]) -> list[str]:
         return found
     try:
         (made,) = parse_methods(text)
-    except ValueError:  # it makes none, or several
+    except ValueError:  # no method, or several
         made = None
     if made is None or made.name not in names:
         raise unknown_name("method", text, names)
@@ -184,15 +184,18 @@ def _match_methods(text: str, names: Sequence[str]) -> list[str]:
 
 
 def count_rounds_done(directory: Path, name: str, seed: int) -> int:
-    """Return the rounds that a trial in ``directory`` has done; raise :class:`FedshiftError` without a checkpoint."""
+    """Return the number of completed rounds of a trial in ``directory``.
+
+    Raises :class:`FedshiftError` without a checkpoint.
+    """
     return int(load_facts(trial_folder(directory, name, seed) / CHECKPOINT)["round"])
 
 
 def restore_trial(experiment: Experiment, directory: Path, name: str, seed: int) -> Trial:
     """Return the trial of method ``name`` in ``directory`` after its last round, or the best with ``select="best"``.
 
-    Raises :class:`UsageError` for an unknown method or other settings, and :class:`FedshiftError` where the run has not
-    reached that round or its files are damaged.
+    Raises :class:`UsageError` for an unknown method or different settings, and :class:`FedshiftError` if the run has
+    not reached that round or its files are damaged.
     """
     for method in experiment.methods:
         if method.name == name:

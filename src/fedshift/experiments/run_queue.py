@@ -1,6 +1,6 @@
 """Several runs in one directory, one after another: ended runs are never repeated, interrupted ones continue.
 
-``done.json`` in a run's directory says that it ended, under which settings, and what diverged in it.
+``done.json`` in a run's directory records that the run ended, with which settings, and what diverged in it.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ DIVERGED = "diverged"
 
 @dataclass(frozen=True, kw_only=True)
 class QueuedRun:
-    """One of several runs: its directory ``folder``, and its ``experiment``, made when its turn comes.
+    """One of several runs: its directory ``folder``, and its ``experiment``, made just before it runs.
 
-    ``settings``: settings under which it counts as ended; none where the name of the directory tells them.
+    ``settings``: settings with which it counts as ended; empty if the directory name contains them.
     """
 
     folder: Path
@@ -37,9 +37,9 @@ class QueuedRun:
 
 
 def read_outcome(folder: Path, settings: Mapping[str, Any]) -> str | None:
-    """Return what diverged in the run in ``folder``, ``""`` for nothing; None: not ended under ``settings``.
+    """Return what diverged in the run in ``folder``, ``""`` for nothing; None: not ended with ``settings``.
 
-    Raises :class:`FedshiftError` where the file that says so is damaged.
+    Raises :class:`FedshiftError` if ``done.json`` is damaged.
     """
     if not (folder / DONE).exists():
         return None
@@ -57,11 +57,11 @@ def run_pending(
     begin: Callable[[int, QueuedRun], None] = lambda *_: None,
     end: Callable[[QueuedRun, bool], None] = lambda *_: None,
 ) -> bool:
-    """Run those of ``parts`` that have not ended; return whether all were run before ``stop`` was set.
+    """Run the ``parts`` that have not ended; return whether all were run before ``stop`` was set.
 
-    ``jobs``: most trials of a part that run side by side.
-    ``begin`` and ``end`` are called for each part that is run, ``end`` also with whether it was not stopped. A part
-    that diverges has ended and does not stop the others; other errors are those of
+    ``jobs``: maximum number of a part's trials that run side by side.
+    ``begin`` and ``end`` are called for each part that is run; ``end`` also receives whether the part completed without
+    being stopped. A part that diverges has ended and does not stop the others; other errors are those of
     :meth:`~fedshift.experiments.experiment.Experiment.run`.
     """
     threads = min(torch.get_num_threads(), available_processors())

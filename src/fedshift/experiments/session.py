@@ -26,9 +26,9 @@ from .observer import Observer
 class Session:
     """One call of :meth:`Experiment.run`: its directory, observer and stop, and what it writes beside the trials.
 
-    A run that goes on is described anew once a round has been done, and keeps its earlier notices until it ends, so
-    that one that fails before stays what it was. ``describe`` takes the sessions that trained, None for those before.
-    ``number``: place of the trial at hand among all; notices are kept in that order, also of trials side by side.
+    The description of a resumed run is rewritten only after its first new round, and its earlier notices are kept until
+    it ends, so that a run that fails earlier stays unchanged. ``describe`` takes the sessions that trained, None for
+    those before. ``number``: index of the current trial; notices are kept in this order, also of trials side by side.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Session:
         self.own = {"started": format_now(), "command": COMMAND.get()}
         lost = False
         if resume:
-            with suppress(FedshiftError):  # what is still true is said again
+            with suppress(FedshiftError):  # notices that still apply are repeated
                 self.before = read_notices(directory.path)
             try:
                 self.sessions = read_environment(directory.path)[SESSIONS]
@@ -62,7 +62,7 @@ class Session:
             self.say(f"{ENVIRONMENT} was damaged or removed: when this run was begun, and by which command, is lost")
 
     def describe(self, *, trains: bool) -> None:
-        """Write what is run, the first time; ``trains``: this session has added a round, and is written down too."""
+        """Write the run's description, on the first call; ``trains``: a round was added, so record this session too."""
         if (trains or not self.sessions) and not self.recorded:
             self._describe([*self.sessions, self.own])
             self.described = self.recorded = True
@@ -71,7 +71,7 @@ class Session:
             self.described = True
 
     def say(self, text: str) -> None:
-        """Give a notice and keep it, the first time."""
+        """Give a notice and keep it, unless it was given before."""
         known = text in self.said
         if known and self.said[text] <= self.number:
             return
@@ -82,11 +82,11 @@ class Session:
             self.observer.notice(text)
 
     def say_diverged(self, method: str, seed: int, error: Diverged) -> None:
-        """Give the notice on a trial that diverged."""
+        """Give the notice about a trial that diverged."""
         self.say(f"{method}, seed {seed}: {error}. Its numbers are those of the round before.")
 
     def end(self, *, finished: bool = False) -> None:
-        """Write what the session leaves; ``finished``: every trial has reached its end."""
+        """Write the final files of the session; ``finished``: every trial has reached its end."""
         if finished:
             self.describe(trains=False)
             self.before = ()
@@ -101,5 +101,5 @@ class Session:
 
 
 def format_now() -> str:
-    """Return the time, in UTC."""
+    """Return the current time in UTC."""
     return datetime.now(UTC).isoformat(timespec="seconds")

@@ -1,4 +1,4 @@
-"""Settings that all methods of a comparison share, and the plan that a method and a model make under them."""
+"""Settings that all methods of a comparison share, and the plan made from a method, a model and these settings."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Settings(TrialSpec):
     """Settings that all methods of a comparison share: those of :class:`TrialSpec`, and objects made from the others.
 
     ``participation`` is a number of clients (int) or a fraction of them (float in (0, 1]). Raises :class:`UsageError`
-    for a value out of bounds.
+    for an out-of-range value.
     """
 
     work: Work = field(default_factory=lambda: Work(epochs=1))
@@ -80,11 +80,11 @@ class Settings(TrialSpec):
         try:
             torch.zeros(1, device=self.device).item()
         except (RuntimeError, AssertionError) as error:
-            reason = str(error).partition("\n")[0].partition(". ")[0]  # torch goes on with a list of its kernels
+            reason = str(error).partition("\n")[0].partition(". ")[0]  # drop torch's list of kernels
             raise UsageError(f"device {self.device!r} cannot be used here ({reason}): try cpu") from error
 
     def for_task(self, task: Task) -> Settings:
-        """Return the settings with the loss and the metric of ``task`` where none is asked for.
+        """Return the settings with the loss and the metric of ``task`` where none is set.
 
         Raises :class:`UsageError` for a loss or a metric that is not for the task.
         """
@@ -96,7 +96,7 @@ class Settings(TrialSpec):
         if self.target_metric is not None and self.target_metric > 1 and metric not in UNITS:
             raise UsageError(f"target_metric={self.target_metric:g}: {metric} is a share: give at most 1, 0.9 for 90 %")
         loss = parse_loss(task.loss) if self.loss is None else self.loss
-        kinds = {getattr(kind, "name", "") for kind in type(task).__mro__}  # one of yours may build on another
+        kinds = {getattr(kind, "name", "") for kind in type(task).__mro__}  # a user's task may subclass another
         if not isinstance(loss, CustomLoss) and not kinds.intersection(loss.tasks):
             fitting = [name for name, kind in CATALOG.items() if kinds.intersection(getattr(kind, "tasks", ()))]
             raise UsageError(f"loss {loss} is not for {task}, the data's task: use {' or '.join(fitting)}")
@@ -135,16 +135,16 @@ def make_plan(
     clients: int,
     task: Task = CLASSIFICATION,
 ) -> Plan:
-    """Make the plan of ``method`` under ``seed``, the same on every machine but for the libraries of its products.
+    """Make the plan of ``method`` with ``seed``, the same on every machine except the libraries for matrix products.
 
     Args:
         method: method of the trial.
         model: function that makes the network.
         settings: settings of the comparison.
-        seed: seed of the initial weights and of what surgery draws.
-        sample: inputs ``[1, ...]`` of one sample, on the device that trains; only the shape matters.
+        seed: seed of the initial weights and of random draws in surgery.
+        sample: inputs ``[1, ...]`` of one sample, on the training device; only the shape matters.
         classes: number of classes, of labels or of targets.
-        labels: number of training samples of each class in all, int64 ``[classes]``.
+        labels: total number of training samples of each class, int64 ``[classes]``.
         clients: number of clients that train.
         task: the federation's task.
 
@@ -190,7 +190,7 @@ def make_plan(
 
 
 def check_sizes(plan: Plan, sizes: Mapping[str, int]) -> None:
-    """Raise :class:`UsageError` where a client has one training sample, ``sizes`` by name, and needs two."""
+    """Raise :class:`UsageError` if a client needs two training samples and has one; ``sizes``: samples by name."""
     for name, size in sizes.items():
         if size < plan.smallest_batch:
             raise UsageError(

@@ -1,6 +1,6 @@
 """A sweep: one comparison for each combination of settings' values, each in its own run directory.
 
-Every combination is checked before the first is run: its settings, its data, and whether methods, model and the files
+Every combination is checked before the first one runs: its settings, its data, and whether methods, model and the files
 of an earlier run fit them. A combination equals `fedshift compare` with the same settings, bit for bit.
 """
 
@@ -28,7 +28,7 @@ from .run_queue import QueuedRun, read_outcome
 NONE = "none"
 """Value that leaves a setting unset."""
 LONGEST = 80
-"""Most characters of a value in the name of a directory."""
+"""Maximum number of characters of a value in a directory name."""
 WHOLE = {
     "methods": "every combination compares all methods: list them with --methods",
     "log": "it changes no result: give it alone",
@@ -42,7 +42,7 @@ WHOLE = {
 
 @dataclass(frozen=True, kw_only=True)
 class Combination:
-    """``values`` of the swept settings, the comparison that they make, and its directory within the sweep's."""
+    """``values`` of the swept settings, the resulting comparison, and its directory within the sweep's."""
 
     values: Mapping[str, object]
     spec: CompareSpec
@@ -54,17 +54,17 @@ class Combination:
         return QueuedRun(folder=path / self.folder, settings=settings, experiment=partial(make_experiment, self.spec))
 
     def read_outcome(self, path: Path) -> str | None:
-        """Return what diverged in it, ``""`` for nothing; None where sweep ``path`` has not ended it."""
+        """Return what diverged in it, ``""`` for nothing; None if it has not ended in sweep ``path``."""
         diverged = read_outcome(path / self.folder, asdict(self.spec))
         return f"{self.folder}: {diverged}" if diverged else diverged
 
 
 def make_combinations(spec: SweepSpec, began: Path | None = None) -> list[Combination]:
-    """Return all combinations, the first setting slowest.
+    """Return all combinations; the first setting varies slowest.
 
     Args:
         spec: settings of the sweep.
-        began: directory in which relative paths of data begin; None: the current one.
+        began: base directory of relative data paths; None: the current one.
 
     Raises:
         UsageError: a value is not allowed; pydantic's ``ValidationError`` likewise.
@@ -80,7 +80,7 @@ def make_combinations(spec: SweepSpec, began: Path | None = None) -> list[Combin
         made = CompareSpec(**common | given)
         values = {name: getattr(made, name) for name in over}
         made = anchor_paths(made, began)
-        if repr(values) in [repr(other.values) for other in found]:  # 1 client is not 1.0, all
+        if repr(values) in [repr(other.values) for other in found]:  # 1 is one client, 1.0 is all
             raise UsageError(f"over {', '.join(over)}: {' '.join(texts)} is the same as another value; drop one")
         found.append(Combination(values=values, spec=made, folder=_folder_name(values, [c.folder for c in found])))
         _parse_expressions(found[-1])
@@ -117,7 +117,7 @@ def parse_swept(texts: Sequence[str]) -> dict[str, list[str]]:
 
 
 def split_settings(over: Sequence[str]) -> tuple[str, ...]:
-    """Return ``over`` with one text for each setting, the form in which it is kept."""
+    """Return ``over`` with one text per setting, the form in which it is stored."""
     quoted = {
         name: [
             f"[{value}]" if value.startswith("[") or len(split_expressions("over", value)) > 1 else value
@@ -131,7 +131,7 @@ def split_settings(over: Sequence[str]) -> tuple[str, ...]:
 def check_combination(
     combination: Combination, path: Path, make: Callable[[CompareSpec], Experiment] = make_experiment
 ) -> None:
-    """Raise :class:`UsageError`, naming the combination, unless it can be run, or continued, in sweep ``path``.
+    """Raise :class:`UsageError`, naming the combination, unless it can be run or continued in sweep ``path``.
 
     ``make``: makes its experiment.
     """
@@ -142,9 +142,9 @@ def check_combination(
 
 
 def collect_points(wanted: Sequence[Combination], path: Path) -> Iterator[tuple[Combination, CurvePoint]]:
-    """Yield the results so far of the combinations of sweep ``path`` that were begun.
+    """Yield the results so far of the combinations of sweep ``path`` that have started.
 
-    Methods have the same names in all of them: as written, without what swept settings add.
+    Methods have the same names in all combinations: as written, without additions from swept settings.
     """
     for combination in wanted:
         folder = path / combination.folder
@@ -172,12 +172,12 @@ def _parse_expressions(combination: Combination) -> None:
 
 
 def _parse_value(name: str, text: str) -> Any:
-    """Return the value of ``text``, unchecked; None where it leaves the setting unset."""
+    """Return the value of ``text``, unchecked; None if it leaves the setting unset."""
     default = next(field.default for field in fields(CompareSpec) if field.name == name)
     return None if text == NONE and default is None else text
 
 
 def _folder_name(values: Mapping[str, object], taken: Sequence[str]) -> str:
-    """Return a name for a directory, ``epochs=1,batch_size=10``, with a number where it is taken."""
+    """Return a directory name such as ``epochs=1,batch_size=10``, with a number added if it is taken."""
     name = ",".join(f"{key}={to_file_name(format_setting(key, value))[:LONGEST]}" for key, value in values.items())
     return next(free for n in count(1) if (free := name if n == 1 else f"{name}-{n}") not in taken)

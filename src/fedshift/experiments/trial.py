@@ -1,8 +1,8 @@
 """A trial: one method with one seed, round after round, that can be stopped and resumed bit for bit.
 
-All state of a trial besides its settings is in the server and in each client that has taken part. Draws come from keyed
-streams, so a trial restored from a checkpoint continues as if it had never stopped. The cost of a round depends on the
-clients that take part in it, not on the number of all clients.
+All state of a trial besides its settings is in the server and in each client that has taken part. Random draws come
+from keyed streams, so a trial restored from a checkpoint continues as if it had never stopped. The cost of a round
+depends on its participants, not on the total number of clients.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from .settings import Settings, check_sizes, make_plan
 
 SERVER_PARTS = ("shared", "memory", "optimizer", "mixes")
 BEGUN = "as the run was begun"
-"""Reason for the engine of a trial that continues."""
+"""Reason given for the engine of a trial that continues."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +74,8 @@ class RoundResult:
 class Trial:
     """One method with one seed on one federation; see the module's docstring.
 
-    ``client_memory``: bytes of clients' states held in memory; those beyond it are in files alone (``client_store``).
-    ``make_engine``: makes the engine in place of the one that the settings name.
+    ``client_memory``: maximum bytes of clients' states in memory; the others are only in files (``client_store``).
+    ``make_engine``: makes the engine in place of the one in the settings.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Trial:
             clients=len(members),
             task=data.task,
         )
-        self._architecture = architecture(self.plan.module)  # now, before a layer that counts its calls has counted
+        self._architecture = architecture(self.plan.module)  # now, before a layer that counts its calls is called
         check_sizes(self.plan, {client.name: len(client.train) for client in trained_on.clients})
         check_client_count(method.aggregate, len(settings.draw_participants(seed, 1, trained_on.names)))
         if self.plan.personalizes:
@@ -144,7 +144,7 @@ class Trial:
 
     @property
     def engine_choice(self) -> EngineChoice:
-        """Engine that runs the trial, and the reason; under ``auto`` it is chosen at the first access."""
+        """Engine that runs the trial, and the reason; with ``auto`` it is chosen at the first access."""
         if self.choice is None:
             settings, clients = self.settings, len(self.settings.draw_participants(self.seed, 1, self.clients.names))
             self.choice = choose_engine(
@@ -170,14 +170,14 @@ class Trial:
         return ENGINES[choice.engine](self.plan, self.train, self.seed, settings.workers, settings.augment, apart)
 
     def _draw_participants(self, number: int) -> tuple[str, ...]:
-        """Return the clients that are asked to take part in round ``number``."""
+        """Return the clients selected to take part in round ``number``."""
         names = self.clients.names
         return self.settings.draw_participants(
             self.seed, number, self._engine.find_available(names) if self._engine else names
         )
 
     def _train(self, names: tuple[str, ...]) -> Iterator[tuple[str, ClientResult]]:
-        """Yield the results of clients ``names`` in the coming round as they end; one that fails may be left out."""
+        """Yield the results of clients ``names`` in the coming round as they finish; a failed client may be skipped."""
         working = {name: self.clients[name] for name in sorted(names)}
         with limit_threads(self.engine_choice.threads):
             yield from self.engine.train(self.server, working)
@@ -204,14 +204,14 @@ class Trial:
         )
 
     def count_passes(self) -> dict[str, int]:
-        """Return the passes over its data that each client has begun; in a pass a sample is in one batch."""
+        """Return the passes over its data that each client has begun; in a pass, each sample is in one batch."""
         work, smallest = self.plan.work, self.plan.smallest_batch
         steps = self.clients.count_steps()
         return {name: -(-steps[name] // len(work.batch_bounds(self._sizes[name], smallest))) for name in steps}
 
     @property
     def identity(self) -> dict[str, str]:
-        """Settings that must be the same for a checkpoint to be continued, by name."""
+        """Settings, by name, that must be unchanged to continue from a checkpoint."""
         return {
             "method": self.plan.method.text,
             "seed": str(self.seed),
@@ -222,7 +222,7 @@ class Trial:
             "freeze": str(self.plan.freeze_from),
             "optimizer": str(self.plan.optimizer),
             "participation": str(self.settings.participation),
-            # sites that validate only, which have no training samples, may come at any time
+            # sites that only validate have no training samples and may join at any time
             "newcomers": str(tuple(name for name in self.settings.newcomers if len(self.data.client(name).train))),
             "unseen": self.settings.unseen,
             "select": self.settings.select,
@@ -233,9 +233,9 @@ class Trial:
         }
 
     def advance(self, progress: Callable[[str, float], None] | None = None) -> RoundResult:
-        """Run the next round and evaluate where it is due; call ``progress(client, loss)`` as each client ends.
+        """Run the next round, and evaluate if due; call ``progress(client, loss)`` as each client finishes.
 
-        Raises ``Diverged`` where a loss becomes NaN; the trial is then in its state before the round.
+        Raises ``Diverged`` if a loss becomes NaN; the trial is then in its state before the round.
         """
         began = time.perf_counter()
         self.clients.spill(self.server.round)
@@ -284,7 +284,7 @@ class Trial:
         return RoundResult(round=number, participants=took_part, down=down, up=up, seconds=seconds, rows=rows)
 
     def evaluate(self) -> list[Row]:
-        """Return rows for every client's test data, and validation data where all have some.
+        """Return rows for every client's test data, and validation data if all have some.
 
         Newcomers' validation data are not measured, so that they do not influence the choice of the best round.
         """
@@ -303,7 +303,7 @@ class Trial:
         return "trained" in self.settings.moments and self.settings.is_evaluated(number)
 
     def _evaluate_trained(self, name: str, trained: ClientResult) -> list[Row]:
-        """Return rows of the model of client ``name`` after its work; on all clients' data where they are pooled."""
+        """Return rows of the model of client ``name`` after its work; on all clients' data if they are pooled."""
         plan = self.plan
         state = trained_state(plan, trained.client, trained.update, self.server)
         names = [n for n in self.data.names if n not in self.settings.newcomers] if plan.method.pooled else [name]
@@ -314,7 +314,7 @@ class Trial:
         return 0 if self.plan.method.pooled else downlink_bytes(self.plan, self.server)
 
     def model_state(self, client: str | None = None) -> State | None:
-        """Return the model that ``client`` would use, or the server's (``client=None``; None where there is none)."""
+        """Return the model that ``client`` would use, or with ``client=None`` the server's (None if it has none)."""
         if client is None:
             return global_state(self.plan, self.server)
         state = self.personal_state(self.measured.client(client))
@@ -326,7 +326,7 @@ class Trial:
         return state
 
     def personal_state(self, client: ClientData) -> State | None:
-        """Return the model that ``client`` would use; None where it has none and the policy makes none."""
+        """Return the model that ``client`` would use; None if it has none and the policy makes none."""
         if not self.plan.personalizes:
             return global_state(self.plan, self.server)
         if self.clients.has_trained(client.name):
@@ -363,19 +363,19 @@ class Trial:
         return self._unseen_clients
 
     def make_network(self) -> nn.Module:
-        """Return a network of the trial's kind, after the method's surgery, with arbitrary weights."""
+        """Return a network with the trial's architecture, after the method's surgery, with arbitrary weights."""
         return apply_surgery(self.plan.method, make_network(self.model, self.data.sample_shape, self.data.classes))
 
     def to_tensors(self) -> tuple[State, dict[str, Any]]:
-        """Return all state as flat tensors and JSON facts; clients that never took part are left out."""
+        """Return all state as flat tensors and JSON facts, without clients that never took part."""
         facts = {"round": self.server.round, "identity": self.identity}
         return self._server_tensors() | self.clients.tensors(), facts
 
     def save(self, folder: Path, *names: str) -> None:
-        """Write clients that changed, then checkpoints ``names``, in ``folder``, which holds no other trial's.
+        """Write changed clients, then the checkpoints ``names``, to ``folder``, which must not be another trial's.
 
-        A crash at any moment leaves each checkpoint in the folder either old or new, with the clients' states that
-        belong to it; states that belong to none are removed last.
+        After a crash at any moment, each checkpoint in the folder is either old or new, with its clients' states;
+        states that belong to no checkpoint are removed last.
         """
         index, segments = self.clients.save(folder, self.server.round)
         for name in names:
@@ -397,7 +397,7 @@ class Trial:
         return join_states([f"server/{part}" for part in SERVER_PARTS], parts)
 
     def check_compatible(self, facts: Mapping[str, Any], seed: int) -> None:
-        """Raise :class:`UsageError` unless a checkpoint with ``facts`` is of this trial, but under ``seed``."""
+        """Raise :class:`UsageError` unless a checkpoint with ``facts`` belongs to this trial with seed ``seed``."""
         refuse_other(facts["identity"], {**self.identity, "seed": str(seed)})
         if facts["round"] > self.settings.rounds:
             raise UsageError(
@@ -408,8 +408,8 @@ class Trial:
     def restore(self, tensors: State, facts: Mapping[str, Any], folder: Path | None = None) -> None:
         """Restore the result of :meth:`to_tensors`, or a checkpoint that :meth:`save` left in ``folder``.
 
-        Clients' states are read from there when they are needed. Raises :class:`UsageError` where it is another
-        trial's, and :class:`FedshiftError` where a file of clients' states is missing or truncated.
+        Clients' states are read from there when needed. Raises :class:`UsageError` if the checkpoint belongs to another
+        trial, and :class:`FedshiftError` if a file of clients' states is missing or truncated.
         """
         self.check_compatible(facts, self.seed)
         self.clients.restore(tensors, facts.get("segments", {}), folder)
@@ -433,11 +433,11 @@ class Trial:
         )
 
     def _restore_products(self, recorded: Mapping[str, Sequence[str]]) -> None:
-        """Form products by the libraries that were ``recorded``, whichever are faster by now."""
+        """Compute products with the ``recorded`` libraries, even if others are faster now."""
         before = list_products(self.plan.module)
         set_products(self.plan.module, recorded)
         if list_products(self.plan.module) != before:
-            self.plan = replace(self.plan)  # anew, as is the engine, which may hold what was traced or sent before
+            self.plan = replace(self.plan)  # new, like the engine, which may have traced or sent the old
             if self._engine and self.choice and not self._remote:
                 self._engine.close()
                 self._engine = self._make_engine(self.choice)

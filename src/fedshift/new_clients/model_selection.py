@@ -1,4 +1,4 @@
-"""Model selection for clients that were left out, by the three rules that DomainBed names.
+"""Model selection for clients that were left out, by DomainBed's three rules.
 
 Gulrajani and Lopez-Paz 2021, arXiv:2007.01434, section 3 (formulas from ``domainbed/model_selection.py`` in
 https://github.com/facebookresearch/DomainBed). Candidates are learning rates of a method. For the left-out client t a
@@ -10,8 +10,8 @@ rule takes the rate with the best
 * ``oracle``: metric of t's own validation data (test-domain validation set), which nobody has before the choice: an
   upper bound, marked as such.
 
-Unlike there, a rule chooses once for all seeds, by their mean, and of one reported round. Every rule looks at
-validation data alone, and test data of t measure what was chosen.
+Unlike in DomainBed, a rule chooses once for all seeds, by their mean, at one reported round. Every rule uses only
+validation data; the test data of t measure the choice.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ COLUMNS = ["client", "method", "policy", "value"]
 
 
 def parse_rules(text: str) -> tuple[str, ...]:
-    """Return the rules in ``text``, with commas between; raise :class:`UsageError` for an unknown one."""
+    """Return the comma-separated rules in ``text``; raise :class:`UsageError` for an unknown one."""
     rules = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
     for name in rules:
         if name not in RULES:
@@ -46,7 +46,7 @@ def parse_rules(text: str) -> tuple[str, ...]:
 
 
 def split_rate(name: str) -> tuple[str, float]:
-    """Return a method's name without its learning rate, and the rate; NaN where it has none of its own."""
+    """Return a method's name without its learning rate, and the rate; NaN if the name has none."""
     found = _RATE.search(name)
     return (_RATE.sub("", name, count=1), float(found[1])) if found else (name, math.nan)
 
@@ -69,7 +69,7 @@ def select_models(
     metric: str,
     clients: int,
 ) -> pd.DataFrame:
-    """Return what ``rule`` chooses: a row for each left-out client, method and policy, with rate and test value.
+    """Return the choices of ``rule``: a row for each left-out client, method and policy, with rate and test value.
 
     Args:
         rule: One of :data:`RULES`.
@@ -77,12 +77,12 @@ def select_models(
         validated: The same on the left-out clients' validation data.
         trained: Macro validation metric of the clients that trained, by left-out client and method.
         pairs: Validation metric of two clients in the run without both, for each pair that was run.
-        metric: The metric, of which a lower value may be better.
-        clients: Number of clients of the federation, each of which leave-one-out leaves out beside another.
+        metric: The metric; a lower value may be better.
+        clients: Number of clients of the federation; leave-one-out leaves out each together with another.
 
     Returns:
-        Columns client, method (without its rate), policy, rate, score (by which it was chosen) and value. Clients of
-        which a run is missing are left out.
+        Columns client, method (without its rate), policy, rate, score (by which it was chosen) and value. Clients with
+        a missing run are excluded.
 
     """
     sign, found = -1 if metric in LOWER_IS_BETTER else 1, []
@@ -105,7 +105,7 @@ def _score(
     pairs: Mapping[frozenset[str], pd.DataFrame],
     clients: int,
 ) -> float:
-    """Return the value by which ``rule`` judges one method and policy for one left-out client; NaN where it lacks."""
+    """Return the score of ``rule`` for one method and policy and one left-out client; NaN if it is missing."""
     client, method, policy = row["client"], row["method"], row["policy"]
     if rule == "training":
         return float(trained.get(client, {}).get(method, math.nan))

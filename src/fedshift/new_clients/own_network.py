@@ -1,7 +1,7 @@
-"""A network of the user's own, which fedshift never trained, brought to clients by the policies for new clients.
+"""The user's network, which fedshift never trained, adapted to clients by the policies for new clients.
 
-It takes the place of a run's one global model: it is shown unchanged, with BatchNorm statistics of the client's own
-inputs, and fine-tuned, as a whole or its BatchNorm alone, by the local work of the settings.
+It takes the place of a run's one global model: it is measured unchanged, with BatchNorm statistics of the client's
+inputs, and fine-tuned, completely or only its BatchNorm, by the local work of the settings.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def load_clients(
 ) -> Federation:
     """Load the clients of ``data`` for a network whose classes, in the order of its scores, are ``class_names``.
 
-    ``data``: as ``--data`` of a run, or one client's folder or file. ``class_names``: empty where the data name no
+    ``data``: as for ``--data`` of a run, or one client's folder or file. ``class_names``: empty if the data name no
     classes, or all of them. ``clients``: names or patterns; None: all.
     """
     like = Federation(name="the network's data", clients=(), classes=0) if Path(data).exists() else None
@@ -51,7 +51,7 @@ def load_clients(
 
 
 def prepare_clients(data: Federation, spec: DataSpec, class_names: Sequence[str] = ()) -> Federation:
-    """Bring ``data`` to the image size, the scale and the classes of a network."""
+    """Convert ``data`` to the image size, the scale and the classes of a network."""
     data = data.fit_images(spec.image_size)
     if class_names:
         named = Federation(name="the network", clients=(), classes=len(class_names), class_names=tuple(class_names))
@@ -98,25 +98,25 @@ def adapt_network(
     batch_size: int | None = RunSpec.batch_size,
     metric: str = RunSpec.metric,
 ) -> pd.DataFrame:
-    """Adapt a network of your own to clients, by every policy for new clients, and measure each on their test data.
+    """Adapt your own network to clients with every policy for new clients, and measure each on their test data.
 
     Args:
-        network: The network with its weights, which is copied; it gives one score a class.
+        network: The network with its weights, which is copied; it outputs one score per class.
         data: Clients, scaled as the network expects, for example ``read_folder(path).normalize(IMAGENET)``.
-        policies: reestimate, mixed, tent, sar, finetune, finetune_bn; None: those that apply. Unchanged it is always
-            measured.
-        class_names: The network's classes in the order of its scores, where the data's are named otherwise or fewer.
-        rounds: Rounds of local work under finetune and finetune_bn.
+        policies: reestimate, mixed, tent, sar, finetune, finetune_bn; None: those that apply. The unchanged network is
+            always measured.
+        class_names: The network's classes in the order of its scores, if the data have other names or fewer classes.
+        rounds: Rounds of local work with finetune and finetune_bn.
         epochs: Passes over a client's data in a round.
         lr: Learning rate of plain SGD.
-        batch_size: Samples in a batch; None takes all of a client's.
+        batch_size: Samples in a batch; None: all of a client's samples.
         metric: metric of the data's task; auto: its first.
 
     Returns:
         The metric: rows are clients and their mean, ``macro``; columns are policies with mean, std and number of seeds.
 
     Raises:
-        UsageError: the network and the data do not fit.
+        UsageError: the network and the data are incompatible.
 
     """
     if rounds < 1:

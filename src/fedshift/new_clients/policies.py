@@ -1,6 +1,6 @@
-"""Policies for unknown clients, side by side: which apply, what they need, and how well their models do.
+"""Policies for unknown clients, side by side: which apply, what they need, and how well their models perform.
 
-FedBN compares its own in appendix G (arXiv:2102.07623), FedWon one global model with FedBN's average in table 12
+FedBN compares its policies in appendix G (arXiv:2102.07623), FedWon one global model with FedBN's average in table 12
 (arXiv:2306.05879).
 """
 
@@ -43,7 +43,7 @@ NEEDS = {
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AdaptedModel:
-    """A model for ``client`` by ``policy``, of ``method`` under ``seed``; ``needs``: keys of :data:`NEEDS`."""
+    """A model for ``client`` by ``policy``, of ``method`` with ``seed``; ``needs``: keys of :data:`NEEDS`."""
 
     method: str
     seed: int
@@ -59,9 +59,9 @@ class AdaptedModel:
 
 
 def applicable_policies(plan: Plan, wanted: Iterable[str], task: Task) -> tuple[str, ...]:
-    """Return the policies of ``wanted`` that have a meaning under ``plan``.
+    """Return the policies of ``wanted`` that apply to ``plan``.
 
-    A method with one global model always shows that model unchanged, too.
+    For a method with one global model, the unchanged model is always included.
     """
     possible = (name for name in wanted if not parse_policy(name).excuse(plan, task))
     return (*(() if plan.personalizes else (UNCHANGED,)), *possible)
@@ -93,7 +93,7 @@ def make_models(
     """Make a model of ``trial`` for each client with ``training`` data by each applicable policy of ``wanted``.
 
     ``rounds``: rounds of local work of ``finetune`` and ``finetune_bn``. ``inputs``: samples that policies without
-    labels take instead of the client's training data. ``notices``: receives a sentence for each model left out because
+    labels use instead of the client's training data. ``notices``: receives a sentence for each model skipped because
     training diverges or a client has too few samples for a policy. The trial is not changed. Without ``notices``,
     raises :class:`UsageError` if a client has too few samples to fine-tune on.
     """
@@ -153,8 +153,8 @@ def require_no_labels(wanted: Collection[str]) -> None:
 class Adaptation:
     """Results of the policies: ``rows`` of measurements, and sentences.
 
-    ``notices``: on models that are left out; ``inapplicable``: on policies that do not apply under some methods;
-    ``failures``: on trials that are left out. ``reached``: the round that each of the others has done.
+    ``notices``: about skipped models; ``inapplicable``: about policies that do not apply to some methods;
+    ``failures``: about skipped trials. ``reached``: the last round of each other trial.
     """
 
     rows: list[Row] = field(default_factory=list)
@@ -178,8 +178,8 @@ def adapt_all(
 ) -> Adaptation:
     """Make and measure the models of :func:`make_models` for each trial that ``experiment`` left in ``directory``.
 
-    ``training``, ``wanted``, ``rounds`` and ``inputs`` as there. ``data``: federation whose test data measure them;
-    ``save``: directory for the models of the first seed. A trial whose files are damaged or missing stops no other.
+    ``training``, ``wanted``, ``rounds`` and ``inputs`` as there. ``data``: federation with the test data; ``save``:
+    directory for the models of the first seed. A trial with damaged or missing files does not stop the others.
     Raises :class:`UsageError` if two clients' models would be one file, no policy gives any model, or the run was made
     with other settings.
     """
@@ -224,7 +224,7 @@ def adapt_trial(
     inputs: Samples | None = None,
     save: Path | None = None,
 ) -> int:
-    """Make the models of :func:`make_models`, measure those of ``data``, write them into ``save``; return their number.
+    """Make the models of :func:`make_models`, measure those of ``data``, write them to ``save``; return their number.
 
     Rows and notices go into ``made``.
     """

@@ -1,4 +1,4 @@
-"""Tables of what the policies achieve."""
+"""Tables of the policies' results."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def seed_table(rows: Iterable[Row], metric: str) -> pd.DataFrame:
 def mean_over_seeds(seeds: pd.DataFrame) -> pd.DataFrame:
     """Summarize :func:`seed_table` and its mean over clients, ``macro``, x (method and policy, mean | std | seeds).
 
-    ``macro`` is over the clients that every policy has under a seed.
+    ``macro`` is over the clients that every policy has with a seed.
     """
     macro = mask_incomparable(seeds).mean().to_frame("macro").T
     return summarize_seeds(pd.concat([seeds, macro])).rename_axis("client")
@@ -92,7 +92,7 @@ def policy_differences(seeds: pd.DataFrame, level: float = 0.95) -> pd.DataFrame
 
 
 def format_differences(table: pd.DataFrame, metric: str, clients: int) -> TextTable:
-    """Format :func:`policy_differences` of so many clients as text."""
+    """Format :func:`policy_differences` of ``clients`` clients as text."""
     over = "which clients there are, each once with its mean over seeds, and nothing else"
     cells = format_difference_table(table, metric, *([over] if clients > 1 else []))
     return replace(cells, header=(*cells.header[:-1], "pairs"))

@@ -39,9 +39,9 @@ def load_site(
     clients: str | None = None,
     progress: Progress | None = None,
 ) -> Federation:
-    """Load the clients of ``data``, as ``--data`` takes them or in objects, as samples of the run's kind.
+    """Load the clients of ``data``, given as for ``--data`` or as objects, as samples of the run's kind.
 
-    ``spec``: the run's settings, by which files are read; its split, samples and validation apply to the run only.
+    ``spec``: the run's settings for reading files; its split, samples and validation apply to the run only.
     ``clients``: names or patterns; None: all. Raises :class:`UsageError` naming both if shapes or classes differ.
     """
     own: dict[str, Any] = {}

@@ -46,7 +46,7 @@ NAMED = 4
 class Claims:
     """All comparisons of a report, corrected for their number.
 
-    ``pairs``: macro difference of each two of ``methods``, the earlier one's minus the later one's; ``sampling``: the
+    ``pairs``: macro difference of each pair of ``methods``, the earlier one's minus the later one's; ``sampling``: the
     variance of that difference over test samples; ``concordance``: each federated method's discordance to a pooled one,
     minus the threshold.
     """
@@ -58,7 +58,7 @@ class Claims:
 
     @property
     def baseline(self) -> str:
-        """The method that others are compared with: FedAvg, else the first; empty where there is none."""
+        """The method that others are compared with: FedAvg, else the first; empty if there is none."""
         return "fedavg" if "fedavg" in self.methods else next(iter(self.methods), "")
 
     def between(self, one: str, other: str) -> PairedDifference:
@@ -75,8 +75,8 @@ def collect_claims(
 ) -> Claims:
     """Return every comparison that a report of ``summary`` makes by ``metric`` (by default its own) of ``model``.
 
-    Each macro value is that of the tables, over the clients that every method measured under that seed, so that a
-    difference compares like with like. Seeds under which two methods have not reached the same round do not count.
+    Each macro value is the one in the tables, over the clients that every method measured for that seed, so that a
+    difference compares like with like. Seeds for which two methods have not reached the same round do not count.
     """
     metric = metric or summary.metric
     key = "claims", metric, model, level
@@ -143,13 +143,14 @@ def grid_variance(rows: pd.DataFrame, metric: str) -> np.ndarray:
 
 
 def sampling_variance(rows: pd.DataFrame, metric: str) -> np.ndarray:
-    """Return the variance of ``metric`` over test samples of the same size, for each row; NaN where it has no form.
+    """Return the variance of ``metric`` over test samples of the same size, for each row; NaN without a closed form.
 
-    That of a parametric bootstrap, in closed form: hits redrawn as Binomial(n, p) give the accuracy a variance of
-    p (1 - p) / n, and balanced accuracy the sum of that over classes over K^2. p is (hits + 1/2) / (n + 1), so that a
-    perfect score still has an error (Brown, Cai and DasGupta 2001, "Interval Estimation for a Binomial Proportion").
+    It is the variance of a parametric bootstrap in closed form: hits redrawn as Binomial(n, p) give the accuracy a
+    variance of p (1 - p) / n, and balanced accuracy the sum over classes of that variance, divided by K^2. p is (hits +
+    1/2) / (n + 1), so that a perfect score still has an error (Brown, Cai and DasGupta 2001, "Interval Estimation for a
+    Binomial Proportion").
     """
-    of_samples = "predicted" not in rows or rows["predicted"].isna().all()  # pixels of an image are no draws
+    of_samples = "predicted" not in rows or rows["predicted"].isna().all()  # pixels of an image are not draws
     if metric not in ("accuracy", "balanced_accuracy") or rows.empty or not of_samples:
         return np.full(len(rows), math.nan)
     hits_NK, n_NK = (np.array(rows[name].tolist(), dtype=float) for name in ("hits", "support"))
@@ -243,7 +244,7 @@ def rank_methods(summary: RunSummary) -> list[str]:
 def describe_difference(
     one: str, other: str, gap: PairedDifference, metric: str = "accuracy", *, numbers: bool = False
 ) -> str:
-    """Return the sentence that every report prints on ``gap``, the difference ``one - other``.
+    """Return the sentence that every report prints about ``gap``, the difference ``one - other``.
 
     ``numbers``: whether targets are numbers.
     """
@@ -296,7 +297,7 @@ def describe_leaders(claims: Claims, leaders: Iterable[str], others: Iterable[st
 def tabulate_pairs(summary: RunSummary, claims: Claims) -> TextTable | None:
     """Return the pairs of methods that a reader compares, and which difference may be claimed; None without pairs.
 
-    These are all pairs of up to four methods; of more, neighbors by the macro metric and pairs with the baseline.
+    With up to four methods, these are all pairs; with more, neighbors by the macro metric and pairs with the baseline.
     """
     order, scale, digits = rank_methods(summary), *difference_unit(summary.metric)[:2]
     pairs = list(combinations(order, 2))
@@ -317,7 +318,7 @@ def tabulate_pairs(summary: RunSummary, claims: Claims) -> TextTable | None:
 
 
 def describe_ranking(summary: RunSummary, claims: Claims | None = None) -> list[str]:
-    """Return sentences on neighbors by macro metric, and so on how much of the order of methods may be claimed."""
+    """Return sentences about neighbors by macro metric, which show how much of the methods' order may be claimed."""
     claims = claims or collect_claims(summary)
     pairs = list(pairwise(rank_methods(summary)))
     if not pairs:

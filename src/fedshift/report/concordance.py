@@ -1,7 +1,7 @@
-"""FedMMB's discordance: distance of each federated method from training on pooled data, computed from records alone.
+"""FedMMB's discordance: distance of each federated method from training on pooled data, computed only from records.
 
-The loss is the macro test loss of the model that a client would use, just after aggregation. Where all clients share a
-test set, and the method has one model for all, that is the server's model on that set, as in the paper.
+The loss is the macro test loss of the model that a client would use, just after aggregation. If all clients share a
+test set and the method has one model for all, it is the loss of the server's model on that set, as in the paper.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ Losses = tuple[list[float], list[float]]
 def concordance_table(summary: RunSummary) -> pd.DataFrame:
     """Return the discordance of every federated method to every pooled one: index (method, centralized).
 
-    Columns: delta mean and delta std (over seeds, in squared nats), rounds (that both evaluated, under the seed that
-    has fewest), seeds (that both have). Each loss is the mean over the clients that both measured in that round. The
-    table is empty where either kind of method is absent; delta is NaN where no round was evaluated by both.
+    Columns: delta mean and delta std (over seeds, in squared nats), rounds (evaluated by both, for the seed with the
+    fewest), seeds (that both have). Each loss is the mean over the clients that both measured in that round. The table
+    is empty if either kind of method is absent; delta is NaN if no round was evaluated by both.
     """
     rows = {}
     for pair, seeds in _collect_losses(summary).items():
@@ -39,12 +39,12 @@ def concordance_table(summary: RunSummary) -> pd.DataFrame:
 
 
 def compute_discordances(summary: RunSummary) -> dict[tuple[str, str], list[float]]:
-    """Return the discordance of every federated method to every pooled one under each seed that both have."""
+    """Return the discordance of every federated method to every pooled one for each seed that both have."""
     return {pair: [compute_discordance(*both) for both in seeds] for pair, seeds in _collect_losses(summary).items()}
 
 
 def pair_losses(federated: pd.Series, centralized: pd.Series) -> list[Losses]:
-    """Return the macro losses of both methods under each seed that both have, round by round.
+    """Return the macro losses of both methods for each seed that both have, round by round.
 
     Both series have the same index levels, among them seed and round. Only entries that both have count, and each
     round's loss is their mean.
@@ -68,7 +68,7 @@ def format_concordance_table(table: pd.DataFrame, tests: Mapping[tuple[str, str]
 
 
 def describe_concordance(summary: RunSummary, table: pd.DataFrame) -> str:
-    """Return the table's caption, which also says how to compare every round where only some were evaluated."""
+    """Return the table's caption, which also says how to compare every round if only some were evaluated."""
     every = table["rounds"].min() >= summary.rounds
     return (
         "Concordance with centralized training: mean squared difference of macro test losses (nats) over the rounds "

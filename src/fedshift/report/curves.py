@@ -48,7 +48,7 @@ WIDE = 10
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """A run among others: ``keys`` are the settings in which it differs, ``summary`` holds its results.
+    """One of several runs: ``keys`` are the settings in which it differs, ``summary`` has its results.
 
     A summary of several methods yields a line for each, distinguished by the key ``method``, which is added here.
     """
@@ -205,7 +205,7 @@ def _axis_label(metric: str, split: str, points: Sequence[CurvePoint]) -> str:
 
 
 def _place_ticks(key: str, values: Sequence[object]) -> tuple[dict[str, float], bool]:
-    """Return the position of each value on the axis, by its text in that order, and whether they are numbers."""
+    """Return the axis position of each value by its text, in axis order, and whether the values are numbers."""
     numbers = [float(v) for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
     if len(numbers) < len(values):
         return {format_setting(key, value): float(index) for index, value in enumerate(values)}, False

@@ -1,4 +1,4 @@
-"""Figures: small panels, about 4 x 3 inches each, so that they stay legible on a phone and in a column of a paper.
+"""Figures: small panels, about 4 x 3 inches each, legible on a phone and in a column of a paper.
 
 Lines are means over seeds and bands run from the lowest to the highest seed; error bars are one sample standard
 deviation over seeds. Test data are the personal model's, just after aggregation.
@@ -49,7 +49,7 @@ class FigurePanel:
     """A figure with its file name and a description for screen readers.
 
     ``points``: plotted values, each as position in the data's coordinates and text. ``note``: what lines, bands and
-    markers mean; given where the legend names the methods, so that a page can replace all legends by one.
+    markers mean; given if the legend names the methods, so that a page can replace all legends by one.
     """
 
     name: str

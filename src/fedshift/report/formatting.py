@@ -2,7 +2,7 @@
 
 A cell reads ``76.93 (0.25)`` in percent, the best one of a row is bold, and ``-`` marks a missing value. A
 :class:`TextTable` is written as Markdown, LaTeX (booktabs), a terminal table or, by ``macros.html.j2``, HTML. CSV files
-hold the data frame behind it at full scale.
+contain the underlying data frame unscaled.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _MEAN_AND_STD = re.compile(r"(\d[\d.]*) \((\d[\d.]*)\)")
 
 @dataclass(frozen=True, kw_only=True)
 class TextCell:
-    """Text of one cell; ``best`` makes it bold, in LaTeX ``significant``.
+    """Text of one cell; ``best`` makes it bold (in LaTeX, ``significant`` does).
 
     ``link`` is its target and ``tone`` its class in HTML.
     """
@@ -55,8 +55,8 @@ class TextCell:
 class TextTable:
     """Header, and rows whose first cell names the row; a line is drawn above row number ``rule`` (0: none).
 
-    ``note`` is printed below the table in every form but CSV, and explains spreads and intervals. ``partial`` is a line
-    above it in files, where the runs that it compares have not all ended.
+    ``note`` is printed below the table in every format except CSV, and explains spreads and intervals. ``partial`` is a
+    line above it in files, if the compared runs have not all ended.
     """
 
     header: tuple[str, ...]
@@ -80,7 +80,7 @@ def make_table(
 
 
 def explain_spread(seeds: float) -> str:
-    """Return a sentence on what the standard deviations over this many seeds cover."""
+    """Return a sentence about the variation that standard deviations over this many seeds cover."""
     if seeds < 2:
         varied = VARIED_BY_SEED.replace(", not", " nor of").replace(" and not", " or")
         return f"One seed shows no spread, neither of {varied}."
@@ -108,14 +108,14 @@ def format_metric_table(
         table: Table of :func:`~fedshift.report.tables.accuracy_table`.
         metric: Metric of its values.
         one_by_one: Begin with the clients; otherwise with the aggregates, and the header states their number.
-        leader: Method whose macro value is significantly better than that of every other, if there is one.
+        leader: Method whose macro value is significantly better than every other method's, if any.
         digits: Number of decimals, by default those of the metric.
         even: Methods have reached the same rounds; otherwise none is the best.
 
     """
     methods = list(table.columns.get_level_values("method").unique())
     means, stds, counts = (table.to_numpy()[:, statistic::3] for statistic in range(3))
-    macro = len(table) - 1 - list(table.index)[::-1].index("macro")  # below all clients, one of which may be so named
+    macro = len(table) - 1 - list(table.index)[::-1].index("macro")  # below all clients, as a client may be named macro
     scale, standard, _ = difference_unit(metric)
     digits = standard if digits is None else digits
     rows: list[tuple[str | TextCell, ...]] = []
@@ -140,7 +140,7 @@ def format_metric_table(
 
 
 def format_cross_table(table: pd.DataFrame, metric: str = "accuracy") -> TextTable:
-    """Return a table of :func:`~fedshift.report.tables.cross_table` as text, the best model on each data in bold."""
+    """Return a table of :func:`~fedshift.report.tables.cross_table` as text, the best model on each client in bold."""
     clients = list(table.columns.get_level_values("client").unique())
     means_OC, stds_OC, counts_OC = (table.to_numpy()[:, statistic::3] for statistic in range(3))
     scale, digits, _ = difference_unit(metric)
@@ -168,7 +168,7 @@ def format_difference_table(
 ) -> TextTable:
     """Return a difference table as text, in percentage points (loss: nats).
 
-    ``variation`` describes what differs between its pairs. The interval that includes test samples has a column where
+    ``variation`` describes the differences between its pairs. The interval that includes test samples has a column if
     it is known.
     """
     scale, digits, _ = difference_unit(metric)
@@ -287,7 +287,7 @@ def write_table(
 
 
 def format_mean(mean: float, std: float, number: str = ".2f") -> str:
-    """Return ``mean (std)``, both in format ``number``; ``-`` for NaN, and the mean alone where the std is NaN."""
+    """Return ``mean (std)``, both in format ``number``; ``-`` for NaN, and only the mean if the std is NaN."""
     if math.isnan(mean):
         return MISSING
     return f"{mean:{number}}" if math.isnan(std) else f"{mean:{number}} ({std:{number}})"

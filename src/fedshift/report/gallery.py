@@ -41,7 +41,7 @@ def pick_samples(y: NDArray[np.int64], *, per_class: int, total: int, rng: np.ra
     Classes are represented evenly: none has two more than another that has samples left.
     """
     labels, y = np.unique(y, return_inverse=True)
-    priority = rng.permutation(len(labels))  # of classes where there is no room for all
+    priority = rng.permutation(len(labels))  # of classes, if there is no room for all
     order = rng.permutation(len(y))
     rank = pd.Series(y[order]).groupby(y[order]).cumcount().to_numpy()  # within its class
     even = np.lexsort((priority[y[order]], rank))

@@ -21,7 +21,7 @@ from .style import GRID, INK, PAPER, MethodStyle, figure_settings, remove_legend
 
 MAX_SIDE = 96  # pixels of one sample's longer side
 MOST_POINTS = 400
-"""Values of one figure that answer the pointer."""
+"""Maximum number of values in a figure that respond to the pointer."""
 _GAP = 2
 
 
@@ -52,7 +52,7 @@ def embed_svg(svg: str, prefix: str, description: str) -> Markup:
 def embed_panel(panel: FigurePanel) -> Markup:
     """Return the figure of ``panel`` for use inside HTML; pointing at a plotted value shows it, without a script.
 
-    Where ``panel`` has a note, its legend is left out, since the page explains all figures together.
+    If ``panel`` has a note, its legend is omitted, since the page explains all figures together.
     """
     figure = panel.figure
     if panel.note:

@@ -1,7 +1,7 @@
-"""The page of ``fedshift watch``: how far each method is, and curves so far, of a run or of several.
+"""The page of ``fedshift watch``: progress of each method, and curves so far, for one or several runs.
 
-It renews itself by a script that asks its server for a newer page. Methods at different rounds stand side by side, so
-it has no differences and claims; these are on the report's page.
+A script on the page asks its server for newer versions. Methods at different rounds appear side by side, so the page
+has no differences and claims; these are on the report's page.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def has_finished(summary: RunSummary) -> bool:
 def render_live_page(view: LiveView, version: str, seconds: int) -> str:
     """Return the page's HTML.
 
-    ``version`` identifies its content. Every so many ``seconds`` the page asks for a newer one.
+    ``version`` identifies its content. The page asks for a newer one every ``seconds`` seconds.
     """
     begun = [point for point in view.points if len(point.summary.rows)]
     figures = {}

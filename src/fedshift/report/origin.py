@@ -14,11 +14,11 @@ from .formatting import MISSING
 DEFAULTS = {field.name: field.default for kind in (SweepSpec, CompareSpec, RunSpec) for field in fields(kind)}
 """Default of every setting."""
 NAMED = ("data", "method", "methods")
-"""Settings that stand among those other than the defaults in any case."""
+"""Settings that are always listed with the non-default ones."""
 
 
 def describe_run(summary: RunSummary) -> dict[str, str]:
-    """Return what was trained so far, by name: as resolved, engine, times, command and version."""
+    """Return facts about the training so far, by name: resolved settings, engine, times, command and version."""
     traffic, sessions = summary.traffic, summary.environment.get("sessions", [])
     found = dict(summary.resolved)
     if len(traffic) and "engine" in traffic:
@@ -40,7 +40,7 @@ def describe_run(summary: RunSummary) -> dict[str, str]:
 
 
 def find_changed(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of ``config`` that are not the defaults, and those that say what was compared."""
+    """Return the non-default settings of ``config``, and the settings in :data:`NAMED`."""
     return {
         name: value
         for name, value in config.items()
@@ -57,5 +57,5 @@ def format_duration(seconds: float) -> str:
 
 
 def _format_time(text: str) -> str:
-    """Return an ISO time as ``2026-11-20 10:15 UTC``; a dash where it is not known."""
+    """Return an ISO time as ``2026-11-20 10:15 UTC``; a dash if unknown."""
     return f"{datetime.fromisoformat(text):%Y-%m-%d %H:%M} UTC" if text else MISSING

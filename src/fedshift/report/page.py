@@ -61,7 +61,7 @@ from .tables import (
 from .target_metric import describe_target, format_target_table, target_table
 
 CLASSES = 8
-"""Most classes of masks that each have tables."""
+"""Maximum number of mask classes with separate tables."""
 _UNITS = {"auc": "area under the ROC curve in percent"}
 _EXCHANGE = {
     (True, True): "shared",
@@ -141,7 +141,7 @@ def collect_tables(summary: RunSummary, claims: Claims) -> dict[str, ReportTable
 
 
 def collect_crossed(summary: RunSummary) -> list[ReportTable]:
-    """Return a table of cross-site validation for each method and moment for which that was asked for."""
+    """Return a table of cross-site validation for each method and moment for which it was requested."""
     made = []
     for method, moment in product(summary.methods, MOMENTS):
         rows = select_crossed(summary, method, moment)
@@ -162,7 +162,7 @@ def collect_crossed(summary: RunSummary) -> list[ReportTable]:
 
 
 def write_page(summary: RunSummary, path: Path) -> Path:
-    """Write the page of ``summary`` to ``path`` atomically, the same bytes for the same summary; return ``path``."""
+    """Write the page of ``summary`` to ``path`` atomically, with equal bytes for equal summaries; return ``path``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, render_page(summary).encode())
     return path
@@ -209,7 +209,7 @@ def render_page(summary: RunSummary) -> str:
 
 
 def _find_leaders(table: TextTable, methods: Iterable[str]) -> dict[str, str]:
-    """Return the method of the best macro metric and its value; several where they tie as printed."""
+    """Return the method with the best macro metric and its value; several if they tie as printed."""
     macro = table.rows[table.rule][1:]
     measured = [cell for cell in macro if cell.text != MISSING]
     return {
@@ -242,7 +242,7 @@ def _other_metrics(summary: RunSummary) -> Iterator[tuple[str, str, TextTable]]:
 
 
 def _class_metrics(summary: RunSummary) -> Iterator[tuple[str, str, TextTable]]:
-    """Yield title, unit and table of each class of masks with several, of the metrics that are means over classes."""
+    """Yield title, unit and table per mask class, if there are several, for metrics that are means over classes."""
     if "dice" not in summary.metrics or not 2 < summary.classes <= CLASSES:
         return
     for metric in (summary.metric if summary.metric in ("dice", "iou") else "dice", *DISTANCES):
@@ -274,7 +274,7 @@ def _method_table(summary: RunSummary) -> TextTable:
 
 
 def _put_in_words(name: str) -> str:
-    """Return what the methods in the composition ``name`` do, from the catalog; custom ones have no words."""
+    """Return the catalog's descriptions of the methods in the composition ``name``; custom methods have none."""
     catalog = read_catalog("methods")
     parts = (catalog.get(re.split(r"\W", part)[0]) for part in re.split(r"\+(?![^(]*\))", name))
     return "; ".join(part.summary.partition(": ")[2].rstrip(".") for part in parts if part) or MISSING
@@ -295,7 +295,7 @@ def _scope_table(name: str, entries: Iterable[Mapping[str, Any]]) -> tuple[str, 
 
 
 def _client_table(summary: RunSummary) -> TextTable:
-    """Return the sizes of each client's splits; of many clients, their distribution."""
+    """Return the sizes of each client's splits, or for many clients their distribution."""
     splits = list(dict.fromkeys(split for sizes in summary.clients.values() for split in sizes))
     if len(summary.clients) > ONE_BY_ONE:
         sizes = pd.DataFrame([dict(sizes) for sizes in summary.clients.values()], columns=splits)

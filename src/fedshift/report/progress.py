@@ -1,7 +1,7 @@
-"""Rounds that the runs of a comparison have reached: what may be compared before all have ended.
+"""Rounds that the runs of a comparison have reached, and comparisons that are valid before all have ended.
 
-Two methods are compared under a seed where both were last evaluated after the same round. A comparison in which some
-run has not reached the last round begins with a line, PARTIAL, that says which are where.
+Two methods are compared for a seed if both were last evaluated after the same round. If some run has not reached the
+last round, a comparison begins with a line, PARTIAL, that lists the rounds reached.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from weakref import WeakKeyDictionary
 from ..results.schema import RunSummary
 
 Reached = Mapping[tuple[str, int], int]
-"""The last evaluated round of each method and seed, 0 where none was."""
+"""The last evaluated round of each method and seed, 0 if none was."""
 
 T = TypeVar("T")
 _KNOWN: WeakKeyDictionary[RunSummary, dict[Hashable, Any]] = WeakKeyDictionary()
 
 
 def remember(summary: RunSummary, key: Hashable, make: Callable[[], T]) -> T:
-    """Return what ``make`` returned when ``summary``, which nobody changes, was first asked for ``key``.
+    """Return the cached result of ``make`` for ``key`` of ``summary``, which must not change.
 
     A page needs most tables more than once.
     """
@@ -31,7 +31,7 @@ def remember(summary: RunSummary, key: Hashable, make: Callable[[], T]) -> T:
 
 
 def find_reached_rounds(summary: RunSummary) -> Reached:
-    """Return the last evaluated round of every method and seed of ``summary``, 0 where none was."""
+    """Return the last evaluated round of every method and seed of ``summary``, 0 if none was."""
     return remember(summary, "reached rounds", lambda: _find_reached_rounds(summary))
 
 
@@ -42,12 +42,12 @@ def _find_reached_rounds(summary: RunSummary) -> Reached:
 
 
 def describe_partial(summary: RunSummary) -> str:
-    """Return the line with which tables of ``summary`` begin; empty where every run has reached the last round."""
+    """Return the first line of tables of ``summary``; empty if every run has reached the last round."""
     return describe_reached(find_reached_rounds(summary), summary.rounds)
 
 
 def describe_reached(reached: Reached, rounds: int) -> str:
-    """Return a line on runs that have ``reached`` fewer than ``rounds``; empty where none has, or none has begun."""
+    """Return a line about runs that have ``reached`` fewer than ``rounds``; empty if none has, or none has begun."""
     if not any(reached.values()) or (min(reached.values()) >= rounds and is_even(reached)):
         return ""
     methods = dict.fromkeys(method for method, _ in reached)
@@ -69,10 +69,10 @@ def _describe_place(method: str, reached: Reached) -> str:
 
 
 def is_even(reached: Reached) -> bool:
-    """Return whether, under each seed, all methods have reached the same round."""
+    """Return whether, for each seed, all methods have reached the same round."""
     return all(number == next(n for (_, s), n in reached.items() if s == seed) for (_, seed), number in reached.items())
 
 
 def is_comparable(reached: Reached, one: str, other: str, seed: int) -> bool:
-    """Return whether two methods have reached the same round under ``seed``."""
+    """Return whether two methods have reached the same round for ``seed``."""
     return reached[one, seed] == reached[other, seed]

@@ -31,7 +31,7 @@ def print_lines(console: Console, *lines: str) -> None:
 def list_parts(summary: RunSummary, whole: object) -> Iterator[str | TextTable]:
     """Yield the sentences and tables of ``summary`` that the terminal shows, in order.
 
-    ``whole``: where the values of each client are, which a table of many clients leaves out.
+    ``whole``: place of each client's values, which a table of many clients omits.
     """
     if not (summary.rows["moment"] == "loaded").any():
         yield "No round was evaluated yet, so there is nothing to report."
@@ -92,7 +92,7 @@ def publish_summary(summary: RunSummary, directory: Path, console: Console) -> N
 
 
 def publish_run(directory: Path, console: Console) -> None:
-    """Publish what the run in ``directory`` has left so far, if it has begun."""
+    """Publish the results so far of the run in ``directory``, if it has begun."""
     if holds_run(directory):
         publish_summary(read_summary(directory), directory, console)
 

@@ -1,7 +1,7 @@
 """Style of figures: matplotlib's settings, the empty panel, its legend, and each method's color, marker and line style.
 
 Colors are Okabe and Ito's, "Color Universal Design" (2008), distinct under all common forms of color blindness; their
-yellow is left out because it vanishes on white. Markers and line styles differ too, so that print needs no color.
+yellow is omitted because it vanishes on white. Markers and line styles differ too, so that print needs no color.
 """
 
 from __future__ import annotations

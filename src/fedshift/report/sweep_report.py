@@ -1,9 +1,9 @@
 """Publication of a sweep: one table of all combinations, rounds and bytes to a target, curves, and one page.
 
 Rows are the combinations, columns the methods; a cell is the macro test metric at the reported round, mean (std) over
-seeds. The CSV file holds the same at full scale, a line for each combination and method. Where validation data are held
-out, another table has each method at the combination that is best for it there, so that a sweep over the learning rate
-compares methods that are equally tuned.
+seeds. The CSV file has the same values unscaled, a line for each combination and method. If validation data are held
+out, another table has each method at its best combination on them, so that a sweep over the learning rate compares
+methods that are equally tuned.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ PANELS = 9
 class SweepResults:
     """The evaluated combinations of a sweep, at least one, which all compare the same methods.
 
-    ``folders``: the directory of each, relative to the sweep's. ``missing``: those of combinations that were not
-    evaluated yet.
+    ``folders``: the directory of each, relative to the sweep's. ``missing``: the directories of combinations that were
+    not evaluated yet.
     """
 
     points: tuple[CurvePoint, ...]
@@ -81,7 +81,7 @@ class SweepResults:
 
     @property
     def partial(self) -> str:
-        """The line with which tables begin where some runs have not reached the last round; empty otherwise."""
+        """The first line of tables if some runs have not reached the last round; empty otherwise."""
         lines = (
             f"{folder}: {line.removeprefix('PARTIAL: ')}"
             for folder, point in zip(self.folders, self.points, strict=True)
@@ -179,7 +179,7 @@ def _group_panels(sweep: SweepResults) -> Iterator[tuple[str, list[FigurePanel]]
 
 
 def make_heat_maps(sweep: SweepResults) -> dict[str, TextTable]:
-    """Return a shaded table for each method where exactly two settings vary: the macro test metric of each pair.
+    """Return a shaded table per method if exactly two settings vary: the macro test metric of each pair of values.
 
     All tables share one scale, on which stronger shading is better. A diamond marks the pair that is best on
     validation data.
@@ -237,7 +237,7 @@ def sweep_frame(sweep: SweepResults) -> pd.DataFrame:
 
 
 def sweep_tables(sweep: SweepResults) -> dict[str, tuple[str, TextTable]]:
-    """Return tables by file name, each with its caption: sweep, and where they apply chosen, rounds and bytes."""
+    """Return tables by file name, each with its caption: sweep, and if applicable chosen, rounds and bytes."""
     metric = [
         format_metric_table(
             accuracy_table(point.summary),
@@ -270,8 +270,8 @@ def sweep_tables(sweep: SweepResults) -> dict[str, tuple[str, TextTable]]:
 def best_on_validation(sweep: SweepResults) -> dict[str, int]:
     """Return the index of the combination at which each method's macro validation metric, mean over seeds, is best.
 
-    Empty where a combination has no validation data, or is the only one. Methods that no combination measured under all
-    of its seeds are left out, as are combinations that diverged under a seed.
+    Empty if a combination has no validation data, or is the only one. Methods that no combination measured for all of
+    its seeds are excluded, as are combinations that diverged with a seed.
     """
     summaries = [point.summary for point in sweep.points]
     if len(summaries) < 2 or not all((summary.rows["split"] == "validation").any() for summary in summaries):
@@ -297,7 +297,7 @@ def _chosen_table(sweep: SweepResults, chosen: Mapping[str, int]) -> TextTable:
 
 
 def _list_boundary_optima(sweep: SweepResults) -> Iterator[str]:
-    """Yield a sentence where methods are best at the smallest or largest value of a number: beyond may be better."""
+    """Yield a sentence if methods are best at a number's smallest or largest value: values beyond may be better."""
     chosen = best_on_validation(sweep)
     for key in sweep.keys:
         values = [point.keys[key] for point in sweep.points]
@@ -332,7 +332,7 @@ def plot_rounds(points: Sequence[CurvePoint]) -> dict[str, Figure]:
 
 
 def _choose_panel(points: Sequence[CurvePoint]) -> str | None:
-    """Return the setting whose values get a panel each: the one of most values; None where line styles are enough."""
+    """Return the setting with one panel per value: the one with most values; None if line styles are enough."""
     varied = {key: len({format_setting(key, point.keys[key]) for point in points}) for key in _find_varied(points)}
     if not varied or (len(varied) == 1 and max(varied.values()) <= len(DASHES)):
         return None
@@ -340,7 +340,7 @@ def _choose_panel(points: Sequence[CurvePoint]) -> str | None:
 
 
 def _find_line_settings(points: Sequence[CurvePoint]) -> tuple[list[str], list[str]]:
-    """Return the settings that line styles of curves over rounds stand for, and the combinations of their values."""
+    """Return the settings that line styles of curves over rounds represent, and the combinations of their values."""
     panel = _choose_panel(points)
     keys = [
         key
@@ -358,7 +358,7 @@ def _find_varied(points: Sequence[CurvePoint]) -> list[str]:
 
 
 def sweep_remarks(sweep: SweepResults) -> list[str]:
-    """Return sentences on the limits of single combinations, each by name, and on optima at a sweep's boundary."""
+    """Return sentences about the limits of single combinations, by name, and about optima at a sweep's boundary."""
     single = [
         f"{folder}: {line}"
         for folder, point in zip(sweep.folders, sweep.points, strict=True)
@@ -379,5 +379,5 @@ def _make_table(sweep: SweepResults, cells: Iterable[Iterable[str | TextCell]]) 
 
 
 def _mark_partial(text: str, row: pd.Series) -> str:
-    """Return ``text``, with the number of seeds that it covers where those are not all."""
+    """Return ``text``, with the number of seeds that it covers if not all."""
     return text if row["reached"] in (0, row["seeds"]) else f"{text}; {row['reached']:.0f} of {row['seeds']:.0f} seeds"

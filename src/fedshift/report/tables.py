@@ -52,7 +52,7 @@ def find_reported_rounds(summary: RunSummary) -> pd.Series:
 
     ``last`` is the run's last evaluated round. ``best`` is the round with the best macro metric of the personal model
     on validation data, the earliest on ties, among the rounds that measured the run's largest number of clients.
-    Raises :class:`UsageError` where ``best`` meets a run without validation data.
+    Raises :class:`UsageError` if ``best`` is used with a run without validation data.
     """
     return remember(summary, "reported rounds", lambda: _find_reported_rounds(summary)).copy()
 
@@ -147,9 +147,9 @@ def _make_seed_table(
 
 
 def mask_incomparable(clients: pd.DataFrame) -> pd.DataFrame:
-    """Return ``clients`` x (method, seed) with NaN for each client that another method lacks under the same seed.
+    """Return ``clients`` x (method, seed) with NaN for each client that another method lacks for the same seed.
 
-    Aggregates of all methods are then over the same clients. A method without any measurement under a seed is ignored.
+    Aggregates of all methods are then over the same clients. A method without any measurement for a seed is ignored.
     """
     missing_CR, seeds = clients.isna().to_numpy(dtype=bool), clients.columns.get_level_values(1).to_numpy()
     lacking_CR = missing_CR & ~missing_CR.all(axis=0)
@@ -168,7 +168,7 @@ def accuracy_table(
 ) -> pd.DataFrame:
     """Return :func:`seed_table` over seeds: clients and aggregates x (method, mean | std | seeds).
 
-    ``std`` is the sample standard deviation; ``seeds`` is the number of seeds that both are over.
+    ``std`` is the sample standard deviation; ``seeds`` is the number of seeds that mean and std cover.
     """
     return summarize_seeds(seed_table(summary, metric, model, split, moment, number))
 
@@ -298,7 +298,7 @@ def list_shortfalls(summary: RunSummary) -> list[str]:
         elif evaluated[run] < summary.rounds:
             sentences.append(f"{run[0]}, seed {run[1]}: evaluated up to round {evaluated[run]} of {summary.rounds}.")
     total = len(summary.clients)
-    known = "accuracy" if "accuracy" in summary.metrics else "loss"  # defined wherever something was measured
+    known = "accuracy" if "accuracy" in summary.metrics else "loss"  # defined for every measurement
     clients, counted = (seed_table(summary, metric).iloc[:total] for metric in (summary.metric, known))
     for method in summary.methods:
         seeds = [seed for seed in summary.seeds if (method, seed) in reported.index]

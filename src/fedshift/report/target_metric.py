@@ -19,7 +19,7 @@ from .formatting import TextTable, explain_spread, format_bytes, make_table
 from .tables import metric_history
 
 NOT_REACHED = {True: "never", False: "not yet"}
-"""Words of a table where the target was not reached, by whether the runs have ended."""
+"""Words for a target that was not reached, by whether the runs have ended."""
 TOLERANCE = 1e-9
 """Tolerance when comparing a mean with the target."""
 
@@ -45,7 +45,7 @@ def find_best(summary: RunSummary, metric: str | None = None) -> pd.DataFrame:
     """Return the best macro test ``metric`` of each run: index (method, seed), columns value, round.
 
     ``round`` is the first evaluated round that reached it. Choosing a round by test data reports a number that nobody
-    could have known: it exists for comparison with the papers' own (FedMMB's tables 4 and 5), not for selection.
+    could have known: it exists for comparison with the papers' results (FedMMB's tables 4 and 5), not for selection.
     """
     runs = _macro(summary, metric).groupby(["method", "seed"])
     low = (metric or summary.metric) in LOWER_IS_BETTER
@@ -75,7 +75,7 @@ def target_table(summary: RunSummary, target: float) -> pd.DataFrame:
 def format_target_table(table: pd.DataFrame, *, ended: bool = True) -> TextTable:
     """Return a target table as text: ``12.0 (1.0)`` rounds, ``1.2 MB (0.1 MB)``, ``2 of 3`` seeds, or ``never``.
 
-    Where runs have not all ``ended``, that is ``not yet``.
+    If runs have not all ``ended``, ``not yet`` replaces ``never``.
     """
     rows = [
         (method, format_rounds(row, ended), format_traffic(row, ended), f"{row['reached']:.0f} of {row['seeds']:.0f}")

@@ -1,1 +1,1 @@
-"""Results on disk: run directories, checkpoints, and the schema of what is measured."""
+"""Results on disk: run directories, checkpoints, and the schema of measurements."""

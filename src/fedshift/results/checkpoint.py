@@ -1,9 +1,10 @@
 """Checkpoints: one safetensors file with a JSON header, written atomically.
 
 A checkpoint is written beside the old one, flushed to disk and moved over it, so that a crash at any moment leaves
-either the old or the new one intact. Checksums over all tensors and over the header detect later damage. It holds the
-server's state and the location of the clients' states (``client_store``). Equal contents yield equal bytes: all values
-other than tensors are one header entry with sorted keys, since safetensors writes several entries in random order.
+either the old or the new one intact. Checksums over all tensors and over the header detect later damage. It contains
+the server's state and the location of the clients' states (``client_store``). Equal contents yield equal bytes: all
+values other than tensors are one header entry with sorted keys, since safetensors writes several entries in random
+order.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ def _checksum(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> str:
 
 
 def save_checkpoint(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-    """Write tensors and facts (JSON values) atomically, the same bytes for the same contents.
+    """Write tensors and facts (JSON values) atomically, with the same bytes for the same contents.
 
-    Raises :class:`FedshiftError` where writing fails.
+    Raises :class:`FedshiftError` if writing fails.
     """
     owned = {
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()
@@ -50,7 +51,7 @@ def save_checkpoint(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[st
 def load_checkpoint(path: Path) -> tuple[State, dict[str, Any]]:
     """Return tensors and facts of a checkpoint.
 
-    Raises :class:`FedshiftError` where it is missing, truncated, damaged or of another format.
+    Raises :class:`FedshiftError` if it is missing, truncated, damaged or of another format.
     """
     header = read_header(path)
     facts: dict[str, Any] = header["facts"]

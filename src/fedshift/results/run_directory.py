@@ -38,7 +38,7 @@ TRIALS = "trials"
 MACHINES, POPULATION = "machines", "population.json"
 """Folder of a run across machines: its participants, and the logs of the connecting programs."""
 BEFORE = frozenset((LOCK, OWNER, MACHINES, f"{FILE}.tmp"))
-"""Entries that may exist before a run's settings are written, the last one where that was interrupted."""
+"""Entries that may exist before a run's settings are written; the last one if writing them was interrupted."""
 
 
 class RunDirectory:
@@ -82,9 +82,9 @@ class RunDirectory:
 
 
 def acquire_lock(path: Path) -> FileLock:
-    """Return the lock of directory ``path``, created if need be, held until it is released or the process ends.
+    """Return the lock of directory ``path``, created if needed, held until it is released or the process ends.
 
-    Raises :class:`FedshiftError` naming the process that holds it, and ``OSError`` where nothing can be written.
+    Raises :class:`FedshiftError` naming the process that holds it, and ``OSError`` if nothing can be written.
     """
     lock, owner = FileLock(path / LOCK), path / OWNER
     path.mkdir(parents=True, exist_ok=True)
@@ -98,7 +98,7 @@ def acquire_lock(path: Path) -> FileLock:
 
 
 def is_in_use(path: Path) -> bool:
-    """Return whether a program holds the lock of directory ``path``; the lock is not taken, and nothing is written."""
+    """Return whether a program holds the lock of directory ``path``, without taking the lock or writing anything."""
     try:
         with (path / LOCK).open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -115,7 +115,7 @@ def trial_folder(path: Path, method: str, seed: int) -> Path:
 
 
 def to_file_name(name: str) -> str:
-    """Return ``name`` as a file name, with all but letters, digits, dots, plus and equals signs replaced by dashes."""
+    """Return ``name`` as a file name: letters, digits, dots, plus and equals signs are kept, others become dashes."""
     return re.sub(r"[^A-Za-z0-9.+=]+", "-", name).strip("-")
 
 
@@ -142,7 +142,7 @@ def _finite_row(row: Row) -> Row:
 
 
 def describe_environment() -> dict[str, Any]:
-    """Return the versions and the machine on which a run is made."""
+    """Return the versions and the machine of a run."""
     import torch
 
     packages = ("fedshift", "torch", "numpy", "scikit-learn", "pandas", "safetensors")

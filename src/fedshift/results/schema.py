@@ -1,6 +1,6 @@
 """Records of measurements as counts, one row for each ``(round, client, split, model, moment)``.
 
-Rows live in a data frame and, on disk, in ``metrics.jsonl`` (one JSON object a line, with a checksum). Columns:
+Rows are kept in a data frame and, on disk, in ``metrics.jsonl`` (one JSON object per line, with a checksum). Columns:
 
 | column     | type        | meaning |
 |------------|-------------|---------|
@@ -16,14 +16,14 @@ Rows live in a data frame and, on disk, in ``metrics.jsonl`` (one JSON object a 
 | `hits`     | list of int | correctly classified samples of each true class; null in rows of training loss |
 | `support`  | list of int | samples of each true class; null likewise |
 | `auc`      | float       | area under the ROC curve, binary or one-vs-rest macro; null where it is not defined |
-| `predicted` | list of int | of masks and several labels: pixels or samples for which each class was predicted |
-| `exact`    | int         | of several labels: samples of which all labels are predicted rightly |
-| `squared`, `absolute` | list of float | of numbers: the sum of squared and of absolute errors of each target |
-| `total`, `square` | list of float | of numbers: the sum of each target and of its square |
-| `distances`, `elements` | list of float, of int | of masks' surfaces: the sum of distances by class, and of how many |
-| `hausdorff`, `surfaces` | list of float, of int | the sum of images' 95 % Hausdorff distances by class, and how many |
+| `predicted` | list of int | for masks and several labels: pixels or samples for which each class was predicted |
+| `exact`    | int         | for several labels: samples with all labels predicted correctly |
+| `squared`, `absolute` | list of float | for numbers: the sum of squared and of absolute errors of each target |
+| `total`, `square` | list of float | for numbers: the sum of each target and of its square |
+| `distances`, `elements` | list of float, of int | of masks' surfaces: sum of distances by class, and their number |
+| `hausdorff`, `surfaces` | list of float, of int | sum of images' 95 % Hausdorff distances by class, and their number |
 
-Of masks, ``hits`` and ``support`` count pixels; of several labels, samples that have each label.
+For masks, ``hits`` and ``support`` count pixels; for several labels, samples that have each label.
 
 Everything in tables and figures (accuracy, balanced accuracy; macro, pooled, worst client) derives from these counts.
 """
@@ -49,7 +49,7 @@ COUNTS = (
     "samples", "loss_sum", "hits", "support", "predicted", "exact", "squared", "absolute", "total", "square",
     "distances", "elements", "hausdorff", "surfaces",
 )  # fmt: skip
-"""Columns whose sums over clients count what their samples together do."""
+"""Columns whose sums over clients are the counts of all their samples together."""
 METRICS = {
     "accuracy": "accuracy", "balanced_accuracy": "balanced accuracy", "auc": "AUC", "dice": "Dice", "iou": "IoU",
     "f1": "F1", "exact_match": "exact match", "rmse": "RMSE", "mae": "MAE", "r2": "R2",
@@ -60,15 +60,15 @@ UNITS = {
     "loss": "nats", "rmse": "units of the target", "mae": "units of the target", "r2": "R2",
     "surface_distance": "units of the pixel spacing", "hausdorff95": "units of the pixel spacing",
 }  # fmt: skip
-"""Units of the metrics that are no shares, which are printed as they are and not in percent."""
+"""Units of the metrics that are not fractions, which are printed unscaled and not in percent."""
 SQUARED = "squared units of the targets' spread"
 """Unit of the loss of numbers, on test data."""
 BY_CLASS = ("hits", "support", "predicted", "distances", "elements", "hausdorff", "surfaces")
 """Counts of masks with an entry for each class."""
 LOWER_IS_BETTER = frozenset({"loss", "rmse", "mae", "surface_distance", "hausdorff95"})
-"""Metrics of which a lower value is better."""
+"""Metrics for which a lower value is better."""
 DISTANCES = {"surface_distance": ("distances", "elements"), "hausdorff95": ("hausdorff", "surfaces")}
-"""Metrics that are sums over counts by class, and the columns of both."""
+"""Metrics that are ratios of sums and counts by class, and both columns."""
 
 MOMENTS = ("loaded", "trained")
 """Moments of a round at which models are measured on test and validation data."""
@@ -83,7 +83,7 @@ Row = dict[str, Any]
 
 
 def metric_unit(metric: str, *, numbers: bool = False) -> tuple[float, int, str]:
-    """Return the factor with which values of ``metric`` are printed, the decimals, and the unit: shares in percent.
+    """Return the factor for printing values of ``metric``, the decimals, and the unit (percent for fractions).
 
     ``numbers``: whether targets are numbers, whose loss is a squared error.
     """
@@ -93,14 +93,14 @@ def metric_unit(metric: str, *, numbers: bool = False) -> tuple[float, int, str]
 
 
 def is_of_numbers(row: Row) -> bool:
-    """Return whether a row counts errors of numbers."""
+    """Return whether a row counts errors of numeric targets."""
     return row.get("squared") is not None
 
 
 def select_class(rows: pd.DataFrame, number: int) -> pd.DataFrame:
-    """Return rows whose counts by class are those of the background and of class ``number`` alone.
+    """Return rows with the counts by class of the background and class ``number`` only.
 
-    Metrics of masks that derive from them are then that class's.
+    Mask metrics derived from them are then those of this class.
     """
     names = [name for name in BY_CLASS if name in rows]
     picked = {
@@ -160,7 +160,7 @@ def compute_metric(rows: pd.DataFrame, metric: str) -> pd.Series:
 def _measure_overlap(
     hits_NK: np.ndarray, support_NK: np.ndarray, predicted: list[list[int]], metric: str
 ) -> np.ndarray:
-    """Return the mean Dice coefficient (F1 is the same) or intersection over union of each row's classes."""
+    """Return the mean Dice coefficient (equal to F1) or intersection over union of each row's classes."""
     both_NK = support_NK + np.array(predicted, float)
     if metric != "f1" and hits_NK.shape[1] > 1:  # the background
         hits_NK, both_NK = hits_NK[:, 1:], both_NK[:, 1:]
@@ -173,7 +173,7 @@ def _measure_overlap(
 
 
 def _measure_distances(rows: pd.DataFrame, total: str, number: str) -> pd.Series:
-    """Return the column of sums ``total`` over that of counts ``number``, the mean over classes that have counts."""
+    """Return column ``total`` divided by column ``number``, averaged over classes with counts."""
     values = np.full(len(rows), np.nan)
     counted = rows[total].notna().to_numpy(dtype=bool)
     if counted.any():
@@ -186,7 +186,7 @@ def _measure_distances(rows: pd.DataFrame, total: str, number: str) -> pd.Series
 
 
 def _measure_errors(rows: pd.DataFrame, metric: str) -> pd.Series:
-    """Return an error of each row's targets, the mean over them."""
+    """Return an error metric of each row, averaged over its targets."""
     values = np.full(len(rows), np.nan)
     counted = rows["squared"].notna().to_numpy(dtype=bool)
     if counted.any():
@@ -213,7 +213,7 @@ def read_rows(path: Path, up_to: int | None = None) -> list[Row]:
 def stream_rows(path: Path, up_to: int | None = None) -> Iterator[Row]:
     """Yield the rows of a file of JSON lines up to round ``up_to``, inclusive, without a last line cut by a crash.
 
-    Raises :class:`FedshiftError` with the number of a line that is damaged.
+    Raises :class:`FedshiftError` with the number of the damaged line.
     """
     if not path.exists():
         return
@@ -248,7 +248,7 @@ class MethodSummary:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RunSummary:
-    """Results of a finished or interrupted comparison, from which alone tables, figures and the page are made.
+    """Results of a finished or interrupted comparison, sufficient to make tables, figures and the page.
 
     ``methods`` in the requested order; ``rounds`` planned; ``metric`` is the one that tables report, ``target_metric``
     the value up to which rounds and bytes are counted (None: no target); ``select`` is ``last`` or ``best`` (round of
@@ -259,8 +259,8 @@ class RunSummary:
     a client to an earlier client with the same test samples; ``majority`` maps a client to the class of most of its
     training samples (empty where sites hold the data, or have no classes); ``fingerprint`` is a digest of all samples;
     ``task`` and ``metrics``: the federation's task, and the metrics that its counts define;
-    ``resolved`` says in words what is trained, ``config`` what was asked for; ``crossed`` has the rows of cross-site
-    validation, where that was asked for, with ``owner``, the client whose model was measured (None: the server).
+    ``resolved`` describes what is trained, ``config`` has the requested settings; ``crossed`` has the rows of
+    cross-site validation, if requested, with ``owner``, the client whose model was measured (None: the server).
     """
 
     name: str

@@ -25,7 +25,7 @@ from .trial_records import CHECKPOINT, load_facts, read_crossed, read_rounds, re
 
 STUDY, ENVIRONMENT, NOTICES, SAMPLES = "study.json", "environment.json", "notices.json", "samples.npz"
 SESSIONS, OUTCOME = "sessions", "trained"
-"""Entries of the environment and of the summary: the calls that trained, and what they trained so far."""
+"""Entries of the environment and of the summary: the calls that trained, and their training so far."""
 _IMAGES = "samples_checksum"
 
 
@@ -35,13 +35,13 @@ def write_summary(
     images: Mapping[str, np.ndarray],
     sessions: Sequence[Mapping[str, str]] | None,
 ) -> None:
-    """Write what is known of a run before training.
+    """Write the facts about a run that are known before training.
 
     Args:
         directory: run directory.
         facts: fields of :class:`RunSummary`.
-        images: some of each client's, uint8 ``[n, H, W, C]``.
-        sessions: when and by which command the run was begun and gone on with; None: the environment stays as it was.
+        images: some images of each client, uint8 ``[n, H, W, C]``.
+        sessions: when and with which commands the run was begun and resumed; None: leave the environment unchanged.
 
     """
     packed = io.BytesIO()
@@ -71,12 +71,12 @@ def write_outcome(directory: RunDirectory) -> None:
 
 
 def holds_run(path: Path) -> bool:
-    """Return whether directory ``path`` holds a run that has begun, whole or not."""
+    """Return whether directory ``path`` contains a run that has begun, complete or not."""
     return (path / STUDY).is_file() or ((path / FILE).is_file() and (path / TRIALS).is_dir())
 
 
 def holds_summary(path: Path) -> bool:
-    """Return whether what :func:`write_summary` wrote is in directory ``path``, whole."""
+    """Return whether directory ``path`` contains the complete output of :func:`write_summary`."""
     try:
         _read_files(path)
     except FedshiftError:
@@ -85,24 +85,24 @@ def holds_summary(path: Path) -> bool:
 
 
 def read_facts(path: Path) -> dict[str, Any]:
-    """Return what :func:`write_summary` wrote; raise :class:`FedshiftError` where it cannot be read."""
+    """Return the facts that :func:`write_summary` wrote; raise :class:`FedshiftError` if they cannot be read."""
     return read_checked(path / STUDY, _written_again(path))
 
 
 def read_environment(path: Path) -> dict[str, Any]:
-    """Return versions, machine and sessions of the run in ``path``; raise FedshiftError where they cannot be read."""
+    """Return versions, machine and sessions of the run in ``path``; raise FedshiftError if they cannot be read."""
     return read_checked(path / ENVIRONMENT, _written_again(path))
 
 
 def read_notices(path: Path) -> tuple[str, ...]:
-    """Return the notices of the run in directory ``path``; raise :class:`FedshiftError` where they cannot be read."""
+    """Return the notices of the run in directory ``path``; raise :class:`FedshiftError` if they cannot be read."""
     return tuple(read_checked(path / NOTICES, _written_again(path))["notices"])
 
 
 def read_summary(path: Path) -> RunSummary:
     """Return the results so far of the run in directory ``path``.
 
-    Raises :class:`UsageError` where there is none, and :class:`FedshiftError` naming a file that is damaged or missing.
+    Raises :class:`UsageError` if there is none, and :class:`FedshiftError` naming a file that is damaged or missing.
     """
     if not holds_run(path):
         raise UsageError(f"{path} holds no run: give a directory that `fedshift run` or `compare` wrote")
@@ -141,9 +141,9 @@ class _Trial:
 
 
 def _read_trial(folder: Path, planned: int) -> list[Row]:
-    """Return the recorded rounds of a trial, at least as many as its checkpoint has where it has not ended."""
+    """Return the recorded rounds of a trial; if it has not ended, at least those of its checkpoint."""
     saved: int | FedshiftError = 0
-    if (folder / CHECKPOINT).exists():  # read first: a run that goes on records a round before it saves it
+    if (folder / CHECKPOINT).exists():  # read first: an active run records a round before it saves it
         try:
             saved = load_facts(folder / CHECKPOINT)["round"]
         except FedshiftError as error:
@@ -173,7 +173,7 @@ def _read_files(path: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, n
     fix = _written_again(path)
     facts, machine = read_facts(path), read_environment(path)
     expected, names = facts.pop(_IMAGES), facts.pop("samples")
-    facts.pop(OUTCOME, None)  # the records say it as of now
+    facts.pop(OUTCOME, None)  # the records are more recent
     try:
         content = (path / SAMPLES).read_bytes()
         if checksum(content) != expected:

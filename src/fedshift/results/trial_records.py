@@ -1,8 +1,8 @@
 """Records of a trial, checked against each other: measurements, the cost of each round, and the checkpoint's round.
 
-A line of ``rounds.jsonl`` says how many lines its round has in ``metrics.jsonl``, and rounds are recorded before the
-checkpoint that they lead to. So a file that was cut or removed shows, as does a checkpoint that was removed. Only the
-round after the checkpoint's may be incomplete: a crash leaves it so, and a resumed trial measures it again.
+A line of ``rounds.jsonl`` states how many lines its round has in ``metrics.jsonl``, and rounds are recorded before the
+checkpoint that they lead to. Truncated or removed files, including a removed checkpoint, are therefore detected. Only
+the round after the checkpoint's may be incomplete, after a crash; a resumed trial measures it again.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from ..utils.errors import FedshiftError
 from .schema import RESTART, Row, stream_rows
 
 METRICS, ROUNDS, CHECKPOINT, BEST = "metrics.jsonl", "rounds.jsonl", "checkpoint.safetensors", "best.safetensors"
-"""Files of a trial: measurements, the cost of each round, the state after the last round, that of the best round."""
+"""Files of a trial: measurements, the cost of each round, the state after the last round and after the best round."""
 CROSSED = {"loaded": "cross_site.json", "trained": "cross_site-trained.json"}
-"""Files of a trial with measurements of each client's model on every client's test data, by moment, where asked for."""
+"""Files of a trial with measurements of each client's model on every client's test data, by moment, if requested."""
 FORMAT = 4
 """Format of checkpoints."""
 ENTRY = "fedshift"
@@ -56,7 +56,7 @@ def stream_measurements(folder: Path, rounds: Sequence[Row]) -> Iterator[Row]:
 def read_crossed(folder: Path) -> list[Row]:
     """Return the rows of cross-site validation of the trial in ``folder``, with ``round`` and ``moment``.
 
-    Raises :class:`FedshiftError` where the file is damaged.
+    Raises :class:`FedshiftError` if the file is damaged.
     """
     rows: list[Row] = []
     for moment, name in CROSSED.items():
@@ -67,14 +67,14 @@ def read_crossed(folder: Path) -> list[Row]:
 
 
 def require_recorded(folder: Path, rounds: Sequence[Row], saved: int) -> None:
-    """Raise :class:`FedshiftError` where ``rounds`` end before round ``saved``, that of the trial's checkpoint."""
+    """Raise :class:`FedshiftError` if ``rounds`` end before round ``saved``, the round of the trial's checkpoint."""
     if len(rounds) < saved:
         what = f"ends with round {len(rounds)}" if rounds else "holds no round"
         raise FedshiftError(f"{folder / ROUNDS} {what}, but round {saved} was done: {RESTART}")
 
 
 def require_checkpoint(folder: Path) -> None:
-    """Raise :class:`FedshiftError` where the trial in ``folder`` has records but no checkpoint."""
+    """Raise :class:`FedshiftError` if the trial in ``folder`` has records but no checkpoint."""
     if not (folder / CHECKPOINT).exists() and any((folder / name).exists() for name in (METRICS, ROUNDS)):
         raise FedshiftError(f"{folder / CHECKPOINT} is missing, but rounds are recorded beside it: {RESTART}")
 
@@ -88,7 +88,7 @@ def load_facts(path: Path) -> dict[str, Any]:
 def read_header(path: Path) -> Mapping[str, Any]:
     """Return the header of a checkpoint: format, checksum of the tensors, and facts.
 
-    Raises :class:`FedshiftError` where the file is missing, of another format, or its header is damaged.
+    Raises :class:`FedshiftError` if the file is missing, has another format, or has a damaged header.
     """
     try:
         with path.open("rb") as file:

@@ -1,7 +1,7 @@
-"""Tasks: what a federation's targets are, what its networks give, and what is counted of them.
+"""Tasks: the kind of a federation's targets, its networks' outputs, and the counts that evaluation records.
 
-A federation has one task. Each is a file of this package, and a task of yours is a subclass of :class:`Task`. Metrics
-derive from counts that add up over batches and clients, so that pooled figures need no sample twice.
+A federation has one task. Each is a file of this package; to add your own, subclass :class:`Task`. Metrics derive from
+counts that add up over batches and clients, so that pooled values need no sample twice.
 """
 
 from .catalog import CATALOG as CATALOG

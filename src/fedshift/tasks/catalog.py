@@ -1,4 +1,4 @@
-"""Tasks by name, and the task that arrays of targets speak of."""
+"""Tasks by name, and the task inferred from arrays of targets."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CATALOG: Mapping[str, type[Task]] = {kind.name: kind for kind in (Classification
 
 
 def as_task(task: Task | str) -> Task:
-    """Return ``task``, or the one that a text names: ``regression``, or ``my_package.module:Class`` of yours.
+    """Return ``task``, or the task that a text names: ``regression``, or your ``my_package.module:Class``.
 
     Raises :class:`UsageError` that lists the tasks.
     """
@@ -34,21 +34,21 @@ def as_task(task: Task | str) -> Task:
 
 
 def describe_task(task: Task) -> dict[str, Any]:
-    """Return the name of ``task``, of one of yours ``module:Class``, and its fields."""
+    """Return the name of ``task`` (``module:Class`` for a user's task), and its fields."""
     kind = type(task)
     name = task.name if CATALOG.get(task.name) is kind else f"{kind.__module__}:{kind.__qualname__}"
     return {"name": name, **{each.name: getattr(task, each.name) for each in fields(task)}}
 
 
 def find_kind(task: Task) -> str:
-    """Return the name of the task of :data:`CATALOG` that ``task`` is or derives from; its own where there is none."""
+    """Return the name of the task of :data:`CATALOG` that ``task`` is or derives from; else its own name."""
     return next((name for name, kind in CATALOG.items() if isinstance(task, kind)), task.name)
 
 
 def restore_task(described: Mapping[str, Any], own: Task | None = None) -> Task:
-    """Return the task that :func:`describe_task` described; one of yours only where ``own`` is of its class.
+    """Return the task that :func:`describe_task` described; a user's task only if ``own`` is of its class.
 
-    Raises :class:`UsageError` where there is none.
+    Raises :class:`UsageError` if there is none.
     """
     name, values = described.get("name"), {key: value for key, value in described.items() if key != "name"}
     kind = type(own) if own is not None and describe_task(own)["name"] == name else CATALOG.get(str(name))
@@ -69,9 +69,9 @@ def _lookup(name: str) -> Callable[..., Any]:
 
 
 def infer_task(x: NDArray[Any], y: NDArray[Any], where: str) -> Task:
-    """Return the task of targets ``y [N, ...]`` of inputs ``x [N, ...]``: a class a sample, or a mask an image.
+    """Return the task of targets ``y [N, ...]`` of inputs ``x [N, ...]``: a class per sample, or a mask per image.
 
-    Raises :class:`UsageError`, beginning with ``where``, for several numbers a sample, which can be labels or targets.
+    Raises :class:`UsageError`, beginning with ``where``, for several numbers per sample: they may be labels or targets.
     """
     if y.ndim == 1 or y.shape[1:] == (1,):
         return CLASSIFICATION

@@ -1,4 +1,4 @@
-"""Classification: one class a sample, int64 ``[N]``; the network gives a score for each class, ``[N, K]``."""
+"""Classification: one class per sample, int64 ``[N]``; the network outputs a score for each class, ``[N, K]``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Multilabel classification: any number of L labels, float ``[N, L]`` of 0 and 1; the network gives L scores."""
+"""Multilabel classification: any number of L labels, float ``[N, L]`` of 0 and 1; the network outputs L scores."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .task import Counts, Task, is_overlap
 
 @dataclass(frozen=True, kw_only=True)
 class Multilabel(Task):
-    """Any number of L labels; one is predicted where its score is above 0, a probability of one half."""
+    """Any number of L labels; a label is predicted if its score is above 0, a probability of one half."""
 
     name = "multilabel"
     metrics = ("f1", "auc", "exact_match", "loss")
@@ -31,7 +31,7 @@ class Multilabel(Task):
 
     @override
     def entropy(self, outputs: Tensor) -> Tensor:
-        """Return the sum of the labels' entropies, each a label of its probability."""
+        """Return the sum of the labels' entropies, each that of a label with its predicted probability."""
         share = outputs.sigmoid()
         return -(share * F.logsigmoid(outputs) + (1 - share) * F.logsigmoid(-outputs)).sum(1)
 

@@ -1,7 +1,7 @@
-"""Regression: T numbers a sample, float ``[N, T]``; the network gives as many.
+"""Regression: T numbers per sample, float ``[N, T]``; the network outputs as many.
 
-Networks learn targets in units of their spread over all clients' training samples, in which a learning rate fits
-whatever the unit; errors are counted in the unit of the data.
+Networks learn targets in units of their spread over all clients' training samples, so that the same learning rate works
+for any unit; errors are counted in the unit of the data.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Regression(Task):
     """T numbers.
 
     Attributes:
-        standardize: Take mean and standard deviation out of each target: those of all clients' training samples, or
-            the given ones, ``((mean, deviation), ...)``, which sites that do not share theirs need.
-        scales: Mean and standard deviation of each target that were taken out; empty where none were.
+        standardize: Subtract the mean of each target and divide by its standard deviation: those of all clients'
+            training samples, or the given ones, ``((mean, deviation), ...)``, needed by sites that do not share theirs.
+        scales: Mean and standard deviation that were removed from each target; empty if none were.
 
     """
 

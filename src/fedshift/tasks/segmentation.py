@@ -1,9 +1,9 @@
 """Segmentation: a class for each pixel or voxel, uint8 ``[N, H, W]`` or ``[N, D, H, W]``; 255 is ignored.
 
-The network gives a score for each class, ``[N, K, H, W]``. Dice (Dice 1945, doi:10.2307/1932409) and intersection over
-union (Jaccard 1912) derive from counts of pixels, which add up over images: they are those of all pixels of a split
-together, not means over images. Both are means over classes but the background, class 0, unless it is the only one.
-Distances between surfaces (:mod:`fedshift.tasks.surfaces`) take time, and are counted where they are asked for.
+The network outputs a score for each class, ``[N, K, H, W]``. Dice (Dice 1945, doi:10.2307/1932409) and intersection
+over union (Jaccard 1912) derive from counts of pixels, which add up over images: they cover all pixels of a split
+together and are not means over images. Both are means over classes except the background, class 0, unless it is the
+only one. Distances between surfaces (:mod:`fedshift.tasks.surfaces`) take time, and are counted only on request.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from .surfaces import are_possible_surfaces, count_surfaces
 from .task import BATCH, Counts, Task, count_by_class, is_overlap, softmax_entropy
 
 IGNORED = 255
-"""Class in a mask of pixels that are neither trained on nor counted."""
+"""Class in masks for pixels that are neither trained on nor counted."""
 LEFT_OUT = -100
-"""Class by which torch's losses leave a pixel out."""
+"""Class that makes torch's losses ignore a pixel."""
 SURFACE_METRICS = ("surface_distance", "hausdorff95")
 """Metrics that are counted with ``surface``."""
 NAMED = 8
-"""Most classes whose shares are told."""
+"""Maximum number of classes whose shares are reported."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +39,9 @@ class Segmentation(Task):
     """One of K classes for each pixel.
 
     Attributes:
-        surface: Count distances between the surfaces of predicted and true masks too.
-        spacing: Distance of neighboring pixels along each axis, (height, width) or (depth, height, width), in whose
-            unit surface distances are; empty: 1 pixel.
+        surface: Also count distances between the surfaces of predicted and true masks.
+        spacing: Distance of neighboring pixels along each axis, (height, width) or (depth, height, width), which sets
+            the unit of surface distances; empty: 1 pixel.
 
     """
 
@@ -153,5 +153,5 @@ class Segmentation(Task):
 
 
 def find_empty_masks(y: Tensor) -> Tensor:
-    """Return the indices of masks ``y [N, ...]`` that hold background and ignored pixels alone, int64."""
+    """Return the indices of masks ``y [N, ...]`` with only background and ignored pixels, int64."""
     return ((y == 0) | (y == IGNORED)).flatten(1).all(dim=1).nonzero()[:, 0].cpu()

@@ -1,6 +1,6 @@
 """Distances between the surfaces of predicted and true masks, as sums that add up over images.
 
-The surface of a class are its pixels (voxels) of which a neighbor by a side has another class, or lies outside of the
+The surface of a class consists of its pixels (voxels) with a side neighbor that has another class or lies outside the
 image. Each element of one surface has a distance to the nearest element of the other:
 
 - The average symmetric surface distance is the sum of the distances of both surfaces' elements over their number
@@ -8,10 +8,10 @@ image. Each element of one surface has a distance to the nearest element of the 
 - The 95 % Hausdorff distance of an image is the larger of the two surfaces' 95th percentiles, as in MONAI
   (``monai.metrics.compute_hausdorff_distance``); of a split it is the mean over images.
 
-An image in which a class is neither true nor predicted does not count for that class. Where it is only one of the two,
-there is no surface to measure to: each element, and the Hausdorff distance, then count as far as the image's corners
-are apart, which no distance exceeds. (For the same reason the BraTS challenge counts 374 mm for a tumor that is missed:
-https://www.synapse.org/Synapse:syn51156910/discussion/threadId=10357.) An ignored pixel is of no class.
+An image in which a class is neither true nor predicted does not count for that class. If it is only one of the two,
+there is no surface to measure to: each element, and the Hausdorff distance, then count as the distance between the
+image's opposite corners, which no distance exceeds. (For the same reason the BraTS challenge counts 374 mm for a missed
+tumor: https://www.synapse.org/Synapse:syn51156910/discussion/threadId=10357.) An ignored pixel has no class.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Distances = NDArray[np.float64]
 
 
 def count_surfaces(predicted: Tensor, y: Tensor, known: Tensor, classes: int, spacing: Sequence[float]) -> Counts:
-    """Return sums over images for each class but the background, class 0, whose entries are zero.
+    """Return sums over images for each class; the entries of the background, class 0, are zero.
 
     Args:
         predicted: Predicted classes, int64 ``[N, H, W]`` or ``[N, D, H, W]``.
@@ -82,7 +82,7 @@ def are_possible_surfaces(counts: Counts) -> bool:
 def measure_surfaces(one: Mask, other: Mask, spacing: Sequence[float]) -> tuple[Distances, Distances]:
     """Return the distance of each element of one mask's surface to the other's, and the other way round.
 
-    Both masks hold a pixel. Nothing outside of the box around both matters, so that only the box is looked at.
+    Both masks must have a pixel. Only the bounding box of both is examined, since nothing outside it matters.
     """
     from scipy.ndimage import distance_transform_edt  # takes longer to import than a small run
 
@@ -94,7 +94,7 @@ def measure_surfaces(one: Mask, other: Mask, spacing: Sequence[float]) -> tuple[
 
 
 def find_surface(mask: Mask) -> Mask:
-    """Return which pixels of ``mask`` are its surface."""
+    """Return a mask of the surface pixels of ``mask``."""
     from scipy.ndimage import binary_erosion
 
     surface: Mask = mask & ~binary_erosion(mask)

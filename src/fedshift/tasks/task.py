@@ -1,4 +1,4 @@
-"""Interface of tasks, and what several of them share."""
+"""Interface of tasks, and functions that several of them share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..utils.errors import UsageError
 Counts = dict[str, Any]
 """Counts of a split, by the columns of :mod:`fedshift.results.schema`."""
 BATCH = 250
-"""Samples of which a loss is computed at a time."""
+"""Number of samples whose loss is computed at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,7 @@ class Task(ABC):
     Attributes:
         name: Name of the task in a sentence.
         metrics: Metrics that its counts define (:data:`fedshift.results.schema.METRICS`), the usual one first.
-        loss: Training loss where none is asked for (:func:`fedshift.core.loss.parse_loss`).
+        loss: Default training loss (:func:`fedshift.core.loss.parse_loss`).
         output: Name of one output of the network: a class, a label or a target.
 
     """
@@ -41,7 +41,7 @@ class Task(ABC):
         """Return an array of targets as the task keeps them, by default numbers, float64 ``[N, outputs]``.
 
         Args:
-            y: Targets ``[N, ...]``, or ``[N]`` where there is one a sample.
+            y: Targets ``[N, ...]``, or ``[N]`` with one per sample.
             shape: Shape of one input.
             where: Beginning of messages.
 
@@ -55,7 +55,7 @@ class Task(ABC):
         return torch.from_numpy(y.astype(np.float64))
 
     def make_blank_targets(self, samples: int, shape: tuple[int, ...], outputs: int) -> Tensor:
-        """Return zeros in place of targets that are not known, of samples of ``shape``."""
+        """Return zeros in place of unknown targets, for samples of ``shape``."""
         return torch.zeros(1, outputs).expand(samples, outputs)
 
     def count_outputs(self, targets: Iterable[Tensor]) -> int:
@@ -63,7 +63,7 @@ class Task(ABC):
         return max((y.shape[1] for y in targets), default=1)
 
     def prepare(self, targets: Sequence[Tensor]) -> Task:
-        """Return the task with what :meth:`encode` takes from all clients' training ``targets``; by default nothing."""
+        """Return the task fitted to all clients' training ``targets`` for :meth:`encode`; by default unchanged."""
         return self
 
     def forget(self) -> Task:
@@ -81,7 +81,7 @@ class Task(ABC):
     def entropy(self, outputs: Tensor) -> Tensor:
         """Return the entropy of each prediction, in nats, of the network's ``outputs [N, ...]``; it is differentiable.
 
-        By default predictions are no distributions.
+        By default, predictions are not distributions.
 
         Raises:
             UsageError: The task's predictions have no entropy.
@@ -107,24 +107,24 @@ class Task(ABC):
 
     @abstractmethod
     def count(self, predictions: Tensor, y: Tensor, outputs: int) -> Counts:
-        """Count what metrics need of the network's ``predictions [N, ...]`` for targets ``y [N, ...]``.
+        """Return the counts that metrics need, for the network's ``predictions [N, ...]`` and targets ``y [N, ...]``.
 
-        ``samples`` and ``loss_sum`` are counted always.
+        ``samples`` and ``loss_sum`` are always counted.
         """
 
     def is_possible(self, counts: Counts) -> bool:
         """Return whether predictions of ``samples`` samples can have ``counts``, of the types that :meth:`count` gives.
 
-        A coordinator asks so of what a site claims. By default everything is possible.
+        A coordinator uses this to check a site's counts. By default everything is possible.
         """
         return True
 
     def strata(self, y: Tensor) -> Tensor | None:
-        """Return a class for each sample by which splits are stratified, int64 ``[N]``; None: there is none."""
+        """Return a class for each sample to stratify splits by, int64 ``[N]``, or None."""
         return None
 
     def count_classes(self, y: Tensor, outputs: int) -> Tensor:
-        """Return how often each class or label occurs in ``y``, int64 ``[outputs]``; zeros where there are none."""
+        """Return how often each class or label occurs in ``y``, int64 ``[outputs]``; zeros for other targets."""
         return torch.zeros(outputs, dtype=torch.int64)
 
     def describe(self, y: Tensor) -> Mapping[str, str]:
@@ -147,7 +147,7 @@ def is_overlap(counts: Counts) -> bool:
 
 
 def count_by_class(predicted: Tensor, y: Tensor, classes: int) -> Counts:
-    """Return how often each class was predicted rightly, occurs and was predicted, over all entries of ``y``."""
+    """Return how often each class was predicted correctly, occurs and was predicted, over all entries of ``y``."""
     right = y[predicted == y]
     return {
         "hits": torch.bincount(right.flatten(), minlength=classes).tolist(),

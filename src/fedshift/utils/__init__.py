@@ -1,1 +1,1 @@
-"""Foundation of the package: errors, states, keyed random streams, files. Imports nothing of fedshift."""
+"""Foundation of the package: errors, states, keyed random streams, files. Imports nothing else from fedshift."""

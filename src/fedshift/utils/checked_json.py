@@ -1,6 +1,6 @@
 """JSON with a checksum: an object whose last entry, ``crc32``, is the CRC-32 of everything before it.
 
-Any reader of JSON can read it. A file that differs by a single byte, or is cut, is told from the one that was written.
+Any JSON reader can read it. A changed byte or a truncated file is detected.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def dump_checked(value: Mapping[str, Any], indent: int | None = None) -> str:
 
 
 def parse_checked(content: bytes) -> dict[str, Any]:
-    """Return the object in ``content``, without its checksum; raise ``ValueError`` with the reason where damaged."""
+    """Return the object in ``content``, without its checksum; raise ``ValueError`` with the reason if damaged."""
     start = content.rfind(f'"{ENTRY}": "'.encode()) + len(ENTRY) + 5
     end = start + _DIGITS
     if start < len(ENTRY) + 5:
@@ -49,9 +49,9 @@ def write_checked(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def read_checked(path: Path, fix: str) -> dict[str, Any]:
-    """Return what :func:`write_checked` wrote.
+    """Return the object that :func:`write_checked` wrote.
 
-    Raises :class:`FedshiftError` where the file is missing or damaged: ``fix`` says what to do, besides restoring it.
+    Raises :class:`FedshiftError` if the file is missing or damaged; ``fix``: what to do, besides restoring it.
     """
     try:
         return parse_checked(path.read_bytes())

@@ -1,7 +1,7 @@
 """Files of users and of this program.
 
-Writes are atomic: a crash at any moment leaves either the old file or the new one, complete. Reads never wait, and
-unpack no more than fits into memory. Temporary directories of programs that were killed are removed by the next.
+Writes are atomic: a crash at any moment leaves either the old file or the new one, complete. Reads never block, and
+unpack no more than fits into memory. The next program removes temporary directories of killed programs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Found = TypeVar("Found")
 SCRATCH, MARKER = "fedshift-", ".alive"
 """Beginning of the names of temporary directories, and suffix of the locked file beside each."""
 MOST_EXPANSION, UNSUSPECTED = 200, 2**30
-"""An archive that unpacks to more bytes than the second, and so many times its size, is no data but a trap."""
+"""An archive that expands by more than the first factor, to more bytes than the second, is refused as malicious."""
 KINDS = {stat.S_IFIFO: "pipe", stat.S_IFSOCK: "socket", stat.S_IFCHR: "device", stat.S_IFBLK: "device"}
 
 
@@ -45,7 +45,7 @@ class NotRegular(OSError):
 
 
 def open_regular(path: Path) -> IO[bytes]:
-    """Open the file ``path`` for reading, without waiting; raise :class:`NotRegular` where it is none."""
+    """Open the file ``path`` for reading, without blocking; raise :class:`NotRegular` if it is not a regular file."""
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
     try:
         require_regular(path, os.fstat(file.fileno()))
@@ -56,14 +56,14 @@ def open_regular(path: Path) -> IO[bytes]:
 
 
 def require_regular(path: Path, status: os.stat_result | None = None) -> None:
-    """Raise :class:`NotRegular` where ``path`` is a pipe, a socket or a device; ``status``: what is known of it."""
+    """Raise :class:`NotRegular` if ``path`` is a pipe, a socket or a device; ``status``: its status, if known."""
     kind = KINDS.get(stat.S_IFMT((status or path.stat()).st_mode))
     if kind:
         raise NotRegular(errno.EINVAL, f"is a {kind}, not a regular file", str(path))
 
 
 def check_archive(path: Path) -> None:
-    """Raise :class:`UsageError` where the zip file ``path`` would unpack to more than this machine can hold."""
+    """Raise :class:`UsageError` if the zip file ``path`` would unpack to more than this machine can store."""
     with open_regular(path) as file, zipfile.ZipFile(file) as packed:
         size = sum(entry.file_size for entry in packed.infolist())
         small = sum(entry.compress_size for entry in packed.infolist())
@@ -71,7 +71,7 @@ def check_archive(path: Path) -> None:
 
 
 def check_expansion(path: Path, size: int, small: int | None = None) -> None:
-    """Raise :class:`UsageError` where ``path`` of ``small`` bytes unpacks to ``size``: no data do, or memory is short.
+    """Raise :class:`UsageError` if ``path`` of ``small`` bytes expands to an implausible or too large ``size``.
 
     ``small``: None for the file's size.
     """
@@ -89,7 +89,7 @@ def check_expansion(path: Path, size: int, small: int | None = None) -> None:
 
 
 class BoundedReader(io.RawIOBase):
-    """A stream of the file ``path`` as ``unpacked`` reads it, up to the bytes that :func:`check_expansion` admits."""
+    """A stream of the file ``path`` as ``unpacked`` reads it, up to the size that :func:`check_expansion` allows."""
 
     def __init__(self, path: Path, unpacked: IO[bytes]) -> None:
         self.path, self._unpacked, self._count, self._checked = path, unpacked, 0, UNSUSPECTED
@@ -104,7 +104,7 @@ class BoundedReader(io.RawIOBase):
             content = self._unpacked.read(len(place))
             place[: len(content)] = content
         self._count += len(content)
-        if self._count > self._checked:  # each GB, since what is unpacked takes memory
+        if self._count > self._checked:  # each GB, since unpacked data take memory
             check_expansion(self.path, self._count)
             self._checked += UNSUSPECTED
         return len(content)
@@ -113,8 +113,8 @@ class BoundedReader(io.RawIOBase):
 class ScratchDirectory:
     """A temporary directory ``path``, removed by :meth:`close`, or at the latest when the program ends.
 
-    If the program is killed, the next that makes one removes it: a file beside it is locked as long as its owner
-    lives. Only directories of the same user that have such a file are touched.
+    If the program is killed, the next program that makes one removes it: a file beside it is locked as long as its
+    owner lives. Only directories of the same user with such a file are touched.
     """
 
     def __init__(self, kind: str = "") -> None:
@@ -178,7 +178,7 @@ def _remove_scratch(path: Path, marker: Path, lock: int) -> None:
 
 
 def require_writable(directory: Path) -> None:
-    """Raise :class:`UsageError` where ``directory``, which need not exist yet, cannot be written; it is not made."""
+    """Raise :class:`UsageError` if ``directory`` cannot be written; it need not exist and is not created."""
     place = directory.absolute()
     while not os.path.lexists(place) and place != place.parent:
         place = place.parent
@@ -195,9 +195,9 @@ def cache_directory() -> Path:
 def cached_measurement(name: str, facts: object, measure: Callable[[], dict[str, Found]]) -> dict[str, Found]:
     """Return ``measure()``, or its cached result on the same kind of machine for the same ``facts``.
 
-    Results are cached as JSON in the file ``name`` of the cache directory, if it can be written. ``facts`` must hold
-    everything else the measurement depends on, and are compared by their repr. Of processes that measure the same at
-    the same moment, the first to end determines the result of those that end later.
+    Results are cached as JSON in the file ``name`` of the cache directory, if it can be written. ``facts`` must contain
+    everything else the measurement depends on, and are compared by their repr. If several processes measure the same
+    at the same time, the first to finish determines the result of the others.
     """
     key = blake2b(repr((describe_processors(), facts)).encode(), digest_size=12).hexdigest()
     path = cache_directory() / name

@@ -1,4 +1,4 @@
-"""Processors of this machine, and those available to this process: more threads than that slow torch down tenfold."""
+"""Processors of this machine, and those available to this process: more threads than these slow torch down tenfold."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def available_processors() -> int:
 
 
 def available_memory() -> float:
-    """Return the bytes of memory that are free and that a container grants; infinity where Linux tells neither."""
+    """Return the bytes of free memory within a container's limit; infinity if Linux reports neither."""
     found = math.inf
     with suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
         found = 1024.0 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1])
-    with suppress(OSError, ValueError):  # "max" is no number
+    with suppress(OSError, ValueError):  # "max" is not a number
         limit, used = (int((CONTROL_GROUP / name).read_text()) for name in ("memory.max", "memory.current"))
         found = min(found, limit - used)
     return found

@@ -30,7 +30,7 @@ def stream(seed: int, purpose: str, *key: Key) -> np.random.Generator:
 
 
 def draw_secret_normal(count: int) -> Tensor:
-    """Return ``count`` standard normal draws, float64, by the operating system: nobody can draw them again."""
+    """Return ``count`` standard normal draws, float64, from the operating system's entropy; they cannot be redrawn."""
     bits = np.frombuffer(os.urandom(8 * count), np.uint64) >> 12  # 52: k + 1/2 is exact
     drawn: Tensor = torch.special.ndtri(torch.from_numpy((bits + 0.5) / 2**52))
     return drawn

@@ -48,10 +48,10 @@ def nbytes(state: Mapping[str, Tensor]) -> int:
 
 
 def is_equal(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
-    """Return whether both hold the same names with bitwise equal values."""
+    """Return whether both contain the same names with bitwise equal values."""
     return a.keys() == b.keys() and all(torch.equal(tensor, b[name]) for name, tensor in a.items())
 
 
 def drop_equal(stacked: Tensor) -> Tensor:
-    """Return ``stacked [K, ...]`` as ``[1, ...]`` where all K share memory, which makes them equal."""
+    """Return ``stacked [K, ...]`` as ``[1, ...]`` if all K share memory and are therefore equal."""
     return stacked[:1] if stacked.stride(0) == 0 else stacked

@@ -1,7 +1,7 @@
 """Threads of one processor each, for work that is a few large tensor operations after another.
 
-Two threads inside one operation wait for each other at its end: asleep, they wake slowly, and awake, they take time
-from whatever else runs. Two operations at a time, each on one thread, do neither.
+Two threads inside one operation wait for each other at its end: if they sleep, they wake slowly; if they spin, they
+take time from other work. Two operations at a time, each on one thread, avoid both.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ Result = TypeVar("Result")
 
 
 def map_in_threads(work: Callable[[Item], Result], items: Sequence[Item], threads: int) -> Iterator[Result]:
-    """Yield ``work`` of each item, in order, on ``threads`` threads, which stay at most one item each ahead.
+    """Yield ``work`` of each item, in order, on ``threads`` threads, each at most one item ahead.
 
-    Until the last result, torch has one thread in the caller too.
+    Until the last result, torch also has one thread in the caller.
     """
     if threads == 1 or len(items) == 1:
         yield from map(work, items)

@@ -1,4 +1,4 @@
-"""Functions of users: where they are written, by which name they can be imported, and where in them an error arose."""
+"""Users' functions: their source locations, import names, and the location of errors in them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ PACKAGE = Path(__file__).parents[1]
 INSTALLED: tuple[str, ...] = tuple(
     {sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
 )
-"""Folders of Python itself and of installed packages, whose code is nobody's mistake."""
+"""Folders of Python and of installed packages, which are not the user's code."""
 
 
 def locate_error(error: BaseException) -> str:
-    """Return where in a user's code ``error`` arose, ``nets.py, line 12, in make``; empty where in none.
+    """Return the location of ``error`` in a user's code, ``nets.py, line 12, in make``; empty if not in user code.
 
     It is the innermost frame outside of this package, Python and installed packages.
     """
@@ -27,7 +27,7 @@ def locate_error(error: BaseException) -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return the message of ``error``, with its type unless it is a plain one, and where in a user's code it arose."""
+    """Return the message of ``error``, with its type unless it is a plain one, and its location in a user's code."""
     said = " ".join(str(error).split()) or type(error).__name__
     plain = isinstance(error, TypeError | ValueError | RuntimeError) or said == type(error).__name__
     where = locate_error(error)
@@ -60,7 +60,7 @@ def identify_function(function: Any) -> str:
 
 
 def find_import_path(thing: Any) -> str | None:
-    """Return ``package.module:name`` by which another process can import ``thing``; None where there is no such."""
+    """Return the ``package.module:name`` with which another process can import ``thing``, or None."""
     module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", "")
     if module in (None, "__main__") or not name.isidentifier():
         return None
@@ -74,6 +74,6 @@ def _is_of_user(file: str) -> bool:
 
 
 def _shorten(file: str) -> str:
-    """Return the path relative to the current directory where it lies below that."""
+    """Return the path, relative to the current directory if inside it."""
     path = Path(file)
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
