@@ -166,7 +166,7 @@ class EntropyMinimizer:
         return {**self._initial, **{name: tensor.detach().clone() for name, tensor in self._learned.items()}}
 
     def step(self, x: Tensor) -> None:
-        """Take one step on a batch ``x [B, ...]``; raise ``Diverged`` where the entropy is no number."""
+        """Take one step on a batch ``x [B, ...]``; raise ``Diverged`` if the entropy is not finite."""
         self._update(self._differentiate(self._entropy(self._compute_outputs(x))))
 
     def _compute_outputs(self, x: Tensor) -> Tensor:
@@ -179,7 +179,7 @@ class EntropyMinimizer:
         grads = torch.autograd.grad(mean, tuple(self._learned.values()), materialize_grads=True)
         if not all(bool(tensor.isfinite().all()) for tensor in (mean, *grads)):
             raise Diverged(
-                f"{self.name} diverged: the entropy of predictions or its gradient is no number; try a smaller lr"
+                f"{self.name} diverged: the entropy of predictions or its gradient is not finite; try a smaller lr"
             )
         return grads
 
@@ -219,7 +219,7 @@ class ReliableMinimizer(EntropyMinimizer):
         return torch.optim.SGD(self._learned.values(), lr=self._lr, momentum=0.9)
 
     def step(self, x: Tensor) -> None:
-        """Take one step on a batch ``x [B, ...]``; raise ``Diverged`` where the entropy is no number."""
+        """Take one step on a batch ``x [B, ...]``; raise ``Diverged`` if the entropy is not finite."""
         outputs = self._compute_outputs(x)
         entropies, highest = self._entropy(outputs), self._entropy(torch.zeros_like(outputs))
         certain = entropies < self._margin * highest
