@@ -251,7 +251,7 @@ class Spec(DataSpec, SharedSpec):
     """Ignore the last layer of --weights, for example for different classes; it starts from random weights."""
 
     agc: Annotated[float | None, Field(gt=0, allow_inf_nan=False), Parameter(group=MODEL)] = None
-    """Adaptive gradient clipping for every method: clip each unit's gradient to this multiple of the norm of its weights
+    """Adaptive gradient clipping for every method: clip each unit's gradient to this multiple of its weights' norm
     (FedWon uses 0.64, 1.28)."""
 
     agc_skip_classifier: Annotated[bool, Parameter(group=MODEL, negative=())] = False
