@@ -51,7 +51,9 @@ def ids():
     return [hand.process.pid for hand in process_pool._WORKERS]
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize(
+    "workers", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
+)
 def test_bits_are_those_of_the_sequential_engine_for_any_number_of_workers(workers):
     for options in ({}, {"method": scaffold(), "optimizer": SGD(lr=0.05)}):
         running = trial(workers=workers, **options)

@@ -125,7 +125,7 @@ def test_a_description_of_any_form_keeps_a_site_out_or_lets_it_in_and_ends_nothi
         assert any(re.search("number 2\\) does not take part|photo is not admitted", told) for told in heard.notices)
 
 
-@pytest.mark.parametrize("method", range(2))
+@pytest.mark.parametrize("method", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_mutated_answers_end_no_experiment_and_every_refusal_has_the_sites_name(method, tmp_path, machine):
     outcome = mutations.Outcome()
     mutations.run(tmp_path / "rounds", method, outcome, rounds=20)

@@ -28,7 +28,19 @@ SENDING = (
     *COMPOSED,
 )
 """Methods that differ in what they send; five clients run them for three rounds, and three run others for two."""
-FAST = (*SENDING, "fixbn", "dp_sgd+gn", "fedadam", "feddyn", "feddg_elcfs", "feddg_ga", "fpl", "moon", "fedap", "hbn")
+FAST = (
+    "fedavg",
+    "fedbn",
+    "partialfed_adaptive",
+    "scaffold",
+    *COMPOSED,
+    "dp_sgd+gn",
+    "feddyn",
+    "feddg_elcfs",
+    "fpl",
+    "fedap",
+    "hbn",
+)
 """Methods that differ in what the kernel does for them; the others are slow."""
 
 

@@ -43,13 +43,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Laws of one method share a process, and so its rounds (``--dist loadgroup``).
 
     Tests over Ray are one process's, which starts it once. Most methods' are slow where clients are other processes'
-    or rounds of the stacked engine are run anew.
+    or rounds are run anew.
     """
     for item in items:
         given = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
         methods = [value for value in given.values() if isinstance(value, Method)]
         engines = {value for value in given.values() if isinstance(value, str)}
-        anew = "stacked" in engines and item.name.startswith("test_the_order_of_clients_changes_nothing")
+        anew = item.name.startswith("test_without_memory_for_clients") or (
+            "stacked" in engines and item.name.startswith("test_the_order_of_clients_changes_nothing")
+        )
         if (anew or engines & {"pool", "ray"}) and any(method.name not in IN_PROCESSES for method in methods):
             item.add_marker(pytest.mark.slow)
         if "ray" in engines:

@@ -75,6 +75,7 @@ def test_each_rule_takes_the_rate_that_its_own_data_favor(metric):
     assert "upper bound, not a result" in cells.note
 
 
+@pytest.mark.slow
 def test_the_command_runs_what_the_rules_need_and_repeats_nothing(cli, tiny_folder, tmp_path, unpublished, monkeypatch):
     words = ("--methods", "fedavg", "--rates", "0.01,0.3", "--rounds", 1, "--batch-size", 8, "--validation", 0.2)
     told = ("compare", "--data", tiny_folder, *words, "--leave-out", "all")

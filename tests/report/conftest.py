@@ -206,7 +206,11 @@ def blank(monkeypatch):
     monkeypatch.setattr(html, "to_svg", lambda _: '<svg xmlns="http://www.w3.org/2000/svg"></svg>')
 
 
-@pytest.fixture(params=EDGE_CASES)
+SELDOM = {"one round", "one seed", "one run stopped early", "a client never measured", "no traffic", "other script"}
+"""Edge cases whose pages are tested by slow tests, because drawing takes most of the time."""
+
+
+@pytest.fixture(params=[pytest.param(each, marks=pytest.mark.slow) if each in SELDOM else each for each in EDGE_CASES])
 def edge_case(request, make_study):
     return make_study(**EDGE_CASES[request.param])
 
