@@ -62,10 +62,10 @@ def test_with_sampling_it_is_what_numerical_integration_gives(noise, sampling, r
 
 def test_it_falls_with_noise_and_delta_and_grows_with_rounds_and_sampling():
     found = [
-        [compute_epsilon(noise, 0.2, 10, DELTA) for noise in (8.0, 4.0, 2.0, 1.0, 0.5)],
-        [compute_epsilon(1.0, 0.2, rounds, DELTA) for rounds in (1, 2, 10, 100)],
-        [compute_epsilon(1.0, sampling, 10, DELTA) for sampling in (0.01, 0.1, 0.5, 1.0)],
-        [compute_epsilon(1.0, 0.2, 10, delta) for delta in (1e-2, 1e-4, 1e-6, 1e-8)],
+        [compute_epsilon(noise, 0.2, 10, DELTA) for noise in (8.0, 2.0, 0.5)],
+        [compute_epsilon(1.0, 0.2, rounds, DELTA) for rounds in (1, 2, 100)],
+        [compute_epsilon(1.0, sampling, 10, DELTA) for sampling in (0.01, 0.5, 1.0)],
+        [compute_epsilon(1.0, 0.2, 10, delta) for delta in (1e-2, 1e-5, 1e-8)],
     ]
     for values in found:
         assert values == sorted(set(values))

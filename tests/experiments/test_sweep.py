@@ -198,6 +198,7 @@ def test_every_combination_is_the_comparison_of_the_same_settings_bit_for_bit(
         assert kept[0] == kept[1]
 
 
+@pytest.mark.slow
 def test_stopped_after_every_round_and_resumed_equals_uninterrupted(
     sweep, cli, monkeypatch, tmp_path, pageless, assert_same
 ):

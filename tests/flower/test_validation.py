@@ -173,6 +173,7 @@ def test_the_command_line_makes_such_a_site(tmp_path, cli, monkeypatch):
     assert [site.validates for site in made] == [False, True]
 
 
+@pytest.mark.slow
 def test_the_report_has_its_column(tmp_path, machine, cli):
     spec = spec_for("fedavg")
     serve(spec, grid_of(spec, tmp_path), tmp_path / "served")

@@ -143,7 +143,7 @@ def invariant(running, shares):
     return float((variate - mean).abs().max())
 
 
-@pytest.mark.parametrize("engine", ["sequential", "stacked"])
+@pytest.mark.parametrize("engine", ["sequential", pytest.param("stacked", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("weighting", SHARES)
 def test_it_minimizes_the_objective_of_the_weighting(weighting, engine):
     running, shares = trial(scaffold(fedavg(weighting=weighting)), engine), SHARES[weighting]

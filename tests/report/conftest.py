@@ -206,7 +206,15 @@ def blank(monkeypatch):
     monkeypatch.setattr(html, "to_svg", lambda _: '<svg xmlns="http://www.w3.org/2000/svg"></svg>')
 
 
-SELDOM = {"one round", "one seed", "one run stopped early", "a client never measured", "no traffic", "other script"}
+SELDOM = {
+    "one round",
+    "one seed",
+    "forty rounds",
+    "one run stopped early",
+    "a client never measured",
+    "no traffic",
+    "other script",
+}
 """Edge cases whose pages are tested by slow tests, because drawing takes most of the time."""
 
 

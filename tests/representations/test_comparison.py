@@ -92,6 +92,7 @@ def test_models_that_did_not_move_are_alike(tmp_path):
         assert several == [Similarity(client_client=pytest.approx(1), server_client=pytest.approx(1))]
 
 
+@pytest.mark.slow
 def test_similarities_for_the_papers_are_those_of_the_study_and_repeat_themselves(run, found):
     again = compare_representations(run, samples=6).similarity
     assert list(again) == ["fedavg", "fedbn", "fedwon", "centralized"]
