@@ -44,7 +44,8 @@ def init(
     print_line(console, f"To the coordinator: ca.crt server.crt server.key nodes/*.pub, all of {directory}")
     _explain_delivery(console, made.names)
     print_line(
-        console, f"Keep {directory / 'ca.key'} offline: no machine needs it, and who has it can pose as coordinator."
+        console,
+        "The authority's own key was not kept: nothing needs it, and whoever had it could pose as the coordinator.",
     )
     return 0
 

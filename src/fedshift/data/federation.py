@@ -159,7 +159,7 @@ class Federation:
         more = [f"and {len(self.clients) - SHOWN} more"] if len(self.clients) > SHOWN else []
         return "\n".join([", samples of ".join([title, *([" and ".join(shapes)] if shapes else [])]), *lines, *more])
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         """Names of the clients, in the order used in result tables."""
         return tuple(client.name for client in self.clients)

@@ -187,6 +187,11 @@ class Trial:
         return {name: len(split) for name, split in self.train.items()}
 
     @cached_property
+    def _place(self) -> dict[str, int]:
+        """Position of each client in tables."""
+        return {name: place for place, name in enumerate(dict.fromkeys((*self.data.names, *self.clients.names)))}
+
+    @cached_property
     def _operations(self) -> int:
         return count_operations(self.plan, self.train)
 
@@ -273,9 +278,8 @@ class Trial:
         if is_recording():
             add_seconds({OPERATIONS: sum(row["samples"] for row in rows) * self._operations})
         seconds = time.perf_counter() - began - measuring
-        place = {name: index for index, name in enumerate((*self.data.names, *names))}
-        rows.sort(key=lambda row: place[row["client"]])
-        rows += sorted(after_work, key=lambda row: place[row["client"]])
+        rows.sort(key=lambda row: self._place[row["client"]])
+        rows += sorted(after_work, key=lambda row: self._place[row["client"]])
         if self.settings.is_evaluated(number):
             with timed_section("evaluation"):
                 rows += self.evaluate()

@@ -196,8 +196,8 @@ def _metric_scale(metric: str) -> float:
 
 def _axis_label(metric: str, split: str, points: Sequence[CurvePoint]) -> str:
     if metric == TRAIN_LOSS:
-        unknown = any(point.summary.loss_unit != "nats" for point in points)
-        return "training loss" if unknown else "training loss (nats)"
+        labels = {point.summary.training_loss_label for point in points}
+        return labels.pop() if len(labels) == 1 else "training loss"
     if metric not in METRICS:
         raise unknown_name("metric", metric, (*METRICS, TRAIN_LOSS))
     unit = metric_unit(metric, numbers=any(point.summary.of_numbers for point in points))[2]

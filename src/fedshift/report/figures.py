@@ -114,8 +114,8 @@ def _make_panels(summary: RunSummary, curves_only: bool) -> Iterator[FigurePanel
         )
         yield from () if curves_only else _draw_differences(summary)
     if len(trained):
-        trained_on = "cross-entropy (nats)" if summary.loss_unit == "nats" else "training loss"
-        yield _draw_curves(summary, "training-loss", "Training loss (macro)", _macro(trained), trained_on)
+        loss = summary.training_loss_label
+        yield _draw_curves(summary, "training-loss", "Training loss (macro)", _macro(trained), loss)
     if any(method.pooled for method in summary.methods.values()) and len(tested):
         loss = _macro(metric_history(summary, "loss"))
         yield _draw_curves(summary, "test-loss", "Test loss (macro)", loss, f"test loss ({summary.loss_unit})")

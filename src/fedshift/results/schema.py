@@ -319,6 +319,14 @@ class RunSummary:
         return metric_unit("loss", numbers=self.of_numbers)[2]
 
     @property
+    def training_loss_label(self) -> str:
+        """Name of the training loss, for an axis; unnamed where methods differ."""
+        losses = self.resolved.get("training loss", "")
+        if losses == "cross_entropy":
+            return "cross-entropy (nats)"
+        return "training loss" if not losses or "; " in losses else f"training loss: {losses}"
+
+    @property
     def metric_unit(self) -> str:
         """Unit in which values of the metric are printed, in a sentence."""
         return metric_unit(self.metric, numbers=self.of_numbers)[2]

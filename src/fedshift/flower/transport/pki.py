@@ -4,7 +4,10 @@ Flower's SuperLink presents ``server.crt``, which SuperNodes verify against ``ca
 requests with ECDSA keys on a NIST curve, which Flower 1.41 and 1.42 read in OpenSSH format (``flower-supernode
 --auth-supernode-private-key``, ``flwr supernode register``). All keys use P-384, as Flower's own key generator does.
 
-``ca.crt ca.key server.crt server.key nodes/NAME.key nodes/NAME.pub``
+``ca.crt server.crt server.key nodes/NAME.key nodes/NAME.pub``
+
+The authority's private key signs the two certificates and is then forgotten: nothing needs it later, and whoever had it
+could pose as the coordinator.
 """
 
 from __future__ import annotations
@@ -64,12 +67,11 @@ def make_authority(directory: Path, hosts: Iterable[str], names: Iterable[str], 
         FedshiftError: if files cannot be written.
 
     """
-    for path in (directory / "ca.crt", directory / "ca.key"):
-        if path.exists():
-            raise UsageError(
-                f"{path} exists, and nothing is overwritten: give a new directory, or more nodes with "
-                f"`fedshift pki add {directory} NAME`"
-            )
+    if (directory / "ca.crt").exists():
+        raise UsageError(
+            f"{directory / 'ca.crt'} exists, and nothing is overwritten: give a new directory, or more nodes with "
+            f"`fedshift pki add {directory} NAME`"
+        )
     if directory.is_dir() and any(directory.iterdir()):
         raise UsageError(f"{directory} is not empty: give a new directory, which will hold nothing but keys")
     if not 1 <= days <= MOST_DAYS:
@@ -83,7 +85,6 @@ def make_authority(directory: Path, hosts: Iterable[str], names: Iterable[str], 
     ca, server = _make_certificates(ca_key, server_key, certified, now - _SKEW, until)
     pem = serialization.Encoding.PEM
     files = {
-        directory / "ca.key": _encode_private(ca_key),
         directory / "ca.crt": ca.public_bytes(pem),
         directory / "server.key": _encode_private(server_key),
         directory / "server.crt": server.public_bytes(pem),
