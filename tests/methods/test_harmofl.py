@@ -29,7 +29,7 @@ def trial(method, **changes):
 
 
 def normalize(x, amplitude, low):
-    """Each image by itself, in numpy: its spectrum's low frequencies get ``amplitude``."""
+    """Each image by itself, in numpy: its spectrum's low frequencies get ``amplitude``, the zero one with its sign."""
     if not amplitude.any():
         return x
     made = []
@@ -39,6 +39,7 @@ def normalize(x, amplitude, low):
             for row in range(-low, low + 1):
                 for column in range(-low, low + 1):
                     angle = np.angle(wave[channel, row, column])
+                    angle = angle if (row, column) != (0, 0) else 0.0
                     wave[channel, row, column] = amplitude[channel, row + low, column + low] * np.exp(1j * angle)
         made.append(np.fft.ifft2(wave).real)
     return torch.from_numpy(np.stack(made))
@@ -46,7 +47,10 @@ def normalize(x, amplitude, low):
 
 def measure(client, number, low):
     order = stream(SEED, "order", client, number).permutation(SIZES[client])[:SAMPLES]
-    spectra = [np.abs(np.fft.fft2(image)) for image in data().client(client).train.x[order].numpy()]
+    waves = [np.fft.fft2(image) for image in data().client(client).train.x[order].numpy()]
+    spectra = [np.abs(wave) for wave in waves]
+    for wave, spectrum in zip(waves, spectra, strict=True):
+        spectrum[:, 0, 0] = wave[:, 0, 0].real
     places = range(-low, low + 1)
     return np.mean([[[[s[c, u, v] for v in places] for u in places] for c in range(1)] for s in spectra], axis=0)
 
@@ -98,7 +102,10 @@ def test_low_frequencies_take_the_amplitudes_and_all_phases_stay(low, size):
     layer.amplitude.copy_(layer.measure(others).mean(dim=0))
     before, after = torch.fft.fft2(x), torch.fft.fft2(layer(x))
     assert torch.allclose(layer.measure(layer(x)), layer.amplitude.expand(3, -1, -1, -1), atol=1e-12)
+    assert torch.allclose(after[..., 0, 0].real, layer.amplitude[:, low, low].expand(3, -1), atol=1e-12)
+    before[..., 0, 0] = after[..., 0, 0]  # of which the sign is part of what is given
     assert torch.allclose(after / after.abs(), before / before.abs(), atol=1e-9)
+    before = torch.fft.fft2(x)
     changed = (after - before).abs().amax(dim=(0, 1)) > 1e-9
     assert changed.sum() == (2 * low + 1) ** 2
 
@@ -120,12 +127,28 @@ def test_the_inner_gradient_passes_through_layers_that_multiply_by_onednn():
     assert all(torch.allclose(tensor, ends[1][name], atol=1e-5) for name, tensor in ends[0].items())
 
 
+@pytest.mark.parametrize("scale", [lambda x: x, lambda x: 2 * x - 1, lambda x: (x - 0.45) / 0.2])
+@pytest.mark.parametrize("low", [0, 1])
+def test_sites_get_one_brightness_at_any_scale_of_inputs(scale, low):
+    """Looks are mixed as they are for pixels in [0, 1], where the authors' code has its inputs."""
+    torch.manual_seed(0)
+    sites = torch.rand(5, 8, 3, 6, 6, dtype=torch.float64) * torch.linspace(0.2, 1, 5)[:, None, None, None, None]
+    layers = [AmplitudeNorm(3, low).double() for _ in range(2)]
+    for layer, x in zip(layers, (sites, scale(sites)), strict=True):
+        layer.amplitude.copy_(torch.stack([layer.measure(site).mean(dim=0) for site in x]).mean(dim=0))
+    bare, scaled = (torch.stack([*map(layer, x)]) for layer, x in zip(layers, (sites, scale(sites)), strict=True))
+    assert sites.mean(dim=(1, 2, 3, 4)).std() > 0.1
+    assert scaled.mean(dim=(1, 2, 3, 4)).std() < 1e-12
+    assert torch.allclose(scale(bare), scaled, atol=1e-9)
+
+
 def test_brightness_no_longer_matters():
     torch.manual_seed(0)
     layer = AmplitudeNorm(3, 0)
     x = torch.rand(4, 3, 6, 6)
     layer.amplitude.copy_(layer.measure(x).mean(dim=0))
     assert torch.allclose(layer(x + 0.3), layer(x), atol=1e-6)
+    assert torch.allclose(layer(x - 0.8), layer(x), atol=1e-6)
 
 
 def test_what_does_not_fit_is_refused():

@@ -32,7 +32,7 @@ from ..core.method import Method, method
 from ..core.requirements import Requirements
 from ..core.rule import Hook, Rule, RuleContext
 from ..core.selection import Entry
-from ..nn.amplitude_norm import low_frequencies, sum_waves
+from ..nn.amplitude_norm import amplitudes, low_frequencies, move_amplitudes, sum_waves
 from ..nn.dropout import draw_uniform
 from ..utils.errors import UsageError
 from ..utils.state import State, clone, pick
@@ -89,14 +89,6 @@ def _dilate(mask_B1HW: Tensor) -> Tensor:
     return torch.maximum(down, across)
 
 
-def _amplitudes(parts: Sequence[Tensor]) -> Tensor:
-    """Return the amplitudes of real and imaginary ``parts [..., 2 F + 1, 2 F + 1]``; the zero frequency has a sign."""
-    real, imaginary = parts
-    zero = torch.zeros(real.shape[-2:], dtype=torch.bool, device=real.device)
-    zero[real.shape[-2] // 2, real.shape[-1] // 2] = True
-    return torch.where(zero, real, torch.hypot(real, imaginary))
-
-
 @dataclass(frozen=True)
 class SentAmplitudes(Rule):
     """Amplitudes that clients send, and the loss after a step on a batch, on the batch in the look of others."""
@@ -141,7 +133,7 @@ class SentAmplitudes(Rule):
         found: State = {}
 
         def measure(module: nn.Module, given: tuple[Tensor, ...]) -> None:  # noqa: ARG001
-            made = _amplitudes(low_frequencies(given[0], self.frequencies))
+            made = amplitudes(low_frequencies(given[0], self.frequencies))
             index = torch.arange(self.observes, device=made.device) % samples
             found["sent"] = made[index].to(memory["amplitudes"].dtype)
 
@@ -176,10 +168,8 @@ class SentAmplitudes(Rule):
         given = others[torch.where(is_own_M, -1, score_BM).argmax(dim=1)].to(x_BCHW.dtype)
         share_B = draw_uniform(context.key, DRAW + 1, count, x_BCHW.dtype) * ~is_own_M.all()
         parts = low_frequencies(x_BCHW, self.frequencies)
-        before = _amplitudes(parts)
-        phases = (torch.where(before != 0, part / before, whole) for part, whole in zip(parts, (1.0, 0.0), strict=True))
-        added = share_B[:, None, None, None] * (given - before)
-        return x_BCHW + sum_waves([added * phase for phase in phases], x_BCHW)
+        moved = share_B[:, None, None, None] * (given - amplitudes(parts))
+        return x_BCHW + sum_waves(move_amplitudes(parts, moved), x_BCHW)
 
     @override
     def finalize(self, params: State, context: RuleContext) -> tuple[State, State]:

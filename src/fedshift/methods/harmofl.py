@@ -7,8 +7,9 @@ gradient g, follows the gradient at w + alpha g / |g|, so that it seeks flat pla
 models is still good (Foret et al. 2021, arXiv:2010.01412).
 
 The code takes the amplitude of the zero frequency alone, which is the mean brightness of each channel
-(``frequencies=0``), while the paper speaks of the spectrum. In the code's first round each client normalizes by its own
-first batch, where here images pass as they are until the server has averaged. Its networks have BatchNorm without
+(``frequencies=0``), while the paper speaks of the spectrum. Its pixels are 0 and more; here the zero frequency counts
+with its sign, so that shifted inputs are harmonized like these. In the code's first round each client normalizes by its
+own first batch, where here images pass as they are until the server has averaged. Its networks have BatchNorm without
 affine parameters or statistics; here BatchNorm is the network's, and its statistics see the weights before they are
 perturbed.
 """
@@ -89,7 +90,7 @@ class MeanAmplitude(Rule):
         def measure(module: nn.Module, given: tuple[Tensor, ...]) -> None:
             assert isinstance(module, AmplitudeNorm)
             mean = module.measure(*given).mean(dim=0)
-            found["amplitude"] = torch.where(module.amplitude.sum() > 0, module.amplitude, mean)
+            found["amplitude"] = torch.where(module.is_measured, module.amplitude, mean)
 
         run({self.layer: measure})
         return found
@@ -102,7 +103,7 @@ class MeanAmplitude(Rule):
     def aggregate_entries(self, previous: State, uploads: Sequence[State]) -> State:
         before = previous[self.entry]
         mean = cast_to(stack_entry(uploads, "amplitude").mean(dim=0), before.dtype)
-        return {self.entry: torch.where(before.sum() > 0, before, mean)}
+        return {self.entry: torch.where((before != 0).any(), before, mean)}
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Amplitude normalization: the low frequencies of every image get the amplitudes that the federation's have on average.
 
 HarmoFL (Jiang et al. 2022, arXiv:2112.10775), by the authors' public code (med-air/HarmoFL). Phases, which carry
-shapes, stay as they are.
+shapes, stay as they are. The zero frequency is a channel's sum and counts with its sign: the same as its amplitude for
+pixels of 0 and more, which that code has, and right for inputs that are shifted to have negative values, too.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ..utils.errors import UsageError
 class AmplitudeNorm(nn.Module):
     """Gives images ``[B, C, H, W]`` the ``amplitude [C, 2 F + 1, 2 F + 1]`` at frequencies -F to F in each direction.
 
-    F is ``frequencies``; with 0 it is the amplitude of each channel's sum alone, which is its brightness. While
+    F is ``frequencies``; with 0 it is each channel's sum alone, which is its brightness and may be negative. While
     ``amplitude`` is zero everywhere, images pass unchanged.
     """
 
@@ -29,17 +30,20 @@ class AmplitudeNorm(nn.Module):
         size = 2 * frequencies + 1
         self.register_buffer("amplitude", torch.zeros(channels, size, size))
 
+    @property
+    def is_measured(self) -> Tensor:
+        """Whether there are amplitudes to give, a bool scalar."""
+        return (self.amplitude != 0).any()
+
     def measure(self, x: Tensor) -> Tensor:
         """Return the amplitudes of ``x``, as :attr:`amplitude` holds them, of each image."""
-        return _length(*low_frequencies(x.to(self.amplitude.dtype), self.frequencies))
+        return amplitudes(low_frequencies(x.to(self.amplitude.dtype), self.frequencies))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``x`` with these amplitudes."""
         parts = low_frequencies(x.to(self.amplitude.dtype), self.frequencies)
-        size = _length(*parts)
-        phases = (torch.where(size > 0, part / size, whole) for part, whole in zip(parts, (1.0, 0.0), strict=True))
-        added = sum_waves([self.amplitude * phase - part for phase, part in zip(phases, parts, strict=True)], x)
-        return torch.where(self.amplitude.sum() > 0, (x + added).to(x.dtype), x)
+        added = sum_waves(move_amplitudes(parts, self.amplitude - amplitudes(parts)), x)
+        return torch.where(self.is_measured, (x + added).to(x.dtype), x)
 
     def extra_repr(self) -> str:
         """Frequencies, as the module prints itself."""
@@ -82,5 +86,18 @@ def _make_waves(x: Tensor, frequencies: int) -> tuple[Tensor, Tensor]:
     return angle.cos(), angle.sin()
 
 
-def _length(real: Tensor, imaginary: Tensor) -> Tensor:
-    return (real.square() + imaginary.square()).sqrt()  # ONNX knows no hypot
+def amplitudes(parts: Sequence[Tensor]) -> Tensor:
+    """Return the amplitudes of real and imaginary ``parts [..., 2 F + 1, 2 F + 1]``; the zero frequency has a sign."""
+    real, imaginary = parts
+    zero = torch.zeros(real.shape[-2:], dtype=torch.bool, device=real.device)
+    zero[real.shape[-2] // 2, real.shape[-1] // 2] = True
+    return torch.where(zero, real, (real.square() + imaginary.square()).sqrt())  # ONNX knows no hypot
+
+
+def move_amplitudes(parts: Sequence[Tensor], by: Tensor) -> list[Tensor]:
+    """Return what real and imaginary ``parts`` gain where amplitudes move ``by`` so much and phases stay.
+
+    Where there is no amplitude, the phase is 0.
+    """
+    before = amplitudes(parts)
+    return [by * torch.where(before != 0, part / before, whole) for part, whole in zip(parts, (1.0, 0.0), strict=True)]
