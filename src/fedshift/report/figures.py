@@ -114,8 +114,8 @@ def _make_panels(summary: RunSummary, curves_only: bool) -> Iterator[FigurePanel
         )
         yield from () if curves_only else _draw_differences(summary)
     if len(trained):
-        loss = summary.training_loss_label
-        yield _draw_curves(summary, "training-loss", "Training loss (macro)", _macro(trained), loss)
+        axis = summary.training_loss_label
+        yield _draw_curves(summary, "training-loss", "Training loss (macro)", _macro(trained), axis)
     if any(method.pooled for method in summary.methods.values()) and len(tested):
         loss = _macro(metric_history(summary, "loss"))
         yield _draw_curves(summary, "test-loss", "Test loss (macro)", loss, f"test loss ({summary.loss_unit})")
