@@ -25,7 +25,7 @@ from fedshift.methods.fedbn import fedbn
 from fedshift.models.digits import small_cnn
 from fedshift.results.schema import COLUMNS, compute_metric, rows_to_frame
 from fedshift.tasks import CLASSIFICATION, classification
-from fedshift.tasks.classification import _macro_auc
+from fedshift.tasks.classification import mean_area
 
 
 def plan_of(model, method=None):
@@ -107,9 +107,12 @@ def test_the_area_under_the_curve_equals_scikit_learns(labels, classes, seed, ti
     y = torch.tensor([label % classes for label in labels])
     logits = torch.randn(len(y), classes, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     logits = logits.round() if ties else logits
-    found = _macro_auc(logits, y)
-    if len(y.unique()) < classes:
+    found = CLASSIFICATION.count(logits, y, classes)["auc"]
+    if len(y.unique()) == 1:
         assert found is None
+    elif len(y.unique()) < classes:
+        each = [roc_auc_score(y == k, logits.softmax(1)[:, k]) for k in y.unique()]
+        assert found == pytest.approx(sum(each) / len(each), abs=1e-12)
     else:
         scores = logits.softmax(1).numpy()
         scores = scores[:, 1] if classes == 2 else scores
@@ -119,15 +122,16 @@ def test_the_area_under_the_curve_equals_scikit_learns(labels, classes, seed, ti
 def test_the_area_under_the_curve_of_a_few_classes_at_a_time_is_the_same(monkeypatch):
     random = torch.Generator().manual_seed(0)
     logits, y = torch.randn(40, 5, generator=random, dtype=torch.float64), torch.arange(40) % 5
-    whole = _macro_auc(logits, y)
+    whole = mean_area(logits.softmax(1).T, y == torch.arange(5)[:, None])
     monkeypatch.setattr(classification, "RANKED", 80)
-    assert _macro_auc(logits, y) == whole
+    assert mean_area(logits.softmax(1).T, y == torch.arange(5)[:, None]) == whole
 
 
 def test_the_area_under_the_curve_is_not_defined_for_scores_that_are_not_finite_or_one_class():
     y = torch.tensor([0, 1, 1])
-    assert _macro_auc(torch.tensor([[0.0, 1.0], [float("nan"), 0.0], [0.0, 1.0]]), y) is None
-    assert _macro_auc(torch.zeros(3, 1), torch.zeros(3, dtype=torch.int64)) is None
+    broken = torch.tensor([[0.0, 1.0], [float("nan"), 0.0], [0.0, 1.0]])
+    assert CLASSIFICATION.count(broken, y, 2)["auc"] is None
+    assert CLASSIFICATION.count(torch.zeros(3, 1), torch.zeros(3, dtype=torch.int64), 1)["auc"] is None
 
 
 def test_a_class_that_does_not_occur_counts_nothing(network):
@@ -136,7 +140,7 @@ def test_a_class_that_does_not_occur_counts_nothing(network):
         plan, plan.initial, Samples(x=torch.zeros(4, 3, 8, 8), y=torch.tensor([0, 0, 2, 2])), CLASSIFICATION, 3
     )
     assert row["support"] == [2, 0, 2]
-    assert row["auc"] is None
+    assert row["auc"] == 0.5
     rows = rows_to_frame([{**dict.fromkeys(COLUMNS, 0), **row}])
     assert compute_metric(rows, "balanced_accuracy").item() == sum(row["hits"]) / 4
 

@@ -115,7 +115,7 @@ def test_readings(make_study):
     assert read({"fedavg": low[:1], "fedbn": high[:1]}) == f"fedbn lies 5.00 points above fedavg over one seed: {few}"
     assert read({"fedavg": low[:2], "fedbn": high}) == f"fedbn lies 5.50 points above fedavg over 2 seeds: {few}"
     assert read({"fedavg": low, "fedbn": []}) == (
-        "fedbn and fedavg have no seed under which both were evaluated after the same round."
+        "fedbn and fedavg have no seed under which both have a value after the same round."
     )
 
 

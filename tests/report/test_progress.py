@@ -75,10 +75,10 @@ def test_nothing_is_said_between_methods_that_never_reached_the_same_round(never
     claims = collect_claims(never_together)
     assert claims.between("fedbn", "fedavg").pairs == 0
     assert describe_baseline(never_together, claims) == [
-        "fedbn and fedavg have no seed under which both were evaluated after the same round."
+        "fedbn and fedavg have no seed under which both have a value after the same round."
     ]
     assert describe_ranking(never_together, claims) == [
-        "Claim no order of these methods: under no seed have two of them reached the same round."
+        "Claim no order of these methods: no seed gives two of them a value after the same round."
     ]
 
 

@@ -6,13 +6,14 @@ from dataclasses import replace
 import pandas as pd
 import pytest
 
-from fedshift.report import accuracy_table, difference_table, find_reported_rounds
+from fedshift.report import accuracy_table, difference_table
 from fedshift.report.claims import collect_claims
 from fedshift.report.page import make_metric_table
 from fedshift.report.tables import (
     ONE_BY_ONE,
     QUANTILES,
     describe_majority,
+    find_reported_rounds,
     list_shortfalls,
     metric_history,
     seed_table,
@@ -128,6 +129,33 @@ def test_a_metric_that_is_not_defined_is_not_called_unmeasured(make_study):
     said = list_shortfalls(study)
     assert any("AUC is not defined there" in sentence for sentence in said)
     assert not any("not measured" in sentence for sentence in said)
+
+
+def test_an_area_that_one_client_does_not_define_is_averaged_over_the_others(make_study):
+    study = replace(make_study(), metric="auc")
+    support = study.rows["client"].map({"a": [100, 0], "b": [150, 150]})
+    study.rows["support"] = support.where(study.rows["split"] != "train", None)
+    for place, (client, seed, method) in study.rows[["client", "seed", "method"]].iterrows():
+        study.rows.loc[place, "auc"] = None if client == "a" else 0.8 + 0.01 * seed + 0.05 * (method == "fedbn")
+    table = make_metric_table(study, collect_claims(study))
+    assert [row[1].text for row in table.text.rows][:3] == ["-", "81.00 (1.00)", "81.00 (1.00)"]
+    assert table.text.note.endswith(
+        "AUC is the mean over the classes or labels that some samples of a client have and others lack; left out: a "
+        "classes 0, 1. It is not defined for a, and means are over the other clients."
+    )
+    assert collect_claims(study).between("fedbn", "fedavg").mean == pytest.approx(0.05)
+    assert any("fedavg, client a: AUC is not defined there" in said for said in list_shortfalls(study))
+
+
+def test_best_round_does_not_prefer_rounds_that_define_the_metric_for_more_clients(make_study):
+    held = {"fedbn": [{"a": [100, 0], "b": [200, 160]}]}  # in round 1 client a's is undefined, and rightly so
+    study = make_study({"fedbn": [{"a": 60, "b": 240}]}, select="best", validation=held)
+    first = (study.rows["round"] == 1) & (study.rows["client"] == "a") & (study.rows["split"] == "validation")
+    study.rows["predicted"] = study.rows["support"]
+    for place in study.rows.index[first]:
+        study.rows.at[place, "support"] = study.rows.at[place, "predicted"] = [100, 0]
+    masks = replace(study, task="segmentation", metric="dice", metrics=("dice", "loss"))
+    assert find_reported_rounds(masks).tolist() == [1]
 
 
 def test_difference_is_paired_and_by_hand(study):

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from sklearn import metrics as sk
 
 from fedshift.data.samples import Samples
-from fedshift.results.schema import COUNTS, METRICS, compute_metric, rows_to_frame
+from fedshift.report.tables import MISSING_PARTS, describe_missing
+from fedshift.results.schema import COUNTS, METRICS, compute_metric, find_missing, rows_to_frame
 from fedshift.tasks import CLASSIFICATION, Multilabel, Regression, Segmentation
 from fedshift.tasks.segmentation import LEFT_OUT
 from fedshift.utils.errors import UsageError
@@ -119,10 +120,75 @@ def test_a_mask_without_known_pixels_counts_nothing_beside_others():
     assert whole == others
 
 
-def test_the_area_under_the_curve_needs_both_values_of_every_label():
-    predictions, y = draw(MULTILABEL, 9, 2, 0)
-    y[:, 1] = 1
-    assert MULTILABEL.count(predictions, y, 2)["auc"] is None
+def test_the_area_under_the_curve_is_over_the_classes_that_occur_beside_others():
+    predictions, y = draw(CLASSIFICATION, 60, 4, 0)
+    y[y == 2] = 0  # class 2 is absent
+    scores = predictions.double().softmax(1)
+    areas = [sk.roc_auc_score(y == k, scores[:, k]) for k in (0, 1, 3)]
+    row = CLASSIFICATION.count(predictions, y, 4)
+    assert row["auc"] == pytest.approx(np.mean(areas))
+    assert find_missing(row, "auc") == (2,)
+    alone = CLASSIFICATION.count(predictions, torch.ones_like(y), 4)
+    assert alone["auc"] is None
+    assert find_missing(alone, "auc") == (0, 1, 2, 3)
+
+
+def test_the_area_under_the_curve_is_over_the_labels_with_both_values():
+    predictions, y = draw(MULTILABEL, 30, 4, 0)
+    y[:, 1], y[:, 2] = 1, 0
+    row = MULTILABEL.count(predictions, y, 4)
+    assert row["auc"] == pytest.approx(sk.roc_auc_score(y[:, [0, 3]], predictions[:, [0, 3]], average="macro"))
+    assert find_missing(row, "auc") == (1, 2)
+    y[:, 0], y[:, 3] = 1, 0
+    assert MULTILABEL.count(predictions, y, 4)["auc"] is None
+
+
+@pytest.mark.parametrize("level", [0.1, 1e6])
+def test_a_constant_target_has_no_part_in_r2(level):
+    predictions, y = draw(REGRESSION, 40, 3, 0)
+    y[:, 1] = level  # the sums of its squares differ from the square of its sum by rounding
+    row = REGRESSION.count(predictions, y, 3)
+    two = [0, 2]
+    assert measure(REGRESSION, predictions, y)["r2"] == pytest.approx(sk.r2_score(y[:, two], predictions[:, two]))
+    assert find_missing(row, "r2") == (1,)
+    y[:] = level
+    assert math.isnan(measure(REGRESSION, predictions, y)["r2"])
+
+
+CASES = [
+    (task, metric)
+    for task in (CLASSIFICATION, Segmentation(surface=True), MULTILABEL, REGRESSION)
+    for metric in task.metrics
+]
+
+
+@pytest.mark.parametrize(("task", "metric"), CASES, ids=lambda value: str(value))
+def test_what_a_metric_leaves_out_neither_makes_the_rest_undefined_nor_counts(task, metric):
+    predictions, y = draw(SEGMENTATION if isinstance(task, Segmentation) else task, 12, 4, 0)
+    if task == REGRESSION:
+        y[:, 2] = 5.0
+    elif task == MULTILABEL:
+        y[:, 2], predictions[:, 2] = 0, -1.0
+    else:
+        y[y == 2], predictions[:, 2] = 1, -9.0
+    row = task.count(predictions, y, 4)
+    whole = measure(task, predictions, y)[metric]
+    if metric not in MISSING_PARTS:
+        assert find_missing(row, metric) == ()
+        assert math.isfinite(whole)
+        return
+    assert find_missing(row, metric) == (2,)
+    kept = [0, 1, 3]  # the same without the class, label or target
+    if task in (MULTILABEL, REGRESSION):
+        rest = measure(task, predictions[:, kept], y[:, kept])[metric]
+    elif metric == "auc":
+        scores = predictions.double().softmax(1)
+        rest = np.mean([sk.roc_auc_score(y == k, scores[:, k]) for k in kept])
+    else:
+        rest = measure(task, predictions[:, kept], torch.where(y == 3, 2, y))[metric]
+    assert whole == pytest.approx(rest)
+    said = describe_missing(rows_to_frame([{"client": "b", **row}]), metric)
+    assert f"b {task.output} 2" in said
 
 
 @settings(max_examples=15)

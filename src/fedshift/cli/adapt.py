@@ -222,7 +222,8 @@ def _print_results(
         print_line(console, partial)
     needs = tables.collect_needs(rows)
     table = tables.mean_over_seeds(tables.seed_table(rows, metric))
-    cells = tables.policy_table(table, metric, needs, partial=partial, even=is_even(made.reached))
+    missing = tables.explain_missing(rows, metric)
+    cells = tables.policy_table(table, metric, needs, missing=missing, partial=partial, even=is_even(made.reached))
     over = f"mean (std) over {count} seeds" if count > 1 else "one seed"
     trained = [name for name in ("finetune", "finetune_bn") if any(row["policy"] == name for row in rows)]
     tuned = f"; {' and '.join(trained)}: {rounds} round{'s' * (rounds > 1)} of the run's local work" if trained else ""

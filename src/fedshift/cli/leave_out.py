@@ -285,6 +285,7 @@ def _publish(spec: CompareSpec, directory: Path, console: Console, rules: tuple[
     """
     from ..new_clients.policy_tables import (
         collect_needs,
+        explain_missing,
         explain_needs,
         format_differences,
         mean_over_seeds,
@@ -309,15 +310,16 @@ def _publish(spec: CompareSpec, directory: Path, console: Console, rules: tuple[
         print_line(console, partial)
     seeds = seed_table(rows, metric)
     table = mean_over_seeds(seeds)
-    needs = collect_needs(rows)
+    needs, missing = collect_needs(rows), explain_missing(rows, metric)
     over = f"mean (std) over {spec.seeds} seeds" if spec.seeds > 1 else "one seed"
     numbers = is_of_numbers(rows[0])
     measure = f"{METRICS[metric]} in {metric_unit(metric, numbers=numbers)[2]}"
     caption = f"Test {measure} of the client that was left out, {over}, {spec.select} round"
     print_line(console, caption)
-    text.print(to_terminal(policy_table(table, metric, needs, even=not diverged)))
+    text.print(to_terminal(policy_table(table, metric, needs, missing=missing, even=not diverged)))
     print_line(console, explain_needs(needs.values()))
-    cells = replace(format_metric_table(table, metric, even=not diverged), partial=partial)
+    cells = format_metric_table(table, metric, even=not diverged)
+    cells = replace(cells, partial=partial, note=f"{cells.note} {missing}".strip())
     write_table(directory / "tables", metric, cells, table)
     gaps = policy_differences(seeds)
     if len(gaps) and not diverged:

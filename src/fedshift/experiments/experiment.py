@@ -113,12 +113,13 @@ class Experiment:
                 "select='best' needs validation data, which the clients lack: hold some out (--validation 0.1)"
             )
         if (self.settings.select, self.settings.metric) == ("best", "auc"):
-            for client in self.data.clients:
-                if client.validation and len(set(client.validation.y.tolist())) < self.data.classes:
-                    raise UsageError(
-                        f"select='best' by auc needs every class in validation data, and those of client "
-                        f"{client.name!r} lack some: use metric='balanced_accuracy', or select='last'"
-                    )
+            parts = [client.validation for client in train if client.validation is not None]
+            counts = [(self.data.task.count_classes(part.y, self.data.classes), len(part)) for part in parts]
+            if not any(bool(((count > 0) & (count < size)).any()) for count, size in counts):
+                raise UsageError(
+                    "select='best' by auc needs a client whose validation data hold two classes, or a label that some "
+                    "samples have and others lack: hold out more, use another metric, or select='last'"
+                )
 
     def run(
         self,
@@ -338,7 +339,10 @@ class Experiment:
         return settings.skips_clients(self._without_later(self.data.names))
 
     def _score(self, rows: list[Row]) -> tuple[int, float]:
-        """Return a round's score: number of clients with validation rows (more is better), then the macro metric."""
+        """Return a round's score: number of clients with validation rows (more is better), then the macro metric.
+
+        The metric is over the clients that define it; their number may depend on predictions, and does not count.
+        """
         if self.settings.select != "best":
             return NO_SCORE
         chosen = rows_to_frame(
@@ -346,7 +350,7 @@ class Experiment:
         )
         found = compute_metric(chosen, self.settings.metric)
         sign = -1 if self.settings.metric in LOWER_IS_BETTER else 1
-        return (int(found.count()), sign * float(found.mean())) if found.count() else NO_SCORE
+        return (len(found), sign * float(found.mean())) if found.count() else NO_SCORE
 
     def _find_best(self, folder: Path, done: int) -> tuple[int, tuple[int, float]]:
         """Return the first best of the ``done`` rounds of the trial in ``folder``, 0 for none, and its score.

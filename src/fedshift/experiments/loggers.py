@@ -29,7 +29,7 @@ from typing import Any
 from typing_extensions import override
 
 from ..results.run_directory import to_file_name
-from ..results.schema import Row, compute_metric, rows_to_frame
+from ..results.schema import LOWER_IS_BETTER, Row, compute_metric, rows_to_frame
 from ..results.trial_records import read_rounds, stream_measurements
 from ..utils.checked_json import read_checked, write_checked
 from ..utils.errors import FedshiftError, UsageError, unknown_name
@@ -379,7 +379,7 @@ def summarize_round(cost: Row, rows: Sequence[Row], metric: str) -> dict[str, fl
                 continue
             found: dict[str, Any] = {
                 "macro": clients.mean(),
-                "worst": clients.max() if name == "loss" else clients.min(),
+                "worst": clients.max() if name in LOWER_IS_BETTER else clients.min(),
             }
             if not trained and name != "auc":
                 found["pooled"] = pool_metric(measured, name).iloc[0]

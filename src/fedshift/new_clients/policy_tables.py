@@ -20,7 +20,7 @@ from ..report.formatting import (
     to_terminal,
 )
 from ..report.formatting import write_table as write_report_table
-from ..report.tables import ONE_BY_ONE, mask_incomparable, summarize_seeds
+from ..report.tables import ONE_BY_ONE, describe_missing, mask_incomparable, summarize_seeds
 from ..results.schema import Row, compute_metric
 from ..utils.files import write_atomically
 from .policies import NEEDS, UNCHANGED
@@ -45,11 +45,12 @@ def mean_over_seeds(seeds: pd.DataFrame) -> pd.DataFrame:
 
 
 def policy_table(
-    table: pd.DataFrame, metric: str, needs: dict[str, str], *, partial: str = "", even: bool = True
+    table: pd.DataFrame, metric: str, needs: dict[str, str], *, missing: str = "", partial: str = "", even: bool = True
 ) -> TextTable:
     """Make a row per method and policy with its ``needs``, the clients, and the mean of several; best in bold.
 
-    ``partial``: line with which the table begins; ``even``: whether all methods have reached the same round.
+    ``missing``: :func:`explain_missing` of the rows; ``partial``: line with which the table begins; ``even``: whether
+    all methods have reached the same round.
     """
     cells = format_metric_table(table, metric, one_by_one=len(table) - 1 <= ONE_BY_ONE, even=even)
     columns = list(zip(*cells.rows[: 1 if len(table) == 2 else None], strict=True))
@@ -57,7 +58,13 @@ def policy_table(
     rows = (
         (title, needs[title] or "nothing", *column) for title, column in zip(cells.header[1:], columns[1:], strict=True)
     )
-    return make_table(("method: policy", "needs", *names), rows, note=cells.note, partial=partial)
+    note = f"{cells.note} {missing}".strip()
+    return make_table(("method: policy", "needs", *names), rows, note=note, partial=partial)
+
+
+def explain_missing(rows: Iterable[Row], metric: str) -> str:
+    """Return sentences on the classes, labels or targets that the clients of ``rows`` leave undefined, if any."""
+    return describe_missing(pd.DataFrame(list(rows)), metric)
 
 
 def collect_needs(rows: Iterable[Row]) -> dict[str, str]:

@@ -136,10 +136,10 @@ def grid_variance(rows: pd.DataFrame, metric: str) -> np.ndarray:
     n_N1 = support_NK.sum(axis=1, keepdims=True)
     if metric == "accuracy":
         return np.asarray(1 / (12 * n_N1[:, 0] ** 2))
-    present_NK = support_NK > 0
     rest_NK = n_N1 - support_NK if metric == "auc" else np.ones_like(support_NK)
-    steps_NK = np.divide(1, support_NK * rest_NK, out=np.zeros_like(support_NK), where=present_NK & (rest_NK > 0))
-    return np.asarray((steps_NK**2).sum(axis=1) / (12 * present_NK.sum(axis=1) ** 2))
+    defined_NK = (support_NK > 0) & (rest_NK > 0)
+    steps_NK = np.divide(1, support_NK * rest_NK, out=np.zeros_like(support_NK), where=defined_NK)
+    return np.asarray((steps_NK**2).sum(axis=1) / (12 * np.maximum(1, defined_NK.sum(axis=1)) ** 2))
 
 
 def sampling_variance(rows: pd.DataFrame, metric: str) -> np.ndarray:
@@ -252,7 +252,7 @@ def describe_difference(
     mean = round(scale * gap.mean, digits) if gap.pairs else math.nan
     size, side = f"{abs(mean):.{digits}f} {unit}", "above" if mean > 0 else "below"
     if gap.pairs == 0:
-        return f"{one} and {other} have no seed under which both were evaluated after the same round."
+        return f"{one} and {other} have no seed under which both have a value after the same round."
     if gap.pairs < FEWEST:
         seeds = "one seed" if gap.pairs == 1 else f"{gap.pairs} seeds"
         relation = f"lies {size} {side}" if mean else "is level with"
@@ -325,7 +325,7 @@ def describe_ranking(summary: RunSummary, claims: Claims | None = None) -> list[
         return []
     most = max(claims.between(*pair).pairs for pair in pairs)
     if not most:
-        return ["Claim no order of these methods: under no seed have two of them reached the same round."]
+        return ["Claim no order of these methods: no seed gives two of them a value after the same round."]
     if most < FEWEST:
         seeds = "one seed says" if most == 1 else f"{most} seeds say"
         return [f"Claim no order of these methods: {seeds} too little. --seeds 5 gives intervals that can tell."]

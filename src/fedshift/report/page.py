@@ -50,12 +50,14 @@ from .tables import (
     add_majority,
     cross_table,
     describe_majority,
+    describe_missing,
     describe_round,
     describe_seeds,
     find_reported_rounds,
     list_shortfalls,
     measures_trained,
     select_crossed,
+    select_reported_rows,
     traffic_table,
 )
 from .target_metric import describe_target, format_target_table, target_table
@@ -106,7 +108,8 @@ def make_metric_table(
     leader = find_leader(claims, metric) if (split, moment) == ("test", "loaded") else ""
     one_by_one, even = len(summary.clients) <= ONE_BY_ONE, is_even(find_reached_rounds(summary))
     text = format_metric_table(frame, metric, one_by_one=one_by_one, leader=leader, even=even, digits=digits)
-    text = replace(text, partial=describe_partial(summary))
+    missing = describe_missing(select_reported_rows(summary, model, split, moment), metric)
+    text = replace(text, partial=describe_partial(summary), note=f"{text.note} {missing}".strip())
     if (metric, model, split, moment) == ("accuracy", "personal", "test", "loaded"):
         text = replace(text, note=f"{text.note} {describe_majority(summary)}".strip())
         frame = add_majority(summary, frame)
@@ -156,6 +159,7 @@ def collect_crossed(summary: RunSummary) -> list[ReportTable]:
             f"{summary.metric_unit}, {when} round {', '.join(map(str, rounds))}, {spread}"
         )
         text = format_cross_table(frame, summary.metric)
+        text = replace(text, note=f"{text.note} {describe_missing(rows, summary.metric)}".strip())
         file = f"cross-site-{to_file_name(method)}{ending}"
         made.append(ReportTable(file=file, caption=caption, frame=frame, text=text))
     return made
@@ -230,6 +234,8 @@ def _other_metrics(summary: RunSummary) -> Iterator[tuple[str, str, TextTable]]:
             table = format_metric_table(frame, metric, one_by_one=one_by_one, even=even)
             if (metric, model, moment) == ("accuracy", "personal", "loaded"):
                 table = replace(table, note=f"{table.note} {describe_majority(summary)}".strip())
+            missing = describe_missing(select_reported_rows(summary, model, moment=moment), metric)
+            table = replace(table, note=f"{table.note} {missing}".strip())
             if any(text != MISSING for text in table.values):
                 title = f"{name[0].upper()}{name[1:]}, {model} model"
                 title += f" {AFTER_WORK}" if moment == "trained" else ""
@@ -250,6 +256,8 @@ def _class_metrics(summary: RunSummary) -> Iterator[tuple[str, str, TextTable]]:
             frame = accuracy_table(summary, metric, number=number)
             one_by_one, even = len(summary.clients) <= ONE_BY_ONE, is_even(find_reached_rounds(summary))
             table = format_metric_table(frame, metric, one_by_one=one_by_one, even=even)
+            missing = describe_missing(select_reported_rows(summary), metric, number)
+            table = replace(table, note=f"{table.note} {missing}".strip())
             if any(text != MISSING for text in table.values):
                 name = METRICS[metric]
                 yield (

@@ -8,12 +8,25 @@ them into text.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from ..results.schema import COUNTS, LOWER_IS_BETTER, MOMENTS, RunSummary, compute_metric, select_class
+from ..results.schema import (
+    COUNTS,
+    DISTANCES,
+    LOWER_IS_BETTER,
+    METRICS,
+    MOMENTS,
+    Row,
+    RunSummary,
+    compute_metric,
+    find_missing,
+    is_of_numbers,
+    select_class,
+)
 from ..utils.errors import UsageError, unknown_name
 from .progress import describe_partial, find_reached_rounds, remember
 
@@ -27,7 +40,16 @@ SERVER = "the server"
 AFTER_WORK = "just after local work, before aggregation, of clients that took part in the round"
 """Caption of a table with ``moment="trained"``."""
 NAMED = 10
-"""Largest number of clients that a remark names."""
+"""Largest number of clients that a remark names, and of classes of each."""
+_PREDICTED = "absent from a client's data, and counted as {} where predicted, otherwise left out"
+MISSING_PARTS = {
+    "auc": ("the mean over the classes or labels that some samples of a client have and others lack", "left out"),
+    "balanced_accuracy": ("the mean over the classes in a client's data", "absent"),
+    "r2": ("the mean over the targets that vary in a client's data", "constant"),
+    **{name: ("the mean over classes or labels", _PREDICTED.format("0")) for name in ("dice", "iou", "f1")},
+    **{name: ("the mean over classes", _PREDICTED.format("an image's diagonal")) for name in DISTANCES},
+}
+"""Metrics that a client's samples may not define for a class, label or target: what they are, and its fate."""
 
 
 def metric_history(
@@ -51,8 +73,9 @@ def find_reported_rounds(summary: RunSummary) -> pd.Series:
     """Return the round reported for each evaluated run: a series over (method, seed).
 
     ``last`` is the run's last evaluated round. ``best`` is the round with the best macro metric of the personal model
-    on validation data, the earliest on ties, among the rounds that measured the run's largest number of clients.
-    Raises :class:`UsageError` if ``best`` is used with a run without validation data.
+    on validation data, the earliest on ties, among the rounds that measured the run's largest number of clients. The
+    metric is over the clients that define it. Raises :class:`UsageError` if ``best`` is used with a run without
+    validation data.
     """
     return remember(summary, "reported rounds", lambda: _find_reported_rounds(summary)).copy()
 
@@ -64,7 +87,7 @@ def _find_reported_rounds(summary: RunSummary) -> pd.Series:
     if summary.select != "best":
         raise unknown_name("select", summary.select, ("last", "best"))
     per_round = (
-        metric_history(summary, split="validation").groupby(["method", "seed", "round"])["value"].agg(["mean", "count"])
+        metric_history(summary, split="validation").groupby(["method", "seed", "round"])["value"].agg(["mean", "size"])
     )
     best_rounds: dict[Any, int] = {}
     for run in tested.index:
@@ -74,7 +97,12 @@ def _find_reported_rounds(summary: RunSummary) -> pd.Series:
                 "hold out a part of the training data, or use select='last'"
             )
         rounds = per_round.loc[run]
-        means = rounds.loc[rounds["count"] == rounds["count"].max(), "mean"]
+        means = rounds.loc[rounds["size"] == rounds["size"].max(), "mean"]
+        if means.isna().all():
+            raise UsageError(
+                f"select='best': no client's validation data define {summary.metric_name} (method {run[0]!r}, seed "
+                f"{run[1]}): use another metric, or select='last'"
+            )
         best_rounds[run] = int(means.idxmin() if summary.metric in LOWER_IS_BETTER else means.idxmax())
     return pd.Series(best_rounds, index=tested.index, name="round", dtype=int)
 
@@ -321,6 +349,55 @@ def list_shortfalls(summary: RunSummary) -> list[str]:
             "under every method; differences are over the clients that both methods have."
         )
     return sentences
+
+
+def describe_missing(rows: pd.DataFrame, metric: str, number: int | None = None) -> str:
+    """Return sentences on the classes, labels or targets that clients' samples leave undefined, if any.
+
+    Args:
+        rows: Records of one split, of any models.
+        metric: The metric.
+        number: The only class of masks that is measured, if any.
+
+    """
+    if metric not in MISSING_PARTS or rows.empty:
+        return ""
+    what, fate = MISSING_PARTS[metric]
+    missing: dict[str, tuple[int, ...]] = {}
+    without = []
+    records: list[Row] = rows.drop_duplicates("client").to_dict("records")  # type: ignore[assignment]
+    for row in records:
+        parts = find_missing(row, metric)
+        if number is not None:
+            parts = (number,) if number in parts else ()
+        if parts:
+            name, noun = str(row["client"]), _name_parts(row)
+            missing[name] = parts
+            counted = row["square"] if metric == "r2" else row["support"]
+            if len(parts) == len(counted) and metric in ("auc", "r2"):
+                without.append(name)
+    if not missing:
+        return ""
+    named = [f"{name} {_number_parts(parts, noun)}" for name, parts in list(missing.items())[:NAMED]]
+    more = f", and {len(missing) - NAMED} more clients" if len(missing) > NAMED else ""
+    said = f"{METRICS[metric][0].upper()}{METRICS[metric][1:]} is {what}; {fate}: {', '.join(named)}{more}."
+    if without:
+        more = f" and {len(without) - NAMED} more" if len(without) > NAMED else ""
+        said += f" It is not defined for {', '.join(without[:NAMED])}{more}, and means are over the other clients."
+    return said
+
+
+def _name_parts(row: Mapping[str, Any]) -> str:
+    """Return what a row counts one by one."""
+    return "target" if is_of_numbers(row) else "label" if pd.notna(row.get("exact")) else "class"
+
+
+def _number_parts(parts: Sequence[int], noun: str) -> str:
+    """Return class, label or target numbers in words: ``class 2``, ``labels 0, 3`` or ``12 classes``."""
+    plural = f"{noun}{'es' if noun == 'class' else 's'}"
+    if len(parts) > NAMED:
+        return f"{len(parts)} {plural}"
+    return f"{noun if len(parts) == 1 else plural} {', '.join(map(str, parts))}"
 
 
 def _resolve_metric(summary: RunSummary, metric: str | None) -> str:

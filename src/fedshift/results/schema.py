@@ -15,7 +15,7 @@ Rows are kept in a data frame and, on disk, in ``metrics.jsonl`` (one JSON objec
 | `loss_sum` | float       | sum of the cross-entropy over them, in nats; training loss: of the loss trained on |
 | `hits`     | list of int | correctly classified samples of each true class; null in rows of training loss |
 | `support`  | list of int | samples of each true class; null likewise |
-| `auc`      | float       | area under the ROC curve, binary or one-vs-rest macro; null where it is not defined |
+| `auc`      | float       | area under the ROC curve, mean over defined classes or labels; null if none |
 | `predicted` | list of int | for masks and several labels: pixels or samples for which each class was predicted |
 | `exact`    | int         | for several labels: samples with all labels predicted correctly |
 | `squared`, `absolute` | list of float | for numbers: the sum of squared and of absolute errors of each target |
@@ -24,6 +24,9 @@ Rows are kept in a data frame and, on disk, in ``metrics.jsonl`` (one JSON objec
 | `hausdorff`, `surfaces` | list of float, of int | sum of images' 95 % Hausdorff distances by class, and their number |
 
 For masks, ``hits`` and ``support`` count pixels; for several labels, samples that have each label.
+
+The same counts tell which classes, labels or targets have no part in a metric (:func:`find_missing`): an absent class
+has ``support`` 0, a label that all samples have a ``support`` of ``samples``, and a constant target no spread.
 
 Everything in tables and figures (accuracy, balanced accuracy; macro, pooled, worst client) derives from these counts.
 """
@@ -63,6 +66,8 @@ UNITS = {
 """Units of the metrics that are not fractions, which are printed unscaled and not in percent."""
 SQUARED = "squared units of the targets' spread"
 """Unit of the loss of numbers, on test data."""
+CONSTANT = 1e-12
+"""Spread of a target, relative to the sum of its squares, that is rounding alone: the target is constant."""
 BY_CLASS = ("hits", "support", "predicted", "distances", "elements", "hausdorff", "surfaces")
 """Counts of masks with an entry for each class."""
 LOWER_IS_BETTER = frozenset({"loss", "rmse", "mae", "surface_distance", "hausdorff95"})
@@ -92,7 +97,7 @@ def metric_unit(metric: str, *, numbers: bool = False) -> tuple[float, int, str]
     return 1.0, 3, SQUARED if numbers and metric == "loss" else UNITS[metric]
 
 
-def is_of_numbers(row: Row) -> bool:
+def is_of_numbers(row: Mapping[str, Any]) -> bool:
     """Return whether a row counts errors of numeric targets."""
     return row.get("squared") is not None
 
@@ -123,10 +128,12 @@ def rows_to_frame(rows: Iterable[Row]) -> pd.DataFrame:
 def compute_metric(rows: pd.DataFrame, metric: str) -> pd.Series:
     """Return ``metric`` of every row of evaluation or training loss; NaN where the row does not define it.
 
-    ``accuracy``, ``balanced_accuracy`` (mean recall of the classes that occur), ``auc``, ``exact_match``, and ``dice``,
-    ``f1`` and ``iou`` (means over classes that occur or are predicted; of masks without the background) lie in 0..1;
-    ``rmse``, ``mae`` and ``r2`` (at most 1) are means over targets, ``surface_distance`` and ``hausdorff95`` over the
-    classes that occur or are predicted, without the background; ``loss`` is the mean loss of a sample.
+    ``accuracy``, ``balanced_accuracy`` (mean recall of the classes that occur), ``auc`` (mean over the classes or
+    labels that some samples have and others lack), ``exact_match``, and ``dice``, ``f1`` and ``iou`` (means over
+    classes that occur or are predicted; of masks without the background) lie in 0..1; ``rmse`` and ``mae`` are means
+    over targets, ``r2`` (at most 1) over those that vary, ``surface_distance`` and ``hausdorff95`` over the classes
+    that occur or are predicted, without the background; ``loss`` is the mean loss of a sample. :func:`find_missing`
+    returns what is left out.
     """
     if metric == "loss":
         return rows["loss_sum"] / rows["samples"]
@@ -200,9 +207,36 @@ def _measure_errors(rows: pd.DataFrame, metric: str) -> pd.Series:
             each_NT = np.sqrt(squared_NT / samples_N1)
         else:
             spread_NT = square_NT - total_NT**2 / samples_N1
-            each_NT = 1 - np.divide(squared_NT, spread_NT, out=np.full_like(spread_NT, np.nan), where=spread_NT > 0)
+            varies_NT = spread_NT > CONSTANT * square_NT
+            each_NT = 1 - np.divide(squared_NT, spread_NT, out=np.ones_like(spread_NT), where=varies_NT)
+            count_N = varies_NT.sum(axis=1)
+            values[counted] = np.divide(
+                each_NT.sum(axis=1), count_N, out=np.full(len(count_N), np.nan), where=count_N > 0
+            )
+            return pd.Series(values, index=rows.index)
         values[counted] = each_NT.mean(axis=1)
     return pd.Series(values, index=rows.index)
+
+
+def find_missing(row: Mapping[str, Any], metric: str) -> tuple[int, ...]:
+    """Return the classes, labels or targets that the samples of ``row`` do not define ``metric`` for, by number.
+
+    ``auc``: classes or labels that no sample has, or all; ``balanced_accuracy``: classes that no sample has; ``dice``,
+    ``iou``, ``f1`` and distances of surfaces: likewise, without the background of masks; they count nevertheless where
+    they are predicted. ``r2``: targets without spread. It depends on the samples alone, not on predictions.
+    """
+    if metric == "r2" and isinstance(row.get("square"), list):
+        sums = zip(row["total"], row["square"], strict=True)
+        return tuple(
+            n for n, (total, square) in enumerate(sums) if square - total**2 / row["samples"] <= CONSTANT * square
+        )
+    if metric not in ("auc", "balanced_accuracy", "dice", "iou", "f1", *DISTANCES) or not isinstance(
+        row["support"], list
+    ):
+        return ()
+    first = 1 if metric not in ("auc", "balanced_accuracy", "f1") and len(row["support"]) > 1 else 0
+    useless = (0, row["samples"]) if metric == "auc" else (0,)
+    return tuple(n for n, count in enumerate(row["support"]) if n >= first and count in useless)
 
 
 def read_rows(path: Path, up_to: int | None = None) -> list[Row]:

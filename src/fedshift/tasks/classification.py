@@ -77,7 +77,7 @@ class Classification(Task):
             "loss_sum": loss,
             "hits": torch.bincount(y[correct], minlength=outputs).tolist(),
             "support": torch.bincount(y, minlength=outputs).tolist(),
-            "auc": _macro_auc(predictions.double(), y),
+            "auc": mean_area(predictions.double().softmax(dim=1).T, y == torch.arange(outputs)[:, None]),
         }
 
     @override
@@ -96,20 +96,24 @@ class Classification(Task):
 CLASSIFICATION = Classification()
 
 
-def _macro_auc(logits: Tensor, y: Tensor) -> float | None:
-    """Return the area under the ROC curve; None unless every class occurs and every score is finite."""
-    classes = logits.shape[1]
-    if classes < 2 or len(torch.unique(y)) < classes or not bool(logits.isfinite().all()):
+def mean_area(score_KN: Tensor, positive_KN: Tensor) -> float | None:
+    """Return the mean area under the ROC curve of the rows that have a positive and a negative sample.
+
+    None if there is no such row, or a score is not finite.
+
+    Args:
+        score_KN: Scores of N samples for each of K classes or labels, float64.
+        positive_KN: Whether a sample has the class or label, bool.
+
+    """
+    two_K = positive_KN.any(dim=1) & ~positive_KN.all(dim=1)
+    if not bool(two_K.any()) or not bool(score_KN.isfinite().all()):
         return None
-    score_KN, positive_KN = logits.softmax(dim=1).T.contiguous(), y == torch.arange(classes)[:, None]
-    return sum(rank_areas(score_KN, positive_KN)) / classes
-
-
-def rank_areas(score_KN: Tensor, positive_KN: Tensor) -> list[float]:
-    """Return the area under the ROC curve of each row of scores, for the samples that are ``positive_KN``."""
+    score_KN, positive_KN = score_KN[two_K].contiguous(), positive_KN[two_K]
     most = max(1, RANKED // score_KN.shape[1])
     parts = zip(torch.split(score_KN, most), torch.split(positive_KN, most), strict=True)
-    return [area for part in parts for area in _areas(*part)]
+    areas = [area for part in parts for area in _areas(*part)]
+    return sum(areas) / len(areas)
 
 
 def _areas(score_KN: Tensor, positive_KN: Tensor) -> Iterator[float]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ..utils.errors import UsageError
-from .classification import rank_areas
+from .classification import mean_area
 from .task import Counts, Task, is_overlap
 
 
@@ -50,10 +50,6 @@ class Multilabel(Task):
     @override
     def count(self, predictions: Tensor, y: Tensor, outputs: int) -> Counts:
         chosen, given = predictions > 0, y > 0
-        defined = [bool(0 < column.sum() < len(column)) for column in given.T]
-        areas = None
-        if all(defined) and bool(predictions.isfinite().all()):
-            areas = sum(rank_areas(predictions.double().T.contiguous(), given.T.contiguous())) / outputs
         return {
             "samples": len(y),
             "loss_sum": float(F.binary_cross_entropy_with_logits(predictions, y, reduction="sum")) / outputs,
@@ -61,7 +57,7 @@ class Multilabel(Task):
             "support": given.sum(dim=0).tolist(),
             "predicted": chosen.sum(dim=0).tolist(),
             "exact": int((chosen == given).all(dim=1).sum()),
-            "auc": areas,
+            "auc": mean_area(predictions.double().T, given.T),
         }
 
     @override

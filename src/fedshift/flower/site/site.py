@@ -338,8 +338,10 @@ class Site:
                     float(compute_metric(rows_to_frame([row]), metric)[0]),
                     metric_unit(metric, numbers=is_of_numbers(row)),
                 )
-                said = f"{METRICS[metric]} {factor * value:.{digits}f} {'%' if unit == 'percent' else unit}"
-                self.say(f"{plan.method.name}, after round {server.round}: {said} here")
+                said = f"{METRICS[metric]} {factor * value:.{digits}f} {'%' if unit == 'percent' else unit} here"
+                if value != value:
+                    said = f"{METRICS[metric]} is not defined by the test data here"
+                self.say(f"{plan.method.name}, after round {server.round}: {said}")
         return Exchange(kind="evaluated", facts={"name": trial.kept.name, "round": server.round, "rows": rows})
 
     def _make_unseen_state(self, trial: _Trial, server: ServerState) -> State | None:
